@@ -1,0 +1,65 @@
+# Every target makes .venv on first use and installs only what it needs. `make help` lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: help demo test lint bench simulate campaign clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.demo ## train a small model over four rails a node and lose one on the way
+	@$(BIN)/python examples/train_digits.py
+
+test: $(VENV)/.test ## run the tests
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.lint ## style, types and layers
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check --diff . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache
+	@echo "lint: style, types and layers hold"
+
+bench: $(VENV)/.bench ## measure against gloo and MPICH, and what resilience costs; results in out/
+	@mkdir -p out
+	@$(BIN)/python bench/peers.py --json out/peers.json
+	@$(BIN)/python bench/overhead.py --json out/overhead.json
+	@$(BIN)/python bench/failover.py --json out/failover.json --png out/failover.png
+
+simulate: $(VENV)/.test ## 20,000 random fault plans in the simulator
+	@R2CC_SIM_EXAMPLES=20000 $(BIN)/python -m pytest tests/simulation --timeout 7200
+
+campaign: $(VENV)/.test ## 50 runs of every fault on real sockets in network namespaces
+	@R2CC_CAMPAIGN_RUNS=50 $(BIN)/python -m pytest tests/netlab --timeout 3600 -rA
+
+clean: ## remove what make made
+	rm -rf $(VENV) out build *.egg-info
+
+# Stamps: one a set of packages, made anew when pyproject.toml changes.
+$(VENV)/.core: pyproject.toml
+	@echo "installing r2ccl into $(VENV) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install "pip>=25.1"
+	@$(PIP) install --editable .
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.core
+	@echo "installing what the demo needs ..."
+	@$(PIP) install --editable ".[demo]"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	@echo "installing what the tests need ..."
+	@$(PIP) install --group test
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.test
+	@echo "installing what the checks need ..."
+	@$(PIP) install --group lint
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.demo
+	@echo "installing the peers to measure against ..."
+	@$(PIP) install --group bench
+	@touch $@

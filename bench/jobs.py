@@ -1,0 +1,209 @@
+"""Jobs of several libraries alive at once, of which one is measured at a time.
+
+A `Job` starts the ranks of one library (`worker`) and then tells all of them, through one local
+socket each, to run a number of allreduces. Between commands every rank sleeps in a read of that
+socket, so that an idle library takes no processor time from the one that is measured; MPICH, for
+one, spins inside its calls.
+
+Invariant: however the bench ends, no process that a `Job` started outlives it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import msgspec
+
+_WORKER = str(Path(__file__).with_name("worker.py"))
+_START_TIMEOUT_S = 60.0
+_RUN_TIMEOUT_S = 120.0
+_MESSAGE_NBYTES = 1 << 16
+
+
+class Unavailable(Exception):
+    """A library cannot be measured here; says why."""
+
+
+class Library(NamedTuple):
+    """What is compared: its name, the way its bytes travel, the packages it needs."""
+
+    name: str
+    transport: str
+    packages: tuple[str, ...] = ()
+
+
+R2CCL = Library("r2ccl", "tcp")
+GLOO = Library("gloo", "tcp", ("torch",))
+MPICH = Library("mpich", "shm", ("mpi4py",))
+
+
+class Job:
+    """The ranks of one library, started and waiting for commands.
+
+    Parameters
+    ----------
+    library : Library
+    nranks : int
+    **env : str
+        Environment variables of its ranks, beside the ones of this process.
+
+    Raises
+    ------
+    Unavailable
+        A package or launcher is missing, or the ranks did not come up; says which and why.
+    """
+
+    def __init__(self, library: Library, nranks: int, **env: str) -> None:
+        self.library = library
+        self.nranks = nranks
+        self._folder = tempfile.TemporaryDirectory(prefix="r2ccl-bench-")
+        self._log = Path(self._folder.name, "log")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[socket.socket] = []
+        try:
+            self._start(env)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, nbytes: int, iterations: int, warmup: int) -> float:
+        """Run allreduces of `nbytes` of float32, in place; return the seconds of one.
+
+        That is the time of `iterations` calls back to back, divided by their number, of the rank
+        that took longest.
+
+        Raises
+        ------
+        Unavailable
+            A rank failed or did not answer in time.
+        """
+        for rank in self._ranks:
+            rank.send(msgspec.json.encode((nbytes, iterations, warmup)))
+        deadline = time.monotonic() + _RUN_TIMEOUT_S
+        return max(self._answer(rank, deadline) for rank in self._ranks)
+
+    def calibrate(self, nbytes: int, loop_s: float) -> int:
+        """Return how many calls a loop of about `loop_s` seconds has: 3 to 2,000."""
+        return min(2000, max(3, round(loop_s / self.run(nbytes, 3, warmup=2))))
+
+    def close(self) -> None:
+        """End the ranks, first by asking."""
+        for rank in self._ranks:
+            rank.close()
+        deadline = time.monotonic() + 10.0
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Job:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the ranks."""
+        self.close()
+
+    def _start(self, env: dict[str, str]) -> None:
+        address = str(Path(self._folder.name, "socket"))
+        common = {**os.environ, **env, "BENCH_ADDRESS": address}
+        # SOCK_SEQPACKET keeps messages apart and tells of a peer's end.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(address)
+            listener.listen(self.nranks)
+            with self._log.open("wb") as log:
+                for arguments, extra in _commands(self.library, self.nranks, self._folder.name):
+                    self._processes.append(
+                        subprocess.Popen(
+                            arguments,
+                            env={**common, **extra},
+                            stdin=subprocess.DEVNULL,
+                            stdout=log,
+                            stderr=subprocess.STDOUT,
+                            start_new_session=True,
+                        )
+                    )
+            self._accept(listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        listener.settimeout(0.5)  # how soon a rank that ended is noticed
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while len(self._ranks) < self.nranks:
+            try:
+                self._ranks.append(listener.accept()[0])
+            except TimeoutError:
+                if any(process.poll() is not None for process in self._processes):
+                    raise self._failed("a rank ended while starting") from None
+                if time.monotonic() > deadline:
+                    raise self._failed(f"not started after {_START_TIMEOUT_S:g} s") from None
+
+    def _answer(self, rank: socket.socket, deadline: float) -> float:
+        rank.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            answer = rank.recv(_MESSAGE_NBYTES)
+        except TimeoutError:
+            raise self._failed("a rank did not answer in time") from None
+        if not answer:
+            raise self._failed("a rank ended")
+        decoded: float | str = msgspec.json.decode(answer, type=float | str)
+        if isinstance(decoded, str):
+            raise self._failed(decoded)
+        return decoded
+
+    def _failed(self, what: str) -> Unavailable:
+        said = self._log.read_text(errors="replace").strip().splitlines()
+        return Unavailable(f"{what}; its last words: {said[-1] if said else '(none)'}")
+
+
+def _commands(library: Library, nranks: int, folder: str) -> list[tuple[list[str], dict[str, str]]]:
+    """List the processes to start for a library, each with its own variables."""
+    for package in library.packages:
+        if find_spec(package) is None:
+            raise Unavailable(f"the package {package} is not installed")
+    worker = [sys.executable, _WORKER, library.name]
+    if library is R2CCL:
+        return [([sys.executable, "-m", "r2ccl", "launch", "-n", str(nranks), "--", *worker], {})]
+    if library is MPICH:
+        return [([_mpiexec(), "-n", str(nranks), *worker], {})]
+    common = {
+        "WORLD_SIZE": str(nranks),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "BENCH_STORE": str(Path(folder, "store")),
+    }
+    return [(worker, {**common, "RANK": str(rank)}) for rank in range(nranks)]
+
+
+def _mpiexec() -> str:
+    """Find MPICH's launcher: beside this Python (pip's mpich), else on the path."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise Unavailable("no mpiexec: install the package mpich")
+    said = subprocess.run(
+        [found, "--version"], capture_output=True, text=True, timeout=20, check=False
+    ).stdout
+    if "HYDRA" not in said:
+        raise Unavailable(f"{found} is not MPICH's: install the package mpich")
+    return found
+
+
+__all__ = ["GLOO", "MPICH", "R2CCL", "Job", "Library", "Unavailable"]

@@ -1,0 +1,129 @@
+"""What resilience costs when nothing fails: the default against ``R2CC_MODE=0``, paired.
+
+Three jobs of equal shape run side by side, one measured at a time: *A* and *A'* with the default
+mode, *B* with mode 0 (fail-stop). A round measures all three close together, in an order that
+changes from round to round; its ratios are A/B and A'/B (the overhead) and A/A' (the noise of
+this very measurement, which would be 1 on a perfect machine). Jobs are started afresh several times,
+because where a process's memory happens to lie changes its speed for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from contextlib import ExitStack
+from itertools import permutations
+from typing import Any
+
+from common import Stats, add_json_argument, format_size, machine, parse_sizes, write_json
+from jobs import R2CCL, Job
+from rich.console import Console
+from rich.table import Table
+
+_SIZES = "1M,2M,4M"
+_ORDERS = tuple(permutations(("A", "A'", "B")))
+
+#: Per size, one (A, A', B) in seconds for every round.
+Rounds = dict[int, list[dict[str, float]]]
+
+
+def start(nranks: int, stack: ExitStack) -> dict[str, Job]:
+    """Start the three jobs."""
+    modes = {"A": "auto", "A'": "auto", "B": "0"}
+    return {
+        name: stack.enter_context(Job(R2CCL, nranks, R2CC_MODE=mode))
+        for name, mode in modes.items()
+    }
+
+
+def sample(jobs: dict[str, Job], args: argparse.Namespace, rounds: Rounds) -> None:
+    """Measure `args.rounds` rounds of every size with these jobs."""
+    counts = {nbytes: jobs["A"].calibrate(nbytes, args.loop_s) for nbytes in args.sizes}
+    for number in range(args.rounds):
+        for nbytes, count in counts.items():
+            order = _ORDERS[number % len(_ORDERS)]
+            measured = {name: jobs[name].run(nbytes, count, warmup=2) for name in order}
+            rounds[nbytes].append(measured)
+
+
+def rows_of(rounds: Rounds, nranks: int) -> list[dict[str, Any]]:
+    """Make one flat object per size."""
+    rows = []
+    for nbytes, measured in sorted(rounds.items()):
+        overhead = Stats.of([each[a] / each["B"] for each in measured for a in ("A", "A'")])
+        noise = Stats.of([each["A"] / each["A'"] for each in measured])
+        rows.append(
+            {
+                "collective": "allreduce",
+                "nranks": nranks,
+                "nbytes": nbytes,
+                "library": "r2ccl",
+                "transport": "tcp",
+                "default_us": Stats.of([each["A"] for each in measured]).median * 1e6,
+                "mode0_us": Stats.of([each["B"] for each in measured]).median * 1e6,
+                "overhead_percent": (overhead.median - 1) * 100,
+                "overhead_low_percent": (overhead.low - 1) * 100,
+                "overhead_high_percent": (overhead.high - 1) * 100,
+                "noise_percent": (noise.median - 1) * 100,
+                "noise_low_percent": (noise.low - 1) * 100,
+                "noise_high_percent": (noise.high - 1) * 100,
+                "rounds": len(measured),
+            }
+        )
+    return rows
+
+
+def table_of(rows: list[dict[str, Any]], nranks: int) -> Table:
+    """Lay the rows out."""
+    table = Table(
+        title=f"allreduce, float32, in place, {nranks} ranks: default against R2CC_MODE=0; "
+        "median (quartiles) of paired rounds"
+    )
+    for name in ("size", "default µs", "mode 0 µs", "overhead A/B - 1", "noise A/A' - 1", "rounds"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        cells = [format_size(row["nbytes"]), f"{row['default_us']:,.0f}", f"{row['mode0_us']:,.0f}"]
+        for what in ("overhead", "noise"):
+            middle, low, high = (row[f"{what}{part}_percent"] for part in ("", "_low", "_high"))
+            cells.append(f"{middle:+.2f} % ({low:+.1f} to {high:+.1f})")
+        table.add_row(*cells, str(row["rounds"]))
+    return table
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description="Cost of resilience when nothing fails.")
+    parser.add_argument("--nranks", type=int, default=2)
+    parser.add_argument("--sizes", type=parse_sizes, default=_SIZES, help=f"default: {_SIZES}")
+    parser.add_argument("--jobs", type=int, help="fresh starts; default: 6, with --quick 2")
+    parser.add_argument("--rounds", type=int, help="per start; default: 30, with --quick 12")
+    parser.add_argument("--quick", action="store_true", help="end within 60 s")
+    add_json_argument(parser)
+    args = parser.parse_args()
+    args.jobs = args.jobs or (2 if args.quick else 6)
+    args.rounds = args.rounds or (12 if args.quick else 30)
+    args.loop_s = 0.05
+    if min(args.jobs, args.rounds, args.nranks) < 1 or any(nbytes % 4 for nbytes in args.sizes):
+        parser.error("--jobs, --rounds, --nranks must be above 0, --sizes multiples of 4 bytes")
+    return args
+
+
+def main() -> int:
+    """Measure and print."""
+    args = parse_arguments()
+    out = Console(width=None if sys.stdout.isatty() else 140)
+    out.print(" · ".join(f"{key} {value}" for key, value in machine().items()), highlight=False)
+    rounds: Rounds = defaultdict(list)
+    for _ in range(args.jobs):
+        with ExitStack() as stack:
+            sample(start(args.nranks, stack), args, rounds)
+    rows = rows_of(rounds, args.nranks)
+    out.print(table_of(rows, args.nranks))
+    if args.json:
+        write_json(args.json, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""r2ccl over TCP, gloo and MPICH side by side: same sizes, same arrays, same run.
+
+All libraries' ranks are alive during the whole run and sleep while another is measured. A round
+measures every library at every size, one after the other; which goes first changes from round to
+round, so that a slow moment of the machine meets all of them. The time of a round is that of a
+loop of calls, back to back, divided by their number, on the slowest rank; the number is chosen
+per library and size so that a loop takes about the same time. A row is the median over rounds.
+The ratio is r2ccl's time over the peer's: below 1 r2ccl is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from contextlib import ExitStack
+from itertools import product
+from typing import Any
+
+from common import (
+    Stats,
+    add_json_argument,
+    format_size,
+    machine,
+    parse_counts,
+    parse_sizes,
+    write_json,
+)
+from jobs import GLOO, MPICH, R2CCL, Job, Library, Unavailable
+from rich.console import Console
+from rich.table import Table
+
+_SIZES = "256,4K,64K,1M,4M,16M,64M"
+_LIBRARIES = (R2CCL, GLOO, MPICH)
+
+Samples = dict[tuple[Library, int], list[float]]
+
+
+def start(libraries: tuple[Library, ...], nranks: int, stack: ExitStack, out: Console) -> list[Job]:
+    """Start every library's ranks; name those that cannot be measured and go on."""
+    jobs = []
+    for library in libraries:
+        try:
+            jobs.append(stack.enter_context(Job(library, nranks)))
+        except Unavailable as exc:
+            out.print(f"[yellow]{library.name} ({nranks} ranks) skipped:[/] {exc}", highlight=False)
+    return jobs
+
+
+def sample(jobs: list[Job], args: argparse.Namespace, out: Console) -> Samples:
+    """Measure in rounds; a library that fails is named and left out from then on."""
+    samples: Samples = defaultdict(list)
+    iterations: dict[tuple[Library, int], int] = {}
+    for number, nbytes in product(range(args.rounds), args.sizes):
+        first = number % max(1, len(jobs))
+        for job in jobs[first:] + jobs[:first]:
+            key = job.library, nbytes
+            try:
+                if key not in iterations:
+                    iterations[key] = job.calibrate(nbytes, args.loop_s)
+                count = iterations[key]
+                samples[key].append(job.run(nbytes, count, warmup=1 + count // 10))
+            except Unavailable as exc:
+                out.print(f"[red]{job.library.name} failed at {nbytes} bytes:[/] {exc}")
+                jobs.remove(job)
+    return samples
+
+
+def rows_of(samples: Samples, nranks: int) -> list[dict[str, Any]]:
+    """Make one flat object per size and library."""
+    rows = []
+    for (library, nbytes), seconds in sorted(
+        samples.items(), key=lambda item: (item[0][1], _LIBRARIES.index(item[0][0]))
+    ):
+        stats = Stats.of(seconds)
+        ours = samples.get((R2CCL, nbytes))
+        rows.append(
+            {
+                "collective": "allreduce",
+                "nranks": nranks,
+                "nbytes": nbytes,
+                "library": library.name,
+                "transport": library.transport,
+                "median_us": stats.median * 1e6,
+                "low_us": stats.low * 1e6,
+                "high_us": stats.high * 1e6,
+                "ratio": Stats.of(ours).median / stats.median if ours else None,
+                "rounds": len(seconds),
+            }
+        )
+    return rows
+
+
+def table_of(rows: list[dict[str, Any]], nranks: int) -> Table:
+    """Lay the rows out, one line a size."""
+    by_key = {(row["nbytes"], row["library"]): row for row in rows}
+    libraries = [each for each in _LIBRARIES if any(r["library"] == each.name for r in rows)]
+    table = Table(
+        title=f"allreduce, float32, in place, {nranks} ranks: µs, median (quartiles); "
+        "ratio = r2ccl's time / the peer's"
+    )
+    table.add_column("size", justify="right")
+    for library in libraries:
+        table.add_column(f"{library.name} ({library.transport})", justify="right")
+        if library is not R2CCL:
+            table.add_column("ratio", justify="right")
+    for nbytes in sorted({r["nbytes"] for r in rows}):
+        cells = [format_size(nbytes)]
+        for library in libraries:
+            row = by_key.get((nbytes, library.name))
+            if row is None:
+                cells += ["failed"] if library is R2CCL else ["failed", "-"]
+                continue
+            cells.append(f"{row['median_us']:,.1f} ({row['low_us']:,.1f}-{row['high_us']:,.1f})")
+            if library is not R2CCL:
+                cells.append("-" if row["ratio"] is None else f"{row['ratio']:.3f}")
+        table.add_row(*cells)
+    return table
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description="r2ccl beside gloo and MPICH.")
+    parser.add_argument("--nranks", type=parse_counts, default="2,4", help="default: 2,4")
+    parser.add_argument("--sizes", type=parse_sizes, default=_SIZES, help=f"default: {_SIZES}")
+    parser.add_argument("--rounds", type=int, help="default: 15, with --quick 5")
+    parser.add_argument("--quick", action="store_true", help="end within 60 s")
+    add_json_argument(parser)
+    args = parser.parse_args()
+    if args.rounds is None:
+        args.rounds = 5 if args.quick else 15
+    args.loop_s = 0.02 if args.quick else 0.06
+    if args.rounds < 1 or any(nbytes % 4 for nbytes in args.sizes):
+        parser.error("--rounds must be above 0, and --sizes multiples of 4 bytes")
+    return args
+
+
+def main() -> int:
+    """Measure and print; exit with 1 if r2ccl itself could not be measured."""
+    args = parse_arguments()
+    out = Console(width=None if sys.stdout.isatty() else 140)
+    out.print(" · ".join(f"{key} {value}" for key, value in machine().items()), highlight=False)
+    results: list[dict[str, Any]] = []
+    for nranks in args.nranks:
+        with ExitStack() as stack:
+            jobs = start(_LIBRARIES, nranks, stack, out)
+            if jobs:
+                rows = rows_of(sample(jobs, args, out), nranks)
+                out.print(table_of(rows, nranks))
+                results += rows
+    if args.json:
+        write_json(args.json, results)
+    measured = {row["nranks"] for row in results if row["library"] == R2CCL.name}
+    return 0 if measured == set(args.nranks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""r2ccl: collectives that do not stop when the network breaks.
+
+The names in ``__all__`` are the public interface, and what version numbers promise. ``README.md``
+has a first program, `r2ccl.testing` the tools that break networks on purpose.
+"""
+
+from __future__ import annotations
+
+from r2ccl.bootstrap.launch import launch
+from r2ccl.communicator import Communicator
+from r2ccl.config import Config
+from r2ccl.errors import (
+    CommunicatorRevoked,
+    CompletionError,
+    InternalError,
+    InvalidArgument,
+    NoHealthyRail,
+    PeerLost,
+    R2cclError,
+    RailDown,
+    ScheduleError,
+    TransportError,
+    TransportTimeout,
+)
+from r2ccl.repair import Repair
+from r2ccl.start import init
+from r2ccl.types import ReduceOp
+
+SUM = ReduceOp.SUM
+PROD = ReduceOp.PROD
+MIN = ReduceOp.MIN
+MAX = ReduceOp.MAX
+AVG = ReduceOp.AVG
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AVG",
+    "MAX",
+    "MIN",
+    "PROD",
+    "SUM",
+    "Communicator",
+    "CommunicatorRevoked",
+    "CompletionError",
+    "Config",
+    "InternalError",
+    "InvalidArgument",
+    "NoHealthyRail",
+    "PeerLost",
+    "R2cclError",
+    "RailDown",
+    "ReduceOp",
+    "Repair",
+    "ScheduleError",
+    "TransportError",
+    "TransportTimeout",
+    "init",
+    "launch",
+]

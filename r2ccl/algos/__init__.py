@@ -1,0 +1,11 @@
+"""Algorithms: pure functions from (ranks, channels) to a `Schedule`, one file each.
+
+This room imports `schedule` and `errors`; it never sees a socket, a thread, the clock or a
+random source. Invariant: equal arguments give equal schedules on every rank.
+"""
+
+from __future__ import annotations
+
+from r2ccl.algos import recursive_doubling, ring
+
+__all__ = ["recursive_doubling", "ring"]

@@ -1,0 +1,99 @@
+"""Recursive doubling allreduce: log2(n) exchanges of the whole buffer, for small messages.
+
+Let m be the largest power of two up to n. If n > m, the first 2(n - m) ranks fold in pairs: the
+odd one sends its data to the even one below and gets the result at the end. The m ranks that are
+left, numbered in rank order, exchange what they hold with the number that differs in bit 0, then
+in bit 1, and so on, and reduce.
+
+Order: what a rank holds always covers a contiguous interval of ranks, and the partner's interval
+lies next to it, on the side on which the partner's rank lies. As ``received`` is the left operand
+iff the peer is the lower rank, both partners compute ``lower + upper`` with the same operands in
+the same places: every rank ends with the same expression, bit for bit, in rank order.
+
+Steps: log2(m) messages one after another, plus 2 if n > m. Bytes on the wire: the busiest rank
+sends and receives log2(m) times the data, plus once if n > m.
+
+References
+----------
+Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
+Int. J. High Perform. Comput. Appl. 19(1), 2005.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
+
+
+def allreduce(nranks: int, nchannels: int = 1) -> Schedule:
+    """Build the recursive doubling allreduce of `nranks` ranks.
+
+    Parameters
+    ----------
+    nranks : int
+        Size of the communicator, any number; with one rank the schedule copies input to output.
+    nchannels : int
+        Independent copies of the pattern, each over its own share of the buffer.
+
+    Returns
+    -------
+    Schedule
+        One chunk a channel; at most 2 log2(n) + 2 ops a rank and channel.
+
+    Raises
+    ------
+    InvalidArgument
+        A size below 1.
+    """
+    doublings = max(nranks, 1).bit_length() - 1
+    has_fold = nranks > 1 << doublings
+    share = Fraction(doublings + has_fold)
+    return Schedule(
+        name="recursive_doubling",
+        collective="allreduce",
+        nranks=nranks,
+        nchannels=nchannels,
+        nchunks=1,
+        cost=Cost(doublings + 2 * has_fold, share, share, max(1, 2 * doublings + 2 * has_fold)),
+        generate=lambda rank: (_program(nranks, rank),) * nchannels,
+    )
+
+
+def _program(n: int, rank: int) -> tuple[Op, ...]:
+    doublings = n.bit_length() - 1
+    extra = n - (1 << doublings)
+    if n == 1:
+        return (Op(Kind.COPY, -1, Space.INPUT, 0, Space.OUTPUT, 0, (), True),)
+    if rank < 2 * extra and rank % 2:
+        return (
+            _send(rank - 1, Space.INPUT),
+            Op(Kind.RECV, rank - 1, Space.OUTPUT, -1, Space.OUTPUT, 0, (0,)),
+        )
+    held, ops = Space.INPUT, []
+    if rank < 2 * extra:
+        ops.append(_reduce(rank + 1, held, (), False))
+        held = Space.OUTPUT
+    number = rank // 2 if rank < 2 * extra else rank - extra
+    for bit in range(doublings):
+        partner = number ^ (1 << bit)
+        peer = 2 * partner if partner < extra else partner + extra
+        ready = (len(ops) - 1,) if ops else ()
+        ops.append(_send(peer, held, ready))
+        # Reducing overwrites what is being sent (in place even the first time).
+        ops.append(_reduce(peer, held, (len(ops) - 1,), bit == doublings - 1))
+        held = Space.OUTPUT
+    if rank < 2 * extra:
+        ops.append(_send(rank + 1, held, (len(ops) - 1,)))
+    return tuple(ops)
+
+
+def _send(peer: int, space: Space, after: tuple[int, ...] = ()) -> Op:
+    return Op(Kind.SEND, peer, space, 0, Space.OUTPUT, -1, after)
+
+
+def _reduce(peer: int, space: Space, after: tuple[int, ...], is_final: bool) -> Op:
+    return Op(Kind.RECV_REDUCE, peer, space, 0, Space.OUTPUT, 0, after, is_final)
+
+
+__all__ = ["allreduce"]

@@ -1,0 +1,416 @@
+"""The control plane: one thread that holds the sessions, opens the data sockets, watches the peers.
+
+A rank that is busy in user code must still answer its peers, so the control thread always runs.
+The data plane talks to it through `ControlPlane`, whose methods return at once from any thread,
+and is told through a `ControlHandler`, in the control thread. This module imports no other room
+of its level: what a message means, and which socket is used for what, is decided above.
+
+Invariants: a message is handed over exactly once and in order, whatever happens to the
+connections; a socket is handed over only after both ends proved the secret, and only if its
+(peer, rail, epoch) is the one expected; a peer is reported lost at most once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from r2ccl.auth import Claim, HandshakeRejected, Purpose, Secret
+from r2ccl.bootstrap.listener import Handover, Listener, Rejections
+from r2ccl.bootstrap.loop import ControlLoop
+from r2ccl.bootstrap.messages import Codec, Goodbye, PeerDown, PeerInfo
+from r2ccl.bootstrap.paths import Paths
+from r2ccl.bootstrap.peer import Peer, PeerState, Setting
+from r2ccl.clock import Clock, monotonic
+from r2ccl.config import Config
+from r2ccl.errors import InternalError, InvalidArgument
+from r2ccl.types import Nic, PathKey
+
+logger = logging.getLogger("r2ccl.bootstrap")
+
+_BUSY_TICK_S = 0.02
+_IDLE_TICK_S = 0.1
+#: A tick later than this was late because this process did not run.
+_STALL_S = 0.05
+#: What `close` grants the thread beyond the deadline of its Goodbyes.
+_STOP_S = 1.0
+
+
+class ControlHandler(Protocol):
+    """What the user of a `ControlPlane` gets told, always in the control thread.
+
+    Every method must be quick (well under a millisecond) and must not raise: an exception is
+    logged, and ends nothing but that callback.
+    """
+
+    def on_message(self, peer: int, message: object) -> None:
+        """Take one message of `peer`: exactly once, in the order sent.
+
+        `message` is one of the registered types, or `Goodbye` when the peer leaves in order.
+        """
+
+    def on_path(self, peer: int, rail: int, epoch: int, sock: socket.socket) -> None:
+        """Own `sock` from now on: authenticated, connected, non-blocking, TCP_NODELAY.
+
+        Called on both ends, once per `accept_path` or `dial_path` that succeeded. No byte of
+        the handshake is left in it; the first byte read is the peer's transport's.
+        """
+
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+        """`peer` is dead or silent. Once per peer; nothing more comes from it after that.
+
+        Parameters
+        ----------
+        last_heard_s : float
+            Seconds since its last sign of life.
+        """
+
+    def on_tick(self, now: float) -> None:
+        """Advance timers. Every 20 ms while `ControlPlane.is_busy`, else every 100 ms."""
+
+
+class ControlPlane:
+    """Sessions with every other rank, the data sockets, and who is alive.
+
+    Made by `r2ccl.bootstrap.connect`. All methods may be called from any thread and return at
+    once, except `close`. What they start before `start` happens then. Callbacks (`on_failed`,
+    `on_result`, `fn`) run in the control thread.
+
+    Parameters
+    ----------
+    loop : ControlLoop
+        Owned: `close` ends it.
+    config : Config
+    secret : Secret
+    communicator_id : bytes
+        16 random bytes, equal on all ranks, different for every communicator.
+    rank : int
+    peers : tuple of PeerInfo
+        One entry per rank, this one included.
+    nics : tuple of Nic
+        This rank's rails: ``nics[i]`` is the local end of rail i.
+    listeners : sequence of socket.socket
+        Rail i's at index i, then the control listeners. Owned.
+    message_types : type or union of types
+        The data plane's messages, see `Codec`.
+    rejections : Rejections, optional
+        Goes on counting where rendezvous stopped.
+    clock : Clock, optional
+        Must be the one asyncio uses.
+
+    Attributes
+    ----------
+    is_busy : bool
+        Plain attribute: the engine sets it while a call runs or background work is open. It is
+        read at every tick and wakes nobody, so setting it costs nothing.
+    is_on_one_host : bool
+        Whether all ranks share one network stack (`PeerInfo.host`).
+    """
+
+    def __init__(
+        self,
+        *,
+        loop: ControlLoop,
+        config: Config,
+        secret: Secret,
+        communicator_id: bytes,
+        rank: int,
+        peers: tuple[PeerInfo, ...],
+        nics: tuple[Nic, ...],
+        listeners: Sequence[socket.socket],
+        message_types: Any,
+        rejections: Rejections | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.rank = rank
+        self.nranks = len(peers)
+        self.peers = peers
+        self.nics = nics
+        self.communicator_id = communicator_id
+        self.is_on_one_host = len({info.host for info in peers}) == 1
+        self.is_busy = False
+        self._loop = loop
+        self._clock = clock
+        self._codec = Codec(message_types)
+        self._rejections = rejections or Rejections(rank, clock)
+        setting = Setting(
+            rank, config, secret, communicator_id, nics, self._codec, self._rejections, clock
+        )
+        self._sessions = {
+            info.rank: Peer(info, setting, self) for info in peers if info.rank != rank
+        }
+        self._paths = Paths(peers, setting, self._on_path)
+        self._listener = Listener(listeners, secret, self._admit, self._rejections)
+        self._handler: ControlHandler | None = None
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._is_woken = True  # until start: work waits in the inbox
+        self._is_closing = False
+        self._close_lock = threading.Lock()
+        self._ticked_at = 0.0
+        self._tick_s = _IDLE_TICK_S
+
+    # -- life -------------------------------------------------------------------------------
+
+    def start(self, handler: ControlHandler) -> None:
+        """Begin: sessions connect, listeners accept, ticks run. Once."""
+        if self._handler is not None:
+            raise InternalError(f"rank {self.rank}: the control plane was started before")
+        self._handler = handler
+        self._loop.loop.call_soon_threadsafe(self._start)
+
+    def close(self, deadline_s: float) -> None:
+        """Say Goodbye, wait until it is acknowledged, end the thread.
+
+        Everything sent before is acknowledged too by then. Sockets handed over stay open: they
+        are the transport's. Idempotent; not for the control thread.
+
+        Parameters
+        ----------
+        deadline_s : float
+            How long to wait for peers. 0: leave without a word; the peers then see a loss.
+        """
+        with self._close_lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            try:
+                self._loop.run(self._shut_down(deadline_s))
+            finally:
+                self._loop.close(_STOP_S)
+
+    def _start(self) -> None:
+        self._listener.start()
+        for peer in self._sessions.values():
+            peer.start()
+        self._ticked_at = self._clock()
+        self._loop.loop.call_later(self._tick_s, self._tick)
+        self._drain()
+
+    async def _shut_down(self, deadline_s: float) -> None:
+        self._drain()
+        if deadline_s > 0 and self._handler is not None:
+            for peer in self._sessions.values():
+                peer.say_goodbye()
+            settled = (peer.is_settled.wait() for peer in self._sessions.values())
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await asyncio.gather(*settled)
+            except TimeoutError:
+                silent = [r for r, peer in self._sessions.items() if not peer.is_settled.is_set()]
+                logger.warning(
+                    "rank %d: ranks %s did not take leave within %.1f s",
+                    self.rank,
+                    silent,
+                    deadline_s,
+                )
+        self._paths.close()
+        for peer in self._sessions.values():
+            peer.close()
+        await self._listener.close()
+
+    def _tick(self) -> None:
+        now = self._clock()
+        late_s = now - self._ticked_at - self._tick_s
+        self._ticked_at = now
+        self._tick_s = _BUSY_TICK_S if self.is_busy else _IDLE_TICK_S
+        self._loop.loop.call_later(self._tick_s, self._tick)
+        for peer in self._sessions.values():
+            peer.tick(now, late_s if late_s > _STALL_S else 0.0)
+        if self._handler is not None:
+            self._guard(self._handler.on_tick, now)
+
+    # -- messages ---------------------------------------------------------------------------
+
+    def send(self, peer: int, message: object) -> None:
+        """Queue `message` (one of the registered types). Encoded at once: it may change after.
+
+        To a peer that is lost or has left, or after `close`: dropped, since nobody can read it.
+
+        Raises
+        ------
+        InvalidArgument
+            `peer` is this rank or no rank, or the type of `message` was not registered.
+        """
+        session = self._session(peer)
+        self._do(functools.partial(session.send, self._codec.encode(message)))
+
+    def broadcast(self, message: object) -> None:
+        """`send` to every other rank."""
+        body = self._codec.encode(message)
+        for session in self._sessions.values():
+            self._do(functools.partial(session.send, body))
+
+    def last_heard(self, peer: int) -> float:
+        """Clock reading (`r2ccl.clock.monotonic`) of the last sign of life from `peer`."""
+        return self._session(peer).last_heard
+
+    def rejections(self) -> Mapping[str, int]:
+        """How many connections and frames were turned away, per reason."""
+        return dict(self._rejections.counts)
+
+    # -- paths ------------------------------------------------------------------------------
+
+    def accept_path(self, peer: int, rail: int, epoch: int) -> None:
+        """Let in one data connection of exactly (peer, rail, epoch); the higher rank's side.
+
+        Replaces an earlier expectation of the same (peer, rail). A connection that arrives a
+        little before this call waits for it (up to 1 s); an older epoch is rejected.
+        """
+        key = self._path_key(peer, rail)
+        self._do(lambda: self._paths.accept(key, epoch))
+
+    def dial_path(
+        self, peer: int, rail: int, epoch: int, on_failed: Callable[[str], None] | None = None
+    ) -> None:
+        """Connect to `peer` on `rail`; the lower rank's side.
+
+        Tries until it succeeds (`ControlHandler.on_path`) or is cancelled, with a pause of
+        0.05 s doubling to 1 s; bound to ``nics[rail].address``. Replaces an earlier dial of the
+        same (peer, rail). `on_failed` is told why after each failed attempt.
+        """
+        key = self._path_key(peer, rail)
+        guarded = None if on_failed is None else functools.partial(self._guard, on_failed)
+        self._do(lambda: self._paths.dial(key, epoch, guarded) if self._is_open(peer) else None)
+
+    def cancel_path(self, peer: int, rail: int) -> None:
+        """Forget `accept_path` and `dial_path`.
+
+        Called in the control thread, no `on_path` for it follows; from another thread, one that
+        is just under way may.
+        """
+        key = self._path_key(peer, rail)
+        self._do(lambda: self._paths.cancel(key))
+
+    def kick(self, rail: int) -> None:
+        """Dial the pending paths of `rail` now: its local carrier came up."""
+        self._do(lambda: self._paths.kick(rail))
+
+    def probe(self, peer: int, rail: int, on_result: Callable[[bool], None]) -> None:
+        """Ask the *kernel* at the far end of `rail` for a sign of life.
+
+        Three TCP connects, bound to the local rail address, spread over
+        ``config.probe_timeout_s``. True as soon as one is answered (connected or refused).
+        """
+        key = self._path_key(peer, rail)
+        guarded = functools.partial(self._guard, on_result)
+        self._do(lambda: self._paths.probe(key, guarded))
+
+    # -- the loop, lent ---------------------------------------------------------------------
+
+    def call_soon(self, fn: Callable[[], object]) -> None:
+        """Run `fn` in the control thread."""
+        if self._loop.is_current():
+            self._loop.loop.call_soon(self._guard, fn)
+        else:
+            self._do(functools.partial(self._guard, fn))
+
+    def call_later(self, delay_s: float, fn: Callable[[], object]) -> None:
+        """Run `fn` in the control thread after `delay_s`."""
+        self._do(lambda: self._loop.loop.call_later(delay_s, self._guard, fn))
+
+    def add_reader(self, fd: int, fn: Callable[[], object]) -> None:
+        """Run `fn` in the control thread whenever `fd` is readable."""
+        self._do(lambda: self._loop.loop.add_reader(fd, self._guard, fn))
+
+    def remove_reader(self, fd: int) -> None:
+        """Undo `add_reader`; before closing `fd`."""
+        self._do(lambda: self._loop.loop.remove_reader(fd))
+
+    # -- told by the sessions, the listener and the paths ------------------------------------
+
+    def on_peer_message(self, peer: int, message: object) -> None:
+        """Sort a message (called by the session)."""
+        if isinstance(message, PeerDown):
+            self._on_peer_down(peer, message)
+            return
+        if isinstance(message, Goodbye):
+            self._paths.forget_peer(peer)
+        if self._handler is not None and not self._is_closing:
+            self._guard(self._handler.on_message, peer, message)
+
+    def on_peer_end(self, peer: int, why: str, last_heard_s: float) -> None:
+        """Report a lost peer, here and to all others (called by the session)."""
+        self._paths.forget_peer(peer)
+        if self._handler is None or self._is_closing:
+            return
+        logger.info("rank %d: lost rank %d: %s", self.rank, peer, why)
+        self.broadcast(PeerDown(peer, why))
+        self._guard(self._handler.on_peer_lost, peer, why, last_heard_s)
+
+    def _on_peer_down(self, witness: int, news: PeerDown) -> None:
+        if news.rank == self.rank:
+            self._sessions[witness].lose(f"it has given this rank up: {news.why}")
+        elif news.rank in self._sessions:
+            self._sessions[news.rank].lose(f"{news.why}, says rank {witness}")
+
+    def _on_path(self, peer: int, rail: int, epoch: int, sock: socket.socket) -> None:
+        if self._handler is None or self._is_closing:
+            sock.close()
+        else:
+            self._guard(self._handler.on_path, peer, rail, epoch, sock)
+
+    async def _admit(self, claim: Claim, listener: int) -> Handover:
+        if claim.communicator != self.communicator_id:
+            raise HandshakeRejected("another communicator")
+        if claim.dst != self.rank or claim.src >= self.rank:
+            raise HandshakeRejected("wrong pair of ranks")
+        if not self._is_open(claim.src):
+            raise HandshakeRejected("a rank that is lost or has left")
+        if claim.purpose is Purpose.CONTROL:
+            return self._sessions[claim.src].adopt
+        if claim.purpose is Purpose.DATA:
+            return await self._paths.admit(claim, listener)
+        raise HandshakeRejected("rendezvous is over")
+
+    # -- helpers ----------------------------------------------------------------------------
+
+    def _session(self, peer: int) -> Peer:
+        try:
+            return self._sessions[peer]
+        except KeyError:
+            raise InvalidArgument(
+                f"rank {self.rank}: peer {peer} was given; allowed are the other ranks of "
+                f"0 ... {self.nranks - 1}"
+            ) from None
+
+    def _is_open(self, peer: int) -> bool:
+        return self._sessions[peer].state is PeerState.OPEN
+
+    def _path_key(self, peer: int, rail: int) -> PathKey:
+        self._session(peer)
+        if not 0 <= rail < len(self.nics):
+            raise InvalidArgument(
+                f"rank {self.rank}: rail {rail} was given; there are {len(self.nics)}"
+            )
+        return PathKey(peer, rail)
+
+    def _guard(self, fn: Callable[..., object], *args: object) -> None:
+        try:
+            fn(*args)
+        except Exception:
+            logger.exception("rank %d: a callback failed", self.rank)
+
+    def _do(self, fn: Callable[[], object]) -> None:
+        """Run `fn` in the control thread, after what was asked for earlier."""
+        if self._is_closing:
+            return
+        self._inbox.append(fn)
+        if self._loop.is_current() and self._handler is not None:
+            self._drain()
+        elif not self._is_woken:
+            self._is_woken = True
+            self._loop.loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        self._is_woken = False  # before the last look: what comes later wakes us again
+        while self._inbox:
+            self._guard(self._inbox.popleft())
+
+
+__all__ = ["ControlHandler", "ControlPlane", "Goodbye", "PeerDown", "PeerInfo"]

@@ -1,0 +1,223 @@
+"""Who this process is: rank, nranks, where rank 0 is met, and where the secret comes from.
+
+Asked in this order: an mpi4py communicator given by the caller; the environment torchrun and
+``r2ccl launch`` set; an MPI launcher's environment. Nothing is connected here, but for MPI's own
+collectives, and rank 0's rendezvous socket where it has to exist before its port can be told.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from r2ccl.auth import SECRET_NBYTES, Secret
+from r2ccl.bootstrap.secretfile import (
+    GivenSecret,
+    RuntimeFileSecret,
+    SecretSource,
+    read_secret_file,
+)
+from r2ccl.config import Config
+from r2ccl.errors import InvalidArgument
+
+#: Descriptor of a listening socket that rank 0 inherits from its launcher.
+LISTEN_FD_VARIABLE = "R2CC_LISTEN_FD"
+
+_MPI_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+_ENV_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+
+_WAYS = (
+    "start it with `r2ccl launch -n 4 -- python script.py`, with torchrun, with mpiexec and "
+    "mpi4py installed, or set RANK, WORLD_SIZE, MASTER_ADDR, R2CC_PORT and R2CC_SECRET"
+)
+
+
+class Identity(msgspec.Struct):
+    """What a process knows before it has met the others.
+
+    ``address`` and ``port`` are rank 0's; ``listener`` is rank 0's socket there if it exists
+    already, and is owned by whoever holds the identity.
+    """
+
+    rank: int
+    nranks: int
+    address: str
+    port: int
+    secret: SecretSource
+    listener: socket.socket | None = None
+
+
+def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identity:
+    """Find out who this process is.
+
+    Parameters
+    ----------
+    config : Config
+    comm : mpi4py.MPI.Comm or None
+        Collective over it, if given (or found).
+    env : mapping
+        The process environment.
+
+    Raises
+    ------
+    InvalidArgument
+        Nothing says who this process is, or what says so is incomplete.
+    """
+    if comm is not None:
+        return _from_mpi(config, comm)
+    given = [name for name in _ENV_VARIABLES if name in env]
+    if given:
+        missing = sorted(set(_ENV_VARIABLES) - set(given))
+        if missing:
+            raise InvalidArgument(f"{given} are set but {missing} are not; {_WAYS}")
+        return _from_env(config, env)
+    if any(name in env for name in _MPI_VARIABLES):
+        return _from_mpi(config, _comm_world())
+    raise InvalidArgument(f"nothing says which rank this process is; {_WAYS}")
+
+
+def host_id() -> str:
+    """Return host name, boot id and network namespace: equal where loopback reaches."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = os.stat("/proc/self/ns/net").st_ino
+    return f"{socket.gethostname()}/{boot_id}/{namespace}"
+
+
+# -- MPI ------------------------------------------------------------------------------------
+
+
+def _comm_world() -> Any:
+    try:
+        from mpi4py import MPI
+    except ImportError as exc:
+        raise InvalidArgument(
+            f"an MPI launcher started this process, but mpi4py cannot be imported ({exc}): "
+            "install r2ccl[mpi] for the same MPI"
+        ) from exc
+    return MPI.COMM_WORLD
+
+
+def _from_mpi(config: Config, comm: Any) -> Identity:
+    rank, nranks = comm.Get_rank(), comm.Get_size()
+    is_on_one_host = len(set(comm.allgather(host_id()))) == 1
+    listener: socket.socket | None = None
+    offer: tuple[str, int, str] | str = ""
+    if rank == 0:
+        try:
+            listener = _listen_anywhere(config, is_on_one_host)
+            address, port = listener.getsockname()[:2]
+            offer = (address, port, secrets.token_hex(SECRET_NBYTES))
+        except (OSError, InvalidArgument) as exc:
+            offer = f"rank 0 cannot open its rendezvous: {exc}"  # the others wait for a word
+    offer = comm.bcast(offer, root=0)
+    if isinstance(offer, str):
+        raise InvalidArgument(offer)
+    address, port, secret = offer
+    return Identity(rank, nranks, address, port, GivenSecret(Secret.from_hex(secret)), listener)
+
+
+def _listen_anywhere(config: Config, is_on_one_host: bool) -> socket.socket:
+    derived = "127.0.0.1" if is_on_one_host else None
+    address = config.control_address or derived or _outbound_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, config.port), family=family)
+
+
+def _outbound_address() -> str:
+    """Return the local address of the default route; connecting a UDP socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737): nobody's address
+        except OSError as exc:
+            raise InvalidArgument(
+                "there is no default route to tell which address the other hosts reach: "
+                "set R2CC_CONTROL_ADDRESS on every rank"
+            ) from exc
+        address: str = probe.getsockname()[0]
+        return address
+
+
+# -- environment ----------------------------------------------------------------------------
+
+
+def _from_env(config: Config, env: Mapping[str, str]) -> Identity:
+    rank, nranks = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    if not 0 <= rank < nranks:
+        raise InvalidArgument(f"RANK={rank} with WORLD_SIZE={nranks}; allowed is 0 ... nranks - 1")
+    address = env["MASTER_ADDR"]
+    port = config.port or _number(env, "MASTER_PORT", instead="R2CC_PORT") + 1
+    if not 0 < port < 65536:
+        raise InvalidArgument(
+            f"rendezvous port {port} (R2CC_PORT, or MASTER_PORT + 1): allowed is 1 ... 65535"
+        )
+    listener = _inherited_listener(env) if rank == 0 else None
+    secret = _secret_source(config, env, rank, nranks, port)
+    return Identity(rank, nranks, address, port, secret, listener)
+
+
+def _number(env: Mapping[str, str], name: str, instead: str = "") -> int:
+    try:
+        return int(env[name])
+    except KeyError:
+        other = f" (or {instead})" if instead else ""
+        raise InvalidArgument(f"{name}{other} is not set; {_WAYS}") from None
+    except ValueError:
+        raise InvalidArgument(f"{name}={env[name]!r}: a whole number is needed") from None
+
+
+def _inherited_listener(env: Mapping[str, str]) -> socket.socket | None:
+    """Duplicate the launcher's socket, so that a second communicator finds it there again."""
+    if LISTEN_FD_VARIABLE not in env:
+        return None
+    fd = _number(env, LISTEN_FD_VARIABLE)
+    try:
+        os.set_inheritable(fd, False)
+        listener = socket.socket(fileno=os.dup(fd))
+        if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            listener.close()
+            raise OSError(errno.EINVAL, "not a listening socket")
+    except OSError as exc:
+        raise InvalidArgument(
+            f"{LISTEN_FD_VARIABLE}={fd}: {exc.strerror}; only the launcher should set it"
+        ) from exc
+    return listener
+
+
+def _secret_source(
+    config: Config, env: Mapping[str, str], rank: int, nranks: int, port: int
+) -> SecretSource:
+    if config.secret:
+        return GivenSecret(Secret.from_hex(config.secret))
+    if config.secret_file:
+        return GivenSecret(read_secret_file(config.secret_file))
+    if nranks == 1:
+        return GivenSecret(Secret(secrets.token_bytes(SECRET_NBYTES)))
+    address = env["MASTER_ADDR"]
+    if env.get("LOCAL_WORLD_SIZE") == str(nranks) and _is_own_address(address):
+        return RuntimeFileSecret(env, address, port, is_leader=rank == 0)
+    raise InvalidArgument(
+        f"rank {rank}: no secret for a job on several hosts: give every rank the same one, "
+        "in R2CC_SECRET (64 hexadecimal digits) or in a file, R2CC_SECRET_FILE, made with "
+        "`openssl rand -hex 32 > FILE; chmod 600 FILE`; on one host `r2ccl launch` does it"
+    )
+
+
+def _is_own_address(host: str) -> bool:
+    """Whether a socket of this host can be bound to `host`."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as sock:
+            sock.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+__all__ = ["LISTEN_FD_VARIABLE", "Identity", "host_id", "identify"]

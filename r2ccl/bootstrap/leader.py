@@ -1,0 +1,298 @@
+"""Rank 0's side of the rendezvous: let the ranks in, compare them, tell all of them the outcome.
+
+See `r2ccl.bootstrap.rendezvous` for the exchange. Runs in the control thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterable
+
+import msgspec
+
+from r2ccl.auth import COMMUNICATOR_ID_NBYTES, Claim, HandshakeRejected, Purpose, Secret
+from r2ccl.bootstrap import wire
+from r2ccl.bootstrap.greetings import (
+    Failed,
+    Greeting,
+    Hello,
+    Meeting,
+    Prepare,
+    Ready,
+    Table,
+    Welcome,
+    decode,
+    encode,
+    expect,
+)
+from r2ccl.bootstrap.identity import Identity
+from r2ccl.bootstrap.listener import Handover, Listener, Rejections
+from r2ccl.bootstrap.messages import PeerInfo
+from r2ccl.clock import monotonic
+from r2ccl.config import AGREED
+from r2ccl.errors import InvalidArgument, R2cclError
+
+logger = logging.getLogger("r2ccl.bootstrap")
+
+#: How long rank 0 waits for more ranks after it has found a fault, so that they hear of it too.
+_FAULT_GRACE_S = 1.0
+#: How much longer than rank 0 the others wait, so that they hear its account of a timeout.
+VERDICT_MARGIN_S = 5.0
+#: How long rank 0 waits for its port: its user's previous job may be about to leave it.
+_BIND_PATIENCE_S = 3.0
+_BIND_PAUSE_S = 0.25
+
+
+class _Guest(msgspec.Struct):
+    """A rank as rank 0 sees it."""
+
+    hello: Hello
+    sock: socket.socket
+    info: PeerInfo | None = None
+
+
+class Leader:
+    """Meet nranks - 1 guests; parameters as of `r2ccl.bootstrap.rendezvous.meet`."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        hello: Hello,
+        prepare: Prepare,
+        rejections: Rejections,
+        timeout_s: float,
+    ) -> None:
+        self._identity = identity
+        self._hello = hello
+        self._prepare = prepare
+        self._rejections = rejections
+        self._timeout_s = timeout_s
+        self._guests: dict[int, _Guest] = {}
+        self._surplus: list[socket.socket] = []
+        self._faults: list[str] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._progress = asyncio.Event()
+
+    async def run(self) -> Meeting:
+        """Lead; closes all it opened."""
+        secret = self._identity.secret.current()
+        assert secret is not None, "rank 0 draws the secret or was given it"
+        sock = await self._listen()
+        listener = Listener([sock], secret, self._admit, self._rejections)
+        try:
+            self._identity.secret.publish()
+            listener.start()
+            async with asyncio.timeout(self._timeout_s):
+                return await self._lead(secret, sock)
+        except TimeoutError:
+            failed = Failed(self._account_of_timeout(), is_timeout=True)
+            await self._tell_everyone(failed)
+            raise failed.error(0) from None
+        except R2cclError as exc:
+            await self._tell_everyone(Failed(str(exc)))
+            raise Failed(str(exc)).error(0) from exc
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            for open_sock in [*self._surplus, *(guest.sock for guest in self._guests.values())]:
+                open_sock.close()
+            await listener.close()
+            self._identity.secret.retract()
+
+    async def _lead(self, secret: Secret, sock: socket.socket) -> Meeting:
+        await self._gather_hellos()
+        hosts = {self._hello.host, *(guest.hello.host for guest in self._guests.values())}
+        welcome = Welcome(secrets.token_bytes(COMMUNICATOR_ID_NBYTES), len(hosts) == 1)
+        await self._tell_everyone(welcome)
+        own = self._prepare(welcome.is_on_one_host, self._own_address(sock))
+        await asyncio.gather(*(self._await_ready(guest) for guest in self._guests.values()))
+        if self._faults:
+            raise InvalidArgument("; ".join(self._faults))
+        infos = [own, *(guest.info for guest in self._guests.values() if guest.info is not None)]
+        table = Table(_with_common_rails(infos))
+        await self._tell_everyone(table)
+        return Meeting(welcome.communicator_id, secret, table.peers)
+
+    async def _listen(self) -> socket.socket:
+        identity = self._identity
+        if identity.listener is not None:
+            identity.listener.setblocking(False)
+            return identity.listener
+        host = await wire.resolve(identity.address, identity.port)
+        give_up_at = monotonic() + min(_BIND_PATIENCE_S, self._timeout_s)
+        while True:
+            try:
+                return wire.listen(host, identity.port)
+            except OSError as exc:
+                if exc.errno == errno.EADDRNOTAVAIL and host not in ("0.0.0.0", "::"):
+                    # MASTER_ADDR may be a name that leads here by translation (containers).
+                    host = "::" if ":" in host else "0.0.0.0"
+                    continue
+                if exc.errno != errno.EADDRINUSE or monotonic() > give_up_at:
+                    raise _cannot_listen(host, identity.port, exc) from exc
+            await asyncio.sleep(_BIND_PAUSE_S)
+
+    def _own_address(self, listening: socket.socket) -> str:
+        """Return what the first guest reached: the listener may be bound to every address."""
+        for guest in self._guests.values():
+            return str(guest.sock.getsockname()[0])
+        return str(listening.getsockname()[0])
+
+    # -- first round ------------------------------------------------------------------------
+
+    async def _admit(self, claim: Claim, listener: int) -> Handover:
+        if claim.purpose is not Purpose.RENDEZVOUS:
+            raise HandshakeRejected("not a rendezvous")
+        return self._receive_guest
+
+    def _receive_guest(self, sock: socket.socket) -> None:
+        task = asyncio.get_running_loop().create_task(self._greet(sock))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _greet(self, sock: socket.socket) -> None:
+        self._surplus.append(sock)  # until it is a guest
+        try:
+            hello = expect(Hello, await wire.receive_message(sock))
+        except (OSError, InvalidArgument) as exc:
+            self._rejections.add("no Hello", exc)
+            return
+        if hello.nranks != self._identity.nranks or not 0 <= hello.rank < hello.nranks:
+            self._fault(
+                f"rank {hello.rank} was started for {hello.nranks} ranks, "
+                f"rank 0 for {self._identity.nranks}: WORLD_SIZE must be equal everywhere"
+            )
+        elif hello.rank == 0 or self._is_present(hello.rank):
+            first = self._hello if hello.rank == 0 else self._guests[hello.rank].hello
+            self._fault(
+                f"rank {hello.rank} was started twice: pid {first.pid} on {_name(first)} and "
+                f"pid {hello.pid} on {_name(hello)}"
+            )
+        else:
+            self._surplus.remove(sock)
+            self._guests[hello.rank] = _Guest(hello, sock)
+            self._announce()
+
+    def _is_present(self, rank: int) -> bool:
+        guest = self._guests.get(rank)
+        if guest is None:
+            return False
+        try:
+            if guest.sock.recv(1, socket.MSG_PEEK):
+                return True
+        except BlockingIOError:
+            return True
+        except OSError:
+            logger.debug("rank %d came back", rank)
+        guest.sock.close()  # it left (a restarted process): its successor takes the place
+        del self._guests[rank]
+        return False
+
+    def _fault(self, text: str) -> None:
+        self._faults.append(text)
+        self._announce()
+
+    def _announce(self) -> None:
+        self._progress.set()
+        self._progress = asyncio.Event()
+
+    async def _gather_hellos(self) -> None:
+        everyone = self._identity.nranks - 1
+        while len(self._guests) < everyone and not self._faults:
+            await self._progress.wait()
+        if self._faults:
+            await self._await_stragglers(everyone)
+        odd = [
+            guest.hello.rank
+            for guest in self._guests.values()
+            if guest.hello.digest != self._hello.digest
+        ]
+        if odd:
+            names = ", ".join(f"R2CC_{name.upper()}" for name in AGREED)
+            self._faults.append(
+                f"ranks {sorted(odd)} have other settings than rank 0: "
+                f"these must be equal on all ranks: {names}"
+            )
+        if self._faults:
+            raise InvalidArgument("; ".join(self._faults))
+
+    async def _await_stragglers(self, everyone: int) -> None:
+        try:
+            async with asyncio.timeout(_FAULT_GRACE_S):
+                while len(self._guests) < everyone:
+                    await self._progress.wait()
+        except TimeoutError:
+            logger.debug("some ranks will not hear what went wrong")
+
+    # -- second round -----------------------------------------------------------------------
+
+    async def _await_ready(self, guest: _Guest) -> None:
+        try:
+            message = decode(await wire.receive_message(guest.sock))
+        except OSError as exc:
+            self._faults.append(
+                f"rank {guest.hello.rank} (pid {guest.hello.pid} on {_name(guest.hello)}) left "
+                f"during init ({exc}): see its own log"
+            )
+            return
+        if isinstance(message, Ready):
+            guest.info = message.info
+        else:
+            text = message.text if isinstance(message, Failed) else "out of step"
+            self._faults.append(f"rank {guest.hello.rank} failed: {text}")
+
+    async def _tell_everyone(self, message: Greeting) -> None:
+        """Tell all guests; one that cannot be told is found missing in the next round."""
+        body = encode(message)
+        socks = [*self._surplus, *(guest.sock for guest in self._guests.values())]
+        try:
+            async with asyncio.timeout(VERDICT_MARGIN_S):
+                sends = (wire.send_message(sock, body) for sock in socks)
+                await asyncio.gather(*sends, return_exceptions=True)
+        except TimeoutError:
+            logger.debug("rank 0 could not tell everyone: %s", message)
+
+    def _account_of_timeout(self) -> str:
+        present = {0, *self._guests}
+        missing = [rank for rank in range(self._identity.nranks) if rank not in present]
+        where = f"{self._identity.address}:{self._identity.port}"
+        if not missing:
+            silent = [guest.hello.rank for guest in self._guests.values() if guest.info is None]
+            return (
+                f"ranks {silent} arrived at rank 0 ({where}) but did not open their listeners "
+                f"within {self._timeout_s:g} s: look at their logs"
+            )
+        return (
+            f"ranks {missing} have not arrived at rank 0 ({where}) within {self._timeout_s:g} s: "
+            "look at their logs, or raise R2CC_INIT_TIMEOUT_S to wait longer"
+        )
+
+
+def _with_common_rails(infos: Iterable[PeerInfo]) -> tuple[PeerInfo, ...]:
+    """Order by rank and cut every list of rails to the shortest."""
+    ordered = sorted(infos, key=lambda info: info.rank)
+    nrails = min(len(info.rails) for info in ordered)
+    return tuple(msgspec.structs.replace(info, rails=info.rails[:nrails]) for info in ordered)
+
+
+def _name(hello: Hello) -> str:
+    return hello.host.split("/", 1)[0]
+
+
+def _cannot_listen(host: str, port: int, exc: OSError) -> InvalidArgument:
+    advice = "check MASTER_ADDR"
+    if exc.errno == errno.EADDRINUSE:
+        advice = (
+            "another process has it (another job, or a second rank 0): set R2CC_PORT to a free one"
+        )
+    return InvalidArgument(
+        f"cannot listen at {host}:{port}: {os.strerror(exc.errno or 0)}; {advice}"
+    )
+
+
+__all__ = ["VERDICT_MARGIN_S", "Leader"]

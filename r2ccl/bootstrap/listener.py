@@ -1,0 +1,194 @@
+"""Let proved connections in and keep strangers out.
+
+Carries the accepting side of `r2ccl.auth`; what a connection is for, and whether it is welcome
+now, is for the *gate* of a `Listener` to say. Invariant: a socket leaves this module only after
+both sides have proved the secret; until then it costs bounded bytes, bounded time and one of a
+bounded number of places, and what a stranger sent has been compared, not parsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from r2ccl.auth import (
+    NONCE_NBYTES,
+    OPENING_NBYTES,
+    PROOF_NBYTES,
+    Acceptor,
+    Claim,
+    HandshakeRejected,
+    Secret,
+)
+from r2ccl.bootstrap.wire import HANDSHAKE_TIMEOUT_S, Address, Visitor, receive_exactly
+from r2ccl.clock import Clock, monotonic
+
+logger = logging.getLogger("r2ccl.bootstrap")
+
+#: Unproved connections of one listener at a time; the oldest makes room for the newest.
+MAX_PENDING = 64
+#: A full table of file descriptors empties when some other connection ends.
+_ACCEPT_RETRY_S = 0.1
+_LOG_INTERVAL_S = 5.0
+
+
+class Rejections:
+    """Count what was turned away, per reason; log each reason at most once in 5 s.
+
+    Parameters
+    ----------
+    rank : int
+        Named in the log lines.
+    clock : Clock
+    """
+
+    def __init__(self, rank: int, clock: Clock = monotonic) -> None:
+        self.counts: Counter[str] = Counter()
+        self._rank = rank
+        self._clock = clock
+        self._logged_at: dict[str, float] = {}
+
+    def add(self, reason: str, who: object) -> None:
+        """Note one case of `reason` (short, fixed text) from `who`."""
+        self.counts[reason] += 1
+        now = self._clock()
+        if now - self._logged_at.get(reason, float("-inf")) < _LOG_INTERVAL_S:
+            return
+        self._logged_at[reason] = now
+        logger.warning(
+            "rank %d: turned away %s: %s (%d so far)",
+            self._rank,
+            who,
+            reason,
+            self.counts[reason],
+        )
+
+
+#: Takes over the socket of a proved connection; runs in the loop and must not block.
+Handover = Callable[[socket.socket], None]
+#: Says what to do with a proved claim that came in on listener i; may wait until it is welcome.
+#: Raises HandshakeRejected if it is not.
+Gate = Callable[[Claim, int], Awaitable[Handover]]
+
+
+class Listener:
+    """Accept on several sockets, authenticate, hand over.
+
+    Parameters
+    ----------
+    sockets : sequence of socket.socket
+        Listening, non-blocking. Owned: closed by `close`.
+    secret : Secret
+    gate : Gate
+    rejections : Rejections
+    timeout_s : float
+        Bound of one handshake, the gate's waiting included.
+    max_pending : int
+        Unproved connections at a time.
+    """
+
+    def __init__(
+        self,
+        sockets: Sequence[socket.socket],
+        secret: Secret,
+        gate: Gate,
+        rejections: Rejections,
+        *,
+        timeout_s: float = HANDSHAKE_TIMEOUT_S,
+        max_pending: int = MAX_PENDING,
+    ) -> None:
+        self._sockets = tuple(sockets)
+        self._secret = secret
+        self._gate = gate
+        self._rejections = rejections
+        self._timeout_s = timeout_s
+        self._max_pending = max_pending
+        self._tasks: set[asyncio.Task[None]] = set()
+        #: Unproved connections, oldest first (a dict keeps the order).
+        self._pending: dict[socket.socket, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        """Begin to accept; in the loop."""
+        for index, sock in enumerate(self._sockets):
+            self._spawn(self._accept(sock, index))
+
+    async def close(self) -> None:
+        """Stop, close every unfinished handshake and the listening sockets."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for sock in self._sockets:
+            sock.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _accept(self, listener: socket.socket, index: int) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listener)
+            except OSError as exc:
+                self._rejections.add(f"accept failed: {exc.strerror}", listener.getsockname())
+                await asyncio.sleep(_ACCEPT_RETRY_S)
+                continue
+            if len(self._pending) >= self._max_pending:
+                self._evict_oldest()
+            self._pending[sock] = self._spawn(self._serve(sock, address, index))
+
+    def _evict_oldest(self) -> None:
+        oldest = next(iter(self._pending))
+        self._pending.pop(oldest).cancel()
+        self._rejections.add("too many unproved connections", "the oldest of them")
+
+    async def _serve(self, sock: socket.socket, address: Address, index: int) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                handover = await self._authenticate(sock, index)
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+        except Visitor:
+            sock.close()  # a probe: the kernel has answered it, nothing more is owed
+        except (HandshakeRejected, OSError) as exc:
+            sock.close()
+            self._rejections.add(_reason(exc), f"{address[0]}:{address[1]}")
+        else:
+            handover(sock)
+        finally:
+            self._pending.pop(sock, None)
+
+    async def _authenticate(self, sock: socket.socket, index: int) -> Handover:
+        loop = asyncio.get_running_loop()
+        acceptor = Acceptor(self._secret, os.urandom(NONCE_NBYTES))
+        opening = await receive_exactly(sock, OPENING_NBYTES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        await loop.sock_sendall(sock, acceptor.challenge(opening))
+        try:
+            claim = acceptor.verify(await receive_exactly(sock, PROOF_NBYTES))
+        except Visitor:
+            raise ConnectionResetError("left before its proof") from None
+        self._pending.pop(sock, None)
+        handover = await self._gate(claim, index)
+        await loop.sock_sendall(sock, acceptor.answer())
+        return handover
+
+
+def _reason(exc: HandshakeRejected | OSError) -> str:
+    if isinstance(exc, HandshakeRejected):
+        return exc.reason
+    if isinstance(exc, TimeoutError):
+        return "handshake timed out"
+    return "handshake broke off"
+
+
+__all__ = ["MAX_PENDING", "Gate", "Handover", "Listener", "Rejections"]

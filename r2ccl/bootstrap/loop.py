@@ -1,0 +1,79 @@
+"""A thread that runs an asyncio event loop: the control thread.
+
+asyncio is imported here and in the modules that run in the loop, so that ``import r2ccl`` does not
+pay for it. Invariant: `ControlLoop.close` returns within its deadline whatever runs in the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from r2ccl.errors import InternalError
+
+logger = logging.getLogger("r2ccl.bootstrap")
+
+_T = TypeVar("_T")
+
+
+class ControlLoop:
+    """Start a daemon thread with a fresh event loop.
+
+    A daemon, so that a user who forgets to close cannot hang the interpreter's exit.
+
+    Parameters
+    ----------
+    name : str
+        Name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.SelectorEventLoop()
+        self.loop.set_exception_handler(_log_exception)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def is_current(self) -> bool:
+        """Whether the caller runs in this thread."""
+        return threading.get_ident() == self._thread.ident
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run `work` in the loop and wait for it; an interrupt of the caller cancels it."""
+        if self.is_current():
+            work.close()
+            raise InternalError("a blocking call inside the control thread")
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self, deadline_s: float) -> None:
+        """Cancel every task, end the thread, wait up to `deadline_s` for it. Idempotent."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            logger.warning("%s did not end within %.1f s", self._thread.name, deadline_s)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        finally:
+            self.loop.close()
+
+
+def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    logger.error("in the control thread: %s", context["message"], exc_info=context.get("exception"))
+
+
+__all__ = ["ControlLoop"]

@@ -1,0 +1,211 @@
+"""Data sockets, one per (peer, rail, epoch): dial, let in, probe.
+
+The lower rank dials for as long as it takes: a rail that was dead for an hour comes back. The
+higher rank lets in exactly the (peer, rail, epoch) it expects. Which socket replaces which, and
+when, is the data plane's business. Runs in the control thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from r2ccl.auth import Claim, HandshakeRejected, Purpose
+from r2ccl.bootstrap import wire
+from r2ccl.bootstrap.listener import Handover
+from r2ccl.bootstrap.messages import PeerInfo
+from r2ccl.bootstrap.peer import Setting
+from r2ccl.types import PathKey
+
+#: The dialer learns of a new epoch up to this much earlier than the other side.
+_EARLY_S = 1.0
+_FIRST_PAUSE_S = 0.05
+_MAX_PAUSE_S = 1.0
+#: Covers two retransmissions of a SYN (Linux sends the first after 1 s).
+_CONNECT_TIMEOUT_S = 2.0
+#: Connects of one probe: two lost packets do not make a dead rail.
+_PROBE_CONNECTS = 3
+
+OnPath = Callable[[int, int, int, socket.socket], None]
+
+
+class _Dial(msgspec.Struct):
+    epoch: int
+    on_failed: Callable[[str], None] | None
+    task: asyncio.Task[None] | None = None
+
+
+class Paths:
+    """The data connections this rank dials or expects.
+
+    Parameters
+    ----------
+    peers : sequence of PeerInfo
+        One per rank.
+    setting : Setting
+    on_path : callable
+        Takes (peer, rail, epoch, sock) and owns the socket.
+    """
+
+    def __init__(self, peers: Sequence[PeerInfo], setting: Setting, on_path: OnPath) -> None:
+        self._peers = peers
+        self._setting = setting
+        self._on_path = on_path
+        self._dials: dict[PathKey, _Dial] = {}
+        self._expected: dict[PathKey, int] = {}
+        self._expectation_changed = asyncio.Event()
+        self._probes: set[asyncio.Task[None]] = set()
+
+    # -- accepting --------------------------------------------------------------------------
+
+    def accept(self, key: PathKey, epoch: int) -> None:
+        """Expect the peer's connection with exactly this epoch."""
+        self._expected[key] = epoch
+        self._announce_change()
+
+    async def admit(self, claim: Claim, listener: int) -> Handover:
+        """Wait until a proved DATA claim is expected; a `Gate`.
+
+        Raises
+        ------
+        HandshakeRejected
+            It came in on another rail, is of an older epoch, or nobody asked for it in time.
+        """
+        if claim.rail != listener:
+            raise HandshakeRejected("path on the wrong rail")
+        key = PathKey(claim.src, claim.rail)
+        try:
+            async with asyncio.timeout(_EARLY_S):
+                while self._expected.get(key) != claim.epoch:
+                    if self._expected.get(key, -1) > claim.epoch:
+                        raise HandshakeRejected("path of an older epoch")
+                    await self._expectation_changed.wait()
+        except TimeoutError:
+            raise HandshakeRejected("path not expected") from None
+        return lambda sock: self._let_in(key, claim.epoch, sock)
+
+    def _let_in(self, key: PathKey, epoch: int, sock: socket.socket) -> None:
+        if self._expected.get(key) != epoch:  # changed while the answer was under way
+            sock.close()
+            return
+        del self._expected[key]
+        self._on_path(key.peer, key.rail, epoch, sock)
+
+    def _announce_change(self) -> None:
+        self._expectation_changed.set()
+        self._expectation_changed = asyncio.Event()
+
+    # -- dialing ----------------------------------------------------------------------------
+
+    def dial(self, key: PathKey, epoch: int, on_failed: Callable[[str], None] | None) -> None:
+        """Connect, again and again, until it works or `cancel`."""
+        self._stop_dial(key)
+        entry = _Dial(epoch, on_failed)
+        self._dials[key] = entry
+        self._start_dial(key, entry)
+
+    def kick(self, rail: int) -> None:
+        """Begin every pending dial of `rail` anew, without its pause."""
+        for key, entry in list(self._dials.items()):
+            if key.rail == rail and entry.task is not None:
+                entry.task.cancel()
+                self._start_dial(key, entry)
+
+    def cancel(self, key: PathKey) -> None:
+        """Neither dial nor expect `key` any more."""
+        self._stop_dial(key)
+        self._expected.pop(key, None)
+
+    def forget_peer(self, peer: int) -> None:
+        """Cancel everything with `peer`."""
+        for key in [key for key in (*self._dials, *self._expected) if key.peer == peer]:
+            self.cancel(key)
+
+    def close(self) -> None:
+        """Cancel everything."""
+        for key in [*self._dials, *self._expected]:
+            self.cancel(key)
+        for task in self._probes:
+            task.cancel()
+
+    def _start_dial(self, key: PathKey, entry: _Dial) -> None:
+        work = self._keep_dialing(key, entry)
+        entry.task = asyncio.get_running_loop().create_task(work)
+
+    def _stop_dial(self, key: PathKey) -> None:
+        entry = self._dials.pop(key, None)
+        if entry is not None and entry.task is not None:
+            entry.task.cancel()
+
+    async def _keep_dialing(self, key: PathKey, entry: _Dial) -> None:
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                sock = await self._dial_once(key, entry.epoch)
+            except (OSError, HandshakeRejected) as exc:
+                if entry.on_failed is not None:
+                    entry.on_failed(str(exc) or type(exc).__name__)
+            else:
+                break
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE_S)
+        del self._dials[key]
+        self._on_path(key.peer, key.rail, entry.epoch, sock)
+
+    async def _dial_once(self, key: PathKey, epoch: int) -> socket.socket:
+        setting = self._setting
+        claim = Claim(
+            Purpose.DATA, setting.communicator_id, setting.rank, key.peer, key.rail, epoch
+        )
+        return await wire.dial(
+            setting.secret,
+            claim,
+            self._peers[key.peer].rails[key.rail],
+            source=setting.nics[key.rail].address,
+            timeout_s=_CONNECT_TIMEOUT_S,
+        )
+
+    # -- probing ----------------------------------------------------------------------------
+
+    def probe(self, key: PathKey, on_result: Callable[[bool], None]) -> None:
+        """Ask the kernel at the far end of the rail; see `ControlPlane.probe`."""
+        task = asyncio.get_running_loop().create_task(self._probe(key, on_result))
+        self._probes.add(task)
+        task.add_done_callback(self._probes.discard)
+
+    async def _probe(self, key: PathKey, on_result: Callable[[bool], None]) -> None:
+        timeout_s = self._setting.config.probe_timeout_s
+        knocks = [
+            asyncio.ensure_future(self._knock(key, i * timeout_s / _PROBE_CONNECTS, timeout_s))
+            for i in range(_PROBE_CONNECTS)
+        ]
+        is_answered = False
+        try:
+            for answer in asyncio.as_completed(knocks):
+                is_answered = await answer
+                if is_answered:
+                    break
+        finally:
+            for knock in knocks:
+                knock.cancel()
+        on_result(is_answered)
+
+    async def _knock(self, key: PathKey, delay_s: float, timeout_s: float) -> bool:
+        await asyncio.sleep(delay_s)
+        try:
+            await wire.knock(
+                self._peers[key.peer].rails[key.rail],
+                source=self._setting.nics[key.rail].address,
+                timeout_s=timeout_s - delay_s,
+            )
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return True
+
+
+__all__ = ["OnPath", "Paths"]

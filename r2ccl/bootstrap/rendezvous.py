@@ -1,0 +1,174 @@
+"""All ranks meet at rank 0, once, and part with the table of who is where.
+
+Two rounds over one authenticated connection per rank, because which rails make sense depends on
+whether all ranks share a host::
+
+    rank r                                rank 0
+    Hello(rank, nranks, host, digest) ->  waits for all, compares
+                                      <-  Welcome(communicator_id, is_on_one_host)
+    opens its listeners
+    Ready(PeerInfo)                   ->  waits for all
+                                      <-  Table(peers), all with the same number of rails
+
+Whatever goes wrong on any rank becomes ``Failed``, which rank 0 tells everyone, so that all ranks
+raise the same error. Runs in the control thread. Invariant: it ends by its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TypeVar
+
+from r2ccl.auth import COMMUNICATOR_ID_NBYTES, Claim, HandshakeRejected, Purpose, Secret
+from r2ccl.bootstrap import wire
+from r2ccl.bootstrap.greetings import (
+    Failed,
+    Greeting,
+    Hello,
+    Meeting,
+    Prepare,
+    Ready,
+    Table,
+    Welcome,
+    decode,
+    encode,
+    expect,
+)
+from r2ccl.bootstrap.identity import Identity
+from r2ccl.bootstrap.leader import VERDICT_MARGIN_S, Leader
+from r2ccl.bootstrap.listener import Rejections
+from r2ccl.clock import monotonic
+from r2ccl.errors import PeerLost, R2cclError, TransportTimeout
+
+#: Claims of connections made before rank 0 has drawn the communicator's id.
+_NO_COMMUNICATOR = bytes(COMMUNICATOR_ID_NBYTES)
+_FIRST_PAUSE_S = 0.02
+_MAX_PAUSE_S = 0.5
+
+_T = TypeVar("_T")
+
+
+async def meet(
+    identity: Identity,
+    hello: Hello,
+    prepare: Prepare,
+    rejections: Rejections,
+    timeout_s: float,
+) -> Meeting:
+    """Meet the other ranks.
+
+    Parameters
+    ----------
+    identity : Identity
+    hello : Hello
+    prepare : callable
+        Called once, as soon as all ranks are known.
+    rejections : Rejections
+    timeout_s : float
+
+    Raises
+    ------
+    InvalidArgument
+        The ranks do not fit together, or one of them could not prepare; names them.
+    TransportTimeout
+        Not all ranks arrived; rank 0 names the missing ones, to all that did.
+    PeerLost
+        Rank 0 went away.
+    """
+    if identity.rank == 0:
+        leader = Leader(identity, hello, prepare, rejections, timeout_s)
+        return await leader.run()
+    member = _Member(identity, hello, prepare, timeout_s)
+    return await member.run()
+
+
+class _Member:
+    def __init__(
+        self, identity: Identity, hello: Hello, prepare: Prepare, timeout_s: float
+    ) -> None:
+        self._identity = identity
+        self._hello = hello
+        self._prepare = prepare
+        self._timeout_s = timeout_s
+        self._last_failure = "no secret yet"
+
+    async def run(self) -> Meeting:
+        """Join; closes the connection."""
+        sock, secret = await self._reach_leader()
+        try:
+            async with asyncio.timeout(self._timeout_s + VERDICT_MARGIN_S):
+                return await self._join(sock, secret)
+        except TimeoutError:
+            raise TransportTimeout(
+                f"rank {self._hello.rank}: rank 0 at {self._where()} let this rank in and then "
+                f"said nothing for {self._timeout_s + VERDICT_MARGIN_S:g} s: look at its log",
+                rank=self._hello.rank,
+                peer=0,
+            ) from None
+        except OSError as exc:
+            raise PeerLost(
+                rank=self._hello.rank, peer=0, last_heard_s=0.0, why=f"it left during init: {exc}"
+            ) from exc
+        finally:
+            sock.close()
+
+    async def _join(self, sock: socket.socket, secret: Secret) -> Meeting:
+        await self._say(sock, self._hello)
+        welcome = self._take(Welcome, await wire.receive_message(sock))
+        try:
+            info = self._prepare(welcome.is_on_one_host, str(sock.getsockname()[0]))
+        except (OSError, R2cclError) as exc:
+            await self._say(sock, Failed(str(exc)))
+            raise
+        await self._say(sock, Ready(info))
+        table = self._take(Table, await wire.receive_message(sock))
+        return Meeting(welcome.communicator_id, secret, table.peers)
+
+    async def _reach_leader(self) -> tuple[socket.socket, Secret]:
+        pause = _FIRST_PAUSE_S
+        give_up_at = monotonic() + self._timeout_s
+        while (left_s := give_up_at - monotonic()) > 0:
+            found = await self._try_leader(left_s)
+            if found is not None:
+                return found
+            await asyncio.sleep(min(pause, left_s))
+            pause = min(2 * pause, _MAX_PAUSE_S)
+        raise TransportTimeout(
+            f"rank {self._hello.rank}: rank 0 was not reached at {self._where()} within "
+            f"{self._timeout_s:g} s (last attempt: {self._last_failure}): is it running, are "
+            "MASTER_ADDR, the port and the secret the same everywhere? "
+            "R2CC_INIT_TIMEOUT_S waits longer",
+            rank=self._hello.rank,
+            peer=0,
+        )
+
+    async def _try_leader(self, timeout_s: float) -> tuple[socket.socket, Secret] | None:
+        secret = self._identity.secret.current()
+        if secret is None:
+            return None
+        claim = Claim(Purpose.RENDEZVOUS, _NO_COMMUNICATOR, self._hello.rank, 0)
+        try:
+            host = await wire.resolve(self._identity.address, self._identity.port)
+            target = (host, self._identity.port)
+            return await wire.dial(secret, claim, target, timeout_s=timeout_s), secret
+        except TimeoutError:
+            self._last_failure = "no answer"
+        except (OSError, HandshakeRejected) as exc:
+            self._last_failure = str(exc)
+        return None
+
+    def _take(self, kind: type[_T], body: bytes) -> _T:
+        message = decode(body)
+        if isinstance(message, Failed):
+            raise message.error(self._hello.rank)
+        return expect(kind, body)
+
+    async def _say(self, sock: socket.socket, message: Greeting) -> None:
+        await wire.send_message(sock, encode(message))
+
+    def _where(self) -> str:
+        return f"{self._identity.address}:{self._identity.port}"
+
+
+__all__ = ["meet"]

@@ -1,0 +1,183 @@
+"""From a configuration to a running control plane: who am I, meet the others, listen.
+
+The one entry point of the room. Which NICs become rails is asked of the caller, since topology is
+another room of the same level.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from r2ccl.auth import COMMUNICATOR_ID_NBYTES, SECRET_NBYTES, Secret
+from r2ccl.bootstrap import wire
+from r2ccl.bootstrap.control import ControlPlane
+from r2ccl.bootstrap.greetings import Hello, Meeting
+from r2ccl.bootstrap.identity import Identity, host_id, identify
+from r2ccl.bootstrap.listener import Rejections
+from r2ccl.bootstrap.loop import ControlLoop
+from r2ccl.bootstrap.messages import PeerInfo
+from r2ccl.bootstrap.rendezvous import meet
+from r2ccl.config import Config
+from r2ccl.errors import InvalidArgument
+from r2ccl.types import Nic
+
+NicsFor = Callable[[bool, str], tuple[Nic, ...]]
+
+_STOP_S = 1.0
+
+
+def connect(
+    config: Config,
+    *,
+    message_types: Any,
+    nics_for: NicsFor,
+    comm: Any | None = None,
+    env: Mapping[str, str] | None = None,
+) -> ControlPlane:
+    """Meet the other ranks of the job. Then call ``start(handler)`` on what is returned.
+
+    *Collective*: every rank calls it, with equal `config` digests.
+
+    Parameters
+    ----------
+    config : Config
+    message_types : type or union of types
+        Tagged `msgspec.Struct` types the data plane will send, ``A | B | C``.
+    nics_for : callable
+        Takes (is_on_one_host, control_address), returns at least one `Nic`; index i becomes the
+        local end of rail i. Ranks with more than others lose the surplus. Runs in the control
+        thread; must not block for long.
+    comm : mpi4py.MPI.Comm, optional
+        Where rank and nranks come from; by default the environment.
+    env : mapping, optional
+        By default ``os.environ``.
+
+    Raises
+    ------
+    InvalidArgument
+        Nothing says who this process is, the ranks do not fit together, the port is taken, there
+        is no secret, no rail; the text says what to do.
+    TransportTimeout
+        Not all ranks arrived within ``config.init_timeout_s``; rank 0 names the missing ones.
+    PeerLost
+        Rank 0 went away meanwhile.
+    """
+    identity = identify(config, comm, os.environ if env is None else env)
+    listeners = _Listeners(identity.rank, config, nics_for)
+    rejections = Rejections(identity.rank)
+    loop = ControlLoop(f"r2ccl-control-{identity.rank}")
+    try:
+        if identity.nranks == 1:
+            meeting = _meet_nobody(listeners, config)
+        else:
+            hello = Hello(identity.rank, identity.nranks, host_id(), os.getpid(), config.digest())
+            work = meet(identity, hello, listeners.open, rejections, config.init_timeout_s)
+            meeting = loop.run(work)
+        return _build(config, identity, meeting, listeners, loop, message_types, rejections)
+    except BaseException:
+        listeners.close()
+        loop.close(_STOP_S)
+        raise
+    finally:
+        if identity.listener is not None:
+            identity.listener.close()
+
+
+def _meet_nobody(listeners: _Listeners, config: Config) -> Meeting:
+    info = listeners.open(True, "127.0.0.1")
+    return Meeting(
+        secrets.token_bytes(COMMUNICATOR_ID_NBYTES),
+        Secret(secrets.token_bytes(SECRET_NBYTES)),
+        (info,),
+    )
+
+
+def _build(
+    config: Config,
+    identity: Identity,
+    meeting: Meeting,
+    listeners: _Listeners,
+    loop: ControlLoop,
+    message_types: Any,
+    rejections: Rejections,
+) -> ControlPlane:
+    nrails = len(meeting.peers[identity.rank].rails)
+    return ControlPlane(
+        loop=loop,
+        config=config,
+        secret=meeting.secret,
+        communicator_id=meeting.communicator_id,
+        rank=identity.rank,
+        peers=meeting.peers,
+        nics=listeners.nics[:nrails],
+        listeners=listeners.take(nrails),
+        message_types=message_types,
+        rejections=rejections,
+    )
+
+
+class _Listeners:
+    """Listening sockets of this rank: one per rail, then the control plane's."""
+
+    def __init__(self, rank: int, config: Config, nics_for: NicsFor) -> None:
+        self.nics: tuple[Nic, ...] = ()
+        self._rank = rank
+        self._config = config
+        self._nics_for = nics_for
+        self._rails: list[socket.socket] = []
+        self._control: list[socket.socket] = []
+
+    def open(self, is_on_one_host: bool, control_address: str) -> PeerInfo:
+        """Listen on every NIC and on the control address; say where."""
+        control_address = self._config.control_address or control_address
+        self.nics = tuple(self._nics_for(is_on_one_host, control_address))
+        if not self.nics:
+            raise InvalidArgument(
+                f"rank {self._rank}: no rail: no usable interface was found; "
+                "see R2CC_SOCKET_IFNAME and R2CC_RAILS"
+            )
+        self._rails = [self._listen(nic.address, nic.name) for nic in self.nics]
+        self._control = [self._listen(control_address, "control")]
+        return PeerInfo(
+            rank=self._rank,
+            host=host_id(),
+            pid=os.getpid(),
+            control_addresses=tuple(map(_address, self._control)),
+            rails=tuple(map(_address, self._rails)),
+        )
+
+    def take(self, nrails: int) -> list[socket.socket]:
+        """Hand over the sockets in use; close the rest."""
+        for sock in self._rails[nrails:]:
+            sock.close()
+        taken = [*self._rails[:nrails], *self._control]
+        self._rails, self._control = [], []
+        return taken
+
+    def close(self) -> None:
+        """Close what was not handed over."""
+        for sock in (*self._rails, *self._control):
+            with contextlib.suppress(OSError):
+                sock.close()
+
+    def _listen(self, address: str, what: str) -> socket.socket:
+        try:
+            return wire.listen(address)
+        except OSError as exc:
+            raise InvalidArgument(
+                f"rank {self._rank}: cannot listen at {address} ({what}): {exc.strerror}; "
+                "see R2CC_SOCKET_IFNAME and R2CC_CONTROL_ADDRESS"
+            ) from exc
+
+
+def _address(sock: socket.socket) -> wire.Address:
+    host, port = sock.getsockname()[:2]
+    return (str(host), int(port))
+
+
+__all__ = ["NicsFor", "connect"]

@@ -1,0 +1,199 @@
+"""``r2ccl launch -n 4 -- python script.py``: run a command as n ranks on this machine.
+
+Every rank gets torchrun's variables plus R2CC_PORT and R2CC_SECRET. Output is passed on line by
+line; a signal is passed on once; the exit status is that of the first rank that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
+
+from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
+from r2ccl.bootstrap.launch import LocalJob, describe_exit
+from r2ccl.errors import InvalidArgument
+
+#: After one rank has failed the others may end by themselves: they see PeerLost.
+_FAILURE_GRACE_S = 10.0
+_TERMINATION_GRACE_S = 5.0
+_CHUNK_NBYTES = 64 << 10
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the subcommand."""
+    parser = subparsers.add_parser(
+        "launch",
+        help="run a command as several ranks on this machine",
+        description="Run a command as several ranks on this machine.",
+    )
+    parser.add_argument("-n", "--nranks", type=int, required=True, help="number of ranks")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="K=V", help="a variable for every rank"
+    )
+    parser.add_argument(
+        "--tag",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="put [rank] before output lines; auto: as soon as a second rank writes",
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the subcommand; return the exit status."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise InvalidArgument("no command given: r2ccl launch -n 4 -- python script.py")
+    env = dict(_parse_assignment(text) for text in args.env)
+    printer = LinePrinter(args.tag, sys.stdout.buffer)
+    return asyncio.run(_Launcher(args.nranks, command, env, printer).run())
+
+
+def _parse_assignment(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not name or not sign:
+        raise InvalidArgument(f"--env {text!r}: allowed is NAME=VALUE")
+    return name, value
+
+
+class LinePrinter:
+    """Write whole lines of several ranks to one stream, with ``[rank]`` before them if asked.
+
+    Parameters
+    ----------
+    tag : {"auto", "always", "never"}
+        ``auto``: from the first line of a second rank on.
+    out : binary file
+    """
+
+    def __init__(self, tag: str, out: BinaryIO) -> None:
+        self._tag = tag
+        self._out = out
+        self._writers: set[int] = set()
+        self._unfinished: dict[tuple[int, str], bytes] = {}
+
+    def feed(self, rank: int, stream: str, data: bytes) -> None:
+        """Take output of one stream of `rank`; write the lines it completes."""
+        *lines, rest = (self._unfinished.get((rank, stream), b"") + data).split(b"\n")
+        self._unfinished[rank, stream] = rest
+        self._write(rank, lines)
+
+    def finish(self, rank: int, stream: str) -> None:
+        """Write what the stream ended with, as a line."""
+        rest = self._unfinished.pop((rank, stream), b"")
+        if rest:
+            self._write(rank, [rest])
+
+    def _write(self, rank: int, lines: Sequence[bytes]) -> None:
+        if not lines:
+            return
+        self._writers.add(rank)
+        is_tagged = self._tag == "always" or (self._tag == "auto" and len(self._writers) > 1)
+        tag = b"[%d] " % rank if is_tagged else b""
+        self._out.write(b"".join(tag + line + b"\n" for line in lines))
+        self._out.flush()
+
+
+class _Launcher:
+    def __init__(
+        self, nranks: int, command: Sequence[str], env: Mapping[str, str], printer: LinePrinter
+    ) -> None:
+        self._nranks = nranks
+        self._command = command
+        self._env = env
+        self._printer = printer
+        self._ranks: list[Process] = []
+        self._status = 0
+        self._is_ending = asyncio.Event()
+
+    async def run(self) -> int:
+        """Start all ranks, wait for them; the first failure's exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._forward, number)
+        ender = loop.create_task(self._end_when_told())
+        try:
+            with LocalJob(self._nranks) as job:
+                for rank in range(self._nranks):
+                    self._ranks.append(await self._start(job, rank))
+            await asyncio.gather(*map(self._attend, range(self._nranks)))
+        finally:
+            ender.cancel()
+            self._signal_all(signal.SIGKILL)
+        return self._status
+
+    async def _start(self, job: LocalJob, rank: int) -> Process:
+        env = {"PYTHONUNBUFFERED": "1", **os.environ, **self._env, **job.environment(rank)}
+        passed = [job.listener.fileno()] if rank == 0 else []
+        if passed:
+            env[LISTEN_FD_VARIABLE] = str(passed[0])
+        try:
+            return await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=PIPE,
+                env=env,
+                pass_fds=passed,
+                process_group=0,  # else a terminal's Ctrl-C would reach the ranks twice
+            )
+        except OSError as exc:
+            raise InvalidArgument(f"cannot run {self._command[0]!r}: {exc.strerror}") from exc
+
+    async def _attend(self, rank: int) -> None:
+        process = self._ranks[rank]
+        assert process.stdout is not None
+        assert process.stderr is not None
+        pumps = asyncio.gather(
+            self._pump(rank, "out", process.stdout), self._pump(rank, "err", process.stderr)
+        )
+        status = await process.wait()
+        if status != 0 and self._status == 0:
+            self._status = status if status > 0 else 128 - status
+            print(f"r2ccl launch: rank {rank}: {describe_exit(status)}", file=sys.stderr)
+            self._is_ending.set()
+        # A grandchild may hold the pipes open for ever.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(pumps, _TERMINATION_GRACE_S)
+
+    async def _pump(self, rank: int, stream: str, source: asyncio.StreamReader) -> None:
+        try:
+            while data := await source.read(_CHUNK_NBYTES):
+                self._printer.feed(rank, stream, data)
+        finally:
+            self._printer.finish(rank, stream)
+
+    def _forward(self, number: int) -> None:
+        """Pass a signal on once; a second one of ours ends the ranks at once."""
+        if self._is_ending.is_set():
+            self._signal_all(signal.SIGKILL)
+            return
+        self._signal_all(number)
+        self._status = self._status or 128 + number
+        self._is_ending.set()
+
+    async def _end_when_told(self) -> None:
+        await self._is_ending.wait()
+        for number, grace_s in (
+            (signal.SIGTERM, _FAILURE_GRACE_S),
+            (signal.SIGKILL, _TERMINATION_GRACE_S),
+        ):
+            await asyncio.sleep(grace_s)
+            self._signal_all(number)
+
+    def _signal_all(self, number: int) -> None:
+        for process in self._ranks:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(number)
+
+
+__all__ = ["LinePrinter", "add_parser", "run"]

@@ -1,0 +1,123 @@
+"""``r2ccl netlab``: run a program on a cluster of network namespaces and break its NICs.
+
+Turns a command line into a `Lab`, a `FaultPlan` and a run; adds nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from r2ccl.clock import monotonic
+from r2ccl.errors import InvalidArgument
+from r2ccl.testing.faults import Action, Fault, FaultPlan
+from r2ccl.testing.netlab import Lab, LabError, RankResult, Shape, clean, ensure_privileged
+from r2ccl.testing.netlab.fabric import FABRICS
+
+#: What timeout(1) returns for a command it had to end; sysexits.h for a wrong command line.
+_EXIT_TIMED_OUT = 124
+_EXIT_USAGE = 2
+_EXIT_UNAVAILABLE = 69
+
+_EPILOG = f"""\
+faults, as ACTION:name=value,...:
+  actions   {", ".join(Action)}
+  target    node, rail (peer: the other node of an isolate; rank: of stop and kill)
+  trigger   at_s=SECONDS, or at_op=N[,at_step=M] (rank=R: whose progress counts)
+  others    duration_s, rate (of slow), mean_s and seed (of flap)
+
+example:
+  r2ccl netlab --nodes 4 --rails 4 --rate 200mbit \\
+      --fault nic_down:node=1,rail=2,at_op=3,at_step=5 -- python train.py
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the ``netlab`` command to those of ``r2ccl``; its namespace goes to `main`."""
+    parser = subparsers.add_parser(
+        "netlab",
+        help="run a program on a cluster of network namespaces, with faults",
+        description="Run one process a node on a cluster of network namespaces.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = Shape()
+    parser.add_argument("--nodes", type=int, default=default.nodes)
+    parser.add_argument("--rails", type=int, default=default.rails, help="NICs on each node")
+    parser.add_argument("--rate", default=default.rate, help="of each NIC (default %(default)s)")
+    parser.add_argument("--fabric", choices=FABRICS, default=default.fabric)
+    parser.add_argument("--mtu", type=int, default=default.mtu)
+    parser.add_argument("--burst", default=default.burst, help="tbf bucket (default %(default)s)")
+    parser.add_argument("--latency", default=default.latency, help="bound of a NIC's queue")
+    parser.add_argument("--ranks-per-node", type=int, default=default.ranks_per_node)
+    parser.add_argument("--fault", action="append", default=[], metavar="FAULT", help="repeatable")
+    parser.add_argument("--plan", metavar="FILE", help="JSON list of faults")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
+    parser.add_argument(
+        "--clean", action="store_true", help="remove what labs of dead processes left, and exit"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- program and its arguments")
+    parser.set_defaults(main=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the parsed command; return the exit status for the shell.
+
+    The first failing rank's own status (128 + signal for a signal), 124 where the time was up,
+    2 for a wrong command line, 69 where this machine cannot build a lab.
+    """
+    try:
+        if args.clean:
+            removed = clean()
+            print(f"removed {len(removed)} stale lab(s) {' '.join(removed)}".rstrip())
+            return 0
+        return _run(args)
+    except InvalidArgument as exc:
+        print(f"r2ccl netlab: {exc}", file=sys.stderr)
+        return _EXIT_USAGE
+    except LabError as exc:
+        print(f"r2ccl netlab: {exc}", file=sys.stderr)
+        return _EXIT_UNAVAILABLE
+
+
+def _run(args: argparse.Namespace) -> int:
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise InvalidArgument("no program given; write it after --, e.g. -- python script.py")
+    shape = {name: getattr(args, name) for name in Shape.__struct_fields__}
+    plan = _plan(args)
+    plan.check(nodes=args.nodes, rails=args.rails, ranks_per_node=Shape(**shape).ranks_per_node)
+    ensure_privileged()
+    with Lab(**shape) as lab:
+        start = monotonic()
+        results = lab.run(command, plan=plan if plan.faults else None, timeout_s=args.timeout)
+    for firing in plan.fired:
+        print(
+            f"[lab] {firing.time_s - start:8.3f} s  {firing.fault}  "
+            f"(monotonic {firing.time_s:.6f}, took {1e3 * (firing.applied_s - firing.time_s):.2f}"
+            " ms)",
+            file=sys.stderr,
+        )
+    for fault in plan.pending():
+        print(f"[lab] did not fire: {fault}", file=sys.stderr)
+    return _status(results)
+
+
+def _plan(args: argparse.Namespace) -> FaultPlan:
+    loaded = FaultPlan.load(args.plan).faults if args.plan else ()
+    return FaultPlan([*loaded, *map(Fault.parse, args.fault)])
+
+
+def _status(results: list[RankResult]) -> int:
+    for result in results:
+        if result.is_timed_out:
+            print(f"[lab] rank {result.rank}: ended, the time was up", file=sys.stderr)
+    if any(result.is_timed_out for result in results):
+        return _EXIT_TIMED_OUT
+    failed = [result.returncode for result in results if result.returncode]
+    if not failed:
+        return 0
+    return failed[0] if failed[0] > 0 else 128 - failed[0]
+
+
+__all__ = ["add_parser", "main"]

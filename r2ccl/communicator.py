@@ -1,0 +1,257 @@
+"""The user's object: validate, plan, run.
+
+Nothing is decided here: `planner` chooses the schedule, `executor` walks it, `engine` waits.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from r2ccl import kernels
+from r2ccl.bootstrap.control import ControlPlane
+from r2ccl.buffers import as_buffer, is_in_place
+from r2ccl.clock import monotonic
+from r2ccl.config import Config
+from r2ccl.dtypes import dtype_of
+from r2ccl.engine import Engine
+from r2ccl.errors import CommunicatorRevoked
+from r2ccl.executor import Call, Divider, LandingPool, LaneRun, Reducer
+from r2ccl.lowering import Layout, lower
+from r2ccl.planner import plan_allreduce
+from r2ccl.repair import Repair
+from r2ccl.topology.monitor import LinkMonitor
+from r2ccl.transport.base import Transport
+from r2ccl.types import CallSignature, Collective, ReduceOp
+
+
+class _Prepared(NamedTuple):
+    """Everything about a call that does not depend on its memory."""
+
+    signature: int
+    layout: Layout
+    reduce: Reducer
+    finish: Divider | None
+
+
+class Communicator:
+    """A group of ranks that run collectives together; made by `r2ccl.init`.
+
+    Every method that is marked *collective* must be called by all ranks in the same order.
+
+    Attributes
+    ----------
+    rank, nranks : int
+        This process's number, from 0, and how many there are.
+    config : Config
+        The settings in force.
+    """
+
+    def __init__(self, control: ControlPlane, transport: Transport, config: Config) -> None:
+        self.rank = control.rank
+        self.nranks = control.nranks
+        self.config = config
+        self._control = control
+        self._nrails = transport.nrails
+        self._pool = LandingPool()
+        self._prepared: dict[tuple[Collective, int, int, ReduceOp], _Prepared] = {}
+        self._quiet = kernels.quiet_context()
+        self._nothing = as_buffer(np.empty(0, np.uint8), writable=True)
+        self._is_closed = False
+        self._monitor: LinkMonitor | None = None
+        self._engine = Engine(
+            self.rank,
+            self.nranks,
+            transport=transport,
+            control=control,
+            config=config,
+            clock=monotonic,
+        )
+
+    def connect(self) -> None:
+        """Start the control plane and connect every rail; `r2ccl.init` calls it."""
+        try:
+            self._control.start(self._engine)
+            self._monitor = self._watch_carriers()
+            self._engine.start()
+        except BaseException:
+            self._is_closed = True
+            self._free(_ABORT_S)
+            raise
+
+    def allreduce(self, x: Any, out: Any = None, op: ReduceOp = ReduceOp.SUM) -> Any:
+        """Reduce `x` over all ranks; every rank gets the result.
+
+        Parameters
+        ----------
+        x : array_like in host memory, any shape
+            C-contiguous, of the same dtype and number of elements on all ranks. Borrowed until
+            the call returns.
+        out : array_like, optional
+            Gets the result: the same memory as `x` or disjoint from it. Default: `x` itself.
+        op : ReduceOp
+            SUM, PROD, MIN, MAX or AVG (the sum divided by ``nranks``).
+
+        Returns
+        -------
+        array_like
+            `out`, or `x` if there is none.
+
+        Raises
+        ------
+        InvalidArgument
+            Wrong memory, dtype or op (before any byte moves), or ranks that disagree on the
+            call; the latter revokes the communicator on every rank.
+        NoHealthyRail, PeerLost, TransportTimeout
+            See `r2ccl.errors`; they revoke the communicator.
+        CommunicatorRevoked
+            It was revoked before.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: up to one eager slice, log2(n) exchanges of the data;
+        above, a ring that sends 2(n - 1)/n of the data per rank. *After failure*: a path that
+        fails changes nothing in the result, bit for bit. If the call raises, `out` is undefined.
+        """
+        source = as_buffer(x, writable=out is None)
+        output = source if out is None else as_buffer(out, writable=True)
+        if output is not source:
+            is_in_place(source, output)
+        prepared = self._prepare(Collective.ALLREDUCE, source.count, source.dtype_code, op)
+        self._run(prepared, source.array, output.array)
+        return x if out is None else out
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: log2(n) empty messages.
+        """
+        nothing = self._nothing
+        prepared = self._prepare(Collective.BARRIER, 0, nothing.dtype_code, ReduceOp.SUM)
+        self._run(prepared, nothing.array, nothing.array)
+
+    def repairs(self) -> tuple[Repair, ...]:
+        """Return what was repaired at this rank, oldest first: what moved where, when, why."""
+        return tuple(self._engine.recovery.log.repairs)
+
+    def rejections(self) -> dict[str, int]:
+        """How many connections and frames of strangers were turned away, per reason."""
+        return dict(self._control.rejections())
+
+    def close(self) -> None:
+        """Wait until every rank has all its data, then leave. Idempotent.
+
+        Notes
+        -----
+        *Collective*: all ranks. A communicator that was revoked is left at once.
+
+        Raises
+        ------
+        TransportTimeout
+            Some rank did not call it within ``R2CC_INIT_TIMEOUT_S``; names it.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if self._engine.recovery.error is None:
+                self._engine.leave()
+        finally:
+            self._free(_LEAVE_S)
+
+    def abort(self, why: str = "abort() was called") -> None:
+        """Leave at once and revoke the communicator on every rank; returns in bounded time."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._engine.revoke(why)
+            self._free(_ABORT_S)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            self.close()
+        else:
+            self.abort(f"left with {exc!r}")
+
+    def __repr__(self) -> str:
+        return f"<r2ccl.Communicator rank {self.rank} of {self.nranks}, {self._nrails} rails>"
+
+    def _watch_carriers(self) -> LinkMonitor:
+        """Have carrier events of the rails' NICs reach the engine, in the control thread."""
+        monitor = LinkMonitor()
+
+        def read() -> None:
+            for event in monitor.read():
+                for rail, nic in enumerate(self._control.nics):
+                    if event.concerns(nic):
+                        self._engine.on_carrier(rail, event.is_up)
+
+        self._control.add_reader(monitor.fileno(), read)
+        return monitor
+
+    def _free(self, deadline_s: float) -> None:
+        self._control.close(deadline_s)
+        if self._monitor is not None:
+            self._monitor.close()
+        self._engine.close()
+
+    def _prepare(
+        self, collective: Collective, count: int, dtype_code: int, op: ReduceOp
+    ) -> _Prepared:
+        key = (collective, count, dtype_code, op)
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._plan(*key)
+            if len(self._prepared) >= _PLANS_KEPT:
+                self._prepared.pop(next(iter(self._prepared)))
+            self._prepared[key] = prepared
+        return prepared
+
+    def _plan(
+        self, collective: Collective, count: int, dtype_code: int, op: ReduceOp
+    ) -> _Prepared:
+        op = kernels.check_op(dtype_code, op)
+        itemsize = dtype_of(dtype_code).itemsize
+        schedule = plan_allreduce(count * itemsize, self.nranks, self._nrails, self.config)
+        layout = lower(
+            schedule.program(self.rank),
+            count,
+            itemsize,
+            slice_nbytes=self.config.slice_nbytes,
+            eager_nbytes=self.config.eager_nbytes,
+        )
+        finish = kernels.divider(dtype_code, self.nranks) if op is ReduceOp.AVG else None
+        signature = CallSignature(collective, dtype_code, op, count).pack()
+        return _Prepared(signature, layout, kernels.reducer(dtype_code, op), finish)
+
+    def _run(self, prepared: _Prepared, source: Any, output: Any) -> None:
+        if self._is_closed:
+            raise CommunicatorRevoked(f"rank {self.rank}: the communicator was closed")
+        self._quiet.run(self._run_quietly, prepared, source, output)
+
+    def _run_quietly(self, prepared: _Prepared, source: Any, output: Any) -> None:
+        layout = prepared.layout
+        call = Call(layout, source, output, prepared.reduce, prepared.finish)
+        progress = self._engine.progress
+        runs = [LaneRun(lane, call, progress, self._pool) for lane in layout.lanes]
+        self._engine.run(prepared.signature, runs, layout.peers)
+
+
+#: Plans remembered; the oldest goes first. A training job has a few dozen call shapes.
+_PLANS_KEPT = 1024
+#: How long an orderly and a forced goodbye may take.
+_LEAVE_S = 5.0
+_ABORT_S = 0.5
+
+__all__ = ["Communicator"]

@@ -1,0 +1,149 @@
+"""R2CC_* variables (and the NCCL_* spellings users already set) become one frozen `Config`.
+
+Reads the environment it is given and nothing else. Invariant: a `Config` that exists is valid.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from r2ccl.errors import InvalidArgument
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Every setting of a communicator; each field's variable is ``R2CC_`` + its name in capitals.
+
+    Sizes in bytes, times in seconds. The fields listed in `AGREED` shape the wire or the plan
+    and must be equal on all ranks; rendezvous compares their digest.
+    """
+
+    #: 0: fail-stop baseline, a broken path ends the call; 1: migrate (default ``auto``).
+    mode: str = "auto"
+    #: Slices up to this size are copied and sent at once, without clear-to-send.
+    eager_nbytes: int = 64 << 10
+    #: Unconfirmed eager slices a link may have under way (the receiver's slots).
+    eager_slots: int = 16
+    #: Size of a slice: the unit of pipelining, acknowledgement and replay.
+    slice_nbytes: int = 256 << 10
+    #: Landing places a receiver names ahead on one link.
+    landing_depth: int = 4
+    #: Channels of a large collective; 0: chosen from the number of rails.
+    channels: int = 0
+    #: Number of rails to use; 0: one per interface found (two on loopback).
+    rails: int = 0
+    #: Interfaces to use, NCCL's syntax: prefixes, ``=`` exact, ``^`` exclude, comma separated.
+    socket_ifname: str = ""
+    #: No progress for this long with work outstanding starts probes.
+    suspicion_timeout_s: float = 0.5
+    #: How long a probe may take to be answered.
+    probe_timeout_s: float = 0.06
+    #: No path to a peer for this long: NoHealthyRail.
+    no_rail_timeout_s: float = 10.0
+    #: No sign of life from a peer's control session for this long: PeerLost.
+    peer_timeout_s: float = 10.0
+    #: A blocking call gives up after this long (TransportTimeout).
+    timeout_s: float = 1800.0
+    #: init() and close() give up after this long.
+    init_timeout_s: float = 60.0
+    #: init() waits this long for all rails, then goes on with those that are up.
+    connect_timeout_s: float = 5.0
+    #: Congestion control asked for on TCP rails; empty: the system's.
+    tcp_congestion: str = "cubic"
+    #: The data loop yields the processor this long before it sleeps in epoll.
+    spin_s: float = 50e-6
+    #: Port of rank 0's rendezvous; 0: MASTER_PORT + 1, or chosen by the launcher.
+    port: int = 0
+    #: Hexadecimal secret of the job, or the path of a 0600 file that holds it.
+    secret: str = ""
+    secret_file: str = ""
+    #: Address the control plane binds and announces; empty: derived from the rendezvous.
+    control_address: str = ""
+    #: JSON file with a FaultPlan (testing).
+    fault_plan: str = ""
+    #: WARN, INFO or TRACE.
+    debug: str = ""
+
+    def __post_init__(self) -> None:
+        positive = ("slice_nbytes", "landing_depth", "eager_slots")
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise _bad(name, getattr(self, name), "a number above 0")
+        if self.mode not in MODES:
+            raise _bad("mode", self.mode, f"one of {', '.join(MODES)}")
+        for name in ("eager_nbytes", "channels", "rails", "port"):
+            if getattr(self, name) < 0:
+                raise _bad(name, getattr(self, name), "0 or more")
+        if self.eager_nbytes > 1 << 20:
+            raise _bad("eager_nbytes", self.eager_nbytes, "at most 1 MiB")
+        for name in self.__struct_fields__:
+            if name.endswith("timeout_s") and not 0 < getattr(self, name) < 1e9:
+                raise _bad(name, getattr(self, name), "seconds, above 0")
+
+    @property
+    def is_resilient(self) -> bool:
+        """Whether a broken path migrates; with mode 0 it ends the call."""
+        return self.mode != "0"
+
+    def digest(self) -> str:
+        """Fingerprint of the fields all ranks must share."""
+        values = msgspec.json.encode([getattr(self, name) for name in AGREED])
+        return hashlib.sha256(values).hexdigest()[:16]
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str], **overrides: Any) -> Config:
+        """Read every field from `env`; keyword arguments win over the environment.
+
+        Raises
+        ------
+        InvalidArgument
+            A value does not parse or is out of range; names the variable.
+        """
+        values: dict[str, Any] = {}
+        for field in msgspec.structs.fields(cls):
+            for variable in (f"R2CC_{field.name.upper()}", *ALIASES.get(field.name, ())):
+                if variable in env:
+                    try:
+                        values[field.name] = msgspec.convert(
+                            env[variable], field.type, strict=False
+                        )
+                    except msgspec.ValidationError as exc:
+                        raise InvalidArgument(
+                            f"{variable}={env[variable]!r}: {exc}; see docs/tuning.md"
+                        ) from exc
+                    break
+        unknown = overrides.keys() - set(cls.__struct_fields__)
+        if unknown:
+            raise InvalidArgument(
+                f"unknown setting {sorted(unknown)}; known: {', '.join(cls.__struct_fields__)}"
+            )
+        return cls(**{**values, **overrides})
+
+
+MODES = ("0", "1", "auto")
+
+#: Fields that shape the wire format or the plan.
+AGREED = (
+    "mode",
+    "eager_nbytes",
+    "eager_slots",
+    "slice_nbytes",
+    "landing_depth",
+    "channels",
+)
+
+#: Spellings of other libraries that mean the same.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "socket_ifname": ("NCCL_SOCKET_IFNAME",),
+    "debug": ("NCCL_DEBUG",),
+}
+
+
+def _bad(name: str, given: object, allowed: str) -> InvalidArgument:
+    return InvalidArgument(f"{name}={given!r} (R2CC_{name.upper()}): allowed is {allowed}")
+
+
+__all__ = ["Config"]

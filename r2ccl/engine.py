@@ -1,0 +1,304 @@
+"""Engine: who may run the data loop, and for how long one waits.
+
+`Progress` belongs to one thread at a time. A blocking call owns it while it waits; otherwise the
+control thread does, so a rank that is busy in user code still answers failures, replays and
+confirms. Whatever the control thread learns goes through an inbox: run at once if the loop is
+free, else by the thread that owns it, which is woken.
+
+Invariants: every wait has a deadline; no wait ends, by result, error or Ctrl-C, while a peer could
+still write into the call's memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from r2ccl.clock import Clock
+from r2ccl.config import Config
+from r2ccl.errors import CommunicatorRevoked, InternalError, R2cclError, TransportTimeout
+from r2ccl.executor import LaneRun
+from r2ccl.progress import Progress, describe
+from r2ccl.recovery import ControlPort, Revoke
+from r2ccl.transport.base import Transport
+
+_log = logging.getLogger(__name__)
+
+#: Timers are looked at this often while a call waits; the suspicion timeout is 25 times as long.
+_TICK_S = 0.02
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """Control message: the sender is in close() and all its slices are confirmed."""
+
+
+class BackgroundControl(ControlPort, Protocol):
+    """What the engine itself needs of the control plane."""
+
+    is_busy: bool
+
+    def call_soon(self, fn: Callable[[], object]) -> None:
+        """Run `fn` in the control thread."""
+        ...
+
+
+class Engine:
+    """Runs one rank's `Progress`; implements the control plane's handler."""
+
+    def __init__(
+        self,
+        rank: int,
+        nranks: int,
+        *,
+        transport: Transport,
+        control: BackgroundControl,
+        config: Config,
+        clock: Clock,
+    ) -> None:
+        self.progress = Progress(
+            rank, nranks, transport=transport, control=control, config=config, clock=clock
+        )
+        self.recovery = self.progress.recovery
+        self.recovery.submit = self.submit
+        self._transport = transport
+        self._control = control
+        self._config = config
+        self._clock = clock
+        self._owner = threading.Lock()
+        self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._sleeping = False
+        self._next_tick = 0.0
+        self._peers: frozenset[int] = frozenset()
+        self._left: set[int] = set()
+
+    # Called in the control thread
+
+    def on_message(self, peer: int, message: object) -> None:
+        """Take a message of `peer`."""
+        if isinstance(message, Leaving):
+            self.submit(self._left.add, peer)
+        else:
+            self.submit(self.recovery.on_message, peer, message)
+
+    def on_path(self, peer: int, rail: int, epoch: int, sock: Any) -> None:
+        """Take an authenticated connection."""
+        self.submit(self.recovery.on_opened, peer, rail, epoch, sock)
+
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+        """Give `peer` up, unless it left in order."""
+        self.submit(self._lost, peer, why, last_heard_s)
+
+    def on_tick(self, now: float) -> None:
+        """Keep the loop going while no call does."""
+        self.submit(self._background, now)
+
+    def on_carrier(self, rail: int, is_up: bool) -> None:
+        """The local NIC of `rail` changed."""
+        self.submit(self.recovery.on_carrier, rail, is_up)
+
+    def submit(self, fn: Callable[..., None], *args: Any) -> None:
+        """Have the owner of the loop run ``fn(*args)``, or run it here if there is none."""
+        self._inbox.append((fn, args))
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._inbox:
+            if not self._owner.acquire(blocking=False):
+                if self._sleeping:
+                    self._transport.wake()
+                return
+            try:
+                self._drain()
+                self.progress.advance()
+            except R2cclError as exc:
+                self._fail(exc)
+            finally:
+                self._owner.release()
+
+    def _drain(self) -> None:
+        while self._inbox:
+            fn, args = self._inbox.popleft()
+            fn(*args)
+
+    def _background(self, now: float) -> None:
+        """One round on behalf of a rank that is not in a call (or, harmless, of one that is)."""
+        if self.recovery.error is None:
+            self.progress.step()
+            self.recovery.tick(now, self._peers)
+
+    def _lost(self, peer: int, why: str, last_heard_s: float) -> None:
+        if peer not in self._left:
+            self.recovery.on_peer_lost(peer, why, last_heard_s)
+
+    # Called by the user's thread
+
+    def start(self) -> None:
+        """Connect every path; returns when all are up, or some to each peer at the deadline."""
+        with self._owner:
+            self.recovery.start()
+            give_up = self._clock() + self._config.connect_timeout_s
+
+            def is_connected() -> bool:
+                up = [len(self.recovery.up(peer)) for peer in self.recovery.peers]
+                is_whole = sum(up) == len(self.recovery.paths)
+                return is_whole or (all(up) and self._clock() >= give_up)
+
+            def missing() -> str:
+                alone = [peer for peer in self.recovery.peers if not self.recovery.up(peer)]
+                return f"connecting: no path yet to ranks {alone}"
+
+            self._wait(is_connected, self._config.init_timeout_s, missing)
+
+    def run(self, signature: int, runs: Sequence[LaneRun], peers: frozenset[int]) -> None:
+        """Run a collective to its end.
+
+        Raises
+        ------
+        R2cclError
+            Whatever ended it; afterwards no peer can write into its memory.
+        """
+        with self._owner:
+            self._check()
+            self._peers = peers
+            progress = self.progress
+            progress.begin(signature, dict(enumerate(runs)))
+            for run in runs:
+                run.advance()
+            progress.advance()
+            try:
+                self._wait(
+                    lambda: not any(run.remaining for run in runs),
+                    self._config.timeout_s,
+                    self._pending,
+                )
+            finally:
+                progress.finish()
+                self._peers = frozenset()
+        if self._inbox:
+            self._control.call_soon(self._serve)
+
+    def leave(self) -> None:
+        """Collective: wait until every slice is confirmed here and everywhere."""
+        peers = frozenset(self.recovery.peers)
+        with self._owner:
+            self._check()
+            self.progress.confirm_all()
+            self.progress.advance()
+            doing = "closing: waiting for slices to be confirmed"
+            self._wait(self.progress.is_drained, self._config.init_timeout_s, lambda: doing)
+            self._control.broadcast(Leaving())
+            self._wait(
+                lambda: self._left >= peers,
+                self._config.init_timeout_s,
+                lambda: f"closing: ranks {sorted(peers - self._left)} have not called close()",
+            )
+
+    def revoke(self, why: str) -> None:
+        """End the communicator everywhere, from any thread."""
+        message = Revoke("CommunicatorRevoked", why, self.progress.rank)
+        error = CommunicatorRevoked(f"rank {self.progress.rank}: {why}")
+        self.submit(self.recovery.revoke, message, error)
+
+    def close(self) -> None:
+        """Free the transport."""
+        with self._owner:
+            self._transport.close()
+
+    def _check(self) -> None:
+        if self.recovery.error is not None:
+            raise CommunicatorRevoked(
+                f"rank {self.progress.rank}: the communicator was revoked: {self.recovery.error}",
+                reason=self.recovery.error,
+            ) from self.recovery.error
+
+    def _wait(
+        self, is_done: Callable[[], bool], timeout_s: float, pending: Callable[[], str]
+    ) -> None:
+        """Run the loop until `is_done`; the owner's lock is held."""
+        clock, progress = self._clock, self.progress
+        deadline = clock() + timeout_s
+        self._control.is_busy = True
+        idle_since = 0.0
+        try:
+            while not is_done():
+                if self._inbox:
+                    self._drain()
+                    progress.advance()
+                if progress.step():
+                    idle_since = 0.0
+                    if self.recovery.error is None:
+                        continue
+                now = clock()
+                self._look(now, deadline, pending)
+                if not idle_since:
+                    idle_since = now
+                if now - idle_since < self._config.spin_s:
+                    os.sched_yield()
+                else:
+                    self._sleep(min(_TICK_S, deadline - now))
+        except R2cclError as exc:
+            self._fail(exc)
+            raise
+        except BaseException as exc:
+            self._fail(CommunicatorRevoked(f"rank {progress.rank}: interrupted by {exc!r}"))
+            raise
+        finally:
+            self._control.is_busy = False
+
+    def _look(self, now: float, deadline: float, pending: Callable[[], str]) -> None:
+        if self.recovery.error is not None:
+            raise self.recovery.error
+        if now >= self._next_tick:
+            self._next_tick = now + _TICK_S
+            self.recovery.tick(now, self._peers)
+            if self.recovery.error is not None:
+                raise self.recovery.error
+        if now >= deadline:
+            raise TransportTimeout(
+                f"rank {self.progress.rank}: gave up after the timeout; {pending()}; "
+                "raise R2CC_TIMEOUT_S if that is expected",
+                rank=self.progress.rank,
+            )
+
+    def _sleep(self, timeout_s: float) -> None:
+        self._sleeping = True
+        try:
+            # The inbox is looked at after the flag is set: a later message sees it and wakes.
+            if not self._inbox:
+                self.progress.step(timeout_s)
+        finally:
+            self._sleeping = False
+
+    def _fail(self, exc: R2cclError) -> None:
+        """End the communicator because of an error found here."""
+        if isinstance(exc, InternalError):
+            _log.error("rank %d: %s", self.progress.rank, exc)
+        if self.recovery.error is None:
+            self.recovery.revoke(
+                Revoke(type(exc).__name__, str(exc), self.progress.rank), error=exc
+            )
+
+    def _pending(self) -> str:
+        """Name the links a call waits for, and for whom."""
+        progress = self.progress
+        waits = [
+            f"slice {link.delivered} of channel {channel} from rank {peer}"
+            for (peer, channel), link in progress.receivers.items()
+            if link.landings
+        ]
+        waits += [
+            f"confirmation {link.confirmed} of channel {channel} from rank {peer}"
+            for (peer, channel), link in progress.senders.items()
+            if any(not item.is_eager for item in link.outstanding)
+        ]
+        call = describe(progress.signature)
+        return f"call {progress.op} {call} waits for {', '.join(waits) or 'nothing'}"
+
+
+__all__ = ["BackgroundControl", "Engine", "Leaving"]

@@ -1,0 +1,163 @@
+"""Every exception r2ccl raises: one tree, fields as attributes, the next step in the message.
+
+This room imports nothing of the library. A transport translates the operating system's and the
+verbs' errors into this tree once, at its edge, with ``raise ... from exc``.
+
+Invariant: an error that crosses the public interface names the rank that raises it and, where one
+is involved, the peer and the rail; ``str(error)`` ends with what the reader can do next.
+"""
+
+from __future__ import annotations
+
+
+class R2cclError(Exception):
+    """Base of everything r2ccl raises on purpose."""
+
+
+class InvalidArgument(R2cclError, ValueError):
+    """The caller's fault, raised before any byte moves; says what was given and what is allowed."""
+
+
+class ScheduleError(R2cclError):
+    """The checker refused a schedule.
+
+    Parameters
+    ----------
+    message : str
+        What is wrong.
+    rank, channel, op : int or None
+        Where; ``op`` is the index of the op in the rank's program of that channel.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        channel: int | None = None,
+        op: int | None = None,
+    ) -> None:
+        where = ", ".join(
+            f"{name} {value}"
+            for name, value in (("rank", rank), ("channel", channel), ("op", op))
+            if value is not None
+        )
+        super().__init__(f"{where}: {message}" if where else message)
+        self.rank = rank
+        self.channel = channel
+        self.op = op
+
+
+class TransportError(R2cclError):
+    """A path broke. Recoverable inside a link; it reaches the user only with ``R2CC_MODE=0``.
+
+    Parameters
+    ----------
+    message : str
+    rank, peer, rail : int or None
+    status : str
+        Decoded status: an errno name, a work completion status, ``"CARRIER_DOWN"`` ...
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        peer: int | None = None,
+        rail: int | None = None,
+        status: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.peer = peer
+        self.rail = rail
+        self.status = status
+
+
+class CompletionError(TransportError):
+    """A work request completed in error."""
+
+
+class RailDown(TransportError):
+    """A local NIC or port is down."""
+
+
+class TransportTimeout(TransportError):
+    """A wait reached its deadline; lists which links wait for whom."""
+
+
+class NoHealthyRail(R2cclError):
+    """Every path to a peer is gone.
+
+    Parameters
+    ----------
+    rank, peer : int
+    since_s : float
+        Seconds since the last path was lost.
+    causes : dict of int to str
+        Rail to the evidence that took it down.
+    """
+
+    def __init__(self, *, rank: int, peer: int, since_s: float, causes: dict[int, str]) -> None:
+        why = "; ".join(f"rail {rail}: {cause}" for rail, cause in sorted(causes.items()))
+        super().__init__(
+            f"rank {rank}: no healthy rail to rank {peer} for {since_s:.3f} s ({why}); "
+            "restore one of them, or raise R2CC_NO_RAIL_TIMEOUT_S to wait longer"
+        )
+        self.rank = rank
+        self.peer = peer
+        self.since_s = since_s
+        self.causes = causes
+
+
+class PeerLost(R2cclError):
+    """A process died or went silent.
+
+    Parameters
+    ----------
+    rank : int
+        Who raises.
+    peer : int
+        Who is gone.
+    last_heard_s : float
+        Seconds since the last sign of life.
+    why : str
+    """
+
+    def __init__(self, *, rank: int, peer: int, last_heard_s: float, why: str) -> None:
+        super().__init__(
+            f"rank {rank}: lost rank {peer} ({why}; last heard {last_heard_s:.3f} s ago); "
+            "look at that rank's own log, then restart the job"
+        )
+        self.rank = rank
+        self.peer = peer
+        self.last_heard_s = last_heard_s
+        self.why = why
+
+
+class CommunicatorRevoked(R2cclError):
+    """The communicator cannot be used any more; ``reason`` is the first error that revoked it."""
+
+    def __init__(self, message: str, *, reason: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class InternalError(R2cclError):
+    """A broken invariant of r2ccl itself: please report it with the message."""
+
+
+__all__ = [
+    "CommunicatorRevoked",
+    "CompletionError",
+    "InternalError",
+    "InvalidArgument",
+    "NoHealthyRail",
+    "PeerLost",
+    "R2cclError",
+    "RailDown",
+    "ScheduleError",
+    "TransportError",
+    "TransportTimeout",
+]

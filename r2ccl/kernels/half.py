@@ -1,0 +1,223 @@
+"""Compiled loops for float16 and bfloat16, seen as their bits (uint16).
+
+NumPy converts 16-bit floats one element at a time; these loops vectorise: the sum of 64 KiB takes
+16 µs instead of 180 (float16) and 6 instead of 45 (bfloat16), measured on an EPYC with AVX-512.
+Importing this module imports Numba (about 0.5 s), so only `host` does it, the first time a 16-bit
+float is reduced; each kernel then takes 0.2-0.4 s to compile, or some ms to load from Numba's
+cache on disk.
+
+Semantics: SUM, PROD and division go through float32 and round once to nearest even, as NumPy and
+ml_dtypes do. MIN and MAX compare bit patterns in IEEE 754's order, where -0 is below +0. Any NaN
+gives the one quiet NaN of the type, so results are the same bits whatever the order of operands.
+
+References: IEEE 754-2019, sections 4.3.1 (rounding), 5.10 (totalOrder), 9.6 (minimum, maximum).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit, types
+from numba.extending import register_jitable
+
+from r2ccl.types import ReduceOp
+
+_log = logging.getLogger(__name__)
+
+Bits = npt.NDArray[np.uint16]
+#: ``kernel(left, right, out)``, three C-contiguous uint16 arrays of one length.
+BitsReducer = Callable[[Bits, Bits, Bits], None]
+#: ``kernel(out, nranks)``, in place.
+BitsDivider = Callable[[Bits, float], None]
+
+# A read-only argument type accepts writable arrays too.
+_OPERAND = types.Array(types.uint16, 1, "C", readonly=True)
+_RESULT = types.Array(types.uint16, 1, "C")
+
+_BF16_INF, _BF16_NAN = 0x7F80, 0x7FC0
+_F16_INF, _F16_NAN = 0x7C00, 0x7E00
+_F32_INF = 0x7F800000
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+# The helpers are `register_jitable` and not `njit`: a kernel that closes over a compiled function
+# has another key in Numba's disk cache in every process and would never be found again.
+def _inline(function: _F) -> _F:
+    inlined: _F = register_jitable(function)
+    return inlined
+
+
+@_inline
+def _float_of_bf16(bits: Any) -> Any:
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@_inline
+def _bf16_of_float(value: Any) -> Any:
+    bits = np.float32(value).view(np.uint32)
+    # Half a unit in the last place, less one where the kept part is even: ties go to even.
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(_F32_INF)
+    return np.uint16(np.uint32(_BF16_NAN) if is_nan else rounded)
+
+
+@_inline
+def _float_of_f16(bits: Any) -> Any:
+    magnitude = np.uint32(bits & np.uint16(0x7FFF))
+    sign = np.uint32(np.uint32(bits & np.uint16(0x8000)) << np.uint32(16))
+    # Exponents: bias 15 becomes 127 (+112); all ones stay all ones (+112 once more).
+    bias = np.uint32((127 - 15) << 23) * np.uint32(2 if magnitude >= np.uint32(_F16_INF) else 1)
+    normal = np.uint32(np.uint32(magnitude << np.uint32(13)) + bias)
+    # A subnormal is its mantissa times 2**-24, exact in float32.
+    tiny = np.float32(np.float32(magnitude) * np.float32(2.0**-24)).view(np.uint32)
+    chosen = tiny if magnitude < np.uint32(0x400) else normal
+    return np.uint32(chosen | sign).view(np.float32)
+
+
+@_inline
+def _f16_of_float(value: Any) -> Any:
+    bits = np.float32(value).view(np.uint32)
+    sign = np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000)
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    # Bias 127 becomes 15, modulo 2**32; the rounding carry may reach the exponent, up to infinity.
+    odd = np.uint32(magnitude >> np.uint32(13)) & np.uint32(1)
+    shifted = np.uint32(magnitude + np.uint32((15 - 127) * 2**23 % 2**32) + np.uint32(0xFFF) + odd)
+    rounded = np.uint32(shifted >> np.uint32(13))
+    # Below 2**-14: adding 0.5 puts the last place at 2**-24, so the addition itself rounds.
+    half = np.float32(0.5)
+    sum_bits = np.float32(magnitude.view(np.float32) + half).view(np.uint32)
+    if magnitude < np.uint32((127 - 14) << 23):
+        rounded = np.uint32(sum_bits - half.view(np.uint32))
+    if magnitude >= np.uint32((127 + 16) << 23):
+        rounded = np.uint32(_F16_INF)
+    is_nan = magnitude > np.uint32(_F32_INF)
+    return np.uint16(np.uint32(_F16_NAN) if is_nan else (rounded | sign))
+
+
+@_inline
+def _order(bits: Any) -> Any:
+    # Sign and magnitude to two's complement: integers in the order of the numbers.
+    signed = np.int16(bits)
+    return np.int16(signed ^ np.int16(np.int16(signed >> 15) & np.int16(0x7FFF)))
+
+
+@_inline
+def _bf16_sum(x: Any, y: Any) -> Any:
+    return _bf16_of_float(_float_of_bf16(x) + _float_of_bf16(y))
+
+
+@_inline
+def _bf16_prod(x: Any, y: Any) -> Any:
+    return _bf16_of_float(_float_of_bf16(x) * _float_of_bf16(y))
+
+
+@_inline
+def _f16_sum(x: Any, y: Any) -> Any:
+    return _f16_of_float(_float_of_f16(x) + _float_of_f16(y))
+
+
+@_inline
+def _f16_prod(x: Any, y: Any) -> Any:
+    return _f16_of_float(_float_of_f16(x) * _float_of_f16(y))
+
+
+@_inline
+def _pick(x: Any, y: Any, chosen: Any, inf: Any, nan: Any) -> Any:
+    mask = np.uint16(0x7FFF)
+    is_nan = ((x & mask) > np.uint16(inf)) | ((y & mask) > np.uint16(inf))
+    return np.uint16(nan) if is_nan else np.uint16(chosen)
+
+
+@_inline
+def _bf16_min(x: Any, y: Any) -> Any:
+    return _pick(x, y, x if _order(x) <= _order(y) else y, _BF16_INF, _BF16_NAN)
+
+
+@_inline
+def _bf16_max(x: Any, y: Any) -> Any:
+    return _pick(x, y, x if _order(x) >= _order(y) else y, _BF16_INF, _BF16_NAN)
+
+
+@_inline
+def _f16_min(x: Any, y: Any) -> Any:
+    return _pick(x, y, x if _order(x) <= _order(y) else y, _F16_INF, _F16_NAN)
+
+
+@_inline
+def _f16_max(x: Any, y: Any) -> Any:
+    return _pick(x, y, x if _order(x) >= _order(y) else y, _F16_INF, _F16_NAN)
+
+
+_COMBINE = {
+    ("bfloat16", ReduceOp.SUM): _bf16_sum,
+    ("bfloat16", ReduceOp.PROD): _bf16_prod,
+    ("bfloat16", ReduceOp.MIN): _bf16_min,
+    ("bfloat16", ReduceOp.MAX): _bf16_max,
+    ("float16", ReduceOp.SUM): _f16_sum,
+    ("float16", ReduceOp.PROD): _f16_prod,
+    ("float16", ReduceOp.MIN): _f16_min,
+    ("float16", ReduceOp.MAX): _f16_max,
+}
+
+_CONVERT = {
+    "bfloat16": (_float_of_bf16, _bf16_of_float),
+    "float16": (_float_of_f16, _f16_of_float),
+}
+
+
+def compile_reducer(dtype_name: str, op: ReduceOp) -> BitsReducer:
+    """Compile, or load from the disk cache, the loop of one operation.
+
+    Parameters
+    ----------
+    dtype_name : str
+        ``"float16"`` or ``"bfloat16"``.
+    op : ReduceOp
+        SUM, PROD, MIN or MAX.
+    """
+    combine = _COMBINE[dtype_name, op]
+
+    def reduce_bits(left: Bits, right: Bits, out: Bits) -> None:
+        # LLVM proves at run time that arrays do not overlap and else takes a scalar loop, 8 times
+        # slower; in place is one array in its eyes. Swapping is free: the operations commute.
+        if out.ctypes.data == left.ctypes.data:
+            for i in range(out.size):
+                out[i] = combine(out[i], right[i])
+        elif out.ctypes.data == right.ctypes.data:
+            for i in range(out.size):
+                out[i] = combine(out[i], left[i])
+        else:
+            for i in range(out.size):
+                out[i] = combine(left[i], right[i])
+
+    kernel: BitsReducer = _compile(reduce_bits, types.void(_OPERAND, _OPERAND, _RESULT))
+    return kernel
+
+
+def compile_divider(dtype_name: str) -> BitsDivider:
+    """Compile, or load from the disk cache, the loop that divides in place."""
+    widen, narrow = _CONVERT[dtype_name]
+
+    def divide_bits(out: Bits, nranks: float) -> None:
+        for i in range(out.size):
+            out[i] = narrow(np.float32(widen(out[i]) / nranks))
+
+    kernel: BitsDivider = _compile(divide_bits, types.void(_RESULT, types.float32))
+    return kernel
+
+
+def _compile(function: Callable[..., None], signature: Any) -> Any:
+    try:
+        return njit(signature, nogil=True, error_model="numpy", cache=True)(function)
+    except RuntimeError as exc:  # Numba found no directory it may write its cache to
+        _log.info("compiled %s without a disk cache: %s", function.__name__, exc)
+        return njit(signature, nogil=True, error_model="numpy")(function)
+
+
+__all__ = ["BitsDivider", "BitsReducer", "compile_divider", "compile_reducer"]

@@ -1,0 +1,149 @@
+"""Lowering: one rank's program and one call's sizes become slices the executor can walk.
+
+Pure: values in, values out; computed once per (collective, count, dtype, op) and kept. Invariant:
+the slices of equal chunk indices coincide on every rank, so a dependency can hold slice by slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from r2ccl.schedule.chunks import channel_bounds, chunk_bounds
+from r2ccl.schedule.ir import Kind, Op, RankProgram, Space
+
+
+class Step(msgspec.Struct, frozen=True, gc=False):
+    """An op with its place in memory.
+
+    ``cuts`` holds the slice boundaries in elements; ``after`` pairs an op index with whether the
+    dependency holds slice by slice; ``is_left`` says that what is received is the left operand.
+    """
+
+    kind: Kind
+    peer: int
+    src_space: Space
+    dst_space: Space
+    cuts: tuple[int, ...]
+    after: tuple[tuple[int, bool], ...]
+    is_eager: bool
+    is_final: bool
+    is_left: bool
+
+    @property
+    def nslices(self) -> int:
+        """Slices of the op, at least one: an empty chunk still travels, so that ranks meet."""
+        return len(self.cuts) - 1
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """One channel of one rank: its steps, and in which order each link sees them."""
+
+    channel: int
+    steps: tuple[Step, ...]
+    sends: tuple[tuple[int, tuple[int, ...]], ...]
+    recvs: tuple[tuple[int, tuple[int, ...]], ...]
+    locals: tuple[int, ...]
+    nslices: int
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """What one rank does in one collective of one size."""
+
+    rank: int
+    count: int
+    itemsize: int
+    slice_nbytes: int
+    lanes: tuple[Lane, ...]
+    peers: frozenset[int]
+    uses_scratch: bool
+
+
+def lower(
+    program: RankProgram,
+    count: int,
+    itemsize: int,
+    *,
+    slice_nbytes: int,
+    eager_nbytes: int,
+    weights: Sequence[int] | None = None,
+) -> Layout:
+    """Place `program` over `count` elements of `itemsize` bytes.
+
+    Parameters
+    ----------
+    weights : sequence of int, optional
+        Share of each channel; equal by default.
+    """
+    nchannels = len(program.channels)
+    bounds = channel_bounds(count, weights or [1] * nchannels, itemsize)
+    slice_elements = max(1, slice_nbytes // itemsize)
+    lanes = []
+    for channel, ops in enumerate(program.channels):
+        chunks = chunk_bounds(bounds[channel], bounds[channel + 1], program.nchunks)
+        steps = tuple(
+            _place(op, ops, program.rank, chunks, slice_elements, itemsize, eager_nbytes)
+            for op in ops
+        )
+        lanes.append(_lane(channel, steps))
+    return Layout(
+        program.rank,
+        count,
+        itemsize,
+        slice_elements * itemsize,
+        tuple(lanes),
+        frozenset(op.peer for ops in program.channels for op in ops if op.peer >= 0),
+        any(
+            Space.SCRATCH in (op.src_space, op.dst_space) for ops in program.channels for op in ops
+        ),
+    )
+
+
+def _place(
+    op: Op,
+    ops: Sequence[Op],
+    rank: int,
+    chunks: Sequence[int],
+    slice_elements: int,
+    itemsize: int,
+    eager_nbytes: int,
+) -> Step:
+    lo, hi = chunks[op.chunk], chunks[op.chunk + 1]
+    cuts = (*range(lo, hi, slice_elements), hi) if hi > lo else (lo, hi)
+    largest = min(hi - lo, slice_elements) * itemsize
+    return Step(
+        op.kind,
+        op.peer,
+        op.src_space,
+        op.dst_space,
+        cuts,
+        tuple((index, ops[index].chunk == op.chunk) for index in op.after),
+        largest <= eager_nbytes,
+        op.is_final,
+        op.peer < rank,
+    )
+
+
+def _lane(channel: int, steps: tuple[Step, ...]) -> Lane:
+    sends: dict[int, list[int]] = {}
+    recvs: dict[int, list[int]] = {}
+    local: list[int] = []
+    for index, step in enumerate(steps):
+        if step.kind == Kind.SEND:
+            sends.setdefault(step.peer, []).append(index)
+        elif step.kind in (Kind.RECV, Kind.RECV_REDUCE):
+            recvs.setdefault(step.peer, []).append(index)
+        else:
+            local.append(index)
+    return Lane(
+        channel,
+        steps,
+        tuple((peer, tuple(order)) for peer, order in sends.items()),
+        tuple((peer, tuple(order)) for peer, order in recvs.items()),
+        tuple(local),
+        sum(step.nslices for step in steps),
+    )
+
+
+__all__ = ["Lane", "Layout", "Step", "lower"]

@@ -1,0 +1,330 @@
+"""The data loop: links on one side, a transport on the other, and nothing that blocks.
+
+`Progress.step` polls the transport, advances the link tables, hands slices to the collective that
+wants them (a `Consumer`), confirms what was consumed and flushes. It holds no thread and no lock:
+whoever calls it owns it (`r2ccl.engine`). Failures are handled beside it, in `r2ccl.recovery`.
+
+Must not import sockets or verbs, and touches slices, never bytes. Invariant: a view given to the
+transport stays referenced by its link until the slice is released.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from r2ccl.clock import Clock
+from r2ccl.config import Config
+from r2ccl.dtypes import dtype_of
+from r2ccl.errors import InternalError
+from r2ccl.recovery import ControlPort, Recovery, Revoke
+from r2ccl.resilience.link import Landing, RecvLink, SendLink, Slice
+from r2ccl.transport.base import (
+    Arrived,
+    Cleared,
+    Confirmed,
+    Failed,
+    Fenced,
+    Frame,
+    Sent,
+    Transport,
+)
+from r2ccl.types import CallSignature, Collective, ReduceOp
+
+
+class Consumer(Protocol):
+    """A part of a running collective that owns slices."""
+
+    def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
+        """Take a slice, in link order; ``payload`` is borrowed, None: it is in the region."""
+        ...
+
+    def on_released(self, index: int) -> None:
+        """One more slice of send op `index` was released."""
+        ...
+
+    def advance(self) -> None:
+        """Post what has become possible."""
+        ...
+
+
+class Progress:
+    """Everything one rank has under way on its links.
+
+    Parameters
+    ----------
+    rank, nranks : int
+    transport : Transport
+    control : ControlPort
+    config : Config
+    clock : Clock
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        nranks: int,
+        *,
+        transport: Transport,
+        control: ControlPort,
+        config: Config,
+        clock: Clock,
+    ) -> None:
+        self.rank = rank
+        self.nranks = nranks
+        self.transport = transport
+        self.config = config
+        self.clock = clock
+        self.senders: dict[tuple[int, int], SendLink] = {}
+        self.receivers: dict[tuple[int, int], RecvLink] = {}
+        self.recovery = Recovery(self, control)
+        #: Number and packed signature of the collective that runs, or ran last.
+        self.op = 0
+        self.signature = 0
+        self._consumers: dict[int, Consumer] = {}
+        self._dirty: list[Consumer] = []
+        self._unconfirmed: set[RecvLink] = set()
+        #: Signatures of the last collectives, and the first one seen of a coming one.
+        self._history: dict[int, int] = {}
+        self._ahead: dict[int, tuple[int, int]] = {}
+        self._confirm_after = max(1, config.eager_slots // 2)
+        self._handlers = {
+            Arrived: self._on_arrived,
+            Cleared: self._on_cleared,
+            Confirmed: self._on_confirmed,
+            Sent: self._on_sent,
+            Failed: self.recovery.on_failed,
+            Fenced: self.recovery.on_fenced,
+        }
+
+    # What a collective calls
+
+    def begin(self, signature: int, consumers: dict[int, Consumer]) -> None:
+        """Start the next collective: `consumers` by channel."""
+        self.op += 1
+        self.signature = signature
+        self._history[self.op] = signature
+        self._history.pop(self.op - _HISTORY, None)
+        self._consumers = consumers
+        seen = self._ahead.pop(self.op, None)
+        if seen is not None:
+            self._compare(seen[0], self.op, seen[1])
+
+    def finish(self) -> None:
+        """The collective is done: none of its slices is wanted or unreleased any more."""
+        self._consumers = {}
+
+    def send_link(self, peer: int, channel: int) -> SendLink:
+        """Return the link to `peer` of `channel`, made on first use."""
+        link = self.senders.get((peer, channel))
+        return link if link is not None else self._make_links(peer, channel)[0]
+
+    def recv_link(self, peer: int, channel: int) -> RecvLink:
+        """Return the link from `peer` of `channel`, made on first use."""
+        link = self.receivers.get((peer, channel))
+        return link if link is not None else self._make_links(peer, channel)[1]
+
+    def send(
+        self, link: SendLink, view: memoryview, is_eager: bool, consumer: Consumer, index: int
+    ) -> None:
+        """Post a slice; `link.can_post` must hold. An eager `view` must be the link's to keep."""
+        if not is_eager:
+            _, nbytes, _ = link.clears[link.posted]
+            if nbytes != len(view):
+                raise InternalError(
+                    f"rank {link.peer} named {nbytes} bytes for slice {link.posted} of channel "
+                    f"{link.channel}, this rank sends {len(view)}"
+                )
+        item, token = link.post(view, is_eager, self.op, self.signature, consumer, index)
+        if item.path is not None:
+            self.transport.isend(item.path, self._frame(link, item), view, token)
+
+    def recv(
+        self, link: RecvLink, region: memoryview | None, consumer: Consumer, index: int
+    ) -> None:
+        """Want the next slice, in `region` (named to the peer) or, None, with its payload."""
+        landing = link.post(region, self.op, self.signature, consumer, index)
+        if landing.path is not None:
+            self.name(link, landing)
+        if link.arrivals:
+            self._deliver(link)
+
+    def consume(self, link: RecvLink, is_eager: bool) -> None:
+        """The slice delivered next is used up: it may be confirmed."""
+        link.consume()
+        if not is_eager or link.consumed - link.acked >= self._confirm_after:
+            self._unconfirmed.add(link)
+
+    # The loop
+
+    def step(self, timeout_s: float = 0.0) -> bool:
+        """Go once round; True if anything happened. Sleeps up to `timeout_s` if nothing does."""
+        events = self.transport.poll(timeout_s)
+        for event in events:
+            self._handlers[type(event)](event)  # type: ignore[operator]
+        self.advance()
+        return bool(events)
+
+    def advance(self) -> None:
+        """Let the collective post what became possible, confirm, and flush."""
+        while self._dirty:
+            dirty, self._dirty = self._dirty, []
+            for consumer in dirty:
+                consumer.advance()
+        if self._unconfirmed:
+            self.confirm_all(self._unconfirmed)
+            self._unconfirmed.clear()
+        self.transport.flush()
+
+    def touch(self, consumer: Consumer) -> None:
+        """Have `consumer` advanced before the loop sleeps."""
+        if consumer not in self._dirty:
+            self._dirty.append(consumer)
+
+    def confirm_all(self, links: object = None) -> None:
+        """Confirm what was consumed, also eager slices not worth a frame of their own yet."""
+        for link in self.receivers.values() if links is None else links:  # type: ignore[attr-defined]
+            if link.acked < link.consumed and link.route is not None:
+                link.acked = link.consumed
+                self.transport.confirm(link.route, link.channel, link.acked)
+
+    def is_drained(self) -> bool:
+        """Whether every slice ever posted is confirmed."""
+        return all(link.confirmed == link.posted for link in self.senders.values())
+
+    # Used by recovery
+
+    def name(self, link: RecvLink, landing: Landing) -> None:
+        """Name a landing place on its path."""
+        assert landing.path is not None
+        assert landing.region is not None
+        link.acked = link.consumed
+        frame = Frame(link.channel, landing.seq, link.acked, landing.op, landing.signature)
+        self.transport.irecv(landing.path, frame, landing.region)
+
+    def write_again(self, link: SendLink, item: Slice, token: object) -> None:
+        """Write a slice that was posted before."""
+        assert item.path is not None
+        frame = self._frame(link, item)
+        self.transport.isend(item.path, frame, item.view, token, is_replay=True)
+
+    def release(self, slices: list[Slice]) -> None:
+        """Tell their owners that slices were released."""
+        for item in slices:
+            if not item.is_eager:
+                item.owner.on_released(item.index)
+                self.touch(item.owner)
+
+    def touch_channel(self, channel: int) -> None:
+        """Have whoever runs on `channel` advanced."""
+        consumer = self._consumers.get(channel)
+        if consumer is not None:
+            self.touch(consumer)
+
+    # Events
+
+    def _on_arrived(self, event: Arrived) -> None:
+        path, frame = event.path, event.frame
+        self.recovery.paths[path].activity += 1
+        link = self.recv_link(path.peer, frame.channel)
+        if frame.signature != self.signature or frame.op != self.op:
+            self._compare(path.peer, frame.op, frame.signature)
+        if frame.ack > self.send_link(path.peer, frame.channel).confirmed:
+            self._confirmed(path.peer, frame.channel, frame.ack)
+        if self.recovery.open_repairs:
+            self.recovery.note_arrival(event)
+        payload: memoryview | bytes | None = event.payload
+        is_wanted_now = frame.seq == link.delivered and frame.seq in link.landings
+        if payload is not None and not is_wanted_now:
+            payload = bytes(payload)
+        if link.arrived(frame.seq, payload):
+            self._deliver(link)
+
+    def _deliver(self, link: RecvLink) -> None:
+        taken = link.take()
+        while taken is not None:
+            landing, payload = taken
+            if landing.signature == self.signature:
+                landing.owner.on_slice(landing, payload)
+                self.touch(landing.owner)
+            taken = link.take()
+
+    def _on_cleared(self, event: Cleared) -> None:
+        path, frame = event.path, event.frame
+        self.recovery.paths[path].activity += 1
+        if frame.signature != self.signature or frame.op != self.op:
+            self._compare(path.peer, frame.op, frame.signature)
+        link = self.send_link(path.peer, frame.channel)
+        if frame.ack > link.confirmed:
+            self._confirmed(path.peer, frame.channel, frame.ack)
+        again = link.cleared(path, frame.seq, event.nbytes, event.token)
+        if again is not None:
+            self.recovery.log.replayed(path.peer, len(again.view))
+            self.write_again(link, again, event.token)
+        self.touch_channel(frame.channel)
+
+    def _on_confirmed(self, event: Confirmed) -> None:
+        self.recovery.paths[event.path].activity += 1
+        self._confirmed(event.path.peer, event.channel, event.ack)
+
+    def _confirmed(self, peer: int, channel: int, ack: int) -> None:
+        released = self.send_link(peer, channel).confirm(ack)
+        if released:
+            self.release(released)
+        self.touch_channel(channel)
+
+    def _on_sent(self, event: Sent) -> None:
+        self.recovery.paths[event.path].activity += 1
+        link = self.send_link(event.path.peer, event.channel)
+        released = link.retired(event.path, event.seq)
+        if released:
+            self.release(released)
+
+    # Agreement on the call
+
+    def _compare(self, peer: int, op: int, signature: int) -> None:
+        """Hold a peer's call against this rank's of the same number."""
+        if op > self.op:
+            self._ahead.setdefault(op, (peer, signature))
+            return
+        mine = self._history.get(op, signature)
+        if mine != signature:
+            self.recovery.revoke(
+                Revoke(
+                    "InvalidArgument",
+                    f"call {op} differs between ranks: rank {self.rank} called {describe(mine)}, "
+                    f"rank {peer} called {describe(signature)}; "
+                    "all ranks must pass the same collective, dtype, op and count",
+                    self.rank,
+                )
+            )
+
+    def _frame(self, link: SendLink, item: Slice) -> Frame:
+        back = self.receivers[link.peer, link.channel]
+        back.acked = back.consumed
+        return Frame(link.channel, item.seq, back.acked, item.op, item.signature)
+
+    def _make_links(self, peer: int, channel: int) -> tuple[SendLink, RecvLink]:
+        sender = SendLink(
+            peer, channel, self.config.eager_slots, is_confirmed=self.config.is_resilient
+        )
+        receiver = RecvLink(peer, channel)
+        self.senders[peer, channel] = sender
+        self.receivers[peer, channel] = receiver
+        self.recovery.route_home(peer, channel)
+        return sender, receiver
+
+
+def describe(signature: int) -> str:
+    """Spell a packed signature for a message."""
+    call = CallSignature.unpack(signature)
+    name = Collective(call.collective).name.lower()
+    if call.collective == Collective.BARRIER:
+        return f"{name}()"
+    op = ReduceOp(call.op).name
+    return f"{name}(count={call.count}, dtype={dtype_of(call.dtype).name}, op={op})"
+
+
+#: Collectives a rank can be behind another and still have its call compared.
+_HISTORY = 64
+
+__all__ = ["Consumer", "Progress", "describe"]

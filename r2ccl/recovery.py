@@ -1,0 +1,443 @@
+"""Recovery: what a rank does about its paths; the tables of `r2ccl.resilience`, applied.
+
+Events come from the transport (`on_failed`, `on_fenced`), the control plane (`on_message`,
+`on_opened`, `on_peer_lost`), the link monitor (`on_carrier`) and the clock (`tick`). The answers
+go to the transport, the control plane and, through `Progress`, to the links. Like `Progress` it is
+owned by one caller at a time and never blocks.
+
+Invariant: after `revoke` no path is open, so no peer can write into memory of a call that raised.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from r2ccl.errors import (
+    CommunicatorRevoked,
+    InvalidArgument,
+    NoHealthyRail,
+    PeerLost,
+    R2cclError,
+    TransportError,
+)
+from r2ccl.repair import Repair, RepairLog
+from r2ccl.resilience.link import LinkReport
+from r2ccl.resilience.path import (
+    Action,
+    Announcement,
+    Path,
+    PathEvent,
+    PathState,
+    announced,
+    choose_routes,
+    ended,
+    step,
+)
+from r2ccl.resilience.watch import Watch
+from r2ccl.transport.base import Arrived, Failed, Fenced
+from r2ccl.types import PathKey
+
+if TYPE_CHECKING:
+    from r2ccl.progress import Progress
+
+_log = logging.getLogger(__name__)
+
+
+class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
+    """Control message: the communicator is of no use any more, and why.
+
+    ``kind`` is the name of the error, ``rank`` who found it, ``peer`` whom it concerns (-1: all).
+    """
+
+    kind: str
+    text: str
+    rank: int
+    peer: int = -1
+
+
+class ControlPort(Protocol):
+    """What recovery needs of the control plane; nothing here blocks."""
+
+    def send(self, peer: int, message: object) -> None:
+        """Queue `message`; it arrives exactly once, in order."""
+        ...
+
+    def broadcast(self, message: object) -> None:
+        """`send` to every other rank."""
+        ...
+
+    def accept_path(self, peer: int, rail: int, epoch: int) -> None:
+        """Let in one connection of exactly (peer, rail, epoch)."""
+        ...
+
+    def dial_path(self, peer: int, rail: int, epoch: int) -> None:
+        """Connect until it succeeds; both report to the handler's ``on_path``."""
+        ...
+
+    def kick(self, rail: int) -> None:
+        """Dial the pending paths of `rail` now."""
+        ...
+
+    def probe(self, peer: int, rail: int, on_result: Callable[[bool], None]) -> None:
+        """Ask the kernel or NIC at the far end of `rail` for a sign of life."""
+        ...
+
+
+class Recovery:
+    """Paths of one rank and their repair."""
+
+    def __init__(self, progress: Progress, control: ControlPort) -> None:
+        self._progress = progress
+        self._control = control
+        self._rank = progress.rank
+        self._config = progress.config
+        self._clock = progress.clock
+        self.nrails = progress.transport.nrails
+        self.peers = [peer for peer in range(progress.nranks) if peer != progress.rank]
+        self.paths = {
+            key: Path(key)
+            for key in (PathKey(peer, rail) for peer in self.peers for rail in range(self.nrails))
+        }
+        #: First error that ended the communicator.
+        self.error: R2cclError | None = None
+        self.log = RepairLog()
+        #: How a probe's answer, given in another thread, comes back to the owner.
+        self.submit: Callable[..., None] = lambda fn, *args: fn(*args)
+        self._watch = Watch(self._config.suspicion_timeout_s)
+        self._probing: set[PathKey] = set()
+        self._alone_since = dict.fromkeys(self.peers, self._clock())
+
+    @property
+    def open_repairs(self) -> list[Repair]:
+        """Repairs whose first replayed slice has not arrived here yet."""
+        return self.log.open
+
+    def start(self) -> None:
+        """Have every path connected: the lower rank dials."""
+        for path in self.paths.values():
+            self._redial(path)
+
+    def up(self, peer: int) -> list[PathKey]:
+        """Paths to `peer` that may be used, by rail."""
+        keys = (PathKey(peer, rail) for rail in range(self.nrails))
+        return [key for key in keys if self.paths[key].state is PathState.UP]
+
+    # Events of paths
+
+    def on_failed(self, event: Failed) -> None:
+        """Hard evidence from the data path."""
+        self.fail(event.path, f"{event.status}: {event.detail}")
+
+    def fail(self, key: PathKey, cause: str) -> None:
+        """Take `key` out of use for `cause`, found at this end."""
+        path = self.paths[key]
+        if path.state is not PathState.UP or self.error is not None:
+            return
+        path.cause = cause
+        if not self._config.is_resilient:
+            status = cause.partition(":")[0]
+            self._give_up(
+                TransportError(
+                    f"rank {self._rank}: path to rank {key.peer} on rail {key.rail} broke "
+                    f"({cause}); R2CC_MODE=0 does not migrate, the default does",
+                    rank=self._rank, peer=key.peer, rail=key.rail, status=status,
+                ),
+                "TransportError", key.peer,
+            )  # fmt: skip
+            return
+        self._apply(path, step(path, PathEvent.FAILED))
+
+    def on_fenced(self, event: Fenced) -> None:
+        """The local end is drained."""
+        path = self.paths[event.path]
+        if self.error is None:
+            for link in self._senders(event.path.peer):
+                self._progress.release(link.fenced(event.path))
+            self.log.fenced(event.path, self._clock())
+            self._apply(path, step(path, PathEvent.FENCED))
+
+    def on_opened(self, peer: int, rail: int, epoch: int, endpoint: Any) -> None:
+        """Take an authenticated connection of `epoch` into use, or close a stale one."""
+        path = self.paths[PathKey(peer, rail)]
+        if path.state is not PathState.DOWN or path.epoch != epoch or self.error is not None:
+            endpoint.close()
+            return
+        self._progress.transport.open(path.key, endpoint)
+        self._apply(path, step(path, PathEvent.OPENED))
+
+    def on_carrier(self, rail: int, is_up: bool) -> None:
+        """The local NIC of `rail` lost or found its carrier."""
+        if is_up:
+            self._control.kick(rail)
+            return
+        for peer in self.peers:
+            self.fail(PathKey(peer, rail), "CARRIER_DOWN: the local NIC of the rail has no carrier")
+
+    # Control messages
+
+    def on_message(self, peer: int, message: object) -> None:
+        """Take an `Announcement` or a `Revoke` of `peer`."""
+        if isinstance(message, Announcement):
+            path = self.paths.get(PathKey(peer, message.rail))
+            if path is not None and self.error is None:
+                self._apply(path, announced(path, message))
+        elif isinstance(message, Revoke):
+            self._on_revoke(message)
+
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+        """The control plane gave `peer` up."""
+        self._give_up(PeerLost(rank=self._rank, peer=peer, last_heard_s=last_heard_s, why=why))
+
+    def revoke(self, message: Revoke, error: R2cclError | None = None) -> None:
+        """End the communicator on every rank, here with `error` if given."""
+        self._control.broadcast(message)
+        if error is None:
+            self._on_revoke(message)
+        else:
+            self._end(error)
+
+    # Time
+
+    def tick(self, now: float, peers: frozenset[int]) -> None:
+        """Look for silence; `peers` are those the running call talks to."""
+        if self.error is not None:
+            return
+        for key in self._watch.look(now, self._watched()):
+            self._probe(key)
+        for peer in peers:
+            if self.up(peer):
+                self._alone_since[peer] = now
+            elif now - self._alone_since[peer] > self._config.no_rail_timeout_s:
+                self._no_rail(peer, now)
+                return
+
+    def _watched(self) -> Iterator[tuple[PathKey, int, bool]]:
+        for key, path in self.paths.items():
+            if path.state is PathState.UP:
+                yield key, path.activity, self._has_work(key)
+
+    def _has_work(self, key: PathKey) -> bool:
+        """Whether this end waits for something that should come or go on `key`."""
+        for sender in self._senders(key.peer):
+            if any(item.path == key and not item.is_eager for item in sender.outstanding):
+                return True
+        for (peer, _), receiver in self._progress.receivers.items():
+            if peer == key.peer:
+                for landing in receiver.landings.values():
+                    at = receiver.route if landing.region is None else landing.path
+                    if at == key:
+                        return True
+        return False
+
+    def _probe(self, key: PathKey) -> None:
+        if key in self._probing:
+            return
+        self._probing.add(key)
+        path = self.paths[key]
+        epoch, activity = path.epoch, path.activity
+        self._control.probe(
+            key.peer,
+            key.rail,
+            lambda is_answered: self.submit(self._probed, key, epoch, activity, is_answered),
+        )
+
+    def _probed(self, key: PathKey, epoch: int, activity: int, is_answered: bool) -> None:
+        """Act on a probe: unanswered, the path is gone; answered, only a stuck flow moves."""
+        self._probing.discard(key)
+        path = self.paths[key]
+        if path.epoch != epoch or path.activity != activity:
+            return
+        if not is_answered:
+            self.fail(key, "PROBE_UNANSWERED: no progress, and the peer's kernel does not answer")
+        elif self._progress.transport.is_stuck(key):
+            self.fail(key, "FLOW_STUCK: the rail answers, this flow only retransmits")
+
+    # Actions of the path table
+
+    def _apply(self, path: Path, actions: tuple[Action, ...]) -> None:
+        for action in actions:
+            _ACTIONS[action](self, path)
+
+    def _fence(self, path: Path) -> None:
+        self.log.failed(path.key, path.epoch, path.cause, self._clock())
+        _log.warning(
+            "rank %d: rail %d to rank %d is out of use (%s)",
+            self._rank, path.key.rail, path.key.peer, path.cause,
+        )  # fmt: skip
+        for channel in self._channels(path.key):
+            self._set_route(path.key.peer, channel, None)
+        self._progress.transport.fence(path.key)
+
+    def _announce(self, path: Path) -> None:
+        key = path.key
+        reports = tuple(
+            link.report()
+            for (peer, _), link in self._progress.receivers.items()
+            if peer == key.peer
+        )
+        self.log.awaits(key, {report.channel: report.received for report in reports})
+        routes: dict[int, int] = {}
+        if self._rank < key.peer:
+            chosen = self._choose(key.peer, self._unrouted(key.peer))
+            routes = {channel: to.rail for channel, to in chosen.items()}
+        self._control.send(
+            key.peer, Announcement(key.rail, path.epoch, path.cause, reports, routes)
+        )
+
+    def _resume(self, path: Path) -> None:
+        key, announcement = path.key, path.announcement
+        assert announcement is not None
+        reports = {report.channel: report for report in announcement.links}
+        for sender in self._senders(key.peer):
+            none_yet = LinkReport(sender.channel, 0, 0)
+            report = reports.get(sender.channel, none_yet)
+            self._progress.release(sender.resume(key, report))
+        for (peer, _), receiver in self._progress.receivers.items():
+            if peer == key.peer:
+                receiver.resume(key)
+        proposed = announcement.routes if key.peer < self._rank else {}
+        moved = self._reroute(key.peer, proposed)
+        self.log.resumed(key, moved, self._clock())
+        ended(path)
+
+    def _redial(self, path: Path) -> None:
+        peer, rail = path.key
+        if self._rank < peer:
+            self._control.dial_path(peer, rail, path.epoch)
+        else:
+            self._control.accept_path(peer, rail, path.epoch)
+
+    def _use(self, path: Path) -> None:
+        """A path is up: the channels at home on it come home, without any fence."""
+        peer = path.key.peer
+        self._alone_since[peer] = self._clock()
+        for channel in self._channels(None, peer):
+            self._set_route(peer, channel, self._home(peer, channel))
+        self._reroute(peer, {})
+        self.log.opened(path.key, path.epoch, self._clock())
+        if path.epoch:
+            _log.warning(
+                "rank %d: rail %d to rank %d is back", self._rank, path.key.rail, peer
+            )
+
+    # Routes
+
+    def route_home(self, peer: int, channel: int) -> None:
+        """Give the new links of (peer, channel) their route."""
+        self._set_route(peer, channel, self._home(peer, channel))
+        self._reroute(peer, {})
+
+    def _home(self, peer: int, channel: int) -> PathKey | None:
+        key = PathKey(peer, channel % self.nrails)
+        return key if self.paths[key].state is PathState.UP else None
+
+    def _reroute(self, peer: int, proposed: dict[int, int]) -> dict[int, int]:
+        """Give every channel without a route one, and set its waiting slices going."""
+        unrouted = self._unrouted(peer)
+        up = self.up(peer)
+        routes = self._choose(peer, unrouted)
+        for channel in routes:
+            wanted = PathKey(peer, proposed.get(channel, -1))
+            if wanted in up:
+                routes[channel] = wanted
+        for channel, key in routes.items():
+            self._set_route(peer, channel, key)
+        for channel in self._channels(None, peer):
+            self._set_going(peer, channel)
+        return {channel: key.rail for channel, key in routes.items()}
+
+    def _set_going(self, peer: int, channel: int) -> None:
+        sender = self._progress.senders[peer, channel]
+        receiver = self._progress.receivers[peer, channel]
+        if sender.route is None:
+            return
+        for landing in receiver.unnamed():
+            self._progress.name(receiver, landing)
+        for item in sender.waiting():
+            self.log.replayed(peer, len(item.view))
+            self._progress.write_again(sender, item, None)
+
+    def _choose(self, peer: int, channels: list[int]) -> dict[int, PathKey]:
+        load: dict[PathKey, int] = {}
+        for (other, _), link in self._progress.senders.items():
+            if other == peer and link.route is not None:
+                load[link.route] = load.get(link.route, 0) + 1
+        return choose_routes(channels, self.up(peer), load, lambda key: 1.0)
+
+    def _set_route(self, peer: int, channel: int, key: PathKey | None) -> None:
+        self._progress.senders[peer, channel].route = key
+        self._progress.receivers[peer, channel].route = key
+
+    def _senders(self, peer: int) -> list[Any]:
+        return [link for (to, _), link in self._progress.senders.items() if to == peer]
+
+    def _channels(self, key: PathKey | None, peer: int = -1) -> list[int]:
+        """Channels to `peer`, or those that ride `key`."""
+        return [
+            channel
+            for (to, channel), link in self._progress.senders.items()
+            if (to == peer if key is None else link.route == key)
+        ]
+
+    def _unrouted(self, peer: int) -> list[int]:
+        return [
+            channel
+            for (to, channel), link in self._progress.senders.items()
+            if to == peer and link.route is None
+        ]
+
+    # Reports
+
+    def note_arrival(self, event: Arrived) -> None:
+        """See whether a slice is the first one a repair waits for."""
+        self.log.arrived(event.path, event.frame.channel, event.frame.seq, event.began_s)
+
+    # The end
+
+    def _no_rail(self, peer: int, now: float) -> None:
+        causes = {
+            key.rail: path.cause for key, path in self.paths.items() if key.peer == peer
+        }
+        since = now - self._alone_since[peer]
+        error = NoHealthyRail(rank=self._rank, peer=peer, since_s=since, causes=causes)
+        self._give_up(error, "NoHealthyRail", peer)
+
+    def _give_up(self, error: R2cclError, kind: str = "", peer: int = -1) -> None:
+        if self.error is None and kind:
+            self._control.broadcast(Revoke(kind, str(error), self._rank, peer))
+        self._end(error)
+
+    def _on_revoke(self, message: Revoke) -> None:
+        if message.kind == "InvalidArgument":
+            self._end(InvalidArgument(message.text))
+        elif message.kind == "NoHealthyRail" and message.peer == self._rank and self.error is None:
+            if self.up(message.rank):
+                self._end(CommunicatorRevoked(f"rank {message.rank} gave up: {message.text}"))
+            else:
+                self._no_rail(message.rank, self._clock())
+        else:
+            self._end(CommunicatorRevoked(f"rank {message.rank} gave up: {message.text}"))
+
+    def _end(self, error: R2cclError) -> None:
+        """Keep the first reason, and leave no path over which a peer could still write."""
+        if self.error is not None:
+            return
+        self.error = error
+        for key in self.paths:
+            if self._progress.transport.is_open(key):
+                self._progress.transport.fence(key)
+
+
+_ACTIONS: dict[Action, Callable[[Recovery, Path], None]] = {
+    Action.FENCE: Recovery._fence,
+    Action.ANNOUNCE: Recovery._announce,
+    Action.RESUME: Recovery._resume,
+    Action.REDIAL: Recovery._redial,
+    Action.USE: Recovery._use,
+}
+
+__all__ = ["ControlPort", "Recovery", "Revoke"]

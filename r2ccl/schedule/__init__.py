@@ -1,0 +1,11 @@
+"""Schedules as values: the IR, its checker, its cost, its printer.
+
+This room imports `errors`, `msgspec` and NumPy; it never sees a socket, a thread, the clock or
+a random source. Invariant: what the executor runs is a `Schedule` that `check` accepts.
+"""
+
+from __future__ import annotations
+
+from r2ccl.schedule.ir import Cost, Kind, Op, RankProgram, Schedule, Space
+
+__all__ = ["Cost", "Kind", "Op", "RankProgram", "Schedule", "Space"]

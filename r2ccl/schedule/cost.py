@@ -1,0 +1,85 @@
+"""Count what a schedule costs from its ops: the check on what the algorithms declare.
+
+Imports the rest of this room. Invariant: exact counts, no model of a network; seconds are the
+planner's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.schedule.arrays import as_arrays
+from r2ccl.schedule.check import check_fields
+from r2ccl.schedule.chunks import layout
+from r2ccl.schedule.events import build_events, match
+from r2ccl.schedule.ir import Cost, Kind, Schedule
+
+
+def measure(schedule: Schedule) -> Cost:
+    """Count steps, share of the buffer on the wire, and ops, for channels of equal weight.
+
+    Raises
+    ------
+    ScheduleError
+        Fields, matching or order are wrong, so that there is nothing to count.
+    """
+    arrays = as_arrays(schedule)
+    check_fields(schedule, arrays)
+    events = build_events(arrays, match(arrays))
+    ops, nranks = arrays.ops, schedule.nranks
+    is_send = ops["kind"] == Kind.SEND
+    is_receive = (ops["kind"] == Kind.RECV) | (ops["kind"] == Kind.RECV_REDUCE)
+    sent = np.bincount(ops["rank"][is_send], minlength=nranks).max()
+    received = np.bincount(ops["rank"][is_receive], minlength=nranks).max()
+    pieces = schedule.nchannels * schedule.nchunks
+    return Cost(
+        events.steps,
+        Fraction(int(sent), pieces),
+        Fraction(int(received), pieces),
+        int(ops["index"].max(initial=-1)) + 1,
+    )
+
+
+def wire_nbytes(
+    schedule: Schedule, count: int, itemsize: int, weights: Sequence[int] | None = None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Count the bytes each rank puts on and takes off the wire.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        One that `check` accepts.
+    count, itemsize : int
+        Elements of the buffer, bytes of an element.
+    weights : sequence of int, optional
+        Share of each channel; default equal.
+
+    Returns
+    -------
+    sent, received : ndarray of int64, shape (nranks,)
+        Payload only, without headers or replay.
+
+    Raises
+    ------
+    InvalidArgument
+        A negative count, an item size below 1, weights that are not one a channel.
+    """
+    arrays = as_arrays(schedule)
+    chunks = layout(count, schedule.nchannels, schedule.nchunks, itemsize=itemsize, weights=weights)
+    sizes = np.diff(np.array(chunks, np.int64), axis=1)
+    nbytes = sizes[arrays.ops["channel"], arrays.chunks()] * itemsize
+    kind = arrays.ops["kind"]
+    totals = []
+    for kinds in ((Kind.SEND,), (Kind.RECV, Kind.RECV_REDUCE)):
+        total = np.zeros(schedule.nranks, np.int64)
+        chosen = np.isin(kind, kinds)
+        np.add.at(total, arrays.ops["rank"][chosen], nbytes[chosen])
+        totals.append(total)
+    return totals[0], totals[1]
+
+
+__all__ = ["measure", "wire_nbytes"]

@@ -1,0 +1,183 @@
+"""Run a schedule on NumPy arrays, all ranks in one thread: the oracle for everything faster.
+
+Imports the IR, `chunks`, `errors` and NumPy; of the checker nothing, so that one can testify
+against the other. Invariant: the result is what `ir` says, op by op, whole chunks at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.errors import InvalidArgument, ScheduleError
+from r2ccl.schedule.chunks import layout
+from r2ccl.schedule.ir import Kind, Op, Schedule, Space
+
+Array = npt.NDArray[Any]
+
+#: A directed link (source, destination, channel) and a position on it.
+Ticket = tuple[int, int, int, int]
+
+#: Reduces two arrays element by element: left operand, right operand.
+Reduce = Callable[[Array, Array], Array]
+
+
+class _Task(NamedTuple):
+    number: int
+    rank: int
+    channel: int
+    op: Op
+    ticket: Ticket
+
+
+def interpret(
+    schedule: Schedule,
+    inputs: Sequence[Array],
+    op: Reduce,
+    in_place: bool = False,
+    *,
+    finish: Callable[[Array], Array] | None = None,
+    weights: Sequence[int] | None = None,
+) -> list[Array]:
+    """Run `schedule` and return every rank's output.
+
+    Parameters
+    ----------
+    schedule : Schedule
+    inputs : sequence of ndarray, shape (count,)
+        One array a rank, alike in length and dtype; never written. Object arrays will do.
+    op : callable
+        ``op(left, right)`` reduces two arrays element by element; operands in canonical order.
+    in_place : bool
+        Let INPUT and OUTPUT be the same memory.
+    finish : callable, optional
+        Applied where an op is final: AVG's division.
+    weights : sequence of int, optional
+        Share of each channel; default equal.
+
+    Returns
+    -------
+    list of ndarray, shape (count,)
+        What the schedule never writes out of place is 0 (None for objects).
+
+    Raises
+    ------
+    InvalidArgument
+        Inputs that are not one flat array a rank, all alike; not one weight a channel.
+    ScheduleError
+        The ops wait for each other, or for messages nobody sends.
+    """
+    _require_alike(schedule, inputs)
+    machine = _Machine(schedule, inputs, op, finish, weights, in_place=in_place)
+    waiting = _tasks(schedule)
+    while waiting:
+        left = [task for task in waiting if not machine.advance(task)]
+        if len(left) == len(waiting):
+            first = left[0]
+            raise ScheduleError(
+                f"{first.op!r} waits for ever, like {len(left) - 1} more; run check() to see why",
+                rank=first.rank,
+                channel=first.channel,
+                op=first.number,
+            )
+        waiting = left
+    return [memory[Space.OUTPUT] for memory in machine.memories]
+
+
+class _Machine:
+    """Memory of all ranks, and the messages under way between them."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        inputs: Sequence[Array],
+        op: Reduce,
+        finish: Callable[[Array], Array] | None,
+        weights: Sequence[int] | None,
+        *,
+        in_place: bool,
+    ) -> None:
+        count, dtype = inputs[0].size, inputs[0].dtype
+        self._op = op
+        self._finish = finish
+        self._chunks = layout(
+            count,
+            schedule.nchannels,
+            schedule.nchunks,
+            itemsize=dtype.itemsize,
+            weights=weights,
+        )
+        self._done: set[tuple[int, int, int]] = set()
+        self._messages: dict[Ticket, Array] = {}
+        self.memories: list[dict[int, Array]] = []
+        empty = None if dtype == np.dtype(object) else 0
+        for array in inputs:
+            source = array.copy()
+            target = source if in_place else np.full_like(source, empty)
+            scratch = np.full_like(source, empty)
+            self.memories.append(
+                {Space.INPUT: source, Space.OUTPUT: target, Space.SCRATCH: scratch}
+            )
+
+    def advance(self, task: _Task) -> bool:
+        """Run `task` if all it waits for is there; say whether it ran."""
+        op, rank, channel = task.op, task.rank, task.channel
+        if any((rank, channel, i) not in self._done for i in op.after):
+            return False
+        is_receive = op.kind in (Kind.RECV, Kind.RECV_REDUCE)
+        if is_receive and task.ticket not in self._messages:
+            return False
+        where = slice(*self._chunks[channel][op.chunk : op.chunk + 2])
+        source = self.memories[rank][op.src_space][where]
+        if op.kind == Kind.SEND:
+            self._messages[task.ticket] = source.copy()
+        else:
+            received = self._messages.pop(task.ticket) if is_receive else source
+            target = self.memories[rank][op.dst_space][where]
+            target[:] = _result(task, source, target, received, self._op)
+            if op.is_final and self._finish is not None:
+                target[:] = self._finish(target)
+        self._done.add((rank, channel, task.number))
+        return True
+
+
+def _result(task: _Task, source: Array, target: Array, received: Array, reduce: Reduce) -> Array:
+    op = task.op
+    if op.kind == Kind.RECV:
+        return received
+    if op.kind == Kind.RECV_REDUCE:
+        return reduce(received, source) if op.peer < task.rank else reduce(source, received)
+    if op.kind == Kind.REDUCE:
+        return reduce(target, source)
+    return source
+
+
+def _tasks(schedule: Schedule) -> list[_Task]:
+    """All ops, those of equal index together: one sweep then runs most of a regular schedule."""
+    tasks = []
+    posted: dict[tuple[bool, int, int, int], int] = {}
+    for rank in range(schedule.nranks):
+        for channel, ops in enumerate(schedule.program(rank).channels):
+            for index, op in enumerate(ops):
+                is_send = op.kind == Kind.SEND
+                ends = (rank, op.peer) if is_send else (op.peer, rank)
+                position = posted.get((is_send, *ends, channel), 0)
+                posted[is_send, *ends, channel] = position + 1
+                ticket = (*ends, channel, position)
+                tasks.append(_Task(index, rank, channel, op, ticket))
+    return sorted(tasks, key=lambda task: task[:3])
+
+
+def _require_alike(schedule: Schedule, inputs: Sequence[Array]) -> None:
+    shapes = {(array.shape, array.dtype) for array in inputs}
+    if len(inputs) != schedule.nranks or len(shapes) != 1 or inputs[0].ndim != 1:
+        raise InvalidArgument(
+            f"{len(inputs)} inputs of {sorted(map(str, shapes))}; give {schedule.nranks} flat "
+            "arrays of one length and dtype"
+        )
+
+
+__all__ = ["interpret"]

@@ -1,0 +1,185 @@
+"""Replay a schedule symbolically: who holds which contributions, and in what order reduced.
+
+Imports the IR, its arrays, `conditions` and `events`. Invariant: ops are replayed in one order
+that the event graph allows; `r2ccl.schedule.hazards` has shown that it speaks for all of them.
+
+What a location holds is an *expression*: a contribution or the reduction of two expressions, in
+that operand order, interned as a number. So the replay proves more than the set of contributions:
+outputs that hold equal numbers are equal bit for bit, whatever function reduces.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from r2ccl.errors import ScheduleError
+from r2ccl.schedule.arrays import ScheduleArrays
+from r2ccl.schedule.conditions import Conditions
+from r2ccl.schedule.events import Events, error_at, replay_order
+from r2ccl.schedule.graph import Ints
+from r2ccl.schedule.ir import Kind, Schedule, Space
+
+
+class Held(NamedTuple):
+    """What a chunk of memory, or a message, holds.
+
+    ``expression`` is its number, ``contributions`` the set of ranks in it as bits, ``is_final``
+    whether an op marked it complete (so AVG has divided it).
+    """
+
+    expression: int
+    contributions: int
+    is_final: bool
+
+
+#: A rank and one of its spaces; in place, OUTPUT stands for INPUT.
+Place = tuple[int, int]
+
+
+def replay(
+    schedule: Schedule, conditions: Conditions, arrays: ScheduleArrays, other: Ints, events: Events
+) -> None:
+    """Prove that the ops lead from the conditions' initial state to the wanted one.
+
+    Raises
+    ------
+    ScheduleError
+        Memory read that was never written, contributions missing or doubled, a wrong
+        ``is_final``, outputs that differ between ranks.
+    """
+    order, _ = replay_order(arrays, events)
+    lanes = schedule.nchannels * schedule.nchunks
+    lane_of = arrays.ops["channel"].astype(np.int64) * schedule.nchunks + arrays.chunks()
+    cuts = np.searchsorted(lane_of[order], np.arange(lanes + 1))
+    for number in range(lanes):
+        members = order[cuts[number] : cuts[number + 1]]
+        for in_place in (False, True):
+            _Lane(schedule, conditions, arrays, number, in_place=in_place).run(members, other)
+
+
+class _Lane:
+    """One chunk of one channel on all ranks, replayed in place or out of place."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        conditions: Conditions,
+        arrays: ScheduleArrays,
+        number: int,
+        *,
+        in_place: bool,
+    ) -> None:
+        self._nranks = schedule.nranks
+        self._conditions = conditions
+        self._arrays = arrays
+        self._channel, self._chunk = divmod(number, schedule.nchunks)
+        self._mode = "in place" if in_place else "out of place"
+        self._every = (1 << schedule.nranks) - 1
+        self._input = Space.OUTPUT if in_place else Space.INPUT
+        self._memory: dict[Place, Held] = {}
+        # Operands to number; a contribution, which has none, is (its bits, -1).
+        self._expressions: dict[tuple[int, int], int] = {}
+        for rank in range(schedule.nranks):
+            initial = conditions.initial(rank, self._chunk)
+            if initial:
+                leaf = self._expressions.setdefault((initial, -1), len(self._expressions))
+                self._memory[rank, self._input] = Held(leaf, initial, False)
+
+    def run(self, members: Ints, other: Ints) -> None:
+        """Replay the ops, then compare with what is wanted."""
+        messages: dict[int, Held] = {}
+        rows = self._arrays.ops[members]
+        columns = ("rank", "kind", "peer", "src_space", "dst_space", "final")
+        fields = zip(*(rows[name].tolist() for name in columns), strict=True)
+        pairs = zip(members.tolist(), other[members].tolist(), strict=True)
+        for (op, partner), (rank, kind, peer, src_space, dst_space, final) in zip(
+            pairs, fields, strict=True
+        ):
+            source = (rank, src_space or self._input)
+            if kind == Kind.SEND:
+                messages[op] = self._read(op, source)
+                continue
+            if kind == Kind.RECV:
+                held = messages.pop(partner)
+            elif kind == Kind.COPY:
+                held = self._read(op, source)
+            elif kind == Kind.REDUCE:
+                held = self._reduce(op, self._read(op, (rank, dst_space)), self._read(op, source))
+            else:
+                sides = (self._read(op, source), messages.pop(partner))
+                held = self._reduce(op, *(sides if peer > rank else sides[::-1]))
+            self._memory[rank, dst_space] = self._mark(op, held, final)
+        self._compare()
+
+    def _read(self, op: int, place: Place) -> Held:
+        held = self._memory.get(place)
+        if held is None:
+            raise error_at(
+                self._arrays, op, f"reads {Space(place[1]).name}, never written ({self._mode})"
+            )
+        return held
+
+    def _reduce(self, op: int, left: Held, right: Held) -> Held:
+        if left.is_final or right.is_final:
+            raise error_at(self._arrays, op, f"reduces what is complete already ({self._mode})")
+        twice = left.contributions & right.contributions
+        if twice:
+            raise error_at(
+                self._arrays, op, f"adds rank {_lowest(twice)}'s data twice ({self._mode})"
+            )
+        pair = (left.expression, right.expression)
+        number = self._expressions.setdefault(pair, len(self._expressions))
+        return Held(number, left.contributions | right.contributions, False)
+
+    def _mark(self, op: int, held: Held, final: bool) -> Held:
+        is_due = (
+            self._conditions.is_reduction
+            and held.contributions == self._every
+            and not held.is_final
+        )
+        if final and not is_due:
+            why = "the chunk was marked before" if held.is_final else "the chunk is not complete"
+            raise error_at(self._arrays, op, f"is_final is wrong here: {why} ({self._mode})")
+        if is_due and not final:
+            raise error_at(
+                self._arrays, op, f"completes the reduction without is_final ({self._mode})"
+            )
+        return held._replace(is_final=held.is_final or final)
+
+    def _compare(self) -> None:
+        expressions: dict[int, int] = {}
+        for rank in range(self._nranks):
+            wanted = self._conditions.wanted(rank, self._chunk)
+            if wanted is None:
+                continue
+            held = self._memory.get((rank, Space.OUTPUT))
+            if held is None:
+                raise self._wrong(rank, "never written")
+            if held.contributions != wanted:
+                raise self._wrong(rank, _difference(held.contributions, wanted))
+            if self._conditions.is_reduction and not held.is_final:
+                raise self._wrong(rank, "never marked final, so AVG never divides it")
+            if expressions.setdefault(wanted, held.expression) != held.expression:
+                raise self._wrong(rank, "reduced in another order than on a lower rank")
+
+    def _wrong(self, rank: int, what: str) -> ScheduleError:
+        return ScheduleError(
+            f"output chunk {self._chunk}, {self._mode}, at the end: {what}",
+            rank=rank,
+            channel=self._channel,
+        )
+
+
+def _lowest(ranks: int) -> int:
+    return (ranks & -ranks).bit_length() - 1
+
+
+def _difference(held: int, wanted: int) -> str:
+    if wanted & ~held:
+        return f"rank {_lowest(wanted & ~held)}'s data is missing"
+    return f"rank {_lowest(held & ~wanted)}'s data does not belong there"
+
+
+__all__ = ["replay"]

@@ -1,0 +1,110 @@
+"""Print a schedule so that a person can read it.
+
+Imports the IR and `errors`. Invariant: text out, nothing else; a malformed schedule prints too,
+as what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from r2ccl.errors import InvalidArgument
+from r2ccl.schedule.ir import Kind, Op, Schedule, Space
+
+#: Ranks side by side before a table gets wider than a terminal.
+DEFAULT_RANKS = 4
+
+_SPACES: dict[int, str] = {Space.INPUT: "in", Space.OUTPUT: "out", Space.SCRATCH: "scratch"}
+
+
+def summary(schedule: Schedule) -> str:
+    """Describe `schedule` in one line."""
+    cost = schedule.cost
+    return (
+        f"{schedule.collective} {schedule.name}: {_count(schedule.nranks, 'rank')}, "
+        f"{_count(schedule.nchannels, 'channel')} of {_count(schedule.nchunks, 'chunk')}, "
+        f"{_count(cost.steps, 'step')}, "
+        f"each rank sends {cost.sent} and receives {cost.received} of the data, "
+        f"{_count(cost.ops, 'op')} a rank and channel"
+    )
+
+
+def table(schedule: Schedule, ranks: Sequence[int] | None = None, channel: int = 0) -> str:
+    """Lay out the programs of some ranks side by side, one op a line.
+
+    Parameters
+    ----------
+    schedule : Schedule
+    ranks : sequence of int, optional
+        Columns; default the first four ranks.
+    channel : int
+
+    Returns
+    -------
+    str
+        A cell reads ``dst = reduce(src, received)`` with operands in order, ``@`` the ops it
+        waits for, ``!`` where AVG divides.
+
+    Raises
+    ------
+    InvalidArgument
+        A rank or a channel that is not in the schedule.
+
+    Examples
+    --------
+    >>> from r2ccl.algos import ring
+    >>> print(table(ring.allreduce(2)))
+    channel 0
+      op  rank 0                          rank 1
+       0  to 1: in[0]                     to 0: in[1]
+       1  out[1] = in[1] + from 1 !       out[0] = from 0 + in[0] !
+       2  to 1: out[1] @1                 to 0: out[0] @1
+       3  out[0] = from 1 @0              out[1] = from 0 @0
+    """
+    if ranks is None:
+        ranks = range(min(schedule.nranks, DEFAULT_RANKS))
+    if not 0 <= channel < schedule.nchannels:
+        raise InvalidArgument(f"channel={channel}; allowed is 0 to {schedule.nchannels - 1}")
+    columns = []
+    for rank in ranks:
+        ops = schedule.program(rank).channels[channel]
+        columns.append([f"rank {rank}", *(_cell(op, rank) for op in ops)])
+    width = 2 + max((len(cell) for column in columns for cell in column), default=0)
+    width = max(width, 32)
+    lines = [f"channel {channel}"]
+    for i in range(max(map(len, columns), default=0)):
+        cells = (column[i] if i < len(column) else "" for column in columns)
+        label = "op" if i == 0 else str(i - 1)
+        lines.append(f"{label:>4}  {''.join(cell.ljust(width) for cell in cells)}".rstrip())
+    return "\n".join(lines)
+
+
+def _cell(op: Op, rank: int) -> str:
+    if op.kind not in set(Kind):
+        return repr(op)
+    source, target = _memory(op.src_space, op.src), _memory(op.dst_space, op.dst)
+    received = f"from {op.peer}"
+    if op.kind == Kind.SEND:
+        text = f"to {op.peer}: {source}"
+    elif op.kind == Kind.RECV:
+        text = f"{target} = {received}"
+    elif op.kind == Kind.RECV_REDUCE:
+        left, right = (received, source) if op.peer < rank else (source, received)
+        text = f"{target} = {left} + {right}"
+    elif op.kind == Kind.COPY:
+        text = f"{target} = {source}"
+    else:
+        text = f"{target} = {target} + {source}"
+    waits = " @" + ",".join(map(str, op.after)) if op.after else ""
+    return text + waits + (" !" if op.is_final else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _memory(space: int, chunk: int) -> str:
+    return f"{_SPACES.get(space, f'space {space}')}[{chunk}]"
+
+
+__all__ = ["DEFAULT_RANKS", "summary", "table"]

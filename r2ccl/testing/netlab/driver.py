@@ -1,0 +1,204 @@
+"""The lab's clock: one thread that fires what is due by time or by a rank's report.
+
+Durations, flaps and the faults of a plan all go through `call_later`; ranks report on Unix sockets
+this thread answers. Must not know how a fault is applied. Invariant: a rank that reports is
+answered, with an error where the fault could not be applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import heapq
+import itertools
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from r2ccl.clock import monotonic
+from r2ccl.errors import InvalidArgument
+from r2ccl.testing.faults import Fault, FaultPlan, Firing
+from r2ccl.testing.faults_reporter import MESSAGE_NBYTES, Applied, Due
+from r2ccl.testing.netlab.namespaces import LabError
+
+_JOIN_TIMEOUT_S = 10.0
+
+#: A rank writes its report right after it connects; one that does not is not listened to for ever.
+_REPORT_TIMEOUT_S = 1.0
+
+#: Ranks that may report at the same instant.
+_BACKLOG = 1024
+
+
+class _Entry(NamedTuple):
+    due: float
+    order: int
+    action: Callable[[], None]
+
+
+class PlanRun:
+    """A plan under way: the socket its ranks report to, and whether it still counts.
+
+    Parameters
+    ----------
+    plan : FaultPlan
+    directory : Path
+        Private; holds the socket and the plan's file while the run lasts.
+    ranks_per_node : int
+    apply : callable
+        Applies a fault and says when.
+    """
+
+    def __init__(
+        self,
+        plan: FaultPlan,
+        directory: Path,
+        ranks_per_node: int,
+        apply: Callable[[Fault], Firing],
+    ) -> None:
+        self.plan = plan
+        self._apply = apply
+        self._is_over = False
+        self._file = directory / "plan.json"
+        self._file.write_bytes(plan.resolved(ranks_per_node).to_json())
+        self._path = directory / "faults.sock"
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.settimeout(_REPORT_TIMEOUT_S)
+        self.listener.bind(str(self._path))
+        self.listener.listen(_BACKLOG)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a rank needs in order to report."""
+        return {"R2CC_FAULT_PLAN": str(self._file), "R2CC_FAULT_SOCKET": str(self._path)}
+
+    def fire(self, index: int) -> None:
+        """Apply a fault of the plan and record it; nothing happens after the run's end."""
+        if not self._is_over:
+            firing = self._apply(self.plan.faults[index])
+            self.plan.record(index, firing.time_s, firing.applied_s)
+
+    def answer(self) -> None:
+        """Serve one rank: apply the fault it has reached, then let it go on."""
+        connection, _ = self.listener.accept()
+        with connection:
+            connection.settimeout(_REPORT_TIMEOUT_S)
+            data = connection.recv(MESSAGE_NBYTES)
+            if not data:
+                return  # the rank died between its connect and its report
+            due = msgspec.msgpack.decode(data, type=Due)
+            error = ""
+            try:
+                self.fire(due.index)
+            except (InvalidArgument, LabError) as exc:
+                error = str(exc)
+                raise
+            finally:
+                # A rank that the fault has killed does not read its answer.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    connection.send(msgspec.msgpack.encode(Applied(error)))
+
+    def close(self) -> None:
+        """End the run: nothing fires any more."""
+        self._is_over = True
+        self.listener.close()
+        self._path.unlink(missing_ok=True)
+
+
+class Driver:
+    """Runs callables at their time in one thread, and serves the plans in force.
+
+    What goes wrong there is kept in `errors`, for the run it spoils to raise.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+        self._entries: list[_Entry] = []
+        self._order = itertools.count()
+        self._lock = threading.Lock()
+        self._is_stopping = False
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._loop, name="netlab-driver", daemon=True)
+        self._thread.start()
+
+    def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Have `action` called in the driver's thread after `delay_s` seconds."""
+        with self._lock:
+            heapq.heappush(self._entries, _Entry(monotonic() + delay_s, next(self._order), action))
+        self._wake_write.send(b"\0")
+
+    def begin(self, run: PlanRun) -> None:
+        """Start the clock of a plan's timed faults and listen to its ranks."""
+        self._in_thread(lambda: self._selector.register(run.listener, selectors.EVENT_READ, run))
+        for index, fault in enumerate(run.plan.faults):
+            if fault.at_s is not None:
+                self.call_later(fault.at_s, functools.partial(run.fire, index))
+
+    def end(self, run: PlanRun) -> None:
+        """Stop listening; timed faults still to come do not fire."""
+
+        def stop() -> None:
+            if run.listener in self._selector.get_map():
+                self._selector.unregister(run.listener)
+            run.close()
+
+        self._in_thread(stop)
+
+    def _in_thread(self, action: Callable[[], object]) -> None:
+        """Have `action` run where the selector is used, and wait for it."""
+        done = threading.Event()
+
+        def call() -> None:
+            action()
+            done.set()
+
+        self.call_later(0.0, call)
+        if not done.wait(_JOIN_TIMEOUT_S):
+            raise LabError(f"the lab's driver thread did not answer within {_JOIN_TIMEOUT_S} s")
+
+    def close(self) -> None:
+        """Stop the thread; what was still to come is dropped."""
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._wake_write.send(b"\0")
+            self._thread.join(_JOIN_TIMEOUT_S)
+            self._selector.close()
+            self._wake_read.close()
+            self._wake_write.close()
+
+    def _loop(self) -> None:
+        while not self._is_stopping:
+            for key, _ in self._selector.select(self._time_left()):
+                if key.data is None:
+                    self._wake_read.recv(4096)
+                else:
+                    self._call(key.data.answer)
+            for entry in self._take_due():
+                self._call(entry.action)
+
+    def _call(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except (InvalidArgument, LabError, OSError, msgspec.DecodeError) as exc:
+            self.errors.append(exc)
+
+    def _time_left(self) -> float | None:
+        with self._lock:
+            return max(0.0, self._entries[0].due - monotonic()) if self._entries else None
+
+    def _take_due(self) -> list[_Entry]:
+        due = []
+        with self._lock:
+            while self._entries and self._entries[0].due <= monotonic():
+                due.append(heapq.heappop(self._entries))
+        return due
+
+
+__all__ = ["Driver", "PlanRun"]

@@ -1,0 +1,230 @@
+"""The processes of one run: started in their node's namespace, watched, ended by a deadline.
+
+Must not know about faults. Invariant: `Job.close` leaves none of its processes alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+#: How long a process may take to end after SIGTERM before SIGKILL.
+TERM_GRACE_S = 2.0
+
+_READ_NBYTES = 1 << 16
+
+
+class RankResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank ended.
+
+    ``returncode`` is negative for a signal, as in `subprocess`; ``is_timed_out`` says that the
+    deadline ended it. ``output`` is what it wrote to stdout and stderr, empty where those were
+    left to the caller.
+    """
+
+    rank: int
+    node: int
+    returncode: int
+    is_timed_out: bool = False
+    output: str = ""
+
+
+class RankProcess(msgspec.Struct, eq=False):
+    """A running rank; `popen` has its pid and, from `Lab.start`, its stdin and stdout."""
+
+    rank: int
+    node: int
+    popen: subprocess.Popen[bytes]
+
+    @property
+    def pid(self) -> int:
+        """Process id of the rank itself."""
+        return self.popen.pid
+
+
+class Job:
+    """The ranks of one run; a context manager that ends them on leaving.
+
+    Parameters
+    ----------
+    on_close : callable
+        Called once, when the job is over.
+
+    Attributes
+    ----------
+    ranks : list of RankProcess
+        In order of rank.
+    """
+
+    def __init__(self, on_close: Callable[[], None]) -> None:
+        self.ranks: list[RankProcess] = []
+        self._on_close = on_close
+        self._is_closed = False
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank; nothing happens where it has ended."""
+        self.ranks[rank].popen.send_signal(number)
+
+    def wait(self, timeout_s: float) -> list[RankResult]:
+        """Wait for every rank, end those that are late, and return how they ended.
+
+        Their pipes, if any, are the caller's to read: a rank that fills its stdout waits for that.
+        """
+        return self._watch(timeout_s, None)
+
+    def stream(self, timeout_s: float, sink: Callable[[int, str], None]) -> list[RankResult]:
+        """Like `wait`, and hand each line of output to ``sink(rank, line)`` as it comes."""
+        return self._watch(timeout_s, sink)
+
+    def close(self) -> None:
+        """End what still runs: SIGTERM, then SIGKILL; a second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        alive = [each.popen for each in self.ranks if each.popen.poll() is None]
+        for popen in alive:
+            # A stopped process would not see the SIGTERM.
+            _signal_group(popen, signal.SIGTERM)
+            _signal_group(popen, signal.SIGCONT)
+        deadline = time.monotonic() + TERM_GRACE_S
+        for popen in alive:
+            try:
+                popen.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _signal_group(popen, signal.SIGKILL)
+                popen.wait()
+        for each in self.ranks:
+            for pipe in (each.popen.stdin, each.popen.stdout):
+                if pipe is not None:
+                    # Closing a pipe to a process that is gone flushes into nowhere.
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
+        self._on_close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _watch(self, timeout_s: float, sink: Callable[[int, str], None] | None) -> list[RankResult]:
+        deadline = time.monotonic() + timeout_s
+        readers = [_LineReader(each, sink) for each in self.ranks] if sink else []
+        late: set[int] = set()
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+            for reader in readers:
+                selector.register(reader.fileno(), selectors.EVENT_READ, reader)
+            for each in self.ranks:
+                pidfd = os.pidfd_open(each.pid)
+                stack.callback(os.close, pidfd)
+                selector.register(pidfd, selectors.EVENT_READ, each)
+            running = len(self.ranks)
+            while running:
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    late = {each.rank for each in self.ranks if each.popen.poll() is None}
+                    break
+                for key, _ in ready:
+                    if isinstance(key.data, RankProcess):
+                        key.data.popen.wait()
+                        running -= 1
+                        selector.unregister(key.fd)
+                    elif not key.data.read():
+                        selector.unregister(key.fd)
+        for reader in readers:
+            reader.finish()
+        self.close()
+        outputs = {reader.rank: reader.text() for reader in readers}
+        return [
+            RankResult(
+                rank=each.rank,
+                node=each.node,
+                returncode=each.popen.returncode,
+                is_timed_out=each.rank in late,
+                output=outputs.get(each.rank, ""),
+            )
+            for each in self.ranks
+        ]
+
+
+class _LineReader:
+    """Reads a rank's output without blocking and passes whole lines on."""
+
+    def __init__(self, process: RankProcess, sink: Callable[[int, str], None]) -> None:
+        assert process.popen.stdout is not None
+        self.rank = process.rank
+        self._sink = sink
+        self._pipe = process.popen.stdout
+        self._tail = b""
+        self._all = io.BytesIO()
+        os.set_blocking(self.fileno(), False)
+
+    def fileno(self) -> int:
+        return self._pipe.fileno()
+
+    def read(self) -> bool:
+        """Take one piece; False at the end of the output, or where there is none right now."""
+        try:
+            data = os.read(self.fileno(), _READ_NBYTES)
+        except BlockingIOError:
+            return False
+        self._all.write(data)
+        *lines, self._tail = (self._tail + data).split(b"\n")
+        for line in lines:
+            self._sink(self.rank, line.decode(errors="replace"))
+        return bool(data)
+
+    def finish(self) -> None:
+        """Take what is there, and the line that lacks its end."""
+        while self.read():
+            continue
+        if self._tail:
+            self._sink(self.rank, self._tail.decode(errors="replace"))
+            self._tail = b""
+
+    def text(self) -> str:
+        return self._all.getvalue().decode(errors="replace")
+
+
+def spawn(
+    namespace: str, argv: Sequence[str], env: Mapping[str, str], *, is_interactive: bool
+) -> subprocess.Popen[bytes]:
+    """Start a program in a namespace; the pid is the program's own.
+
+    With pipes for stdin and stdout where `is_interactive`, else one for stdout and stderr together.
+    """
+    return subprocess.Popen(
+        ["ip", "netns", "exec", namespace, *argv],
+        env=dict(env),
+        stdin=subprocess.PIPE if is_interactive else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=None if is_interactive else subprocess.STDOUT,
+        # Ctrl-C is for the lab's owner, who ends the ranks in order; and it makes the rank's own
+        # children reachable as a group.
+        start_new_session=True,
+    )
+
+
+def _signal_group(popen: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Signal a rank and its children; only while it is not reaped is the number surely its own."""
+    if popen.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(popen.pid, number)
+
+
+__all__ = ["TERM_GRACE_S", "Job", "RankProcess", "RankResult", "spawn"]

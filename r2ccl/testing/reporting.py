@@ -1,0 +1,128 @@
+"""A transport around a transport that lets a fault plan strike at a given slice.
+
+The library has no "if testing": whoever wants faults wraps the transport. Under a netlab the fault
+is applied to the real NIC by the lab; without one, ``nic_down`` breaks this rank's connections of
+the rail, which come back by being dialed again.
+
+Invariant: with no fault left, a call costs one comparison more than the inner transport's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from r2ccl.errors import InvalidArgument
+from r2ccl.testing.faults import Action, FaultPlan
+from r2ccl.testing.faults_reporter import Due, FaultReporter
+from r2ccl.transport.base import Event, Failed, Fenced, Frame, Transport
+from r2ccl.types import PathKey
+
+
+class ReportingTransport:
+    """Reports each slice posted, then passes it on.
+
+    Parameters
+    ----------
+    inner : Transport
+    rank : int
+    plan : FaultPlan or None
+        None: the plan that `env` names.
+    env : mapping
+    """
+
+    def __init__(
+        self, inner: Transport, rank: int, plan: FaultPlan | None, env: Mapping[str, str]
+    ) -> None:
+        self.nrails = inner.nrails
+        self._inner = inner
+        self._op = 0
+        self._step = 0
+        self._cut_paths: set[PathKey] = set()
+        self._injected: list[Event] = []
+        self._open: set[PathKey] = set()
+        self._reporter = (
+            FaultReporter(plan, rank, self._cut)
+            if plan is not None
+            else FaultReporter.from_env(env, apply=self._cut)
+        )
+
+    def isend(
+        self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
+    ) -> None:
+        """Report the slice, which may break the rail it is about to ride, and send it."""
+        if self._reporter is not None:
+            if frame.op != self._op:
+                self._op, self._step = frame.op, 0
+            # Operations count from 1 on the wire and from 0 in a plan.
+            self._reporter.at(frame.op - 1, self._step)
+            self._step += 1
+        self._inner.isend(path, frame, view, token, is_replay)
+
+    def open(self, path: PathKey, endpoint: Any) -> None:
+        """See `Transport.open`."""
+        self._open.add(path)
+        self._inner.open(path, endpoint)
+
+    def is_open(self, path: PathKey) -> bool:
+        """See `Transport.is_open`."""
+        return self._inner.is_open(path)
+
+    def irecv(self, path: PathKey, frame: Frame, region: memoryview) -> None:
+        """See `Transport.irecv`."""
+        self._inner.irecv(path, frame, region)
+
+    def confirm(self, path: PathKey, channel: int, ack: int) -> None:
+        """See `Transport.confirm`."""
+        self._inner.confirm(path, channel, ack)
+
+    def flush(self) -> None:
+        """See `Transport.flush`."""
+        self._inner.flush()
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """See `Transport.poll`; a cut path reports its failure first."""
+        events = self._inner.poll(0.0 if self._injected else timeout_s)
+        if self._cut_paths:
+            events = [event for event in events if not self._is_own_fence(event)]
+        injected, self._injected = self._injected, []
+        return injected + events
+
+    def wake(self) -> None:
+        """See `Transport.wake`."""
+        self._inner.wake()
+
+    def fence(self, path: PathKey) -> None:
+        """See `Transport.fence`."""
+        self._open.discard(path)
+        self._inner.fence(path)
+
+    def is_stuck(self, path: PathKey) -> bool:
+        """See `Transport.is_stuck`."""
+        return self._inner.is_stuck(path)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._inner.close()
+
+    def _is_own_fence(self, event: Event) -> bool:
+        if isinstance(event, Fenced) and event.path in self._cut_paths:
+            self._cut_paths.discard(event.path)
+            return True
+        return False
+
+    def _cut(self, due: Due) -> None:
+        """Break this rank's paths on the fault's rail."""
+        fault = due.fault
+        if fault.action is not Action.NIC_DOWN:
+            raise InvalidArgument(
+                f"fault {fault.action}: without a netlab only nic_down can be applied"
+            )
+        for path in [path for path in self._open if path.rail == fault.rail]:
+            if self._inner.is_open(path):
+                self._inner.fence(path)
+                self._cut_paths.add(path)
+                self._injected.append(Failed(path, "ENETDOWN", "cut by the fault plan"))
+
+
+__all__ = ["ReportingTransport"]

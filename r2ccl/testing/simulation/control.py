@@ -1,0 +1,292 @@
+"""The control plane of simulated ranks: real sessions over carriers that lose, repeat and reorder.
+
+`Session` is the library's own; only what carries its frames, dials and probes is simulated. Each
+pair of ranks has two carriers. Must not touch links or paths: it is the `ControlPort` below them.
+
+Invariant: as long as not every frame is lost, each message arrives exactly once and in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from r2ccl.bootstrap.messages import Codec, PeerDown
+from r2ccl.bootstrap.session import FrameReader, Session, SessionLimits
+from r2ccl.transport.base import Frame
+from r2ccl.transport.sim import Act, End, EndState, Kind, Message, SimNetwork, Wire
+from r2ccl.types import PathKey
+
+#: Heartbeats per peer timeout, as the real control plane has it.
+_BEATS_PER_TIMEOUT = 5
+_CARRIERS = (0, 1)
+#: A dialed connection waits this long for the other side to expect its epoch.
+_EARLY_S = 1.0
+_FIRST_PAUSE_S = 0.05
+_MAX_PAUSE_S = 1.0
+_CONNECT_TIMEOUT_S = 2.0
+
+
+class Host(Protocol):
+    """The rank a control plane belongs to."""
+
+    rank: int
+    is_stopped: bool
+    is_dead: bool
+
+    def on_message(self, peer: int, message: object) -> None: ...
+    def on_path(self, peer: int, rail: int, epoch: int, endpoint: End) -> None: ...
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None: ...
+
+
+class SimControl:
+    """`ControlPort` of one rank.
+
+    Parameters
+    ----------
+    network : SimNetwork
+        Its `route` hook sees every frame, as a message of `Kind.CONTROL`.
+    host : Host
+    codec : Codec
+    peer_timeout_s, probe_timeout_s : float
+    """
+
+    def __init__(
+        self,
+        network: SimNetwork,
+        host: Host,
+        codec: Codec,
+        *,
+        peer_timeout_s: float,
+        probe_timeout_s: float,
+    ) -> None:
+        self._network = network
+        self._timeline = network.timeline
+        self._host = host
+        self._codec = codec
+        self._peer_timeout_s = peer_timeout_s
+        self._probe_timeout_s = probe_timeout_s
+        self.peers: dict[int, SimControl] = {}
+        self._sessions: dict[int, Session] = {}
+        self._lost: set[int] = set()
+        #: When the session's next flush is due, so that no second one is planned for it.
+        self._due: dict[int, float] = {}
+        #: Epoch this end lets in, per path; and the dial under way, per path.
+        self._expected: dict[PathKey, int] = {}
+        self._dials: dict[PathKey, tuple[int, int]] = {}
+        self._ndials = 0
+        #: Frames that came while the process was stopped.
+        self._kept: list[tuple[int, int, bytes]] = []
+
+    def connect(self, controls: dict[int, SimControl]) -> None:
+        """Begin the sessions with all other ranks."""
+        now = self._timeline.now
+        limits = SessionLimits(heartbeat_s=self._peer_timeout_s / _BEATS_PER_TIMEOUT)
+        for peer, control in controls.items():
+            if peer != self._host.rank:
+                self.peers[peer] = control
+                session = Session(now, limits)
+                self._sessions[peer] = session
+                for carrier in _CARRIERS:
+                    session.carrier_up(carrier, now)
+                self._flush(peer)
+
+    # Messages
+
+    def send(self, peer: int, message: object) -> None:
+        """Queue `message` for `peer`."""
+        if peer not in self._lost:
+            self._sessions[peer].post(self._codec.encode(message))
+            self._flush(peer)
+
+    def broadcast(self, message: object) -> None:
+        """Queue `message` for every other rank."""
+        for peer in self._sessions:
+            self.send(peer, message)
+
+    def tick(self, excused_s: float) -> None:
+        """Judge the silence of peers; `excused_s` is how long this process did not run."""
+        now = self._timeline.now
+        for peer, session in self._sessions.items():
+            if excused_s:
+                session.excuse(excused_s)
+            silence = session.silence_s(now)
+            if silence > self._peer_timeout_s:
+                self._lose(peer, f"silent for {silence:.1f} s")
+
+    def resume(self) -> None:
+        """The process runs again: read what the kernel kept."""
+        kept, self._kept = self._kept, []
+        for peer, carrier, data in kept:
+            self._receive(peer, carrier, data)
+        for peer in self._sessions:
+            self._due.pop(peer, None)
+            self._flush(peer)
+
+    def _flush(self, peer: int) -> None:
+        if self._host.is_dead or self._host.is_stopped or peer in self._lost:
+            return
+        session = self._sessions[peer]
+        for carrier, data in session.poll(self._timeline.now):
+            self._carry(peer, carrier, data)
+        deadline = session.deadline()
+        if deadline < self._due.get(peer, float("inf")):
+            self._due[peer] = deadline
+            self._timeline.after(deadline - self._timeline.now, self._on_timer, peer, deadline)
+
+    def _on_timer(self, peer: int, deadline: float) -> None:
+        if self._due.get(peer) == deadline:
+            del self._due[peer]
+            self._flush(peer)
+
+    def _carry(self, peer: int, carrier: int, data: bytes) -> None:
+        network = self._network
+        end = _ControlEnd(self._host.rank, peer)
+        message = Message(Kind.CONTROL, end, Frame(carrier, 0, 0, 0, 0), None)  # type: ignore[arg-type]
+        fate = network.number(message)
+        network.note("control", self._host.rank, peer, carrier, len(data), fate.act.value)
+        if fate.act in (Act.DROP, Act.CUT):
+            return
+        delay = network.delay()
+        late = delay + fate.delay_s
+        receive = self.peers[peer]._receive
+        self._timeline.after(
+            late if fate.act is Act.DELAY else delay, receive, self._host.rank, carrier, data
+        )
+        if fate.act is Act.DUPLICATE:
+            self._timeline.after(late, receive, self._host.rank, carrier, data)
+
+    def _receive(self, peer: int, carrier: int, data: bytes) -> None:
+        if self._host.is_dead or peer in self._lost:
+            return
+        if self._host.is_stopped:
+            self._kept.append((peer, carrier, data))
+            return
+        for frame in FrameReader().feed(data):
+            for body in self._sessions[peer].receive(carrier, frame, self._timeline.now):
+                self._deliver(peer, self._codec.decode(body))
+        self._flush(peer)
+
+    def _deliver(self, peer: int, message: object) -> None:
+        if not isinstance(message, PeerDown):
+            self._host.on_message(peer, message)
+        elif message.rank == self._host.rank:
+            self._lose(peer, f"it has given this rank up: {message.why}")
+        else:
+            self._lose(message.rank, f"{message.why}, says rank {peer}")
+
+    def _lose(self, peer: int, why: str) -> None:
+        if peer in self._lost:
+            return
+        self._lost.add(peer)
+        for key in [key for key in self._dials if key.peer == peer]:
+            del self._dials[key]
+        self.broadcast(PeerDown(peer, why))
+        last_heard_s = self._timeline.now - self._sessions[peer].last_heard
+        self._host.on_peer_lost(peer, why, last_heard_s)
+
+    # Paths
+
+    def accept_path(self, peer: int, rail: int, epoch: int) -> None:
+        """Let in a connection of exactly (peer, rail, epoch)."""
+        self._expected[PathKey(peer, rail)] = epoch
+
+    def dial_path(self, peer: int, rail: int, epoch: int) -> None:
+        """Connect until it works or another dial replaces this one."""
+        self._start_dial(PathKey(peer, rail), epoch)
+
+    def kick(self, rail: int) -> None:
+        """Begin the pending dials of `rail` anew, without their pause."""
+        for key, (_, epoch) in list(self._dials.items()):
+            if key.rail == rail:
+                self._start_dial(key, epoch)
+
+    def probe(self, peer: int, rail: int, on_result: Callable[[bool], None]) -> None:
+        """Ask the far end's kernel; a stopped or dead process's kernel answers too."""
+        wire = self._network.wire(self._host.rank, peer, rail)
+        was_up = wire.is_up
+        delay = 2 * self._network.delay() if was_up else self._probe_timeout_s
+
+        def answer() -> None:
+            if not self._host.is_dead:
+                on_result(was_up and wire.is_up)
+
+        self._timeline.after(delay, answer)
+
+    def _start_dial(self, key: PathKey, epoch: int) -> None:
+        self._ndials += 1
+        self._dials[key] = (self._ndials, epoch)
+        self._dial(key, self._ndials, _FIRST_PAUSE_S)
+
+    def _is_current(self, key: PathKey, number: int) -> bool:
+        return self._dials.get(key, (0, 0))[0] == number and not self._host.is_dead
+
+    def _dial(self, key: PathKey, number: int, pause_s: float) -> None:
+        if not self._is_current(key, number):
+            return
+        wire = self._network.wire(self._host.rank, key.peer, key.rail)
+        if wire.is_up:
+            patience = self._timeline.now + _EARLY_S
+            delay = 3 * self._network.delay()
+            self._timeline.after(delay, self._knock, key, number, pause_s, wire, patience)
+        else:
+            self._again(key, number, pause_s, _CONNECT_TIMEOUT_S)
+
+    def _again(self, key: PathKey, number: int, pause_s: float, spent_s: float) -> None:
+        doubled = min(2 * pause_s, _MAX_PAUSE_S)
+        self._timeline.after(spent_s + pause_s, self._dial, key, number, doubled)
+
+    def _knock(
+        self, key: PathKey, number: int, pause_s: float, wire: Wire, patience: float
+    ) -> None:
+        """The handshake reaches the other side, which waits a little for the epoch asked for."""
+        if not self._is_current(key, number):
+            return
+        epoch = self._dials[key][1]
+        if not wire.is_up:
+            self._again(key, number, pause_s, _CONNECT_TIMEOUT_S)
+        elif self.peers[key.peer].admits(self._host.rank, key.rail, epoch):
+            low, high = self._network.connect(wire)
+            self.peers[key.peer].let_in(self._host.rank, key.rail, epoch, high)
+            self._timeline.after(
+                self._network.delay(), self._answered, key, number, pause_s, wire, low
+            )
+        elif self._timeline.now < patience:
+            retry = self._network.delay()
+            self._timeline.after(20 * retry, self._knock, key, number, pause_s, wire, patience)
+        else:
+            self._again(key, number, pause_s, 0.0)
+
+    def admits(self, peer: int, rail: int, epoch: int) -> bool:
+        """Whether a connection of `peer` is welcome now."""
+        is_running = not self._host.is_dead and not self._host.is_stopped
+        return is_running and self._expected.get(PathKey(peer, rail)) == epoch
+
+    def let_in(self, peer: int, rail: int, epoch: int, end: End) -> None:
+        """Hand a connection over."""
+        del self._expected[PathKey(peer, rail)]
+        self._host.on_path(peer, rail, epoch, end)
+
+    def _answered(self, key: PathKey, number: int, pause_s: float, wire: Wire, end: End) -> None:
+        """The other side's answer is here, unless the path broke meanwhile: one end is up then."""
+        if not self._is_current(key, number):
+            end.close()
+        elif not wire.is_up or end.is_broken:
+            end.close()
+            self._again(key, number, pause_s, _CONNECT_TIMEOUT_S)
+        else:
+            epoch = self._dials.pop(key)[1]
+            self._host.on_path(key.peer, key.rail, epoch, end)
+
+
+class _ControlEnd:
+    """Names sender and receiver of a control frame for the `route` hook."""
+
+    __slots__ = ("path", "rank")
+
+    def __init__(self, rank: int, peer: int) -> None:
+        self.rank = rank
+        self.path = PathKey(peer, -1)
+
+
+__all__ = ["EndState", "Host", "SimControl", "Any"]

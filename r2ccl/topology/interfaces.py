@@ -1,0 +1,226 @@
+"""Turns the machine's network interfaces into rails.
+
+`list_interfaces` reads the machine, `select` is a pure function of what was read, `discover` is
+the two together. Must not import sockets of any transport. Invariant: rail i is the same interface
+in every process of a host, because the order depends on names alone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Collection, Iterable, Sequence
+
+import msgspec
+import psutil
+
+from r2ccl.config import Config
+from r2ccl.errors import InvalidArgument
+from r2ccl.types import Nic
+
+#: Rails on loopback when `Config.rails` does not say: two, so that losing one is survivable.
+DEFAULT_LOOPBACK_RAILS = 2
+
+#: 127.0.0.1 ... 127.0.0.254; Linux answers on all of 127.0.0.0/8.
+MAX_LOOPBACK_RAILS = 254
+
+#: Container and hypervisor bridges lead to no other host; NCCL leaves the same ones out.
+VIRTUAL_PREFIXES = ("docker", "virbr")
+
+
+class Interface(msgspec.Struct, frozen=True):
+    """One interface as the kernel lists it.
+
+    ``addresses`` holds those a rail can bind: IPv4 first, then IPv6 without link-local ones.
+    ``is_up`` means administratively up with carrier; ``speed_mbps`` is 0 where unknown.
+    """
+
+    name: str
+    index: int
+    addresses: tuple[str, ...]
+    is_up: bool
+    is_loopback: bool = False
+    speed_mbps: int = 0
+
+
+class _NameFilter:
+    """`R2CC_SOCKET_IFNAME`, NCCL's syntax.
+
+    A leading ``^`` turns the whole list into an exclusion, a leading ``=`` makes the whole list
+    exact; ``=`` may also stand before a single name. Everything else is a prefix.
+    """
+
+    def __init__(self, text: str) -> None:
+        body = text.strip()
+        self.is_exclusion = body.startswith("^")
+        body = body.removeprefix("^").strip()
+        all_exact = body.startswith("=")
+        items = [item.strip() for item in body.split(",") if item.strip()]
+        self._rules = [
+            (item.removeprefix("=").strip(), all_exact or item.startswith("=")) for item in items
+        ]
+        if (body != text.strip() and not self._rules) or any(not name for name, _ in self._rules):
+            raise InvalidArgument(
+                f"R2CC_SOCKET_IFNAME={text!r}: a name is missing; write prefixes (eth,ib), "
+                "exact names (=eth0,eth1) or an exclusion (^docker)"
+            )
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._rules
+
+    def lists(self, name: str) -> bool:
+        return any(
+            name == rule if is_exact else name.startswith(rule) for rule, is_exact in self._rules
+        )
+
+
+def discover(
+    config: Config, *, exclude_addresses: Collection[str] = (), is_one_host: bool = False
+) -> tuple[Nic, ...]:
+    """Return the NICs of this machine that rails start from.
+
+    Parameters
+    ----------
+    config : Config
+        ``socket_ifname`` chooses interfaces, ``rails`` their number.
+    exclude_addresses : collection of str
+        Interfaces that carry one of these addresses are left out unless ``socket_ifname`` names
+        them: the management interface, which is a rail only when asked for.
+    is_one_host : bool
+        All ranks run on this host; then rails are loopback addresses, unless ``socket_ifname``
+        names interfaces.
+
+    Returns
+    -------
+    tuple of Nic
+        At least one, in natural order of their names (``eth2`` before ``eth10``); rail i is
+        element i.
+
+    Raises
+    ------
+    InvalidArgument
+        Nothing qualifies, or fewer than ``config.rails`` do; lists the interfaces found.
+    """
+    return select(
+        list_interfaces(), config, exclude_addresses=exclude_addresses, is_one_host=is_one_host
+    )
+
+
+def select(
+    interfaces: Sequence[Interface],
+    config: Config,
+    *,
+    exclude_addresses: Collection[str] = (),
+    is_one_host: bool = False,
+) -> tuple[Nic, ...]:
+    """Choose rails among `interfaces`; the pure part of `discover`, same parameters and errors."""
+    names = _NameFilter(config.socket_ifname)
+    is_named = not names.is_empty and not names.is_exclusion
+    usable = sorted(
+        (each for each in interfaces if each.is_up and each.addresses),
+        key=lambda each: _natural(each.name),
+    )
+    if is_named:
+        chosen = [each for each in usable if names.lists(each.name)]
+    elif is_one_host:
+        chosen = [each for each in usable if each.is_loopback]
+    else:
+        chosen = [
+            each
+            for each in usable
+            if not each.is_loopback
+            and not each.name.startswith(VIRTUAL_PREFIXES)
+            and not names.lists(each.name)
+            and not _carries(each, exclude_addresses)
+        ] or [each for each in usable if each.is_loopback and not names.lists(each.name)]
+    if not chosen:
+        raise _nothing_found(interfaces, config)
+    if all(each.is_loopback for each in chosen):
+        return _loopback_rails(chosen[0], config)
+    if config.rails > len(chosen):
+        raise InvalidArgument(
+            f"R2CC_RAILS={config.rails}, but only {len(chosen)} interface(s) qualify: "
+            f"{', '.join(each.name for each in chosen)}; ask for fewer, or name others with "
+            f"R2CC_SOCKET_IFNAME. Interfaces of this machine: {_describe(interfaces)}"
+        )
+    chosen = chosen[: config.rails or None]
+    return tuple(Nic(each.name, each.addresses[0], each.index, each.speed_mbps) for each in chosen)
+
+
+def list_interfaces() -> tuple[Interface, ...]:
+    """Read every interface of the calling process's network namespace, in the kernel's order."""
+    indexes = {name: index for index, name in socket.if_nameindex()}
+    states = psutil.net_if_stats()
+    found = []
+    for name, entries in psutil.net_if_addrs().items():
+        # An alias label (eth0:1) has addresses and no index; one that vanished meanwhile, neither.
+        if name not in indexes or name not in states:
+            continue
+        addresses = (entry.address for entry in entries if entry.family in _FAMILIES)
+        state = states[name]
+        found.append(
+            Interface(
+                name=name,
+                index=indexes[name],
+                addresses=_bindable(addresses),
+                is_up=state.isup,
+                is_loopback="loopback" in state.flags.split(","),
+                speed_mbps=state.speed,
+            )
+        )
+    return tuple(found)
+
+
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+
+def _bindable(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Drop link-local IPv6 (needs a scope to bind) and put IPv4 first."""
+    parsed = [ipaddress.ip_address(address) for address in addresses]
+    kept = [each for each in parsed if each.version == 4 or not each.is_link_local]
+    return tuple(str(each) for each in sorted(kept, key=lambda each: each.version))
+
+
+def _loopback_rails(loopback: Interface, config: Config) -> tuple[Nic, ...]:
+    count = config.rails or DEFAULT_LOOPBACK_RAILS
+    if count > MAX_LOOPBACK_RAILS:
+        raise InvalidArgument(
+            f"R2CC_RAILS={count}: loopback gives at most {MAX_LOOPBACK_RAILS} rails"
+        )
+    return tuple(Nic(loopback.name, f"127.0.0.{rail + 1}", loopback.index) for rail in range(count))
+
+
+def _carries(interface: Interface, addresses: Collection[str]) -> bool:
+    return any(address in addresses for address in interface.addresses)
+
+
+def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Sort key that compares runs of digits as numbers."""
+    return tuple(
+        (0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part
+    )
+
+
+def _nothing_found(interfaces: Iterable[Interface], config: Config) -> InvalidArgument:
+    asked = f"R2CC_SOCKET_IFNAME={config.socket_ifname!r}: " if config.socket_ifname else ""
+    return InvalidArgument(
+        f"{asked}no interface qualifies as a rail (it must be up and have an address); "
+        f"interfaces of this machine: {_describe(interfaces)}; "
+        "name some with R2CC_SOCKET_IFNAME, e.g. eth,ib or =eth0,eth1"
+    )
+
+
+def _describe(interfaces: Iterable[Interface]) -> str:
+    return (
+        ", ".join(
+            f"{each.name} ({'up' if each.is_up else 'down'}, "
+            f"{' '.join(each.addresses) or 'no address'})"
+            for each in interfaces
+        )
+        or "none"
+    )
+
+
+__all__ = ["Interface", "discover", "list_interfaces", "select"]

@@ -1,0 +1,221 @@
+"""Tells at once when a local NIC loses its carrier, is taken down, vanishes or loses its address.
+
+The fastest evidence there is about the local end of a rail, and the only room that listens for it.
+Must not decide what a dead NIC means: it reports transitions as values. Invariant: each event is a
+change against the last reported state, also after the kernel dropped notifications.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from r2ccl.clock import Clock, monotonic
+from r2ccl.topology import netlink
+from r2ccl.types import Nic
+
+# linux/if.h. LOWER_UP is the carrier, RUNNING the operational state derived from it: a NIC can
+# carry data when it has all three.
+_IFF_UP = 0x1
+_IFF_RUNNING = 0x40
+_IFF_LOWER_UP = 0x10000
+_USABLE = _IFF_UP | _IFF_RUNNING | _IFF_LOWER_UP
+
+_GROUPS = netlink.RTMGRP_LINK | netlink.RTMGRP_IPV4_IFADDR | netlink.RTMGRP_IPV6_IFADDR
+
+_FAMILY_NBYTES = {socket.AF_INET: 4, socket.AF_INET6: 16}
+
+
+class LinkEvent(msgspec.Struct, frozen=True, gc=False):
+    """A NIC, or one of its addresses, came or went.
+
+    ``time`` is the reader's monotonic clock, in seconds. ``address`` is empty for the link itself
+    and names the address where just that was added or removed.
+    """
+
+    index: int
+    name: str
+    is_up: bool
+    time: float
+    address: str = ""
+
+    def concerns(self, nic: Nic) -> bool:
+        """Whether a rail that starts at `nic` must take note."""
+        return self.index == nic.index and self.address in ("", nic.address)
+
+
+class LinkMonitor:
+    """Watches the interfaces of the network namespace it is made in.
+
+    `fileno` is readable when `read` has something, so it fits a selector or asyncio's
+    ``add_reader``; nothing here blocks beyond the one table dump of the constructor and of an
+    overflow. Not thread-safe. Usable as a context manager.
+
+    Parameters
+    ----------
+    clock : Clock
+        Stamps the events.
+    receive_buffer_nbytes : int
+        Size asked for the kernel's queue of unread notifications; 0: the system's default.
+    """
+
+    def __init__(self, *, clock: Clock = monotonic, receive_buffer_nbytes: int = 0) -> None:
+        self._clock = clock
+        self._links: dict[int, tuple[str, bool]] = {}
+        self._addresses: set[tuple[int, str]] = set()
+        self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
+        # Opened now, not when needed: `read` may run in a thread of another namespace.
+        self._tables = netlink.RouteSocket()
+        try:
+            self._socket.setblocking(False)
+            if receive_buffer_nbytes:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_nbytes)
+            # Listen first: what changes during the first dump is then news, not lost.
+            self._socket.bind((0, _GROUPS))
+            self._reread()
+        except OSError:
+            self.close()
+            raise
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on for reading."""
+        return self._socket.fileno()
+
+    def is_up(self, index: int) -> bool:
+        """Whether the interface was usable at the last `read`; False where it does not exist."""
+        return self._links.get(index, ("", False))[1]
+
+    def read(self) -> list[LinkEvent]:
+        """Return the changes since the last call, oldest first, without blocking.
+
+        Raises
+        ------
+        OSError
+            The socket was closed.
+        """
+        events: list[LinkEvent] = []
+        while True:
+            try:
+                data = self._socket.recv(netlink.RECEIVE_NBYTES)
+            except BlockingIOError:
+                return events
+            except OSError as exc:
+                if exc.errno != errno.ENOBUFS:
+                    raise
+                # The kernel dropped notifications: what is true now counts, not how it came about.
+                events += self._reread()
+                continue
+            for message in netlink.messages(data):
+                events += self._note(message)
+
+    def close(self) -> None:
+        """Stop watching; a second call does nothing."""
+        self._socket.close()
+        self._tables.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _note(self, message: netlink.Message) -> Iterator[LinkEvent]:
+        if message.kind in (netlink.RTM_NEWLINK, netlink.RTM_DELLINK):
+            link = _parse_link(message)
+            if link is not None:
+                yield from self._note_link(*link, is_gone=message.kind == netlink.RTM_DELLINK)
+        elif message.kind in (netlink.RTM_NEWADDR, netlink.RTM_DELADDR):
+            pair = _parse_address(message)
+            if pair is not None:
+                yield from self._note_address(pair, message.kind == netlink.RTM_NEWADDR)
+
+    def _note_link(
+        self, index: int, name: str, is_up: bool, *, is_gone: bool
+    ) -> Iterator[LinkEvent]:
+        was_up = self.is_up(index)
+        if is_gone:
+            is_up = False
+            self._links.pop(index, None)
+        else:
+            self._links[index] = (name, is_up)
+        if is_up != was_up:
+            yield LinkEvent(index, name, is_up, self._clock())
+
+    def _note_address(self, pair: tuple[int, str], is_there: bool) -> Iterator[LinkEvent]:
+        if (pair in self._addresses) == is_there:
+            return
+        if is_there:
+            self._addresses.add(pair)
+        else:
+            self._addresses.remove(pair)
+        index, address = pair
+        name, is_up = self._links.get(index, ("", False))
+        yield LinkEvent(index, name, is_there and is_up, self._clock(), address)
+
+    def _reread(self) -> list[LinkEvent]:
+        """Compare the kernel's tables with the state reported so far."""
+        events: list[LinkEvent] = []
+        links = _dump_links(self._tables)
+        addresses = _dump_addresses(self._tables)
+        for index, (name, _) in list(self._links.items()):
+            if index not in links:
+                events += self._note_link(index, name, False, is_gone=True)
+        for index, (name, is_up) in links.items():
+            events += self._note_link(index, name, is_up, is_gone=False)
+        for pair in self._addresses - addresses:
+            events += self._note_address(pair, False)
+        for pair in addresses - self._addresses:
+            events += self._note_address(pair, True)
+        return events
+
+
+def _dump_links(tables: netlink.RouteSocket) -> dict[int, tuple[str, bool]]:
+    body = netlink.IFINFO.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
+    found = map(_parse_link, tables.dump(netlink.RTM_GETLINK, body))
+    return {link[0]: link[1:] for link in found if link is not None}
+
+
+def _dump_addresses(tables: netlink.RouteSocket) -> set[tuple[int, str]]:
+    body = netlink.IFADDR.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
+    found = map(_parse_address, tables.dump(netlink.RTM_GETADDR, body))
+    return {pair for pair in found if pair is not None}
+
+
+def _parse_link(message: netlink.Message) -> tuple[int, str, bool] | None:
+    """Return (index, name, is usable); None for a bridge's news about its port."""
+    if len(message.body) < netlink.IFINFO.size:
+        return None
+    family, _, index, flags, _ = netlink.IFINFO.unpack_from(message.body)
+    if family != socket.AF_UNSPEC:
+        return None
+    name = ""
+    for kind, payload in netlink.attributes(message.body[netlink.IFINFO.size :]):
+        if kind == netlink.IFLA_IFNAME:
+            name = bytes(payload).rstrip(b"\0").decode(errors="replace")
+    return index, name, flags & _USABLE == _USABLE
+
+
+def _parse_address(message: netlink.Message) -> tuple[int, str] | None:
+    """Return (index, address); None for families no rail can use."""
+    if len(message.body) < netlink.IFADDR.size:
+        return None
+    family, _, _, _, index = netlink.IFADDR.unpack_from(message.body)
+    found = dict(netlink.attributes(message.body[netlink.IFADDR.size :]))
+    # On a point-to-point link IFA_ADDRESS is the peer's end; IFA_LOCAL, where given, is ours.
+    raw = found.get(netlink.IFA_LOCAL, found.get(netlink.IFA_ADDRESS))
+    if raw is None or _FAMILY_NBYTES.get(family) != len(raw):
+        return None
+    return index, socket.inet_ntop(family, raw)
+
+
+__all__ = ["LinkEvent", "LinkMonitor"]

@@ -1,0 +1,208 @@
+"""The few routing-netlink messages the library needs: frames, attributes, dumps, acknowledgements.
+
+Its own small parser rather than a library's because a link event must reach the data loop within
+a millisecond and importing a general one costs more than joining a communicator. Must not keep
+the kernel's state. Invariant: nothing of a message is believed beyond the length in its header.
+
+References
+----------
+RFC 3549 (Linux Netlink as an IP Services Protocol); rtnetlink(7), netlink(7).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+# linux/netlink.h
+NLMSG_ERROR = 2
+NLMSG_DONE = 3
+NLM_F_REQUEST = 0x1
+NLM_F_ACK = 0x4
+NLM_F_DUMP_INTR = 0x10
+NLM_F_DUMP = 0x300
+
+# linux/rtnetlink.h
+RTM_NEWLINK = 16
+RTM_DELLINK = 17
+RTM_GETLINK = 18
+RTM_SETLINK = 19
+RTM_NEWADDR = 20
+RTM_DELADDR = 21
+RTM_GETADDR = 22
+RTMGRP_LINK = 0x1
+RTMGRP_IPV4_IFADDR = 0x10
+RTMGRP_IPV6_IFADDR = 0x100
+
+# linux/if_link.h, linux/if_addr.h
+IFLA_IFNAME = 3
+IFA_ADDRESS = 1
+IFA_LOCAL = 2
+
+#: nlmsghdr: length, type, flags, sequence, port id.
+HEADER = struct.Struct("=IHHII")
+#: ifinfomsg: family, (pad), device type, index, flags, mask of the flags to change.
+IFINFO = struct.Struct("=BxHiII")
+#: ifaddrmsg: family, prefix length, flags, scope, index.
+IFADDR = struct.Struct("=BBBBI")
+_ATTRIBUTE = struct.Struct("=HH")
+_ERROR = struct.Struct("=i")
+
+#: The kernel writes a dump in pieces of at most 32 KiB when the reader offers that much.
+RECEIVE_NBYTES = 64 << 10
+_DUMP_ATTEMPTS = 10
+_TYPE_MASK = 0x3FFF  # the two top bits of an attribute's type are flags
+
+
+class Message(NamedTuple):
+    """One netlink message: its header without the length, and what follows it."""
+
+    kind: int
+    flags: int
+    sequence: int
+    body: memoryview
+
+
+def messages(data: bytes) -> Iterator[Message]:
+    """Split a datagram into its messages; a torn tail ends the iteration."""
+    view = memoryview(data)
+    while len(view) >= HEADER.size:
+        length, kind, flags, sequence, _ = HEADER.unpack_from(view)
+        if not HEADER.size <= length <= len(view):
+            return
+        yield Message(kind, flags, sequence, view[HEADER.size : length])
+        view = view[_aligned(length) :]
+
+
+def attributes(data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Iterate over (type, payload) of an attribute list."""
+    while len(data) >= _ATTRIBUTE.size:
+        length, kind = _ATTRIBUTE.unpack_from(data)
+        if not _ATTRIBUTE.size <= length <= len(data):
+            return
+        yield kind & _TYPE_MASK, data[_ATTRIBUTE.size : length]
+        data = data[_aligned(length) :]
+
+
+def attribute(kind: int, payload: bytes) -> bytes:
+    """Pack one attribute, padded to the alignment of the next."""
+    length = _ATTRIBUTE.size + len(payload)
+    return _ATTRIBUTE.pack(length, kind) + payload + bytes(_aligned(length) - length)
+
+
+def request(kind: int, flags: int, sequence: int, body: bytes) -> bytes:
+    """Pack one request message."""
+    length = HEADER.size + len(body)
+    return HEADER.pack(length, kind, NLM_F_REQUEST | flags, sequence, 0) + body
+
+
+class RouteSocket:
+    """Questions and orders to the kernel, one at a time, each with a deadline.
+
+    Belongs for life to the network namespace of the thread that made it. Not thread-safe.
+
+    Parameters
+    ----------
+    timeout_s : float
+        The kernel answers from within the call; more than this means a broken one, not a slow one.
+    """
+
+    def __init__(self, *, timeout_s: float = 5.0) -> None:
+        self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
+        self._socket.settimeout(timeout_s)
+        self._sequence = 0
+
+    def transact(self, kind: int, body: bytes) -> None:
+        """Have the kernel change something; it has when this returns.
+
+        Raises
+        ------
+        OSError
+            It refused, with its errno, or did not answer in time.
+        """
+        self._send(kind, NLM_F_ACK, body)
+        for message in self._answers():
+            if message.kind == NLMSG_ERROR:
+                return
+
+    def dump(self, kind: int, body: bytes) -> list[Message]:
+        """Return a table of the kernel, one message an entry.
+
+        Raises
+        ------
+        OSError
+            It refused, with its errno, did not answer in time, or the table kept changing.
+        """
+        for _ in range(_DUMP_ATTEMPTS):
+            self._send(kind, NLM_F_DUMP, body)
+            found = []
+            is_torn = False
+            for message in self._answers():
+                is_torn |= bool(message.flags & NLM_F_DUMP_INTR)
+                if message.kind == NLMSG_DONE:
+                    break
+                found.append(message)
+            if not is_torn:
+                return found
+        raise OSError(errno.EAGAIN, f"table {kind} changed during each of {_DUMP_ATTEMPTS} dumps")
+
+    def close(self) -> None:
+        """Close the socket; a second call does nothing."""
+        self._socket.close()
+
+    def _send(self, kind: int, flags: int, body: bytes) -> None:
+        self._sequence = (self._sequence + 1) & 0xFFFFFFFF
+        self._socket.send(request(kind, flags, self._sequence, body))
+
+    def _answers(self) -> Iterator[Message]:
+        """Iterate over the answers to the last request; those to one given up on are skipped."""
+        while True:
+            for message in messages(self._socket.recv(RECEIVE_NBYTES)):
+                if message.sequence == self._sequence:
+                    if message.kind == NLMSG_ERROR:
+                        _raise_if_refused(message)
+                    yield message
+
+
+def _raise_if_refused(message: Message) -> None:
+    (code,) = _ERROR.unpack_from(message.body)
+    if code:
+        raise OSError(-code, os.strerror(-code))
+
+
+def _aligned(length: int) -> int:
+    return (length + 3) & ~3
+
+
+__all__ = [
+    "HEADER",
+    "IFADDR",
+    "IFA_ADDRESS",
+    "IFA_LOCAL",
+    "IFINFO",
+    "IFLA_IFNAME",
+    "NLMSG_DONE",
+    "NLMSG_ERROR",
+    "NLM_F_DUMP_INTR",
+    "RECEIVE_NBYTES",
+    "RTMGRP_IPV4_IFADDR",
+    "RTMGRP_IPV6_IFADDR",
+    "RTMGRP_LINK",
+    "RTM_DELADDR",
+    "RTM_DELLINK",
+    "RTM_GETADDR",
+    "RTM_GETLINK",
+    "RTM_NEWADDR",
+    "RTM_NEWLINK",
+    "RTM_SETLINK",
+    "Message",
+    "RouteSocket",
+    "attribute",
+    "attributes",
+    "messages",
+    "request",
+]

@@ -1,0 +1,170 @@
+"""The transport interface: NCCL's net plugin in Python, with a fence.
+
+A transport moves slices over paths and knows nothing of links, schedules or migration. It may
+import sockets or verbs; nothing above it may. What differs between a socket and a queue pair
+stays behind these calls:
+
+========================  ==============================  ====================================
+call                      over TCP                        over verbs
+========================  ==============================  ====================================
+``irecv``                 a clear-to-send frame; the      address and remote key of the chosen
+                          slice is read into the region   NIC, sent ahead
+``isend``                 ``sendmsg`` from the view       RDMA_WRITE_WITH_IMM
+``fence``                 close                           queue pair to ERR, drained
+========================  ==============================  ====================================
+
+Two protocols carry a slice. *Eager*: ``isend`` without an ``irecv``; the payload arrives in the
+transport's memory and is borrowed by its `Arrived` event until the next ``poll``. *Cleared*: the
+receiver names the landing place with ``irecv``, the sender learns of it by `Cleared` and answers
+with ``isend`` on the same path; the payload lands in the region itself.
+
+Invariants: after `Fenced` no byte of the old path reaches any memory named on it, and every
+``isend`` view of it is no longer read. Slices of one path arrive in the order they were sent.
+Every event names the path; a path reports `Failed` once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from r2ccl.types import PathKey
+
+
+class Frame(msgspec.Struct, gc=False):
+    """What a slice says about itself on the wire, whatever the transport.
+
+    ``channel`` and ``seq`` name the slice on its directed link; ``ack`` confirms the opposite
+    link of the same channel: every slice below it was consumed. ``op`` counts the communicator's
+    planned collectives and ``signature`` is the packed `CallSignature` all ranks must share.
+    """
+
+    channel: int
+    seq: int
+    ack: int
+    op: int
+    signature: int
+
+
+class Arrived(msgspec.Struct, gc=False):
+    """A slice is here: in its landing place, or in ``payload``, borrowed until the next poll.
+
+    ``began_s`` is the clock's reading when its first byte was seen.
+    """
+
+    path: PathKey
+    frame: Frame
+    payload: memoryview | None
+    began_s: float
+
+
+class Cleared(msgspec.Struct, gc=False):
+    """The peer named a landing place of ``nbytes``; answer with ``isend(token=token)``."""
+
+    path: PathKey
+    frame: Frame
+    nbytes: int
+    token: object
+
+
+class Confirmed(msgspec.Struct, gc=False):
+    """The peer consumed every slice of the link below ``ack``."""
+
+    path: PathKey
+    channel: int
+    ack: int
+
+
+class Sent(msgspec.Struct, gc=False):
+    """The transport no longer reads the view of this slice (the work request is retired)."""
+
+    path: PathKey
+    channel: int
+    seq: int
+
+
+class Failed(msgspec.Struct, gc=False):
+    """The path broke: ``status`` is the decoded cause, ``detail`` what a person reads."""
+
+    path: PathKey
+    status: str
+    detail: str
+
+
+class Fenced(msgspec.Struct, gc=False):
+    """The local end of the path is out of use and drained."""
+
+    path: PathKey
+
+
+Event = Arrived | Cleared | Confirmed | Sent | Failed | Fenced
+
+
+class Transport(Protocol):
+    """What a link needs from the wire. Calls never block; only ``poll`` reports."""
+
+    nrails: int
+
+    def open(self, path: PathKey, endpoint: Any) -> None:
+        """Take an established, authenticated endpoint into use as `path`."""
+        ...
+
+    def is_open(self, path: PathKey) -> bool:
+        """Whether `path` was opened and not yet failed or fenced."""
+        ...
+
+    def isend(
+        self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
+    ) -> None:
+        """Queue a slice; `view` is borrowed until `Sent` or `Fenced`.
+
+        ``token`` is what `Cleared` brought; None: eager. A replay overtakes queued slices. On a
+        path that is not open nothing happens: its `Failed` is on the way.
+        """
+        ...
+
+    def irecv(self, path: PathKey, frame: Frame, region: memoryview) -> None:
+        """Name where the slice ``frame.seq`` lands; `region` is borrowed until it arrives."""
+        ...
+
+    def confirm(self, path: PathKey, channel: int, ack: int) -> None:
+        """Tell the peer that every slice of its link below `ack` was consumed."""
+        ...
+
+    def flush(self) -> None:
+        """Put everything queued on the wire, as far as it takes it."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Collect what happened; sleeps up to `timeout_s` when nothing has."""
+        ...
+
+    def wake(self) -> None:
+        """End a sleeping ``poll``; the only call allowed from another thread."""
+        ...
+
+    def fence(self, path: PathKey) -> None:
+        """Take the local end of `path` out of use; `Fenced` follows once it is drained."""
+        ...
+
+    def is_stuck(self, path: PathKey) -> bool:
+        """Whether the path itself (not the peer) holds data up, by the transport's own evidence."""
+        ...
+
+    def close(self) -> None:
+        """Fence every path and free everything."""
+        ...
+
+
+__all__ = [
+    "Arrived",
+    "Cleared",
+    "Confirmed",
+    "Event",
+    "Failed",
+    "Fenced",
+    "Frame",
+    "Sent",
+    "Transport",
+]

@@ -1,0 +1,71 @@
+"""The values every room speaks in: reductions, NICs, rails, paths.
+
+Values only: no I/O, no clock, no state; this room imports nothing of the library.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import msgspec
+
+
+class ReduceOp(enum.IntEnum):
+    """Reduction of a collective; ``AVG`` is the sum divided by ``nranks`` (NCCL's definition)."""
+
+    SUM = 0
+    PROD = 1
+    MIN = 2
+    MAX = 3
+    AVG = 4
+
+
+class Collective(enum.IntEnum):
+    """Collective operations, as they are numbered on the wire."""
+
+    ALLREDUCE = 0
+    BARRIER = 1
+
+
+class Nic(msgspec.Struct, frozen=True):
+    """One local network device a rail can start from.
+
+    ``name`` is the interface (``eth0``), ``address`` the IPv4 or IPv6 address to bind,
+    ``index`` the kernel's interface index, ``speed_mbps`` the nominal rate (0: unknown).
+    """
+
+    name: str
+    address: str
+    index: int = 0
+    speed_mbps: int = 0
+
+
+class PathKey(NamedTuple):
+    """One rail between this rank and ``peer``: what fails, is fenced and migrates."""
+
+    peer: int
+    rail: int
+
+
+class CallSignature(msgspec.Struct, frozen=True):
+    """What all ranks must agree on in one call; travels with every slice, packed in 64 bits."""
+
+    collective: int
+    dtype: int
+    op: int
+    count: int
+
+    def pack(self) -> int:
+        """Pack: 4 bits collective, 6 dtype, 4 op, 50 count (elements)."""
+        return (self.collective << 60) | (self.dtype << 54) | (self.op << 50) | self.count
+
+    @classmethod
+    def unpack(cls, packed: int) -> CallSignature:
+        """Invert `pack`."""
+        return cls(
+            packed >> 60, (packed >> 54) & 0x3F, (packed >> 50) & 0xF, packed & ((1 << 50) - 1)
+        )
+
+
+__all__ = ["CallSignature", "Collective", "Nic", "PathKey", "ReduceOp"]

@@ -1,0 +1,60 @@
+"""One rank of a campaign: allreduces that must be exact while faults strike, one a run.
+
+Op 2k of the job is the allreduce of run k (a planned fault strikes inside it), op 2k + 1 a
+barrier. Between runs the rank waits, without communicating, until every path it lost is back.
+Writes a JSON object as its last line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import numpy as np
+
+import r2ccl
+
+RESTORE_TIMEOUT_S = 20.0
+
+
+def main() -> None:
+    runs, nbytes = int(sys.argv[1]), int(sys.argv[2])
+    with r2ccl.init() as comm:
+        data = np.random.default_rng(comm.rank).standard_normal(nbytes // 4).astype(np.float32)
+        reference = comm.allreduce(data, np.empty_like(data))
+        comm.barrier()
+        exact, times = 0, []
+        for run in range(1, runs + 1):
+            scale = np.float32(2.0 ** (run % 8 - 4))  # a power of two scales every bit exactly
+            x = data * scale
+            begin = time.monotonic()
+            comm.allreduce(x)
+            times.append((begin, time.monotonic()))
+            exact += bool(np.array_equal(x.view(np.uint32), (reference * scale).view(np.uint32)))
+            wait_until_whole(comm)
+            comm.barrier()
+        report = {
+            "rank": comm.rank,
+            "exact": exact,
+            "times": times,
+            "repairs": [
+                {name: getattr(repair, name) for name in repair.__struct_fields__}
+                for repair in comm.repairs()
+            ],
+        }
+    print(json.dumps(report), flush=True)
+
+
+def wait_until_whole(comm: r2ccl.Communicator) -> None:
+    deadline = time.monotonic() + RESTORE_TIMEOUT_S
+    while time.monotonic() < deadline:
+        newest = {(repair.peer, repair.rail): repair for repair in comm.repairs()}
+        if all(repair.restored_s for repair in newest.values()):
+            return
+        time.sleep(0.01)
+    raise RuntimeError("a path did not come back")
+
+
+if __name__ == "__main__":
+    main()

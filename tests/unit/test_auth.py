@@ -1,0 +1,155 @@
+"""Only who knows the secret gets in, in one role, for one pair of ranks, on one connection."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from r2ccl.auth import (
+    ANSWER_NBYTES,
+    OPENING_NBYTES,
+    PROOF_NBYTES,
+    Acceptor,
+    Claim,
+    Dialer,
+    HandshakeRejected,
+    Purpose,
+    Secret,
+)
+from r2ccl.errors import InternalError, InvalidArgument
+
+SECRET = Secret(bytes(range(32)))
+CLAIM = Claim(Purpose.DATA, b"c" * 16, src=1, dst=2, rail=3, epoch=2**64 - 1)
+
+
+def dialer(nonce: bytes = b"d" * 32, secret: Secret = SECRET, claim: Claim = CLAIM) -> Dialer:
+    return Dialer(secret, claim, nonce)
+
+
+def acceptor(nonce: bytes = b"a" * 32, secret: Secret = SECRET) -> Acceptor:
+    return Acceptor(secret, nonce)
+
+
+def test_both_sides_with_the_secret_agree() -> None:
+    left, right = dialer(), acceptor()
+    proof = left.prove(right.challenge(left.opening()))
+    assert right.verify(proof) == CLAIM
+    left.confirm(right.answer())
+
+
+def test_every_message_has_its_fixed_size() -> None:
+    left, right = dialer(), acceptor()
+    assert len(left.opening()) == OPENING_NBYTES
+    proof = left.prove(right.challenge(left.opening()))
+    right.verify(proof)
+    assert (len(proof), len(right.answer())) == (PROOF_NBYTES, ANSWER_NBYTES)
+
+
+def test_a_dialer_without_the_secret_is_rejected() -> None:
+    left, right = dialer(secret=Secret(b"x" * 32)), acceptor()
+    with pytest.raises(HandshakeRejected, match="wrong proof"):
+        right.verify(left.prove(right.challenge(left.opening())))
+
+
+def test_an_acceptor_without_the_secret_is_rejected() -> None:
+    left, right = dialer(), acceptor()
+    left.prove(right.challenge(left.opening()))
+    with pytest.raises(HandshakeRejected, match="wrong proof"):
+        left.confirm(b"\0" * ANSWER_NBYTES)
+
+
+@given(st.integers(0, PROOF_NBYTES - 1), st.integers(1, 255))
+def test_any_changed_byte_of_claim_or_proof_is_rejected(position: int, change: int) -> None:
+    left, right = dialer(), acceptor()
+    proof = bytearray(left.prove(right.challenge(left.opening())))
+    proof[position] ^= change
+    with pytest.raises(HandshakeRejected, match="wrong proof"):
+        right.verify(bytes(proof))
+
+
+@given(st.integers(8, OPENING_NBYTES - 1), st.integers(1, 255))
+def test_nonces_changed_under_way_are_noticed(position: int, change: int) -> None:
+    left, right = dialer(), acceptor()
+    seen = bytearray(left.opening())
+    seen[position] ^= change
+    with pytest.raises(HandshakeRejected, match="wrong proof"):
+        right.verify(left.prove(right.challenge(bytes(seen))))
+
+
+def test_a_recorded_handshake_cannot_be_replayed() -> None:
+    left, first, second = dialer(), acceptor(b"1" * 32), acceptor(b"2" * 32)
+    proof = left.prove(first.challenge(left.opening()))
+    first.verify(proof)
+    second.challenge(left.opening())
+    with pytest.raises(HandshakeRejected, match="wrong proof"):
+        second.verify(proof)
+
+
+def test_a_dialer_cannot_be_answered_with_its_own_words() -> None:
+    left = dialer()
+    proof = left.prove(left.opening())  # its opening, reflected
+    with pytest.raises(HandshakeRejected, match="wrong proof"):
+        left.confirm(proof[-ANSWER_NBYTES:])
+
+
+def test_an_acceptors_answer_is_no_dialers_proof() -> None:
+    left, right, other = dialer(), acceptor(), acceptor()
+    proof = left.prove(right.challenge(left.opening()))
+    right.verify(proof)
+    other.challenge(left.opening())
+    with pytest.raises(HandshakeRejected, match="wrong proof"):
+        other.verify(CLAIM.pack() + right.answer())
+
+
+@pytest.mark.parametrize(
+    ("opening", "reason"),
+    [
+        (b"\0" * OPENING_NBYTES, "wrong magic"),
+        (b"r2ccl\r" + b"\0\0" + b"n" * 32, "wrong version"),
+        (b"r2ccl\r" + b"\xff\xff" + b"n" * 32, "wrong version"),
+    ],
+)
+def test_strange_openings_are_rejected_on_both_sides(opening: bytes, reason: str) -> None:
+    with pytest.raises(HandshakeRejected, match=reason):
+        acceptor().challenge(opening)
+    with pytest.raises(HandshakeRejected, match=reason):
+        dialer().prove(opening)
+
+
+def test_an_unknown_purpose_is_rejected_only_after_its_proof() -> None:
+    strange = CLAIM._replace(purpose=9)  # type: ignore[arg-type]
+    left, right = dialer(claim=strange), acceptor()
+    with pytest.raises(HandshakeRejected, match="unknown purpose"):
+        right.verify(left.prove(right.challenge(left.opening())))
+    left, right = dialer(claim=strange, secret=Secret(b"x" * 32)), acceptor()
+    with pytest.raises(HandshakeRejected, match="wrong proof"):
+        right.verify(left.prove(right.challenge(left.opening())))
+
+
+def test_no_answer_leaves_before_the_proof() -> None:
+    right = acceptor()
+    right.challenge(dialer().opening())
+    with pytest.raises(InternalError):
+        right.answer()
+
+
+def test_a_secret_does_not_show() -> None:
+    shown = f"{SECRET!r} {SECRET!s} {[SECRET]} {vars(type(SECRET)).keys()}"
+    assert SECRET.hex() not in shown
+    assert "0001" not in shown
+    with pytest.raises(InternalError):
+        pickle.dumps(SECRET)
+
+
+@pytest.mark.parametrize("text", ["", "00" * 31, "00" * 33, "zz" * 32])
+def test_a_bad_secret_is_refused_without_repeating_it(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="openssl rand -hex 32") as caught:
+        Secret.from_hex(text)
+    assert not text or text not in str(caught.value)
+
+
+def test_hexadecimal_form_is_inverted() -> None:
+    assert Secret.from_hex(f" {SECRET.hex()}\n").hex() == SECRET.hex()

@@ -1,0 +1,250 @@
+"""What becomes a buffer, and what is refused with which words."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import subprocess
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from r2ccl.buffers import as_buffer, is_in_place, like
+from r2ccl.dtypes import CODES, DTYPES
+from r2ccl.errors import InvalidArgument
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(d, id=d.name) for d in DTYPES.values()])
+def test_an_array_of_every_dtype_is_viewed_flat(dtype: np.dtype[Any]) -> None:
+    x = np.zeros((3, 4, 5), dtype)
+
+    buffer = as_buffer(x, writable=True)
+    buffer.array[7] = 1
+
+    assert x.reshape(-1)[7] == 1
+    assert (buffer.count, buffer.itemsize, buffer.nbytes) == (60, dtype.itemsize, x.nbytes)
+    assert DTYPES[buffer.dtype_code] == buffer.array.dtype == dtype
+    assert buffer.array.shape == (60,)
+    assert buffer.owner is x
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 1)])
+def test_shapes_without_dimensions_or_elements(shape: tuple[int, ...]) -> None:
+    x = np.zeros(shape, np.float32)
+
+    buffer = as_buffer(x, writable=True)
+    buffer.array[...] = 2
+
+    assert buffer.array.shape == (x.size,)
+    assert (x == 2).all()
+
+
+def test_views_of_whole_rows_share_memory() -> None:
+    x = np.arange(20, dtype=np.int16).reshape(4, 5)
+
+    buffer = as_buffer(x[1:3], writable=True)
+    buffer.array[0] = -1
+
+    assert x[1, 0] == -1
+    assert buffer.count == 10
+
+
+def test_another_spelling_of_a_dtype_has_the_same_number() -> None:
+    assert as_buffer(np.zeros(2, np.longlong), writable=False).dtype_code == CODES[np.dtype("i8")]
+
+
+@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
+def test_ndarray_subclasses_lose_their_behaviour_only() -> None:
+    x = np.matrix([[1.0, 2.0], [3.0, 4.0]])  # never becomes 1-D by itself
+
+    assert as_buffer(x, writable=True).array.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("x", "name"),
+    [
+        (bytearray(8), "uint8"),
+        (array.array("f", [1, 2]), "float32"),
+        ((ctypes.c_int32 * 3)(), "int32"),
+        (memoryview(bytearray(16)).cast("d"), "float64"),
+    ],
+)
+def test_the_buffer_protocol_shares_memory(x: Any, name: str) -> None:
+    buffer = as_buffer(x, writable=True)
+    buffer.array[0] = 77
+
+    assert x[0] == 77
+    assert buffer.array.dtype == name
+
+
+def test_read_only_memory_is_an_input_but_not_an_output() -> None:
+    frozen = np.ones(4, np.float32)
+    frozen.flags.writeable = False
+
+    for x in (frozen, b"abcd", np.float32(3)):
+        assert as_buffer(x, writable=False).count in (1, 4)
+        with pytest.raises(InvalidArgument, match=r"read-only.*pass a copy"):
+            as_buffer(x, writable=True)
+
+
+def unaligned() -> np.ndarray[Any, Any]:
+    return np.frombuffer(bytearray(17), np.uint8)[1:].view(np.float32)
+
+
+class DeviceArray:
+    """Looks as a CuPy array does to those who ask."""
+
+    __cuda_array_interface__ = {"version": 3}  # noqa: RUF012
+
+
+class DeviceTensor:
+    """Looks as a tensor in CUDA memory does (kDLCUDA is 2)."""
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise AssertionError("must not be exported")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        ([1.0, 2.0], "builtins.list was given: allowed are NumPy arrays"),
+        ("text", "builtins.str was given"),
+        (None, "builtins.NoneType was given"),
+        (3.0, "builtins.float was given"),
+        (np.zeros((4, 4))[:, 1], "strides .* is not C-contiguous"),
+        (np.zeros((4, 4)).T, "not C-contiguous"),
+        (np.zeros(8)[::-1], "not C-contiguous"),
+        (np.broadcast_to(np.float32(1), (4,)), "not C-contiguous"),
+        (unaligned(), "not aligned to 4 bytes"),
+        (np.zeros(4, ">f4"), r"byte-swapped.*newbyteorder"),
+        (np.zeros(4, bool), r"dtype bool.*view\(np.uint8\).*MAX"),
+        (np.zeros(4, object), "dtype object.*allowed are"),
+        (np.zeros(4, "U3"), "dtype <U3.*allowed are"),
+        (np.zeros(4, "M8[s]"), "dtype datetime64.*allowed are"),
+        (np.zeros(4, [("a", "f4")]), "allowed are.*float32"),
+        (np.zeros(4, np.longdouble), "allowed are.*complex128"),
+        (np.zeros(4, ml_dtypes.float8_e5m2), "float8_e5m2.*allowed are"),
+        (np.ma.zeros(4), "masked array"),
+        (memoryview(bytearray(8))[::2], "not C-contiguous"),
+        (DeviceArray(), "device memory.*copy it to the host"),
+        (DeviceTensor(), "device memory .*type 2.*copy it to the host"),
+    ],
+)
+def test_everything_else_is_refused_with_the_reason(x: Any, words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        as_buffer(x, writable=False)
+
+
+def test_a_released_memoryview_is_refused() -> None:
+    view = memoryview(bytearray(4))
+    view.release()
+
+    with pytest.raises(InvalidArgument, match="released"):
+        as_buffer(view, writable=False)
+
+
+def test_outputs_look_like_their_input() -> None:
+    x = np.asfortranarray(np.zeros((3, 4), ml_dtypes.bfloat16))
+
+    out = like(x)
+
+    assert (out.shape, out.dtype, out.flags.c_contiguous) == (x.shape, x.dtype, True)
+    assert like(np.zeros((), np.int8)).shape == ()
+    assert like(bytearray(5)).shape == (5,)
+    with pytest.raises(InvalidArgument, match=r"builtins\.list"):
+        like([1.0])
+
+
+class TestInPlace:
+    """Input and output are the same memory or have none in common."""
+
+    def test_same_memory(self) -> None:
+        x = np.zeros((2, 3), np.float32)
+        assert is_in_place(as_buffer(x, writable=False), as_buffer(x, writable=True))
+        assert is_in_place(as_buffer(x, writable=False), as_buffer(x.reshape(6), writable=True))
+
+    def test_disjoint_memory(self) -> None:
+        x = np.zeros(8, np.float32)
+        low, high = as_buffer(x[:4], writable=False), as_buffer(x[4:], writable=True)
+        assert not is_in_place(low, high)
+        assert not is_in_place(high, low)
+
+    def test_no_elements_never_overlap(self) -> None:
+        x = np.zeros(8, np.float32)
+        first, second = as_buffer(x[3:3], writable=False), as_buffer(x[4:4], writable=True)
+        assert not is_in_place(first, second)
+
+    def test_partial_overlap_is_refused(self) -> None:
+        x = np.zeros(8, np.float32)
+        with pytest.raises(InvalidArgument, match=r"starts 4 bytes from input.*16 bytes"):
+            is_in_place(as_buffer(x[:4], writable=False), as_buffer(x[1:5], writable=True))
+        with pytest.raises(InvalidArgument, match="starts -4 bytes"):
+            is_in_place(as_buffer(x[1:5], writable=False), as_buffer(x[:4], writable=True))
+
+    @pytest.mark.parametrize(
+        "out", [np.zeros(5, np.float32), np.zeros(4, np.float64), np.zeros(4, np.int32)]
+    )
+    def test_another_count_or_dtype_is_refused(self, out: np.ndarray[Any, Any]) -> None:
+        source = as_buffer(np.zeros(4, np.float32), writable=False)
+        with pytest.raises(InvalidArgument, match=f"4 elements of float32.*{out.dtype}"):
+            is_in_place(source, as_buffer(out, writable=True))
+
+
+class TestTorch:
+    """Host tensors come in through DLPack; torch is never imported by the library."""
+
+    def test_a_tensor_shares_memory(self) -> None:
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+        x = torch.zeros(2, 3)
+
+        buffer = as_buffer(x, writable=True)
+        buffer.array[4] = 5
+
+        assert float(x[1, 1]) == 5.0
+        assert buffer.array.dtype == np.float32
+
+    def test_bfloat16_shares_memory(self) -> None:
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+        x = torch.zeros(4, dtype=torch.bfloat16)
+
+        buffer = as_buffer(x, writable=True)
+        buffer.array[1] = 1.5
+
+        assert x.tolist() == [0.0, 1.5, 0.0, 0.0]
+        assert buffer.array.dtype == ml_dtypes.bfloat16
+
+    def test_outputs_are_tensors(self) -> None:
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+        x = torch.zeros(2, 3, dtype=torch.bfloat16)
+
+        out = like(x)
+
+        assert (type(out), out.shape, out.dtype) == (torch.Tensor, x.shape, x.dtype)
+
+    def test_what_cannot_be_viewed_is_refused(self) -> None:
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+        for x, words in (
+            (torch.zeros(4, requires_grad=True), "requires? grad"),
+            (torch.zeros(4, 4).T, "not C-contiguous"),
+            (torch.zeros(4, dtype=torch.bool), "dtype bool"),
+            (torch.zeros(4).to_sparse(), "torch.Tensor was given and cannot be viewed"),
+        ):
+            with pytest.raises(InvalidArgument, match=words):
+                as_buffer(x, writable=False)
+
+    def test_it_is_not_imported(self) -> None:
+        script = (
+            "import sys, numpy as np; from r2ccl.buffers import as_buffer, like\n"
+            "like(bytearray(3)); as_buffer(np.ones(3), writable=True)\n"
+            "print('torch' in sys.modules)"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert run.stdout.strip() == "False"

@@ -1,0 +1,210 @@
+"""Fault plans: what is accepted, what is refused and how, and when a reporter fires."""
+
+import socket
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from r2ccl.errors import InvalidArgument, TransportTimeout
+from r2ccl.testing import Action, Fault, FaultPlan, FaultReporter
+from r2ccl.testing.faults_reporter import Applied, Due, LabClient
+
+
+def nic_down(**fields: object) -> Fault:
+    return Fault(**{"action": Action.NIC_DOWN, "node": 1, "rail": 2, **fields})  # type: ignore[arg-type]
+
+
+def test_command_line_form() -> None:
+    assert Fault.parse("nic_down:node=1,rail=2,at_op=3,at_step=5") == nic_down(at_op=3, at_step=5)
+    assert Fault.parse("slow: node=0, rail=1, rate=20mbit, at_s=0.5").rate == "20mbit"
+    assert Fault.parse("restore:at_s=2").node is None
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("melt:node=1", "melt.*actions: nic_down"),
+        ("nic_down:node=1", "needs rail"),
+        ("kill:rank=1,rail=0", "has no use for rail"),
+        ("nic_down:node=1,rail=-1", "rail=-1; it must be 0 or more"),
+        ("nic_down:node=1,rail=2,at_s=1,at_op=1", "not by both"),
+        ("nic_down:node=1,rail=2,at_step=1", "at_step without at_op"),
+        ("nic_down:node=1,rail=2,duration_s=0", "above 0"),
+        ("nic_down:node=1,rail=two", "int"),
+        ("nic_down:node=1,node=2", "twice"),
+        ("nic_down:node", "not name=value"),
+        ("nic_down:node=1,rail=2,colour=red", "colour"),
+        ("isolate:node=1,peer=1,rail=0", "from itself"),
+        ("slow:node=1,rail=0,rate=fast", "like 20mbit"),
+        ("stop:rank=1", "needs duration_s"),
+    ],
+)
+def test_malformed_faults_are_refused_with_the_reason(text: str, why: str) -> None:
+    with pytest.raises(InvalidArgument, match=why):
+        Fault.parse(text)
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    plan = FaultPlan([nic_down(at_op=3), Fault(action=Action.KILL, rank=2, at_s=1.5)])
+    path = tmp_path / "plan.json"
+    path.write_bytes(plan.to_json())
+    assert FaultPlan.load(path).faults == plan.faults
+    assert b"duration_s" not in plan.to_json()
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"{", "fault plan"),
+        (b"[{}]", "action"),
+        (b'[{"action": "nic_down", "node": 1, "rail": 2}]', "no trigger"),
+        (b'[{"action": "nic_down", "at_s": 1}]', "needs node, rail"),
+        (b'[{"action": "kill", "rank": 1, "at_s": 1, "hue": 2}]', "hue"),
+    ],
+)
+def test_malformed_plans_are_refused(data: bytes, why: str) -> None:
+    with pytest.raises(InvalidArgument, match=why):
+        FaultPlan.from_json(data)
+
+
+def test_missing_plan_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        FaultPlan.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        nic_down(node=4, at_s=1),
+        nic_down(rail=4, at_s=1),
+        Fault(action=Action.KILL, rank=8, at_s=1),
+        Fault(action=Action.ISOLATE, node=0, peer=4, rail=0, at_s=1),
+    ],
+)
+def test_a_fault_must_fit_the_lab(fault: Fault) -> None:
+    with pytest.raises(InvalidArgument, match="does not exist; 0"):
+        FaultPlan([fault]).check(nodes=4, rails=4, ranks_per_node=2)
+
+
+def test_record_and_assert_all_fired() -> None:
+    plan = FaultPlan([nic_down(at_op=1), nic_down(at_op=2)])
+    firing = plan.record(1, 10.0, 10.001)
+    assert firing.fault.at_op == 2
+    with pytest.raises(AssertionError, match=r"1 of 2 .*at_op=1"):
+        plan.assert_all_fired()
+    plan.record(0, 11.0, 11.001)
+    plan.assert_all_fired()
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, int]] = []
+
+    def __call__(self, due: Due) -> None:
+        self.calls.append((due.index, due.op, due.step))
+
+
+def walk(plan: FaultPlan, rank: int, steps_of_op: list[int]) -> list[tuple[int, int, int]]:
+    recorder = Recorder()
+    reporter = FaultReporter(plan, rank, recorder)
+    for op, steps in enumerate(steps_of_op):
+        for step in range(steps):
+            reporter.at(op, step)
+    return recorder.calls
+
+
+def test_reporter_fires_its_own_faults_at_their_step() -> None:
+    plan = FaultPlan(
+        [
+            nic_down(at_op=2, at_step=1),
+            nic_down(at_op=1),
+            nic_down(rank=0, at_op=1),
+            nic_down(at_op=2, at_step=1),
+            nic_down(at_s=0.0),
+        ]
+    )
+    assert walk(plan, 1, [3, 3, 3]) == [(1, 1, 0), (0, 2, 1), (3, 2, 1)]
+    assert walk(plan, 0, [3, 3, 3]) == [(2, 1, 0)]
+    assert walk(plan, 3, [3, 3, 3]) == []
+
+
+def test_reporter_never_strikes_a_later_operation() -> None:
+    plan = FaultPlan([nic_down(at_op=1, at_step=7), nic_down(at_op=2, at_step=1)])
+    assert walk(plan, 1, [9, 3, 3]) == [(1, 2, 1)]
+
+
+def test_reporter_fires_at_the_first_step_reported_past_its_own() -> None:
+    recorder = Recorder()
+    reporter = FaultReporter(FaultPlan([nic_down(at_op=1, at_step=3)]), 1, recorder)
+    assert not reporter.is_done
+    reporter.at(1, 0)
+    reporter.at(1, 5)
+    assert recorder.calls == [(0, 1, 5)]
+    assert reporter.is_done
+
+
+def test_environment_without_a_plan_means_no_reporter() -> None:
+    assert FaultReporter.from_env({}) is None
+
+
+def test_environment_that_nobody_can_serve_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(FaultPlan([nic_down(at_op=1)]).to_json())
+    env = {"R2CC_FAULT_PLAN": str(path), "RANK": "1"}
+    with pytest.raises(InvalidArgument, match="r2ccl netlab"):
+        FaultReporter.from_env(env)
+    with pytest.raises(InvalidArgument, match="RANK"):
+        FaultReporter.from_env({**env, "RANK": "one"})
+    path.write_bytes(FaultPlan([nic_down(at_s=1.0)]).to_json())
+    with pytest.raises(InvalidArgument, match="only faults by at_op"):
+        FaultReporter.from_env(env, apply=Recorder())
+
+
+def test_a_function_applies_faults_where_there_is_no_lab(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(FaultPlan([nic_down(at_op=0)]).to_json())
+    recorder = Recorder()
+    reporter = FaultReporter.from_env({"R2CC_FAULT_PLAN": str(path), "RANK": "1"}, apply=recorder)
+    assert reporter is not None
+    reporter.at(0, 0)
+    assert recorder.calls == [(0, 0, 0)]
+
+
+def answer_one(server: socket.socket, answer: bytes, seen: list[Due]) -> None:
+    client, _ = server.accept()
+    with client:
+        seen.append(msgspec.msgpack.decode(client.recv(4096), type=Due))
+        client.send(answer)
+
+
+@pytest.mark.parametrize("error", ["", "no such NIC"])
+def test_lab_client_waits_for_the_answer(tmp_path: Path, error: str) -> None:
+    path = str(tmp_path / "lab.sock")
+    seen: list[Due] = []
+    due = Due(1, 3, 5, 0, nic_down(at_op=3, at_step=5))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.settimeout(5)
+        server.bind(path)
+        server.listen()
+        answer = msgspec.msgpack.encode(Applied(error))
+        thread = threading.Thread(target=answer_one, args=(server, answer, seen))
+        thread.start()
+        client = LabClient(path, timeout_s=5)
+        if error:
+            with pytest.raises(TransportTimeout, match="no such NIC"):
+                client(due)
+        else:
+            client(due)
+        thread.join(5)
+    assert seen == [due]
+
+
+def test_lab_client_gives_up_on_a_silent_lab(tmp_path: Path) -> None:
+    path = str(tmp_path / "lab.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(path)
+        server.listen()
+        with pytest.raises(TransportTimeout, match="no answer"):
+            LabClient(path, timeout_s=0.05)(Due(1, 0, 0, 0, nic_down(at_op=0)))
