@@ -37,8 +37,8 @@ _BY_NAME = {
     for name in (dtype.name, _NCCL_NAMES.get(dtype.name, dtype.name))
 }
 _OPS_BY_NAME = {op.name.lower(): op for op in ReduceOp}
-#: Set by a launcher in every process it starts: torchrun and r2ccl, Hydra and PMIx, Open MPI.
-_LAUNCHED = ("WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE")
+#: Set by a launcher in every process it starts: torchrun and r2ccl, Hydra, PMIx, Open MPI.
+_LAUNCHED = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 
 
 #: The operations in 64-bit integers, by which results are verified.
@@ -251,11 +251,11 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Run as a rank, or launch the ranks."""
     args = parse_arguments()
-    if any(name in os.environ for name in _LAUNCHED):
-        return run(args)
-    sys.stdout.flush()
-    launch = [sys.executable, "-m", "r2ccl", "launch", "-n", str(args.nranks), "--"]
-    os.execv(sys.executable, [*launch, sys.executable, *sys.argv])
+    if not any(name in os.environ for name in _LAUNCHED):
+        sys.stdout.flush()
+        launch = [sys.executable, "-m", "r2ccl", "launch", "-n", str(args.nranks), "--"]
+        os.execv(sys.executable, [*launch, sys.executable, *sys.argv])
+    return run(args)
 
 
 if __name__ == "__main__":

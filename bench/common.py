@@ -64,7 +64,7 @@ def parse_size(text: str) -> int:
         nbytes = float(number) * _UNITS[unit]
     except ValueError:
         nbytes = -1.0
-    if nbytes < 0 or nbytes != int(nbytes):
+    if nbytes < 0 or not nbytes.is_integer():
         raise argparse.ArgumentTypeError(f"{text!r}: allowed are sizes like 256, 64K, 1.5M, 2G")
     return int(nbytes)
 

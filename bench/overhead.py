@@ -3,8 +3,8 @@
 Three jobs of equal shape run side by side, one measured at a time: *A* and *A'* with the default
 mode, *B* with mode 0 (fail-stop). A round measures all three close together, in an order that
 changes from round to round; its ratios are A/B and A'/B (the overhead) and A/A' (the noise of
-this very measurement, which would be 1 on a perfect machine). Jobs are started afresh several times,
-because where a process's memory happens to lie changes its speed for as long as it lives.
+this very measurement, which would be 1 on a perfect machine). Jobs are started afresh several
+times, because where a process's memory happens to lie changes its speed for as long as it lives.
 """
 
 from __future__ import annotations

@@ -11,7 +11,9 @@ The ratio is r2ccl's time over the peer's: below 1 r2ccl is faster.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
 from collections import defaultdict
 from contextlib import ExitStack
 from itertools import product
@@ -36,7 +38,9 @@ _LIBRARIES = (R2CCL, GLOO, MPICH)
 Samples = dict[tuple[Library, int], list[float]]
 
 
-def start(libraries: tuple[Library, ...], nranks: int, stack: ExitStack, out: Console) -> list[Job]:
+def start_jobs(
+    libraries: tuple[Library, ...], nranks: int, stack: ExitStack, out: Console
+) -> list[Job]:
     """Start every library's ranks; name those that cannot be measured and go on."""
     jobs = []
     for library in libraries:
@@ -51,7 +55,11 @@ def sample(jobs: list[Job], args: argparse.Namespace, out: Console) -> Samples:
     """Measure in rounds; a library that fails is named and left out from then on."""
     samples: Samples = defaultdict(list)
     iterations: dict[tuple[Library, int], int] = {}
+    start = time.monotonic()
     for number, nbytes in product(range(args.rounds), args.sizes):
+        if nbytes == args.sizes[0] and _is_late(number, time.monotonic() - start, args.budget_s):
+            out.print(f"ended after {number} rounds, to be in time", highlight=False)
+            break
         first = number % max(1, len(jobs))
         for job in jobs[first:] + jobs[:first]:
             key = job.library, nbytes
@@ -64,6 +72,11 @@ def sample(jobs: list[Job], args: argparse.Namespace, out: Console) -> Samples:
                 out.print(f"[red]{job.library.name} failed at {nbytes} bytes:[/] {exc}")
                 jobs.remove(job)
     return samples
+
+
+def _is_late(number: int, elapsed_s: float, budget_s: float) -> bool:
+    """Whether one more round, as long as the mean of those before, would exceed the budget."""
+    return number > 0 and elapsed_s * (number + 1) / number > budget_s
 
 
 def rows_of(samples: Samples, nranks: int) -> list[dict[str, Any]]:
@@ -130,6 +143,8 @@ def parse_arguments() -> argparse.Namespace:
     if args.rounds is None:
         args.rounds = 5 if args.quick else 15
     args.loop_s = 0.02 if args.quick else 0.06
+    # What starting and ending the ranks leaves of the 60 s.
+    args.budget_s = 40 / len(args.nranks) if args.quick else math.inf
     if args.rounds < 1 or any(nbytes % 4 for nbytes in args.sizes):
         parser.error("--rounds must be above 0, and --sizes multiples of 4 bytes")
     return args
@@ -143,7 +158,7 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     for nranks in args.nranks:
         with ExitStack() as stack:
-            jobs = start(_LIBRARIES, nranks, stack, out)
+            jobs = start_jobs(_LIBRARIES, nranks, stack, out)
             if jobs:
                 rows = rows_of(sample(jobs, args, out), nranks)
                 out.print(table_of(rows, nranks))

@@ -76,6 +76,7 @@ class Engine:
         self._next_tick = 0.0
         self._peers: frozenset[int] = frozenset()
         self._left: set[int] = set()
+        self._has_raised = False
 
     # Called in the control thread
 
@@ -167,11 +168,12 @@ class Engine:
             self._check()
             self._peers = peers
             progress = self.progress
-            progress.begin(signature, dict(enumerate(runs)))
-            for run in runs:
-                run.advance()
-            progress.advance()
             try:
+                progress.begin(signature, dict(enumerate(runs)))
+                self._check()
+                for run in runs:
+                    run.advance()
+                progress.advance()
                 self._wait(
                     lambda: not any(run.remaining for run in runs),
                     self._config.timeout_s,
@@ -211,11 +213,16 @@ class Engine:
             self._transport.close()
 
     def _check(self) -> None:
-        if self.recovery.error is not None:
-            raise CommunicatorRevoked(
-                f"rank {self.progress.rank}: the communicator was revoked: {self.recovery.error}",
-                reason=self.recovery.error,
-            ) from self.recovery.error
+        """Raise what ended the communicator: itself the first time, then as the reason."""
+        error = self.recovery.error
+        if error is None:
+            return
+        if not self._has_raised:
+            self._has_raised = True
+            raise error
+        raise CommunicatorRevoked(
+            f"rank {self.progress.rank}: the communicator was revoked: {error}", reason=error
+        ) from error
 
     def _wait(
         self, is_done: Callable[[], bool], timeout_s: float, pending: Callable[[], str]
@@ -243,6 +250,7 @@ class Engine:
                 else:
                     self._sleep(min(_TICK_S, deadline - now))
         except R2cclError as exc:
+            self._has_raised = True
             self._fail(exc)
             raise
         except BaseException as exc:
@@ -252,13 +260,10 @@ class Engine:
             self._control.is_busy = False
 
     def _look(self, now: float, deadline: float, pending: Callable[[], str]) -> None:
-        if self.recovery.error is not None:
-            raise self.recovery.error
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S
             self.recovery.tick(now, self._peers)
-            if self.recovery.error is not None:
-                raise self.recovery.error
+        self._check()
         if now >= deadline:
             raise TransportTimeout(
                 f"rank {self.progress.rank}: gave up after the timeout; {pending()}; "

@@ -225,9 +225,11 @@ class Progress:
     def _on_arrived(self, event: Arrived) -> None:
         path, frame = event.path, event.frame
         self.recovery.paths[path].activity += 1
-        link = self.recv_link(path.peer, frame.channel)
         if frame.signature != self.signature or frame.op != self.op:
             self._compare(path.peer, frame.op, frame.signature)
+            if self.recovery.error is not None:
+                return
+        link = self.recv_link(path.peer, frame.channel)
         if frame.ack > self.send_link(path.peer, frame.channel).confirmed:
             self._confirmed(path.peer, frame.channel, frame.ack)
         if self.recovery.open_repairs:
@@ -253,6 +255,8 @@ class Progress:
         self.recovery.paths[path].activity += 1
         if frame.signature != self.signature or frame.op != self.op:
             self._compare(path.peer, frame.op, frame.signature)
+            if self.recovery.error is not None:
+                return
         link = self.send_link(path.peer, frame.channel)
         if frame.ack > link.confirmed:
             self._confirmed(path.peer, frame.channel, frame.ack)

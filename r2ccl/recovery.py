@@ -116,6 +116,12 @@ class Recovery:
         """Repairs whose first replayed slice has not arrived here yet."""
         return self.log.open
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no path is in use or being fenced: after an error, memory is the caller's."""
+        busy = (PathState.UP, PathState.FENCING)
+        return not any(path.state in busy for path in self.paths.values())
+
     def start(self) -> None:
         """Have every path connected: the lower rank dials."""
         for path in self.paths.values():
@@ -154,7 +160,9 @@ class Recovery:
     def on_fenced(self, event: Fenced) -> None:
         """The local end is drained."""
         path = self.paths[event.path]
-        if self.error is None:
+        if self.error is not None:
+            path.state = PathState.DOWN
+        else:
             for link in self._senders(event.path.peer):
                 self._progress.release(link.fenced(event.path))
             self.log.fenced(event.path, self._clock())
@@ -427,8 +435,9 @@ class Recovery:
         if self.error is not None:
             return
         self.error = error
-        for key in self.paths:
-            if self._progress.transport.is_open(key):
+        for key, path in self.paths.items():
+            if path.state is PathState.UP:
+                path.state = PathState.FENCING
                 self._progress.transport.fence(key)
 
 

@@ -90,7 +90,7 @@ class Leader:
             async with asyncio.timeout(self._timeout_s):
                 return await self._lead(secret, sock)
         except TimeoutError:
-            failed = Failed(self._account_of_timeout(), is_timeout=True)
+            failed = self._account_of_timeout()
             await self._tell_everyone(failed)
             raise failed.error(0) from None
         except R2cclError as exc:
@@ -151,12 +151,12 @@ class Leader:
         return self._receive_guest
 
     def _receive_guest(self, sock: socket.socket) -> None:
+        self._surplus.append(sock)  # until it is a guest
         task = asyncio.get_running_loop().create_task(self._greet(sock))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _greet(self, sock: socket.socket) -> None:
-        self._surplus.append(sock)  # until it is a guest
         try:
             hello = expect(Hello, await wire.receive_message(sock))
         except (OSError, InvalidArgument) as exc:
@@ -257,19 +257,23 @@ class Leader:
         except TimeoutError:
             logger.debug("rank 0 could not tell everyone: %s", message)
 
-    def _account_of_timeout(self) -> str:
+    def _account_of_timeout(self) -> Failed:
+        if self._faults:
+            return Failed("; ".join(self._faults))
         present = {0, *self._guests}
         missing = [rank for rank in range(self._identity.nranks) if rank not in present]
         where = f"{self._identity.address}:{self._identity.port}"
         if not missing:
             silent = [guest.hello.rank for guest in self._guests.values() if guest.info is None]
-            return (
+            return Failed(
                 f"ranks {silent} arrived at rank 0 ({where}) but did not open their listeners "
-                f"within {self._timeout_s:g} s: look at their logs"
+                f"within {self._timeout_s:g} s: look at their logs",
+                is_timeout=True,
             )
-        return (
+        return Failed(
             f"ranks {missing} have not arrived at rank 0 ({where}) within {self._timeout_s:g} s: "
-            "look at their logs, or raise R2CC_INIT_TIMEOUT_S to wait longer"
+            "look at their logs, or raise R2CC_INIT_TIMEOUT_S to wait longer",
+            is_timeout=True,
         )
 
 

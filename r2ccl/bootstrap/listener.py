@@ -123,7 +123,7 @@ class Listener:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for sock in self._sockets:
+        for sock in (*self._pending, *self._sockets):
             sock.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -148,6 +148,9 @@ class Listener:
     def _evict_oldest(self) -> None:
         oldest = next(iter(self._pending))
         self._pending.pop(oldest).cancel()
+        # A task cancelled before its first step closes nothing; and not now: the loop still
+        # watches the descriptor until the cancellation has gone through.
+        asyncio.get_running_loop().call_soon(oldest.close)
         self._rejections.add("too many unproved connections", "the oldest of them")
 
     async def _serve(self, sock: socket.socket, address: Address, index: int) -> None:
@@ -160,8 +163,8 @@ class Listener:
         except Visitor:
             sock.close()  # a probe: the kernel has answered it, nothing more is owed
         except (HandshakeRejected, OSError) as exc:
-            sock.close()
             self._rejections.add(_reason(exc), f"{address[0]}:{address[1]}")
+            sock.close()
         else:
             handover(sock)
         finally:

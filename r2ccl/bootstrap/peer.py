@@ -198,7 +198,8 @@ class Peer:
     def adopt(self, sock: socket.socket) -> None:
         """Use a connection the peer has dialed and proved."""
         if self.state is PeerState.OPEN:
-            self._spawn(self._adopt_quietly(sock))
+            task = self._spawn(self._adopt_quietly(sock))
+            task.add_done_callback(lambda done: sock.close() if done.cancelled() else None)
         else:
             sock.close()
 
@@ -236,10 +237,11 @@ class Peer:
 
     # -- carriers ---------------------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _targets_over_management(self) -> list[tuple[wire.Address, str]]:
         return [(address, "") for address in self._info.control_addresses]

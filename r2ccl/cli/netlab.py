@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--clean", action="store_true", help="remove what labs of dead processes left, and exit"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- program and its arguments")
-    parser.set_defaults(main=main)
+    parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:

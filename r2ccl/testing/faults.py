@@ -118,8 +118,15 @@ class Fault(
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        try:
+            # A plain string given in Python becomes the member it spells.
+            msgspec.structs.force_setattr(self, "action", Action(self.action))
+        except ValueError as exc:
+            raise InvalidArgument(
+                f"unknown fault action {self.action!r}; allowed: {', '.join(Action)}"
+            ) from exc
         given = {name for name in self.__struct_fields__ if getattr(self, name) is not None}
-        needs = _FIELDS[Action(self.action)]
+        needs = _FIELDS[self.action]
         missing = needs.required - given
         if missing:
             raise self._bad(f"needs {', '.join(sorted(missing))}")

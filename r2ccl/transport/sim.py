@@ -119,7 +119,9 @@ class Cut(msgspec.Struct, frozen=True):
 class Message:
     """One thing on the wire; ``number`` counts all of a network's messages."""
 
-    __slots__ = ("began_s", "end", "frame", "kind", "nbytes", "number", "region", "view")
+    __slots__ = (
+        "began_s", "end", "frame", "is_copied", "kind", "nbytes", "number", "region", "view",
+    )  # fmt: skip
 
     def __init__(self, kind: Kind, end: End, frame: Frame, view: memoryview | None) -> None:
         self.kind = kind
@@ -127,6 +129,8 @@ class Message:
         self.frame = frame
         self.view = view
         self.region: memoryview | None = None
+        #: It has left the sender's memory: ``view`` is the network's own.
+        self.is_copied = False
         self.nbytes = len(view) if view is not None and kind is not Kind.CLEAR else 0
         self.number = -1
         self.began_s = 0.0
@@ -135,13 +139,13 @@ class Message:
 class _Piece:
     """Half of a write, or a whole small message, on its way."""
 
-    __slots__ = ("due", "is_last", "is_lost", "message")
+    __slots__ = ("is_last", "is_lost", "message")
 
     def __init__(self, message: Message, is_last: bool) -> None:
         self.message = message
         self.is_last = is_last
+        #: It will not arrive, at least not as this.
         self.is_lost = False
-        self.due = 0.0
 
 
 class EndState(enum.IntEnum):
@@ -312,7 +316,8 @@ class SimNetwork:
         for end in wire.ends:
             held, end.held = end.held, deque()
             for piece in held:
-                self._fly(end, piece, self.delay())
+                arrival = max(self.timeline.now + self.delay(), end.clear_at + self.overhead_s)
+                self._fly(end, piece, arrival)
             acks, end.acks = end.acks, []
             for message in acks:
                 self._acknowledge(message)
@@ -331,14 +336,15 @@ class SimNetwork:
 
     def _cut_flight(self, end: End, cut: Cut) -> None:
         flight, end.flight = end.flight, deque()
+        arrival = self.timeline.now + cut.late_s
         for number, piece in enumerate(flight):
+            piece.is_lost = True
+            again = _Piece(piece.message, piece.is_last)
             if number < cut.keep:
-                self._fly(end, piece, cut.late_s + number * self.overhead_s, is_late=True)
-            else:
-                piece.is_lost = True
-                if cut.is_stall:
-                    again = _Piece(piece.message, piece.is_last)
-                    end.held.append(again)
+                arrival += self.overhead_s
+                self._launch(end, again, arrival)
+            elif cut.is_stall:
+                end.held.append(again)
 
     def _break(self, end: End) -> None:
         end.is_broken = True
@@ -370,6 +376,7 @@ class SimNetwork:
             message = piece.message
             if message.kind is Kind.WRITE and message.view is not None:
                 message.view = memoryview(bytes(message.view))
+                message.is_copied = True
         for queue in (end.queued, end.small, end.bulk, end.held, end.acks):
             queue.clear()
         self.timeline.after(self.fence_s * self.timeline.random.random(), self._drained, end, on_drained)
@@ -406,31 +413,29 @@ class SimNetwork:
         duration = self.overhead_s + message.nbytes / self.bandwidth
         arrival = max(now + self.delay() + extra_s, end.clear_at)
         if message.kind is Kind.WRITE:
-            self._fly(end, _Piece(message, False), arrival + duration / 2 - now)
-        end.clear_at = arrival + duration
-        self._fly(end, _Piece(message, True), end.clear_at - now)
+            self._fly(end, _Piece(message, False), arrival + duration / 2)
+        self._fly(end, _Piece(message, True), arrival + duration)
         self.timeline.after(duration, self.pump, end)
 
-    def _fly(self, end: End, piece: _Piece, delay_s: float, *, is_late: bool = False) -> None:
-        if not is_late:
-            if end.is_broken:
-                self._starve(end)
-                return
-            if not end.wire.is_up:
-                end.held.append(piece)
-                return
-        piece.due = self.timeline.now + delay_s
+    def _fly(self, end: End, piece: _Piece, arrival: float) -> None:
+        if end.is_broken:
+            self._starve(end)
+        elif not end.wire.is_up:
+            end.held.append(piece)
+        else:
+            self._launch(end, piece, arrival)
+
+    def _launch(self, end: End, piece: _Piece, arrival: float) -> None:
+        end.clear_at = arrival
         end.flight.append(piece)
-        self.timeline.after(delay_s, self._land, end, piece)
+        self.timeline.after(arrival - self.timeline.now, self._land, end, piece)
 
     def _land(self, end: End, piece: _Piece) -> None:
         """A piece reaches the other end."""
-        if piece.is_lost or self.timeline.now < piece.due:
+        if piece.is_lost:
             return
-        if end.flight and end.flight[0] is piece:
-            end.flight.popleft()
-        else:
-            end.flight.remove(piece)
+        first = end.flight.popleft()
+        assert first is piece, "a path keeps the order"
         other = end.other
         if other.state is EndState.NEW:
             other.backlog.append(piece)

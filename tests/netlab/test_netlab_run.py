@@ -111,6 +111,19 @@ def test_ranks_that_hang_are_ended_by_the_deadline_with_their_children(lab: Lab)
     await_true(lambda: not is_running(child), "the rank's child ends")
 
 
+def test_the_deadline_ends_ranks_that_never_stop_talking(lab: Lab) -> None:
+    lines: list[str] = []
+    results = lab.run(["yes"], timeout_s=0.3, sink=lines.append)
+    assert all(result.is_timed_out for result in results)
+    assert len(lines) > 100
+
+
+def test_a_background_child_that_keeps_talking_does_not_hold_up_the_run(lab: Lab) -> None:
+    start = time.monotonic()
+    lab.run(["sh", "-c", "yes & exit 0"], timeout_s=30, sink=quiet)
+    assert time.monotonic() - start < 20
+
+
 def is_running(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
     try:
@@ -227,6 +240,30 @@ def test_labs_live_side_by_side_and_leave_nothing() -> None:
     one.close()
 
 
+def test_a_lab_whose_guard_was_killed_still_cleans_up() -> None:
+    with Lab(nodes=1, rails=1) as lab:
+        os.kill(lab._set._guard.pid, signal.SIGKILL)
+    assert namespaces_of(lab.name) == []
+
+
+def test_a_forked_child_of_the_owner_does_not_hold_up_closing() -> None:
+    lab = Lab(nodes=1, rails=1)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        lab.close()
+        assert namespaces_of(lab.name) == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_counters_of_a_larger_lab_are_all_there() -> None:
+    with Lab(nodes=8, rails=8) as lab:
+        assert len(lab.counters()) == 64
+
+
 OWNER = """
 import sys
 from r2ccl.testing.netlab import Lab
@@ -266,7 +303,7 @@ def cli(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
     args = parser.parse_args(["netlab", *arguments])
-    status: int = args.main(args)
+    status: int = args.run(args)
     return status
 
 

@@ -22,6 +22,12 @@ def test_command_line_form() -> None:
     assert Fault.parse("restore:at_s=2").node is None
 
 
+def test_an_action_may_be_spelt_in_python() -> None:
+    assert Fault(action="restore", at_s=1).action is Action.RESTORE  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=r"unknown fault action 'melt'; allowed: nic_down"):
+        Fault(action="melt")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

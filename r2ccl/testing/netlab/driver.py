@@ -21,7 +21,6 @@ from typing import NamedTuple
 import msgspec
 
 from r2ccl.clock import monotonic
-from r2ccl.errors import InvalidArgument
 from r2ccl.testing.faults import Fault, FaultPlan, Firing
 from r2ccl.testing.faults_reporter import MESSAGE_NBYTES, Applied, Due
 from r2ccl.testing.netlab.namespaces import LabError
@@ -95,8 +94,8 @@ class PlanRun:
             error = ""
             try:
                 self.fire(due.index)
-            except (InvalidArgument, LabError) as exc:
-                error = str(exc)
+            except Exception as exc:
+                error = str(exc) or repr(exc)
                 raise
             finally:
                 # A rank that the fault has killed does not read its answer.
@@ -186,7 +185,7 @@ class Driver:
     def _call(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except (InvalidArgument, LabError, OSError, msgspec.DecodeError) as exc:
+        except Exception as exc:  # kept for the run to raise; the thread must go on answering
             self.errors.append(exc)
 
     def _time_left(self) -> float | None:

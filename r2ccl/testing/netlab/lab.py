@@ -37,8 +37,6 @@ _T = TypeVar("_T")
 _CONGESTION_CONTROL = ("cubic", "reno")
 
 _PROC_NET_DEV = "/proc/thread-self/net/dev"
-#: A line is under 200 bytes; the largest lab has some thousands of ports.
-_PROC_NET_DEV_NBYTES = 1 << 22
 
 _SWITCH = "sw"
 
@@ -234,9 +232,8 @@ class Lab:
         dict
             ``(node, rail)`` to ``(tx_bytes, rx_bytes)``.
         """
-        text = os.pread(self._counters, _PROC_NET_DEV_NBYTES, 0).decode()
         found = {}
-        for line in text.splitlines()[2:]:
+        for line in _read_whole(self._counters).decode().splitlines()[2:]:
             name, _, numbers = line.partition(":")
             fields = numbers.split()
             # What the port received, the NIC has sent. proc(5): 8 receive columns, then transmit.
@@ -252,7 +249,7 @@ class Lab:
         errors, self._driver.errors = self._driver.errors, []
         if errors:
             raise LabError(
-                f"{len(errors)} fault(s) could not be applied; the first: {errors[0]}"
+                f"{len(errors)} fault(s) could not be applied; the first: {errors[0]!r}"
             ) from errors[0]
 
     def _start(
@@ -319,6 +316,14 @@ def _choose_congestion_control() -> str:
         else:
             return name
     raise LabError("; ".join(refusals))
+
+
+def _read_whole(descriptor: int) -> bytes:
+    """Read a /proc file from its start; the kernel hands such files out a page at a time."""
+    data = b""
+    while piece := os.pread(descriptor, 1 << 16, len(data)):
+        data += piece
+    return data
 
 
 def _print_line(line: str) -> None:

@@ -9,6 +9,7 @@ gone, and processes inside them, are ever removed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -72,12 +73,7 @@ class NamespaceSet:
         self.directory = _directory(self.name)
         self.directory.mkdir(mode=0o700)
         names = list(self.namespaces.values())
-        # Its own session, so that Ctrl-C, which the owner handles, does not end the guard first.
-        self._guard = subprocess.Popen(
-            ["sh", "-c", _GUARD, "netlab-guard", str(self.directory), *names],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        self._guard = _start_guard(self.directory, names)
         try:
             run_batch(["ip"], (f"netns add {name}" for name in names))
         except LabError:
@@ -94,18 +90,29 @@ class NamespaceSet:
         """
         if self._guard.stdin is None or self._guard.stdin.closed:
             return
-        self._guard.stdin.close()
+        # The line, because a forked child of the owner may hold the pipe open.
+        with contextlib.suppress(BrokenPipeError), self._guard.stdin as pipe:
+            pipe.write(b"\n")
+            pipe.flush()
         try:
-            self._guard.wait(_CLOSE_TIMEOUT_S)
+            status = self._guard.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired as exc:
-            raise LabError(
-                f"namespaces {self.name}-* were not removed within {_CLOSE_TIMEOUT_S} s; "
-                "try `r2ccl netlab --clean` after this process ends"
-            ) from exc
+            raise _not_removed(self.name) from exc
+        if status:  # somebody has killed the guard
+            _remove(self.name, list(self.namespaces.values()))
 
 
 def clean() -> list[str]:
-    """Remove the namespaces whose owner is gone; return the names of the sets removed."""
+    """Remove the namespaces whose owner is gone; return the names of the sets removed.
+
+    An owner counts as gone where this process cannot see it: processes that share ``/run`` must
+    share their process ids as well.
+
+    Raises
+    ------
+    LabError
+        They were not gone in time.
+    """
     if not _RUN.is_dir():
         return []
     stale: dict[str, list[str]] = {}
@@ -114,11 +121,7 @@ def clean() -> list[str]:
         if match and _start_time(int(match["pid"])) != int(match["start"]):
             stale.setdefault(match["set"], []).append(entry.name)
     for name, namespaces in stale.items():
-        subprocess.run(
-            ["sh", "-c", _REMOVE, "netlab-clean", str(_directory(name)), *namespaces],
-            timeout=_CLOSE_TIMEOUT_S,
-            check=False,
-        )
+        _remove(name, namespaces)
     return list(stale)
 
 
@@ -206,6 +209,34 @@ def _enter(namespace: str) -> None:
             raise LabError(f"cannot enter network namespace {namespace}: {os.strerror(code)}")
     finally:
         os.close(descriptor)
+
+
+def _start_guard(directory: Path, names: list[str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            ["sh", "-c", _GUARD, "netlab-guard", str(directory), *names],
+            stdin=subprocess.PIPE,
+            # Ctrl-C is for the owner, and must not end the guard first.
+            start_new_session=True,
+        )
+    except OSError as exc:
+        directory.rmdir()
+        raise LabError(f"cannot start netlab's guard: {exc}") from exc
+
+
+def _remove(name: str, namespaces: list[str]) -> None:
+    argv = ["sh", "-c", _REMOVE, "netlab-clean", str(_directory(name)), *namespaces]
+    try:
+        subprocess.run(argv, timeout=_CLOSE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        raise _not_removed(name) from exc
+
+
+def _not_removed(name: str) -> LabError:
+    return LabError(
+        f"namespaces {name}-* were not removed within {_CLOSE_TIMEOUT_S} s; "
+        "try `r2ccl netlab --clean` after their owner ends"
+    )
 
 
 def _directory(name: str) -> Path:

@@ -1,8 +1,9 @@
 """Breaks NICs of a running lab and mends them.
 
 Cuts go through netlink sockets held open in each namespace, because a cut must land at the moment
-it is asked for; mending and changing a rate go through iproute2. Must not know about time or
-plans. Invariant: `undo` of a fault leaves the NIC as it would be had that fault never been.
+it is asked for; a NIC's return, which needs its routes as well, and a change of rate go through
+iproute2. Must not know about time or plans. Invariant: `undo` of a fault leaves the NIC as it would
+be had that fault never been.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The processes of one run: started in their node's namespace, watched, ended by a deadline.
 
-Must not know about faults. Invariant: `Job.close` leaves none of its processes alive.
+Must not know about faults. Invariant: `Job.close` leaves no rank alive. What a rank started and
+left behind in the background ends with the lab.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ import msgspec
 
 #: How long a process may take to end after SIGTERM before SIGKILL.
 TERM_GRACE_S = 2.0
+
+#: After SIGKILL only the kernel can hold a process up.
+_KILL_TIMEOUT_S = 10.0
+
+#: A pipe holds 64 KiB (pipe(7)), up to 1 MiB where root has made it larger.
+_PIPE_READS = 16
 
 _READ_NBYTES = 1 << 16
 
@@ -91,6 +98,12 @@ class Job:
         if self._is_closed:
             return
         self._is_closed = True
+        try:
+            self._end_ranks()
+        finally:
+            self._on_close()
+
+    def _end_ranks(self) -> None:
         alive = [each.popen for each in self.ranks if each.popen.poll() is None]
         for popen in alive:
             # A stopped process would not see the SIGTERM.
@@ -102,14 +115,13 @@ class Job:
                 popen.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 _signal_group(popen, signal.SIGKILL)
-                popen.wait()
+                popen.wait(_KILL_TIMEOUT_S)
         for each in self.ranks:
             for pipe in (each.popen.stdin, each.popen.stdout):
                 if pipe is not None:
                     # Closing a pipe to a process that is gone flushes into nowhere.
                     with contextlib.suppress(BrokenPipeError):
                         pipe.close()
-        self._on_close()
 
     def __enter__(self) -> Self:
         return self
@@ -135,11 +147,11 @@ class Job:
                 selector.register(pidfd, selectors.EVENT_READ, each)
             running = len(self.ranks)
             while running:
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
+                left = deadline - time.monotonic()
+                if left <= 0:
                     late = {each.rank for each in self.ranks if each.popen.poll() is None}
                     break
-                for key, _ in ready:
+                for key, _ in selector.select(left):
                     if isinstance(key.data, RankProcess):
                         key.data.popen.wait()
                         running -= 1
@@ -190,9 +202,13 @@ class _LineReader:
         return bool(data)
 
     def finish(self) -> None:
-        """Take what is there, and the line that lacks its end."""
-        while self.read():
-            continue
+        """Take what the pipe holds, and the line that lacks its end.
+
+        Not more: a child the rank left behind may write for ever.
+        """
+        for _ in range(_PIPE_READS):
+            if not self.read():
+                break
         if self._tail:
             self._sink(self.rank, self._tail.decode(errors="replace"))
             self._tail = b""

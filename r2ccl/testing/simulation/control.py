@@ -9,12 +9,12 @@ Invariant: as long as not every frame is lost, each message arrives exactly once
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from r2ccl.bootstrap.messages import Codec, PeerDown
 from r2ccl.bootstrap.session import FrameReader, Session, SessionLimits
 from r2ccl.transport.base import Frame
-from r2ccl.transport.sim import Act, End, EndState, Kind, Message, SimNetwork, Wire
+from r2ccl.transport.sim import Act, End, Kind, Message, SimNetwork, Wire
 from r2ccl.types import PathKey
 
 #: Heartbeats per peer timeout, as the real control plane has it.
@@ -22,6 +22,7 @@ _BEATS_PER_TIMEOUT = 5
 _CARRIERS = (0, 1)
 #: A dialed connection waits this long for the other side to expect its epoch.
 _EARLY_S = 1.0
+_LOOK_S = 0.005
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 _CONNECT_TIMEOUT_S = 2.0
@@ -289,4 +290,4 @@ class _ControlEnd:
         self.path = PathKey(peer, -1)
 
 
-__all__ = ["EndState", "Host", "SimControl", "Any"]
+__all__ = ["Host", "SimControl"]

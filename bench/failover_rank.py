@@ -1,0 +1,90 @@
+"""One rank of the failover bench: allreduces without end, each of them verified.
+
+Started by ``failover.py`` in a netlab. Says in lines of JSON how long each operation took (rank 0)
+and which repairs are new or have changed. Ends when rank 0's stdin does; a wrong element ends it at
+once, with an error.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+import r2ccl
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+
+#: First element of rank 0's input in the last operation; the others see it in the result.
+_STOP = 1 << 20
+#: Repairs looked at again after each operation; older ones do not change any more.
+_RECENT = 64
+
+
+def make_arrays(comm: r2ccl.Communicator, nbytes: int) -> list[tuple[Array, Array]]:
+    """Make two inputs with their exact sums, which differ from each other in every element.
+
+    Taken in turns, so that a slice that was lost shows as what the operation before left there;
+    a slice in the wrong place shows because neighbours differ.
+    """
+    ramp = np.arange(nbytes // 4, dtype=np.float32) % 1021
+    n = comm.nranks
+    made = []
+    for turn in range(2):
+        mine, total = ramp * (comm.rank + 1) + turn, ramp * (n * (n + 1) // 2) + n * turn
+        mine[0] = total[0] = 0  # the place of _STOP
+        made.append((mine, total))
+    return made
+
+
+def is_told_to_stop() -> bool:
+    """Whether stdin has ended."""
+    return bool(select.select([sys.stdin], [], [], 0)[0])
+
+
+def say(**fields: Any) -> None:
+    """Tell the bench something."""
+    print(json.dumps(fields), flush=True)
+
+
+def say_repairs(comm: r2ccl.Communicator, said: dict[tuple[int, int, float], str]) -> None:
+    """Tell the bench of repairs that are new or have changed; `said` is what it knows."""
+    for repair in comm.repairs()[-_RECENT:]:
+        fields = {name: getattr(repair, name) for name in repair.__struct_fields__}
+        key, text = (repair.peer, repair.rail, repair.failed_s), json.dumps(fields)
+        if said.get(key) != text:
+            said[key] = text
+            say(rank=comm.rank, repair=fields)
+
+
+def main() -> None:
+    """Run operations of ``sys.argv[1]`` bytes until told to stop."""
+    said: dict[tuple[int, int, float], str] = {}
+    with r2ccl.init() as comm:
+        arrays = make_arrays(comm, int(sys.argv[1]))
+        out = np.empty_like(arrays[0][0])
+        op = 0
+        while out[0] != _STOP or not op:
+            x, expected = arrays[op % 2]
+            x[0] = _STOP if comm.rank == 0 and is_told_to_stop() else 0
+            begun = time.monotonic()
+            comm.allreduce(x, out)
+            ended = time.monotonic()
+            if not np.array_equal(out[1:], expected[1:]):
+                wrong = np.flatnonzero(out[1:] != expected[1:]) + 1
+                raise SystemExit(
+                    f"rank {comm.rank}: operation {op} has {len(wrong)} wrong elements, "
+                    f"from {wrong[0]} to {wrong[-1]}"
+                )
+            if comm.rank == 0:
+                say(op=op, begun_s=begun, ended_s=ended)
+            say_repairs(comm, said)
+            op += 1
+
+
+if __name__ == "__main__":
+    main()

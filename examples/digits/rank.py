@@ -1,0 +1,118 @@
+"""One rank of the demo: data-parallel training of a small network on handwritten digits.
+
+Started by ``train_digits.py`` through a launcher; reads the data set from the folder it is given,
+says every step in a line of JSON, and leaves its final weights in that folder. Nothing here knows
+of faults: this is what a user's own program looks like.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import r2ccl
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+#: 4.3 million weights, of which the gradient is 16.5 MiB.
+LAYERS = (64, 2048, 2048, 10)
+BATCH_PER_RANK = 36
+LEARNING_RATE = 0.05
+SEED = 2026
+
+
+def layers_of(flat: Array) -> list[tuple[Array, Array]]:
+    """Cut a flat vector into the weights and bias of each layer, as views."""
+    views, start = [], 0
+    for rows, columns in zip(LAYERS, LAYERS[1:], strict=False):
+        middle, end = start + rows * columns, start + (rows + 1) * columns
+        views.append((flat[start:middle].reshape(rows, columns), flat[middle:end]))
+        start = end
+    return views
+
+
+def nweights() -> int:
+    """Count weights and biases."""
+    return sum((rows + 1) * columns for rows, columns in zip(LAYERS, LAYERS[1:], strict=False))
+
+
+def initial_weights() -> Array:
+    """Draw the weights (He et al. 2015), the same on every rank."""
+    rng = np.random.default_rng(SEED)
+    flat = np.zeros(nweights(), np.float32)
+    for weights, _ in layers_of(flat):
+        weights[:] = rng.standard_normal(weights.shape, np.float32)
+        weights *= np.sqrt(2 / weights.shape[0], dtype=np.float32)
+    return flat
+
+
+def backpropagate(weights: Array, gradient: Array, x: Array, labels: Array) -> float:
+    """Write the gradient of the mean cross-entropy into `gradient`; return that loss."""
+    layers = layers_of(weights)
+    inputs = [x]
+    for matrix, bias in layers:
+        inputs.append(np.maximum(inputs[-1] @ matrix + bias, 0))
+    logits = inputs[-2] @ layers[-1][0] + layers[-1][1]  # the last layer has no ReLU
+    logits -= logits.max(axis=1, keepdims=True)
+    log_sums = np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    picked = (np.arange(len(x)), labels)
+    loss = float((log_sums[:, 0] - logits[picked]).mean())
+    delta = np.exp(logits - log_sums)
+    delta[picked] -= 1
+    delta /= len(x)
+    backwards = zip(reversed(layers), reversed(layers_of(gradient)), inputs[-2::-1], strict=True)
+    for (matrix, _), (into_matrix, into_bias), layer_input in backwards:
+        np.matmul(layer_input.T, delta, out=into_matrix)
+        delta.sum(axis=0, out=into_bias)
+        delta = (delta @ matrix.T) * (layer_input > 0)
+    return loss
+
+
+def train(comm: r2ccl.Communicator, x: Array, labels: Array, nepochs: int) -> Array:
+    """Train for `nepochs` epochs, one allreduce a step; return the weights."""
+    weights = initial_weights()
+    # The loss rides behind the gradient: its mean over the ranks comes with theirs.
+    averaged = np.empty(len(weights) + 1, np.float32)
+    batch = comm.nranks * BATCH_PER_RANK
+    rng = np.random.default_rng(SEED)  # every rank shuffles alike, then takes its own part
+    for epoch in range(nepochs):
+        order = rng.permutation(len(x))
+        for start in range(0, len(x) - batch + 1, batch):
+            mine = order[start + comm.rank : start + batch : comm.nranks]
+            averaged[-1] = backpropagate(weights, averaged[:-1], x[mine], labels[mine])
+            begun = time.monotonic()
+            comm.allreduce(averaged, op=r2ccl.AVG)
+            took_s = time.monotonic() - begun
+            weights -= LEARNING_RATE * averaged[:-1]
+            if comm.rank == 0:
+                say(epoch=epoch, loss=float(averaged[-1]), begun_s=begun, took_s=took_s)
+    return weights
+
+
+def say(**fields: Any) -> None:
+    """Tell the driver something."""
+    print(json.dumps(fields), flush=True)
+
+
+def main() -> None:
+    """Train, save the weights, report the repairs."""
+    folder, nepochs = Path(sys.argv[1]), int(sys.argv[2])
+    data = np.load(folder / "digits.npz")
+    with r2ccl.init() as comm:
+        weights = train(comm, data["x"], data["labels"], nepochs)
+        np.save(folder / f"weights-{comm.rank}.npy", weights)
+        say(rank=comm.rank, repairs=[repair_fields(repair) for repair in comm.repairs()])
+
+
+def repair_fields(repair: r2ccl.Repair) -> dict[str, Any]:
+    """Make of a repair what JSON can hold."""
+    return {name: getattr(repair, name) for name in repair.__struct_fields__}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""What must hold at every event of a simulation, and the poison that makes mistakes visible.
+
+Each check raises `Violation`. The classes here are the library's own with an eye in them: they
+change nothing it does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.executor import LandingPool, LaneRun
+from r2ccl.progress import Consumer, Progress
+from r2ccl.resilience.link import Landing, SendLink, Slice
+from r2ccl.transport.sim import Kind, Message
+
+Array = npt.NDArray[Any]
+
+#: Written over memory nobody may use any more.
+_POISON = 0xA5
+
+
+class Violation(AssertionError):
+    """The library broke one of its promises."""
+
+
+class Checker:
+    """Remembers what was sent, released and retired in one run, and compares."""
+
+    def __init__(self) -> None:
+        #: (source, destination, channel, seq) to the bytes posted, and to be delivered next.
+        self.sent: dict[tuple[int, int, int, int], bytes] = {}
+        self.next_seq: dict[tuple[int, int, int], int] = {}
+        #: Views given back to their owner; kept alive, so that an id names one view.
+        self.released: dict[int, memoryview] = {}
+        self._retired: list[tuple[str, Array]] = []
+
+    def posted(self, source: int, link: SendLink, view: memoryview) -> None:
+        """Note a slice before it gets its number."""
+        self.sent[source, link.peer, link.channel, link.posted] = bytes(view)
+
+    def delivered(
+        self, rank: int, peer: int, channel: int, landing: Landing, payload: Any
+    ) -> None:
+        """Hold a delivered slice against what was posted: in order, once, whole."""
+        key = (peer, rank, channel)
+        expected = self.next_seq.get(key, 0)
+        if landing.seq != expected:
+            raise Violation(f"link {key} delivered slice {landing.seq}, expected {expected}")
+        self.next_seq[key] = expected + 1
+        found = landing.region if payload is None else payload
+        if bytes(found) != self.sent[(*key, landing.seq)]:  # type: ignore[arg-type]
+            raise Violation(f"link {key} delivered wrong bytes as slice {landing.seq}")
+
+    def read(self, message: Message) -> None:
+        """Refuse a read of memory that was given back; a `SimNetwork.on_read`."""
+        if message.kind is Kind.WRITE and not message.is_copied:
+            if id(message.view) in self.released:
+                frame = message.frame
+                raise Violation(
+                    f"rank {message.end.rank}: {message.end.path} reads slice {frame.seq} of "
+                    f"channel {frame.channel} after its memory was released"
+                )
+
+    def result(self, rank: int, call: int, output: Array, expected: bytes | None) -> None:
+        """Compare a result bit for bit."""
+        if expected is not None and output.tobytes() != expected:
+            raise Violation(f"rank {rank}: call {call} returned a wrong result")
+
+    def retire(self, what: str, *arrays: Array) -> None:
+        """The caller has its memory back: nothing may write there any more."""
+        for array in arrays:
+            raw = array.view(np.uint8)
+            raw[:] = _POISON
+            self._retired.append((what, raw))
+
+    def check_retired(self) -> None:
+        """Look at all retired memory."""
+        for what, raw in self._retired:
+            if not np.all(raw == _POISON):
+                raise Violation(f"memory of {what} was written after it was given back")
+
+
+class CheckedProgress(Progress):
+    """`Progress` that shows its checker what is posted and released."""
+
+    def __init__(self, checker: Checker, rank: int, nranks: int, **parts: Any) -> None:
+        super().__init__(rank, nranks, **parts)
+        self._checker = checker
+
+    def send(
+        self, link: SendLink, view: memoryview, is_eager: bool, consumer: Consumer, index: int
+    ) -> None:
+        """Post a slice."""
+        self._checker.posted(self.rank, link, view)
+        super().send(link, view, is_eager, consumer, index)
+
+    def release(self, slices: list[Slice]) -> None:
+        """Give slices back."""
+        for item in slices:
+            self._checker.released[id(item.view)] = item.view
+        super().release(slices)
+
+    def delivered(self, peer: int, channel: int, landing: Landing, payload: Any) -> None:
+        """Show a delivered slice."""
+        self._checker.delivered(self.rank, peer, channel, landing, payload)
+
+
+class CheckedRun(LaneRun):
+    """`LaneRun` that shows each slice before it is used."""
+
+    __slots__ = ("_channel", "_shown")
+
+    def __init__(self, lane: Any, call: Any, progress: CheckedProgress, pool: LandingPool) -> None:
+        super().__init__(lane, call, progress, pool)
+        self._channel = lane.channel
+        self._shown = progress
+
+    def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
+        """Take a slice."""
+        peer = self._steps[landing.index].peer
+        self._shown.delivered(peer, self._channel, landing, payload)
+        super().on_slice(landing, payload)
+
+
+class CheckedPool(LandingPool):
+    """`LandingPool` that poisons free places and finds writes into them."""
+
+    def __init__(self, checker: Checker, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def take(self, nbytes: int) -> Array:
+        """Return a place nobody wrote to since it was given back."""
+        place = super().take(nbytes)
+        if place.base is not None and not np.all(place == _POISON):
+            raise Violation(f"rank {self._rank}: a free landing place was written")
+        return place
+
+    def give(self, place: Array) -> None:
+        """Poison a place and return it."""
+        place[:] = _POISON
+        # A view marks a place that was used before; a new one owns its memory.
+        super().give(place if place.base is not None else place[:])
+
+
+__all__ = ["CheckedPool", "CheckedProgress", "CheckedRun", "Checker", "Violation"]

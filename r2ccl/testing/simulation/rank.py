@@ -1,0 +1,317 @@
+"""One simulated rank: the real `Progress`, `Recovery` and `LaneRun`, driven as the engine does it.
+
+While the rank is in a call its own turns move the loop; between calls, and while it computes, the
+control plane's tick does, as in `r2ccl.engine`. What the engine's lock and threads guarantee holds
+here because there is one thread. Everything that goes through memory is watched by a `Checker`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from r2ccl.bootstrap.messages import Codec
+from r2ccl.config import Config
+from r2ccl.errors import CommunicatorRevoked, InternalError, R2cclError, TransportTimeout
+from r2ccl.executor import Call, LaneRun
+from r2ccl.recovery import Revoke
+from r2ccl.resilience.path import Announcement
+from r2ccl.testing.simulation.checks import CheckedPool, CheckedProgress, CheckedRun, Checker
+from r2ccl.testing.simulation.control import SimControl
+from r2ccl.testing.simulation.work import Work
+from r2ccl.transport.sim import End, SimNetwork, SimTransport
+
+_BUSY_TICK_S = 0.02
+_IDLE_TICK_S = 0.1
+#: A tick later than this was late because the process did not run.
+_STALL_S = 0.05
+#: A turn follows its cause by up to this much: the loop is not infinitely fast.
+_TURN_S = 10e-6
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="sim.leaving"):
+    """Control message: all slices of the sender are confirmed."""
+
+
+class Phase(enum.Enum):
+    """What the rank's own thread does."""
+
+    CONNECTING = "connecting"
+    COMPUTING = "computing"
+    CALLING = "calling"
+    LEAVING = "leaving"
+    #: An error is known; the call ends when no peer can write any more.
+    FENCING = "fencing"
+    DONE = "done"
+
+
+WAITING = (Phase.CONNECTING, Phase.CALLING, Phase.LEAVING, Phase.FENCING)
+
+
+class SimRank:
+    """A rank and everything it owns.
+
+    Parameters
+    ----------
+    rank : int
+    network : SimNetwork
+    config : Config
+    work : Work
+        What it is to do.
+    checker : Checker
+    """
+
+    def __init__(
+        self, rank: int, network: SimNetwork, config: Config, work: Work, checker: Checker
+    ) -> None:
+        self.rank = rank
+        self.is_stopped = False
+        self.is_dead = False
+        self.phase = Phase.CONNECTING
+        self.error: R2cclError | None = None
+        self.ncalls = 0
+        self._network = network
+        self._timeline = network.timeline
+        self._config = config
+        self._work = work
+        self._checker = checker
+        self._pool = CheckedPool(checker, rank)
+        self.transport = SimTransport(network, rank, self._wake)
+        self.control = SimControl(
+            network,
+            self,
+            Codec(Announcement | Revoke | Leaving),
+            peer_timeout_s=config.peer_timeout_s,
+            probe_timeout_s=config.probe_timeout_s,
+        )
+        self.progress = CheckedProgress(
+            checker,
+            rank,
+            network.nranks,
+            transport=self.transport,
+            control=self.control,
+            config=config,
+            clock=self._timeline,
+        )
+        self.recovery = self.progress.recovery
+        self.recovery.submit = self.submit
+        self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._is_turn_planned = False
+        self._ticked_at = 0.0
+        self._next_look = 0.0
+        self._deadline = 0.0
+        self._peers: frozenset[int] = frozenset()
+        self._runs: list[LaneRun] = []
+        self._left: set[int] = set()
+        self._arrays: tuple[Any, Any] | None = None
+
+    def start(self) -> None:
+        """Connect; the rest follows by itself."""
+        self.recovery.start()
+        self._deadline = self._timeline.now + self._config.init_timeout_s
+        self._tick_after(_BUSY_TICK_S)
+
+    def stop(self, duration_s: float) -> None:
+        """Stand still, as SIGSTOP does it."""
+        if not self.is_stopped and not self.is_dead:
+            self.is_stopped = True
+            self._timeline.after(duration_s, self._go_on)
+
+    def kill(self) -> None:
+        """Die; the kernel closes what the process had open."""
+        self.is_dead = True
+        self.transport.close()
+
+    def _go_on(self) -> None:
+        self.is_stopped = False
+        if not self.is_dead:
+            self.control.resume()
+            self._wake()
+            self._tick(0)
+
+    # What the control plane tells
+
+    def on_message(self, peer: int, message: object) -> None:
+        """Take a message of `peer`."""
+        if isinstance(message, Leaving):
+            self.submit(self._left.add, peer)
+        else:
+            self.submit(self.recovery.on_message, peer, message)
+
+    def on_path(self, peer: int, rail: int, epoch: int, endpoint: End) -> None:
+        """Take a connection."""
+        self.submit(self.recovery.on_opened, peer, rail, epoch, endpoint)
+
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+        """Give `peer` up, unless it left in order."""
+        self.submit(self._lost, peer, why, last_heard_s)
+
+    def on_carrier(self, rail: int, is_up: bool) -> None:
+        """The local NIC of `rail` changed."""
+        if not self.is_dead:
+            self.submit(self.recovery.on_carrier, rail, is_up)
+
+    def submit(self, fn: Callable[..., None], *args: Any) -> None:
+        """Have the owner of the loop run ``fn(*args)``."""
+        self._inbox.append((fn, args))
+        self._wake(is_control=True)
+
+    def _lost(self, peer: int, why: str, last_heard_s: float) -> None:
+        if peer not in self._left:
+            self.recovery.on_peer_lost(peer, why, last_heard_s)
+
+    # Turns
+
+    def _wake(self, *, is_control: bool = False) -> None:
+        if self._is_turn_planned or not (is_control or self.phase in WAITING):
+            return
+        self._is_turn_planned = True
+        self._timeline.after(_TURN_S * self._timeline.random.random(), self._turn)
+
+    def _turn(self) -> None:
+        self._is_turn_planned = False
+        if self.is_stopped or self.is_dead:
+            return
+        try:
+            self._drain()
+            if self.phase in WAITING:
+                self.progress.step()
+                self._look()
+                self._finish_if_done()
+        except InternalError:
+            raise
+        except R2cclError as exc:
+            if self.recovery.error is None:
+                text = str(exc)
+                self.recovery.revoke(Revoke(type(exc).__name__, text, self.rank), error=exc)
+        if self.recovery.error is not None:
+            self._give_up()
+
+    def _drain(self) -> None:
+        if self._inbox:
+            while self._inbox:
+                fn, args = self._inbox.popleft()
+                fn(*args)
+            self.progress.advance()
+
+    def _look(self) -> None:
+        now = self._timeline.now
+        if now >= self._next_look and self.recovery.error is None:
+            self._next_look = now + _BUSY_TICK_S
+            self.recovery.tick(now, self._peers)
+        if now >= self._deadline and self.recovery.error is None:
+            raise TransportTimeout(f"rank {self.rank}: gave up in {self.phase}", rank=self.rank)
+
+    def _tick_after(self, delay_s: float) -> None:
+        self._timeline.after(delay_s, self._tick, delay_s)
+
+    def _tick(self, delay_s: float) -> None:
+        if self.is_stopped or self.is_dead:
+            return
+        now = self._timeline.now
+        late_s = now - self._ticked_at - delay_s
+        self._ticked_at = now
+        self.control.tick(late_s if late_s > _STALL_S else 0.0)
+        self.submit(self._background, now)
+        self._tick_after(_BUSY_TICK_S if self.phase in WAITING else _IDLE_TICK_S)
+
+    def _background(self, now: float) -> None:
+        if self.recovery.error is None:
+            self.progress.step()
+            self.recovery.tick(now, self._peers)
+        elif self.phase is not Phase.DONE:
+            self.progress.step()
+
+    # The rank's own thread
+
+    def _finish_if_done(self) -> None:
+        if self.recovery.error is not None:
+            return
+        if self.phase is Phase.CONNECTING:
+            if all(self.transport.is_open(key) for key in self.recovery.paths) or (
+                self._timeline.now >= self._config.connect_timeout_s
+                and all(map(self.recovery.up, self.recovery.peers))
+            ):
+                self._compute()
+        elif self.phase is Phase.CALLING:
+            if not any(run.remaining for run in self._runs):
+                self._return()
+        elif self.phase is Phase.LEAVING:
+            self._leave()
+
+    def _compute(self) -> None:
+        self.phase = Phase.COMPUTING
+        self._peers = frozenset()
+        busy_s = self._work.busy_s(self.rank)
+        if busy_s:
+            self._timeline.after(busy_s, self._call)
+        else:
+            self._call()
+
+    def _call(self) -> None:
+        if self.is_dead or self.recovery.error is not None:
+            return
+        if self.is_stopped:
+            self._timeline.after(_IDLE_TICK_S, self._call)
+            return
+        if self.ncalls == len(self._work.calls):
+            self.phase = Phase.LEAVING
+            self._deadline = self._timeline.now + self._config.init_timeout_s
+            self.progress.confirm_all()
+            self.progress.advance()
+            self._wake()
+            return
+        self._drain()
+        self.phase = Phase.CALLING
+        self._deadline = self._timeline.now + self._config.timeout_s
+        layout = self._work.layout(self.ncalls, self.rank)
+        source, output = self._work.memory(self.ncalls, self.rank)
+        self._arrays = (source, output)
+        call = Call(layout, source, output, np.add, None)
+        progress = self.progress
+        runs = [CheckedRun(lane, call, progress, self._pool) for lane in layout.lanes]
+        self._runs = list(runs)
+        self._peers = layout.peers
+        progress.begin(self._work.signature(self.ncalls), dict(enumerate(runs)))
+        for run in runs:
+            run.advance()
+        progress.advance()
+        self._wake()
+
+    def _return(self) -> None:
+        self.progress.finish()
+        assert self._arrays is not None
+        source, output = self._arrays
+        self._checker.result(self.rank, self.ncalls, output, self._work.expected(self.ncalls))
+        self._checker.retire(f"rank {self.rank}, call {self.ncalls}", source, output)
+        self._network.note("returned", self.rank, self.ncalls)
+        self.ncalls += 1
+        self._compute()
+
+    def _leave(self) -> None:
+        if self.progress.is_drained():
+            if self.rank not in self._left:
+                self._left.add(self.rank)
+                self.control.broadcast(Leaving())
+            if len(self._left) == self._network.nranks:
+                self.phase = Phase.DONE
+
+    def _give_up(self) -> None:
+        """Raise out of the call, once no peer can write into its memory any more."""
+        if self.phase is Phase.DONE:
+            return
+        self.phase = Phase.FENCING
+        if self.recovery.is_quiet:
+            self.phase = Phase.DONE
+            self.error = self.recovery.error
+            self._network.note("raised", self.rank, type(self.error).__name__)
+            if self._arrays is not None:
+                self._checker.retire(f"rank {self.rank}, after its error", *self._arrays)
+
+
+__all__ = ["CommunicatorRevoked", "Leaving", "Phase", "SimRank"]

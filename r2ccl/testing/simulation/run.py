@@ -1,0 +1,301 @@
+"""Run a job on simulated ranks to its end, with everything that goes wrong in it.
+
+One thread, one virtual clock that jumps to the next event. Invariant: a run ends, with a result or
+a `Violation`; the number of events is bounded.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from r2ccl.config import Config
+from r2ccl.errors import R2cclError
+from r2ccl.testing.simulation.checks import Checker, Violation
+from r2ccl.testing.simulation.plan import (
+    CutPath,
+    Fault,
+    Hold,
+    Kill,
+    Lose,
+    NicDown,
+    Noise,
+    Plan,
+    Stop,
+    Workload,
+)
+from r2ccl.testing.simulation.rank import Phase, SimRank
+from r2ccl.testing.simulation.work import Work
+from r2ccl.transport.sim import DELIVER, Act, Cut, Fate, Kind, Message, SimNetwork, Timeline, Wire
+
+MAX_EVENTS = 200_000
+#: After the last rank is done, late writes still get this long to do harm.
+_AFTERMATH_S = 0.05
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a run ended.
+
+    Attributes
+    ----------
+    errors : tuple of R2cclError or None
+        What each rank's last call raised; None also for a rank that was killed.
+    ncalls : tuple of int
+        Calls each rank returned from.
+    nevents, nmessages : int
+    time_s : float
+        Virtual time.
+    trace : list of tuple
+        Everything the network did.
+    repairs : int
+        Paths that were given up, counted at both ends.
+    """
+
+    errors: tuple[R2cclError | None, ...]
+    ncalls: tuple[int, ...]
+    nevents: int
+    nmessages: int
+    time_s: float
+    trace: list[tuple[Any, ...]]
+    repairs: int
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every rank returned from every call."""
+        return not any(self.errors) and len(set(self.ncalls)) == 1
+
+    def digest(self) -> str:
+        """Fingerprint of the trace."""
+        return hashlib.sha256(repr(self.trace).encode()).hexdigest()[:16]
+
+
+def simulate(
+    workload: Workload,
+    plan: Plan | None = None,
+    seed: int = 0,
+    *,
+    network_type: type[SimNetwork] = SimNetwork,
+    max_events: int = MAX_EVENTS,
+) -> Outcome:
+    """Run `workload` under `plan`.
+
+    Raises
+    ------
+    Violation
+        A promise was broken, or nothing moves any more; the message has seed, plan and the end
+        of the trace.
+    """
+    expected = expected_results(workload)
+    world = World(workload, plan or Plan(), seed, Work(workload, expected), network_type)
+    return world.run(max_events)
+
+
+@functools.lru_cache(maxsize=256)
+def expected_results(workload: Workload) -> tuple[bytes, ...]:
+    """Results of a run without faults, the same on all ranks and close to the true sum."""
+    quiet = msgspec.structs.replace(workload, busy_ms=())
+    world = World(quiet, Plan(), 0, Work(quiet), SimNetwork)
+    found: dict[int, bytes] = {}
+
+    def result(rank: int, call: int, output: Any, expected: bytes | None) -> None:
+        if found.setdefault(call, output.tobytes()) != output.tobytes():
+            raise Violation(f"call {call} gave rank {rank} another result than its peers")
+        np.testing.assert_allclose(output, world.work.total(call), rtol=1e-4, atol=1e-2)
+
+    world.checker.result = result  # type: ignore[method-assign]
+    world.run(MAX_EVENTS)
+    return tuple(found[call] for call in range(len(workload.calls)))
+
+
+class World:
+    """Network, ranks and faults of one run."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: Plan,
+        seed: int,
+        work: Work,
+        network_type: type[SimNetwork],
+    ) -> None:
+        self.plan = plan
+        self.seed = seed
+        self.work = work
+        self.checker = Checker()
+        self.timeline = Timeline(seed)
+        self.network = network_type(
+            self.timeline, workload.nranks, workload.nrails, is_loud=workload.is_loud
+        )
+        self.network.on_read = self.checker.read
+        self.network.route = self._route
+        config = _config(workload)
+        self.ranks = [
+            SimRank(rank, self.network, config, work, self.checker)
+            for rank in range(workload.nranks)
+        ]
+        self._noise = random.Random(seed ^ 0x5EED)
+        self._lost = {fault.number for fault in plan.faults if isinstance(fault, Lose)}
+        self._held = {
+            fault.number: fault.ms / 1e3 for fault in plan.faults if isinstance(fault, Hold)
+        }
+        timed = [fault for fault in plan.faults if not isinstance(fault, Lose | Hold)]
+        self._faults = sorted(timed, key=lambda fault: -fault.at)
+
+    def run(self, max_events: int) -> Outcome:
+        """Run to the end."""
+        controls = {rank.rank: rank.control for rank in self.ranks}
+        try:
+            for rank in self.ranks:
+                rank.control.connect(controls)
+            for rank in self.ranks:
+                rank.start()
+            self._run(max_events)
+            self.checker.check_retired()
+        except (AssertionError, R2cclError, LookupError, ValueError, AttributeError) as exc:
+            raise Violation(self._describe(exc)) from exc
+        return self._outcome()
+
+    def _run(self, max_events: int) -> None:
+        timeline = self.timeline
+        living = list(self.ranks)
+        while living:
+            while self._faults and timeline.count >= self._faults[-1].at:
+                self._apply(self._faults.pop())
+            if not timeline.step() or timeline.count > max_events:
+                raise Violation(f"no progress after {timeline.count} events: {self._phases()}")
+            if living[-1].phase is Phase.DONE or living[-1].is_dead:
+                living.pop()
+        end = timeline.now + self._aftermath_s()
+        while timeline.now < end and timeline.step():
+            pass
+
+    def _aftermath_s(self) -> float:
+        late = [f.late_ms for f in self.plan.faults if isinstance(f, CutPath | NicDown)]
+        return max(late, default=0) / 1e3 + _AFTERMATH_S if self.plan.faults else 0.0
+
+    def _outcome(self) -> Outcome:
+        return Outcome(
+            tuple(None if rank.is_dead else rank.error for rank in self.ranks),
+            tuple(rank.ncalls for rank in self.ranks),
+            self.timeline.count,
+            self.network.nmessages,
+            self.timeline.now,
+            self.network.trace,
+            sum(len(rank.recovery.log.repairs) for rank in self.ranks),
+        )
+
+    # Faults
+
+    def _apply(self, fault: Fault) -> None:
+        network = self.network
+        if isinstance(fault, CutPath):
+            wire = network.wire(fault.a, fault.b, fault.rail)
+            network.cut(wire, _cut(fault, fault.told))
+            self._restore_later(fault.restore_ms, [wire])
+        elif isinstance(fault, NicDown):
+            wires = self._wires_of(fault.rank, fault.rail)
+            for wire in wires:
+                network.cut(wire, _cut(fault, ()))
+            rank = self.ranks[fault.rank]
+            if fault.is_seen:
+                rank.on_carrier(fault.rail, False)
+            self._restore_later(fault.restore_ms, wires, rank if fault.is_seen else None)
+        elif isinstance(fault, Stop):
+            self.ranks[fault.rank].stop(fault.ms / 1e3)
+        elif isinstance(fault, Kill):
+            network.note("kill", fault.rank)
+            self.ranks[fault.rank].kill()
+
+    def _wires_of(self, rank: int, rail: int) -> list[Wire]:
+        return [
+            wire
+            for wire in self.network.wires.values()
+            if wire.rail == rail and rank in wire.pair
+        ]
+
+    def _restore_later(
+        self, after_ms: int, wires: list[Wire], owner: SimRank | None = None
+    ) -> None:
+        if not after_ms:
+            return
+
+        def restore() -> None:
+            for wire in wires:
+                self.network.restore(wire)
+            if owner is not None and not owner.is_stopped:
+                owner.on_carrier(wires[0].rail, True)
+
+        self.timeline.after(after_ms / 1e3, restore)
+
+    def _route(self, message: Message) -> Fate:
+        number = message.number
+        if number in self._lost:
+            return Fate(Act.DROP)
+        if number in self._held:
+            return Fate(Act.DELAY, self._held[number])
+        noise = self.plan.noise
+        if message.kind is Kind.CONTROL and noise is not _SILENCE:
+            return self._disturb(noise)
+        return DELIVER
+
+    def _disturb(self, noise: Noise) -> Fate:
+        draw = self._noise.random() * 100
+        late_s = self._noise.random() * noise.late_ms / 1e3
+        if draw < noise.lose:
+            return Fate(Act.DROP)
+        if draw < noise.lose + noise.repeat:
+            return Fate(Act.DUPLICATE, late_s)
+        if draw < noise.lose + noise.repeat + noise.late:
+            return Fate(Act.DELAY, late_s)
+        return DELIVER
+
+    # Telling
+
+    def _phases(self) -> str:
+        return ", ".join(
+            f"rank {r.rank} {r.phase.value} (call {r.ncalls}, "
+            + " ".join(
+                f"{key.peer}/{key.rail}:{path.state.value}:{path.epoch}"
+                for key, path in r.recovery.paths.items()
+            )
+            + ")"
+            for r in self.ranks
+        )
+
+    def _describe(self, exc: BaseException) -> str:
+        tail = "\n".join(map(str, self.network.trace[-_TAIL:]))
+        return (
+            f"{type(exc).__name__}: {exc}\nseed={self.seed}\nworkload={self.work.workload}\n"
+            f"plan={self.plan}\nat event {self.timeline.count}, {self.timeline.now:.6f} s; "
+            f"the trace ends\n{tail}"
+        )
+
+
+def _cut(fault: CutPath | NicDown, told: tuple[int, ...]) -> Cut:
+    return Cut(told, fault.keep, fault.late_ms / 1e3, fault.is_stall)
+
+
+@functools.lru_cache(maxsize=256)
+def _config(workload: Workload) -> Config:
+    return Config(
+        slice_nbytes=workload.slice_nbytes,
+        eager_nbytes=workload.eager_nbytes,
+        eager_slots=workload.eager_slots,
+        landing_depth=workload.landing_depth,
+        no_rail_timeout_s=5.0,
+        peer_timeout_s=5.0,
+        connect_timeout_s=1.0,
+        init_timeout_s=30.0,
+        timeout_s=60.0,
+    )
+
+
+_SILENCE = Plan().noise
+_TAIL = 25
+
+__all__ = ["MAX_EVENTS", "Outcome", "World", "expected_results", "simulate"]

@@ -1,0 +1,656 @@
+"""The control plane, every rank a thread of this process with its own environment and sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from r2ccl.auth import PROTOCOL_VERSION, Claim, Dialer, Purpose, Secret
+from r2ccl.bootstrap import ControlPlane, Goodbye, connect, wire
+from r2ccl.bootstrap.launch import LocalJob
+from r2ccl.bootstrap.listener import Listener
+from r2ccl.bootstrap.session import MAX_FRAME_NBYTES, Frame
+from r2ccl.config import Config
+from r2ccl.errors import InvalidArgument, TransportTimeout
+from r2ccl.types import Nic
+
+WAIT_S = 5.0
+RAILS = (Nic("lo", "127.0.0.1"), Nic("lo", "127.0.0.2"))
+
+
+class Number(msgspec.Struct, tag="number"):
+    value: int
+
+
+class Text(msgspec.Struct, tag="text"):
+    value: str
+
+
+class Recorder:
+    """A handler that keeps what it is told and lets a test wait for it."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[int, object]] = []
+        self.paths: dict[tuple[int, int, int], socket.socket] = {}
+        self.lost: dict[int, str] = {}
+        self.ticks = 0
+        self._changed = threading.Condition()
+
+    def on_message(self, peer: int, message: object) -> None:
+        with self._changed:
+            self.messages.append((peer, message))
+            self._changed.notify_all()
+
+    def on_path(self, peer: int, rail: int, epoch: int, sock: socket.socket) -> None:
+        with self._changed:
+            self.paths[peer, rail, epoch] = sock
+            self._changed.notify_all()
+
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+        with self._changed:
+            assert peer not in self.lost
+            self.lost[peer] = why
+            self._changed.notify_all()
+
+    def on_tick(self, now: float) -> None:
+        with self._changed:
+            self.ticks += 1
+            self._changed.notify_all()
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, timeout_s), vars(self)
+
+    def close(self) -> None:
+        for sock in self.paths.values():
+            sock.close()
+
+
+class Job:
+    """Ranks of one job: planes and their recorders, closed at the end."""
+
+    def __init__(self, job: LocalJob, settings: Mapping[str, Any]) -> None:
+        self.planes: list[ControlPlane] = []
+        self.seen: list[Recorder] = []
+        with ThreadPoolExecutor(job.nranks) as pool:
+            futures = [pool.submit(join, job, rank, {}, **settings) for rank in range(job.nranks)]
+            for future in futures:
+                self.planes.append(future.result(WAIT_S))
+                self.seen.append(Recorder())
+        for plane, recorder in zip(self.planes, self.seen, strict=True):
+            plane.start(recorder)
+
+    def wait_until_connected(self) -> None:
+        for plane in self.planes:
+            plane.broadcast(Text("here"))
+        for recorder in self.seen:
+            recorder.wait_for(lambda r=recorder: len(r.messages) == len(self.planes) - 1)
+            recorder.messages.clear()
+
+    def close(self) -> None:
+        with ThreadPoolExecutor(len(self.planes)) as pool:
+            list(pool.map(lambda plane: plane.close(2.0), self.planes))
+        for recorder in self.seen:
+            recorder.close()
+
+
+def environment(job: LocalJob, rank: int) -> dict[str, str]:
+    env = job.environment(rank)
+    if rank == 0:
+        env["R2CC_LISTEN_FD"] = str(job.listener.fileno())
+    return env
+
+
+def join(job: LocalJob, rank: int, changes: Mapping[str, str], **settings: Any) -> ControlPlane:
+    env = {**environment(job, rank), **changes}
+    config = Config.from_env(env, **{"init_timeout_s": WAIT_S, **settings})
+    return connect(config, message_types=Number | Text, nics_for=lambda *_: RAILS, env=env)
+
+
+def join_all(
+    job: LocalJob, changes: Mapping[int, Mapping[str, str]], ranks: list[int] | None = None
+) -> list[BaseException | None]:
+    """Join with changed environments; return what each rank raised."""
+    chosen = list(range(job.nranks)) if ranks is None else ranks
+    with ThreadPoolExecutor(len(chosen)) as pool:
+        futures: list[Future[ControlPlane]] = [
+            pool.submit(join, job, rank, changes.get(rank, {}), init_timeout_s=1.0)
+            for rank in chosen
+        ]
+        errors = [future.exception(15) for future in futures]
+    for future, error in zip(futures, errors, strict=True):
+        if error is None:
+            future.result().close(0)
+    return errors
+
+
+@pytest.fixture
+def start_job() -> Iterator[Callable[..., Job]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(nranks: int, **settings: Any) -> Job:
+            job = Job(stack.enter_context(LocalJob(nranks)), settings)
+            stack.callback(job.close)
+            return job
+
+        yield start
+
+
+# -- rendezvous -----------------------------------------------------------------------------
+
+
+def test_all_ranks_end_with_the_same_table(start_job: Callable[..., Job]) -> None:
+    job = start_job(4)
+    assert len({plane.peers for plane in job.planes}) == 1
+    assert len({plane.communicator_id for plane in job.planes}) == 1
+    assert [info.rank for info in job.planes[0].peers] == [0, 1, 2, 3]
+    assert all(plane.is_on_one_host for plane in job.planes)
+    assert {len(info.rails) for info in job.planes[0].peers} == {2}
+
+
+def test_the_rank_with_the_fewest_rails_decides() -> None:
+    with LocalJob(2) as job, ThreadPoolExecutor(2) as pool:
+        futures = [
+            pool.submit(
+                connect,
+                Config.from_env(environment(job, rank)),
+                message_types=Number,
+                nics_for=lambda _one, _address, count=2 - rank: RAILS[:count],
+                env=environment(job, rank),
+            )
+            for rank in range(2)
+        ]
+        planes = [future.result(WAIT_S) for future in futures]
+    assert [len(plane.nics) for plane in planes] == [1, 1]
+    for plane in planes:
+        plane.close(0)
+
+
+def test_a_single_rank_needs_no_rendezvous(start_job: Callable[..., Job]) -> None:
+    job = start_job(1)
+    assert job.planes[0].nranks == 1
+    job.seen[0].wait_for(lambda: job.seen[0].ticks > 0)
+
+
+def test_a_missing_rank_is_named_on_all_others() -> None:
+    with LocalJob(4) as job:
+        errors = join_all(job, {}, ranks=[0, 1, 3])
+    assert all(isinstance(error, TransportTimeout) for error in errors)
+    assert all("ranks [2] have not arrived" in str(error) for error in errors)
+
+
+def test_a_rank_without_rank_0_says_where_it_looked() -> None:
+    with LocalJob(2) as job:
+        with socket.create_server(("127.0.0.1", 0)) as reserved:
+            port = str(reserved.getsockname()[1])
+        (error,) = join_all(job, {1: {"R2CC_PORT": port}}, ranks=[1])
+    assert isinstance(error, TransportTimeout)
+    assert f"127.0.0.1:{port}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({2: {"RANK": "1"}}, "rank 1 was started twice"),
+        ({2: {"WORLD_SIZE": "5"}}, "rank 2 was started for 5 ranks, rank 0 for 3"),
+        ({2: {"R2CC_SLICE_NBYTES": "4096"}}, r"ranks \[2\] have other settings"),
+    ],
+    ids=["duplicate", "nranks", "settings"],
+)
+def test_ranks_that_do_not_fit_are_named_on_all(
+    changes: dict[int, dict[str, str]], named: str
+) -> None:
+    with LocalJob(3) as job:
+        errors = join_all(job, changes)
+    assert all(isinstance(error, InvalidArgument) for error in errors), errors
+    for error in errors:
+        with pytest.raises(InvalidArgument, match=named):
+            raise error or AssertionError
+
+
+def test_a_second_rank_0_is_told_that_the_port_is_taken() -> None:
+    with LocalJob(2) as job:  # whose socket is the first rank 0
+        (error,) = join_all(job, {1: {"RANK": "0"}}, ranks=[1])
+    assert isinstance(error, InvalidArgument)
+    assert "another process has it" in str(error)
+    assert "R2CC_PORT" in str(error)
+
+
+def test_one_rank_without_rails_fails_all() -> None:
+    with LocalJob(2) as job, ThreadPoolExecutor(2) as pool:
+        futures = [
+            pool.submit(
+                connect,
+                Config.from_env(environment(job, rank)),
+                message_types=Number,
+                nics_for=lambda _one, _address, count=1 - rank: RAILS[:count],
+                env=environment(job, rank),
+            )
+            for rank in range(2)
+        ]
+        for future in futures:
+            with pytest.raises(InvalidArgument, match="rank 1: no rail"):
+                future.result(WAIT_S)
+
+
+def test_ranks_of_one_host_share_the_secret_through_a_file(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+    stale = tmp_path / "r2ccl" / f"secret-127.0.0.1-{port}"
+    stale.parent.mkdir(mode=0o700)
+    stale.touch(0o600)
+    stale.write_text("ab" * 32)  # what a crashed job left
+
+    def start(rank: int) -> ControlPlane:
+        env = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port - 1),
+            "XDG_RUNTIME_DIR": str(tmp_path),
+        }
+        return connect(Config(), message_types=Number, nics_for=lambda *_: RAILS, env=env)
+
+    with ThreadPoolExecutor(3) as pool:
+        planes = list(pool.map(start, [1, 2, 0]))  # the others may read the stale file first
+    assert os.listdir(stale.parent) == []
+    for plane in planes:
+        plane.close(0)
+
+
+# -- messages -------------------------------------------------------------------------------
+
+
+def test_messages_from_any_thread_arrive_once_and_in_order(start_job: Callable[..., Job]) -> None:
+    job = start_job(3)
+    for plane in job.planes:  # the sessions may not be connected yet
+        for value in range(200):
+            plane.broadcast(Number(value))
+    for rank, recorder in enumerate(job.seen):
+        recorder.wait_for(lambda r=recorder: len(r.messages) == 400)
+        for peer in {0, 1, 2} - {rank}:
+            values = [m.value for p, m in recorder.messages if p == peer]  # type: ignore[attr-defined]
+            assert values == list(range(200))
+
+
+def test_what_was_asked_before_start_happens_then() -> None:
+    with LocalJob(2) as job, ThreadPoolExecutor(2) as pool:
+        planes = list(pool.map(lambda rank: join(job, rank, {}), range(2)))
+    seen = [Recorder(), Recorder()]
+    planes[0].send(1, Text("before"))
+    planes[0].dial_path(1, 0, 7)
+    planes[1].accept_path(0, 0, 7)
+    for plane, recorder in zip(planes, seen, strict=True):
+        plane.start(recorder)
+    seen[1].wait_for(lambda: seen[1].messages == [(0, Text("before"))])
+    for rank in range(2):
+        seen[rank].wait_for(lambda rank=rank: (1 - rank, 0, 7) in seen[rank].paths)
+    for plane, recorder in zip(planes, seen, strict=True):
+        plane.close(0)
+        recorder.close()
+
+
+@pytest.mark.parametrize("peer", [0, 2, -1])
+def test_a_wrong_peer_is_refused(start_job: Callable[..., Job], peer: int) -> None:
+    job = start_job(2)
+    with pytest.raises(InvalidArgument, match="allowed are the other ranks"):
+        job.planes[0].send(peer, Text("x"))
+
+
+def test_an_unregistered_message_is_refused(start_job: Callable[..., Job]) -> None:
+    job = start_job(2)
+    with pytest.raises(InvalidArgument, match="no message of this control plane"):
+        job.planes[0].send(1, RAILS[0])
+
+
+def cut_control_connections(plane: ControlPlane) -> int:
+    """Reset every control connection of `plane` from inside, as a dying network would."""
+    carriers = [c for peer in plane._sessions.values() for c in peer._carriers.values()]
+    for carrier in carriers:
+        plane.call_soon(carrier.abort)
+    return len(carriers)
+
+
+def test_cut_connections_lose_and_repeat_nothing(start_job: Callable[..., Job]) -> None:
+    job = start_job(2)
+    job.wait_until_connected()
+    total, ncut = 2000, 0
+    for value in range(total):
+        for rank in range(2):
+            job.planes[rank].send(1 - rank, Number(value))
+        if value % 200 == 100:
+            ncut += cut_control_connections(job.planes[value // 200 % 2])
+            recorder = job.seen[0]
+            recorder.wait_for(lambda r=recorder, n=value: len(r.messages) > n // 2)
+    for recorder in job.seen:
+        recorder.wait_for(lambda r=recorder: len(r.messages) == total)
+        assert [m.value for _, m in recorder.messages] == list(range(total))  # type: ignore[attr-defined]
+        assert recorder.lost == {}
+    assert ncut >= 10
+
+
+def test_a_rank_that_says_goodbye_is_not_lost(start_job: Callable[..., Job]) -> None:
+    job = start_job(3)
+    job.wait_until_connected()
+    job.planes[2].send(0, Text("last words"))
+    job.planes[2].close(2.0)
+    for rank in (0, 1):
+        recorder = job.seen[rank]
+        recorder.wait_for(lambda r=recorder: (2, Goodbye()) in r.messages)
+    assert job.seen[0].messages == [(2, Text("last words")), (2, Goodbye())]
+    job.planes[0].send(2, Text("nobody is there"))
+    job.planes[0].send(1, Text("still here"))
+    job.seen[1].wait_for(lambda: (0, Text("still here")) in job.seen[1].messages)
+    ticks = job.seen[0].ticks
+    job.seen[0].wait_for(lambda: job.seen[0].ticks >= ticks + 3)
+    assert job.seen[0].lost == job.seen[1].lost == {}
+
+
+def test_a_rank_that_just_closes_is_lost_at_once(start_job: Callable[..., Job]) -> None:
+    job = start_job(3)
+    job.wait_until_connected()
+    started = time.monotonic()
+    job.planes[0].close(0)
+    for rank in (1, 2):
+        recorder = job.seen[rank]
+        recorder.wait_for(lambda r=recorder: 0 in r.lost)
+        assert "connection refused" in recorder.lost[0]
+    assert time.monotonic() - started < 1.0
+
+
+def test_ticks_are_faster_while_busy(start_job: Callable[..., Job]) -> None:
+    job = start_job(1)
+    recorder = job.seen[0]
+
+    def duration_s(nticks: int) -> float:
+        first = recorder.ticks
+        started = time.monotonic()
+        recorder.wait_for(lambda: recorder.ticks >= first + nticks)
+        return time.monotonic() - started
+
+    idle_s = duration_s(4)
+    job.planes[0].is_busy = True
+    duration_s(1)
+    assert duration_s(4) < idle_s / 2
+
+
+# -- paths ----------------------------------------------------------------------------------
+
+
+def test_a_path_connects_both_ends_over_its_rail(start_job: Callable[..., Job]) -> None:
+    job = start_job(2)
+    job.planes[1].accept_path(0, 1, 5)
+    job.planes[0].dial_path(1, 1, 5)
+    for rank in range(2):
+        job.seen[rank].wait_for(lambda rank=rank: (1 - rank, 1, 5) in job.seen[rank].paths)
+    left, right = job.seen[0].paths[1, 1, 5], job.seen[1].paths[0, 1, 5]
+    assert left.getsockname()[0] == right.getsockname()[0] == "127.0.0.2"
+    assert left.getsockname() == right.getpeername()
+    assert not left.getblocking()
+    assert not right.getblocking()
+    assert left.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    left.send(b"first byte")
+    right.settimeout(WAIT_S)
+    assert right.recv(100) == b"first byte"
+
+
+def test_a_dial_goes_on_until_it_is_expected(start_job: Callable[..., Job]) -> None:
+    job = start_job(2)
+    failures: list[str] = []
+    failed = threading.Event()
+    job.planes[0].dial_path(1, 0, 3, lambda why: (failures.append(why), failed.set()))
+    assert failed.wait(WAIT_S)  # nobody expects it
+    job.planes[1].accept_path(0, 0, 3)
+    job.seen[0].wait_for(lambda: (1, 0, 3) in job.seen[0].paths)
+    assert job.planes[1].rejections()["path not expected"] == 1
+    assert failures == ["closed during the handshake"]
+
+
+def test_only_the_expected_epoch_gets_in(start_job: Callable[..., Job]) -> None:
+    job = start_job(2)
+    failed = threading.Event()
+    job.planes[1].accept_path(0, 0, 9)
+    job.planes[0].dial_path(1, 0, 8, lambda _: failed.set())
+    assert failed.wait(WAIT_S)
+    job.planes[0].dial_path(1, 0, 9)  # replaces the other
+    for rank in range(2):
+        job.seen[rank].wait_for(lambda rank=rank: (1 - rank, 0, 9) in job.seen[rank].paths)
+        assert len(job.seen[rank].paths) == 1
+    assert job.planes[1].rejections()["path of an older epoch"] >= 1
+
+
+def test_a_cancelled_dial_ends(start_job: Callable[..., Job]) -> None:
+    job = start_job(2)
+    failed = threading.Event()
+    job.planes[0].dial_path(1, 0, 1, lambda _: failed.set())
+    job.planes[0].cancel_path(1, 0)
+    job.planes[1].accept_path(0, 0, 1)
+    job.planes[0].dial_path(1, 1, 1)
+    job.planes[1].accept_path(0, 1, 1)
+    job.seen[1].wait_for(lambda: (0, 1, 1) in job.seen[1].paths)
+    assert (0, 0, 1) not in job.seen[1].paths
+    assert not failed.is_set()
+
+
+def test_a_kick_ends_the_pause(start_job: Callable[..., Job]) -> None:
+    job = start_job(2)
+    nfailures, fifth = [0], threading.Event()
+
+    def count(_: str) -> None:
+        nfailures[0] += 1
+        if nfailures[0] == 5:
+            fifth.set()
+
+    job.planes[1].accept_path(0, 0, 2)
+    job.planes[0].dial_path(1, 0, 1, count)  # rejected at once, every time
+    assert fifth.wait(WAIT_S)  # now in a pause of 0.8 s
+    job.planes[1].accept_path(0, 0, 1)
+    started = time.monotonic()
+    job.planes[0].kick(0)
+    job.seen[0].wait_for(lambda: (1, 0, 1) in job.seen[0].paths)
+    assert time.monotonic() - started < 0.5
+
+
+def probe(plane: ControlPlane, peer: int, rail: int) -> bool:
+    answer: Future[bool] = Future()
+    plane.probe(peer, rail, answer.set_result)
+    return answer.result(WAIT_S)
+
+
+def test_a_probe_is_answered_by_the_kernel_and_leaves_no_trace(
+    start_job: Callable[..., Job],
+) -> None:
+    job = start_job(2)
+    for rank, rail in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        assert probe(job.planes[rank], 1 - rank, rail)
+    assert [plane.rejections() for plane in job.planes] == [{}, {}]
+
+
+def test_a_refused_probe_is_an_answer_and_silence_is_none(
+    start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start_job(2)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = closed.getsockname()
+    full = socket.create_server(("127.0.0.1", 0), backlog=0)
+    filler = [socket.create_connection(full.getsockname(), 1)]  # the queue is full: SYNs vanish
+    rails = (address, full.getsockname())
+    peers = (job.planes[0].peers[0], msgspec.structs.replace(job.planes[0].peers[1], rails=rails))
+    monkeypatch.setattr(job.planes[0]._paths, "_peers", peers)
+    assert probe(job.planes[0], 1, 0)
+    assert not probe(job.planes[0], 1, 1)
+    for sock in (full, *filler):
+        sock.close()
+
+
+# -- strangers ------------------------------------------------------------------------------
+
+
+def stranger(plane: ControlPlane, data: bytes) -> bytes:
+    """Send `data` to a rail listener as someone outside; return what comes back until the end."""
+    with socket.create_connection(plane.peers[plane.rank].rails[0], WAIT_S) as sock:
+        sock.sendall(data)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := sock.recv(4096):
+                answer += piece
+    return answer
+
+
+OPENING = b"r2ccl\r" + PROTOCOL_VERSION.to_bytes(2, "big") + b"n" * 32
+
+
+@pytest.mark.parametrize(
+    ("data", "reason", "answer_nbytes"),
+    [
+        (os.urandom(4096), "wrong magic", 0),
+        (b"GET / HTTP/1.1\r\nHost: somewhere.example\r\n\r\n", "wrong magic", 0),
+        (b"r2ccl\r" + b"\0\0" + b"n" * 32, "wrong version", 0),
+        (OPENING + b"\1" * 72, "wrong proof", 40),
+    ],
+    ids=["noise", "http", "old-version", "wrong-proof"],
+)
+def test_a_stranger_is_counted_and_logged_and_the_job_goes_on(
+    start_job: Callable[..., Job],
+    caplog: pytest.LogCaptureFixture,
+    data: bytes,
+    reason: str,
+    answer_nbytes: int,
+) -> None:
+    job = start_job(2)
+    with caplog.at_level(logging.WARNING, "r2ccl.bootstrap"):
+        for _ in range(3):
+            assert len(stranger(job.planes[1], data)) == answer_nbytes
+    assert job.planes[1].rejections() == {reason: 3}
+    assert sum(reason in line for line in caplog.messages) == 1
+    job.wait_until_connected()
+
+
+def test_a_replayed_handshake_stays_outside(start_job: Callable[..., Job]) -> None:
+    job = start_job(2)
+    plane = job.planes[1]
+    claim = Claim(Purpose.CONTROL, plane.communicator_id, 0, 1)
+    secret = plane._sessions[0]._setting.secret
+    with socket.create_connection(plane.peers[1].rails[0], WAIT_S) as sock:
+        dialer = Dialer(secret, claim, b"n" * 32)
+        sock.sendall(dialer.opening())
+        proof = dialer.prove(sock.recv(40, socket.MSG_WAITALL))
+        sock.sendall(proof)
+        dialer.confirm(sock.recv(32, socket.MSG_WAITALL))
+    stranger(plane, dialer.opening() + proof)
+    assert plane.rejections() == {"wrong proof": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"communicator": b"x" * 16}, "another communicator"),
+        ({"dst": 0}, "wrong pair of ranks"),
+        ({"src": 1}, "wrong pair of ranks"),
+        ({"src": 2}, "wrong pair of ranks"),
+        ({"purpose": Purpose.RENDEZVOUS}, "rendezvous is over"),
+        ({"purpose": Purpose.DATA, "rail": 1}, "path on the wrong rail"),
+    ],
+)
+def test_a_claim_that_is_proved_but_wrong_stays_outside(
+    start_job: Callable[..., Job], change: dict[str, Any], reason: str
+) -> None:
+    job = start_job(2)
+    plane = job.planes[1]
+    claim = Claim(Purpose.CONTROL, plane.communicator_id, 0, 1)._replace(**change)
+    secret = plane._sessions[0]._setting.secret
+    with socket.create_connection(plane.peers[1].rails[0], WAIT_S) as sock:
+        dialer = Dialer(secret, claim, b"n" * 32)
+        sock.sendall(dialer.opening())
+        sock.sendall(dialer.prove(sock.recv(40, socket.MSG_WAITALL)))
+        assert sock.recv(1) == b""
+    assert plane.rejections() == {reason: 1}
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (
+            (MAX_FRAME_NBYTES + 1).to_bytes(4, "big") + Frame(1, 0, b"").pack()[4:],
+            "oversized frame",
+        ),
+        (b"\xff" * 100, "wrong frame version"),
+    ],
+)
+def test_a_bad_frame_ends_its_connection_only(
+    start_job: Callable[..., Job], data: bytes, reason: str
+) -> None:
+    job = start_job(2)
+    job.wait_until_connected()
+    (carrier, *_) = job.planes[0]._sessions[1]._carriers.values()
+    job.planes[0].call_soon(lambda: carrier.write(data))
+    job.planes[0].send(1, Text("after"))
+    job.seen[1].wait_for(lambda: job.seen[1].messages == [(0, Text("after"))])
+    deadline = time.monotonic() + WAIT_S
+    while reason not in job.planes[1].rejections() and time.monotonic() < deadline:
+        job.seen[1].wait_for(lambda n=job.seen[1].ticks: job.seen[1].ticks > n)
+    assert job.planes[1].rejections() == {reason: 1}
+    assert job.seen[0].lost == job.seen[1].lost == {}
+
+
+def test_slow_strangers_cannot_keep_ranks_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Listener.__init__, "__kwdefaults__", {"timeout_s": 0.3, "max_pending": 4})
+    with LocalJob(2) as local, contextlib.ExitStack() as stack:
+        slow = [
+            stack.enter_context(socket.create_connection(local.listener.getsockname(), WAIT_S))
+            for _ in range(6)
+        ]
+        for sock in slow:
+            sock.sendall(OPENING[:10])
+        job = Job(local, {})
+        stack.callback(job.close)
+        counts = job.planes[0].rejections()
+        assert counts["too many unproved connections"] >= 1
+        job.wait_until_connected()
+        late = stack.enter_context(
+            socket.create_connection(job.planes[1].peers[1].rails[0], WAIT_S)
+        )
+        late.sendall(OPENING[:10])
+        assert late.recv(1) == b""  # closed at the deadline of the handshake
+        assert job.planes[1].rejections() == {"handshake timed out": 1}
+
+
+def test_two_jobs_at_once_do_not_meet(start_job: Callable[..., Job]) -> None:
+    first, second = start_job(2), start_job(2)
+    for job, text in ((first, "one"), (second, "two")):
+        job.planes[0].send(1, Text(text))
+    first.seen[1].wait_for(lambda: first.seen[1].messages == [(0, Text("one"))])
+    second.seen[1].wait_for(lambda: second.seen[1].messages == [(0, Text("two"))])
+    assert first.planes[0].communicator_id != second.planes[0].communicator_id
+
+
+def test_a_rank_with_another_secret_stays_outside() -> None:
+    other = {"R2CC_SECRET": Secret(b"?" * 32).hex()}
+    with LocalJob(2) as job:
+        errors = join_all(job, {1: other})
+    assert [type(error) for error in errors] == [TransportTimeout, TransportTimeout]
+    assert "ranks [1] have not arrived" in str(errors[0])
+    assert "secret" in str(errors[1])
+    assert other["R2CC_SECRET"] not in str(errors[1])
+
+
+def test_a_probe_like_visitor_is_no_stranger(start_job: Callable[..., Job]) -> None:
+    job = start_job(2)
+    address = job.planes[1].peers[1].rails[0]
+    socket.create_connection(address, WAIT_S).close()
+    with socket.create_connection(address, WAIT_S) as sock:
+        wire.close_hard(sock)
+    job.wait_until_connected()
+    assert job.planes[1].rejections() == {}

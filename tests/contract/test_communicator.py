@@ -1,0 +1,120 @@
+"""What a user of a communicator can rely on, over real processes and real sockets."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import programs
+import pytest
+
+import r2ccl
+from r2ccl import launch
+
+TIMEOUT_S = 90.0
+
+
+@pytest.mark.parametrize("nranks", [1, 2, 3, 4, 5])
+def test_every_dtype_and_op_is_exact(nranks: int) -> None:
+    run = functools.partial(programs.allreduces, (0, 1, 7, 1000), programs.DTYPES)
+    assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+
+
+@pytest.mark.parametrize("nranks", [2, 3, 4])
+def test_every_protocol_is_exact(nranks: int) -> None:
+    """Sizes around the eager limit, one slice, several slices, several channels."""
+    counts = (16383, 16384, 16385, 70001, 262144, 1000003)
+    run = functools.partial(programs.allreduces, counts, ("float32", "bfloat16"))
+    assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+
+
+def test_more_than_2_gib() -> None:
+    assert launch(programs.larger_than_2gib, 2, timeout_s=TIMEOUT_S) == [True, True]
+
+
+def test_all_ranks_get_the_same_bits() -> None:
+    for count in (100, 300_000):
+        run = functools.partial(programs.reduced_bits, count, 1)
+        first, *others = launch(run, 4, timeout_s=TIMEOUT_S)
+        assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("mode", ["0", "1", "auto"])
+def test_modes_give_the_same_bits(mode: str) -> None:
+    run = functools.partial(programs.reduced_bits, 200_000, 2)
+    reference = launch(run, 3, timeout_s=TIMEOUT_S)
+    assert launch(run, 3, timeout_s=TIMEOUT_S, env={"R2CC_MODE": mode}) == reference
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        ((10, "float32", "SUM"), (20, "float32", "SUM"), (10, "float32", "SUM")),
+        ((10, "float32", "SUM"), (10, "float64", "SUM"), (10, "float32", "SUM")),
+        ((10, "float32", "SUM"), (10, "float32", "SUM"), (10, "float32", "MAX")),
+        ((0, "float32", "SUM"), (1, "float32", "SUM"), (1, "float32", "SUM")),
+        ((10, "float32", "SUM"), (1_000_000, "float32", "SUM"), (10, "float32", "SUM")),
+        ((1_000_000, "float32", "SUM"), (1_000_000, "float32", "SUM"), (999_999, "float32", "SUM")),
+    ],
+)
+def test_ranks_that_disagree_are_named(calls: tuple[tuple[int, str, str], ...]) -> None:
+    begin = time.monotonic()
+    errors = launch(functools.partial(programs.disagree, calls), 3, timeout_s=TIMEOUT_S)
+    assert time.monotonic() - begin < 30
+    for error in errors:
+        assert error.startswith("InvalidArgument"), errors
+        assert "all ranks must pass the same" in error
+
+
+def test_bad_arguments_are_refused_before_any_io() -> None:
+    for messages in launch(programs.usable_after_bad_arguments, 2, timeout_s=TIMEOUT_S):
+        assert len(messages) == 8
+        assert "not C-contiguous" in messages[0]
+        assert "read-only" in messages[1]
+        assert "overlap in part" in messages[6]
+        assert "op=MIN" in messages[7]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("nbytes", [1000, 32 << 20])
+def test_a_killed_rank_is_lost_on_every_survivor(victim: int, nbytes: int) -> None:
+    run = functools.partial(programs.killed_report, victim, nbytes)
+    reports = programs.survivors(run, 3, victim, TIMEOUT_S)
+    assert len(reports) == 2
+    for report in reports:
+        assert report["error"] == "PeerLost"
+        assert report["peer"] == victim
+        assert report["after"] == "PeerLost"
+        assert report["delay_s"] < 10.0
+
+
+def test_control_c_ends_a_blocked_call() -> None:
+    first, second = launch(
+        functools.partial(programs.interrupted, 0), 2, timeout_s=TIMEOUT_S
+    )
+    assert first == "KeyboardInterrupt"
+    assert "rank 0 gave up" in second
+
+
+def test_a_peer_that_does_not_come_is_named() -> None:
+    text = launch(programs.timed_out, 2, timeout_s=TIMEOUT_S)[0]
+    assert "waits for" in text
+    assert "rank 1" in text
+
+
+@pytest.mark.parametrize("nranks", [2, 4])
+@pytest.mark.parametrize(("count", "step"), [(1000, 0), (500_000, 2)])
+def test_losing_a_rail_changes_no_bit(nranks: int, count: int, step: int) -> None:
+    run = functools.partial(programs.lose_rails, count, step, 6)
+    reports = launch(run, nranks, timeout_s=TIMEOUT_S)
+    assert reports[0][1] >= 1
+    reference = launch(
+        functools.partial(programs.many_reductions, count, 6), nranks, timeout_s=TIMEOUT_S
+    )
+    assert [results for results, _ in reports] == reference
+
+
+def test_fail_stop_mode_reports_the_broken_path() -> None:
+    run = functools.partial(programs.lose_rails, 500_000, 2, 2)
+    with pytest.raises(r2ccl.R2cclError, match="R2CC_MODE=0 does not migrate"):
+        launch(run, 2, timeout_s=TIMEOUT_S, env={"R2CC_MODE": "0"})

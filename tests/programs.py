@@ -1,0 +1,232 @@
+"""What ranks run in tests: importable functions, each returning something a test can compare."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import r2ccl
+
+DTYPES = (
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+)  # fmt: skip
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def data_of(rank: int, count: int, name: str) -> np.ndarray:
+    """Small integers: every sum and product of a few ranks is exact in every dtype."""
+    values = np.random.default_rng((rank, count)).integers(1, 3, count)
+    return values.astype(dtype_of(name))
+
+
+def expected(nranks: int, count: int, name: str, op: r2ccl.ReduceOp) -> np.ndarray:
+    every = [data_of(rank, count, name) for rank in range(nranks)]
+    functions = {r2ccl.PROD: np.multiply, r2ccl.MIN: np.minimum, r2ccl.MAX: np.maximum}
+    total = functools.reduce(functions.get(op, np.add), every)
+    if op != r2ccl.AVG:
+        return total
+    if total.dtype.kind in "iu":
+        return (total // nranks).astype(total.dtype)
+    # A complex sum is divided part by part; NumPy's complex division may round differently.
+    parts = total.view(total.real.dtype)
+    return (parts / nranks).astype(parts.dtype).view(total.dtype)
+
+
+def allreduces(counts: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
+    """Every dtype, op and count, in place and out of place; returns what came out wrong."""
+    wrong = []
+    with r2ccl.init() as comm:
+        for name in names:
+            for op in r2ccl.ReduceOp:
+                if name.startswith("complex") and op in (r2ccl.MIN, r2ccl.MAX):
+                    continue
+                for count in counts:
+                    want = expected(comm.nranks, count, name, op)
+                    x = data_of(comm.rank, count, name)
+                    out = np.empty_like(x)
+                    comm.allreduce(x, out, op)
+                    is_untouched = np.array_equal(x, data_of(comm.rank, count, name))
+                    comm.allreduce(x, op=op)
+                    if not (is_untouched and same(out, want) and same(x, want)):
+                        wrong.append(f"{name} {op.name} {count}")
+    return wrong
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.tobytes() == b.tobytes()
+
+
+def larger_than_2gib() -> bool:
+    with r2ccl.init() as comm:
+        count = (2 << 30) + 12345
+        x = np.full(count, comm.rank + 1, np.uint8)
+        x[-1] = 10 + comm.rank
+        comm.allreduce(x)
+        total = sum(range(1, comm.nranks + 1))
+        last = sum(10 + rank for rank in range(comm.nranks))
+        return bool(x[-1] == last and (x[:-1] == total).all())
+
+
+def reduced_bits(count: int, seed: int) -> bytes:
+    """Sum of data whose result depends on the order of additions."""
+    with r2ccl.init() as comm:
+        rng = np.random.default_rng((seed, comm.rank))
+        x = rng.standard_normal(count).astype(np.float32)
+        return comm.allreduce(x).tobytes()
+
+
+def disagree(calls: tuple[tuple[int, str, str], ...]) -> str:
+    """Rank r passes calls[r] = (count, dtype, op); returns the error's type and text."""
+    with r2ccl.init() as comm:
+        count, name, op = calls[comm.rank]
+        try:
+            comm.allreduce(np.ones(count, dtype_of(name)), op=r2ccl.ReduceOp[op])
+            comm.barrier()  # a rank that needs no peer for its own call learns of it here
+        except r2ccl.R2cclError as exc:
+            text = f"{type(exc).__name__}: {exc}"
+        else:
+            text = "no error"
+        comm.abort()
+        return text
+
+
+def usable_after_bad_arguments() -> list[str]:
+    """Arguments refused before any I/O leave the communicator as it was."""
+    read_only = np.ones(4)
+    read_only.flags.writeable = False
+    overlapping = np.ones(10)
+    refused: list[tuple[Any, ...]] = [
+        (np.ones((4, 4))[:, ::2],),
+        (read_only,),
+        ([1.0, 2.0],),
+        (np.array(["a"]),),
+        (np.ones(4), np.ones(5)),
+        (np.ones(4), np.ones(4, np.float32)),
+        (overlapping[:8], overlapping[1:9]),
+        (np.ones(4, complex), None, r2ccl.MIN),
+    ]
+    messages = []
+    with r2ccl.init() as comm:
+        for arguments in refused:
+            try:
+                comm.allreduce(*arguments)
+            except r2ccl.InvalidArgument as exc:
+                messages.append(str(exc))
+        assert comm.allreduce(np.ones(3))[0] == comm.nranks
+    return messages
+
+
+def killed_report(victim: int, nbytes: int, path: str) -> None:
+    """One rank dies in mid-allreduce; each survivor writes what it saw to `path`."""
+    with r2ccl.init() as comm:
+        x = np.ones(nbytes, np.uint8)
+        comm.allreduce(x)
+        if comm.rank == victim:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        begin = time.monotonic()
+        report: dict[str, Any] = {}
+        try:
+            while True:
+                comm.allreduce(x)
+        except r2ccl.R2cclError as exc:
+            report["error"] = type(exc).__name__
+            report["peer"] = getattr(exc, "peer", None)
+            report["delay_s"] = time.monotonic() - begin
+        try:
+            comm.barrier()
+        except r2ccl.CommunicatorRevoked as exc:
+            report["after"] = type(exc.reason).__name__
+        with open(f"{path}.{comm.rank}", "w") as file:
+            json.dump(report, file)
+        comm.abort()
+
+
+def survivors(run: functools.partial[None], nranks: int, victim: int, timeout_s: float) -> list[Any]:
+    """Launch `run`, whose `victim` dies, and collect what the others wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.suppress(r2ccl.R2cclError):  # the launcher complains about the victim
+            r2ccl.launch(functools.partial(run, f"{folder}/report"), nranks, timeout_s=timeout_s)
+        paths = [f"{folder}/report.{rank}" for rank in range(nranks) if rank != victim]
+        reports = []
+        for path in paths:
+            with open(path) as file:
+                reports.append(json.load(file))
+        return reports
+
+
+def interrupted(victim: int) -> str:
+    """Ctrl-C ends a call that waits for a peer who never comes."""
+    with r2ccl.init() as comm:
+        if comm.rank == victim:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            try:
+                comm.allreduce(np.ones(1 << 20))
+            except KeyboardInterrupt:
+                comm.abort("interrupted")
+                return "KeyboardInterrupt"
+        else:
+            time.sleep(0.4)
+            try:
+                comm.allreduce(np.ones(1 << 20))
+            except r2ccl.CommunicatorRevoked as exc:
+                comm.abort()
+                return str(exc)
+    return "no error"
+
+
+def timed_out() -> str:
+    """A peer that does not come in time is named."""
+    with r2ccl.init(timeout_s=0.5) as comm:
+        if comm.rank == 0:
+            try:
+                comm.allreduce(np.ones(1 << 20, np.float32))
+            except r2ccl.TransportTimeout as exc:
+                return str(exc)
+        else:
+            deadline = time.monotonic() + 10
+            while comm._engine.recovery.error is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+        comm.abort()
+    return ""
+
+
+def lose_rails(count: int, step: int, ops: int) -> tuple[list[bytes], int]:
+    """Rail 0 breaks at `step` of every other operation; returns results and repairs."""
+    from r2ccl.testing import Action, Fault, FaultPlan
+
+    faults = [
+        Fault(action=Action.NIC_DOWN, node=0, rail=0, rank=0, at_op=op, at_step=step)
+        for op in range(0, ops, 2)
+    ]
+    plan = FaultPlan(faults)
+    with r2ccl.init(faults=plan) as comm:
+        results = []
+        for op in range(ops):
+            x = np.random.default_rng((op, comm.rank)).standard_normal(count).astype(np.float32)
+            results.append(comm.allreduce(x).tobytes())
+        return results, len(comm.repairs())
+
+
+def many_reductions(count: int, ops: int) -> list[bytes]:
+    """The same operations as `lose_rails`, with nothing going wrong."""
+    with r2ccl.init() as comm:
+        return [
+            comm.allreduce(
+                np.random.default_rng((op, comm.rank)).standard_normal(count).astype(np.float32)
+            ).tobytes()
+            for op in range(ops)
+        ]
