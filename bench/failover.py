@@ -5,130 +5,52 @@ random moment, stays for some operations, is taken back, and when everything is 
 one comes. Only one job is started, so many faults fit into a minute.
 
 Every time is counted from just before the fault is asked of the kernel, so that it includes the
-kernel's own work. Throughput is goodput: what a rank must send, 2(n-1)/n of the data, by the time
-of the operations. One wrong element anywhere ends the bench with 1.
+kernel's own work. Throughput is goodput: what a rank must send, 2(n-1)/n of the data, less what
+the shapers' buckets had saved up before each operation, by the time of the operations. One wrong
+element anywhere ends the bench with 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import os
 import random
+import socket
 import statistics
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import add_json_argument, format_size, parse_size, write_json
-from failover_report import plot, print_table
+from common import add_json_argument, parse_size, write_json
+from failover_job import Cluster, Failure, Operation
+from failover_report import plot, print_incident, print_summary
+from rich.console import Console
 
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
-from r2ccl.testing import Action, Fault
-from r2ccl.testing.netlab import Job, Lab, LabError, ensure_privileged
+from r2ccl.testing import Action, Fault, Firing
+from r2ccl.testing.netlab import Lab, LabError, Shape, ensure_privileged
 
 NODES = RAILS = 4
+#: Bucket of each NIC's shaper. It fills while the ranks verify, and then goes beyond the rate.
+BURST_NBYTES = 256 << 10
 KINDS = tuple(action for action in Action if action not in (Action.RESTORE, Action.KILL))
 
 #: Operations measured before a fault, and after the one(s) it struck.
 _NOPS = 3
+#: The first ones meet cold windows and fresh pages.
+_WARMUP = 3
 #: For how long NICs flap, and ranks are stopped.
 _DURATION_S = 1.0
 _FLAP_MEAN_S = 0.1
 #: A slow NIC has this part of its rate left.
 _SLOW_SHARE = 0.25
-#: How long anything that is waited for may take.
-_PATIENCE_S = 60.0
+#: The table needs more than the 80 columns a pipe is taken for.
+_WIDTH = 120
 _EXIT_UNAVAILABLE = 69
-
-
-class Failure(Exception):
-    """The job ended, or something did not come in time."""
-
-
-class Operation(NamedTuple):
-    """One allreduce as rank 0 saw it; CLOCK_MONOTONIC seconds."""
-
-    begun_s: float
-    ended_s: float
-
-
-class Cluster:
-    """A running job: its operations and repairs as they come in.
-
-    Parameters
-    ----------
-    lab : Lab
-    nbytes : int
-        Of each operation.
-    """
-
-    def __init__(self, lab: Lab, nbytes: int) -> None:
-        self.operations: list[Operation] = []
-        #: By rank, peer, rail and time of failure; a later version replaces an earlier one.
-        self._repairs: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self._news = threading.Condition()
-        self._is_over = False
-        self._words: list[str] = []
-        program = str(Path(__file__).with_name("failover_rank.py"))
-        self._job: Job = lab.start([sys.executable, program, str(nbytes)])
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def wait(self, is_there: Callable[[], bool], what: str) -> None:
-        """Wait until `is_there`, which is asked whenever a rank says something."""
-        with self._news:
-            if not self._news.wait_for(lambda: is_there() or self._is_over, _PATIENCE_S):
-                raise Failure(f"{what} did not come within {_PATIENCE_S:g} s")
-            if self._is_over:
-                raise Failure("a rank ended: " + "; ".join(self._words[-4:]))
-
-    def wait_operations(self, count: int, since_s: float) -> list[Operation]:
-        """Wait for `count` operations begun after `since_s`, and return the first ones."""
-
-        def found() -> list[Operation]:
-            return [each for each in self.operations if each.begun_s >= since_s][:count]
-
-        self.wait(lambda: len(found()) == count, f"{count} operations")
-        return found()
-
-    def repairs(self, since_s: float) -> list[dict[str, Any]]:
-        """Return the repairs that began after `since_s`, of all ranks."""
-        return [each for each in self._repairs.values() if each["failed_s"] >= since_s]
-
-    def close(self) -> None:
-        """End the job: in order if it can, by force if not."""
-        try:
-            with self._news:
-                for process in self._job.ranks[:1] if not self._is_over else ():
-                    assert process.popen.stdin is not None
-                    process.popen.stdin.close()
-                self._news.wait_for(lambda: self._is_over, _PATIENCE_S)
-        finally:
-            self._job.close()
-            self._reader.join()
-
-    def _read(self) -> None:
-        self._job.stream(3600.0, self._take)
-        with self._news:
-            self._is_over = True
-            self._news.notify_all()
-
-    def _take(self, rank: int, line: str) -> None:
-        with self._news:
-            if not line.startswith("{"):
-                self._words.append(f"rank {rank}: {line}")
-                return
-            said = json.loads(line)
-            if "repair" in said:
-                repair = said["repair"]
-                key = (rank, repair["peer"], repair["rail"], repair["failed_s"])
-                self._repairs[key] = repair
-            else:
-                self.operations.append(Operation(said["begun_s"], said["ended_s"]))
-            self._news.notify_all()
 
 
 def draw_fault(kind: Action, rng: random.Random, rate_mbps: float) -> Fault:
@@ -153,7 +75,7 @@ class Incident(NamedTuple):
     """A fault, and everything that was seen of it."""
 
     fault: Fault
-    cut_s: float
+    firing: Firing
     before: list[Operation]
     during: list[Operation]
     after: list[Operation]
@@ -165,14 +87,18 @@ def strike(cluster: Cluster, lab: Lab, fault: Fault, rng: random.Random) -> Inci
     before = cluster.wait_operations(_NOPS, monotonic())
     took_s = before[-1].ended_s - before[-1].begun_s
     threading.Event().wait(rng.uniform(0, took_s))
-    cut_s = lab.apply(fault).time_s
-    struck_until_s = cut_s + (fault.duration_s or 0.0)
+    firing = lab.apply(fault)
+    cut_s = firing.time_s
+    cluster.wait_operations(_NOPS, cut_s + (fault.duration_s or 0.0))
+    # The fault may strike what an operation does not need any more: then the next one meets it.
+    resumed = [each["resumed_s"] for each in cluster.repairs(cut_s) if each["moved"]]
+    struck_until_s = max([cut_s + (fault.duration_s or 0.0), *resumed])
     after = cluster.wait_operations(_NOPS, struck_until_s)
     during = [
         each
         for each in cluster.operations
-        if each.ended_s > cut_s and each.begun_s < struck_until_s
-    ] or after[:1]  # between two operations: the next one meets the fault
+        if each.ended_s > cut_s and each.begun_s < after[0].begun_s
+    ] or after[:1]
     if fault.duration_s is None:
         lab.restore()
     lab.raise_errors()
@@ -180,26 +106,32 @@ def strike(cluster: Cluster, lab: Lab, fault: Fault, rng: random.Random) -> Inci
         lambda: all(repair["restored_s"] for repair in cluster.repairs(cut_s)),
         f"every rail after {fault}",
     )
-    return Incident(fault, cut_s, before, during, after, cluster.repairs(cut_s))
+    return Incident(fault, firing, before, during, after, cluster.repairs(cut_s))
 
 
 def goodput_mbps(operations: Sequence[Operation], nbytes: int) -> float:
-    """Return Mbit/s of useful bytes each rank sent in these operations."""
+    """Return Mbit/s of useful bytes each rank sent at the shaped rate in these operations."""
     seconds = sum(each.ended_s - each.begun_s for each in operations)
-    return 8e-6 * len(operations) * 2 * (NODES - 1) / NODES * nbytes / seconds
+    shaped_nbytes = 2 * (NODES - 1) / NODES * nbytes - RAILS * BURST_NBYTES
+    return 8e-6 * len(operations) * max(0.0, shaped_nbytes) / seconds
 
 
 def fault_row(incident: Incident, nbytes: int, run: int) -> dict[str, Any]:
-    """Make the flat object of an incident; None where nothing of the kind was to be seen."""
-    cut_s, repairs = incident.cut_s, incident.repairs
+    """Make the flat object of an incident; None: nothing of the kind was to be seen."""
+    cut_s, repairs = incident.firing.time_s, incident.repairs
     failed = [repair["failed_s"] - cut_s for repair in repairs]
+    resumed = [repair["resumed_s"] - cut_s for repair in repairs if repair["moved"]]
     first = [repair["first_byte_s"] - cut_s for repair in repairs if repair["first_byte_s"]]
+    if incident.fault.action is Action.FLAP:  # later failures are not counted from the first cut
+        resumed, first = resumed[:0], sorted(first)[:1]
     return {
         "measure": "fault",
         "fault": str(incident.fault.action),
         "run": run,
         "target": str(incident.fault),
+        "kernel_ms": 1e3 * (incident.firing.applied_s - cut_s),
         "detection_ms": 1e3 * min(failed) if failed else None,
+        "last_resume_ms": 1e3 * max(resumed) if resumed else None,
         "repair_ms": 1e3 * min(first) if first else None,
         "last_repair_ms": 1e3 * max(first) if first else None,
         "nbytes_replayed": sum(repair["nbytes_replayed"] for repair in repairs),
@@ -208,22 +140,33 @@ def fault_row(incident: Incident, nbytes: int, run: int) -> dict[str, Any]:
         "before_mbps": goodput_mbps(incident.before, nbytes),
         "during_mbps": goodput_mbps(incident.during, nbytes),
         "after_mbps": goodput_mbps(incident.after, nbytes),
-        "wrong": 0,
+        "load": os.getloadavg()[0],
     }
 
 
 def throughput_rows(rows: Sequence[dict[str, Any]], line_mbps: float) -> list[dict[str, Any]]:
     """Answer what goodput is of the line rate, and what is left of it with a NIC lost."""
     healthy = statistics.median(row["before_mbps"] for row in rows)
-    made = [
-        {"measure": "goodput", "state": "healthy", "mbps": healthy,
-         "share_of_line_rate": healthy / line_mbps}
-    ]  # fmt: skip
+    made: list[dict[str, Any]] = [
+        {
+            "measure": "goodput",
+            "state": "healthy",
+            "mbps": healthy,
+            "share_of_line_rate": healthy / line_mbps,
+        }
+    ]
     lost = [row["after_mbps"] for row in rows if row["fault"] == Action.NIC_DOWN]
     if lost:
         mbps = statistics.median(lost)
-        made.append({"measure": "goodput", "state": "one of four NICs lost", "mbps": mbps,
-                     "share_of_line_rate": mbps / line_mbps, "share_of_healthy": mbps / healthy})  # fmt: skip
+        made.append(
+            {
+                "measure": "goodput",
+                "state": "one of four NICs lost",
+                "mbps": mbps,
+                "share_of_line_rate": mbps / line_mbps,
+                "share_of_healthy": mbps / healthy,
+            }
+        )
     return made
 
 
@@ -247,18 +190,89 @@ def parameters(lab: Lab, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def congestion_control(lab: Lab, config: Config) -> str:
-    """Name what the rails' sockets run: what they ask for if it is to be had, as they do."""
-    import socket
+    """Name what the rails' sockets run: what they ask for where the machine grants it."""
 
     def ask() -> str:
         with socket.socket() as sock:
-            try:
-                sock.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_CONGESTION, config.tcp_congestion.encode()
-                )
-            except OSError:
-                pass
+            with contextlib.suppress(OSError):  # refused: it stays what it was, as in a rank
+                wanted = config.tcp_congestion.encode()
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, wanted)
             name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
             return name.rstrip(b"\0").decode()
 
     return lab.inside(0, ask)
+
+
+def run(lab: Lab, args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """Let every kind of fault happen `args.runs` times, in turns."""
+    rng = random.Random(args.seed)
+    rows = []
+    with contextlib.closing(Cluster(lab, args.nbytes)) as cluster:
+        cluster.wait_operations(_WARMUP, 0.0)
+        for number in range(args.runs):
+            for kind in args.faults:
+                fault = draw_fault(kind, rng, args.rate)
+                incident = strike(cluster, lab, fault, rng)
+                rows.append(fault_row(incident, args.nbytes, number))
+                print_incident(console, rows[-1])
+    return rows
+
+
+def parse_faults(text: str) -> list[Action]:
+    """Parse a comma-separated list of kinds of faults."""
+    kinds: list[Action] = [kind for kind in KINDS if kind in text.split(",")]
+    if len(kinds) != len(text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are {', '.join(KINDS)}")
+    return kinds
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description="What each kind of fault costs, in a netlab.")
+    parser.add_argument("--runs", type=int, help="faults of each kind (default 10)")
+    parser.add_argument("--quick", action="store_true", help="2 runs, 8 MiB: under a minute")
+    parser.add_argument("--faults", type=parse_faults, default=KINDS, help=", ".join(KINDS))
+    parser.add_argument("--rate", type=int, default=200, metavar="MBIT", help="of each NIC")
+    parser.add_argument("--queue", default=Shape().latency, help="bound of a NIC's queue, tc's way")
+    parser.add_argument("--nbytes", type=parse_size, help="of each operation (default 16M)")
+    parser.add_argument("--seed", type=int, default=1, help="of targets and moments")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the results")
+    add_json_argument(parser)
+    args = parser.parse_args()
+    args.runs = args.runs or (2 if args.quick else 10)
+    args.nbytes = args.nbytes or (8 << 20 if args.quick else 16 << 20)
+    if args.runs < 1 or args.rate < 4:
+        parser.error("--runs must be above 0, --rate at least 4")
+    return args
+
+
+def main() -> int:
+    """Build the lab, run the faults, print and save what came of them."""
+    args = parse_arguments()
+    console = Console(highlight=False, width=_WIDTH)
+    try:
+        ensure_privileged()
+        with Lab(
+            nodes=NODES, rails=RAILS, rate=f"{args.rate}mbit", burst=f"{BURST_NBYTES >> 10}kb",
+            latency=args.queue,
+        ) as lab:  # fmt: skip
+            setting = parameters(lab, args)
+            console.print("  ".join(f"{name}={value}" for name, value in setting.items()))
+            rows = run(lab, args, console)
+    except LabError as exc:
+        print(f"failover: {exc}", file=sys.stderr)
+        return _EXIT_UNAVAILABLE
+    except Failure as exc:
+        print(f"failover: {exc}", file=sys.stderr)
+        return 1
+    goodput = throughput_rows(rows, RAILS * args.rate)
+    print_summary(console, rows, goodput)
+    if args.json:
+        write_json(args.json, [{**setting, **row} for row in [*goodput, *rows]])
+    if args.png:
+        plot(args.png, rows, RAILS * args.rate)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -169,10 +169,15 @@ class Recovery:
             self._apply(path, step(path, PathEvent.FENCED))
 
     def on_opened(self, peer: int, rail: int, epoch: int, endpoint: Any) -> None:
-        """Take an authenticated connection of `epoch` into use, or close a stale one."""
+        """Take an authenticated connection of `epoch` into use, or close a stale one.
+
+        A second one of an epoch in use means that the peer never got hold of the first.
+        """
         path = self.paths[PathKey(peer, rail)]
         if path.state is not PathState.DOWN or path.epoch != epoch or self.error is not None:
             endpoint.close()
+            if path.epoch == epoch:
+                self.fail(path.key, "REDIALED: the peer dials again, its end is not in use")
             return
         self._progress.transport.open(path.key, endpoint)
         self._apply(path, step(path, PathEvent.OPENED))
@@ -214,32 +219,33 @@ class Recovery:
         """Look for silence; `peers` are those the running call talks to."""
         if self.error is not None:
             return
+        # Else an eager slice that no other one follows would be waited for without end.
+        self._progress.confirm_all()
+        self._progress.transport.flush()
         for key in self._watch.look(now, self._watched()):
             self._probe(key)
         for peer in peers:
-            if self.up(peer):
-                self._alone_since[peer] = now
-            elif now - self._alone_since[peer] > self._config.no_rail_timeout_s:
+            alone_s = now - self._alone_since[peer]
+            if not self.up(peer) and alone_s > self._config.no_rail_timeout_s:
                 self._no_rail(peer, now)
                 return
 
     def _watched(self) -> Iterator[tuple[PathKey, int, bool]]:
+        waited_for = self._waited_for()
         for key, path in self.paths.items():
             if path.state is PathState.UP:
-                yield key, path.activity, self._has_work(key)
+                yield key, path.activity, key.peer in waited_for
 
-    def _has_work(self, key: PathKey) -> bool:
-        """Whether this end waits for something that should come or go on `key`."""
-        for sender in self._senders(key.peer):
-            if any(item.path == key and not item.is_eager for item in sender.outstanding):
-                return True
-        for (peer, _), receiver in self._progress.receivers.items():
-            if peer == key.peer:
-                for landing in receiver.landings.values():
-                    at = receiver.route if landing.region is None else landing.path
-                    if at == key:
-                        return True
-        return False
+    def _waited_for(self) -> set[int]:
+        """Peers from which a slice or a confirmation should come.
+
+        It may come on any path: the ends choose their routes on their own, so this end cannot
+        know which of them is the one that went silent.
+        """
+        senders, receivers = self._progress.senders, self._progress.receivers
+        waited_for = {peer for (peer, _), link in senders.items() if link.outstanding}
+        waited_for.update(peer for (peer, _), link in receivers.items() if link.landings)
+        return waited_for
 
     def _probe(self, key: PathKey) -> None:
         if key in self._probing:
@@ -276,6 +282,8 @@ class Recovery:
             "rank %d: rail %d to rank %d is out of use (%s)",
             self._rank, path.key.rail, path.key.peer, path.cause,
         )  # fmt: skip
+        if not self.up(path.key.peer):
+            self._alone_since[path.key.peer] = self._clock()
         for channel in self._channels(path.key):
             self._set_route(path.key.peer, channel, None)
         self._progress.transport.fence(path.key)
@@ -304,6 +312,8 @@ class Recovery:
             none_yet = LinkReport(sender.channel, 0, 0)
             report = reports.get(sender.channel, none_yet)
             self._progress.release(sender.resume(key, report))
+            # The report is a confirmation too, and credits let a call post.
+            self._progress.touch_channel(sender.channel)
         for (peer, _), receiver in self._progress.receivers.items():
             if peer == key.peer:
                 receiver.resume(key)
@@ -363,6 +373,8 @@ class Recovery:
         receiver = self._progress.receivers[peer, channel]
         if sender.route is None:
             return
+        # What was consumed while there was no route could not be confirmed then.
+        self._progress.confirm_all((receiver,))
         for landing in receiver.unnamed():
             self._progress.name(receiver, landing)
         for item in sender.waiting():

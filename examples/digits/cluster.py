@@ -23,8 +23,8 @@ NODES = 4
 RAILS = 4
 RATE = "400mbit"
 _RUN_TIMEOUT_S = 120.0
-#: 20 samples a second.
-_SAMPLE_S = 0.05
+#: Of the NICs' counters.
+SAMPLE_S = 0.05
 
 #: Else each of the ranks starts a thread a core, and sums differ with their number.
 _ONE_THREAD = {
@@ -73,7 +73,7 @@ class Netlab:
             raise Failed(f"rank {bad[0].rank} ended with {bad[0].returncode}:\n{bad[0].output}")
 
     def _sample(self, lab: Lab, is_over: threading.Event) -> None:
-        while not is_over.wait(_SAMPLE_S):
+        while not is_over.wait(SAMPLE_S):
             sent = {nic: tx_bytes for nic, (tx_bytes, _) in lab.counters().items()}
             self.samples.append(Sample(time.monotonic(), sent))
 
@@ -104,8 +104,8 @@ class Loopback:
             # Its end closes the pipe, and with it the loop below.
             timer = threading.Timer(_RUN_TIMEOUT_S, ranks.terminate)
             timer.start()
+            assert ranks.stdout is not None
             try:
-                assert ranks.stdout is not None
                 for line in ranks.stdout:
                     sink(line.rstrip("\n"))
                 status = ranks.wait(_RUN_TIMEOUT_S)
@@ -119,7 +119,10 @@ class Loopback:
             raise Failed(f"the ranks ended with {status}")
 
 
-def choose() -> Netlab | Loopback:
+Where = Netlab | Loopback
+
+
+def choose() -> Where:
     """Choose a netlab where this machine allows one, also by way of a user namespace."""
     try:
         ensure_privileged()

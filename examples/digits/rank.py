@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 import r2ccl
@@ -29,7 +31,7 @@ SEED = 2026
 def layers_of(flat: Array) -> list[tuple[Array, Array]]:
     """Cut a flat vector into the weights and bias of each layer, as views."""
     views, start = [], 0
-    for rows, columns in zip(LAYERS, LAYERS[1:], strict=False):
+    for rows, columns in pairwise(LAYERS):
         middle, end = start + rows * columns, start + (rows + 1) * columns
         views.append((flat[start:middle].reshape(rows, columns), flat[middle:end]))
         start = end
@@ -38,7 +40,7 @@ def layers_of(flat: Array) -> list[tuple[Array, Array]]:
 
 def nweights() -> int:
     """Count weights and biases."""
-    return sum((rows + 1) * columns for rows, columns in zip(LAYERS, LAYERS[1:], strict=False))
+    return sum((rows + 1) * columns for rows, columns in pairwise(LAYERS))
 
 
 def initial_weights() -> Array:
@@ -52,12 +54,15 @@ def initial_weights() -> Array:
 
 
 def backpropagate(weights: Array, gradient: Array, x: Array, labels: Array) -> float:
-    """Write the gradient of the mean cross-entropy into `gradient`; return that loss."""
+    """Write the gradient of the mean cross-entropy of a batch into `gradient`; return that loss.
+
+    `x` is (batch, 64), `labels` (batch,), the other two flat; ReLU after every layer but the last.
+    """
     layers = layers_of(weights)
     inputs = [x]
-    for matrix, bias in layers:
+    for matrix, bias in layers[:-1]:
         inputs.append(np.maximum(inputs[-1] @ matrix + bias, 0))
-    logits = inputs[-2] @ layers[-1][0] + layers[-1][1]  # the last layer has no ReLU
+    logits = inputs[-1] @ layers[-1][0] + layers[-1][1]
     logits -= logits.max(axis=1, keepdims=True)
     log_sums = np.log(np.exp(logits).sum(axis=1, keepdims=True))
     picked = (np.arange(len(x)), labels)
@@ -65,7 +70,7 @@ def backpropagate(weights: Array, gradient: Array, x: Array, labels: Array) -> f
     delta = np.exp(logits - log_sums)
     delta[picked] -= 1
     delta /= len(x)
-    backwards = zip(reversed(layers), reversed(layers_of(gradient)), inputs[-2::-1], strict=True)
+    backwards = zip(reversed(layers), reversed(layers_of(gradient)), reversed(inputs), strict=True)
     for (matrix, _), (into_matrix, into_bias), layer_input in backwards:
         np.matmul(layer_input.T, delta, out=into_matrix)
         delta.sum(axis=0, out=into_bias)
@@ -106,12 +111,7 @@ def main() -> None:
     with r2ccl.init() as comm:
         weights = train(comm, data["x"], data["labels"], nepochs)
         np.save(folder / f"weights-{comm.rank}.npy", weights)
-        say(rank=comm.rank, repairs=[repair_fields(repair) for repair in comm.repairs()])
-
-
-def repair_fields(repair: r2ccl.Repair) -> dict[str, Any]:
-    """Make of a repair what JSON can hold."""
-    return {name: getattr(repair, name) for name in repair.__struct_fields__}
+        say(rank=comm.rank, repairs=[msgspec.to_builtins(each) for each in comm.repairs()])
 
 
 if __name__ == "__main__":

@@ -7,12 +7,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from digits.cluster import RAILS, Sample
+import numpy as np
+from digits.cluster import RAILS, SAMPLE_S, Sample
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-#: Throughput is averaged over this long: steps of the training take turns of computing and sending.
-_WINDOW_S = 0.5
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+#: Throughput is averaged over this long (a Hann window): a step computes, then sends.
+_WINDOW_S = 1.0
 
 
 class Repaired(NamedTuple):
@@ -53,46 +57,38 @@ def print_repair(console: Console, repaired: Repaired) -> None:
     """Print how the cut was found and repaired."""
     console.print(f"evidence          {repaired.cause}")
     for rank, milliseconds in repaired.first_bytes_ms:
-        console.print(
-            f"first byte        {milliseconds:.1f} ms after the cut, over another rail, at rank {rank}"
-        )
+        console.print(f"first byte        {milliseconds:.1f} ms after the cut, at rank {rank}")
     if not repaired.first_bytes_ms:
-        console.print("first byte        not recorded: nothing of the cut rail was awaited")
+        console.print("first byte        none awaited, or the rail was back before it came")
     console.print(f"replayed          {repaired.nbytes_replayed / 2**20:.2f} MiB")
 
 
-def throughput(samples: Sequence[Sample], node: int, rail: int) -> tuple[list[float], list[float]]:
-    """Return times and Mbit/s a NIC sent, averaged over the window before each time."""
-    times, rates = [], []
-    start = 0
-    for end, sample in enumerate(samples):
-        while sample.time_s - samples[start].time_s > _WINDOW_S:
-            start += 1
-        seconds = sample.time_s - samples[start].time_s
-        if seconds > _WINDOW_S / 2:
-            nbytes = sample.sent[node, rail] - samples[start].sent[node, rail]
-            times.append(sample.time_s)
-            rates.append(8e-6 * nbytes / seconds)
-    return times, rates
+def throughput(samples: Sequence[Sample], node: int) -> tuple[Array, Array]:
+    """Return times, and for every NIC of `node` the Mbit/s it sent around each of them."""
+    times = np.arange(samples[0].time_s, samples[-1].time_s, SAMPLE_S)
+    sampled_at = [sample.time_s for sample in samples]
+    weights = np.hanning(round(_WINDOW_S / SAMPLE_S))
+    rates = []
+    for rail in range(RAILS):
+        sent = np.interp(times, sampled_at, [sample.sent[node, rail] for sample in samples])
+        mbps = 8e-6 * np.diff(sent, append=sent[-1]) / SAMPLE_S
+        rates.append(np.convolve(mbps, weights / weights.sum(), mode="same"))
+    return times, np.array(rates)
 
 
 def plot(path: Path, samples: Sequence[Sample], *, node: int, cut_s: float, title: str) -> None:
-    """Draw what each NIC of `node` sent over time, with the cut."""
-    from matplotlib.figure import Figure
-
+    """Draw what each NIC of `node` sent over time, one above the other, with the cut."""
     moving = [after for before, after in pairwise(samples) if before.sent != after.sent]
-    shown = [s for s in samples if moving[0].time_s - 0.5 <= s.time_s <= moving[-1].time_s + 0.5]
+    shown = [s for s in samples if moving[0].time_s - 1 <= s.time_s <= moving[-1].time_s + 1]
+    times, rates = throughput(shown, node)
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
-    for rail in range(RAILS):
-        times, rates = throughput(shown, node, rail)
-        axes.plot([time - cut_s for time in times], rates, label=f"rail {rail}")
+    axes.stackplot(times - cut_s, rates, labels=[f"rail {rail}" for rail in range(RAILS)])
     axes.axvline(0, color="black", linestyle="--", linewidth=1)
-    axes.annotate("NIC down", (0, 1), xycoords=("data", "axes fraction"), va="top", ha="right",
-                  rotation=90, fontsize="small")  # fmt: skip
-    axes.set(xlabel="seconds after the cut", title=title)
-    axes.set_ylabel(f"Mbit/s sent, mean over {_WINDOW_S:g} s")
-    axes.set_ylim(bottom=0)
-    axes.legend(loc="upper right", ncols=RAILS)
+    axes.annotate(" NIC down", (0, 1), xycoords=("data", "axes fraction"), va="top")
+    axes.set(xlabel="seconds after the cut", ylabel=f"Mbit/s sent, mean over {_WINDOW_S:g} s")
+    axes.set(title=title, xlim=(times[0] - cut_s, times[-1] - cut_s))
+    axes.set_ylim(0, 1.15 * float(rates.sum(axis=0).max()))
+    axes.legend(loc="upper left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

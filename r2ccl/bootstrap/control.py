@@ -13,6 +13,7 @@ connections; a socket is handed over only after both ends proved the secret, and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import socket
@@ -334,20 +335,22 @@ class ControlPlane:
         if self._handler is not None and not self._is_closing:
             self._guard(self._handler.on_message, peer, message)
 
-    def on_peer_end(self, peer: int, why: str, last_heard_s: float) -> None:
-        """Report a lost peer, here and to all others (called by the session)."""
+    def on_peer_end(self, peer: int, why: str, last_heard_s: float, is_hearsay: bool) -> None:
+        """Report a lost peer, here and, unless they know, to all others (the session calls it)."""
         self._paths.forget_peer(peer)
         if self._handler is None or self._is_closing:
             return
         logger.info("rank %d: lost rank %d: %s", self.rank, peer, why)
-        self.broadcast(PeerDown(peer, why))
+        if not is_hearsay:
+            self.broadcast(PeerDown(peer, why))
         self._guard(self._handler.on_peer_lost, peer, why, last_heard_s)
 
     def _on_peer_down(self, witness: int, news: PeerDown) -> None:
         if news.rank == self.rank:
-            self._sessions[witness].lose(f"it has given this rank up: {news.why}")
+            # No reason to accuse the witness before the others: they follow it.
+            self._sessions[witness].lose(f"it has given this rank up: {news.why}", is_hearsay=True)
         elif news.rank in self._sessions:
-            self._sessions[news.rank].lose(f"{news.why}, says rank {witness}")
+            self._sessions[news.rank].lose(f"{news.why}, says rank {witness}", is_hearsay=True)
 
     def _on_path(self, peer: int, rail: int, epoch: int, sock: socket.socket) -> None:
         if self._handler is None or self._is_closing:
@@ -405,7 +408,8 @@ class ControlPlane:
             self._drain()
         elif not self._is_woken:
             self._is_woken = True
-            self._loop.loop.call_soon_threadsafe(self._drain)
+            with contextlib.suppress(RuntimeError):  # closed by another thread just now
+                self._loop.loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
         self._is_woken = False  # before the last look: what comes later wakes us again

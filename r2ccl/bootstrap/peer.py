@@ -25,7 +25,7 @@ import msgspec
 from r2ccl.auth import Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap import wire
 from r2ccl.bootstrap.listener import Rejections
-from r2ccl.bootstrap.messages import Codec, Goodbye, PeerInfo
+from r2ccl.bootstrap.messages import Codec, Goodbye, PeerDown, PeerInfo
 from r2ccl.bootstrap.session import FrameError, FrameReader, Session, SessionLimits
 from r2ccl.clock import Clock
 from r2ccl.config import Config
@@ -77,8 +77,8 @@ class PeerOwner(Protocol):
     def on_peer_message(self, peer: int, message: object) -> None:
         """Take a message, `Goodbye` included."""
 
-    def on_peer_end(self, peer: int, why: str, last_heard_s: float) -> None:
-        """`peer` is lost."""
+    def on_peer_end(self, peer: int, why: str, last_heard_s: float, is_hearsay: bool) -> None:
+        """`peer` is lost; hearsay: another rank found out and tells everyone."""
 
 
 class Carrier(asyncio.Protocol):
@@ -138,6 +138,13 @@ class Carrier(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def hang_up(self) -> None:
+        """End it now, after what the kernel has taken."""
+        if self._transport is not None and self._transport.get_write_buffer_size() == 0:
+            self._transport.close()
+        else:
+            self.abort()
+
 
 class Peer:
     """The session with rank ``info.rank`` and the connections under it.
@@ -165,6 +172,7 @@ class Peer:
         self._timer: asyncio.TimerHandle | None = None
         #: Set while every carrier is gone or silent.
         self._is_dark = asyncio.Event()
+        self._is_leaving = False
         #: Set when nothing is left to wait for at close.
         self.is_settled = asyncio.Event()
 
@@ -192,8 +200,9 @@ class Peer:
 
     def say_goodbye(self) -> None:
         """Queue Goodbye; `is_settled` is set once it is acknowledged or nobody is there."""
-        self.send(self._setting.codec.encode(Goodbye()))
-        self._note_settled()
+        if self.state is PeerState.OPEN:
+            self._is_leaving = True
+            self.send(self._setting.codec.encode(Goodbye()))
 
     def adopt(self, sock: socket.socket) -> None:
         """Use a connection the peer has dialed and proved."""
@@ -214,15 +223,19 @@ class Peer:
         if silence > self._setting.config.peer_timeout_s:
             self.lose(f"silent for {silence:.1f} s")
 
-    def lose(self, why: str) -> None:
-        """Give the peer up and report it; nothing happens when it has left or was lost before."""
+    def lose(self, why: str, is_hearsay: bool = False) -> None:
+        """Give the peer up and report it; nothing happens when it has left or was lost before.
+
+        Should it be alive after all, it is told, so that it need not find out by silence.
+        """
         if self.state is not PeerState.OPEN:
             return
+        self.send(self._setting.codec.encode(PeerDown(self.rank, why)))
         self._end(PeerState.LOST)
         for carrier in list(self._carriers.values()):
-            carrier.abort()
+            carrier.hang_up()
         last_heard_s = self._setting.clock() - self._session.last_heard
-        self._owner.on_peer_end(self.rank, why, last_heard_s)
+        self._owner.on_peer_end(self.rank, why, last_heard_s, is_hearsay)
 
     def close(self) -> None:
         """Close every connection and stop every task."""
@@ -258,7 +271,7 @@ class Peer:
             carrier = await self._dial_any(targets)
             born_at = self._setting.clock()
             if old is not None:
-                old.close()
+                old.abort()  # it may never drain; what it held leaves again on the new one
             await carrier.is_spent.wait()
             if self._setting.clock() - born_at < _SHORT_LIFE_S:
                 await asyncio.sleep(_FIRST_PAUSE_S)
@@ -284,11 +297,13 @@ class Peer:
     async def _adopt(self, sock: socket.socket) -> Carrier:
         carrier = Carrier(next(self._numbers), self._on_data, self._on_carrier_end)
         await asyncio.get_running_loop().create_connection(lambda: carrier, sock=sock)
+        if carrier.is_spent.is_set():
+            raise ConnectionResetError("the new carrier ended at once")
         self._carriers[carrier.number] = carrier
         self._session.carrier_up(carrier.number, self._setting.clock())
         self._is_dark.clear()
         if len(self._carriers) > _MAX_CARRIERS:
-            self._carriers[min(self._carriers)].close()
+            self._carriers[min(self._carriers)].abort()
         self._flush()
         return carrier
 
@@ -308,7 +323,8 @@ class Peer:
             self._setting.rejections.add(exc.reason, f"a connection of rank {self.rank}")
             carrier.close()
         self._flush()
-        self._note_settled()
+        if self._is_leaving and self._session.unacknowledged == 0:
+            self.is_settled.set()
 
     def _on_carrier_end(self, carrier: Carrier) -> None:
         self._carriers.pop(carrier.number, None)
@@ -397,10 +413,6 @@ class Peer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _note_settled(self) -> None:
-        if self._session.unacknowledged == 0 or self.state is not PeerState.OPEN:
-            self.is_settled.set()
 
 
 __all__ = ["Peer", "PeerOwner", "PeerState", "Setting"]

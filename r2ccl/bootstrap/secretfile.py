@@ -83,18 +83,33 @@ class RuntimeFileSecret:
                 return _read_secret(self._name, folder, os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
+        except OSError as exc:
+            file = self._folder / self._name
+            raise _untrusted(file, f"cannot be opened ({exc.strerror})") from exc
 
     def publish(self) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file, whole or not at all.
+
+        Raises
+        ------
+        InvalidArgument
+            The runtime folder cannot be made, is not this user's alone, or is full.
+        """
         if self._secret is None:
             raise InternalError("only rank 0 publishes the secret")
-        with contextlib.suppress(FileExistsError):
-            self._folder.mkdir(mode=0o700)
+        try:
+            with contextlib.suppress(FileExistsError):
+                self._folder.mkdir(mode=0o700)
+            self._write(self._secret.hex() + "\n")
+        except OSError as exc:
+            raise _untrusted(self._folder, f"cannot be written ({exc.strerror})") from exc
+
+    def _write(self, text: str) -> None:
         with _open_folder(self._folder) as folder:
             draft = f".{self._name}.{os.getpid()}.{secrets.token_hex(4)}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             with open(os.open(draft, flags, 0o600, dir_fd=folder), "w") as file:
-                file.write(self._secret.hex() + "\n")
+                file.write(text)
             os.replace(draft, self._name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def retract(self) -> None:
@@ -176,7 +191,7 @@ def _open_folder(path: Path) -> Iterator[int]:
 
 def _untrusted(path: Path, why: str) -> InvalidArgument:
     return InvalidArgument(
-        f"{path} {why}, so it cannot hold the job's secret: remove it, "
+        f"{path} {why}, so it cannot carry the job's secret: remove it, "
         "or give the secret in R2CC_SECRET or R2CC_SECRET_FILE"
     )
 

@@ -439,7 +439,7 @@ class SimNetwork:
         other = end.other
         if other.state is EndState.NEW:
             other.backlog.append(piece)
-        elif other.state is EndState.FENCED:
+        elif other.state is EndState.FENCED or other.transport is None:
             self.refuse(other, piece)
         else:
             self.take(other, piece)

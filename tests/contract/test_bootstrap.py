@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import socket
 import threading
 import time
@@ -358,6 +359,38 @@ def test_a_rank_that_says_goodbye_is_not_lost(start_job: Callable[..., Job]) -> 
     assert job.seen[0].lost == job.seen[1].lost == {}
 
 
+def test_close_waits_until_everything_is_acknowledged(start_job: Callable[..., Job]) -> None:
+    job = start_job(2)
+    job.wait_until_connected()
+    is_blocked, go_on = threading.Event(), threading.Event()
+    job.planes[1].call_soon(lambda: (is_blocked.set(), go_on.wait(WAIT_S)))
+    assert is_blocked.wait(WAIT_S)
+    job.planes[0].send(1, Text("last"))
+    closing = threading.Thread(target=job.planes[0].close, args=(WAIT_S,))
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    go_on.set()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    job.seen[1].wait_for(lambda: job.seen[1].messages == [(0, Text("last")), (0, Goodbye())])
+
+
+def test_close_gives_up_at_its_deadline(
+    start_job: Callable[..., Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = start_job(2)
+    job.wait_until_connected()
+    is_blocked, go_on = threading.Event(), threading.Event()
+    job.planes[1].call_soon(lambda: (is_blocked.set(), go_on.wait(WAIT_S)))
+    assert is_blocked.wait(WAIT_S)
+    started = time.monotonic()
+    job.planes[0].close(0.2)
+    assert 0.2 <= time.monotonic() - started < 2.0
+    assert "ranks [1] did not take leave" in caplog.text
+    go_on.set()
+
+
 def test_a_rank_that_just_closes_is_lost_at_once(start_job: Callable[..., Job]) -> None:
     job = start_job(3)
     job.wait_until_connected()
@@ -368,6 +401,54 @@ def test_a_rank_that_just_closes_is_lost_at_once(start_job: Callable[..., Job]) 
         recorder.wait_for(lambda r=recorder: 0 in r.lost)
         assert "connection refused" in recorder.lost[0]
     assert time.monotonic() - started < 1.0
+
+
+def test_what_one_rank_finds_out_all_report(start_job: Callable[..., Job]) -> None:
+    job = start_job(3)
+    job.wait_until_connected()
+    job.planes[0].call_soon(lambda: job.planes[0]._sessions[2].lose("a test says so"))
+    job.seen[0].wait_for(lambda: job.seen[0].lost == {2: "a test says so"})
+    job.seen[1].wait_for(lambda: job.seen[1].lost == {2: "a test says so, says rank 0"})
+    job.seen[2].wait_for(lambda: {0, 1} == set(job.seen[2].lost))
+
+
+def test_an_unreadable_message_ends_its_sender(start_job: Callable[..., Job]) -> None:
+    job = start_job(2)
+    job.wait_until_connected()
+    job.planes[0].call_soon(lambda: job.planes[0]._sessions[1].send(b"\xc1"))
+    job.seen[1].wait_for(lambda: 0 in job.seen[1].lost)
+    assert "cannot read" in job.seen[1].lost[0]
+
+
+def test_a_failing_callback_ends_nothing_else(
+    start_job: Callable[..., Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = start_job(2)
+    done = threading.Event()
+    job.planes[0].call_soon(lambda: 1 // 0)
+    job.planes[0].call_later(0.01, done.set)
+    assert done.wait(WAIT_S)
+    assert "a callback failed" in caplog.messages[0]
+    job.wait_until_connected()
+
+
+def test_a_descriptor_is_watched_until_removed(start_job: Callable[..., Job]) -> None:
+    job = start_job(1)
+    read_fd, write_fd = os.pipe()
+    came: queue.Queue[bytes] = queue.Queue()
+    job.planes[0].add_reader(read_fd, lambda: came.put(os.read(read_fd, 1)))
+    os.write(write_fd, b"x")
+    assert came.get(timeout=WAIT_S) == b"x"
+    removed = threading.Event()
+    job.planes[0].remove_reader(read_fd)
+    job.planes[0].call_soon(removed.set)
+    assert removed.wait(WAIT_S)
+    os.write(write_fd, b"y")
+    ticks = job.seen[0].ticks
+    job.seen[0].wait_for(lambda: job.seen[0].ticks > ticks)
+    assert came.empty()
+    os.close(read_fd)
+    os.close(write_fd)
 
 
 def test_ticks_are_faster_while_busy(start_job: Callable[..., Job]) -> None:

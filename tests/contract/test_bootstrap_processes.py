@@ -194,30 +194,32 @@ def test_a_rank_that_stays_silent_is_lost_after_the_timeout(
     assert 0.5 < time.monotonic() - started < 3.0
 
 
-def test_a_rank_that_was_stopped_itself_declares_nobody_lost(
+def test_ranks_that_were_stopped_themselves_declare_nobody_lost(
     start_ranks: Callable[..., list[Rank]],
 ) -> None:
-    """Rank 1 misses far more than its own timeout; the others are patient."""
-    with LocalJob(2) as job:
-        ranks = [
-            Rank(job, 0, {"R2CC_PEER_TIMEOUT_S": "30"}),
-            Rank(job, 1, {"R2CC_PEER_TIMEOUT_S": "0.5"}),
-        ]
-    try:
-        ranks[0].order("tell hello")
-        ranks[1].wait_for("message", value="hello")
-        # Rank 0 beats every second, so rank 1 hears too little from it: ask for more.
-        ranks[1].order("hold 1.5")
-        for _ in range(13):
-            ranks[0].order("tell tick")
-            threading.Event().wait(0.1)
-        ranks[1].wait_for("released")
-        ranks[0].order("tell after")
-        ranks[1].wait_for("message", value="after")
-        assert lost(ranks[0]) == lost(ranks[1]) == []
-    finally:
-        for rank in ranks:
-            rank.end()
+    """A machine is suspended: on waking, nobody has heard of anybody for longer than allowed."""
+    ranks = start_ranks(3, R2CC_PEER_TIMEOUT_S="1")
+    for rank in ranks:
+        rank.process.send_signal(signal.SIGSTOP)
+    threading.Event().wait(1.5)
+    for rank in ranks:  # one after the other: the first finds the others silent still
+        rank.process.send_signal(signal.SIGCONT)
+        threading.Event().wait(0.3)
+    for rank in ranks:
+        rank.order("tell awake")
+    for rank in ranks:
+        for _ in range(2):
+            rank.wait_for("message", value="awake")
+    assert [lost(rank) for rank in ranks] == [[], [], []]
+
+
+def test_holding_the_interpreter_lock_is_no_death(start_ranks: Callable[..., list[Rank]]) -> None:
+    ranks = start_ranks(2, R2CC_PEER_TIMEOUT_S="2")
+    ranks[1].order("hold 1.0")
+    ranks[1].wait_for("released")
+    ranks[1].order("tell back")
+    ranks[0].wait_for("message", value="back")
+    assert [lost(rank) for rank in ranks] == [[], []]
 
 
 def test_ranks_take_leave_in_order(start_ranks: Callable[..., list[Rank]]) -> None:

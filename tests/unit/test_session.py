@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -81,8 +81,8 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    yield Pair()
+def pair() -> Pair:
+    return Pair()
 
 
 def test_messages_arrive_in_order(pair: Pair) -> None:
@@ -139,6 +139,22 @@ def test_a_black_hole_costs_one_resend_timer(pair: Pair) -> None:
     assert pair.got[1] == [b"a"]
 
 
+def test_an_acknowledgement_does_not_wait_for_company(pair: Pair) -> None:
+    pair.up(0)
+    pair.post(0, b"a")
+    pair.arrive_all()
+    assert pair.ends[1].deadline() == LIMITS.ack_s
+    pair.now = LIMITS.ack_s
+    pair.arrive_all()
+    assert pair.ends[0].unacknowledged == 0
+    pair.post(0, b"b")
+    pair.poll()
+    pair.arrive()
+    pair.ends[1].ack_now()
+    pair.arrive_all()
+    assert pair.ends[0].unacknowledged == 0
+
+
 def test_resends_slow_down_while_nothing_answers(pair: Pair) -> None:
     pair.up(0)
     pair.post(0, b"a")
@@ -147,7 +163,7 @@ def test_resends_slow_down_while_nothing_answers(pair: Pair) -> None:
         if any(unpack(data).seq for _, data in pair.ends[0].poll(pair.now)):
             sent_at.append(pair.now)
         pair.now += 0.01
-    gaps = [later - earlier for earlier, later in zip(sent_at, sent_at[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(sent_at)]
     assert gaps[0] == pytest.approx(0.05, abs=0.011)
     assert gaps[-1] == pytest.approx(LIMITS.resend_max_s, abs=0.011)
     assert len(sent_at) < 20

@@ -264,8 +264,7 @@ class SimControl:
         return is_running and self._expected.get(PathKey(peer, rail)) == epoch
 
     def let_in(self, peer: int, rail: int, epoch: int, end: End) -> None:
-        """Hand a connection over."""
-        del self._expected[PathKey(peer, rail)]
+        """Hand a connection over; another of the same epoch stays welcome."""
         self._host.on_path(peer, rail, epoch, end)
 
     def _answered(self, key: PathKey, number: int, pause_s: float, wire: Wire, end: End) -> None:

@@ -2,8 +2,7 @@
 
 Values only. Invariant: a `Workload`, a plan and a seed determine a run, event for event.
 
-A fault happens before event number ``at`` of the timeline; all numbers are whole, times in
-milliseconds, so that a property test can shrink them.
+A fault happens before event number ``at`` of the timeline; all numbers are whole, so that a property test can shrink them.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Workload(msgspec.Struct, frozen=True):
 class CutPath(msgspec.Struct, frozen=True):
     """One rail between two ranks breaks; ``told`` of them notice at once.
 
-    ``keep`` halves under way each way still land, ``late_ms`` after; ``is_stall``: what is lost
-    goes on after the restore. It is restored after ``restore_ms``; 0: never.
+    ``keep`` halves under way each way still land, ``late_us`` after; ``is_stall``: what is lost
+    goes on after the restore. It is restored after ``restore_us``; 0: never.
     """
 
     at: int
@@ -52,9 +51,9 @@ class CutPath(msgspec.Struct, frozen=True):
     rail: int
     told: tuple[int, ...] = ()
     keep: int = 0
-    late_ms: int = 0
+    late_us: int = 0
     is_stall: bool = False
-    restore_ms: int = 0
+    restore_us: int = 0
 
 
 class NicDown(msgspec.Struct, frozen=True):
@@ -65,9 +64,9 @@ class NicDown(msgspec.Struct, frozen=True):
     rail: int
     is_seen: bool = True
     keep: int = 0
-    late_ms: int = 0
+    late_us: int = 0
     is_stall: bool = False
-    restore_ms: int = 0
+    restore_us: int = 0
 
 
 class Stop(msgspec.Struct, frozen=True):

@@ -175,8 +175,8 @@ class World:
             pass
 
     def _aftermath_s(self) -> float:
-        late = [f.late_ms for f in self.plan.faults if isinstance(f, CutPath | NicDown)]
-        return max(late, default=0) / 1e3 + _AFTERMATH_S if self.plan.faults else 0.0
+        late = [f.late_us for f in self.plan.faults if isinstance(f, CutPath | NicDown)]
+        return max(late, default=0) / 1e6 + _AFTERMATH_S if self.plan.faults else 0.0
 
     def _outcome(self) -> Outcome:
         return Outcome(
@@ -196,7 +196,7 @@ class World:
         if isinstance(fault, CutPath):
             wire = network.wire(fault.a, fault.b, fault.rail)
             network.cut(wire, _cut(fault, fault.told))
-            self._restore_later(fault.restore_ms, [wire])
+            self._restore_later(fault.restore_us, [wire])
         elif isinstance(fault, NicDown):
             wires = self._wires_of(fault.rank, fault.rail)
             for wire in wires:
@@ -204,7 +204,7 @@ class World:
             rank = self.ranks[fault.rank]
             if fault.is_seen:
                 rank.on_carrier(fault.rail, False)
-            self._restore_later(fault.restore_ms, wires, rank if fault.is_seen else None)
+            self._restore_later(fault.restore_us, wires, rank if fault.is_seen else None)
         elif isinstance(fault, Stop):
             self.ranks[fault.rank].stop(fault.ms / 1e3)
         elif isinstance(fault, Kill):
@@ -219,9 +219,9 @@ class World:
         ]
 
     def _restore_later(
-        self, after_ms: int, wires: list[Wire], owner: SimRank | None = None
+        self, after_us: int, wires: list[Wire], owner: SimRank | None = None
     ) -> None:
-        if not after_ms:
+        if not after_us:
             return
 
         def restore() -> None:
@@ -230,7 +230,7 @@ class World:
             if owner is not None and not owner.is_stopped:
                 owner.on_carrier(wires[0].rail, True)
 
-        self.timeline.after(after_ms / 1e3, restore)
+        self.timeline.after(after_us / 1e6, restore)
 
     def _route(self, message: Message) -> Fate:
         number = message.number
@@ -277,7 +277,7 @@ class World:
 
 
 def _cut(fault: CutPath | NicDown, told: tuple[int, ...]) -> Cut:
-    return Cut(told, fault.keep, fault.late_ms / 1e3, fault.is_stall)
+    return Cut(told, fault.keep, fault.late_us / 1e6, fault.is_stall)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,274 @@
+"""Where rank, nranks and the secret come from, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r2ccl.bootstrap.identity import identify
+from r2ccl.bootstrap.secretfile import RuntimeFileSecret
+from r2ccl.config import Config
+from r2ccl.errors import InvalidArgument
+
+SECRET = "5a" * 32
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def config(env: dict[str, str]) -> Config:
+    return Config.from_env(env)
+
+
+def test_torchruns_port_is_left_to_its_agent() -> None:
+    env = {**TORCHRUN, "R2CC_SECRET": SECRET}
+    identity = identify(config(env), None, env)
+    assert (identity.rank, identity.nranks) == (1, 4)
+    assert (identity.address, identity.port) == ("127.0.0.1", 29501)
+    env["R2CC_PORT"] = "1234"
+    assert identify(config(env), None, env).port == 1234
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"RANK": "four"}, "RANK='four'"),
+        ({"RANK": "4"}, "RANK=4 with WORLD_SIZE=4"),
+        ({"RANK": "-1"}, "RANK=-1"),
+        ({"MASTER_PORT": "65535"}, "65536"),
+        ({"MASTER_PORT": None}, "MASTER_PORT .or R2CC_PORT. is not set"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR"),
+    ],
+)
+def test_a_bad_environment_is_explained(change: dict[str, str | None], text: str) -> None:
+    env = {k: v for k, v in {**TORCHRUN, "R2CC_SECRET": SECRET, **change}.items() if v is not None}
+    with pytest.raises(InvalidArgument, match=text):
+        identify(config(env), None, env)
+
+
+def test_an_empty_environment_says_how_to_start() -> None:
+    with pytest.raises(InvalidArgument, match="r2ccl launch -n 4"):
+        identify(Config(), None, {})
+
+
+@pytest.mark.parametrize(
+    "change", [{"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": None}, {"MASTER_ADDR": "192.0.2.1"}]
+)
+def test_several_hosts_need_a_secret_and_are_told_how(change: dict[str, str | None]) -> None:
+    env = {k: v for k, v in {**TORCHRUN, **change}.items() if v is not None}
+    with pytest.raises(InvalidArgument, match="openssl rand -hex 32"):
+        identify(config(env), None, env)
+
+
+def test_a_single_rank_needs_no_secret() -> None:
+    env = {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "9"}
+    assert identify(config(env), None, env).secret.current() is not None
+
+
+def test_a_secret_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.touch(0o600)
+    file.write_text(SECRET + "\n")
+    env = {**TORCHRUN, "R2CC_SECRET_FILE": str(file)}
+    found = identify(config(env), None, env).secret.current()
+    assert found is not None
+    assert found.hex() == SECRET
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
+def test_a_secret_file_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "secret"
+    file.write_text(SECRET)
+    file.chmod(mode)
+    env = {**TORCHRUN, "R2CC_SECRET_FILE": str(file)}
+    with pytest.raises(InvalidArgument, match="chmod 600") as caught:
+        identify(config(env), None, env)
+    assert SECRET not in str(caught.value)
+
+
+def test_a_missing_secret_file_is_named(tmp_path: Path) -> None:
+    env = {**TORCHRUN, "R2CC_SECRET_FILE": str(tmp_path / "nowhere")}
+    with pytest.raises(InvalidArgument, match="nowhere"):
+        identify(config(env), None, env)
+
+
+# -- the runtime folder ---------------------------------------------------------------------
+
+
+def sources(base: Path) -> tuple[RuntimeFileSecret, RuntimeFileSecret]:
+    env = {"XDG_RUNTIME_DIR": str(base)}
+    return (
+        RuntimeFileSecret(env, "127.0.0.1", 1, is_leader=True),
+        RuntimeFileSecret(env, "127.0.0.1", 1, is_leader=False),
+    )
+
+
+def test_the_secret_travels_in_a_private_file_and_leaves_none(tmp_path: Path) -> None:
+    leader, member = sources(tmp_path)
+    assert member.current() is None
+    leader.publish()
+    (file,) = (tmp_path / "r2ccl").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    found, own = member.current(), leader.current()
+    assert found is not None
+    assert own is not None
+    assert found.hex() == own.hex()
+    leader.retract()
+    assert list((tmp_path / "r2ccl").iterdir()) == []
+
+
+def test_a_leader_takes_back_only_its_own_file(tmp_path: Path) -> None:
+    first, member = sources(tmp_path)
+    second, _ = sources(tmp_path)
+    first.publish()
+    second.publish()  # the next job on the port
+    first.retract()
+    found, own = member.current(), second.current()
+    assert found is not None
+    assert own is not None
+    assert found.hex() == own.hex()
+
+
+def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r2ccl").mkdir()
+    (tmp_path / "r2ccl").chmod(0o755)
+    leader, member = sources(tmp_path)
+    for use in (leader.publish, member.current):
+        with pytest.raises(InvalidArgument, match="open to others"):
+            use()
+
+
+def test_a_linked_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "r2ccl").symlink_to(tmp_path / "elsewhere")
+    leader, member = sources(tmp_path)
+    for use in (leader.publish, member.current):
+        with pytest.raises(InvalidArgument, match="no folder of this user"):
+            use()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_linked_file_is_refused_by_readers_and_replaced_by_the_leader(tmp_path: Path) -> None:
+    leader, member = sources(tmp_path)
+    leader.publish()
+    (file,) = (tmp_path / "r2ccl").iterdir()
+    target = tmp_path / "target"
+    target.touch(0o600)
+    target.write_text(SECRET)
+    file.unlink()
+    file.symlink_to(target)
+    with pytest.raises(InvalidArgument, match="cannot be opened"):
+        member.current()
+    leader.publish()
+    assert target.read_text() == SECRET
+    assert member.current() is not None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a folder away")
+def test_another_users_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r2ccl").mkdir(mode=0o700)
+    os.chown(tmp_path / "r2ccl", 12345, 12345)
+    leader, _ = sources(tmp_path)
+    with pytest.raises(InvalidArgument, match="someone else"):
+        leader.publish()
+
+
+# -- rank 0's inherited socket ----------------------------------------------------------------
+
+
+def test_the_launchers_socket_serves_more_than_one_communicator() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        env = {
+            **TORCHRUN,
+            "RANK": "0",
+            "R2CC_SECRET": SECRET,
+            "R2CC_PORT": str(listener.getsockname()[1]),
+            "R2CC_LISTEN_FD": str(listener.fileno()),
+        }
+        for _ in range(2):
+            found = identify(config(env), None, env).listener
+            assert found is not None
+            assert found.getsockname() == listener.getsockname()
+            found.close()
+
+
+@pytest.mark.parametrize("kind", ["closed", "not listening", "no number"])
+def test_a_wrong_descriptor_is_refused(kind: str) -> None:
+    with socket.socket() as sock:
+        fd = {"closed": "999999", "not listening": str(sock.fileno()), "no number": "x"}[kind]
+        env = {**TORCHRUN, "RANK": "0", "R2CC_SECRET": SECRET, "R2CC_LISTEN_FD": fd}
+        with pytest.raises(InvalidArgument, match="R2CC_LISTEN_FD"):
+            identify(config(env), None, env)
+
+
+# -- MPI --------------------------------------------------------------------------------------
+
+
+class FakeComm:
+    """The four calls of an mpi4py communicator that bootstrap uses, over threads."""
+
+    def __init__(self, nranks: int) -> None:
+        self.barrier = threading.Barrier(nranks, timeout=10)
+        self.slots: list[Any] = [None] * nranks
+
+    def as_seen_by(self, rank: int) -> FakeRank:
+        return FakeRank(self, rank)
+
+
+class FakeRank:
+    def __init__(self, comm: FakeComm, rank: int) -> None:
+        self._comm = comm
+        self._rank = rank
+
+    def Get_rank(self) -> int:
+        return self._rank
+
+    def Get_size(self) -> int:
+        return len(self._comm.slots)
+
+    def allgather(self, value: object) -> list[object]:
+        self._comm.slots[self._rank] = value
+        self._comm.barrier.wait()
+        found = list(self._comm.slots)
+        self._comm.barrier.wait()
+        return found
+
+    def bcast(self, value: object, root: int) -> object:
+        return self.allgather(value)[root]
+
+
+def test_a_communicator_carries_the_address_and_the_secret() -> None:
+    comm = FakeComm(3)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda rank: identify(Config(), comm.as_seen_by(rank), {}), range(3)))
+    listener = found[0].listener
+    assert listener is not None
+    assert {(i.address, i.port) for i in found} == {listener.getsockname()}
+    secrets = {i.secret.current().hex() for i in found}  # type: ignore[union-attr]
+    assert len(secrets) == 1
+    listener.close()
+
+
+def test_all_ranks_hear_why_rank_0_cannot_listen() -> None:
+    comm = FakeComm(2)
+    with socket.create_server(("127.0.0.1", 0)) as taken, ThreadPoolExecutor(2) as pool:
+        port = taken.getsockname()[1]
+        futures = [
+            pool.submit(identify, Config(port=port), comm.as_seen_by(rank), {}) for rank in range(2)
+        ]
+        for future in futures:
+            with pytest.raises(InvalidArgument, match="rank 0 cannot open its rendezvous"):
+                future.result(10)
