@@ -194,6 +194,7 @@ class Engine:
             self.progress.advance()
             doing = "closing: waiting for slices to be confirmed"
             self._wait(self.progress.is_drained, self._config.init_timeout_s, lambda: doing)
+            self.recovery.is_leaving = True
             self._control.broadcast(Leaving())
             self._wait(
                 lambda: self._left >= peers,

@@ -262,7 +262,7 @@ class Progress:
             self._confirmed(path.peer, frame.channel, frame.ack)
         again = link.cleared(path, frame.seq, event.nbytes, event.token)
         if again is not None:
-            self.recovery.log.replayed(path.peer, len(again.view))
+            self.recovery.log.replayed(again.lost_on, len(again.view))
             self.write_again(link, again, event.token)
         self.touch_channel(frame.channel)
 

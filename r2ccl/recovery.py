@@ -104,6 +104,8 @@ class Recovery:
         }
         #: First error that ended the communicator.
         self.error: R2cclError | None = None
+        #: Every slice of this rank is confirmed, and it says so.
+        self.is_leaving = False
         self.log = RepairLog()
         #: How a probe's answer, given in another thread, comes back to the owner.
         self.submit: Callable[..., None] = lambda fn, *args: fn(*args)
@@ -278,7 +280,9 @@ class Recovery:
 
     def _fence(self, path: Path) -> None:
         self.log.failed(path.key, path.epoch, path.cause, self._clock())
-        _log.warning(
+        # While all ranks leave, those that are done first close their ends: nothing to worry about.
+        _log.log(
+            logging.INFO if self.is_leaving else logging.WARNING,
             "rank %d: rail %d to rank %d is out of use (%s)",
             self._rank, path.key.rail, path.key.peer, path.cause,
         )  # fmt: skip
@@ -295,7 +299,14 @@ class Recovery:
             for (peer, _), link in self._progress.receivers.items()
             if peer == key.peer
         )
-        self.log.awaits(key, {report.channel: report.received for report in reports})
+        self.log.awaits(
+            key,
+            {
+                link.channel: link.received
+                for (peer, _), link in self._progress.receivers.items()
+                if peer == key.peer and link.is_awaiting(key)
+            },
+        )
         routes: dict[int, int] = {}
         if self._rank < key.peer:
             chosen = self._choose(key.peer, self._unrouted(key.peer))
@@ -378,7 +389,7 @@ class Recovery:
         for landing in receiver.unnamed():
             self._progress.name(receiver, landing)
         for item in sender.waiting():
-            self.log.replayed(peer, len(item.view))
+            self.log.replayed(item.lost_on, len(item.view))
             self._progress.write_again(sender, item, None)
 
     def _choose(self, peer: int, channels: list[int]) -> dict[int, PathKey]:

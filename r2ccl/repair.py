@@ -66,7 +66,7 @@ class RepairLog:
             repair.fenced_s = now
 
     def awaits(self, key: PathKey, received: dict[int, int]) -> None:
-        """Channel to the first slice not received when `key` was fenced."""
+        """Channel to the first slice that was wanted but not here when `key` was fenced."""
         self._awaited[key] = received
 
     def resumed(self, key: PathKey, moved: dict[int, int], now: float) -> None:
@@ -74,21 +74,21 @@ class RepairLog:
         for repair in self._last(key):
             repair.resumed_s = now
             repair.moved = moved
-            self.open.append(repair)
+            if self._awaited.get(key):
+                self.open.append(repair)
 
-    def replayed(self, peer: int, nbytes: int) -> None:
-        """Count bytes written again to `peer`."""
-        for repair in reversed(self.repairs):
-            if repair.peer == peer:
+    def replayed(self, lost_on: PathKey | None, nbytes: int) -> None:
+        """Count bytes of a slice lost on `lost_on` that are written again."""
+        if lost_on is not None:
+            for repair in self._last(lost_on):
                 repair.nbytes_replayed += nbytes
-                return
 
     def arrived(self, path: PathKey, channel: int, seq: int, began_s: float) -> None:
         """Close the repairs for which this slice is the first byte."""
         for repair in list(self.open):
             key = PathKey(repair.peer, repair.rail)
             first = self._awaited.get(key, {}).get(channel)
-            if path.peer == repair.peer and channel in repair.moved and first == seq:
+            if path.peer == repair.peer and first == seq:
                 repair.first_byte_s = began_s
                 self.open.remove(repair)
 
@@ -97,7 +97,6 @@ class RepairLog:
         for repair in self._last(key):
             if repair.epoch < epoch and not repair.restored_s:
                 repair.restored_s = now
-        self.open = [r for r in self.open if (r.peer, r.rail) != key]
 
     def _last(self, key: PathKey) -> list[Repair]:
         """Return the newest record of `key`, or nothing if it was never in use."""

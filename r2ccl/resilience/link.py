@@ -63,7 +63,9 @@ class SliceState(enum.IntEnum):
 class Slice:
     """One posted slice; ``owner`` and ``index`` are the executor's, returned when released."""
 
-    __slots__ = ("index", "is_eager", "op", "owner", "path", "seq", "signature", "state", "view")
+    __slots__ = (
+        "index", "is_eager", "lost_on", "op", "owner", "path", "seq", "signature", "state", "view",
+    )  # fmt: skip
 
     def __init__(
         self, seq: int, view: memoryview, is_eager: bool, op: int, signature: int, owner: Any,
@@ -77,6 +79,8 @@ class Slice:
         self.owner = owner
         self.index = index
         self.path: PathKey | None = None
+        #: The fenced path it rode in vain.
+        self.lost_on: PathKey | None = None
         self.state = SliceState.WAITING
 
 
@@ -209,7 +213,7 @@ class SendLink:
         held_below = max(report.received, self.confirmed)
         for item in self.outstanding:
             if item.path == path:
-                item.path = None
+                item.path, item.lost_on = None, path
                 is_held = item.seq < held_below or item.seq in report.early
                 item.state = SliceState.HELD if is_held else SliceState.WAITING
         return released + self._release()
@@ -323,6 +327,11 @@ class RecvLink:
         """What this end holds; compute it only after the path is fenced."""
         early = tuple(sorted(seq for seq in self.arrivals if seq >= self.received))
         return LinkReport(self.channel, self.consumed, self.received, early)
+
+    def is_awaiting(self, path: PathKey) -> bool:
+        """Whether the first slice not received is wanted, and may have been lost on `path`."""
+        landing = self.landings.get(self.received)
+        return landing is not None and (landing.region is None or landing.path == path)
 
     def resume(self, path: PathKey) -> None:
         """Both ends of `path` are fenced: the landing places named on it need a new one."""

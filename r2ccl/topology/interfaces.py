@@ -127,14 +127,15 @@ def select(
     elif is_one_host:
         chosen = [each for each in usable if each.is_loopback]
     else:
-        chosen = [
+        real = [
             each
             for each in usable
             if not each.is_loopback
             and not each.name.startswith(VIRTUAL_PREFIXES)
             and not names.lists(each.name)
-            and not _carries(each, exclude_addresses)
-        ] or [each for each in usable if each.is_loopback and not names.lists(each.name)]
+        ]
+        # Hosts with one NIC each have to share it between control and data.
+        chosen = [each for each in real if not _carries(each, exclude_addresses)] or real
     if not chosen:
         raise _nothing_found(interfaces, config)
     if all(each.is_loopback for each in chosen):

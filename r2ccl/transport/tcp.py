@@ -2,9 +2,9 @@
 
 Wire format: a stream of frames, each a fixed header (`_HEADER`, 40 bytes, little endian) and, for
 DATA, its payload. A cleared slice is written from the caller's view and read straight into the
-landing place; an eager one passes through the connection's buffer. Small frames (clear-to-send,
-confirmations, eager slices) overtake queued cleared slices at frame boundaries, so a landing place
-is never named late because bulk data waits.
+landing place, in fragments that follow one another in its place; an eager one passes through the
+connection's buffer. Small frames (clear-to-send, confirmations, eager slices) and replays overtake
+queued slices at fragment boundaries, so neither waits behind bulk data.
 
 The socket arrives connected and authenticated (`r2ccl.bootstrap`); nothing else is ever read here,
 and a frame that makes no sense breaks the path instead of being guessed at. Only this file and
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import logging
 import os
 import select
@@ -51,6 +52,10 @@ _NOTSENT_LOWAT = 64 << 10
 #: Bytes given to one sendmsg or recv_into: large enough to amortise the call, small enough that
 #: what the peer wrote is still in the shared cache when it is read.
 _CALL_NBYTES = 128 << 10
+#: Largest fragment of a cleared slice. On loopback there is no line rate to wait for, and a header
+#: more is a header more; elsewhere a replay waits for at most one fragment.
+_FRAGMENT_NBYTES = 64 << 10
+_WHOLE = 1 << 62
 #: Read this much while a header is expected and cleared slices are under way: what is read beyond
 #: the header has to be copied once more.
 _PEEK_NBYTES = 1024
@@ -60,15 +65,37 @@ _OUT = select.EPOLLOUT
 _BROKEN = select.EPOLLERR | select.EPOLLHUP
 
 
+class _Outgoing:
+    """A cleared slice on its way out: what is left of it."""
+
+    __slots__ = ("frame", "rest")
+
+    def __init__(self, frame: Frame, view: memoryview) -> None:
+        self.frame = frame
+        self.rest = view
+
+
+class _Place:
+    """A landing place: what is still empty of it, and when its first byte came."""
+
+    __slots__ = ("began_s", "rest")
+
+    def __init__(self, region: memoryview) -> None:
+        self.rest = region
+        self.began_s = 0.0
+
+
 class _Connection:
     """One path's socket, with what is half read and half written."""
 
     __slots__ = (
-        "began", "buffer", "bulk", "fd", "filled", "frame", "is_dirty", "is_waiting", "landings",
-        "parsed", "path", "sending", "sending_slice", "small", "sock", "target",
+        "buffer", "bulk", "fd", "filled", "fragment_nbytes", "frame", "is_dirty", "is_waiting",
+        "parsed", "path", "place", "places", "sending", "sent", "small", "sock", "target",
     )  # fmt: skip
 
     def __init__(self, path: PathKey, sock: socket.socket, buffer_nbytes: int) -> None:
+        is_loopback = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
+        self.fragment_nbytes = _WHOLE if is_loopback else _FRAGMENT_NBYTES
         self.path = path
         self.sock = sock
         self.fd = sock.fileno()
@@ -76,17 +103,18 @@ class _Connection:
         #: Bytes ``parsed .. filled`` of the buffer are read but not understood yet.
         self.parsed = 0
         self.filled = 0
-        #: Rest of the landing place of the slice being read.
+        #: Rest of the fragment being read, with its slice and landing place.
         self.target: memoryview | None = None
         self.frame: Frame | None = None
-        self.began = 0.0
-        self.landings: dict[tuple[int, int], memoryview] = {}
-        #: Whole frames that overtake, and cleared slices (header, view, channel, seq).
+        self.place: _Place | None = None
+        self.places: dict[tuple[int, int], _Place] = {}
+        #: Whole frames that overtake, and cleared slices.
         self.small: deque[bytes | memoryview] = deque()
-        self.bulk: deque[tuple[bytes, memoryview, int, int]] = deque()
+        self.bulk: deque[_Outgoing] = deque()
         #: Buffers of the frame being written.
         self.sending: deque[bytes | memoryview] = deque()
-        self.sending_slice: tuple[int, int] | None = None
+        #: The slice that is sent once ``sending`` is empty.
+        self.sent: Frame | None = None
         self.is_waiting = False
         self.is_dirty = False
 
@@ -147,16 +175,15 @@ class TcpTransport:
         conn = self._by_path.get(path)
         if conn is None:
             return
-        header = _pack(_DATA, frame, len(view))
         if token is None:
-            conn.small.append(header)
+            conn.small.append(_pack(_DATA, frame, len(view)))
             if len(view):
                 conn.small.append(view)
             self._events.append(Sent(path, frame.channel, frame.seq))
         elif is_replay:
-            conn.bulk.appendleft((header, view, frame.channel, frame.seq))
+            conn.bulk.appendleft(_Outgoing(frame, view))
         else:
-            conn.bulk.append((header, view, frame.channel, frame.seq))
+            conn.bulk.append(_Outgoing(frame, view))
         self._mark(conn)
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview) -> None:
@@ -164,7 +191,7 @@ class TcpTransport:
         conn = self._by_path.get(path)
         if conn is None:
             return
-        conn.landings[frame.channel, frame.seq] = region
+        conn.places[frame.channel, frame.seq] = _Place(region)
         conn.small.append(_pack(_CLEAR, frame, len(region)))
         self._mark(conn)
 
@@ -294,9 +321,14 @@ class TcpTransport:
         return True
 
     def _landed(self, conn: _Connection) -> None:
-        assert conn.frame is not None
+        """A fragment is whole; with the last one, the slice is here."""
+        frame, place = conn.frame, conn.place
+        assert frame is not None
+        assert place is not None
         conn.target = None
-        self._events.append(Arrived(conn.path, conn.frame, None, conn.began))
+        if not place.rest:
+            del conn.places[frame.channel, frame.seq]
+            self._events.append(Arrived(conn.path, frame, None, place.began_s))
 
     def _read_buffer(self, conn: _Connection) -> None:
         """Read headers (and eager payloads) once; their events borrow the buffer."""
@@ -305,7 +337,7 @@ class TcpTransport:
             if rest:
                 conn.buffer[:rest] = bytes(conn.buffer[conn.parsed : conn.filled])
             conn.parsed, conn.filled = 0, rest
-        end = conn.filled + _PEEK_NBYTES if conn.landings else len(conn.buffer)
+        end = conn.filled + _PEEK_NBYTES if conn.places else len(conn.buffer)
         n = conn.sock.recv_into(conn.buffer[conn.filled : end])
         if n == 0:
             self._fail(conn, "EOF", "the peer closed the connection")
@@ -333,9 +365,9 @@ class TcpTransport:
         if kind != _DATA:
             self._fail(conn, "EBADMSG", f"frame of unknown kind {kind}")
             return False
-        region = conn.landings.pop((channel, seq), None)
-        if region is not None:
-            return self._begin_landing(conn, frame, region, start, nbytes)
+        place = conn.places.get((channel, seq))
+        if place is not None:
+            return self._begin_fragment(conn, frame, place, start, nbytes)
         if nbytes > self._eager_nbytes:
             self._fail(conn, "EBADMSG", f"slice of {nbytes} bytes without a landing place")
             return False
@@ -346,23 +378,25 @@ class TcpTransport:
         self._events.append(Arrived(conn.path, frame, payload, self._clock()))
         return True
 
-    def _begin_landing(
-        self, conn: _Connection, frame: Frame, region: memoryview, start: int, nbytes: int
+    def _begin_fragment(
+        self, conn: _Connection, frame: Frame, place: _Place, start: int, nbytes: int
     ) -> bool:
-        if nbytes != len(region):
+        if nbytes > len(place.rest):
             self._fail(
-                conn, "EBADMSG", f"slice of {nbytes} bytes for a landing place of {len(region)}"
+                conn, "EBADMSG", f"fragment of {nbytes} bytes where {len(place.rest)} are missing"
             )
             return False
+        target, place.rest = place.rest[:nbytes], place.rest[nbytes:]
+        place.began_s = place.began_s or self._clock()
         here = min(conn.filled - start, nbytes)
-        region[:here] = conn.buffer[start : start + here]
+        target[:here] = conn.buffer[start : start + here]
         conn.parsed = start + here
         conn.frame = frame
-        conn.began = self._clock()
+        conn.place = place
         if here == nbytes:
             self._landed(conn)
         else:
-            conn.target = region[here:]
+            conn.target = target[here:]
         return True
 
     # Writing
@@ -385,17 +419,21 @@ class TcpTransport:
             self._epoll.modify(conn.fd, _IN | _OUT if is_waiting else _IN)
 
     def _next_frame(self, conn: _Connection) -> bool:
-        """Have something in ``sending``: first what is begun, then small frames, then a slice."""
+        """Have something in ``sending``: what is begun, small frames, then one fragment."""
         if conn.sending:
             return True
         if conn.small:
             conn.sending, conn.small = conn.small, conn.sending
             return True
         if conn.bulk:
-            header, view, channel, seq = conn.bulk.popleft()
-            conn.sending.append(header)
-            conn.sending.append(view)
-            conn.sending_slice = (channel, seq)
+            item = conn.bulk[0]
+            fragment = item.rest[: conn.fragment_nbytes]
+            item.rest = item.rest[len(fragment) :]
+            if not item.rest:
+                conn.bulk.popleft()
+                conn.sent = item.frame
+            conn.sending.append(_pack(_DATA, item.frame, len(fragment)))
+            conn.sending.append(fragment)
             return True
         return False
 
@@ -421,9 +459,9 @@ class TcpTransport:
             left -= len(sending.popleft())
         if left:
             sending[0] = memoryview(sending[0])[left:]
-        if not sending and conn.sending_slice is not None:
-            self._events.append(Sent(conn.path, *conn.sending_slice))
-            conn.sending_slice = None
+        if not sending and conn.sent is not None:
+            self._events.append(Sent(conn.path, conn.sent.channel, conn.sent.seq))
+            conn.sent = None
         return n == asked
 
 

@@ -73,10 +73,19 @@ def test_management_interface_is_a_rail_only_when_named() -> None:
     assert names(Config(socket_ifname="eth"), exclude_addresses=["10.0.9.1"]) == ["eth2", "eth10"]
 
 
-def test_loopback_only_when_nothing_else_qualifies() -> None:
-    rails = select((LO, nic("eth0", 2, is_up=False)), Config())
+def test_loopback_never_leads_to_another_host() -> None:
+    interfaces = (LO, nic("eth0", 2, is_up=False))
+    rails = select(interfaces, Config(), is_one_host=True)
     assert [each.address for each in rails] == ["127.0.0.1", "127.0.0.2"]
     assert {each.index for each in rails} == {1}
+    with pytest.raises(InvalidArgument, match="eth0"):
+        select(interfaces, Config())
+
+
+def test_an_only_nic_carries_control_and_data() -> None:
+    only = nic("eth0", 2)
+    rails = select((LO, only), Config(), exclude_addresses=only.addresses)
+    assert [each.name for each in rails] == ["eth0"]
 
 
 def test_one_host_uses_as_many_loopback_rails_as_asked() -> None:

@@ -70,7 +70,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     fabric: str = "full"
     mtu: int = 9000
     burst: str = "256kb"
-    latency: str = "10ms"
+    latency: str = "5ms"
     ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         for name, pattern, example in (
             ("rate", RATE, "200mbit"),
             ("burst", _SIZE, "256kb"),
-            ("latency", _TIME, "10ms"),
+            ("latency", _TIME, "5ms"),
         ):
             if not pattern.fullmatch(getattr(self, name)):
                 raise _bad(name, getattr(self, name), f"tc's spelling, such as {example}")

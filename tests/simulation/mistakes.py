@@ -1,0 +1,157 @@
+"""Mistakes the library could make, and some it made: each a context in which it makes one.
+
+The tests hold the simulator to finding them, and the repaired library to the plans that did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from r2ccl.progress import Progress
+from r2ccl.recovery import Recovery
+from r2ccl.resilience.link import LinkReport, RecvLink, SendLink, Slice, SliceState
+from r2ccl.resilience.path import PathState
+from r2ccl.transport.sim import End, Kind, SimNetwork
+from r2ccl.types import PathKey
+
+Mistake = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def _without(owner: type, method: str, inner: type, silenced: str) -> Mistake:
+    """`method` of `owner` runs while `silenced` of `inner` does nothing."""
+    original = getattr(owner, method)
+
+    def wrong(self: Any, *args: Any) -> Any:
+        with mock.patch.object(inner, silenced, lambda *args, **kwargs: None):
+            return original(self, *args)
+
+    return lambda: mock.patch.object(owner, method, wrong)
+
+
+def _no_fence() -> contextlib.AbstractContextManager[Any]:
+    """Fences are reported but nothing is fenced: late writes still reach memory."""
+    original = SimNetwork.refuse
+
+    def write_nevertheless(self: SimNetwork, end: End, piece: Any) -> None:
+        if piece.message.kind is Kind.WRITE:
+            self.write(piece.message, piece.is_last)
+        original(self, end, piece)
+
+    return mock.patch.object(SimNetwork, "refuse", write_nevertheless)
+
+
+def _released_when_confirmed() -> contextlib.AbstractContextManager[Any]:
+    """A confirmation alone gives memory back, though the NIC may still read it."""
+
+    def release(self: SendLink) -> list[Slice]:
+        released = []
+        while self.outstanding and self.outstanding[0].seq < self.confirmed:
+            released.append(self.outstanding.popleft())
+        return released
+
+    return mock.patch.object(SendLink, "_release", release)
+
+
+def _released_when_retired() -> contextlib.AbstractContextManager[Any]:
+    """A retired request alone gives memory back, though the slice may have to be replayed."""
+
+    def release(self: SendLink) -> list[Slice]:
+        released = []
+        while self.outstanding and self.outstanding[0].state >= SliceState.RETIRED:
+            released.append(self.outstanding.popleft())
+        return released
+
+    return mock.patch.object(SendLink, "_release", release)
+
+
+def _early_slices_unreported() -> contextlib.AbstractContextManager[Any]:
+    """The receiver's report leaves out the slices that came ahead of their turn."""
+
+    def report(self: RecvLink) -> LinkReport:
+        return LinkReport(self.channel, self.consumed, self.received)
+
+    return mock.patch.object(RecvLink, "report", report)
+
+
+def _only_known_routes_watched() -> contextlib.AbstractContextManager[Any]:
+    """Silence is looked for only where this end's own routes and slices are."""
+
+    def has_work(self: Recovery, key: PathKey) -> bool:
+        for sender in self._senders(key.peer):
+            if any(item.path == key and not item.is_eager for item in sender.outstanding):
+                return True
+        return any(
+            (receiver.route if landing.region is None else landing.path) == key
+            for (peer, _), receiver in self._progress.receivers.items()
+            if peer == key.peer
+            for landing in receiver.landings.values()
+        )
+
+    def watched(self: Recovery) -> Iterator[tuple[PathKey, int, bool]]:
+        for key, path in self.paths.items():
+            if path.state is PathState.UP:
+                yield key, path.activity, has_work(self, key)
+
+    return mock.patch.object(Recovery, "_watched", watched)
+
+
+def _alone_since_last_call() -> contextlib.AbstractContextManager[Any]:
+    """The time without a path counts from the last look, not from the loss."""
+    original = Recovery._fence
+
+    def fence(self: Recovery, path: Any) -> None:
+        before = dict(self._alone_since)
+        original(self, path)
+        self._alone_since = before
+
+    return mock.patch.object(Recovery, "_fence", fence)
+
+
+def _failed_paths_left_open() -> contextlib.AbstractContextManager[Any]:
+    """After an error only those paths are fenced that still work."""
+
+    def end(self: Recovery, error: Any) -> None:
+        if self.error is None:
+            self.error = error
+            for key, path in self.paths.items():
+                if self._progress.transport.is_open(key):
+                    path.state = PathState.FENCING
+                    self._progress.transport.fence(key)
+                elif path.state is PathState.UP:
+                    path.state = PathState.DOWN
+
+    return mock.patch.object(Recovery, "_end", end)
+
+
+def _report_must_not_be_older() -> contextlib.AbstractContextManager[Any]:
+    """A report older than a confirmation that overtook it is taken for a contradiction."""
+    original = SendLink.resume
+
+    def resume(self: SendLink, path: PathKey, report: LinkReport) -> list[Slice]:
+        assert self.confirmed <= report.received, "outside confirmed .. posted"
+        return original(self, path, report)
+
+    return mock.patch.object(SendLink, "resume", resume)
+
+
+MISTAKES: dict[str, Mistake] = {
+    "no fence": _no_fence,
+    "released when confirmed": _released_when_confirmed,
+    "released when retired": _released_when_retired,
+    "early slices unreported": _early_slices_unreported,
+    "confirmations lost without a route": _without(
+        Recovery, "_set_going", Progress, "confirm_all"
+    ),
+    "credits of a report unnoticed": _without(Recovery, "_resume", Progress, "touch_channel"),
+    "eager slices never confirmed": _without(Recovery, "tick", Progress, "confirm_all"),
+    "only known routes watched": _only_known_routes_watched,
+    "redial ignored": _without(Recovery, "on_opened", Recovery, "fail"),
+    "alone since the last call": _alone_since_last_call,
+    "failed paths left open": _failed_paths_left_open,
+    "report must not be older": _report_must_not_be_older,
+}
+
+__all__ = ["MISTAKES"]
