@@ -22,6 +22,8 @@ from r2ccl.executor import Call, Divider, LandingPool, LaneRun, Reducer
 from r2ccl.lowering import Layout, lower
 from r2ccl.planner import plan_allreduce
 from r2ccl.repair import Repair
+from r2ccl.schedule.check import check
+from r2ccl.schedule.ir import Schedule
 from r2ccl.topology.monitor import LinkMonitor
 from r2ccl.transport.base import Transport
 from r2ccl.types import CallSignature, Collective, ReduceOp
@@ -57,6 +59,7 @@ class Communicator:
         self._nrails = transport.nrails
         self._pool = LandingPool()
         self._prepared: dict[tuple[Collective, int, int, ReduceOp], _Prepared] = {}
+        self._checked: set[tuple[str, int]] = set()
         self._quiet = kernels.quiet_context()
         self._nothing = as_buffer(np.empty(0, np.uint8), writable=True)
         self._is_closed = False
@@ -224,6 +227,7 @@ class Communicator:
         op = kernels.check_op(dtype_code, op)
         itemsize = dtype_of(dtype_code).itemsize
         schedule = plan_allreduce(count * itemsize, self.nranks, self._nrails, self.config)
+        self._check(schedule)
         layout = lower(
             schedule.program(self.rank),
             count,
@@ -234,6 +238,13 @@ class Communicator:
         finish = kernels.divider(dtype_code, self.nranks) if op is ReduceOp.AVG else None
         signature = CallSignature(collective, dtype_code, op, count).pack()
         return _Prepared(signature, layout, kernels.reducer(dtype_code, op), finish)
+
+    def _check(self, schedule: Schedule) -> None:
+        """Replay a schedule symbolically before its first use; large ones the tests have checked."""
+        shape = (schedule.name, schedule.nchannels)
+        if shape not in self._checked and schedule.nranks * schedule.nchannels <= _CHECKED_SIZE:
+            check(schedule)
+            self._checked.add(shape)
 
     def _run(self, prepared: _Prepared, source: Any, output: Any) -> None:
         if self._is_closed:
@@ -250,6 +261,8 @@ class Communicator:
 
 #: Plans remembered; the oldest goes first. A training job has a few dozen call shapes.
 _PLANS_KEPT = 1024
+#: Ranks times channels up to which a schedule is checked before use (some 10 ms).
+_CHECKED_SIZE = 64
 #: How long an orderly and a forced goodbye may take.
 _LEAVE_S = 5.0
 _ABORT_S = 0.5

@@ -64,7 +64,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     control_address: str = ""
     #: JSON file with a FaultPlan (testing).
     fault_plan: str = ""
-    #: WARN, INFO or TRACE.
+    #: WARN, INFO or TRACE: what the logger ``r2ccl`` lets through; empty: leave it alone.
     debug: str = ""
 
     def __post_init__(self) -> None:
@@ -74,6 +74,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 raise _bad(name, getattr(self, name), "a number above 0")
         if self.mode not in MODES:
             raise _bad("mode", self.mode, f"one of {', '.join(MODES)}")
+        if self.debug.upper() not in DEBUG_LEVELS:
+            raise _bad("debug", self.debug, f"one of {', '.join(filter(None, DEBUG_LEVELS))}")
         for name in ("eager_nbytes", "channels", "rails", "port"):
             if getattr(self, name) < 0:
                 raise _bad(name, getattr(self, name), "0 or more")
@@ -82,6 +84,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             if name.endswith("timeout_s") and not 0 < getattr(self, name) < 1e9:
                 raise _bad(name, getattr(self, name), "seconds, above 0")
+
+    def __repr__(self) -> str:
+        """Show the settings, not the secret."""
+        shown = (
+            f"{name}={'***' if name == 'secret' and self.secret else repr(getattr(self, name))}"
+            for name in self.__struct_fields__
+        )
+        return f"Config({', '.join(shown)})"
 
     @property
     def is_resilient(self) -> bool:
@@ -124,6 +134,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MODES = ("0", "1", "auto")
+
+#: Spellings of ``debug`` (NCCL's) and the level of the logger ``r2ccl`` each stands for.
+DEBUG_LEVELS = {"": 0, "VERSION": 30, "WARN": 30, "INFO": 20, "TRACE": 10}
 
 #: Fields that shape the wire format or the plan.
 AGREED = (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
 from r2ccl import bootstrap
 from r2ccl.communicator import Communicator
-from r2ccl.config import Config
+from r2ccl.config import DEBUG_LEVELS, Config
 from r2ccl.engine import Leaving
 from r2ccl.recovery import Revoke
 from r2ccl.resilience.path import Announcement
@@ -50,6 +51,7 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
     *Collective*: all ranks.
     """
     config = Config.from_env(os.environ, **settings)
+    _set_log_level(config)
     control = bootstrap.connect(
         config,
         message_types=Announcement | Revoke | Leaving,
@@ -69,6 +71,16 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
     made = Communicator(control, transport, config)
     made.connect()
     return made
+
+
+def _set_log_level(config: Config) -> None:
+    """Let the library's logger through as far as ``R2CC_DEBUG`` says, to stderr if nowhere else."""
+    level = DEBUG_LEVELS[config.debug.upper()]
+    logger = logging.getLogger("r2ccl")
+    if level:
+        logger.setLevel(level)
+        if not logger.hasHandlers():
+            logger.addHandler(logging.StreamHandler())
 
 
 def _with_faults(inner: Transport, rank: int, plan: FaultPlan | None) -> Transport:

@@ -1,7 +1,7 @@
 """Schedules as values: the IR, its checker, its cost, its printer.
 
 This room imports `errors`, `msgspec` and NumPy; it never sees a socket, a thread, the clock or
-a random source. Invariant: what the executor runs is a `Schedule` that `check` accepts.
+a random source. Invariant: every `Schedule` the library builds is one that `check` accepts.
 """
 
 from __future__ import annotations

@@ -1,0 +1,134 @@
+"""Every fault on real sockets, again and again: each result exact, nothing hangs.
+
+R2CC_CAMPAIGN_RUNS sets the runs of each fault (default 2; `make campaign` 50). What was measured
+is printed; only exactness, and that every planned fault struck, is asserted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from r2ccl.testing import Action, Fault, FaultPlan
+from r2ccl.testing.netlab import Lab, unavailable_reason
+
+REASON = unavailable_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no netlab here: {REASON}")
+
+RUNS = int(os.environ.get("R2CC_CAMPAIGN_RUNS", "2"))
+ROOT = Path(__file__).parents[2]
+NODES, RAILS = 4, 4
+NBYTES = 16 << 20
+#: Slices a rank posts in one run: 12 channels, 6 sends each, of 2 slices.
+STEPS = 140
+
+#: What a fault of each kind needs beside its place and moment.
+KINDS: dict[Action, dict[str, Any]] = {
+    Action.NIC_DOWN: {"duration_s": 0.4},
+    Action.SWITCH_PORT_DOWN: {"duration_s": 0.4},
+    Action.BLACKHOLE: {"duration_s": 1.2},
+    Action.ISOLATE: {"duration_s": 1.2},
+    Action.SLOW: {"duration_s": 1.0, "rate": "20mbit"},
+    Action.FLAP: {"duration_s": 1.0, "mean_s": 0.1},
+    Action.STOP: {"duration_s": 1.0},
+}
+
+
+def fault(kind: Action, run: int, rng: random.Random) -> Fault:
+    """Fault of one run: a random NIC at a random slice of the run's allreduce."""
+    node, rail = rng.randrange(NODES), rng.randrange(RAILS)
+    where: dict[str, Any] = {"node": node, "rail": rail}
+    if kind is Action.STOP:
+        where = {"rank": node}
+    elif kind is Action.ISOLATE:
+        where["peer"] = (node + 1) % NODES
+    elif kind is Action.FLAP:
+        where["seed"] = run
+    return Fault(action=kind, at_op=2 * run, at_step=rng.randrange(STEPS // 2), **where, **KINDS[kind])
+
+
+def run_ranks(lab: Lab, program: str, *args: str, plan: FaultPlan) -> list[dict[str, Any]]:
+    """Run a program of this folder on every node; returns the last line of each rank that ended."""
+    script = Path(__file__).with_name(program)
+    lines: list[str] = []
+    results = lab.run(
+        [sys.executable, str(script), *args],
+        env={"PYTHONPATH": str(ROOT)},
+        plan=plan,
+        timeout_s=60 + 8 * RUNS,
+        sink=lines.append,
+    )
+    killed = [each for each in results if each.returncode == -9]
+    expected = 1 if any(each.action is Action.KILL for each in plan.faults) else 0
+    assert len(killed) == expected, "\n".join(lines)
+    ended = [each for each in results if each not in killed]
+    assert all(each.returncode == 0 for each in ended), "\n".join(lines)
+    return [json.loads(each.output.strip().splitlines()[-1]) for each in ended]
+
+
+@pytest.mark.parametrize("kind", list(KINDS), ids=str)
+def test_results_are_exact(kind: Action) -> None:
+    rng = random.Random(kind.value)
+    plan = FaultPlan([fault(kind, run, rng) for run in range(1, RUNS + 1)])
+    with Lab(nodes=NODES, rails=RAILS) as lab:
+        reports = run_ranks(lab, "campaign_rank.py", str(RUNS), str(NBYTES), plan=plan)
+    plan.assert_all_fired()
+    print_repair_times(kind, plan, reports)
+    assert [report["exact"] for report in reports] == [RUNS] * NODES
+    if kind in (Action.STOP, Action.SLOW):
+        assert not any(report["repairs"] for report in reports), "a slow peer is no reason to move"
+
+
+def test_a_killed_rank_is_lost_on_every_survivor() -> None:
+    rng = random.Random(9)
+    delays = []
+    with Lab(nodes=NODES, rails=RAILS) as lab:
+        for _ in range(RUNS):
+            victim = rng.randrange(NODES)
+            kill = Fault(action=Action.KILL, rank=victim, at_op=1, at_step=rng.randrange(STEPS // 2))
+            plan = FaultPlan([kill])
+            reports = run_ranks(lab, "kill_rank.py", str(NBYTES), plan=plan)
+            plan.assert_all_fired()
+            assert len(reports) == NODES - 1
+            for report in reports:
+                assert report["error"] == "PeerLost"
+                assert report["peer"] == victim
+                delays.append(report["raised_s"] - plan.fired[0].time_s)
+    assert len(delays) == RUNS * (NODES - 1)
+    print(f"kill: PeerLost on every survivor {RUNS}/{RUNS}, {spread(delays)} after the kill")
+
+
+def print_repair_times(kind: Action, plan: FaultPlan, reports: list[dict[str, Any]]) -> None:
+    """Milliseconds from each cut to the first replayed byte at a receiver, and what was moved."""
+    firsts = []
+    for firing in plan.fired:
+        arrivals = [
+            repair["first_byte_s"] - firing.time_s
+            for report in reports
+            for repair in report["repairs"]
+            if repair["rail"] == firing.fault.rail
+            and 0 < repair["failed_s"] - firing.time_s < 1.0
+            and repair["first_byte_s"]
+        ]
+        firsts += [min(arrivals)] if arrivals else []
+    repairs = [repair for report in reports for repair in report["repairs"]]
+    nbytes = sum(repair["nbytes_replayed"] for repair in repairs)
+    print(
+        f"{kind}: {RUNS} runs exact on {len(reports)} ranks, {len(repairs)} paths repaired, "
+        f"{nbytes} bytes replayed; cut to first replayed byte {spread(firsts)}"
+    )
+
+
+def spread(seconds: list[float]) -> str:
+    """Minimum, median and maximum in milliseconds."""
+    if not seconds:
+        return "none"
+    low, middle, high = min(seconds), statistics.median(seconds), max(seconds)
+    return f"{low * 1e3:.1f} / {middle * 1e3:.1f} / {high * 1e3:.1f} ms of {len(seconds)}"
