@@ -208,7 +208,12 @@ class Recovery:
         self._give_up(PeerLost(rank=self._rank, peer=peer, last_heard_s=last_heard_s, why=why))
 
     def revoke(self, message: Revoke, error: R2cclError | None = None) -> None:
-        """End the communicator on every rank, here with `error` if given."""
+        """End the communicator on every rank, here with `error` if given.
+
+        One that has ended already was ended everywhere: its first reason must not be overtaken.
+        """
+        if self.error is not None:
+            return
         self._control.broadcast(message)
         if error is None:
             self._on_revoke(message)

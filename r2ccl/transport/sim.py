@@ -500,6 +500,8 @@ class SimNetwork:
         if not end.wire.is_up:
             end.acks.append(message)
             return
+        # Until now the NIC might have had to send it again.
+        self.on_read(message)
         end.unacked.discard(message)
         if end.transport is not None:
             end.transport.report(Sent(end.path, message.frame.channel, message.frame.seq))

@@ -51,16 +51,19 @@ def fault(kind: Action, run: int, rng: random.Random) -> Fault:
         where["peer"] = (node + 1) % NODES
     elif kind is Action.FLAP:
         where["seed"] = run
-    return Fault(action=kind, at_op=2 * run, at_step=rng.randrange(STEPS // 2), **where, **KINDS[kind])
+    step = rng.randrange(STEPS // 2)
+    return Fault(action=kind, at_op=2 * run, at_step=step, **where, **KINDS[kind])
 
 
-def run_ranks(lab: Lab, program: str, *args: str, plan: FaultPlan) -> list[dict[str, Any]]:
+def run_ranks(
+    lab: Lab, program: str, *args: str, plan: FaultPlan, env: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
     """Run a program of this folder on every node; returns the last line of each rank that ended."""
     script = Path(__file__).with_name(program)
     lines: list[str] = []
     results = lab.run(
         [sys.executable, str(script), *args],
-        env={"PYTHONPATH": str(ROOT)},
+        env={"PYTHONPATH": str(ROOT), **(env or {})},
         plan=plan,
         timeout_s=60 + 8 * RUNS,
         sink=lines.append,
@@ -92,9 +95,9 @@ def test_a_killed_rank_is_lost_on_every_survivor() -> None:
     with Lab(nodes=NODES, rails=RAILS) as lab:
         for _ in range(RUNS):
             victim = rng.randrange(NODES)
-            kill = Fault(action=Action.KILL, rank=victim, at_op=1, at_step=rng.randrange(STEPS // 2))
-            plan = FaultPlan([kill])
-            reports = run_ranks(lab, "kill_rank.py", str(NBYTES), plan=plan)
+            step = rng.randrange(STEPS // 2)
+            plan = FaultPlan([Fault(action=Action.KILL, rank=victim, at_op=1, at_step=step)])
+            reports = run_ranks(lab, "until_error_rank.py", str(NBYTES), plan=plan)
             plan.assert_all_fired()
             assert len(reports) == NODES - 1
             for report in reports:
@@ -103,6 +106,20 @@ def test_a_killed_rank_is_lost_on_every_survivor() -> None:
                 delays.append(report["raised_s"] - plan.fired[0].time_s)
     assert len(delays) == RUNS * (NODES - 1)
     print(f"kill: PeerLost on every survivor {RUNS}/{RUNS}, {spread(delays)} after the kill")
+
+
+def test_a_pair_without_any_rail_gives_up_on_both_sides() -> None:
+    cuts = [Fault(action=Action.NIC_DOWN, node=1, rail=rail, at_op=1, at_step=4) for rail in (0, 1)]
+    plan = FaultPlan(cuts)
+    env = {"R2CC_NO_RAIL_TIMEOUT_S": "1.5"}
+    with Lab(nodes=2, rails=2) as lab:
+        reports = run_ranks(lab, "until_error_rank.py", str(NBYTES), plan=plan, env=env)
+    plan.assert_all_fired()
+    assert [report["error"] for report in reports] == ["NoHealthyRail"] * 2
+    assert [report["peer"] for report in reports] == [1, 0]
+    delays = [report["raised_s"] - plan.fired[-1].time_s for report in reports]
+    assert all(1.4 < delay < 6.0 for delay in delays)
+    print(f"no rail left, timeout 1.5 s: NoHealthyRail on both sides {spread(delays)} after the cut")
 
 
 def print_repair_times(kind: Action, plan: FaultPlan, reports: list[dict[str, Any]]) -> None:

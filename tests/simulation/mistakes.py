@@ -126,6 +126,16 @@ def _failed_paths_left_open() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Recovery, "_end", end)
 
 
+@contextlib.contextmanager
+def _never_confirmed_again() -> Iterator[None]:
+    """What could not be confirmed for want of a route is not confirmed later either."""
+    with (
+        _without(Recovery, "_set_going", Progress, "confirm_all")(),
+        _without(Recovery, "tick", Progress, "confirm_all")(),
+    ):
+        yield
+
+
 def _report_must_not_be_older() -> contextlib.AbstractContextManager[Any]:
     """A report older than a confirmation that overtook it is taken for a contradiction."""
     original = SendLink.resume
@@ -142,11 +152,8 @@ MISTAKES: dict[str, Mistake] = {
     "released when confirmed": _released_when_confirmed,
     "released when retired": _released_when_retired,
     "early slices unreported": _early_slices_unreported,
-    "confirmations lost without a route": _without(
-        Recovery, "_set_going", Progress, "confirm_all"
-    ),
+    "confirmations lost without a route": _never_confirmed_again,
     "credits of a report unnoticed": _without(Recovery, "_resume", Progress, "touch_channel"),
-    "eager slices never confirmed": _without(Recovery, "tick", Progress, "confirm_all"),
     "only known routes watched": _only_known_routes_watched,
     "redial ignored": _without(Recovery, "on_opened", Recovery, "fail"),
     "alone since the last call": _alone_since_last_call,

@@ -1,4 +1,4 @@
-"""One rank of a job of which one is killed inside op 1; the others say what they saw."""
+"""One rank of a job that goes on until something ends it; says what that was, and when."""
 
 from __future__ import annotations
 
