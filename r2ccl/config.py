@@ -28,7 +28,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Unconfirmed eager slices a link may have under way (the receiver's slots).
     eager_slots: int = 16
     #: Size of a slice: the unit of pipelining, acknowledgement and replay.
-    slice_nbytes: int = 256 << 10
+    slice_nbytes: int = 512 << 10
     #: Landing places a receiver names ahead on one link.
     landing_depth: int = 4
     #: Channels of a large collective; 0: chosen from the number of rails.

@@ -82,7 +82,7 @@ class Progress:
         self.signature = 0
         self._consumers: dict[int, Consumer] = {}
         self._dirty: list[Consumer] = []
-        self._unconfirmed: set[RecvLink] = set()
+        self._unconfirmed: dict[RecvLink, None] = {}  # ordered, unlike a set: runs repeat
         #: Signatures of the last collectives, and the first one seen of a coming one.
         self._history: dict[int, int] = {}
         self._ahead: dict[int, tuple[int, int]] = {}
@@ -152,7 +152,7 @@ class Progress:
         """The slice delivered next is used up: it may be confirmed."""
         link.consume()
         if not is_eager or link.consumed - link.acked >= self._confirm_after:
-            self._unconfirmed.add(link)
+            self._unconfirmed[link] = None
 
     # The loop
 

@@ -241,7 +241,10 @@ class Recovery:
         waited_for = self._waited_for()
         for key, path in self.paths.items():
             if path.state is PathState.UP:
-                yield key, path.activity, key.peer in waited_for
+                # A confirmation that does not get through is missed by the peer alone, which
+                # cannot tell if its own end of the path never came up.
+                is_due = key.peer in waited_for or self._progress.transport.is_stuck(key)
+                yield key, path.activity, is_due
 
     def _waited_for(self) -> set[int]:
         """Peers from which a slice or a confirmation should come.

@@ -72,6 +72,8 @@ class RepairLog:
     def resumed(self, key: PathKey, moved: dict[int, int], now: float) -> None:
         """Both ends are fenced; `moved` channels go on elsewhere."""
         for repair in self._last(key):
+            if repair.resumed_s:  # the peer's end failed before this one was in use again
+                continue
             repair.resumed_s = now
             repair.moved = moved
             if self._awaited.get(key):

@@ -11,9 +11,10 @@ from typing import Any
 from unittest import mock
 
 from r2ccl.progress import Progress
-from r2ccl.recovery import Recovery
+from r2ccl.recovery import _ACTIONS, Recovery
 from r2ccl.resilience.link import LinkReport, RecvLink, SendLink, Slice, SliceState
 from r2ccl.resilience.path import PathState
+from r2ccl.testing.simulation.control import SimControl
 from r2ccl.transport.sim import End, Kind, SimNetwork
 from r2ccl.types import PathKey
 
@@ -28,7 +29,16 @@ def _without(owner: type, method: str, inner: type, silenced: str) -> Mistake:
         with mock.patch.object(inner, silenced, lambda *args, **kwargs: None):
             return original(self, *args)
 
-    return lambda: mock.patch.object(owner, method, wrong)
+    return lambda: _replaced(owner, method, wrong)
+
+
+@contextlib.contextmanager
+def _replaced(owner: type, method: str, wrong: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method, also where `Recovery` keeps it as the answer to an action."""
+    original = getattr(owner, method)
+    actions = {action: wrong for action, fn in _ACTIONS.items() if fn is original}
+    with mock.patch.object(owner, method, wrong), mock.patch.dict(_ACTIONS, actions):
+        yield
 
 
 def _no_fence() -> contextlib.AbstractContextManager[Any]:
@@ -107,23 +117,18 @@ def _alone_since_last_call() -> contextlib.AbstractContextManager[Any]:
         original(self, path)
         self._alone_since = before
 
-    return mock.patch.object(Recovery, "_fence", fence)
+    return _replaced(Recovery, "_fence", fence)
 
 
-def _failed_paths_left_open() -> contextlib.AbstractContextManager[Any]:
-    """After an error only those paths are fenced that still work."""
+def _epoch_welcome_once() -> contextlib.AbstractContextManager[Any]:
+    """A connection is let in once an epoch, even if its dialer never learned that it was."""
+    original = SimControl.let_in
 
-    def end(self: Recovery, error: Any) -> None:
-        if self.error is None:
-            self.error = error
-            for key, path in self.paths.items():
-                if self._progress.transport.is_open(key):
-                    path.state = PathState.FENCING
-                    self._progress.transport.fence(key)
-                elif path.state is PathState.UP:
-                    path.state = PathState.DOWN
+    def let_in(self: SimControl, peer: int, rail: int, epoch: int, end: End) -> None:
+        original(self, peer, rail, epoch, end)
+        self._expected.pop(PathKey(peer, rail), None)
 
-    return mock.patch.object(Recovery, "_end", end)
+    return mock.patch.object(SimControl, "let_in", let_in)
 
 
 @contextlib.contextmanager
@@ -155,9 +160,8 @@ MISTAKES: dict[str, Mistake] = {
     "confirmations lost without a route": _never_confirmed_again,
     "credits of a report unnoticed": _without(Recovery, "_resume", Progress, "touch_channel"),
     "only known routes watched": _only_known_routes_watched,
-    "redial ignored": _without(Recovery, "on_opened", Recovery, "fail"),
+    "epoch welcome once": _epoch_welcome_once,
     "alone since the last call": _alone_since_last_call,
-    "failed paths left open": _failed_paths_left_open,
     "report must not be older": _report_must_not_be_older,
 }
 

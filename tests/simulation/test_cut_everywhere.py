@@ -1,0 +1,82 @@
+"""A path is cut before every single event of a run; the results must not show it.
+
+``R2CC_SIM_EXAMPLES`` of 20,000 or more cuts every path at every event, instead of one in turn.
+"""
+
+import itertools
+import os
+
+import pytest
+
+from r2ccl.testing.simulation import CallSpec, CutPath, NicDown, Plan, Workload, simulate
+
+CLEARED = Workload(calls=(CallSpec(27),), slice_nbytes=8, eager_nbytes=0)
+EAGER = Workload(
+    calls=(CallSpec(6, "recursive_doubling", 2), CallSpec(9, channels=2)), eager_nbytes=64
+)
+PATHS = [(a, b, rail) for a, b in ((0, 1), (0, 2), (1, 2)) for rail in range(3)]
+IS_THOROUGH = int(os.environ.get("R2CC_SIM_EXAMPLES", "0")) >= 20_000
+#: Virtual time within which any single fault is over: connecting waits 1 s for all rails, a
+#: silent loss is suspected after 0.5 s and proved 0.06 s later.
+BOUND_S = 2.5
+
+
+def paths_for(at: int) -> list[tuple[int, int, int]]:
+    return PATHS if IS_THOROUGH else [PATHS[at % len(PATHS)]]
+
+
+def told_to(who: str, a: int, b: int, at: int) -> tuple[int, ...]:
+    return {"both": (a, b), "one": ((a, b)[at % 2],), "nobody": ()}[who]
+
+
+@pytest.mark.timeout(3600 if IS_THOROUGH else 120)
+@pytest.mark.parametrize("restore_us", [0, 400])
+@pytest.mark.parametrize("who", ["both", "one", "nobody"])
+@pytest.mark.parametrize("workload", [CLEARED, EAGER], ids=["cleared", "eager"])
+def test_a_path_is_cut_at_every_event(workload: Workload, who: str, restore_us: int) -> None:
+    for at in range(simulate(workload).nevents):
+        for a, b, rail in paths_for(at):
+            cut = CutPath(
+                at,
+                a,
+                b,
+                rail,
+                told_to(who, a, b, at),
+                keep=at % 4,
+                late_us=(0, 50, 500)[at % 3],
+                is_stall=at % 5 == 0,
+                restore_us=restore_us,
+            )
+            outcome = simulate(workload, Plan((cut,)), seed=at)
+            assert outcome.is_clean, (cut, outcome.errors)
+            assert outcome.time_s < BOUND_S, (cut, outcome.time_s)
+
+
+@pytest.mark.timeout(3600 if IS_THOROUGH else 120)
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_nic_goes_down_at_every_event(is_seen: bool) -> None:
+    step = 1 if IS_THOROUGH else 3
+    for at in range(0, simulate(CLEARED).nevents, step):
+        down = NicDown(at, at % 3, at // 3 % 3, is_seen, keep=at % 3, restore_us=300 * (at % 2))
+        outcome = simulate(CLEARED, Plan((down,)), seed=at)
+        assert outcome.is_clean, (down, outcome.errors)
+        assert outcome.time_s < BOUND_S, (down, outcome.time_s)
+
+
+@pytest.mark.timeout(3600 if IS_THOROUGH else 120)
+@pytest.mark.parametrize(("first_us", "second_us"), [(0, 0), (300, 0), (0, 300), (300, 300)])
+def test_the_path_moved_to_is_cut_at_every_event_of_the_repair(
+    first_us: int, second_us: int
+) -> None:
+    """The second cut meets every state of the first repair: fencing, announced, replaying."""
+    workload = Workload(2, 3, (CallSpec(24, channels=2),), slice_nbytes=8, eager_nbytes=0)
+    end = simulate(workload).nevents
+    firsts = range(60, end, 5 if IS_THOROUGH else 80)
+    for first, rail in itertools.product(firsts, (1, 2)):
+        for second in range(first, first + 160):
+            cuts = (
+                CutPath(first, 0, 1, 0, (first % 2,), keep=first % 3, restore_us=first_us),
+                CutPath(second, 0, 1, rail, (0, 1), keep=second % 3, restore_us=second_us),
+            )
+            outcome = simulate(workload, Plan(cuts), seed=second)
+            assert outcome.is_clean, (cuts, outcome.errors)

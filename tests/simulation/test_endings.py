@@ -1,0 +1,114 @@
+"""What cannot be repaired ends at every rank, in bounded time, with the error that says why."""
+
+import pytest
+
+from r2ccl.errors import CommunicatorRevoked, NoHealthyRail, PeerLost, TransportTimeout
+from r2ccl.testing.simulation import (
+    CallSpec,
+    CutPath,
+    Kill,
+    Lose,
+    Noise,
+    Plan,
+    Stop,
+    Workload,
+    simulate,
+)
+
+TWICE = (CallSpec(300), CallSpec(300))
+#: Seconds, the simulated ranks' settings.
+NO_RAIL_TIMEOUT_S = 5.0
+PEER_TIMEOUT_S = 5.0
+#: Events until all paths are connected.
+CONNECTED = 150
+
+
+@pytest.mark.parametrize("told", [(0, 1), (0,), ()], ids=["both told", "one told", "none told"])
+@pytest.mark.parametrize("is_loud", [True, False])
+def test_all_rails_of_a_pair_dead(told: tuple[int, ...], is_loud: bool) -> None:
+    workload = Workload(calls=TWICE, is_loud=is_loud)
+    for at in range(CONNECTED, 900, 60):
+        cuts = tuple(CutPath(at + 20 * rail, 0, 1, rail, told, keep=rail) for rail in range(3))
+        outcome = simulate(workload, Plan(cuts), seed=at)
+        zero, one, two = outcome.errors
+        assert isinstance(zero, NoHealthyRail)
+        assert isinstance(one, NoHealthyRail)
+        assert (zero.peer, one.peer) == (1, 0)
+        assert set(zero.causes) == {0, 1, 2}
+        assert isinstance(two, CommunicatorRevoked)
+        # Suspected three times at most, one rail after the other.
+        assert NO_RAIL_TIMEOUT_S < outcome.time_s < NO_RAIL_TIMEOUT_S + 3 * 0.7
+
+
+def test_no_rail_from_the_start() -> None:
+    cuts = tuple(CutPath(0, 0, 1, rail) for rail in range(3))
+    outcome = simulate(Workload(), Plan(cuts))
+    assert all(
+        isinstance(error, NoHealthyRail | TransportTimeout | CommunicatorRevoked)
+        for error in outcome.errors
+    )
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+@pytest.mark.parametrize("is_loud", [True, False])
+def test_a_killed_rank_is_lost_for_all(dead: int, is_loud: bool) -> None:
+    workload = Workload(calls=TWICE, is_loud=is_loud)
+    for at in range(0, 1_500, 60):
+        outcome = simulate(workload, Plan((Kill(at, dead),)), seed=at)
+        survivors = [error for rank, error in enumerate(outcome.errors) if rank != dead]
+        assert all(isinstance(error, PeerLost) for error in survivors), (at, outcome.errors)
+        assert [error.peer for error in survivors] == [dead, dead]  # type: ignore[union-attr]
+        assert outcome.time_s < PEER_TIMEOUT_S + 1.0
+
+
+def test_a_killed_rank_behind_a_noisy_control_plane() -> None:
+    noise = Noise(lose=30, repeat=20, late=50, late_ms=50)
+    for at in range(200, 1_200, 100):
+        plan = Plan((Kill(at, 1), CutPath(at, 0, 2, 0, restore_us=1_000)), noise)
+        outcome = simulate(Workload(calls=TWICE), plan, seed=at)
+        assert isinstance(outcome.errors[0], PeerLost)
+        assert isinstance(outcome.errors[2], PeerLost)
+
+
+def test_memory_of_a_call_that_raised_is_left_alone() -> None:
+    """Late writes of paths cut just before the error find every end fenced (checked inside)."""
+    for at in range(CONNECTED, 800, 25):
+        cuts = tuple(
+            CutPath(at, 0, 1, rail, (0, 1), keep=6, late_us=6_000_000) for rail in range(3)
+        )
+        cuts += (CutPath(at + 40, 1, 2, 0, keep=6, late_us=5_500_000),)
+        outcome = simulate(Workload(calls=TWICE), Plan(cuts), seed=at)
+        assert all(outcome.errors)
+
+
+@pytest.mark.parametrize("stopped", [0, 1, 2])
+def test_a_stopped_rank_goes_on(stopped: int) -> None:
+    """A stop longer than the suspicion and shorter than the peer timeout loses no path."""
+    for at in range(CONNECTED, 900, 50):
+        outcome = simulate(Workload(calls=TWICE), Plan((Stop(at, stopped, 2_000),)), seed=at)
+        assert outcome.is_clean
+        assert outcome.repairs == 0
+
+
+def test_a_rank_stopped_too_long_is_lost() -> None:
+    outcome = simulate(Workload(calls=TWICE), Plan((Stop(400, 1, 20_000),)))
+    assert isinstance(outcome.errors[0], PeerLost)
+    assert isinstance(outcome.errors[2], PeerLost)
+    assert outcome.errors[1] is not None
+
+
+def test_every_message_lost_once() -> None:
+    """A lost control frame is sent again; a lost data frame breaks its connection."""
+    workload = Workload(calls=(CallSpec(60),))
+    for number in range(simulate(workload).nmessages):
+        outcome = simulate(workload, Plan((Lose(number),)), seed=number)
+        assert outcome.is_clean, number
+
+
+def test_a_computing_rank_keeps_its_paths_and_answers_failures() -> None:
+    """Rank 0 computes for 2 s; a path between the others and it fails and is repaired then."""
+    workload = Workload(calls=TWICE, busy_ms=(2_000, 0, 0))
+    for at in range(CONNECTED, 700, 25):
+        outcome = simulate(workload, Plan((CutPath(at, 0, 1, at % 3, (1,)),)), seed=at)
+        assert outcome.is_clean
+        assert outcome.repairs in (0, 2)

@@ -1,0 +1,63 @@
+"""The simulator tells the truth: runs repeat, and every mistake we know of is found."""
+
+import pytest
+
+from r2ccl.testing.simulation import CutPath, Noise, Plan, Violation, Workload, simulate
+from simulation.families import FAMILIES
+from simulation.mistakes import MISTAKES
+
+PLAN = Plan((CutPath(300, 0, 1, 0, (0,), keep=1, restore_us=500),), Noise(lose=10, late=30))
+
+
+def test_same_seed_same_trace() -> None:
+    first = simulate(Workload(), PLAN, seed=7)
+    again = simulate(Workload(), PLAN, seed=7)
+    assert first.trace == again.trace
+    assert first.digest() == again.digest()
+
+
+def test_other_seed_other_trace() -> None:
+    digests = {simulate(Workload(), PLAN, seed=seed).digest() for seed in range(5)}
+    assert len(digests) == 5
+
+
+def test_a_plan_does_something() -> None:
+    assert simulate(Workload(), Plan(), seed=7).repairs == 0
+    assert simulate(Workload(), PLAN, seed=7).repairs == 2
+
+
+def is_right(workload: Workload, plan: Plan, seed: int) -> bool:
+    try:
+        return simulate(workload, plan, seed, max_events=30_000).is_clean
+    except Violation:
+        return False
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(mistake: str) -> None:
+    workload, plans = FAMILIES[mistake]
+    assert all(is_right(workload, plan, seed) for seed, plan in enumerate(plans))
+    with MISTAKES[mistake]():
+        assert not all(is_right(workload, plan, seed) for seed, plan in enumerate(plans))
+
+
+def test_a_violation_names_seed_and_plan() -> None:
+    workload, plans = FAMILIES["released when confirmed"]
+    with MISTAKES["released when confirmed"](), pytest.raises(Violation) as caught:
+        simulate(workload, plans[0], seed=11)
+    assert "seed=11" in str(caught.value)
+    assert "after its memory was released" in str(caught.value)
+
+
+def test_without_the_fence_memory_is_corrupted_and_with_it_never() -> None:
+    workload, plans = FAMILIES["no fence"]
+    with MISTAKES["no fence"]():
+        found = []
+        for seed, plan in enumerate(plans):
+            try:
+                simulate(workload, plan, seed)
+            except Violation as exc:
+                found.append(str(exc))
+    assert any("was written" in text for text in found)
+    for seed, plan in enumerate(plans):
+        assert simulate(workload, plan, seed).is_clean
