@@ -51,8 +51,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     init_timeout_s: float = 60.0
     #: init() waits this long for all rails, then goes on with those that are up.
     connect_timeout_s: float = 5.0
-    #: Congestion control asked for on TCP rails; empty: the system's.
-    tcp_congestion: str = "cubic"
+    #: Congestion control asked for on TCP rails; auto: cubic, on loopback reno; empty: the system's.
+    tcp_congestion: str = "auto"
     #: The data loop yields the processor this long before it sleeps in epoll.
     spin_s: float = 50e-6
     #: Port of rank 0's rendezvous; 0: MASTER_PORT + 1, or chosen by the launcher.

@@ -357,9 +357,7 @@ class Recovery:
         self._reroute(peer, {})
         self.log.opened(path.key, path.epoch, self._clock())
         if path.epoch:
-            _log.warning(
-                "rank %d: rail %d to rank %d is back", self._rank, path.key.rail, peer
-            )
+            _log.warning("rank %d: rail %d to rank %d is back", self._rank, path.key.rail, peer)
 
     # Routes
 
@@ -438,9 +436,7 @@ class Recovery:
     # The end
 
     def _no_rail(self, peer: int, now: float) -> None:
-        causes = {
-            key.rail: path.cause for key, path in self.paths.items() if key.peer == peer
-        }
+        causes = {key.rail: path.cause for key, path in self.paths.items() if key.peer == peer}
         since = now - self._alone_since[peer]
         error = NoHealthyRail(rank=self._rank, peer=peer, since_s=since, causes=causes)
         self._give_up(error, "NoHealthyRail", peer)

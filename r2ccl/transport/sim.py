@@ -42,6 +42,7 @@ class Timeline:
         self._serial = 0
 
     def __call__(self) -> float:
+        """Read the clock."""
         return self.now
 
     def after(self, delay_s: float, fn: Callable[..., None], *args: Any) -> None:
@@ -379,7 +380,8 @@ class SimNetwork:
                 message.is_copied = True
         for queue in (end.queued, end.small, end.bulk, end.held, end.acks):
             queue.clear()
-        self.timeline.after(self.fence_s * self.timeline.random.random(), self._drained, end, on_drained)
+        delay_s = self.fence_s * self.timeline.random.random()
+        self.timeline.after(delay_s, self._drained, end, on_drained)
 
     def _drained(self, end: End, on_drained: Callable[[], None]) -> None:
         end.state = EndState.FENCED
@@ -484,9 +486,7 @@ class SimNetwork:
             assert message.view is not None
             self.on_read(message)
             assert end.transport is not None
-            return Arrived(
-                end.path, frame, end.transport.lend(message.view), self.timeline.now
-            )
+            return Arrived(end.path, frame, end.transport.lend(message.view), self.timeline.now)
         if message.kind is Kind.CLEAR:
             assert message.view is not None
             return Cleared(end.path, frame, len(message.view), message.view)

@@ -54,6 +54,9 @@ _NOTSENT_LOWAT = 64 << 10
 #: instead of 99 with buffers left to grow).
 _LOOPBACK_NOTSENT_LOWAT = 256 << 10
 _LOOPBACK_BUFFER_NBYTES = 512 << 10
+#: What ``auto`` asks for. Reno fills a lossless loopback at once (64 MiB, 4 ranks: 88 ms, cubic
+#: 105); on shaped rails cubic keeps 96 to 99 % of the line, where BBR gets 80 to 94 %.
+_LOOPBACK_CONGESTION, _CONGESTION = "reno", "cubic"
 #: Bytes given to one sendmsg or recv_into: large enough to amortise the call, small enough that
 #: what the peer wrote is still in the cache when it is read.
 _CALL_NBYTES = 256 << 10
@@ -136,7 +139,8 @@ class TcpTransport:
     eager_nbytes : int
         Largest eager payload accepted from a peer.
     congestion : str
-        Congestion control asked for on each socket; empty: the system's default.
+        Congestion control asked for on each socket; ``auto``: what was measured best for loopback
+        and for everything else; empty: the system's default.
     """
 
     def __init__(
@@ -264,20 +268,21 @@ class TcpTransport:
     def _tune(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        lowat = _NOTSENT_LOWAT
+        lowat, congestion = _NOTSENT_LOWAT, _CONGESTION
         if _is_loopback(sock):
-            lowat = _LOOPBACK_NOTSENT_LOWAT
+            lowat, congestion = _LOOPBACK_NOTSENT_LOWAT, _LOOPBACK_CONGESTION
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER_NBYTES)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LOOPBACK_BUFFER_NBYTES)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, lowat)
-        if self._congestion:
+        if self._congestion != "auto":
+            congestion = self._congestion
+        if congestion:
             try:
-                name = self._congestion.encode()
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
             except OSError as exc:
                 _log.info(
                     "rank %d: congestion control %s is not to be had (%s), using the default",
-                    self._rank, self._congestion, exc,
+                    self._rank, congestion, exc,
                 )  # fmt: skip
 
     def _mark(self, conn: _Connection) -> None:

@@ -64,6 +64,13 @@ FAMILIES: dict[str, tuple[Workload, list[Plan]]] = {
         _eager(300),
         [Plan((CutPath(3, 0, 1, 1, is_stall=True), Lose(n))) for n in range(60, 110)],
     ),
+    # The higher rank takes its end into use, the lower one's dial never gets its answer.
+    "stuck paths unwatched": (
+        Workload(
+            calls=(CallSpec(6, "recursive_doubling", 2), CallSpec(9, channels=2)), eager_nbytes=64
+        ),
+        [Plan((CutPath(at, 1, 2, at % 2, is_stall=True),)) for at in range(60)],
+    ),
     "epoch welcome once": (
         Workload(3, 1, (CallSpec(20, channels=1),), is_loud=False),
         [Plan((CutPath(at, 0, 2, 0, restore_us=50),)) for at in range(1, 40)],

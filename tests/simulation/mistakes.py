@@ -26,7 +26,7 @@ def _without(owner: type, method: str, inner: type, silenced: str) -> Mistake:
     original = getattr(owner, method)
 
     def wrong(self: Any, *args: Any) -> Any:
-        with mock.patch.object(inner, silenced, lambda *args, **kwargs: None):
+        with mock.patch.object(inner, silenced, return_value=None):
             return original(self, *args)
 
     return lambda: _replaced(owner, method, wrong)
@@ -108,6 +108,18 @@ def _only_known_routes_watched() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Recovery, "_watched", watched)
 
 
+def _stuck_paths_unwatched() -> contextlib.AbstractContextManager[Any]:
+    """A path on which nothing is waited for may swallow confirmations for ever."""
+
+    def watched(self: Recovery) -> Iterator[tuple[PathKey, int, bool]]:
+        waited_for = self._waited_for()
+        for key, path in self.paths.items():
+            if path.state is PathState.UP:
+                yield key, path.activity, key.peer in waited_for
+
+    return mock.patch.object(Recovery, "_watched", watched)
+
+
 def _alone_since_last_call() -> contextlib.AbstractContextManager[Any]:
     """The time without a path counts from the last look, not from the loss."""
     original = Recovery._fence
@@ -160,6 +172,7 @@ MISTAKES: dict[str, Mistake] = {
     "confirmations lost without a route": _never_confirmed_again,
     "credits of a report unnoticed": _without(Recovery, "_resume", Progress, "touch_channel"),
     "only known routes watched": _only_known_routes_watched,
+    "stuck paths unwatched": _stuck_paths_unwatched,
     "epoch welcome once": _epoch_welcome_once,
     "alone since the last call": _alone_since_last_call,
     "report must not be older": _report_must_not_be_older,

@@ -1,6 +1,7 @@
 """A path is cut before every single event of a run; the results must not show it.
 
-``R2CC_SIM_EXAMPLES`` of 20,000 or more cuts every path at every event, instead of one in turn.
+``R2CC_SIM_EXAMPLES`` of 20,000 or more cuts every path at every event, with and without a
+restore, instead of one path and one of the two in turn.
 """
 
 import itertools
@@ -30,12 +31,12 @@ def told_to(who: str, a: int, b: int, at: int) -> tuple[int, ...]:
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
-@pytest.mark.parametrize("restore_us", [0, 400])
 @pytest.mark.parametrize("who", ["both", "one", "nobody"])
 @pytest.mark.parametrize("workload", [CLEARED, EAGER], ids=["cleared", "eager"])
-def test_a_path_is_cut_at_every_event(workload: Workload, who: str, restore_us: int) -> None:
+def test_a_path_is_cut_at_every_event(workload: Workload, who: str) -> None:
     for at in range(simulate(workload).nevents):
-        for a, b, rail in paths_for(at):
+        restores_us = (0, 400) if IS_THOROUGH else (400 * (at // len(PATHS) % 2),)
+        for (a, b, rail), restore_us in itertools.product(paths_for(at), restores_us):
             cut = CutPath(
                 at,
                 a,

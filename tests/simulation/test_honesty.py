@@ -1,10 +1,10 @@
 """The simulator tells the truth: runs repeat, and every mistake we know of is found."""
 
 import pytest
-
-from r2ccl.testing.simulation import CutPath, Noise, Plan, Violation, Workload, simulate
 from simulation.families import FAMILIES
 from simulation.mistakes import MISTAKES
+
+from r2ccl.testing.simulation import CutPath, Noise, Plan, Violation, Workload, simulate
 
 PLAN = Plan((CutPath(300, 0, 1, 0, (0,), keep=1, restore_us=500),), Noise(lose=10, late=30))
 

@@ -24,7 +24,7 @@ from r2ccl.testing.simulation import (
     simulate,
 )
 
-EXAMPLES = int(os.environ.get("R2CC_SIM_EXAMPLES", "400"))
+EXAMPLES = int(os.environ.get("R2CC_SIM_EXAMPLES", "250"))
 #: Events of a run are counted from its first one; most runs have 300 to 1,500.
 EVENTS = st.integers(0, 2_000)
 RESTORES_US = st.sampled_from([50, 200, 1_000, 20_000, 150_000, 600_000])

@@ -41,9 +41,7 @@ class Checker:
         """Note a slice before it gets its number."""
         self.sent[source, link.peer, link.channel, link.posted] = bytes(view)
 
-    def delivered(
-        self, rank: int, peer: int, channel: int, landing: Landing, payload: Any
-    ) -> None:
+    def delivered(self, rank: int, peer: int, channel: int, landing: Landing, payload: Any) -> None:
         """Hold a delivered slice against what was posted: in order, once, whole."""
         key = (peer, rank, channel)
         expected = self.next_seq.get(key, 0)
@@ -56,13 +54,13 @@ class Checker:
 
     def read(self, message: Message) -> None:
         """Refuse a read of memory that was given back; a `SimNetwork.on_read`."""
-        if message.kind is Kind.WRITE and not message.is_copied:
-            if id(message.view) in self.released:
-                frame = message.frame
-                raise Violation(
-                    f"rank {message.end.rank}: {message.end.path} reads slice {frame.seq} of "
-                    f"channel {frame.channel} after its memory was released"
-                )
+        is_own_memory = message.kind is Kind.WRITE and not message.is_copied
+        if is_own_memory and id(message.view) in self.released:
+            frame = message.frame
+            raise Violation(
+                f"rank {message.end.rank}: {message.end.path} reads slice {frame.seq} of "
+                f"channel {frame.channel} after its memory was released"
+            )
 
     def result(self, rank: int, call: int, output: Array, expected: bytes | None) -> None:
         """Compare a result bit for bit."""

@@ -35,9 +35,17 @@ class Host(Protocol):
     is_stopped: bool
     is_dead: bool
 
-    def on_message(self, peer: int, message: object) -> None: ...
-    def on_path(self, peer: int, rail: int, epoch: int, endpoint: End) -> None: ...
-    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None: ...
+    def on_message(self, peer: int, message: object) -> None:
+        """Take a message of `peer`, in the order sent."""
+        ...
+
+    def on_path(self, peer: int, rail: int, epoch: int, endpoint: End) -> None:
+        """Own one end of a connection."""
+        ...
+
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+        """Hear that `peer` is dead or silent."""
+        ...
 
 
 class SimControl:

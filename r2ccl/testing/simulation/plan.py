@@ -2,7 +2,8 @@
 
 Values only. Invariant: a `Workload`, a plan and a seed determine a run, event for event.
 
-A fault happens before event number ``at`` of the timeline; all numbers are whole, so that a property test can shrink them.
+A fault happens before event number ``at`` of the timeline. All numbers are whole, so that a
+property test can shrink them; times are milliseconds (``_ms``) or microseconds (``_us``).
 """
 
 from __future__ import annotations

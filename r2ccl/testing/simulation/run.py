@@ -213,9 +213,7 @@ class World:
 
     def _wires_of(self, rank: int, rail: int) -> list[Wire]:
         return [
-            wire
-            for wire in self.network.wires.values()
-            if wire.rail == rail and rank in wire.pair
+            wire for wire in self.network.wires.values() if wire.rail == rail and rank in wire.pair
         ]
 
     def _restore_later(

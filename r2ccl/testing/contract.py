@@ -1,0 +1,376 @@
+"""The transport contract: what `r2ccl.transport.base` promises, as checks any implementation takes.
+
+Give each function of `CHECKS` a fresh `Bench` of your transport; it raises AssertionError where a
+promise is broken. Public. Sees the interface only: no socket, no simulator.
+
+Invariant: every wait in here ends, at the latest after ``Bench.patience_s``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from r2ccl.transport.base import (
+    Arrived,
+    Cleared,
+    Confirmed,
+    Event,
+    Failed,
+    Fenced,
+    Frame,
+    Sent,
+    Transport,
+)
+from r2ccl.types import PathKey
+
+
+class Bench(Protocol):
+    """Two ranks, 0 and 1, joined by the transport under test.
+
+    Attributes
+    ----------
+    transports : sequence of Transport
+        Rank 0's and rank 1's; eager slices of 64 bytes must be allowed.
+    patience_s : float
+        How long something that must happen may take.
+    """
+
+    transports: Sequence[Transport]
+    patience_s: float
+
+    def endpoints(self, rail: int) -> tuple[Any, Any]:
+        """Make a connection on `rail`; return what rank 0 and rank 1 give to ``open``."""
+        ...
+
+    def run(self) -> None:
+        """Let the network do what it can now; empty where it needs no help."""
+        ...
+
+    def break_path(self, rail: int) -> None:
+        """Break the newest connection of `rail` so that both ends notice."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+class Side:
+    """One rank's end of one path, with everything its transport reported of it."""
+
+    def __init__(self, bench: Bench, rank: int, rail: int) -> None:
+        self.transport = bench.transports[rank]
+        self.path = PathKey(1 - rank, rail)
+        self.events: list[Event] = []
+        self.payloads: list[bytes] = []
+
+    def poll(self) -> None:
+        """Collect what happened, payloads copied while they are borrowed."""
+        for event in self.transport.poll(0.0):
+            if isinstance(event, Arrived) and event.payload is not None:
+                self.payloads.append(bytes(event.payload))
+            self.events.append(event)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """Return the events of one kind, oldest first."""
+        return [e for e in self.events if isinstance(e, kind) and e.path == self.path]
+
+    def send(self, seq: int, data: bytes | bytearray, token: object = None, **more: Any) -> None:
+        """Send slice `seq` of channel 3."""
+        frame = Frame(3, seq, more.pop("ack", 0), 5, 77)
+        self.transport.isend(self.path, frame, memoryview(data), token, **more)
+        self.transport.flush()
+
+    def want(self, seq: int, region: bytearray) -> None:
+        """Name a landing place for slice `seq` of channel 3."""
+        self.transport.irecv(self.path, Frame(3, seq, 2, 5, 77), memoryview(region))
+        self.transport.flush()
+
+    def fence(self) -> None:
+        """Begin to take this end out of use."""
+        self.transport.fence(self.path)
+
+
+class Joined:
+    """A connection and its two sides."""
+
+    def __init__(self, bench: Bench, rail: int = 0) -> None:
+        self.bench = bench
+        self.a, self.b = (Side(bench, rank, rail) for rank in (0, 1))
+        for side, endpoint in zip((self.a, self.b), bench.endpoints(rail), strict=True):
+            side.transport.open(side.path, endpoint)
+
+    def settle(self) -> None:
+        """Let the network run and both sides poll, a few times."""
+        for _ in range(5):
+            self.bench.run()
+            for side in (self.a, self.b):
+                side.transport.flush()
+                side.poll()
+
+    def until(self, is_done: Callable[[], bool], what: str) -> None:
+        """Wait for `what`."""
+        give_up = time.monotonic() + self.bench.patience_s
+        while not is_done():
+            assert time.monotonic() < give_up, f"waited in vain for {what}"
+            self.settle()
+
+    def until_count(self, side: Side, kind: type[Any], count: int = 1) -> list[Any]:
+        """Wait until `side` has seen `count` events of `kind`; return them."""
+        self.until(lambda: len(side.of(kind)) >= count, f"{count} {kind.__name__} of {side.path}")
+        return side.of(kind)
+
+    def cleared(self, region: bytearray, seq: int = 0) -> object:
+        """Have b name a landing place; return the token a got for it."""
+        before = len(self.a.of(Cleared))
+        self.b.want(seq, region)
+        return self.until_count(self.a, Cleared, before + 1)[-1].token
+
+
+def pattern(nbytes: int, salt: int = 0) -> bytearray:
+    """Return bytes no shift of which looks alike."""
+    return bytearray((i * 31 + (i >> 8) * 7 + salt) & 0xFF for i in range(nbytes))
+
+
+def check_eager(bench: Bench) -> None:
+    """An eager slice arrives with its frame and payload, also an empty one."""
+    pair = Joined(bench)
+    for seq, nbytes in enumerate((64, 1, 0, 63)):
+        pair.a.send(seq, pattern(nbytes, seq), ack=seq)
+    arrived = pair.until_count(pair.b, Arrived, 4)
+    assert [event.frame for event in arrived] == [Frame(3, s, s, 5, 77) for s in range(4)]
+    assert all(event.payload is not None for event in arrived)
+    assert pair.b.payloads == [bytes(pattern(n, s)) for s, n in enumerate((64, 1, 0, 63))]
+    assert [event.seq for event in pair.until_count(pair.a, Sent, 4)] == [0, 1, 2, 3]
+
+
+def check_cleared(bench: Bench) -> None:
+    """A cleared slice lands in its region and nowhere else, whatever its size."""
+    pair = Joined(bench)
+    for seq, nbytes in enumerate((1, 65, 4096, (1 << 20) + 3)):
+        region = bytearray(nbytes)
+        token = pair.cleared(region, seq)
+        notice = pair.a.of(Cleared)[-1]
+        assert (notice.nbytes, notice.frame) == (nbytes, Frame(3, seq, 2, 5, 77))
+        pair.a.send(seq, pattern(nbytes), token)
+        last = pair.until_count(pair.b, Arrived, seq + 1)[-1]
+        assert last.payload is None
+        assert last.frame.seq == seq
+        assert region == pattern(nbytes)
+
+
+def check_order(bench: Bench) -> None:
+    """Cleared slices arrive in the order they were sent, all of them."""
+    pair = Joined(bench)
+    regions = [bytearray(5_000) for _ in range(8)]
+    tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
+    for seq, token in enumerate(tokens):
+        pair.a.send(seq, pattern(5_000, seq), token)
+    arrived = pair.until_count(pair.b, Arrived, 8)
+    assert [event.frame.seq for event in arrived] == list(range(8))
+    assert regions == [pattern(5_000, seq) for seq in range(8)]
+
+
+def check_both_ways(bench: Bench) -> None:
+    """Eager and cleared slices and confirmations cross each other unharmed."""
+    pair = Joined(bench)
+    region = bytearray(200_000)
+    token = pair.cleared(region)
+    for seq in range(20):
+        pair.a.send(100 + seq, pattern(60, seq))
+        pair.b.send(200 + seq, pattern(50, seq))
+        pair.b.transport.confirm(pair.b.path, 9, seq + 1)
+        if seq == 10:
+            pair.a.send(0, pattern(200_000), token)
+    pair.until_count(pair.b, Arrived, 21)
+    pair.until_count(pair.a, Arrived, 20)
+    assert region == pattern(200_000)
+    assert pair.a.payloads == [bytes(pattern(50, seq)) for seq in range(20)]
+    assert pair.b.payloads == [bytes(pattern(60, seq)) for seq in range(20)]
+    confirmed = pair.until_count(pair.a, Confirmed, 20)
+    assert [(e.channel, e.ack) for e in confirmed] == [(9, ack) for ack in range(1, 21)]
+
+
+def check_view_is_free_when_sent(bench: Bench) -> None:
+    """After `Sent` the view may hold something else."""
+    pair = Joined(bench)
+    region = bytearray(300_000)
+    data = pattern(300_000)
+    token = pair.cleared(region)
+    pair.a.send(0, data, token)
+    pair.until_count(pair.a, Sent)
+    data[:] = bytes(300_000)
+    pair.until_count(pair.b, Arrived)
+    assert region == pattern(300_000)
+
+
+def check_replay(bench: Bench) -> None:
+    """A replay arrives once, like any slice, and may come before what was queued earlier."""
+    pair = Joined(bench)
+    regions = [bytearray(50_000) for _ in range(3)]
+    tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
+    pair.a.send(0, pattern(50_000, 0), tokens[0])
+    pair.a.send(1, pattern(50_000, 1), tokens[1])
+    pair.a.send(2, pattern(50_000, 2), tokens[2], is_replay=True)
+    arrived = pair.until_count(pair.b, Arrived, 3)
+    pair.settle()
+    assert sorted(event.frame.seq for event in arrived) == [0, 1, 2]
+    assert regions == [pattern(50_000, seq) for seq in range(3)]
+
+
+def check_paths_are_apart(bench: Bench) -> None:
+    """Two rails between the same ranks do not mix, and one goes on when the other is fenced."""
+    first, second = Joined(bench, 0), Joined(bench, 1)
+    # One transport serves both: a poll through either pair brings the events of both.
+    second.a.events, second.b.events = first.a.events, first.b.events
+    second.b.payloads = first.b.payloads
+    first.a.send(0, pattern(10))
+    second.a.send(0, pattern(20))
+    first.until_count(first.b, Arrived)
+    second.until_count(second.b, Arrived)
+    first.b.fence()
+    first.until_count(first.b, Fenced)
+    assert second.b.transport.is_open(second.b.path)
+    second.a.send(1, pattern(30))
+    second.until_count(second.b, Arrived, 2)
+    assert not second.b.of(Failed)
+
+
+def check_break(bench: Bench) -> None:
+    """A broken path reports `Failed` once at each end; until fenced, calls on it do nothing."""
+    pair = Joined(bench)
+    pair.a.send(0, pattern(10))
+    pair.until_count(pair.b, Arrived)
+    bench.break_path(0)
+    for side in (pair.a, pair.b):
+        pair.until_count(side, Failed)
+        assert not side.transport.is_open(side.path)
+        assert side.of(Failed)[0].status
+        side.send(1, pattern(10))
+        side.want(2, bytearray(10))
+        side.transport.confirm(side.path, 3, 1)
+    pair.settle()
+    for side in (pair.a, pair.b):
+        side.fence()
+        pair.until_count(side, Fenced)
+    pair.settle()
+    assert [len(side.of(Failed)) for side in (pair.a, pair.b)] == [1, 1]
+    assert [len(side.of(Arrived)) for side in (pair.a, pair.b)] == [0, 1]
+
+
+def check_fence_is_last(bench: Bench) -> None:
+    """`Fenced` is the last event of a path, once."""
+    pair = Joined(bench)
+    for seq in range(5):
+        pair.a.send(seq, pattern(60))
+        pair.b.send(seq, pattern(60))
+    pair.b.fence()
+    pair.until_count(pair.b, Fenced)
+    pair.a.send(9, pattern(60))
+    pair.settle()
+    mine = [event for event in pair.b.events if event.path == pair.b.path]
+    assert isinstance(mine[-1], Fenced)
+    assert len(pair.b.of(Fenced)) == 1
+    assert not pair.b.transport.is_open(pair.b.path)
+
+
+def check_fence_keeps_writes_out(bench: Bench) -> None:
+    """After `Fenced` no write changes a region named before, sent earlier or later."""
+    pair = Joined(bench)
+    regions = [bytearray(100_000) for _ in range(2)]
+    tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
+    pair.a.send(0, pattern(100_000), tokens[0])
+    pair.b.fence()
+    pair.until_count(pair.b, Fenced)
+    before = [bytes(region) for region in regions]
+    narrived = len(pair.b.of(Arrived))
+    pair.a.send(1, pattern(100_000), tokens[1])
+    pair.settle()
+    assert regions == before
+    assert len(pair.b.of(Arrived)) == narrived
+
+
+def check_fence_frees_the_view(bench: Bench) -> None:
+    """After `Fenced` at the sender its view is read no more: no new byte of it travels."""
+    pair = Joined(bench)
+    region = bytearray(400_000)
+    data = pattern(400_000)
+    pair.a.send(0, data, pair.cleared(region))
+    pair.a.fence()
+    pair.until_count(pair.a, Fenced)
+    data[:] = b"\xff" * len(data)
+    pair.settle()
+    clean = pattern(400_000)
+    assert all(byte in (0, clean[i]) for i, byte in enumerate(region))
+
+
+def check_reopen(bench: Bench) -> None:
+    """A fenced path can be opened again, and brings nothing of its former life."""
+    old = Joined(bench)
+    region = bytearray(1_000)
+    token = old.cleared(region)
+    for side in (old.a, old.b):
+        side.fence()
+        old.until_count(side, Fenced)
+    new = Joined(bench)
+    new.b.want(0, bytearray(500))
+    assert new.until_count(new.a, Cleared)[0].nbytes == 500
+    new.a.send(7, pattern(40))
+    assert new.until_count(new.b, Arrived)[0].frame.seq == 7
+    assert not new.b.of(Fenced)
+    assert region == bytearray(1_000)
+    assert token is not None
+
+
+def check_wake(bench: Bench) -> None:
+    """A wake that came first keeps `poll` from sleeping; nothing else does."""
+    transport = bench.transports[0]
+    transport.wake()
+    began = time.monotonic()
+    transport.poll(bench.patience_s)
+    assert time.monotonic() - began < bench.patience_s / 2
+
+
+def check_unknown_path(bench: Bench) -> None:
+    """Calls on a path that was never opened do nothing."""
+    side = Side(bench, 0, 0)
+    assert not side.transport.is_open(side.path)
+    assert not side.transport.is_stuck(side.path)
+    side.send(0, pattern(10))
+    side.want(0, bytearray(10))
+    side.transport.confirm(side.path, 0, 1)
+    bench.run()
+    side.poll()
+    assert not side.events
+
+
+def check_idle_path_is_not_stuck(bench: Bench) -> None:
+    """A path that moved everything is not stuck."""
+    pair = Joined(bench)
+    assert pair.a.transport.is_open(pair.a.path)
+    pair.a.send(0, pattern(64))
+    pair.until_count(pair.b, Arrived)
+    pair.until(lambda: not pair.a.transport.is_stuck(pair.a.path), "an idle path")
+
+
+CHECKS: tuple[Callable[[Bench], None], ...] = (
+    check_eager,
+    check_cleared,
+    check_order,
+    check_both_ways,
+    check_view_is_free_when_sent,
+    check_replay,
+    check_paths_are_apart,
+    check_break,
+    check_fence_is_last,
+    check_fence_keeps_writes_out,
+    check_fence_frees_the_view,
+    check_reopen,
+    check_wake,
+    check_unknown_path,
+    check_idle_path_is_not_stuck,
+)
+
+__all__ = ["CHECKS", "Bench", "Joined", "Side", "pattern"]

@@ -1,0 +1,129 @@
+"""Every transport keeps the contract of `r2ccl.transport.base`."""
+
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from r2ccl.errors import InternalError
+from r2ccl.testing.contract import CHECKS, Bench, Joined, pattern
+from r2ccl.transport.base import Fenced, Frame
+from r2ccl.transport.sim import Cut, End, SimNetwork, SimTransport, Timeline
+from r2ccl.transport.tcp import TcpTransport
+
+
+class SimBench:
+    """Two simulated ranks; time passes when `run` is called."""
+
+    patience_s = 5.0
+
+    def __init__(self, *, is_loud: bool = True) -> None:
+        self.timeline = Timeline(1)
+        self.network = SimNetwork(self.timeline, 2, 2, is_loud=is_loud)
+        self.transports = [SimTransport(self.network, rank) for rank in (0, 1)]
+
+    def endpoints(self, rail: int) -> tuple[End, End]:
+        wire = self.network.wire(0, 1, rail)
+        self.network.restore(wire)
+        return self.network.connect(wire)
+
+    def run(self) -> None:
+        # Not to the end: the retry time, which a settled check does not wait for, lies far ahead.
+        deadline = self.timeline.now + 1e-3
+        self.timeline.after(1e-3, lambda: None)
+        while self.timeline.now < deadline and self.timeline.step():
+            pass
+
+    def break_path(self, rail: int) -> None:
+        self.network.cut(self.network.wire(0, 1, rail), Cut(told=(0, 1)))
+
+    def close(self) -> None:
+        for transport in self.transports:
+            transport.close()
+
+
+class TcpBench:
+    """Two ranks over real sockets on loopback."""
+
+    patience_s = 5.0
+
+    def __init__(self) -> None:
+        self.transports = [TcpTransport(rank, 2, eager_nbytes=64) for rank in (0, 1)]
+        self._newest: dict[int, socket.socket] = {}
+
+    def endpoints(self, rail: int) -> tuple[socket.socket, socket.socket]:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            low = socket.create_connection(listener.getsockname())
+            high, _ = listener.accept()
+        previous = self._newest.pop(rail, None)
+        if previous is not None:
+            previous.close()
+        self._newest[rail] = low.dup()
+        return low, high
+
+    def run(self) -> None:
+        """The kernel does it."""
+
+    def break_path(self, rail: int) -> None:
+        self._newest[rail].shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for transport in self.transports:
+            transport.close()
+        for sock in self._newest.values():
+            sock.close()
+
+
+BENCHES: dict[str, Callable[[], Any]] = {
+    "tcp": TcpBench,
+    "sim": SimBench,
+    "sim, silent": lambda: SimBench(is_loud=False),
+}
+
+
+@pytest.fixture(params=BENCHES)
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    made = BENCHES[request.param]()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract(bench: Bench, check: Callable[[Bench], None]) -> None:
+    check(bench)
+
+
+def test_the_contract_notices_a_fence_that_is_none() -> None:
+    class Unfenced(SimNetwork):
+        def refuse(self, end: End, piece: Any) -> None:
+            self.write(piece.message, piece.is_last)
+
+    bench = SimBench(is_loud=False)
+    bench.network.__class__ = Unfenced
+    check = next(check for check in CHECKS if check.__name__ == "check_fence_keeps_writes_out")
+    with pytest.raises(AssertionError):
+        check(bench)
+
+
+def test_the_simulator_refuses_the_use_of_a_fenced_path() -> None:
+    bench = SimBench()
+    pair = Joined(bench)
+    pair.a.fence()
+    pair.until_count(pair.a, Fenced)
+    pair.settle()
+    with pytest.raises(InternalError, match="after it was fenced"):
+        pair.a.send(0, pattern(10))
+
+
+def test_the_simulator_overwrites_a_payload_kept_too_long() -> None:
+    bench = SimBench()
+    pair = Joined(bench)
+    pair.a.transport.isend(pair.a.path, Frame(0, 0, 0, 0, 0), memoryview(pattern(8)), None)
+    pair.a.transport.flush()
+    bench.run()
+    (event,) = pair.b.transport.poll(0.0)
+    kept = event.payload
+    assert bytes(kept) == pattern(8)
+    pair.b.transport.poll(0.0)
+    assert bytes(kept) == b"\xee" * 8
