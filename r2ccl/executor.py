@@ -113,7 +113,7 @@ class LaneRun:
 
     __slots__ = (
         "_call", "_depth", "_done", "_inbound", "_local", "_outbound", "_pool", "_progress",
-        "_receivers", "_steps", "_used", "peers", "remaining",
+        "_receivers", "_retired", "_steps", "_used", "peers", "remaining",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, call: Call, progress: Progress, pool: LandingPool) -> None:
@@ -124,6 +124,8 @@ class LaneRun:
         self._depth = progress.config.landing_depth
         #: Slices done per op; of a send: released.
         self._done = [0] * len(lane.steps)
+        #: The same, but of a send: no longer read by the transport.
+        self._retired = [0] * len(lane.steps)
         #: Slices of a receiving op already used (its next slice number).
         self._used = [0] * len(lane.steps)
         self.remaining = lane.nslices
@@ -158,7 +160,15 @@ class LaneRun:
 
     def on_released(self, index: int) -> None:
         """One more slice of send op `index` was released."""
+        self._finish_slice(index)
+
+    def on_retired(self, index: int) -> None:
+        """One more slice of send op `index` was retired."""
+        self._retired[index] += 1
+
+    def _finish_slice(self, index: int) -> None:
         self._done[index] += 1
+        self._retired[index] = max(self._retired[index], self._done[index])
         self.remaining -= 1
 
     def advance(self) -> None:
@@ -198,8 +208,7 @@ class LaneRun:
         if step.is_eager:
             # The copy is the eager slot: the caller's memory is free at once, the slice replayable.
             view = memoryview(bytes(view))
-            self._done[index] += 1
-            self.remaining -= 1
+            self._finish_slice(index)
         self._progress.send(link, view, step.is_eager, self, index)
 
     # Receiving
@@ -263,8 +272,7 @@ class LaneRun:
             self._progress.consume(cursor.link, True)
         if step.is_final and call.finish is not None:
             call.finish(out)
-        self._done[index] += 1
-        self.remaining -= 1
+        self._finish_slice(index)
 
     def _reduce(self, step: Step, mine: Array, data: Any, out: Array) -> None:
         if not mine.size:
@@ -287,11 +295,11 @@ class LaneRun:
         has_moved = False
         for index in list(self._local):
             step = self._steps[index]
-            if all(self._done[i] >= self._steps[i].nslices for i, _ in step.after):
+            if all(self._done[i] >= self._steps[i].nslices for i, _, _ in step.after):
                 self._do_local(step)
                 self._local.remove(index)
-                self._done[index] = step.nslices
-                self.remaining -= step.nslices
+                for _ in range(step.nslices):
+                    self._finish_slice(index)
                 has_moved = True
         return has_moved
 
@@ -308,9 +316,9 @@ class LaneRun:
             call.finish(out)
 
     def _is_ready(self, step: Step, k: int) -> bool:
-        for index, is_by_slice in step.after:
+        for index, is_by_slice, is_proved in step.after:
             needed = k + 1 if is_by_slice else self._steps[index].nslices
-            if self._done[index] < needed:
+            if (self._retired if is_proved else self._done)[index] < needed:
                 return False
         return True
 

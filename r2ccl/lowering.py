@@ -17,8 +17,9 @@ from r2ccl.schedule.ir import Kind, Op, RankProgram, Space
 class Step(msgspec.Struct, frozen=True, gc=False):
     """An op with its place in memory.
 
-    ``cuts`` holds the slice boundaries in elements; ``after`` pairs an op index with whether the
-    dependency holds slice by slice; ``is_left`` says that what is received is the left operand.
+    ``cuts`` holds the slice boundaries in elements. Each entry of ``after`` is an op index, whether
+    the dependency holds slice by slice, and whether a retired send satisfies it (else a released
+    one). ``is_left`` says that what is received is the left operand.
     """
 
     kind: Kind
@@ -26,7 +27,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     src_space: Space
     dst_space: Space
     cuts: tuple[int, ...]
-    after: tuple[tuple[int, bool], ...]
+    after: tuple[tuple[int, bool, bool], ...]
     is_eager: bool
     is_final: bool
     is_left: bool
@@ -118,7 +119,7 @@ def _place(
         op.src_space,
         op.dst_space,
         cuts,
-        tuple((index, ops[index].chunk == op.chunk) for index in op.after),
+        tuple((index, ops[index].chunk == op.chunk, op.is_proof) for index in op.after),
         largest <= eager_nbytes,
         op.is_final,
         op.peer < rank,

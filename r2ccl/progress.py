@@ -28,7 +28,7 @@ from r2ccl.transport.base import (
     Sent,
     Transport,
 )
-from r2ccl.types import CallSignature, Collective, ReduceOp
+from r2ccl.types import CallSignature, Collective, PathKey, ReduceOp
 
 
 class Consumer(Protocol):
@@ -40,6 +40,10 @@ class Consumer(Protocol):
 
     def on_released(self, index: int) -> None:
         """One more slice of send op `index` was released."""
+        ...
+
+    def on_retired(self, index: int) -> None:
+        """One more slice of send op `index` is no longer read by the transport."""
         ...
 
     def advance(self) -> None:
@@ -182,10 +186,13 @@ class Progress:
 
     def confirm_all(self, links: object = None) -> None:
         """Confirm what was consumed, also eager slices not worth a frame of their own yet."""
+        ways: dict[int, PathKey] = {}
         for link in self.receivers.values() if links is None else links:  # type: ignore[attr-defined]
             if link.acked < link.consumed and link.route is not None:
                 link.acked = link.consumed
-                self.transport.confirm(link.route, link.channel, link.acked)
+                # Confirmations may take any path: those of all channels share one.
+                way = ways.setdefault(link.peer, link.route)
+                self.transport.confirm(way, link.channel, link.acked)
 
     def is_drained(self) -> bool:
         """Whether every slice ever posted is confirmed."""
@@ -212,6 +219,13 @@ class Progress:
         for item in slices:
             if not item.is_eager:
                 item.owner.on_released(item.index)
+                self.touch(item.owner)
+
+    def note_retired(self, link: SendLink) -> None:
+        """Tell the owners of slices the transport is done with."""
+        for item in link.newly_retired():
+            if not item.is_eager:
+                item.owner.on_retired(item.index)
                 self.touch(item.owner)
 
     def touch_channel(self, channel: int) -> None:
@@ -280,6 +294,7 @@ class Progress:
         self.recovery.paths[event.path].activity += 1
         link = self.send_link(event.path.peer, event.channel)
         released = link.retired(event.path, event.seq)
+        self.note_retired(link)
         if released:
             self.release(released)
 

@@ -166,7 +166,9 @@ class Recovery:
             path.state = PathState.DOWN
         else:
             for link in self._senders(event.path.peer):
-                self._progress.release(link.fenced(event.path))
+                released = link.fenced(event.path)
+                self._progress.note_retired(link)
+                self._progress.release(released)
             self.log.fenced(event.path, self._clock())
             self._apply(path, step(path, PathEvent.FENCED))
 

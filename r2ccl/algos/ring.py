@@ -97,7 +97,8 @@ def _program(n: int, p: int, left: int, right: int) -> tuple[Op, ...]:
         forward, chunk = (p + 1 - s) % n, (p - s) % n
         ops.append(Op(Kind.SEND, right, out, forward, out, -1, (2 * (n - 1 + s) - 1,)))
         # The complete chunk replaces the partial one that reduce-scatter step s sent from there.
-        ops.append(Op(Kind.RECV, left, out, -1, out, chunk, (2 * s,)))
+        # That it is complete proves that the partial one arrived.
+        ops.append(Op(Kind.RECV, left, out, -1, out, chunk, (2 * s,), False, True))
     return tuple(ops)
 
 

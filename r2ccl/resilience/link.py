@@ -98,7 +98,7 @@ class SendLink:
 
     __slots__ = (
         "channel", "clears", "confirmed", "is_confirmed", "outstanding", "peer", "posted", "route",
-        "slots",
+        "retired_below", "slots",
     )  # fmt: skip
 
     def __init__(self, peer: int, channel: int, slots: int, *, is_confirmed: bool = True) -> None:
@@ -110,6 +110,8 @@ class SendLink:
         self.route: PathKey | None = None
         self.posted = 0
         self.confirmed = 0
+        #: Every slice below it is retired, in order.
+        self.retired_below = 0
         #: Slices not yet released, contiguous in ``seq``.
         self.outstanding: deque[Slice] = deque()
         #: Landing places the peer named for slices not posted yet.
@@ -160,6 +162,18 @@ class SendLink:
         if item is not None and item.path == path and item.state == SliceState.WRITING:
             item.state = SliceState.RETIRED
         return self._release()
+
+    def newly_retired(self) -> list[Slice]:
+        """Take the slices that are retired, as all before them are, for the first time."""
+        found = []
+        while self.retired_below < self.posted:
+            item = self._find(self.retired_below)
+            if item is not None and item.state < SliceState.RETIRED:
+                break
+            if item is not None:
+                found.append(item)
+            self.retired_below += 1
+        return found
 
     def confirm(self, ack: int) -> list[Slice]:
         """Slices below `ack` were consumed; returns the slices released by that.

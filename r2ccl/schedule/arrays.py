@@ -29,6 +29,7 @@ OP_DTYPE = np.dtype(
         ("dst_space", np.int16),
         ("dst", np.int32),
         ("final", np.bool_),
+        ("proof", np.bool_),
     ]
 )
 
@@ -78,7 +79,7 @@ def as_arrays(schedule: Schedule) -> ScheduleArrays:
 
     Notes
     -----
-    *Cost*: 31 bytes an op, 8 for its offset and 4 for each index in ``after``.
+    *Cost*: 32 bytes an op, 8 for its offset and 4 for each index in ``after``.
     """
     blocks: list[_Block] = []
     for rank in range(schedule.nranks):
@@ -140,6 +141,7 @@ def _pack_alone(op: Op, rank: int, channel: int, index: int) -> None:
 def _row(index: int, op: Op) -> tuple[int, ...]:
     return (
         0, 0, index, op.kind, op.peer, op.src_space, op.src, op.dst_space, op.dst, op.is_final,
+        op.is_proof,
     )  # fmt: skip
 
 

@@ -85,6 +85,7 @@ def check_fields(schedule: Schedule, arrays: ScheduleArrays) -> None:
         (_outside(ops["dst_space"], len(Space)), "dst_space must be a Space"),
         (writes & (ops["dst_space"] == Space.INPUT), "INPUT is the caller's: write to OUTPUT"),
         (~writes & ops["final"], "a SEND writes nothing that could be final"),
+        (ops["proof"] & (ops["kind"] != Kind.RECV), "only a RECV can be a proof"),
         (
             _any(owner, _outside(arrays.after, ops["index"][owner]), ops.size),
             "after must name earlier ops of the same program",

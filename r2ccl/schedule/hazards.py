@@ -40,6 +40,8 @@ def check_hazards(arrays: ScheduleArrays, other: Ints, events: Events) -> None:
     readers: dict[Place, list[int]] = {}
     rows = arrays.ops[order]
     columns = ("channel", "rank", "kind", "src_space", "dst_space")
+    for op in np.flatnonzero(rows["proof"]).tolist():
+        waits.require_proof(int(order[op]))
     fields = zip(arrays.chunks()[order].tolist(), *(rows[c].tolist() for c in columns), strict=True)
     for op, (chunk, channel, rank, kind, src_space, dst_space) in zip(
         order.tolist(), fields, strict=True
@@ -83,6 +85,20 @@ class _Waits:
             f"{verb} memory that op {row['index']} ({Kind(int(row['kind'])).name}) uses, in place "
             "or out of place, and does not wait for it; name it in after",
         )
+
+    def require_proof(self, op: int) -> None:
+        """Raise unless the message `op` receives proves that the SENDs it waits for arrived."""
+        for i in range(self._offsets[op], self._offsets[op + 1]):
+            send = self._waited[i]
+            if self._arrays.ops["kind"][send] != Kind.SEND:
+                continue
+            if not self._is_ordered(self._other[send], self._other[op]):
+                raise error_at(
+                    self._arrays,
+                    op,
+                    f"is_proof is wrong here: what it receives may be sent before the peer of op "
+                    f"{self._arrays.ops['index'][send]} (SEND) has received that",
+                )
 
     def _is_ordered(self, earlier: int, later: int) -> bool:
         """Whether `earlier` ends before `later` begins, by ``after`` and messages alone."""

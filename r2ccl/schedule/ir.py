@@ -74,6 +74,10 @@ class Op(msgspec.Struct, frozen=True, gc=False):
     is_final : bool
         The destination now holds every contribution: AVG divides here, exactly once on the way
         to each rank's output.
+    is_proof : bool
+        Of a RECV: what it receives could not have been sent before the peers of the SENDs in
+        ``after`` received theirs. Their confirmation is implied then, and the landing place may be
+        named as soon as they are retired; the checker proves it.
     """
 
     kind: Kind
@@ -84,6 +88,7 @@ class Op(msgspec.Struct, frozen=True, gc=False):
     dst: int
     after: tuple[int, ...] = ()
     is_final: bool = False
+    is_proof: bool = False
 
     @property
     def chunk(self) -> int:

@@ -301,3 +301,17 @@ def test_channels_are_checked_one_by_one():
     with pytest.raises(ScheduleError) as e:
         check(bad)
     assert e.value.channel == 1
+
+
+def test_a_proof_that_proves_nothing_is_refused():
+    """Rank 1 may send its data before it has received rank 0's: no landing place may rely on it."""
+    receive = Op(Kind.RECV, 1, OUT, -1, OUT, 0, (0,), False, True)
+    wrong = exchange([send(1), receive], [send(0), reduce(0, after=(0,), is_final=True)])
+    with pytest.raises(ScheduleError, match="is_proof is wrong here"):
+        check(wrong)
+
+
+def test_only_a_receive_can_be_a_proof():
+    claims = Op(Kind.RECV_REDUCE, 1, IN, 0, OUT, 0, (0,), True, True)
+    with pytest.raises(ScheduleError, match="only a RECV can be a proof"):
+        check(exchange([send(1), claims], None))

@@ -44,6 +44,7 @@ def test_arrays_hold_every_field_of_every_op(nchannels):
                 assert fields[:3] == (rank, channel, index)
                 assert fields[3:] == (
                     op.kind, op.peer, op.src_space, op.src, op.dst_space, op.dst, op.is_final,
+                    op.is_proof,
                 )  # fmt: skip
                 assert tuple(arrays.after[arrays.offsets[i] : arrays.offsets[i + 1]]) == op.after
                 assert arrays.chunks()[i] == op.chunk

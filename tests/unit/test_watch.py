@@ -8,9 +8,7 @@ A, B = PathKey(1, 0), PathKey(1, 1)
 
 def test_silence_with_work_is_suspected_after_the_time_and_again() -> None:
     watch = Watch(0.5)
-    found = [
-        round(0.1 * i, 1) for i in range(1, 21) if watch.look(0.1 * i, [(A, 7, True)])
-    ]
+    found = [round(0.1 * i, 1) for i in range(1, 21) if watch.look(0.1 * i, [(A, 7, True)])]
     assert found == [0.6, 1.1, 1.6] or found == [0.7, 1.2, 1.7]
 
 

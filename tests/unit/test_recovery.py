@@ -1,0 +1,354 @@
+"""Recovery's own decisions, with a transport and a control plane that only take notes."""
+
+from typing import Any
+
+import pytest
+
+from r2ccl.config import Config
+from r2ccl.errors import CommunicatorRevoked, NoHealthyRail, PeerLost, TransportError
+from r2ccl.progress import Progress
+from r2ccl.recovery import Recovery, Revoke
+from r2ccl.resilience.link import LinkReport
+from r2ccl.resilience.path import Announcement, PathState
+from r2ccl.transport.base import Event, Failed, Fenced
+from r2ccl.types import PathKey
+
+A, B = PathKey(1, 0), PathKey(1, 1)
+
+
+class Notes:
+    """A transport that does nothing and remembers being asked."""
+
+    nrails = 2
+
+    def __init__(self) -> None:
+        self.opened: set[PathKey] = set()
+        self.fenced: list[PathKey] = []
+        self.stuck: set[PathKey] = set()
+        self.confirmed: list[tuple[PathKey, int, int]] = []
+
+    def open(self, path: PathKey, endpoint: object) -> None:
+        self.opened.add(path)
+
+    def is_open(self, path: PathKey) -> bool:
+        return path in self.opened
+
+    def fence(self, path: PathKey) -> None:
+        self.opened.discard(path)
+        self.fenced.append(path)
+
+    def is_stuck(self, path: PathKey) -> bool:
+        return path in self.stuck
+
+    def confirm(self, path: PathKey, channel: int, ack: int) -> None:
+        self.confirmed.append((path, channel, ack))
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        return []
+
+    def flush(self) -> None: ...
+
+    def isend(self, *args: Any, **more: Any) -> None: ...
+
+    def irecv(self, *args: Any) -> None: ...
+
+
+class Control:
+    """A control plane that remembers."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, object]] = []
+        self.dialed: list[tuple[int, int, int]] = []
+        self.accepted: list[tuple[int, int, int]] = []
+        self.kicked: list[int] = []
+        self.probes: list[tuple[PathKey, Any]] = []
+
+    def send(self, peer: int, message: object) -> None:
+        self.sent.append((peer, message))
+
+    def broadcast(self, message: object) -> None:
+        self.sent.append((-1, message))
+
+    def accept_path(self, peer: int, rail: int, epoch: int) -> None:
+        self.accepted.append((peer, rail, epoch))
+
+    def dial_path(self, peer: int, rail: int, epoch: int) -> None:
+        self.dialed.append((peer, rail, epoch))
+
+    def kick(self, rail: int) -> None:
+        self.kicked.append(rail)
+
+    def probe(self, peer: int, rail: int, on_result: Any) -> None:
+        self.probes.append((PathKey(peer, rail), on_result))
+
+
+class Endpoint:
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class World:
+    """Rank 0 of two, both rails up."""
+
+    def __init__(self, *, mode: str = "auto") -> None:
+        self.now = 0.0
+        self.transport = Notes()
+        self.control = Control()
+        self.progress = Progress(
+            0,
+            2,
+            transport=self.transport,  # type: ignore[arg-type]
+            control=self.control,
+            config=Config(mode=mode, no_rail_timeout_s=5.0, eager_slots=4),
+            clock=lambda: self.now,
+        )
+        self.recovery: Recovery = self.progress.recovery
+        self.recovery.start()
+        for rail in (0, 1):
+            self.open(rail, 0)
+
+    def open(self, rail: int, epoch: int) -> Endpoint:
+        endpoint = Endpoint()
+        self.recovery.on_opened(1, rail, epoch, endpoint)
+        return endpoint
+
+    def fail(self, key: PathKey) -> None:
+        self.recovery.on_failed(Failed(key, "EIO", "gone"))
+
+    def repair(self, key: PathKey, *reports: LinkReport) -> None:
+        self.recovery.on_fenced(Fenced(key))
+        epoch = self.recovery.paths[key].epoch
+        self.recovery.on_message(1, Announcement(key.rail, epoch, "EIO", reports))
+
+    def announcements(self) -> list[Announcement]:
+        return [message for _, message in self.control.sent if isinstance(message, Announcement)]
+
+    def look(self, seconds: float, peers: frozenset[int] = frozenset({1})) -> None:
+        for _ in range(round(seconds / 0.1)):
+            self.now += 0.1
+            self.recovery.tick(self.now, peers)
+
+
+def test_the_lower_rank_dials() -> None:
+    world = World()
+    assert world.control.dialed == [(1, 0, 0), (1, 1, 0)]
+    assert world.control.accepted == []
+
+
+def test_a_failed_path_is_fenced_announced_repaired_and_redialed() -> None:
+    world = World()
+    for channel in range(4):
+        world.progress.send_link(1, channel)
+    world.fail(A)
+    assert world.transport.fenced == [A]
+    assert world.announcements() == []
+    assert world.progress.senders[1, 0].route is None
+    world.recovery.on_fenced(Fenced(A))
+    (announcement,) = world.announcements()
+    assert announcement.routes == {0: 1, 2: 1}
+    assert [report.channel for report in announcement.links] == [0, 1, 2, 3]
+    world.recovery.on_message(1, Announcement(0, 0, "EIO", ()))
+    assert {link.route for link in world.progress.senders.values()} == {B}
+    assert world.control.dialed[-1] == (1, 0, 1)
+    world.open(0, 1)
+    assert [link.route for link in world.progress.senders.values()] == [A, B, A, B]
+    assert world.transport.fenced == [A], "going home fences nothing"
+
+
+def test_a_stale_connection_is_closed() -> None:
+    world = World()
+    world.fail(A)
+    world.repair(A)
+    assert world.open(0, 0).is_closed
+    assert world.recovery.paths[A].state is PathState.DOWN
+    assert not world.open(0, 1).is_closed
+    assert world.recovery.paths[A].state is PathState.UP
+
+
+def test_a_second_connection_of_an_epoch_in_use_means_the_peers_end_is_not() -> None:
+    world = World()
+    assert world.open(0, 0).is_closed
+    assert world.recovery.paths[A].state is PathState.FENCING
+    assert "REDIALED" in world.recovery.paths[A].cause
+
+
+def test_what_was_consumed_without_a_route_is_confirmed_with_the_next() -> None:
+    world = World()
+    link = world.progress.recv_link(1, 0)
+    for rail in (A, B):
+        world.fail(rail)
+        world.recovery.on_fenced(Fenced(rail))
+    link.consumed = link.delivered = link.received = link.posted = 3
+    world.progress.confirm_all()
+    assert world.transport.confirmed == []
+    world.recovery.on_message(1, Announcement(1, 0, "EIO", ()))
+    world.open(1, 1)
+    assert world.transport.confirmed == [(B, 0, 3)]
+
+
+def test_a_report_that_brings_credits_wakes_the_call() -> None:
+    class Call:
+        ncalls = 0
+
+        def advance(self) -> None:
+            self.ncalls += 1
+
+    world = World()
+    call = Call()
+    world.progress.begin(0, {0: call})  # type: ignore[dict-item]
+    link = world.progress.send_link(1, 0)
+    for _ in range(4):
+        world.progress.send(link, memoryview(b"x"), True, call, 0)  # type: ignore[arg-type]
+    world.fail(A)
+    world.repair(A, LinkReport(0, 4, 4))
+    world.progress.advance()
+    assert link.can_post(True)
+    assert call.ncalls >= 1
+
+
+def test_silence_is_probed_and_an_unanswered_probe_fails_the_path() -> None:
+    world = World()
+    world.progress.recv(world.progress.recv_link(1, 0), None, None, 0)  # type: ignore[arg-type]
+    world.look(0.4)
+    assert world.control.probes == []
+    world.look(0.4)
+    assert [key for key, _ in world.control.probes] == [A, B]
+    world.control.probes[0][1](False)
+    world.control.probes[1][1](True)
+    assert world.recovery.paths[A].state is PathState.FENCING
+    assert world.recovery.paths[B].state is PathState.UP
+
+
+@pytest.mark.parametrize("is_stuck", [True, False])
+def test_an_answered_probe_moves_only_a_stuck_flow(is_stuck: bool) -> None:
+    world = World()
+    world.progress.recv(world.progress.recv_link(1, 0), None, None, 0)  # type: ignore[arg-type]
+    world.look(0.8)
+    if is_stuck:
+        world.transport.stuck.add(A)
+    world.control.probes[0][1](True)
+    expected = PathState.FENCING if is_stuck else PathState.UP
+    assert world.recovery.paths[A].state is expected
+
+
+def test_a_probes_answer_is_void_when_the_path_moved_meanwhile() -> None:
+    world = World()
+    world.progress.recv(world.progress.recv_link(1, 0), None, None, 0)  # type: ignore[arg-type]
+    world.look(0.8)
+    (_, answer_a), (_, answer_b) = world.control.probes
+    world.recovery.paths[A].activity += 1
+    answer_a(False)
+    assert world.recovery.paths[A].state is PathState.UP
+    world.fail(B)
+    world.repair(B)
+    world.open(1, 1)
+    answer_b(False)
+    assert world.recovery.paths[B].state is PathState.UP
+
+
+def test_a_rank_that_waits_for_nothing_probes_nothing_unless_a_path_is_stuck() -> None:
+    world = World()
+    world.progress.recv_link(1, 0)
+    world.look(10.0)
+    assert world.control.probes == []
+    world.transport.stuck.add(B)
+    world.look(1.0)
+    assert {key for key, _ in world.control.probes} == {B}
+
+
+def test_an_idle_rank_confirms_eager_slices_below_the_threshold() -> None:
+    world = World()
+    link = world.progress.recv_link(1, 0)
+    link.consumed = link.delivered = link.received = link.posted = 1
+    world.look(0.1, frozenset())
+    assert world.transport.confirmed == [(A, 0, 1)]
+
+
+def test_no_rail_counts_from_the_loss_not_from_the_last_call() -> None:
+    world = World()
+    world.look(1.0)
+    world.now = 100.0
+    world.fail(A)
+    world.fail(B)
+    world.look(4.9)
+    assert world.recovery.error is None
+    world.look(0.3)
+    error = world.recovery.error
+    assert isinstance(error, NoHealthyRail)
+    assert set(error.causes) == {0, 1}
+    assert isinstance(world.control.sent[-1][1], Revoke)
+
+
+def test_a_peer_no_call_talks_to_is_not_given_up() -> None:
+    world = World()
+    world.fail(A)
+    world.fail(B)
+    world.look(20.0, frozenset())
+    assert world.recovery.error is None
+
+
+def test_after_an_error_every_end_is_fenced_also_one_that_failed_unseen() -> None:
+    """A path whose `Failed` is still on its way lets the peer's writes in until it is fenced."""
+    world = World()
+    world.transport.opened.discard(A)
+    world.recovery.on_peer_lost(1, "silent", 5.0)
+    assert isinstance(world.recovery.error, PeerLost)
+    assert sorted(world.transport.fenced) == [A, B]
+    assert not world.recovery.is_quiet
+    world.recovery.on_fenced(Fenced(A))
+    assert not world.recovery.is_quiet
+    world.recovery.on_fenced(Fenced(B))
+    assert world.recovery.is_quiet
+
+
+def test_after_an_error_nothing_is_opened_announced_or_dialed() -> None:
+    world = World()
+    world.recovery.on_peer_lost(1, "silent", 5.0)
+    before = (len(world.control.sent), len(world.control.dialed))
+    world.fail(A)
+    world.repair(A)
+    assert world.open(0, 0).is_closed
+    world.look(1.0)
+    assert (len(world.control.sent), len(world.control.dialed)) == before
+
+
+def test_the_first_reason_wins() -> None:
+    world = World()
+    world.recovery.on_message(1, Revoke("TransportTimeout", "too late", 1))
+    world.recovery.on_peer_lost(1, "silent", 5.0)
+    assert isinstance(world.recovery.error, CommunicatorRevoked)
+    assert "rank 1 gave up: too late" in str(world.recovery.error)
+
+
+def test_no_healthy_rail_is_the_same_error_at_both_ends_of_the_pair() -> None:
+    world = World()
+    world.fail(A)
+    world.fail(B)
+    world.recovery.on_message(1, Revoke("NoHealthyRail", "none", 1, peer=0))
+    assert isinstance(world.recovery.error, NoHealthyRail)
+
+
+def test_the_baseline_does_not_migrate() -> None:
+    world = World(mode="0")
+    world.fail(A)
+    error = world.recovery.error
+    assert isinstance(error, TransportError)
+    assert (error.peer, error.rail, error.status) == (1, 0, "EIO")
+    assert world.announcements() == []
+
+
+def test_carrier_events() -> None:
+    world = World()
+    world.recovery.on_carrier(1, False)
+    assert world.transport.fenced == [B]
+    assert "CARRIER_DOWN" in world.recovery.paths[B].cause
+    world.recovery.on_carrier(1, True)
+    assert world.control.kicked == [1]
+
+
+def test_a_message_about_a_rail_that_does_not_exist_is_ignored() -> None:
+    world = World()
+    world.recovery.on_message(1, Announcement(9, 0, "EIO", ()))
+    assert world.recovery.error is None
