@@ -221,9 +221,7 @@ class Communicator:
             self._prepared[key] = prepared
         return prepared
 
-    def _plan(
-        self, collective: Collective, count: int, dtype_code: int, op: ReduceOp
-    ) -> _Prepared:
+    def _plan(self, collective: Collective, count: int, dtype_code: int, op: ReduceOp) -> _Prepared:
         op = kernels.check_op(dtype_code, op)
         itemsize = dtype_of(dtype_code).itemsize
         schedule = plan_allreduce(count * itemsize, self.nranks, self._nrails, self.config)
@@ -240,7 +238,7 @@ class Communicator:
         return _Prepared(signature, layout, kernels.reducer(dtype_code, op), finish)
 
     def _check(self, schedule: Schedule) -> None:
-        """Replay a schedule symbolically before its first use; large ones the tests have checked."""
+        """Replay a schedule symbolically before its first use; the tests check large ones."""
         shape = (schedule.name, schedule.nchannels)
         if shape not in self._checked and schedule.nranks * schedule.nchannels <= _CHECKED_SIZE:
             check(schedule)

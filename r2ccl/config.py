@@ -51,7 +51,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     init_timeout_s: float = 60.0
     #: init() waits this long for all rails, then goes on with those that are up.
     connect_timeout_s: float = 5.0
-    #: Congestion control asked for on TCP rails; auto: cubic, on loopback reno; empty: the system's.
+    #: Congestion control of TCP rails; auto: cubic, on loopback reno; empty: the system's.
     tcp_congestion: str = "auto"
     #: The data loop yields the processor this long before it sleeps in epoll.
     spin_s: float = 50e-6

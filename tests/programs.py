@@ -155,7 +155,9 @@ def killed_report(victim: int, nbytes: int, path: str) -> None:
         comm.abort()
 
 
-def survivors(run: functools.partial[None], nranks: int, victim: int, timeout_s: float) -> list[Any]:
+def survivors(
+    run: functools.partial[None], nranks: int, victim: int, timeout_s: float
+) -> list[Any]:
     """Launch `run`, whose `victim` dies, and collect what the others wrote."""
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.suppress(r2ccl.R2cclError):  # the launcher complains about the victim

@@ -97,8 +97,16 @@ class SendLink:
     """
 
     __slots__ = (
-        "channel", "clears", "confirmed", "is_confirmed", "outstanding", "peer", "posted", "route",
-        "retired_below", "slots",
+        "channel",
+        "clears",
+        "confirmed",
+        "is_confirmed",
+        "outstanding",
+        "peer",
+        "posted",
+        "retired_below",
+        "route",
+        "slots",
     )  # fmt: skip
 
     def __init__(self, peer: int, channel: int, slots: int, *, is_confirmed: bool = True) -> None:

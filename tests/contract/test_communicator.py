@@ -89,9 +89,7 @@ def test_a_killed_rank_is_lost_on_every_survivor(victim: int, nbytes: int) -> No
 
 
 def test_control_c_ends_a_blocked_call() -> None:
-    first, second = launch(
-        functools.partial(programs.interrupted, 0), 2, timeout_s=TIMEOUT_S
-    )
+    first, second = launch(functools.partial(programs.interrupted, 0), 2, timeout_s=TIMEOUT_S)
     assert first == "KeyboardInterrupt"
     assert "rank 0 gave up" in second
 

@@ -119,7 +119,9 @@ def test_a_pair_without_any_rail_gives_up_on_both_sides() -> None:
     assert [report["peer"] for report in reports] == [1, 0]
     delays = [report["raised_s"] - plan.fired[-1].time_s for report in reports]
     assert all(1.4 < delay < 6.0 for delay in delays)
-    print(f"no rail left, timeout 1.5 s: NoHealthyRail on both sides {spread(delays)} after the cut")
+    print(
+        f"no rail left, timeout 1.5 s: NoHealthyRail on both sides {spread(delays)} after the cut"
+    )
 
 
 def print_repair_times(kind: Action, plan: FaultPlan, reports: list[dict[str, Any]]) -> None:
