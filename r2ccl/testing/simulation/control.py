@@ -26,6 +26,8 @@ _LOOK_S = 0.005
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 _CONNECT_TIMEOUT_S = 2.0
+#: A kernel repeats a connection request that nobody answered after this long.
+_SYN_AGAIN_S = 1.0
 
 
 class Host(Protocol):
@@ -230,7 +232,7 @@ class SimControl:
     def _is_current(self, key: PathKey, number: int) -> bool:
         return self._dials.get(key, (0, 0))[0] == number and not self._host.is_dead
 
-    def _dial(self, key: PathKey, number: int, pause_s: float) -> None:
+    def _dial(self, key: PathKey, number: int, pause_s: float, is_again: bool = False) -> None:
         if not self._is_current(key, number):
             return
         wire = self._network.wire(self._host.rank, key.peer, key.rail)
@@ -238,8 +240,10 @@ class SimControl:
             patience = self._timeline.now + _EARLY_S
             delay = 3 * self._network.delay()
             self._timeline.after(delay, self._knock, key, number, pause_s, wire, patience)
+        elif not is_again:
+            self._timeline.after(_SYN_AGAIN_S, self._dial, key, number, pause_s, True)
         else:
-            self._again(key, number, pause_s, _CONNECT_TIMEOUT_S)
+            self._again(key, number, pause_s, _CONNECT_TIMEOUT_S - _SYN_AGAIN_S)
 
     def _again(self, key: PathKey, number: int, pause_s: float, spent_s: float) -> None:
         doubled = min(2 * pause_s, _MAX_PAUSE_S)

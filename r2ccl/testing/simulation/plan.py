@@ -36,6 +36,7 @@ class Workload(msgspec.Struct, frozen=True):
     eager_slots: int = 4
     landing_depth: int = 2
     busy_ms: tuple[int, ...] = ()
+    no_rail_timeout_ms: int = 5_000
     is_loud: bool = True
 
 
