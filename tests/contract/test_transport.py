@@ -9,7 +9,8 @@ import pytest
 from r2ccl.errors import InternalError
 from r2ccl.testing.contract import CHECKS, Bench, Joined, pattern
 from r2ccl.transport.base import Fenced, Frame
-from r2ccl.transport.sim import Cut, End, SimNetwork, SimTransport, Timeline
+from r2ccl.transport.sim import SimTransport
+from r2ccl.transport.simnet import Cut, End, SimNetwork, Timeline
 from r2ccl.transport.tcp import TcpTransport
 
 

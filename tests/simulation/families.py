@@ -35,6 +35,10 @@ FAMILIES: dict[str, tuple[Workload, list[Plan]]] = {
     "no fence": (_PAIR, _cuts(range(150, 500, 7), told=(0, 1), late_us=300)),
     "released when confirmed": (_PAIR, [Plan()]),
     "released when retired": (_PAIR, _cuts(range(150, 500, 17), told=(0, 1))),
+    "overwritten while sent": (
+        Workload(4, 2, (CallSpec(60, "recursive_doubling", 1),)),
+        [Plan()] * 5,
+    ),
     "early slices unreported": (
         Workload(2, 2, (CallSpec(300),), slice_nbytes=32, eager_nbytes=0),
         [

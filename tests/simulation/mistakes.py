@@ -10,12 +10,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+from r2ccl.executor import LaneRun
+from r2ccl.lowering import Step
 from r2ccl.progress import Progress
 from r2ccl.recovery import _ACTIONS, Recovery
 from r2ccl.resilience.link import LinkReport, RecvLink, SendLink, Slice, SliceState
 from r2ccl.resilience.path import PathState
+from r2ccl.schedule.ir import Kind
 from r2ccl.testing.simulation.control import SimControl
-from r2ccl.transport.sim import End, Kind, SimNetwork
+from r2ccl.transport.simnet import End, SimNetwork
+from r2ccl.transport.simnet import Kind as MessageKind
 from r2ccl.types import PathKey
 
 Mistake = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -46,7 +50,7 @@ def _no_fence() -> contextlib.AbstractContextManager[Any]:
     original = SimNetwork.refuse
 
     def write_nevertheless(self: SimNetwork, end: End, piece: Any) -> None:
-        if piece.message.kind is Kind.WRITE:
+        if piece.message.kind is MessageKind.WRITE:
             self.write(piece.message, piece.is_last)
         original(self, end, piece)
 
@@ -75,6 +79,16 @@ def _released_when_retired() -> contextlib.AbstractContextManager[Any]:
         return released
 
     return mock.patch.object(SendLink, "_release", release)
+
+
+def _overwritten_while_sent() -> contextlib.AbstractContextManager[Any]:
+    """A reduction does not wait until what it overwrites has been sent."""
+    original = LaneRun._is_ready
+
+    def is_ready(self: LaneRun, step: Step, k: int) -> bool:
+        return step.kind is Kind.RECV_REDUCE or original(self, step, k)
+
+    return mock.patch.object(LaneRun, "_is_ready", is_ready)
 
 
 def _early_slices_unreported() -> contextlib.AbstractContextManager[Any]:
@@ -168,6 +182,7 @@ MISTAKES: dict[str, Mistake] = {
     "no fence": _no_fence,
     "released when confirmed": _released_when_confirmed,
     "released when retired": _released_when_retired,
+    "overwritten while sent": _overwritten_while_sent,
     "early slices unreported": _early_slices_unreported,
     "confirmations lost without a route": _never_confirmed_again,
     "credits of a report unnoticed": _without(Recovery, "_resume", Progress, "touch_channel"),

@@ -43,6 +43,7 @@ def test_a_mistake_is_found(mistake: str) -> None:
 
 def test_a_violation_names_seed_and_plan() -> None:
     workload, plans = FAMILIES["released when confirmed"]
+    assert simulate(workload, plans[0], seed=11).is_clean
     with MISTAKES["released when confirmed"](), pytest.raises(Violation) as caught:
         simulate(workload, plans[0], seed=11)
     assert "seed=11" in str(caught.value)

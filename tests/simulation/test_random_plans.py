@@ -50,7 +50,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         eager_nbytes=draw(st.sampled_from([0, 16, 64, 256])),
         eager_slots=draw(st.sampled_from([1, 2, 4, 16])),
         landing_depth=draw(st.sampled_from([1, 2, 4])),
-        busy_ms=tuple(draw(st.lists(st.sampled_from([0, 1, 30, 300, 6_000]), max_size=nranks))),
+        busy_ms=tuple(draw(st.lists(st.sampled_from([0, 1, 30, 700]), max_size=nranks))),
         is_loud=draw(st.booleans()),
         # Eight losses of 0.6 s, each in the moment of a redial, are no reason to give up.
         no_rail_timeout_ms=20_000,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from r2ccl.executor import LandingPool, LaneRun
 from r2ccl.progress import Consumer, Progress
 from r2ccl.resilience.link import Landing, SendLink, Slice
-from r2ccl.transport.sim import Kind, Message
+from r2ccl.transport.simnet import Kind, Message
 
 Array = npt.NDArray[Any]
 
@@ -126,7 +126,7 @@ class CheckedRun(LaneRun):
 class CheckedPool(LandingPool):
     """`LandingPool` that poisons free places and finds writes into them."""
 
-    def __init__(self, checker: Checker, rank: int) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__()
         self._rank = rank
 

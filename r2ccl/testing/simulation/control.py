@@ -14,7 +14,7 @@ from typing import Protocol
 from r2ccl.bootstrap.messages import Codec, PeerDown
 from r2ccl.bootstrap.session import FrameReader, Session, SessionLimits
 from r2ccl.transport.base import Frame
-from r2ccl.transport.sim import Act, End, Kind, Message, SimNetwork, Wire
+from r2ccl.transport.simnet import Act, End, Kind, Message, SimNetwork, Wire
 from r2ccl.types import PathKey
 
 #: Heartbeats per peer timeout, as the real control plane has it.

@@ -17,14 +17,15 @@ import numpy as np
 
 from r2ccl.bootstrap.messages import Codec
 from r2ccl.config import Config
-from r2ccl.errors import CommunicatorRevoked, InternalError, R2cclError, TransportTimeout
+from r2ccl.errors import InternalError, R2cclError, TransportTimeout
 from r2ccl.executor import Call, LaneRun
 from r2ccl.recovery import Revoke
 from r2ccl.resilience.path import Announcement
 from r2ccl.testing.simulation.checks import CheckedPool, CheckedProgress, CheckedRun, Checker
 from r2ccl.testing.simulation.control import SimControl
 from r2ccl.testing.simulation.work import Work
-from r2ccl.transport.sim import End, SimNetwork, SimTransport
+from r2ccl.transport.sim import SimTransport
+from r2ccl.transport.simnet import End, SimNetwork
 
 _BUSY_TICK_S = 0.02
 _IDLE_TICK_S = 0.1
@@ -80,7 +81,7 @@ class SimRank:
         self._config = config
         self._work = work
         self._checker = checker
-        self._pool = CheckedPool(checker, rank)
+        self._pool = CheckedPool(rank)
         self.transport = SimTransport(network, rank, self._wake)
         self.control = SimControl(
             network,
@@ -314,4 +315,4 @@ class SimRank:
                 self._checker.retire(f"rank {self.rank}, after its error", *self._arrays)
 
 
-__all__ = ["CommunicatorRevoked", "Leaving", "Phase", "SimRank"]
+__all__ = ["Leaving", "Phase", "SimRank"]

@@ -1,0 +1,343 @@
+"""A simulated network: virtual time, and paths that break at any event.
+
+It is modelled on RDMA rather than on sockets, because that is the harder contract. A cleared
+slice is a one-sided write: the network moves it, in two halves, from the sender's memory into the
+landing place, without either process taking part. The sender's view is read at the moment a half
+lands, so memory given back too early shows as wrong bytes; a path that dies between the halves
+leaves a torn slice; and a write that was under way when a path was cut may land long afterwards
+(`Cut.late_s`) unless the receiver has fenced its end. Fencing takes time.
+
+Everything happens on a `Timeline`, one seeded heap of timed events; what it happens to is in
+`r2ccl.transport.simwire`, and `r2ccl.transport.sim` puts a `Transport` on top. Imports no socket,
+no thread and no real clock. Invariant: equal seeds and equal calls give equal traces.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from r2ccl.transport.base import Arrived, Cleared, Confirmed, Event, Failed, Sent
+from r2ccl.transport.simwire import (
+    DELIVER,
+    Act,
+    Cut,
+    End,
+    EndState,
+    Fate,
+    Kind,
+    Message,
+    Piece,
+    Timeline,
+    Wire,
+)
+
+
+class SimNetwork:
+    """Full mesh of `nranks` ranks over `nrails` rails.
+
+    Parameters
+    ----------
+    timeline : Timeline
+    nranks, nrails : int
+    latency_s, overhead_s, bandwidth : float
+        One way delay, time a message occupies the wire whatever its size, bytes per second.
+    jitter : float
+        Latencies vary by up to this fraction.
+    fence_s : float
+        Longest time a fence takes.
+    retry_s : float
+        How long a dead connection's unacknowledged message takes to be reported.
+    is_loud : bool
+        Closing one end tells the other (TCP's FIN and RST); a queue pair's does not.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        nranks: int,
+        nrails: int,
+        *,
+        latency_s: float = 20e-6,
+        overhead_s: float = 1e-6,
+        bandwidth: float = 100e6,
+        jitter: float = 0.5,
+        fence_s: float = 100e-6,
+        retry_s: float = 0.2,
+        is_loud: bool = True,
+    ) -> None:
+        self.timeline = timeline
+        self.nranks = nranks
+        self.nrails = nrails
+        self.latency_s = latency_s
+        self.overhead_s = overhead_s
+        self.bandwidth = bandwidth
+        self.jitter = jitter
+        self.fence_s = fence_s
+        self.retry_s = retry_s
+        self.is_loud = is_loud
+        #: The one hook through which every message goes, control messages included.
+        self.route: Callable[[Message], Fate] = lambda message: DELIVER
+        #: Told of every read of a sender's view, before it happens.
+        self.on_read: Callable[[Message], None] = lambda message: None
+        self.trace: list[tuple[Any, ...]] = []
+        self.nmessages = 0
+        self.wires = {
+            (a, b, rail): Wire((a, b), rail)
+            for a in range(nranks)
+            for b in range(a + 1, nranks)
+            for rail in range(nrails)
+        }
+
+    def wire(self, a: int, b: int, rail: int) -> Wire:
+        """Return what connects ranks `a` and `b` on `rail`."""
+        return self.wires[min(a, b), max(a, b), rail]
+
+    def connect(self, wire: Wire) -> tuple[End, End]:
+        """Make a connection; returns the lower rank's end, then the higher rank's."""
+        low, high = (End(self, wire, rank) for rank in wire.pair)
+        low.other, high.other = high, low
+        wire.ends = (low, high)
+        return low, high
+
+    def delay(self) -> float:
+        """Draw a one way latency."""
+        return self.latency_s * (1.0 + self.jitter * self.timeline.random.random())
+
+    def note(self, *what: Any) -> None:
+        """Add a line to the trace."""
+        self.trace.append((self.timeline.now, *what))
+
+    def number(self, message: Message) -> Fate:
+        """Count a message and ask the hook what becomes of it."""
+        message.number = self.nmessages
+        self.nmessages += 1
+        return self.route(message)
+
+    # Breaking and mending
+
+    def cut(self, wire: Wire, cut: Cut) -> None:
+        """Break `wire`; until `restore` nothing sent on it arrives."""
+        if not wire.is_up:
+            return
+        self.note("cut", wire.pair, wire.rail)
+        wire.is_up = False
+        for end in wire.ends:
+            self._cut_flight(end, cut)
+            if not cut.is_stall:
+                self._break(end)
+            if end.rank in cut.told:
+                self.timeline.after(self.delay(), self.fail, end, "PORT_ERR", "the port went down")
+
+    def restore(self, wire: Wire) -> None:
+        """Mend `wire`; connections that only stalled go on."""
+        if wire.is_up:
+            return
+        self.note("restore", wire.pair, wire.rail)
+        wire.is_up = True
+        for end in wire.ends:
+            held, end.held = end.held, deque()
+            for piece in held:
+                arrival = max(self.timeline.now + self.delay(), end.clear_at + self.overhead_s)
+                self._fly(end, piece, arrival)
+            acks, end.acks = end.acks, []
+            for message in acks:
+                self._acknowledge(message)
+            if end.other.state >= EndState.DRAINING:
+                self._reset(end)
+
+    def fail(self, end: End, status: str, detail: str) -> None:
+        """Have `end` report its failure to its owner, once."""
+        if end.state is EndState.NEW:
+            end.is_dead = True
+        elif end.state is EndState.LIVE:
+            end.state = EndState.FAILED
+            assert end.transport is not None
+            end.transport.report(Failed(end.path, status, detail))
+
+    def _cut_flight(self, end: End, cut: Cut) -> None:
+        flight, end.flight = end.flight, deque()
+        arrival = self.timeline.now + cut.late_s
+        for number, piece in enumerate(flight):
+            piece.is_lost = True
+            again = Piece(piece.message, piece.is_last)
+            if number < cut.keep:
+                arrival += self.overhead_s
+                self._launch(end, again, arrival)
+            elif cut.is_stall:
+                end.held.append(again)
+
+    def _break(self, end: End) -> None:
+        end.is_broken = True
+        self._starve(end)
+
+    def _starve(self, end: End) -> None:
+        """Report a dead connection once something on it stayed unacknowledged long enough."""
+        if end.unacked and not end.is_starving:
+            end.is_starving = True
+            detail = "transport retry counter exceeded"
+            self.timeline.after(self.retry_s, self.fail, end, "RETRY_EXC_ERR", detail)
+
+    def _reset(self, end: End) -> None:
+        """The other end is closed: a loud network says so, a quiet one only when written to."""
+        if self.is_loud and end.wire.is_up:
+            self.timeline.after(self.delay(), self.fail, end, "EOF", "the peer closed its end")
+        else:
+            self._starve(end)
+
+    # Fencing
+
+    def fence(self, end: End, on_drained: Callable[[], None]) -> None:
+        """Take `end` out of use; nothing of the connection touches its memory afterwards."""
+        if end.state >= EndState.DRAINING:
+            return
+        end.state = EndState.DRAINING
+        for piece in end.flight:
+            # It has left this NIC: from here on it no longer depends on this rank's memory.
+            message = piece.message
+            if message.kind is Kind.WRITE and message.view is not None:
+                message.view = memoryview(bytes(message.view))
+                message.is_copied = True
+        for queue in (end.queued, end.small, end.bulk, end.held, end.acks):
+            queue.clear()
+        delay_s = self.fence_s * self.timeline.random.random()
+        self.timeline.after(delay_s, self._drained, end, on_drained)
+
+    def _drained(self, end: End, on_drained: Callable[[], None]) -> None:
+        end.state = EndState.FENCED
+        end.unacked.clear()
+        self._reset(end.other)
+        on_drained()
+
+    # Moving messages
+
+    def pump(self, end: End) -> None:
+        """Put the next queued message of `end` on the wire; small ones overtake."""
+        queue = end.small or end.bulk
+        end.is_busy = bool(queue) and end.state is EndState.LIVE
+        if not end.is_busy:
+            return
+        message = queue.popleft()
+        end.unacked.add(message)
+        fate = self.number(message)
+        self.note("send", message.kind.value, end.rank, end.path, message.frame.channel,
+                  message.frame.seq, fate.act.value)  # fmt: skip
+        if fate.act is Act.CUT:
+            self.cut(end.wire, Cut())
+        elif fate.act is Act.DROP:
+            for either in (end, end.other):
+                self._break(either)
+        extra = fate.delay_s if fate.act is Act.DELAY else 0.0
+        self._send(end, message, extra)
+
+    def _send(self, end: End, message: Message, extra_s: float) -> None:
+        now = self.timeline.now
+        duration = self.overhead_s + message.nbytes / self.bandwidth
+        arrival = max(now + self.delay() + extra_s, end.clear_at)
+        if message.kind is Kind.WRITE:
+            self._fly(end, Piece(message, False), arrival + duration / 2)
+        self._fly(end, Piece(message, True), arrival + duration)
+        self.timeline.after(duration, self.pump, end)
+
+    def _fly(self, end: End, piece: Piece, arrival: float) -> None:
+        if end.is_broken:
+            self._starve(end)
+        elif not end.wire.is_up:
+            end.held.append(piece)
+        else:
+            self._launch(end, piece, arrival)
+
+    def _launch(self, end: End, piece: Piece, arrival: float) -> None:
+        end.clear_at = arrival
+        end.flight.append(piece)
+        self.timeline.after(arrival - self.timeline.now, self._land, end, piece)
+
+    def _land(self, end: End, piece: Piece) -> None:
+        """A piece reaches the other end."""
+        if piece.is_lost:
+            return
+        first = end.flight.popleft()
+        assert first is piece, "a path keeps the order"
+        other = end.other
+        if other.state is EndState.NEW:
+            other.backlog.append(piece)
+        elif other.state is EndState.FENCED or other.transport is None:
+            self.refuse(other, piece)
+        else:
+            self.take(other, piece)
+
+    def refuse(self, end: End, piece: Piece) -> None:
+        """A piece for a fenced end changes nothing there."""
+        self._reset(end.other)
+
+    def take(self, end: End, piece: Piece) -> None:
+        """Do what a piece says, at the end it arrived at."""
+        message = piece.message
+        assert end.transport is not None
+        if message.kind is Kind.WRITE:
+            self.write(message, piece.is_last)
+            if not piece.is_last:
+                return
+            self.timeline.after(self.delay(), self._acknowledge, message)
+        else:
+            message.end.unacked.discard(message)
+        self.note("land", message.kind.value, end.rank, end.path, message.frame.channel,
+                  message.frame.seq)  # fmt: skip
+        end.transport.report(self._event(end, message))
+
+    def write(self, message: Message, is_last: bool) -> None:
+        """Move half a cleared slice from the sender's memory to its landing place."""
+        region, view = message.region, message.view
+        assert region is not None
+        assert view is not None
+        self.on_read(message)
+        half = len(view) // 2
+        if is_last:
+            region[half:] = view[half:]
+        else:
+            message.began_s = self.timeline.now
+            region[:half] = view[:half]
+
+    def _event(self, end: End, message: Message) -> Event:
+        frame = message.frame
+        if message.kind is Kind.WRITE:
+            return Arrived(end.path, frame, None, message.began_s)
+        if message.kind is Kind.EAGER:
+            assert message.view is not None
+            self.on_read(message)
+            assert end.transport is not None
+            return Arrived(end.path, frame, end.transport.lend(message.view), self.timeline.now)
+        if message.kind is Kind.CLEAR:
+            assert message.view is not None
+            return Cleared(end.path, frame, len(message.view), message.view)
+        return Confirmed(end.path, frame.channel, frame.ack)
+
+    def _acknowledge(self, message: Message) -> None:
+        """The sender's NIC learns that a write arrived, and reads its view no more."""
+        end = message.end
+        if end.state is EndState.FENCED or end.is_broken:
+            return
+        if not end.wire.is_up:
+            end.acks.append(message)
+            return
+        # Until now the NIC might have had to send it again.
+        self.on_read(message)
+        end.unacked.discard(message)
+        if end.transport is not None:
+            end.transport.report(Sent(end.path, message.frame.channel, message.frame.seq))
+
+
+__all__ = [
+    "DELIVER",
+    "Act",
+    "Cut",
+    "End",
+    "EndState",
+    "Fate",
+    "Kind",
+    "Message",
+    "SimNetwork",
+    "Timeline",
+    "Wire",
+]

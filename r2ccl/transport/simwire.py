@@ -1,0 +1,234 @@
+"""What a simulated network is made of: time, messages, ends of connections, ways to break.
+
+State without behaviour, but for the clock; `r2ccl.transport.simnet` moves it. Imports no socket, no
+thread and no real clock. Invariant: equal seeds and equal calls give equal orders of events.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from r2ccl.transport.base import Event, Frame
+from r2ccl.types import PathKey
+
+if TYPE_CHECKING:
+    from r2ccl.transport.simnet import SimNetwork
+
+
+class Timeline:
+    """Virtual clock and the events to come; calling it reads the clock (`r2ccl.clock.Clock`).
+
+    Events of one instant happen in an order the seed decides.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        #: Events that have happened; what fault plans count.
+        self.count = 0
+        self._heap: list[tuple[float, float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._serial = 0
+
+    def __call__(self) -> float:
+        """Read the clock."""
+        return self.now
+
+    def after(self, delay_s: float, fn: Callable[..., None], *args: Any) -> None:
+        """Have ``fn(*args)`` happen `delay_s` from now."""
+        self._serial += 1
+        entry = (self.now + delay_s, self.random.random(), self._serial, fn, args)
+        heapq.heappush(self._heap, entry)
+
+    def step(self) -> bool:
+        """Jump to the next event and let it happen; False if there is none."""
+        if not self._heap:
+            return False
+        self.now, _, _, fn, args = heapq.heappop(self._heap)
+        self.count += 1
+        fn(*args)
+        return True
+
+
+class Kind(enum.Enum):
+    """What a message is; all but CONTROL travel on a path."""
+
+    EAGER = "eager"
+    WRITE = "write"
+    CLEAR = "clear"
+    CONFIRM = "confirm"
+    CONTROL = "control"
+
+
+class Act(enum.Enum):
+    """What the network does to a message.
+
+    On a path, which is reliable and ordered while it lives, DROP means that it is broken from
+    this message on, and DELAY holds up what follows; DUPLICATE is for control messages.
+    """
+
+    DELIVER = "deliver"
+    DROP = "drop"
+    DELAY = "delay"
+    DUPLICATE = "duplicate"
+    CUT = "cut"
+
+
+class Fate(msgspec.Struct, frozen=True):
+    """Answer of the `route` hook; ``delay_s`` is added to the latency (DELAY, DUPLICATE's copy)."""
+
+    act: Act
+    delay_s: float = 0.0
+
+
+DELIVER = Fate(Act.DELIVER)
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """How a path breaks.
+
+    Parameters
+    ----------
+    told : tuple of int
+        Ranks whose end reports `Failed` at once; the others must find out.
+    keep : int
+        Halves under way in each direction that still arrive, ``late_s`` after the cut. The ones
+        behind them do not: an odd number tears a slice.
+    late_s : float
+    is_stall : bool
+        What is lost waits and goes on if the path is restored (TCP); otherwise the connection is
+        dead and an end with something unacknowledged reports it after the retry time (verbs).
+    """
+
+    told: tuple[int, ...] = ()
+    keep: int = 0
+    late_s: float = 0.0
+    is_stall: bool = False
+
+
+class Message:
+    """One thing on the wire; ``number`` counts all of a network's messages."""
+
+    __slots__ = (
+        "began_s", "end", "frame", "is_copied", "kind", "nbytes", "number", "region", "view",
+    )  # fmt: skip
+
+    def __init__(self, kind: Kind, end: End, frame: Frame, view: memoryview | None) -> None:
+        self.kind = kind
+        self.end = end
+        self.frame = frame
+        self.view = view
+        self.region: memoryview | None = None
+        #: It has left the sender's memory: ``view`` is the network's own.
+        self.is_copied = False
+        self.nbytes = len(view) if view is not None and kind is not Kind.CLEAR else 0
+        self.number = -1
+        self.began_s = 0.0
+
+
+class Piece:
+    """Half of a write, or a whole small message, on its way."""
+
+    __slots__ = ("is_last", "is_lost", "message")
+
+    def __init__(self, message: Message, is_last: bool) -> None:
+        self.message = message
+        self.is_last = is_last
+        #: It will not arrive, at least not as this.
+        self.is_lost = False
+
+
+class Owner(Protocol):
+    """The transport an end was given to."""
+
+    def report(self, event: Event) -> None:
+        """Add an event for its next poll."""
+        ...
+
+    def lend(self, view: memoryview) -> memoryview:
+        """Copy an eager payload into memory of its own."""
+        ...
+
+
+class EndState(enum.IntEnum):
+    """Life of one end of a connection."""
+
+    NEW = 0  #: dialed, not taken into use by its transport
+    LIVE = 1
+    FAILED = 2  #: told its owner; still lets in what the network brings
+    DRAINING = 3  #: being fenced
+    FENCED = 4
+
+
+class Wire:
+    """What connects two ranks on one rail; outlives its connections."""
+
+    __slots__ = ("ends", "is_up", "pair", "rail")
+
+    def __init__(self, pair: tuple[int, int], rail: int) -> None:
+        self.pair = pair
+        self.rail = rail
+        self.is_up = True
+        #: Both ends of the newest connection.
+        self.ends: tuple[End, ...] = ()
+
+
+class End:
+    """One end of one connection; what `SimTransport.open` takes."""
+
+    __slots__ = (
+        "acks", "backlog", "bulk", "clear_at", "flight", "held", "is_broken", "is_busy", "is_dead",
+        "is_starving", "network", "other", "path", "queued", "rank", "small", "state",
+        "transport", "unacked", "wire",
+    )  # fmt: skip
+
+    def __init__(self, network: SimNetwork, wire: Wire, rank: int) -> None:
+        self.network = network
+        self.wire = wire
+        self.rank = rank
+        self.path = PathKey(sum(wire.pair) - rank, wire.rail)
+        self.other: End = self
+        self.transport: Owner | None = None
+        self.state = EndState.NEW
+        #: The connection lost something for good.
+        self.is_broken = False
+        #: Failed before its transport took it.
+        self.is_dead = False
+        self.is_starving = False
+        self.is_busy = False
+        #: Earliest time the next message may arrive at the other end: order is kept.
+        self.clear_at = 0.0
+        self.queued: list[tuple[Message, bool]] = []
+        self.small: deque[Message] = deque()
+        self.bulk: deque[Message] = deque()
+        self.flight: deque[Piece] = deque()
+        self.held: deque[Piece] = deque()
+        self.acks: list[Message] = []
+        self.backlog: list[Piece] = []
+        self.unacked: set[Message] = set()
+
+    def close(self) -> None:
+        """Give up an end that was never taken into use."""
+        self.network.fence(self, lambda: None)
+
+
+__all__ = [
+    "DELIVER",
+    "Act",
+    "Cut",
+    "End",
+    "EndState",
+    "Fate",
+    "Kind",
+    "Message",
+    "Owner",
+    "Piece",
+    "Timeline",
+    "Wire",
+]
