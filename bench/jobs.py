@@ -78,11 +78,12 @@ class Job:
             self.close()
             raise
 
-    def run(self, nbytes: int, iterations: int, warmup: int) -> float:
+    def run(self, nbytes: int, iterations: int, warmup: int, group: int = 0) -> float:
         """Run allreduces of `nbytes` of float32, in place; return the seconds of one.
 
         That is the time of `iterations` calls back to back, divided by their number, of the rank
-        that took longest.
+        that took longest. `group` is the communicator, of an r2ccl job with several of them
+        (``BENCH_MODES``).
 
         Raises
         ------
@@ -90,7 +91,7 @@ class Job:
             A rank failed or did not answer in time.
         """
         for rank in self._ranks:
-            rank.send(msgspec.json.encode((nbytes, iterations, warmup)))
+            rank.send(msgspec.json.encode((nbytes, iterations, warmup, group)))
         deadline = time.monotonic() + _RUN_TIMEOUT_S
         return max(self._answer(rank, deadline) for rank in self._ranks)
 

@@ -11,14 +11,16 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
+#: Bytes, calls of the loop, calls before it, and which group makes them.
+Command = tuple[int, int, int, int]
 
 
 class Group(NamedTuple):
@@ -30,23 +32,20 @@ class Group(NamedTuple):
     allreduce_of: Callable[[Array], Callable[[], object]]
 
 
-def open_r2ccl() -> AbstractContextManager[Group]:
-    """Join by the launcher's environment; settings come from ``R2CC_*``."""
+@contextmanager
+def open_r2ccl() -> Iterator[list[Group]]:
+    """Join by the launcher's environment, once for every mode in ``BENCH_MODES``."""
     import r2ccl
 
-    comm = r2ccl.init()
+    def group_of(comm: r2ccl.Communicator) -> Group:
+        return Group(comm.nranks, comm.barrier, lambda x: lambda: comm.allreduce(x))
 
-    class Session:
-        def __enter__(self) -> Group:
-            return Group(comm.nranks, comm.barrier, lambda x: lambda: comm.allreduce(x))
-
-        def __exit__(self, *_: object) -> None:
-            comm.close()
-
-    return Session()
+    with ExitStack() as stack:
+        modes = os.environ.get("BENCH_MODES", "auto").split(",")
+        yield [group_of(stack.enter_context(r2ccl.init(mode=mode))) for mode in modes]
 
 
-def open_gloo() -> AbstractContextManager[Group]:
+def open_gloo() -> AbstractContextManager[list[Group]]:
     """Join through a file; one thread a rank for arithmetic, as the others have."""
     import torch
     from torch import distributed as dist
@@ -60,10 +59,10 @@ def open_gloo() -> AbstractContextManager[Group]:
         tensor = torch.from_numpy(x)
         return lambda: dist.all_reduce(tensor)
 
-    return nullcontext(Group(nranks, dist.barrier, allreduce_of))
+    return nullcontext([Group(nranks, dist.barrier, allreduce_of)])
 
 
-def open_mpich() -> AbstractContextManager[Group]:
+def open_mpich() -> AbstractContextManager[list[Group]]:
     """Join by mpiexec; mpi4py finalises at exit."""
     from mpi4py import MPI
 
@@ -72,7 +71,7 @@ def open_mpich() -> AbstractContextManager[Group]:
     def allreduce_of(x: Array) -> Callable[[], object]:
         return lambda: world.Allreduce(MPI.IN_PLACE, x)
 
-    return nullcontext(Group(world.Get_size(), world.Barrier, allreduce_of))
+    return nullcontext([Group(world.Get_size(), world.Barrier, allreduce_of)])
 
 
 _OPEN = {"r2ccl": open_r2ccl, "gloo": open_gloo, "mpich": open_mpich}
@@ -98,27 +97,28 @@ def measure(group: Group, call: Callable[[], object], iterations: int, warmup: i
     return (time.perf_counter() - start) / iterations
 
 
-def serve(group: Group, bench: socket.socket) -> None:
-    """Run commands until the bench closes the connection."""
-    calls: dict[int, Callable[[], object]] = {}
+def serve(groups: list[Group], bench: socket.socket) -> None:
+    """Run commands until the bench closes the connection; all groups use the same memory."""
+    calls: dict[int, list[Callable[[], object]]] = {}
     while command := bench.recv(1 << 16):
-        nbytes, iterations, warmup = msgspec.json.decode(command, type=tuple[int, int, int])
+        nbytes, iterations, warmup, chosen = msgspec.json.decode(command, type=Command)
         if nbytes not in calls:
-            verify(group, nbytes)
+            for group in groups:
+                verify(group, nbytes)
             x = np.empty(nbytes // 4, np.float32)
             x.fill(0)  # zeros stay zeros however often they are summed; written, not mapped
-            calls[nbytes] = group.allreduce_of(x)
-        seconds = measure(group, calls[nbytes], iterations, warmup)
+            calls[nbytes] = [group.allreduce_of(x) for group in groups]
+        seconds = measure(groups[chosen], calls[nbytes][chosen], iterations, warmup)
         bench.send(msgspec.json.encode(seconds))
 
 
 def main() -> None:
     """Join the library's group, then serve the bench."""
     bench = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with bench, _OPEN[sys.argv[1]]() as group:
+    with bench, _OPEN[sys.argv[1]]() as groups:
         bench.connect(os.environ["BENCH_ADDRESS"])
         try:
-            serve(group, bench)
+            serve(groups, bench)
         except Exception as exc:
             bench.send(msgspec.json.encode(f"{type(exc).__name__}: {exc}"))
             raise

@@ -57,6 +57,7 @@ class Communicator:
         self.config = config
         self._control = control
         self._nrails = transport.nrails
+        self._nwires = control.nwires
         self._pool = LandingPool()
         self._prepared: dict[tuple[Collective, int, int, ReduceOp], _Prepared] = {}
         self._checked: set[tuple[str, int]] = set()
@@ -224,7 +225,7 @@ class Communicator:
     def _plan(self, collective: Collective, count: int, dtype_code: int, op: ReduceOp) -> _Prepared:
         op = kernels.check_op(dtype_code, op)
         itemsize = dtype_of(dtype_code).itemsize
-        schedule = plan_allreduce(count * itemsize, self.nranks, self._nrails, self.config)
+        schedule = plan_allreduce(count * itemsize, self.nranks, self._nwires, self.config)
         self._check(schedule)
         layout = lower(
             schedule.program(self.rank),

@@ -28,9 +28,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Unconfirmed eager slices a link may have under way (the receiver's slots).
     eager_slots: int = 16
     #: Size of a slice: the unit of pipelining, acknowledgement and replay.
-    slice_nbytes: int = 512 << 10
+    slice_nbytes: int = 1 << 20
     #: Landing places a receiver names ahead on one link.
-    landing_depth: int = 4
+    landing_depth: int = 2
     #: Channels of a large collective; 0: chosen from the number of rails.
     channels: int = 0
     #: Number of rails to use; 0: one per interface found (two on loopback).

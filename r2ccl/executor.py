@@ -173,7 +173,7 @@ class LaneRun:
 
     def advance(self) -> None:
         """Post what has become possible, until nothing more is."""
-        moved = True
+        moved = self.remaining > 0
         while moved:
             moved = False
             for outbound in self._outbound:
@@ -235,7 +235,8 @@ class LaneRun:
             if cursor.k == step.nslices:
                 cursor.at += 1
                 cursor.k = 0
-            self._progress.recv(cursor.link, region, self, index)
+            is_last = cursor.at == len(cursor.order)
+            self._progress.recv(cursor.link, region, self, index, is_last)
 
     def _place(self, cursor: _Inbound, step: Step, k: int) -> memoryview:
         place = self._pool.take(self._call.layout.slice_nbytes)

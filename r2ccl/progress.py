@@ -143,10 +143,14 @@ class Progress:
             self.transport.isend(item.path, self._frame(link, item), view, token)
 
     def recv(
-        self, link: RecvLink, region: memoryview | None, consumer: Consumer, index: int
-    ) -> None:
-        """Want the next slice, in `region` (named to the peer) or, None, with its payload."""
-        landing = link.post(region, self.op, self.signature, consumer, index)
+        self, link: RecvLink, region: memoryview | None, consumer: Consumer, index: int,
+        is_last: bool = False,
+    ) -> None:  # fmt: skip
+        """Want the next slice, in `region` (named to the peer) or, None, with its payload.
+
+        `is_last` says that none follows it on this link in this call.
+        """
+        landing = link.post(region, self.op, self.signature, consumer, index, is_last)
         if landing.path is not None:
             self.name(link, landing)
         if link.arrivals:
@@ -206,7 +210,9 @@ class Progress:
         assert landing.region is not None
         link.acked = link.consumed
         frame = Frame(link.channel, landing.seq, link.acked, landing.op, landing.signature)
-        self.transport.irecv(landing.path, frame, landing.region)
+        # With mode 0 nobody waits for a confirmation.
+        ack = link.early_ack(landing) if self.config.is_resilient else 0
+        self.transport.irecv(landing.path, frame, landing.region, ack)
 
     def write_again(self, link: SendLink, item: Slice, token: object) -> None:
         """Write a slice that was posted before."""
@@ -252,6 +258,8 @@ class Progress:
         is_wanted_now = frame.seq == link.delivered and frame.seq in link.landings
         if payload is not None and not is_wanted_now:
             payload = bytes(payload)
+        if event.is_confirmed:
+            link.acked = max(link.acked, frame.seq + 1)
         if link.arrived(frame.seq, payload):
             self._deliver(link)
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import ipaddress
 import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from r2ccl.auth import Claim, HandshakeRejected, Purpose, Secret
@@ -112,6 +113,9 @@ class ControlPlane:
         read at every tick and wakes nobody, so setting it costs nothing.
     is_on_one_host : bool
         Whether all ranks share one network stack (`PeerInfo.host`).
+    nwires : int
+        Rails that add bandwidth to one another: one if all are loopback, whose rails share one
+        memory, else all. The same on all ranks.
     """
 
     def __init__(
@@ -135,6 +139,7 @@ class ControlPlane:
         self.nics = nics
         self.communicator_id = communicator_id
         self.is_on_one_host = len({info.host for info in peers}) == 1
+        self.nwires = 1 if _is_loopback(peers) else len(nics)
         self.is_busy = False
         self._loop = loop
         self._clock = clock
@@ -415,6 +420,10 @@ class ControlPlane:
         self._is_woken = False  # before the last look: what comes later wakes us again
         while self._inbox:
             self._guard(self._inbox.popleft())
+
+
+def _is_loopback(peers: Iterable[PeerInfo]) -> bool:
+    return all(ipaddress.ip_address(host).is_loopback for info in peers for host, _ in info.rails)
 
 
 __all__ = ["ControlHandler", "ControlPlane", "Goodbye", "PeerDown", "PeerInfo"]

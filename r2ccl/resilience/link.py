@@ -271,12 +271,15 @@ class SendLink:
 class Landing:
     """Where one slice is wanted; ``region`` None: eager, it comes with its payload."""
 
-    __slots__ = ("index", "op", "owner", "path", "region", "seq", "signature")
+    __slots__ = ("index", "is_last", "op", "owner", "path", "region", "seq", "signature")
 
     def __init__(
-        self, seq: int, region: memoryview | None, op: int, signature: int, owner: Any, index: int
-    ) -> None:
+        self, seq: int, region: memoryview | None, op: int, signature: int, owner: Any, index: int,
+        is_last: bool = False,
+    ) -> None:  # fmt: skip
         self.seq = seq
+        #: Nothing follows it on this link in its call: its sender waits for the confirmation.
+        self.is_last = is_last
         self.region = region
         self.op = op
         self.signature = signature
@@ -310,16 +313,28 @@ class RecvLink:
         self.duplicates = 0
 
     def post(
-        self, region: memoryview | None, op: int, signature: int, owner: Any, index: int
-    ) -> Landing:
+        self, region: memoryview | None, op: int, signature: int, owner: Any, index: int,
+        is_last: bool = False,
+    ) -> Landing:  # fmt: skip
         """Want the next slice; the caller names cleared ones on ``route``."""
         seq = self.posted
         self.posted = seq + 1
-        landing = Landing(seq, region, op, signature, owner, index)
+        landing = Landing(seq, region, op, signature, owner, index, is_last)
         self.landings[seq] = landing
         if region is not None:
             landing.path = self.route
         return landing
+
+    def early_ack(self, landing: Landing) -> int:
+        """What the transport may confirm by itself once `landing`'s slice is safe; 0: nothing.
+
+        A confirmation is for all slices before it too, and a path keeps only its own in order:
+        every slice still expected must come on the path of `landing`.
+        """
+        if not landing.is_last:
+            return 0
+        is_alone = all(other.path == landing.path for other in self.landings.values())
+        return landing.seq + 1 if is_alone else 0
 
     def arrived(self, seq: int, payload: memoryview | bytes | None) -> bool:
         """Note a slice; False for one that was here before (dropped and counted)."""

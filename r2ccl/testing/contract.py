@@ -83,9 +83,9 @@ class Side:
         self.transport.isend(self.path, frame, memoryview(data), token, **more)
         self.transport.flush()
 
-    def want(self, seq: int, region: bytearray) -> None:
+    def want(self, seq: int, region: bytearray, ack: int = 0) -> None:
         """Name a landing place for slice `seq` of channel 3."""
-        self.transport.irecv(self.path, Frame(3, seq, 2, 5, 77), memoryview(region))
+        self.transport.irecv(self.path, Frame(3, seq, 2, 5, 77), memoryview(region), ack)
         self.transport.flush()
 
     def fence(self) -> None:
@@ -159,6 +159,23 @@ def check_cleared(bench: Bench) -> None:
         assert last.payload is None
         assert last.frame.seq == seq
         assert region == pattern(nbytes)
+
+
+def check_early_confirmation(bench: Bench) -> None:
+    """What the transport confirmed by itself has arrived, and says so, whatever comes next."""
+    pair = Joined(bench)
+    region = bytearray(300_000)
+    pair.b.want(0, region, ack=1)
+    token = pair.until_count(pair.a, Cleared)[0].token
+    pair.a.send(0, pattern(300_000), token)
+    pair.until(lambda: bool(pair.a.of(Confirmed) or pair.b.of(Arrived)), "the slice")
+    pair.b.fence()
+    pair.until_count(pair.b, Fenced)
+    confirmed, arrived = pair.a.of(Confirmed), pair.b.of(Arrived)
+    assert [(event.channel, event.ack) for event in confirmed] in ([], [(3, 1)])
+    if confirmed:
+        assert [event.is_confirmed for event in arrived] == [True]
+        assert region == pattern(300_000)
 
 
 def check_order(bench: Bench) -> None:
@@ -358,6 +375,7 @@ def check_idle_path_is_not_stuck(bench: Bench) -> None:
 CHECKS: tuple[Callable[[Bench], None], ...] = (
     check_eager,
     check_cleared,
+    check_early_confirmation,
     check_order,
     check_both_ways,
     check_view_is_free_when_sent,

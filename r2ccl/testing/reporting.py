@@ -68,9 +68,9 @@ class ReportingTransport:
         """See `Transport.is_open`."""
         return self._inner.is_open(path)
 
-    def irecv(self, path: PathKey, frame: Frame, region: memoryview) -> None:
+    def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
         """See `Transport.irecv`."""
-        self._inner.irecv(path, frame, region)
+        self._inner.irecv(path, frame, region, ack)
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
         """See `Transport.confirm`."""

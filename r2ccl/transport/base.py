@@ -19,7 +19,8 @@ receiver names the landing place with ``irecv``, the sender learns of it by `Cle
 with ``isend`` on the same path; the payload lands in the region itself.
 
 Invariants: after `Fenced` no byte of the old path reaches any memory named on it, and every
-``isend`` view of it is no longer read. Slices of one path arrive in the order they were sent.
+``isend`` view of it is no longer read; a slice the transport confirmed by itself arrived before.
+Slices of one path arrive in the order they were sent.
 Every event names the path; a path reports `Failed` once.
 """
 
@@ -50,13 +51,15 @@ class Frame(msgspec.Struct, gc=False):
 class Arrived(msgspec.Struct, gc=False):
     """A slice is here: in its landing place, or in ``payload``, borrowed until the next poll.
 
-    ``began_s`` is the clock's reading when its first byte was seen.
+    ``began_s`` is the clock's reading when its first byte was seen, ``is_confirmed`` whether the
+    transport has confirmed it by itself.
     """
 
     path: PathKey
     frame: Frame
     payload: memoryview | None
     began_s: float
+    is_confirmed: bool = False
 
 
 class Cleared(msgspec.Struct, gc=False):
@@ -124,8 +127,13 @@ class Transport(Protocol):
         """
         ...
 
-    def irecv(self, path: PathKey, frame: Frame, region: memoryview) -> None:
-        """Name where the slice ``frame.seq`` lands; `region` is borrowed until it arrives."""
+    def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
+        """Name where the slice ``frame.seq`` lands; `region` is borrowed until it arrives.
+
+        ``ack`` above 0 allows the transport to confirm the peer's slices below `ack` by itself,
+        once nothing that happens to the path can keep this slice from landing: the peer then need
+        not wait until it is read. A transport that cannot tell leaves it to the caller.
+        """
         ...
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:

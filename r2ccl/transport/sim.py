@@ -82,10 +82,12 @@ class SimTransport:
             raise InternalError(f"slice of {len(view)} bytes for a place of {len(token)}")
         self._queue(end, message, is_replay)
 
-    def irecv(self, path: PathKey, frame: Frame, region: memoryview) -> None:
+    def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
         """Name where slice ``frame.seq`` lands."""
         end = self._live(path)
         if end is not None:
+            if ack:
+                end.early[frame.channel, frame.seq] = ack
             self._queue(end, Message(Kind.CLEAR, end, frame, region), False)
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from r2ccl.transport.base import Arrived, Cleared, Confirmed, Event, Failed, Sent
+from r2ccl.transport.base import Arrived, Cleared, Confirmed, Event, Failed, Frame, Sent
 from r2ccl.transport.simwire import (
     DELIVER,
     Act,
@@ -284,7 +284,19 @@ class SimNetwork:
             message.end.unacked.discard(message)
         self.note("land", message.kind.value, end.rank, end.path, message.frame.channel,
                   message.frame.seq)  # fmt: skip
-        end.transport.report(self._event(end, message))
+        is_confirmed = message.kind is Kind.WRITE and self._confirm_early(end, message.frame)
+        end.transport.report(self._event(end, message, is_confirmed))
+
+    def _confirm_early(self, end: End, frame: Frame) -> bool:
+        """Confirm a slice that has landed, if that was allowed, before its owner learns of it."""
+        ack = end.early.pop((frame.channel, frame.seq), 0)
+        if not ack or end.state is not EndState.LIVE:
+            return False
+        confirmation = Frame(frame.channel, 0, ack, 0, 0)
+        end.small.append(Message(Kind.CONFIRM, end, confirmation, None))
+        if not end.is_busy:
+            self.pump(end)
+        return True
 
     def write(self, message: Message, is_last: bool) -> None:
         """Move half a cleared slice from the sender's memory to its landing place."""
@@ -299,10 +311,10 @@ class SimNetwork:
             message.began_s = self.timeline.now
             region[:half] = view[:half]
 
-    def _event(self, end: End, message: Message) -> Event:
+    def _event(self, end: End, message: Message, is_confirmed: bool) -> Event:
         frame = message.frame
         if message.kind is Kind.WRITE:
-            return Arrived(end.path, frame, None, message.began_s)
+            return Arrived(end.path, frame, None, message.began_s, is_confirmed)
         if message.kind is Kind.EAGER:
             assert message.view is not None
             self.on_read(message)

@@ -183,9 +183,9 @@ class End:
     """One end of one connection; what `SimTransport.open` takes."""
 
     __slots__ = (
-        "acks", "backlog", "bulk", "clear_at", "flight", "held", "is_broken", "is_busy", "is_dead",
-        "is_starving", "network", "other", "path", "queued", "rank", "small", "state",
-        "transport", "unacked", "wire",
+        "acks", "backlog", "bulk", "clear_at", "early", "flight", "held", "is_broken",
+        "is_busy", "is_dead", "is_starving", "network", "other", "path", "queued", "rank", "small",
+        "state", "transport", "unacked", "wire",
     )  # fmt: skip
 
     def __init__(self, network: SimNetwork, wire: Wire, rank: int) -> None:
@@ -212,6 +212,8 @@ class End:
         self.acks: list[Message] = []
         self.backlog: list[Piece] = []
         self.unacked: set[Message] = set()
+        #: What may be confirmed once a slice (channel, seq) has landed, before its owner knows.
+        self.early: dict[tuple[int, int], int] = {}
 
     def close(self) -> None:
         """Give up an end that was never taken into use."""

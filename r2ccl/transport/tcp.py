@@ -18,15 +18,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import ipaddress
 import logging
 import os
 import select
 import socket
 import struct
+import termios
+from array import array
 from collections import deque
 
 from r2ccl.clock import Clock, monotonic
+from r2ccl.errors import InternalError
 from r2ccl.transport.base import (
     Arrived,
     Cleared,
@@ -86,11 +90,14 @@ class _Outgoing:
 class _Place:
     """A landing place: what is still empty of it, and when its first byte came."""
 
-    __slots__ = ("began_s", "rest")
+    __slots__ = ("ack", "began_s", "is_confirmed", "rest")
 
-    def __init__(self, region: memoryview) -> None:
+    def __init__(self, region: memoryview, ack: int) -> None:
         self.rest = region
         self.began_s = 0.0
+        #: What may be confirmed before the slice is read, 0: nothing; and whether it was.
+        self.ack = ack
+        self.is_confirmed = False
 
 
 class _Connection:
@@ -164,6 +171,8 @@ class TcpTransport:
         self._by_path: dict[PathKey, _Connection] = {}
         self._dirty: list[_Connection] = []
         self._events: list[Event] = []
+        #: Where FIONREAD writes its answer.
+        self._unread = array("i", [0])
 
     def open(self, path: PathKey, endpoint: socket.socket) -> None:
         """Take a connected, authenticated, non-blocking socket into use as `path`."""
@@ -194,12 +203,12 @@ class TcpTransport:
             (conn.replays if is_replay else conn.bulk).append(_Outgoing(frame, view))
         self._mark(conn)
 
-    def irecv(self, path: PathKey, frame: Frame, region: memoryview) -> None:
+    def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
         """Name where slice ``frame.seq`` lands."""
         conn = self._by_path.get(path)
         if conn is None:
             return
-        conn.places[frame.channel, frame.seq] = _Place(region)
+        conn.places[frame.channel, frame.seq] = _Place(region, ack)
         conn.small.append(_pack(_CLEAR, frame, len(region)))
         self._mark(conn)
 
@@ -208,7 +217,7 @@ class TcpTransport:
         conn = self._by_path.get(path)
         if conn is None:
             return
-        conn.small.append(_HEADER.pack(_CONFIRM, 0, channel, 0, 0, ack, 0, 0))
+        conn.small.append(_pack_confirmation(channel, ack))
         self._mark(conn)
 
     def flush(self) -> None:
@@ -298,7 +307,30 @@ class TcpTransport:
         # A descriptor the kernel has already dropped from the set is what is wanted here.
         with contextlib.suppress(FileNotFoundError):
             self._epoll.unregister(conn.fd)
+        self._read_confirmed(conn)
         conn.sock.close()
+
+    def _read_confirmed(self, conn: _Connection) -> None:
+        """Read what is missing of a slice that was confirmed before it was read."""
+        if conn.place is None or not conn.place.is_confirmed:
+            return
+        while conn.target is not None:
+            try:
+                n = conn.sock.recv_into(conn.target)
+            except OSError as exc:
+                raise self._lost(conn) from exc
+            if n == 0:
+                raise self._lost(conn)
+            conn.target = conn.target[n:]
+            if not conn.target:
+                self._landed(conn)
+
+    def _lost(self, conn: _Connection) -> InternalError:
+        path = conn.path
+        return InternalError(
+            f"rank {self._rank}: the kernel no longer has bytes of a slice from rank {path.peer} "
+            f"on rail {path.rail} that it had counted as received"
+        )
 
     def _fail(self, conn: _Connection, status: str, detail: str) -> None:
         self._discard(conn.path)
@@ -322,8 +354,11 @@ class TcpTransport:
 
     def _read_landing(self, conn: _Connection) -> bool:
         """Read on into the landing place; False when the socket is empty or broken."""
-        target = conn.target
+        target, place = conn.target, conn.place
         assert target is not None
+        assert place is not None
+        if place.ack and not place.rest and not self._confirm_early(conn, place, len(target)):
+            return False
         n = conn.sock.recv_into(target[:_CALL_NBYTES])
         if n == 0:
             self._fail(conn, "EOF", "the peer closed the connection inside a slice")
@@ -342,7 +377,24 @@ class TcpTransport:
         conn.target = None
         if not place.rest:
             del conn.places[frame.channel, frame.seq]
-            self._events.append(Arrived(conn.path, frame, None, place.began_s))
+            self._events.append(Arrived(conn.path, frame, None, place.began_s, place.is_confirmed))
+
+    def _confirm_early(self, conn: _Connection, place: _Place, missing: int) -> bool:
+        """Confirm the slice under way if this kernel holds all that is missing of it.
+
+        Its sender then waits for no copying here. Nothing can take these bytes away any more:
+        `_discard` reads them before it closes the socket, also one that was reset. Returns False
+        if that has happened.
+        """
+        fcntl.ioctl(conn.fd, termios.FIONREAD, self._unread)
+        if self._unread[0] >= missing:
+            assert conn.frame is not None
+            conn.small.append(_pack_confirmation(conn.frame.channel, place.ack))
+            place.ack = 0
+            place.is_confirmed = True
+            if not conn.is_waiting:
+                self._write(conn)
+        return self._by_path.get(conn.path) is conn
 
     def _read_buffer(self, conn: _Connection) -> None:
         """Read headers (and eager payloads) once; their events borrow the buffer."""
@@ -482,6 +534,10 @@ class TcpTransport:
 
 def _is_loopback(sock: socket.socket) -> bool:
     return ipaddress.ip_address(sock.getsockname()[0]).is_loopback
+
+
+def _pack_confirmation(channel: int, ack: int) -> bytes:
+    return _HEADER.pack(_CONFIRM, 0, channel, 0, 0, ack, 0, 0)
 
 
 def _pack(kind: int, frame: Frame, nbytes: int) -> bytes:

@@ -1,6 +1,7 @@
 """Every transport keeps the contract of `r2ccl.transport.base`."""
 
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from r2ccl.errors import InternalError
 from r2ccl.testing.contract import CHECKS, Bench, Joined, pattern
-from r2ccl.transport.base import Fenced, Frame
+from r2ccl.transport.base import Arrived, Cleared, Failed, Fenced, Frame, Sent
 from r2ccl.transport.sim import SimTransport
 from r2ccl.transport.simnet import Cut, End, SimNetwork, Timeline
 from r2ccl.transport.tcp import TcpTransport
@@ -105,6 +106,27 @@ def test_the_contract_notices_a_fence_that_is_none() -> None:
     check = next(check for check in CHECKS if check.__name__ == "check_fence_keeps_writes_out")
     with pytest.raises(AssertionError):
         check(bench)
+
+
+def test_a_slice_confirmed_early_survives_a_reset() -> None:
+    """The kernel gives what it has counted even after RST, and `Arrived` comes before `Failed`."""
+    bench = TcpBench()
+    pair = Joined(bench)
+    region = bytearray(300_000)
+    pair.b.want(0, region, ack=1)
+    token = pair.until_count(pair.a, Cleared)[0].token
+    pair.a.send(0, pattern(300_000), token)
+    pair.until_count(pair.a, Sent)
+    sock = bench.transports[0]._by_path[pair.a.path].sock  # type: ignore[attr-defined]
+    linger = struct.pack("ii", 1, 0)
+    for each in (sock, bench._newest[0]):
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    bench._newest[0].close()
+    pair.a.fence()
+    pair.until_count(pair.b, Failed)
+    assert region == pattern(300_000)
+    assert [type(event) for event in pair.b.events] == [Arrived, Failed]
+    bench.close()
 
 
 def test_the_simulator_refuses_the_use_of_a_fenced_path() -> None:

@@ -205,9 +205,9 @@ def test_landing_places_under_way_are_bounded_by_the_depth(depth: int) -> None:
     most = 0
     original = group.ranks[0].recv
 
-    def recv(link: Any, region: Any, consumer: Any, index: int) -> None:
+    def recv(link: Any, region: Any, consumer: Any, index: int, is_last: bool) -> None:
         nonlocal most
-        original(link, region, consumer, index)
+        original(link, region, consumer, index, is_last)
         most = max(most, len(link.landings))
 
     group.ranks[0].recv = recv  # type: ignore[method-assign]

@@ -249,6 +249,28 @@ def test_landing_places_of_a_fenced_path_are_named_again_unless_their_slice_is_h
     assert [landing.path for landing in landings] == [B, A, B, B]
 
 
+def want_last(link: RecvLink) -> Any:
+    return link.post(memoryview(bytearray(4)), 1, 0, None, 0, is_last=True)
+
+
+def test_only_the_last_slice_of_a_call_may_be_confirmed_early() -> None:
+    link = receiver()
+    assert link.early_ack(want(link, is_eager=False)) == 0
+    assert link.early_ack(want_last(link)) == 2
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_no_early_confirmation_while_another_path_owes_a_slice(is_eager: bool) -> None:
+    link = receiver()
+    want(link, is_eager=is_eager)
+    link.route = B
+    last = want_last(link)
+    assert link.early_ack(last) == 0
+    link.arrived(0, b"")
+    link.take()
+    assert link.early_ack(last) == 2
+
+
 def test_consuming_more_than_was_delivered() -> None:
     with pytest.raises(InternalError, match="consumed more"):
         receiver().consume()
