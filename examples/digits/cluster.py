@@ -93,9 +93,11 @@ class Loopback:
             file = Path(folder, "plan.json")
             file.write_bytes(plan.to_json())
             faults = {"R2CC_FAULT_PLAN": str(file)} if plan.faults else {}
+            # As many channels as in the netlab; left alone, loopback would use one rail for all.
+            rails = {"R2CC_RAILS": str(RAILS), "R2CC_CHANNELS": str(RAILS * (RAILS - 1))}
             ranks = subprocess.Popen(
                 [*launch, "--", *argv],
-                env={**os.environ, **_ONE_THREAD, "R2CC_RAILS": str(RAILS), **faults},
+                env={**os.environ, **_ONE_THREAD, **rails, **faults},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

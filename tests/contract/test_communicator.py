@@ -101,7 +101,7 @@ def test_a_peer_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.parametrize("nranks", [2, 4])
-@pytest.mark.parametrize(("count", "step"), [(1000, 0), (500_000, 2)])
+@pytest.mark.parametrize(("count", "step"), [(1000, 0), (500_000, 1)])
 def test_losing_a_rail_changes_no_bit(nranks: int, count: int, step: int) -> None:
     run = functools.partial(programs.lose_rails, count, step, 6)
     reports = launch(run, nranks, timeout_s=TIMEOUT_S)
@@ -113,6 +113,6 @@ def test_losing_a_rail_changes_no_bit(nranks: int, count: int, step: int) -> Non
 
 
 def test_fail_stop_mode_reports_the_broken_path() -> None:
-    run = functools.partial(programs.lose_rails, 500_000, 2, 2)
+    run = functools.partial(programs.lose_rails, 500_000, 1, 2)
     with pytest.raises(r2ccl.R2cclError, match="R2CC_MODE=0 does not migrate"):
         launch(run, 2, timeout_s=TIMEOUT_S, env={"R2CC_MODE": "0"})
