@@ -5,17 +5,35 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test lint bench simulate campaign clean
+# pyverbs is compiled for the distribution's own Python, so the tests on ibverbs run under that one.
+RDMA_PYTHON ?= /usr/bin/python3
+RDMA_VENV := $(VENV)/rdma
+RDMA_BIN := $(RDMA_VENV)/bin
+
+.PHONY: help demo test test-rdma lint bench simulate campaign clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/.demo ## train a small model over four rails a node and lose one on the way
 	@$(BIN)/python examples/train_digits.py
 
 test: $(VENV)/.test ## run the tests
 	@$(BIN)/python -m pytest
+
+# Not $(MAKE), which `make -n` would run together with all else on its line.
+test-rdma: ## run the tests on real ibverbs: Soft-RoCE in a virtual machine; report in out/rdma.xml
+	@if ! $(RDMA_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+		echo "test-rdma: skipped: $(RDMA_PYTHON), which pyverbs is made for, is no Python 3.11"; \
+		exit 0; \
+	fi; \
+	make --no-print-directory $(RDMA_VENV)/.test || exit; \
+	$(RDMA_BIN)/r2ccl rdmalab --prepare; status=$$?; \
+	if [ $$status -eq 69 ]; then echo "test-rdma: skipped: for the reason above"; exit 0; fi; \
+	[ $$status -eq 0 ] && mkdir -p out || exit $$status; \
+	$(RDMA_BIN)/r2ccl rdmalab --nodes 2 --nics 3 --timeout 840 -- \
+		$(RDMA_BIN)/python -m pytest tests/rdma --junitxml=out/rdma.xml
 
 lint: $(VENV)/.lint ## style, types and layers
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --diff . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache
@@ -52,6 +70,12 @@ $(VENV)/.demo: $(VENV)/.core
 $(VENV)/.test: $(VENV)/.demo
 	@echo "installing what the tests need ..."
 	@$(PIP) install --group test
+	@touch $@
+
+$(RDMA_VENV)/.test: $(VENV)/.core
+	@echo "installing what the tests on ibverbs need into $(RDMA_VENV) ..."
+	@test -x $(RDMA_BIN)/python || $(RDMA_PYTHON) -m venv --without-pip $(RDMA_VENV)
+	@$(PIP) --python $(RDMA_BIN)/python install --editable . --group test virtme-ng
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test

@@ -20,6 +20,7 @@ from r2ccl.engine import Engine
 from r2ccl.errors import CommunicatorRevoked
 from r2ccl.executor import Call, Divider, LandingPool, LaneRun, Reducer
 from r2ccl.lowering import Layout, lower
+from r2ccl.memory import RegisteredMemory
 from r2ccl.planner import plan_allreduce
 from r2ccl.repair import Repair
 from r2ccl.schedule.check import check
@@ -57,8 +58,8 @@ class Communicator:
         self.config = config
         self._control = control
         self._nrails = transport.nrails
-        self._nwires = control.nwires
-        self._pool = LandingPool()
+        self._nwires = control.nhcas or control.nwires
+        self._pool = LandingPool(transport.allocate)
         self._prepared: dict[tuple[Collective, int, int, ReduceOp], _Prepared] = {}
         self._checked: set[tuple[str, int]] = set()
         self._quiet = kernels.quiet_context()
@@ -126,6 +127,37 @@ class Communicator:
         prepared = self._prepare(Collective.ALLREDUCE, source.count, source.dtype_code, op)
         self._run(prepared, source.array, output.array)
         return x if out is None else out
+
+    def register(self, x: Any) -> RegisteredMemory:
+        """Have slices of `x` travel from and to its own memory, without a copy.
+
+        Over RDMA, memory that is not registered passes through buffers that are; registering a
+        buffer that is used again and again saves that copy. Over TCP there is nothing to save and
+        the call does nothing.
+
+        Parameters
+        ----------
+        x : array_like in host memory
+            C-contiguous and writable. Not kept alive: the registration ends with it.
+
+        Returns
+        -------
+        RegisteredMemory
+            A context manager; leaving it (or ``close()``) ends the registration.
+
+        Raises
+        ------
+        InvalidArgument
+            Wrong memory.
+        TransportError
+            A NIC refused, or ``R2CC_REGISTRATION_LIMIT_NBYTES`` would be exceeded.
+
+        Notes
+        -----
+        *Local*: ranks need not do it alike.
+        """
+        memory = as_buffer(x, writable=True).array.view(np.uint8)
+        return RegisteredMemory(self._engine, self._engine.register(memory))
 
     def barrier(self) -> None:
         """Return when all ranks have called it.

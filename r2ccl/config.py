@@ -37,6 +37,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     rails: int = 0
     #: Interfaces to use, NCCL's syntax: prefixes, ``=`` exact, ``^`` exclude, comma separated.
     socket_ifname: str = ""
+    #: RDMA ports to use, NCCL's syntax (``mlx5_0:1``); empty: all that are ACTIVE; ``none``: none.
+    hca: str = ""
+    #: Entry of the GID table queue pairs send from; -1: chosen by type and address.
+    gid_index: int = -1
+    #: Local ACK timeout: a NIC sends again after 4.096 us x 2**this without an acknowledgement ...
+    ib_timeout: int = 16
+    #: ... and gives the queue pair up after this many times.
+    ib_retry_cnt: int = 3
+    #: Memory that may be registered at once; what was not used for longest is let go first.
+    registration_limit_nbytes: int = 4 << 30
     #: No progress for this long with work outstanding starts probes.
     suspicion_timeout_s: float = 0.5
     #: How long a probe may take to be answered.
@@ -68,7 +78,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     debug: str = ""
 
     def __post_init__(self) -> None:
-        positive = ("slice_nbytes", "landing_depth", "eager_slots")
+        positive = ("slice_nbytes", "landing_depth", "eager_slots", "registration_limit_nbytes")
         for name in positive:
             if getattr(self, name) <= 0:
                 raise _bad(name, getattr(self, name), "a number above 0")
@@ -81,6 +91,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 raise _bad(name, getattr(self, name), "0 or more")
         if self.eager_nbytes > 1 << 20:
             raise _bad("eager_nbytes", self.eager_nbytes, "at most 1 MiB")
+        for name, (least, most) in RANGES.items():
+            if not least <= getattr(self, name) <= most:
+                raise _bad(name, getattr(self, name), f"{least} to {most}")
         for name in self.__struct_fields__:
             if name.endswith("timeout_s") and not 0 < getattr(self, name) < 1e9:
                 raise _bad(name, getattr(self, name), "seconds, above 0")
@@ -135,6 +148,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 MODES = ("0", "1", "auto")
 
+#: Attributes of a queue pair (ibv_modify_qp(3)) have 8, 5 and 3 bits; -1 is our own, and a timeout
+#: of 0 is left out because it waits for ever.
+RANGES = {"gid_index": (-1, 255), "ib_timeout": (1, 31), "ib_retry_cnt": (0, 7)}
+
 #: Spellings of ``debug`` (NCCL's) and the level of the logger ``r2ccl`` each stands for.
 DEBUG_LEVELS = {"": 0, "VERSION": 30, "WARN": 30, "INFO": 20, "TRACE": 10}
 
@@ -151,6 +168,10 @@ AGREED = (
 #: Spellings of other libraries that mean the same.
 ALIASES: dict[str, tuple[str, ...]] = {
     "socket_ifname": ("NCCL_SOCKET_IFNAME",),
+    "hca": ("NCCL_IB_HCA",),
+    "gid_index": ("NCCL_IB_GID_INDEX",),
+    "ib_timeout": ("NCCL_IB_TIMEOUT",),
+    "ib_retry_cnt": ("NCCL_IB_RETRY_CNT",),
     "debug": ("NCCL_DEBUG",),
 }
 

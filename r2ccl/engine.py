@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from r2ccl.clock import Clock
 from r2ccl.config import Config
@@ -26,7 +28,7 @@ from r2ccl.errors import CommunicatorRevoked, InternalError, R2cclError, Transpo
 from r2ccl.executor import LaneRun
 from r2ccl.progress import Progress, describe
 from r2ccl.recovery import ControlPort, Revoke
-from r2ccl.transport.base import Transport
+from r2ccl.transport.base import Registered, Transport
 
 _log = logging.getLogger(__name__)
 
@@ -184,6 +186,16 @@ class Engine:
                 self._peers = frozenset()
         if self._inbox:
             self._control.call_soon(self._serve)
+
+    def call(self, fn: Callable[[], Any]) -> Any:
+        """Run ``fn()`` as the owner of the data loop."""
+        with self._owner:
+            return fn()
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> Registered:
+        """Prepare `memory` with the transport."""
+        with self._owner:
+            return self._transport.register(memory)
 
     def leave(self) -> None:
         """Collective: wait until every slice is confirmed here and everywhere."""

@@ -68,15 +68,17 @@ class LandingPool:
     """Landing places for slices that are reduced, kept from call to call.
 
     Bounded by the largest number in use at once: landing depth times links that receive.
+    `allocate` gives memory the transport lands slices in without another copy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], Array]) -> None:
+        self._allocate = allocate
         self._free: dict[int, list[Array]] = {}
 
     def take(self, nbytes: int) -> Array:
         """Return a place of `nbytes` bytes, cache-warm if one was used before."""
         free = self._free.get(nbytes)
-        return free.pop() if free else np.empty(nbytes, np.uint8)
+        return free.pop() if free else self._allocate(nbytes)
 
     def give(self, place: Array) -> None:
         """Return a place for the next taker."""

@@ -25,6 +25,8 @@ from r2ccl.transport.base import (
     Failed,
     Fenced,
     Frame,
+    Joined,
+    RailChanged,
     Sent,
     Transport,
 )
@@ -98,6 +100,8 @@ class Progress:
             Sent: self._on_sent,
             Failed: self.recovery.on_failed,
             Fenced: self.recovery.on_fenced,
+            Joined: self.recovery.on_joined,
+            RailChanged: self.recovery.on_rail,
         }
 
     # What a collective calls

@@ -24,6 +24,7 @@ from r2ccl.errors import (
     R2cclError,
     TransportError,
 )
+from r2ccl.joining import Answer, Joiner, Offer, Ready
 from r2ccl.repair import Repair, RepairLog
 from r2ccl.resilience.link import LinkReport
 from r2ccl.resilience.path import (
@@ -38,7 +39,7 @@ from r2ccl.resilience.path import (
     step,
 )
 from r2ccl.resilience.watch import Watch
-from r2ccl.transport.base import Arrived, Failed, Fenced
+from r2ccl.transport.base import Arrived, Failed, Fenced, Joined, RailChanged
 from r2ccl.types import PathKey
 
 if TYPE_CHECKING:
@@ -109,6 +110,12 @@ class Recovery:
         self.log = RepairLog()
         #: How a probe's answer, given in another thread, comes back to the owner.
         self.submit: Callable[..., None] = lambda fn, *args: fn(*args)
+        #: Rails channels are at home on; the others, TCP beside RDMA, are the last resort.
+        joined = [rail for rail in range(self.nrails) if progress.transport.joins(rail)]
+        self._homes = joined or list(range(self.nrails))
+        self._joiner = Joiner(
+            self._rank, progress.transport, control.send, self.on_opened, self._clock
+        )
         self._watch = Watch(self._config.suspicion_timeout_s)
         self._probing: set[PathKey] = set()
         self._alone_since = dict.fromkeys(self.peers, self._clock())
@@ -194,16 +201,30 @@ class Recovery:
         for peer in self.peers:
             self.fail(PathKey(peer, rail), "CARRIER_DOWN: the local NIC of the rail has no carrier")
 
+    def on_rail(self, event: RailChanged) -> None:
+        """The device of a rail says that its port changed."""
+        if event.is_up:
+            self._joiner.kick(event.rail)
+            return
+        for peer in self.peers:
+            self.fail(PathKey(peer, event.rail), "PORT_ERR: the port of the RDMA NIC is down")
+
+    def on_joined(self, event: Joined) -> None:
+        """An end this rank called with has proved itself, or not."""
+        self._joiner.on_joined(event)
+
     # Control messages
 
     def on_message(self, peer: int, message: object) -> None:
-        """Take an `Announcement` or a `Revoke` of `peer`."""
+        """Take a message of `peer`."""
         if isinstance(message, Announcement):
             path = self.paths.get(PathKey(peer, message.rail))
             if path is not None and self.error is None:
                 self._apply(path, announced(path, message))
         elif isinstance(message, Revoke):
             self._on_revoke(message)
+        elif isinstance(message, Offer | Answer | Ready) and self.error is None:
+            self._joiner.on_message(peer, message)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
         """The control plane gave `peer` up."""
@@ -231,6 +252,7 @@ class Recovery:
         # Else an eager slice that no other one follows would be waited for without end.
         self._progress.confirm_all()
         self._progress.transport.flush()
+        self._joiner.tick(now)
         for key in self._watch.look(now, self._watched()):
             self._probe(key)
         for peer in peers:
@@ -242,7 +264,8 @@ class Recovery:
     def _watched(self) -> Iterator[tuple[PathKey, int, bool]]:
         waited_for = self._waited_for()
         for key, path in self.paths.items():
-            if path.state is PathState.UP:
+            # A queue pair finds out by itself, and says so with an error.
+            if path.state is PathState.UP and not self._progress.transport.joins(key.rail):
                 # A confirmation that does not get through is missed by the peer alone, which
                 # cannot tell if its own end of the path never came up.
                 is_due = key.peer in waited_for or self._progress.transport.is_stuck(key)
@@ -345,7 +368,9 @@ class Recovery:
 
     def _redial(self, path: Path) -> None:
         peer, rail = path.key
-        if self._rank < peer:
+        if self._progress.transport.joins(rail):
+            self._joiner.begin(path.key, path.epoch)
+        elif self._rank < peer:
             self._control.dial_path(peer, rail, path.epoch)
         else:
             self._control.accept_path(peer, rail, path.epoch)
@@ -369,7 +394,7 @@ class Recovery:
         self._reroute(peer, {})
 
     def _home(self, peer: int, channel: int) -> PathKey | None:
-        key = PathKey(peer, channel % self.nrails)
+        key = PathKey(peer, self._homes[channel % len(self._homes)])
         return key if self.paths[key].state is PathState.UP else None
 
     def _reroute(self, peer: int, proposed: dict[int, int]) -> dict[int, int]:
@@ -405,7 +430,11 @@ class Recovery:
         for (other, _), link in self._progress.senders.items():
             if other == peer and link.route is not None:
                 load[link.route] = load.get(link.route, 0) + 1
-        return choose_routes(channels, self.up(peer), load, lambda key: 1.0)
+        return choose_routes(channels, self.up(peer), load, self._weight)
+
+    def _weight(self, key: PathKey) -> float:
+        """Share of a path among those that are up."""
+        return 1.0 if key.rail in self._homes else _LAST_RESORT_WEIGHT
 
     def _set_route(self, peer: int, channel: int, key: PathKey | None) -> None:
         self._progress.senders[peer, channel].route = key
@@ -464,6 +493,7 @@ class Recovery:
         if self.error is not None:
             return
         self.error = error
+        self._joiner.close()
         for key, path in self.paths.items():
             if path.state is PathState.UP:
                 path.state = PathState.FENCING
@@ -477,5 +507,8 @@ _ACTIONS: dict[Action, Callable[[Recovery, Path], None]] = {
     Action.REDIAL: Recovery._redial,
     Action.USE: Recovery._use,
 }
+
+#: So small that every RDMA path is fuller before a channel goes to a TCP one.
+_LAST_RESORT_WEIGHT = 1e-6
 
 __all__ = ["ControlPort", "Recovery", "Revoke"]

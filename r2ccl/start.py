@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from r2ccl import bootstrap
 from r2ccl.communicator import Communicator
 from r2ccl.config import DEBUG_LEVELS, Config
 from r2ccl.engine import Leaving
+from r2ccl.errors import InvalidArgument
+from r2ccl.joining import Answer, Offer, Ready
 from r2ccl.recovery import Revoke
 from r2ccl.resilience.path import Announcement
+from r2ccl.topology.hcas import Hca, choose_gid, list_hcas, select_hcas
 from r2ccl.topology.interfaces import discover
 from r2ccl.transport.base import Transport
+from r2ccl.transport.mixed import MixedTransport, Part
 from r2ccl.transport.tcp import TcpTransport
 
 if TYPE_CHECKING:
     from r2ccl.testing.faults import FaultPlan
+
+_log = logging.getLogger(__name__)
 
 
 def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) -> Communicator:
@@ -54,18 +61,23 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
     _set_log_level(config)
     control = bootstrap.connect(
         config,
-        message_types=Announcement | Revoke | Leaving,
+        message_types=Announcement | Revoke | Leaving | Offer | Answer | Ready,
         nics_for=lambda is_one_host, control_address: discover(
             config, is_one_host=is_one_host, exclude_addresses=(control_address,)
         ),
+        nhcas_for=lambda is_one_host: len(_hcas(config, is_one_host=is_one_host)),
         comm=comm,
     )
-    transport: Transport = TcpTransport(
+    tcp = TcpTransport(
         control.rank,
         len(control.nics),
         eager_nbytes=config.eager_nbytes,
         congestion=config.tcp_congestion,
     )
+    transport: Transport = tcp
+    if control.nhcas:
+        verbs = _open_verbs(control, config)
+        transport = MixedTransport((tcp, verbs))
     if faults is not None or config.fault_plan:
         transport = _with_faults(transport, control.rank, faults)
     made = Communicator(control, transport, config)
@@ -81,6 +93,44 @@ def _set_log_level(config: Config) -> None:
         logger.setLevel(level)
         if not logger.hasHandlers():
             logger.addHandler(logging.StreamHandler())
+
+
+def _hcas(config: Config, *, is_one_host: bool) -> tuple[Hca, ...]:
+    """Choose the RDMA ports of this rank; none on a single host, unless they are named."""
+    if config.hca == "none" or (is_one_host and not config.hca):
+        return ()
+    chosen = select_hcas(list_hcas(), config.hca)
+    if chosen and find_spec("pyverbs") is None:
+        if config.hca:
+            raise InvalidArgument(
+                "R2CC_HCA names RDMA NICs, but there is no pyverbs: install the distribution's "
+                "package (Debian: python3-pyverbs)"
+            )
+        _log.warning("RDMA NICs are there, but no pyverbs: TCP is used; see docs/tuning.md")
+        return ()
+    return chosen
+
+
+def _open_verbs(control: bootstrap.ControlPlane, config: Config) -> Part:
+    """Open the RDMA ports all ranks use; their rails come after TCP's."""
+    from r2ccl.transport.device import Device
+    from r2ccl.transport.registration import RegistrationCache
+    from r2ccl.transport.verbs import VerbsTransport
+
+    hcas = _hcas(config, is_one_host=control.is_on_one_host)[: control.nhcas]
+    devices = []
+    for hca in hcas:
+        gid = choose_gid(hca, config.gid_index)
+        devices.append(Device(hca.name, hca.port, gid.index, gid.address))
+    return VerbsTransport(
+        control.rank,
+        devices,
+        RegistrationCache(devices, config.registration_limit_nbytes),
+        eager_nbytes=config.eager_nbytes,
+        timeout=config.ib_timeout,
+        retry_cnt=config.ib_retry_cnt,
+        first_rail=len(control.nics),
+    )
 
 
 def _with_faults(inner: Transport, rank: int, plan: FaultPlan | None) -> Transport:

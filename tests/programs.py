@@ -14,6 +14,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 import r2ccl
 
@@ -221,6 +222,19 @@ def lose_rails(count: int, step: int, ops: int) -> tuple[list[bytes], int]:
             x = np.random.default_rng((op, comm.rank)).standard_normal(count).astype(np.float32)
             results.append(comm.allreduce(x).tobytes())
         return results, len(comm.repairs())
+
+
+def registered() -> bool:
+    """Reduce registered memory, inside and after its registration."""
+    with r2ccl.init() as comm:
+        x = np.full(100_000, comm.rank + 1, np.float32)
+        with comm.register(x) as registration:
+            comm.allreduce(x)
+        registration.close()
+        comm.allreduce(x)
+        with pytest.raises(r2ccl.InvalidArgument):
+            comm.register(x[::2])
+        return bool(np.all(x == comm.nranks * sum(range(1, comm.nranks + 1))))
 
 
 def many_reductions(count: int, ops: int) -> list[bytes]:

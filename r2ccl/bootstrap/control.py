@@ -139,6 +139,8 @@ class ControlPlane:
         self.nics = nics
         self.communicator_id = communicator_id
         self.is_on_one_host = len({info.host for info in peers}) == 1
+        #: RDMA ports every rank uses.
+        self.nhcas = peers[rank].nhcas
         self.nwires = 1 if _is_loopback(peers) else len(nics)
         self.is_busy = False
         self._loop = loop

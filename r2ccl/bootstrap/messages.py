@@ -31,6 +31,8 @@ class PeerInfo(msgspec.Struct, frozen=True):
         connections too.
     rails : tuple of (str, int)
         Address and port of rail i's listener. All ranks have the same number of rails.
+    nhcas : int
+        RDMA ports it can use beside; the same on all ranks.
     """
 
     rank: int
@@ -38,6 +40,7 @@ class PeerInfo(msgspec.Struct, frozen=True):
     pid: int
     control_addresses: tuple[tuple[str, int], ...]
     rails: tuple[tuple[str, int], ...]
+    nhcas: int = 0
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="boot.goodbye"):

@@ -36,6 +36,7 @@ def connect(
     *,
     message_types: Any,
     nics_for: NicsFor,
+    nhcas_for: Callable[[bool], int] = lambda is_on_one_host: 0,
     comm: Any | None = None,
     env: Mapping[str, str] | None = None,
 ) -> ControlPlane:
@@ -52,6 +53,8 @@ def connect(
         Takes (is_on_one_host, control_address), returns at least one `Nic`; index i becomes the
         local end of rail i. Ranks with more than others lose the surplus. Runs in the control
         thread; must not block for long.
+    nhcas_for : callable, optional
+        Takes is_on_one_host, returns how many RDMA ports this rank could use.
     comm : mpi4py.MPI.Comm, optional
         Where rank and nranks come from; by default the environment.
     env : mapping, optional
@@ -68,7 +71,7 @@ def connect(
         Rank 0 went away meanwhile.
     """
     identity = identify(config, comm, os.environ if env is None else env)
-    listeners = _Listeners(identity.rank, config, nics_for)
+    listeners = _Listeners(identity.rank, config, nics_for, nhcas_for)
     rejections = Rejections(identity.rank)
     loop = ControlLoop(f"r2ccl-control-{identity.rank}")
     try:
@@ -124,11 +127,14 @@ def _build(
 class _Listeners:
     """Listening sockets of this rank: one per rail, then the control plane's."""
 
-    def __init__(self, rank: int, config: Config, nics_for: NicsFor) -> None:
+    def __init__(
+        self, rank: int, config: Config, nics_for: NicsFor, nhcas_for: Callable[[bool], int]
+    ) -> None:
         self.nics: tuple[Nic, ...] = ()
         self._rank = rank
         self._config = config
         self._nics_for = nics_for
+        self._nhcas_for = nhcas_for
         self._rails: list[socket.socket] = []
         self._control: list[socket.socket] = []
 
@@ -149,6 +155,7 @@ class _Listeners:
             pid=os.getpid(),
             control_addresses=tuple(map(_address, self._control)),
             rails=tuple(map(_address, self._rails)),
+            nhcas=self._nhcas_for(is_on_one_host),
         )
 
     def take(self, nrails: int) -> list[socket.socket]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from r2ccl.errors import R2cclError
 
-_COMMANDS = ("launch", "netlab")
+_COMMANDS = ("doctor", "launch", "netlab", "rdmalab")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -287,7 +287,7 @@ def check_fence_is_last(bench: Bench) -> None:
     pair.until_count(pair.b, Fenced)
     pair.a.send(9, pattern(60))
     pair.settle()
-    mine = [event for event in pair.b.events if event.path == pair.b.path]
+    mine = [event for event in pair.b.events if getattr(event, "path", None) == pair.b.path]
     assert isinstance(mine[-1], Fenced)
     assert len(pair.b.of(Fenced)) == 1
     assert not pair.b.transport.is_open(pair.b.path)

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.faults import Action, FaultPlan
 from r2ccl.testing.faults_reporter import Due, FaultReporter
-from r2ccl.transport.base import Event, Failed, Fenced, Frame, Transport
+from r2ccl.transport.base import Endpoint, Event, Failed, Fenced, Frame, Registered, Transport
 from r2ccl.types import PathKey
 
 
@@ -58,6 +61,22 @@ class ReportingTransport:
             self._reporter.at(frame.op - 1, self._step)
             self._step += 1
         self._inner.isend(path, frame, view, token, is_replay)
+
+    def joins(self, rail: int) -> bool:
+        """See `Transport.joins`."""
+        return self._inner.joins(rail)
+
+    def offer(self, path: PathKey) -> Endpoint:
+        """See `Transport.offer`."""
+        return self._inner.offer(path)
+
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """See `Transport.allocate`."""
+        return self._inner.allocate(nbytes)
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> Registered:
+        """See `Transport.register`."""
+        return self._inner.register(memory)
 
     def open(self, path: PathKey, endpoint: Any) -> None:
         """See `Transport.open`."""

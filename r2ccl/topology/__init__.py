@@ -1,12 +1,27 @@
 """What the machine has: its NICs as rails, and the news about them.
 
-Netlink and interface enumeration live here and nowhere else. This room must not import transports,
-bootstrap or anything above them; it hands out values (`Nic`, `LinkEvent`).
+Netlink and the enumeration of interfaces and RDMA devices live here and nowhere else. This room
+must not import transports, bootstrap or anything above them; it hands out values (`Nic`, `Hca`,
+`LinkEvent`).
 
 Invariant: the same machine state and settings give the same rails in the same order.
 """
 
+from r2ccl.topology.hcas import Gid, Hca, choose_gid, list_hcas, rails_of, select_hcas
 from r2ccl.topology.interfaces import Interface, discover, list_interfaces, select
 from r2ccl.topology.monitor import LinkEvent, LinkMonitor
 
-__all__ = ["Interface", "LinkEvent", "LinkMonitor", "discover", "list_interfaces", "select"]
+__all__ = [
+    "Gid",
+    "Hca",
+    "Interface",
+    "LinkEvent",
+    "LinkMonitor",
+    "choose_gid",
+    "discover",
+    "list_hcas",
+    "list_interfaces",
+    "rails_of",
+    "select",
+    "select_hcas",
+]

@@ -8,7 +8,6 @@ in every process of a host, because the order depends on names alone.
 from __future__ import annotations
 
 import ipaddress
-import re
 import socket
 from collections.abc import Collection, Iterable, Sequence
 
@@ -17,6 +16,7 @@ import psutil
 
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument
+from r2ccl.topology.names import NameFilter, natural
 from r2ccl.types import Nic
 
 #: Rails on loopback when `Config.rails` does not say: two, so that losing one is survivable.
@@ -42,38 +42,6 @@ class Interface(msgspec.Struct, frozen=True):
     is_up: bool
     is_loopback: bool = False
     speed_mbps: int = 0
-
-
-class _NameFilter:
-    """`R2CC_SOCKET_IFNAME`, NCCL's syntax.
-
-    A leading ``^`` turns the whole list into an exclusion, a leading ``=`` makes the whole list
-    exact; ``=`` may also stand before a single name. Everything else is a prefix.
-    """
-
-    def __init__(self, text: str) -> None:
-        body = text.strip()
-        self.is_exclusion = body.startswith("^")
-        body = body.removeprefix("^").strip()
-        all_exact = body.startswith("=")
-        items = [item.strip() for item in body.split(",") if item.strip()]
-        self._rules = [
-            (item.removeprefix("=").strip(), all_exact or item.startswith("=")) for item in items
-        ]
-        if (body != text.strip() and not self._rules) or any(not name for name, _ in self._rules):
-            raise InvalidArgument(
-                f"R2CC_SOCKET_IFNAME={text!r}: a name is missing; write prefixes (eth,ib), "
-                "exact names (=eth0,eth1) or an exclusion (^docker)"
-            )
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._rules
-
-    def lists(self, name: str) -> bool:
-        return any(
-            name == rule if is_exact else name.startswith(rule) for rule, is_exact in self._rules
-        )
 
 
 def discover(
@@ -116,13 +84,12 @@ def select(
     is_one_host: bool = False,
 ) -> tuple[Nic, ...]:
     """Choose rails among `interfaces`; the pure part of `discover`, same parameters and errors."""
-    names = _NameFilter(config.socket_ifname)
-    is_named = not names.is_empty and not names.is_exclusion
+    names = NameFilter(config.socket_ifname, variable="R2CC_SOCKET_IFNAME")
     usable = sorted(
         (each for each in interfaces if each.is_up and each.addresses),
-        key=lambda each: _natural(each.name),
+        key=lambda each: natural(each.name),
     )
-    if is_named:
+    if names.is_selection:
         chosen = [each for each in usable if names.lists(each.name)]
     elif is_one_host:
         chosen = [each for each in usable if each.is_loopback]
@@ -195,13 +162,6 @@ def _loopback_rails(loopback: Interface, config: Config) -> tuple[Nic, ...]:
 
 def _carries(interface: Interface, addresses: Collection[str]) -> bool:
     return any(address in addresses for address in interface.addresses)
-
-
-def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Sort key that compares runs of digits as numbers."""
-    return tuple(
-        (0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part
-    )
 
 
 def _nothing_found(interfaces: Iterable[Interface], config: Config) -> InvalidArgument:

@@ -29,6 +29,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from r2ccl.types import PathKey
 
@@ -95,13 +97,67 @@ class Failed(msgspec.Struct, gc=False):
     detail: str
 
 
+class Joined(msgspec.Struct, gc=False):
+    """An `Endpoint` reached its peer and back, or did not: ``error`` says why."""
+
+    path: PathKey
+    error: str = ""
+
+
+class RailChanged(msgspec.Struct, gc=False):
+    """The local port of ``rail`` went up or down, by the device's own word."""
+
+    rail: int
+    is_up: bool
+
+
 class Fenced(msgspec.Struct, gc=False):
     """The local end of the path is out of use and drained."""
 
     path: PathKey
 
 
-Event = Arrived | Cleared | Confirmed | Sent | Failed | Fenced
+Event = Arrived | Cleared | Confirmed | Sent | Failed | Fenced | Joined | RailChanged
+
+
+class Endpoint(Protocol):
+    """One end of a path on its way up, of a transport whose ends join by exchanging cards.
+
+    ``card`` is what the peer must know of this end, for the control plane to carry.
+    """
+
+    card: bytes
+
+    def join(self, card: bytes, is_caller: bool) -> None:
+        """Connect to the end that `card` describes; the caller's `Joined` follows.
+
+        The peer must have joined before the caller does.
+
+        Raises
+        ------
+        TransportError
+            The card makes no sense, or the device refused.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give it up."""
+        ...
+
+
+class Registered(Protocol):
+    """Memory a transport has prepared."""
+
+    def close(self) -> None:
+        """End it; slices under way are finished first."""
+        ...
+
+
+class Unregistered:
+    """`Registered` where there is nothing to prepare."""
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 class Transport(Protocol):
@@ -109,8 +165,36 @@ class Transport(Protocol):
 
     nrails: int
 
+    def joins(self, rail: int) -> bool:
+        """Whether the ends of this rail's paths are made by `offer` and joined; else, sockets."""
+        ...
+
+    def offer(self, path: PathKey) -> Endpoint:
+        """Make this rank's end of `path`, of a rail that `joins`.
+
+        Raises
+        ------
+        TransportError
+            The device cannot make one now (its port is down).
+        """
+        ...
+
     def open(self, path: PathKey, endpoint: Any) -> None:
         """Take an established, authenticated endpoint into use as `path`."""
+        ...
+
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return memory in which a slice can land without another copy."""
+        ...
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> Registered:
+        """Prepare `memory` so that slices of it travel without a copy; `close` ends that.
+
+        Raises
+        ------
+        TransportError
+            The device refused, or the limit of registered memory would be exceeded.
+        """
         ...
 
     def is_open(self, path: PathKey) -> bool:
@@ -169,10 +253,15 @@ __all__ = [
     "Arrived",
     "Cleared",
     "Confirmed",
+    "Endpoint",
     "Event",
     "Failed",
     "Fenced",
     "Frame",
+    "Joined",
+    "RailChanged",
+    "Registered",
     "Sent",
     "Transport",
+    "Unregistered",
 ]

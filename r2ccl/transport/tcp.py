@@ -29,17 +29,22 @@ import termios
 from array import array
 from collections import deque
 
+import numpy as np
+import numpy.typing as npt
+
 from r2ccl.clock import Clock, monotonic
 from r2ccl.errors import InternalError
 from r2ccl.transport.base import (
     Arrived,
     Cleared,
     Confirmed,
+    Endpoint,
     Event,
     Failed,
     Fenced,
     Frame,
     Sent,
+    Unregistered,
 )
 from r2ccl.types import PathKey
 
@@ -174,6 +179,22 @@ class TcpTransport:
         #: Where FIONREAD writes its answer.
         self._unread = array("i", [0])
 
+    def joins(self, rail: int) -> bool:
+        """Never: the control plane connects the ends."""
+        return False
+
+    def offer(self, path: PathKey) -> Endpoint:
+        """See `Transport.offer`; there is nothing to offer here."""
+        raise InternalError(f"rank {self._rank}: rail {path.rail} does not join its ends")
+
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return memory; any is as good."""
+        return np.empty(nbytes, np.uint8)
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> Unregistered:
+        """Nothing to prepare."""
+        return Unregistered()
+
     def open(self, path: PathKey, endpoint: socket.socket) -> None:
         """Take a connected, authenticated, non-blocking socket into use as `path`."""
         self._discard(path)
@@ -243,6 +264,13 @@ class TcpTransport:
                 self._write(conn)
         events, self._events = self._events, []
         return events
+
+    def fileno(self) -> int:
+        """Descriptor of all the sockets' events."""
+        return self._epoll.fileno()
+
+    def arm(self) -> None:
+        """Nothing to do: the descriptor is readable as long as a socket is."""
 
     def wake(self) -> None:
         """End a sleeping `poll`, from any thread."""

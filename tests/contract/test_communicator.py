@@ -112,6 +112,10 @@ def test_losing_a_rail_changes_no_bit(nranks: int, count: int, step: int) -> Non
     assert [results for results, _ in reports] == reference
 
 
+def test_registered_memory_is_reduced_like_any_other() -> None:
+    assert launch(programs.registered, 2, timeout_s=TIMEOUT_S) == [True, True]
+
+
 def test_fail_stop_mode_reports_the_broken_path() -> None:
     run = functools.partial(programs.lose_rails, 500_000, 1, 2)
     with pytest.raises(r2ccl.R2cclError, match="R2CC_MODE=0 does not migrate"):

@@ -10,6 +10,7 @@ import pytest
 from r2ccl.errors import InternalError
 from r2ccl.testing.contract import CHECKS, Bench, Joined, pattern
 from r2ccl.transport.base import Arrived, Cleared, Failed, Fenced, Frame, Sent
+from r2ccl.transport.mixed import MixedTransport
 from r2ccl.transport.sim import SimTransport
 from r2ccl.transport.simnet import Cut, End, SimNetwork, Timeline
 from r2ccl.transport.tcp import TcpTransport
@@ -77,8 +78,18 @@ class TcpBench:
             sock.close()
 
 
+class MixedBench(TcpBench):
+    """Two parts of one rail each; TCP twice, for want of another kind everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [[TcpTransport(rank, 1, eager_nbytes=64) for _ in range(2)] for rank in (0, 1)]
+        self.transports: list[Any] = [MixedTransport(parts) for parts in self.parts]
+
+
 BENCHES: dict[str, Callable[[], Any]] = {
     "tcp": TcpBench,
+    "mixed": MixedBench,
     "sim": SimBench,
     "sim, silent": lambda: SimBench(is_loud=False),
 }

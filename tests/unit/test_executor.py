@@ -31,6 +31,10 @@ class NoControl:
         return lambda *args: None
 
 
+def allocate(nbytes: int) -> Any:
+    return np.empty(nbytes, np.uint8)
+
+
 class Group:
     """Ranks joined by a simulated network on which nothing fails."""
 
@@ -50,7 +54,7 @@ class Group:
             )
             for rank in range(nranks)
         ]
-        self.pools = [LandingPool() for _ in range(nranks)]
+        self.pools = [LandingPool(allocate) for _ in range(nranks)]
         for wire in network.wires.values():
             for rank, end in zip(wire.pair, network.connect(wire), strict=True):
                 self.ranks[rank].recovery.on_opened(end.path.peer, wire.rail, 0, end)
@@ -226,7 +230,7 @@ def test_landing_places_are_kept_from_call_to_call() -> None:
 
 
 def test_pool_returns_what_it_was_given_first() -> None:
-    pool = LandingPool()
+    pool = LandingPool(allocate)
     place = pool.take(100)
     assert place.nbytes == 100
     pool.give(place)

@@ -22,10 +22,14 @@ class Notes:
     nrails = 2
 
     def __init__(self) -> None:
+        self.joined: set[int] = set()
         self.opened: set[PathKey] = set()
         self.fenced: list[PathKey] = []
         self.stuck: set[PathKey] = set()
         self.confirmed: list[tuple[PathKey, int, int]] = []
+
+    def joins(self, rail: int) -> bool:
+        return rail in self.joined
 
     def open(self, path: PathKey, endpoint: object) -> None:
         self.opened.add(path)

@@ -127,7 +127,7 @@ class CheckedPool(LandingPool):
     """`LandingPool` that poisons free places and finds writes into them."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__()
+        super().__init__(lambda nbytes: np.empty(nbytes, np.uint8))
         self._rank = rank
 
     def take(self, nbytes: int) -> Array:

@@ -1,0 +1,290 @@
+"""What a machine's state means for verbs: facts in, findings out.
+
+Must not read the machine, which is `r2ccl.cli.doctor`'s part: each check is a pure function of a
+`Facts`, so that a recorded machine can be examined anywhere. Invariant: a finding that is a warning
+or an error has a fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from r2ccl.errors import InvalidArgument
+from r2ccl.testing.rdmalab.packages import DISTRIBUTION_PYTHON, DISTRIBUTION_PYVERBS
+from r2ccl.topology.hcas import Hca, choose_gid
+
+#: One buffer of a middling size. Where the limit was never raised it is 64 KiB to 8 MiB.
+_ENOUGH_MEMLOCK_NBYTES = 64 << 20
+
+Level = Literal["ok", "skipped", "warning", "error"]
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the doctor looks at.
+
+    ``pyverbs_error`` is the last line of what trying to list devices with pyverbs said; empty where
+    it worked. ``verbs_devices`` is what it listed. ``is_distribution_pyverbs`` says that the
+    distribution's copy is installed, ``is_pyverbs_fitting`` that it is built for this Python.
+    ``has_rdma_class`` says that the kernel has ``/sys/class/infiniband``; ``rdma_modules`` are the
+    loaded modules that make devices or hand them to programs. ``uverbs`` gives each of
+    ``/dev/infiniband/uverbs*`` and why it cannot be opened, empty where it can.
+    ``memlock_nbytes`` is the soft limit, -1 for none; ``may_lock`` that this process is free of it.
+    """
+
+    platform: str
+    kernel: str
+    python: str
+    pyverbs_error: str = ""
+    verbs_devices: tuple[str, ...] = ()
+    is_distribution_pyverbs: bool = False
+    is_pyverbs_fitting: bool = False
+    has_rdma_class: bool = False
+    rdma_modules: tuple[str, ...] = ()
+    hcas: tuple[Hca, ...] = ()
+    uverbs: tuple[tuple[str, str], ...] = ()
+    memlock_nbytes: int = -1
+    may_lock: bool = False
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the diagnosis.
+
+    ``level`` is ``skipped`` where the matter cannot be looked at before another is put right.
+    ``fix`` is empty where nothing is wrong.
+    """
+
+    check: str
+    level: Level
+    says: str
+    fix: str = ""
+
+
+def check_pyverbs(facts: Facts) -> Finding:
+    """Whether pyverbs can be imported, and if not, which of the ways to get it wrong this is."""
+    error = facts.pyverbs_error
+    if not _is_import_failure(error):
+        return Finding("pyverbs", "ok", f"imports in {facts.python}")
+    if "IBVERBS_PRIVATE" in error or "undefined symbol" in error:
+        return Finding(
+            "pyverbs",
+            "error",
+            f"is of another rdma-core than libibverbs: {error}",
+            "pip uninstall pyverbs, and take the distribution's, which is made with its "
+            "libibverbs: apt-get install python3-pyverbs",
+        )
+    if "No module named" in error:
+        return _absent_pyverbs(facts)
+    if "cannot open shared object" in error:
+        return Finding(
+            "pyverbs",
+            "error",
+            f"lacks a library: {error}",
+            "apt-get install libibverbs1 ibverbs-providers librdmacm1",
+        )
+    return Finding(
+        "pyverbs",
+        "error",
+        f"cannot be imported: {error}",
+        "reinstall the distribution's: apt-get install --reinstall python3-pyverbs",
+    )
+
+
+def _absent_pyverbs(facts: Facts) -> Finding:
+    if not facts.is_distribution_pyverbs:
+        return Finding(
+            "pyverbs",
+            "error",
+            "is not installed",
+            "apt-get install python3-pyverbs ibverbs-providers (rather than pip: pyverbs must be "
+            "of the same rdma-core as libibverbs)",
+        )
+    if facts.is_pyverbs_fitting:
+        return Finding(
+            "pyverbs",
+            "error",
+            f"is installed, but {facts.python} does not see it",
+            f"ln -s {DISTRIBUTION_PYVERBS} into this environment's site-packages",
+        )
+    return Finding(
+        "pyverbs",
+        "error",
+        f"is installed, but for another Python than {facts.python}",
+        f"make the environment from {DISTRIBUTION_PYTHON} -m venv --system-site-packages",
+    )
+
+
+def check_kernel(facts: Facts) -> Finding:
+    """Whether the kernel has RDMA and hands it to programs."""
+    if facts.platform != "linux":
+        return Finding("kernel", "error", f"is {facts.platform}'s", "verbs are Linux's: use it")
+    if not facts.has_rdma_class:
+        return Finding(
+            "kernel",
+            "error",
+            f"{facts.kernel} has no RDMA, or its module is not loaded: no /sys/class/infiniband",
+            "modprobe ib_uverbs; where there is no such module, boot the distribution's own "
+            "kernel, or try r2ccl rdmalab, which does so in a virtual machine",
+        )
+    if "ib_uverbs" not in facts.rdma_modules and not facts.uverbs:
+        return Finding(
+            "kernel",
+            "error",
+            f"{facts.kernel} has RDMA, but does not hand it to programs: ib_uverbs is not loaded",
+            "modprobe ib_uverbs",
+        )
+    return Finding("kernel", "ok", f"{facts.kernel} has RDMA")
+
+
+def check_devices(facts: Facts) -> Finding:
+    """Whether there is a device."""
+    if not facts.hcas:
+        return Finding(
+            "devices",
+            "error",
+            "there is none",
+            "load the NIC's driver (modprobe mlx5_ib, irdma, bnxt_re, ...); in a container, hand "
+            "in /dev/infiniband and /sys; without such a NIC: modprobe rdma_rxe && rdma link add "
+            "rxe0 type rxe netdev eth0",
+        )
+    return Finding("devices", "ok", ", ".join(_describe(hca) for hca in facts.hcas))
+
+
+def check_ports(facts: Facts) -> Finding:
+    """Whether a port is ACTIVE; one that is not is a warning where another is."""
+    if not facts.hcas:
+        return Finding("ports", "skipped", "there is no device")
+    down = [hca for hca in facts.hcas if hca.state != "ACTIVE"]
+    if not down:
+        return Finding("ports", "ok", "every port is ACTIVE")
+    says = ", ".join(f"{hca.name}:{hca.port} is {hca.state}" for hca in down)
+    up = " && ".join(f"ip link set {hca.netdev} up" for hca in down if hca.netdev)
+    subnet = any(hca.link_layer == "InfiniBand" for hca in down)
+    fixes = [
+        *([f"{up}, and look at the cable and the switch's port"] if up else []),
+        *(["start the InfiniBand fabric's subnet manager (opensm)"] if subnet else []),
+    ]
+    level: Level = "error" if len(down) == len(facts.hcas) else "warning"
+    return Finding("ports", level, says, "; ".join(fixes) or "look at the cable")
+
+
+def check_gids(facts: Facts) -> Finding:
+    """Whether an ACTIVE port has a GID that queue pairs can use."""
+    active = [hca for hca in facts.hcas if hca.state == "ACTIVE"]
+    if not active:
+        return Finding("gids", "skipped", "there is no ACTIVE port")
+    lacking = [hca for hca in active if not _has_gid(hca)]
+    if not lacking:
+        return Finding("gids", "ok", "every ACTIVE port has a GID to send from")
+    level: Level = "error" if len(lacking) == len(active) else "warning"
+    return Finding(
+        "gids",
+        level,
+        ", ".join(f"{hca.name}:{hca.port} has no RoCE v2 GID" for hca in lacking),
+        "give the interface an address: "
+        + " && ".join(f"ip address add ADDRESS/24 dev {hca.netdev or 'NETDEV'}" for hca in lacking)
+        + "; show_gids, or /sys/class/infiniband/*/ports/*/gids, shows the table",
+    )
+
+
+def check_permission(facts: Facts) -> Finding:
+    """Whether this user may open the devices."""
+    refused = [f"{path} ({why})" for path, why in facts.uverbs if why]
+    if refused:
+        return Finding(
+            "permission",
+            "error",
+            f"this user cannot open {', '.join(refused)}",
+            "chmod 0666 them, or a udev rule that does; rdma-core's own sets it. In a container: "
+            "--device=/dev/infiniband",
+        )
+    if not facts.hcas:
+        return Finding("permission", "skipped", "there is no device")
+    if not facts.uverbs:
+        return Finding(
+            "permission",
+            "error",
+            "there are devices, but no /dev/infiniband/uverbs*",
+            "modprobe ib_uverbs; in a container: --device=/dev/infiniband",
+        )
+    return Finding("permission", "ok", f"may open {', '.join(path for path, _ in facts.uverbs)}")
+
+
+def check_memlock(facts: Facts) -> Finding:
+    """Whether enough memory may be locked to be registered."""
+    if facts.may_lock or facts.memlock_nbytes < 0:
+        return Finding("memlock", "ok", "no limit")
+    size = f"{facts.memlock_nbytes >> 10} KiB may be locked"
+    if facts.memlock_nbytes >= _ENOUGH_MEMLOCK_NBYTES:
+        return Finding("memlock", "ok", size)
+    return Finding(
+        "memlock",
+        "error",
+        f"only {size}: registering buffers will fail (ENOMEM)",
+        "ulimit -l unlimited; for good, '* - memlock unlimited' in /etc/security/limits.conf; in "
+        "a container: --ulimit memlock=-1",
+    )
+
+
+def check_listing(facts: Facts) -> Finding:
+    """Whether libibverbs lists the devices that the kernel has."""
+    names = {hca.name for hca in facts.hcas}
+    unlisted = sorted(names - set(facts.verbs_devices))
+    if _is_import_failure(facts.pyverbs_error):
+        return Finding("listing", "skipped", "there is no pyverbs to ask")
+    if not names:
+        return Finding("listing", "skipped", "there is no device")
+    if not unlisted:
+        return Finding("listing", "ok", f"libibverbs lists {', '.join(facts.verbs_devices)}")
+    level: Level = "error" if len(unlisted) == len(names) else "warning"
+    return Finding(
+        "listing",
+        level,
+        f"libibverbs does not list {', '.join(unlisted)}"
+        + (f": {facts.pyverbs_error}" if facts.pyverbs_error else ""),
+        "apt-get install ibverbs-providers: libibverbs has no driver for them",
+    )
+
+
+CHECKS: tuple[Callable[[Facts], Finding], ...] = (
+    check_pyverbs,
+    check_kernel,
+    check_devices,
+    check_ports,
+    check_gids,
+    check_permission,
+    check_memlock,
+    check_listing,
+)
+
+
+def examine(facts: Facts) -> tuple[Finding, ...]:
+    """Run every check."""
+    return tuple(check(facts) for check in CHECKS)
+
+
+def is_usable(findings: tuple[Finding, ...]) -> bool:
+    """Whether verbs can be used, if not on every port."""
+    return all(finding.level != "error" for finding in findings)
+
+
+def _is_import_failure(error: str) -> bool:
+    """Whether pyverbs did not even load: what it raises itself is of a class named after it."""
+    return bool(error) and "Pyverbs" not in error.partition(":")[0]
+
+
+def _has_gid(hca: Hca) -> bool:
+    try:
+        choose_gid(hca)
+    except InvalidArgument:
+        return False
+    return True
+
+
+def _describe(hca: Hca) -> str:
+    return f"{hca.name}:{hca.port} ({hca.link_layer}, {hca.netdev or 'no interface'}, {hca.state})"
+
+
+__all__ = ["CHECKS", "Facts", "Finding", "Level", "examine", "is_usable"]

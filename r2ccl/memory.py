@@ -1,0 +1,48 @@
+"""Memory the user has prepared for slices to travel from and to without a copy.
+
+Invariant: the transport is touched only by whoever owns the data loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+from r2ccl.transport.base import Registered
+
+
+class Owner(Protocol):
+    """Whoever may touch the transport."""
+
+    def call(self, fn: Callable[[], Any]) -> Any:
+        """Run ``fn()`` as the owner of the data loop."""
+        ...
+
+
+class RegisteredMemory:
+    """What `Communicator.register` returns: a context manager, or `close` it by hand."""
+
+    def __init__(self, owner: Owner, registered: Registered) -> None:
+        self._owner = owner
+        self._registered: Registered | None = registered
+
+    def close(self) -> None:
+        """End the registration. Idempotent; the memory itself stays as it is."""
+        registered, self._registered = self._registered, None
+        if registered is not None:
+            self._owner.call(registered.close)
+
+    def __enter__(self) -> RegisteredMemory:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+__all__ = ["Owner", "RegisteredMemory"]

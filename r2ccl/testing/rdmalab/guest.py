@@ -1,0 +1,127 @@
+"""What is done inside the virtual machine: kernel modules, interfaces, RDMA devices.
+
+``python -m r2ccl.testing.rdmalab.guest --nodes 2 --nics 3`` as root, under a kernel with rdma_rxe.
+Must not know how the machine was booted. Invariant: a second run changes nothing, and afterwards
+every port is ACTIVE and has its IPv4 address as a GID.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from r2ccl.errors import R2cclError
+from r2ccl.testing.rdmalab.shape import (
+    RdmaLabError,
+    Shape,
+    address_lines,
+    device_lines,
+    link_lines,
+    sysctls,
+)
+from r2ccl.topology.hcas import Hca, list_hcas
+
+_NET = Path("/sys/class/net")
+_COMMAND_TIMEOUT_S = 60.0
+
+#: A carrier comes with the kernel's link watch, at most a second later on a real processor.
+_PORTS_TIMEOUT_S = 30.0
+_POLL_S = 0.05
+
+
+def set_up(shape: Shape) -> None:
+    """Make the lab's devices, those that are not there yet.
+
+    Raises
+    ------
+    RdmaLabError
+        The kernel has no rdma_rxe, a tool refused a line, or a port did not become ACTIVE.
+    """
+    for module in ("veth", "bridge", "rdma_rxe"):
+        _call(["modprobe", module])
+    netdevs = {each.name for each in _NET.iterdir()}
+    _call(["ip", "-batch", "-"], link_lines(shape, netdevs))
+    for key, value in sysctls(shape).items():
+        _write(Path("/proc/sys", key), value)
+    _call(["ip", "-batch", "-"], address_lines(shape))
+    _call(["rdma", "-b", "-"], device_lines(shape, {each.name for each in list_hcas()}))
+    _await_ports(shape)
+
+
+def missing_ports(shape: Shape, hcas: Iterable[Hca]) -> list[str]:
+    """Return the lab's devices that cannot be used yet, each with what it lacks."""
+    found = {each.name: each for each in hcas}
+    missing = []
+    for node, rail in shape.places():
+        name = shape.device(node, rail)
+        wanted = f"::ffff:{shape.address(node, rail)}"
+        if name not in found:
+            missing.append(f"{name}: no such device")
+        elif found[name].state != "ACTIVE":
+            missing.append(f"{name}: {found[name].state}")
+        elif wanted not in {gid.address for gid in found[name].gids}:
+            missing.append(f"{name}: no GID {wanted}")
+    return missing
+
+
+def _await_ports(shape: Shape) -> None:
+    give_up = time.monotonic() + _PORTS_TIMEOUT_S
+    while missing := missing_ports(shape, list_hcas()):
+        if time.monotonic() > give_up:
+            raise RdmaLabError(
+                f"RDMA ports not usable after {_PORTS_TIMEOUT_S:.0f} s: {'; '.join(missing)}; "
+                "`ip link` and `rdma link` in the lab show more"
+            )
+        time.sleep(_POLL_S)  # sysfs tells no news of a GID table
+
+
+def _call(argv: Sequence[str], lines: Iterable[str] = ()) -> None:
+    text = "".join(f"{line}\n" for line in lines)
+    try:
+        done = subprocess.run(
+            argv,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        raise RdmaLabError(f"cannot run {' '.join(argv)}: {exc}") from exc
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()
+        raise RdmaLabError(f"{' '.join(argv)}: {said}{f'; given was: {text!r}' if text else ''}")
+
+
+def _write(path: Path, value: str) -> None:
+    try:
+        path.write_text(value, encoding="ascii")
+    except OSError as exc:
+        raise RdmaLabError(f"cannot set {path} to {value}: {exc}") from exc
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status: 0, 1 where the machine refused, 2 for usage."""
+    default = Shape()
+    parser = argparse.ArgumentParser(
+        prog="python -m r2ccl.testing.rdmalab.guest", description="Make a lab's RDMA devices here."
+    )
+    parser.add_argument("--nodes", type=int, default=default.nodes)
+    parser.add_argument("--nics", type=int, default=default.nics, help="RDMA devices a node")
+    args = parser.parse_args(argv)
+    try:
+        set_up(Shape(nodes=args.nodes, nics=args.nics))
+    except R2cclError as exc:
+        print(f"r2ccl rdmalab, inside: {exc}", file=sys.stderr)
+        return 2 if isinstance(exc, ValueError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
+
+__all__ = ["main", "missing_ports", "set_up"]

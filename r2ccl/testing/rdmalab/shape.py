@@ -1,0 +1,160 @@
+"""What a lab has, as values: names, addresses, and the lines for ip and rdma that make it.
+
+No I/O: everything here is text made from a `Shape`.
+
+::
+
+    2 nodes:     n0r0 ---- n1r0        10.50.0.1/24, 10.50.0.2/24      a veth pair is the cable
+                 n0r1 ---- n1r1        10.51.0.1/24, ...
+    3 and more:  n0r0 ---- s0r0
+                 n1r0 ---- s1r0 }- br0                                 a bridge is the switch
+                 n2r0 ---- s2r0
+
+On each ``n<node>r<rail>`` sits the RDMA device ``rxe_n<node>r<rail>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Self
+
+import msgspec
+
+from r2ccl.errors import InvalidArgument, R2cclError
+
+#: The variables a program in the lab finds. The first is 1 there and absent elsewhere.
+MARK = "R2CCL_RDMALAB"
+_NODES = "R2CCL_RDMALAB_NODES"
+_NICS = "R2CCL_RDMALAB_NICS"
+REPORT = "R2CCL_RDMALAB_REPORT"
+
+#: Every device is kernel memory and an emulated processor's time; also the bounds of an address.
+MAX_NODES = 16
+MAX_NICS = 16
+
+#: The largest packet of RoCE, 4096 bytes, and its headers fit into this, and into netlab's default.
+MTU = 9000
+
+#: Soft-RoCE sends from addresses of this machine to addresses of this machine. Without accept_local
+#: such packets are dropped, and a queue pair does not leave INIT (ETIMEDOUT). Without arp_ignore
+#: every interface on a bridge answers for the addresses of all, and packets reach the wrong device.
+_SYSCTLS = {"accept_local": "1", "rp_filter": "0", "arp_ignore": "1", "arp_announce": "2"}
+
+
+class RdmaLabError(R2cclError):
+    """The machine, or the one inside it, did not do what a lab needs; says what and why."""
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """Size of a lab.
+
+    Parameters
+    ----------
+    nodes, nics : int
+        Nodes, and RDMA devices on each.
+
+    Raises
+    ------
+    InvalidArgument
+        Out of range; says what is allowed.
+    """
+
+    nodes: int = 2
+    nics: int = 3
+
+    def __post_init__(self) -> None:
+        for name, most in (("nodes", MAX_NODES), ("nics", MAX_NICS)):
+            value = getattr(self, name)
+            if not 1 <= value <= most:
+                raise InvalidArgument(f"rdmalab: {name}={value}: allowed is 1 to {most}")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Self | None:
+        """Return the shape of the lab a program runs in; None outside of a lab."""
+        if environment.get(MARK) != "1":
+            return None
+        return cls(nodes=int(environment[_NODES]), nics=int(environment[_NICS]))
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that describe the lab to the programs in it."""
+        return {MARK: "1", _NODES: str(self.nodes), _NICS: str(self.nics)}
+
+    def netdev(self, node: int, rail: int) -> str:
+        """Name of a node's network interface."""
+        return f"n{node}r{rail}"
+
+    def device(self, node: int, rail: int) -> str:
+        """Name of a node's RDMA device."""
+        return f"rxe_{self.netdev(node, rail)}"
+
+    def devices(self, node: int) -> tuple[str, ...]:
+        """Names of a node's RDMA devices, in order of their rails."""
+        return tuple(self.device(node, rail) for rail in range(self.nics))
+
+    def address(self, node: int, rail: int) -> str:
+        """IPv4 address of an interface, without the length of its prefix, which is 24."""
+        return f"10.{50 + rail}.0.{node + 1}"
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Yield every ``(node, rail)``."""
+        return ((node, rail) for rail in range(self.nics) for node in range(self.nodes))
+
+
+def link_lines(shape: Shape, present: Collection[str]) -> Iterator[str]:
+    """Yield what ``ip -batch`` makes the interfaces with; those in `present` are left as they are.
+
+    Nothing is given an address here: see `address_lines`.
+    """
+    for rail in range(shape.nics):
+        if shape.nodes == 2:
+            near, far = shape.netdev(0, rail), shape.netdev(1, rail)
+            if near not in present:
+                yield f"link add {near} type veth peer name {far}"
+            continue
+        if f"br{rail}" not in present:
+            yield f"link add br{rail} type bridge"
+        yield f"link set br{rail} mtu {MTU} up"
+        for node in range(shape.nodes):
+            port = f"s{node}r{rail}"
+            if port not in present:
+                yield f"link add {shape.netdev(node, rail)} type veth peer name {port}"
+            yield f"link set {port} mtu {MTU} master br{rail} up"
+
+
+def address_lines(shape: Shape) -> Iterator[str]:
+    """Yield what ``ip -batch`` gives the interfaces their addresses with and takes them up."""
+    for node, rail in shape.places():
+        name = shape.netdev(node, rail)
+        yield f"address replace {shape.address(node, rail)}/24 dev {name}"
+        yield f"link set {name} mtu {MTU} up"
+
+
+def device_lines(shape: Shape, present: Collection[str]) -> Iterator[str]:
+    """Yield what ``rdma -b`` makes the RDMA devices with, less those in `present`."""
+    for node, rail in shape.places():
+        name = shape.device(node, rail)
+        if name not in present:
+            yield f"link add {name} type rxe netdev {shape.netdev(node, rail)}"
+
+
+def sysctls(shape: Shape) -> dict[str, str]:
+    """Return the settings under ``/proc/sys`` that let a machine talk to itself by its NICs."""
+    netdevs = [shape.netdev(node, rail) for node, rail in shape.places()]
+    return {
+        f"net/ipv4/conf/{netdev}/{key}": value
+        for netdev in ("all", "default", *netdevs)
+        for key, value in _SYSCTLS.items()
+    }
+
+
+__all__ = [
+    "MARK",
+    "MTU",
+    "REPORT",
+    "RdmaLabError",
+    "Shape",
+    "address_lines",
+    "device_lines",
+    "link_lines",
+    "sysctls",
+]

@@ -1,0 +1,351 @@
+"""RDMA devices and their GIDs as sysfs tells them: which become rails, and from which address.
+
+`list_hcas` reads the machine; `select_hcas`, `choose_gid` and `rails_of` are pure functions of what
+was read. Must not import verbs: this much is known on a machine without them, and a device need not
+be opened to be left out. The active MTU is not here, for sysfs does not have it. Invariant: the
+same tree and settings give the same ports in the same order, because the order depends on names
+alone.
+
+References
+----------
+Linux, Documentation/ABI/stable/sysfs-class-infiniband; Annex A17 (RoCEv2) of the InfiniBand
+specification for GIDs that are IP addresses.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from r2ccl.errors import InvalidArgument
+from r2ccl.topology.names import NameFilter, natural
+from r2ccl.types import Nic
+
+SYSFS = Path("/sys/class/infiniband")
+
+#: `Gid.kind` of an entry that travels in UDP and IP; every other one reads ``IB/RoCE v1``.
+ROCE_V2 = "RoCE v2"
+
+#: Pattern that turns RDMA off.
+NO_HCA = "none"
+
+# What reading an attribute fails with when the kernel has nothing to say: EINVAL for an empty slot
+# of the GID table and for an entry of another network namespace, the others once a device is gone.
+_ABSENT = frozenset((errno.EINVAL, errno.ENOENT, errno.ENODEV))
+
+#: The kernel gives an attribute a page at most, and all of it to one read.
+_ATTRIBUTE_NBYTES = 4096
+
+_RATE = re.compile(r"([0-9.]+) Gb/sec")
+
+
+class Gid(msgspec.Struct, frozen=True):
+    """One entry of a port's GID table: an address the port sends from.
+
+    ``kind`` is sysfs's word, ``RoCE v2`` or ``IB/RoCE v1`` (also InfiniBand's). ``address`` is IPv6
+    text, an IPv4 address mapped (``::ffff:10.0.0.1``). ``netdev`` is the interface that owns it,
+    a VLAN's included, and empty on InfiniBand.
+    """
+
+    index: int
+    kind: str
+    address: str
+    netdev: str = ""
+
+
+class Hca(msgspec.Struct, frozen=True):
+    """One port of an RDMA device.
+
+    ``netdev`` is its Ethernet interface and ``index`` the kernel's number of that (empty and 0 on
+    InfiniBand, or where there is none in this network namespace). ``link_layer`` is ``Ethernet``
+    or ``InfiniBand``, ``state`` ``ACTIVE``, ``DOWN``, ``INIT``, ``ARMED``. ``speed_mbps`` is 0 and
+    ``numa_node`` -1 where unknown. ``gids`` are the entries in use, by index.
+    """
+
+    name: str
+    port: int
+    netdev: str
+    link_layer: str
+    state: str
+    speed_mbps: int
+    numa_node: int
+    gids: tuple[Gid, ...]
+    index: int = 0
+
+
+def list_hcas(root: Path = SYSFS) -> tuple[Hca, ...]:
+    """Read every port of every RDMA device.
+
+    Parameters
+    ----------
+    root : Path
+        The class directory; the directory ``net`` beside it gives the interfaces' numbers.
+
+    Returns
+    -------
+    tuple of Hca
+        In natural order of the names (``mlx5_2`` before ``mlx5_10``), then by port. Empty where the
+        kernel has no RDMA.
+
+    Raises
+    ------
+    OSError
+        An attribute cannot be read for another reason than that it is not there.
+    """
+    found = [
+        _read_port(root, device, port)
+        for device in _children(root)
+        for port in _children(device / "ports")
+    ]
+    # A port without a state went away while it was read.
+    return tuple(
+        sorted((each for each in found if each.state), key=lambda x: (natural(x.name), x.port))
+    )
+
+
+def select_hcas(hcas: Sequence[Hca], pattern: str) -> tuple[Hca, ...]:
+    """Choose the ports that carry data; only those that are ACTIVE.
+
+    Parameters
+    ----------
+    hcas : sequence of Hca
+        In the order the result keeps.
+    pattern : str
+        ``R2CC_HCA``: prefixes, ``=`` exact, ``^`` exclude, ``name:port``. Empty, or an exclusion:
+        all (others) that have a GID `choose_gid` takes by itself. ``none``: no port.
+
+    Returns
+    -------
+    tuple of Hca
+        Empty only if none was asked for by name.
+
+    Raises
+    ------
+    InvalidArgument
+        The pattern does not parse, or names no port that is ACTIVE; lists the ports there are.
+    """
+    if pattern.strip() == NO_HCA:
+        return ()
+    names = NameFilter(pattern, variable="R2CC_HCA")
+    active = [each for each in hcas if each.state == "ACTIVE"]
+    if not names.is_selection:
+        return tuple(
+            each for each in active if not names.lists(each.name, each.port) and _preferred(each)
+        )
+    chosen = tuple(each for each in active if names.lists(each.name, each.port))
+    if not chosen:
+        raise InvalidArgument(
+            f"R2CC_HCA={pattern!r} names no RDMA port that is ACTIVE; ports of this machine: "
+            f"{_describe(hcas)}; name others, or set R2CC_HCA={NO_HCA} to go without RDMA"
+        )
+    return chosen
+
+
+def choose_gid(hca: Hca, index: int = -1, address: str = "") -> Gid:
+    """Choose the GID a queue pair on `hca` sends from.
+
+    On Ethernet it is a RoCE v2 entry: one that holds an IPv4 address before a global IPv6 one
+    before a link-local one; among equals the port's own interface before a VLAN on it, then the
+    lowest index. On InfiniBand it is entry 0, the port's own.
+
+    Parameters
+    ----------
+    hca : Hca
+    index : int
+        This entry, whatever its kind (``R2CC_GID_INDEX``); -1: choose.
+    address : str
+        Only an entry that holds this IPv4 or IPv6 address: how a port is found again whose table
+        was rebuilt, which moves entries.
+
+    Raises
+    ------
+    InvalidArgument
+        There is no such entry; lists those there are.
+    """
+    is_chosen = index >= 0
+    candidates = [x for x in hca.gids if x.index == index] if is_chosen else _preferred(hca)
+    if address:
+        wanted = _packed(address)
+        candidates = [gid for gid in candidates if _packed(gid.address) == wanted]
+    if not candidates:
+        raise _no_gid(hca, index, address)
+    return candidates[0]
+
+
+def rails_of(hcas: Iterable[Hca], gid_index: int = -1) -> tuple[Nic, ...]:
+    """Return the NIC behind each port, in the given order: rail i is element i.
+
+    ``name`` is the port's interface, or ``device:port`` where there is none. ``address`` is the IP
+    address in the chosen GID, and empty where a socket cannot bind it (InfiniBand, link-local).
+
+    Raises
+    ------
+    InvalidArgument
+        A port has no GID to use, see `choose_gid`.
+    """
+    return tuple(
+        Nic(
+            each.netdev or _label(each),
+            _bindable(choose_gid(each, gid_index)),
+            each.index,
+            each.speed_mbps,
+        )
+        for each in hcas
+    )
+
+
+def _read_port(root: Path, device: Path, port: Path) -> Hca:
+    number = int(port.name)
+    link_layer = _read(port / "link_layer")
+    gids = _read_gids(port)
+    netdev = "" if link_layer == "InfiniBand" else _netdev_of(device, number, gids)
+    rate = _RATE.match(_read(port / "rate"))
+    return Hca(
+        name=device.name,
+        port=number,
+        netdev=netdev,
+        link_layer=link_layer,
+        state=_read(port / "state").rpartition(": ")[2],
+        speed_mbps=round(float(rate[1]) * 1000) if rate else 0,
+        numa_node=int(_read(device / "device" / "numa_node") or -1),
+        gids=gids,
+        index=int(_read(root.parent / "net" / netdev / "ifindex") or 0) if netdev else 0,
+    )
+
+
+def _read_gids(port: Path) -> tuple[Gid, ...]:
+    """Read the slots in use; an empty one shows zeros, has no type, or both.
+
+    A table has up to 1024 slots, nearly all of them empty: what those cost is what listing costs.
+    """
+    table, attributes = port / "gids", port / "gid_attrs"
+    found = []
+    for slot in sorted(_names(table), key=int):
+        text = _read(f"{table}/{slot}")
+        if not text.strip(":0"):
+            continue
+        if kind := _read(attributes / "types" / slot):
+            # Not str() of an IPv6Address: how it spells mapped addresses depends on the Python.
+            address = socket.inet_ntop(socket.AF_INET6, ipaddress.IPv6Address(text).packed)
+            found.append(Gid(int(slot), kind, address, _read(attributes / "ndevs" / slot)))
+    return tuple(found)
+
+
+def _netdev_of(device: Path, port: int, gids: Iterable[Gid]) -> str:
+    """Name the interface of an Ethernet port: its first GID's, Soft-RoCE's, the PCI function's."""
+    named = [gid.netdev for gid in gids if gid.netdev]
+    if named:
+        return named[0]
+    if parent := _read(device / "parent"):
+        return parent
+    for interface in _children(device / "device" / "net"):
+        if _read(interface / "dev_port") == str(port - 1):  # counted from 0 there
+            return interface.name
+    return ""
+
+
+def _preferred(hca: Hca) -> list[Gid]:
+    """Return the entries that may be chosen without being asked for, best first."""
+    if hca.link_layer == "InfiniBand":
+        return [gid for gid in hca.gids if gid.index == 0]
+
+    def rank(gid: Gid) -> tuple[int, bool, int]:
+        address = ipaddress.IPv6Address(gid.address)
+        family = 0 if address.ipv4_mapped else 2 if address.is_link_local else 1
+        return family, gid.netdev != hca.netdev, gid.index
+
+    return sorted((gid for gid in hca.gids if gid.kind == ROCE_V2), key=rank)
+
+
+def _bindable(gid: Gid) -> str:
+    address = ipaddress.IPv6Address(gid.address)
+    if address.ipv4_mapped:
+        return str(address.ipv4_mapped)
+    return gid.address if gid.netdev and not address.is_link_local else ""
+
+
+def _packed(address: str) -> bytes:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError as exc:
+        raise InvalidArgument(f"address {address!r}: give an IPv4 or IPv6 address") from exc
+    return parsed.packed if parsed.version == 6 else bytes(10) + b"\xff\xff" + parsed.packed
+
+
+def _read(path: Path | str) -> str:
+    """Return an attribute's text; empty where the kernel has none."""
+    try:
+        attribute = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.fsdecode(os.read(attribute, _ATTRIBUTE_NBYTES)).strip()
+        finally:
+            os.close(attribute)
+    except OSError as exc:
+        if exc.errno not in _ABSENT:
+            raise
+        return ""
+
+
+def _names(path: Path) -> list[str]:
+    """Return the names in a directory; none where there is no directory."""
+    try:
+        return sorted(os.listdir(path))
+    except OSError as exc:
+        if exc.errno not in _ABSENT:
+            raise
+        return []
+
+
+def _children(path: Path) -> list[Path]:
+    return [path / name for name in _names(path)]
+
+
+def _label(hca: Hca) -> str:
+    return f"{hca.name}:{hca.port}"
+
+
+def _no_gid(hca: Hca, index: int, address: str) -> InvalidArgument:
+    if index >= 0:
+        asked, remedy = f"GID at index {index} (R2CC_GID_INDEX)", "give another index"
+    elif hca.link_layer == "InfiniBand":
+        asked, remedy = "GID at index 0", "see whether its subnet manager runs"
+    else:
+        asked, remedy = f"{ROCE_V2} GID", f"give {hca.netdev or 'its interface'} an IP address"
+    there = ", ".join(
+        f"{gid.index}: {gid.address} ({gid.kind}{f', {gid.netdev}' if gid.netdev else ''})"
+        for gid in hca.gids
+    )
+    return InvalidArgument(
+        f"{_label(hca)} has no {asked}{f' with address {address}' if address else ''}; it has "
+        f"{there or 'none'}; {remedy}, or leave the port out with R2CC_HCA=^={_label(hca)}"
+    )
+
+
+def _describe(hcas: Iterable[Hca]) -> str:
+    return (
+        ", ".join(
+            f"{_label(each)} ({each.state}, {each.link_layer}, {each.netdev or 'no interface'})"
+            for each in hcas
+        )
+        or "none"
+    )
+
+
+__all__ = [
+    "NO_HCA",
+    "ROCE_V2",
+    "SYSFS",
+    "Gid",
+    "Hca",
+    "choose_gid",
+    "list_hcas",
+    "rails_of",
+    "select_hcas",
+]

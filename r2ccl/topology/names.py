@@ -1,0 +1,98 @@
+"""Lists of device names as NCCL's users write them, and the order devices are numbered in.
+
+Pure functions of text. Must not import anything that reads the machine. Invariant: what a list
+names and the order of what it names depend on the names alone, so all processes of a host agree.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from r2ccl.errors import InvalidArgument
+
+
+class _Rule(NamedTuple):
+    name: str
+    port: int | None
+    is_exact: bool
+
+
+class NameFilter:
+    """A list such as ``eth,ib``, ``=eth0,eth1``, ``^docker`` or ``mlx5_0:1,mlx5_2``.
+
+    Names are separated by commas. A leading ``^`` turns the whole list into an exclusion, a leading
+    ``=`` makes the whole list exact; ``=`` may also stand before a single name. Everything else is
+    a prefix. ``:`` and a number behind a name ask for that port of the device.
+
+    Parameters
+    ----------
+    text : str
+        The list; empty names nothing.
+    variable : str
+        Where it was given, for the message.
+
+    Raises
+    ------
+    InvalidArgument
+        A name is missing, or a port is not a number.
+
+    References
+    ----------
+    NCCL user guide, environment variables ``NCCL_SOCKET_IFNAME`` and ``NCCL_IB_HCA``.
+    """
+
+    def __init__(self, text: str, *, variable: str) -> None:
+        self._given = f"{variable}={text!r}"
+        stripped = text.strip()
+        self.is_exclusion = stripped.startswith("^")
+        body = stripped.removeprefix("^").strip()
+        is_exact = body.startswith("=")
+        items = [item.strip() for item in body.split(",") if item.strip()]
+        self._rules = [self._parse(item, is_exact) for item in items]
+        if stripped and not self._rules:
+            raise self._missing_name()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was listed."""
+        return not self._rules
+
+    @property
+    def is_selection(self) -> bool:
+        """Whether devices were asked for by name."""
+        return bool(self._rules) and not self.is_exclusion
+
+    def lists(self, name: str, port: int | None = None) -> bool:
+        """Whether the list holds `name`, or its `port` where one is given; ``^`` is not applied."""
+        return any(
+            (name == rule.name if rule.is_exact else name.startswith(rule.name))
+            and (port is None or rule.port in (None, port))
+            for rule in self._rules
+        )
+
+    def _parse(self, item: str, is_exact: bool) -> _Rule:
+        name, colon, port = (part.strip() for part in item.removeprefix("=").partition(":"))
+        if not name:
+            raise self._missing_name()
+        if colon and not re.fullmatch(r"[0-9]+", port):
+            raise InvalidArgument(
+                f"{self._given}: the port of {name!r} is a number, as in {name}:1"
+            )
+        return _Rule(name, int(port) if colon else None, is_exact or item.startswith("="))
+
+    def _missing_name(self) -> InvalidArgument:
+        return InvalidArgument(
+            f"{self._given}: a name is missing; write prefixes (eth,ib), exact names (=eth0,eth1) "
+            "or an exclusion (^docker)"
+        )
+
+
+def natural(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Sort key that compares runs of digits as numbers: ``eth2`` before ``eth10``."""
+    return tuple(
+        (0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part
+    )
+
+
+__all__ = ["NameFilter", "natural"]

@@ -1,0 +1,176 @@
+"""One RDMA NIC port, opened: context, protection domain, completion queue, async events.
+
+With `r2ccl.transport.queuepair` the only room that sees pyverbs. pyverbs holds the GIL in every
+call, so nothing here is called that could block: descriptors are polled first.
+
+Invariant: what was opened is closed in the order verbs wants (queue pairs before the completion
+queue, memory regions before the domain), by `close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from r2ccl.errors import TransportError
+from r2ccl.transport.dmabuf import VerbsRegion
+from r2ccl.transport.regions import refusal
+
+
+@contextmanager
+def _quiet_root_logger() -> Iterator[None]:
+    """Undo pyverbs' ``logging.basicConfig``: the root logger is the application's."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in [each for each in root.handlers if each not in handlers]:
+        root.removeHandler(handler)
+    root.setLevel(level)
+
+
+with _quiet_root_logger():
+    from pyverbs.cq import CQ, CompChannel
+    from pyverbs.device import Context
+    from pyverbs.mr import MR
+    from pyverbs.pd import PD
+    from pyverbs.pyverbs_error import PyverbsError
+
+    try:
+        import pyverbs.enums as e
+    except ImportError:  # rdma-core 50 and later
+        import pyverbs.libibverbs_enums as e
+
+#: A peer may write into a registered landing place, and only that.
+_ACCESS = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
+_CQ_ENTRIES = 8192
+#: Completions taken at once: a batch costs one call.
+BATCH = 32
+
+
+class Device:
+    """An open port of an RDMA NIC.
+
+    Parameters
+    ----------
+    name : str
+        As the kernel spells it: ``mlx5_0``.
+    port : int
+    gid_index, gid : int, str
+        Under which peers address it.
+
+    Raises
+    ------
+    TransportError
+        The NIC cannot be opened; says why.
+    """
+
+    def __init__(self, name: str, port: int, gid_index: int, gid: str) -> None:
+        self.name = name
+        self.port = port
+        self.gid_index = gid_index
+        self.gid = gid
+        #: Memory regions not closed yet.
+        self._regions: weakref.WeakSet[Any] = weakref.WeakSet()
+        try:
+            self._open()
+        except PyverbsError as exc:
+            raise TransportError(
+                f"RDMA NIC {name} cannot be opened: {exc}; `r2ccl doctor` says more",
+                status="DEVICE",
+            ) from exc
+
+    def _open(self) -> None:
+        self.context, self.async_fd = _with_new_fd(lambda: Context(name=self.name))
+        os.set_blocking(self.async_fd, False)
+        self.pd = PD(self.context)
+        self.channel, self.channel_fd = _with_new_fd(lambda: CompChannel(self.context))
+        self.cq = CQ(self.context, _CQ_ENTRIES, None, self.channel)
+
+    def register(self, address: int, nbytes: int) -> VerbsRegion:
+        """Let this NIC read and write ``nbytes`` bytes of host memory at `address`.
+
+        Raises
+        ------
+        TransportError
+            The kernel refused; the status is the errno's name.
+        """
+        try:
+            mr = MR(self.pd, nbytes, _ACCESS, address=address)
+        except PyverbsError as exc:
+            raise refusal(self.name, nbytes, exc) or TransportError(
+                f"{self.name} cannot register {nbytes} bytes: {exc}", status="DEVICE"
+            ) from exc
+        self._regions.add(mr)
+        return VerbsRegion(mr.lkey, mr.rkey, 0, mr)
+
+    def completions(self) -> list[Any]:
+        """Take what has completed, up to one batch."""
+        count, completions = self.cq.poll(BATCH)
+        return completions if count else []
+
+    def arm(self) -> None:
+        """Have the channel's descriptor become readable at the next completion."""
+        self.cq.req_notify()
+
+    def disarm(self) -> None:
+        """Take the notification that made the descriptor readable."""
+        self.channel.get_cq_event(self.cq)
+        self.cq.ack_events(1)
+
+    def port_events(self) -> list[int]:
+        """Take pending async events of the device; each is acknowledged."""
+        found = []
+        while select.select((self.async_fd,), (), (), 0)[0]:
+            event = self.context.get_async_event()
+            found.append(event.event_type)
+            event.ack()
+        return found
+
+    def is_active(self) -> bool:
+        """Whether the port is up."""
+        return bool(self.context.query_port(self.port).state == e.IBV_PORT_ACTIVE)
+
+    def lid(self) -> int:
+        """Return the port's local identifier (InfiniBand; 0 on Ethernet)."""
+        return int(self.context.query_port(self.port).lid)
+
+    def mtu(self) -> int:
+        """Return the active path MTU as verbs' number for it."""
+        return int(self.context.query_port(self.port).active_mtu)
+
+    def close(self) -> None:
+        """Free everything; queue pairs must be closed."""
+        self.cq.close()
+        self.channel.close()
+        for mr in list(self._regions):
+            mr.close()
+        self.pd.close()
+        self.context.close()
+
+
+def _with_new_fd(make: Any) -> tuple[Any, int]:
+    """Return what `make` made and the event descriptor it opened, which pyverbs does not show."""
+    before = _event_fds()
+    made = make()
+    (fd,) = _event_fds() - before
+    return made, fd
+
+
+def _event_fds() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # the listing's own
+            continue
+        if target == "anon_inode:[infinibandevent]":
+            found.add(int(name))
+    return found
+
+
+__all__ = ["BATCH", "Device", "e"]

@@ -1,0 +1,136 @@
+"""Several transports as one: the first rails belong to the first, the next to the second ...
+
+So one communicator holds RDMA and TCP rails, and a link moves from one kind to the other as it
+moves between rails of one kind. Must not import sockets or verbs. Invariant: a path's calls and
+events pass unchanged; every rail belongs to exactly one part.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.transport.base import Endpoint, Event, Frame, Registered, Transport
+from r2ccl.types import PathKey
+
+
+class Part(Transport, Protocol):
+    """A transport that can be waited for together with others."""
+
+    def fileno(self) -> int:
+        """Descriptor that is readable when an armed transport has something to report."""
+        ...
+
+    def arm(self) -> None:
+        """Have the descriptor become readable at the next event; then poll once more."""
+        ...
+
+
+class MixedTransport:
+    """`Transport` made of others.
+
+    Parameters
+    ----------
+    parts : sequence of Part
+        Rails in this order; a part numbers its paths by the rails of the whole.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.nrails = sum(part.nrails for part in parts)
+        self._parts = parts
+        self._by_rail = [part for part in parts for _ in range(part.nrails)]
+        self._epoll = select.epoll()
+        # One of its own: a part's would be taken by the polls before the sleep.
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        for part in parts:
+            self._epoll.register(part.fileno(), select.EPOLLIN)
+
+    def joins(self, rail: int) -> bool:
+        """See `Transport.joins`."""
+        return self._by_rail[rail].joins(rail)
+
+    def offer(self, path: PathKey) -> Endpoint:
+        """See `Transport.offer`."""
+        return self._by_rail[path.rail].offer(path)
+
+    def open(self, path: PathKey, endpoint: Any) -> None:
+        """See `Transport.open`."""
+        self._by_rail[path.rail].open(path, endpoint)
+
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """See `Transport.allocate`: memory of the last part, the most demanding, serves all."""
+        return self._parts[-1].allocate(nbytes)
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> Registered:
+        """See `Transport.register`: as for `allocate`."""
+        return self._parts[-1].register(memory)
+
+    def is_open(self, path: PathKey) -> bool:
+        """See `Transport.is_open`."""
+        return self._by_rail[path.rail].is_open(path)
+
+    def isend(
+        self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
+    ) -> None:
+        """See `Transport.isend`."""
+        self._by_rail[path.rail].isend(path, frame, view, token, is_replay)
+
+    def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
+        """See `Transport.irecv`."""
+        self._by_rail[path.rail].irecv(path, frame, region, ack)
+
+    def confirm(self, path: PathKey, channel: int, ack: int) -> None:
+        """See `Transport.confirm`."""
+        self._by_rail[path.rail].confirm(path, channel, ack)
+
+    def flush(self) -> None:
+        """See `Transport.flush`."""
+        for part in self._parts:
+            part.flush()
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """See `Transport.poll`."""
+        events = self._collect()
+        if events or timeout_s <= 0:
+            return events
+        for part in self._parts:
+            part.arm()
+        events = self._collect()
+        if events:
+            return events
+        for fd, _ in self._epoll.poll(timeout_s):
+            if fd == self._wake_fd:
+                os.eventfd_read(fd)
+        return self._collect()
+
+    def wake(self) -> None:
+        """See `Transport.wake`."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def fence(self, path: PathKey) -> None:
+        """See `Transport.fence`."""
+        self._by_rail[path.rail].fence(path)
+
+    def is_stuck(self, path: PathKey) -> bool:
+        """See `Transport.is_stuck`."""
+        return self._by_rail[path.rail].is_stuck(path)
+
+    def close(self) -> None:
+        """Close every part."""
+        for part in self._parts:
+            part.close()
+        if not self._epoll.closed:
+            self._epoll.close()
+            os.close(self._wake_fd)
+
+    def _collect(self) -> list[Event]:
+        return [event for part in self._parts for event in part.poll(0.0)]
+
+
+__all__ = ["MixedTransport", "Part"]

@@ -1,0 +1,338 @@
+"""A reliable queue pair: one end of one path over one RDMA NIC.
+
+Two things travel on it, both as RDMA_WRITE_WITH_IMM, so that each wakes the peer once:
+
+- *messages* (headers, landing places, confirmations, eager payloads) into the peer's ring, whose
+  places the sender chooses (`r2ccl.transport.ring`);
+- *slices* into the landing place their receiver named.
+
+The immediate data says which: two bits of kind, then eight of the epoch's last bits, then a ring
+offset, a landing place's number, or a count of consumed messages (a credit, without payload).
+
+Receive requests carry no buffer: they are the right to be woken. There is one for every message,
+every landing place and every credit that can be under way, so the receiver is never not ready.
+Work requests are made once and refilled. With `r2ccl.transport.device` the only room that sees
+pyverbs.
+
+Invariant: a request is posted only while the queue has room; the count of retired requests grows
+in the order they were posted.
+"""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+import secrets
+import socket
+
+import msgspec
+import numpy as np
+
+from r2ccl.errors import TransportError
+from r2ccl.transport.device import Device, e
+from r2ccl.transport.regions import MemoryRegion
+from r2ccl.transport.ring import COUNT_MODULUS, SendRing
+
+# Below r2ccl.transport.device, which sees to it that importing pyverbs changes nothing else.
+from pyverbs.addr import GID, AHAttr, GlobalRoute  # isort: skip
+from pyverbs.pyverbs_error import PyverbsError  # isort: skip
+from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr  # isort: skip
+from pyverbs.wr import SGE, RecvWR, SendWR  # isort: skip
+
+#: Messages under way one way; landing places named at once; credits that may cross. Few, because
+#: every one stands for a receive request, and a fence waits until all of them are flushed.
+NMESSAGES = 64
+NLANDINGS = 64
+_NCREDITS = 8
+#: Messages begin at multiples of it, so that a ring of 256 MiB can be addressed with 22 bits.
+ALIGN = 64
+_RECEIVES = NMESSAGES + NLANDINGS + _NCREDITS
+_SENDS = 192
+#: One request in this many asks for a completion, if nothing else does.
+_SIGNAL_EVERY = 16
+#: Receiver-not-ready never happens by construction; if it does, wait this long (12: 0.64 ms).
+_MIN_RNR_TIMER = 12
+_MAX_RD_ATOMIC = 1
+
+_COUNT_BITS = 54
+_COUNT_MASK = (1 << _COUNT_BITS) - 1
+
+
+class Tag(enum.IntEnum):
+    """What immediate data announces."""
+
+    MESSAGE = 0
+    SLICE = 1
+    CREDIT = 2
+
+
+class Work(enum.IntEnum):
+    """What a completed request was; the upper bits of its number."""
+
+    MESSAGE = 0
+    SLICE = 1
+    MARKER = 2
+    HELLO = 3
+
+
+class Card(msgspec.Struct, frozen=True, array_like=True):
+    """What the peer must know of this end to join it."""
+
+    qp_num: int
+    psn: int
+    gid: str
+    lid: int
+    mtu: int
+    ring_address: int
+    ring_rkey: int
+
+
+class QueuePair:
+    """One end of a path.
+
+    Parameters
+    ----------
+    device : Device
+    epoch : int
+        Its last eight bits are in every immediate.
+    ring_nbytes : int
+        Room for messages under way, one way.
+    timeout, retry_cnt : int
+        Of the queue pair: 4.096 us times 2 to the power of `timeout`, and how often again.
+
+    Raises
+    ------
+    TransportError
+        The device refused.
+    """
+
+    def __init__(
+        self, device: Device, epoch: int, *, ring_nbytes: int, timeout: int, retry_cnt: int
+    ) -> None:
+        self._device = device
+        self._epoch = epoch & 0xFF
+        self._timeout = timeout
+        self._retry_cnt = retry_cnt
+        self._psn = secrets.randbits(24)
+        self._remote: Card | None = None
+        #: The peer writes into the first half, the second is where messages leave from.
+        self._memory = np.zeros(2 * ring_nbytes, np.uint8)
+        self._ring_nbytes = ring_nbytes
+        self._ring = SendRing(ring_nbytes, NMESSAGES, ALIGN)
+        self._region: MemoryRegion = device.register(self._memory.ctypes.data, 2 * ring_nbytes)
+        view = memoryview(self._memory)  # type: ignore[arg-type]
+        self.inbox = view[:ring_nbytes]
+        self._outbox = view[ring_nbytes:]
+        self._outbox_address = self._memory.ctypes.data + ring_nbytes
+        #: Requests posted and, in order, retired; and posted since one asked for a completion.
+        self.posted = 0
+        self.retired = 0
+        self._unsignaled = 0
+        try:
+            self._make()
+        except PyverbsError as exc:
+            self._region.close()
+            raise _refused(device, "make a queue pair", exc) from exc
+        port = Card(
+            self._qp.qp_num, self._psn, device.gid, device.lid(), device.mtu(),
+            self._memory.ctypes.data, self._region.rkey,
+        )  # fmt: skip
+        self.number = port.qp_num
+        self.card = msgspec.msgpack.encode(port)
+
+    def _make(self) -> None:
+        device = self._device
+        cap = QPCap(max_send_wr=_SENDS, max_recv_wr=_RECEIVES + 1, max_send_sge=1, max_recv_sge=1)
+        made = QPInitAttr(qp_type=e.IBV_QPT_RC, scq=device.cq, rcq=device.cq, cap=cap, sq_sig_all=0)
+        attr = QPAttr(port_num=device.port)
+        attr.qp_access_flags = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
+        self._qp = QP(device.pd, made, attr)
+        self._sge = SGE(self._outbox_address, 0, self._region.lkey)
+        self._write = SendWR(
+            opcode=e.IBV_WR_RDMA_WRITE_WITH_IMM, num_sge=1, sg=[self._sge], send_flags=0
+        )
+        # The request now reads the very entry that is refilled before each post.
+        self._write.sg_list = self._sge
+        nothing = SGE(self._memory.ctypes.data, 0, self._region.lkey)
+        self._hello = SendWR(
+            opcode=e.IBV_WR_RDMA_WRITE, num_sge=1, sg=[nothing], send_flags=e.IBV_SEND_SIGNALED
+        )
+        self._receive = RecvWR(wr_id=Work.MESSAGE << _COUNT_BITS, num_sge=1, sg=[nothing])
+        self._marker = RecvWR(wr_id=Work.MARKER << _COUNT_BITS, num_sge=1, sg=[nothing])
+        for _ in range(_RECEIVES):
+            self._qp.post_recv(self._receive)
+
+    # Joining
+
+    def join(self, card: bytes) -> None:
+        """Connect to the queue pair that `card` describes.
+
+        Raises
+        ------
+        TransportError
+        """
+        try:
+            remote = msgspec.msgpack.decode(card, type=Card)
+        except (msgspec.DecodeError, ValueError) as exc:
+            raise TransportError(f"the peer's card makes no sense: {exc}", status="CARD") from exc
+        route = GlobalRoute(dgid=GID(_spelled(remote.gid)), sgid_index=self._device.gid_index)
+        attr = QPAttr(port_num=self._device.port)
+        attr.ah_attr = AHAttr(dlid=remote.lid, is_global=1, gr=route, port_num=self._device.port)
+        attr.qp_access_flags = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
+        attr.path_mtu = min(remote.mtu, self._device.mtu())
+        attr.dest_qp_num = remote.qp_num
+        attr.rq_psn, attr.sq_psn = remote.psn, self._psn
+        attr.max_dest_rd_atomic = attr.max_rd_atomic = _MAX_RD_ATOMIC
+        attr.min_rnr_timer = _MIN_RNR_TIMER
+        attr.timeout, attr.retry_cnt, attr.rnr_retry = self._timeout, self._retry_cnt, 7
+        try:
+            self._qp.to_rts(attr)
+        except PyverbsError as exc:
+            raise _refused(
+                self._device, f"join queue pair {remote.qp_num} at {remote.gid}", exc
+            ) from exc
+        self._remote = remote
+
+    def hello(self) -> None:
+        """Write nothing to the peer; its completion proves the way there and back."""
+        assert self._remote is not None
+        self._hello.wr_id = self._number(Work.HELLO)
+        self._hello.set_wr_rdma(self._remote.ring_rkey, self._remote.ring_address)
+        self._qp.post_send(self._hello)
+
+    # Sending
+
+    def has_room(self) -> bool:
+        """Whether another request may be posted; one place is kept for the marker."""
+        return self.posted - self.retired < _SENDS - 1
+
+    def write_message(self, parts: tuple[bytes | memoryview, ...]) -> bool:
+        """Send a message; False until there is room."""
+        nbytes = sum(map(len, parts))
+        if not self.has_room():
+            return False
+        offset = self._ring.take(nbytes)
+        if offset is None:
+            return False
+        at = offset
+        for part in parts:
+            self._outbox[at : at + len(part)] = part
+            at += len(part)
+        remote = self._remote
+        assert remote is not None
+        self._post(
+            Work.MESSAGE, self._imm(Tag.MESSAGE, offset // ALIGN),
+            (self._outbox_address + offset, nbytes, self._region.lkey),
+            (remote.ring_address + offset, remote.ring_rkey),
+        )  # fmt: skip
+        return True
+
+    def write_slice(
+        self, source: tuple[int, int, int], target: tuple[int, int], number: int
+    ) -> int:
+        """Write (address, nbytes, lkey) to (address, rkey), landing place `number`.
+
+        Returns the request's count, as its completion will tell it; `has_room` must hold.
+        """
+        self._post(Work.SLICE, self._imm(Tag.SLICE, number), source, target)
+        return self.posted
+
+    def write_credit(self, count: int) -> bool:
+        """Tell how many messages were consumed so far; False until there is room."""
+        if not self.has_room():
+            return False
+        assert self._remote is not None
+        self._post(
+            Work.MESSAGE, self._imm(Tag.CREDIT, count % COUNT_MODULUS),
+            (self._outbox_address, 0, self._region.lkey),
+            (self._remote.ring_address, self._remote.ring_rkey),
+        )  # fmt: skip
+        return True
+
+    def credit(self, count: int) -> None:
+        """Take the peer's count of consumed messages."""
+        self._ring.credit(count)
+
+    def receive(self, count: int) -> None:
+        """Post `count` receive requests anew."""
+        for _ in range(count):
+            self._qp.post_recv(self._receive)
+
+    def untag(self, imm_data: int) -> tuple[Tag, int] | None:
+        """Split immediate data; None: it is of another epoch."""
+        imm = socket.ntohl(imm_data)
+        if (imm >> 22) & 0xFF != self._epoch:
+            return None
+        return Tag(imm >> 30), imm % COUNT_MODULUS
+
+    def retire(self, number: int) -> tuple[Work, int]:
+        """Take the number of a completed send request; returns what it was, and its count."""
+        work, count = Work(number >> _COUNT_BITS), number & _COUNT_MASK
+        self.retired = max(self.retired, count)
+        return work, count
+
+    # Ending
+
+    def flush(self) -> None:
+        """Go to ERR and post a marker on both queues: their completions are the last ones.
+
+        Raises
+        ------
+        TransportError
+            The device refused: only `close` is left.
+        """
+        try:
+            # Before: Soft-RoCE looks at its receive queue when the state changes, not when a
+            # request is posted. Everything under way needs fewer receives than stand before it.
+            self._qp.post_recv(self._marker)
+            self._qp.modify(QPAttr(qp_state=e.IBV_QPS_ERR), e.IBV_QP_STATE)
+            self._write.send_flags = e.IBV_SEND_SIGNALED
+            self._write.wr_id = self._number(Work.MARKER)
+            self._sge.length = 0
+            self._qp.post_send(self._write)
+        except PyverbsError as exc:
+            raise _refused(self._device, "flush a queue pair", exc) from exc
+
+    def close(self) -> None:
+        """Destroy it: nothing is written into this rank's memory afterwards."""
+        self._qp.close()
+        self._region.close()
+        for request in (self._receive, self._marker, self._hello, self._write):
+            request.close()
+
+    def _post(
+        self, work: Work, imm: int, source: tuple[int, int, int], target: tuple[int, int]
+    ) -> None:
+        request, sge = self._write, self._sge
+        sge.addr, sge.length, sge.lkey = source
+        request.wr_id = self._number(work)
+        request.imm_data = imm
+        request.set_wr_rdma(target[1], target[0])
+        self._unsignaled += 1
+        is_signaled = work is Work.SLICE or self._unsignaled >= _SIGNAL_EVERY
+        request.send_flags = e.IBV_SEND_SIGNALED if is_signaled else 0
+        if is_signaled:
+            self._unsignaled = 0
+        try:
+            self._qp.post_send(request)
+        except PyverbsError as exc:
+            raise _refused(self._device, "post a work request", exc) from exc
+
+    def _number(self, work: Work) -> int:
+        self.posted += 1
+        return work << _COUNT_BITS | self.posted
+
+    def _imm(self, tag: Tag, value: int) -> int:
+        return socket.htonl(tag << 30 | self._epoch << 22 | value)
+
+
+def _spelled(gid: str) -> str:
+    """Spell a GID as pyverbs wants it: eight groups of four digits."""
+    return ipaddress.IPv6Address(gid).exploded
+
+
+def _refused(device: Device, what: str, exc: Exception) -> TransportError:
+    return TransportError(f"{device.name} refused to {what}: {exc}", status="DEVICE")
+
+
+__all__ = ["ALIGN", "NLANDINGS", "NMESSAGES", "Card", "QueuePair", "Tag", "Work"]
