@@ -75,7 +75,7 @@ $(VENV)/.test: $(VENV)/.demo
 $(RDMA_VENV)/.test: $(VENV)/.core
 	@echo "installing what the tests on ibverbs need into $(RDMA_VENV) ..."
 	@test -x $(RDMA_BIN)/python || $(RDMA_PYTHON) -m venv --without-pip $(RDMA_VENV)
-	@$(PIP) --python $(RDMA_BIN)/python install --editable . --group test virtme-ng
+	@$(PIP) --python $(RDMA_BIN)/python install --editable . --group test --group rdmalab
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -118,10 +119,10 @@ def _open_verbs(control: bootstrap.ControlPlane, config: Config) -> Part:
     from r2ccl.transport.verbs import VerbsTransport
 
     hcas = _hcas(config, is_one_host=control.is_on_one_host)[: control.nhcas]
-    devices = []
-    for hca in hcas:
-        gid = choose_gid(hca, config.gid_index)
-        devices.append(Device(hca.name, hca.port, gid.index, gid.address))
+    devices = [
+        Device(hca.name, hca.port, partial(_find_gid, hca.name, hca.port, config.gid_index))
+        for hca in hcas
+    ]
     return VerbsTransport(
         control.rank,
         devices,
@@ -131,6 +132,15 @@ def _open_verbs(control: bootstrap.ControlPlane, config: Config) -> Part:
         retry_cnt=config.ib_retry_cnt,
         first_rail=len(control.nics),
     )
+
+
+def _find_gid(name: str, port: int, index: int) -> tuple[int, str]:
+    """Look up the GID of a port as it is now."""
+    for hca in list_hcas():
+        if (hca.name, hca.port) == (name, port):
+            gid = choose_gid(hca, index)
+            return gid.index, gid.address
+    raise InvalidArgument(f"port {port} of RDMA NIC {name} is gone")
 
 
 def _with_faults(inner: Transport, rank: int, plan: FaultPlan | None) -> Transport:

@@ -13,11 +13,11 @@ import logging
 import os
 import select
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from r2ccl.errors import TransportError
+from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.transport.dmabuf import VerbsRegion
 from r2ccl.transport.regions import refusal
 
@@ -60,8 +60,8 @@ class Device:
     name : str
         As the kernel spells it: ``mlx5_0``.
     port : int
-    gid_index, gid : int, str
-        Under which peers address it.
+    find_gid : callable
+        Returns (index, GID) under which peers address the port; asked again after its events.
 
     Raises
     ------
@@ -69,11 +69,13 @@ class Device:
         The NIC cannot be opened; says why.
     """
 
-    def __init__(self, name: str, port: int, gid_index: int, gid: str) -> None:
+    def __init__(self, name: str, port: int, find_gid: Callable[[], tuple[int, str]]) -> None:
         self.name = name
         self.port = port
-        self.gid_index = gid_index
-        self.gid = gid
+        self._find_gid = find_gid
+        self.gid_index, self.gid = find_gid()
+        #: Something happened to the port: its GIDs may have moved.
+        self._is_stale = False
         #: Memory regions not closed yet.
         self._regions: weakref.WeakSet[Any] = weakref.WeakSet()
         try:
@@ -128,8 +130,25 @@ class Device:
         while select.select((self.async_fd,), (), (), 0)[0]:
             event = self.context.get_async_event()
             found.append(event.event_type)
+            self._is_stale = True
             event.ack()
         return found
+
+    def refresh(self) -> None:
+        """Look the GID up again if the port had an event: a flap may move or take it.
+
+        Raises
+        ------
+        TransportError
+            There is none that can be used now.
+        """
+        if not self._is_stale:
+            return
+        try:
+            self.gid_index, self.gid = self._find_gid()
+        except InvalidArgument as exc:
+            raise TransportError(str(exc), status="NO_GID") from exc
+        self._is_stale = False
 
     def is_active(self) -> bool:
         """Whether the port is up."""

@@ -6,8 +6,9 @@ Two things travel on it, both as RDMA_WRITE_WITH_IMM, so that each wakes the pee
   places the sender chooses (`r2ccl.transport.ring`);
 - *slices* into the landing place their receiver named.
 
-The immediate data says which: two bits of kind, then eight of the epoch's last bits, then a ring
-offset, a landing place's number, or a count of consumed messages (a credit, without payload).
+The immediate data says which: two bits of kind, eight that the receiver drew for this life of the
+path, then a ring offset, a landing place's number, or a count of consumed messages (a credit,
+without payload).
 
 Receive requests carry no buffer: they are the right to be woken. There is one for every message,
 every landing place and every credit that can be under way, so the receiver is never not ready.
@@ -54,6 +55,7 @@ _SIGNAL_EVERY = 16
 _MIN_RNR_TIMER = 12
 _MAX_RD_ATOMIC = 1
 
+_MARK_BITS = 8
 _COUNT_BITS = 54
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
 
@@ -64,6 +66,9 @@ class Tag(enum.IntEnum):
     MESSAGE = 0
     SLICE = 1
     CREDIT = 2
+
+
+_TAGS = frozenset(Tag)
 
 
 class Work(enum.IntEnum):
@@ -80,6 +85,7 @@ class Card(msgspec.Struct, frozen=True, array_like=True):
 
     qp_num: int
     psn: int
+    mark: int
     gid: str
     lid: int
     mtu: int
@@ -93,8 +99,6 @@ class QueuePair:
     Parameters
     ----------
     device : Device
-    epoch : int
-        Its last eight bits are in every immediate.
     ring_nbytes : int
         Room for messages under way, one way.
     timeout, retry_cnt : int
@@ -106,11 +110,9 @@ class QueuePair:
         The device refused.
     """
 
-    def __init__(
-        self, device: Device, epoch: int, *, ring_nbytes: int, timeout: int, retry_cnt: int
-    ) -> None:
+    def __init__(self, device: Device, *, ring_nbytes: int, timeout: int, retry_cnt: int) -> None:
         self._device = device
-        self._epoch = epoch & 0xFF
+        self._mark = secrets.randbits(_MARK_BITS)
         self._timeout = timeout
         self._retry_cnt = retry_cnt
         self._psn = secrets.randbits(24)
@@ -134,7 +136,7 @@ class QueuePair:
             self._region.close()
             raise _refused(device, "make a queue pair", exc) from exc
         port = Card(
-            self._qp.qp_num, self._psn, device.gid, device.lid(), device.mtu(),
+            self._qp.qp_num, self._psn, self._mark, device.gid, device.lid(), device.mtu(),
             self._memory.ctypes.data, self._region.rkey,
         )  # fmt: skip
         self.number = port.qp_num
@@ -259,9 +261,9 @@ class QueuePair:
             self._qp.post_recv(self._receive)
 
     def untag(self, imm_data: int) -> tuple[Tag, int] | None:
-        """Split immediate data; None: it is of another epoch."""
+        """Split immediate data; None: it does not carry this end's mark, or makes no sense."""
         imm = socket.ntohl(imm_data)
-        if (imm >> 22) & 0xFF != self._epoch:
+        if imm // COUNT_MODULUS % (1 << _MARK_BITS) != self._mark or imm >> 30 not in _TAGS:
             return None
         return Tag(imm >> 30), imm % COUNT_MODULUS
 
@@ -323,7 +325,8 @@ class QueuePair:
         return work << _COUNT_BITS | self.posted
 
     def _imm(self, tag: Tag, value: int) -> int:
-        return socket.htonl(tag << 30 | self._epoch << 22 | value)
+        assert self._remote is not None
+        return socket.htonl(tag << 30 | self._remote.mark * COUNT_MODULUS | value)
 
 
 def _spelled(gid: str) -> str:

@@ -185,6 +185,7 @@ class VerbsTransport:
         self._rank = rank
         self._devices = devices
         self._registrations = registrations
+        self._eager_nbytes = eager_nbytes
         self._ring_nbytes = -(-_RING_MESSAGES * (_HEADER_NBYTES + eager_nbytes) // 4096) * 4096
         self._timeout = timeout
         self._retry_cnt = retry_cnt
@@ -214,13 +215,14 @@ class VerbsTransport:
     def offer(self, path: PathKey) -> VerbsEndpoint:
         """See `Transport.offer`."""
         device = self._devices[path.rail - self._first_rail]
+        device.refresh()
         if not device.is_active():
             raise TransportError(
                 f"rank {self._rank}: port {device.port} of {device.name} is not ACTIVE",
                 rank=self._rank, peer=path.peer, rail=path.rail, status="PORT_DOWN",
             )  # fmt: skip
         qp = QueuePair(
-            device, 0, ring_nbytes=self._ring_nbytes,
+            device, ring_nbytes=self._ring_nbytes,
             timeout=self._timeout, retry_cnt=self._retry_cnt,
         )  # fmt: skip
         endpoint = VerbsEndpoint(self, path, qp)
@@ -507,6 +509,7 @@ class VerbsTransport:
     def _on_received(self, end: VerbsEndpoint, imm_data: int) -> None:
         tagged = end.qp.untag(imm_data)
         if tagged is None:
+            self._fail(end, "EBADMSG", f"immediate data {imm_data:#x} is not of this queue pair")
             return
         tag, value = tagged
         if tag is Tag.MESSAGE:
@@ -515,7 +518,10 @@ class VerbsTransport:
             end.qp.credit(value)
             self._mark(end)
         else:
-            place = end.places.pop(value)
+            place = end.places.pop(value, None)
+            if place is None:
+                self._fail(end, "EBADMSG", f"a slice for landing place {value}, which is not named")
+                return
             end.numbers.append(value)
             if place.reach.buffer is not None:
                 place.region[:] = place.reach.buffer[: len(place.region)].data
@@ -525,6 +531,9 @@ class VerbsTransport:
                 self._mark(end)
 
     def _on_message(self, end: VerbsEndpoint, offset: int) -> None:
+        if offset + _HEADER_NBYTES > self._ring_nbytes:
+            self._fail(end, "EBADMSG", f"message at offset {offset} of the ring")
+            return
         (kind, _, channel, nbytes, seq, ack, op, signature, credit, number, address,
          rkey) = _HEADER.unpack_from(end.qp.inbox, offset)  # fmt: skip
         end.qp.credit(credit % COUNT_MODULUS)
@@ -536,7 +545,7 @@ class VerbsTransport:
         payload_nbytes = nbytes if kind == _EAGER else 0
         end.lent_nbytes += -(-(_HEADER_NBYTES + payload_nbytes) // ALIGN) * ALIGN
         event: Event
-        if kind == _EAGER:
+        if kind == _EAGER and nbytes <= self._eager_nbytes:
             start = offset + _HEADER_NBYTES
             payload = end.qp.inbox[start : start + nbytes]
             event = Arrived(end.path, Frame(channel, seq, ack, op, signature), payload,
@@ -547,7 +556,7 @@ class VerbsTransport:
         elif kind == _CONFIRM:
             event = Confirmed(end.path, channel, ack)
         else:
-            self._fail(end, "EBADMSG", f"message of unknown kind {kind}")
+            self._fail(end, "EBADMSG", f"message of kind {kind} with {nbytes} bytes")
             return
         self._report(end, event)
 

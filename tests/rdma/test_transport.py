@@ -1,5 +1,6 @@
 """The transport contract on real queue pairs, and what only they can show."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,10 +57,11 @@ def _open(rank: int, hcas: tuple[Hca, ...]) -> Any:
     from r2ccl.transport.registration import RegistrationCache
     from r2ccl.transport.verbs import VerbsTransport
 
-    devices = []
-    for hca in hcas:
+    def gid_of(hca: Hca) -> tuple[int, str]:
         gid = choose_gid(hca)
-        devices.append(Device(hca.name, hca.port, gid.index, gid.address))
+        return gid.index, gid.address
+
+    devices = [Device(hca.name, hca.port, functools.partial(gid_of, hca)) for hca in hcas]
     cache = RegistrationCache(devices, 1 << 30)
     return VerbsTransport(rank, devices, cache, eager_nbytes=64, timeout=16, retry_cnt=3)
 

@@ -6,14 +6,23 @@ import pytest
 
 from r2ccl.config import Config
 from r2ccl.errors import CommunicatorRevoked, NoHealthyRail, PeerLost, TransportError
+from r2ccl.joining import Offer
 from r2ccl.progress import Progress
 from r2ccl.recovery import Recovery, Revoke
 from r2ccl.resilience.link import LinkReport
 from r2ccl.resilience.path import Announcement, PathState
-from r2ccl.transport.base import Event, Failed, Fenced
+from r2ccl.transport.base import Event, Failed, Fenced, RailChanged
 from r2ccl.types import PathKey
 
 A, B = PathKey(1, 0), PathKey(1, 1)
+
+
+class Endpoint:
+    card = b"card"
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class Notes:
@@ -30,6 +39,9 @@ class Notes:
 
     def joins(self, rail: int) -> bool:
         return rail in self.joined
+
+    def offer(self, path: PathKey) -> Endpoint:
+        return Endpoint()
 
     def open(self, path: PathKey, endpoint: object) -> None:
         self.opened.add(path)
@@ -86,19 +98,13 @@ class Control:
         self.probes.append((PathKey(peer, rail), on_result))
 
 
-class Endpoint:
-    is_closed = False
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
 class World:
     """Rank 0 of two, both rails up."""
 
-    def __init__(self, *, mode: str = "auto") -> None:
+    def __init__(self, *, mode: str = "auto", joined: set[int] | None = None) -> None:
         self.now = 0.0
         self.transport = Notes()
+        self.transport.joined = joined or set()
         self.control = Control()
         self.progress = Progress(
             0,
@@ -139,6 +145,45 @@ def test_the_lower_rank_dials() -> None:
     world = World()
     assert world.control.dialed == [(1, 0, 0), (1, 1, 0)]
     assert world.control.accepted == []
+
+
+def routes_of(world: World) -> list[PathKey | None]:
+    return [link.route for link in world.progress.senders.values()]
+
+
+def test_channels_are_at_home_on_rails_that_join_and_elsewhere_only_without_them() -> None:
+    world = World(joined={1})
+    assert world.control.dialed == [(1, 0, 0)]
+    assert [type(message) for _, message in world.control.sent] == [Offer]
+    for channel in range(4):
+        world.progress.send_link(1, channel)
+    assert routes_of(world) == [B] * 4
+    world.fail(B)
+    world.repair(B)
+    assert routes_of(world) == [A] * 4
+    world.open(1, 1)
+    assert routes_of(world) == [B] * 4
+
+
+def test_a_port_that_goes_down_fails_its_paths_and_one_that_comes_up_calls() -> None:
+    world = World(joined={1})
+    world.recovery.on_rail(RailChanged(1, False))
+    assert world.transport.fenced == [B]
+    world.repair(B)
+    assert world.recovery.paths[B].cause.startswith("PORT_ERR")
+    offers = [message for _, message in world.control.sent if isinstance(message, Offer)]
+    world.recovery.on_rail(RailChanged(1, True))
+    later = [message for _, message in world.control.sent if isinstance(message, Offer)]
+    assert [(offer.epoch, offer.attempt) for offer in later[len(offers) :]] == [(1, 2)]
+
+
+def test_a_silent_queue_pair_is_not_probed() -> None:
+    world = World(joined={1})
+    world.fail(A)
+    world.repair(A)
+    world.progress.recv_link(1, 0).post(None, 1, 0, None, 0)
+    world.look(3.0)
+    assert world.control.probes == []
 
 
 def test_a_failed_path_is_fenced_announced_repaired_and_redialed() -> None:
