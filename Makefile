@@ -22,6 +22,7 @@ demo: $(VENV)/.demo ## train a small model over four rails a node and lose one o
 test: $(VENV)/.test ## run the tests
 	@$(BIN)/python -m pytest
 
+# -s: pytest's capture shortens a file it has unlinked, and the machine's file system (9p) cannot.
 # Not $(MAKE), which `make -n` would run together with all else on its line.
 test-rdma: ## run the tests on real ibverbs: Soft-RoCE in a virtual machine; report in out/rdma.xml
 	@if ! $(RDMA_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
@@ -33,7 +34,7 @@ test-rdma: ## run the tests on real ibverbs: Soft-RoCE in a virtual machine; rep
 	if [ $$status -eq 69 ]; then echo "test-rdma: skipped: for the reason above"; exit 0; fi; \
 	[ $$status -eq 0 ] && mkdir -p out || exit $$status; \
 	$(RDMA_BIN)/r2ccl rdmalab --nodes 2 --nics 3 --timeout 840 -- \
-		$(RDMA_BIN)/python -m pytest tests/rdma --junitxml=out/rdma.xml
+		$(RDMA_BIN)/python -m pytest -s tests/rdma --junitxml=out/rdma.xml
 
 lint: $(VENV)/.lint ## style, types and layers
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --diff . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache
