@@ -161,6 +161,23 @@ def check_cleared(bench: Bench) -> None:
         assert region == pattern(nbytes)
 
 
+def check_confirmations_ride_along(bench: Bench) -> None:
+    """What a frame confirms reaches the peer, whichever call brought it."""
+    pair = Joined(bench)
+    token = pair.cleared(bytearray(100))
+    pair.a.send(0, pattern(100), token, ack=5)
+    pair.a.send(1, pattern(10), ack=6)
+
+    def known() -> int:
+        events = [*pair.b.of(Confirmed), *(event.frame for event in pair.b.of(Arrived))]
+        return max((event.ack for event in events), default=0)
+
+    pair.until(lambda: known() == 6, "the eager slice's confirmation")
+    token = pair.cleared(bytearray(100), 2)
+    pair.a.send(2, pattern(100), token, ack=8)
+    pair.until(lambda: known() == 8, "the cleared slice's confirmation")
+
+
 def check_early_confirmation(bench: Bench) -> None:
     """What the transport confirmed by itself has arrived, and says so, whatever comes next."""
     pair = Joined(bench)
@@ -375,6 +392,7 @@ def check_idle_path_is_not_stuck(bench: Bench) -> None:
 CHECKS: tuple[Callable[[Bench], None], ...] = (
     check_eager,
     check_cleared,
+    check_confirmations_ride_along,
     check_early_confirmation,
     check_order,
     check_both_ways,

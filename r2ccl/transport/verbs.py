@@ -132,6 +132,8 @@ class VerbsEndpoint:
         self.untold_nbytes = 0
         self.lent_nbytes = 0
         self.is_dirty = False
+        #: Confirmation last told, by channel.
+        self.acked: dict[int, int] = {}
         #: Events of an end that is not in use yet.
         self.held: list[Event] = []
         self.markers = 0
@@ -300,10 +302,14 @@ class VerbsTransport:
         if token is None:
             end.small.append((self._header(end, _EAGER, frame, len(view)), view))
             self._events.append(Sent(path, frame.channel, frame.seq))
-        elif is_replay:
-            end.bulk.appendleft(_Outgoing(frame, view, token))
         else:
-            end.bulk.append(_Outgoing(frame, view, token))
+            if frame.ack > end.acked.get(frame.channel, 0):  # a slice has no header to carry it
+                end.small.append((self._header(end, _CONFIRM, frame, 0),))
+            item = _Outgoing(frame, view, token)
+            if is_replay:
+                end.bulk.appendleft(item)
+            else:
+                end.bulk.append(item)
         self._mark(end)
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
@@ -402,6 +408,8 @@ class VerbsTransport:
         number: int = 0, address: int = 0, rkey: int = 0,
     ) -> bytes:  # fmt: skip
         self._told(end)
+        if frame.ack:
+            end.acked[frame.channel] = max(frame.ack, end.acked.get(frame.channel, 0))
         return _HEADER.pack(
             kind, 0, frame.channel, nbytes, frame.seq, frame.ack, frame.op, frame.signature,
             end.consumed & 0xFFFFFFFF, number, address, rkey,
