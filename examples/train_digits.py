@@ -83,9 +83,10 @@ def cut_time(plan: FaultPlan, run: Run) -> float | None:
     """Return when the NIC was cut (CLOCK_MONOTONIC seconds); None if it was not."""
     if plan.fired:
         return plan.fired[0].time_s
-    # Without a lab the rank cuts its own connections, and knows it at once.
-    own = (each for each in run.repairs[NODE] if each["cause"].startswith("ENETDOWN"))
-    return min((each["failed_s"] for each in own), default=None)
+    # Without a lab the rank cuts its own connections; the first of them it knows to be lost, by
+    # itself or from a peer that was quicker, tells when.
+    lost = (each for each in run.repairs[NODE] if each["rail"] == RAIL)
+    return min((each["failed_s"] for each in lost), default=None)
 
 
 def judge(console: Console, healthy: Run, struck: Run, cut_s: float | None) -> str:
