@@ -58,7 +58,7 @@ class Communicator:
         self.config = config
         self._control = control
         self._nrails = transport.nrails
-        self._nwires = control.nhcas or control.nwires
+        self._nwires = control.nwires
         self._pool = LandingPool(transport.allocate)
         self._prepared: dict[tuple[Collective, int, int, ReduceOp], _Prepared] = {}
         self._checked: set[tuple[str, int]] = set()

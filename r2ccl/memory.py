@@ -6,7 +6,6 @@ Invariant: the transport is touched only by whoever owns the data loop.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Protocol
 
 from r2ccl.transport.base import Registered
@@ -36,12 +35,7 @@ class RegisteredMemory:
     def __enter__(self) -> RegisteredMemory:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -114,8 +114,10 @@ class ControlPlane:
     is_on_one_host : bool
         Whether all ranks share one network stack (`PeerInfo.host`).
     nwires : int
-        Rails that add bandwidth to one another: one if all are loopback, whose rails share one
-        memory, else all. The same on all ranks.
+        Rails that add bandwidth to one another: the RDMA ports where there are any; else one if
+        all are loopback, whose rails share one memory, else all. The same on all ranks.
+    nhcas : int
+        RDMA ports every rank uses.
     """
 
     def __init__(
@@ -139,9 +141,8 @@ class ControlPlane:
         self.nics = nics
         self.communicator_id = communicator_id
         self.is_on_one_host = len({info.host for info in peers}) == 1
-        #: RDMA ports every rank uses.
         self.nhcas = peers[rank].nhcas
-        self.nwires = 1 if _is_loopback(peers) else len(nics)
+        self.nwires = self.nhcas or (1 if _is_loopback(peers) else len(nics))
         self.is_busy = False
         self._loop = loop
         self._clock = clock

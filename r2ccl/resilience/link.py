@@ -97,16 +97,8 @@ class SendLink:
     """
 
     __slots__ = (
-        "channel",
-        "clears",
-        "confirmed",
-        "is_confirmed",
-        "outstanding",
-        "peer",
-        "posted",
-        "retired_below",
-        "route",
-        "slots",
+        "channel", "clears", "confirmed", "is_confirmed", "outstanding", "peer", "posted",
+        "retired_below", "route", "slots",
     )  # fmt: skip
 
     def __init__(self, peer: int, channel: int, slots: int, *, is_confirmed: bool = True) -> None:

@@ -153,13 +153,6 @@ class Registered(Protocol):
         ...
 
 
-class Unregistered:
-    """`Registered` where there is nothing to prepare."""
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
 class Transport(Protocol):
     """What a link needs from the wire. Calls never block; only ``poll`` reports."""
 
@@ -263,5 +256,4 @@ __all__ = [
     "Registered",
     "Sent",
     "Transport",
-    "Unregistered",
 ]

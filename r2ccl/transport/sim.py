@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from r2ccl.errors import InternalError
-from r2ccl.transport.base import Arrived, Endpoint, Event, Fenced, Frame, Sent, Unregistered
+from r2ccl.transport.base import Arrived, Event, Fenced, Frame, Sent
+from r2ccl.transport.dialed import Dialed
 from r2ccl.transport.simnet import End, EndState, Kind, Message, SimNetwork
 from r2ccl.types import PathKey
 
 
-class SimTransport:
+class SimTransport(Dialed):
     """`Transport` of one rank over a `SimNetwork`.
 
     Parameters
@@ -49,22 +47,6 @@ class SimTransport:
         self._dirty: list[End] = []
         self._events: list[Event] = []
         self._lent: list[bytearray] = []
-
-    def joins(self, rail: int) -> bool:
-        """Never: the control plane connects the ends."""
-        return False
-
-    def offer(self, path: PathKey) -> Endpoint:
-        """See `Transport.offer`; there is nothing to offer here."""
-        raise InternalError(f"rank {self._rank}: rail {path.rail} does not join its ends")
-
-    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return memory; any is as good."""
-        return np.empty(nbytes, np.uint8)
-
-    def register(self, memory: npt.NDArray[np.uint8]) -> Unregistered:
-        """Nothing to prepare."""
-        return Unregistered()
 
     def open(self, path: PathKey, endpoint: End) -> None:
         """Take one end of a connection into use."""

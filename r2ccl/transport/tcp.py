@@ -29,23 +29,19 @@ import termios
 from array import array
 from collections import deque
 
-import numpy as np
-import numpy.typing as npt
-
 from r2ccl.clock import Clock, monotonic
 from r2ccl.errors import InternalError
 from r2ccl.transport.base import (
     Arrived,
     Cleared,
     Confirmed,
-    Endpoint,
     Event,
     Failed,
     Fenced,
     Frame,
     Sent,
-    Unregistered,
 )
+from r2ccl.transport.dialed import Dialed
 from r2ccl.types import PathKey
 
 _log = logging.getLogger(__name__)
@@ -140,7 +136,7 @@ class _Connection:
         self.is_dirty = False
 
 
-class TcpTransport:
+class TcpTransport(Dialed):
     """`Transport` over TCP sockets.
 
     Parameters
@@ -178,22 +174,6 @@ class TcpTransport:
         self._events: list[Event] = []
         #: Where FIONREAD writes its answer.
         self._unread = array("i", [0])
-
-    def joins(self, rail: int) -> bool:
-        """Never: the control plane connects the ends."""
-        return False
-
-    def offer(self, path: PathKey) -> Endpoint:
-        """See `Transport.offer`; there is nothing to offer here."""
-        raise InternalError(f"rank {self._rank}: rail {path.rail} does not join its ends")
-
-    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return memory; any is as good."""
-        return np.empty(nbytes, np.uint8)
-
-    def register(self, memory: npt.NDArray[np.uint8]) -> Unregistered:
-        """Nothing to prepare."""
-        return Unregistered()
 
     def open(self, path: PathKey, endpoint: socket.socket) -> None:
         """Take a connected, authenticated, non-blocking socket into use as `path`."""

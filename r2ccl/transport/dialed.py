@@ -1,0 +1,43 @@
+"""What transports have in common whose ends others connect and whose memory needs no preparing.
+
+Invariant: nothing here touches the wire.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.errors import InternalError
+from r2ccl.transport.base import Endpoint
+from r2ccl.types import PathKey
+
+
+class Unregistered:
+    """`Registered` where there is nothing to prepare."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Dialed:
+    """The part of `Transport` that is about NICs which join their ends and must know the memory."""
+
+    def joins(self, rail: int) -> bool:
+        """Never: the control plane connects the ends."""
+        return False
+
+    def offer(self, path: PathKey) -> Endpoint:
+        """See `Transport.offer`; there is nothing to offer here."""
+        raise InternalError(f"rail {path.rail} to rank {path.peer} does not join its ends")
+
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return memory; any is as good."""
+        return np.empty(nbytes, np.uint8)
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> Unregistered:
+        """Nothing to prepare."""
+        return Unregistered()
+
+
+__all__ = ["Dialed", "Unregistered"]
