@@ -12,14 +12,12 @@ from __future__ import annotations
 import logging
 import os
 import select
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from r2ccl.errors import InvalidArgument, TransportError
-from r2ccl.transport.dmabuf import VerbsRegion
-from r2ccl.transport.regions import refusal
+from r2ccl.transport.dmabuf import PdRegistrar
 
 
 @contextmanager
@@ -36,7 +34,6 @@ def _quiet_root_logger() -> Iterator[None]:
 with _quiet_root_logger():
     from pyverbs.cq import CQ, CompChannel
     from pyverbs.device import Context
-    from pyverbs.mr import MR
     from pyverbs.pd import PD
     from pyverbs.pyverbs_error import PyverbsError
 
@@ -50,6 +47,19 @@ _ACCESS = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
 _CQ_ENTRIES = 8192
 #: Completions taken at once: a batch costs one call.
 BATCH = 32
+
+
+class Completion(NamedTuple):
+    """What is read of an ``ibv_wc``."""
+
+    wr_id: int
+    status: int
+    #: Of no meaning if the status is not 0, nor is what follows but ``qp_num``.
+    opcode: int
+    vendor_err: int
+    #: In network byte order, as pyverbs leaves it.
+    imm_data: int
+    qp_num: int
 
 
 class Device:
@@ -76,8 +86,6 @@ class Device:
         self.gid_index, self.gid = find_gid()
         #: Something happened to the port: its GIDs may have moved.
         self._is_stale = False
-        #: Memory regions not closed yet.
-        self._regions: weakref.WeakSet[Any] = weakref.WeakSet()
         try:
             self._open()
         except PyverbsError as exc:
@@ -90,30 +98,19 @@ class Device:
         self.context, self.async_fd = _with_new_fd(lambda: Context(name=self.name))
         os.set_blocking(self.async_fd, False)
         self.pd = PD(self.context)
+        #: Registers memory with this NIC; regions must be closed before the device is.
+        self.registrar = PdRegistrar(self.name, self.pd, _ACCESS)
         self.channel, self.channel_fd = _with_new_fd(lambda: CompChannel(self.context))
         self.cq = CQ(self.context, _CQ_ENTRIES, None, self.channel)
 
-    def register(self, address: int, nbytes: int) -> VerbsRegion:
-        """Let this NIC read and write ``nbytes`` bytes of host memory at `address`.
-
-        Raises
-        ------
-        TransportError
-            The kernel refused; the status is the errno's name.
-        """
-        try:
-            mr = MR(self.pd, nbytes, _ACCESS, address=address)
-        except PyverbsError as exc:
-            raise refusal(self.name, nbytes, exc) or TransportError(
-                f"{self.name} cannot register {nbytes} bytes: {exc}", status="DEVICE"
-            ) from exc
-        self._regions.add(mr)
-        return VerbsRegion(mr.lkey, mr.rkey, 0, mr)
-
-    def completions(self) -> list[Any]:
+    def completions(self) -> list[Completion]:
         """Take what has completed, up to one batch."""
-        count, completions = self.cq.poll(BATCH)
-        return completions if count else []
+        _, found = self.cq.poll(BATCH)
+        return [
+            Completion(each.wr_id, each.status, each.opcode, each.vendor_err, each.imm_data,
+                       each.qp_num)
+            for each in found
+        ]  # fmt: skip
 
     def arm(self) -> None:
         """Have the channel's descriptor become readable at the next completion."""
@@ -150,24 +147,18 @@ class Device:
             raise TransportError(str(exc), status="NO_GID") from exc
         self._is_stale = False
 
+    def query(self) -> Any:
+        """Return verbs' port attributes as they are now: ``state``, ``lid``, ``active_mtu``."""
+        return self.context.query_port(self.port)
+
     def is_active(self) -> bool:
         """Whether the port is up."""
-        return bool(self.context.query_port(self.port).state == e.IBV_PORT_ACTIVE)
-
-    def lid(self) -> int:
-        """Return the port's local identifier (InfiniBand; 0 on Ethernet)."""
-        return int(self.context.query_port(self.port).lid)
-
-    def mtu(self) -> int:
-        """Return the active path MTU as verbs' number for it."""
-        return int(self.context.query_port(self.port).active_mtu)
+        return bool(self.query().state == e.IBV_PORT_ACTIVE)
 
     def close(self) -> None:
-        """Free everything; queue pairs must be closed."""
+        """Free everything; queue pairs and memory regions must be closed."""
         self.cq.close()
         self.channel.close()
-        for mr in list(self._regions):
-            mr.close()
         self.pd.close()
         self.context.close()
 
@@ -192,4 +183,4 @@ def _event_fds() -> set[int]:
     return found
 
 
-__all__ = ["BATCH", "Device", "e"]
+__all__ = ["BATCH", "Completion", "Device", "e"]

@@ -31,7 +31,7 @@ import numpy as np
 
 from r2ccl.errors import TransportError
 from r2ccl.transport.device import Device, e
-from r2ccl.transport.regions import MemoryRegion
+from r2ccl.transport.regions import MemoryRegion, register_everywhere
 from r2ccl.transport.ring import COUNT_MODULUS, SendRing
 
 # Below r2ccl.transport.device, which sees to it that importing pyverbs changes nothing else.
@@ -42,8 +42,8 @@ from pyverbs.wr import SGE, RecvWR, SendWR  # isort: skip
 
 #: Messages under way one way; landing places named at once; credits that may cross. Few, because
 #: every one stands for a receive request, and a fence waits until all of them are flushed.
-NMESSAGES = 64
-NLANDINGS = 64
+NMESSAGES = 32
+NLANDINGS = 32
 _NCREDITS = 8
 #: Messages begin at multiples of it, so that a ring of 256 MiB can be addressed with 22 bits.
 ALIGN = 64
@@ -121,7 +121,10 @@ class QueuePair:
         self._memory = np.zeros(2 * ring_nbytes, np.uint8)
         self._ring_nbytes = ring_nbytes
         self._ring = SendRing(ring_nbytes, NMESSAGES, ALIGN)
-        self._region: MemoryRegion = device.register(self._memory.ctypes.data, 2 * ring_nbytes)
+        self._region: MemoryRegion
+        (self._region,) = register_everywhere(
+            [device.registrar], self._memory.ctypes.data, 2 * ring_nbytes
+        )
         view = memoryview(self._memory)  # type: ignore[arg-type]
         self.inbox = view[:ring_nbytes]
         self._outbox = view[ring_nbytes:]
@@ -135,12 +138,15 @@ class QueuePair:
         except PyverbsError as exc:
             self._region.close()
             raise _refused(device, "make a queue pair", exc) from exc
-        port = Card(
-            self._qp.qp_num, self._psn, self._mark, device.gid, device.lid(), device.mtu(),
-            self._memory.ctypes.data, self._region.rkey,
+        port = device.query()
+        self._mtu = port.active_mtu
+        self.number = self._qp.qp_num
+        self.card = msgspec.msgpack.encode(
+            Card(
+                self.number, self._psn, self._mark, device.gid, port.lid, port.active_mtu,
+                self._memory.ctypes.data, self._region.rkey,
+            )
         )  # fmt: skip
-        self.number = port.qp_num
-        self.card = msgspec.msgpack.encode(port)
 
     def _make(self) -> None:
         device = self._device
@@ -181,7 +187,7 @@ class QueuePair:
         attr = QPAttr(port_num=self._device.port)
         attr.ah_attr = AHAttr(dlid=remote.lid, is_global=1, gr=route, port_num=self._device.port)
         attr.qp_access_flags = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
-        attr.path_mtu = min(remote.mtu, self._device.mtu())
+        attr.path_mtu = min(remote.mtu, self._mtu)
         attr.dest_qp_num = remote.qp_num
         attr.rq_psn, attr.sq_psn = remote.psn, self._psn
         attr.max_dest_rd_atomic = attr.max_rd_atomic = _MAX_RD_ATOMIC
@@ -196,11 +202,17 @@ class QueuePair:
         self._remote = remote
 
     def hello(self) -> None:
-        """Write nothing to the peer; its completion proves the way there and back."""
+        """Write nothing to the peer; its completion proves the way there and back.
+
+        Raises
+        ------
+        TransportError
+            The device refused.
+        """
         assert self._remote is not None
         self._hello.wr_id = self._number(Work.HELLO)
         self._hello.set_wr_rdma(self._remote.ring_rkey, self._remote.ring_address)
-        self._qp.post_send(self._hello)
+        self._send(self._hello)
 
     # Sending
 
@@ -256,9 +268,18 @@ class QueuePair:
         self._ring.credit(count)
 
     def receive(self, count: int) -> None:
-        """Post `count` receive requests anew."""
-        for _ in range(count):
-            self._qp.post_recv(self._receive)
+        """Post `count` receive requests anew.
+
+        Raises
+        ------
+        TransportError
+            The device refused.
+        """
+        try:
+            for _ in range(count):
+                self._qp.post_recv(self._receive)
+        except PyverbsError as exc:
+            raise _refused(self._device, "post a receive request", exc) from exc
 
     def untag(self, imm_data: int) -> tuple[Tag, int] | None:
         """Split immediate data; None: it does not carry this end's mark, or makes no sense."""
@@ -267,11 +288,16 @@ class QueuePair:
             return None
         return Tag(imm >> 30), imm % COUNT_MODULUS
 
+    @staticmethod
+    def work_of(number: int) -> Work:
+        """Return what the request of this number was."""
+        return Work(number >> _COUNT_BITS)
+
     def retire(self, number: int) -> tuple[Work, int]:
         """Take the number of a completed send request; returns what it was, and its count."""
-        work, count = Work(number >> _COUNT_BITS), number & _COUNT_MASK
+        count = number & _COUNT_MASK
         self.retired = max(self.retired, count)
-        return work, count
+        return self.work_of(number), count
 
     # Ending
 
@@ -315,6 +341,9 @@ class QueuePair:
         request.send_flags = e.IBV_SEND_SIGNALED if is_signaled else 0
         if is_signaled:
             self._unsignaled = 0
+        self._send(request)
+
+    def _send(self, request: SendWR) -> None:
         try:
             self._qp.post_send(request)
         except PyverbsError as exc:

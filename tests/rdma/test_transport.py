@@ -62,7 +62,7 @@ def _open(rank: int, hcas: tuple[Hca, ...]) -> Any:
         return gid.index, gid.address
 
     devices = [Device(hca.name, hca.port, functools.partial(gid_of, hca)) for hca in hcas]
-    cache = RegistrationCache(devices, 1 << 30)
+    cache = RegistrationCache([device.registrar for device in devices], 1 << 30)
     return VerbsTransport(rank, devices, cache, eager_nbytes=64, timeout=16, retry_cnt=3)
 
 
