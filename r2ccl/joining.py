@@ -8,7 +8,8 @@ and both take the path into use::
     answerer              join, Answer(card) ->                              use
 
 Whatever goes wrong, the caller begins again with fresh ends, after a pause that doubles, for as
-long as it takes; ``attempt`` tells the rounds apart and ``epoch`` the lives of a path. Trust comes
+long as it takes; an answerer whose own port is not ready yet tries the same offer again until a
+newer one comes. ``attempt`` tells the rounds apart and ``epoch`` the lives of a path. Trust comes
 from the session that carries the cards.
 
 Must not import sockets or verbs. Invariant: at most one end of a path exists here at a time, and
@@ -65,13 +66,15 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 class _Attempt:
     """A path on its way up."""
 
-    __slots__ = ("deadline", "endpoint", "epoch", "number", "pause")
+    __slots__ = ("deadline", "endpoint", "epoch", "number", "offer", "pause")
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.number = 0
         self.endpoint: Endpoint | None = None
-        #: When the caller begins again.
+        #: The answerer's: what it could not answer yet.
+        self.offer: Offer | None = None
+        #: When the caller begins again, and when the answerer tries again to answer.
         self.deadline = 0.0
         self.pause = _FIRST_PAUSE_S
 
@@ -136,17 +139,17 @@ class Joiner:
             self.cancel(key)
 
     def kick(self, rail: int) -> None:
-        """Have the calls of `rail` begin again at once: its port is back."""
+        """Have the calls and answers of `rail` begin again at once: its port is back."""
         for key, attempt in self._attempts.items():
-            if key.rail == rail and self._rank < key.peer:
+            if key.rail == rail:
                 attempt.pause = _FIRST_PAUSE_S
-                self._call(key, attempt)
+                self._begin_again(key, attempt)
 
     def tick(self, now: float) -> None:
-        """Begin calls again whose time has come."""
+        """Begin calls, and try answers, whose time has come."""
         for key, attempt in list(self._attempts.items()):
-            if self._rank < key.peer and now >= attempt.deadline:
-                self._call(key, attempt)
+            if now >= attempt.deadline:
+                self._begin_again(key, attempt)
 
     def on_message(self, peer: int, message: Offer | Answer | Ready) -> None:
         """Take a message of `peer`; a stale one changes nothing."""
@@ -174,6 +177,12 @@ class Joiner:
             self._send(event.path.peer, Ready(event.path.rail, attempt.epoch, attempt.number))
             self._hand_over(event.path, attempt)
 
+    def _begin_again(self, key: PathKey, attempt: _Attempt) -> None:
+        if self._rank < key.peer:
+            self._call(key, attempt)
+        elif attempt.offer is not None:
+            self._answer(key, attempt, attempt.offer)
+
     def _call(self, key: PathKey, attempt: _Attempt) -> None:
         attempt.drop()
         attempt.number += 1
@@ -190,14 +199,19 @@ class Joiner:
         if attempt is None or offer.epoch > attempt.epoch:
             self._early[key] = offer
             return
-        if offer.epoch < attempt.epoch or self._rank < key.peer:
-            return
+        if offer.epoch == attempt.epoch and key.peer < self._rank:
+            attempt.pause = _FIRST_PAUSE_S
+            self._answer(key, attempt, offer)
+
+    def _answer(self, key: PathKey, attempt: _Attempt, offer: Offer) -> None:
         attempt.drop()
         attempt.number = offer.attempt
+        attempt.offer = None
         try:
             attempt.endpoint = self._transport.offer(key)
             attempt.endpoint.join(offer.card, is_caller=False)
         except TransportError as exc:
+            attempt.offer = offer
             self._failed(key, attempt, str(exc))
             return
         self._send(key.peer, Answer(key.rail, attempt.epoch, attempt.number, attempt.endpoint.card))
@@ -221,7 +235,7 @@ class Joiner:
         self._on_joined(key.peer, key.rail, attempt.epoch, endpoint)
 
     def _failed(self, key: PathKey, attempt: _Attempt, why: str) -> None:
-        """Close this end; the caller tries again later, the answerer waits for its next offer."""
+        """Close this end; the caller calls again later, the answerer tries this offer again."""
         _log.info("rank %d: rail %d to rank %d: %s", self._rank, key.rail, key.peer, why)
         attempt.drop()
         attempt.deadline = self._clock() + attempt.pause

@@ -15,6 +15,7 @@ class Endpoint:
     def __init__(self, transport: Any, path: PathKey, number: int) -> None:
         self.transport = transport
         self.path = path
+        self.number = number
         self.card = f"{transport.rank}:{number}".encode()
         self.joined_to = b""
         self.is_closed = False
@@ -105,6 +106,23 @@ class Pair:
 def test_both_ends_meet_whoever_begins(ranks: tuple[int, ...]) -> None:
     pair = Pair()
     pair.begin(ranks=ranks)
+    pair.settle()
+    pair.check()
+
+
+@pytest.mark.parametrize("is_kicked", [True, False])
+def test_an_answerer_that_is_not_ready_tries_the_same_offer_again(is_kicked: bool) -> None:
+    pair = Pair()
+    pair.transports[1].is_down = True
+    pair.begin()
+    pair.settle()
+    assert not pair.up[1]
+    pair.transports[1].is_down = False
+    if is_kicked:
+        pair.joiners[1].kick(0)
+    else:
+        pair.pass_time(0.1)  # long before the caller gives the answer up
+    assert [end.number for end in pair.transports[0].made] == [0]
     pair.settle()
     pair.check()
 
