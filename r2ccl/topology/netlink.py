@@ -34,6 +34,8 @@ RTM_SETLINK = 19
 RTM_NEWADDR = 20
 RTM_DELADDR = 21
 RTM_GETADDR = 22
+RTM_GETROUTE = 26
+RTM_GETNEIGH = 30
 RTMGRP_LINK = 0x1
 RTMGRP_IPV4_IFADDR = 0x10
 RTMGRP_IPV6_IFADDR = 0x100
@@ -43,12 +45,25 @@ IFLA_IFNAME = 3
 IFA_ADDRESS = 1
 IFA_LOCAL = 2
 
+# linux/rtnetlink.h, linux/neighbour.h
+RTA_DST = 1
+RTA_OIF = 4
+RTA_GATEWAY = 5
+RTN_LOCAL = 2
+NDA_DST = 1
+#: States in which the kernel sends to a neighbour at once: all but none, incomplete and failed.
+NUD_VALID = 0xDE
+
 #: nlmsghdr: length, type, flags, sequence, port id.
 HEADER = struct.Struct("=IHHII")
 #: ifinfomsg: family, (pad), device type, index, flags, mask of the flags to change.
 IFINFO = struct.Struct("=BxHiII")
 #: ifaddrmsg: family, prefix length, flags, scope, index.
 IFADDR = struct.Struct("=BBBBI")
+#: rtmsg: family, prefix lengths (destination, source), TOS, table, protocol, scope, type, flags.
+RTMSG = struct.Struct("=BBBBBBBBI")
+#: ndmsg: family, (pads), index, state, flags, type.
+NDMSG = struct.Struct("=BxxxiHBB")
 _ATTRIBUTE = struct.Struct("=HH")
 _ERROR = struct.Struct("=i")
 
@@ -129,6 +144,17 @@ class RouteSocket:
             if message.kind == NLMSG_ERROR:
                 return
 
+    def ask(self, kind: int, body: bytes) -> Message:
+        """Return the one entry of a table that `body` describes.
+
+        Raises
+        ------
+        OSError
+            There is none (ENOENT), the kernel refused, with its errno, or did not answer in time.
+        """
+        self._send(kind, 0, body)
+        return next(self._answers())
+
     def dump(self, kind: int, body: bytes) -> list[Message]:
         """Return a table of the kernel, one message an entry.
 
@@ -185,20 +211,30 @@ __all__ = [
     "IFA_LOCAL",
     "IFINFO",
     "IFLA_IFNAME",
+    "NDA_DST",
+    "NDMSG",
     "NLMSG_DONE",
     "NLMSG_ERROR",
     "NLM_F_DUMP_INTR",
+    "NUD_VALID",
     "RECEIVE_NBYTES",
+    "RTA_DST",
+    "RTA_GATEWAY",
+    "RTA_OIF",
     "RTMGRP_IPV4_IFADDR",
     "RTMGRP_IPV6_IFADDR",
     "RTMGRP_LINK",
+    "RTMSG",
     "RTM_DELADDR",
     "RTM_DELLINK",
     "RTM_GETADDR",
     "RTM_GETLINK",
+    "RTM_GETNEIGH",
+    "RTM_GETROUTE",
     "RTM_NEWADDR",
     "RTM_NEWLINK",
     "RTM_SETLINK",
+    "RTN_LOCAL",
     "Message",
     "RouteSocket",
     "attribute",
