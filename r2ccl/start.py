@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,12 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.joining import Answer, Offer, Ready
 from r2ccl.recovery import Revoke
 from r2ccl.resilience.path import Announcement
-from r2ccl.topology.hcas import Hca, choose_gid, list_hcas, select_hcas
+from r2ccl.topology.hcas import Hca, choose_gid, list_hcas, read_hca, select_hcas
 from r2ccl.topology.interfaces import discover
 from r2ccl.transport.base import Transport
 from r2ccl.transport.mixed import MixedTransport, Part
 from r2ccl.transport.tcp import TcpTransport
+from r2ccl.types import Nic
 
 if TYPE_CHECKING:
     from r2ccl.testing.faults import FaultPlan
@@ -60,13 +62,22 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
     """
     config = Config.from_env(os.environ, **settings)
     _set_log_level(config)
+    hcas: list[Hca] = []
+
+    def choose_nics(is_one_host: bool, control_address: str) -> tuple[Nic, ...]:
+        hcas.extend(_choose_hcas(config, is_one_host=is_one_host))
+        return discover(
+            config,
+            is_one_host=is_one_host,
+            exclude_addresses=(control_address,),
+            rdma_names=[hca.netdev for hca in hcas],
+        )
+
     control = bootstrap.connect(
         config,
         message_types=Announcement | Revoke | Leaving | Offer | Answer | Ready,
-        nics_for=lambda is_one_host, control_address: discover(
-            config, is_one_host=is_one_host, exclude_addresses=(control_address,)
-        ),
-        nhcas_for=lambda is_one_host: len(_hcas(config, is_one_host=is_one_host)),
+        nics_for=choose_nics,
+        nhcas_for=lambda: len(hcas),
         comm=comm,
     )
     tcp = TcpTransport(
@@ -76,8 +87,14 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
         congestion=config.tcp_congestion,
     )
     transport: Transport = tcp
+    if control.nhcas < len(hcas):
+        _log.warning(
+            "rank %d: %d RDMA ports here, but only %d on every rank: the others are not used; give "
+            "all ranks as many, or set R2CC_HCA",
+            control.rank, len(hcas), control.nhcas,
+        )  # fmt: skip
     if control.nhcas:
-        verbs = _open_verbs(control, config)
+        verbs = _open_verbs(control, config, hcas[: control.nhcas])
         transport = MixedTransport((tcp, verbs))
     if faults is not None or config.fault_plan:
         transport = _with_faults(transport, control.rank, faults)
@@ -96,7 +113,7 @@ def _set_log_level(config: Config) -> None:
             logger.addHandler(logging.StreamHandler())
 
 
-def _hcas(config: Config, *, is_one_host: bool) -> tuple[Hca, ...]:
+def _choose_hcas(config: Config, *, is_one_host: bool) -> tuple[Hca, ...]:
     """Choose the RDMA ports of this rank; none on a single host, unless they are named."""
     if config.hca == "none" or (is_one_host and not config.hca):
         return ()
@@ -112,13 +129,12 @@ def _hcas(config: Config, *, is_one_host: bool) -> tuple[Hca, ...]:
     return chosen
 
 
-def _open_verbs(control: bootstrap.ControlPlane, config: Config) -> Part:
+def _open_verbs(control: bootstrap.ControlPlane, config: Config, hcas: Sequence[Hca]) -> Part:
     """Open the RDMA ports all ranks use; their rails come after TCP's."""
     from r2ccl.transport.device import Device
     from r2ccl.transport.registration import RegistrationCache
     from r2ccl.transport.verbs import VerbsTransport
 
-    hcas = _hcas(config, is_one_host=control.is_on_one_host)[: control.nhcas]
     devices = [
         Device(hca.name, hca.port, partial(_find_gid, hca.name, hca.port, config.gid_index))
         for hca in hcas
@@ -126,7 +142,7 @@ def _open_verbs(control: bootstrap.ControlPlane, config: Config) -> Part:
     return VerbsTransport(
         control.rank,
         devices,
-        RegistrationCache(devices, config.registration_limit_nbytes),
+        RegistrationCache([each.registrar for each in devices], config.registration_limit_nbytes),
         eager_nbytes=config.eager_nbytes,
         timeout=config.ib_timeout,
         retry_cnt=config.ib_retry_cnt,
@@ -136,11 +152,11 @@ def _open_verbs(control: bootstrap.ControlPlane, config: Config) -> Part:
 
 def _find_gid(name: str, port: int, index: int) -> tuple[int, str]:
     """Look up the GID of a port as it is now."""
-    for hca in list_hcas():
-        if (hca.name, hca.port) == (name, port):
-            gid = choose_gid(hca, index)
-            return gid.index, gid.address
-    raise InvalidArgument(f"port {port} of RDMA NIC {name} is gone")
+    hca = read_hca(name, port)
+    if hca is None:
+        raise InvalidArgument(f"port {port} of RDMA NIC {name} is gone")
+    gid = choose_gid(hca, index)
+    return gid.index, gid.address
 
 
 def _with_faults(inner: Transport, rank: int, plan: FaultPlan | None) -> Transport:

@@ -36,7 +36,7 @@ def connect(
     *,
     message_types: Any,
     nics_for: NicsFor,
-    nhcas_for: Callable[[bool], int] = lambda is_on_one_host: 0,
+    nhcas_for: Callable[[], int] = lambda: 0,
     comm: Any | None = None,
     env: Mapping[str, str] | None = None,
 ) -> ControlPlane:
@@ -54,7 +54,7 @@ def connect(
         local end of rail i. Ranks with more than others lose the surplus. Runs in the control
         thread; must not block for long.
     nhcas_for : callable, optional
-        Takes is_on_one_host, returns how many RDMA ports this rank could use.
+        Returns how many RDMA ports this rank could use; called after `nics_for`.
     comm : mpi4py.MPI.Comm, optional
         Where rank and nranks come from; by default the environment.
     env : mapping, optional
@@ -128,7 +128,7 @@ class _Listeners:
     """Listening sockets of this rank: one per rail, then the control plane's."""
 
     def __init__(
-        self, rank: int, config: Config, nics_for: NicsFor, nhcas_for: Callable[[bool], int]
+        self, rank: int, config: Config, nics_for: NicsFor, nhcas_for: Callable[[], int]
     ) -> None:
         self.nics: tuple[Nic, ...] = ()
         self._rank = rank
@@ -155,7 +155,7 @@ class _Listeners:
             pid=os.getpid(),
             control_addresses=tuple(map(_address, self._control)),
             rails=tuple(map(_address, self._rails)),
-            nhcas=self._nhcas_for(is_on_one_host),
+            nhcas=self._nhcas_for(),
         )
 
     def take(self, nrails: int) -> list[socket.socket]:

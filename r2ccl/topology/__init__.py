@@ -7,7 +7,14 @@ must not import transports, bootstrap or anything above them; it hands out value
 Invariant: the same machine state and settings give the same rails in the same order.
 """
 
-from r2ccl.topology.hcas import Gid, Hca, choose_gid, list_hcas, rails_of, select_hcas
+from r2ccl.topology.hcas import (
+    Gid,
+    Hca,
+    choose_gid,
+    list_hcas,
+    read_hca,
+    select_hcas,
+)
 from r2ccl.topology.interfaces import Interface, discover, list_interfaces, select
 from r2ccl.topology.monitor import LinkEvent, LinkMonitor
 
@@ -21,7 +28,7 @@ __all__ = [
     "discover",
     "list_hcas",
     "list_interfaces",
-    "rails_of",
+    "read_hca",
     "select",
     "select_hcas",
 ]

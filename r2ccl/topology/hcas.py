@@ -1,10 +1,10 @@
 """RDMA devices and their GIDs as sysfs tells them: which become rails, and from which address.
 
-`list_hcas` reads the machine; `select_hcas`, `choose_gid` and `rails_of` are pure functions of what
-was read. Must not import verbs: this much is known on a machine without them, and a device need not
-be opened to be left out. The active MTU is not here, for sysfs does not have it. Invariant: the
-same tree and settings give the same ports in the same order, because the order depends on names
-alone.
+`list_hcas` and `read_hca` read the machine; `select_hcas` and `choose_gid` are pure functions of
+what was read. Must not import verbs: this much is known on a machine without them, and a device
+need not be opened to be left out. The active MTU is not here, for sysfs does not have it.
+Invariant: the same tree and settings give the same ports in the same order, because the order
+depends on names alone.
 
 References
 ----------
@@ -26,7 +26,6 @@ import msgspec
 
 from r2ccl.errors import InvalidArgument
 from r2ccl.topology.names import NameFilter, natural
-from r2ccl.types import Nic
 
 SYSFS = Path("/sys/class/infiniband")
 
@@ -110,6 +109,13 @@ def list_hcas(root: Path = SYSFS) -> tuple[Hca, ...]:
     )
 
 
+def read_hca(name: str, port: int, root: Path = SYSFS) -> Hca | None:
+    """Read one port, as `list_hcas` does all of them; None if it is gone."""
+    device = root / name
+    found = _read_port(root, device, device / "ports" / str(port))
+    return found if found.state else None
+
+
 def select_hcas(hcas: Sequence[Hca], pattern: str) -> tuple[Hca, ...]:
     """Choose the ports that carry data; only those that are ACTIVE.
 
@@ -179,28 +185,6 @@ def choose_gid(hca: Hca, index: int = -1, address: str = "") -> Gid:
     return candidates[0]
 
 
-def rails_of(hcas: Iterable[Hca], gid_index: int = -1) -> tuple[Nic, ...]:
-    """Return the NIC behind each port, in the given order: rail i is element i.
-
-    ``name`` is the port's interface, or ``device:port`` where there is none. ``address`` is the IP
-    address in the chosen GID, and empty where a socket cannot bind it (InfiniBand, link-local).
-
-    Raises
-    ------
-    InvalidArgument
-        A port has no GID to use, see `choose_gid`.
-    """
-    return tuple(
-        Nic(
-            each.netdev or _label(each),
-            _bindable(choose_gid(each, gid_index)),
-            each.index,
-            each.speed_mbps,
-        )
-        for each in hcas
-    )
-
-
 def _read_port(root: Path, device: Path, port: Path) -> Hca:
     number = int(port.name)
     link_layer = _read(port / "link_layer")
@@ -262,13 +246,6 @@ def _preferred(hca: Hca) -> list[Gid]:
         return family, gid.netdev != hca.netdev, gid.index
 
     return sorted((gid for gid in hca.gids if gid.kind == ROCE_V2), key=rank)
-
-
-def _bindable(gid: Gid) -> str:
-    address = ipaddress.IPv6Address(gid.address)
-    if address.ipv4_mapped:
-        return str(address.ipv4_mapped)
-    return gid.address if gid.netdev and not address.is_link_local else ""
 
 
 def _packed(address: str) -> bytes:
@@ -346,6 +323,6 @@ __all__ = [
     "Hca",
     "choose_gid",
     "list_hcas",
-    "rails_of",
+    "read_hca",
     "select_hcas",
 ]

@@ -45,7 +45,11 @@ class Interface(msgspec.Struct, frozen=True):
 
 
 def discover(
-    config: Config, *, exclude_addresses: Collection[str] = (), is_one_host: bool = False
+    config: Config,
+    *,
+    exclude_addresses: Collection[str] = (),
+    rdma_names: Collection[str] = (),
+    is_one_host: bool = False,
 ) -> tuple[Nic, ...]:
     """Return the NICs of this machine that rails start from.
 
@@ -56,6 +60,9 @@ def discover(
     exclude_addresses : collection of str
         Interfaces that carry one of these addresses are left out unless ``socket_ifname`` names
         them: the management interface, which is a rail only when asked for.
+    rdma_names : collection of str
+        Interfaces of the RDMA NICs in use. If there are any, rails of sockets are the last resort
+        behind them: they start from the other interfaces, the management's among them.
     is_one_host : bool
         All ranks run on this host; then rails are loopback addresses, unless ``socket_ifname``
         names interfaces.
@@ -72,7 +79,11 @@ def discover(
         Nothing qualifies, or fewer than ``config.rails`` do; lists the interfaces found.
     """
     return select(
-        list_interfaces(), config, exclude_addresses=exclude_addresses, is_one_host=is_one_host
+        list_interfaces(),
+        config,
+        exclude_addresses=exclude_addresses,
+        rdma_names=rdma_names,
+        is_one_host=is_one_host,
     )
 
 
@@ -81,6 +92,7 @@ def select(
     config: Config,
     *,
     exclude_addresses: Collection[str] = (),
+    rdma_names: Collection[str] = (),
     is_one_host: bool = False,
 ) -> tuple[Nic, ...]:
     """Choose rails among `interfaces`; the pure part of `discover`, same parameters and errors."""
@@ -101,8 +113,12 @@ def select(
             and not each.name.startswith(VIRTUAL_PREFIXES)
             and not names.lists(each.name)
         ]
-        # Hosts with one NIC each have to share it between control and data.
-        chosen = [each for each in real if not _carries(each, exclude_addresses)] or real
+        if rdma_names:
+            others = [each for each in real if each.name not in rdma_names]
+        else:
+            others = [each for each in real if not _carries(each, exclude_addresses)]
+        # Hosts with one NIC each have to share it: between control and data, sockets and RDMA.
+        chosen = others or real
     if not chosen:
         raise _nothing_found(interfaces, config)
     if all(each.is_loopback for each in chosen):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,7 +73,8 @@ def test_mpi_ranks_become_ranks() -> None:
 def test_demo_on_loopback_loses_a_rail_and_no_bit(tmp_path: Path) -> None:
     demo = EXAMPLES / "train_digits.py"
     written = run(sys.executable, demo, "--epochs", "1", "--loopback", cwd=tmp_path)
-    assert "cut by the fault plan" in written
+    # Whichever end is first to notice: the one that was cut, or its peer.
+    assert re.search(r"evidence +(ENETDOWN|EOF|ECONNRESET|EPIPE): ", written), written
     assert written.rstrip().splitlines()[-1].startswith("OK: a NIC died in mid-allreduce")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument
-from r2ccl.topology.hcas import SYSFS, Gid, Hca, choose_gid, list_hcas, rails_of, select_hcas
+from r2ccl.topology.hcas import SYSFS, Gid, Hca, choose_gid, list_hcas, read_hca, select_hcas
 from r2ccl.topology.names import NameFilter, natural
 
 V1, V2 = "IB/RoCE v1", "RoCE v2"
@@ -215,6 +215,14 @@ def test_a_port_that_went_away_while_it_was_read_is_left_out(tree: Tree) -> None
     assert [each.name for each in list_hcas(tree.root)] == ["rxe0"]
 
 
+def test_one_port_is_read_as_all_are(tree: Tree) -> None:
+    soft_roce_port(tree)
+    (listed,) = list_hcas(tree.root)
+    assert read_hca("rxe0", 1, tree.root) == listed
+    assert read_hca("rxe0", 2, tree.root) is None
+    assert read_hca("rxe1", 1, tree.root) is None
+
+
 def test_an_unreadable_tree_is_an_error(tree: Tree) -> None:
     port = soft_roce_port(tree)
     (port / "state").unlink()
@@ -376,33 +384,6 @@ def test_a_port_without_roce_v2_says_what_to_do() -> None:
         choose_gid(hca(Gid(0, V1, "fe80::1", "eth0")))
     with pytest.raises(InvalidArgument, match="it has none; give eth0 an IP address"):
         choose_gid(hca())
-
-
-# Rails
-
-
-def test_rails_have_the_address_a_socket_binds(tree: Tree) -> None:
-    roce_port(tree, "mlx5_0", "eth0", host=1)
-    (port,) = list_hcas(tree.root)
-    (rail,) = rails_of([port])
-    assert (rail.name, rail.address, rail.index, rail.speed_mbps) == (
-        "eth0",
-        "10.0.0.1",
-        5,
-        100_000,
-    )
-    assert rails_of([port], gid_index=5)[0].address == "10.0.100.1"
-
-
-def test_rails_without_an_address_to_bind_have_none() -> None:
-    local = hca(Gid(1, V2, "fe80::1", "eth0"))
-    world = hca(Gid(1, V2, "2001:db8::1", "eth1"), netdev="eth1")
-    fabric = hca(Gid(0, V1, "fec0::2"), link_layer="InfiniBand", netdev="", port=2)
-    assert [(rail.name, rail.address) for rail in rails_of([local, world, fabric])] == [
-        ("eth0", ""),
-        ("eth1", "2001:db8::1"),
-        ("mlx5_0:2", ""),
-    ]
 
 
 # Settings

@@ -73,6 +73,13 @@ def test_management_interface_is_a_rail_only_when_named() -> None:
     assert names(Config(socket_ifname="eth"), exclude_addresses=["10.0.9.1"]) == ["eth2", "eth10"]
 
 
+def test_beside_rdma_the_other_interfaces_are_rails_also_the_managements() -> None:
+    rdma = ["eth2", "ib0"]
+    assert names(Config(), rdma_names=rdma, exclude_addresses=["10.0.9.1"]) == ["eth10"]
+    every = ["eth2", "eth10", "ib0"]
+    assert names(Config(), rdma_names=every) == every, "better one NIC for both than no last resort"
+
+
 def test_loopback_never_leads_to_another_host() -> None:
     interfaces = (LO, nic("eth0", 2, is_up=False))
     rails = select(interfaces, Config(), is_one_host=True)
