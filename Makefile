@@ -10,7 +10,7 @@ RDMA_PYTHON ?= /usr/bin/python3
 RDMA_VENV := $(VENV)/rdma
 RDMA_BIN := $(RDMA_VENV)/bin
 
-.PHONY: help demo test test-rdma lint bench simulate campaign clean
+.PHONY: help demo test test-rdma lint bench bench-rdma simulate campaign clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -45,6 +45,21 @@ bench: $(VENV)/.bench ## measure against gloo and MPICH, and what resilience cos
 	@$(BIN)/python bench/peers.py --json out/peers.json
 	@$(BIN)/python bench/overhead.py --json out/overhead.json
 	@$(BIN)/python bench/failover.py --json out/failover.json --png out/failover.png
+
+# As test-rdma. The native part is measured outside: the machine's processor is emulated.
+bench-rdma: ## measure RDMA against perftest, in a virtual machine; results in out/verbs.json
+	@if ! $(RDMA_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+		echo "bench-rdma: skipped: $(RDMA_PYTHON), which pyverbs is made for, is no Python 3.11"; \
+		exit 0; \
+	fi; \
+	make --no-print-directory $(RDMA_VENV)/.test || exit; \
+	mkdir -p out; \
+	$(RDMA_BIN)/python bench/verbs_perf.py --native --json out/verbs_native.json || exit; \
+	$(RDMA_BIN)/r2ccl rdmalab --prepare; status=$$?; \
+	if [ $$status -eq 69 ]; then echo "bench-rdma: skipped: for the reason above"; exit 0; fi; \
+	[ $$status -eq 0 ] || exit $$status; \
+	$(RDMA_BIN)/r2ccl rdmalab --nodes 2 --nics 3 --timeout 1800 -- \
+		$(RDMA_BIN)/python bench/verbs_perf.py --json out/verbs.json
 
 simulate: $(VENV)/.test ## 20,000 random fault plans in the simulator
 	@R2CC_SIM_EXAMPLES=20000 $(BIN)/python -m pytest tests/simulation --timeout 7200

@@ -1,0 +1,226 @@
+"""Two nodes of the verbs bench, told what to do: their processes, and what is said to them.
+
+Sees no verbs: only the nodes (`verbs_node.py`) open devices. Invariant: a node ends when its socket
+closes, so also when the bench is killed.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import msgspec
+from perftest import Pair as Ports
+from perftest import Port
+
+MESSAGE_NBYTES = 1 << 18
+_NODE = str(Path(__file__).with_name("verbs_node.py"))
+#: For a Python to start and open its devices, on an emulated processor too.
+_START_TIMEOUT_S = 90.0
+#: Beside the time a run may take.
+_PATIENCE_S = 10.0
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """Open these ports and make one end of a path on each; node 0 talks to node 1.
+
+    ``fastpath`` is `Device`'s: ``"1"`` or ``"0"``.
+    """
+
+    node: int
+    ports: tuple[Port, ...]
+    fastpath: str
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """Join the ends these cards describe; node 1 before node 0, which proves the way."""
+
+    cards: tuple[bytes, ...]
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """Move `count` slices of `nbytes` on each path, as `kind` says.
+
+    ``kind`` is ``slices`` (into `window` landing places named ahead, from node 0 to node 1),
+    ``messages`` (eager; `window` unconfirmed, from node 0 to node 1) or ``latency`` (to and fro,
+    eager if that is allowed for `nbytes`).
+    """
+
+    kind: str
+    nbytes: int
+    count: int
+    window: int
+    time_limit_s: float
+
+
+class Cards(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `Offer`."""
+
+    cards: tuple[bytes, ...]
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `Join`; of a node that receives also before it answers `Run`."""
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """Answer of a node that cannot go on."""
+
+    why: str
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `Run`: of the whole run, as this end saw it.
+
+    ``cpu_s`` is user and system time of the process, ``posted`` counts this end's send requests,
+    ``rss_nbytes`` is what the process holds at the end. ``trips_s`` are round trips, of a run of
+    latency only.
+    """
+
+    seconds: float
+    cpu_s: float
+    posted: int
+    rss_nbytes: int
+    trips_s: list[float] = []
+
+
+Command = Offer | Join | Run
+Answer = Cards | Done | Broken | Measured
+
+
+class NodeError(Exception):
+    """The nodes did not come up, or did not do it; says why."""
+
+
+Expected = TypeVar("Expected", Cards, Done, Measured)
+
+
+class Nodes:
+    """Two nodes, joined by a path for each pair of ports.
+
+    Parameters
+    ----------
+    ports : sequence of pairs of Port
+        Of node 0 and of node 1.
+    fastpath : str
+        See `Offer`.
+
+    Raises
+    ------
+    NodeError
+        They did not come up; says why.
+    """
+
+    def __init__(self, ports: Sequence[Ports], fastpath: str) -> None:
+        self._stack = ExitStack()
+        self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+        try:
+            self._sockets = [self._start(), self._start()]
+            self._join(ports, fastpath)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, run: Run) -> tuple[Measured, Measured]:
+        """Have both nodes do `run`; return what node 0 measured and what node 1 did.
+
+        Raises
+        ------
+        NodeError
+            One of them failed or did not answer in time.
+        """
+        patience_s = run.time_limit_s + _PATIENCE_S
+        self._tell(1, run)
+        self._hear(1, Done, patience_s)
+        self._tell(0, run)
+        return self._hear(0, Measured, patience_s), self._hear(1, Measured, patience_s)
+
+    def close(self) -> None:
+        """End the nodes."""
+        self._stack.close()
+
+    def __enter__(self) -> Nodes:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the nodes."""
+        self.close()
+
+    def _start(self) -> socket.socket:
+        # SOCK_SEQPACKET keeps messages apart and tells of a peer's end.
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, _NODE, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        self._stack.callback(_end, process)
+        self._stack.callback(ours.close)  # called first: it is what ends the node
+        return ours
+
+    def _join(self, ports: Sequence[Ports], fastpath: str) -> None:
+        for node in (0, 1):
+            self._tell(node, Offer(node, tuple(pair[node] for pair in ports), fastpath))
+        cards = [self._hear(node, Cards, _START_TIMEOUT_S).cards for node in (0, 1)]
+        for node in (1, 0):
+            self._tell(node, Join(cards[1 - node]))
+            self._hear(node, Done, _START_TIMEOUT_S)
+
+    def _tell(self, node: int, command: Command) -> None:
+        try:
+            self._sockets[node].send(msgspec.msgpack.encode(command))
+        except OSError as exc:
+            raise NodeError(f"node {node} ended: {exc}") from exc
+
+    def _hear(self, node: int, kind: type[Expected], timeout_s: float) -> Expected:
+        self._sockets[node].settimeout(timeout_s)
+        try:
+            said = self._sockets[node].recv(MESSAGE_NBYTES)
+        except TimeoutError:
+            raise NodeError(f"node {node} did not answer in {timeout_s:g} s") from None
+        except ConnectionResetError:  # it ended without reading what it was told
+            said = b""
+        if not said:
+            raise NodeError(f"node {node} ended")
+        answer = self._decoder.decode(said)
+        if not isinstance(answer, kind):
+            why = answer.why if isinstance(answer, Broken) else f"answered {answer}"
+            raise NodeError(f"node {node}: {why}")
+        return answer
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a node whose socket is closed; kill it if it does not end."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_PATIENCE_S)
+    process.kill()
+    process.wait()
+
+
+__all__ = [
+    "MESSAGE_NBYTES",
+    "Answer",
+    "Broken",
+    "Cards",
+    "Command",
+    "Done",
+    "Join",
+    "Measured",
+    "NodeError",
+    "Nodes",
+    "Offer",
+    "Run",
+]

@@ -1,0 +1,226 @@
+"""What a node of the verbs bench does with the events of a path, run by run.
+
+Each path is driven by itself, by a `Role`, through the transport interface alone, in the order in
+which the library calls it. Invariant: a role that is done has heard from its peer that all arrived,
+or has said so itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Protocol
+
+from verbs_pair import Run
+
+from r2ccl.config import Config
+from r2ccl.transport.base import Arrived, Cleared, Confirmed, Event, Frame, Transport
+from r2ccl.types import PathKey
+
+_EAGER_NBYTES = Config().eager_nbytes
+
+
+class Role(Protocol):
+    """What one end does on one path."""
+
+    is_done: bool
+    #: Round trips, if it makes any.
+    trips_s: list[float]
+
+    def start(self) -> None:
+        """Do what needs no event."""
+        ...
+
+    def on(self, event: Event) -> None:
+        """React."""
+        ...
+
+
+class Side:
+    """One end of one path for one run: its memory, and how slices are named on it."""
+
+    def __init__(self, transport: Transport, path: PathKey, run: Run) -> None:
+        self.transport = transport
+        self.path = path
+        self.run = run
+        slots = run.window if run.kind == "slices" else 1
+        memory = memoryview(transport.allocate(slots * run.nbytes))  # type: ignore[arg-type]
+        memory[:] = bytes(len(memory))  # no page of it is met for the first time later
+        self._slots = [memory[at : at + run.nbytes] for at in range(0, len(memory), run.nbytes)]
+
+    def slot(self, seq: int) -> memoryview:
+        """Memory of slice `seq`."""
+        return self._slots[seq % len(self._slots)]
+
+    def send(self, seq: int, token: object = None) -> None:
+        """Send slice `seq`."""
+        self.transport.isend(self.path, self._frame(seq), self.slot(seq), token)
+
+    def want(self, seq: int, nconsumed: int) -> None:
+        """Name the landing place of slice `seq`, and confirm what was consumed on the way."""
+        self.transport.irecv(self.path, self._frame(seq, ack=nconsumed), self.slot(seq))
+
+    def keep(self, event: Arrived) -> None:
+        """Copy an eager payload to where a slice would have landed."""
+        if event.payload is not None:
+            self.slot(event.frame.seq)[: len(event.payload)] = event.payload
+
+    def reply(self) -> None:
+        """Tell the sender that all is here."""
+        self.transport.isend(self.path, self._frame(self.run.count), memoryview(b""), None)
+
+    def _frame(self, seq: int, ack: int = 0) -> Frame:
+        return Frame(self.path.rail, seq, ack, 1, 0)
+
+
+class SliceSource:
+    """Sends each slice as its landing place becomes known."""
+
+    def __init__(self, side: Side) -> None:
+        self.is_done = False
+        self.trips_s: list[float] = []
+        self._side = side
+
+    def start(self) -> None:
+        """Nothing goes without a landing place."""
+
+    def on(self, event: Event) -> None:
+        """Send, or end at the reply."""
+        if isinstance(event, Cleared):
+            self._side.send(event.frame.seq, event.token)
+        elif isinstance(event, Arrived):
+            self.is_done = True
+
+
+class SliceSink:
+    """Keeps `Run.window` landing places named."""
+
+    def __init__(self, side: Side) -> None:
+        self.is_done = False
+        self.trips_s: list[float] = []
+        self._side = side
+        self._narrived = 0
+
+    def start(self) -> None:
+        """Name the first ones."""
+        for seq in range(min(self._side.run.window, self._side.run.count)):
+            self._side.want(seq, 0)
+
+    def on(self, event: Event) -> None:
+        """Name the next one."""
+        if isinstance(event, Arrived):
+            run = self._side.run
+            self._narrived += 1
+            if event.frame.seq + run.window < run.count:
+                self._side.want(event.frame.seq + run.window, self._narrived)
+            if self._narrived == run.count:
+                self._side.reply()
+                self.is_done = True
+
+
+class MessageSource:
+    """Keeps `Run.window` eager slices unconfirmed."""
+
+    def __init__(self, side: Side) -> None:
+        self.is_done = False
+        self.trips_s: list[float] = []
+        self._side = side
+        self._sent = 0
+
+    def start(self) -> None:
+        """Send the first ones."""
+        self._send_below(self._side.run.window)
+
+    def on(self, event: Event) -> None:
+        """Send as many more as are confirmed."""
+        if isinstance(event, Confirmed):
+            self._send_below(event.ack + self._side.run.window)
+        elif isinstance(event, Arrived):
+            self.is_done = True
+
+    def _send_below(self, end: int) -> None:
+        for seq in range(self._sent, min(end, self._side.run.count)):
+            self._side.send(seq)
+            self._sent = seq + 1
+
+
+class MessageSink:
+    """Copies eager slices and confirms them, half a window at a time as the library does."""
+
+    def __init__(self, side: Side) -> None:
+        self.is_done = False
+        self.trips_s: list[float] = []
+        self._side = side
+        self._narrived = 0
+
+    def start(self) -> None:
+        """Eager slices come unasked."""
+
+    def on(self, event: Event) -> None:
+        """Copy and confirm."""
+        if isinstance(event, Arrived):
+            side = self._side
+            side.keep(event)
+            self._narrived += 1
+            if self._narrived % max(1, side.run.window // 2) == 0:
+                side.transport.confirm(side.path, side.path.rail, self._narrived)
+            if self._narrived == side.run.count:
+                side.reply()
+                self.is_done = True
+
+
+class PingPong:
+    """Sends slices to and fro, one at a time; landing places are named one ahead."""
+
+    def __init__(self, side: Side, is_first: bool) -> None:
+        self.is_done = False
+        self.trips_s: list[float] = []
+        self._side = side
+        self._is_first = is_first
+        self._is_eager = side.run.nbytes <= _EAGER_NBYTES
+        self._tokens: deque[object] = deque()
+        self._narrived = 0
+        self._nsent = 0
+        self._sent_s = 0.0
+
+    def start(self) -> None:
+        """Name the first landing place; the first node begins."""
+        if not self._is_eager:
+            self._side.want(0, 0)
+        self._send()
+
+    def on(self, event: Event) -> None:
+        """Answer."""
+        if isinstance(event, Cleared):
+            self._tokens.append(event.token)
+        elif isinstance(event, Arrived):
+            self._take(event)
+        self._send()
+        self.is_done = self._narrived == self._nsent == self._side.run.count
+
+    def _take(self, event: Arrived) -> None:
+        if self._nsent:
+            self.trips_s.append(time.monotonic() - self._sent_s)
+        self._side.keep(event)
+        self._narrived += 1
+        if not self._is_eager and self._narrived < self._side.run.count:
+            self._side.want(self._narrived, self._narrived)
+
+    def _send(self) -> None:
+        is_turn = self._nsent < min(self._narrived + self._is_first, self._side.run.count)
+        if is_turn and (self._is_eager or self._tokens):
+            self._sent_s = time.monotonic()
+            self._side.send(self._nsent, None if self._is_eager else self._tokens.popleft())
+            self._nsent += 1
+
+
+def role_of(node: int, side: Side) -> Role:
+    """Make the role of this node's end."""
+    if side.run.kind == "latency":
+        return PingPong(side, is_first=node == 0)
+    if side.run.kind == "slices":
+        return SliceSink(side) if node else SliceSource(side)
+    return MessageSink(side) if node else MessageSource(side)
+
+
+__all__ = ["Role", "Side", "role_of"]
