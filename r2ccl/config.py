@@ -45,6 +45,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ib_timeout: int = 16
     #: ... and gives the queue pair up after this many times.
     ib_retry_cnt: int = 3
+    #: RDMA polls and posts by compiled code: 1, 0 (by pyverbs), auto: 1 but on Soft-RoCE.
+    fastpath: str = "auto"
     #: Memory that may be registered at once; what was not used for longest is let go first.
     registration_limit_nbytes: int = 4 << 30
     #: No progress for this long with work outstanding starts probes.
@@ -82,8 +84,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in positive:
             if getattr(self, name) <= 0:
                 raise _bad(name, getattr(self, name), "a number above 0")
-        if self.mode not in MODES:
-            raise _bad("mode", self.mode, f"one of {', '.join(MODES)}")
+        for name in ("mode", "fastpath"):
+            if getattr(self, name) not in MODES:
+                raise _bad(name, getattr(self, name), f"one of {', '.join(MODES)}")
         if self.debug.upper() not in DEBUG_LEVELS:
             raise _bad("debug", self.debug, f"one of {', '.join(filter(None, DEBUG_LEVELS))}")
         for name in ("eager_nbytes", "channels", "rails", "port"):

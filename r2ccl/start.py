@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +16,13 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.joining import Answer, Offer, Ready
 from r2ccl.recovery import Revoke
 from r2ccl.resilience.path import Announcement
-from r2ccl.topology.hcas import Hca, choose_gid, list_hcas, read_hca, select_hcas
+from r2ccl.topology.hcas import GidFinder, Hca, list_hcas, select_hcas
 from r2ccl.topology.interfaces import discover
+from r2ccl.topology.neighbours import Neighbours
 from r2ccl.transport.base import Transport
 from r2ccl.transport.mixed import MixedTransport, Part
 from r2ccl.transport.tcp import TcpTransport
-from r2ccl.types import Nic
+from r2ccl.types import Nic, PathKey
 
 if TYPE_CHECKING:
     from r2ccl.testing.faults import FaultPlan
@@ -85,6 +85,14 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
         len(control.nics),
         eager_nbytes=config.eager_nbytes,
         congestion=config.tcp_congestion,
+        sources=dict(enumerate(control.nics)),
+        targets={
+            PathKey(info.rank, rail): address
+            for info in control.peers
+            for rail, address in enumerate(info.rails)
+            if info.rank != control.rank
+        },
+        probe_timeout_s=config.probe_timeout_s,
     )
     transport: Transport = tcp
     if control.nhcas < len(hcas):
@@ -136,7 +144,13 @@ def _open_verbs(control: bootstrap.ControlPlane, config: Config, hcas: Sequence[
     from r2ccl.transport.verbs import VerbsTransport
 
     devices = [
-        Device(hca.name, hca.port, partial(_find_gid, hca.name, hca.port, config.gid_index))
+        Device(
+            hca.name,
+            hca.port,
+            GidFinder(hca.name, hca.port, config.gid_index),
+            Neighbours(hca.index) if hca.index else None,
+            config.fastpath,
+        )
         for hca in hcas
     ]
     return VerbsTransport(
@@ -146,17 +160,9 @@ def _open_verbs(control: bootstrap.ControlPlane, config: Config, hcas: Sequence[
         eager_nbytes=config.eager_nbytes,
         timeout=config.ib_timeout,
         retry_cnt=config.ib_retry_cnt,
+        probe_timeout_s=config.probe_timeout_s,
         first_rail=len(control.nics),
     )
-
-
-def _find_gid(name: str, port: int, index: int) -> tuple[int, str]:
-    """Look up the GID of a port as it is now."""
-    hca = read_hca(name, port)
-    if hca is None:
-        raise InvalidArgument(f"port {port} of RDMA NIC {name} is gone")
-    gid = choose_gid(hca, index)
-    return gid.index, gid.address
 
 
 def _with_faults(inner: Transport, rank: int, plan: FaultPlan | None) -> Transport:

@@ -9,10 +9,10 @@ Invariant: the same machine state and settings give the same rails in the same o
 
 from r2ccl.topology.hcas import (
     Gid,
+    GidFinder,
     Hca,
     choose_gid,
     list_hcas,
-    read_hca,
     select_hcas,
 )
 from r2ccl.topology.interfaces import Interface, discover, list_interfaces, select
@@ -20,6 +20,7 @@ from r2ccl.topology.monitor import LinkEvent, LinkMonitor
 
 __all__ = [
     "Gid",
+    "GidFinder",
     "Hca",
     "Interface",
     "LinkEvent",
@@ -28,7 +29,6 @@ __all__ = [
     "discover",
     "list_hcas",
     "list_interfaces",
-    "read_hca",
     "select",
     "select_hcas",
 ]

@@ -1,6 +1,6 @@
 """RDMA devices and their GIDs as sysfs tells them: which become rails, and from which address.
 
-`list_hcas` and `read_hca` read the machine; `select_hcas` and `choose_gid` are pure functions of
+`list_hcas` and `GidFinder` read the machine; `select_hcas` and `choose_gid` are pure functions of
 what was read. Must not import verbs: this much is known on a machine without them, and a device
 need not be opened to be left out. The active MTU is not here, for sysfs does not have it.
 Invariant: the same tree and settings give the same ports in the same order, because the order
@@ -109,11 +109,44 @@ def list_hcas(root: Path = SYSFS) -> tuple[Hca, ...]:
     )
 
 
-def read_hca(name: str, port: int, root: Path = SYSFS) -> Hca | None:
-    """Read one port, as `list_hcas` does all of them; None if it is gone."""
-    device = root / name
-    found = _read_port(root, device, device / "ports" / str(port))
-    return found if found.state else None
+class GidFinder:
+    """Looks up under which GID peers address a port, again and again.
+
+    Cheap while the GID stays in its slot; else the port's whole table is read, as at first.
+
+    Parameters
+    ----------
+    name : str
+        The device.
+    port : int
+    index : int
+        The slot asked for; -1: the best one, see `choose_gid`.
+    """
+
+    def __init__(self, name: str, port: int, index: int = -1, root: Path = SYSFS) -> None:
+        self._name = name
+        self._port = port
+        self._index = index
+        self._root = root
+        self._last: Gid | None = None
+
+    def __call__(self) -> tuple[int, str]:
+        """Return its (index, GID) as they are now.
+
+        Raises
+        ------
+        InvalidArgument
+            The port is gone, or has no GID to use.
+        """
+        device = self._root / self._name
+        port = device / "ports" / str(self._port)
+        last = self._last
+        if last is None or _read_gid(port, str(last.index)) != last:
+            found = _read_port(self._root, device, port)
+            if not found.state:
+                raise InvalidArgument(f"port {self._port} of RDMA NIC {self._name} is gone")
+            self._last = last = choose_gid(found, self._index)
+        return last.index, last.address
 
 
 def select_hcas(hcas: Sequence[Hca], pattern: str) -> tuple[Hca, ...]:
@@ -209,17 +242,21 @@ def _read_gids(port: Path) -> tuple[Gid, ...]:
 
     A table has up to 1024 slots, nearly all of them empty: what those cost is what listing costs.
     """
-    table, attributes = port / "gids", port / "gid_attrs"
-    found = []
-    for slot in sorted(_names(table), key=int):
-        text = _read(f"{table}/{slot}")
-        if not text.strip(":0"):
-            continue
-        if kind := _read(attributes / "types" / slot):
-            # Not str() of an IPv6Address: how it spells mapped addresses depends on the Python.
-            address = socket.inet_ntop(socket.AF_INET6, ipaddress.IPv6Address(text).packed)
-            found.append(Gid(int(slot), kind, address, _read(attributes / "ndevs" / slot)))
-    return tuple(found)
+    slots = sorted(_names(port / "gids"), key=int)
+    return tuple(gid for slot in slots if (gid := _read_gid(port, slot)))
+
+
+def _read_gid(port: Path, slot: str) -> Gid | None:
+    text = _read(f"{port}/gids/{slot}")
+    if not text.strip(":0"):
+        return None
+    attributes = port / "gid_attrs"
+    kind = _read(attributes / "types" / slot)
+    if not kind:
+        return None
+    # Not str() of an IPv6Address: how it spells mapped addresses depends on the Python.
+    address = socket.inet_ntop(socket.AF_INET6, ipaddress.IPv6Address(text).packed)
+    return Gid(int(slot), kind, address, _read(attributes / "ndevs" / slot))
 
 
 def _netdev_of(device: Path, port: int, gids: Iterable[Gid]) -> str:
@@ -320,9 +357,9 @@ __all__ = [
     "ROCE_V2",
     "SYSFS",
     "Gid",
+    "GidFinder",
     "Hca",
     "choose_gid",
     "list_hcas",
-    "read_hca",
     "select_hcas",
 ]

@@ -1,7 +1,9 @@
 """One RDMA NIC port, opened: context, protection domain, completion queue, async events.
 
 With `r2ccl.transport.queuepair` the only room that sees pyverbs. pyverbs holds the GIL in every
-call, so nothing here is called that could block: descriptors are polled first.
+call, so nothing here is called that could block: descriptors are polled first, and neighbours are
+known before queue pairs are connected to them. Completions are taken, and requests posted, by
+compiled code instead (`r2ccl.transport.fastpath`), if what that needs is found and verified.
 
 Invariant: what was opened is closed in the order verbs wants (queue pairs before the completion
 queue, memory regions before the domain), by `close`.
@@ -14,10 +16,16 @@ import os
 import select
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.transport.dmabuf import PdRegistrar
+from r2ccl.transport.layout import Nic, locate_nic, locate_qp
+
+if TYPE_CHECKING:
+    from r2ccl.transport.fastpath import Poller, Poster
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -46,20 +54,24 @@ with _quiet_root_logger():
 _ACCESS = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
 _CQ_ENTRIES = 8192
 #: Completions taken at once: a batch costs one call.
-BATCH = 32
+BATCH = 256
 
 
-class Completion(NamedTuple):
-    """What is read of an ``ibv_wc``."""
+#: What is read of an ``ibv_wc``: wr_id, status, opcode, vendor_err, imm_data (in network byte
+#: order), qp_num. If the status is not 0, opcode and imm_data have no meaning.
+Completion = tuple[int, int, int, int, int, int]
 
-    wr_id: int
-    status: int
-    #: Of no meaning if the status is not 0, nor is what follows but ``qp_num``.
-    opcode: int
-    vendor_err: int
-    #: In network byte order, as pyverbs leaves it.
-    imm_data: int
-    qp_num: int
+
+class Neighbours(Protocol):
+    """What the kernel knows of the neighbours beyond an interface."""
+
+    def knows(self, source: str, destination: str) -> bool:
+        """Whether a packet could leave for `destination` now; if not, have the kernel ask."""
+        ...
+
+    def close(self) -> None:
+        """Free what it took."""
+        ...
 
 
 class Device:
@@ -72,6 +84,11 @@ class Device:
     port : int
     find_gid : callable
         Returns (index, GID) under which peers address the port; asked again after its events.
+    neighbours : Neighbours, optional
+        Of the port's interface. Owned. None on InfiniBand, where the subnet manager knows them.
+    fastpath : str
+        ``"1"``: polls and posts by compiled code. ``"auto"``: unless the kernel plays the NIC,
+        whose work is so much that loading Numba would not pay. ``"0"``: by pyverbs.
 
     Raises
     ------
@@ -79,10 +96,14 @@ class Device:
         The NIC cannot be opened; says why.
     """
 
-    def __init__(self, name: str, port: int, find_gid: Callable[[], tuple[int, str]]) -> None:
+    def __init__(
+        self, name: str, port: int, find_gid: Callable[[], tuple[int, str]],
+        neighbours: Neighbours | None = None, fastpath: str = "auto",
+    ) -> None:  # fmt: skip
         self.name = name
         self.port = port
         self._find_gid = find_gid
+        self._neighbours = neighbours
         self.gid_index, self.gid = find_gid()
         #: Something happened to the port: its GIDs may have moved.
         self._is_stale = False
@@ -93,6 +114,9 @@ class Device:
                 f"RDMA NIC {name} cannot be opened: {exc}; `r2ccl doctor` says more",
                 status="DEVICE",
             ) from exc
+        #: What libibverbs calls this device, if the compiled path is taken.
+        self._nic = self._find_nic(fastpath)
+        self._poller = self._make_poller()
 
     def _open(self) -> None:
         self.context, self.async_fd = _with_new_fd(lambda: Context(name=self.name))
@@ -103,14 +127,65 @@ class Device:
         self.channel, self.channel_fd = _with_new_fd(lambda: CompChannel(self.context))
         self.cq = CQ(self.context, _CQ_ENTRIES, None, self.channel)
 
+    def _find_nic(self, fastpath: str) -> Nic | None:
+        if fastpath == "0":
+            return None
+        try:
+            nic = locate_nic(
+                self.context, self.pd, self.cq, async_fd=self.async_fd, channel_fd=self.channel_fd
+            )
+        except TransportError as exc:
+            _log.info("%s: pyverbs polls and posts, not compiled code: %s", self.name, exc)
+            return None
+        if fastpath == "auto" and nic.is_software:
+            _log.info("%s: pyverbs polls and posts: the kernel plays the NIC", self.name)
+            return None
+        return nic
+
+    def _make_poller(self) -> Poller | None:
+        if self._nic is None:
+            return None
+        from r2ccl.transport.fastpath import Poller  # loads Numba: 0.7 s
+
+        return Poller(self._nic, BATCH)
+
+    def poster(self, qp: Any, nothing: tuple[int, int, int], nreceives: int) -> Poster | None:
+        """Return what posts to a new queue pair by compiled code; None: pyverbs must.
+
+        Parameters
+        ----------
+        qp : pyverbs.qp.QP
+        nothing, nreceives
+            See `Poster`.
+        """
+        if self._nic is None:
+            return None
+        try:
+            address = locate_qp(self._nic, qp)
+        except TransportError as exc:
+            _log.info("%s: pyverbs posts to queue pair %d: %s", self.name, qp.qp_num, exc)
+            return None
+        from r2ccl.transport.fastpath import Poster
+
+        return Poster(self._nic, address, nothing, nreceives)
+
     def completions(self) -> list[Completion]:
-        """Take what has completed, up to one batch."""
+        """Take what has completed, up to one batch.
+
+        Of requests flushed with one number on one queue pair it may tell only the first.
+
+        Raises
+        ------
+        OSError, PyverbsError
+            The device cannot be polled any more.
+        """
+        if self._poller is not None:
+            return self._poller.poll()
         _, found = self.cq.poll(BATCH)
         return [
-            Completion(each.wr_id, each.status, each.opcode, each.vendor_err, each.imm_data,
-                       each.qp_num)
+            (each.wr_id, each.status, each.opcode, each.vendor_err, each.imm_data, each.qp_num)
             for each in found
-        ]  # fmt: skip
+        ]
 
     def arm(self) -> None:
         """Have the channel's descriptor become readable at the next completion."""
@@ -155,12 +230,28 @@ class Device:
         """Whether the port is up."""
         return bool(self.query().state == e.IBV_PORT_ACTIVE)
 
+    def check_known(self, gid: str) -> None:
+        """Make sure that connecting to `gid` will not wait for its link-layer address.
+
+        Raises
+        ------
+        TransportError
+            The kernel does not know it yet, and asks for it now.
+        """
+        if self._neighbours is not None and not self._neighbours.knows(self.gid, gid):
+            raise TransportError(
+                f"{self.name}: {gid} has not told its link-layer address yet", status="NO_NEIGHBOUR"
+            )
+
     def close(self) -> None:
         """Free everything; queue pairs and memory regions must be closed."""
+        self._poller = self._nic = None
         self.cq.close()
         self.channel.close()
         self.pd.close()
         self.context.close()
+        if self._neighbours is not None:
+            self._neighbours.close()
 
 
 def _with_new_fd(make: Any) -> tuple[Any, int]:
@@ -183,4 +274,4 @@ def _event_fds() -> set[int]:
     return found
 
 
-__all__ = ["BATCH", "Completion", "Device", "e"]
+__all__ = ["BATCH", "Completion", "Device", "Neighbours", "e"]

@@ -12,8 +12,13 @@ without payload).
 
 Receive requests carry no buffer: they are the right to be woken. There is one for every message,
 every landing place and every credit that can be under way, so the receiver is never not ready.
-Work requests are made once and refilled. With `r2ccl.transport.device` the only room that sees
-pyverbs.
+Work requests are made once and refilled, pyverbs' and, where the device has them, those of the
+compiled path. With `r2ccl.transport.device` the only room that sees pyverbs.
+
+A queue pair has many lives: `reset` ends one, `renew` begins the next, with another packet
+sequence number, another mark and another life in the numbers of its requests. It is destroyed only
+when nothing else is left, for that can take seconds: a NIC waits for packets that still wait for
+the wire.
 
 Invariant: a request is posted only while the queue has room; the count of retired requests grows
 in the order they were posted.
@@ -56,8 +61,16 @@ _MIN_RNR_TIMER = 12
 _MAX_RD_ATOMIC = 1
 
 _MARK_BITS = 8
-_COUNT_BITS = 54
+#: A request's number: what it is, the life of the queue pair, how many were posted in this life.
+_COUNT_BITS = 44
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
+_LIFE_BITS = 10
+_LIFE_MASK = (1 << _LIFE_BITS) - 1
+_WORK_SHIFT = _COUNT_BITS + _LIFE_BITS
+
+
+#: What says that the device did not take something: pyverbs, and the compiled path.
+_REFUSALS = (PyverbsError, OSError)
 
 
 class Tag(enum.IntEnum):
@@ -112,15 +125,11 @@ class QueuePair:
 
     def __init__(self, device: Device, *, ring_nbytes: int, timeout: int, retry_cnt: int) -> None:
         self._device = device
-        self._mark = secrets.randbits(_MARK_BITS)
         self._timeout = timeout
         self._retry_cnt = retry_cnt
-        self._psn = secrets.randbits(24)
-        self._remote: Card | None = None
         #: The peer writes into the first half, the second is where messages leave from.
         self._memory = np.zeros(2 * ring_nbytes, np.uint8)
         self._ring_nbytes = ring_nbytes
-        self._ring = SendRing(ring_nbytes, NMESSAGES, ALIGN)
         self._region: MemoryRegion
         (self._region,) = register_everywhere(
             [device.registrar], self._memory.ctypes.data, 2 * ring_nbytes
@@ -129,32 +138,35 @@ class QueuePair:
         self.inbox = view[:ring_nbytes]
         self._outbox = view[ring_nbytes:]
         self._outbox_address = self._memory.ctypes.data + ring_nbytes
-        #: Requests posted and, in order, retired; and posted since one asked for a completion.
-        self.posted = 0
-        self.retired = 0
-        self._unsignaled = 0
+        self._life = 0
         try:
             self._make()
-        except PyverbsError as exc:
+            self._begin()
+        except _REFUSALS as exc:
             self._region.close()
             raise _refused(device, "make a queue pair", exc) from exc
-        port = device.query()
-        self._mtu = port.active_mtu
-        self.number = self._qp.qp_num
-        self.card = msgspec.msgpack.encode(
-            Card(
-                self.number, self._psn, self._mark, device.gid, port.lid, port.active_mtu,
-                self._memory.ctypes.data, self._region.rkey,
-            )
-        )  # fmt: skip
+        self.number: int = self._qp.qp_num
+
+    def renew(self) -> None:
+        """Begin another life, after `reset`.
+
+        Raises
+        ------
+        TransportError
+            The device refused: only `close` is left.
+        """
+        self._life = self._life + 1 & _LIFE_MASK
+        try:
+            self._qp.to_init(self._init_attr())
+            self._begin()
+        except _REFUSALS as exc:
+            raise _refused(self._device, "set a queue pair up again", exc) from exc
 
     def _make(self) -> None:
         device = self._device
         cap = QPCap(max_send_wr=_SENDS, max_recv_wr=_RECEIVES + 1, max_send_sge=1, max_recv_sge=1)
         made = QPInitAttr(qp_type=e.IBV_QPT_RC, scq=device.cq, rcq=device.cq, cap=cap, sq_sig_all=0)
-        attr = QPAttr(port_num=device.port)
-        attr.qp_access_flags = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
-        self._qp = QP(device.pd, made, attr)
+        self._qp = QP(device.pd, made, self._init_attr())
         self._sge = SGE(self._outbox_address, 0, self._region.lkey)
         self._write = SendWR(
             opcode=e.IBV_WR_RDMA_WRITE_WITH_IMM, num_sge=1, sg=[self._sge], send_flags=0
@@ -165,10 +177,41 @@ class QueuePair:
         self._hello = SendWR(
             opcode=e.IBV_WR_RDMA_WRITE, num_sge=1, sg=[nothing], send_flags=e.IBV_SEND_SIGNALED
         )
-        self._receive = RecvWR(wr_id=Work.MESSAGE << _COUNT_BITS, num_sge=1, sg=[nothing])
-        self._marker = RecvWR(wr_id=Work.MARKER << _COUNT_BITS, num_sge=1, sg=[nothing])
-        for _ in range(_RECEIVES):
-            self._qp.post_recv(self._receive)
+        self._receive = RecvWR(num_sge=1, sg=[nothing])
+        self._marker = RecvWR(num_sge=1, sg=[nothing])
+        #: Posts messages, slices and receives in their stead; markers and hellos are too few.
+        self._poster = device.poster(
+            self._qp, (self._memory.ctypes.data, 0, self._region.lkey), _RECEIVES
+        )
+
+    def _begin(self) -> None:
+        """Forget the last life, post the receives of this one, describe it."""
+        self._mark = secrets.randbits(_MARK_BITS)
+        self._psn = secrets.randbits(24)
+        self._remote: Card | None = None
+        self._ring = SendRing(self._ring_nbytes, NMESSAGES, ALIGN)
+        #: Requests posted and, in order, retired; and posted since one asked for a completion.
+        self.posted = 0
+        self.retired = 0
+        self._unsignaled = 0
+        self._receive.wr_id = self._numbered(Work.MESSAGE, 0)
+        if self._poster is not None:
+            self._poster.number_receives(self._numbered(Work.MESSAGE, 0))
+        self._marker.wr_id = self._numbered(Work.MARKER, 0)
+        self._post_receives(_RECEIVES)
+        port = self._device.query()
+        self._mtu = port.active_mtu
+        self.card = msgspec.msgpack.encode(
+            Card(
+                self._qp.qp_num, self._psn, self._mark, self._device.gid, port.lid,
+                port.active_mtu, self._memory.ctypes.data, self._region.rkey,
+            )
+        )  # fmt: skip
+
+    def _init_attr(self) -> QPAttr:
+        attr = QPAttr(port_num=self._device.port)
+        attr.qp_access_flags = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
+        return attr
 
     # Joining
 
@@ -178,15 +221,16 @@ class QueuePair:
         Raises
         ------
         TransportError
+            The card makes no sense, its end is not a known neighbour yet, or the device refused.
         """
         try:
             remote = msgspec.msgpack.decode(card, type=Card)
         except (msgspec.DecodeError, ValueError) as exc:
             raise TransportError(f"the peer's card makes no sense: {exc}", status="CARD") from exc
+        self._device.check_known(remote.gid)
         route = GlobalRoute(dgid=GID(_spelled(remote.gid)), sgid_index=self._device.gid_index)
-        attr = QPAttr(port_num=self._device.port)
+        attr = self._init_attr()
         attr.ah_attr = AHAttr(dlid=remote.lid, is_global=1, gr=route, port_num=self._device.port)
-        attr.qp_access_flags = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
         attr.path_mtu = min(remote.mtu, self._mtu)
         attr.dest_qp_num = remote.qp_num
         attr.rq_psn, attr.sq_psn = remote.psn, self._psn
@@ -276,9 +320,8 @@ class QueuePair:
             The device refused.
         """
         try:
-            for _ in range(count):
-                self._qp.post_recv(self._receive)
-        except PyverbsError as exc:
+            self._post_receives(count)
+        except _REFUSALS as exc:
             raise _refused(self._device, "post a receive request", exc) from exc
 
     def untag(self, imm_data: int) -> tuple[Tag, int] | None:
@@ -291,7 +334,11 @@ class QueuePair:
     @staticmethod
     def work_of(number: int) -> Work:
         """Return what the request of this number was."""
-        return Work(number >> _COUNT_BITS)
+        return Work(number >> _WORK_SHIFT)
+
+    def owns(self, number: int) -> bool:
+        """Whether the request of this number is of this life."""
+        return number >> _COUNT_BITS & _LIFE_MASK == self._life
 
     def retire(self, number: int) -> tuple[Work, int]:
         """Take the number of a completed send request; returns what it was, and its count."""
@@ -321,6 +368,19 @@ class QueuePair:
         except PyverbsError as exc:
             raise _refused(self._device, "flush a queue pair", exc) from exc
 
+    def reset(self) -> None:
+        """Stop it: nothing is written into this rank's memory afterwards. See `renew`.
+
+        Raises
+        ------
+        TransportError
+            The device refused: only `close` is left.
+        """
+        try:
+            self._qp.modify(QPAttr(qp_state=e.IBV_QPS_RESET), e.IBV_QP_STATE)
+        except PyverbsError as exc:
+            raise _refused(self._device, "reset a queue pair", exc) from exc
+
     def close(self) -> None:
         """Destroy it: nothing is written into this rank's memory afterwards."""
         self._qp.close()
@@ -331,17 +391,23 @@ class QueuePair:
     def _post(
         self, work: Work, imm: int, source: tuple[int, int, int], target: tuple[int, int]
     ) -> None:
-        request, sge = self._write, self._sge
-        sge.addr, sge.length, sge.lkey = source
-        request.wr_id = self._number(work)
-        request.imm_data = imm
-        request.set_wr_rdma(target[1], target[0])
+        number = self._number(work)
         self._unsignaled += 1
         is_signaled = work is Work.SLICE or self._unsignaled >= _SIGNAL_EVERY
-        request.send_flags = e.IBV_SEND_SIGNALED if is_signaled else 0
+        flags = e.IBV_SEND_SIGNALED if is_signaled else 0
         if is_signaled:
             self._unsignaled = 0
-        self._send(request)
+        if self._poster is None:
+            request, sge = self._write, self._sge
+            sge.addr, sge.length, sge.lkey = source
+            request.wr_id, request.imm_data, request.send_flags = number, imm, flags
+            request.set_wr_rdma(target[1], target[0])
+            self._send(request)
+            return
+        try:
+            self._poster.write(number, flags, imm, source, target)
+        except OSError as exc:
+            raise _refused(self._device, "post a work request", exc) from exc
 
     def _send(self, request: SendWR) -> None:
         try:
@@ -349,9 +415,19 @@ class QueuePair:
         except PyverbsError as exc:
             raise _refused(self._device, "post a work request", exc) from exc
 
+    def _post_receives(self, count: int) -> None:
+        if self._poster is not None:
+            self._poster.receive(count)
+            return
+        for _ in range(count):
+            self._qp.post_recv(self._receive)
+
     def _number(self, work: Work) -> int:
         self.posted += 1
-        return work << _COUNT_BITS | self.posted
+        return self._numbered(work, self.posted)
+
+    def _numbered(self, work: Work, count: int) -> int:
+        return (work << _LIFE_BITS | self._life) << _COUNT_BITS | count
 
     def _imm(self, tag: Tag, value: int) -> int:
         assert self._remote is not None

@@ -18,7 +18,7 @@ import logging
 import os
 import select
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -40,12 +40,13 @@ from r2ccl.transport.base import (
 from r2ccl.transport.device import BATCH, Completion, Device
 from r2ccl.transport.endpoint import Outgoing, Place, State, VerbsEndpoint
 from r2ccl.transport.messages import CLEAR, CONFIRM, EAGER, HEADER_NBYTES, Message, Token
+from r2ccl.transport.prober import ProbeEnd, Prober
 from r2ccl.transport.queuepair import ALIGN, QueuePair, Tag, Work
 from r2ccl.transport.registration import Registration, RegistrationCache
 from r2ccl.transport.ring import COUNT_MODULUS
 from r2ccl.transport.staging import Array, Staging
 from r2ccl.transport.status import describe_event, describe_status, event_name, status_name
-from r2ccl.types import PathKey
+from r2ccl.types import PathKey, ProbeKey
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class VerbsTransport:
         Largest eager payload.
     timeout, retry_cnt : int
         Of every queue pair, in verbs' own units.
+    probe_timeout_s : float
     first_rail : int
         Rail of ``devices[0]``, where other transports have rails too.
     """
@@ -86,6 +88,7 @@ class VerbsTransport:
         eager_nbytes: int,
         timeout: int,
         retry_cnt: int,
+        probe_timeout_s: float,
         first_rail: int = 0,
         clock: Clock = monotonic,
     ) -> None:
@@ -99,8 +102,10 @@ class VerbsTransport:
         self._timeout = timeout
         self._retry_cnt = retry_cnt
         self._clock = clock
+        self._prober = Prober(devices, probe_timeout_s, clock)
         self._by_number: list[dict[int, VerbsEndpoint]] = [{} for _ in devices]
         self._by_path: dict[PathKey, VerbsEndpoint] = {}
+        self._spare: list[list[QueuePair]] = [[] for _ in devices]
         self._draining: list[VerbsEndpoint] = []
         self._dirty: list[VerbsEndpoint] = []
         self._lending: list[VerbsEndpoint] = []
@@ -120,21 +125,26 @@ class VerbsTransport:
         """Always."""
         return True
 
-    def offer(self, path: PathKey) -> VerbsEndpoint:
+    @overload
+    def offer(self, key: PathKey) -> VerbsEndpoint: ...
+
+    @overload
+    def offer(self, key: ProbeKey) -> ProbeEnd: ...
+
+    def offer(self, key: PathKey | ProbeKey) -> VerbsEndpoint | ProbeEnd:
         """See `Transport.offer`."""
-        nic = path.rail - self._first_rail
+        nic = (key.via if isinstance(key, ProbeKey) else key.rail) - self._first_rail
         device = self._devices[nic]
-        device.refresh()
         if not device.is_active():
             raise TransportError(
                 f"rank {self._rank}: port {device.port} of {device.name} is not ACTIVE",
-                rank=self._rank, peer=path.peer, rail=path.rail, status="PORT_DOWN",
+                rank=self._rank, peer=key.peer, rail=key.rail, status="PORT_DOWN",
             )  # fmt: skip
-        qp = QueuePair(
-            device, ring_nbytes=self._ring_nbytes,
-            timeout=self._timeout, retry_cnt=self._retry_cnt,
-        )  # fmt: skip
-        endpoint = VerbsEndpoint(path, nic, qp, self._discard)
+        device.refresh()
+        if isinstance(key, ProbeKey):
+            return self._prober.offer(key, nic)
+        qp = self._take(nic)
+        endpoint = VerbsEndpoint(key, nic, qp, self._discard)
         self._by_number[nic][qp.number] = endpoint
         return endpoint
 
@@ -168,11 +178,19 @@ class VerbsTransport:
         """Never: a queue pair that only retransmits breaks by itself."""
         return False
 
+    def probe(self, key: ProbeKey) -> None:
+        """Write nothing, on a queue pair of its own; see `Transport.probe`."""
+        self._prober.probe(key)
+
     def close(self) -> None:
         """Destroy every queue pair, then close the devices."""
-        for ends in self._by_number:
+        self._prober.close()
+        for ends, spare in zip(self._by_number, self._spare, strict=True):
             for endpoint in list(ends.values()):
-                self._discard(endpoint)
+                self._destroy(endpoint)
+            for qp in spare:
+                qp.close()
+            spare.clear()
         self._by_path.clear()
         self._staging.close()
         for device in self._devices:
@@ -287,18 +305,25 @@ class VerbsTransport:
         if timeout_s > 0 and not self._events:
             self.arm()
             self._complete()  # what came before the notification was asked for
-            if self._draining:
-                timeout_s = min(timeout_s, _DRAIN_TIMEOUT_S / 10)
+            timeout_s = self.limit_s(timeout_s)
         if self._listen(0.0 if self._events else timeout_s):
             self._complete()
         if self._draining:
             self._reap()
+        if self._prober.is_busy:
+            self._events += self._prober.advance()
         events, self._events = self._events, []
         return events
 
     def wake(self) -> None:
         """End a sleeping `poll`, from any thread."""
         os.eventfd_write(self._wake_fd, 1)
+
+    def limit_s(self, timeout_s: float) -> float:
+        """See `Part.limit_s`: fences and probes have deadlines."""
+        if self._draining:
+            timeout_s = min(timeout_s, _DRAIN_TIMEOUT_S / 10)
+        return self._prober.limit_s(timeout_s)
 
     def arm(self) -> None:
         """Have `fileno` become readable at the next completion; then poll once more."""
@@ -332,18 +357,22 @@ class VerbsTransport:
                 self._mark(end)
 
     def _complete(self) -> None:
-        for device, ends in zip(self._devices, self._by_number, strict=True):
+        for nic, device in enumerate(self._devices):
             batch = device.completions()
             while batch:
-                self._take_batch(ends, batch)
+                self._take_batch(nic, batch)
                 batch = device.completions() if len(batch) == BATCH else []
 
-    def _take_batch(self, ends: dict[int, VerbsEndpoint], batch: list[Completion]) -> None:
+    def _take_batch(self, nic: int, batch: list[Completion]) -> None:
+        ends = self._by_number[nic]
         fresh: dict[VerbsEndpoint, int] = {}
         for number, status, opcode, vendor_err, imm_data, qp_num in batch:
             end = ends.get(qp_num)
-            if end is None:
-                continue  # of a queue pair that was destroyed
+            if end is None:  # of a probe, or of a queue pair that was destroyed
+                self._prober.on_completion(nic, qp_num, number, status, vendor_err)
+                continue
+            if not end.qp.owns(number):
+                continue  # of a life that is over
             if status:
                 self._on_error(end, number, status, vendor_err)
             elif opcode & _RECEIVED:
@@ -454,19 +483,55 @@ class VerbsTransport:
                 self._rank, self._devices[end.nic].name, end.markers, end.path.rail,
                 end.path.peer, _DRAIN_TIMEOUT_S,
             )  # fmt: skip
-            self._drained(end)
+            self._destroy(end)
+            self._fenced(end)
 
     def _drained(self, end: VerbsEndpoint) -> None:
-        self._draining.remove(end)
+        """Both markers are back: nothing posted is under way any more."""
         self._discard(end)
+        self._fenced(end)
+
+    def _fenced(self, end: VerbsEndpoint) -> None:
+        self._draining.remove(end)
         self._events.append(Fenced(end.path))
 
+    def _take(self, nic: int) -> QueuePair:
+        """Return a queue pair that begins a life."""
+        while self._spare[nic]:
+            qp = self._spare[nic].pop()
+            try:
+                qp.renew()
+            except TransportError as exc:
+                _log.warning("rank %d: %s; it is destroyed", self._rank, exc)
+                qp.close()
+            else:
+                return qp
+        return QueuePair(
+            self._devices[nic], ring_nbytes=self._ring_nbytes,
+            timeout=self._timeout, retry_cnt=self._retry_cnt,
+        )  # fmt: skip
+
     def _discard(self, end: VerbsEndpoint) -> None:
-        """Destroy an end's queue pair: what was under way is the caller's again."""
-        if self._by_number[end.nic].pop(end.qp.number, None) is not None:
-            end.qp.close()
-            for reach in end.take_back():
-                self._staging.release(reach)
+        """End the life of an end's queue pair: what was under way is the caller's again."""
+        if self._by_number[end.nic].get(end.qp.number) is not end:
+            return
+        try:
+            end.qp.reset()
+        except TransportError as exc:
+            _log.warning("rank %d: %s; it is destroyed", self._rank, exc)
+            self._destroy(end)
+        else:
+            self._forget(end)
+            self._spare[end.nic].append(end.qp)
+
+    def _destroy(self, end: VerbsEndpoint) -> None:
+        end.qp.close()
+        self._forget(end)
+
+    def _forget(self, end: VerbsEndpoint) -> None:
+        del self._by_number[end.nic][end.qp.number]
+        for reach in end.take_back():
+            self._staging.release(reach)
 
     def _report(self, end: VerbsEndpoint, event: Event) -> None:
         (end.held if end.state is State.JOINING else self._events).append(event)

@@ -9,7 +9,7 @@ import pytest
 
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument
-from r2ccl.topology.hcas import SYSFS, Gid, Hca, choose_gid, list_hcas, read_hca, select_hcas
+from r2ccl.topology.hcas import SYSFS, Gid, GidFinder, Hca, choose_gid, list_hcas, select_hcas
 from r2ccl.topology.names import NameFilter, natural
 
 V1, V2 = "IB/RoCE v1", "RoCE v2"
@@ -215,12 +215,25 @@ def test_a_port_that_went_away_while_it_was_read_is_left_out(tree: Tree) -> None
     assert [each.name for each in list_hcas(tree.root)] == ["rxe0"]
 
 
-def test_one_port_is_read_as_all_are(tree: Tree) -> None:
-    soft_roce_port(tree)
-    (listed,) = list_hcas(tree.root)
-    assert read_hca("rxe0", 1, tree.root) == listed
-    assert read_hca("rxe0", 2, tree.root) is None
-    assert read_hca("rxe1", 1, tree.root) is None
+def test_a_gid_is_found_again_wherever_it_went(tree: Tree) -> None:
+    port = soft_roce_port(tree)
+    find = GidFinder("rxe0", 1, root=tree.root)
+    assert find() == find() == (1, "::ffff:10.0.0.7")
+    for folder in (port / "gids", port / "gid_attrs" / "types", port / "gid_attrs" / "ndevs"):
+        (folder / "1").rename(folder / "4")  # what a flap of the interface can do
+    assert find() == find() == (4, "::ffff:10.0.0.7")
+    shutil.rmtree(port)
+    with pytest.raises(InvalidArgument, match="port 1 of RDMA NIC rxe0 is gone"):
+        find()
+
+
+def test_a_gid_that_stays_costs_one_slot(tree: Tree) -> None:
+    port = soft_roce_port(tree)
+    find = GidFinder("rxe0", 1, root=tree.root)
+    expected = find()
+    (port / "gids" / "0").unlink()
+    (port / "gids" / "0").mkdir()  # reading it now would raise
+    assert find() == expected
 
 
 def test_an_unreadable_tree_is_an_error(tree: Tree) -> None:

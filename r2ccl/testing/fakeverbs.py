@@ -1,0 +1,148 @@
+"""An open RDMA device in NumPy memory: what pyverbs' objects point to, and the objects.
+
+The structs and the table of functions are laid out as libibverbs does it; the functions are the
+caller's. So what looks behind pyverbs' objects and calls the table needs no device to be tested,
+and `rates` no device to be measured. Must not import pyverbs.
+
+Invariant: the memory of a `FakeNic` lives as long as the `FakeNic`, and no longer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.transport.layout import COMP_CHANNEL, CONTEXT, CQ, PD, QP, Nic
+
+Record = npt.NDArray[Any]
+
+CMD_FD, ASYNC_FD, CHANNEL_FD = 40, 41, 42
+_NUM_COMP_VECTORS, _PD_HANDLE, _CQE = 4, 7, 16383
+_IN_INIT, _RC = 1, 2
+
+
+class FakeNic:
+    """A context, a domain and a completion queue, open.
+
+    Parameters
+    ----------
+    poll_cq, post_send, post_recv : int
+        Addresses of functions with the signatures of ``struct ibv_context_ops``.
+    """
+
+    def __init__(self, poll_cq: int, post_send: int, post_recv: int) -> None:
+        #: The structs; tests may spoil them.
+        self.records = {
+            "context": _record(
+                CONTEXT, poll_cq=poll_cq, post_send=post_send, post_recv=post_recv,
+                cmd_fd=CMD_FD, async_fd=ASYNC_FD, num_comp_vectors=_NUM_COMP_VECTORS,
+            )
+        }  # fmt: skip
+        at = self.address("context")
+        self.records["pd"] = _record(PD, context=at, handle=_PD_HANDLE)
+        self.records["channel"] = _record(COMP_CHANNEL, context=at, fd=CHANNEL_FD)
+        channel = self.address("channel")
+        self.records["cq"] = _record(CQ, context=at, channel=channel, cqe=_CQE)
+        self.context = _holder(
+            self.records["context"], cmd_fd=CMD_FD, num_comp_vectors=_NUM_COMP_VECTORS
+        )
+        self.pd = _holder(self.records["pd"], handle=_PD_HANDLE)
+        self.cq = _holder(self.records["cq"], cqe=_CQE)
+
+    def address(self, name: str) -> int:
+        """Where a struct is."""
+        return self.records[name].ctypes.data
+
+    def make_qp(self, number: int) -> Any:
+        """Return a queue pair as pyverbs makes them: RC, in INIT; its record is ``qp``."""
+        cq = self.address("cq")
+        self.records["qp"] = _record(
+            QP, context=self.address("context"), pd=self.address("pd"), send_cq=cq, recv_cq=cq,
+            qp_num=number, state=_IN_INIT, qp_type=_RC,
+        )  # fmt: skip
+        return _holder(self.records["qp"], qp_num=number, qp_state=_IN_INIT, qp_type=_RC)
+
+    def located(self) -> Nic:
+        """What finding it must come to, but for the provider."""
+        table = self.records["context"][0]
+        return Nic(
+            context=self.address("context"), pd=self.address("pd"), cq=self.address("cq"),
+            poll_cq=int(table["poll_cq"]), post_send=int(table["post_send"]),
+            post_recv=int(table["post_recv"]), provider="",
+        )  # fmt: skip
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Seconds of one processor for calls of the compiled path, the provider's own left out.
+
+    ``completion_s`` is a completion's share of a full batch, its tuple included; ``receive_s`` a
+    request's share of a chain.
+    """
+
+    empty_poll_s: float
+    completion_s: float
+    write_s: float
+    receive_s: float
+
+
+def rates(batch: int = 256, chain: int = 32, seconds: float = 0.2) -> Rates:
+    """Measure the compiled path over functions that do next to nothing.
+
+    Parameters
+    ----------
+    batch, chain : int
+        Completions of a poll that finds some; receive requests posted by one call.
+    seconds : float
+        Duration of each of the four measurements.
+    """
+    from numba import cfunc, types
+
+    from r2ccl.transport.fastpath import Poller, Poster
+
+    word = types.uint64
+    compiled = cfunc(types.int32(word, types.int32, word))
+    idle, busy = compiled(lambda cq, count, wcs: 0), compiled(lambda cq, count, wcs: count)
+    accept = cfunc(types.int32(word, word, word))(lambda qp, wr, bad_wr: 0)
+    quiet, full = (FakeNic(each.address, accept.address, accept.address) for each in (idle, busy))
+    quiet.make_qp(1)
+    poster = Poster(quiet.located(), quiet.address("qp"), (0, 0, 0), chain)
+    source, target = (1 << 46, 1 << 20, 7), (1 << 45, 8)
+    return Rates(
+        empty_poll_s=_time_of(Poller(quiet.located(), batch).poll, seconds),
+        completion_s=_time_of(Poller(full.located(), batch).poll, seconds) / batch,
+        write_s=_time_of(lambda: poster.write(1 << 54, 2, 3, source, target), seconds),
+        receive_s=_time_of(lambda: poster.receive(chain), seconds) / chain,
+    )
+
+
+def _time_of(call: Callable[[], Any], seconds: float) -> float:
+    """CPU seconds of one call."""
+    call()
+    ncalls, start = 0, time.process_time()
+    while (spent := time.process_time() - start) < seconds:
+        for _ in range(1000):
+            call()
+        ncalls += 1000
+    return spent / ncalls
+
+
+def _record(layout: np.dtype[Any], **values: int) -> Record:
+    made = np.zeros(1, layout)
+    for name, value in values.items():
+        made[name] = value
+    return made
+
+
+def _holder(record: Record, **shown: int) -> Any:
+    """Return an object that points to `record`, as ctypes' do, and shows numbers, as pyverbs'."""
+    kind = type("Holder", (ctypes.c_char * record.nbytes,), shown)
+    return kind.from_buffer(record.view(np.uint8).data)  # type: ignore[attr-defined]
+
+
+__all__ = ["ASYNC_FD", "CHANNEL_FD", "CMD_FD", "FakeNic", "Rates", "rates"]
