@@ -67,7 +67,6 @@ class Engine:
             rank, nranks, transport=transport, control=control, config=config, clock=clock
         )
         self.recovery = self.progress.recovery
-        self.recovery.submit = self.submit
         self._transport = transport
         self._control = control
         self._config = config

@@ -1,4 +1,4 @@
-"""Bringing up paths whose two ends join by exchanging cards over the control plane.
+"""Bringing up what two ends join by exchanging cards over the control plane: paths, and probes.
 
 The lower rank calls: it makes its end and offers its card; the higher rank makes its own, joins it
 to the offered one and answers; the caller joins in turn, proves the way there and back, says so,
@@ -12,47 +12,65 @@ long as it takes; an answerer whose own port is not ready yet tries the same off
 newer one comes. ``attempt`` tells the rounds apart and ``epoch`` the lives of a path. Trust comes
 from the session that carries the cards.
 
-Must not import sockets or verbs. Invariant: at most one end of a path exists here at a time, and
-one that is not handed over is closed.
+The connection of a probe serves the one rank that asks over it, so the asker calls, whichever rank
+it is, and nobody has to be told that it is ready::
+
+    asker     Offer(card) ->              join, hello ... Joined
+    asked                 join, Answer(card)
+
+The asked end stays as it is until the next offer, which is how it learns that the asker's end is
+gone. Probes wait: one is called per tick, and one that cannot be joined, on a fabric without a way
+between rails, is tried ever more rarely, until a path of one of its ports comes up.
+
+Must not import sockets or verbs. Invariant: at most one end of a path, and one of each role of a
+probe, exists here at a time, and one that is not handed over is closed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from r2ccl.clock import Clock
 from r2ccl.errors import TransportError
 from r2ccl.transport.base import Endpoint, Joined, Transport
-from r2ccl.types import PathKey
+from r2ccl.types import PathKey, ProbeKey
 
 _log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
+_MAX_PROBE_PAUSE_S = 60.0
+#: ``via`` of what is about a path.
+_NO_PROBE = -1
 #: How long the caller waits for an answer, and for its proof.
 _ANSWER_TIMEOUT_S = 2.0
 _PROOF_TIMEOUT_S = 10.0
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """Control message: the caller's end of a path."""
+    """Control message: the caller's end of a path, or of a probe's connection.
+
+    ``rail`` is the receiver's port and ``via`` the sender's, -1 for a path.
+    """
 
     rail: int
     epoch: int
     attempt: int
     card: bytes
+    via: int = _NO_PROBE
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """Control message: the answerer's end, joined to the offered one."""
+    """Control message: the answerer's end, joined to the offered one; rails as in `Offer`."""
 
     rail: int
     epoch: int
     attempt: int
     card: bytes
+    via: int = _NO_PROBE
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -63,20 +81,45 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     attempt: int
 
 
-class _Attempt:
-    """A path on its way up."""
+def probe_keys(peers: Sequence[int], rails: Sequence[int]) -> list[ProbeKey]:
+    """Return the probes that have connections: from each port's own rail, and from the next one.
 
-    __slots__ = ("deadline", "endpoint", "epoch", "number", "offer", "pause")
+    Parameters
+    ----------
+    peers : sequence of int
+    rails : sequence of int
+        Those that join.
+    """
+    following = dict(zip(rails, [*rails[1:], *rails[:1]], strict=True))
+    return [
+        ProbeKey(peer, rail, via)
+        for peer in peers
+        for rail in rails
+        for via in dict.fromkeys((rail, following[rail]))
+    ]
+
+
+class _Attempt:
+    """A path, or one end of a probe's connection, on its way up."""
+
+    __slots__ = ("deadline", "endpoint", "epoch", "expiry", "number", "offer", "pause")
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.number = 0
         self.endpoint: Endpoint | None = None
-        #: The answerer's: what it could not answer yet.
+        #: The answerer's: what it could not answer yet, and until when the caller waits for it.
         self.offer: Offer | None = None
+        self.expiry = 0.0
         #: When the caller begins again, and when the answerer tries again to answer.
         self.deadline = 0.0
         self.pause = _FIRST_PAUSE_S
+
+    def hurry(self) -> None:
+        """Have a call that waits for its turn begin at the next tick."""
+        if self.endpoint is None:
+            self.deadline = 0.0
+            self.pause = _FIRST_PAUSE_S
 
     def drop(self) -> None:
         """Close this end, if there is one."""
@@ -86,7 +129,7 @@ class _Attempt:
 
 
 class Joiner:
-    """The paths of one rank that are on their way up.
+    """The paths and probes of one rank that are on their way up.
 
     Parameters
     ----------
@@ -95,7 +138,8 @@ class Joiner:
     send : callable
         ``send(peer, message)`` over the control plane, exactly once and in order.
     on_joined : callable
-        Takes (peer, rail, epoch, endpoint), and owns the endpoint.
+        Takes (peer, rail, epoch, endpoint) of a path, and owns the endpoint. A probe's is the
+        transport's.
     clock : Clock
     """
 
@@ -112,7 +156,11 @@ class Joiner:
         self._send = send
         self._on_joined = on_joined
         self._clock = clock
-        self._attempts: dict[PathKey, _Attempt] = {}
+        self._attempts: dict[PathKey | ProbeKey, _Attempt] = {}
+        #: Ends at which peers ask, as they last offered.
+        self._asked: dict[ProbeKey, _Attempt] = {}
+        #: Lives of probes, which tell their connections apart as epochs do those of a path.
+        self._nlives = 0
         #: Offers of epochs this rank has not reached yet.
         self._early: dict[PathKey, Offer] = {}
 
@@ -127,7 +175,13 @@ class Joiner:
             if offer is not None:
                 self._on_offer(key, offer)
 
-    def cancel(self, key: PathKey) -> None:
+    def begin_probe(self, key: ProbeKey) -> None:
+        """Bring the connection of a probe up, when there is time, in place of the one it had."""
+        self.cancel(key)
+        self._nlives += 1
+        self._attempts[key] = _Attempt(self._nlives)
+
+    def cancel(self, key: PathKey | ProbeKey) -> None:
         """Do not bring `key` up any more."""
         attempt = self._attempts.pop(key, None)
         if attempt is not None:
@@ -137,27 +191,65 @@ class Joiner:
         """Cancel everything."""
         for key in list(self._attempts):
             self.cancel(key)
+        for attempt in self._asked.values():
+            attempt.drop()
+        self._asked.clear()
 
     def kick(self, rail: int) -> None:
         """Have the calls and answers of `rail` begin again at once: its port is back."""
         for key, attempt in self._attempts.items():
-            if key.rail == rail:
+            if isinstance(key, PathKey) and key.rail == rail:
                 attempt.pause = _FIRST_PAUSE_S
                 self._begin_again(key, attempt)
+        for probe, attempt in self._probes():
+            if probe.via == rail:
+                attempt.hurry()
 
     def tick(self, now: float) -> None:
         """Begin calls, and try answers, whose time has come."""
         for key, attempt in list(self._attempts.items()):
-            if now >= attempt.deadline:
+            if now >= attempt.deadline and isinstance(key, PathKey):
                 self._begin_again(key, attempt)
+        self._tick_probes(now)
+
+    def _tick_probes(self, now: float) -> None:
+        due = [(key, attempt) for key, attempt in self._probes() if now >= attempt.deadline]
+        for key, attempt in due:
+            if attempt.endpoint is not None:
+                self._failed(key, attempt, "no answer to the offer, or no proof, in time")
+        # One at a time: making and joining an end takes a millisecond or more.
+        for key, attempt in due:
+            if attempt.endpoint is None and now >= attempt.deadline:
+                self._call(key, attempt)
+                break
+        for key, attempt in self._asked.items():
+            if attempt.offer is not None and now >= attempt.deadline:
+                if now < attempt.expiry:
+                    self._answer(key, attempt, attempt.offer)
+                else:
+                    attempt.offer = None
+
+    def _probes(self) -> Iterator[tuple[ProbeKey, _Attempt]]:
+        """Those this rank calls."""
+        for key, attempt in self._attempts.items():
+            if isinstance(key, ProbeKey):
+                yield key, attempt
 
     def on_message(self, peer: int, message: Offer | Answer | Ready) -> None:
         """Take a message of `peer`; a stale one changes nothing."""
-        key = PathKey(peer, message.rail)
-        if not 0 <= message.rail < self._transport.nrails:
-            _log.warning("rank %d: rank %d spoke of rail %d", self._rank, peer, message.rail)
+        rails = {message.rail}
+        key: PathKey | ProbeKey = PathKey(peer, message.rail)
+        if not isinstance(message, Ready) and message.via != _NO_PROBE:
+            # What is the sender's own port is the far one here.
+            key = ProbeKey(peer, message.via, message.rail)
+            rails.add(message.via)
+        if not rails <= set(range(self._transport.nrails)):
+            _log.warning("rank %d: rank %d spoke of rails %s", self._rank, peer, sorted(rails))
         elif isinstance(message, Offer):
-            self._on_offer(key, message)
+            if isinstance(key, ProbeKey):
+                self._on_asker(key, message)
+            else:
+                self._on_offer(key, message)
         else:
             attempt = self._attempts.get(key)
             if attempt is not None and (attempt.epoch, attempt.number) == (
@@ -168,14 +260,17 @@ class Joiner:
 
     def on_joined(self, event: Joined) -> None:
         """The caller's end has proved itself, or failed to."""
-        attempt = self._attempts.get(event.path)
+        key = event.key
+        attempt = self._attempts.get(key)
         if attempt is None or attempt.endpoint is None:
             return
         if event.error:
-            self._failed(event.path, attempt, event.error)
-        elif self._rank < event.path.peer:
-            self._send(event.path.peer, Ready(event.path.rail, attempt.epoch, attempt.number))
-            self._hand_over(event.path, attempt)
+            self._failed(key, attempt, event.error)
+        elif isinstance(key, ProbeKey):
+            del self._attempts[key]  # the transport has it in use
+        elif self._rank < key.peer:
+            self._send(key.peer, Ready(key.rail, attempt.epoch, attempt.number))
+            self._hand_over(key, attempt)
 
     def _begin_again(self, key: PathKey, attempt: _Attempt) -> None:
         if self._rank < key.peer:
@@ -183,16 +278,26 @@ class Joiner:
         elif attempt.offer is not None:
             self._answer(key, attempt, attempt.offer)
 
-    def _call(self, key: PathKey, attempt: _Attempt) -> None:
+    def _call(self, key: PathKey | ProbeKey, attempt: _Attempt) -> None:
         attempt.drop()
         attempt.number += 1
         try:
-            attempt.endpoint = endpoint = self._transport.offer(key)
+            attempt.endpoint = self._transport.offer(key)
+            card = attempt.endpoint.card
         except TransportError as exc:
             self._failed(key, attempt, str(exc))
             return
         attempt.deadline = self._clock() + _ANSWER_TIMEOUT_S
-        self._send(key.peer, Offer(key.rail, attempt.epoch, attempt.number, endpoint.card))
+        self._send(key.peer, Offer(key.rail, attempt.epoch, attempt.number, card, _via(key)))
+
+    def _on_asker(self, key: ProbeKey, offer: Offer) -> None:
+        """Make the end that `key.peer` asks at; its offers come in order, the newest counts."""
+        previous = self._asked.get(key)
+        if previous is not None:
+            previous.drop()
+        attempt = self._asked[key] = _Attempt(offer.epoch)
+        attempt.expiry = self._clock() + _ANSWER_TIMEOUT_S
+        self._answer(key, attempt, offer)
 
     def _on_offer(self, key: PathKey, offer: Offer) -> None:
         attempt = self._attempts.get(key)
@@ -203,23 +308,27 @@ class Joiner:
             attempt.pause = _FIRST_PAUSE_S
             self._answer(key, attempt, offer)
 
-    def _answer(self, key: PathKey, attempt: _Attempt, offer: Offer) -> None:
+    def _answer(self, key: PathKey | ProbeKey, attempt: _Attempt, offer: Offer) -> None:
         attempt.drop()
         attempt.number = offer.attempt
         attempt.offer = None
         try:
             attempt.endpoint = self._transport.offer(key)
             attempt.endpoint.join(offer.card, is_caller=False)
+            card = attempt.endpoint.card
         except TransportError as exc:
             attempt.offer = offer
             self._failed(key, attempt, str(exc))
             return
-        self._send(key.peer, Answer(key.rail, attempt.epoch, attempt.number, attempt.endpoint.card))
+        self._send(key.peer, Answer(key.rail, attempt.epoch, attempt.number, card, _via(key)))
 
-    def _on_reply(self, key: PathKey, attempt: _Attempt, message: Answer | Ready) -> None:
+    def _on_reply(
+        self, key: PathKey | ProbeKey, attempt: _Attempt, message: Answer | Ready
+    ) -> None:
         if attempt.endpoint is None:
             return
         if isinstance(message, Ready):
+            assert isinstance(key, PathKey)
             self._hand_over(key, attempt)
             return
         attempt.deadline = self._clock() + _PROOF_TIMEOUT_S
@@ -232,14 +341,27 @@ class Joiner:
         endpoint = attempt.endpoint
         assert endpoint is not None
         del self._attempts[key]
+        for probe, waiting in self._probes():
+            if probe.peer == key.peer and key.rail in (probe.rail, probe.via):
+                waiting.hurry()
         self._on_joined(key.peer, key.rail, attempt.epoch, endpoint)
 
-    def _failed(self, key: PathKey, attempt: _Attempt, why: str) -> None:
+    def _failed(self, key: PathKey | ProbeKey, attempt: _Attempt, why: str) -> None:
         """Close this end; the caller calls again later, the answerer tries this offer again."""
-        _log.info("rank %d: rail %d to rank %d: %s", self._rank, key.rail, key.peer, why)
+        is_probe = isinstance(key, ProbeKey)
+        # Where there is no way between rails, this is said for as long as the job runs.
+        _log.log(
+            logging.DEBUG if is_probe else logging.INFO,
+            "rank %d: rail %d to rank %d%s: %s",
+            self._rank, key.rail, key.peer, f", probed from rail {_via(key)}" * is_probe, why,
+        )  # fmt: skip
         attempt.drop()
         attempt.deadline = self._clock() + attempt.pause
-        attempt.pause = min(2 * attempt.pause, _MAX_PAUSE_S)
+        attempt.pause = min(2 * attempt.pause, _MAX_PROBE_PAUSE_S if is_probe else _MAX_PAUSE_S)
 
 
-__all__ = ["Answer", "Joiner", "Offer", "Ready"]
+def _via(key: PathKey | ProbeKey) -> int:
+    return key.via if isinstance(key, ProbeKey) else _NO_PROBE
+
+
+__all__ = ["Answer", "Joiner", "Offer", "Ready", "probe_keys"]

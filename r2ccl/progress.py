@@ -26,6 +26,7 @@ from r2ccl.transport.base import (
     Fenced,
     Frame,
     Joined,
+    Probed,
     RailChanged,
     Sent,
     Transport,
@@ -102,6 +103,7 @@ class Progress:
             Fenced: self.recovery.on_fenced,
             Joined: self.recovery.on_joined,
             RailChanged: self.recovery.on_rail,
+            Probed: self.recovery.on_probed,
         }
 
     # What a collective calls

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -24,7 +25,7 @@ from r2ccl.errors import (
     R2cclError,
     TransportError,
 )
-from r2ccl.joining import Answer, Joiner, Offer, Ready
+from r2ccl.joining import Answer, Joiner, Offer, Ready, probe_keys
 from r2ccl.repair import Repair, RepairLog
 from r2ccl.resilience.link import LinkReport
 from r2ccl.resilience.path import (
@@ -39,8 +40,8 @@ from r2ccl.resilience.path import (
     step,
 )
 from r2ccl.resilience.watch import Watch
-from r2ccl.transport.base import Arrived, Failed, Fenced, Joined, RailChanged
-from r2ccl.types import PathKey
+from r2ccl.transport.base import Arrived, Failed, Fenced, Joined, Probed, RailChanged
+from r2ccl.types import PathKey, ProbeKey
 
 if TYPE_CHECKING:
     from r2ccl.progress import Progress
@@ -83,10 +84,6 @@ class ControlPort(Protocol):
         """Dial the pending paths of `rail` now."""
         ...
 
-    def probe(self, peer: int, rail: int, on_result: Callable[[bool], None]) -> None:
-        """Ask the kernel or NIC at the far end of `rail` for a sign of life."""
-        ...
-
 
 class Recovery:
     """Paths of one rank and their repair."""
@@ -108,8 +105,6 @@ class Recovery:
         #: Every slice of this rank is confirmed, and it says so.
         self.is_leaving = False
         self.log = RepairLog()
-        #: How a probe's answer, given in another thread, comes back to the owner.
-        self.submit: Callable[..., None] = lambda fn, *args: fn(*args)
         #: Rails channels are at home on; the others, TCP beside RDMA, are the last resort.
         joined = [rail for rail in range(self.nrails) if progress.transport.joins(rail)]
         self._homes = joined or list(range(self.nrails))
@@ -117,7 +112,11 @@ class Recovery:
             self._rank, progress.transport, control.send, self.on_opened, self._clock
         )
         self._watch = Watch(self._config.suspicion_timeout_s)
-        self._probing: set[PathKey] = set()
+        #: Who is to be told what became of a probe.
+        self._asking: dict[ProbeKey, list[Callable[[Probed], None]]] = {}
+        #: Probes whose connections wait for the paths.
+        self._unjoined = probe_keys(self.peers, joined) if self._config.is_resilient else []
+        self._join_by_s = 0.0
         self._alone_since = dict.fromkeys(self.peers, self._clock())
 
     @property
@@ -132,7 +131,8 @@ class Recovery:
         return not any(path.state in busy for path in self.paths.values())
 
     def start(self) -> None:
-        """Have every path connected: the lower rank dials."""
+        """Have every path connected: the lower rank dials. Connections of probes come after."""
+        self._join_by_s = self._clock() + self._config.connect_timeout_s
         for path in self.paths.values():
             self._redial(path)
 
@@ -213,6 +213,29 @@ class Recovery:
         """An end this rank called with has proved itself, or not."""
         self._joiner.on_joined(event)
 
+    # Probes
+
+    def ask(self, key: ProbeKey, on_answer: Callable[[Probed], None]) -> None:
+        """Ask for a sign of life; `on_answer` is told within the probe timeout."""
+        self._asking.setdefault(key, []).append(on_answer)
+        self._progress.transport.probe(key)
+
+    def on_probed(self, event: Probed) -> None:
+        """Tell who asked; a connection of its own that brought no answer is joined anew."""
+        is_over = event.is_answered is False and self.error is None
+        if is_over and self._progress.transport.joins(event.key.rail):
+            self._joiner.begin_probe(event.key)
+        for on_answer in self._asking.pop(event.key, ()):
+            on_answer(event)
+
+    def _join_probes(self, now: float) -> None:
+        """Begin once the paths are up, or as many as will be."""
+        is_whole = all(path.state is PathState.UP for path in self.paths.values())
+        if is_whole or now >= self._join_by_s:
+            unjoined, self._unjoined = self._unjoined, []
+            for key in unjoined:
+                self._joiner.begin_probe(key)
+
     # Control messages
 
     def on_message(self, peer: int, message: object) -> None:
@@ -252,6 +275,8 @@ class Recovery:
         # Else an eager slice that no other one follows would be waited for without end.
         self._progress.confirm_all()
         self._progress.transport.flush()
+        if self._unjoined:
+            self._join_probes(now)
         self._joiner.tick(now)
         for key in self._watch.look(now, self._watched()):
             self._probe(key)
@@ -283,27 +308,21 @@ class Recovery:
         return waited_for
 
     def _probe(self, key: PathKey) -> None:
-        if key in self._probing:
-            return
-        self._probing.add(key)
         path = self.paths[key]
-        epoch, activity = path.epoch, path.activity
-        self._control.probe(
-            key.peer,
-            key.rail,
-            lambda is_answered: self.submit(self._probed, key, epoch, activity, is_answered),
+        self.ask(
+            ProbeKey(key.peer, key.rail, key.rail),
+            partial(self._probed, path, path.epoch, path.activity),
         )
 
-    def _probed(self, key: PathKey, epoch: int, activity: int, is_answered: bool) -> None:
+    def _probed(self, path: Path, epoch: int, activity: int, event: Probed) -> None:
         """Act on a probe: unanswered, the path is gone; answered, only a stuck flow moves."""
-        self._probing.discard(key)
-        path = self.paths[key]
-        if path.epoch != epoch or path.activity != activity:
+        if path.epoch != epoch or path.activity != activity or event.is_answered is None:
             return
-        if not is_answered:
-            self.fail(key, "PROBE_UNANSWERED: no progress, and the peer's kernel does not answer")
-        elif self._progress.transport.is_stuck(key):
-            self.fail(key, "FLOW_STUCK: the rail answers, this flow only retransmits")
+        if not event.is_answered:
+            cause = f"no progress, and the peer's kernel does not answer ({event.detail})"
+            self.fail(path.key, f"PROBE_UNANSWERED: {cause}")
+        elif self._progress.transport.is_stuck(path.key):
+            self.fail(path.key, "FLOW_STUCK: the rail answers, this flow only retransmits")
 
     # Actions of the path table
 

@@ -1,4 +1,4 @@
-"""The values every room speaks in: reductions, NICs, rails, paths.
+"""The values every room speaks in: reductions, NICs, rails, paths, probes.
 
 Values only: no I/O, no clock, no state; this room imports nothing of the library.
 """
@@ -48,6 +48,17 @@ class PathKey(NamedTuple):
     rail: int
 
 
+class ProbeKey(NamedTuple):
+    """The port `rail` of `peer` is asked for a sign of life, from this rank's port of rail `via`.
+
+    With ``via == rail`` the two ports are those of a path; any other is this rank's auxiliary.
+    """
+
+    peer: int
+    rail: int
+    via: int
+
+
 class CallSignature(msgspec.Struct, frozen=True):
     """What all ranks must agree on in one call; travels with every slice, packed in 64 bits."""
 
@@ -68,4 +79,4 @@ class CallSignature(msgspec.Struct, frozen=True):
         )
 
 
-__all__ = ["CallSignature", "Collective", "Nic", "PathKey", "ReduceOp"]
+__all__ = ["CallSignature", "Collective", "Nic", "PathKey", "ProbeKey", "ReduceOp"]

@@ -81,8 +81,8 @@ class ControlPlane:
     """Sessions with every other rank, the data sockets, and who is alive.
 
     Made by `r2ccl.bootstrap.connect`. All methods may be called from any thread and return at
-    once, except `close`. What they start before `start` happens then. Callbacks (`on_failed`,
-    `on_result`, `fn`) run in the control thread.
+    once, except `close`. What they start before `start` happens then. Callbacks (`on_failed`, `fn`)
+    run in the control thread.
 
     Parameters
     ----------
@@ -299,16 +299,6 @@ class ControlPlane:
     def kick(self, rail: int) -> None:
         """Dial the pending paths of `rail` now: its local carrier came up."""
         self._do(lambda: self._paths.kick(rail))
-
-    def probe(self, peer: int, rail: int, on_result: Callable[[bool], None]) -> None:
-        """Ask the *kernel* at the far end of `rail` for a sign of life.
-
-        Three TCP connects, bound to the local rail address, spread over
-        ``config.probe_timeout_s``. True as soon as one is answered (connected or refused).
-        """
-        key = self._path_key(peer, rail)
-        guarded = functools.partial(self._guard, on_result)
-        self._do(lambda: self._paths.probe(key, guarded))
 
     # -- the loop, lent ---------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Data sockets, one per (peer, rail, epoch): dial, let in, probe.
+"""Data sockets, one per (peer, rail, epoch): dial and let in.
 
 The lower rank dials for as long as it takes: a rail that was dead for an hour comes back. The
 higher rank lets in exactly the (peer, rail, epoch) it expects. Which socket replaces which, and
@@ -26,8 +26,6 @@ _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 #: Covers two retransmissions of a SYN (Linux sends the first after 1 s).
 _CONNECT_TIMEOUT_S = 2.0
-#: Connects of one probe: two lost packets do not make a dead rail.
-_PROBE_CONNECTS = 3
 
 OnPath = Callable[[int, int, int, socket.socket], None]
 
@@ -57,7 +55,6 @@ class Paths:
         self._dials: dict[PathKey, _Dial] = {}
         self._expected: dict[PathKey, int] = {}
         self._expectation_changed = asyncio.Event()
-        self._probes: set[asyncio.Task[None]] = set()
 
     # -- accepting --------------------------------------------------------------------------
 
@@ -128,8 +125,6 @@ class Paths:
         """Cancel everything."""
         for key in [*self._dials, *self._expected]:
             self.cancel(key)
-        for task in self._probes:
-            task.cancel()
 
     def _start_dial(self, key: PathKey, entry: _Dial) -> None:
         work = self._keep_dialing(key, entry)
@@ -167,45 +162,6 @@ class Paths:
             source=setting.nics[key.rail].address,
             timeout_s=_CONNECT_TIMEOUT_S,
         )
-
-    # -- probing ----------------------------------------------------------------------------
-
-    def probe(self, key: PathKey, on_result: Callable[[bool], None]) -> None:
-        """Ask the kernel at the far end of the rail; see `ControlPlane.probe`."""
-        task = asyncio.get_running_loop().create_task(self._probe(key, on_result))
-        self._probes.add(task)
-        task.add_done_callback(self._probes.discard)
-
-    async def _probe(self, key: PathKey, on_result: Callable[[bool], None]) -> None:
-        timeout_s = self._setting.config.probe_timeout_s
-        knocks = [
-            asyncio.ensure_future(self._knock(key, i * timeout_s / _PROBE_CONNECTS, timeout_s))
-            for i in range(_PROBE_CONNECTS)
-        ]
-        is_answered = False
-        try:
-            for answer in asyncio.as_completed(knocks):
-                is_answered = await answer
-                if is_answered:
-                    break
-        finally:
-            for knock in knocks:
-                knock.cancel()
-        on_result(is_answered)
-
-    async def _knock(self, key: PathKey, delay_s: float, timeout_s: float) -> bool:
-        await asyncio.sleep(delay_s)
-        try:
-            await wire.knock(
-                self._peers[key.peer].rails[key.rail],
-                source=self._setting.nics[key.rail].address,
-                timeout_s=timeout_s - delay_s,
-            )
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
-        return True
 
 
 __all__ = ["OnPath", "Paths"]

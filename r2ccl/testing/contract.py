@@ -1,7 +1,8 @@
 """The transport contract: what `r2ccl.transport.base` promises, as checks any implementation takes.
 
-Give each function of `CHECKS` a fresh `Bench` of your transport; it raises AssertionError where a
-promise is broken. Public. Sees the interface only: no socket, no simulator.
+Give each function of `CHECKS`, and of `r2ccl.testing.probecontract`, a fresh `Bench` of your
+transport; it raises AssertionError where a promise is broken. Public. Sees the interface only: no
+socket, no simulator.
 
 Invariant: every wait in here ends, at the latest after ``Bench.patience_s``.
 """
@@ -34,11 +35,15 @@ class Bench(Protocol):
     transports : sequence of Transport
         Rank 0's and rank 1's; eager slices of 64 bytes must be allowed.
     patience_s : float
-        How long something that must happen may take.
+        How long something that must happen may take; several probe timeouts.
+    cross : bool or None
+        What rank 0 hears when it probes rail 0 of rank 1 from its own rail 1: None if there is no
+        way between rails.
     """
 
     transports: Sequence[Transport]
     patience_s: float
+    cross: bool | None
 
     def endpoints(self, rail: int) -> tuple[Any, Any]:
         """Make a connection on `rail`; return what rank 0 and rank 1 give to ``open``."""
@@ -50,6 +55,14 @@ class Bench(Protocol):
 
     def break_path(self, rail: int) -> None:
         """Break the newest connection of `rail` so that both ends notice."""
+        ...
+
+    def join_probes(self) -> None:
+        """Join the connections rank 0 probes rank 1 over; empty where they need no joining."""
+        ...
+
+    def silence(self, rail: int) -> None:
+        """Take rank 1's port of `rail` off the fabric, without a word to anybody."""
         ...
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.testing.faults import Action, FaultPlan
 from r2ccl.testing.faults_reporter import Due, FaultReporter
 from r2ccl.transport.base import Endpoint, Event, Failed, Fenced, Frame, Registered, Transport
-from r2ccl.types import PathKey
+from r2ccl.types import PathKey, ProbeKey
 
 
 class ReportingTransport:
@@ -66,9 +66,9 @@ class ReportingTransport:
         """See `Transport.joins`."""
         return self._inner.joins(rail)
 
-    def offer(self, path: PathKey) -> Endpoint:
+    def offer(self, key: PathKey | ProbeKey) -> Endpoint:
         """See `Transport.offer`."""
-        return self._inner.offer(path)
+        return self._inner.offer(key)
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """See `Transport.allocate`."""
@@ -119,6 +119,10 @@ class ReportingTransport:
     def is_stuck(self, path: PathKey) -> bool:
         """See `Transport.is_stuck`."""
         return self._inner.is_stuck(path)
+
+    def probe(self, key: ProbeKey) -> None:
+        """See `Transport.probe`."""
+        self._inner.probe(key)
 
     def close(self) -> None:
         """See `Transport.close`."""

@@ -11,6 +11,8 @@ call                      over TCP                        over verbs
                           slice is read into the region   NIC, sent ahead
 ``isend``                 ``sendmsg`` from the view       RDMA_WRITE_WITH_IMM
 ``fence``                 close                           queue pair to ERR, drained
+``probe``                 connects of its own             a write of nothing, on a queue pair of
+                                                          its own
 ========================  ==============================  ====================================
 
 Two protocols carry a slice. *Eager*: ``isend`` without an ``irecv``; the payload arrives in the
@@ -21,7 +23,12 @@ with ``isend`` on the same path; the payload lands in the region itself.
 Invariants: after `Fenced` no byte of the old path reaches any memory named on it, and every
 ``isend`` view of it is no longer read; a slice the transport confirmed by itself arrived before.
 Slices of one path arrive in the order they were sent.
-Every event names the path; a path reports `Failed` once.
+Every event of a path names it; a path reports `Failed` once.
+
+A *probe* asks whether a port at the far end still answers. The NIC or the kernel does, never the
+process: one that is stopped answers probes and echoes nothing. Invariants: no probe travels on a
+path's own socket or queue pair, so it survives the fence of the path and disturbs nothing on it;
+every probe that was asked is followed by one `Probed`, whatever happens to the port.
 """
 
 from __future__ import annotations
@@ -32,7 +39,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.types import PathKey
+from r2ccl.types import PathKey, ProbeKey
 
 
 class Frame(msgspec.Struct, gc=False):
@@ -100,8 +107,21 @@ class Failed(msgspec.Struct, gc=False):
 class Joined(msgspec.Struct, gc=False):
     """An `Endpoint` reached its peer and back, or did not: ``error`` says why."""
 
-    path: PathKey
+    key: PathKey | ProbeKey
     error: str = ""
+
+
+class Probed(msgspec.Struct, gc=False):
+    """What became of a probe.
+
+    ``is_answered`` is True if the far end's NIC or kernel answered, False if it was asked and did
+    not answer in time or this end's NIC could not send, and None if it could not be asked;
+    ``detail`` is what a person reads.
+    """
+
+    key: ProbeKey
+    is_answered: bool | None
+    detail: str
 
 
 class RailChanged(msgspec.Struct, gc=False):
@@ -117,16 +137,22 @@ class Fenced(msgspec.Struct, gc=False):
     path: PathKey
 
 
-Event = Arrived | Cleared | Confirmed | Sent | Failed | Fenced | Joined | RailChanged
+Event = Arrived | Cleared | Confirmed | Sent | Failed | Fenced | Joined | RailChanged | Probed
 
 
 class Endpoint(Protocol):
-    """One end of a path on its way up, of a transport whose ends join by exchanging cards.
+    """One end of a path, or of a probe's connection, on its way up by the exchange of cards."""
 
-    ``card`` is what the peer must know of this end, for the control plane to carry.
-    """
+    @property
+    def card(self) -> bytes:
+        """What the peer must know of this end, for the control plane to carry.
 
-    card: bytes
+        Raises
+        ------
+        TransportError
+            The device refused.
+        """
+        ...
 
     def join(self, card: bytes, is_caller: bool) -> None:
         """Connect to the end that `card` describes; the caller's `Joined` follows.
@@ -159,11 +185,18 @@ class Transport(Protocol):
     nrails: int
 
     def joins(self, rail: int) -> bool:
-        """Whether the ends of this rail's paths are made by `offer` and joined; else, sockets."""
+        """Whether the ends of this rail's paths are made by `offer` and joined; else, sockets.
+
+        Then its probes have connections of their own, which are joined as paths are: at the end
+        that asks with ``is_caller``; it is in use with its `Joined`, the other as soon as it is
+        joined.
+        """
         ...
 
-    def offer(self, path: PathKey) -> Endpoint:
-        """Make this rank's end of `path`, of a rail that `joins`.
+    def offer(self, key: PathKey | ProbeKey) -> Endpoint:
+        """Make this rank's end of a path, or of a probe's connection, of a rail that `joins`.
+
+        A probe's end is on the port of rail ``via``, whichever of the two it is.
 
         Raises
         ------
@@ -237,6 +270,15 @@ class Transport(Protocol):
         """Whether the path itself (not the peer) holds data up, by the transport's own evidence."""
         ...
 
+    def probe(self, key: ProbeKey) -> None:
+        """Begin to ask for a sign of life; `Probed` follows within the probe timeout.
+
+        One at a time per key: asked again meanwhile, it adds nothing. A way between different
+        rails that has never answered, since it was first asked or joined, may not exist on this
+        fabric: it counts as one that cannot be asked. So does a rail there is none of.
+        """
+        ...
+
     def close(self) -> None:
         """Fence every path and free everything."""
         ...
@@ -252,6 +294,7 @@ __all__ = [
     "Fenced",
     "Frame",
     "Joined",
+    "Probed",
     "RailChanged",
     "Registered",
     "Sent",

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from r2ccl.errors import InternalError
 from r2ccl.transport.base import Endpoint
-from r2ccl.types import PathKey
+from r2ccl.types import PathKey, ProbeKey
 
 
 class Unregistered:
@@ -27,9 +27,9 @@ class Dialed:
         """Never: the control plane connects the ends."""
         return False
 
-    def offer(self, path: PathKey) -> Endpoint:
+    def offer(self, key: PathKey | ProbeKey) -> Endpoint:
         """See `Transport.offer`; there is nothing to offer here."""
-        raise InternalError(f"rail {path.rail} to rank {path.peer} does not join its ends")
+        raise InternalError(f"rail {key.rail} to rank {key.peer} does not join its ends")
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return memory; any is as good."""

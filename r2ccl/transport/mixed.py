@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.transport.base import Endpoint, Event, Frame, Registered, Transport
-from r2ccl.types import PathKey
+from r2ccl.transport.base import Endpoint, Event, Frame, Probed, Registered, Transport
+from r2ccl.types import PathKey, ProbeKey
 
 
 class Part(Transport, Protocol):
@@ -28,6 +28,10 @@ class Part(Transport, Protocol):
 
     def arm(self) -> None:
         """Have the descriptor become readable at the next event; then poll once more."""
+        ...
+
+    def limit_s(self, timeout_s: float) -> float:
+        """Cut a sleep of `timeout_s` short if something has to be done before its end."""
         ...
 
 
@@ -44,6 +48,8 @@ class MixedTransport:
         self.nrails = sum(part.nrails for part in parts)
         self._parts = parts
         self._by_rail = [part for part in parts for _ in range(part.nrails)]
+        #: Probes that no part can make.
+        self._refused: list[Event] = []
         self._epoll = select.epoll()
         # One of its own: a part's would be taken by the polls before the sleep.
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -55,9 +61,9 @@ class MixedTransport:
         """See `Transport.joins`."""
         return self._by_rail[rail].joins(rail)
 
-    def offer(self, path: PathKey) -> Endpoint:
+    def offer(self, key: PathKey | ProbeKey) -> Endpoint:
         """See `Transport.offer`."""
-        return self._by_rail[path.rail].offer(path)
+        return self._by_rail[key.rail].offer(key)
 
     def open(self, path: PathKey, endpoint: Any) -> None:
         """See `Transport.open`."""
@@ -104,6 +110,8 @@ class MixedTransport:
         events = self._collect()
         if events:
             return events
+        for part in self._parts:
+            timeout_s = part.limit_s(timeout_s)
         for fd, _ in self._epoll.poll(timeout_s):
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
@@ -121,6 +129,16 @@ class MixedTransport:
         """See `Transport.is_stuck`."""
         return self._by_rail[path.rail].is_stuck(path)
 
+    def probe(self, key: ProbeKey) -> None:
+        """See `Transport.probe`; there is no way between rails of different parts."""
+        rails = range(self.nrails)
+        if key.rail not in rails or key.via not in rails:
+            self._refused.append(Probed(key, None, f"there are {self.nrails} rails"))
+        elif self._by_rail[key.rail] is not self._by_rail[key.via]:
+            self._refused.append(Probed(key, None, "the two rails are of different kinds"))
+        else:
+            self._by_rail[key.rail].probe(key)
+
     def close(self) -> None:
         """Close every part."""
         for part in self._parts:
@@ -130,7 +148,10 @@ class MixedTransport:
             os.close(self._wake_fd)
 
     def _collect(self) -> list[Event]:
-        return [event for part in self._parts for event in part.poll(0.0)]
+        events, self._refused = self._refused, []
+        for part in self._parts:
+            events += part.poll(0.0)
+        return events
 
 
 __all__ = ["MixedTransport", "Part"]

@@ -7,13 +7,14 @@ after it happened, in order, and nothing of a path after its `Fenced`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from r2ccl.errors import InternalError
-from r2ccl.transport.base import Arrived, Event, Fenced, Frame, Sent
+from r2ccl.transport.base import Arrived, Event, Fenced, Frame, Probed, Sent
 from r2ccl.transport.dialed import Dialed
 from r2ccl.transport.simnet import End, EndState, Kind, Message, SimNetwork
-from r2ccl.types import PathKey
+from r2ccl.types import PathKey, ProbeKey
 
 
 class SimTransport(Dialed):
@@ -47,6 +48,7 @@ class SimTransport(Dialed):
         self._dirty: list[End] = []
         self._events: list[Event] = []
         self._lent: list[bytearray] = []
+        self._probing: set[ProbeKey] = set()
 
     def open(self, path: PathKey, endpoint: End) -> None:
         """Take one end of a connection into use."""
@@ -145,6 +147,16 @@ class SimTransport(Dialed):
         end = self._ends.get(path)
         return end is not None and bool(end.unacked) and (end.is_broken or not end.wire.is_up)
 
+    def probe(self, key: ProbeKey) -> None:
+        """Ask the port itself; see `Transport.probe`."""
+        if key in self._probing:
+            return
+        if not self._network.has_way(self._rank, key):
+            self.report(Probed(key, None, "this network has no such rail or rank"))
+            return
+        self._probing.add(key)
+        self._network.probe(self._rank, key, partial(self._on_probed, key))
+
     def close(self) -> None:
         """Fence every path."""
         for path in list(self._ends):
@@ -158,6 +170,11 @@ class SimTransport(Dialed):
     def lend(self, view: memoryview) -> memoryview:
         """Copy a payload into memory that is good until the poll after its own."""
         return memoryview(bytearray(view))
+
+    def _on_probed(self, key: ProbeKey, is_answered: bool) -> None:
+        self._probing.discard(key)
+        self._network.note("probed", self._rank, key, is_answered)
+        self.report(Probed(key, is_answered, "answered" if is_answered else "no answer"))
 
     def _on_drained(self, path: PathKey, end: End) -> None:
         if self._ends.get(path) is end:

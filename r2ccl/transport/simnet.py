@@ -32,6 +32,7 @@ from r2ccl.transport.simwire import (
     Timeline,
     Wire,
 )
+from r2ccl.types import ProbeKey
 
 
 class SimNetwork:
@@ -49,6 +50,8 @@ class SimNetwork:
         Longest time a fence takes.
     retry_s : float
         How long a dead connection's unacknowledged message takes to be reported.
+    probe_timeout_s : float
+        When an unanswered probe is given up.
     is_loud : bool
         Closing one end tells the other (TCP's FIN and RST); a queue pair's does not.
     """
@@ -65,6 +68,7 @@ class SimNetwork:
         jitter: float = 0.5,
         fence_s: float = 100e-6,
         retry_s: float = 0.2,
+        probe_timeout_s: float = 0.06,
         is_loud: bool = True,
     ) -> None:
         self.timeline = timeline
@@ -76,6 +80,7 @@ class SimNetwork:
         self.jitter = jitter
         self.fence_s = fence_s
         self.retry_s = retry_s
+        self.probe_timeout_s = probe_timeout_s
         self.is_loud = is_loud
         #: The one hook through which every message goes, control messages included.
         self.route: Callable[[Message], Fate] = lambda message: DELIVER
@@ -89,6 +94,8 @@ class SimNetwork:
             for b in range(a + 1, nranks)
             for rail in range(nrails)
         }
+        #: (rank, rail) of the ports that reach nobody, on any rail.
+        self._down: set[tuple[int, int]] = set()
 
     def wire(self, a: int, b: int, rail: int) -> Wire:
         """Return what connects ranks `a` and `b` on `rail`."""
@@ -185,6 +192,43 @@ class SimNetwork:
             self.timeline.after(self.delay(), self.fail, end, "EOF", "the peer closed its end")
         else:
             self._starve(end)
+
+    def set_port(self, rank: int, rail: int, is_up: bool) -> None:
+        """Take a port off the fabric, or back: its wires, and the ways to ports of other rails."""
+        self._down.discard((rank, rail))
+        if not is_up:
+            self._down.add((rank, rail))
+
+    # Probes
+
+    def has_way(self, rank: int, key: ProbeKey) -> bool:
+        """Whether there is a way for `key` at all: ports of any two rails are on one fabric."""
+        is_peer = 0 <= key.peer < self.nranks and key.peer != rank
+        return is_peer and 0 <= key.rail < self.nrails and 0 <= key.via < self.nrails
+
+    def is_way_up(self, rank: int, key: ProbeKey) -> bool:
+        """Whether what `rank` sends along `key` arrives now."""
+        if {(rank, key.via), (key.peer, key.rail)} & self._down:
+            return False
+        return key.rail != key.via or self.wire(rank, key.peer, key.rail).is_up
+
+    def probe(self, rank: int, key: ProbeKey, on_result: Callable[[bool], None]) -> None:
+        """Ask a port; it answers whatever the process behind it does, stopped and dead included."""
+        if self.is_way_up(rank, key):
+            delay_s = 2 * self.delay()
+            self.timeline.after(delay_s, self._probed, rank, key, delay_s, on_result)
+        else:
+            self.timeline.after(self.probe_timeout_s, on_result, False)
+
+    def _probed(
+        self, rank: int, key: ProbeKey, spent_s: float, on_result: Callable[[bool], None]
+    ) -> None:
+        """The answer is back, unless the way broke before it was."""
+        if self.is_way_up(rank, key):
+            on_result(True)
+        else:
+            rest_s = max(0.0, self.probe_timeout_s - spent_s)
+            self.timeline.after(rest_s, on_result, False)
 
     # Fencing
 

@@ -28,6 +28,7 @@ import struct
 import termios
 from array import array
 from collections import deque
+from collections.abc import Mapping
 
 from r2ccl.clock import Clock, monotonic
 from r2ccl.errors import InternalError
@@ -42,7 +43,8 @@ from r2ccl.transport.base import (
     Sent,
 )
 from r2ccl.transport.dialed import Dialed
-from r2ccl.types import PathKey
+from r2ccl.transport.knock import Address, Knocker
+from r2ccl.types import Nic, PathKey, ProbeKey
 
 _log = logging.getLogger(__name__)
 
@@ -149,6 +151,11 @@ class TcpTransport(Dialed):
     congestion : str
         Congestion control asked for on each socket; ``auto``: what was measured best for loopback
         and for everything else; empty: the system's default.
+    sources : mapping of int to Nic
+        This rank's end of each rail, for probes.
+    targets : mapping of PathKey to (str, int)
+        What the far end of each path listens on, for probes.
+    probe_timeout_s : float
     """
 
     def __init__(
@@ -158,6 +165,9 @@ class TcpTransport(Dialed):
         *,
         eager_nbytes: int,
         congestion: str = "",
+        sources: Mapping[int, Nic],
+        targets: Mapping[PathKey, Address],
+        probe_timeout_s: float,
         clock: Clock = monotonic,
     ) -> None:
         self.nrails = nrails
@@ -172,6 +182,7 @@ class TcpTransport(Dialed):
         self._by_path: dict[PathKey, _Connection] = {}
         self._dirty: list[_Connection] = []
         self._events: list[Event] = []
+        self._knocker = Knocker(self._epoll, sources, targets, probe_timeout_s, clock)
         #: Where FIONREAD writes its answer.
         self._unread = array("i", [0])
 
@@ -232,18 +243,28 @@ class TcpTransport(Dialed):
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Read and write what is ready; sleeps up to `timeout_s` if nothing is."""
+        if self._knocker.is_busy:
+            timeout_s = self._knocker.limit_s(timeout_s)
         for fd, mask in self._epoll.poll(0 if self._events else timeout_s):
             conn = self._by_fd.get(fd)
             if conn is None:
                 if fd == self._wake_fd:
                     os.eventfd_read(fd)
+                else:
+                    self._knocker.on_ready(fd)
                 continue
             if mask & (_IN | _BROKEN):
                 self._read(conn)
             if mask & _OUT and conn.path in self._by_path:
                 self._write(conn)
+        if self._knocker.is_busy:
+            self._events += self._knocker.advance()
         events, self._events = self._events, []
         return events
+
+    def limit_s(self, timeout_s: float) -> float:
+        """See `Part.limit_s`: probes have deadlines."""
+        return self._knocker.limit_s(timeout_s)
 
     def fileno(self) -> int:
         """Descriptor of all the sockets' events."""
@@ -274,8 +295,13 @@ class TcpTransport(Dialed):
         unacked = struct.unpack_from("I", info, 24)[0]
         return bool(unacked and retransmits >= 2)
 
+    def probe(self, key: ProbeKey) -> None:
+        """Begin to connect, on sockets of their own; see `Transport.probe`."""
+        self._knocker.probe(key)
+
     def close(self) -> None:
         """Close every socket."""
+        self._knocker.close()
         for path in list(self._by_path):
             self._discard(path)
         if not self._epoll.closed:

@@ -544,38 +544,6 @@ def test_a_kick_ends_the_pause(start_job: Callable[..., Job]) -> None:
     assert time.monotonic() - started < 0.5
 
 
-def probe(plane: ControlPlane, peer: int, rail: int) -> bool:
-    answer: Future[bool] = Future()
-    plane.probe(peer, rail, answer.set_result)
-    return answer.result(WAIT_S)
-
-
-def test_a_probe_is_answered_by_the_kernel_and_leaves_no_trace(
-    start_job: Callable[..., Job],
-) -> None:
-    job = start_job(2)
-    for rank, rail in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        assert probe(job.planes[rank], 1 - rank, rail)
-    assert [plane.rejections() for plane in job.planes] == [{}, {}]
-
-
-def test_a_refused_probe_is_an_answer_and_silence_is_none(
-    start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = start_job(2)
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = closed.getsockname()
-    full = socket.create_server(("127.0.0.1", 0), backlog=0)
-    filler = [socket.create_connection(full.getsockname(), 1)]  # the queue is full: SYNs vanish
-    rails = (address, full.getsockname())
-    peers = (job.planes[0].peers[0], msgspec.structs.replace(job.planes[0].peers[1], rails=rails))
-    monkeypatch.setattr(job.planes[0]._paths, "_peers", peers)
-    assert probe(job.planes[0], 1, 0)
-    assert not probe(job.planes[0], 1, 1)
-    for sock in (full, *filler):
-        sock.close()
-
-
 # -- strangers ------------------------------------------------------------------------------
 
 

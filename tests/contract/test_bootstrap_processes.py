@@ -25,7 +25,8 @@ import json, os, sys, threading, time
 import msgspec
 from r2ccl.bootstrap import connect
 from r2ccl.config import Config
-from r2ccl.types import Nic
+from r2ccl.transport.tcp import TcpTransport
+from r2ccl.types import Nic, PathKey, ProbeKey
 
 class Text(msgspec.Struct, tag="text"):
     value: str
@@ -54,7 +55,17 @@ for line in sys.stdin:
     if word == "tell":
         plane.broadcast(Text(rest))
     elif word == "probe":
-        plane.probe(int(rest), 0, lambda answer: say("probe", answer=answer))
+        peer = int(rest)
+        tcp = TcpTransport(
+            plane.rank, 1, eager_nbytes=64, probe_timeout_s=2.0,
+            sources={0: plane.nics[0]}, targets={PathKey(peer, 0): plane.peers[peer].rails[0]},
+        )
+        tcp.probe(ProbeKey(peer, 0, 0))
+        events = []
+        while not events:
+            events = tcp.poll(1.0)
+        say("probe", answer=events[0].is_answered)
+        tcp.close()
     elif word == "hold":  # the interpreter lock: a long call into C that does not release it
         import ctypes
         ctypes.PyDLL(None).usleep(int(float(rest) * 1e6))

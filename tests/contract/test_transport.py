@@ -9,17 +9,20 @@ import pytest
 
 from r2ccl.errors import InternalError
 from r2ccl.testing.contract import CHECKS, Bench, Joined, pattern
+from r2ccl.testing.probecontract import PROBE_CHECKS
 from r2ccl.transport.base import Arrived, Cleared, Failed, Fenced, Frame, Sent
 from r2ccl.transport.mixed import MixedTransport
 from r2ccl.transport.sim import SimTransport
 from r2ccl.transport.simnet import Cut, End, SimNetwork, Timeline
 from r2ccl.transport.tcp import TcpTransport
+from r2ccl.types import Nic, PathKey
 
 
 class SimBench:
     """Two simulated ranks; time passes when `run` is called."""
 
     patience_s = 5.0
+    cross = True
 
     def __init__(self, *, is_loud: bool = True) -> None:
         self.timeline = Timeline(1)
@@ -41,6 +44,12 @@ class SimBench:
     def break_path(self, rail: int) -> None:
         self.network.cut(self.network.wire(0, 1, rail), Cut(told=(0, 1)))
 
+    def join_probes(self) -> None:
+        """Nothing to join."""
+
+    def silence(self, rail: int) -> None:
+        self.network.set_port(1, rail, is_up=False)
+
     def close(self) -> None:
         for transport in self.transports:
             transport.close()
@@ -50,10 +59,25 @@ class TcpBench:
     """Two ranks over real sockets on loopback."""
 
     patience_s = 5.0
+    cross: bool | None = True
 
     def __init__(self) -> None:
-        self.transports = [TcpTransport(rank, 2, eager_nbytes=64) for rank in (0, 1)]
         self._newest: dict[int, socket.socket] = {}
+        self._held = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        self.targets = {
+            PathKey(1, rail): sock.getsockname() for rail, sock in enumerate(self._held)
+        }
+        self.transports: list[Any] = [self.transport(rank, 2, (0, 1)) for rank in (0, 1)]
+
+    def transport(self, rank: int, nrails: int, rails: tuple[int, ...]) -> TcpTransport:
+        return TcpTransport(
+            rank,
+            nrails,
+            eager_nbytes=64,
+            sources={rail: Nic("lo", f"127.0.0.{rail + 1}") for rail in rails},
+            targets=self.targets,
+            probe_timeout_s=0.3,
+        )
 
     def endpoints(self, rail: int) -> tuple[socket.socket, socket.socket]:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -71,20 +95,36 @@ class TcpBench:
     def break_path(self, rail: int) -> None:
         self._newest[rail].shutdown(socket.SHUT_RDWR)
 
+    def join_probes(self) -> None:
+        """Nothing to join."""
+
+    def silence(self, rail: int) -> None:
+        full = socket.create_server(("127.0.0.1", 0), backlog=0)
+        # Its queue is full with this one: what comes now gets no answer.
+        filler = socket.create_connection(full.getsockname(), self.patience_s)
+        self._held += [full, filler]
+        self.targets[PathKey(1, rail)] = full.getsockname()
+
     def close(self) -> None:
         for transport in self.transports:
             transport.close()
-        for sock in self._newest.values():
+        for sock in (*self._newest.values(), *self._held):
             sock.close()
 
 
 class MixedBench(TcpBench):
     """Two parts of one rail each; TCP twice, for want of another kind everywhere."""
 
+    cross = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.parts = [[TcpTransport(rank, 1, eager_nbytes=64) for _ in range(2)] for rank in (0, 1)]
-        self.transports: list[Any] = [MixedTransport(parts) for parts in self.parts]
+        for transport in self.transports:
+            transport.close()
+        self.transports = [
+            MixedTransport([self.transport(rank, 1, (rail,)) for rail in range(2)])
+            for rank in (0, 1)
+        ]
 
 
 BENCHES: dict[str, Callable[[], Any]] = {
@@ -102,7 +142,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     made.close()
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS + PROBE_CHECKS, ids=lambda check: check.__name__)
 def test_contract(bench: Bench, check: Callable[[Bench], None]) -> None:
     check(bench)
 

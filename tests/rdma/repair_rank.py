@@ -1,7 +1,7 @@
-"""One rank of the repair tests: allreduces while NICs go down and come back.
+"""One rank of the repair tests: allreduces while NICs go down, or swallow packets, and come back.
 
-Started by ``r2ccl launch`` inside the lab, two ranks a node. Rank 0 works the NICs and writes what
-happened, as JSON, to the file it is given; every rank checks every sum.
+Started by ``r2ccl launch`` inside the lab, two ranks a node. Rank 0 works the NICs; every rank
+checks every sum and writes what it saw, as JSON, into the folder it is given.
 """
 
 import json
@@ -34,6 +34,14 @@ def set_link(node: int, nic: int, is_up: bool) -> None:
     """Take a NIC down, or up again."""
     device = f"n{node}r{nic}"
     subprocess.run(["ip", "link", "set", device, "up" if is_up else "down"], check=True)
+
+
+def swallow(nic: int, is_on: bool) -> None:
+    """Have both ends of a wire drop all they send, with their carrier up."""
+    for node in range(NODES):
+        where = ["dev", f"n{node}r{nic}", "root"]
+        what = ["replace", *where, "netem", "loss", "100%"] if is_on else ["del", *where]
+        subprocess.run(["tc", "qdisc", *what], check=True)
 
 
 class Run:
@@ -72,6 +80,30 @@ class Run:
         self.comm.barrier()
         self.note("cut", before, nic=nic, node=node)
         self.mend(node, nic)
+
+    def swallow_and_mend(self, seed: int) -> None:
+        """A random wire swallows everything from some moment of a sum on, and is whole again."""
+        chance = random.Random(seed)
+        nic = chance.randrange(NICS)
+        before = len(self.comm.repairs())
+        began: list[float] = []
+
+        def cut() -> None:
+            swallow(nic, True)
+            began.append(time.monotonic())
+
+        timer = threading.Timer(chance.uniform(0.02, 0.5), cut)
+        if self.comm.rank == 0:
+            timer.start()
+        self.allreduce(8)
+        if self.comm.rank == 0:
+            timer.join()
+        self.comm.barrier()
+        self.note("swallowed", before, nic=nic, began_s=began)
+        if self.comm.rank == 0:
+            swallow(nic, False)
+            self.until(lambda: all(state == "up" for state in paths_of(self.comm).values()))
+        self.comm.barrier()
 
     def mend(self, node: int, *nics: int) -> None:
         """NICs come back; wait until their rails are used again."""
@@ -124,11 +156,12 @@ class Run:
             time.sleep(0.02)
 
     def note(self, what: str, before: int, **more: Any) -> None:
-        """Write down the repairs since `before`, as rank 0 saw them."""
+        """Write down the repairs since `before`, as this rank saw them."""
         repairs = [
             {
                 "rail": repair.rail - self.first,
                 "cause": repair.cause,
+                "failed_s": repair.failed_s,
                 "fence_ms": 1e3 * (repair.fenced_s - repair.failed_s),
                 "resume_ms": 1e3 * (repair.resumed_s - repair.failed_s),
                 "moved": {k: to - self.first for k, to in repair.moved.items()},
@@ -148,6 +181,12 @@ def random_cuts(run: Run, rounds: int) -> None:
     """A NIC dies in every round, at either side."""
     for seed in range(rounds):
         run.cut_and_mend(seed)
+
+
+def random_swallows(run: Run, rounds: int) -> None:
+    """A wire becomes a black hole in every round."""
+    for seed in range(rounds):
+        run.swallow_and_mend(seed)
 
 
 def several(run: Run, rounds: int) -> None:
@@ -170,17 +209,24 @@ def everything(run: Run, rounds: int) -> None:
 
 def main() -> None:
     """Run the scenario that is named."""
-    scenario, rounds, report = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    scenario, rounds, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     node = int(os.environ["RANK"]) * NODES // int(os.environ["WORLD_SIZE"])
     os.environ["R2CC_HCA"] = "=" + ",".join(f"rxe_n{node}r{nic}" for nic in range(NICS))
     with r2ccl.init(**PATIENCE) as comm:
         run = Run(comm)
         run.allreduce()
-        {"random": random_cuts, "several": several, "everything": everything}[scenario](run, rounds)
+        SCENARIOS[scenario](run, rounds)
         run.allreduce()
-        if comm.rank == 0:
-            report.write_text(json.dumps({"nsums": run.nsums, "notes": run.notes}))
+        written = {"nsums": run.nsums, "notes": run.notes}
+        (folder / f"{comm.rank}.json").write_text(json.dumps(written))
 
+
+SCENARIOS = {
+    "random": random_cuts,
+    "swallow": random_swallows,
+    "several": several,
+    "everything": everything,
+}
 
 if __name__ == "__main__":
     main()

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,51 +18,83 @@ PROGRAM = Path(__file__).with_name("repair_rank.py")
 
 
 @pytest.fixture(autouse=True)
-def _all_links_up(lab: Shape) -> None:
+def _all_links_whole(lab: Shape) -> None:
     for node in range(lab.nodes):
         for nic in range(lab.nics):
             subprocess.run(["ip", "link", "set", f"n{node}r{nic}", "up"], check=True)
+            # What a test that failed may have left; there is nothing to delete otherwise.
+            subprocess.run(
+                ["tc", "qdisc", "del", "dev", f"n{node}r{nic}", "root"],
+                stderr=subprocess.DEVNULL, check=False,
+            )  # fmt: skip
 
 
-def run(scenario: str, folder: Path, rounds: int = 1) -> dict[str, Any]:
-    """Run four ranks on two nodes; return what rank 0 wrote."""
-    report = folder / "report.json"
+def run(scenario: str, folder: Path, rounds: int = 1) -> list[dict[str, Any]]:
+    """Run four ranks on two nodes; return what each wrote."""
     done = subprocess.run(
         [
             sys.executable, "-m", "r2ccl", "launch", "-n", "4", "--",
-            sys.executable, str(PROGRAM), scenario, str(rounds), str(report),
+            sys.executable, str(PROGRAM), scenario, str(rounds), str(folder),
         ],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    found: dict[str, Any] = json.loads(report.read_text())
-    return found
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+
+
+def repairs_of(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [repair for report in reports for note in report["notes"] for repair in note["repairs"]]
+
+
+def spread(values: Iterable[float]) -> str:
+    """Spell min / median / max in milliseconds."""
+    found = sorted(values)
+    return f"{found[0]:.0f} / {found[len(found) // 2]:.0f} / {found[-1]:.0f} ms"
 
 
 @pytest.mark.timeout(700)
 def test_a_nic_dies_at_any_moment_on_either_side(lab: Shape, tmp_path: Path) -> None:
-    report = run("random", tmp_path, ROUNDS)
-    assert report["nsums"] == 2 + 4 * ROUNDS
-    repairs = [repair for note in report["notes"] for repair in note["repairs"]]
+    reports = run("random", tmp_path, ROUNDS)
+    assert {report["nsums"] for report in reports} == {2 + 4 * ROUNDS}
+    repairs = repairs_of(reports)
     assert repairs, "no NIC was ever missed"
-    fences = sorted(repair["fence_ms"] for repair in repairs)
-    resumes = sorted(repair["resume_ms"] for repair in repairs)
     print(
-        f"{ROUNDS} rounds exact; {len(repairs)} paths repaired at rank 0; evidence to fenced "
-        f"{fences[0]:.0f} / {fences[len(fences) // 2]:.0f} / {fences[-1]:.0f} ms, to going on "
-        f"{resumes[0]:.0f} / {resumes[len(resumes) // 2]:.0f} / {resumes[-1]:.0f} ms"
+        f"\n{ROUNDS} NICs down, every sum exact; {len(repairs)} ends of paths repaired; "
+        f"evidence to fenced {spread(repair['fence_ms'] for repair in repairs)}, "
+        f"to going on {spread(repair['resume_ms'] for repair in repairs)}"
+    )
+
+
+@pytest.mark.timeout(700)
+def test_a_wire_swallows_everything_and_no_port_says_so(lab: Shape, tmp_path: Path) -> None:
+    rounds = max(1, ROUNDS // 2)
+    reports = run("swallow", tmp_path, rounds)
+    assert {report["nsums"] for report in reports} == {2 + 8 * rounds}
+    repairs = repairs_of(reports)
+    assert any("RETRY_EXC_ERR" in repair["cause"] for repair in repairs), "no queue pair noticed"
+    assert not any("PORT_ERR" in repair["cause"] for repair in repairs)
+    began = [note["began_s"][0] for note in reports[0]["notes"]]
+    silent = [
+        1e3 * (min(repair["failed_s"] for repair in note["repairs"]) - began_s)
+        for note, began_s in zip(reports[0]["notes"], began, strict=True)
+        if note["repairs"]
+    ]
+    print(
+        f"\n{rounds} black holes, every sum exact; cut to first evidence at rank 0 "
+        f"{spread(silent)}, evidence to going on "
+        f"{spread(repair['resume_ms'] for repair in repairs)}"
     )
 
 
 @pytest.mark.timeout(400)
 def test_traffic_returns_to_a_restored_nic(lab: Shape, tmp_path: Path) -> None:
     """Two NICs one after another, then the first back and the third down."""
-    notes = run("several", tmp_path)["notes"]
+    notes = run("several", tmp_path)[0]["notes"]
     assert [note["routes"] for note in notes] == [[1, 2], [2], [0]]
 
 
 @pytest.mark.timeout(400)
 def test_tcp_is_the_last_resort_and_rdma_takes_over_again(lab: Shape, tmp_path: Path) -> None:
-    without, after = run("everything", tmp_path)["notes"]
+    without, after = run("everything", tmp_path)[0]["notes"]
     assert all(rail < 0 for rail in without["routes"]), "TCP's rails come before RDMA's"
     assert after["routes"] == [0, 1, 2]

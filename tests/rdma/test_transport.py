@@ -1,17 +1,20 @@
 """The transport contract on real queue pairs, and what only they can show."""
 
-import functools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from rdma.probing import open_transport, silent
 
+from r2ccl.errors import TransportError
 from r2ccl.testing.contract import CHECKS, Bench, Side, pattern
 from r2ccl.testing.contract import Joined as Pair
-from r2ccl.topology.hcas import Hca, choose_gid
+from r2ccl.testing.probecontract import PROBE_CHECKS
+from r2ccl.topology.hcas import Hca
 from r2ccl.transport.base import Arrived, Cleared, Failed, Fenced, Joined, Sent
-from r2ccl.types import PathKey
+from r2ccl.types import PathKey, ProbeKey
 
 Nodes = tuple[tuple[Hca, ...], ...]
 
@@ -20,25 +23,42 @@ class VerbsBench:
     """One process holds both ends, on the ports of two nodes."""
 
     patience_s = 30.0
+    #: Each rail of the lab has a cable, or a switch, of its own.
+    cross = None
 
-    def __init__(self, hcas: Nodes) -> None:
-        self.transports = [_open(rank, hcas[rank][:2]) for rank in (0, 1)]
+    def __init__(self, hcas: Nodes, fastpath: str) -> None:
+        self.silenced = ExitStack()
+        self.transports = [open_transport(rank, hcas[rank][:2], fastpath) for rank in (0, 1)]
         self.newest: dict[int, tuple[Any, Any]] = {}
 
     def endpoints(self, rail: int) -> tuple[Any, Any]:
         low, high = self.transports
-        caller, answerer = low.offer(PathKey(1, rail)), high.offer(PathKey(0, rail))
-        answerer.join(caller.card, is_caller=False)
-        caller.join(answerer.card, is_caller=True)
+        key = PathKey(1, rail)
+        caller, answerer = low.offer(key), high.offer(PathKey(0, rail))
+        self.join(key, caller, answerer)
+        self.newest[rail] = caller, answerer
+        return caller, answerer
+
+    def join(self, key: PathKey | ProbeKey, caller: Any, answerer: Any) -> None:
         give_up = time.monotonic() + self.patience_s
+        join(answerer, caller.card, False, give_up)
+        join(caller, answerer.card, True, give_up)
         proofs: list[Joined] = []
         while not proofs:
             assert time.monotonic() < give_up, "the caller's proof did not come"
-            proofs = [event for event in low.poll(0.01) if isinstance(event, Joined)]
-            high.poll(0.0)
-        assert proofs == [Joined(PathKey(1, rail))]
-        self.newest[rail] = caller, answerer
-        return caller, answerer
+            found = self.transports[0].poll(0.01)
+            proofs = [event for event in found if isinstance(event, Joined)]
+            self.transports[1].poll(0.0)
+        assert proofs == [Joined(key)]
+
+    def join_probes(self) -> None:
+        low, high = self.transports
+        for rail in (0, 1):
+            key = ProbeKey(1, rail, rail)
+            self.join(key, low.offer(key), high.offer(ProbeKey(0, rail, rail)))
+
+    def silence(self, rail: int) -> None:
+        self.silenced.enter_context(silent(f"n1r{rail}", f"10.{50 + rail}.0.1"))
 
     def run(self) -> None:
         """The devices do it."""
@@ -48,32 +68,37 @@ class VerbsBench:
             end.qp.flush()
 
     def close(self) -> None:
+        self.silenced.close()
         for transport in self.transports:
             transport.close()
 
 
-def _open(rank: int, hcas: tuple[Hca, ...]) -> Any:
-    from r2ccl.transport.device import Device
-    from r2ccl.transport.registration import RegistrationCache
-    from r2ccl.transport.verbs import VerbsTransport
+def join(end: Any, card: bytes, is_caller: bool, give_up: float) -> None:
+    """Join as soon as the neighbour is known."""
+    while True:
+        try:
+            return end.join(card, is_caller)
+        except TransportError as exc:
+            if exc.status != "NO_NEIGHBOUR" or time.monotonic() > give_up:
+                raise
+            time.sleep(0.01)
 
-    def gid_of(hca: Hca) -> tuple[int, str]:
-        gid = choose_gid(hca)
-        return gid.index, gid.address
 
-    devices = [Device(hca.name, hca.port, functools.partial(gid_of, hca)) for hca in hcas]
-    cache = RegistrationCache([device.registrar for device in devices], 1 << 30)
-    return VerbsTransport(rank, devices, cache, eager_nbytes=64, timeout=16, retry_cnt=3)
+@pytest.fixture(params=["0", "1"], ids=["pyverbs", "compiled"], scope="module")
+def fastpath(request: pytest.FixtureRequest) -> str:
+    """Return how polls and posts are done: each way passes every test."""
+    way: str = request.param
+    return way
 
 
 @pytest.fixture
-def bench(hcas: Nodes) -> Iterator[VerbsBench]:
-    made = VerbsBench(hcas)
+def bench(hcas: Nodes, fastpath: str) -> Iterator[VerbsBench]:
+    made = VerbsBench(hcas, fastpath)
     yield made
     made.close()
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS + PROBE_CHECKS, ids=lambda check: check.__name__)
 def test_contract(bench: VerbsBench, check: Callable[[Bench], None]) -> None:
     check(bench)
 

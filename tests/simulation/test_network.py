@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from r2ccl.transport.base import Arrived, Cleared, Event, Failed, Frame, Sent
+from r2ccl.transport.base import Arrived, Cleared, Event, Failed, Frame, Probed, Sent
 from r2ccl.transport.sim import SimTransport
 from r2ccl.transport.simnet import Act, Cut, Fate, Kind, Message, SimNetwork, Timeline
-from r2ccl.types import PathKey
+from r2ccl.types import PathKey, ProbeKey
 
 TO_1, TO_0 = PathKey(1, 0), PathKey(0, 0)
 
@@ -168,3 +168,52 @@ def test_small_messages_overtake_queued_writes() -> None:
     two.eager(2)
     two.run()
     assert kinds == [Kind.CONFIRM, Kind.EAGER, Kind.WRITE]
+
+
+class Three:
+    """Three ranks on two rails; rank 0 probes."""
+
+    def __init__(self) -> None:
+        self.timeline = Timeline(5)
+        self.network = SimNetwork(self.timeline, 3, 2)
+        self.zero = SimTransport(self.network, 0)
+
+    def ask(self, key: ProbeKey) -> bool | None:
+        self.zero.probe(key)
+        began = self.timeline.now
+        while not (events := self.zero.poll(0.0)):
+            assert self.timeline.step()
+        (probed,) = events
+        assert isinstance(probed, Probed)
+        assert probed.key == key
+        assert self.timeline.now - began <= self.network.probe_timeout_s * (1 + 1e-9)
+        return probed.is_answered
+
+
+def test_a_cut_wire_is_between_its_two_ports_alone() -> None:
+    three = Three()
+    three.network.cut(three.network.wire(0, 1, 0), Cut())
+    assert three.ask(ProbeKey(1, 0, 0)) is False
+    for key in (ProbeKey(1, 0, 1), ProbeKey(1, 1, 0), ProbeKey(1, 1, 1), ProbeKey(2, 0, 0)):
+        assert three.ask(key) is True
+    three.network.restore(three.network.wire(0, 1, 0))
+    assert three.ask(ProbeKey(1, 0, 0)) is True
+
+
+def test_a_port_off_the_fabric_answers_nobody_and_asks_nobody() -> None:
+    three = Three()
+    three.network.set_port(1, 0, is_up=False)
+    assert [three.ask(ProbeKey(1, 0, via)) for via in (0, 1)] == [False, False]
+    assert [three.ask(ProbeKey(1, 1, via)) for via in (0, 1)] == [True, True]
+    three.network.set_port(1, 0, is_up=True)
+    three.network.set_port(0, 0, is_up=False)
+    assert [three.ask(ProbeKey(1, rail, 0)) for rail in (0, 1)] == [False, False]
+    assert three.ask(ProbeKey(1, 0, 1)) is True
+
+
+def test_a_probe_whose_answer_is_cut_off_is_not_answered() -> None:
+    three = Three()
+    three.zero.probe(ProbeKey(1, 0, 0))
+    three.network.cut(three.network.wire(0, 1, 0), Cut())
+    assert three.ask(ProbeKey(1, 0, 0)) is False  # the one under way: a second adds nothing
+    assert three.timeline.now == pytest.approx(three.network.probe_timeout_s)

@@ -1,20 +1,23 @@
 """Two ends find each other over the control plane, whatever goes wrong on the way."""
 
+import itertools
 from collections import deque
 from typing import Any
 
 import pytest
 
 from r2ccl.errors import TransportError
-from r2ccl.joining import Joiner, Offer, Ready
+from r2ccl.joining import Answer, Joiner, Offer, Ready, probe_keys
 from r2ccl.transport.base import Joined
-from r2ccl.types import PathKey
+from r2ccl.types import PathKey, ProbeKey
+
+Key = PathKey | ProbeKey
 
 
 class Endpoint:
-    def __init__(self, transport: Any, path: PathKey, number: int) -> None:
+    def __init__(self, transport: Any, key: Key, number: int) -> None:
         self.transport = transport
-        self.path = path
+        self.key = key
         self.number = number
         self.card = f"{transport.rank}:{number}".encode()
         self.joined_to = b""
@@ -25,7 +28,7 @@ class Endpoint:
             raise TransportError(self.transport.refusals.pop())
         self.joined_to = card
         if is_caller:
-            self.transport.proofs.append(self.path)
+            self.transport.proofs.append(self.key)
 
     def close(self) -> None:
         assert not self.is_closed, "closed twice"
@@ -38,14 +41,14 @@ class Transport:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.made: list[Endpoint] = []
-        self.proofs: list[PathKey] = []
+        self.proofs: list[Key] = []
         self.refusals: list[str] = []
         self.is_down = False
 
-    def offer(self, path: PathKey) -> Endpoint:
+    def offer(self, key: Key) -> Endpoint:
         if self.is_down:
             raise TransportError("port down")
-        self.made.append(Endpoint(self, path, len(self.made)))
+        self.made.append(Endpoint(self, key, len(self.made)))
         return self.made[-1]
 
 
@@ -81,12 +84,13 @@ class Pair:
 
     def settle(self, error: str = "") -> None:
         """Deliver everything; proofs come true, or fail with `error`."""
-        while self.mail or self.transports[0].proofs:
+        while self.mail or any(transport.proofs for transport in self.transports):
             if self.mail:
                 self.deliver()
-            for path in self.transports[0].proofs:
-                self.joiners[0].on_joined(Joined(path, error))
-            self.transports[0].proofs.clear()
+            for joiner, transport in zip(self.joiners, self.transports, strict=True):
+                proofs, transport.proofs = transport.proofs, []
+                for key in proofs:
+                    joiner.on_joined(Joined(key, error))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -225,6 +229,175 @@ def test_a_rail_that_does_not_exist_is_ignored() -> None:
 def test_close_closes_every_end() -> None:
     pair = Pair()
     pair.begin()
+    pair.deliver()
+    for joiner in pair.joiners:
+        joiner.close()
+    assert all(end.is_closed for transport in pair.transports for end in transport.made)
+
+
+def test_probes_leave_from_the_rail_itself_and_from_the_next_one() -> None:
+    assert probe_keys([4], [2, 5, 6]) == [
+        ProbeKey(4, 2, 2), ProbeKey(4, 2, 5),
+        ProbeKey(4, 5, 5), ProbeKey(4, 5, 6),
+        ProbeKey(4, 6, 6), ProbeKey(4, 6, 2),
+    ]  # fmt: skip
+    assert probe_keys([4, 5], [0]) == [ProbeKey(4, 0, 0), ProbeKey(5, 0, 0)]
+    assert probe_keys([4], []) == []
+
+
+def begin_probe(pair: Pair, asker: int, rail: int, via: int) -> ProbeKey:
+    key = ProbeKey(1 - asker, rail, via)
+    pair.joiners[asker].begin_probe(key)
+    return key
+
+
+def ends_of(pair: Pair, rank: int) -> list[Endpoint]:
+    """Ends of a rank that are not closed, oldest first."""
+    return [end for end in pair.transports[rank].made if not end.is_closed]
+
+
+@pytest.mark.parametrize("asker", [0, 1])
+def test_the_asker_calls_whichever_rank_it_is(asker: int) -> None:
+    pair = Pair()
+    begin_probe(pair, asker, rail=0, via=1)
+    assert not pair.mail, "it waits for its turn"
+    pair.pass_time(0.02)
+    pair.settle()
+    (asking,), (asked,) = ends_of(pair, asker), ends_of(pair, 1 - asker)
+    assert asking.key == ProbeKey(1 - asker, rail=0, via=1)
+    assert asked.key == ProbeKey(asker, rail=1, via=0), "each end is on its own port"
+    assert (asking.joined_to, asked.joined_to) == (asked.card, asking.card)
+    assert pair.up == [{}, {}]
+    pair.pass_time(100.0)
+    assert not pair.mail, "it is joined"
+
+
+def test_both_ranks_ask_each_other_between_the_same_ports_at_once() -> None:
+    pair = Pair()
+    begin_probe(pair, 0, rail=1, via=0)
+    begin_probe(pair, 1, rail=0, via=1)
+    pair.pass_time(0.02)
+    pair.settle()
+    for rank in (0, 1):
+        assert len(ends_of(pair, rank)) == 2
+        assert {end.key for end in ends_of(pair, rank)} == {ProbeKey(1 - rank, 1 - rank, rank)}
+
+
+def test_one_probe_is_called_per_tick_and_paths_do_not_wait_for_it() -> None:
+    pair = Pair()
+    for rail in (0, 1):
+        begin_probe(pair, 0, rail, rail)
+    pair.begin()
+    pair.settle()
+    pair.check()
+    pair.pass_time(0.02)
+    assert [message.rail for _, _, message in pair.mail] == [0]
+    pair.pass_time(0.02)
+    assert [message.rail for _, _, message in pair.mail] == [0, 1]
+
+
+def test_a_probe_begun_again_replaces_both_ends() -> None:
+    pair = Pair()
+    key = begin_probe(pair, 1, rail=0, via=0)
+    pair.pass_time(0.02)
+    pair.settle()
+    (old,) = ends_of(pair, 1)
+    old.close()  # the transport gave it up: its probe was not answered
+    pair.joiners[1].begin_probe(key)
+    pair.pass_time(0.02)
+    pair.settle()
+    assert len(pair.transports[0].made) == len(pair.transports[1].made) == 2
+    (asking,), (asked,) = ends_of(pair, 1), ends_of(pair, 0)
+    assert (asking.joined_to, asked.joined_to) == (asked.card, asking.card)
+
+
+def test_an_answer_to_an_earlier_life_of_a_probe_changes_nothing() -> None:
+    pair = Pair()
+    key = begin_probe(pair, 0, rail=0, via=0)
+    pair.pass_time(0.02)
+    pair.deliver()
+    _, _, late = pair.mail.pop()
+    assert isinstance(late, Answer)
+    pair.joiners[0].begin_probe(key)
+    pair.pass_time(0.02)
+    pair.joiners[0].on_message(1, late)
+    assert not pair.transports[0].proofs
+    pair.settle()
+    (asking,), (asked,) = ends_of(pair, 0), ends_of(pair, 1)
+    assert asking.joined_to == asked.card
+
+
+def test_a_probe_without_a_way_is_tried_ever_more_rarely() -> None:
+    pair = Pair()
+    begin_probe(pair, 0, rail=0, via=1)
+    offered_at = []
+    while pair.now < 600.0:
+        pair.pass_time(0.5)
+        if pair.mail:
+            pair.mail.clear()
+            offered_at.append(pair.now)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(offered_at)]
+    assert gaps == sorted(gaps)
+    assert gaps[0] < 5.0
+    assert 60.0 <= gaps[-2] == gaps[-1] < 65.0
+    assert len(ends_of(pair, 0)) <= 1
+
+
+@pytest.mark.parametrize("reason", ["port", "path"])
+def test_what_brings_a_port_back_brings_its_probes_forward(reason: str) -> None:
+    pair = Pair()
+    begin_probe(pair, 0, rail=0, via=1)
+    for _ in range(100):
+        pair.pass_time(2.0)
+        pair.mail.clear()
+    if reason == "port":
+        pair.joiners[0].kick(1)
+    else:
+        pair.begin(rail=1)
+        pair.settle()
+    pair.pass_time(0.0)
+    (offer,) = [message for _, _, message in pair.mail]
+    assert (offer.rail, offer.via) == (0, 1)
+
+
+def test_an_asked_rank_that_is_not_ready_answers_the_same_offer_later() -> None:
+    pair = Pair()
+    pair.transports[1].is_down = True
+    begin_probe(pair, 0, rail=0, via=0)
+    pair.pass_time(0.02)
+    pair.settle()
+    pair.transports[1].is_down = False
+    pair.pass_time(0.1)
+    pair.settle()
+    assert len(pair.transports[0].made) == 1
+    assert ends_of(pair, 1)[0].joined_to == ends_of(pair, 0)[0].card
+
+
+def test_an_offer_the_asker_has_given_up_is_answered_no_more() -> None:
+    pair = Pair()
+    pair.transports[1].is_down = True
+    begin_probe(pair, 0, rail=0, via=0)
+    pair.pass_time(0.02)
+    pair.settle()
+    pair.transports[1].is_down = False
+    pair.now += 2.0
+    pair.joiners[1].tick(pair.now)
+    assert not pair.mail
+    assert not pair.transports[1].made
+
+
+def test_a_probe_of_a_rail_that_does_not_exist_is_ignored() -> None:
+    pair = Pair()
+    for rail, via in ((7, 0), (0, 7), (0, -5)):
+        pair.joiners[1].on_message(0, Offer(rail, 0, 1, b"card", via))
+    assert not pair.mail
+    assert not pair.transports[1].made
+
+
+def test_close_closes_the_ends_of_probes_too() -> None:
+    pair = Pair()
+    begin_probe(pair, 0, rail=0, via=0)
+    pair.pass_time(0.02)
     pair.deliver()
     for joiner in pair.joiners:
         joiner.close()

@@ -11,8 +11,8 @@ from r2ccl.progress import Progress
 from r2ccl.recovery import Recovery, Revoke
 from r2ccl.resilience.link import LinkReport
 from r2ccl.resilience.path import Announcement, PathState
-from r2ccl.transport.base import Event, Failed, Fenced, RailChanged
-from r2ccl.types import PathKey
+from r2ccl.transport.base import Event, Failed, Fenced, Joined, Probed, RailChanged
+from r2ccl.types import PathKey, ProbeKey
 
 A, B = PathKey(1, 0), PathKey(1, 1)
 
@@ -36,11 +36,15 @@ class Notes:
         self.fenced: list[PathKey] = []
         self.stuck: set[PathKey] = set()
         self.confirmed: list[tuple[PathKey, int, int]] = []
+        self.probed: list[ProbeKey] = []
+
+    def probe(self, key: ProbeKey) -> None:
+        self.probed.append(key)
 
     def joins(self, rail: int) -> bool:
         return rail in self.joined
 
-    def offer(self, path: PathKey) -> Endpoint:
+    def offer(self, key: PathKey | ProbeKey) -> Endpoint:
         return Endpoint()
 
     def open(self, path: PathKey, endpoint: object) -> None:
@@ -77,7 +81,6 @@ class Control:
         self.dialed: list[tuple[int, int, int]] = []
         self.accepted: list[tuple[int, int, int]] = []
         self.kicked: list[int] = []
-        self.probes: list[tuple[PathKey, Any]] = []
 
     def send(self, peer: int, message: object) -> None:
         self.sent.append((peer, message))
@@ -94,14 +97,17 @@ class Control:
     def kick(self, rail: int) -> None:
         self.kicked.append(rail)
 
-    def probe(self, peer: int, rail: int, on_result: Any) -> None:
-        self.probes.append((PathKey(peer, rail), on_result))
+
+def straight(key: PathKey) -> ProbeKey:
+    return ProbeKey(key.peer, key.rail, key.rail)
 
 
 class World:
     """Rank 0 of two, both rails up."""
 
-    def __init__(self, *, mode: str = "auto", joined: set[int] | None = None) -> None:
+    def __init__(
+        self, *, mode: str = "auto", joined: set[int] | None = None, is_open: bool = True
+    ) -> None:
         self.now = 0.0
         self.transport = Notes()
         self.transport.joined = joined or set()
@@ -117,7 +123,8 @@ class World:
         self.recovery: Recovery = self.progress.recovery
         self.recovery.start()
         for rail in (0, 1):
-            self.open(rail, 0)
+            if is_open:
+                self.open(rail, 0)
 
     def open(self, rail: int, epoch: int) -> Endpoint:
         endpoint = Endpoint()
@@ -131,6 +138,13 @@ class World:
         self.recovery.on_fenced(Fenced(key))
         epoch = self.recovery.paths[key].epoch
         self.recovery.on_message(1, Announcement(key.rail, epoch, "EIO", reports))
+
+    def answer(self, key: PathKey, is_answered: bool | None) -> None:
+        """Have the transport report what became of the probe of a path."""
+        self.recovery.on_probed(Probed(straight(key), is_answered, "because"))
+
+    def offers(self) -> list[Offer]:
+        return [message for _, message in self.control.sent if isinstance(message, Offer)]
 
     def announcements(self) -> list[Announcement]:
         return [message for _, message in self.control.sent if isinstance(message, Announcement)]
@@ -183,7 +197,7 @@ def test_a_silent_queue_pair_is_not_probed() -> None:
     world.repair(A)
     world.progress.recv_link(1, 0).post(None, 1, 0, None, 0)
     world.look(3.0)
-    assert world.control.probes == []
+    assert world.transport.probed == []
 
 
 def test_a_failed_path_is_fenced_announced_repaired_and_redialed() -> None:
@@ -261,12 +275,14 @@ def test_silence_is_probed_and_an_unanswered_probe_fails_the_path() -> None:
     world = World()
     world.progress.recv(world.progress.recv_link(1, 0), None, None, 0)  # type: ignore[arg-type]
     world.look(0.4)
-    assert world.control.probes == []
+    assert world.transport.probed == []
     world.look(0.4)
-    assert [key for key, _ in world.control.probes] == [A, B]
-    world.control.probes[0][1](False)
-    world.control.probes[1][1](True)
+    assert world.transport.probed == [straight(A), straight(B)]
+    world.answer(A, False)
+    world.answer(B, True)
     assert world.recovery.paths[A].state is PathState.FENCING
+    assert world.recovery.paths[A].cause.startswith("PROBE_UNANSWERED")
+    assert "because" in world.recovery.paths[A].cause
     assert world.recovery.paths[B].state is PathState.UP
 
 
@@ -277,7 +293,7 @@ def test_an_answered_probe_moves_only_a_stuck_flow(is_stuck: bool) -> None:
     world.look(0.8)
     if is_stuck:
         world.transport.stuck.add(A)
-    world.control.probes[0][1](True)
+    world.answer(A, True)
     expected = PathState.FENCING if is_stuck else PathState.UP
     assert world.recovery.paths[A].state is expected
 
@@ -286,14 +302,13 @@ def test_a_probes_answer_is_void_when_the_path_moved_meanwhile() -> None:
     world = World()
     world.progress.recv(world.progress.recv_link(1, 0), None, None, 0)  # type: ignore[arg-type]
     world.look(0.8)
-    (_, answer_a), (_, answer_b) = world.control.probes
     world.recovery.paths[A].activity += 1
-    answer_a(False)
+    world.answer(A, False)
     assert world.recovery.paths[A].state is PathState.UP
     world.fail(B)
     world.repair(B)
     world.open(1, 1)
-    answer_b(False)
+    world.answer(B, False)
     assert world.recovery.paths[B].state is PathState.UP
 
 
@@ -301,10 +316,74 @@ def test_a_rank_that_waits_for_nothing_probes_nothing_unless_a_path_is_stuck() -
     world = World()
     world.progress.recv_link(1, 0)
     world.look(10.0)
-    assert world.control.probes == []
+    assert world.transport.probed == []
     world.transport.stuck.add(B)
     world.look(1.0)
-    assert {key for key, _ in world.control.probes} == {B}
+    assert set(world.transport.probed) == {straight(B)}
+
+
+def test_a_probe_that_cannot_be_asked_tells_nothing_about_its_path() -> None:
+    world = World()
+    world.progress.recv(world.progress.recv_link(1, 0), None, None, 0)  # type: ignore[arg-type]
+    world.look(0.8)
+    world.transport.stuck.add(A)
+    world.answer(A, None)
+    assert world.recovery.paths[A].state is PathState.UP
+
+
+def test_whoever_asks_is_told_once() -> None:
+    world = World()
+    told: list[Probed] = []
+    key = ProbeKey(1, 0, 1)
+    for _ in range(2):
+        world.recovery.ask(key, told.append)
+    event = Probed(key, True, "")
+    world.recovery.on_probed(event)
+    assert told == [event, event]
+    world.recovery.on_probed(Probed(key, False, ""))
+    assert told == [event, event]
+
+
+def test_connections_of_probes_are_joined_after_the_paths() -> None:
+    world = World(joined={0, 1}, is_open=False)
+    world.look(0.5)
+    assert {offer.via for offer in world.offers()} == {-1}
+    for rail in (0, 1):
+        world.open(rail, 0)
+    world.look(0.5)
+    probes = [(offer.rail, offer.via) for offer in world.offers() if offer.via >= 0]
+    assert probes == [(0, 0), (0, 1), (1, 1), (1, 0)]
+
+
+def test_connections_of_probes_do_not_wait_for_a_path_that_does_not_come_up() -> None:
+    world = World(joined={0, 1}, is_open=False)
+    world.open(0, 0)
+    world.look(4.9)
+    assert {offer.via for offer in world.offers()} == {-1}
+    world.look(0.3)
+    assert {offer.via for offer in world.offers()} > {-1}
+
+
+def test_a_probe_that_broke_its_connection_is_joined_anew() -> None:
+    world = World(joined={0, 1})
+    world.look(0.5)
+    key = straight(A)
+    world.recovery.on_joined(Joined(key))
+    before = len(world.offers())
+    for is_answered in (True, None):
+        world.recovery.on_probed(Probed(key, is_answered, ""))
+        world.look(0.1)
+    assert len(world.offers()) == before
+    world.recovery.on_probed(Probed(key, False, "no answer"))
+    world.look(0.1)
+    (again,) = world.offers()[before:]
+    assert (again.rail, again.via) == (0, 0)
+
+
+def test_without_resilience_nothing_is_probed_or_joined_for_it() -> None:
+    world = World(joined={0, 1}, mode="0")
+    world.look(10.0)
+    assert {offer.via for offer in world.offers()} == {-1}
 
 
 def test_an_idle_rank_confirms_eager_slices_below_the_threshold() -> None:

@@ -1,14 +1,13 @@
 """The control plane of simulated ranks: real sessions over carriers that lose, repeat and reorder.
 
-`Session` is the library's own; only what carries its frames, dials and probes is simulated. Each
-pair of ranks has two carriers. Must not touch links or paths: it is the `ControlPort` below them.
+`Session` is the library's own; only what carries its frames and dials is simulated. Each pair of
+ranks has two carriers. Must not touch links or paths: it is the `ControlPort` below them.
 
 Invariant: as long as not every frame is lost, each message arrives exactly once and in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from r2ccl.bootstrap.messages import Codec, PeerDown
@@ -59,7 +58,7 @@ class SimControl:
         Its `route` hook sees every frame, as a message of `Kind.CONTROL`.
     host : Host
     codec : Codec
-    peer_timeout_s, probe_timeout_s : float
+    peer_timeout_s : float
     """
 
     def __init__(
@@ -69,14 +68,12 @@ class SimControl:
         codec: Codec,
         *,
         peer_timeout_s: float,
-        probe_timeout_s: float,
     ) -> None:
         self._network = network
         self._timeline = network.timeline
         self._host = host
         self._codec = codec
         self._peer_timeout_s = peer_timeout_s
-        self._probe_timeout_s = probe_timeout_s
         self.peers: dict[int, SimControl] = {}
         self._sessions: dict[int, Session] = {}
         self._lost: set[int] = set()
@@ -211,18 +208,6 @@ class SimControl:
         for key, (_, epoch) in list(self._dials.items()):
             if key.rail == rail:
                 self._start_dial(key, epoch)
-
-    def probe(self, peer: int, rail: int, on_result: Callable[[bool], None]) -> None:
-        """Ask the far end's kernel; a stopped or dead process's kernel answers too."""
-        wire = self._network.wire(self._host.rank, peer, rail)
-        was_up = wire.is_up
-        delay = 2 * self._network.delay() if was_up else self._probe_timeout_s
-
-        def answer() -> None:
-            if not self._host.is_dead:
-                on_result(was_up and wire.is_up)
-
-        self._timeline.after(delay, answer)
 
     def _start_dial(self, key: PathKey, epoch: int) -> None:
         self._ndials += 1

@@ -88,7 +88,6 @@ class SimRank:
             self,
             Codec(Announcement | Revoke | Leaving),
             peer_timeout_s=config.peer_timeout_s,
-            probe_timeout_s=config.probe_timeout_s,
         )
         self.progress = CheckedProgress(
             checker,
@@ -100,7 +99,6 @@ class SimRank:
             clock=self._timeline,
         )
         self.recovery = self.progress.recovery
-        self.recovery.submit = self.submit
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._is_turn_planned = False
         self._ticked_at = 0.0

@@ -142,12 +142,13 @@ class World:
         self.work = work
         self.checker = Checker()
         self.timeline = Timeline(seed)
+        config = _config(workload)
         self.network = network_type(
-            self.timeline, workload.nranks, workload.nrails, is_loud=workload.is_loud
-        )
+            self.timeline, workload.nranks, workload.nrails,
+            probe_timeout_s=config.probe_timeout_s, is_loud=workload.is_loud,
+        )  # fmt: skip
         self.network.on_read = self.checker.read
         self.network.route = self._route
-        config = _config(workload)
         self.ranks = [
             SimRank(rank, self.network, config, work, self.checker)
             for rank in range(workload.nranks)
@@ -215,10 +216,11 @@ class World:
             wires = self._wires_of(fault.rank, fault.rail)
             for wire in wires:
                 network.cut(wire, _cut(fault, ()))
+            network.set_port(fault.rank, fault.rail, is_up=False)
             rank = self.ranks[fault.rank]
             if fault.is_seen:
                 rank.on_carrier(fault.rail, False)
-            self._restore_later(fault.restore_us, wires, rank if fault.is_seen else None)
+            self._restore_later(fault.restore_us, wires, fault)
         elif isinstance(fault, Stop):
             self.ranks[fault.rank].stop(fault.ms / 1e3)
         elif isinstance(fault, Kill):
@@ -230,17 +232,18 @@ class World:
             wire for wire in self.network.wires.values() if wire.rail == rail and rank in wire.pair
         ]
 
-    def _restore_later(
-        self, after_us: int, wires: list[Wire], owner: SimRank | None = None
-    ) -> None:
+    def _restore_later(self, after_us: int, wires: list[Wire], nic: NicDown | None = None) -> None:
         if not after_us:
             return
 
         def restore() -> None:
             for wire in wires:
                 self.network.restore(wire)
-            if owner is not None and not owner.is_stopped:
-                owner.on_carrier(wires[0].rail, True)
+            if nic is not None:
+                self.network.set_port(nic.rank, nic.rail, is_up=True)
+                owner = self.ranks[nic.rank]
+                if nic.is_seen and not owner.is_stopped:
+                    owner.on_carrier(nic.rail, True)
 
         self.timeline.after(after_us / 1e6, restore)
 

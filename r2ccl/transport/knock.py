@@ -1,0 +1,199 @@
+"""Probes over TCP: connections that are begun and never used.
+
+The far *kernel* answers, connected or refused. A probe is several connects spread over the probe
+timeout, because two lost packets do not make a dead rail. One between different rails is bound to
+the interface of the rail it leaves from: by the address alone, the kernel would send it through
+the NIC that its destination belongs to, the very one in question.
+
+Must not see paths. Invariant: a probe that was asked is reported once, and leaves no connection
+behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import struct
+from collections.abc import Mapping
+
+from r2ccl.clock import Clock
+from r2ccl.transport.base import Probed
+from r2ccl.types import Nic, PathKey, ProbeKey
+
+Address = tuple[str, int]
+
+_NKNOCKS = 3
+#: A reset instead of an end: neither kernel keeps the connection's state (TIME_WAIT).
+_NO_LINGER = struct.pack("ii", 1, 0)
+
+
+class _Probe:
+    """A probe under way: its connects, and when the next step is due."""
+
+    __slots__ = ("detail", "due_s", "key", "nsent", "socks")
+
+    def __init__(self, key: ProbeKey) -> None:
+        self.key = key
+        self.socks: dict[int, socket.socket] = {}
+        self.nsent = 0
+        self.due_s = 0.0
+        #: What the last connect that failed said.
+        self.detail = ""
+
+
+class Knocker:
+    """The probes of one transport.
+
+    Parameters
+    ----------
+    epoll : select.epoll
+        Where the connects are waited for; `on_ready` takes what belongs to them.
+    sources : mapping of int to Nic
+        This rank's end of each rail.
+    targets : mapping of PathKey to (str, int)
+        Numeric address and port at the far end of each path.
+    timeout_s : float
+        Of a probe.
+    clock : Clock
+    """
+
+    def __init__(
+        self,
+        epoll: select.epoll,
+        sources: Mapping[int, Nic],
+        targets: Mapping[PathKey, Address],
+        timeout_s: float,
+        clock: Clock,
+    ) -> None:
+        self._epoll = epoll
+        self._sources = sources
+        self._targets = targets
+        self._interval_s = timeout_s / _NKNOCKS
+        self._clock = clock
+        self._probes: dict[ProbeKey, _Probe] = {}
+        self._by_fd: dict[int, _Probe] = {}
+        #: Ways that answered once: there is one on this fabric.
+        self._answered: set[ProbeKey] = set()
+        self._done: list[Probed] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `advance` has something to do, now or later."""
+        return bool(self._probes or self._done)
+
+    def probe(self, key: ProbeKey) -> None:
+        """Begin a probe; see `Transport.probe`."""
+        if key in self._probes:
+            return
+        if key.via not in self._sources or PathKey(key.peer, key.rail) not in self._targets:
+            self._done.append(Probed(key, None, "this transport knows no such rail or rank"))
+            return
+        self._probes[key] = probe = _Probe(key)
+        self._knock(probe, self._clock())
+
+    def on_ready(self, fd: int) -> None:
+        """Take the outcome of the connect `fd`; any other descriptor is ignored."""
+        probe = self._by_fd.get(fd)
+        if probe is not None:
+            code = probe.socks[fd].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            self._close(probe, fd)
+            self._judge(probe, code)
+
+    def advance(self) -> list[Probed]:
+        """Do what is due; returns the probes that are over.
+
+        To be called after `on_ready`: an answer that waited to be taken is one. A connect has the
+        same time to be answered however late this is called, so a process that
+        was stopped does not mistake its own silence for the peer's.
+        """
+        now = self._clock()
+        for probe in list(self._probes.values()):
+            if now >= probe.due_s:
+                if probe.nsent == _NKNOCKS:
+                    self._end(probe, False, probe.detail or "no answer to any connect")
+                else:
+                    self._knock(probe, now)
+        done, self._done = self._done, []
+        return done
+
+    def limit_s(self, timeout_s: float) -> float:
+        """Cut a sleep of `timeout_s` short if something is due before its end."""
+        if self._done:
+            return 0.0
+        if not self._probes:
+            return timeout_s
+        due_s = min(probe.due_s for probe in self._probes.values())
+        return max(0.0, min(timeout_s, due_s - self._clock()))
+
+    def close(self) -> None:
+        """Drop every probe."""
+        for probe in list(self._probes.values()):
+            self._drop(probe)
+        self._done.clear()
+
+    def _knock(self, probe: _Probe, now: float) -> None:
+        key = probe.key
+        probe.nsent += 1
+        probe.due_s = now + self._interval_s
+        target = self._targets[PathKey(key.peer, key.rail)]
+        sock = socket.socket(
+            socket.AF_INET6 if ":" in target[0] else socket.AF_INET,
+            socket.SOCK_STREAM | socket.SOCK_NONBLOCK,
+        )
+        probe.socks[sock.fileno()] = sock
+        self._by_fd[sock.fileno()] = probe
+        code = _connect(sock, self._sources[key.via], target, is_bound=key.via != key.rail)
+        if code == errno.EINPROGRESS:
+            self._epoll.register(sock.fileno(), select.EPOLLOUT)
+        else:
+            self._close(probe, sock.fileno())
+            self._judge(probe, code)
+
+    def _judge(self, probe: _Probe, code: int) -> None:
+        """Take the outcome of one connect: an answer ends the probe, a failure only counts."""
+        if code in (0, errno.ECONNREFUSED):
+            self._answered.add(probe.key)
+            self._end(probe, True, "connected" if code == 0 else "refused")
+            return
+        probe.detail = f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
+        if probe.nsent == _NKNOCKS and not probe.socks:
+            self._end(probe, False, probe.detail)
+
+    def _end(self, probe: _Probe, is_answered: bool, detail: str) -> None:
+        key = probe.key
+        self._drop(probe)
+        if is_answered or key.via == key.rail or key in self._answered:
+            self._done.append(Probed(key, is_answered, detail))
+        else:
+            never = f"this way was never answered, there may be none here ({detail})"
+            self._done.append(Probed(key, None, never))
+
+    def _drop(self, probe: _Probe) -> None:
+        del self._probes[probe.key]
+        for fd in list(probe.socks):
+            self._close(probe, fd)
+
+    def _close(self, probe: _Probe, fd: int) -> None:
+        sock = probe.socks.pop(fd)
+        del self._by_fd[fd]
+        with contextlib.suppress(OSError):  # no connection, hence nothing to linger
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        sock.close()
+
+
+def _connect(sock: socket.socket, source: Nic, target: Address, *, is_bound: bool) -> int:
+    """Begin to connect; returns the errno, 0 if it is done already."""
+    try:
+        if is_bound:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, source.name.encode())
+        if source.address:
+            sock.bind((source.address, 0))
+        return sock.connect_ex(target)
+    except OSError as exc:
+        return exc.errno or errno.EIO
+
+
+__all__ = ["Address", "Knocker"]
