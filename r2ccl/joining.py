@@ -205,20 +205,20 @@ class Joiner:
             if probe.via == rail:
                 attempt.hurry()
 
-    def tick(self, now: float) -> None:
-        """Begin calls, and try answers, whose time has come."""
+    def tick(self, now: float, is_calm: bool = True) -> None:
+        """Begin calls, and try answers, whose time has come; probes' calls only when it is calm."""
         for key, attempt in list(self._attempts.items()):
             if now >= attempt.deadline and isinstance(key, PathKey):
                 self._begin_again(key, attempt)
-        self._tick_probes(now)
+        self._tick_probes(now, is_calm)
 
-    def _tick_probes(self, now: float) -> None:
+    def _tick_probes(self, now: float, is_calm: bool) -> None:
         due = [(key, attempt) for key, attempt in self._probes() if now >= attempt.deadline]
         for key, attempt in due:
             if attempt.endpoint is not None:
                 self._failed(key, attempt, "no answer to the offer, or no proof, in time")
         # One at a time: making and joining an end takes a millisecond or more.
-        for key, attempt in due:
+        for key, attempt in due if is_calm else ():
             if attempt.endpoint is None and now >= attempt.deadline:
                 self._call(key, attempt)
                 break

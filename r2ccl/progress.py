@@ -90,9 +90,9 @@ class Progress:
         self._consumers: dict[int, Consumer] = {}
         self._dirty: list[Consumer] = []
         self._unconfirmed: dict[RecvLink, None] = {}  # ordered, unlike a set: runs repeat
-        #: Signatures of the last collectives, and the first one seen of a coming one.
+        #: Signatures of the last collectives; those seen of coming ones, and at which peer first.
         self._history: dict[int, int] = {}
-        self._ahead: dict[int, tuple[int, int]] = {}
+        self._ahead: dict[int, dict[int, int]] = {}
         self._confirm_after = max(1, config.eager_slots // 2)
         self._handlers = {
             Arrived: self._on_arrived,
@@ -115,9 +115,8 @@ class Progress:
         self._history[self.op] = signature
         self._history.pop(self.op - _HISTORY, None)
         self._consumers = consumers
-        seen = self._ahead.pop(self.op, None)
-        if seen is not None:
-            self._compare(seen[0], self.op, seen[1])
+        for seen, peer in self._ahead.pop(self.op, {}).items():
+            self._compare(peer, self.op, seen)
 
     def finish(self) -> None:
         """The collective is done: none of its slices is wanted or unreleased any more."""
@@ -317,7 +316,7 @@ class Progress:
     def _compare(self, peer: int, op: int, signature: int) -> None:
         """Hold a peer's call against this rank's of the same number."""
         if op > self.op:
-            self._ahead.setdefault(op, (peer, signature))
+            self._ahead.setdefault(op, {}).setdefault(signature, peer)
             return
         mine = self._history.get(op, signature)
         if mine != signature:

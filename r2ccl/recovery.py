@@ -153,7 +153,8 @@ class Recovery:
         if path.state is not PathState.UP or self.error is not None:
             return
         path.cause = cause
-        if not self._config.is_resilient:
+        # While all ranks leave, those that are done first close their ends.
+        if not self._config.is_resilient and not self.is_leaving:
             status = cause.partition(":")[0]
             self._give_up(
                 TransportError(
@@ -277,7 +278,9 @@ class Recovery:
         self._progress.transport.flush()
         if self._unjoined:
             self._join_probes(now)
-        self._joiner.tick(now)
+        repairing = (PathState.FENCING, PathState.FENCED)
+        is_calm = not any(path.state in repairing for path in self.paths.values())
+        self._joiner.tick(now, is_calm)
         for key in self._watch.look(now, self._watched()):
             self._probe(key)
         for peer in peers:
@@ -331,8 +334,9 @@ class Recovery:
             _ACTIONS[action](self, path)
 
     def _fence(self, path: Path) -> None:
-        self.log.failed(path.key, path.epoch, path.cause, self._clock())
-        # While all ranks leave, those that are done first close their ends: nothing to worry about.
+        failed_s = self._clock()
+        self._progress.transport.fence(path.key)  # the NIC works while the rest is done
+        self.log.failed(path.key, path.epoch, path.cause, failed_s)
         _log.log(
             logging.INFO if self.is_leaving else logging.WARNING,
             "rank %d: rail %d to rank %d is out of use (%s)",
@@ -342,7 +346,6 @@ class Recovery:
             self._alone_since[path.key.peer] = self._clock()
         for channel in self._channels(path.key):
             self._set_route(path.key.peer, channel, None)
-        self._progress.transport.fence(path.key)
 
     def _announce(self, path: Path) -> None:
         key = path.key

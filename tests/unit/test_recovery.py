@@ -5,13 +5,19 @@ from typing import Any
 import pytest
 
 from r2ccl.config import Config
-from r2ccl.errors import CommunicatorRevoked, NoHealthyRail, PeerLost, TransportError
+from r2ccl.errors import (
+    CommunicatorRevoked,
+    InvalidArgument,
+    NoHealthyRail,
+    PeerLost,
+    TransportError,
+)
 from r2ccl.joining import Offer
 from r2ccl.progress import Progress
 from r2ccl.recovery import Recovery, Revoke
 from r2ccl.resilience.link import LinkReport
 from r2ccl.resilience.path import Announcement, PathState
-from r2ccl.transport.base import Event, Failed, Fenced, Joined, Probed, RailChanged
+from r2ccl.transport.base import Arrived, Event, Failed, Fenced, Frame, Joined, Probed, RailChanged
 from r2ccl.types import PathKey, ProbeKey
 
 A, B = PathKey(1, 0), PathKey(1, 1)
@@ -37,6 +43,7 @@ class Notes:
         self.stuck: set[PathKey] = set()
         self.confirmed: list[tuple[PathKey, int, int]] = []
         self.probed: list[ProbeKey] = []
+        self.events: list[Event] = []
 
     def probe(self, key: ProbeKey) -> None:
         self.probed.append(key)
@@ -64,7 +71,8 @@ class Notes:
         self.confirmed.append((path, channel, ack))
 
     def poll(self, timeout_s: float) -> list[Event]:
-        return []
+        events, self.events = self.events, []
+        return events
 
     def flush(self) -> None: ...
 
@@ -465,6 +473,27 @@ def test_the_baseline_does_not_migrate() -> None:
     assert isinstance(error, TransportError)
     assert (error.peer, error.rail, error.status) == (1, 0, "EIO")
     assert world.announcements() == []
+
+
+def test_to_the_baseline_a_peer_that_leaves_first_has_not_failed() -> None:
+    world = World(mode="0")
+    world.recovery.is_leaving = True
+    world.fail(A)
+    assert world.recovery.error is None
+    assert world.transport.fenced == [A]
+
+
+@pytest.mark.parametrize("signatures", [(7, 8), (8, 7)])
+def test_every_call_seen_ahead_is_held_against_this_ranks(signatures: tuple[int, int]) -> None:
+    world = World()
+    world.transport.events = [
+        Arrived(A, Frame(0, seq, 0, 1, signature), memoryview(b"early"), 0.0)
+        for seq, signature in enumerate(signatures)
+    ]
+    world.progress.step()
+    assert world.recovery.error is None
+    world.progress.begin(7, {})
+    assert isinstance(world.recovery.error, InvalidArgument)
 
 
 def test_carrier_events() -> None:
