@@ -161,6 +161,8 @@ class Joiner:
         self._asked: dict[ProbeKey, _Attempt] = {}
         #: Lives of probes, which tell their connections apart as epochs do those of a path.
         self._nlives = 0
+        #: No path is under repair, which comes before probes.
+        self._is_calm = True
         #: Offers of epochs this rank has not reached yet.
         self._early: dict[PathKey, Offer] = {}
 
@@ -206,19 +208,21 @@ class Joiner:
                 attempt.hurry()
 
     def tick(self, now: float, is_calm: bool = True) -> None:
-        """Begin calls, and try answers, whose time has come; probes' calls only when it is calm."""
+        """Begin calls, and try answers, whose time has come; those of probes when it is calm."""
         for key, attempt in list(self._attempts.items()):
             if now >= attempt.deadline and isinstance(key, PathKey):
                 self._begin_again(key, attempt)
-        self._tick_probes(now, is_calm)
+        self._is_calm = is_calm
+        if is_calm:
+            self._tick_probes(now)
 
-    def _tick_probes(self, now: float, is_calm: bool) -> None:
+    def _tick_probes(self, now: float) -> None:
         due = [(key, attempt) for key, attempt in self._probes() if now >= attempt.deadline]
         for key, attempt in due:
             if attempt.endpoint is not None:
                 self._failed(key, attempt, "no answer to the offer, or no proof, in time")
         # One at a time: making and joining an end takes a millisecond or more.
-        for key, attempt in due if is_calm else ():
+        for key, attempt in due:
             if attempt.endpoint is None and now >= attempt.deadline:
                 self._call(key, attempt)
                 break
@@ -297,7 +301,9 @@ class Joiner:
             previous.drop()
         attempt = self._asked[key] = _Attempt(offer.epoch)
         attempt.expiry = self._clock() + _ANSWER_TIMEOUT_S
-        self._answer(key, attempt, offer)
+        attempt.offer = offer
+        if self._is_calm:
+            self._answer(key, attempt, offer)
 
     def _on_offer(self, key: PathKey, offer: Offer) -> None:
         attempt = self._attempts.get(key)

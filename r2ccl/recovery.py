@@ -337,11 +337,9 @@ class Recovery:
         failed_s = self._clock()
         self._progress.transport.fence(path.key)  # the NIC works while the rest is done
         self.log.failed(path.key, path.epoch, path.cause, failed_s)
-        _log.log(
-            logging.INFO if self.is_leaving else logging.WARNING,
-            "rank %d: rail %d to rank %d is out of use (%s)",
-            self._rank, path.key.rail, path.key.peer, path.cause,
-        )  # fmt: skip
+        _log.info(
+            "rank %d: rail %d to rank %d: %s", self._rank, path.key.rail, path.key.peer, path.cause
+        )
         if not self.up(path.key.peer):
             self._alone_since[path.key.peer] = self._clock()
         for channel in self._channels(path.key):
@@ -386,7 +384,19 @@ class Recovery:
         proposed = announcement.routes if key.peer < self._rank else {}
         moved = self._reroute(key.peer, proposed)
         self.log.resumed(key, moved, self._clock())
+        self._say_repaired(path, moved)
         ended(path)
+
+    def _say_repaired(self, path: Path, moved: dict[int, int]) -> None:
+        """Tell the user, now that the slices are on their way."""
+        rails = sorted(set(moved.values()))
+        # While all ranks leave, those that are done first close their ends: nothing to worry about.
+        _log.log(
+            logging.INFO if self.is_leaving else logging.WARNING,
+            "rank %d: rail %d to rank %d is out of use (%s); channels %s go on over rails %s",
+            self._rank, path.key.rail, path.key.peer, path.cause, sorted(moved) or "-",
+            rails or "-",
+        )  # fmt: skip
 
     def _redial(self, path: Path) -> None:
         peer, rail = path.key

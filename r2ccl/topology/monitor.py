@@ -202,6 +202,7 @@ def _parse_link(message: netlink.Message) -> tuple[int, str, bool] | None:
     for kind, payload in netlink.attributes(message.body[netlink.IFINFO.size :]):
         if kind == netlink.IFLA_IFNAME:
             name = bytes(payload).rstrip(b"\0").decode(errors="replace")
+            break  # the kernel names it first, and dozens of others follow
     return index, name, flags & _USABLE == _USABLE
 
 

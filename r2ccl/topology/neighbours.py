@@ -13,6 +13,7 @@ rtnetlink(7); Linux, drivers/infiniband/core/addr.c (a neighbour in a valid stat
 from __future__ import annotations
 
 import errno
+import functools
 import ipaddress
 import socket
 import struct
@@ -126,6 +127,7 @@ def _send_nothing(source: _Address, to: _Address, index: int) -> None:
         sock.sendmsg([b""], [where], 0, (str(to), _DISCARD_PORT))
 
 
+@functools.lru_cache(maxsize=4096)  # peers are asked about again and again
 def _plain(address: str) -> _Address:
     parsed = ipaddress.ip_address(address)
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None

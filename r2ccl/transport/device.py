@@ -1,9 +1,10 @@
 """One RDMA NIC port, opened: context, protection domain, completion queue, async events.
 
-With `r2ccl.transport.queuepair` the only room that sees pyverbs. pyverbs holds the GIL in every
-call, so nothing here is called that could block: descriptors are polled first, and neighbours are
-known before queue pairs are connected to them. Completions are taken, and requests posted, by
-compiled code instead (`r2ccl.transport.fastpath`), if what that needs is found and verified.
+With `r2ccl.transport.queuepair` and `r2ccl.transport.prober` the only room that sees pyverbs.
+pyverbs holds the GIL in every call, so nothing here is called that could block: descriptors are
+polled first, and neighbours are known before queue pairs are connected to them. Completions are
+taken, and requests posted, by compiled code instead (`r2ccl.transport.fastpath`), if what that
+needs is found and verified.
 
 Invariant: what was opened is closed in the order verbs wants (queue pairs before the completion
 queue, memory regions before the domain), by `close`.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import select
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -184,7 +185,7 @@ class Device:
         _, found = self.cq.poll(BATCH)
         return [
             (each.wr_id, each.status, each.opcode, each.vendor_err, each.imm_data, each.qp_num)
-            for each in found
+            for each in _without_repeats(found)
         ]
 
     def arm(self) -> None:
@@ -252,6 +253,21 @@ class Device:
         self.context.close()
         if self._neighbours is not None:
             self._neighbours.close()
+
+
+def _without_repeats(completions: Iterable[Any]) -> Iterator[Any]:
+    """Leave out flushed requests of a number and a queue pair that one was told of already.
+
+    A queue pair that failed flushes dozens of receive requests, and each is read at a price.
+    """
+    told: set[tuple[int, int]] = set()
+    for each in completions:
+        if each.status == e.IBV_WC_WR_FLUSH_ERR:
+            which = (each.wr_id, each.qp_num)
+            if which in told:
+                continue
+            told.add(which)
+        yield each
 
 
 def _with_new_fd(make: Any) -> tuple[Any, int]:

@@ -13,7 +13,8 @@ without payload).
 Receive requests carry no buffer: they are the right to be woken. There is one for every message,
 every landing place and every credit that can be under way, so the receiver is never not ready.
 Work requests are made once and refilled, pyverbs' and, where the device has them, those of the
-compiled path. With `r2ccl.transport.device` the only room that sees pyverbs.
+compiled path. With `r2ccl.transport.device` and `r2ccl.transport.prober` the only room that sees
+pyverbs.
 
 A queue pair has many lives: `reset` ends one, `renew` begins the next, with another packet
 sequence number, another mark and another life in the numbers of its requests. It is destroyed only
@@ -47,8 +48,8 @@ from pyverbs.wr import SGE, RecvWR, SendWR  # isort: skip
 
 #: Messages under way one way; landing places named at once; credits that may cross. Few, because
 #: every one stands for a receive request, and a fence waits until all of them are flushed.
-NMESSAGES = 32
-NLANDINGS = 32
+NMESSAGES = 16
+NLANDINGS = 16
 _NCREDITS = 8
 #: Messages begin at multiples of it, so that a ring of 256 MiB can be addressed with 22 bits.
 ALIGN = 64

@@ -36,12 +36,29 @@ def set_link(node: int, nic: int, is_up: bool) -> None:
     subprocess.run(["ip", "link", "set", device, "up" if is_up else "down"], check=True)
 
 
-def swallow(nic: int, is_on: bool) -> None:
-    """Have both ends of a wire drop all they send, with their carrier up."""
-    for node in range(NODES):
-        where = ["dev", f"n{node}r{nic}", "root"]
-        what = ["replace", *where, "netem", "loss", "100%"] if is_on else ["del", *where]
-        subprocess.run(["tc", "qdisc", *what], check=True)
+class Hole:
+    """Has both ends of a wire drop all they send, with their carrier up, and ends that again."""
+
+    def __init__(self) -> None:
+        # One that has started already: starting takes longer than what is to be measured.
+        self._tc = subprocess.Popen(["tc", "-batch", "-"], stdin=subprocess.PIPE, text=True)
+
+    def put(self, nic: int, is_on: bool) -> float:
+        """Put the hole into the wire of `nic`, or take it out; returns when."""
+        assert self._tc.stdin is not None
+        now = time.monotonic()
+        for node in range(NODES):
+            where = f"dev n{node}r{nic} root"
+            line = f"qdisc replace {where} netem loss 100%" if is_on else f"qdisc del {where}"
+            self._tc.stdin.write(line + "\n")
+        self._tc.stdin.flush()
+        return now
+
+    def close(self) -> None:
+        """End tc, which must have liked everything."""
+        assert self._tc.stdin is not None
+        self._tc.stdin.close()
+        assert self._tc.wait(30) == 0
 
 
 class Run:
@@ -81,18 +98,15 @@ class Run:
         self.note("cut", before, nic=nic, node=node)
         self.mend(node, nic)
 
-    def swallow_and_mend(self, seed: int) -> None:
+    def swallow_and_mend(self, hole: Hole, seed: int) -> None:
         """A random wire swallows everything from some moment of a sum on, and is whole again."""
         chance = random.Random(seed)
         nic = chance.randrange(NICS)
         before = len(self.comm.repairs())
         began: list[float] = []
-
-        def cut() -> None:
-            swallow(nic, True)
-            began.append(time.monotonic())
-
-        timer = threading.Timer(chance.uniform(0.02, 0.5), cut)
+        timer = threading.Timer(
+            chance.uniform(0.02, 0.5), lambda: began.append(hole.put(nic, True))
+        )
         if self.comm.rank == 0:
             timer.start()
         self.allreduce(8)
@@ -101,7 +115,7 @@ class Run:
         self.comm.barrier()
         self.note("swallowed", before, nic=nic, began_s=began)
         if self.comm.rank == 0:
-            swallow(nic, False)
+            hole.put(nic, False)
             self.until(lambda: all(state == "up" for state in paths_of(self.comm).values()))
         self.comm.barrier()
 
@@ -156,7 +170,8 @@ class Run:
             time.sleep(0.02)
 
     def note(self, what: str, before: int, **more: Any) -> None:
-        """Write down the repairs since `before`, as this rank saw them."""
+        """Write down the repairs since `before`, as this rank saw them; they are over first."""
+        self.until(lambda: not {"fencing", "fenced"} & set(paths_of(self.comm).values()))
         repairs = [
             {
                 "rail": repair.rail - self.first,
@@ -185,8 +200,10 @@ def random_cuts(run: Run, rounds: int) -> None:
 
 def random_swallows(run: Run, rounds: int) -> None:
     """A wire becomes a black hole in every round."""
+    hole = Hole()
     for seed in range(rounds):
-        run.swallow_and_mend(seed)
+        run.swallow_and_mend(hole, seed)
+    hole.close()
 
 
 def several(run: Run, rounds: int) -> None:

@@ -402,3 +402,17 @@ def test_close_closes_the_ends_of_probes_too() -> None:
     for joiner in pair.joiners:
         joiner.close()
     assert all(end.is_closed for transport in pair.transports for end in transport.made)
+
+
+def test_probes_are_neither_called_nor_answered_while_a_path_is_under_repair() -> None:
+    pair = Pair()
+    key = ProbeKey(1, 0, 0)
+    pair.joiners[0].begin_probe(key)
+    pair.joiners[0].tick(pair.now, is_calm=False)
+    assert not pair.mail
+    pair.joiners[0].tick(pair.now, is_calm=True)
+    pair.joiners[1].tick(pair.now, is_calm=False)
+    pair.deliver()
+    assert not pair.mail
+    pair.joiners[1].tick(pair.now, is_calm=True)
+    assert isinstance(pair.deliver(), Answer)

@@ -58,6 +58,7 @@ def needs() -> tuple[Need, ...]:
         Need("ip and rdma", "iproute2", lambda: _has("ip") and _has("rdma")),
         Need("modprobe", "kmod", lambda: _has("modprobe")),
         Need("the drivers of libibverbs", "ibverbs-providers", _has_provider),
+        Need("perftest", "perftest", lambda: _has("ib_write_bw")),
         Need("pyverbs", "python3-pyverbs", DISTRIBUTION_PYVERBS.is_dir),
         Need("virtme-ng", "", lambda: virtme() is not None),
     )
