@@ -119,6 +119,8 @@ class Agreement:
     rank : int
     health : Health
         What to plan with until the first agreement; the same on all ranks, whose number it gives.
+        Of a communicator made from another: the rows of its ranks (`Health.of_ranks`) in the
+        version the call that made it was planned with.
     limits : AgreementLimits, optional
     """
 
@@ -128,7 +130,7 @@ class Agreement:
         self.rank = rank
         self.nranks = health.nranks
         self._limits = limits or AgreementLimits()
-        self._member = Member(health, self._limits.window)
+        self._member = Member(rank, health, self._limits.window)
         is_coordinator = rank == COORDINATOR
         self._coordinator = Coordinator(health, self._limits) if is_coordinator else None
         #: Whose loss ended the agreement; None while it goes on.
@@ -295,7 +297,7 @@ class Agreement:
         if self.lost is not None:
             raise CommunicatorRevoked(
                 f"rank {self.rank}: rank {self.lost} is lost, so no health is agreed on any more; "
-                "shrink() the communicator or restart the job"
+                "go on with a communicator of the others"
             )
 
 

@@ -76,9 +76,10 @@ class AgreementLimits(msgspec.Struct, frozen=True, kw_only=True):
 class Member:
     """What every rank keeps: the versions it plans with, and its promise."""
 
-    __slots__ = ("_plans", "_window", "held", "limit", "started")
+    __slots__ = ("_plans", "_rank", "_window", "held", "limit", "started")
 
-    def __init__(self, health: Health, window: int) -> None:
+    def __init__(self, rank: int, health: Health, window: int) -> None:
+        self._rank = rank
         self._window = window
         #: The newest version known here.
         self.held = health
@@ -97,7 +98,8 @@ class Member:
         """Count collective `op` as started; once more is harmless. Returns what to plan it with."""
         if op not in (self.started, self.started + 1) or not self.may_start(op):
             raise InternalError(
-                f"collective {op} started after {self.started}, promised not to pass {self.limit}"
+                f"rank {self._rank}: collective {op} started after {self.started}, "
+                f"promised not to pass {self.limit}"
             )
         self.started = op
         while len(self._plans) > 1 and self._plans[1][0] <= op:
@@ -109,7 +111,8 @@ class Member:
         final = self.started + self._window if self.limit is None else self.limit
         if not self.started <= op <= final:
             raise InternalError(
-                f"health of collective {op} asked; known is that of {self.started} to {final}"
+                f"rank {self._rank}: health of collective {op} asked; known is that of "
+                f"{self.started} to {final}"
             )
         return next(health for first, health in reversed(self._plans) if first <= op)
 
@@ -140,10 +143,12 @@ class Member:
         version, first = message.version, message.first_op
         if version < self.held.version or (version == self.held.version and self.limit is None):
             return False
-        if version > self.held.version or self.limit is None or first <= self.limit:
+        # Beyond the promise, or it may be planned already; not before the last version's first.
+        earliest = max(self.limit or 0, self._plans[-1][0] - 1) + 1
+        if version > self.held.version or first < earliest:
             raise InternalError(
                 f"version {version} committed from collective {first} on; held is "
-                f"{self.held.version}, promised not to pass {self.limit}"
+                f"{self.held.version}, which cannot begin before {earliest}"
             )
         self.limit = None
         # Of versions that begin at one collective only the newest is ever planned with.
