@@ -170,7 +170,7 @@ class Run:
             time.sleep(0.02)
 
     def note(self, what: str, before: int, **more: Any) -> None:
-        """Write down the repairs since `before`, as this rank saw them; they are over first."""
+        """Write down the repairs since `before` that are over, as this rank saw them."""
         self.until(lambda: not {"fencing", "fenced"} & set(paths_of(self.comm).values()))
         repairs = [
             {
@@ -183,6 +183,7 @@ class Run:
                 "nbytes_replayed": repair.nbytes_replayed,
             }
             for repair in self.comm.repairs()[before:]
+            if repair.resumed_s  # else its evidence came just now
         ]
         self.notes.append({"what": what, "repairs": repairs, "routes": self.routes(), **more})
 

@@ -58,7 +58,6 @@ def test_a_nic_dies_at_any_moment_on_either_side(lab: Shape, tmp_path: Path) -> 
     assert {report["nsums"] for report in reports} == {2 + 4 * ROUNDS}
     repairs = repairs_of(reports)
     assert repairs, "no NIC was ever missed"
-    assert all(repair["resume_ms"] >= 0 for repair in repairs), "a repair was not over"
     print(
         f"\n{ROUNDS} NICs down, every sum exact; {len(repairs)} ends of paths repaired; "
         f"evidence to fenced {spread(repair['fence_ms'] for repair in repairs)}, "
