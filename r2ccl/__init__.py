@@ -15,6 +15,7 @@ from r2ccl.errors import (
     InternalError,
     InvalidArgument,
     NoHealthyRail,
+    NoQuorum,
     PeerLost,
     R2cclError,
     RailDown,
@@ -22,6 +23,7 @@ from r2ccl.errors import (
     TransportError,
     TransportTimeout,
 )
+from r2ccl.ledger import HealthReport, Pending
 from r2ccl.repair import Repair
 from r2ccl.start import init
 from r2ccl.types import ReduceOp
@@ -44,10 +46,13 @@ __all__ = [
     "CommunicatorRevoked",
     "CompletionError",
     "Config",
+    "HealthReport",
     "InternalError",
     "InvalidArgument",
     "NoHealthyRail",
+    "NoQuorum",
     "PeerLost",
+    "Pending",
     "R2cclError",
     "RailDown",
     "ReduceOp",

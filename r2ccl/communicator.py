@@ -5,29 +5,35 @@ Nothing is decided here: `planner` chooses the schedule, `executor` walks it, `e
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 
-from r2ccl import kernels
+from r2ccl import kernels, ledger
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.buffers import as_buffer, is_in_place
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
+from r2ccl.dumping import SignalDump, require_main_thread, write_line
 from r2ccl.engine import Engine
 from r2ccl.errors import CommunicatorRevoked
 from r2ccl.executor import Call, Divider, LandingPool, LaneRun, Reducer
 from r2ccl.lowering import Layout, lower
 from r2ccl.memory import RegisteredMemory
 from r2ccl.planner import plan_allreduce
+from r2ccl.regroup import Tidings, regroup
 from r2ccl.repair import Repair
+from r2ccl.resilience.shrinking import Shrinking
 from r2ccl.schedule.check import check
 from r2ccl.schedule.ir import Schedule
 from r2ccl.topology.monitor import LinkMonitor
 from r2ccl.transport.base import Transport
-from r2ccl.types import CallSignature, Collective, ReduceOp
+from r2ccl.types import CallSignature, Collective, Nic, ReduceOp
 
 
 class _Prepared(NamedTuple):
@@ -48,16 +54,32 @@ class Communicator:
     ----------
     rank, nranks : int
         This process's number, from 0, and how many there are.
+    members : tuple of int
+        By rank, the rank it had in the communicator this one was shrunk from; its own in one
+        that `r2ccl.init` made.
     config : Config
         The settings in force.
     """
 
-    def __init__(self, control: ControlPlane, transport: Transport, config: Config) -> None:
+    def __init__(
+        self,
+        control: ControlPlane,
+        transport: Transport,
+        config: Config,
+        rails: Sequence[Nic] = (),
+        *,
+        members: tuple[int, ...],
+        assemble: Assemble,
+    ) -> None:
         self.rank = control.rank
         self.nranks = control.nranks
+        self.members = members
         self.config = config
+        self._assemble = assemble
         self._control = control
         self._nrails = transport.nrails
+        #: The local ends of all rails; the control plane knows those of sockets.
+        self._rails = tuple(rails) or control.nics
         self._nwires = control.nwires
         self._pool = LandingPool(transport.allocate)
         self._prepared: dict[tuple[Collective, int, int, ReduceOp], _Prepared] = {}
@@ -66,6 +88,7 @@ class Communicator:
         self._nothing = as_buffer(np.empty(0, np.uint8), writable=True)
         self._is_closed = False
         self._monitor: LinkMonitor | None = None
+        self._signal_dump: SignalDump | None = None
         self._engine = Engine(
             self.rank,
             self.nranks,
@@ -74,11 +97,14 @@ class Communicator:
             config=config,
             clock=monotonic,
         )
+        self._tidings = Tidings(self._engine)
 
     def connect(self) -> None:
         """Start the control plane and connect every rail; `r2ccl.init` calls it."""
         try:
-            self._control.start(self._engine)
+            if self.config.dump_signal:
+                self.dump_on_signal(signal.Signals[self.config.dump_signal])
+            self._control.start(self._tidings)
             self._monitor = self._watch_carriers()
             self._engine.start()
         except BaseException:
@@ -174,6 +200,65 @@ class Communicator:
         """Return what was repaired at this rank, oldest first: what moved where, when, why."""
         return tuple(self._engine.recovery.log.repairs)
 
+    def health(self) -> ledger.HealthReport:
+        """Return the state of this rank's rails: to which peer since when, and why not.
+
+        Notes
+        -----
+        *Local*, in any thread, at once. ``str()`` of it is for people.
+        """
+        recovery = self._engine.recovery
+        return ledger.HealthReport(self.rank, monotonic(), ledger.rails(recovery, self._rails))
+
+    def pending(self) -> ledger.Pending:
+        """Return what this rank waits for: which ranks have not called, which links wait for whom.
+
+        Notes
+        -----
+        *Local*, at once; meant for another thread while a call blocks. ``str()`` of it is for
+        people. A rank that has called is known as such once it sent something to this one, or
+        answered: a call that stands still for ``R2CC_SUSPICION_TIMEOUT_S`` asks.
+        """
+        return self._engine.pending()
+
+    def dump(self) -> str:
+        """Return the whole ledger as one line of JSON.
+
+        The call under way, what it waits for, every path, link, peer and repair: the fields are
+        those of `r2ccl.ledger.Ledger`.
+
+        Notes
+        -----
+        *Local*, in any thread, at once.
+        """
+        engine, control = self._engine, self._control
+        peers = [info for info in control.peers if info.rank != self.rank]
+        read = ledger.read(
+            engine.pending(), engine.progress, engine.runs, engine.roll, peers, control.last_heard
+        )
+        return msgspec.json.encode(read).decode()
+
+    def dump_on_signal(self, signum: int = signal.SIGUSR1) -> None:
+        """Write `dump` to stderr, or to ``R2CC_DUMP_FILE``, whenever `signum` comes.
+
+        Also while the main thread is inside a call. The handler that was there before is called
+        after it, and put back by ``close()`` or ``abort()``. ``R2CC_DUMP_SIGNAL=SIGUSR1`` does it
+        from the start.
+
+        Raises
+        ------
+        InvalidArgument
+            This is not the main thread, or `signum` cannot be handled.
+
+        Notes
+        -----
+        *Local*.
+        """
+        path = self.config.dump_file.replace("{rank}", str(self.rank))
+        if self._signal_dump is not None:
+            self._signal_dump.close()
+        self._signal_dump = SignalDump(signum, lambda: write_line(self.dump(), path))
+
     def rejections(self) -> dict[str, int]:
         """How many connections and frames of strangers were turned away, per reason."""
         return dict(self._control.rejections())
@@ -206,6 +291,71 @@ class Communicator:
             self._engine.revoke(why)
             self._free(_ABORT_S)
 
+    def revoke(self, why: str = "revoke() was called") -> None:
+        """End the communicator on every rank, without leaving it: `shrink` can follow.
+
+        Every call that is blocked, here or elsewhere, ends with `CommunicatorRevoked`, and so does
+        every later one. A communicator that has ended keeps its first reason.
+
+        Notes
+        -----
+        *Local*, in any thread, at once.
+        """
+        if not self._is_closed:
+            self._engine.revoke(why)
+
+    def shrink(self, *, quorum: str = "majority") -> Communicator:
+        """Go on without the ranks that are gone.
+
+        Call it after `PeerLost`, or after `CommunicatorRevoked` because of it; a communicator that
+        still works is revoked first. This one is left and closed, whatever comes of it.
+
+        Parameters
+        ----------
+        quorum : {"majority", "any"}
+            Who may go on: more than half of the ranks, or half of them with rank 0, so that of two
+            sides that do not reach each other at most one does; or whoever is left, for those who
+            know that no other side is alive.
+
+        Returns
+        -------
+        Communicator
+            Of the ranks that called it, numbered in their old order; its ``members`` are their old
+            ranks. A rank that dies too late to be left out is lost in the new one: shrink again.
+
+        Raises
+        ------
+        NoQuorum
+            Too few are left.
+        TransportTimeout
+            A rank that is alive did not call, or could not be connected, within
+            ``R2CC_INIT_TIMEOUT_S``; names it.
+        TransportError
+            There is no rail that all who are left could open again.
+        CommunicatorRevoked
+            This communicator was closed.
+
+        Notes
+        -----
+        *Collective*: all ranks that are left. *Cost*: one message to each of them per death, then
+        that of connecting. The ranks may have failed in different calls: what was done last
+        everywhere is the minimum over the new communicator. Planned faults are not injected again.
+        """
+        self._require_open()
+        if self.config.dump_signal:
+            require_main_thread()
+        table = Shrinking(self.rank, self.nranks, quorum)
+        if self._engine.recovery.error is None:
+            self._engine.revoke("shrink() was called")
+        self._is_closed = True
+        leave_s = _ABORT_S
+        try:
+            successor = regroup(table, self._tidings, self._control, self._assemble)
+            leave_s = _LEAVE_S
+        finally:
+            self._free(leave_s)
+        return successor
+
     def __enter__(self) -> Communicator:
         return self
 
@@ -237,6 +387,8 @@ class Communicator:
         return monitor
 
     def _free(self, deadline_s: float) -> None:
+        if self._signal_dump is not None:
+            self._signal_dump.close()
         self._control.close(deadline_s)
         if self._monitor is not None:
             self._monitor.close()
@@ -278,9 +430,12 @@ class Communicator:
             self._checked.add(shape)
 
     def _run(self, prepared: _Prepared, source: Any, output: Any) -> None:
+        self._require_open()
+        self._quiet.run(self._run_quietly, prepared, source, output)
+
+    def _require_open(self) -> None:
         if self._is_closed:
             raise CommunicatorRevoked(f"rank {self.rank}: the communicator was closed")
-        self._quiet.run(self._run_quietly, prepared, source, output)
 
     def _run_quietly(self, prepared: _Prepared, source: Any, output: Any) -> None:
         layout = prepared.layout
@@ -289,6 +444,10 @@ class Communicator:
         runs = [LaneRun(lane, call, progress, self._pool) for lane in layout.lanes]
         self._engine.run(prepared.signature, runs, layout.peers)
 
+
+#: Puts together the communicator, not connected yet, of a control plane and its `members`. The
+#: control plane is its own, even if it raises.
+Assemble: TypeAlias = Callable[[ControlPlane, tuple[int, ...]], Communicator]
 
 #: Plans remembered; the oldest goes first. A training job has a few dozen call shapes.
 _PLANS_KEPT = 1024

@@ -76,6 +76,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     control_address: str = ""
     #: JSON file with a FaultPlan (testing).
     fault_plan: str = ""
+    #: SIGUSR1 or SIGUSR2: the signal that makes a rank write its ledger; empty: none.
+    dump_signal: str = ""
+    #: File the ledger is appended to, ``{rank}`` in its name is filled in; empty: stderr.
+    dump_file: str = ""
     #: WARN, INFO or TRACE: what the logger ``r2ccl`` lets through; empty: leave it alone.
     debug: str = ""
 
@@ -89,6 +93,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 raise _bad(name, getattr(self, name), f"one of {', '.join(MODES)}")
         if self.debug.upper() not in DEBUG_LEVELS:
             raise _bad("debug", self.debug, f"one of {', '.join(filter(None, DEBUG_LEVELS))}")
+        if self.dump_signal not in DUMP_SIGNALS:
+            raise _bad("dump_signal", self.dump_signal, f"one of {', '.join(DUMP_SIGNALS[1:])}")
         for name in ("eager_nbytes", "channels", "rails", "port"):
             if getattr(self, name) < 0:
                 raise _bad(name, getattr(self, name), "0 or more")
@@ -156,7 +162,10 @@ MODES = ("0", "1", "auto")
 RANGES = {"gid_index": (-1, 255), "ib_timeout": (1, 31), "ib_retry_cnt": (0, 7)}
 
 #: Spellings of ``debug`` (NCCL's) and the level of the logger ``r2ccl`` each stands for.
-DEBUG_LEVELS = {"": 0, "VERSION": 30, "WARN": 30, "INFO": 20, "TRACE": 10}
+DEBUG_LEVELS = {"": 0, "VERSION": 30, "WARN": 30, "INFO": 20, "ABORT": 20, "TRACE": 10}
+
+#: Signals a program may give away; others have a meaning of their own.
+DUMP_SIGNALS = ("", "SIGUSR1", "SIGUSR2")
 
 #: Fields that shape the wire format or the plan.
 AGREED = (

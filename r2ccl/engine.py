@@ -14,9 +14,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -26,12 +27,23 @@ from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.errors import CommunicatorRevoked, InternalError, R2cclError, TransportTimeout
 from r2ccl.executor import LaneRun
+from r2ccl.ledger import (
+    Pending,
+    Wait,
+    absent,
+    last_ops,
+    waits_for_confirmation,
+    waits_of_call,
+)
 from r2ccl.progress import Progress, describe
 from r2ccl.recovery import ControlPort, Revoke
+from r2ccl.rollcall import Calling, RollCall
 from r2ccl.transport.base import Registered, Transport
 
 _log = logging.getLogger(__name__)
 
+#: Long enough for a thread that waits for the GIL to take it.
+_GIVE_WAY_S = 50e-6
 #: Timers are looked at this often while a call waits; the suspicion timeout is 25 times as long.
 _TICK_S = 0.02
 
@@ -48,6 +60,14 @@ class BackgroundControl(ControlPort, Protocol):
     def call_soon(self, fn: Callable[[], object]) -> None:
         """Run `fn` in the control thread."""
         ...
+
+
+class _Patience(NamedTuple):
+    """How long something is waited for, by which setting, and what it is."""
+
+    timeout_s: float
+    variable: str
+    pending: Callable[[], Pending]
 
 
 class Engine:
@@ -78,6 +98,12 @@ class Engine:
         self._peers: frozenset[int] = frozenset()
         self._left: set[int] = set()
         self._has_raised = False
+        #: Who has called what, and the lanes of the collective under way.
+        self.roll = RollCall(self.recovery.peers, config.suspicion_timeout_s, control.send)
+        self.runs: Sequence[LaneRun] = ()
+        self._call = _Patience(config.timeout_s, "R2CC_TIMEOUT_S", self._pending_call)
+        self._waiting: _Patience | None = None
+        self._since_s = 0.0
 
     # Called in the control thread
 
@@ -85,6 +111,8 @@ class Engine:
         """Take a message of `peer`."""
         if isinstance(message, Leaving):
             self.submit(self._left.add, peer)
+        elif isinstance(message, Calling):
+            self.submit(self._on_calling, peer, message.op)
         else:
             self.submit(self.recovery.on_message, peer, message)
 
@@ -134,6 +162,9 @@ class Engine:
             self.progress.step()
             self.recovery.tick(now, self._peers)
 
+    def _on_calling(self, peer: int, op: int) -> None:
+        self.roll.on_calling(peer, op, self.progress.op)
+
     def _lost(self, peer: int, why: str, last_heard_s: float) -> None:
         if peer not in self._left:
             self.recovery.on_peer_lost(peer, why, last_heard_s)
@@ -151,11 +182,7 @@ class Engine:
                 is_whole = sum(up) == len(self.recovery.paths)
                 return is_whole or (all(up) and self._clock() >= give_up)
 
-            def missing() -> str:
-                alone = [peer for peer in self.recovery.peers if not self.recovery.up(peer)]
-                return f"connecting: no path yet to ranks {alone}"
-
-            self._wait(is_connected, self._config.init_timeout_s, missing)
+            self._wait(is_connected, self._patience(self._pending_init))
 
     def run(self, signature: int, runs: Sequence[LaneRun], peers: frozenset[int]) -> None:
         """Run a collective to its end.
@@ -171,16 +198,16 @@ class Engine:
             progress = self.progress
             try:
                 progress.begin(signature, dict(enumerate(runs)))
+                self.runs = runs
+                if self.roll.askers:
+                    self.roll.called(progress.op)
                 self._check()
                 for run in runs:
                     run.advance()
                 progress.advance()
-                self._wait(
-                    lambda: not any(run.remaining for run in runs),
-                    self._config.timeout_s,
-                    self._pending,
-                )
+                self._wait(lambda: not any(run.remaining for run in runs), self._call)
             finally:
+                self.runs = ()
                 progress.finish()
                 self._peers = frozenset()
         if self._inbox:
@@ -203,15 +230,10 @@ class Engine:
             self._check()
             self.progress.confirm_all()
             self.progress.advance()
-            doing = "closing: waiting for slices to be confirmed"
-            self._wait(self.progress.is_drained, self._config.init_timeout_s, lambda: doing)
+            self._wait(self.progress.is_drained, self._patience(self._pending_drain))
             self.recovery.is_leaving = True
             self._control.broadcast(Leaving())
-            self._wait(
-                lambda: self._left >= peers,
-                self._config.init_timeout_s,
-                lambda: f"closing: ranks {sorted(peers - self._left)} have not called close()",
-            )
+            self._wait(lambda: self._left >= peers, self._patience(self._pending_leave))
 
     def revoke(self, why: str) -> None:
         """End the communicator everywhere, from any thread."""
@@ -236,12 +258,12 @@ class Engine:
             f"rank {self.progress.rank}: the communicator was revoked: {error}", reason=error
         ) from error
 
-    def _wait(
-        self, is_done: Callable[[], bool], timeout_s: float, pending: Callable[[], str]
-    ) -> None:
+    def _wait(self, is_done: Callable[[], bool], patience: _Patience) -> None:
         """Run the loop until `is_done`; the owner's lock is held."""
         clock, progress = self._clock, self.progress
-        deadline = clock() + timeout_s
+        self._since_s = clock()
+        deadline = self._since_s + patience.timeout_s
+        self._waiting = patience
         self._control.is_busy = True
         idle_since = 0.0
         try:
@@ -252,9 +274,13 @@ class Engine:
                 if progress.step():
                     idle_since = 0.0
                     if self.recovery.error is None:
+                        if self.recovery.repairing:
+                            # The control thread carries the announcements: a busy loop would
+                            # have it wait for the GIL, 5 ms at a time.
+                            time.sleep(_GIVE_WAY_S)
                         continue
                 now = clock()
-                self._look(now, deadline, pending)
+                self._look(now, deadline, patience)
                 if not idle_since:
                     idle_since = now
                 if now - idle_since < self._config.spin_s:
@@ -269,19 +295,20 @@ class Engine:
             self._fail(CommunicatorRevoked(f"rank {progress.rank}: interrupted by {exc!r}"))
             raise
         finally:
+            self._waiting = None
             self._control.is_busy = False
 
-    def _look(self, now: float, deadline: float, pending: Callable[[], str]) -> None:
+    def _look(self, now: float, deadline: float, patience: _Patience) -> None:
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S
             self.recovery.tick(now, self._peers)
+            if self.runs:
+                activity = sum(path.activity for path in self.recovery.paths.values())
+                is_late = now >= deadline - patience.timeout_s / 2
+                self.roll.look(now, self.progress.op, activity, is_late, self._absent)
         self._check()
         if now >= deadline:
-            raise TransportTimeout(
-                f"rank {self.progress.rank}: gave up after the timeout; {pending()}; "
-                "raise R2CC_TIMEOUT_S if that is expected",
-                rank=self.progress.rank,
-            )
+            raise _timeout(patience)
 
     def _sleep(self, timeout_s: float) -> None:
         self._sleeping = True
@@ -301,21 +328,57 @@ class Engine:
                 Revoke(type(exc).__name__, str(exc), self.progress.rank), error=exc
             )
 
-    def _pending(self) -> str:
-        """Name the links a call waits for, and for whom."""
+    # What is waited for; called in any thread
+
+    def pending(self) -> Pending:
+        """Say what the call that is blocked waits for; any thread, at once."""
+        waiting = self._waiting
+        if waiting is not None:
+            return waiting.pending()
+        now = self._clock()
+        return Pending(self.progress.rank, "", now, now)
+
+    def _patience(self, pending: Callable[[], Pending]) -> _Patience:
+        """Those of init() and close()."""
+        return _Patience(self._config.init_timeout_s, "R2CC_INIT_TIMEOUT_S", pending)
+
+    def _pending_init(self) -> Pending:
+        alone = [peer for peer in self.recovery.peers if not self.recovery.up(peer)]
+        return self._blocked("init()", waits=tuple(Wait(peer, "path") for peer in alone))
+
+    def _pending_call(self) -> Pending:
         progress = self.progress
-        waits = [
-            f"slice {link.delivered} of channel {channel} from rank {peer}"
-            for (peer, channel), link in progress.receivers.items()
-            if link.landings
-        ]
-        waits += [
-            f"confirmation {link.confirmed} of channel {channel} from rank {peer}"
-            for (peer, channel), link in progress.senders.items()
-            if any(not item.is_eager for item in link.outstanding)
-        ]
-        call = describe(progress.signature)
-        return f"call {progress.op} {call} waits for {', '.join(waits) or 'nothing'}"
+        doing = f"call {progress.op}, {describe(progress.signature)}"
+        return self._blocked(doing, self._absent(), waits_of_call(progress, self.runs))
+
+    def _pending_drain(self) -> Pending:
+        return self._blocked(
+            "close()", waits=waits_for_confirmation(self.progress, is_eager_too=True)
+        )
+
+    def _pending_leave(self) -> Pending:
+        ops = last_ops(self.recovery, self.roll)
+        return self._blocked("close()", {peer: ops[peer] for peer in ops.keys() - self._left})
+
+    def _absent(self) -> dict[int, int]:
+        return absent(self.recovery, self.roll, self.progress.op)
+
+    def _blocked(
+        self, doing: str, missing: dict[int, int] | None = None, waits: tuple[Wait, ...] = ()
+    ) -> Pending:
+        rank, now = self.progress.rank, self._clock()
+        return Pending(rank, doing, now, self._since_s, missing or {}, waits)
+
+
+def _timeout(patience: _Patience) -> TransportTimeout:
+    pending = patience.pending()
+    awaited = {*pending.absent, *(wait.peer for wait in pending.waits)}
+    return TransportTimeout(
+        f"{pending}; it gave up after {patience.timeout_s:g} s: look at these ranks, or raise "
+        f"{patience.variable} if they are only slow",
+        rank=pending.rank,
+        peer=awaited.pop() if len(awaited) == 1 else None,
+    )
 
 
 __all__ = ["BackgroundControl", "Engine", "Leaving"]

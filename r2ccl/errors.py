@@ -9,6 +9,8 @@ is involved, the peer and the rail; ``str(error)`` ends with what the reader can
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 
 class R2cclError(Exception):
     """Base of everything r2ccl raises on purpose."""
@@ -128,12 +130,40 @@ class PeerLost(R2cclError):
     def __init__(self, *, rank: int, peer: int, last_heard_s: float, why: str) -> None:
         super().__init__(
             f"rank {rank}: lost rank {peer} ({why}; last heard {last_heard_s:.3f} s ago); "
-            "look at that rank's own log, then restart the job"
+            "look at that rank's own log; go on without it with shrink(), or restart the job"
         )
         self.rank = rank
         self.peer = peer
         self.last_heard_s = last_heard_s
         self.why = why
+
+
+class NoQuorum(R2cclError):
+    """Too few ranks are left to go on: others may be alive, and go on without this one.
+
+    Parameters
+    ----------
+    rank, nranks : int
+        Who raises, and of how many.
+    alive : sequence of int
+        The ranks it can still reach, itself among them.
+    gone : mapping of int to str
+        The others, and what is known of their end.
+    """
+
+    def __init__(
+        self, *, rank: int, nranks: int, alive: Sequence[int], gone: Mapping[int, str]
+    ) -> None:
+        why = "; ".join(f"rank {peer}: {cause}" for peer, cause in sorted(gone.items()))
+        super().__init__(
+            f"rank {rank}: of {nranks} ranks only {list(alive)} are left here, and shrink() needs "
+            f"more than half, or half with rank 0 ({why}); restart the job, or, if no other rank "
+            'can have gone on, call shrink(quorum="any") instead'
+        )
+        self.rank = rank
+        self.nranks = nranks
+        self.alive = tuple(alive)
+        self.gone = dict(gone)
 
 
 class CommunicatorRevoked(R2cclError):
@@ -154,6 +184,7 @@ __all__ = [
     "InternalError",
     "InvalidArgument",
     "NoHealthyRail",
+    "NoQuorum",
     "PeerLost",
     "R2cclError",
     "RailDown",

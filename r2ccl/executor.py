@@ -186,6 +186,17 @@ class LaneRun:
             if self._local:
                 moved |= self._run_local()
 
+    def stalled(self) -> list[tuple[SendLink, bool]]:
+        """Links whose next slice is ready and waits for the peer, and whether it is eager."""
+        found = []
+        for cursor in self._outbound:
+            at = cursor.at
+            if at < len(cursor.order):
+                step = self._steps[cursor.order[at]]
+                if self._is_ready(step, cursor.k) and not cursor.link.can_post(step.is_eager):
+                    found.append((cursor.link, step.is_eager))
+        return found
+
     # Sending
 
     def _post(self, cursor: _Cursor) -> bool:

@@ -18,6 +18,7 @@ from r2ccl.dtypes import dtype_of
 from r2ccl.errors import InternalError
 from r2ccl.recovery import ControlPort, Recovery, Revoke
 from r2ccl.resilience.link import Landing, RecvLink, SendLink, Slice
+from r2ccl.resilience.path import Path
 from r2ccl.transport.base import (
     Arrived,
     Cleared,
@@ -145,6 +146,7 @@ class Progress:
                 )
         item, token = link.post(view, is_eager, self.op, self.signature, consumer, index)
         if item.path is not None:
+            self._count_sent(item.path, view)
             self.transport.isend(item.path, self._frame(link, item), view, token)
 
     def recv(
@@ -223,6 +225,7 @@ class Progress:
         """Write a slice that was posted before."""
         assert item.path is not None
         frame = self._frame(link, item)
+        self._count_sent(item.path, item.view)
         self.transport.isend(item.path, frame, item.view, token, is_replay=True)
 
     def release(self, slices: list[Slice]) -> None:
@@ -249,12 +252,14 @@ class Progress:
 
     def _on_arrived(self, event: Arrived) -> None:
         path, frame = event.path, event.frame
-        self.recovery.paths[path].activity += 1
+        state = self._seen(path, frame)
         if frame.signature != self.signature or frame.op != self.op:
             self._compare(path.peer, frame.op, frame.signature)
             if self.recovery.error is not None:
                 return
         link = self.recv_link(path.peer, frame.channel)
+        state.nslices_received += 1
+        state.nbytes_received += _nbytes(link, event)
         if frame.ack > self.send_link(path.peer, frame.channel).confirmed:
             self._confirmed(path.peer, frame.channel, frame.ack)
         if self.recovery.open_repairs:
@@ -279,7 +284,7 @@ class Progress:
 
     def _on_cleared(self, event: Cleared) -> None:
         path, frame = event.path, event.frame
-        self.recovery.paths[path].activity += 1
+        self._seen(path, frame)
         if frame.signature != self.signature or frame.op != self.op:
             self._compare(path.peer, frame.op, frame.signature)
             if self.recovery.error is not None:
@@ -310,6 +315,21 @@ class Progress:
         self.note_retired(link)
         if released:
             self.release(released)
+
+    # The ledger
+
+    def _seen(self, key: PathKey, frame: Frame) -> Path:
+        """Note a sign of life, and which collective the peer is in."""
+        path = self.recovery.paths[key]
+        path.activity += 1
+        if frame.op > path.op:
+            path.op = frame.op
+        return path
+
+    def _count_sent(self, key: PathKey, view: memoryview) -> None:
+        path = self.recovery.paths[key]
+        path.nslices_sent += 1
+        path.nbytes_sent += len(view)
 
     # Agreement on the call
 
@@ -344,6 +364,14 @@ class Progress:
         self.receivers[peer, channel] = receiver
         self.recovery.route_home(peer, channel)
         return sender, receiver
+
+
+def _nbytes(link: RecvLink, event: Arrived) -> int:
+    """Size of a slice that arrived; of one that was here before and has no place any more, 0."""
+    if event.payload is not None:
+        return len(event.payload)
+    landing = link.landings.get(event.frame.seq)
+    return len(landing.region) if landing is not None and landing.region is not None else 0
 
 
 def describe(signature: int) -> str:

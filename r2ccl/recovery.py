@@ -100,6 +100,8 @@ class Recovery:
             key: Path(key)
             for key in (PathKey(peer, rail) for peer in self.peers for rail in range(self.nrails))
         }
+        #: Paths being fenced here or at the peer: slices wait for the control plane.
+        self.repairing: set[PathKey] = set()
         #: First error that ended the communicator.
         self.error: R2cclError | None = None
         #: Every slice of this rank is confirmed, and it says so.
@@ -132,8 +134,10 @@ class Recovery:
 
     def start(self) -> None:
         """Have every path connected: the lower rank dials. Connections of probes come after."""
-        self._join_by_s = self._clock() + self._config.connect_timeout_s
+        now = self._clock()
+        self._join_by_s = now + self._config.connect_timeout_s
         for path in self.paths.values():
+            path.since_s = now
             self._redial(path)
 
     def up(self, peer: int) -> list[PathKey]:
@@ -278,9 +282,7 @@ class Recovery:
         self._progress.transport.flush()
         if self._unjoined:
             self._join_probes(now)
-        repairing = (PathState.FENCING, PathState.FENCED)
-        is_calm = not any(path.state in repairing for path in self.paths.values())
-        self._joiner.tick(now, is_calm)
+        self._joiner.tick(now, is_calm=not self.repairing)
         for key in self._watch.look(now, self._watched()):
             self._probe(key)
         for peer in peers:
@@ -330,11 +332,15 @@ class Recovery:
     # Actions of the path table
 
     def _apply(self, path: Path, actions: tuple[Action, ...]) -> None:
+        if path.state in (PathState.FENCING, PathState.FENCED):
+            self.repairing.add(path.key)
+        else:
+            self.repairing.discard(path.key)
         for action in actions:
             _ACTIONS[action](self, path)
 
     def _fence(self, path: Path) -> None:
-        failed_s = self._clock()
+        failed_s = path.since_s = self._clock()
         self._progress.transport.fence(path.key)  # the NIC works while the rest is done
         self.log.failed(path.key, path.epoch, path.cause, failed_s)
         _log.info(
@@ -410,7 +416,7 @@ class Recovery:
     def _use(self, path: Path) -> None:
         """A path is up: the channels at home on it come home, without any fence."""
         peer = path.key.peer
-        self._alone_since[peer] = self._clock()
+        self._alone_since[peer] = path.since_s = self._clock()
         for channel in self._channels(None, peer):
             self._set_route(peer, channel, self._home(peer, channel))
         self._reroute(peer, {})
@@ -529,6 +535,8 @@ class Recovery:
         for key, path in self.paths.items():
             if path.state is PathState.UP:
                 path.state = PathState.FENCING
+                path.since_s = self._clock()
+                path.cause = "the communicator ended"
                 self._progress.transport.fence(key)
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from r2ccl import bootstrap
 from r2ccl.communicator import Communicator
 from r2ccl.config import DEBUG_LEVELS, Config
+from r2ccl.dumping import require_main_thread
 from r2ccl.engine import Leaving
 from r2ccl.errors import InvalidArgument
 from r2ccl.joining import Answer, Offer, Ready
 from r2ccl.recovery import Revoke
 from r2ccl.resilience.path import Announcement
+from r2ccl.resilience.shrinking import Message as Shrinking
+from r2ccl.rollcall import Calling
 from r2ccl.topology.hcas import GidFinder, Hca, list_hcas, select_hcas
 from r2ccl.topology.interfaces import discover
 from r2ccl.topology.neighbours import Neighbours
@@ -28,6 +32,9 @@ if TYPE_CHECKING:
     from r2ccl.testing.faults import FaultPlan
 
 _log = logging.getLogger(__name__)
+
+#: What ranks say to each other over the control plane, beside what is its own.
+_MESSAGES = Announcement | Revoke | Leaving | Calling | Offer | Answer | Ready | Shrinking
 
 
 def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) -> Communicator:
@@ -62,6 +69,8 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
     """
     config = Config.from_env(os.environ, **settings)
     _set_log_level(config)
+    if config.dump_signal:
+        require_main_thread()
     hcas: list[Hca] = []
 
     def choose_nics(is_one_host: bool, control_address: str) -> tuple[Nic, ...]:
@@ -75,11 +84,49 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
 
     control = bootstrap.connect(
         config,
-        message_types=Announcement | Revoke | Leaving | Offer | Answer | Ready,
+        message_types=_MESSAGES,
         nics_for=choose_nics,
         nhcas_for=lambda: len(hcas),
         comm=comm,
     )
+    wrap = None
+    if faults is not None or config.fault_plan:
+        wrap = partial(_with_faults, rank=control.rank, plan=faults)
+    made = _assemble(config, hcas, control, tuple(range(control.nranks)), wrap)
+    made.connect()
+    return made
+
+
+def _assemble(
+    config: Config,
+    hcas: Sequence[Hca],
+    control: bootstrap.ControlPlane,
+    members: tuple[int, ...],
+    wrap: Callable[[Transport], Transport] | None = None,
+) -> Communicator:
+    """Put a communicator together, `init`'s or one that was shrunk; owns `control`."""
+    try:
+        transport = _open_transport(control, config, hcas)
+        if wrap is not None:
+            transport = wrap(transport)
+        ports = (Nic(f"{hca.name}:{hca.port}", "", hca.index, hca.speed_mbps) for hca in hcas)
+        return Communicator(
+            control,
+            transport,
+            config,
+            (*control.nics, *ports)[: transport.nrails],
+            members=members,
+            assemble=partial(_assemble, config, hcas),
+        )
+    except BaseException:
+        control.close(0)
+        raise
+
+
+def _open_transport(
+    control: bootstrap.ControlPlane, config: Config, hcas: Sequence[Hca]
+) -> Transport:
+    """Open the sockets' transport and, where every rank has RDMA ports, theirs beside it."""
     tcp = TcpTransport(
         control.rank,
         len(control.nics),
@@ -94,21 +141,15 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
         },
         probe_timeout_s=config.probe_timeout_s,
     )
-    transport: Transport = tcp
     if control.nhcas < len(hcas):
         _log.warning(
             "rank %d: %d RDMA ports here, but only %d on every rank: the others are not used; give "
             "all ranks as many, or set R2CC_HCA",
             control.rank, len(hcas), control.nhcas,
         )  # fmt: skip
-    if control.nhcas:
-        verbs = _open_verbs(control, config, hcas[: control.nhcas])
-        transport = MixedTransport((tcp, verbs))
-    if faults is not None or config.fault_plan:
-        transport = _with_faults(transport, control.rank, faults)
-    made = Communicator(control, transport, config)
-    made.connect()
-    return made
+    if not control.nhcas:
+        return tcp
+    return MixedTransport((tcp, _open_verbs(control, config, hcas[: control.nhcas])))
 
 
 def _set_log_level(config: Config) -> None:
@@ -165,7 +206,7 @@ def _open_verbs(control: bootstrap.ControlPlane, config: Config, hcas: Sequence[
     )
 
 
-def _with_faults(inner: Transport, rank: int, plan: FaultPlan | None) -> Transport:
+def _with_faults(inner: Transport, *, rank: int, plan: FaultPlan | None) -> Transport:
     """Wrap `inner` so that it reports its slices to whoever injects the faults."""
     from r2ccl.testing.reporting import ReportingTransport
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import signal
@@ -246,3 +247,44 @@ def many_reductions(count: int, ops: int) -> list[bytes]:
             ).tobytes()
             for op in range(ops)
         ]
+
+
+def does_not_shrink() -> str:
+    """Rank 1 never calls shrink() while the others wait for it; returns what each is told."""
+    comm = r2ccl.init(init_timeout_s=5.0)
+    with contextlib.suppress(r2ccl.CommunicatorRevoked):  # by one that is through already
+        comm.barrier()
+    if comm.rank == 1:
+        deadline = time.monotonic() + 20
+        while len(comm._tidings._news) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)  # two Views, and two Goodbyes when the others have given up
+    try:
+        comm.shrink()
+    except r2ccl.R2cclError as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return "no error"
+
+
+def shrink_again_and_again(times: int) -> list[str]:
+    """Revoke while the others are in a call, shrink to all ranks; returns what went wrong."""
+    comm = r2ccl.init()
+    wrong = []
+    usage = []
+    for turn in range(times):
+        try:
+            for call in itertools.count():
+                if call == 3 and turn % comm.nranks == comm.rank:
+                    comm.revoke()
+                if comm.allreduce(np.ones(3))[0] != comm.nranks:
+                    wrong.append(f"wrong sum in turn {turn}")
+        except r2ccl.CommunicatorRevoked:
+            usage.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+            comm = comm.shrink()
+        if comm.members != tuple(range(comm.nranks)):
+            wrong.append(f"members {comm.members}")
+    # A connection more or less may be under way; a communicator has more than that.
+    (threads, fds), (threads_then, fds_then) = usage[-1], usage[0]
+    if threads != threads_then or fds > fds_then + 4:
+        wrong.append(f"threads and descriptors in use: {usage}")
+    comm.close()
+    return wrong

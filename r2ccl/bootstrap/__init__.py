@@ -5,7 +5,7 @@ For the data plane: `connect`, and then what `r2ccl.bootstrap.control` describes
 and only it and the transports see sockets. Its parts, in the order a job meets them: ``launch``,
 ``identity`` and ``secretfile`` (who am I), ``startup`` and ``rendezvous`` (who are the others),
 ``wire`` and ``listener`` (authenticated connections), ``session``, ``peer``, ``paths`` and
-``control``.
+``control``; ``succession`` (who goes on after a death, and how they meet).
 
 Names are imported on first use: asyncio costs tens of milliseconds that ``import r2ccl`` does not
 need to pay.

@@ -118,6 +118,8 @@ class ControlPlane:
         all are loopback, whose rails share one memory, else all. The same on all ranks.
     nhcas : int
         RDMA ports every rank uses.
+    setting : Setting
+        What `r2ccl.bootstrap.succession` makes the next control plane from.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class ControlPlane:
         self._clock = clock
         self._codec = Codec(message_types)
         self._rejections = rejections or Rejections(rank, clock)
-        setting = Setting(
+        self.setting = setting = Setting(
             rank, config, secret, communicator_id, nics, self._codec, self._rejections, clock
         )
         self._sessions = {

@@ -63,11 +63,13 @@ class Codec:
     Parameters
     ----------
     message_types : type or union of types
-        A tagged `msgspec.Struct`, or ``A | B | C`` of them, with different tags.
+        A tagged `msgspec.Struct`, or ``A | B | C`` of them, with different tags. Kept, for the
+        next communicator's.
     """
 
     def __init__(self, message_types: Any) -> None:
         given = typing.get_args(message_types) or (message_types,)
+        self.message_types = message_types
         self._types = (*given, Goodbye, PeerDown)
         union = functools.reduce(operator.or_, self._types)
         self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(union)

@@ -15,6 +15,7 @@ import msgspec
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.rdmalab.packages import DISTRIBUTION_PYTHON, DISTRIBUTION_PYVERBS
 from r2ccl.topology.hcas import Hca, choose_gid
+from r2ccl.topology.interfaces import Interface
 
 #: One buffer of a middling size. Where the limit was never raised it is 64 KiB to 8 MiB.
 _ENOUGH_MEMLOCK_NBYTES = 64 << 20
@@ -32,6 +33,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     loaded modules that make devices or hand them to programs. ``uverbs`` gives each of
     ``/dev/infiniband/uverbs*`` and why it cannot be opened, empty where it can.
     ``memlock_nbytes`` is the soft limit, -1 for none; ``may_lock`` that this process is free of it.
+    ``interfaces`` are those of the network, ``cards`` the names of those with hardware behind them.
     """
 
     platform: str
@@ -47,6 +49,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     uverbs: tuple[tuple[str, str], ...] = ()
     memlock_nbytes: int = -1
     may_lock: bool = False
+    interfaces: tuple[Interface, ...] = ()
+    cards: tuple[str, ...] = ()
 
 
 class Finding(msgspec.Struct, frozen=True):

@@ -1,6 +1,7 @@
-"""``r2ccl doctor``: why verbs can or cannot be used on this machine, and what to do about it.
+"""``r2ccl doctor``: which rails this machine has, whether verbs can be used, and the fixes.
 
-`gather` reads the machine; what that means is `r2ccl.cli.diagnosis`'s part. pyverbs is tried in a
+`gather` reads the machine; what that means is the part of `r2ccl.cli.rails` (the rails) and of
+`r2ccl.cli.diagnosis` (verbs). pyverbs is tried in a
 process of its own, for a copy that does not fit its library may crash, and importing it sets up
 logging.
 """
@@ -18,8 +19,11 @@ from pathlib import Path
 import msgspec
 
 from r2ccl.cli.diagnosis import Facts, Finding, examine, is_usable
+from r2ccl.cli.rails import examine_rails
+from r2ccl.config import Config
 from r2ccl.testing.rdmalab.packages import DISTRIBUTION_PYVERBS, fits
 from r2ccl.topology.hcas import list_hcas
+from r2ccl.topology.interfaces import list_interfaces
 
 _PROBE_TIMEOUT_S = 60.0
 
@@ -56,6 +60,8 @@ def gather() -> Facts:
         ),
         memlock_nbytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         may_lock=_may_lock(),
+        interfaces=list_interfaces(),
+        cards=tuple(path.parent.name for path in Path("/sys/class/net").glob("*/device")),
     )
 
 
@@ -63,8 +69,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the ``doctor`` command to those of ``r2ccl``; its namespace goes to `main`."""
     parser = subparsers.add_parser(
         "doctor",
-        help="say why verbs can or cannot be used here",
-        description="Say why verbs can or cannot be used on this machine. Exit status 0: they can.",
+        help="say which rails this machine has, and whether verbs can be used",
+        description="Say which rails r2ccl would use on this machine, with the settings in force, "
+        "and whether verbs can be used. Exit status 0: they can.",
     )
     parser.add_argument("--json", action="store_true", help="facts and findings, for programs")
     parser.set_defaults(run=main)
@@ -74,12 +81,13 @@ def main(args: argparse.Namespace) -> int:
     """Run the parsed command; return 0 where verbs can be used, else 1."""
     facts = gather()
     findings = examine(facts)
+    rails = examine_rails(facts, Config.from_env(os.environ))
     usable = is_usable(findings)
     if args.json:
-        report = {"is_usable": usable, "findings": findings, "facts": facts}
+        report = {"is_usable": usable, "findings": findings, "rails": rails, "facts": facts}
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        print("\n".join(map(show, findings)))
+        print("\n".join(["rails", *map(show, rails), "", "verbs", *map(show, findings)]))
         print(f"verbs can{'' if usable else 'not'} be used here")
     return 0 if usable else 1
 

@@ -86,7 +86,10 @@ class Announcement(msgspec.Struct, frozen=True, tag="announcement"):
 class Path:
     """State of one path at this end."""
 
-    __slots__ = ("activity", "announcement", "cause", "epoch", "key", "state")
+    __slots__ = (
+        "activity", "announcement", "cause", "epoch", "key", "nbytes_received", "nbytes_sent",
+        "nslices_received", "nslices_sent", "op", "since_s", "state",
+    )  # fmt: skip
 
     def __init__(self, key: PathKey) -> None:
         self.key = key
@@ -98,6 +101,15 @@ class Path:
         self.announcement: Announcement | None = None
         #: Counts events on the path: a stalled path is one whose count stands still.
         self.activity = 0
+        #: Since when it is in use, or out of use; a reading of its owner's clock.
+        self.since_s = 0.0
+        #: Last collective of the peer that was seen on it.
+        self.op = 0
+        #: Payload given to it and taken from it, what came or went twice included.
+        self.nslices_sent = 0
+        self.nslices_received = 0
+        self.nbytes_sent = 0
+        self.nbytes_received = 0
 
 
 S, E, A = PathState, PathEvent, Action

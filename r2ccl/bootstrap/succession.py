@@ -1,0 +1,160 @@
+"""The control plane of those who go on, made from the one they leave.
+
+No rendezvous, hence no leader who could die in it: each rank opens the listeners of the next
+communicator first and says over the old sessions where they are (its *card*); once all agree on who
+goes on, each makes the same table from the same cards. Secret and id are derived from the old ones
+and the members, and are never sent. So a rank that was given up, and wakes with the old secret, is
+a stranger to the new communicator. MPI is not asked for anything.
+
+A rail whose address has gone from this host is named without a port; those who go on use the rails
+that all of them could open. Invariant: every socket opened here is handed over or closed.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from r2ccl.auth import COMMUNICATOR_ID_NBYTES, Secret
+from r2ccl.bootstrap import wire
+from r2ccl.bootstrap.control import ControlPlane
+from r2ccl.bootstrap.loop import ControlLoop
+from r2ccl.bootstrap.messages import PeerInfo
+from r2ccl.errors import TransportError
+
+logger = logging.getLogger("r2ccl.bootstrap")
+
+_SECRET_LABEL = b"r2ccl shrink secret\0"
+_ID_LABEL = b"r2ccl shrink id\0"
+_card = msgspec.msgpack.Decoder(PeerInfo)
+_STOP_S = 1.0
+
+
+class Succession:
+    """A rank's listeners for the next communicator, until `make` or `close`.
+
+    Parameters
+    ----------
+    old : ControlPlane
+
+    Attributes
+    ----------
+    card : bytes
+        For the others.
+    """
+
+    def __init__(self, old: ControlPlane) -> None:
+        own = old.peers[old.rank]
+        self._old = old
+        self._rails = [_listen(old.rank, nic.address) for nic in old.nics]
+        self._control = [_listen(old.rank, host) for host, _ in own.control_addresses]
+        info = msgspec.structs.replace(
+            own,
+            rails=tuple(
+                _address(sock, nic.address) for sock, nic in zip(self._rails, old.nics, strict=True)
+            ),
+            control_addresses=tuple(_address(sock) for sock in self._control if sock is not None),
+        )
+        self.card = msgspec.msgpack.encode(info)
+
+    def make(self, cards: Mapping[int, bytes]) -> ControlPlane:
+        """Return the control plane of the ranks in `cards`, numbered anew in their old order.
+
+        Parameters
+        ----------
+        cards : mapping of int to bytes
+            Old rank to what it sent; the same on all of them, but for this rank's own.
+
+        Raises
+        ------
+        TransportError
+            There is no rail that all of them could open.
+        """
+        old = self._old
+        members = sorted(cards)
+        given = {**cards, old.rank: self.card}
+        infos = [_card.decode(given[member]) for member in members]
+        rails = self._common_rails(members, infos)
+        secret, communicator_id = derive(old.setting.secret, old.communicator_id, members)
+        rank = members.index(old.rank)
+        listeners = self._hand_over(rails)
+        loop = ControlLoop(f"r2ccl-control-{rank}")
+        try:
+            return ControlPlane(
+                loop=loop,
+                config=old.setting.config,
+                secret=secret,
+                communicator_id=communicator_id,
+                rank=rank,
+                peers=tuple(_renumbered(info, new, rails) for new, info in enumerate(infos)),
+                nics=tuple(old.nics[rail] for rail in rails),
+                listeners=listeners,
+                message_types=old.setting.codec.message_types,
+            )
+        except BaseException:
+            loop.close(_STOP_S)
+            for sock in listeners:
+                sock.close()
+            raise
+
+    def close(self) -> None:
+        """Close what was not handed over. Idempotent."""
+        for sock in (*self._rails, *self._control):
+            if sock is not None:
+                sock.close()
+        self._rails, self._control = [], []
+
+    def _common_rails(self, members: Sequence[int], infos: Sequence[PeerInfo]) -> list[int]:
+        rails = range(len(self._old.nics))
+        common = [rail for rail in rails if all(info.rails[rail][1] for info in infos)]
+        if not common:
+            raise TransportError(
+                f"rank {self._old.rank}: no rail that ranks {members} could all open again: "
+                "are the interfaces' addresses still there?",
+                rank=self._old.rank,
+            )
+        return common
+
+    def _hand_over(self, rails: Sequence[int]) -> list[socket.socket]:
+        taken = [sock for rail in rails if (sock := self._rails[rail]) is not None]
+        taken += [sock for sock in self._control if sock is not None]
+        self._rails = [sock for rail, sock in enumerate(self._rails) if rail not in rails]
+        self._control = []
+        self.close()
+        return taken
+
+
+def derive(secret: Secret, communicator_id: bytes, members: Sequence[int]) -> tuple[Secret, bytes]:
+    """Return secret and id of the communicator that `members` of another go on with.
+
+    Both are HMACs under the old secret, so neither tells anything of it, or of each other.
+    """
+    who = communicator_id + struct.pack(f"!{len(members)}I", *members)
+    identity = secret.sign(_ID_LABEL + who)[:COMMUNICATOR_ID_NBYTES]
+    return Secret(secret.sign(_SECRET_LABEL + who)), identity
+
+
+def _renumbered(info: PeerInfo, rank: int, rails: Sequence[int]) -> PeerInfo:
+    return msgspec.structs.replace(info, rank=rank, rails=tuple(info.rails[rail] for rail in rails))
+
+
+def _listen(rank: int, host: str) -> socket.socket | None:
+    try:
+        return wire.listen(host)
+    except OSError as exc:
+        logger.warning("rank %d: cannot listen at %s any more: %s", rank, host, exc.strerror)
+        return None
+
+
+def _address(sock: socket.socket | None, host: str = "") -> wire.Address:
+    if sock is None:
+        return (host, 0)
+    name, port = sock.getsockname()[:2]
+    return (str(name), int(port))
+
+
+__all__ = ["Succession", "derive"]

@@ -1,0 +1,126 @@
+"""Which rails r2ccl would use on a machine, and why not the others: facts in, findings out.
+
+Must not read the machine (`r2ccl.cli.doctor` does), nor choose: `r2ccl.topology` chooses, this says
+why. Invariant: the findings that are ``ok`` are exactly the rails of a rank among ranks of other
+hosts, in their order; a warning or an error has a fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from r2ccl.cli.diagnosis import Facts, Finding, Level
+from r2ccl.config import Config
+from r2ccl.errors import InvalidArgument
+from r2ccl.topology.hcas import NO_HCA, Hca, select_hcas
+from r2ccl.topology.interfaces import VIRTUAL_PREFIXES, Interface, select
+from r2ccl.topology.names import NameFilter
+from r2ccl.types import Nic
+
+
+def examine_rails(facts: Facts, config: Config) -> tuple[Finding, ...]:
+    """Say of every interface and RDMA port which rail it would be, or why it would be none."""
+    try:
+        hcas = select_hcas(facts.hcas, config.hca) if not facts.pyverbs_error else ()
+        names = [hca.netdev for hca in hcas]
+        nics = select(facts.interfaces, config, rdma_names=names)
+    except InvalidArgument as exc:
+        said = str(exc)
+        return (
+            Finding("rails", "error", said, "bring an interface up, or correct the setting named"),
+        )
+    found = [_interface(each, nics, facts, config, names) for each in facts.interfaces]
+    found += [_port(each, hcas, len(nics), facts, config) for each in facts.hcas]
+    return (*sorted(found, key=_order), *_summary(nics, hcas))
+
+
+def _interface(
+    each: Interface, nics: Sequence[Nic], facts: Facts, config: Config, rdma_names: Sequence[str]
+) -> Finding:
+    what = f"{each.name} ({_speed(each.speed_mbps)}, {' '.join(each.addresses) or 'no address'})"
+    used = [rail for rail, nic in enumerate(nics) if nic.name == each.name]
+    if used:
+        several = f", as {len(used)} rails" if len(used) > 1 else ""
+        return Finding(_name(used[0]), "ok", what + several)
+    level, why, fix = _why_not(each, config, rdma_names)
+    if level == "warning" and each.name not in facts.cards:  # nobody plugs a cable into it
+        level, fix = "skipped", ""
+    return Finding("no rail", level, f"{what}: {why}", fix)
+
+
+def _why_not(each: Interface, config: Config, rdma_names: Sequence[str]) -> tuple[Level, str, str]:
+    names = NameFilter(config.socket_ifname, variable="R2CC_SOCKET_IFNAME")
+    is_named = names.is_selection and names.lists(each.name)
+    if names.is_selection and not is_named:
+        return "skipped", f"R2CC_SOCKET_IFNAME={config.socket_ifname} does not name it", ""
+    if names.is_exclusion and names.lists(each.name):
+        return "skipped", f"R2CC_SOCKET_IFNAME={config.socket_ifname} leaves it out", ""
+    if not is_named and each.is_loopback:
+        return "skipped", "loopback: used where all ranks are on one host", ""
+    if not is_named and each.name.startswith(VIRTUAL_PREFIXES):
+        return "skipped", "a bridge of containers or virtual machines", ""
+    if not each.is_up:
+        fix = f"ip link set {each.name} up; if it is up, look at the cable and the switch's port"
+        return "warning", "is down, or has no carrier", fix
+    if not each.addresses:
+        fix = f"ip address add ADDRESS/24 dev {each.name}"
+        return "warning", "has no address that can be bound", fix
+    if each.name in rdma_names:
+        return "skipped", "its RDMA port is the rail", ""
+    return "skipped", f"beyond R2CC_RAILS={config.rails}", ""
+
+
+def _port(each: Hca, hcas: Sequence[Hca], first: int, facts: Facts, config: Config) -> Finding:
+    what = f"{each.name}:{each.port} (RDMA, {_speed(each.speed_mbps)}, {each.state})"
+    if each in hcas:
+        return Finding(_name(first + hcas.index(each)), "ok", what)
+    if facts.pyverbs_error:
+        why = "pyverbs does not work here, see below"
+    elif each.state != "ACTIVE":
+        why = "is not ACTIVE, see below"
+    elif config.hca.strip() == NO_HCA:
+        why = f"R2CC_HCA={NO_HCA} turns RDMA off"
+    elif config.hca:
+        why = f"R2CC_HCA={config.hca} does not name it"
+    else:
+        why = "has no GID to send from, see below"
+    return Finding("no rail", "skipped", f"{what}: {why}")
+
+
+def _summary(nics: Sequence[Nic], hcas: Sequence[Hca]) -> tuple[Finding, ...]:
+    count = len(nics) + len(hcas)
+    if count < 2:
+        return (
+            Finding(
+                "rails",
+                "warning",
+                "one rail: nothing is left to go on with when it fails",
+                "give the host a second interface, and an address on it",
+            ),
+        )
+    if hcas:
+        return (Finding("rails", "skipped", "those of sockets are the last resort beside RDMA"),)
+    return (
+        Finding(
+            "rails",
+            "skipped",
+            "the interface that carries the rendezvous is left out where there are others, "
+            "unless R2CC_SOCKET_IFNAME names it",
+        ),
+    )
+
+
+def _name(rail: int) -> str:
+    return f"rail {rail}"
+
+
+def _order(finding: Finding) -> tuple[bool, int]:
+    number = finding.check.partition(" ")[2]
+    return (finding.level != "ok", int(number) if number.isdigit() else 0)
+
+
+def _speed(mbps: int) -> str:
+    return f"{mbps / 1000:g} Gbit/s" if mbps else "speed unknown"
+
+
+__all__ = ["examine_rails"]

@@ -1,0 +1,222 @@
+"""Shrinking: the survivors of a communicator agree on who they are.
+
+Theory of operation
+-------------------
+Every rank that calls ``shrink()`` keeps a set of ranks that are *gone*: dead, silent, or left. It
+only grows. Each rank tells its set to all others (`View`), with a card that says where it can be
+reached next, takes in what it is told, and tells again whenever its set has grown. When every rank
+that is not in the set has told the same set, it is *agreed*, and what is left is done in three
+steps, any of which a further death may interrupt::
+
+    set grown                        ->  tell View(gone, card)
+    all others told the same set     ->  build the new communicator; then tell Built(gone)
+    all others have built            ->  tell Done(gone), go on with it
+    Done(gone), having built for it  ->  tell Done(gone), go on with it
+    a rank of the new one is gone    ->  tell the larger View; keep what is built until that is
+                                         agreed, for it may turn out to be in use
+
+A rank that goes on never tells a View again, and no larger set that leaves it in is agreed without
+its View. So either nobody alive goes on with a set, or everybody alive does: a rank that has built
+hears ``Done`` from whoever went on before, unless that one is gone by its own finding. Deaths that
+come too late for that are the new communicator's first failure, and it can be shrunk again.
+
+A rank whose View leaves this one out has given it up, rightly or not; the two are gone for each
+other. So a stopped process that wakes, and a side of a partition, end without a quorum. What a rank
+that is gone says counts for nothing.
+
+Pure: no I/O, no clock; cards are opaque. Channels must be first in, first out, and silent once a
+rank was reported gone. Invariant: of two ranks that go on, each in the other's set of survivors,
+both have the same set.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from r2ccl.errors import InternalError
+from r2ccl.resilience.quorum import has_quorum
+
+
+class View(msgspec.Struct, frozen=True, tag="shrink.view"):
+    """Control message: the sender is in shrink(); `gone` is sorted, `card` is where to meet it."""
+
+    gone: tuple[int, ...]
+    card: bytes
+
+
+class Built(msgspec.Struct, frozen=True, tag="shrink.built"):
+    """Control message: the communicator of all ranks but `gone` is connected at the sender."""
+
+    gone: tuple[int, ...]
+
+
+class Done(msgspec.Struct, frozen=True, tag="shrink.done"):
+    """Control message: it is connected everywhere, and the sender goes on with it."""
+
+    gone: tuple[int, ...]
+
+
+#: Everything ranks say to each other here.
+Message = View | Built | Done
+
+
+class Step(enum.Enum):
+    """What a rank has to do next."""
+
+    TELL = "tell"  #: send `Shrinking.tell`'s View to all
+    BUILD = "build"  #: build for `Shrinking.begin_building`'s ranks
+    WAIT = "wait"  #: for what others say, or for a loss
+    GO_ON = "go on"  #: send `Shrinking.go_on`'s Done to all: it is over
+    STOP = "stop"  #: too few are left
+
+
+class Shrinking:
+    """One rank's part.
+
+    Parameters
+    ----------
+    rank, nranks : int
+        Of the communicator that is shrunk.
+    quorum : {"majority", "any"}
+        See `r2ccl.resilience.quorum.has_quorum`.
+
+    Attributes
+    ----------
+    gone : dict of int to str
+        Who is, and why.
+
+    Raises
+    ------
+    InvalidArgument
+        An unknown `quorum`.
+    """
+
+    def __init__(self, rank: int, nranks: int, quorum: str = "majority") -> None:
+        has_quorum(nranks, [rank], quorum)  # refuses nonsense before anyone hears of this rank
+        self.rank = rank
+        self.nranks = nranks
+        self.gone: dict[int, str] = {}
+        self._quorum = quorum
+        self._told: tuple[int, ...] | None = None
+        self._views: dict[int, View] = {}
+        self._built: dict[int, tuple[int, ...]] = {}
+        #: For which set this rank has begun to build last, and for which it has told Built.
+        self._begun: tuple[int, ...] | None = None
+        self._held: tuple[int, ...] | None = None
+        self._is_done_elsewhere = False
+
+    # What happens
+
+    def lost(self, peer: int, why: str) -> None:
+        """`peer` is dead, silent or has left."""
+        self.gone.setdefault(peer, why)
+
+    def heard(self, peer: int, message: Message) -> None:
+        """Take what `peer` says."""
+        if peer in self.gone:
+            return
+        if isinstance(message, Built):
+            self._built[peer] = message.gone
+        elif isinstance(message, Done):
+            if message.gone == self._held:
+                self._is_done_elsewhere = True
+        elif self.rank in message.gone:
+            self.lost(peer, "it has given this rank up")
+        else:
+            self._views[peer] = message
+            for other in message.gone:
+                self.lost(other, f"says rank {peer}")
+
+    # What to do
+
+    @property
+    def step(self) -> Step:
+        """What to do next; look again after every event."""
+        if self._may_go_on():
+            return Step.GO_ON
+        if not has_quorum(self.nranks, self.alive, self._quorum):
+            return Step.STOP
+        if self._told != self._now():
+            return Step.TELL
+        if self._begun != self._told and not self.undecided():
+            return Step.BUILD
+        return Step.WAIT
+
+    def tell(self, card: bytes) -> View:
+        """Return what all others have to hear now; `card` is where this rank is met for it."""
+        self._told = self._now()
+        return View(self._told, card)
+
+    def begin_building(self) -> dict[int, bytes]:
+        """Return the survivors agreed on, in order, and their cards (this rank's own: empty).
+
+        What was built before is in use nowhere, from here on for certain: drop it.
+        """
+        if self.step is not Step.BUILD:
+            raise InternalError(f"rank {self.rank}: nothing to build at {self.step}")
+        self._begun = self._told
+        self._held = None
+        self._is_done_elsewhere = False
+        return {rank: b"" if rank == self.rank else self._views[rank].card for rank in self.alive}
+
+    def built(self) -> Built:
+        """It is connected here; return what all others have to hear."""
+        if self._begun is None:
+            raise InternalError(f"rank {self.rank}: built before it was agreed for whom")
+        self._held = self._begun
+        return Built(self._held)
+
+    def go_on(self) -> Done:
+        """Return what all others have to hear before this rank leaves them."""
+        if not self._may_go_on() or self._held is None:
+            raise InternalError(f"rank {self.rank}: goes on at {self.step}")
+        return Done(self._held)
+
+    # Who is where
+
+    @property
+    def alive(self) -> list[int]:
+        """Ranks that are not gone, this one among them."""
+        return [rank for rank in range(self.nranks) if rank not in self.gone]
+
+    def absent(self) -> list[int]:
+        """Ranks that are there and have not called shrink()."""
+        return [rank for rank in self._others() if rank not in self._views]
+
+    def undecided(self) -> list[int]:
+        """Ranks that have not told the set this rank tells."""
+        now = self._now()
+        return [
+            rank
+            for rank in self._others()
+            if rank not in self._views or self._views[rank].gone != now
+        ]
+
+    def unbuilt(self) -> list[int]:
+        """Ranks that have not built for the set this rank tells."""
+        return [rank for rank in self._others() if self._built.get(rank) != self._told]
+
+    def _others(self) -> list[int]:
+        return [rank for rank in self.alive if rank != self.rank]
+
+    def _now(self) -> tuple[int, ...]:
+        return tuple(sorted(self.gone))
+
+    def _may_go_on(self) -> bool:
+        """Whether all of the last set told have built for it, or one of them went on.
+
+        A rank that is gone since, but not by what this rank has told, does not change that.
+        """
+        if self._held is None:
+            return False
+        if self._is_done_elsewhere:
+            return True
+        members = set(range(self.nranks)) - {self.rank, *self._held}
+        return self._held == self._told and all(
+            self._built.get(rank) == self._held for rank in members
+        )
+
+
+__all__ = ["Built", "Done", "Message", "Shrinking", "Step", "View"]

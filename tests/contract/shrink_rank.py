@@ -1,0 +1,120 @@
+"""One rank of a job that goes on without the ranks it loses; prints what became of it as JSON.
+
+The plan is the first argument: ``steps`` allreduces of ``count`` int64, ``quorum``, ``settings`` of
+`r2ccl.init`, and what happens to this rank, if anything: it ``dies`` in the middle of a step, or
+when the named method of `Shrinking` is called; ``stops`` before a step; or ``aborts_after_s`` in
+another thread, and then does not shrink.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import r2ccl
+from r2ccl.resilience.shrinking import Shrinking
+
+_IN_MID_CALL_S = 0.01
+
+
+class Worker:
+    """Steps of work, and the ranks that do them together, named as they were at first."""
+
+    def __init__(self, comm: r2ccl.Communicator, plan: dict[str, Any]) -> None:
+        self.comm = comm
+        self.names = list(range(comm.nranks))
+        self.plan = plan
+        self.step = 0
+        self.errors: list[str] = []
+        self.shrink_s: list[float] = []
+        self.x = np.empty(plan["count"], np.int64)
+
+    @property
+    def name(self) -> int:
+        return self.names[self.comm.rank]
+
+    def work(self) -> None:
+        """Do the steps that are left; every sum is checked."""
+        while self.step < self.plan["steps"]:
+            self.suffer()
+            self.x[:] = (self.step + 1) * 10**self.name
+            self.comm.allreduce(self.x)
+            right = (self.step + 1) * sum(10**name for name in self.names)
+            assert np.all(self.x == right), f"step {self.step}: {self.x[:5]}, not {right}"
+            self.step += 1
+
+    def suffer(self) -> None:
+        if self.plan.get("dies") == self.step:
+            threading.Timer(_IN_MID_CALL_S, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if self.plan.get("stops") == self.step:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def shrink(self) -> None:
+        """Go on without the lost, from the step that all have done."""
+        begin = time.monotonic()
+        old, self.comm = self.comm, self.comm.shrink(quorum=self.plan.get("quorum", "majority"))
+        self.shrink_s.append(time.monotonic() - begin)
+        self.names = [self.names[rank] for rank in self.comm.members]
+        with pytest.raises(r2ccl.CommunicatorRevoked, match="closed"):
+            old.barrier()
+        done = np.array([self.step])
+        self.comm.allreduce(done, op=r2ccl.MIN)
+        self.step = int(done[0])
+        print("shrunk", flush=True)
+
+    def run(self) -> None:
+        is_shrinking = False
+        while True:
+            try:
+                if is_shrinking:
+                    self.shrink()
+                is_shrinking = False
+                self.work()
+                self.comm.close()
+                return
+            except (r2ccl.PeerLost, r2ccl.CommunicatorRevoked) as exc:
+                self.errors.append(type(exc).__name__)
+                if "aborts_after_s" in self.plan:
+                    raise
+                is_shrinking = True
+
+
+def die_when_called(method: str) -> None:
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(Shrinking, method, die)
+
+
+def main() -> None:
+    plan = json.loads(sys.argv[1])
+    if isinstance(plan.get("dies"), str):
+        die_when_called(plan["dies"])
+    worker = Worker(r2ccl.init(**plan.get("settings", {})), plan)
+    if "aborts_after_s" in plan:
+        threading.Timer(plan["aborts_after_s"], worker.comm.abort).start()
+    failure = ""
+    try:
+        worker.run()
+    except r2ccl.R2cclError as exc:
+        failure = f"{type(exc).__name__}: {exc}"
+    report = {
+        "steps": worker.step,
+        "names": worker.names,
+        "errors": worker.errors,
+        "shrink_s": worker.shrink_s,
+        "failure": failure,
+    }
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What can be asked of a rank while it waits, over real processes, sockets and signals."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import ledger_programs
+import msgspec
+import pytest
+
+from r2ccl import launch
+from r2ccl.ledger import Ledger
+
+TIMEOUT_S = 90.0
+
+
+def test_another_thread_is_told_which_rank_is_missing_while_the_call_blocks() -> None:
+    run = functools.partial(ledger_programs.stopped_peer, 1)
+    (text, *_), *_ = outcomes = launch(run, 3, timeout_s=TIMEOUT_S)
+    assert "ranks [1] have not called it (rank 1 was last seen in call 1)" in text
+    assert "waits for" in text
+    assert [is_right for _, is_right in outcomes] == [True] * 3
+
+
+def test_a_signal_in_mid_call_dumps_the_ledger_and_changes_nothing(tmp_path: Path) -> None:
+    run = functools.partial(ledger_programs.dumped_by_signal, str(tmp_path))
+    (_, first), (text, second) = launch(run, 2, timeout_s=TIMEOUT_S)
+    assert first
+    assert second
+    (line,) = text.splitlines()
+    read = msgspec.json.decode(line, type=Ledger)
+    assert read.rank == 0
+    assert [operation.op for operation in read.operations] == [2]
+    assert read.pending.absent == {1: 1}
+    assert {wait.peer for wait in read.pending.waits} == {1}
+    assert sum(path.nbytes_sent for path in read.paths) >= 1 << 20
+    assert not (tmp_path / "1.json").exists()
+
+
+def test_no_signal_is_taken_without_being_asked_and_none_is_kept() -> None:
+    assert launch(ledger_programs.handler_after_close, 1, timeout_s=TIMEOUT_S) == [[True] * 3]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_timeouts_message_names_the_rank_that_did_not_join(victim: int) -> None:
+    run = functools.partial(ledger_programs.not_joined, victim)
+    outcomes = launch(run, 4, timeout_s=TIMEOUT_S)
+    survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
+    assert "TransportTimeout" in {kind for kind, _ in survivors}
+    for _, text in survivors:
+        assert (
+            f"ranks [{victim}] have not called it (rank {victim} was last seen in call 1)" in text
+        )
+        assert "R2CC_TIMEOUT_S" in text
+
+
+def test_a_rail_that_came_back_is_up_and_its_failure_is_remembered() -> None:
+    (states, causes), _ = launch(ledger_programs.health_after_a_loss, 2, timeout_s=TIMEOUT_S)
+    assert states == ["up", "up"]
+    assert causes == ["ENETDOWN: cut by the fault plan", ""]

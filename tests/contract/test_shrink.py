@@ -1,0 +1,167 @@
+"""What survivors can rely on: they go on together, with the right sums, or are told why not."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import programs
+import pytest
+
+from r2ccl import launch
+from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
+from r2ccl.bootstrap.launch import LocalJob
+
+SCRIPT = Path(__file__).with_name("shrink_rank.py")
+TIMEOUT_S = 60.0
+STEPS = 30
+PLAN: dict[str, Any] = {"steps": STEPS, "count": 200_000}
+
+
+def start(job: LocalJob, rank: int, plan: Mapping[str, Any]) -> subprocess.Popen[str]:
+    env = {**os.environ, **job.environment(rank)}
+    passed = [job.listener.fileno()] if rank == 0 else []
+    if passed:
+        env[LISTEN_FD_VARIABLE] = str(passed[0])
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), json.dumps(plan)],
+        env=env,
+        pass_fds=passed,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@contextmanager
+def ranks(
+    nranks: int, fates: Mapping[int, Mapping[str, Any]], **plan: Any
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Run `nranks` of the script, each with its own fate."""
+    with LocalJob(nranks) as job:
+        started = [
+            start(job, rank, {**PLAN, **plan, **fates.get(rank, {})}) for rank in range(nranks)
+        ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def report(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def reports(
+    nranks: int, fates: Mapping[int, Mapping[str, Any]], **plan: Any
+) -> dict[int, dict[str, Any]]:
+    """What the ranks report that do not die."""
+    with ranks(nranks, fates, **plan) as started:
+        dying = {rank for rank, fate in fates.items() if "dies" in fate}
+        for rank in dying:
+            started[rank].wait(TIMEOUT_S)
+            assert started[rank].returncode == -signal.SIGKILL
+        return {rank: report(started[rank]) for rank in range(nranks) if rank not in dying}
+
+
+def check_finished(found: Mapping[int, Mapping[str, Any]]) -> None:
+    for rank, each in found.items():
+        assert (each["failure"], each["steps"]) == ("", STEPS), f"rank {rank}: {each}"
+        assert each["names"] == sorted(found)
+
+
+@pytest.mark.parametrize(("nranks", "victim"), [(4, 2), (4, 0), (3, 0), (2, 1)])
+def test_survivors_of_a_death_in_mid_call_finish_the_job(nranks: int, victim: int) -> None:
+    found = reports(nranks, {victim: {"dies": 3}})
+    check_finished(found)
+    for each in found.values():
+        assert each["errors"] == ["PeerLost"]
+
+
+def test_two_deaths_at_once_of_five() -> None:
+    check_finished(reports(5, {0: {"dies": 3}, 3: {"dies": 3}}))
+
+
+def test_one_death_after_another() -> None:
+    check_finished(reports(5, {0: {"dies": 3}, 4: {"dies": 12}}))
+
+
+@pytest.mark.parametrize("point", ["tell", "begin_building", "built", "go_on"])
+@pytest.mark.parametrize("second", [0, 4])
+def test_a_death_in_the_middle_of_shrinking(point: str, second: int) -> None:
+    check_finished(reports(5, {1: {"dies": 3}, second: {"dies": point}}))
+
+
+def test_of_two_halves_the_one_with_rank_0_goes_on() -> None:
+    check_finished(reports(4, {2: {"dies": 3}, 3: {"dies": 3}}))
+
+
+@pytest.mark.parametrize(
+    ("nranks", "victims"), [(4, (0, 1)), (5, (0, 2, 4)), (2, (0,))], ids=["half", "most", "other"]
+)
+def test_too_few_survivors_are_told_why(nranks: int, victims: tuple[int, ...]) -> None:
+    found = reports(nranks, {victim: {"dies": 3} for victim in victims})
+    for each in found.values():
+        assert each["failure"].startswith("NoQuorum"), each
+        assert 'shrink(quorum="any")' in each["failure"]
+        for victim in victims:
+            assert f"rank {victim}: its process is gone" in each["failure"]
+
+
+def test_any_quorum_goes_on_alone() -> None:
+    check_finished(reports(3, {0: {"dies": 3}, 1: {"dies": 3}}, quorum="any"))
+
+
+def wait_for_line(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == line  # ends with the process, if it fails
+
+
+def test_a_stopped_rank_that_was_given_up_is_no_member_when_it_wakes() -> None:
+    fates = {1: {"stops": 3}}
+    with ranks(3, fates, settings={"peer_timeout_s": 1.0}) as started:
+        survivors = [started[0], started[2]]
+        for process in survivors:
+            wait_for_line(process, "shrunk")
+        started[1].send_signal(signal.SIGCONT)
+        woken = report(started[1])
+        check_finished({0: report(started[0]), 2: report(started[2])})
+    assert woken["failure"].startswith("NoQuorum: rank 1: of 3 ranks only [1] are left here")
+    assert woken["errors"] == ["PeerLost"]
+
+
+def test_a_rank_that_does_not_call_is_named() -> None:
+    first, second, third = launch(programs.does_not_shrink, 3, timeout_s=TIMEOUT_S)
+    for text in (first, third):
+        assert text.startswith("TransportTimeout"), text
+        assert "ranks [1] have not called shrink()" in text
+    assert second.startswith("NoQuorum")
+    assert "(rank 0: it left; rank 2: it left)" in second
+
+
+def test_a_revoked_communicator_shrinks_to_all_its_ranks_and_leaves_nothing_open() -> None:
+    found = launch(functools.partial(programs.shrink_again_and_again, 6), 3, timeout_s=TIMEOUT_S)
+    assert found == [[]] * 3
+
+
+def test_abort_beside_a_stopped_peer_takes_bounded_time() -> None:
+    fates: dict[int, dict[str, Any]] = {0: {"aborts_after_s": 2.0}, 1: {"stops": 3}}
+    with ranks(2, fates, settings={"peer_timeout_s": 600.0}) as started:
+        begin = time.monotonic()
+        left = report(started[0])
+        assert time.monotonic() - begin < 20
+        assert left["failure"].startswith("CommunicatorRevoked: rank 0: abort() was called")

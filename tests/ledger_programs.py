@@ -1,0 +1,116 @@
+"""What ranks run in the tests of the ledger: calls that are looked at while they wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import r2ccl
+from r2ccl.ledger import Ledger
+
+PATIENCE_S = 30.0
+
+
+def until(is_true: Callable[[], Any], what: str) -> Any:
+    """Wait for what another process does; there is no event to wait for."""
+    give_up_at = time.monotonic() + PATIENCE_S
+    while not (found := is_true()):
+        assert time.monotonic() < give_up_at, what
+        time.sleep(0.01)
+    return found
+
+
+def ledger_of(comm: r2ccl.Communicator) -> Ledger:
+    return msgspec.json.decode(comm.dump(), type=Ledger)
+
+
+def stopped_peer(victim: int) -> tuple[str, bool]:
+    """Rank 0 asks itself what it waits for while `victim` is stopped, then lets it go on."""
+    with r2ccl.init() as comm:
+        x = np.ones(1 << 18, np.float32)
+        comm.allreduce(x)
+        if comm.rank == victim:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        said: list[str] = []
+
+        def look() -> None:
+            until(lambda: set(comm.pending().absent) == {victim}, "the victim alone is missing")
+            said.append(str(comm.pending()))
+            (pid,) = (each.pid for each in ledger_of(comm).peers if each.rank == victim)
+            os.kill(pid, signal.SIGCONT)
+
+        thread = threading.Thread(target=look)
+        if comm.rank == 0:
+            thread.start()
+        comm.allreduce(x)
+        if comm.rank == 0:
+            thread.join()
+        assert not comm.pending().doing
+        return "".join(said), bool((x == comm.nranks**2).all())
+
+
+def dumped_by_signal(folder: str) -> tuple[str, bool]:
+    """Rank 0 gets the signal inside its second call, which rank 1 joins when it has the dump."""
+    with r2ccl.init(dump_signal="SIGUSR1", dump_file=f"{folder}/{{rank}}.json") as comm:
+        x = np.ones(1 << 18, np.float32)
+        comm.allreduce(x)
+        text = ""
+        if comm.rank == 1:
+            until(lambda: ledger_of(comm).peers[0].last_op == 2, "rank 0 is in its second call")
+            os.kill(ledger_of(comm).peers[0].pid, signal.SIGUSR1)
+            file = Path(folder, "0.json")
+            until(lambda: file.exists() and file.read_text().endswith("\n"), "the dump is there")
+            text = file.read_text()
+        comm.allreduce(x)
+        return text, bool((x == comm.nranks**2).all())
+
+
+def handler_after_close() -> list[bool]:
+    """The signal is the program's before and after; in between, only when asked for."""
+    mine = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    mine = signal.getsignal(signal.SIGUSR1)
+    seen = []
+    with r2ccl.init() as comm:
+        seen.append(signal.getsignal(signal.SIGUSR1) == mine)
+        comm.dump_on_signal()
+        seen.append(signal.getsignal(signal.SIGUSR1) != mine)
+    seen.append(signal.getsignal(signal.SIGUSR1) == mine)
+    return seen
+
+
+def not_joined(victim: int) -> tuple[str, str]:
+    """All but `victim` call; returns the error's type and text."""
+    with r2ccl.init(timeout_s=2.0) as comm:
+        x = np.ones(1 << 20, np.float32)
+        comm.allreduce(x)
+        kind = text = ""
+        if comm.rank == victim:
+            until(lambda: ledger_of(comm).error, "the others gave up")
+        else:
+            try:
+                comm.allreduce(x)
+            except r2ccl.R2cclError as exc:
+                kind, text = type(exc).__name__, str(exc)
+        comm.abort()
+        return kind, text
+
+
+def health_after_a_loss() -> tuple[list[str], list[str]]:
+    """Rail 0 of rank 0 is cut and comes back; returns the states and the causes rank 0 sees."""
+    from r2ccl.testing import Action, Fault, FaultPlan
+
+    plan = FaultPlan([Fault(action=Action.NIC_DOWN, node=0, rail=0, rank=0, at_op=0, at_step=0)])
+    with r2ccl.init(faults=plan) as comm:
+        comm.allreduce(np.ones(1 << 20, np.float32))
+        until(lambda: all(rail.state == "up" for rail in comm.health().rails), "it came back")
+        rails = comm.health().rails
+        comm.barrier()
+        return [rail.state for rail in rails], [rail.paths[0].cause for rail in rails]
