@@ -33,7 +33,7 @@ test-rdma: ## run the tests on real ibverbs: Soft-RoCE in a virtual machine; rep
 	$(RDMA_BIN)/r2ccl rdmalab --prepare; status=$$?; \
 	if [ $$status -eq 69 ]; then echo "test-rdma: skipped: for the reason above"; exit 0; fi; \
 	[ $$status -eq 0 ] && mkdir -p out || exit $$status; \
-	$(RDMA_BIN)/r2ccl rdmalab --nodes 2 --nics 3 --timeout 840 -- \
+	$(RDMA_BIN)/r2ccl rdmalab --nodes 2 --nics 3 --timeout 1800 -- \
 		$(RDMA_BIN)/python -m pytest -s tests/rdma --junitxml=out/rdma.xml
 
 lint: $(VENV)/.lint ## style, types and layers
