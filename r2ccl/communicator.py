@@ -18,6 +18,7 @@ from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.buffers import as_buffer, is_in_place
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
+from r2ccl.detector import places_of
 from r2ccl.dtypes import dtype_of
 from r2ccl.dumping import SignalDump, require_main_thread, write_line
 from r2ccl.engine import Engine
@@ -29,6 +30,7 @@ from r2ccl.planner import plan_allreduce
 from r2ccl.regroup import Tidings, regroup
 from r2ccl.repair import Repair
 from r2ccl.resilience.shrinking import Shrinking
+from r2ccl.resilience.verdict import Verdict
 from r2ccl.schedule.check import check
 from r2ccl.schedule.ir import Schedule
 from r2ccl.topology.monitor import LinkMonitor
@@ -98,6 +100,9 @@ class Communicator:
             clock=monotonic,
         )
         self._tidings = Tidings(self._engine)
+        if self._engine.recovery.detector is not None:
+            places = places_of(self.rank, control.peers, control.nics)
+            self._engine.recovery.detector.places = places
 
     def connect(self) -> None:
         """Start the control plane and connect every rail; `r2ccl.init` calls it."""
@@ -209,6 +214,18 @@ class Communicator:
         """
         recovery = self._engine.recovery
         return ledger.HealthReport(self.rank, monotonic(), ledger.rails(recovery, self._rails))
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Return what this rank last found to be wrong with each path; ``str()`` is for people.
+
+        Empty with ``R2CC_MODE=0``, which looks into nothing.
+
+        Notes
+        -----
+        *Local*, in any thread, at once.
+        """
+        detector = self._engine.recovery.detector
+        return () if detector is None else detector.verdicts()
 
     def pending(self) -> ledger.Pending:
         """Return what this rank waits for: which ranks have not called, which links wait for whom.

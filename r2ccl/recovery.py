@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from r2ccl.detector import Detector
 from r2ccl.errors import (
     CommunicatorRevoked,
     InvalidArgument,
@@ -39,6 +40,7 @@ from r2ccl.resilience.path import (
     ended,
     step,
 )
+from r2ccl.resilience.verdict import Finding, ProbeReply, ProbeRequest, Verdict
 from r2ccl.resilience.watch import Watch
 from r2ccl.transport.base import Arrived, Failed, Fenced, Joined, Probed, RailChanged
 from r2ccl.types import PathKey, ProbeKey
@@ -120,6 +122,21 @@ class Recovery:
         self._unjoined = probe_keys(self.peers, joined) if self._config.is_resilient else []
         self._join_by_s = 0.0
         self._alone_since = dict.fromkeys(self.peers, self._clock())
+        #: Finds out what broke; the fail-stop baseline has none.
+        self.detector = self._make_detector() if self._config.is_resilient else None
+
+    def _make_detector(self) -> Detector:
+        return Detector(
+            self._rank,
+            len(self.peers) + 1,
+            paths=self.paths,
+            transport=self._progress.transport,
+            control=self._control,
+            ask=self.ask,
+            config=self._config,
+            clock=self._clock,
+            on_verdict=self._on_verdict,
+        )
 
     @property
     def open_repairs(self) -> list[Repair]:
@@ -170,6 +187,7 @@ class Recovery:
             )  # fmt: skip
             return
         self._apply(path, step(path, PathEvent.FAILED))
+        self._look_into(key, path.epoch, cause, is_own=True)
 
     def on_fenced(self, event: Fenced) -> None:
         """The local end is drained."""
@@ -222,8 +240,10 @@ class Recovery:
 
     def ask(self, key: ProbeKey, on_answer: Callable[[Probed], None]) -> None:
         """Ask for a sign of life; `on_answer` is told within the probe timeout."""
-        self._asking.setdefault(key, []).append(on_answer)
-        self._progress.transport.probe(key)
+        waiting = self._asking.setdefault(key, [])
+        waiting.append(on_answer)
+        if len(waiting) == 1:
+            self._progress.transport.probe(key)
 
     def on_probed(self, event: Probed) -> None:
         """Tell who asked; a connection of its own that brought no answer is joined anew."""
@@ -248,11 +268,18 @@ class Recovery:
         if isinstance(message, Announcement):
             path = self.paths.get(PathKey(peer, message.rail))
             if path is not None and self.error is None:
+                is_news = message.epoch == path.epoch
                 self._apply(path, announced(path, message))
+                if is_news:
+                    self._look_into(path.key, message.epoch, message.cause, is_own=False)
         elif isinstance(message, Revoke):
             self._on_revoke(message)
-        elif isinstance(message, Offer | Answer | Ready) and self.error is None:
+        elif self.error is not None:
+            return
+        elif isinstance(message, Offer | Answer | Ready):
             self._joiner.on_message(peer, message)
+        elif self.detector is not None and isinstance(message, ProbeRequest | ProbeReply | Finding):
+            self.detector.on_message(peer, message)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
         """The control plane gave `peer` up."""
@@ -285,6 +312,10 @@ class Recovery:
         self._joiner.tick(now, is_calm=not self.repairing)
         for key in self._watch.look(now, self._watched()):
             self._probe(key)
+            if self.detector is not None:
+                self.detector.suspect(key)
+        if self.detector is not None:
+            self.detector.tick(now, is_calm=not self.repairing)
         for peer in peers:
             alone_s = now - self._alone_since[peer]
             if not self.up(peer) and alone_s > self._config.no_rail_timeout_s:
@@ -328,6 +359,14 @@ class Recovery:
             self.fail(path.key, f"PROBE_UNANSWERED: {cause}")
         elif self._progress.transport.is_stuck(path.key):
             self.fail(path.key, "FLOW_STUCK: the rail answers, this flow only retransmits")
+
+    def _look_into(self, key: PathKey, epoch: int, cause: str, *, is_own: bool) -> None:
+        # While all ranks leave, those that are done first close their ends.
+        if self.detector is not None and not self.is_leaving:
+            self.detector.failed(key, epoch, cause, is_own=is_own)
+
+    def _on_verdict(self, verdict: Verdict) -> None:
+        pass
 
     # Actions of the path table
 

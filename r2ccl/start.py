@@ -19,6 +19,7 @@ from r2ccl.joining import Answer, Offer, Ready
 from r2ccl.recovery import Revoke
 from r2ccl.resilience.path import Announcement
 from r2ccl.resilience.shrinking import Message as Shrinking
+from r2ccl.resilience.verdict import Finding, ProbeReply, ProbeRequest
 from r2ccl.rollcall import Calling
 from r2ccl.topology.hcas import GidFinder, Hca, list_hcas, select_hcas
 from r2ccl.topology.interfaces import discover
@@ -34,7 +35,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 #: What ranks say to each other over the control plane, beside what is its own.
-_MESSAGES = Announcement | Revoke | Leaving | Calling | Offer | Answer | Ready | Shrinking
+_MESSAGES = (
+    Announcement
+    | Revoke
+    | Leaving
+    | Calling
+    | Offer
+    | Answer
+    | Ready
+    | ProbeRequest
+    | ProbeReply
+    | Finding
+    | Shrinking
+)
 
 
 def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) -> Communicator:

@@ -201,7 +201,7 @@ def test_a_port_that_goes_down_fails_its_paths_and_one_that_comes_up_calls() -> 
 
 def test_a_silent_queue_pair_is_not_probed() -> None:
     world = World(joined={1})
-    world.fail(A)
+    world.recovery.on_carrier(0, False)  # a verdict without a probe
     world.repair(A)
     world.progress.recv_link(1, 0).post(None, 1, 0, None, 0)
     world.look(3.0)

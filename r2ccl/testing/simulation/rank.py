@@ -21,6 +21,7 @@ from r2ccl.errors import InternalError, R2cclError, TransportTimeout
 from r2ccl.executor import Call, LaneRun
 from r2ccl.recovery import Revoke
 from r2ccl.resilience.path import Announcement
+from r2ccl.resilience.verdict import Finding, ProbeReply, ProbeRequest, Verdict
 from r2ccl.testing.simulation.checks import CheckedPool, CheckedProgress, CheckedRun, Checker
 from r2ccl.testing.simulation.control import SimControl
 from r2ccl.testing.simulation.work import Work
@@ -86,7 +87,7 @@ class SimRank:
         self.control = SimControl(
             network,
             self,
-            Codec(Announcement | Revoke | Leaving),
+            Codec(Announcement | Revoke | Leaving | ProbeRequest | ProbeReply | Finding),
             peer_timeout_s=config.peer_timeout_s,
         )
         self.progress = CheckedProgress(
@@ -114,6 +115,11 @@ class SimRank:
         self.recovery.start()
         self._deadline = self._timeline.now + self._config.init_timeout_s
         self._tick_after(_BUSY_TICK_S)
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Return what it last found to be wrong with each path."""
+        assert self.recovery.detector is not None
+        return self.recovery.detector.verdicts()
 
     def stop(self, duration_s: float) -> None:
         """Stand still, as SIGSTOP does it."""

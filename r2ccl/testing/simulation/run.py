@@ -16,6 +16,7 @@ import numpy as np
 
 from r2ccl.config import Config
 from r2ccl.errors import R2cclError
+from r2ccl.resilience.verdict import Verdict
 from r2ccl.testing.simulation.checks import Checker, Violation
 from r2ccl.testing.simulation.plan import (
     CallSpec,
@@ -65,6 +66,8 @@ class Outcome(msgspec.Struct, frozen=True):
         Everything the network did.
     repairs : int
         Paths that were given up, counted at both ends.
+    verdicts : tuple of tuple of Verdict
+        What each rank last found to be wrong with each of its paths.
     """
 
     errors: tuple[R2cclError | None, ...]
@@ -74,6 +77,7 @@ class Outcome(msgspec.Struct, frozen=True):
     time_s: float
     trace: list[tuple[Any, ...]]
     repairs: int
+    verdicts: tuple[tuple[Verdict, ...], ...]
 
     @property
     def is_clean(self) -> bool:
@@ -202,6 +206,7 @@ class World:
             self.timeline.now,
             self.network.trace,
             sum(len(rank.recovery.log.repairs) for rank in self.ranks),
+            tuple(rank.verdicts() for rank in self.ranks),
         )
 
     # Faults

@@ -1,0 +1,89 @@
+"""Every rank finds out what broke, and each end of a path says so from its own side."""
+
+import pytest
+
+from r2ccl.resilience.verdict import Kind
+from r2ccl.testing.simulation import (
+    CallSpec,
+    CutPath,
+    Fault,
+    NicDown,
+    Noise,
+    Outcome,
+    Plan,
+    Stop,
+    Workload,
+    simulate,
+)
+from r2ccl.types import PathKey
+
+RAIL = 1
+#: Long enough for inquiries: each call is preceded by a pause, with nothing under way.
+WORKLOAD = Workload(nranks=4, calls=(CallSpec(300),) * 4, busy_ms=(700,) * 4)
+#: Events at which the first call is under way.
+MOMENTS = range(700, 1_500, 200)
+QUIET = Noise()
+SEEDS = pytest.mark.parametrize("at", MOMENTS)
+
+
+def kinds(outcome: Outcome) -> dict[tuple[int, PathKey], Kind]:
+    """What (rank, path) was found to be."""
+    assert outcome.is_clean, outcome.errors
+    return {
+        (rank, verdict.path): verdict.kind
+        for rank, verdicts in enumerate(outcome.verdicts)
+        for verdict in verdicts
+    }
+
+
+def run(at: int, *faults: Fault, noise: Noise = QUIET) -> Outcome:
+    return simulate(WORKLOAD, Plan(faults, noise), seed=at)
+
+
+def star(rank: int, peers: set[int]) -> dict[tuple[int, PathKey], Kind]:
+    """Paths of `rank`, whose port is dead, to `peers`, as it and they see them."""
+    found = {(rank, PathKey(peer, RAIL)): Kind.LOCAL_NIC for peer in peers}
+    return found | {(peer, PathKey(rank, RAIL)): Kind.REMOTE_NIC for peer in peers}
+
+
+@SEEDS
+@pytest.mark.parametrize("is_seen", [True, False], ids=["carrier lost", "silent"])
+def test_a_dead_port_is_local_to_its_owner_and_remote_to_all_others(at: int, is_seen: bool) -> None:
+    outcome = run(at, NicDown(at, 2, RAIL, is_seen))
+    # Silence is noticed where there is traffic: between neighbours of the ring.
+    assert kinds(outcome) == star(2, {0, 1, 3} if is_seen else {1, 3})
+
+
+@SEEDS
+def test_a_dead_port_is_named_over_a_noisy_control_plane(at: int) -> None:
+    noise = Noise(lose=20, repeat=20, late=30, late_ms=5)
+    outcome = run(at, NicDown(at, 2, RAIL), noise=noise)
+    assert kinds(outcome) == star(2, {0, 1, 3})
+
+
+@SEEDS
+def test_one_pair_that_does_not_reach_each_other_is_a_link_at_both_ends(at: int) -> None:
+    outcome = run(at, CutPath(at, 0, 1, RAIL))
+    assert kinds(outcome) == {(0, PathKey(1, RAIL)): Kind.LINK, (1, PathKey(0, RAIL)): Kind.LINK}
+
+
+@SEEDS
+def test_all_ports_of_a_rail_at_once_are_the_rail(at: int) -> None:
+    outcome = run(at, *(NicDown(at, rank, RAIL, is_seen=False) for rank in range(4)))
+    found = kinds(outcome)
+    assert set(found.values()) == {Kind.RAIL}
+    assert {path.rail for _, path in found} == {RAIL}
+
+
+@SEEDS
+def test_a_stopped_process_is_slow_and_nothing_moves(at: int) -> None:
+    outcome = run(at, Stop(at, 3, 2_000))
+    found = kinds(outcome)
+    assert set(found.values()) == {Kind.PEER_SLOW}
+    # Who waits for a rank that waits itself calls that one slow.
+    assert 3 in {path.peer for _, path in found}
+    assert outcome.repairs == 0
+
+
+def test_without_a_fault_there_is_no_verdict() -> None:
+    assert kinds(run(0)) == {}

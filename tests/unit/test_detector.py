@@ -1,0 +1,294 @@
+"""The detector's own decisions: when it asks whom, what it answers, and what it keeps."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from r2ccl.bootstrap.messages import PeerInfo
+from r2ccl.config import Config
+from r2ccl.detector import MAX_INQUIRIES, MAX_SERVED, Detector, places_of
+from r2ccl.resilience.path import Path, PathState
+from r2ccl.resilience.verdict import Finding, Kind, ProbeReply, ProbeRequest, Verdict
+from r2ccl.transport.base import Probed
+from r2ccl.types import Nic, PathKey, ProbeKey
+
+A = PathKey(1, 0)
+CARRIER = "CARRIER_DOWN: no carrier"
+
+
+class Wire:
+    """A transport that is only asked what it knows."""
+
+    nrails = 2
+    stuck = False
+
+    def joins(self, rail: int) -> bool:
+        return False
+
+    def is_stuck(self, path: PathKey) -> bool:
+        return self.stuck
+
+
+class World:
+    """Rank 0 of `nranks`, each on a host of its own, with two rails."""
+
+    def __init__(self, nranks: int = 4) -> None:
+        self.now = 0.0
+        self.wire = Wire()
+        self.sent: list[tuple[int, object]] = []
+        self.asked: list[tuple[ProbeKey, Callable[[Probed], None]]] = []
+        self.told: list[Verdict] = []
+        self.paths = {
+            PathKey(peer, rail): Path(PathKey(peer, rail))
+            for peer in range(1, nranks)
+            for rail in range(2)
+        }
+        for path in self.paths.values():
+            path.state = PathState.UP
+        self.detector = Detector(
+            0,
+            nranks,
+            paths=self.paths,
+            transport=self.wire,  # type: ignore[arg-type]
+            control=self,
+            ask=lambda key, on_answer: self.asked.append((key, on_answer)),
+            config=Config(),
+            clock=lambda: self.now,
+            on_verdict=self.told.append,
+        )
+
+    def send(self, peer: int, message: object) -> None:
+        self.sent.append((peer, message))
+
+    def fail(self, key: PathKey, cause: str = "EIO: gone", *, is_own: bool = True) -> None:
+        epoch = self.paths[key].epoch
+        self.paths[key].state = PathState.DOWN
+        self.detector.failed(key, epoch, cause, is_own=is_own)
+
+    def tick(self, seconds: float = 0.0, *, is_calm: bool = True) -> None:
+        self.now += seconds
+        self.detector.tick(self.now, is_calm=is_calm)
+
+    def answer(self, is_answered: Callable[[ProbeKey], bool]) -> None:
+        """Answer every probe this rank has asked for so far."""
+        asked, self.asked = self.asked, []
+        for key, on_answer in asked:
+            on_answer(Probed(key, is_answered(key), ""))
+
+    def reply(self, is_answered: Callable[[int, ProbeKey], bool]) -> None:
+        """Answer every request to another rank."""
+        for peer, message in list(self.sent):
+            if isinstance(message, ProbeRequest):
+                told = is_answered(peer, message.key)
+                reply = ProbeReply(message.number, message.key, told, "")
+                self.detector.on_message(peer, reply)
+
+    def kinds(self) -> dict[PathKey, Kind]:
+        return {verdict.path: verdict.kind for verdict in self.detector.verdicts()}
+
+    def findings(self) -> list[tuple[int, Kind]]:
+        return [(peer, each.kind) for peer, each in self.sent if isinstance(each, Finding)]
+
+
+def test_a_ports_own_word_is_a_verdict_without_a_question() -> None:
+    world = World()
+    world.fail(A, CARRIER)
+    world.tick()
+    assert world.kinds() == {A: Kind.LOCAL_NIC}
+    assert world.asked == []
+    assert world.findings() == [(1, Kind.LOCAL_NIC)]
+    assert [verdict.kind for verdict in world.told] == [Kind.LOCAL_NIC]
+
+
+def test_what_the_peer_only_repeats_is_no_evidence_of_its_own() -> None:
+    world = World()
+    world.fail(A, CARRIER)
+    world.fail(A, f"reported by rank 0: {CARRIER}", is_own=False)
+    world.tick()
+    assert world.kinds() == {A: Kind.LOCAL_NIC}
+
+
+def test_a_later_word_of_the_other_port_revises_the_verdict() -> None:
+    world = World()
+    world.fail(A, CARRIER)
+    world.tick()
+    world.fail(A, CARRIER, is_own=False)
+    assert world.kinds() == {A: Kind.RAIL}
+    assert [verdict.kind for verdict in world.told] == [Kind.LOCAL_NIC, Kind.RAIL]
+
+
+def test_repairs_come_first_but_not_for_ever() -> None:
+    world = World()
+    world.fail(A)
+    world.tick(0.05, is_calm=False)
+    assert world.asked == []
+    world.tick(0.06, is_calm=False)
+    assert [key for key, _ in world.asked] == [ProbeKey(1, 0, 0)]
+
+
+def test_a_cut_pair_is_found_with_the_help_of_third_ranks_and_told_to_the_peer() -> None:
+    world = World()
+    world.fail(A)
+    world.tick()
+    world.answer(lambda key: False)
+    requests = [(peer, m.key) for peer, m in world.sent if isinstance(m, ProbeRequest)]
+    assert (2, ProbeKey(1, 0, 0)) in requests
+    assert (1, ProbeKey(0, 0, 0)) in requests
+    world.answer(lambda key: True)
+    world.reply(lambda peer, key: peer != 1)
+    assert world.kinds() == {A: Kind.LINK}
+    assert world.findings() == [(1, Kind.LINK)]
+
+
+def test_replies_that_never_come_end_the_inquiry_at_its_deadline() -> None:
+    world = World(nranks=2)
+    world.fail(A)
+    world.tick()
+    world.answer(lambda key: False)
+    world.answer(lambda key: False)
+    assert world.kinds() == {}
+    world.tick(0.4)
+    world.answer(lambda key: False)
+    world.tick(0.4)
+    assert world.kinds() == {A: Kind.PEER}
+
+
+def test_a_reply_of_another_rank_or_to_another_question_is_ignored() -> None:
+    world = World()
+    world.fail(A)
+    world.tick()
+    world.answer(lambda key: False)
+    world.answer(lambda key: True)
+    peer, request = next((p, m) for p, m in world.sent if isinstance(m, ProbeRequest) and p == 2)
+    world.detector.on_message(3, ProbeReply(request.number, request.key, True, ""))
+    world.detector.on_message(peer, ProbeReply(request.number, ProbeKey(3, 1, 1), True, ""))
+    world.detector.on_message(peer, ProbeReply(99, request.key, True, ""))
+    assert world.kinds() == {}
+    world.detector.on_message(peer, ProbeReply(request.number, request.key, True, ""))
+    assert world.kinds() == {A: Kind.LINK}
+
+
+def test_a_finding_settles_what_is_open_and_is_not_sent_back() -> None:
+    world = World()
+    world.fail(A)
+    world.tick()
+    world.detector.on_message(1, Finding(0, 0, Kind.LOCAL_NIC, "x" * 10_000))
+    assert world.kinds() == {A: Kind.REMOTE_NIC}
+    assert world.findings() == []
+    assert len(str(world.told[0])) < 1_000
+
+
+def test_a_finding_that_comes_before_the_failure_is_kept_for_it() -> None:
+    world = World()
+    world.detector.on_message(1, Finding(0, 0, Kind.LINK, "found"))
+    assert world.kinds() == {}
+    world.fail(A)
+    world.tick()
+    assert world.kinds() == {A: Kind.LINK}
+    assert world.findings() == []
+
+
+def test_a_finding_of_an_earlier_epoch_or_an_unknown_rail_changes_nothing() -> None:
+    world = World()
+    world.paths[A].epoch = 5
+    world.detector.on_message(1, Finding(0, 3, Kind.LINK, ""))
+    world.detector.on_message(1, Finding(9, 5, Kind.LINK, ""))
+    world.fail(A)
+    world.tick()
+    assert world.kinds() == {}
+
+
+@pytest.mark.parametrize(
+    "key", [ProbeKey(0, 0, 0), ProbeKey(9, 0, 0), ProbeKey(1, 2, 0), ProbeKey(1, 0, -1)]
+)
+def test_a_request_that_makes_no_sense_is_answered_with_could_not_be_asked(key: ProbeKey) -> None:
+    world = World()
+    world.detector.on_message(2, ProbeRequest(7, key))
+    assert world.asked == []
+    ((peer, reply),) = world.sent
+    assert isinstance(reply, ProbeReply)
+    assert (peer, reply.number, reply.key, reply.is_answered) == (2, 7, key, None)
+
+
+def test_a_rank_that_asks_too_much_at_once_is_put_off_and_others_are_not() -> None:
+    world = World()
+    for number in range(MAX_SERVED + 1):
+        world.detector.on_message(2, ProbeRequest(number, ProbeKey(1, 0, 0)))
+    world.detector.on_message(3, ProbeRequest(0, ProbeKey(1, 0, 0)))
+    assert len(world.asked) == MAX_SERVED + 1
+    assert [(peer, reply.number) for peer, reply in world.sent] == [(2, MAX_SERVED)]  # type: ignore[attr-defined]
+    world.answer(lambda key: True)
+    assert len(world.sent) == MAX_SERVED + 2
+    world.detector.on_message(2, ProbeRequest(0, ProbeKey(1, 0, 0)))
+    assert len(world.asked) == 1
+
+
+def test_inquiries_beyond_the_limit_wait_for_one_to_end() -> None:
+    world = World(nranks=MAX_INQUIRIES)
+    for key in world.paths:
+        world.fail(key)
+    world.tick()
+    assert len(world.asked) == MAX_INQUIRIES
+    world.answer(lambda key: True)
+    world.tick()
+    assert len(world.kinds()) == MAX_INQUIRIES
+    world.answer(lambda key: True)
+    assert set(world.kinds()) == set(world.paths)
+
+
+def test_a_slow_peer_costs_one_probe_and_is_mentioned_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World()
+    with caplog.at_level(logging.WARNING, "r2ccl.detector"):
+        for _ in range(3):
+            world.now += 0.5
+            for rail in (0, 1):
+                world.detector.suspect(PathKey(1, rail))
+            assert len(world.asked) == 2
+            world.answer(lambda key: True)
+    assert world.kinds() == {A: Kind.PEER_SLOW, PathKey(1, 1): Kind.PEER_SLOW}
+    assert world.findings() == []
+    (record,) = caplog.records
+    assert record.getMessage().startswith("rank 0: rail 0 to rank 1: rank 1: slow")
+
+
+def test_a_path_that_moves_again_before_the_answer_was_not_slow() -> None:
+    world = World()
+    world.detector.suspect(A)
+    world.paths[A].activity += 1
+    world.answer(lambda key: True)
+    assert world.kinds() == {}
+
+
+def test_a_stuck_flow_is_told_from_a_slow_peer() -> None:
+    world = World()
+    world.wire.stuck = True
+    world.detector.suspect(A)
+    world.answer(lambda key: True)
+    assert world.kinds() == {A: Kind.FLOW}
+
+
+def test_a_path_that_fails_again_gets_a_verdict_of_its_own() -> None:
+    world = World()
+    world.fail(A)
+    world.tick()
+    first = world.asked
+    world.paths[A].epoch = 1
+    world.fail(A, CARRIER)
+    world.tick()
+    assert world.kinds() == {A: Kind.LOCAL_NIC}
+    world.asked = first
+    world.answer(lambda key: True)
+    assert world.kinds() == {A: Kind.LOCAL_NIC}, "an answer about the epoch before"
+
+
+def test_names_of_ports_are_those_a_user_knows() -> None:
+    rails = (("10.0.0.1", 1), ("10.1.0.1", 1))
+    peers = [PeerInfo(rank, f"host{rank}/boot/net", 1, (), rails) for rank in range(2)]
+    places = places_of(0, peers, (Nic("eth1", "10.0.0.1"), Nic("eth2", "10.1.0.1")))
+    assert places.hosts == ["host0/boot/net", "host1/boot/net"]
+    assert places.name(0, 1) == "rank 0 rail 1 (host0 eth2)"
+    assert places.name(1, 0) == "rank 1 rail 0 (host1 10.0.0.1)"
+    assert places.name(1, 5) == "rank 1 rail 5 (host1)"
