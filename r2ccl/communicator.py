@@ -18,6 +18,7 @@ from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.buffers import as_buffer, is_in_place
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
+from r2ccl.council import Known
 from r2ccl.detector import places_of
 from r2ccl.dtypes import dtype_of
 from r2ccl.dumping import SignalDump, require_main_thread, write_line
@@ -29,6 +30,7 @@ from r2ccl.memory import RegisteredMemory
 from r2ccl.planner import plan_allreduce
 from r2ccl.regroup import Tidings, regroup
 from r2ccl.repair import Repair
+from r2ccl.resilience.health import Health
 from r2ccl.resilience.shrinking import Shrinking
 from r2ccl.resilience.verdict import Verdict
 from r2ccl.schedule.check import check
@@ -84,7 +86,8 @@ class Communicator:
         self._rails = tuple(rails) or control.nics
         self._nwires = control.nwires
         self._pool = LandingPool(transport.allocate)
-        self._prepared: dict[tuple[Collective, int, int, ReduceOp], _Prepared] = {}
+        #: By the version of the health they were made from, and the call.
+        self._prepared: dict[tuple[int, Collective, int, int, ReduceOp], _Prepared] = {}
         self._checked: set[tuple[str, int]] = set()
         self._quiet = kernels.quiet_context()
         self._nothing = as_buffer(np.empty(0, np.uint8), writable=True)
@@ -155,8 +158,9 @@ class Communicator:
         output = source if out is None else as_buffer(out, writable=True)
         if output is not source:
             is_in_place(source, output)
-        prepared = self._prepare(Collective.ALLREDUCE, source.count, source.dtype_code, op)
-        self._run(prepared, source.array, output.array)
+        self._run(
+            Collective.ALLREDUCE, source.count, source.dtype_code, op, source.array, output.array
+        )
         return x if out is None else out
 
     def register(self, x: Any) -> RegisteredMemory:
@@ -198,8 +202,9 @@ class Communicator:
         *Collective*: all ranks. *Cost*: log2(n) empty messages.
         """
         nothing = self._nothing
-        prepared = self._prepare(Collective.BARRIER, 0, nothing.dtype_code, ReduceOp.SUM)
-        self._run(prepared, nothing.array, nothing.array)
+        self._run(
+            Collective.BARRIER, 0, nothing.dtype_code, ReduceOp.SUM, nothing.array, nothing.array
+        )
 
     def repairs(self) -> tuple[Repair, ...]:
         """Return what was repaired at this rank, oldest first: what moved where, when, why."""
@@ -226,6 +231,21 @@ class Communicator:
         """
         detector = self._engine.recovery.detector
         return () if detector is None else detector.verdicts()
+
+    def known_health(self) -> Known:
+        """Return the newest health of all ranks' rails this one has heard of, and since when.
+
+        All ranks plan with it from an agreed collective on. Version 0 is whole; with
+        ``R2CC_MODE=0`` there is no other.
+
+        Notes
+        -----
+        *Local*, in any thread, at once.
+        """
+        council = self._engine.recovery.council
+        if council is None:
+            return Known(Health.whole(self.nranks, self._nrails, self.config.digest()), 0.0)
+        return council.known
 
     def pending(self) -> ledger.Pending:
         """Return what this rank waits for: which ranks have not called, which links wait for whom.
@@ -412,12 +432,12 @@ class Communicator:
         self._engine.close()
 
     def _prepare(
-        self, collective: Collective, count: int, dtype_code: int, op: ReduceOp
+        self, version: int, collective: Collective, count: int, dtype_code: int, op: ReduceOp
     ) -> _Prepared:
-        key = (collective, count, dtype_code, op)
+        key = (version, collective, count, dtype_code, op)
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = self._plan(*key)
+            prepared = self._plan(collective, count, dtype_code, op)
             if len(self._prepared) >= _PLANS_KEPT:
                 self._prepared.pop(next(iter(self._prepared)))
             self._prepared[key] = prepared
@@ -446,8 +466,13 @@ class Communicator:
             check(schedule)
             self._checked.add(shape)
 
-    def _run(self, prepared: _Prepared, source: Any, output: Any) -> None:
+    def _run(
+        self, collective: Collective, count: int, dtype_code: int, op: ReduceOp,
+        source: Any, output: Any,
+    ) -> None:  # fmt: skip
         self._require_open()
+        version = self._engine.enter()
+        prepared = self._prepare(version, collective, count, dtype_code, op)
         self._quiet.run(self._run_quietly, prepared, source, output)
 
     def _require_open(self) -> None:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from r2ccl.clock import Clock
 from r2ccl.config import Config
+from r2ccl.council import Council
 from r2ccl.errors import CommunicatorRevoked, InternalError, R2cclError, TransportTimeout
 from r2ccl.executor import LaneRun
 from r2ccl.ledger import (
@@ -37,6 +38,7 @@ from r2ccl.ledger import (
 )
 from r2ccl.progress import Progress, describe
 from r2ccl.recovery import ControlPort, Revoke
+from r2ccl.resilience.health import Health
 from r2ccl.rollcall import Calling, RollCall
 from r2ccl.transport.base import Registered, Transport
 
@@ -183,6 +185,44 @@ class Engine:
                 return is_whole or (all(up) and self._clock() >= give_up)
 
             self._wait(is_connected, self._patience(self._pending_init))
+
+    def enter(self) -> int:
+        """Start the next collective; returns the version of the health to plan it with.
+
+        Waits while ranks agree on a new one.
+
+        Raises
+        ------
+        R2cclError
+            What ended the communicator, or TransportTimeout.
+        """
+        council = self.recovery.council
+        if council is None:
+            return 0
+        with self._owner:
+            op = self.progress.op + 1
+            health = council.enter(op)
+            if health is None:
+                health = self._await_health(council, op)
+        return health.version
+
+    def _await_health(self, council: Council, op: int) -> Health:
+        found: list[Health] = []
+
+        def has_entered() -> bool:
+            health = council.enter(op)
+            if health is not None:
+                found.append(health)
+            return health is not None
+
+        def pending() -> Pending:
+            doing = f"call {op}, before it is planned"
+            waits = tuple(Wait(peer, "agreement on the health") for peer in council.waits_for())
+            return self._blocked(doing, waits=waits)
+
+        self._check()
+        self._wait(has_entered, _Patience(self._config.timeout_s, "R2CC_TIMEOUT_S", pending))
+        return found[0]
 
     def run(self, signature: int, runs: Sequence[LaneRun], peers: frozenset[int]) -> None:
         """Run a collective to its end.

@@ -32,7 +32,7 @@ class Wait(msgspec.Struct, frozen=True):
         From whom.
     what : str
         ``slice``; ``landing place`` or ``free slot``, for a slice that is ready to be sent;
-        ``confirmation``; or ``path``.
+        ``confirmation``; ``path``; or ``agreement on the health``.
     channel, seq : int or None
         Of the link, where it is one: number `seq` and what follows it.
     rail : int or None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from r2ccl.council import Council
 from r2ccl.detector import Detector
 from r2ccl.errors import (
     CommunicatorRevoked,
@@ -28,6 +29,7 @@ from r2ccl.errors import (
 )
 from r2ccl.joining import Answer, Joiner, Offer, Ready, probe_keys
 from r2ccl.repair import Repair, RepairLog
+from r2ccl.resilience.health import Health
 from r2ccl.resilience.link import LinkReport
 from r2ccl.resilience.path import (
     Action,
@@ -40,7 +42,8 @@ from r2ccl.resilience.path import (
     ended,
     step,
 )
-from r2ccl.resilience.verdict import Finding, ProbeReply, ProbeRequest, Verdict
+from r2ccl.resilience.rounds import Commit, Prepare, Promise, Report
+from r2ccl.resilience.verdict import Finding, Kind, ProbeReply, ProbeRequest, Verdict
 from r2ccl.resilience.watch import Watch
 from r2ccl.transport.base import Arrived, Failed, Fenced, Joined, Probed, RailChanged
 from r2ccl.types import PathKey, ProbeKey
@@ -124,6 +127,12 @@ class Recovery:
         self._alone_since = dict.fromkeys(self.peers, self._clock())
         #: Finds out what broke; the fail-stop baseline has none.
         self.detector = self._make_detector() if self._config.is_resilient else None
+        #: Agrees with the others on what to plan with; nor has it that.
+        self.council = self._make_council() if self._config.is_resilient else None
+
+    def _make_council(self) -> Council:
+        health = Health.whole(len(self.peers) + 1, self.nrails, self._config.digest())
+        return Council(self._rank, health, control=self._control, clock=self._clock)
 
     def _make_detector(self) -> Detector:
         return Detector(
@@ -223,6 +232,7 @@ class Recovery:
             return
         for peer in self.peers:
             self.fail(PathKey(peer, rail), "CARRIER_DOWN: the local NIC of the rail has no carrier")
+        self._doubt(self._rank, rail)
 
     def on_rail(self, event: RailChanged) -> None:
         """The device of a rail says that its port changed."""
@@ -231,6 +241,7 @@ class Recovery:
             return
         for peer in self.peers:
             self.fail(PathKey(peer, event.rail), "PORT_ERR: the port of the RDMA NIC is down")
+        self._doubt(self._rank, event.rail)
 
     def on_joined(self, event: Joined) -> None:
         """An end this rank called with has proved itself, or not."""
@@ -280,9 +291,13 @@ class Recovery:
             self._joiner.on_message(peer, message)
         elif self.detector is not None and isinstance(message, ProbeRequest | ProbeReply | Finding):
             self.detector.on_message(peer, message)
+        elif self.council is not None and isinstance(message, Report | Prepare | Promise | Commit):
+            self.council.on_message(peer, message)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
         """The control plane gave `peer` up."""
+        if self.council is not None:
+            self.council.peer_lost(peer)
         self._give_up(PeerLost(rank=self._rank, peer=peer, last_heard_s=last_heard_s, why=why))
 
     def revoke(self, message: Revoke, error: R2cclError | None = None) -> None:
@@ -316,6 +331,8 @@ class Recovery:
                 self.detector.suspect(key)
         if self.detector is not None:
             self.detector.tick(now, is_calm=not self.repairing)
+        if self.council is not None and not self.is_leaving:
+            self.council.tick(now)
         for peer in peers:
             alone_s = now - self._alone_since[peer]
             if not self.up(peer) and alone_s > self._config.no_rail_timeout_s:
@@ -366,7 +383,26 @@ class Recovery:
             self.detector.failed(key, epoch, cause, is_own=is_own)
 
     def _on_verdict(self, verdict: Verdict) -> None:
-        pass
+        """Doubt the port a verdict names; a peer's only if the peer itself did not name it."""
+        peer, rail = verdict.path
+        if verdict.kind is Kind.LOCAL_NIC:
+            self._doubt(self._rank, rail)
+        elif verdict.kind is Kind.REMOTE_NIC and verdict.readings:
+            self._doubt(peer, rail)
+
+    def _doubt(self, rank: int, rail: int) -> None:
+        """Tell the others of a dead port, unless a path that is up shows that it carries."""
+        if self.council is None or self.is_leaving or self.error is not None:
+            return
+        peers = self.peers if rank == self._rank else [rank]
+        if not any(self.paths[PathKey(peer, rail)].state is PathState.UP for peer in peers):
+            self.council.doubt(rank, rail)
+
+    def _trust(self, key: PathKey) -> None:
+        """A path is up, so both its ports carry."""
+        if self.council is not None and not self.is_leaving:
+            self.council.trust(self._rank, key.rail)
+            self.council.trust(*key)
 
     # Actions of the path table
 
@@ -460,6 +496,7 @@ class Recovery:
             self._set_route(peer, channel, self._home(peer, channel))
         self._reroute(peer, {})
         self.log.opened(path.key, path.epoch, self._clock())
+        self._trust(path.key)
         if path.epoch:
             _log.warning("rank %d: rail %d to rank %d is back", self._rank, path.key.rail, peer)
 

@@ -18,6 +18,7 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.joining import Answer, Offer, Ready
 from r2ccl.recovery import Revoke
 from r2ccl.resilience.path import Announcement
+from r2ccl.resilience.rounds import Commit, Prepare, Promise, Report
 from r2ccl.resilience.shrinking import Message as Shrinking
 from r2ccl.resilience.verdict import Finding, ProbeReply, ProbeRequest
 from r2ccl.rollcall import Calling
@@ -34,20 +35,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: What ranks say to each other over the control plane, beside what is its own.
-_MESSAGES = (
-    Announcement
-    | Revoke
-    | Leaving
-    | Calling
-    | Offer
-    | Answer
-    | Ready
-    | ProbeRequest
-    | ProbeReply
-    | Finding
+#: Everything ranks say to each other, beside what bootstrap itself does.
+MESSAGES: Any = (
+    Announcement | Revoke | Leaving | Calling | Offer | Answer | Ready
+    | ProbeRequest | ProbeReply | Finding
+    | Report | Prepare | Promise | Commit
     | Shrinking
-)
+)  # fmt: skip
 
 
 def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) -> Communicator:
@@ -97,7 +91,7 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
 
     control = bootstrap.connect(
         config,
-        message_types=_MESSAGES,
+        message_types=MESSAGES,
         nics_for=choose_nics,
         nhcas_for=lambda: len(hcas),
         comm=comm,

@@ -169,6 +169,25 @@ class Agreement:
         self._check_alive()
         return self._member.start(op)
 
+    @property
+    def steady(self) -> Health | None:
+        """What to plan with while nothing is under way; then `start` may be left to `skip_to`.
+
+        It holds until the next event (`report`, `on_message`, `tick`, `peer_lost`). None: ask
+        `start` for each collective.
+        """
+        return self._member.steady if self.lost is None else None
+
+    def skip_to(self, op: int) -> None:
+        """Count all collectives up to `op` as started; before the next event.
+
+        Raises
+        ------
+        InternalError
+            Nothing was `steady`, or `op` is behind.
+        """
+        self._member.skip_to(op)
+
     def health_of(self, op: int) -> Health:
         """Return what every rank plans collective `op` with.
 

@@ -106,6 +106,20 @@ class Member:
             del self._plans[0]
         return self._plans[0][1]
 
+    @property
+    def steady(self) -> Health | None:
+        """What all collectives are planned with until a promise is given; None: it depends."""
+        return self._plans[0][1] if self.limit is None and len(self._plans) == 1 else None
+
+    def skip_to(self, op: int) -> None:
+        """Count all collectives up to `op` as started, planned with what was `steady`."""
+        if self.steady is None or op < self.started:
+            raise InternalError(
+                f"rank {self._rank}: collectives up to {op} started unseen after {self.started}, "
+                f"promised not to pass {self.limit}"
+            )
+        self.started = op
+
     def health_of(self, op: int) -> Health:
         """Return what to plan `op` with, the last collective started or one still to come."""
         final = self.started + self._window if self.limit is None else self.limit

@@ -704,3 +704,22 @@ def test_a_rank_does_not_report_what_does_not_exist() -> None:
         make(1).report(0.0, [RailShare(1, 9, DOWN)])
     with pytest.raises(InvalidArgument, match="rank 3; the health given is of 3 ranks"):
         make(3)
+
+
+def test_collectives_may_be_counted_late_only_while_nothing_is_under_way() -> None:
+    member = Member(1, Health.whole(2, 1), 1)
+    whole = member.steady
+    assert whole is member.held
+    member.skip_to(7)
+    assert member.started == 7
+    with pytest.raises(InternalError, match="started unseen"):
+        member.skip_to(6)
+    promise = member.prepare(Prepare(whole.changed([RailShare(0, 0, 3)])))
+    assert promise == Promise(1, 7)
+    assert member.steady is None
+    with pytest.raises(InternalError, match="started unseen"):
+        member.skip_to(8)
+    assert member.commit(Commit(1, 9))
+    assert member.steady is None, "8 is planned with the old one, 9 with the new"
+    member.start(8)
+    assert member.start(9) is member.steady

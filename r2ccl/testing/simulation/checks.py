@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from r2ccl.executor import LandingPool, LaneRun
 from r2ccl.progress import Consumer, Progress
+from r2ccl.resilience.health import Health
 from r2ccl.resilience.link import Landing, SendLink, Slice
 from r2ccl.transport.simnet import Kind, Message
 
@@ -35,6 +36,8 @@ class Checker:
         self.next_seq: dict[tuple[int, int, int], int] = {}
         #: Views given back to their owner; kept alive, so that an id names one view.
         self.released: dict[int, memoryview] = {}
+        #: What the first rank that started a collective planned it with.
+        self.plans: dict[int, Health] = {}
         self._retired: list[tuple[str, Array]] = []
 
     def posted(self, source: int, link: SendLink, view: memoryview) -> None:
@@ -61,6 +64,12 @@ class Checker:
                 f"rank {message.end.rank}: {message.end.path} reads slice {frame.seq} of "
                 f"channel {frame.channel} after its memory was released"
             )
+
+    def planned(self, rank: int, op: int, health: Health) -> None:
+        """Refuse two ranks that plan one collective with different healths."""
+        first = self.plans.setdefault(op, health)
+        if health != first:
+            raise Violation(f"rank {rank} plans collective {op} with {health}, others with {first}")
 
     def result(self, rank: int, call: int, output: Array, expected: bytes | None) -> None:
         """Compare a result bit for bit."""

@@ -20,7 +20,9 @@ from r2ccl.config import Config
 from r2ccl.errors import InternalError, R2cclError, TransportTimeout
 from r2ccl.executor import Call, LaneRun
 from r2ccl.recovery import Revoke
+from r2ccl.resilience.health import Health
 from r2ccl.resilience.path import Announcement
+from r2ccl.resilience.rounds import Commit, Prepare, Promise, Report
 from r2ccl.resilience.verdict import Finding, ProbeReply, ProbeRequest, Verdict
 from r2ccl.testing.simulation.checks import CheckedPool, CheckedProgress, CheckedRun, Checker
 from r2ccl.testing.simulation.control import SimControl
@@ -45,6 +47,8 @@ class Phase(enum.Enum):
 
     CONNECTING = "connecting"
     COMPUTING = "computing"
+    #: Others must promise something before the next call may start.
+    ENTERING = "entering"
     CALLING = "calling"
     LEAVING = "leaving"
     #: An error is known; the call ends when no peer can write any more.
@@ -52,7 +56,13 @@ class Phase(enum.Enum):
     DONE = "done"
 
 
-WAITING = (Phase.CONNECTING, Phase.CALLING, Phase.LEAVING, Phase.FENCING)
+_MESSAGES: Any = (
+    Announcement | Revoke | Leaving
+    | ProbeRequest | ProbeReply | Finding
+    | Report | Prepare | Promise | Commit
+)  # fmt: skip
+
+WAITING = (Phase.CONNECTING, Phase.ENTERING, Phase.CALLING, Phase.LEAVING, Phase.FENCING)
 
 
 class SimRank:
@@ -87,7 +97,7 @@ class SimRank:
         self.control = SimControl(
             network,
             self,
-            Codec(Announcement | Revoke | Leaving | ProbeRequest | ProbeReply | Finding),
+            Codec(_MESSAGES),
             peer_timeout_s=config.peer_timeout_s,
         )
         self.progress = CheckedProgress(
@@ -120,6 +130,11 @@ class SimRank:
         """Return what it last found to be wrong with each path."""
         assert self.recovery.detector is not None
         return self.recovery.detector.verdicts()
+
+    def known_health(self) -> Health:
+        """Return the newest health it has heard of."""
+        assert self.recovery.council is not None
+        return self.recovery.council.known.health
 
     def stop(self, duration_s: float) -> None:
         """Stand still, as SIGSTOP does it."""
@@ -243,6 +258,8 @@ class SimRank:
                 and all(map(self.recovery.up, self.recovery.peers))
             ):
                 self._compute()
+        elif self.phase is Phase.ENTERING:
+            self._enter()
         elif self.phase is Phase.CALLING:
             if not any(run.remaining for run in self._runs):
                 self._return()
@@ -272,8 +289,20 @@ class SimRank:
             self._wake()
             return
         self._drain()
-        self.phase = Phase.CALLING
+        self.phase = Phase.ENTERING
         self._deadline = self._timeline.now + self._config.timeout_s
+        self._enter()
+
+    def _enter(self) -> None:
+        op = self.progress.op + 1
+        assert self.recovery.council is not None
+        health = self.recovery.council.enter(op)
+        if health is not None:
+            self._checker.planned(self.rank, op, health)
+            self._begin()
+
+    def _begin(self) -> None:
+        self.phase = Phase.CALLING
         layout = self._work.layout(self.ncalls, self.rank)
         source, output = self._work.memory(self.ncalls, self.rank)
         self._arrays = (source, output)

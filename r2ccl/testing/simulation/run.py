@@ -16,6 +16,7 @@ import numpy as np
 
 from r2ccl.config import Config
 from r2ccl.errors import R2cclError
+from r2ccl.resilience.health import Health
 from r2ccl.resilience.verdict import Verdict
 from r2ccl.testing.simulation.checks import Checker, Violation
 from r2ccl.testing.simulation.plan import (
@@ -68,6 +69,10 @@ class Outcome(msgspec.Struct, frozen=True):
         Paths that were given up, counted at both ends.
     verdicts : tuple of tuple of Verdict
         What each rank last found to be wrong with each of its paths.
+    known : tuple of Health
+        The newest health each rank has heard of.
+    plans : dict of int to Health
+        What each collective was planned with.
     """
 
     errors: tuple[R2cclError | None, ...]
@@ -78,6 +83,8 @@ class Outcome(msgspec.Struct, frozen=True):
     trace: list[tuple[Any, ...]]
     repairs: int
     verdicts: tuple[tuple[Verdict, ...], ...]
+    known: tuple[Health, ...]
+    plans: dict[int, Health]
 
     @property
     def is_clean(self) -> bool:
@@ -207,6 +214,8 @@ class World:
             self.network.trace,
             sum(len(rank.recovery.log.repairs) for rank in self.ranks),
             tuple(rank.verdicts() for rank in self.ranks),
+            tuple(rank.known_health() for rank in self.ranks),
+            self.checker.plans,
         )
 
     # Faults

@@ -1,0 +1,175 @@
+"""Council: one rank's seat in the health agreement; the tables of `r2ccl.resilience`, applied.
+
+What this rank finds of a rail, its own or a peer's, goes in as a doubt (`doubt`) and is taken back
+when the rail carries again (`trust`). What all ranks plan a collective with comes out (`enter`).
+Between, `r2ccl.resilience.agreement` says what to send, and the control plane carries it.
+
+Must not import sockets or threads; owned by one caller at a time, like `r2ccl.recovery`.
+Invariant: a rail doubted here is reported as down until it is trusted again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from r2ccl.clock import Clock
+from r2ccl.resilience.agreement import (
+    Action,
+    Agreed,
+    Agreement,
+    Broadcast,
+    Held,
+    Late,
+    Send,
+)
+from r2ccl.resilience.health import WHOLE, Health, RailShare
+from r2ccl.resilience.rounds import Message
+
+_log = logging.getLogger(__name__)
+
+
+class Carrier(Protocol):
+    """What the council needs of the control plane."""
+
+    def send(self, peer: int, message: object) -> None:
+        """Queue `message`; it arrives exactly once, in order."""
+        ...
+
+    def broadcast(self, message: object) -> None:
+        """`send` to every other rank."""
+        ...
+
+
+class Known(NamedTuple):
+    """A health and the clock's reading when this rank learned of it."""
+
+    health: Health
+    since_s: float
+
+
+class Council:
+    """The agreement of one rank, with a control plane and a clock.
+
+    Parameters
+    ----------
+    rank : int
+    health : Health
+        What to plan with at first; the same on all ranks.
+    control : Carrier
+    clock : Clock
+    """
+
+    def __init__(self, rank: int, health: Health, *, control: Carrier, clock: Clock) -> None:
+        self._rank = rank
+        self._control = control
+        self._clock = clock
+        self._agreement = Agreement(rank, health)
+        #: Newest version this rank has heard of; it may not plan with it yet.
+        self.known = Known(health, clock())
+        self._doubted: set[tuple[int, int]] = set()
+        #: While nothing is under way a collective costs one comparison: the agreement is told of
+        #: the last one started before its next event, when it may have to promise something.
+        self._steady = self._agreement.steady
+        self._entered = 0
+
+    # What a collective asks
+
+    def enter(self, op: int) -> Health | None:
+        """Count collective `op`, the next one, as started.
+
+        Returns
+        -------
+        Health or None
+            What to plan it with; None: wait, and ask again after a message.
+        """
+        if self._steady is not None:
+            self._entered = op
+            return self._steady
+        agreement = self._agreement
+        if not agreement.may_start(op):
+            return None
+        health = agreement.start(op)
+        self._steady = agreement.steady
+        self._entered = op
+        return health
+
+    def waits_for(self) -> tuple[int, ...]:
+        """Ranks whose word is missing before more collectives may start."""
+        return self._agreement.waits_for()
+
+    # What this rank finds
+
+    def doubt(self, rank: int, rail: int) -> None:
+        """Report that `rail` of `rank` carries nothing; once."""
+        if (rank, rail) not in self._doubted:
+            self._doubted.add((rank, rail))
+            self._report(RailShare(rank, rail, 0))
+
+    def trust(self, rank: int, rail: int) -> None:
+        """Take a doubt of this rank back, if there is one."""
+        if (rank, rail) in self._doubted:
+            self._doubted.remove((rank, rail))
+            self._report(RailShare(rank, rail, WHOLE))
+
+    def _report(self, share: RailShare) -> None:
+        self._event(lambda: self._agreement.report(self._clock(), (share,)))
+
+    # Events
+
+    def on_message(self, peer: int, message: Message) -> None:
+        """Take a message of `peer`.
+
+        Raises
+        ------
+        InternalError
+            It breaks the protocol.
+        """
+        self._event(lambda: self._agreement.on_message(self._clock(), peer, message))
+
+    def tick(self, now: float) -> None:
+        """Begin a round that had to wait, and look whether one takes too long."""
+        self._event(lambda: self._agreement.tick(now))
+
+    def peer_lost(self, peer: int) -> None:
+        """`peer` is gone: nothing more is agreed or started."""
+        self._catch_up()
+        self._agreement.peer_lost(peer)
+
+    def _event(self, take: Callable[[], list[Action]]) -> None:
+        self._catch_up()
+        actions = take()
+        self._steady = self._agreement.steady
+        self._do(actions)
+
+    def _catch_up(self) -> None:
+        """Tell the agreement what was started while nothing was under way."""
+        if self._steady is not None:
+            self._agreement.skip_to(self._entered)
+            self._steady = None
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    self._control.send(action.peer, action.message)
+                case Broadcast():
+                    self._control.broadcast(action.message)
+                case Held():
+                    self.known = Known(action.health, self._clock())
+                case Agreed():
+                    _log.info(
+                        "rank %d: health version %d holds from collective %d on; degraded ranks: "
+                        "%s",
+                        self._rank, action.version, action.first_op,
+                        list(self.known.health.degraded()) or "none",
+                    )  # fmt: skip
+                case Late():
+                    _log.warning(
+                        "rank %d: agreeing on health version %d takes long; missing: ranks %s",
+                        self._rank, action.version, list(action.ranks),
+                    )  # fmt: skip
+
+
+__all__ = ["Carrier", "Council", "Known"]

@@ -1,0 +1,68 @@
+"""All ranks hear of a rail that is gone, plan with it alike, and hear when it is back.
+
+That no two ranks ever plan one collective from different versions is checked in every simulation.
+"""
+
+import pytest
+
+from r2ccl.resilience.health import WHOLE
+from r2ccl.testing.simulation import (
+    CallSpec,
+    CutPath,
+    NicDown,
+    Noise,
+    Plan,
+    Stop,
+    Workload,
+    simulate,
+)
+
+RAIL = 1
+WORKLOAD = Workload(nranks=4, calls=(CallSpec(300),) * 4, busy_ms=(700,) * 4)
+MOMENTS = range(700, 1_500, 200)
+
+
+@pytest.mark.parametrize("at", MOMENTS)
+@pytest.mark.parametrize("is_seen", [True, False], ids=["carrier lost", "silent"])
+def test_every_rank_hears_of_a_dead_port_and_plans_without_it(at: int, is_seen: bool) -> None:
+    outcome = simulate(WORKLOAD, Plan((NicDown(at, 2, RAIL, is_seen),)), seed=at)
+    assert outcome.is_clean
+    assert len({health.version for health in outcome.known}) == 1
+    assert all(health.share(2, RAIL) == 0 for health in outcome.known)
+    assert {health.degraded() for health in outcome.known} == {(2,)}
+    last = len(outcome.plans)
+    assert outcome.plans[1].version == 0
+    assert outcome.plans[last].share(2, RAIL) == 0
+
+
+@pytest.mark.parametrize("at", MOMENTS)
+def test_a_rail_that_is_back_is_whole_again_for_all(at: int) -> None:
+    down = NicDown(at, 2, RAIL, restore_us=200_000)
+    outcome = simulate(WORKLOAD, Plan((down,)), seed=at)
+    assert outcome.is_clean
+    for health in outcome.known:
+        assert health.version == 2
+        assert health.share(2, RAIL) == WHOLE
+        assert health.degraded() == ()
+
+
+def test_a_cut_pair_and_a_slow_rank_are_no_news_for_the_plan() -> None:
+    for fault in (CutPath(900, 0, 1, RAIL), Stop(900, 3, 2_000)):
+        outcome = simulate(WORKLOAD, Plan((fault,)), seed=1)
+        assert outcome.is_clean
+        assert {health.version for health in outcome.known} == {0}
+
+
+def test_calls_that_follow_each_other_closely_agree_over_a_noisy_control_plane() -> None:
+    workload = Workload(nranks=4, calls=(CallSpec(60),) * 12)
+    noise = Noise(lose=20, repeat=20, late=30, late_ms=5)
+    versions = set()
+    for at in range(300, 3_000, 300):
+        faults = (
+            NicDown(at, 2, RAIL, restore_us=5_000),
+            NicDown(at + 100, 0, 2, restore_us=3_000),
+        )
+        outcome = simulate(workload, Plan(faults, noise), seed=at)
+        assert outcome.is_clean
+        versions |= {health.version for health in outcome.plans.values()}
+    assert len(versions) > 1, "no plan changed in the midst of the calls: the test shows nothing"
