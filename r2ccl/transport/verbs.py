@@ -259,12 +259,11 @@ class VerbsTransport:
     def _post(self, end: VerbsEndpoint) -> None:
         while end.unnamed and end.numbers:
             self._name(end, *end.unnamed.popleft())
-        while end.small:
-            if not end.qp.write_message(end.small[0]):
-                return
+        while end.small and end.qp.write_message(end.small[0]):
             end.small.popleft()
-        while end.bulk and end.qp.has_room():
+        while end.bulk and not end.small and end.qp.has_room():
             self._write(end, end.bulk.popleft())
+        # Also if a message waits for credits itself: the peer's may wait for these.
         if end.is_credit_due and end.qp.write_credit(end.consumed):
             end.told()
 
@@ -398,7 +397,7 @@ class VerbsTransport:
             self._report(end, Sent(end.path, frame.channel, frame.seq))
         elif work is Work.HELLO:
             self._events.append(Joined(end.path))
-        if end.has_waiting:
+        if end.has_waiting or end.is_credit_due:
             self._mark(end)
 
     def _on_received(self, end: VerbsEndpoint, imm_data: int) -> None:
