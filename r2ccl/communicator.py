@@ -27,7 +27,7 @@ from r2ccl.errors import CommunicatorRevoked
 from r2ccl.executor import Call, Divider, LandingPool, LaneRun, Reducer
 from r2ccl.lowering import Layout, lower
 from r2ccl.memory import RegisteredMemory
-from r2ccl.planner import plan_allreduce
+from r2ccl.planner import place, plan_allreduce
 from r2ccl.regroup import Tidings, regroup
 from r2ccl.repair import Repair
 from r2ccl.resilience.health import Health
@@ -101,10 +101,12 @@ class Communicator:
             control=control,
             config=config,
             clock=monotonic,
+            nwires=control.nwires,
         )
+        self._whole = Health.whole(self.nranks, self._nrails, config.digest())
         self._tidings = Tidings(self._engine)
         if self._engine.recovery.detector is not None:
-            places = places_of(self.rank, control.peers, control.nics)
+            places = places_of(self.rank, control.peers, self._rails)
             self._engine.recovery.detector.places = places
 
     def connect(self) -> None:
@@ -244,7 +246,7 @@ class Communicator:
         """
         council = self._engine.recovery.council
         if council is None:
-            return Known(Health.whole(self.nranks, self._nrails, self.config.digest()), 0.0)
+            return Known(self._whole, 0.0)
         return council.known
 
     def pending(self) -> ledger.Pending:
@@ -432,28 +434,33 @@ class Communicator:
         self._engine.close()
 
     def _prepare(
-        self, version: int, collective: Collective, count: int, dtype_code: int, op: ReduceOp
+        self, health: Health, collective: Collective, count: int, dtype_code: int, op: ReduceOp
     ) -> _Prepared:
-        key = (version, collective, count, dtype_code, op)
+        key = (health.version, collective, count, dtype_code, op)
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = self._plan(collective, count, dtype_code, op)
+            prepared = self._plan(health, collective, count, dtype_code, op)
             if len(self._prepared) >= _PLANS_KEPT:
                 self._prepared.pop(next(iter(self._prepared)))
             self._prepared[key] = prepared
         return prepared
 
-    def _plan(self, collective: Collective, count: int, dtype_code: int, op: ReduceOp) -> _Prepared:
+    def _plan(
+        self, health: Health, collective: Collective, count: int, dtype_code: int, op: ReduceOp
+    ) -> _Prepared:
         op = kernels.check_op(dtype_code, op)
         itemsize = dtype_of(dtype_code).itemsize
         schedule = plan_allreduce(count * itemsize, self.nranks, self._nwires, self.config)
         self._check(schedule)
+        placement = place(schedule.nchannels, self._engine.recovery.homes, health)
         layout = lower(
             schedule.program(self.rank),
             count,
             itemsize,
             slice_nbytes=self.config.slice_nbytes,
             eager_nbytes=self.config.eager_nbytes,
+            weights=placement.weights,
+            channels=placement.channels,
         )
         finish = kernels.divider(dtype_code, self.nranks) if op is ReduceOp.AVG else None
         signature = CallSignature(collective, dtype_code, op, count).pack()
@@ -471,8 +478,8 @@ class Communicator:
         source: Any, output: Any,
     ) -> None:  # fmt: skip
         self._require_open()
-        version = self._engine.enter()
-        prepared = self._prepare(version, collective, count, dtype_code, op)
+        health = self._engine.enter() or self._whole
+        prepared = self._prepare(health, collective, count, dtype_code, op)
         self._quiet.run(self._run_quietly, prepared, source, output)
 
     def _require_open(self) -> None:

@@ -53,6 +53,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     suspicion_timeout_s: float = 0.5
     #: How long a probe may take to be answered.
     probe_timeout_s: float = 0.06
+    #: A path that failed is used again after this many good probes in a row ...
+    failback_probes: int = 3
+    #: ... this far apart; while they fail, the pause doubles up to the cap.
+    failback_interval_s: float = 0.1
+    failback_cap_s: float = 1.0
+    #: Longest time a path that failed again and again has to be good before it is used.
+    quarantine_cap_s: float = 300.0
+    #: Channels shared out by the rates rails are measured at: 1, 0, auto: where rails are several.
+    balance: str = "auto"
     #: No path to a peer for this long: NoHealthyRail.
     no_rail_timeout_s: float = 10.0
     #: No sign of life from a peer's control session for this long: PeerLost.
@@ -88,7 +97,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in positive:
             if getattr(self, name) <= 0:
                 raise _bad(name, getattr(self, name), "a number above 0")
-        for name in ("mode", "fastpath"):
+        for name in ("mode", "fastpath", "balance"):
             if getattr(self, name) not in MODES:
                 raise _bad(name, getattr(self, name), f"one of {', '.join(MODES)}")
         if self.debug.upper() not in DEBUG_LEVELS:
@@ -159,7 +168,15 @@ MODES = ("0", "1", "auto")
 
 #: Attributes of a queue pair (ibv_modify_qp(3)) have 8, 5 and 3 bits; -1 is our own, and a timeout
 #: of 0 is left out because it waits for ever.
-RANGES = {"gid_index": (-1, 255), "ib_timeout": (1, 31), "ib_retry_cnt": (0, 7)}
+RANGES: dict[str, tuple[float, float]] = {
+    "gid_index": (-1, 255),
+    "ib_timeout": (1, 31),
+    "ib_retry_cnt": (0, 7),
+    "failback_probes": (1, 1000),
+    "failback_interval_s": (1e-3, 3600.0),
+    "failback_cap_s": (1e-3, 3600.0),
+    "quarantine_cap_s": (0.0, 1e6),
+}
 
 #: Spellings of ``debug`` (NCCL's) and the level of the logger ``r2ccl`` each stands for.
 DEBUG_LEVELS = {"": 0, "VERSION": 30, "WARN": 30, "INFO": 20, "ABORT": 20, "TRACE": 10}

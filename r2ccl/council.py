@@ -1,7 +1,8 @@
 """Council: one rank's seat in the health agreement; the tables of `r2ccl.resilience`, applied.
 
 What this rank finds of a rail, its own or a peer's, goes in as a doubt (`doubt`) and is taken back
-when the rail carries again (`trust`). What all ranks plan a collective with comes out (`enter`).
+when the rail carries again (`trust`); what its own rails were measured at goes in as shares
+(`weigh`). What all ranks plan a collective with comes out (`enter`).
 Between, `r2ccl.resilience.agreement` says what to send, and the control plane carries it.
 
 Must not import sockets or threads; owned by one caller at a time, like `r2ccl.recovery`.
@@ -11,10 +12,11 @@ Invariant: a rail doubted here is reported as down until it is trusted again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from r2ccl.clock import Clock
+from r2ccl.ports import Post
 from r2ccl.resilience.agreement import (
     Action,
     Agreed,
@@ -28,18 +30,6 @@ from r2ccl.resilience.health import WHOLE, Health, RailShare
 from r2ccl.resilience.rounds import Message
 
 _log = logging.getLogger(__name__)
-
-
-class Carrier(Protocol):
-    """What the council needs of the control plane."""
-
-    def send(self, peer: int, message: object) -> None:
-        """Queue `message`; it arrives exactly once, in order."""
-        ...
-
-    def broadcast(self, message: object) -> None:
-        """`send` to every other rank."""
-        ...
 
 
 class Known(NamedTuple):
@@ -57,18 +47,21 @@ class Council:
     rank : int
     health : Health
         What to plan with at first; the same on all ranks.
-    control : Carrier
+    control : Post
     clock : Clock
     """
 
-    def __init__(self, rank: int, health: Health, *, control: Carrier, clock: Clock) -> None:
+    def __init__(self, rank: int, health: Health, *, control: Post, clock: Clock) -> None:
         self._rank = rank
         self._control = control
         self._clock = clock
         self._agreement = Agreement(rank, health)
         #: Newest version this rank has heard of; it may not plan with it yet.
         self.known = Known(health, clock())
+        #: What this rank says of rails that are not whole: those that are down, of any rank, and
+        #: the shares of its own that are slow.
         self._doubted: set[tuple[int, int]] = set()
+        self._weights: dict[tuple[int, int], int] = {}
         #: While nothing is under way a collective costs one comparison: the agreement is told of
         #: the last one started before its next event, when it may have to promise something.
         self._steady = self._agreement.steady
@@ -105,16 +98,29 @@ class Council:
         """Report that `rail` of `rank` carries nothing; once."""
         if (rank, rail) not in self._doubted:
             self._doubted.add((rank, rail))
-            self._report(RailShare(rank, rail, 0))
+            self._report([(rank, rail)])
 
     def trust(self, rank: int, rail: int) -> None:
         """Take a doubt of this rank back, if there is one."""
         if (rank, rail) in self._doubted:
             self._doubted.remove((rank, rail))
-            self._report(RailShare(rank, rail, WHOLE))
+            self._report([(rank, rail)])
 
-    def _report(self, share: RailShare) -> None:
-        self._event(lambda: self._agreement.report(self._clock(), (share,)))
+    def weigh(self, weights: Mapping[int, int]) -> None:
+        """Report what this rank's rails carry, of those that carry anything: rail to share."""
+        news = {(self._rank, rail): share for rail, share in weights.items()}
+        changed = [key for key, share in news.items() if self._weights.get(key, WHOLE) != share]
+        self._weights |= news
+        audible = [key for key in changed if key not in self._doubted]
+        if audible:
+            self._report(audible)
+
+    def _report(self, rails: Iterable[tuple[int, int]]) -> None:
+        words = [
+            RailShare(*key, 0 if key in self._doubted else self._weights.get(key, WHOLE))
+            for key in rails
+        ]
+        self._event(lambda: self._agreement.report(self._clock(), words))
 
     # Events
 
@@ -172,4 +178,4 @@ class Council:
                     )  # fmt: skip
 
 
-__all__ = ["Carrier", "Council", "Known"]
+__all__ = ["Council", "Known"]

@@ -18,11 +18,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.clock import Clock
 from r2ccl.config import Config
+from r2ccl.ports import Post
 from r2ccl.resilience.inquiry import Action, Ask, Inquiry, choose_auxiliaries
 from r2ccl.resilience.path import Path, PathState
 from r2ccl.resilience.verdict import (
@@ -39,14 +40,6 @@ from r2ccl.transport.base import Probed, Transport
 from r2ccl.types import Nic, PathKey, ProbeKey
 
 _log = logging.getLogger(__name__)
-
-
-class Sender(Protocol):
-    """What the detector needs of the control plane."""
-
-    def send(self, peer: int, message: object) -> None:
-        """Queue `message`; it arrives exactly once, in order."""
-        ...
 
 
 class Places(NamedTuple):
@@ -104,7 +97,7 @@ class Detector:
         Read, never changed.
     transport : Transport
         Only asked what it knows: which rails join, which paths are stuck.
-    control : Sender
+    control : Post
     ask : callable
         ``ask(key, on_answer)``: probe `key` from this rank; `on_answer` gets the `Probed`.
     config : Config
@@ -120,7 +113,7 @@ class Detector:
         *,
         paths: Mapping[PathKey, Path],
         transport: Transport,
-        control: Sender,
+        control: Post,
         ask: Callable[[ProbeKey, Callable[[Probed], None]], None],
         config: Config,
         clock: Clock,
@@ -410,4 +403,4 @@ _ECHO = "reported by rank "
 #: Characters of another rank's text that are kept, and of one's own that are sent.
 _TEXT_NCHARS = 500
 
-__all__ = ["MAX_INQUIRIES", "MAX_SERVED", "Detector", "Places", "Sender", "places_of"]
+__all__ = ["MAX_INQUIRIES", "MAX_SERVED", "Detector", "Places", "places_of"]

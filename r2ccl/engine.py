@@ -36,8 +36,9 @@ from r2ccl.ledger import (
     waits_for_confirmation,
     waits_of_call,
 )
+from r2ccl.ports import ControlPort
 from r2ccl.progress import Progress, describe
-from r2ccl.recovery import ControlPort, Revoke
+from r2ccl.recovery import Revoke
 from r2ccl.resilience.health import Health
 from r2ccl.rollcall import Calling, RollCall
 from r2ccl.transport.base import Registered, Transport
@@ -84,9 +85,16 @@ class Engine:
         control: BackgroundControl,
         config: Config,
         clock: Clock,
+        nwires: int = 1,
     ) -> None:
         self.progress = Progress(
-            rank, nranks, transport=transport, control=control, config=config, clock=clock
+            rank,
+            nranks,
+            transport=transport,
+            control=control,
+            config=config,
+            clock=clock,
+            nwires=nwires,
         )
         self.recovery = self.progress.recovery
         self._transport = transport
@@ -186,8 +194,8 @@ class Engine:
 
             self._wait(is_connected, self._patience(self._pending_init))
 
-    def enter(self) -> int:
-        """Start the next collective; returns the version of the health to plan it with.
+    def enter(self) -> Health | None:
+        """Start the next collective; returns the health to plan it with, None: there is none.
 
         Waits while ranks agree on a new one.
 
@@ -198,13 +206,13 @@ class Engine:
         """
         council = self.recovery.council
         if council is None:
-            return 0
+            return None
         with self._owner:
             op = self.progress.op + 1
             health = council.enter(op)
             if health is None:
                 health = self._await_health(council, op)
-        return health.version
+        return health
 
     def _await_health(self, council: Council, op: int) -> Health:
         found: list[Health] = []
@@ -237,7 +245,7 @@ class Engine:
             self._peers = peers
             progress = self.progress
             try:
-                progress.begin(signature, dict(enumerate(runs)))
+                progress.begin(signature, {run.channel: run for run in runs})
                 self.runs = runs
                 if self.roll.askers:
                     self.roll.called(progress.op)

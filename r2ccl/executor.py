@@ -115,7 +115,7 @@ class LaneRun:
 
     __slots__ = (
         "_call", "_depth", "_done", "_inbound", "_local", "_outbound", "_pool", "_progress",
-        "_receivers", "_retired", "_steps", "_used", "peers", "remaining",
+        "_receivers", "_retired", "_steps", "_used", "channel", "remaining",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, call: Call, progress: Progress, pool: LandingPool) -> None:
@@ -131,7 +131,7 @@ class LaneRun:
         #: Slices of a receiving op already used (its next slice number).
         self._used = [0] * len(lane.steps)
         self.remaining = lane.nslices
-        channel = lane.channel
+        self.channel = channel = lane.channel
         self._outbound = [
             _Cursor(progress.send_link(peer, channel), order) for peer, order in lane.sends
         ]

@@ -197,15 +197,24 @@ class Joiner:
             attempt.drop()
         self._asked.clear()
 
-    def kick(self, rail: int) -> None:
-        """Have the calls and answers of `rail` begin again at once: its port is back."""
+    def kick(self, rail: int, peer: int | None = None) -> None:
+        """Have the calls and answers of `rail` begin again at once: its port is back.
+
+        Its local port, or that of `peer`.
+        """
         for key, attempt in self._attempts.items():
-            if isinstance(key, PathKey) and key.rail == rail:
+            if isinstance(key, PathKey) and key.rail == rail and peer in (None, key.peer):
                 attempt.pause = _FIRST_PAUSE_S
                 self._begin_again(key, attempt)
         for probe, attempt in self._probes():
-            if probe.via == rail:
+            if probe.via == rail if peer is None else (probe.peer, probe.rail) == (peer, rail):
                 attempt.hurry()
+
+    def hurry(self, key: ProbeKey) -> None:
+        """Have the call of `key`, if it waits for its turn, begin at the next tick."""
+        attempt = self._attempts.get(key)
+        if attempt is not None:
+            attempt.hurry()
 
     def tick(self, now: float, is_calm: bool = True) -> None:
         """Begin calls, and try answers, whose time has come; those of probes when it is calm."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from r2ccl.schedule.chunks import channel_bounds, chunk_bounds
+from r2ccl.schedule.chunks import Range, layout
 from r2ccl.schedule.ir import Kind, Op, RankProgram, Space
 
 
@@ -69,20 +69,24 @@ def lower(
     slice_nbytes: int,
     eager_nbytes: int,
     weights: Sequence[int] | None = None,
+    channels: Sequence[int] | None = None,
 ) -> Layout:
     """Place `program` over `count` elements of `itemsize` bytes.
 
     Parameters
     ----------
     weights : sequence of int, optional
-        Share of each channel; equal by default.
+        Share of each channel of the program; equal by default.
+    channels : sequence of int, optional
+        The links' channel each of them travels on; its own number by default.
     """
     nchannels = len(program.channels)
-    bounds = channel_bounds(count, weights or [1] * nchannels, itemsize)
+    pieces = layout(count, nchannels, program.nchunks, itemsize=itemsize, weights=weights)
     slice_elements = max(1, slice_nbytes // itemsize)
     lanes = []
-    for channel, ops in enumerate(program.channels):
-        chunks = chunk_bounds(bounds[channel], bounds[channel + 1], program.nchunks)
+    for channel, ops, chunks in zip(
+        channels or range(nchannels), program.channels, pieces, strict=True
+    ):
         steps = tuple(
             _place(op, ops, program.rank, chunks, slice_elements, itemsize, eager_nbytes)
             for op in ops
@@ -105,12 +109,12 @@ def _place(
     op: Op,
     ops: Sequence[Op],
     rank: int,
-    chunks: Sequence[int],
+    chunks: Sequence[Range],
     slice_elements: int,
     itemsize: int,
     eager_nbytes: int,
 ) -> Step:
-    lo, hi = chunks[op.chunk], chunks[op.chunk + 1]
+    lo, hi = chunks[op.chunk]
     cuts = (*range(lo, hi, slice_elements), hi) if hi > lo else (lo, hi)
     largest = min(hi - lo, slice_elements) * itemsize
     return Step(

@@ -16,8 +16,9 @@ from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import InternalError
-from r2ccl.recovery import ControlPort, Recovery, Revoke
-from r2ccl.resilience.link import Landing, RecvLink, SendLink, Slice
+from r2ccl.ports import ControlPort
+from r2ccl.recovery import Recovery, Revoke
+from r2ccl.resilience.link import Landing, LinkReport, RecvLink, SendLink, Slice
 from r2ccl.resilience.path import Path
 from r2ccl.transport.base import (
     Arrived,
@@ -65,6 +66,8 @@ class Progress:
     control : ControlPort
     config : Config
     clock : Clock
+    nwires : int
+        Rails that add bandwidth to one another.
     """
 
     def __init__(
@@ -76,15 +79,20 @@ class Progress:
         control: ControlPort,
         config: Config,
         clock: Clock,
+        nwires: int = 1,
     ) -> None:
         self.rank = rank
         self.nranks = nranks
         self.transport = transport
         self.config = config
         self.clock = clock
+        self.nwires = nwires
         self.senders: dict[tuple[int, int], SendLink] = {}
         self.receivers: dict[tuple[int, int], RecvLink] = {}
         self.recovery = Recovery(self, control)
+        self._balance = self.recovery.balance
+        #: When the events under way were taken: what comes together counts as one instant.
+        self._polled_s = 0.0
         #: Number and packed signature of the collective that runs, or ran last.
         self.op = 0
         self.signature = 0
@@ -146,7 +154,7 @@ class Progress:
                 )
         item, token = link.post(view, is_eager, self.op, self.signature, consumer, index)
         if item.path is not None:
-            self._count_sent(item.path, view)
+            self._count_sent(item.path, item)
             self.transport.isend(item.path, self._frame(link, item), view, token)
 
     def recv(
@@ -174,6 +182,8 @@ class Progress:
     def step(self, timeout_s: float = 0.0) -> bool:
         """Go once round; True if anything happened. Sleeps up to `timeout_s` if nothing does."""
         events = self.transport.poll(timeout_s)
+        if events and self._balance is not None:
+            self._polled_s = self.clock()
         for event in events:
             self._handlers[type(event)](event)  # type: ignore[operator]
         self.advance()
@@ -225,15 +235,28 @@ class Progress:
         """Write a slice that was posted before."""
         assert item.path is not None
         frame = self._frame(link, item)
-        self._count_sent(item.path, item.view)
+        self._count_sent(item.path, item)
         self.transport.isend(item.path, frame, item.view, token, is_replay=True)
+
+    def resume(self, link: SendLink, path: PathKey, report: LinkReport) -> None:
+        """Both ends of `path` are fenced, and the peer's report of `link` is here."""
+        under_way = [item for item in link.outstanding if item.path == path and not item.is_eager]
+        self.release(link.resume(path, report))
+        nlost = sum(item.path is None for item in under_way)
+        if nlost and self._balance is not None:
+            self._balance.dropped(path.rail, self._polled_s, nlost)
+        # The report is a confirmation too, and credits let a call post.
+        self.touch_channel(link.channel)
 
     def release(self, slices: list[Slice]) -> None:
         """Tell their owners that slices were released."""
+        balance = self._balance
         for item in slices:
             if not item.is_eager:
                 item.owner.on_released(item.index)
                 self.touch(item.owner)
+                if balance is not None and item.path is not None:
+                    balance.confirmed(item.path.rail, self._polled_s, len(item.view))
 
     def note_retired(self, link: SendLink) -> None:
         """Tell the owners of slices the transport is done with."""
@@ -326,10 +349,12 @@ class Progress:
             path.op = frame.op
         return path
 
-    def _count_sent(self, key: PathKey, view: memoryview) -> None:
+    def _count_sent(self, key: PathKey, item: Slice) -> None:
         path = self.recovery.paths[key]
         path.nslices_sent += 1
-        path.nbytes_sent += len(view)
+        path.nbytes_sent += len(item.view)
+        if self._balance is not None and not item.is_eager:
+            self._balance.posted(key.rail, self.clock())
 
     # Agreement on the call
 
@@ -362,7 +387,7 @@ class Progress:
         receiver = RecvLink(peer, channel)
         self.senders[peer, channel] = sender
         self.receivers[peer, channel] = receiver
-        self.recovery.route_home(peer, channel)
+        self.recovery.routes.begin(peer, channel)
         return sender, receiver
 
 

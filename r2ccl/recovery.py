@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,10 +27,14 @@ from r2ccl.errors import (
     R2cclError,
     TransportError,
 )
+from r2ccl.failback import Failback
 from r2ccl.joining import Answer, Joiner, Offer, Ready, probe_keys
+from r2ccl.ports import ControlPort
+from r2ccl.probing import Probing
 from r2ccl.repair import Repair, RepairLog
+from r2ccl.resilience.bandwidth import Balance
 from r2ccl.resilience.health import Health
-from r2ccl.resilience.link import LinkReport
+from r2ccl.resilience.link import LinkReport, SendLink
 from r2ccl.resilience.path import (
     Action,
     Announcement,
@@ -38,13 +42,13 @@ from r2ccl.resilience.path import (
     PathEvent,
     PathState,
     announced,
-    choose_routes,
     ended,
     step,
 )
 from r2ccl.resilience.rounds import Commit, Prepare, Promise, Report
 from r2ccl.resilience.verdict import Finding, Kind, ProbeReply, ProbeRequest, Verdict
 from r2ccl.resilience.watch import Watch
+from r2ccl.routing import Routes
 from r2ccl.transport.base import Arrived, Failed, Fenced, Joined, Probed, RailChanged
 from r2ccl.types import PathKey, ProbeKey
 
@@ -66,28 +70,10 @@ class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
     peer: int = -1
 
 
-class ControlPort(Protocol):
-    """What recovery needs of the control plane; nothing here blocks."""
+class PortUp(msgspec.Struct, frozen=True, tag="port_up"):
+    """Control message: the sender's port of `rail` came up; its paths are worth a probe."""
 
-    def send(self, peer: int, message: object) -> None:
-        """Queue `message`; it arrives exactly once, in order."""
-        ...
-
-    def broadcast(self, message: object) -> None:
-        """`send` to every other rank."""
-        ...
-
-    def accept_path(self, peer: int, rail: int, epoch: int) -> None:
-        """Let in one connection of exactly (peer, rail, epoch)."""
-        ...
-
-    def dial_path(self, peer: int, rail: int, epoch: int) -> None:
-        """Connect until it succeeds; both report to the handler's ``on_path``."""
-        ...
-
-    def kick(self, rail: int) -> None:
-        """Dial the pending paths of `rail` now."""
-        ...
+    rail: int
 
 
 class Recovery:
@@ -112,23 +98,45 @@ class Recovery:
         #: Every slice of this rank is confirmed, and it says so.
         self.is_leaving = False
         self.log = RepairLog()
-        #: Rails channels are at home on; the others, TCP beside RDMA, are the last resort.
         joined = [rail for rail in range(self.nrails) if progress.transport.joins(rail)]
-        self._homes = joined or list(range(self.nrails))
+        #: Rails channels are at home on: not those of TCP beside RDMA.
+        self.homes = joined or list(range(self.nrails))
+        #: What this rank's rails are measured at, where there are several.
+        self.balance = Balance(self.homes) if self._is_measured() else None
+        #: Which path each channel rides.
+        self.routes = Routes(
+            progress,
+            self.paths,
+            nrails=self.nrails,
+            homes=self.homes,
+            share=self._share,
+            log=self.log,
+        )
         self._joiner = Joiner(
             self._rank, progress.transport, control.send, self.on_opened, self._clock
         )
         self._watch = Watch(self._config.suspicion_timeout_s)
-        #: Who is to be told what became of a probe.
-        self._asking: dict[ProbeKey, list[Callable[[Probed], None]]] = {}
-        #: Probes whose connections wait for the paths.
-        self._unjoined = probe_keys(self.peers, joined) if self._config.is_resilient else []
+        needed = probe_keys(self.peers, joined) if self._config.is_resilient else ()
+        #: Signs of life, for whoever asks.
+        self.probing = Probing(progress.transport, self._joiner, needed)
         self._join_by_s = 0.0
         self._alone_since = dict.fromkeys(self.peers, self._clock())
+        self._failback = Failback(
+            self._config,
+            self._clock,
+            ask=self.probing.ask,
+            connect=self._connect,
+            is_alone=lambda peer: not self.up(peer),
+        )
         #: Finds out what broke; the fail-stop baseline has none.
         self.detector = self._make_detector() if self._config.is_resilient else None
         #: Agrees with the others on what to plan with; nor has it that.
         self.council = self._make_council() if self._config.is_resilient else None
+
+    def _is_measured(self) -> bool:
+        wanted = self._config.balance
+        is_several = self._progress.nwires > 1 if wanted == "auto" else wanted == "1"
+        return is_several and self._config.is_resilient
 
     def _make_council(self) -> Council:
         health = Health.whole(len(self.peers) + 1, self.nrails, self._config.digest())
@@ -141,7 +149,7 @@ class Recovery:
             paths=self.paths,
             transport=self._progress.transport,
             control=self._control,
-            ask=self.ask,
+            ask=self.probing.ask,
             config=self._config,
             clock=self._clock,
             on_verdict=self._on_verdict,
@@ -164,12 +172,11 @@ class Recovery:
         self._join_by_s = now + self._config.connect_timeout_s
         for path in self.paths.values():
             path.since_s = now
-            self._redial(path)
+            self._connect(path.key)
 
     def up(self, peer: int) -> list[PathKey]:
         """Paths to `peer` that may be used, by rail."""
-        keys = (PathKey(peer, rail) for rail in range(self.nrails))
-        return [key for key in keys if self.paths[key].state is PathState.UP]
+        return self.routes.up(peer)
 
     # Events of paths
 
@@ -229,6 +236,7 @@ class Recovery:
         """The local NIC of `rail` lost or found its carrier."""
         if is_up:
             self._control.kick(rail)
+            self._port_up(rail)
             return
         for peer in self.peers:
             self.fail(PathKey(peer, rail), "CARRIER_DOWN: the local NIC of the rail has no carrier")
@@ -238,6 +246,7 @@ class Recovery:
         """The device of a rail says that its port changed."""
         if event.is_up:
             self._joiner.kick(event.rail)
+            self._port_up(event.rail)
             return
         for peer in self.peers:
             self.fail(PathKey(peer, event.rail), "PORT_ERR: the port of the RDMA NIC is down")
@@ -246,31 +255,29 @@ class Recovery:
     def on_joined(self, event: Joined) -> None:
         """An end this rank called with has proved itself, or not."""
         self._joiner.on_joined(event)
+        if isinstance(event.key, ProbeKey) and not event.error:
+            self._failback.hint(PathKey(event.key.peer, event.key.rail))
 
-    # Probes
-
-    def ask(self, key: ProbeKey, on_answer: Callable[[Probed], None]) -> None:
-        """Ask for a sign of life; `on_answer` is told within the probe timeout."""
-        waiting = self._asking.setdefault(key, [])
-        waiting.append(on_answer)
-        if len(waiting) == 1:
-            self._progress.transport.probe(key)
-
-    def on_probed(self, event: Probed) -> None:
-        """Tell who asked; a connection of its own that brought no answer is joined anew."""
-        is_over = event.is_answered is False and self.error is None
-        if is_over and self._progress.transport.joins(event.key.rail):
-            self._joiner.begin_probe(event.key)
-        for on_answer in self._asking.pop(event.key, ()):
-            on_answer(event)
+    def _port_up(self, rail: int) -> None:
+        """Have the paths of a local port that came up probed soon, by whichever end does that."""
+        for peer in self.peers:
+            key = PathKey(peer, rail)
+            if self.paths[key].state is PathState.UP:
+                continue
+            if self._rank < peer:
+                self._failback.hint(key)
+            else:
+                self._control.send(peer, PortUp(rail))
 
     def _join_probes(self, now: float) -> None:
         """Begin once the paths are up, or as many as will be."""
         is_whole = all(path.state is PathState.UP for path in self.paths.values())
         if is_whole or now >= self._join_by_s:
-            unjoined, self._unjoined = self._unjoined, []
-            for key in unjoined:
-                self._joiner.begin_probe(key)
+            self.probing.join()
+
+    def on_probed(self, event: Probed) -> None:
+        """Tell who asked for a sign of life."""
+        self.probing.on_probed(event, is_over=self.error is not None)
 
     # Control messages
 
@@ -289,6 +296,9 @@ class Recovery:
             return
         elif isinstance(message, Offer | Answer | Ready):
             self._joiner.on_message(peer, message)
+        elif isinstance(message, PortUp):
+            self._failback.hint(PathKey(peer, message.rail))
+            self._joiner.kick(message.rail, peer)
         elif self.detector is not None and isinstance(message, ProbeRequest | ProbeReply | Finding):
             self.detector.on_message(peer, message)
         elif self.council is not None and isinstance(message, Report | Prepare | Promise | Commit):
@@ -322,9 +332,10 @@ class Recovery:
         # Else an eager slice that no other one follows would be waited for without end.
         self._progress.confirm_all()
         self._progress.transport.flush()
-        if self._unjoined:
+        if self.probing.unjoined:
             self._join_probes(now)
         self._joiner.tick(now, is_calm=not self.repairing)
+        self._failback.tick(now)
         for key in self._watch.look(now, self._watched()):
             self._probe(key)
             if self.detector is not None:
@@ -333,6 +344,8 @@ class Recovery:
             self.detector.tick(now, is_calm=not self.repairing)
         if self.council is not None and not self.is_leaving:
             self.council.tick(now)
+            if self.balance is not None and self.balance.update(now):
+                self._weigh(self.council, self.balance, now)
         for peer in peers:
             alone_s = now - self._alone_since[peer]
             if not self.up(peer) and alone_s > self._config.no_rail_timeout_s:
@@ -362,7 +375,7 @@ class Recovery:
 
     def _probe(self, key: PathKey) -> None:
         path = self.paths[key]
-        self.ask(
+        self.probing.ask(
             ProbeKey(key.peer, key.rail, key.rail),
             partial(self._probed, path, path.epoch, path.activity),
         )
@@ -376,6 +389,14 @@ class Recovery:
             self.fail(path.key, f"PROBE_UNANSWERED: {cause}")
         elif self._progress.transport.is_stuck(path.key):
             self.fail(path.key, "FLOW_STUCK: the rail answers, this flow only retransmits")
+
+    def _weigh(self, council: Council, balance: Balance, now: float) -> None:
+        rates = {rail: (rate or 0.0) / 1e6 for rail, rate in balance.rates(now).items()}
+        _log.info(
+            "rank %d: rails carry %s sixteenths, measured at %s MB/s", self._rank, balance.weights,
+            {rail: round(rate, 1) for rail, rate in rates.items()},
+        )  # fmt: skip
+        council.weigh(balance.weights)
 
     def _look_into(self, key: PathKey, epoch: int, cause: str, *, is_own: bool) -> None:
         # While all ranks leave, those that are done first close their ends.
@@ -423,8 +444,7 @@ class Recovery:
         )
         if not self.up(path.key.peer):
             self._alone_since[path.key.peer] = self._clock()
-        for channel in self._channels(path.key):
-            self._set_route(path.key.peer, channel, None)
+        self.routes.lose(path.key)
 
     def _announce(self, path: Path) -> None:
         key = path.key
@@ -441,10 +461,7 @@ class Recovery:
                 if peer == key.peer and link.is_awaiting(key)
             },
         )
-        routes: dict[int, int] = {}
-        if self._rank < key.peer:
-            chosen = self._choose(key.peer, self._unrouted(key.peer))
-            routes = {channel: to.rail for channel, to in chosen.items()}
+        routes = self.routes.proposal(key.peer) if self._rank < key.peer else {}
         self._control.send(
             key.peer, Announcement(key.rail, path.epoch, path.cause, reports, routes)
         )
@@ -456,14 +473,12 @@ class Recovery:
         for sender in self._senders(key.peer):
             none_yet = LinkReport(sender.channel, 0, 0)
             report = reports.get(sender.channel, none_yet)
-            self._progress.release(sender.resume(key, report))
-            # The report is a confirmation too, and credits let a call post.
-            self._progress.touch_channel(sender.channel)
+            self._progress.resume(sender, key, report)
         for (peer, _), receiver in self._progress.receivers.items():
             if peer == key.peer:
                 receiver.resume(key)
         proposed = announcement.routes if key.peer < self._rank else {}
-        moved = self._reroute(key.peer, proposed)
+        moved = self.routes.reroute(key.peer, proposed)
         self.log.resumed(key, moved, self._clock())
         self._say_repaired(path, moved)
         ended(path)
@@ -480,97 +495,47 @@ class Recovery:
         )  # fmt: skip
 
     def _redial(self, path: Path) -> None:
+        """Let a path back in; the lower rank's end connects it when it has earned it."""
         peer, rail = path.key
+        if peer < self._rank:
+            self._connect(path.key)
+            return
+        # What may still be connecting is of the epoch that has just ended.
+        self._joiner.cancel(path.key)
+        self._control.cancel_path(peer, rail)
+        self._failback.failed(path.key)
+
+    def _connect(self, key: PathKey) -> None:
+        peer, rail = key
+        epoch = self.paths[key].epoch
         if self._progress.transport.joins(rail):
-            self._joiner.begin(path.key, path.epoch)
+            self._joiner.begin(key, epoch)
         elif self._rank < peer:
-            self._control.dial_path(peer, rail, path.epoch)
+            self._control.dial_path(peer, rail, epoch)
         else:
-            self._control.accept_path(peer, rail, path.epoch)
+            self._control.accept_path(peer, rail, epoch)
 
     def _use(self, path: Path) -> None:
         """A path is up: the channels at home on it come home, without any fence."""
         peer = path.key.peer
         self._alone_since[peer] = path.since_s = self._clock()
-        for channel in self._channels(None, peer):
-            self._set_route(peer, channel, self._home(peer, channel))
-        self._reroute(peer, {})
+        self._failback.opened(path.key)
+        self.routes.go_home(peer)
         self.log.opened(path.key, path.epoch, self._clock())
         self._trust(path.key)
         if path.epoch:
             _log.warning("rank %d: rail %d to rank %d is back", self._rank, path.key.rail, peer)
 
-    # Routes
-
-    def route_home(self, peer: int, channel: int) -> None:
-        """Give the new links of (peer, channel) their route."""
-        self._set_route(peer, channel, self._home(peer, channel))
-        self._reroute(peer, {})
-
-    def _home(self, peer: int, channel: int) -> PathKey | None:
-        key = PathKey(peer, self._homes[channel % len(self._homes)])
-        return key if self.paths[key].state is PathState.UP else None
-
-    def _reroute(self, peer: int, proposed: dict[int, int]) -> dict[int, int]:
-        """Give every channel without a route one, and set its waiting slices going."""
-        unrouted = self._unrouted(peer)
-        up = self.up(peer)
-        routes = self._choose(peer, unrouted)
-        for channel in routes:
-            wanted = PathKey(peer, proposed.get(channel, -1))
-            if wanted in up:
-                routes[channel] = wanted
-        for channel, key in routes.items():
-            self._set_route(peer, channel, key)
-        for channel in self._channels(None, peer):
-            self._set_going(peer, channel)
-        return {channel: key.rail for channel, key in routes.items()}
-
-    def _set_going(self, peer: int, channel: int) -> None:
-        sender = self._progress.senders[peer, channel]
-        receiver = self._progress.receivers[peer, channel]
-        if sender.route is None:
-            return
-        # What was consumed while there was no route could not be confirmed then.
-        self._progress.confirm_all((receiver,))
-        for landing in receiver.unnamed():
-            self._progress.name(receiver, landing)
-        for item in sender.waiting():
-            self.log.replayed(item.lost_on, len(item.view))
-            self._progress.write_again(sender, item, None)
-
-    def _choose(self, peer: int, channels: list[int]) -> dict[int, PathKey]:
-        load: dict[PathKey, int] = {}
-        for (other, _), link in self._progress.senders.items():
-            if other == peer and link.route is not None:
-                load[link.route] = load.get(link.route, 0) + 1
-        return choose_routes(channels, self.up(peer), load, self._weight)
-
-    def _weight(self, key: PathKey) -> float:
-        """Share of a path among those that are up."""
-        return 1.0 if key.rail in self._homes else _LAST_RESORT_WEIGHT
-
-    def _set_route(self, peer: int, channel: int, key: PathKey | None) -> None:
-        self._progress.senders[peer, channel].route = key
-        self._progress.receivers[peer, channel].route = key
-
-    def _senders(self, peer: int) -> list[Any]:
+    def _senders(self, peer: int) -> list[SendLink]:
         return [link for (to, _), link in self._progress.senders.items() if to == peer]
 
-    def _channels(self, key: PathKey | None, peer: int = -1) -> list[int]:
-        """Channels to `peer`, or those that ride `key`."""
-        return [
-            channel
-            for (to, channel), link in self._progress.senders.items()
-            if (to == peer if key is None else link.route == key)
-        ]
-
-    def _unrouted(self, peer: int) -> list[int]:
-        return [
-            channel
-            for (to, channel), link in self._progress.senders.items()
-            if to == peer and link.route is None
-        ]
+    def _share(self, key: PathKey) -> float:
+        """What a path carries, as far as this rank has heard: the worse of its two ports."""
+        if self.council is None:
+            return 1.0
+        health = self.council.known.health
+        ports = (health.share(self._rank, key.rail), health.share(*key))
+        return max(1, min(ports))
 
     # Reports
 
@@ -624,7 +589,4 @@ _ACTIONS: dict[Action, Callable[[Recovery, Path], None]] = {
     Action.USE: Recovery._use,
 }
 
-#: So small that every RDMA path is fuller before a channel goes to a TCP one.
-_LAST_RESORT_WEIGHT = 1e-6
-
-__all__ = ["ControlPort", "Recovery", "Revoke"]
+__all__ = ["PortUp", "Recovery", "Revoke"]

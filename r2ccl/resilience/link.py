@@ -263,7 +263,9 @@ class SendLink:
 class Landing:
     """Where one slice is wanted; ``region`` None: eager, it comes with its payload."""
 
-    __slots__ = ("index", "is_last", "op", "owner", "path", "region", "seq", "signature")
+    __slots__ = (
+        "index", "is_last", "op", "owner", "path", "region", "seq", "signature", "was_lost",
+    )  # fmt: skip
 
     def __init__(
         self, seq: int, region: memoryview | None, op: int, signature: int, owner: Any, index: int,
@@ -272,6 +274,8 @@ class Landing:
         self.seq = seq
         #: Nothing follows it on this link in its call: its sender waits for the confirmation.
         self.is_last = is_last
+        #: It was named on a path that failed: its slice will be a replay.
+        self.was_lost = False
         self.region = region
         self.op = op
         self.signature = signature
@@ -321,9 +325,10 @@ class RecvLink:
         """What the transport may confirm by itself once `landing`'s slice is safe; 0: nothing.
 
         A confirmation is for all slices before it too, and a path keeps only its own in order:
-        every slice still expected must come on the path of `landing`.
+        every slice still expected must come on the path of `landing`. A replay overtakes what is
+        queued, so it proves nothing about the others.
         """
-        if not landing.is_last:
+        if not landing.is_last or landing.was_lost:
             return 0
         is_alone = all(other.path == landing.path for other in self.landings.values())
         return landing.seq + 1 if is_alone else 0
@@ -367,6 +372,7 @@ class RecvLink:
         for seq, landing in self.landings.items():
             if landing.path == path and seq not in self.arrivals:
                 landing.path = None
+                landing.was_lost = True
 
     def unnamed(self) -> list[Landing]:
         """Take the landing places that have no path, now that there is a route, to name them."""

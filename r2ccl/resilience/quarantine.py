@@ -35,8 +35,6 @@ import math
 
 import msgspec
 
-from r2ccl.errors import InternalError
-
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How patient failback is; times in seconds.
@@ -166,18 +164,9 @@ class Quarantine:
         return not self.is_in_use and self._ngood >= policy.nprobes and is_fresh and is_served
 
     def returned(self, now: float) -> None:
-        """It carries work again.
-
-        Raises
-        ------
-        InternalError
-            It may not.
-        """
-        if not self.may_return(now):
-            raise InternalError(
-                f"a path returned from quarantine after {self._ngood} good probes, "
-                f"{now - self._good_since_s:.3f} s of {self.hold_s:.3f} s held"
-            )
+        """It carries work again; before its time, if there is no other way to the peer."""
+        if self.is_in_use:
+            return
         self.is_in_use = True
         self._returned_s = now
 

@@ -70,7 +70,7 @@ def wire_nbytes(
     """
     arrays = as_arrays(schedule)
     chunks = layout(count, schedule.nchannels, schedule.nchunks, itemsize=itemsize, weights=weights)
-    sizes = np.diff(np.array(chunks, np.int64), axis=1)
+    sizes = np.diff(np.array(chunks, np.int64), axis=2)[..., 0]
     nbytes = sizes[arrays.ops["channel"], arrays.chunks()] * itemsize
     kind = arrays.ops["kind"]
     totals = []

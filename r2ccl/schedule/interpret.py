@@ -130,7 +130,7 @@ class _Machine:
         is_receive = op.kind in (Kind.RECV, Kind.RECV_REDUCE)
         if is_receive and task.ticket not in self._messages:
             return False
-        where = slice(*self._chunks[channel][op.chunk : op.chunk + 2])
+        where = slice(*self._chunks[channel][op.chunk])
         source = self.memories[rank][op.src_space][where]
         if op.kind == Kind.SEND:
             self._messages[task.ticket] = source.copy()

@@ -107,7 +107,7 @@ class SimTransport(Dialed):
             for message, is_replay in end.queued:
                 if message.kind is not Kind.WRITE:
                     end.small.append(message)
-                elif is_replay:
+                elif is_replay:  # the interface lets it overtake other replays too
                     end.bulk.appendleft(message)
                 else:
                     end.bulk.append(message)

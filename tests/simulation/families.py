@@ -64,6 +64,14 @@ FAMILIES: dict[str, tuple[Workload, list[Plan]]] = {
         _eager(150, eager_slots=1, channels=2),
         _cuts(range(60, 200, 3)),
     ),
+    "replay confirmed early": (
+        Workload(2, 3, (CallSpec(24, channels=2),), slice_nbytes=8, eager_nbytes=0),
+        [
+            Plan((CutPath(at, 0, 1, 0, (0,), keep=2), CutPath(at + gap, 0, 1, 2, (0, 1), keep=1)))
+            for at in range(120, 160, 4)
+            for gap in range(60, 90, 2)
+        ],
+    ),
     "only known routes watched": (
         _eager(300),
         [Plan((CutPath(3, 0, 1, 1, is_stall=True), Lose(n))) for n in range(60, 110)],

@@ -14,8 +14,9 @@ from r2ccl.executor import LaneRun
 from r2ccl.lowering import Step
 from r2ccl.progress import Progress
 from r2ccl.recovery import _ACTIONS, Recovery
-from r2ccl.resilience.link import LinkReport, RecvLink, SendLink, Slice, SliceState
+from r2ccl.resilience.link import Landing, LinkReport, RecvLink, SendLink, Slice, SliceState
 from r2ccl.resilience.path import PathState
+from r2ccl.routing import Routes
 from r2ccl.schedule.ir import Kind
 from r2ccl.testing.simulation.control import SimControl
 from r2ccl.transport.simnet import End, SimNetwork
@@ -161,10 +162,21 @@ def _epoch_welcome_once() -> contextlib.AbstractContextManager[Any]:
 def _never_confirmed_again() -> Iterator[None]:
     """What could not be confirmed for want of a route is not confirmed later either."""
     with (
-        _without(Recovery, "_set_going", Progress, "confirm_all")(),
+        _without(Routes, "_set_going", Progress, "confirm_all")(),
         _without(Recovery, "tick", Progress, "confirm_all")(),
     ):
         yield
+
+
+def _replay_confirmed_early() -> contextlib.AbstractContextManager[Any]:
+    """A replay's confirmation covers slices that it overtook on their path."""
+    original = RecvLink.early_ack
+
+    def early_ack(self: RecvLink, landing: Landing) -> int:
+        landing.was_lost = False
+        return original(self, landing)
+
+    return mock.patch.object(RecvLink, "early_ack", early_ack)
 
 
 def _report_must_not_be_older() -> contextlib.AbstractContextManager[Any]:
@@ -190,6 +202,7 @@ MISTAKES: dict[str, Mistake] = {
     "stuck paths unwatched": _stuck_paths_unwatched,
     "epoch welcome once": _epoch_welcome_once,
     "alone since the last call": _alone_since_last_call,
+    "replay confirmed early": _replay_confirmed_early,
     "report must not be older": _report_must_not_be_older,
 }
 

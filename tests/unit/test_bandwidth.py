@@ -373,7 +373,9 @@ def test_dropped_slices_leave_the_balance_even() -> None:
         ((100.0, 82.0), (16, 16), (16, 16)),
         ((100.0, 80.0), (16, 16), (16, 13)),
         ((100.0, 90.0), (16, 13), (16, 13)),
-        ((100.0, 100.0), (16, 13), (16, 16)),
+        ((100.0, 95.0), (16, 14), (16, 14)),
+        ((100.0, 98.0), (16, 14), (16, 16)),
+        ((100.0, 94.0), None, (16, 16)),
         ((100.0, 29.0), (16, 4), (16, 4)),
         ((100.0, 30.0), (16, 4), (16, 5)),
         ((100.0, 25.0), (16, 16), (16, 4)),
@@ -395,7 +397,7 @@ def test_shares_are_stable_and_close(rates: list[float], draw: random.Random) ->
     best = max(rates)
     for rail, weight in weights.items():
         assert 1 <= weight <= WHOLE
-        assert abs(weight - WHOLE * rates[rail] / best) <= 1
+        assert abs(weight - WHOLE * rates[rail] / best) <= 1.5
     noisy = {rail: rate * draw.uniform(0.96, 1.0) for rail, rate in given_rates.items()}
     assert shares(noisy, weights) == weights
 

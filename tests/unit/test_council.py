@@ -86,6 +86,40 @@ def test_who_else_doubts_a_rail_must_take_it_back_too() -> None:
     assert world.councils[0].known.health.share(1, 0) == 0
 
 
+def test_what_a_rank_measures_of_its_rails_all_ranks_plan_with() -> None:
+    world = World()
+    world.councils[1].weigh({0: 16, 1: 4})
+    world.deliver()
+    assert [council.known.health.share(1, 1) for council in world.councils] == [4, 4, 4]
+    world.councils[1].weigh({0: 16, 1: 4})
+    assert not world.queue, "nothing is new"
+    world.now += 1.0
+    world.councils[1].weigh({0: 16, 1: 16})
+    world.deliver()
+    assert world.councils[0].known.health.degraded() == ()
+
+
+def test_a_rail_that_was_slow_and_went_down_is_slow_again_when_it_is_back() -> None:
+    world = World()
+    council = world.councils[1]
+    shares = []
+    for news in (
+        lambda: council.weigh({0: 16, 1: 4}),
+        lambda: council.doubt(1, 1),
+        lambda: council.weigh({0: 16, 1: 8}),
+        lambda: council.trust(1, 1),
+        lambda: council.weigh({0: 16, 1: 16}),
+    ):
+        news()
+        world.deliver()
+        world.now += 1.0
+        for each in world.councils:
+            each.tick(world.now)
+        world.deliver()
+        shares.append(world.councils[2].known.health.share(1, 1))
+    assert shares == [4, 0, 0, 8, 16]
+
+
 def test_a_collective_waits_while_a_promise_holds_it_and_says_for_whom() -> None:
     world = World()
     for council in world.councils:

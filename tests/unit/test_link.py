@@ -271,6 +271,19 @@ def test_no_early_confirmation_while_another_path_owes_a_slice(is_eager: bool) -
     assert link.early_ack(last) == 2
 
 
+def test_a_replay_is_not_confirmed_early_for_it_overtakes_what_is_queued() -> None:
+    """Slice 0 rides B; slice 1, lost on A, is named on B too and would get there first."""
+    link = receiver()
+    link.route = B
+    want(link, is_eager=False)
+    link.route = A
+    last = want_last(link)
+    link.resume(A)
+    link.route = B
+    assert link.unnamed() == [last]
+    assert link.early_ack(last) == 0
+
+
 def test_consuming_more_than_was_delivered() -> None:
     with pytest.raises(InternalError, match="consumed more"):
         receiver().consume()

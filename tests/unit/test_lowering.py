@@ -111,8 +111,11 @@ def test_weights_share_the_buffer_between_channels() -> None:
     layout = lower(
         ring.allreduce(2, 2).program(0), 90, 4, slice_nbytes=64, eager_nbytes=0, weights=[2, 1]
     )
-    first, second = (
-        max(step.cuts[-1] for step in lane.steps) - min(step.cuts[0] for step in lane.steps)
-        for lane in layout.lanes
-    )
-    assert (first, second) == (60, 30)
+    chunks = [{(step.cuts[0], step.cuts[-1]) for step in lane.steps} for lane in layout.lanes]
+    assert chunks == [{(0, 30), (45, 75)}, {(30, 45), (75, 90)}]
+
+
+def test_a_lane_travels_on_the_links_channel_it_is_given() -> None:
+    program = ring.allreduce(2, 2).program(0)
+    layout = lower(program, 90, 4, slice_nbytes=64, eager_nbytes=0, channels=[5, 2])
+    assert [lane.channel for lane in layout.lanes] == [5, 2]

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r2ccl.errors import InternalError
 from r2ccl.resilience.quarantine import DEFAULT, Policy, Quarantine
 
 #: A policy without memory: K good probes and no more.
@@ -204,14 +203,15 @@ def test_good_probes_of_long_ago_do_not_count() -> None:
     assert quarantine.may_return(60.0)
 
 
-def test_returning_before_it_may_is_a_broken_invariant() -> None:
+def test_a_path_may_be_used_before_its_time_and_remembers_its_strikes() -> None:
     quarantine = Quarantine(0.0)
-    with pytest.raises(InternalError, match="returned from quarantine"):
+    for _ in range(3):
+        quarantine.failed(1.0)
         quarantine.returned(1.0)
+        assert quarantine.is_in_use
+        assert not quarantine.may_return(2.0)
     quarantine.failed(1.0)
-    quarantine.good(2.0)
-    with pytest.raises(InternalError, match="after 1 good probes"):
-        quarantine.returned(2.0)
+    assert quarantine.hold_s == pytest.approx(7.0)
 
 
 def flap(seed: int, policy: Policy) -> list[int]:

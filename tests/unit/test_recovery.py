@@ -14,7 +14,7 @@ from r2ccl.errors import (
 )
 from r2ccl.joining import Offer
 from r2ccl.progress import Progress
-from r2ccl.recovery import Recovery, Revoke
+from r2ccl.recovery import PortUp, Recovery, Revoke
 from r2ccl.resilience.link import LinkReport
 from r2ccl.resilience.path import Announcement, PathState
 from r2ccl.transport.base import Arrived, Event, Failed, Fenced, Frame, Joined, Probed, RailChanged
@@ -89,6 +89,7 @@ class Control:
         self.dialed: list[tuple[int, int, int]] = []
         self.accepted: list[tuple[int, int, int]] = []
         self.kicked: list[int] = []
+        self.cancelled: list[tuple[int, int]] = []
 
     def send(self, peer: int, message: object) -> None:
         self.sent.append((peer, message))
@@ -101,6 +102,9 @@ class Control:
 
     def dial_path(self, peer: int, rail: int, epoch: int) -> None:
         self.dialed.append((peer, rail, epoch))
+
+    def cancel_path(self, peer: int, rail: int) -> None:
+        self.cancelled.append((peer, rail))
 
     def kick(self, rail: int) -> None:
         self.kicked.append(rail)
@@ -151,6 +155,14 @@ class World:
         """Have the transport report what became of the probe of a path."""
         self.recovery.on_probed(Probed(straight(key), is_answered, "because"))
 
+    def heal(self, key: PathKey, nprobes: int = 3) -> None:
+        """Answer the probes of a path that failed."""
+        for _ in range(nprobes):
+            self.look(0.1)
+            assert self.transport.probed[-1] == straight(key)
+            self.answer(key, True)
+        self.look(0.1)
+
     def offers(self) -> list[Offer]:
         return [message for _, message in self.control.sent if isinstance(message, Offer)]
 
@@ -183,6 +195,7 @@ def test_channels_are_at_home_on_rails_that_join_and_elsewhere_only_without_them
     world.fail(B)
     world.repair(B)
     assert routes_of(world) == [A] * 4
+    world.heal(B)
     world.open(1, 1)
     assert routes_of(world) == [B] * 4
 
@@ -193,10 +206,12 @@ def test_a_port_that_goes_down_fails_its_paths_and_one_that_comes_up_calls() -> 
     assert world.transport.fenced == [B]
     world.repair(B)
     assert world.recovery.paths[B].cause.startswith("PORT_ERR")
-    offers = [message for _, message in world.control.sent if isinstance(message, Offer)]
+    world.look(3.0)
+    world.answer(B, False)
+    asked = len(world.transport.probed)
     world.recovery.on_rail(RailChanged(1, True))
-    later = [message for _, message in world.control.sent if isinstance(message, Offer)]
-    assert [(offer.epoch, offer.attempt) for offer in later[len(offers) :]] == [(1, 2)]
+    world.look(0.1)
+    assert world.transport.probed[asked:] == [straight(B)]
 
 
 def test_a_silent_queue_pair_is_not_probed() -> None:
@@ -204,8 +219,11 @@ def test_a_silent_queue_pair_is_not_probed() -> None:
     world.recovery.on_carrier(0, False)  # a verdict without a probe
     world.repair(A)
     world.progress.recv_link(1, 0).post(None, 1, 0, None, 0)
-    world.look(3.0)
-    assert world.transport.probed == []
+    world.look(0.1)
+    world.answer(A, None)  # of the path that failed: not what this test is about
+    world.transport.probed.clear()
+    world.look(0.7)
+    assert straight(B) not in world.transport.probed
 
 
 def test_a_failed_path_is_fenced_announced_repaired_and_redialed() -> None:
@@ -222,6 +240,7 @@ def test_a_failed_path_is_fenced_announced_repaired_and_redialed() -> None:
     assert [report.channel for report in announcement.links] == [0, 1, 2, 3]
     world.recovery.on_message(1, Announcement(0, 0, "EIO", ()))
     assert {link.route for link in world.progress.senders.values()} == {B}
+    world.heal(A)
     assert world.control.dialed[-1] == (1, 0, 1)
     world.open(0, 1)
     assert [link.route for link in world.progress.senders.values()] == [A, B, A, B]
@@ -344,7 +363,7 @@ def test_whoever_asks_is_told_once() -> None:
     told: list[Probed] = []
     key = ProbeKey(1, 0, 1)
     for _ in range(2):
-        world.recovery.ask(key, told.append)
+        world.recovery.probing.ask(key, told.append)
     event = Probed(key, True, "")
     world.recovery.on_probed(event)
     assert told == [event, event]
@@ -494,6 +513,75 @@ def test_every_call_seen_ahead_is_held_against_this_ranks(signatures: tuple[int,
     assert world.recovery.error is None
     world.progress.begin(7, {})
     assert isinstance(world.recovery.error, InvalidArgument)
+
+
+def test_a_path_that_failed_is_not_dialed_before_its_probes_are_good() -> None:
+    world = World()
+    dialed = len(world.control.dialed)
+    world.fail(A)
+    world.repair(A)
+    world.look(5.0)
+    assert len(world.control.dialed) == dialed
+    world.answer(A, False)
+    world.heal(A, 2)
+    assert len(world.control.dialed) == dialed
+    world.heal(A, 1)
+    assert world.control.dialed[dialed:] == [(1, 0, 1)]
+
+
+def test_a_path_that_fails_again_and_again_waits_ever_longer() -> None:
+    world = World()
+    waits = []
+    for epoch in range(1, 5):
+        world.fail(A)
+        world.repair(A)
+        dialed, began = len(world.control.dialed), world.now
+        while len(world.control.dialed) == dialed:
+            world.look(0.1)
+            if world.transport.probed:
+                world.transport.probed.clear()
+                world.answer(A, True)
+        waits.append(world.now - began)
+        world.open(0, epoch)
+    assert waits[0] < 0.5
+    assert waits[1:] == pytest.approx([1, 3, 7], abs=0.5)
+
+
+def test_a_peer_without_any_path_is_dialed_at_once_whatever_happened_before() -> None:
+    world = World()
+    for epoch in range(1, 6):
+        for key in (A, B):
+            world.fail(key)
+            world.repair(key)
+        world.look(0.1)
+        assert world.control.dialed[-2:] == [(1, 0, epoch), (1, 1, epoch)]
+        world.open(0, epoch)
+        world.open(1, epoch)
+
+
+def test_a_path_that_failed_while_it_was_dialed_is_not_dialed_in_its_old_epoch() -> None:
+    world = World()
+    world.fail(A)
+    world.repair(A)
+    world.heal(A)
+    world.recovery.on_message(1, Announcement(0, 1, "EIO", ()))
+    assert world.control.cancelled[-1] == (1, 0)
+    dialed = len(world.control.dialed)
+    world.heal(A)
+    assert world.control.dialed[dialed:] == [(1, 0, 2)]
+
+
+def test_the_peers_port_that_came_up_is_probed_at_once() -> None:
+    world = World()
+    world.fail(A)
+    world.repair(A)
+    for _ in range(8):
+        world.look(1.0)
+        world.answer(A, False)
+    world.transport.probed.clear()
+    world.recovery.on_message(1, PortUp(0))
+    world.look(0.1)
+    assert world.transport.probed == [straight(A)]
 
 
 def test_carrier_events() -> None:

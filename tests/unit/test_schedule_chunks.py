@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.schedule.chunks import MIN_GRANULES, channel_bounds, chunk_bounds, layout
+from r2ccl.schedule.chunks import MIN_GRANULES, cut, layout
 
 #: Shared cores stall for longer than any one example needs.
 relaxed = settings(deadline=None)
@@ -21,8 +21,8 @@ weights = st.lists(st.integers(0, 1000), min_size=1, max_size=40).filter(any)
 
 @relaxed
 @given(counts, weights, itemsizes)
-def test_channels_cover_the_buffer_in_order(count, shares, itemsize):
-    bounds = channel_bounds(count, shares, itemsize)
+def test_pieces_cover_the_buffer_in_order(count, shares, itemsize):
+    bounds = cut(count, shares, itemsize)
     assert len(bounds) == len(shares) + 1
     assert (bounds[0], bounds[-1]) == (0, count)
     assert list(bounds) == sorted(bounds)
@@ -30,63 +30,67 @@ def test_channels_cover_the_buffer_in_order(count, shares, itemsize):
 
 @relaxed
 @given(counts, weights, itemsizes)
-def test_channels_follow_the_weights_within_an_alignment(count, shares, itemsize):
+def test_pieces_follow_the_weights_within_an_alignment(count, shares, itemsize):
     total = sum(shares)
     for (lo, hi), share in zip(
-        pairwise(channel_bounds(count, shares, itemsize)), shares, strict=True
+        pairwise(cut(count, shares, itemsize)), shares, strict=True
     ):
         assert abs((hi - lo) * total - count * share) <= 65 * total
-        assert share or lo == hi, "a channel without weight carries nothing"
+        assert share or lo == hi, "a piece without weight is empty"
 
 
 @relaxed
 @given(st.integers(0, 1 << 30), st.integers(1, 32), itemsizes)
-def test_channels_of_large_buffers_start_on_cache_lines(extra, nchannels, itemsize):
+def test_pieces_of_large_buffers_start_on_cache_lines(extra, nchannels, itemsize):
     count = MIN_GRANULES * 64 * nchannels + extra
-    bounds = channel_bounds(count, [1] * nchannels, itemsize)
+    bounds = cut(count, [1] * nchannels, itemsize)
     assert all(bound * itemsize % 64 == 0 for bound in bounds[:-1])
 
 
 def test_small_buffers_are_shared_to_the_element():
-    assert channel_bounds(10, [1, 1], 4) == (0, 5, 10)
-
-
-@relaxed
-@given(st.integers(0, 1 << 40), counts, st.integers(1, 300))
-def test_chunks_cover_their_channel_and_differ_by_one_element(lo, size, nchunks):
-    bounds = chunk_bounds(lo, lo + size, nchunks)
-    sizes = [high - low for low, high in pairwise(bounds)]
-    assert len(sizes) == nchunks
-    assert (bounds[0], bounds[-1]) == (lo, lo + size)
-    assert max(sizes) - min(sizes) <= 1
-    assert min(sizes) >= 0
+    assert cut(10, [1, 1], 4) == (0, 5, 10)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [(-1, [1]), (4, []), (4, [0, 0]), (4, [2, -1]), (4, [1], 0)],
 )
-def test_channels_refuse_nonsense(arguments):
+def test_cuts_refuse_nonsense(arguments):
     with pytest.raises(InvalidArgument):
-        channel_bounds(*arguments)
-
-
-@pytest.mark.parametrize("arguments", [(2, 1, 1), (0, 1, 0)])
-def test_chunks_refuse_nonsense(arguments):
-    with pytest.raises(InvalidArgument):
-        chunk_bounds(*arguments)
+        cut(*arguments)
 
 
 @relaxed
 @given(counts, weights, st.integers(1, 20), itemsizes)
-def test_a_layout_is_the_chunks_of_every_channel(count, shares, nchunks, itemsize):
-    chunks = layout(count, len(shares), nchunks, itemsize=itemsize, weights=shares)
-    bounds = channel_bounds(count, shares, itemsize)
-    assert chunks == tuple(chunk_bounds(lo, hi, nchunks) for lo, hi in pairwise(bounds))
+def test_the_parts_of_all_channels_cover_every_chunk_in_order(count, shares, nchunks, itemsize):
+    parts = layout(count, len(shares), nchunks, itemsize=itemsize, weights=shares)
+    assert [len(chunks) for chunks in parts] == [nchunks] * len(shares)
+    in_order = [parts[channel][k] for k in range(nchunks) for channel in range(len(shares))]
+    assert (in_order[0][0], in_order[-1][1]) == (0, count)
+    assert all(before[1] == after[0] for before, after in pairwise(in_order))
+    assert all(lo <= hi for lo, hi in in_order)
+
+
+@relaxed
+@given(st.integers(0, 1 << 20), weights, weights, st.integers(1, 20), itemsizes)
+def test_an_elements_chunk_depends_neither_on_channels_nor_on_weights(
+    count, shares, others, nchunks, itemsize
+):
+    def chunk_starts(weights):
+        parts = layout(count, len(weights), nchunks, itemsize=itemsize, weights=weights)
+        return [lo for lo, _ in parts[0]], [hi for _, hi in parts[-1]]
+
+    assert chunk_starts(shares) == chunk_starts(others)
+
+
+@pytest.mark.parametrize("nchunks", [0, -1])
+def test_a_layout_has_a_chunk(nchunks):
+    with pytest.raises(InvalidArgument):
+        layout(4, 1, nchunks)
 
 
 def test_channels_weigh_the_same_unless_told():
-    assert layout(12, 2, 3) == ((0, 2, 4, 6), (6, 8, 10, 12))
+    assert layout(12, 2, 3) == (((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12)))
 
 
 def test_a_layout_wants_one_weight_a_channel():

@@ -203,6 +203,11 @@ class SimControl:
         """Connect until it works or another dial replaces this one."""
         self._start_dial(PathKey(peer, rail), epoch)
 
+    def cancel_path(self, peer: int, rail: int) -> None:
+        """Forget `accept_path` and `dial_path`."""
+        self._dials.pop(PathKey(peer, rail), None)
+        self._expected.pop(PathKey(peer, rail), None)
+
     def kick(self, rail: int) -> None:
         """Begin the pending dials of `rail` anew, without their pause."""
         for key, (_, epoch) in list(self._dials.items()):

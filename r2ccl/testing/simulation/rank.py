@@ -19,7 +19,7 @@ from r2ccl.bootstrap.messages import Codec
 from r2ccl.config import Config
 from r2ccl.errors import InternalError, R2cclError, TransportTimeout
 from r2ccl.executor import Call, LaneRun
-from r2ccl.recovery import Revoke
+from r2ccl.recovery import PortUp, Revoke
 from r2ccl.resilience.health import Health
 from r2ccl.resilience.path import Announcement
 from r2ccl.resilience.rounds import Commit, Prepare, Promise, Report
@@ -57,7 +57,7 @@ class Phase(enum.Enum):
 
 
 _MESSAGES: Any = (
-    Announcement | Revoke | Leaving
+    Announcement | Revoke | PortUp | Leaving
     | ProbeRequest | ProbeReply | Finding
     | Report | Prepare | Promise | Commit
 )  # fmt: skip
@@ -108,6 +108,7 @@ class SimRank:
             control=self.control,
             config=config,
             clock=self._timeline,
+            nwires=network.nrails,
         )
         self.recovery = self.progress.recovery
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
@@ -299,11 +300,11 @@ class SimRank:
         health = self.recovery.council.enter(op)
         if health is not None:
             self._checker.planned(self.rank, op, health)
-            self._begin()
+            self._begin(health)
 
-    def _begin(self) -> None:
+    def _begin(self, health: Health) -> None:
         self.phase = Phase.CALLING
-        layout = self._work.layout(self.ncalls, self.rank)
+        layout = self._work.layout(self.ncalls, self.rank, self.recovery.homes, health)
         source, output = self._work.memory(self.ncalls, self.rank)
         self._arrays = (source, output)
         call = Call(layout, source, output, np.add, None)
@@ -311,7 +312,7 @@ class SimRank:
         runs = [CheckedRun(lane, call, progress, self._pool) for lane in layout.lanes]
         self._runs = list(runs)
         self._peers = layout.peers
-        progress.begin(self._work.signature(self.ncalls), dict(enumerate(runs)))
+        progress.begin(self._work.signature(self.ncalls), {run.channel: run for run in runs})
         for run in runs:
             run.advance()
         progress.advance()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy.typing as npt
 
 from r2ccl.algos import recursive_doubling, ring
 from r2ccl.lowering import Layout, lower
+from r2ccl.planner import Placement, place
+from r2ccl.resilience.health import Health
 from r2ccl.testing.simulation.plan import CallSpec, Workload
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -32,9 +35,10 @@ class Work:
         self.calls = workload.calls
         self._expected = expected
 
-    def layout(self, call: int, rank: int) -> Layout:
-        """Return the lowered program of `rank`."""
-        return _layout(self.workload, self.calls[call], rank)
+    def layout(self, call: int, rank: int, homes: Sequence[int], health: Health) -> Layout:
+        """Return the lowered program of `rank`, placed as the planner does it."""
+        spec = self.calls[call]
+        return _layout(self.workload, spec, rank, place(spec.channels, homes, health))
 
     def memory(self, call: int, rank: int) -> tuple[Array, Array]:
         """Return fresh input and output memory, the same array when in place."""
@@ -64,7 +68,7 @@ class Work:
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout(workload: Workload, spec: CallSpec, rank: int) -> Layout:
+def _layout(workload: Workload, spec: CallSpec, rank: int, placement: Placement) -> Layout:
     make = ring.allreduce if spec.algorithm == "ring" else recursive_doubling.allreduce
     return lower(
         make(workload.nranks, spec.channels).program(rank),
@@ -72,6 +76,8 @@ def _layout(workload: Workload, spec: CallSpec, rank: int) -> Layout:
         4,
         slice_nbytes=workload.slice_nbytes,
         eager_nbytes=workload.eager_nbytes,
+        weights=placement.weights,
+        channels=placement.channels,
     )
 
 

@@ -1,0 +1,66 @@
+"""Probing: signs of life of ports, asked for by whoever wonders, answered once to each.
+
+Rails that dial are asked without preparation. Those that join need a connection for each probe,
+made once the paths are up, and made anew after a probe that was not answered broke it.
+
+Must not import sockets or verbs; owned by one caller at a time, like `r2ccl.recovery`. Invariant:
+whoever asked is told, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from r2ccl.joining import Joiner
+from r2ccl.transport.base import Probed, Transport
+from r2ccl.types import ProbeKey
+
+
+class Probing:
+    """The probes of one rank.
+
+    Parameters
+    ----------
+    transport : Transport
+    joiner : Joiner
+        Makes the connections.
+    unjoined : iterable of ProbeKey
+        Probes that need one.
+    """
+
+    def __init__(
+        self, transport: Transport, joiner: Joiner, unjoined: Iterable[ProbeKey] = ()
+    ) -> None:
+        self._transport = transport
+        self._joiner = joiner
+        #: Those whose connection nobody has begun to make.
+        self.unjoined = list(unjoined)
+        #: Who is to be told what became of a probe.
+        self._asking: dict[ProbeKey, list[Callable[[Probed], None]]] = {}
+
+    def ask(self, key: ProbeKey, on_answer: Callable[[Probed], None]) -> None:
+        """Ask for a sign of life; `on_answer` is told within the probe timeout."""
+        waiting = self._asking.setdefault(key, [])
+        waiting.append(on_answer)
+        if len(waiting) == 1:
+            self._transport.probe(key)
+
+    def join(self) -> None:
+        """Begin to make the connections of `unjoined`."""
+        unjoined, self.unjoined = self.unjoined, []
+        for key in unjoined:
+            self._joiner.begin_probe(key)
+
+    def on_probed(self, event: Probed, *, is_over: bool = False) -> None:
+        """Tell who asked; `is_over`: nothing is joined any more."""
+        key = event.key
+        if not is_over and self._transport.joins(key.rail):
+            if event.is_answered is False:
+                self._joiner.begin_probe(key)
+            elif event.is_answered is None and key.via == key.rail:
+                self._joiner.hurry(key)
+        for on_answer in self._asking.pop(key, ()):
+            on_answer(event)
+
+
+__all__ = ["Probing"]

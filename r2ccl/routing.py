@@ -1,0 +1,156 @@
+"""Routing: which path each channel to a peer rides, and what is set going when that changes.
+
+A channel is at *home* on one rail. While its home to a peer is down it rides another path, chosen
+so that the paths that are left are loaded in proportion to what they carry; it goes home as soon
+as its home is up, which fences nothing, because slices are known by number
+(`r2ccl.resilience.link`).
+
+Must not import sockets or the control plane; owned by one caller at a time, like
+`r2ccl.recovery`. Invariant: a route is a path that is up, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from r2ccl.repair import RepairLog
+from r2ccl.resilience.link import RecvLink, SendLink
+from r2ccl.resilience.path import Path, PathState, choose_routes
+from r2ccl.types import PathKey
+
+if TYPE_CHECKING:
+    from r2ccl.progress import Progress
+
+
+class Routes:
+    """Routes of all channels of one rank.
+
+    Parameters
+    ----------
+    progress : Progress
+        Its links are routed.
+    paths : mapping of PathKey to Path
+        Read, never changed.
+    nrails : int
+    homes : sequence of int
+        Rails channels are at home on: channel c on ``homes[c % len(homes)]``. The others are the
+        last resort.
+    share : callable
+        What a path carries, in any unit, the same for all; above 0.
+    log : RepairLog
+        Told of what is written again.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        paths: Mapping[PathKey, Path],
+        *,
+        nrails: int,
+        homes: Sequence[int],
+        share: Callable[[PathKey], float],
+        log: RepairLog,
+    ) -> None:
+        self._progress = progress
+        self._paths = paths
+        self._nrails = nrails
+        self._homes = homes
+        self._share = share
+        self._log = log
+
+    def up(self, peer: int) -> list[PathKey]:
+        """Paths to `peer` that may be used, by rail."""
+        keys = (PathKey(peer, rail) for rail in range(self._nrails))
+        return [key for key in keys if self._paths[key].state is PathState.UP]
+
+    def go_home(self, peer: int) -> None:
+        """A path to `peer` came up: channels at home on it go there, those without a route too."""
+        for channel in self._channels(peer):
+            self._set(peer, channel, self._home(peer, channel))
+        self.reroute(peer)
+
+    def begin(self, peer: int, channel: int) -> None:
+        """Give the new links of (peer, channel) their route."""
+        self._set(peer, channel, self._home(peer, channel))
+        self.reroute(peer)
+
+    def lose(self, key: PathKey) -> None:
+        """`key` is down: what rides it has no route."""
+        for (peer, channel), link in self._progress.senders.items():
+            if link.route == key:
+                self._set(peer, channel, None)
+
+    def proposal(self, peer: int) -> dict[int, int]:
+        """Return a rail for every channel to `peer` that has no route."""
+        return {channel: key.rail for channel, key in self._choose(peer).items()}
+
+    def reroute(self, peer: int, proposed: Mapping[int, int] | None = None) -> dict[int, int]:
+        """Give every channel without a route one, and set its waiting slices going.
+
+        Parameters
+        ----------
+        peer : int
+        proposed : mapping of int to int, optional
+            Rails the peer proposes, followed as far as they are up here.
+
+        Returns
+        -------
+        dict of int to int
+            Channel to its new rail.
+        """
+        up = self.up(peer)
+        routes = self._choose(peer)
+        for channel in routes:
+            wanted = PathKey(peer, (proposed or {}).get(channel, -1))
+            if wanted in up:
+                routes[channel] = wanted
+        for channel, key in routes.items():
+            self._set(peer, channel, key)
+        for channel in self._channels(peer):
+            self._set_going(
+                self._progress.senders[peer, channel], self._progress.receivers[peer, channel]
+            )
+        return {channel: key.rail for channel, key in routes.items()}
+
+    def _set_going(self, sender: SendLink, receiver: RecvLink) -> None:
+        if sender.route is None:
+            return
+        # What was consumed while there was no route could not be confirmed then.
+        self._progress.confirm_all((receiver,))
+        for landing in receiver.unnamed():
+            self._progress.name(receiver, landing)
+        for item in sender.waiting():
+            self._log.replayed(item.lost_on, len(item.view))
+            self._progress.write_again(sender, item, None)
+
+    def _home(self, peer: int, channel: int) -> PathKey | None:
+        key = PathKey(peer, self._homes[channel % len(self._homes)])
+        return key if self._paths[key].state is PathState.UP else None
+
+    def _choose(self, peer: int) -> dict[int, PathKey]:
+        """Choose among the paths that are up, for the channels that have no route."""
+        unrouted: list[int] = []
+        load: dict[PathKey, int] = {}
+        for (other, channel), link in self._progress.senders.items():
+            if other == peer and link.route is None:
+                unrouted.append(channel)
+            elif other == peer and link.route is not None:
+                load[link.route] = load.get(link.route, 0) + 1
+        return choose_routes(unrouted, self.up(peer), load, self._weight)
+
+    def _weight(self, key: PathKey) -> float:
+        return self._share(key) * (1.0 if key.rail in self._homes else _LAST_RESORT_WEIGHT)
+
+    def _set(self, peer: int, channel: int, key: PathKey | None) -> None:
+        self._progress.senders[peer, channel].route = key
+        self._progress.receivers[peer, channel].route = key
+
+    def _channels(self, peer: int) -> list[int]:
+        return [channel for to, channel in self._progress.senders if to == peer]
+
+
+#: So small that every RDMA path is fuller before a channel goes to a TCP one.
+_LAST_RESORT_WEIGHT = 1e-6
+
+__all__ = ["Routes"]
