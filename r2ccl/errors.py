@@ -78,11 +78,11 @@ class TransportError(R2cclError):
 
 
 class CompletionError(TransportError):
-    """A work request completed in error."""
+    """A work request of an RDMA NIC failed; ``status`` is its work completion status."""
 
 
 class RailDown(TransportError):
-    """A local NIC or port is down."""
+    """The local NIC or port of a rail is down."""
 
 
 class TransportTimeout(TransportError):

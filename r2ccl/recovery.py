@@ -21,10 +21,12 @@ from r2ccl.council import Council
 from r2ccl.detector import Detector
 from r2ccl.errors import (
     CommunicatorRevoked,
+    CompletionError,
     InvalidArgument,
     NoHealthyRail,
     PeerLost,
     R2cclError,
+    RailDown,
     TransportError,
 )
 from r2ccl.failback import Failback
@@ -50,6 +52,7 @@ from r2ccl.resilience.verdict import Finding, Kind, ProbeReply, ProbeRequest, Ve
 from r2ccl.resilience.watch import Watch
 from r2ccl.routing import Routes
 from r2ccl.transport.base import Arrived, Failed, Fenced, Joined, Probed, RailChanged
+from r2ccl.transport.status import is_completion_status
 from r2ccl.types import PathKey, ProbeKey
 
 if TYPE_CHECKING:
@@ -192,18 +195,33 @@ class Recovery:
         path.cause = cause
         # While all ranks leave, those that are done first close their ends.
         if not self._config.is_resilient and not self.is_leaving:
-            status = cause.partition(":")[0]
-            self._give_up(
-                TransportError(
-                    f"rank {self._rank}: path to rank {key.peer} on rail {key.rail} broke "
-                    f"({cause}); R2CC_MODE=0 does not migrate, the default does",
-                    rank=self._rank, peer=key.peer, rail=key.rail, status=status,
-                ),
-                "TransportError", key.peer,
-            )  # fmt: skip
+            error = self._no_migration(key, cause)
+            self._give_up(error, type(error).__name__, key.peer)
             return
         self._apply(path, step(path, PathEvent.FAILED))
         self._look_into(key, path.epoch, cause, is_own=True)
+
+    def _no_migration(self, key: PathKey, cause: str) -> TransportError:
+        """Make the error of a path that failed in the fail-stop baseline."""
+        rank, (peer, rail) = self._rank, key
+        status = cause.partition(":")[0]
+        if status in _PORT_IS_DOWN:
+            return RailDown(
+                f"rank {rank}: its port of rail {rail}, on the way to rank {peer}, is down "
+                f"({cause}); R2CC_MODE=0 does not migrate, the default does",
+                rank=rank, peer=peer, rail=rail, status=status,
+            )  # fmt: skip
+        if is_completion_status(status):
+            return CompletionError(
+                f"rank {rank}: a work request to rank {peer} on rail {rail} failed ({cause}); "
+                "R2CC_MODE=0 does not migrate, the default does",
+                rank=rank, peer=peer, rail=rail, status=status,
+            )  # fmt: skip
+        return TransportError(
+            f"rank {rank}: path to rank {peer} on rail {rail} broke ({cause}); R2CC_MODE=0 does "
+            "not migrate, the default does",
+            rank=rank, peer=peer, rail=rail, status=status,
+        )  # fmt: skip
 
     def on_fenced(self, event: Fenced) -> None:
         """The local end is drained."""
@@ -238,8 +256,9 @@ class Recovery:
             self._control.kick(rail)
             self._port_up(rail)
             return
+        cause = f"{_NO_CARRIER}: the local NIC of the rail has no carrier"
         for peer in self.peers:
-            self.fail(PathKey(peer, rail), "CARRIER_DOWN: the local NIC of the rail has no carrier")
+            self.fail(PathKey(peer, rail), cause)
         self._doubt(self._rank, rail)
 
     def on_rail(self, event: RailChanged) -> None:
@@ -249,7 +268,7 @@ class Recovery:
             self._port_up(event.rail)
             return
         for peer in self.peers:
-            self.fail(PathKey(peer, event.rail), "PORT_ERR: the port of the RDMA NIC is down")
+            self.fail(PathKey(peer, event.rail), f"{_PORT_ERR}: the port of the RDMA NIC is down")
         self._doubt(self._rank, event.rail)
 
     def on_joined(self, event: Joined) -> None:
@@ -588,5 +607,10 @@ _ACTIONS: dict[Action, Callable[[Recovery, Path], None]] = {
     Action.REDIAL: Recovery._redial,
     Action.USE: Recovery._use,
 }
+
+_NO_CARRIER = "CARRIER_DOWN"
+_PORT_ERR = "PORT_ERR"
+#: Statuses of a local port that is down.
+_PORT_IS_DOWN = (_NO_CARRIER, _PORT_ERR)
 
 __all__ = ["PortUp", "Recovery", "Revoke"]

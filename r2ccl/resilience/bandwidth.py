@@ -280,8 +280,8 @@ def shares(
     """Quantise rates: sixteenths of nominal, as the rail that comes closest to it counts 16.
 
     A previous weight is kept while the rate is within 3/16 of it, or within 3/4 of a step: noise
-    does not flip weights. One that equals the best, to half a step, is whole again. Where nothing is
-    known the previous weight stays, or a rail gets the full one and will be measured.
+    does not flip weights. One that equals the best, to half a step, is whole again. Where nothing
+    is known the previous weight stays, or a rail gets the full one and will be measured.
 
     Parameters
     ----------
@@ -304,7 +304,7 @@ def shares(
             is_as_good = wanted >= WHOLE - 0.5
             if rail not in old or is_as_good or abs(wanted - weight) > slack:
                 weight = max(1, round(wanted))
-                # One less than whole would never be left upwards, and differs by what noise does.
+                # One less than whole would hardly be left again, and differs as noise does.
                 weight = WHOLE if weight == WHOLE - 1 else weight
         weights[rail] = weight
     return weights

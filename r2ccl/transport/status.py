@@ -160,6 +160,11 @@ def status_name(status: int) -> str:
     return known.name if known else f"UNKNOWN_STATUS_{status}"
 
 
+def is_completion_status(name: str) -> bool:
+    """Whether verbs spells the status of a failed work request like this."""
+    return any(status.name == name for number, status in STATUSES.items() if number)
+
+
 def event_name(event: int) -> str:
     """Return verbs' own spelling of an asynchronous event, ``PORT_ERR`` for 10."""
     known = EVENTS.get(event)
@@ -212,5 +217,6 @@ __all__ = [
     "describe_event",
     "describe_status",
     "event_name",
+    "is_completion_status",
     "status_name",
 ]
