@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
+
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.clock import Clock
 from r2ccl.config import Config
@@ -102,6 +104,8 @@ class Detector:
         ``ask(key, on_answer)``: probe `key` from this rank; `on_answer` gets the `Probed`.
     config : Config
     clock : Clock
+    sequel : callable
+        ``sequel(path, epoch)``: what was done about a failure, in words.
     on_verdict : callable
         Told of every verdict, also one that revises another.
     """
@@ -117,6 +121,7 @@ class Detector:
         ask: Callable[[ProbeKey, Callable[[Probed], None]], None],
         config: Config,
         clock: Clock,
+        sequel: Callable[[PathKey, int], str],
         on_verdict: Callable[[Verdict], None],
     ) -> None:
         self._rank = rank
@@ -126,6 +131,7 @@ class Detector:
         self._control = control
         self._ask = ask
         self._clock = clock
+        self._sequel = sequel
         self._on_verdict = on_verdict
         self._patience_s = config.probe_timeout_s + _REPLY_S
         #: Until it is told better, every rank has a host of its own.
@@ -143,7 +149,14 @@ class Detector:
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return the last verdict on each path that ever had one."""
-        return tuple(self._verdicts.values())
+        return tuple(self._verdicts.copy().values())
+
+    def slow_since(self, when_s: float) -> tuple[int, ...]:
+        """Ranks that were found slow, not cut off, at `when_s` or later."""
+        verdicts = self._verdicts.copy().values()
+        return tuple(
+            sorted({v.path.peer for v in verdicts if not v.is_down and v.when_s >= when_s})
+        )
 
     # Evidence
 
@@ -313,6 +326,9 @@ class Detector:
 
     def _settle(self, case: _Case, verdict: Verdict, *, is_told: bool) -> None:
         key = verdict.path
+        if verdict.is_down:
+            sequel = self._sequel(key, case.epoch)
+            verdict = msgspec.structs.replace(verdict, sequel=sequel)
         self._forget_questions(case)
         self._open.pop(key, None)
         self._settled[key] = case

@@ -415,7 +415,9 @@ class Engine:
         self, doing: str, missing: dict[int, int] | None = None, waits: tuple[Wait, ...] = ()
     ) -> Pending:
         rank, now = self.progress.rank, self._clock()
-        return Pending(rank, doing, now, self._since_s, missing or {}, waits)
+        detector = self.recovery.detector
+        slow = detector.slow_since(self._since_s) if detector is not None else ()
+        return Pending(rank, doing, now, self._since_s, missing or {}, waits, slow)
 
 
 def _timeout(patience: _Patience) -> TransportTimeout:

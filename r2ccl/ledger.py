@@ -66,6 +66,8 @@ class Pending(msgspec.Struct, frozen=True):
         Ranks that have not called it as far as this rank knows, and the last collective they were
         seen in (0: none).
     waits : tuple of Wait
+    slow : tuple of int
+        Ranks found slow since the call waits: their ports answer, and nothing comes.
     """
 
     rank: int
@@ -74,6 +76,7 @@ class Pending(msgspec.Struct, frozen=True):
     since_s: float
     absent: dict[int, int] = {}
     waits: tuple[Wait, ...] = ()
+    slow: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if not self.doing:
@@ -87,6 +90,9 @@ class Pending(msgspec.Struct, frozen=True):
             parts.append(f"ranks {sorted(self.absent)} have not called it ({_listed(seen)})")
         if self.waits:
             parts.append(f"it waits for {_listed([str(wait) for wait in self.waits])}")
+        if self.slow:
+            ranks = _listed([str(rank) for rank in self.slow])
+            parts.append(f"the network is not at fault: the ports of ranks {ranks} answer")
         age_s = self.now_s - self.since_s
         said = "; ".join(parts) or "it waits for its own part"
         return f"rank {self.rank}: {self.doing}, begun {age_s:.3g} s ago: {said}"
@@ -216,6 +222,25 @@ class HealthReport(msgspec.Struct, frozen=True):
         return "\n".join(lines)
 
 
+class Agreed(msgspec.Struct, frozen=True):
+    """The newest health of all ranks' rails this one has heard of, and since when.
+
+    ``shares[rank]`` has what each rail of a rank carries, in sixteenths; 0: it is down.
+    """
+
+    version: int
+    since_s: float
+    shares: tuple[tuple[int, ...], ...]
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A path that failed and is not used yet: how long it has to be good without a break."""
+
+    peer: int
+    rail: int
+    hold_s: float
+
+
 class Ledger(msgspec.Struct, frozen=True):
     """Everything one rank has under way; ``error`` is what ended the communicator, if anything."""
 
@@ -229,6 +254,9 @@ class Ledger(msgspec.Struct, frozen=True):
     links: tuple[LinkEntry, ...]
     peers: tuple[PeerEntry, ...]
     repairs: tuple[Repair, ...]
+    health: Agreed | None
+    verdicts: tuple[str, ...]
+    held: tuple[Held, ...]
 
 
 def waits_of_call(progress: Progress, runs: Iterable[LaneRun]) -> tuple[Wait, ...]:
@@ -305,6 +333,27 @@ def read(
         links=_links(progress),
         peers=tuple(_peer(each, last_heard(each.rank), ops[each.rank]) for each in peers),
         repairs=tuple(recovery.log.repairs.copy()),
+        health=_agreed(recovery),
+        verdicts=_verdicts(recovery),
+        held=tuple(Held(*key, hold_s) for key, hold_s in recovery.failback.held().items()),
+    )
+
+
+def _agreed(recovery: Recovery) -> Agreed | None:
+    if recovery.council is None:
+        return None
+    health, since_s = recovery.council.known
+    rails = range(health.nrails)
+    shares = (tuple(health.share(rank, rail) for rail in rails) for rank in range(health.nranks))
+    return Agreed(health.version, since_s, tuple(shares))
+
+
+def _verdicts(recovery: Recovery) -> tuple[str, ...]:
+    if recovery.detector is None:
+        return ()
+    return tuple(
+        f"rail {verdict.path.rail} to rank {verdict.path.peer}: {verdict}"
+        for verdict in recovery.detector.verdicts()
     )
 
 
@@ -377,7 +426,9 @@ def _listed(items: list[str]) -> str:
 _SHOWN = 8
 
 __all__ = [
+    "Agreed",
     "HealthReport",
+    "Held",
     "Ledger",
     "LinkEntry",
     "Operation",

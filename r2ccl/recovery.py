@@ -124,7 +124,8 @@ class Recovery:
         self.probing = Probing(progress.transport, self._joiner, needed)
         self._join_by_s = 0.0
         self._alone_since = dict.fromkeys(self.peers, self._clock())
-        self._failback = Failback(
+        #: Brings back what failed.
+        self.failback = Failback(
             self._config,
             self._clock,
             ask=self.probing.ask,
@@ -155,6 +156,7 @@ class Recovery:
             ask=self.probing.ask,
             config=self._config,
             clock=self._clock,
+            sequel=self.log.sequel,
             on_verdict=self._on_verdict,
         )
 
@@ -275,7 +277,7 @@ class Recovery:
         """An end this rank called with has proved itself, or not."""
         self._joiner.on_joined(event)
         if isinstance(event.key, ProbeKey) and not event.error:
-            self._failback.hint(PathKey(event.key.peer, event.key.rail))
+            self.failback.hint(PathKey(event.key.peer, event.key.rail))
 
     def _port_up(self, rail: int) -> None:
         """Have the paths of a local port that came up probed soon, by whichever end does that."""
@@ -284,7 +286,7 @@ class Recovery:
             if self.paths[key].state is PathState.UP:
                 continue
             if self._rank < peer:
-                self._failback.hint(key)
+                self.failback.hint(key)
             else:
                 self._control.send(peer, PortUp(rail))
 
@@ -316,7 +318,7 @@ class Recovery:
         elif isinstance(message, Offer | Answer | Ready):
             self._joiner.on_message(peer, message)
         elif isinstance(message, PortUp):
-            self._failback.hint(PathKey(peer, message.rail))
+            self.failback.hint(PathKey(peer, message.rail))
             self._joiner.kick(message.rail, peer)
         elif self.detector is not None and isinstance(message, ProbeRequest | ProbeReply | Finding):
             self.detector.on_message(peer, message)
@@ -354,7 +356,7 @@ class Recovery:
         if self.probing.unjoined:
             self._join_probes(now)
         self._joiner.tick(now, is_calm=not self.repairing)
-        self._failback.tick(now)
+        self.failback.tick(now)
         for key in self._watch.look(now, self._watched()):
             self._probe(key)
             if self.detector is not None:
@@ -522,7 +524,7 @@ class Recovery:
         # What may still be connecting is of the epoch that has just ended.
         self._joiner.cancel(path.key)
         self._control.cancel_path(peer, rail)
-        self._failback.failed(path.key)
+        self.failback.failed(path.key)
 
     def _connect(self, key: PathKey) -> None:
         peer, rail = key
@@ -538,7 +540,7 @@ class Recovery:
         """A path is up: the channels at home on it come home, without any fence."""
         peer = path.key.peer
         self._alone_since[peer] = path.since_s = self._clock()
-        self._failback.opened(path.key)
+        self.failback.opened(path.key)
         self.routes.go_home(peer)
         self.log.opened(path.key, path.epoch, self._clock())
         self._trust(path.key)

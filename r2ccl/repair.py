@@ -100,6 +100,16 @@ class RepairLog:
             if repair.epoch < epoch and not repair.restored_s:
                 repair.restored_s = now
 
+    def sequel(self, key: PathKey, epoch: int) -> str:
+        """Say what was done about the failure of `key` in `epoch`; empty: nothing is known."""
+        for repair in self._last(key):
+            if repair.epoch == epoch and repair.resumed_s:
+                took_ms = (repair.resumed_s - repair.failed_s) * 1e3
+                channels, rails = sorted(repair.moved), sorted(set(repair.moved.values()))
+                what = f"moved channels {channels} to rails {rails}" if rails else "nothing moved"
+                return f"{what}, in {took_ms:.1f} ms"
+        return ""
+
     def _last(self, key: PathKey) -> list[Repair]:
         """Return the newest record of `key`, or nothing if it was never in use."""
         for repair in reversed(self.repairs):

@@ -55,11 +55,15 @@ class World:
             ask=lambda key, on_answer: self.asked.append((key, on_answer)),
             config=Config(),
             clock=lambda: self.now,
+            sequel=lambda key, epoch: f"moved from {key.rail} in epoch {epoch}",
             on_verdict=self.told.append,
         )
 
     def send(self, peer: int, message: object) -> None:
         self.sent.append((peer, message))
+
+    def broadcast(self, message: object) -> None:
+        raise AssertionError(f"a verdict concerns one peer, not all: {message}")
 
     def fail(self, key: PathKey, cause: str = "EIO: gone", *, is_own: bool = True) -> None:
         epoch = self.paths[key].epoch
@@ -252,6 +256,24 @@ def test_a_slow_peer_costs_one_probe_and_is_mentioned_once_a_minute(
     assert world.findings() == []
     (record,) = caplog.records
     assert record.getMessage().startswith("rank 0: rail 0 to rank 1: rank 1: slow")
+
+
+def test_who_is_slow_is_known_and_from_when_on() -> None:
+    world = World()
+    world.now = 5.0
+    for key in (A, PathKey(2, 0)):
+        world.detector.suspect(key)
+    world.answer(lambda key: True)
+    assert world.detector.slow_since(5.0) == (1, 2)
+    assert world.detector.slow_since(5.1) == ()
+
+
+def test_a_verdict_says_what_was_done_about_it() -> None:
+    world = World()
+    world.fail(A, CARRIER)
+    world.tick()
+    assert world.told[0].sequel == "moved from 0 in epoch 0"
+    assert world.detector.verdicts() == tuple(world.told)
 
 
 def test_a_path_that_moves_again_before_the_answer_was_not_slow() -> None:

@@ -21,6 +21,7 @@ from r2ccl.errors import PeerLost, TransportTimeout
 from r2ccl.executor import Call, LandingPool, LaneRun
 from r2ccl.lowering import lower
 from r2ccl.progress import Progress
+from r2ccl.resilience.path import Announcement, PathState
 from r2ccl.rollcall import Calling
 from r2ccl.transport.base import Event, Failed
 from r2ccl.transport.sim import SimTransport
@@ -298,6 +299,32 @@ def test_long_lists_are_cut_in_words_and_whole_as_values() -> None:
     assert text.count("slice 5") == 8
     assert "and 4 more" in text
     assert len(pending.waits) == 12
+
+
+def test_a_slow_peer_is_told_from_a_broken_network() -> None:
+    pending = ledger.Pending(0, "call 2, barrier()", 2.0, 1.0, {}, (ledger.Wait(1, "slice"),), (1,))
+    assert str(pending).endswith("the network is not at fault: the ports of ranks 1 answer")
+
+
+def test_what_a_failure_set_in_motion_is_in_the_books() -> None:
+    world = ready(1, 2)
+    recovery = world.engine.recovery
+    world.engine.on_carrier(1, False)
+    while any(path.state is PathState.FENCING for path in recovery.paths.values()):
+        assert world.timeline.step()
+        world.engine.on_tick(world.timeline.now)
+    for peer in (1, 2):
+        announcement = Announcement(1, 0, "reported", ())
+        world.engine.on_message(peer, announcement)
+    world.timeline.after(0.3, lambda: None)
+    world.timeline.step()
+    world.engine.on_tick(world.timeline.now)
+    read = world.read()
+    assert {(held.peer, held.rail) for held in read.held} == {(1, 1), (2, 1)}
+    assert len(read.verdicts) == 2
+    assert all("local NIC" in verdict for verdict in read.verdicts)
+    assert read.health is not None
+    assert read.health.shares[1] == (16, 16)
 
 
 def test_nothing_blocked_is_said_so() -> None:
