@@ -1,7 +1,9 @@
 """Random jobs under random faults: no wrong, lost, doubled or torn slice, and no hang.
 
-``R2CC_SIM_EXAMPLES`` is the number of plans; hypothesis shrinks a failing one, and the message has
-seed and plan. One rail of every pair is never lost for good, so each job must end without error.
+No two ranks plan a collective from different versions of the health either: every simulation checks
+that. ``R2CC_SIM_EXAMPLES`` is the number of plans; hypothesis shrinks a failing one, and the message
+has seed and plan. One rail of every pair is never lost for good, so a job in which no rank dies must
+end without error.
 """
 
 import os
@@ -10,11 +12,13 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from r2ccl.errors import CommunicatorRevoked, PeerLost
 from r2ccl.testing.simulation import (
     CallSpec,
     CutPath,
     Fault,
     Hold,
+    Kill,
     Lose,
     NicDown,
     Noise,
@@ -101,14 +105,38 @@ def jobs(draw: st.DrawFn) -> tuple[Workload, Plan, int]:
     return workload, Plan(tuple(draw(several)), noise), draw(st.integers(0, 1 << 16))
 
 
-@pytest.mark.timeout(120 if EXAMPLES <= 1_000 else 7_200)
-@hypothesis.settings(
+LIMIT = pytest.mark.timeout(120 if EXAMPLES <= 1_000 else 7_200)
+random_plans = hypothesis.settings(
     max_examples=EXAMPLES,
     deadline=None,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
+
+
+@LIMIT
+@random_plans
 @hypothesis.given(jobs())
 def test_every_job_ends_with_the_exact_result(job: tuple[Workload, Plan, int]) -> None:
     workload, plan, seed = job
     outcome = simulate(workload, plan, seed)
     assert outcome.is_clean, (outcome.errors, outcome.ncalls)
+
+
+@LIMIT
+@random_plans
+@hypothesis.given(jobs(), EVENTS, st.integers(0, 3))
+def test_a_death_beside_all_else_ends_every_survivor_in_time(
+    job: tuple[Workload, Plan, int], at: int, rank: int
+) -> None:
+    """Rank 0, which coordinates the agreement, dies as often as any other."""
+    workload, plan, seed = job
+    victim = rank % workload.nranks
+    faults = (*plan.faults, Kill(at, victim))
+    outcome = simulate(workload, Plan(faults, plan.noise), seed)
+    survivors = [other for other in range(workload.nranks) if other != victim]
+    for survivor in survivors:
+        error = outcome.errors[survivor]
+        is_done = outcome.ncalls[survivor] == len(workload.calls)
+        assert is_done if error is None else isinstance(error, PeerLost | CommunicatorRevoked)
+    named = {e.peer for e in outcome.errors if isinstance(e, PeerLost)}
+    assert named <= {victim}
