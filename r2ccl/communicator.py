@@ -105,6 +105,7 @@ class Communicator:
         )
         self._whole = Health.whole(self.nranks, self._nrails, config.digest())
         self._tidings = Tidings(self._engine)
+        self._engine.recovery.hosts = [info.hostname for info in control.peers]
         if self._engine.recovery.detector is not None:
             places = places_of(self.rank, control.peers, self._rails)
             self._engine.recovery.detector.places = places

@@ -388,7 +388,7 @@ def places_of(rank: int, peers: Sequence[PeerInfo], nics: Sequence[Nic]) -> Plac
 
     def name(of: int, rail: int) -> str:
         rails = peers[of].rails
-        what = [peers[of].host.partition("/")[0]]
+        what = [peers[of].hostname]
         if of == rank and rail < len(nics):
             what.append(nics[rail].name)
         elif of != rank and rail < len(rails):

@@ -125,17 +125,35 @@ class PeerLost(R2cclError):
     last_heard_s : float
         Seconds since the last sign of life.
     why : str
+    host : str
+        Where it ran; empty: not known.
+    last_op : int or None
+        The last collective it was seen in, 0: none; None: not known.
     """
 
-    def __init__(self, *, rank: int, peer: int, last_heard_s: float, why: str) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        peer: int,
+        last_heard_s: float,
+        why: str,
+        host: str = "",
+        last_op: int | None = None,
+    ) -> None:
+        where = f" on {host}" if host else ""
+        seen = "" if last_op is None else f", last seen in call {last_op}"
         super().__init__(
-            f"rank {rank}: lost rank {peer} ({why}; last heard {last_heard_s:.3f} s ago); "
-            "look at that rank's own log; go on without it with shrink(), or restart the job"
+            f"rank {rank}: lost rank {peer}{where} ({why}; last heard {last_heard_s:.3f} s "
+            f"ago{seen}); look at that rank's own log; go on without it with shrink(), or restart "
+            "the job"
         )
         self.rank = rank
         self.peer = peer
         self.last_heard_s = last_heard_s
         self.why = why
+        self.host = host
+        self.last_op = last_op
 
 
 class NoQuorum(R2cclError):

@@ -358,8 +358,7 @@ def _verdicts(recovery: Recovery) -> tuple[str, ...]:
 
 
 def _peer(info: PeerInfo, heard_s: float, last_op: int) -> PeerEntry:
-    host = info.host.partition("/")[0]  # what follows identifies, and says nothing to people
-    return PeerEntry(info.rank, host, info.pid, heard_s, last_op)
+    return PeerEntry(info.rank, info.hostname, info.pid, heard_s, last_op)
 
 
 def _links(progress: Progress) -> tuple[LinkEntry, ...]:

@@ -96,6 +96,8 @@ class Recovery:
         }
         #: Paths being fenced here or at the peer: slices wait for the control plane.
         self.repairing: set[PathKey] = set()
+        #: Where the ranks run, by rank, for people; empty: not known.
+        self.hosts = [""] * progress.nranks
         #: First error that ended the communicator.
         self.error: R2cclError | None = None
         #: Every slice of this rank is confirmed, and it says so.
@@ -329,7 +331,16 @@ class Recovery:
         """The control plane gave `peer` up."""
         if self.council is not None:
             self.council.peer_lost(peer)
-        self._give_up(PeerLost(rank=self._rank, peer=peer, last_heard_s=last_heard_s, why=why))
+        self._give_up(
+            PeerLost(
+                rank=self._rank,
+                peer=peer,
+                last_heard_s=last_heard_s,
+                why=why,
+                host=self.hosts[peer],
+                last_op=max(path.op for key, path in self.paths.items() if key.peer == peer),
+            )
+        )
 
     def revoke(self, message: Revoke, error: R2cclError | None = None) -> None:
         """End the communicator on every rank, here with `error` if given.

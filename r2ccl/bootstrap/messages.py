@@ -42,6 +42,11 @@ class PeerInfo(msgspec.Struct, frozen=True):
     rails: tuple[tuple[str, int], ...]
     nhcas: int = 0
 
+    @property
+    def hostname(self) -> str:
+        """The part of ``host`` that says something to people."""
+        return self.host.partition("/")[0]
+
 
 class Goodbye(msgspec.Struct, frozen=True, tag="boot.goodbye"):
     """The sender leaves in order: the end of its connections is no loss.
