@@ -3,13 +3,12 @@
 import numpy as np
 
 import r2ccl
-from r2ccl.testing import Fault, FaultPlan
+from r2ccl.testing import fail_at
 
 
 def rank_program() -> None:
     # Rank 1 loses its first rail before it sends slice 5 of the first allreduce.
-    plan = FaultPlan([Fault.parse("nic_down:node=1,rail=0,at_op=0,at_step=5")])
-    with r2ccl.init(faults=plan) as comm:
+    with fail_at(rank=1, rail=0, op=0, step=5) as plan, r2ccl.init(faults=plan) as comm:
         x = np.full(4_000_000, comm.rank + 1.0, np.float32)
         comm.allreduce(x)
         assert (x == 1 + 2 + 3).all()

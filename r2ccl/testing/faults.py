@@ -12,6 +12,7 @@ import enum
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -214,7 +215,8 @@ class Firing(msgspec.Struct, frozen=True, kw_only=True):
 class FaultPlan:
     """Faults, in the order given, and the record of those that fired.
 
-    A plan serves one run; ``FaultPlan(plan.faults)`` is a fresh one.
+    A plan serves one run; ``FaultPlan(plan.faults)`` is a fresh one. As a context manager it holds
+    the run to it: leaving raises AssertionError where a fault did not fire.
 
     Parameters
     ----------
@@ -230,6 +232,8 @@ class FaultPlan:
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
         self.faults = tuple(faults)
         self.fired: list[Firing] = []
+        #: Faults this process is to see fired: all, or in a rank those it triggers.
+        self._claimed: Sequence[int] = range(len(self.faults))
         for fault in self.faults:
             if fault.at_s is None and fault.at_op is None:
                 raise InvalidArgument(
@@ -283,6 +287,10 @@ class FaultPlan:
             for fault in self.faults
         )
 
+    def claim(self, indices: Sequence[int]) -> None:
+        """Say which faults this process sees fired: those of other ranks are theirs to miss."""
+        self._claimed = indices
+
     def record(self, index: int, time_s: float, applied_s: float) -> Firing:
         """Note that fault `index` was applied, and when (CLOCK_MONOTONIC seconds)."""
         firing = Firing(index=index, fault=self.faults[index], time_s=time_s, applied_s=applied_s)
@@ -290,9 +298,9 @@ class FaultPlan:
         return firing
 
     def pending(self) -> Sequence[Fault]:
-        """Return the faults that have not fired."""
+        """Return the faults that have not fired; in a rank, of those it triggers."""
         fired = {firing.index for firing in self.fired}
-        return [fault for index, fault in enumerate(self.faults) if index not in fired]
+        return [self.faults[index] for index in self._claimed if index not in fired]
 
     def assert_all_fired(self) -> None:
         """Raise AssertionError, naming them, where faults have not fired.
@@ -305,6 +313,42 @@ class FaultPlan:
                 f"{len(pending)} of {len(self.faults)} fault(s) did not fire, because the run or "
                 f"the operation ended first: {'; '.join(map(str, pending))}"
             )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            self.assert_all_fired()
+
+
+def fail_at(rank: int, rail: int, op: int, step: int = 0) -> FaultPlan:
+    """Plan that `rank` loses its `rail` just before it sends slice `step` of collective `op`.
+
+    Parameters
+    ----------
+    rank, rail : int
+    op, step : int
+        Counted from 0; `step` counts the slices that `rank` sends in this collective.
+
+    Returns
+    -------
+    FaultPlan
+        For ``init(faults=plan)`` on every rank; as a context manager, `rank` fails if it did not
+        come to that.
+
+    Examples
+    --------
+    >>> with fail_at(rank=1, rail=0, op=0, step=5) as plan, r2ccl.init(faults=plan) as comm:
+    ...     comm.allreduce(x)  # doctest: +SKIP
+    """
+    where = Fault(action=Action.NIC_DOWN, node=rank, rank=rank, rail=rail, at_op=op, at_step=step)
+    return FaultPlan([where])
 
 
 def check_fits(fault: Fault, *, nodes: int, rails: int, ranks_per_node: int = 1) -> None:
@@ -336,4 +380,4 @@ def _convert(fields: dict[str, Any], kind: type[Fault], what: str) -> Fault:
         ) from exc
 
 
-__all__ = ["RATE", "Action", "Fault", "FaultPlan", "Firing", "check_fits"]
+__all__ = ["RATE", "Action", "Fault", "FaultPlan", "Firing", "check_fits", "fail_at"]

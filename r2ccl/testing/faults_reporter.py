@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument, TransportTimeout
 from r2ccl.testing.faults import Fault, FaultPlan
 
@@ -49,7 +50,8 @@ class FaultReporter:
     Parameters
     ----------
     plan : FaultPlan
-        Only faults triggered by this rank's operations count; those with `at_s` are the lab's.
+        Only faults triggered by this rank's operations count, and it records when they fired;
+        those with `at_s` are the lab's.
     rank : int
     apply : callable of Due
         The fault must be in force when it returns. On machines without namespaces this is where
@@ -59,11 +61,13 @@ class FaultReporter:
     def __init__(self, plan: FaultPlan, rank: int, apply: Callable[[Due], None]) -> None:
         self._rank = rank
         self._apply = apply
+        self._plan = plan
         mine = [
             (fault.at_op, fault.at_step or 0, index, fault)
             for index, fault in enumerate(plan.faults)
             if fault.at_op is not None and fault.triggered_by() == rank
         ]
+        plan.claim([index for _, _, index, _ in mine])
         self._pending = deque(sorted(mine, key=lambda item: item[:3]))
         self._next: tuple[float, float] = _NEVER
         self._advance()
@@ -144,7 +148,9 @@ class FaultReporter:
             # An operation that ended before `at_step` leaves its fault unfired, for
             # `assert_all_fired` to name, rather than to strike a later one.
             if at_op == op:
+                begun_s = monotonic()
                 self._apply(Due(self._rank, op, step, index, fault))
+                self._plan.record(index, begun_s, monotonic())
 
     def _advance(self) -> None:
         self._next = self._pending[0][:2] if self._pending else _NEVER

@@ -1,8 +1,8 @@
 """A transport around a transport that lets a fault plan strike at a given slice.
 
 The library has no "if testing": whoever wants faults wraps the transport. Under a netlab the fault
-is applied to the real NIC by the lab; without one, ``nic_down`` breaks this rank's connections of
-the rail, which come back by being dialed again.
+is applied to the real NIC by the lab; without one, ``nic_down`` silences this rank's connections of
+the rail and reports them as failed. They come back by being dialed again.
 
 Invariant: with no fault left, a call costs one comparison more than the inner transport's.
 """
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.faults import Action, FaultPlan
 from r2ccl.testing.faults_reporter import Due, FaultReporter
-from r2ccl.transport.base import Endpoint, Event, Failed, Fenced, Frame, Registered, Transport
+from r2ccl.transport.base import Endpoint, Event, Failed, Frame, Registered, Transport
 from r2ccl.types import PathKey, ProbeKey
 
 
@@ -41,7 +41,8 @@ class ReportingTransport:
         self._inner = inner
         self._op = 0
         self._step = 0
-        self._cut_paths: set[PathKey] = set()
+        #: Paths whose failure is on its way to the owner: nothing is sent on them any more.
+        self._silent: set[PathKey] = set()
         self._injected: list[Event] = []
         self._open: set[PathKey] = set()
         self._reporter = (
@@ -60,7 +61,8 @@ class ReportingTransport:
             # Operations count from 1 on the wire and from 0 in a plan.
             self._reporter.at(frame.op - 1, self._step)
             self._step += 1
-        self._inner.isend(path, frame, view, token, is_replay)
+        if path not in self._silent:
+            self._inner.isend(path, frame, view, token, is_replay)
 
     def joins(self, rail: int) -> bool:
         """See `Transport.joins`."""
@@ -89,11 +91,13 @@ class ReportingTransport:
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
         """See `Transport.irecv`."""
-        self._inner.irecv(path, frame, region, ack)
+        if path not in self._silent:
+            self._inner.irecv(path, frame, region, ack)
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
         """See `Transport.confirm`."""
-        self._inner.confirm(path, channel, ack)
+        if path not in self._silent:
+            self._inner.confirm(path, channel, ack)
 
     def flush(self) -> None:
         """See `Transport.flush`."""
@@ -102,8 +106,6 @@ class ReportingTransport:
     def poll(self, timeout_s: float) -> list[Event]:
         """See `Transport.poll`; a cut path reports its failure first."""
         events = self._inner.poll(0.0 if self._injected else timeout_s)
-        if self._cut_paths:
-            events = [event for event in events if not self._is_own_fence(event)]
         injected, self._injected = self._injected, []
         return injected + events
 
@@ -114,6 +116,7 @@ class ReportingTransport:
     def fence(self, path: PathKey) -> None:
         """See `Transport.fence`."""
         self._open.discard(path)
+        self._silent.discard(path)
         self._inner.fence(path)
 
     def is_stuck(self, path: PathKey) -> bool:
@@ -128,12 +131,6 @@ class ReportingTransport:
         """See `Transport.close`."""
         self._inner.close()
 
-    def _is_own_fence(self, event: Event) -> bool:
-        if isinstance(event, Fenced) and event.path in self._cut_paths:
-            self._cut_paths.discard(event.path)
-            return True
-        return False
-
     def _cut(self, due: Due) -> None:
         """Break this rank's paths on the fault's rail."""
         fault = due.fault
@@ -142,9 +139,8 @@ class ReportingTransport:
                 f"fault {fault.action}: without a netlab only nic_down can be applied"
             )
         for path in [path for path in self._open if path.rail == fault.rail]:
-            if self._inner.is_open(path):
-                self._inner.fence(path)
-                self._cut_paths.add(path)
+            if self._inner.is_open(path) and path not in self._silent:
+                self._silent.add(path)
                 self._injected.append(Failed(path, "ENETDOWN", "cut by the fault plan"))
 
 

@@ -1,5 +1,6 @@
 """Fault plans: what is accepted, what is refused and how, and when a reporter fires."""
 
+import contextlib
 import socket
 import threading
 from pathlib import Path
@@ -8,7 +9,7 @@ import msgspec
 import pytest
 
 from r2ccl.errors import InvalidArgument, TransportTimeout
-from r2ccl.testing import Action, Fault, FaultPlan, FaultReporter
+from r2ccl.testing import Action, Fault, FaultPlan, FaultReporter, fail_at
 from r2ccl.testing.faults_reporter import Applied, Due, LabClient
 
 
@@ -119,6 +120,29 @@ def walk(plan: FaultPlan, rank: int, steps_of_op: list[int]) -> list[tuple[int, 
         for step in range(steps):
             reporter.at(op, step)
     return recorder.calls
+
+
+def test_a_rank_answers_for_the_faults_it_triggers_and_no_others() -> None:
+    for rank, is_missed in ((1, True), (0, False)):
+        with contextlib.ExitStack() as stack:
+            if is_missed:
+                stack.enter_context(pytest.raises(AssertionError, match="did not fire"))
+            with fail_at(rank=1, rail=0, op=3, step=2) as plan:
+                FaultReporter(plan, rank, lambda due: None).at(3, 1)
+    with fail_at(rank=1, rail=0, op=3, step=2) as plan:
+        FaultReporter(plan, 1, lambda due: None).at(3, 2)
+    (firing,) = plan.fired
+    assert firing.time_s <= firing.applied_s
+
+
+def test_a_plan_nobody_was_given_did_not_fire() -> None:
+    with pytest.raises(AssertionError, match="rail=0"), fail_at(rank=1, rail=0, op=3):
+        pass
+
+
+def test_what_went_wrong_before_is_not_hidden() -> None:
+    with pytest.raises(KeyError), fail_at(rank=1, rail=0, op=3):
+        raise KeyError
 
 
 def test_reporter_fires_its_own_faults_at_their_step() -> None:
