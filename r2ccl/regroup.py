@@ -3,7 +3,8 @@
 `r2ccl.resilience.shrinking` says who agrees on whom, and when it is safe to go on; here it meets
 the old communicator's control plane, whose sessions between survivors outlive its data plane, and
 the clock. What others say may come before this rank knows of any failure, so `Tidings` listens from
-the communicator's first day.
+the communicator's first day. Only the old control plane says who is gone: one that a successor lost
+and the old control plane did not was late, and is met again.
 
 The calling thread owns the table and connects the new communicator; the control thread only queues
 what it hears, and interrupts a connecting that has become pointless. This room does not know what a
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import threading
 from collections import deque
@@ -29,6 +31,10 @@ from r2ccl.errors import CommunicatorRevoked, NoQuorum, PeerLost, TransportTimeo
 from r2ccl.resilience.shrinking import Built, Done, Message, Shrinking, Step, View
 
 _log = logging.getLogger(__name__)
+
+#: A successor that could not be connected is tried again after this long, unless the old control
+#: plane says before who is gone, or that others try again.
+_RETRY_S = 0.5
 
 #: A peer, and what it said, or why it is gone.
 News: TypeAlias = tuple[int, Message | str]
@@ -207,6 +213,8 @@ class _Regrouping(Generic[_S]):
         self._succession: Succession | None = None
         self._held: _S | None = None
         self._failure: PeerLost | CommunicatorRevoked | None = None
+        #: When a failure that nothing here explains has all survivors meet again.
+        self._retry_at = math.inf
 
     def run(self) -> _S:
         """Do what the table says, until it says that it is over."""
@@ -246,25 +254,31 @@ class _Regrouping(Generic[_S]):
             self._table.heard(peer, what)
 
     def _tell(self) -> None:
+        self._retry_at = math.inf
         if self._succession is not None:
             self._succession.close()
         self._succession = Succession(self._control)
         self._control.broadcast(self._table.tell(self._succession.card))
-        _log.info("rank %d: shrinking without ranks %s", self._control.rank, self._gone())
+        _log.info(
+            "rank %d: shrinking without ranks %s, attempt %d",
+            self._control.rank, self._gone(), self._table.attempt + 1,
+        )  # fmt: skip
 
     def _build(self) -> None:
         cards = self._table.begin_building()
         self._drop()
         assert self._succession is not None, "a View was told"
         members = tuple(cards)
-        successor = self._make(self._succession.make(cards), members)
+        successor = self._make(self._succession.make(cards, self._table.attempt), members)
         building = Building(members, self._give_up_at, successor.revoke)
         try:
             with self._tidings.during(building):
                 successor.connect()
         except (PeerLost, CommunicatorRevoked) as exc:
-            # Whoever is lost or gave up there will be heard of here: that decides.
+            # Whoever is gone will be heard of here, and that decides. But one that was only late
+            # is lost there alone.
             self._failure = exc
+            self._retry_at = monotonic() + _RETRY_S
             _log.info("rank %d: not connected: %s", self._control.rank, exc)
             return
         if building.is_stopped:
@@ -280,20 +294,26 @@ class _Regrouping(Generic[_S]):
         return held
 
     def _wait(self) -> None:
-        news = self._tidings.take(max(0.0, self._give_up_at - monotonic()))
-        if news is None:
+        until = min(self._give_up_at, self._retry_at)
+        news = self._tidings.take(max(0.0, until - monotonic()))
+        if news is not None:
+            self._hear(news)
+        elif until == self._retry_at:
+            self._retry_at = math.inf
+            self._table.not_built()
+        else:
             raise TransportTimeout(
                 f"rank {self._control.rank}: shrink() gave up after {self._timeout_s:g} s: "
                 f"{self._missing()}; look at their logs, or raise R2CC_INIT_TIMEOUT_S",
                 rank=self._control.rank,
             ) from self._failure
-        self._hear(news)
 
     def _missing(self) -> str:
         if absent := self._table.absent():
             return f"ranks {absent} have not called shrink()"
         if undecided := self._table.undecided():
-            return f"ranks {undecided} have not said that ranks {self._gone()} are gone"
+            attempt = f", for attempt {self._table.attempt + 1}" * bool(self._table.attempt)
+            return f"ranks {undecided} have not said that ranks {self._gone()} are gone{attempt}"
         return f"ranks {self._table.unbuilt()} have not connected ({self._failure or 'silent'})"
 
     def _gone(self) -> list[int]:

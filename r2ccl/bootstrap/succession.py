@@ -2,9 +2,10 @@
 
 No rendezvous, hence no leader who could die in it: each rank opens the listeners of the next
 communicator first and says over the old sessions where they are (its *card*); once all agree on who
-goes on, each makes the same table from the same cards. Secret and id are derived from the old ones
-and the members, and are never sent. So a rank that was given up, and wakes with the old secret, is
-a stranger to the new communicator. MPI is not asked for anything.
+goes on, each makes the same table from the same cards. Secret and id are derived from the old ones,
+the members and the attempt, and are never sent. So a rank that was given up, and wakes with the old
+secret, is a stranger to the new communicator, and so is one that is still at an earlier attempt.
+MPI is not asked for anything.
 
 A rail whose address has gone from this host is named without a port; those who go on use the rails
 that all of them could open. Invariant: every socket opened here is handed over or closed.
@@ -61,13 +62,15 @@ class Succession:
         )
         self.card = msgspec.msgpack.encode(info)
 
-    def make(self, cards: Mapping[int, bytes]) -> ControlPlane:
+    def make(self, cards: Mapping[int, bytes], attempt: int = 0) -> ControlPlane:
         """Return the control plane of the ranks in `cards`, numbered anew in their old order.
 
         Parameters
         ----------
         cards : mapping of int to bytes
             Old rank to what it sent; the same on all of them, but for this rank's own.
+        attempt : int
+            Which one it is of these members, the same on all of them.
 
         Raises
         ------
@@ -79,7 +82,7 @@ class Succession:
         given = {**cards, old.rank: self.card}
         infos = [_card.decode(given[member]) for member in members]
         rails = self._common_rails(members, infos)
-        secret, communicator_id = derive(old.setting.secret, old.communicator_id, members)
+        secret, communicator_id = derive(old.setting.secret, old.communicator_id, members, attempt)
         rank = members.index(old.rank)
         listeners = self._hand_over(rails)
         loop = ControlLoop(f"r2ccl-control-{rank}")
@@ -128,12 +131,14 @@ class Succession:
         return taken
 
 
-def derive(secret: Secret, communicator_id: bytes, members: Sequence[int]) -> tuple[Secret, bytes]:
+def derive(
+    secret: Secret, communicator_id: bytes, members: Sequence[int], attempt: int = 0
+) -> tuple[Secret, bytes]:
     """Return secret and id of the communicator that `members` of another go on with.
 
     Both are HMACs under the old secret, so neither tells anything of it, or of each other.
     """
-    who = communicator_id + struct.pack(f"!{len(members)}I", *members)
+    who = communicator_id + struct.pack(f"!I{len(members)}I", attempt, *members)
     identity = secret.sign(_ID_LABEL + who)[:COMMUNICATOR_ID_NBYTES]
     return Secret(secret.sign(_SECRET_LABEL + who)), identity
 

@@ -1,7 +1,9 @@
 """``r2ccl launch -n 4 -- python script.py``: run a command as n ranks on this machine.
 
 Every rank gets torchrun's variables plus R2CC_PORT and R2CC_SECRET. Output is passed on line by
-line; a signal is passed on once; the exit status is that of the first rank that failed.
+line; a signal is passed on once; the exit status is that of the first rank that failed. Once one
+has failed the others are ended, after a while to end by themselves; with ``--keep-going`` they are
+not, so that they can go on without it (``comm.shrink()``).
 """
 
 from __future__ import annotations
@@ -38,6 +40,13 @@ def add_parser(subparsers: Any) -> None:
         "--env", action="append", default=[], metavar="K=V", help="a variable for every rank"
     )
     parser.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="let the others run on after a rank failed, for a job that shrinks; every rank that "
+        "fails is named, and the exit status is the first one's. Default: they are ended, "
+        f"{_FAILURE_GRACE_S:g} s later",
+    )
+    parser.add_argument(
         "--tag",
         choices=("auto", "always", "never"),
         default="auto",
@@ -54,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument("no command given: r2ccl launch -n 4 -- python script.py")
     env = dict(_parse_assignment(text) for text in args.env)
     printer = LinePrinter(args.tag, sys.stdout.buffer)
-    return asyncio.run(_Launcher(args.nranks, command, env, printer).run())
+    launcher = _Launcher(args.nranks, command, env, printer, keeps_going=args.keep_going)
+    return asyncio.run(launcher.run())
 
 
 def _parse_assignment(text: str) -> tuple[str, str]:
@@ -104,12 +114,19 @@ class LinePrinter:
 
 class _Launcher:
     def __init__(
-        self, nranks: int, command: Sequence[str], env: Mapping[str, str], printer: LinePrinter
+        self,
+        nranks: int,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        printer: LinePrinter,
+        *,
+        keeps_going: bool,
     ) -> None:
         self._nranks = nranks
         self._command = command
         self._env = env
         self._printer = printer
+        self._keeps_going = keeps_going
         self._ranks: list[Process] = []
         self._status = 0
         self._is_ending = asyncio.Event()
@@ -156,13 +173,21 @@ class _Launcher:
             self._pump(rank, "out", process.stdout), self._pump(rank, "err", process.stderr)
         )
         status = await process.wait()
-        if status != 0 and self._status == 0:
-            self._status = status if status > 0 else 128 - status
-            print(f"r2ccl launch: rank {rank}: {describe_exit(status)}", file=sys.stderr)
-            self._is_ending.set()
+        if status != 0:
+            self._note_failure(rank, status)
         # A grandchild may hold the pipes open for ever.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(pumps, _TERMINATION_GRACE_S)
+
+    def _note_failure(self, rank: int, status: int) -> None:
+        is_first = self._status == 0
+        if is_first:
+            self._status = status if status > 0 else 128 - status
+        # The others fail because of the first one, unless they are to go on without it.
+        if is_first or self._keeps_going:
+            print(f"r2ccl launch: rank {rank}: {describe_exit(status)}", file=sys.stderr)
+        if not self._keeps_going:
+            self._is_ending.set()
 
     async def _pump(self, rank: int, stream: str, source: asyncio.StreamReader) -> None:
         try:

@@ -3,22 +3,26 @@
 Theory of operation
 -------------------
 Every rank that calls ``shrink()`` keeps a set of ranks that are *gone*: dead, silent, or left. It
-only grows. Each rank tells its set to all others (`View`), with a card that says where it can be
-reached next, takes in what it is told, and tells again whenever its set has grown. When every rank
-that is not in the set has told the same set, it is *agreed*, and what is left is done in three
-steps, any of which a further death may interrupt::
+only grows. Building the new communicator may fail although nobody is gone, so that all have to meet
+once more; `attempt` counts these meetings, and only grows too. Each rank tells both to all others
+(`View`), with a card that says where it can be reached next, takes in what it is told, and tells
+again whenever its set or attempt has grown. When every rank that is not in the set has told the
+same set and attempt, they are *agreed*, and what is left is done in three steps, any of which a
+further death, or a failure to build, may interrupt::
 
-    set grown                        ->  tell View(gone, card)
-    all others told the same set     ->  build the new communicator; then tell Built(gone)
-    all others have built            ->  tell Done(gone), go on with it
-    Done(gone), having built for it  ->  tell Done(gone), go on with it
-    a rank of the new one is gone    ->  tell the larger View; keep what is built until that is
-                                         agreed, for it may turn out to be in use
+    set or attempt grown             ->  tell View(gone, attempt, card)
+    all others told the same         ->  build the new communicator; then tell Built
+    all others have built            ->  tell Done, go on with it
+    Done for what is built here      ->  tell Done, go on with it
+    not to be built, nobody is gone  ->  attempt + 1
+    a rank of the new one is gone,   ->  tell the larger View; keep what is built until that is
+    or could not build it                agreed, for it may turn out to be in use
 
-A rank that goes on never tells a View again, and no larger set that leaves it in is agreed without
-its View. So either nobody alive goes on with a set, or everybody alive does: a rank that has built
-hears ``Done`` from whoever went on before, unless that one is gone by its own finding. Deaths that
-come too late for that are the new communicator's first failure, and it can be shrunk again.
+A rank that goes on never tells a View again, and nothing larger that leaves it in is agreed without
+its View. So either nobody alive goes on with what was agreed, or everybody alive does: a rank that
+has built hears ``Done`` from whoever went on before, unless that one is gone by its own finding.
+Deaths that come too late for that are the new communicator's first failure, and it can be shrunk
+again. Nobody goes on before all have built, so one that could not does not part from the others.
 
 A rank whose View leaves this one out has given it up, rightly or not; the two are gone for each
 other. So a stopped process that wakes, and a side of a partition, end without a quorum. What a rank
@@ -26,12 +30,13 @@ that is gone says counts for nothing.
 
 Pure: no I/O, no clock; cards are opaque. Channels must be first in, first out, and silent once a
 rank was reported gone. Invariant: of two ranks that go on, each in the other's set of survivors,
-both have the same set.
+both have the same set and attempt.
 """
 
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,22 +49,36 @@ class View(msgspec.Struct, frozen=True, tag="shrink.view"):
 
     gone: tuple[int, ...]
     card: bytes
+    attempt: int = 0
 
 
 class Built(msgspec.Struct, frozen=True, tag="shrink.built"):
     """Control message: the communicator of all ranks but `gone` is connected at the sender."""
 
     gone: tuple[int, ...]
+    attempt: int = 0
 
 
 class Done(msgspec.Struct, frozen=True, tag="shrink.done"):
     """Control message: it is connected everywhere, and the sender goes on with it."""
 
     gone: tuple[int, ...]
+    attempt: int = 0
 
 
 #: Everything ranks say to each other here.
 Message = View | Built | Done
+
+
+class _Terms(NamedTuple):
+    """What survivors agree on; of two that one rank told, the later is the larger."""
+
+    gone: tuple[int, ...]
+    attempt: int
+
+
+def _terms(message: Message) -> _Terms:
+    return _Terms(message.gone, message.attempt)
 
 
 class Step(enum.Enum):
@@ -86,6 +105,8 @@ class Shrinking:
     ----------
     gone : dict of int to str
         Who is, and why.
+    attempt : int
+        How often the survivors had to meet again, from 0.
 
     Raises
     ------
@@ -98,13 +119,14 @@ class Shrinking:
         self.rank = rank
         self.nranks = nranks
         self.gone: dict[int, str] = {}
+        self.attempt = 0
         self._quorum = quorum
-        self._told: tuple[int, ...] | None = None
+        self._told: _Terms | None = None
         self._views: dict[int, View] = {}
-        self._built: dict[int, tuple[int, ...]] = {}
-        #: For which set this rank has begun to build last, and for which it has told Built.
-        self._begun: tuple[int, ...] | None = None
-        self._held: tuple[int, ...] | None = None
+        self._built: dict[int, _Terms] = {}
+        #: For what this rank has begun to build last, and for what it has told Built.
+        self._begun: _Terms | None = None
+        self._held: _Terms | None = None
         self._is_done_elsewhere = False
 
     # What happens
@@ -118,16 +140,25 @@ class Shrinking:
         if peer in self.gone:
             return
         if isinstance(message, Built):
-            self._built[peer] = message.gone
+            self._built[peer] = _terms(message)
         elif isinstance(message, Done):
-            if message.gone == self._held:
+            if _terms(message) == self._held:
                 self._is_done_elsewhere = True
         elif self.rank in message.gone:
             self.lost(peer, "it has given this rank up")
         else:
             self._views[peer] = message
+            self.attempt = max(self.attempt, message.attempt)
             for other in message.gone:
                 self.lost(other, f"says rank {peer}")
+
+    def not_built(self) -> None:
+        """Connecting failed, and nobody has turned out to be gone: all have to meet again.
+
+        Nothing happens if that is known already, or this rank has built.
+        """
+        if self._begun == self._now() and self._held is None:
+            self.attempt += 1
 
     # What to do
 
@@ -147,7 +178,7 @@ class Shrinking:
     def tell(self, card: bytes) -> View:
         """Return what all others have to hear now; `card` is where this rank is met for it."""
         self._told = self._now()
-        return View(self._told, card)
+        return View(self._told.gone, card, self._told.attempt)
 
     def begin_building(self) -> dict[int, bytes]:
         """Return the survivors agreed on, in order, and their cards (this rank's own: empty).
@@ -166,13 +197,13 @@ class Shrinking:
         if self._begun is None:
             raise InternalError(f"rank {self.rank}: built before it was agreed for whom")
         self._held = self._begun
-        return Built(self._held)
+        return Built(*self._held)
 
     def go_on(self) -> Done:
         """Return what all others have to hear before this rank leaves them."""
         if not self._may_go_on() or self._held is None:
             raise InternalError(f"rank {self.rank}: goes on at {self.step}")
-        return Done(self._held)
+        return Done(*self._held)
 
     # Who is where
 
@@ -186,26 +217,26 @@ class Shrinking:
         return [rank for rank in self._others() if rank not in self._views]
 
     def undecided(self) -> list[int]:
-        """Ranks that have not told the set this rank tells."""
+        """Ranks that have not told the set and attempt this rank tells."""
         now = self._now()
         return [
             rank
             for rank in self._others()
-            if rank not in self._views or self._views[rank].gone != now
+            if rank not in self._views or _terms(self._views[rank]) != now
         ]
 
     def unbuilt(self) -> list[int]:
-        """Ranks that have not built for the set this rank tells."""
+        """Ranks that have not built for the set and attempt this rank tells."""
         return [rank for rank in self._others() if self._built.get(rank) != self._told]
 
     def _others(self) -> list[int]:
         return [rank for rank in self.alive if rank != self.rank]
 
-    def _now(self) -> tuple[int, ...]:
-        return tuple(sorted(self.gone))
+    def _now(self) -> _Terms:
+        return _Terms(tuple(sorted(self.gone)), self.attempt)
 
     def _may_go_on(self) -> bool:
-        """Whether all of the last set told have built for it, or one of them went on.
+        """Whether all of those told of last have built, or one of them went on.
 
         A rank that is gone since, but not by what this rank has told, does not change that.
         """
@@ -213,7 +244,7 @@ class Shrinking:
             return False
         if self._is_done_elsewhere:
             return True
-        members = set(range(self.nranks)) - {self.rank, *self._held}
+        members = set(range(self.nranks)) - {self.rank, *self._held.gone}
         return self._held == self._told and all(
             self._built.get(rank) == self._held for rank in members
         )

@@ -2,8 +2,9 @@
 
 The plan is the first argument: ``steps`` allreduces of ``count`` int64, ``quorum``, ``settings`` of
 `r2ccl.init`, and what happens to this rank, if anything: it ``dies`` in the middle of a step, or
-when the named method of `Shrinking` is called; ``stops`` before a step; or ``aborts_after_s`` in
-another thread, and then does not shrink.
+when the named method of `Shrinking` is called; ``stops`` before a step; ``lingers_s`` before it
+first meets the other survivors, its control thread running; or ``aborts_after_s`` in another
+thread, and then does not shrink.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 
 import r2ccl
+from r2ccl.bootstrap.succession import Succession
 from r2ccl.resilience.shrinking import Shrinking
 
 _IN_MID_CALL_S = 0.01
@@ -94,10 +96,23 @@ def die_when_called(method: str) -> None:
     setattr(Shrinking, method, die)
 
 
+def linger_once(seconds: float) -> None:
+    make = Succession.make
+
+    def make_late(*args: Any) -> Any:
+        Succession.make = make  # type: ignore[method-assign]
+        time.sleep(seconds)
+        return make(*args)
+
+    Succession.make = make_late  # type: ignore[method-assign]
+
+
 def main() -> None:
     plan = json.loads(sys.argv[1])
     if isinstance(plan.get("dies"), str):
         die_when_called(plan["dies"])
+    if "lingers_s" in plan:
+        linger_once(plan["lingers_s"])
     worker = Worker(r2ccl.init(**plan.get("settings", {})), plan)
     if "aborts_after_s" in plan:
         threading.Timer(plan["aborts_after_s"], worker.comm.abort).start()

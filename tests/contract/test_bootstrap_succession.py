@@ -156,7 +156,7 @@ def test_without_a_common_rail_it_is_said_and_nothing_stays_open(
     assert all(sock.fileno() == -1 for sock in opened)
 
 
-def test_members_communicator_and_secret_all_count() -> None:
+def test_members_communicator_secret_and_attempt_all_count() -> None:
     secret, other = Secret(bytes(32)), Secret(bytes([1]) * 32)
     derived = [
         derive(*given)
@@ -167,5 +167,6 @@ def test_members_communicator_and_secret_all_count() -> None:
             (other, bytes(16), [0, 1]),
         )
     ]
-    assert len({key.hex() for key, _ in derived}) == len({identity for _, identity in derived}) == 4
+    derived.append(derive(secret, bytes(16), [0, 1], attempt=1))
+    assert len({key.hex() for key, _ in derived}) == len({identity for _, identity in derived}) == 5
     assert derive(secret, bytes(16), [0, 1])[1] == derived[0][1]

@@ -142,6 +142,60 @@ def test_the_exit_status_is_the_first_failures() -> None:
     assert b"rank 1: exit status 7" in err
 
 
+def run_here(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *args: str
+) -> tuple[int, str, str]:
+    """Run the command in this process, where those that are left soon lose its patience."""
+    monkeypatch.setattr("r2ccl.cli.launch._FAILURE_GRACE_S", 0.1)
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    parsed = parser.parse_args(["launch", *args])
+    status = parsed.run(parsed)
+    return (status, *capfd.readouterr())
+
+
+def test_a_rank_that_fails_ends_the_others(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = "rank == 1 and os.abort()\ntime.sleep(60)"
+    started = time.monotonic()
+    status, _, err = run_here(monkeypatch, capfd, "-n", "2", *python(code))
+    assert time.monotonic() - started < WAIT_S
+    assert status == 128 + signal.SIGABRT
+    assert err.splitlines() == ["r2ccl launch: rank 1: signal SIGABRT"]
+
+
+def test_survivors_keep_going_if_they_are_let_and_the_dead_are_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = (
+        "rank == 1 and os.kill(os.getpid(), 9)\n"
+        "time.sleep(1)  # ten times what the others are granted else\n"
+        "rank == 2 and sys.exit(3)\nprint('finished', rank)"
+    )
+    args = ("--keep-going", "-n", "4", "--tag", "never", *python(code))
+    status, out, err = run_here(monkeypatch, capfd, *args)
+    assert status == 128 + signal.SIGKILL
+    assert sorted(out.splitlines()) == ["finished 0", "finished 3"]
+    assert err.splitlines() == [
+        "r2ccl launch: rank 1: signal SIGKILL",
+        "r2ccl launch: rank 2: exit status 3",
+    ]
+
+
+def test_a_job_that_keeps_going_is_ended_by_a_signal_all_the_same() -> None:
+    code = "print('ready')\ntime.sleep(60)"
+    process = start_command("--keep-going", "-n", "2", *python(code))
+    try:
+        assert process.stdout is not None
+        assert b"ready" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
+
+
 def test_an_interrupt_reaches_every_rank_once() -> None:
     code = (
         "import signal\nseen = []\nsignal.signal(signal.SIGINT, lambda *_: seen.append(1))\n"

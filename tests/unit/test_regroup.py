@@ -96,7 +96,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
             self.number = len(states)
             states.append(True)
 
-        def make(self, cards: object) -> object:
+        def make(self, cards: object, attempt: int) -> object:
             return object()
 
         def close(self) -> None:
@@ -189,14 +189,57 @@ def test_a_member_that_starts_over_ends_connecting_and_is_followed() -> None:
     assert first.said == ["revoke: shrink() starts over because of rank 1"]
 
 
-def test_a_loss_in_the_new_communicator_waits_for_the_old_one_to_confirm_it() -> None:
-    lost = PeerLost(rank=0, peer=1, last_heard_s=0.0, why="refused")
-    first = Successor(failure=lost)
-    here = Survivor(first)
+LOST = PeerLost(rank=0, peer=1, last_heard_s=0.0, why="silent")
+
+
+@pytest.mark.parametrize("failure", [LOST, CommunicatorRevoked("rank 1 gave up")])
+def test_what_only_the_new_communicator_lost_is_met_again(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "_RETRY_S", PATIENCE_S / 10)
+    first, second = Successor(failure=failure), Successor()
+    here = Survivor(first, second)
+    here.hear(View((2,), b"there"))
+
+    def follow(message: object) -> None:
+        here.sent.append(message)
+        if message == View((2,), b"here", attempt=1):
+            here.hear(message)
+            here.hear(Built((2,), attempt=1))
+
+    here.control.broadcast = follow
+    assert here.regroup() is second
+    assert here.sent == [
+        View((2,), b"here"), View((2,), b"here", 1), Built((2,), 1), Done((2,), 1),
+    ]  # fmt: skip
+
+
+def test_a_loss_that_the_old_control_plane_confirms_needs_no_other_attempt() -> None:
+    first, second = Successor(failure=LOST), Successor()
+    here = Survivor(first, second)
     here.hear(View((2,), b""))
-    with pytest.raises(TransportTimeout, match="have not connected") as caught:
+
+    def confirm() -> None:
+        assert first.is_connecting.wait(LONG_S)
+        here.tidings.on_peer_lost(1, "dead too", 0.0)
+
+    confirming = threading.Thread(target=confirm)
+    confirming.start()
+    assert here.regroup(quorum="any") is second
+    confirming.join(LONG_S)
+    assert here.sent[-1] == Done((1, 2), attempt=0)
+
+
+def test_one_that_does_not_come_to_the_next_attempt_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "_RETRY_S", PATIENCE_S / 10)
+    here = Survivor(Successor(failure=LOST))
+    here.hear(View((2,), b""))
+    missing = r"ranks \[1\] have not said that ranks \[2\] are gone, for attempt 2"
+    with pytest.raises(TransportTimeout, match=missing) as caught:
         here.regroup()
-    assert caught.value.__cause__ is lost
+    assert caught.value.__cause__ is LOST
 
 
 def test_too_few_are_told_at_once() -> None:

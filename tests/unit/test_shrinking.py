@@ -2,7 +2,8 @@
 
 A `World` is all ranks and what is under way between them. Its events come in random order: a
 message leaves, arrives, a rank dies with half of its messages still to be sent, the others find
-out, a connecting ends, or fails once it can. The same schedules must find every broken protocol.
+out, a connecting ends, or fails once it can, or for no reason at all, and is tried again. The same
+schedules must find every broken protocol.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import enum
 import functools
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import msgspec
@@ -49,6 +50,11 @@ class World:
         #: Pairs (who, whom) of which the first does not hear the second any more.
         self.deaf: set[tuple[int, int]] = set()
         self.chosen: dict[int, tuple[int, ...]] = {}
+        self.attempts: dict[int, int] = {}
+        #: Ranks that could not connect, and have heard nothing since that says why.
+        self.puzzled: set[int] = set()
+        #: How often a rank fails to connect although everybody is there.
+        self.stumbles: Counter[int] = Counter()
 
     @property
     def ranks(self) -> range:
@@ -59,8 +65,11 @@ class World:
 
     def builds_too(self, peer: int, rank: int) -> bool:
         """Whether `peer` has not left what `rank` builds."""
+        theirs, own = self.tables[peer], self.tables[rank]
         return (
-            self.takes_part(peer) and self.tables[peer].gone.keys() <= self.tables[rank].gone.keys()
+            self.takes_part(peer)
+            and theirs.gone.keys() <= own.gone.keys()
+            and theirs.attempt <= own.attempt
         )
 
     # Events
@@ -77,6 +86,10 @@ class World:
                 found.append(functools.partial(self.connected, rank))
                 if not all(self.builds_too(peer, rank) for peer in self.tables[rank].alive):
                     found.append(functools.partial(self.not_connected, rank))
+                elif self.stumbles[rank]:
+                    found.append(functools.partial(self.stumble, rank))
+            if rank in self.puzzled:
+                found.append(functools.partial(self.try_again, rank))
         for (sender, receiver), queue in self.queues.items():
             if (receiver, sender) in self.deaf or not self.takes_part(receiver):
                 continue
@@ -119,16 +132,28 @@ class World:
 
     def not_connected(self, rank: int) -> None:
         self.life[rank] = Life.SHRINKING
+        self.puzzled.add(rank)
+        self.act(rank)
+
+    def stumble(self, rank: int) -> None:
+        self.stumbles[rank] -= 1
+        self.not_connected(rank)
+
+    def try_again(self, rank: int) -> None:
+        self.puzzled.remove(rank)
+        self.tables[rank].not_built()
         self.act(rank)
 
     def crash(self, rank: int) -> None:
         self.life[rank] = Life.DEAD
+        self.puzzled.discard(rank)
         self.outbox[rank].clear()
         self.chosen.pop(rank, None)
 
     def give_up(self, rank: int) -> None:
         """Its patience, or its quorum, is at an end."""
         if self.takes_part(rank):
+            self.puzzled.discard(rank)
             self.life[rank] = Life.RAISED
             self.farewell(rank)
 
@@ -143,21 +168,29 @@ class World:
     def act(self, rank: int) -> None:
         table = self.tables[rank]
         while (step := table.step) is Step.TELL:
-            self.say(rank, table.tell(b"%d at %d" % (rank, len(table.gone))))
+            self.puzzled.discard(rank)
+            self.say(rank, table.tell(self.card(rank, rank)))
         if step is Step.BUILD:
             cards = table.begin_building()
             assert list(cards) == table.alive
             for peer in set(cards) - {rank}:  # nobody is looked for where it was before
-                assert cards[peer] == b"%d at %d" % (peer, len(table.gone))
+                assert cards[peer] == self.card(peer, rank)
             self.life[rank] = Life.BUILDING
         elif step is Step.GO_ON:
             done = table.go_on()
             self.chosen[rank] = done.gone
+            self.attempts[rank] = done.attempt
             self.say(rank, done)
+            self.puzzled.discard(rank)
             self.life[rank] = Life.DONE
             self.farewell(rank)
         elif step is Step.STOP:
             self.give_up(rank)
+
+    def card(self, rank: int, seen_by: int) -> bytes:
+        """Where `rank` is met by one whose table is `seen_by`'s."""
+        table = self.tables[seen_by]
+        return b"%d at %d, %d" % (rank, len(table.gone), table.attempt)
 
     def say(self, rank: int, message: Message) -> None:
         for peer in self.ranks:
@@ -174,6 +207,7 @@ class World:
     def check_agreement(self) -> None:
         """All that live and went on did so with the same set, and are not in it."""
         assert len(set(self.chosen.values())) <= 1, self.chosen
+        assert len({self.attempts[rank] for rank in self.chosen}) <= 1, self.attempts
         for rank, gone in self.chosen.items():
             assert rank not in gone
 
@@ -182,6 +216,8 @@ class World:
         for one, other in itertools.combinations(self.chosen, 2):
             sets = self.chosen[one], self.chosen[other]
             assert other in sets[0] or one in sets[1] or sets[0] == sets[1], self.chosen
+            is_together = other not in sets[0] and one not in sets[1]
+            assert not is_together or self.attempts[one] == self.attempts[other], self.attempts
         able = 0
         for gone in set(self.chosen.values()):
             members = [rank for rank in self.ranks if rank not in gone]
@@ -204,9 +240,16 @@ def crashes(world: World, rng: random.Random, most: int) -> list[Callable[[], No
     return [functools.partial(world.crash, rank) for rank in ranks]
 
 
+def have_stumble(world: World, seed: int) -> None:
+    """Half of the worlds fail to connect here and there: somebody was only late."""
+    if seed % 2:
+        world.stumbles.update(random.Random(seed).choices(world.ranks, k=len(world.ranks)))
+
+
 def with_crashes(nranks: int, seed: int, kind: type[Shrinking] = Shrinking) -> World:
     rng = random.Random(seed)
     world = World(nranks, kind)
+    have_stumble(world, seed)
     run(world, rng, crashes(world, rng, nranks))
     return world
 
@@ -215,6 +258,7 @@ def with_doubts(nranks: int, seed: int, kind: type[Shrinking] = Shrinking) -> Wo
     """Ranks that live are given up, too, and some lose patience."""
     rng = random.Random(seed)
     world = World(nranks, kind)
+    have_stumble(world, seed)
     upheavals = crashes(world, rng, nranks // 2)
     for one, other in itertools.combinations(world.ranks, 2):
         if rng.random() < 0.25:
@@ -282,6 +326,22 @@ class BuildsAtOnce(Shrinking):
         return self.absent()
 
 
+class WaitsForNews(Shrinking):
+    """Expects every failure to connect to be explained by a death."""
+
+    def not_built(self) -> None:
+        pass
+
+
+class MixesAttempts(Shrinking):
+    """Takes what was built at an earlier attempt for what is to be built now."""
+
+    def heard(self, peer: int, message: Message) -> None:
+        if not isinstance(message, View):
+            message = msgspec.structs.replace(message, attempt=self.attempt)
+        super().heard(peer, message)
+
+
 class Forgets(Shrinking):
     """Drops what it has built at the first news."""
 
@@ -290,7 +350,9 @@ class Forgets(Shrinking):
         return super().tell(card)
 
 
-@pytest.mark.parametrize("mistake", [GoesOnAlone, IgnoresDone, BuildsAtOnce, Forgets])
+@pytest.mark.parametrize(
+    "mistake", [GoesOnAlone, IgnoresDone, BuildsAtOnce, WaitsForNews, MixesAttempts, Forgets]
+)
 def test_the_schedules_find_mistakes(mistake: type[Shrinking]) -> None:
     for seed in range(3000):
         try:
@@ -332,6 +394,38 @@ def test_one_that_was_given_up_ends_without_a_quorum() -> None:
         woken.heard(peer, View((2,), b""))
     assert woken.step is Step.STOP
     assert woken.gone == dict.fromkeys((0, 1), "it has given this rank up")
+
+
+def test_one_that_could_not_build_has_all_meet_again() -> None:
+    table = Shrinking(0, 3)
+    table.not_built()  # of what was never begun
+    assert table.attempt == 0
+    table.lost(2, "dead")
+    table.tell(b"")
+    table.heard(1, View((2,), b"one"))
+    table.begin_building()
+    table.not_built()
+    assert (table.step, table.tell(b"")) == (Step.TELL, View((2,), b"", attempt=1))
+    assert (table.step, table.undecided()) == (Step.WAIT, [1])
+    table.heard(1, View((2,), b"again", attempt=1))
+    assert table.begin_building() == {0: b"", 1: b"again"}
+    assert table.built() == Built((2,), attempt=1)
+    table.not_built()  # it did
+    table.heard(1, Done((2,), attempt=0))  # of what nobody here has built
+    assert table.step is Step.WAIT
+    table.heard(1, Done((2,), attempt=1))
+    assert table.go_on() == Done((2,), attempt=1)
+
+
+def test_one_that_has_built_follows_another_that_could_not() -> None:
+    table = Shrinking(0, 2)
+    table.tell(b"")
+    table.heard(1, View((), b"one"))
+    table.begin_building()
+    table.built()
+    table.heard(1, View((), b"again", attempt=1))
+    assert (table.step, table.tell(b"")) == (Step.TELL, View((), b"", attempt=1))
+    assert table.begin_building() == {0: b"", 1: b"again"}
 
 
 def test_the_first_account_of_an_end_is_kept() -> None:
