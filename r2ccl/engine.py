@@ -131,7 +131,7 @@ class Engine:
         self.submit(self.recovery.on_opened, peer, rail, epoch, sock)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        """Give `peer` up, unless it left in order."""
+        """Give `peer` up, unless it left in order and nothing is wanted of it any more."""
         self.submit(self._lost, peer, why, last_heard_s)
 
     def on_tick(self, now: float) -> None:
@@ -176,8 +176,10 @@ class Engine:
         self.roll.on_calling(peer, op, self.progress.op)
 
     def _lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        if peer not in self._left:
-            self.recovery.on_peer_lost(peer, why, last_heard_s)
+        # One that has all its data may go; what it has not confirmed it never will.
+        has_left = peer in self._left
+        if not has_left or not self.progress.is_drained_to(peer):
+            self.recovery.on_peer_lost(peer, why, last_heard_s, is_news=has_left)
 
     # Called by the user's thread
 

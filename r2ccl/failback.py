@@ -70,11 +70,17 @@ class Failback:
         if quarantine is not None:
             quarantine.returned(self._clock())
 
-    def hint(self, key: PathKey) -> None:
-        """A port of `key` came up, or its probes can be sent again: probe soon."""
+    def port_up(self, key: PathKey) -> None:
+        """A port of `key` came up: it had been down, and is worth a probe."""
         quarantine = self._waiting.get(key)
         if quarantine is not None:
             quarantine.carrier_up(self._clock())
+
+    def hurry(self, key: PathKey) -> None:
+        """Probes of `key` can be sent again: send one."""
+        quarantine = self._waiting.get(key)
+        if quarantine is not None:
+            quarantine.hurry(self._clock())
 
     def tick(self, now: float) -> None:
         """Probe what is due, and connect what may return."""

@@ -219,6 +219,12 @@ class Progress:
         """Whether every slice ever posted is confirmed."""
         return all(link.confirmed == link.posted for link in self.senders.values())
 
+    def is_drained_to(self, peer: int) -> bool:
+        """Whether every slice ever posted to `peer` is confirmed."""
+        return all(
+            link.confirmed == link.posted for (to, _), link in self.senders.items() if to == peer
+        )
+
     # Used by recovery
 
     def name(self, link: RecvLink, landing: Landing) -> None:

@@ -279,7 +279,7 @@ class Recovery:
         """An end this rank called with has proved itself, or not."""
         self._joiner.on_joined(event)
         if isinstance(event.key, ProbeKey) and not event.error:
-            self.failback.hint(PathKey(event.key.peer, event.key.rail))
+            self.failback.hurry(PathKey(event.key.peer, event.key.rail))
 
     def _port_up(self, rail: int) -> None:
         """Have the paths of a local port that came up probed soon, by whichever end does that."""
@@ -288,7 +288,7 @@ class Recovery:
             if self.paths[key].state is PathState.UP:
                 continue
             if self._rank < peer:
-                self.failback.hint(key)
+                self.failback.port_up(key)
             else:
                 self._control.send(peer, PortUp(rail))
 
@@ -320,27 +320,29 @@ class Recovery:
         elif isinstance(message, Offer | Answer | Ready):
             self._joiner.on_message(peer, message)
         elif isinstance(message, PortUp):
-            self.failback.hint(PathKey(peer, message.rail))
+            self.failback.port_up(PathKey(peer, message.rail))
             self._joiner.kick(message.rail, peer)
         elif self.detector is not None and isinstance(message, ProbeRequest | ProbeReply | Finding):
             self.detector.on_message(peer, message)
         elif self.council is not None and isinstance(message, Report | Prepare | Promise | Commit):
             self.council.on_message(peer, message)
 
-    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        """The control plane gave `peer` up."""
+    def on_peer_lost(
+        self, peer: int, why: str, last_heard_s: float, *, is_news: bool = False
+    ) -> None:
+        """The control plane gave `peer` up; `is_news`: to others it may have left in order."""
         if self.council is not None:
             self.council.peer_lost(peer)
-        self._give_up(
-            PeerLost(
-                rank=self._rank,
-                peer=peer,
-                last_heard_s=last_heard_s,
-                why=why,
-                host=self.hosts[peer],
-                last_op=max(path.op for key, path in self.paths.items() if key.peer == peer),
-            )
+        error = PeerLost(
+            rank=self._rank,
+            peer=peer,
+            last_heard_s=last_heard_s,
+            why=why,
+            host=self.hosts[peer],
+            last_op=max(path.op for key, path in self.paths.items() if key.peer == peer),
         )
+        # Else every rank gives it up by itself, and says so with the same error.
+        self._give_up(error, "PeerLost" if is_news else "", peer)
 
     def revoke(self, message: Revoke, error: R2cclError | None = None) -> None:
         """End the communicator on every rank, here with `error` if given.
@@ -377,7 +379,7 @@ class Recovery:
         if self.council is not None and not self.is_leaving:
             self.council.tick(now)
             if self.balance is not None and self.balance.update(now):
-                self._weigh(self.council, self.balance, now)
+                self._weigh(self.council, self.balance)
         for peer in peers:
             alone_s = now - self._alone_since[peer]
             if not self.up(peer) and alone_s > self._config.no_rail_timeout_s:
@@ -422,11 +424,11 @@ class Recovery:
         elif self._progress.transport.is_stuck(path.key):
             self.fail(path.key, "FLOW_STUCK: the rail answers, this flow only retransmits")
 
-    def _weigh(self, council: Council, balance: Balance, now: float) -> None:
-        rates = {rail: (rate or 0.0) / 1e6 for rail, rate in balance.rates(now).items()}
+    def _weigh(self, council: Council, balance: Balance) -> None:
+        rates = {rail: round(rate / 1e6, 1) for rail, rate in balance.rates().items()}
         _log.info(
-            "rank %d: rails carry %s sixteenths, measured at %s MB/s", self._rank, balance.weights,
-            {rail: round(rate, 1) for rail, rate in rates.items()},
+            "rank %d: rails carry %s sixteenths, measured at %s MB/s",
+            self._rank, balance.weights, rates,
         )  # fmt: skip
         council.weigh(balance.weights)
 

@@ -1,36 +1,27 @@
-"""Bandwidth of rails, measured from the traffic itself, and the shares of work that follow.
+"""Bandwidth of rails, compared by their traffic, and the shares of work that follow.
 
 Theory of operation
 -------------------
-What a data loop sees for nothing is when a slice was handed to a rail and when it was confirmed.
-From one slice alone no rate follows: its time has the latency in it, and the wait behind others.
-While at least one slice is under way all the time, though, a slice's confirmation comes one
-service time after the one before it. So a *train* counts from one confirmation to a later one::
+`r2ccl.resilience.trains` measures what a rail carries at one time. What counts is how the rails
+compare, and a time is hard on all of them or on none: a process that stalls, at either end, slows
+whatever is under way, and lets the backlog look like a burst afterwards. So rails are compared
+within short spells of time, each with the rails that count as whole and were busy in the same
+spell::
 
-    posted      1 2   3   4   5          6 7
-    confirmed       1   2   3   4   5          6   7 ...
-                    |---- train ----|          |---- next one
+    spell       0     1     2     3     4
+    rail 0     196   198    51   285         the process stalled in 2 and caught up in 3:
+    rail 1     199   195    53               each spell says that they are equal
+    rail 2      49    51    13    70    50   a quarter; nothing to compare 4 with
 
-    rate = bytes confirmed after the first / time since the first
+A rail's estimate is the mean of its last comparisons, of `_COMPARED_S` in all that it was busy. A
+spell in which not most of the whole rails were busy says nothing: when a long operation's fast
+rails are done, the slow ones alone would look as good as any.
 
-That is the delivery rate of Cheng, Cardwell et al. (draft-cheng-iccrg-delivery-rate-estimation-02)
-and, at its core, the packet pair of Keshav (SIGCOMM 1991), with trains that begin at a confirmation
-and end when the rail falls idle. So neither latency nor idle time, nor the caller's, nor a slower
-rail's that the schedule waits for, is in any rate, and nothing has to be marked as limited by the
-application. What is confirmed at one instant counts as one: confirmations that were held up and
-come together (ack compression) neither begin nor end a train in their midst. Trains too short to
-mean anything, as those of small operations are, count for nothing.
-
-The estimate is the median, weighted by bytes, of the trains within the last `WINDOW_S` of busy
-time. BBR takes the maximum of its samples (Cardwell et al., ACM Queue 14(5), 2016), many of which
-fall short of the path's rate; here idle time is left out beforehand, and a maximum would be what
-noise makes of it. One train that a stalled process spoiled is outvoted.
-
-A rail that lost most of its rate gets less work in proportion, but always some: at a quarter of
-the work it is as busy as the others, so that its trains show at once when it recovers. One that
-carries too little to form trains is taken to be better with time (`Balance.rates`), until it gets
-enough work to be measured again. What is measured is what a rail gives with the slices that links
-keep under way, the same for all rails.
+A weight changes only if it should for `_SETTLE_S` on end. A rail that lost most of its rate gets
+less work in proportion, but always some: at a quarter of the work it is as busy as the others, so
+that its trains show at once when it recovers. One that carries too little to form trains is taken
+to be better with time (`Balance.estimates`), until it gets enough work to be measured again. What
+is measured is what a rail gives with the slices that links keep under way, the same for all rails.
 
 A *weight* is a rail's share of `r2ccl.resilience.health`, in sixteenths of its nominal rate. No
 rail ever gives all of that, so the one that comes closest counts as whole.
@@ -41,148 +32,48 @@ one, for what still carries anything is not down; equal arguments give equal sha
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
-import msgspec
-
-from r2ccl.errors import InternalError, InvalidArgument
+from r2ccl.errors import InvalidArgument
 from r2ccl.resilience.health import WHOLE
+from r2ccl.resilience.trains import Meter, Train
 
-#: Busy time of a rail that its estimate covers: a quarter of the rate is found within it.
-WINDOW_S = 0.5
+#: Length of a spell.
+_SPELL_S = 0.05
+#: Busy time of a rail that its estimate covers, and how much time with traffic that may take: a
+#: rail at a hundredth of its rate carries a slice in seconds.
+_COMPARED_S = 0.3
+_MEMORY_S = 10.0
 #: A weight that differs from the one in use is taken once it has done so for this long.
-_SETTLE_S = 0.2
+_SETTLE_S = 0.5
 #: Time with traffic anywhere after which a rail without a train is taken to be better; each
 #: further one doubles what it is taken for.
 _FRESH_S = 2.0
-#: A train is measured once it has this many slices and lasted this long: what one confirmation
-#: is late by is then small beside it.
-_NSLICES = 8
-_TRAIN_S = 0.002
-#: So that slow rails, with slices of hundreds of ms, are measured in time too.
-_LONG_TRAIN_S = 0.1
-_LONG_NSLICES = 2
-#: A train that ended because the rail fell idle needs this much.
-_SHORT_NSLICES = 3
-#: Less than this is no train: a small operation's time is not the rail's.
-_LEAST_NBYTES = 256 << 10
-#: Trains kept.
-_KEPT = 64
 
 
-class _Train(msgspec.Struct, frozen=True, gc=False):
-    """A measured train: ``end_s`` on the rail's busy clock, ``rate`` in bytes/s."""
+class _Spell:
+    """What each rail carried in a short time: bytes, and how long it was busy with them."""
 
-    end_s: float
-    nbytes: int
-    rate: float
+    __slots__ = ("busy_s", "nbytes", "number")
 
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.nbytes: dict[int, float] = {}
+        self.busy_s: dict[int, float] = {}
 
-class Meter:
-    """Measures one rail. Times that are read within one poll must be equal."""
+    def add(self, rail: int, nbytes: float, busy_s: float) -> None:
+        self.nbytes[rail] = self.nbytes.get(rail, 0.0) + nbytes
+        self.busy_s[rail] = self.busy_s.get(rail, 0.0) + busy_s
 
-    __slots__ = ("_began_s", "_busy_s", "_last_s", "_nbytes", "_nslices", "_trains", "under_way")
-
-    def __init__(self) -> None:
-        #: Slices handed to the rail and not confirmed.
-        self.under_way = 0
-        #: The train under way, if any: its first and last confirmation, and what came between.
-        self._began_s: float | None = None
-        self._last_s = 0.0
-        self._nslices = self._nbytes = 0
-        #: Total length of all trains so far: the rail's busy clock.
-        self._busy_s = 0.0
-        self._trains: deque[_Train] = deque(maxlen=_KEPT)
-
-    def posted(self) -> None:
-        """A slice was handed to the rail."""
-        self.under_way += 1
-
-    def confirmed(self, now: float, nbytes: int) -> bool:
-        """A slice was confirmed; returns whether a train was measured by that.
-
-        Raises
-        ------
-        InternalError
-            None was under way.
-        """
-        if self.under_way == 0:
-            raise InternalError("a rail confirmed a slice it was never given")
-        self.under_way -= 1
-        is_measured = False
-        if self._began_s is None:
-            self._begin(now)
-        elif now > self._last_s:
-            is_measured = self._is_whole() and self._measure()
-            if is_measured:
-                self._begin(self._last_s)
-            self._add(now, nbytes)
-        elif now > self._began_s:  # at the same instant as the one before it
-            self._add(now, nbytes)
-        if self.under_way == 0:
-            is_enough = self._nslices >= _SHORT_NSLICES and self._nbytes >= _LEAST_NBYTES
-            is_measured |= is_enough and self._measure()
-            self._began_s = None
-        return is_measured
-
-    def dropped(self, nslices: int) -> None:
-        """So many of those under way will not be confirmed: their path was fenced.
-
-        Raises
-        ------
-        InternalError
-            Fewer were under way.
-        """
-        if nslices > self.under_way:
-            raise InternalError(f"a rail lost {nslices} slices of {self.under_way} under way")
-        self.under_way -= nslices
-        self._began_s = None
-
-    def rate(self) -> float | None:
-        """Estimate in bytes/s, as of the last train; None: nothing was measured yet."""
-        if not self._trains:
-            return None
-        recent = [train for train in self._trains if train.end_s > self._busy_s - WINDOW_S]
-        recent.sort(key=lambda train: train.rate)
-        half = sum(train.nbytes for train in recent) / 2
-        below = 0
-        for train in recent:
-            below += train.nbytes
-            if below >= half:
-                return train.rate
-        return recent[-1].rate
-
-    def _begin(self, at_s: float) -> None:
-        self._began_s = self._last_s = at_s
-        self._nslices = self._nbytes = 0
-
-    def _add(self, now: float, nbytes: int) -> None:
-        self._last_s = max(now, self._last_s)
-        self._nslices += 1
-        self._nbytes += nbytes
-
-    def _is_whole(self) -> bool:
-        assert self._began_s is not None
-        elapsed = self._last_s - self._began_s
-        is_full = self._nslices >= _NSLICES and elapsed >= _TRAIN_S
-        is_long = self._nslices >= _LONG_NSLICES and elapsed >= _LONG_TRAIN_S
-        return (is_full or is_long) and self._nbytes >= _LEAST_NBYTES
-
-    def _measure(self) -> bool:
-        """Record the train that is under way, if it took any time."""
-        assert self._began_s is not None
-        elapsed = self._last_s - self._began_s
-        if elapsed <= 0:
-            return False
-        self._busy_s += elapsed
-        self._trains.append(_Train(self._busy_s, self._nbytes, self._nbytes / elapsed))
-        return True
+    def rate(self, rail: int) -> float:
+        return self.nbytes[rail] / self.busy_s[rail]
 
 
 class Balance:
-    """The rails of one rank: what each gives, and the weights that follow.
+    """The rails of one rank: how they compare, and the weights that follow.
 
     Parameters
     ----------
@@ -193,17 +84,19 @@ class Balance:
 
     def __init__(self, rails: Iterable[int], nominal: Mapping[int, float] | None = None) -> None:
         self._meters = {rail: Meter() for rail in rails}
-        self._nominal = nominal or {}
+        self._nominal = {rail: (nominal or {}).get(rail, 1.0) for rail in self._meters}
         #: Weights in use.
         self.weights = dict.fromkeys(self._meters, WHOLE)
-        #: Since when, in active time, other weights are proposed.
-        self._proposed_s: float | None = None
+        #: Since when, in active time, another weight of a rail is proposed.
+        self._proposed_s: dict[int, float] = {}
         #: Time with traffic on any rail, until the rails last fell idle; since when they are busy.
         self._active_s = 0.0
         self._busy_since_s: float | None = None
         self._under_way = 0
-        #: Active time at each rail's last train.
+        self._spells: deque[_Spell] = deque()
+        #: Active time at each rail's last train, and its last estimate.
         self._measured_s = dict.fromkeys(self._meters, 0.0)
+        self._last_known: dict[int, float] = {}
 
     def posted(self, rail: int, now: float) -> None:
         """A cleared slice was handed to `rail`.
@@ -217,8 +110,11 @@ class Balance:
 
     def confirmed(self, rail: int, now: float, nbytes: int) -> None:
         """A slice of `rail` that was counted by `posted` was confirmed."""
-        if self._meters[rail].confirmed(now, nbytes):
-            self._measured_s[rail] = self.active_s(now)
+        train = self._meters[rail].confirmed(now, nbytes)
+        if train is not None:
+            active_s = self.active_s(now)
+            self._measured_s[rail] = active_s
+            self._record(rail, train, active_s)
         self._ended(1, now)
 
     def dropped(self, rail: int, now: float, nslices: int) -> None:
@@ -232,38 +128,94 @@ class Balance:
             return self._active_s
         return self._active_s + max(0.0, now - self._busy_since_s)
 
-    def rates(self, now: float) -> dict[int, float | None]:
-        """Estimate every rail, in bytes/s; None: nothing is known of it.
+    def rates(self) -> dict[int, float]:
+        """Return the last rates of the rails that were measured, in bytes/s; for people."""
+        found = {}
+        for rail in self._meters:
+            nbytes = busy_s = 0.0
+            for spell in reversed(self._spells):
+                if rail in spell.busy_s and busy_s < _COMPARED_S:
+                    nbytes += spell.nbytes[rail]
+                    busy_s += spell.busy_s[rail]
+            if busy_s:
+                found[rail] = nbytes / busy_s
+        return found
+
+    def estimates(self, now: float) -> dict[int, float | None]:
+        """Compare every rail with those that count as whole: 1.0 is as good; None: not known.
 
         One that had no train for a while, with traffic elsewhere, is taken to be better the
         longer ago it was measured, until it counts as whole: only work can tell.
         """
-        measured = {rail: meter.rate() for rail, meter in self._meters.items()}
-        best = max(_relative(measured, self._nominal).values(), default=0.0)
         active_s = self.active_s(now)
-        found: dict[int, float | None] = {}
-        for rail, rate in measured.items():
+        self._forget(active_s)
+        found = self._compare()
+        self._last_known |= found
+        best = max(found.values(), default=1.0)
+        for rail, last in self._last_known.items():
             stale_s = active_s - self._measured_s[rail] - _FRESH_S
-            if rate is not None and stale_s > 0:
-                doublings = min(stale_s / _FRESH_S, 64.0)
-                rate = min(best * self._nominal.get(rail, 1.0), rate * 2**doublings)
-            found[rail] = rate
-        return found
+            if rail not in found and stale_s > 0:
+                found[rail] = min(best, last * 2 ** min(stale_s / _FRESH_S, 64.0))
+        return {rail: found.get(rail) for rail in self._meters}
 
     def update(self, now: float) -> bool:
         """Bring the weights up to date; returns whether they changed. Call it now and then."""
-        proposed = shares(self.rates(now), self.weights, self._nominal)
-        if proposed == self.weights:
-            self._proposed_s = None
-            return False
+        proposed = shares(self.estimates(now), self.weights)
         active_s = self.active_s(now)
-        if self._proposed_s is None:
-            self._proposed_s = active_s
-        if active_s - self._proposed_s < _SETTLE_S:
-            return False
-        self.weights = proposed
-        self._proposed_s = None
-        return True
+        settled = {}
+        for rail, weight in proposed.items():
+            if weight == self.weights[rail]:
+                self._proposed_s.pop(rail, None)
+            elif active_s - self._proposed_s.setdefault(rail, active_s) >= _SETTLE_S:
+                del self._proposed_s[rail]
+                settled[rail] = weight
+        self.weights = self.weights | settled
+        return bool(settled)
+
+    def _record(self, rail: int, train: Train, active_s: float) -> None:
+        """Share a train out among the spells it lasted through."""
+        begun_s = active_s - train.length_s
+        first = max(int(begun_s / _SPELL_S), int((active_s - _MEMORY_S) / _SPELL_S), 0)
+        for number in range(first, int(active_s / _SPELL_S) + 1):
+            end_s = min(active_s, (number + 1) * _SPELL_S)
+            busy_s = end_s - max(begun_s, number * _SPELL_S)
+            if busy_s > 0:
+                self._spell(number).add(rail, train.nbytes * busy_s / train.length_s, busy_s)
+
+    def _spell(self, number: int) -> _Spell:
+        spells = self._spells
+        while not spells or spells[-1].number < number:
+            spells.append(_Spell(spells[-1].number + 1 if spells else number))
+        while spells[0].number > number:
+            spells.appendleft(_Spell(spells[0].number - 1))
+        return spells[number - spells[0].number]
+
+    def _forget(self, active_s: float) -> None:
+        oldest = int((active_s - _MEMORY_S) / _SPELL_S)
+        while self._spells and self._spells[0].number < oldest:
+            self._spells.popleft()
+
+    def _compare(self) -> dict[int, float]:
+        total = dict.fromkeys(self._meters, 0.0)
+        busy_s = dict.fromkeys(self._meters, 0.0)
+        highest = max(self.weights.values())
+        most = sum(weight == highest for weight in self.weights.values()) / 2
+        for spell in reversed(self._spells):
+            whole = [
+                spell.rate(rail) / self._nominal[rail]
+                for rail in spell.busy_s
+                if self.weights[rail] == highest
+            ]
+            if len(whole) <= most:
+                continue
+            standard = statistics.median(whole)
+            for rail, length_s in spell.busy_s.items():
+                if busy_s[rail] < _COMPARED_S:
+                    total[rail] += length_s * spell.rate(rail) / self._nominal[rail] / standard
+                    busy_s[rail] += length_s
+            if min(busy_s.values()) >= _COMPARED_S:
+                break
+        return {rail: total[rail] / length_s for rail, length_s in busy_s.items() if length_s}
 
     def _ended(self, nslices: int, now: float) -> None:
         self._under_way -= nslices
@@ -275,32 +227,29 @@ class Balance:
 def shares(
     rates: Mapping[int, float | None],
     previous: Mapping[int, int] | None = None,
-    nominal: Mapping[int, float] | None = None,
 ) -> dict[int, int]:
-    """Quantise rates: sixteenths of nominal, as the rail that comes closest to it counts 16.
+    """Quantise rates: the best rail counts 16.
 
-    A previous weight is kept while the rate is within 3/16 of it, or within 3/4 of a step: noise
+    A previous weight is kept while the rate is within 3/16 of it, or within one step: noise
     does not flip weights. One that equals the best, to half a step, is whole again. Where nothing
     is known the previous weight stays, or a rail gets the full one and will be measured.
 
     Parameters
     ----------
     rates : mapping of int to float or None
-        Bytes/s of every rail that may be used.
+        What every rail that may be used gives of what it should, in any unit.
     previous : mapping of int to int, optional
         Weights in use.
-    nominal : mapping of int to float, optional
-        What each rail should give, in any unit; left out: all the same.
     """
     old = previous or {}
-    given = _relative(rates, nominal or {})
+    given = {rail: rate for rail, rate in rates.items() if rate is not None}
     best = max(given.values(), default=0.0)
     weights = {}
     for rail in rates:
         weight = old.get(rail, WHOLE)
         if rail in given and best > 0:
             wanted = WHOLE * given[rail] / best
-            slack = max(0.75, 3 * weight / WHOLE)
+            slack = max(1.0, 3 * weight / WHOLE)
             is_as_good = wanted >= WHOLE - 0.5
             if rail not in old or is_as_good or abs(wanted - weight) > slack:
                 weight = max(1, round(wanted))
@@ -308,11 +257,6 @@ def shares(
                 weight = WHOLE if weight == WHOLE - 1 else weight
         weights[rail] = weight
     return weights
-
-
-def _relative(rates: Mapping[int, float | None], nominal: Mapping[int, float]) -> dict[int, float]:
-    """Rates that are known, as parts of what the rail should give."""
-    return {rail: rate / nominal.get(rail, 1.0) for rail, rate in rates.items() if rate is not None}
 
 
 def split(total: int, weights: Sequence[int], granularity: int = 1) -> list[int]:
@@ -355,4 +299,4 @@ def split(total: int, weights: Sequence[int], granularity: int = 1) -> list[int]
     return result
 
 
-__all__ = ["WINDOW_S", "Balance", "Meter", "shares", "split"]
+__all__ = ["Balance", "shares", "split"]

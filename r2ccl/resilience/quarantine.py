@@ -3,7 +3,8 @@
 Theory of operation
 -------------------
 A path out of use is probed for ever. Silence doubles the pause between probes up to a cap; an
-answer, or a carrier that came up, makes it short again. It may return after `Policy.nprobes` good
+answer, or a carrier that came up, makes it short again; the latter also says that the path had been
+down, and for a while silence lengthens nothing. It may return after `Policy.nprobes` good
 probes in a row, and once it has been good for its *hold* without a break.
 
 The hold grows with *strikes*: each failure in use adds one, and time in use without failure halves
@@ -75,8 +76,8 @@ class Quarantine:
     """
 
     __slots__ = (
-        "_asked", "_good_since_s", "_last_good_s", "_next_s", "_ngood", "_pause_s", "_policy",
-        "_returned_s", "_strikes", "is_in_use",
+        "_asked", "_good_since_s", "_keen_until_s", "_last_good_s", "_next_s", "_ngood", "_pause_s",
+        "_policy", "_returned_s", "_strikes", "is_in_use",
     )  # fmt: skip
 
     def __init__(self, now: float, policy: Policy = DEFAULT) -> None:
@@ -90,6 +91,8 @@ class Quarantine:
         self._asked = False
         self._ngood = 0
         self._good_since_s = self._last_good_s = now
+        #: Until then silence does not lengthen the pause.
+        self._keen_until_s = now
 
     @property
     def next_s(self) -> float:
@@ -116,9 +119,18 @@ class Quarantine:
         self._next_s = now + policy.spacing_s
 
     def carrier_up(self, now: float) -> None:
-        """A port of the path came up: probe at once, and soon again. Nothing is forgiven."""
+        """A port of the path came up: probe at once, and keep at it. Nothing is forgiven.
+
+        So it had been down, whether or not a probe fell into that time.
+        """
+        self._ngood = 0
+        self.hurry(now)
+
+    def hurry(self, now: float) -> None:
+        """Probe at once, and keep at it for a while."""
         self._next_s = now
         self._pause_s = self._policy.spacing_s
+        self._keen_until_s = now + _KEEN_NCAPS * self._policy.cap_s
 
     def due(self, now: float) -> bool:
         """Whether to probe now; say so with `asked`."""
@@ -153,7 +165,8 @@ class Quarantine:
         self._asked = False
         self._ngood = 0
         self._next_s = now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, self._policy.cap_s)
+        if now >= self._keen_until_s:
+            self._pause_s = min(2 * self._pause_s, self._policy.cap_s)
 
     def may_return(self, now: float) -> bool:
         """Whether it may carry work again; say that it does with `returned`."""
@@ -174,6 +187,11 @@ class Quarantine:
 def _hold_s(policy: Policy, strikes: float) -> float:
     grown = policy.hold_unit_s * (2 ** max(0.0, strikes - 1) - 1)
     return min(grown, policy.hold_cap_s)
+
+
+#: How long a port that came up is probed without a pause that grows, in caps: a kernel that has
+#: asked for the peer's link-layer address in vain asks again only after a second.
+_KEEN_NCAPS = 2.0
 
 
 def _most_strikes(policy: Policy) -> float:

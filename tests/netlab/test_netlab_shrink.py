@@ -45,7 +45,7 @@ def test_survivors_of_a_kill_in_mid_call_finish_the_job(is_coordinator: bool) ->
                 [sys.executable, str(SCRIPT), json.dumps(PLAN)],
                 env={"PYTHONPATH": str(ROOT)},
                 plan=plan,
-                timeout_s=60,
+                timeout_s=150,
                 sink=lines.append,
             )
             plan.assert_all_fired()

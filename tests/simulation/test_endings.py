@@ -8,6 +8,7 @@ from r2ccl.testing.simulation import (
     CutPath,
     Kill,
     Lose,
+    NicDown,
     Noise,
     Plan,
     Stop,
@@ -38,6 +39,20 @@ def test_all_rails_of_a_pair_dead(told: tuple[int, ...], is_loud: bool) -> None:
         assert isinstance(two, CommunicatorRevoked)
         # Suspected three times at most, one rail after the other.
         assert NO_RAIL_TIMEOUT_S < outcome.time_s < NO_RAIL_TIMEOUT_S + 3 * 0.7
+
+
+def test_a_rank_that_dies_after_it_said_good_bye_owes_its_confirmations() -> None:
+    """Found at random: two survivors waited for a rank that had all its data, and died."""
+    workload = Workload(
+        nranks=3, nrails=2, calls=(CallSpec(0, channels=6, is_in_place=False),), slice_nbytes=32,
+        eager_nbytes=0, eager_slots=1, landing_depth=1, no_rail_timeout_ms=20_000, is_loud=False,
+    )  # fmt: skip
+    down = NicDown(273, 1, 1, keep=1, late_us=100)
+    for at in range(380, 400):
+        outcome = simulate(workload, Plan((down, Kill(at, 1)), Noise(lose=30, late_ms=1)), seed=1)
+        assert outcome.time_s < PEER_TIMEOUT_S + 1.0
+        for error in (outcome.errors[0], outcome.errors[2]):
+            assert error is None or isinstance(error, PeerLost | CommunicatorRevoked)
 
 
 def test_no_rail_from_the_start() -> None:

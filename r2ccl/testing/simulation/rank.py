@@ -183,8 +183,9 @@ class SimRank:
         self._wake(is_control=True)
 
     def _lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        if peer not in self._left:
-            self.recovery.on_peer_lost(peer, why, last_heard_s)
+        has_left = peer in self._left
+        if not has_left or not self.progress.is_drained_to(peer):
+            self.recovery.on_peer_lost(peer, why, last_heard_s, is_news=has_left)
 
     # Turns
 
