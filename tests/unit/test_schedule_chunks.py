@@ -32,9 +32,7 @@ def test_pieces_cover_the_buffer_in_order(count, shares, itemsize):
 @given(counts, weights, itemsizes)
 def test_pieces_follow_the_weights_within_an_alignment(count, shares, itemsize):
     total = sum(shares)
-    for (lo, hi), share in zip(
-        pairwise(cut(count, shares, itemsize)), shares, strict=True
-    ):
+    for (lo, hi), share in zip(pairwise(cut(count, shares, itemsize)), shares, strict=True):
         assert abs((hi - lo) * total - count * share) <= 65 * total
         assert share or lo == hi, "a piece without weight is empty"
 
