@@ -35,7 +35,8 @@ ALLOWED = (steady.RAILS - 1 + SLOW_SHARE) / steady.RAILS
 SLOW_OPS = {"1": 16, "0": 6}
 #: What counts as adapted, of what is allowed, and as back, of the healthy figure.
 ADAPTED, BACK = 0.9, 0.97
-AFTER_S = 6.0
+#: Seconds after the rail is back.
+AFTER_S = {"1": 5.0, "0": 2.0}
 #: Balancing brings more than three times the throughput; on a machine that is busy, surely this.
 GAIN = 1.5
 
@@ -74,7 +75,7 @@ def measure(lab: Lab, balance: str, rng: random.Random) -> Figures:
         lab,
         plan,
         from_op=restore_op,
-        lasting_s=AFTER_S,
+        lasting_s=AFTER_S[balance],
         env={"R2CC_BALANCE": balance},
         timeout_s=120,
     )
