@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from perftest import Port
 from verbs_pair import (
     MESSAGE_NBYTES,
     Answer,
@@ -38,7 +37,7 @@ from verbs_pair import (
 from verbs_roles import Role, Side, role_of
 
 from r2ccl.config import Config
-from r2ccl.topology.hcas import choose_gid, list_hcas
+from r2ccl.topology.hcas import GidFinder
 from r2ccl.transport.base import Arrived, Cleared, Confirmed, Joined, Sent
 from r2ccl.transport.device import Device
 from r2ccl.transport.registration import RegistrationCache
@@ -69,8 +68,8 @@ class Node:
     def __init__(self, offer: Offer) -> None:
         self._node = offer.node
         devices = [
-            Device(port.device, port.number, partial(_find_gid, port), fastpath=offer.fastpath)
-            for port in offer.ports
+            Device(name, port, GidFinder(name, port, gid_index), fastpath=offer.fastpath)
+            for name, port, gid_index in offer.ports
         ]
         # Where it cannot be had the device says why and goes on without.
         if offer.fastpath == "1" and _FASTPATH_MODULE not in sys.modules:
@@ -183,14 +182,6 @@ def serve(pipe: socket.socket) -> None:
                 # Only who receives tells: the sender is not told to begin before.
                 on_started = partial(answer, Done()) if offer.node == 1 else lambda: None
                 answer(node.run(command, on_started))
-
-
-def _find_gid(port: Port) -> tuple[int, str]:
-    for hca in list_hcas():
-        if (hca.name, hca.port) == (port.device, port.number):
-            gid = choose_gid(hca, port.gid_index)
-            return gid.index, gid.address
-    raise RuntimeError(f"port {port.number} of {port.device} is gone")
 
 
 def _rss_nbytes() -> int:

@@ -8,8 +8,8 @@ or has said so itself.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from typing import Protocol
 
 from verbs_pair import Run
 
@@ -18,22 +18,6 @@ from r2ccl.transport.base import Arrived, Cleared, Confirmed, Event, Frame, Tran
 from r2ccl.types import PathKey
 
 _EAGER_NBYTES = Config().eager_nbytes
-
-
-class Role(Protocol):
-    """What one end does on one path."""
-
-    is_done: bool
-    #: Round trips, if it makes any.
-    trips_s: list[float]
-
-    def start(self) -> None:
-        """Do what needs no event."""
-        ...
-
-    def on(self, event: Event) -> None:
-        """React."""
-        ...
 
 
 class Side:
@@ -73,13 +57,31 @@ class Side:
         return Frame(self.path.rail, seq, ack, 1, 0)
 
 
-class SliceSource:
-    """Sends each slice as its landing place becomes known."""
+class Role(ABC):
+    """What one end does on one path, in one run.
+
+    Parameters
+    ----------
+    side : Side
+    """
 
     def __init__(self, side: Side) -> None:
         self.is_done = False
+        #: Round trips, if it makes any.
         self.trips_s: list[float] = []
         self._side = side
+
+    @abstractmethod
+    def start(self) -> None:
+        """Do what needs no event."""
+
+    @abstractmethod
+    def on(self, event: Event) -> None:
+        """React."""
+
+
+class SliceSource(Role):
+    """Sends each slice as its landing place becomes known."""
 
     def start(self) -> None:
         """Nothing goes without a landing place."""
@@ -92,13 +94,11 @@ class SliceSource:
             self.is_done = True
 
 
-class SliceSink:
+class SliceSink(Role):
     """Keeps `Run.window` landing places named."""
 
     def __init__(self, side: Side) -> None:
-        self.is_done = False
-        self.trips_s: list[float] = []
-        self._side = side
+        super().__init__(side)
         self._narrived = 0
 
     def start(self) -> None:
@@ -118,13 +118,11 @@ class SliceSink:
                 self.is_done = True
 
 
-class MessageSource:
+class MessageSource(Role):
     """Keeps `Run.window` eager slices unconfirmed."""
 
     def __init__(self, side: Side) -> None:
-        self.is_done = False
-        self.trips_s: list[float] = []
-        self._side = side
+        super().__init__(side)
         self._sent = 0
 
     def start(self) -> None:
@@ -144,13 +142,11 @@ class MessageSource:
             self._sent = seq + 1
 
 
-class MessageSink:
+class MessageSink(Role):
     """Copies eager slices and confirms them, half a window at a time as the library does."""
 
     def __init__(self, side: Side) -> None:
-        self.is_done = False
-        self.trips_s: list[float] = []
-        self._side = side
+        super().__init__(side)
         self._narrived = 0
 
     def start(self) -> None:
@@ -169,13 +165,11 @@ class MessageSink:
                 self.is_done = True
 
 
-class PingPong:
+class PingPong(Role):
     """Sends slices to and fro, one at a time; landing places are named one ahead."""
 
     def __init__(self, side: Side, is_first: bool) -> None:
-        self.is_done = False
-        self.trips_s: list[float] = []
-        self._side = side
+        super().__init__(side)
         self._is_first = is_first
         self._is_eager = side.run.nbytes <= _EAGER_NBYTES
         self._tokens: deque[object] = deque()

@@ -371,7 +371,9 @@ class Recovery:
         self._joiner.tick(now, is_calm=not self.repairing)
         self.failback.tick(now)
         for key in self._watch.look(now, self._watched()):
-            self._probe(key)
+            # A queue pair that is broken says so itself, but not that its peer is only slow.
+            if not self._progress.transport.joins(key.rail):
+                self._probe(key)
             if self.detector is not None:
                 self.detector.suspect(key)
         if self.detector is not None:
@@ -389,8 +391,7 @@ class Recovery:
     def _watched(self) -> Iterator[tuple[PathKey, int, bool]]:
         waited_for = self._waited_for()
         for key, path in self.paths.items():
-            # A queue pair finds out by itself, and says so with an error.
-            if path.state is PathState.UP and not self._progress.transport.joins(key.rail):
+            if path.state is PathState.UP:
                 # A confirmation that does not get through is missed by the peer alone, which
                 # cannot tell if its own end of the path never came up.
                 is_due = key.peer in waited_for or self._progress.transport.is_stuck(key)
@@ -535,8 +536,10 @@ class Recovery:
             self._connect(path.key)
             return
         # What may still be connecting is of the epoch that has just ended.
-        self._joiner.cancel(path.key)
-        self._control.cancel_path(peer, rail)
+        if self._progress.transport.joins(rail):
+            self._joiner.cancel(path.key)
+        else:
+            self._control.cancel_path(peer, rail)
         self.failback.failed(path.key)
 
     def _connect(self, key: PathKey) -> None:

@@ -78,6 +78,7 @@ class Balance:
     Parameters
     ----------
     rails : iterable of int
+        What is reported of others counts for nothing.
     nominal : mapping of int to float, optional
         What each rail should give, in any unit; left out: all the same.
     """
@@ -103,6 +104,8 @@ class Balance:
 
         Eager ones wait for a peer that may not have called yet: they say nothing about a rail.
         """
+        if rail not in self._meters:
+            return
         self._meters[rail].posted()
         if self._under_way == 0:
             self._busy_since_s = now
@@ -110,6 +113,8 @@ class Balance:
 
     def confirmed(self, rail: int, now: float, nbytes: int) -> None:
         """A slice of `rail` that was counted by `posted` was confirmed."""
+        if rail not in self._meters:
+            return
         train = self._meters[rail].confirmed(now, nbytes)
         if train is not None:
             active_s = self.active_s(now)
@@ -119,6 +124,8 @@ class Balance:
 
     def dropped(self, rail: int, now: float, nslices: int) -> None:
         """So many slices under way on `rail` will not be confirmed there."""
+        if rail not in self._meters:
+            return
         self._meters[rail].dropped(nslices)
         self._ended(nslices, now)
 

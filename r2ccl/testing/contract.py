@@ -90,10 +90,14 @@ class Side:
         """Return the events of one kind, oldest first."""
         return [e for e in self.events if isinstance(e, kind) and e.path == self.path]
 
-    def send(self, seq: int, data: bytes | bytearray, token: object = None, **more: Any) -> None:
-        """Send slice `seq` of channel 3."""
+    def queue(self, seq: int, data: bytes | bytearray, token: object = None, **more: Any) -> None:
+        """Queue slice `seq` of channel 3."""
         frame = Frame(3, seq, more.pop("ack", 0), 5, 77)
         self.transport.isend(self.path, frame, memoryview(data), token, **more)
+
+    def send(self, seq: int, data: bytes | bytearray, token: object = None, **more: Any) -> None:
+        """Send slice `seq` of channel 3."""
+        self.queue(seq, data, token, **more)
         self.transport.flush()
 
     def want(self, seq: int, region: bytearray, ack: int = 0) -> None:
@@ -140,6 +144,43 @@ class Joined:
         before = len(self.a.of(Cleared))
         self.b.want(seq, region)
         return self.until_count(self.a, Cleared, before + 1)[-1].token
+
+
+class Talker:
+    """A side that queues many eager slices at once, and another one after each poll that made room.
+
+    What a poll brought is read by the next one. Whatever that lets a transport tell the other
+    side must get through though something was queued meanwhile, behind all that waits already.
+    """
+
+    _AT_ONCE = 40
+    _AT_MOST = 100
+
+    def __init__(self, side: Side, salt: int) -> None:
+        self.side = side
+        self.nqueued = 0
+        self._salt = salt
+        self._nread = 0
+        for _ in range(self._AT_ONCE):
+            self._queue()
+        side.transport.flush()
+
+    def slice(self, seq: int) -> bytes:
+        """Return what is in slice `seq`."""
+        return bytes(pattern(64, self._salt + seq))
+
+    def turn(self) -> None:
+        """Poll, queue, flush."""
+        nread = len(self.side.payloads)
+        self.side.poll()
+        if nread > self._nread and self.nqueued < self._AT_MOST:
+            self._queue()
+        self._nread = nread
+        self.side.transport.flush()
+
+    def _queue(self) -> None:
+        self.side.queue(self.nqueued, self.slice(self.nqueued))
+        self.nqueued += 1
 
 
 def pattern(nbytes: int, salt: int = 0) -> bytearray:
@@ -238,6 +279,25 @@ def check_both_ways(bench: Bench) -> None:
     assert pair.b.payloads == [bytes(pattern(60, seq)) for seq in range(20)]
     confirmed = pair.until_count(pair.a, Confirmed, 20)
     assert [(e.channel, e.ack) for e in confirmed] == [(9, ack) for ack in range(1, 21)]
+
+
+def check_both_ways_full(bench: Bench) -> None:
+    """Both sides have more to say than the other has room for, and more whenever they read."""
+    pair = Joined(bench)
+    talkers = Talker(pair.a, salt=0), Talker(pair.b, salt=100)
+    give_up = time.monotonic() + bench.patience_s
+
+    def has_all(reader: Talker, writer: Talker) -> bool:
+        return len(reader.side.payloads) == writer.nqueued
+
+    while not (has_all(*talkers) and has_all(*talkers[::-1])):
+        narrived = [len(talker.side.payloads) for talker in talkers]
+        assert time.monotonic() < give_up, f"{narrived} slices arrived, no more came"
+        bench.run()
+        for talker in talkers:
+            talker.turn()
+    for reader, writer in (talkers, talkers[::-1]):
+        assert reader.side.payloads == [writer.slice(seq) for seq in range(writer.nqueued)]
 
 
 def check_view_is_free_when_sent(bench: Bench) -> None:
@@ -409,6 +469,7 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
     check_early_confirmation,
     check_order,
     check_both_ways,
+    check_both_ways_full,
     check_view_is_free_when_sent,
     check_replay,
     check_paths_are_apart,

@@ -12,12 +12,15 @@ queue, memory regions before the domain), by `close`.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import select
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
 
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.transport.dmabuf import PdRegistrar
@@ -41,6 +44,7 @@ def _quiet_root_logger() -> Iterator[None]:
 
 
 with _quiet_root_logger():
+    from pyverbs.addr import GID, AHAttr, GlobalRoute
     from pyverbs.cq import CQ, CompChannel
     from pyverbs.device import Context
     from pyverbs.pd import PD
@@ -61,6 +65,19 @@ BATCH = 256
 #: What is read of an ``ibv_wc``: wr_id, status, opcode, vendor_err, imm_data (in network byte
 #: order), qp_num. If the status is not 0, opcode and imm_data have no meaning.
 Completion = tuple[int, int, int, int, int, int]
+
+
+class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the peer must know of an end to connect a queue pair to the one it has."""
+
+    qp_num: int
+    psn: int
+    gid: str
+    lid: int
+    mtu: int
+
+
+_AnyCard = TypeVar("_AnyCard", bound=Card)
 
 
 class Neighbours(Protocol):
@@ -231,18 +248,35 @@ class Device:
         """Whether the port is up."""
         return bool(self.query().state == e.IBV_PORT_ACTIVE)
 
-    def check_known(self, gid: str) -> None:
-        """Make sure that connecting to `gid` will not wait for its link-layer address.
+    def read_card(self, card: bytes, kind: type[_AnyCard]) -> _AnyCard:
+        """Read the card of an end that can be connected to now, without waiting in the kernel.
 
         Raises
         ------
         TransportError
-            The kernel does not know it yet, and asks for it now.
+            The card makes no sense; or the kernel does not know the link-layer address of its end
+            yet, and asks for it now (status ``NO_NEIGHBOUR``).
         """
-        if self._neighbours is not None and not self._neighbours.knows(self.gid, gid):
+        try:
+            remote = msgspec.msgpack.decode(card, type=kind)
+        except (msgspec.DecodeError, ValueError) as exc:
+            raise TransportError(f"the peer's card makes no sense: {exc}", status="CARD") from exc
+        if self._neighbours is not None and not self._neighbours.knows(self.gid, remote.gid):
             raise TransportError(
-                f"{self.name}: {gid} has not told its link-layer address yet", status="NO_NEIGHBOUR"
+                f"{self.name}: {remote.gid} has not told its link-layer address yet",
+                status="NO_NEIGHBOUR",
             )
+        return remote
+
+    def address(self, remote: Card) -> Any:
+        """Return the way from this port to that of `remote`, for a queue pair's attributes."""
+        gid = ipaddress.IPv6Address(remote.gid).exploded  # pyverbs takes no shorthand
+        route = GlobalRoute(dgid=GID(gid), sgid_index=self.gid_index)
+        return AHAttr(dlid=remote.lid, is_global=1, gr=route, port_num=self.port)
+
+    def refusal(self, what: str, exc: Exception) -> TransportError:
+        """Return the error that says that the device refused to do `what`."""
+        return TransportError(f"{self.name} refused to {what}: {exc}", status="DEVICE")
 
     def close(self) -> None:
         """Free everything; queue pairs and memory regions must be closed."""
@@ -290,4 +324,4 @@ def _event_fds() -> set[int]:
     return found
 
 
-__all__ = ["BATCH", "Completion", "Device", "Neighbours", "e"]
+__all__ = ["BATCH", "Card", "Completion", "Device", "Neighbours", "e"]

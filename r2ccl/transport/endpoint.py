@@ -78,8 +78,8 @@ class VerbsEndpoint:
         #: Landing places by number; numbers not in use.
         self.places: dict[int, Place] = {}
         self.numbers = deque(range(NLANDINGS))
-        #: What waits for room: messages, landing places for a number, slices.
-        self.small: deque[tuple[bytes | memoryview, ...]] = deque()
+        #: What waits for room: messages (header and payload), landing places for a number, slices.
+        self.small: deque[tuple[bytearray, bytes | memoryview]] = deque()
         self.unnamed: deque[tuple[Frame, memoryview]] = deque()
         self.bulk: deque[Outgoing] = deque()
         #: Slices being written, by the count of their request.
@@ -129,11 +129,10 @@ class VerbsEndpoint:
         self._untold_nbytes += self._lent_nbytes
         self.lent = self._lent_nbytes = 0
 
-    def told(self) -> int:
-        """Note that the peer is told, and return, how many messages were consumed."""
+    def told(self) -> None:
+        """Note that the peer is told how many messages were consumed: it is on its way."""
         self._told = self.consumed
         self._untold_nbytes = 0
-        return self.consumed
 
     @property
     def is_credit_due(self) -> bool:

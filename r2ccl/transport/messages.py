@@ -1,5 +1,9 @@
 """What the verbs transport says beside the slices: one header, then an eager payload if any.
 
+A message may wait for room in the peer's ring while the peer waits for credits of this end. So a
+header is written when its message is queued, but for the credit, which is stamped into it when it
+leaves.
+
 Pure. Invariant: what `Message.read` returns fits the ring it was read from.
 """
 
@@ -9,11 +13,13 @@ import struct
 from typing import NamedTuple
 
 from r2ccl.transport.base import Frame
-from r2ccl.transport.queuepair import ALIGN
+from r2ccl.transport.ring import ALIGN
 
 #: kind, flags, channel, nbytes, seq, ack, op, signature, credit, number, address, rkey
 _HEADER = struct.Struct("<BBHIQQQQIIQI")
 HEADER_NBYTES = _HEADER.size
+_CREDIT = struct.Struct("<I")
+_CREDIT_OFFSET = struct.calcsize("<BBHIQQQQ")
 EAGER, CLEAR, CONFIRM = 1, 2, 3
 _KINDS = frozenset((EAGER, CLEAR, CONFIRM))
 _CREDIT_MASK = 0xFFFFFFFF
@@ -53,13 +59,20 @@ class Message(NamedTuple):
         return cls(kind, frame, nbytes, credit, (number, address, rkey), size)
 
 
-def write(kind: int, frame: Frame, nbytes: int, credit: int, token: Token = (0, 0, 0)) -> bytes:
-    """Write a header; see `Message`."""
+def write(kind: int, frame: Frame, nbytes: int, token: Token) -> bytearray:
+    """Write a header, without its credit; see `Message`."""
     number, address, rkey = token
-    return _HEADER.pack(
-        kind, 0, frame.channel, nbytes, frame.seq, frame.ack, frame.op, frame.signature,
-        credit & _CREDIT_MASK, number, address, rkey,
+    header = bytearray(HEADER_NBYTES)
+    _HEADER.pack_into(
+        header, 0, kind, 0, frame.channel, nbytes, frame.seq, frame.ack, frame.op,
+        frame.signature, 0, number, address, rkey,
     )  # fmt: skip
+    return header
 
 
-__all__ = ["CLEAR", "CONFIRM", "EAGER", "HEADER_NBYTES", "Message", "Token", "write"]
+def stamp(header: bytearray, credit: int) -> None:
+    """Put the count of messages consumed so far into a header, in place of an earlier one."""
+    _CREDIT.pack_into(header, _CREDIT_OFFSET, credit & _CREDIT_MASK)
+
+
+__all__ = ["CLEAR", "CONFIRM", "EAGER", "HEADER_NBYTES", "Message", "Token", "stamp", "write"]

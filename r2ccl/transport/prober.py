@@ -15,7 +15,6 @@ Invariant: a probe that was asked is reported once; an end has a queue pair unti
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import secrets
 from collections.abc import Callable, Sequence
@@ -25,12 +24,11 @@ import msgspec
 from r2ccl.clock import Clock
 from r2ccl.errors import TransportError
 from r2ccl.transport.base import Event, Joined, Probed
-from r2ccl.transport.device import Device, e
+from r2ccl.transport.device import Card, Device, e
 from r2ccl.transport.status import describe_status
 from r2ccl.types import ProbeKey
 
 # Below r2ccl.transport.device, which sees to it that importing pyverbs changes nothing else.
-from pyverbs.addr import GID, AHAttr, GlobalRoute  # isort: skip
 from pyverbs.pd import PD  # isort: skip
 from pyverbs.pyverbs_error import PyverbsError  # isort: skip
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr  # isort: skip
@@ -41,16 +39,6 @@ _NTRIES = 3
 #: Unit of a queue pair's timeout, which is the power of two it is multiplied with.
 _TIMEOUT_UNIT_S = 4.096e-6
 _MAX_TIMEOUT = 31
-
-
-class ProbeCard(msgspec.Struct, frozen=True, array_like=True):
-    """What the peer must know of this end to join it."""
-
-    qp_num: int
-    psn: int
-    gid: str
-    lid: int
-    mtu: int
 
 
 class ProbeEnd:
@@ -107,16 +95,12 @@ class ProbeEnd:
         self._made()
         port = self._device.query()
         return msgspec.msgpack.encode(
-            ProbeCard(self.qp_num, self._psn, self._device.gid, port.lid, port.active_mtu)
+            Card(self.qp_num, self._psn, self._device.gid, port.lid, port.active_mtu)
         )
 
     def join(self, card: bytes, is_caller: bool) -> None:
         """See `Endpoint.join`."""
-        try:
-            remote = msgspec.msgpack.decode(card, type=ProbeCard)
-        except (msgspec.DecodeError, ValueError) as exc:
-            raise TransportError(f"the peer's card makes no sense: {exc}", status="CARD") from exc
-        self._device.check_known(remote.gid)
+        remote = self._device.read_card(card, Card)
         qp = self._made()
         try:
             if is_caller:
@@ -124,7 +108,7 @@ class ProbeEnd:
             else:
                 qp.to_rtr(self._attributes(remote))
         except PyverbsError as exc:
-            raise _refused(self._device, f"join {remote.gid}", exc) from exc
+            raise self._device.refusal(f"join {remote.gid}", exc) from exc
         if is_caller:
             self.ask()
 
@@ -149,7 +133,7 @@ class ProbeEnd:
         try:
             self._qp.post_send(self._write)
         except PyverbsError as exc:
-            raise _refused(self._device, "post a probe", exc) from exc
+            raise self._device.refusal("post a probe", exc) from exc
 
     def close(self) -> None:
         """See `Endpoint.close`."""
@@ -173,17 +157,15 @@ class ProbeEnd:
             try:
                 self._qp = QP(self._pd, made, attr)
             except PyverbsError as exc:
-                raise _refused(device, "make a queue pair for a probe", exc) from exc
+                raise device.refusal("make a queue pair for a probe", exc) from exc
             self.qp_num = self._qp.qp_num
             self._on_made(self)
         return self._qp
 
-    def _attributes(self, remote: ProbeCard) -> QPAttr:
+    def _attributes(self, remote: Card) -> QPAttr:
         device = self._device
-        gid = ipaddress.IPv6Address(remote.gid).exploded  # pyverbs takes no shorthand
-        route = GlobalRoute(dgid=GID(gid), sgid_index=device.gid_index)
         attr = QPAttr(port_num=device.port)
-        attr.ah_attr = AHAttr(dlid=remote.lid, is_global=1, gr=route, port_num=device.port)
+        attr.ah_attr = device.address(remote)
         attr.qp_access_flags = e.IBV_ACCESS_REMOTE_WRITE
         attr.path_mtu = min(remote.mtu, device.query().active_mtu)
         attr.dest_qp_num = remote.qp_num
@@ -328,11 +310,7 @@ def _make_domain(device: Device) -> PD:
     try:
         return PD(device.context)
     except PyverbsError as exc:
-        raise _refused(device, "make a protection domain", exc) from exc
-
-
-def _refused(device: Device, what: str, exc: Exception) -> TransportError:
-    return TransportError(f"{device.name} refused to {what}: {exc}", status="DEVICE")
+        raise device.refusal("make a protection domain", exc) from exc
 
 
 def queue_pair_timeout(timeout_s: float) -> int:
@@ -345,4 +323,4 @@ def queue_pair_timeout(timeout_s: float) -> int:
     return max(1, min(_MAX_TIMEOUT, math.floor(math.log2(a_try))))
 
 
-__all__ = ["ProbeCard", "ProbeEnd", "Prober", "queue_pair_timeout"]
+__all__ = ["ProbeEnd", "Prober", "queue_pair_timeout"]

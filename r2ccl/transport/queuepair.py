@@ -28,20 +28,17 @@ in the order they were posted.
 from __future__ import annotations
 
 import enum
-import ipaddress
 import secrets
 import socket
 
 import msgspec
 import numpy as np
 
-from r2ccl.errors import TransportError
-from r2ccl.transport.device import Device, e
+from r2ccl.transport.device import Card, Device, e
 from r2ccl.transport.regions import MemoryRegion, register_everywhere
-from r2ccl.transport.ring import COUNT_MODULUS, SendRing
+from r2ccl.transport.ring import ALIGN, COUNT_MODULUS, SendRing
 
 # Below r2ccl.transport.device, which sees to it that importing pyverbs changes nothing else.
-from pyverbs.addr import GID, AHAttr, GlobalRoute  # isort: skip
 from pyverbs.pyverbs_error import PyverbsError  # isort: skip
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr  # isort: skip
 from pyverbs.wr import SGE, RecvWR, SendWR  # isort: skip
@@ -51,8 +48,6 @@ from pyverbs.wr import SGE, RecvWR, SendWR  # isort: skip
 NMESSAGES = 16
 NLANDINGS = 16
 _NCREDITS = 8
-#: Messages begin at multiples of it, so that a ring of 256 MiB can be addressed with 22 bits.
-ALIGN = 64
 _RECEIVES = NMESSAGES + NLANDINGS + _NCREDITS
 _SENDS = 192
 #: One request in this many asks for a completion, if nothing else does.
@@ -94,15 +89,10 @@ class Work(enum.IntEnum):
     HELLO = 3
 
 
-class Card(msgspec.Struct, frozen=True, array_like=True):
-    """What the peer must know of this end to join it."""
+class PathCard(Card, frozen=True, array_like=True):
+    """What the peer must know of an end of a path: also its mark, and where its ring is."""
 
-    qp_num: int
-    psn: int
     mark: int
-    gid: str
-    lid: int
-    mtu: int
     ring_address: int
     ring_rkey: int
 
@@ -145,7 +135,7 @@ class QueuePair:
             self._begin()
         except _REFUSALS as exc:
             self._region.close()
-            raise _refused(device, "make a queue pair", exc) from exc
+            raise device.refusal("make a queue pair", exc) from exc
         self.number: int = self._qp.qp_num
 
     def renew(self) -> None:
@@ -161,7 +151,7 @@ class QueuePair:
             self._qp.to_init(self._init_attr())
             self._begin()
         except _REFUSALS as exc:
-            raise _refused(self._device, "set a queue pair up again", exc) from exc
+            raise self._device.refusal("set a queue pair up again", exc) from exc
 
     def _make(self) -> None:
         device = self._device
@@ -189,7 +179,7 @@ class QueuePair:
         """Forget the last life, post the receives of this one, describe it."""
         self._mark = secrets.randbits(_MARK_BITS)
         self._psn = secrets.randbits(24)
-        self._remote: Card | None = None
+        self._remote: PathCard | None = None
         self._ring = SendRing(self._ring_nbytes, NMESSAGES, ALIGN)
         #: Requests posted and, in order, retired; and posted since one asked for a completion.
         self.posted = 0
@@ -203,9 +193,9 @@ class QueuePair:
         port = self._device.query()
         self._mtu = port.active_mtu
         self.card = msgspec.msgpack.encode(
-            Card(
-                self._qp.qp_num, self._psn, self._mark, self._device.gid, port.lid,
-                port.active_mtu, self._memory.ctypes.data, self._region.rkey,
+            PathCard(
+                self._qp.qp_num, self._psn, self._device.gid, port.lid, port.active_mtu,
+                self._mark, self._memory.ctypes.data, self._region.rkey,
             )
         )  # fmt: skip
 
@@ -224,14 +214,9 @@ class QueuePair:
         TransportError
             The card makes no sense, its end is not a known neighbour yet, or the device refused.
         """
-        try:
-            remote = msgspec.msgpack.decode(card, type=Card)
-        except (msgspec.DecodeError, ValueError) as exc:
-            raise TransportError(f"the peer's card makes no sense: {exc}", status="CARD") from exc
-        self._device.check_known(remote.gid)
-        route = GlobalRoute(dgid=GID(_spelled(remote.gid)), sgid_index=self._device.gid_index)
+        remote = self._device.read_card(card, PathCard)
         attr = self._init_attr()
-        attr.ah_attr = AHAttr(dlid=remote.lid, is_global=1, gr=route, port_num=self._device.port)
+        attr.ah_attr = self._device.address(remote)
         attr.path_mtu = min(remote.mtu, self._mtu)
         attr.dest_qp_num = remote.qp_num
         attr.rq_psn, attr.sq_psn = remote.psn, self._psn
@@ -241,9 +226,8 @@ class QueuePair:
         try:
             self._qp.to_rts(attr)
         except PyverbsError as exc:
-            raise _refused(
-                self._device, f"join queue pair {remote.qp_num} at {remote.gid}", exc
-            ) from exc
+            what = f"join queue pair {remote.qp_num} at {remote.gid}"
+            raise self._device.refusal(what, exc) from exc
         self._remote = remote
 
     def hello(self) -> None:
@@ -265,18 +249,18 @@ class QueuePair:
         """Whether another request may be posted; one place is kept for the marker."""
         return self.posted - self.retired < _SENDS - 1
 
-    def write_message(self, parts: tuple[bytes | memoryview, ...]) -> bool:
+    def write_message(self, header: bytearray, payload: bytes | memoryview) -> bool:
         """Send a message; False until there is room."""
-        nbytes = sum(map(len, parts))
+        nbytes = len(header) + len(payload)
         if not self.has_room():
             return False
         offset = self._ring.take(nbytes)
         if offset is None:
             return False
-        at = offset
-        for part in parts:
-            self._outbox[at : at + len(part)] = part
-            at += len(part)
+        start = offset + len(header)
+        self._outbox[offset:start] = header
+        if payload:
+            self._outbox[start : offset + nbytes] = payload
         remote = self._remote
         assert remote is not None
         self._post(
@@ -323,7 +307,7 @@ class QueuePair:
         try:
             self._post_receives(count)
         except _REFUSALS as exc:
-            raise _refused(self._device, "post a receive request", exc) from exc
+            raise self._device.refusal("post a receive request", exc) from exc
 
     def untag(self, imm_data: int) -> tuple[Tag, int] | None:
         """Split immediate data; None: it does not carry this end's mark, or makes no sense."""
@@ -367,7 +351,7 @@ class QueuePair:
             self._sge.length = 0
             self._qp.post_send(self._write)
         except PyverbsError as exc:
-            raise _refused(self._device, "flush a queue pair", exc) from exc
+            raise self._device.refusal("flush a queue pair", exc) from exc
 
     def reset(self) -> None:
         """Stop it: nothing is written into this rank's memory afterwards. See `renew`.
@@ -380,7 +364,7 @@ class QueuePair:
         try:
             self._qp.modify(QPAttr(qp_state=e.IBV_QPS_RESET), e.IBV_QP_STATE)
         except PyverbsError as exc:
-            raise _refused(self._device, "reset a queue pair", exc) from exc
+            raise self._device.refusal("reset a queue pair", exc) from exc
 
     def close(self) -> None:
         """Destroy it: nothing is written into this rank's memory afterwards."""
@@ -408,13 +392,13 @@ class QueuePair:
         try:
             self._poster.write(number, flags, imm, source, target)
         except OSError as exc:
-            raise _refused(self._device, "post a work request", exc) from exc
+            raise self._device.refusal("post a work request", exc) from exc
 
     def _send(self, request: SendWR) -> None:
         try:
             self._qp.post_send(request)
         except PyverbsError as exc:
-            raise _refused(self._device, "post a work request", exc) from exc
+            raise self._device.refusal("post a work request", exc) from exc
 
     def _post_receives(self, count: int) -> None:
         if self._poster is not None:
@@ -435,13 +419,4 @@ class QueuePair:
         return socket.htonl(tag << 30 | self._remote.mark * COUNT_MODULUS | value)
 
 
-def _spelled(gid: str) -> str:
-    """Spell a GID as pyverbs wants it: eight groups of four digits."""
-    return ipaddress.IPv6Address(gid).exploded
-
-
-def _refused(device: Device, what: str, exc: Exception) -> TransportError:
-    return TransportError(f"{device.name} refused to {what}: {exc}", status="DEVICE")
-
-
-__all__ = ["ALIGN", "NLANDINGS", "NMESSAGES", "Card", "QueuePair", "Tag", "Work"]
+__all__ = ["NLANDINGS", "NMESSAGES", "PathCard", "QueuePair", "Tag", "Work"]

@@ -82,5 +82,7 @@ class SendRing:
 
 #: Counts are told modulo this: they share 32 bits of immediate data with other things.
 COUNT_MODULUS = 1 << 22
+#: Messages begin at multiples of it, so that a ring of 256 MiB can be addressed with 22 bits.
+ALIGN = 64
 
-__all__ = ["COUNT_MODULUS", "SendRing"]
+__all__ = ["ALIGN", "COUNT_MODULUS", "SendRing"]

@@ -41,9 +41,9 @@ from r2ccl.transport.device import BATCH, Completion, Device
 from r2ccl.transport.endpoint import Outgoing, Place, State, VerbsEndpoint
 from r2ccl.transport.messages import CLEAR, CONFIRM, EAGER, HEADER_NBYTES, Message, Token
 from r2ccl.transport.prober import ProbeEnd, Prober
-from r2ccl.transport.queuepair import ALIGN, QueuePair, Tag, Work
+from r2ccl.transport.queuepair import QueuePair, Tag, Work
 from r2ccl.transport.registration import Registration, RegistrationCache
-from r2ccl.transport.ring import COUNT_MODULUS
+from r2ccl.transport.ring import ALIGN, COUNT_MODULUS
 from r2ccl.transport.staging import Array, Staging
 from r2ccl.transport.status import describe_event, describe_status, event_name, status_name
 from r2ccl.types import PathKey, ProbeKey
@@ -210,11 +210,11 @@ class VerbsTransport:
         if end is None:
             return
         if token is None:
-            end.small.append((self._header(end, EAGER, frame, len(view)), view))
+            self._queue(end, EAGER, frame, len(view), payload=view)
             self._events.append(Sent(path, frame.channel, frame.seq))
         else:
             if frame.ack > end.acked.get(frame.channel, 0):  # a slice has no header to carry it
-                end.small.append((self._header(end, CONFIRM, frame),))
+                self._queue(end, CONFIRM, frame)
             item = Outgoing(frame, view, token)
             if is_replay:
                 end.bulk.appendleft(item)
@@ -234,7 +234,7 @@ class VerbsTransport:
         end = self._live(path)
         if end is not None:
             frame = Frame(channel, 0, ack, 0, 0)
-            end.small.append((self._header(end, CONFIRM, frame),))
+            self._queue(end, CONFIRM, frame)
             self._mark(end)
 
     def flush(self) -> None:
@@ -259,7 +259,12 @@ class VerbsTransport:
     def _post(self, end: VerbsEndpoint) -> None:
         while end.unnamed and end.numbers:
             self._name(end, *end.unnamed.popleft())
-        while end.small and end.qp.write_message(end.small[0]):
+        while end.small:
+            header, payload = end.small[0]
+            messages.stamp(header, end.consumed)
+            if not end.qp.write_message(header, payload):
+                break
+            end.told()  # not before: what only waits tells nobody anything
             end.small.popleft()
         while end.bulk and not end.small and end.qp.has_room():
             self._write(end, end.bulk.popleft())
@@ -275,7 +280,7 @@ class VerbsTransport:
         expected = Frame(frame.channel, frame.seq, 0, frame.op, frame.signature)
         end.places[number] = Place(expected, region, reach)
         token = (number, reach.address, reach.rkey)
-        end.small.append((self._header(end, CLEAR, frame, len(region), token),))
+        self._queue(end, CLEAR, frame, len(region), token)
 
     def _write(self, end: VerbsEndpoint, item: Outgoing) -> None:
         reach = self._staging.reach(item.view, end.nic)
@@ -286,13 +291,14 @@ class VerbsTransport:
         count = end.qp.write_slice(source, (target, rkey), number)
         end.writing[count] = (item.frame, reach)
 
-    def _header(
-        self, end: VerbsEndpoint, kind: int, frame: Frame, nbytes: int = 0,
-        token: Token = (0, 0, 0),
-    ) -> bytes:  # fmt: skip
+    @staticmethod
+    def _queue(
+        end: VerbsEndpoint, kind: int, frame: Frame, nbytes: int = 0, token: Token = (0, 0, 0),
+        payload: bytes | memoryview = b"",
+    ) -> None:  # fmt: skip
         if frame.ack:
             end.acked[frame.channel] = max(frame.ack, end.acked.get(frame.channel, 0))
-        return messages.write(kind, frame, nbytes, end.told(), token)
+        end.small.append((messages.write(kind, frame, nbytes, token), payload))
 
     # Polling
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import time
 from collections import deque
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from r2ccl.joining import Answer, Joiner, Offer, Ready
-from r2ccl.topology.hcas import Hca, choose_gid
+from r2ccl.topology.hcas import GidFinder, Hca
 from r2ccl.topology.neighbours import Neighbours
 from r2ccl.transport.base import Joined, Probed
 from r2ccl.types import ProbeKey
@@ -27,12 +26,8 @@ def open_transport(rank: int, hcas: Sequence[Hca], fastpath: str = "0") -> Any:
     from r2ccl.transport.registration import RegistrationCache
     from r2ccl.transport.verbs import VerbsTransport
 
-    def gid_of(hca: Hca) -> tuple[int, str]:
-        gid = choose_gid(hca)
-        return gid.index, gid.address
-
     devices = [
-        Device(hca.name, hca.port, functools.partial(gid_of, hca), Neighbours(hca.index), fastpath)
+        Device(hca.name, hca.port, GidFinder(hca.name, hca.port), Neighbours(hca.index), fastpath)
         for hca in hcas
     ]
     cache = RegistrationCache([device.registrar for device in devices], 1 << 30)

@@ -166,19 +166,23 @@ def test_a_port_reports_that_its_carrier_is_lost_and_found(
         if "infinibandevent" in target
     )
 
-    def next_event() -> int:
-        assert select.select([descriptor], [], [], PATIENCE_S)[0], "an event"
-        event = context.get_async_event()
-        event.ack()
-        return int(event.event_type)
+    def await_event(kind: int) -> None:
+        """Read events until one is of `kind`: changes of the GID table are told as well."""
+        deadline = time.monotonic() + PATIENCE_S
+        while select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            event = context.get_async_event()
+            event.ack()
+            if event.event_type == kind:
+                return
+        pytest.fail(f"no event {kind} within {PATIENCE_S} s")
 
     try:
         carrier("down")
-        assert next_event() == e.IBV_EVENT_PORT_ERR
+        await_event(e.IBV_EVENT_PORT_ERR)
         down = {hca.name: hca.state for hca in list_hcas() if hca.state != "ACTIVE"}
         assert lab.device(1, rail) in down
         carrier("up")
-        assert e.IBV_EVENT_PORT_ACTIVE in {next_event(), next_event()}
+        await_event(e.IBV_EVENT_PORT_ACTIVE)
     finally:
         context.close()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from r2ccl.errors import TransportError
-from r2ccl.topology.hcas import Hca, choose_gid
+from r2ccl.topology.hcas import GidFinder, Hca
 from r2ccl.topology.neighbours import Neighbours
 from r2ccl.transport.layout import locate_nic
 
@@ -25,12 +25,9 @@ def open_device(hcas: tuple[tuple[Hca, ...], ...]) -> Iterator[Open]:
     hca = hcas[0][0]
     made = []
 
-    def gid() -> tuple[int, str]:
-        found = choose_gid(hca)
-        return found.index, found.address
-
     def opened(fastpath: str) -> Any:
-        made.append(Device(hca.name, hca.port, gid, Neighbours(hca.index), fastpath))
+        find_gid = GidFinder(hca.name, hca.port)
+        made.append(Device(hca.name, hca.port, find_gid, Neighbours(hca.index), fastpath))
         return made[-1]
 
     yield opened

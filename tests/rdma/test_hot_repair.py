@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,20 @@ PROGRAM = Path(__file__).with_name("repair_rank.py")
 
 
 @pytest.fixture(autouse=True)
-def _all_links_whole(lab: Shape) -> None:
+def _all_links_whole(lab: Shape) -> Iterator[None]:
+    """Whatever a test that fails leaves: neither the next one here nor other tests meet it."""
+    mend(lab)
+    yield
+    mend(lab)
+
+
+def mend(lab: Shape) -> None:
     for node in range(lab.nodes):
         for nic in range(lab.nics):
-            subprocess.run(["ip", "link", "set", f"n{node}r{nic}", "up"], check=True)
-            # What a test that failed may have left; there is nothing to delete otherwise.
+            subprocess.run(["ip", "link", "set", lab.netdev(node, nic), "up"], check=True)
+            # There is nothing to delete where nothing was left.
             subprocess.run(
-                ["tc", "qdisc", "del", "dev", f"n{node}r{nic}", "root"],
+                ["tc", "qdisc", "del", "dev", lab.netdev(node, nic), "root"],
                 stderr=subprocess.DEVNULL, check=False,
             )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """Random jobs under random faults: no wrong, lost, doubled or torn slice, and no hang.
 
-No two ranks plan a collective from different versions of the health either: every simulation checks
-that. ``R2CC_SIM_EXAMPLES`` is the number of plans; hypothesis shrinks a failing one, and the message
-has seed and plan. One rail of every pair is never lost for good, so a job in which no rank dies must
-end without error.
+No two ranks plan a collective from different versions of the health either: every simulation
+checks that. ``R2CC_SIM_EXAMPLES`` is the number of plans; hypothesis shrinks a failing one, and the
+message has seed and plan. One rail of every pair is never lost for good, so a job in which no rank
+dies must end without error.
 """
 
 import os

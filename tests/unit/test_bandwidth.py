@@ -382,6 +382,16 @@ def test_a_proposal_that_does_not_last_changes_nothing() -> None:
     assert balance.weights == {0: WHOLE, 1: 4}
 
 
+def test_rails_that_are_not_compared_may_carry_work_too() -> None:
+    balance = Balance([1, 2])
+    balance.posted(0, 1.0)
+    balance.posted(0, 1.0)
+    balance.confirmed(0, 2.0, MIB)
+    balance.dropped(0, 3.0, 1)
+    assert balance.active_s(4.0) == 0.0
+    assert set(balance.estimates(4.0)) == {1, 2}
+
+
 def test_dropped_slices_leave_the_balance_even() -> None:
     balance = Balance(range(2))
     for _ in range(5):

@@ -214,16 +214,15 @@ def test_a_port_that_goes_down_fails_its_paths_and_one_that_comes_up_calls() -> 
     assert world.transport.probed[asked:] == [straight(B)]
 
 
-def test_a_silent_queue_pair_is_not_probed() -> None:
+def test_a_silent_queue_pair_is_looked_into_and_moves_by_its_own_error_alone() -> None:
     world = World(joined={1})
-    world.recovery.on_carrier(0, False)  # a verdict without a probe
-    world.repair(A)
     world.progress.recv_link(1, 0).post(None, 1, 0, None, 0)
-    world.look(0.1)
-    world.answer(A, None)  # of the path that failed: not what this test is about
-    world.transport.probed.clear()
-    world.look(0.7)
-    assert straight(B) not in world.transport.probed
+    world.look(0.9)
+    assert straight(B) in world.transport.probed
+    world.answer(B, False)
+    assert world.recovery.paths[B].state is PathState.UP
+    world.fail(B)
+    assert world.recovery.paths[B].state is PathState.FENCING
 
 
 def test_a_failed_path_is_fenced_announced_repaired_and_redialed() -> None:
@@ -545,6 +544,20 @@ def test_a_path_that_fails_again_and_again_waits_ever_longer() -> None:
         world.open(0, epoch)
     assert waits[0] < 0.5
     assert waits[1:] == pytest.approx([1, 3, 7], abs=0.5)
+
+
+def test_a_path_that_joins_is_brought_back_by_offers_alone() -> None:
+    world = World(joined={0, 1})
+    world.fail(A)
+    world.repair(A)
+    assert world.control.cancelled == []
+    offers = len(world.offers())
+    for _ in range(3):
+        world.look(0.1)
+        world.answer(A, True)
+    world.look(0.1)
+    assert world.control.dialed == []
+    assert [(each.rail, each.epoch) for each in world.offers()[offers:] if each.via < 0] == [(0, 1)]
 
 
 def test_a_peer_without_any_path_is_dialed_at_once_whatever_happened_before() -> None:

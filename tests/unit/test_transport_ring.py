@@ -1,11 +1,14 @@
-"""Credits: places never overlap, and come back."""
+"""Credits: places never overlap, and come back with the count a message leaves with."""
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from r2ccl.errors import InternalError
-from r2ccl.transport.ring import COUNT_MODULUS, SendRing
+from r2ccl.transport import messages
+from r2ccl.transport.base import Frame
+from r2ccl.transport.messages import CLEAR, CONFIRM, EAGER, HEADER_NBYTES, Message, Token
+from r2ccl.transport.ring import ALIGN, COUNT_MODULUS, SendRing
 
 
 @given(st.lists(st.one_of(st.integers(1, 700), st.just(None)), max_size=120), st.integers(1, 9))
@@ -64,3 +67,25 @@ def test_what_cannot_be() -> None:
         ring.take(129)
     with pytest.raises(InternalError, match="1 messages consumed, 0"):
         ring.credit(1)
+
+
+@pytest.mark.parametrize("kind", [EAGER, CLEAR, CONFIRM])
+def test_a_header_carries_the_credit_it_was_stamped_with_last(kind: int) -> None:
+    frame = Frame(2**16 - 1, 2**64 - 1, 2**64 - 2, 2**64 - 3, 2**64 - 4)
+    token: Token = (2**32 - 1, 2**64 - 5, 2**32 - 2)
+    header = messages.write(kind, frame, 64, token)
+    for credit in (7, 2**32 - 3, 5):
+        messages.stamp(header, credit)
+        ring = bytes(ALIGN) + bytes(header) + bytes(ALIGN)
+        size = 2 * ALIGN if kind == EAGER else ALIGN
+        assert len(header) == HEADER_NBYTES
+        read = Message.read(memoryview(ring), ALIGN, 64)
+        assert read == Message(kind, frame, 64, credit, token, size)
+
+
+def test_what_a_header_says_of_credits_wraps() -> None:
+    header = messages.write(CONFIRM, Frame(0, 0, 1, 0, 0), 0, (0, 0, 0))
+    messages.stamp(header, 2**32 + 9)
+    read = Message.read(memoryview(header), 0, 64)
+    assert read is not None
+    assert read.credit == 9

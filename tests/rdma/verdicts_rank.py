@@ -1,0 +1,165 @@
+"""One rank of the tests of verdicts: three nodes, one rank each, and a fault in every round.
+
+Started by ``r2ccl launch`` inside a lab of three nodes. Rank 0 works the faults; every rank writes
+what it found in each round, as JSON, into the folder it is given.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import r2ccl
+
+NICS = int(os.environ["R2CCL_RDMALAB_NICS"])
+COUNT = 200_000
+#: The machine is emulated: a rank may be away for a second.
+SUSPICION_S = 3.0
+SETTINGS = {
+    "init_timeout_s": 120.0,
+    "timeout_s": 90.0,
+    "peer_timeout_s": 60.0,
+    "no_rail_timeout_s": 60.0,
+    "suspicion_timeout_s": SUSPICION_S,
+    "probe_timeout_s": 1.0,
+    "quarantine_cap_s": 0.0,
+}
+PATIENCE_S = 40.0
+
+Undo = Callable[[], object]
+
+
+def call(*words: str) -> None:
+    subprocess.run(words, check=True, timeout=PATIENCE_S)
+
+
+def nic_down(nic: str) -> Undo:
+    """The port goes down; its owner is told."""
+    call("ip", "link", "set", nic, "down")
+    return lambda: call("ip", "link", "set", nic, "up")
+
+
+def hole(nic: str) -> Undo:
+    """The carrier stays; what the NIC sends and what the switch sends to it vanishes."""
+    ends = (nic, nic.replace("n", "s"))
+    for end in ends:
+        call("tc", "qdisc", "add", "dev", end, "root", "netem", "loss", "100%")
+    return lambda: [call("tc", "qdisc", "del", "dev", end, "root") for end in ends]
+
+
+def isolate(nic: int) -> Undo:
+    """Nodes 1 and 2 do not reach each other on a rail: what they send goes to nobody's NIC."""
+    ends = [(f"n{node}r{nic}", f"10.{50 + nic}.0.{other + 1}") for node, other in ((1, 2), (2, 1))]
+    for name, address in ends:
+        nobody = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
+        call("ip", "neigh", "replace", address, *nobody, "dev", name)
+    return lambda: [call("ip", "neigh", "del", address, "dev", name) for name, address in ends]
+
+
+def stop(pid: int) -> Undo:
+    """The process stands still for longer than is needed to suspect it."""
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(2.5 * SUSPICION_S, os.kill, (pid, signal.SIGCONT)).start()
+    return lambda: None
+
+
+class Run:
+    """One rank's communicator and what it has found with it."""
+
+    def __init__(self, comm: r2ccl.Communicator) -> None:
+        self.comm = comm
+        self.rounds: list[dict[str, Any]] = []
+        self.first = len(comm.health().rails) - NICS  # rails of RDMA come after those of TCP
+        pids = np.zeros(comm.nranks, np.int64)
+        pids[comm.rank] = os.getpid()
+        self.pids = comm.allreduce(pids)
+
+    def round(self, kind: str, seed: int) -> None:
+        """Let a fault strike in the midst of sums, and write down what is found."""
+        chance = random.Random(f"{kind} {seed}")
+        nic, node = chance.randrange(NICS), chance.randrange(1, 3)
+        made: list[Undo] = []
+
+        def strike() -> None:
+            if kind == "nic_down":
+                made.append(nic_down(f"n{node}r{nic}"))
+            elif kind == "hole":
+                made.append(hole(f"n{node}r{nic}"))
+            elif kind == "isolate":
+                made.append(isolate(nic))
+            else:
+                made.append(stop(int(self.pids[node])))
+
+        since_s, before = time.monotonic(), len(self.comm.repairs())
+        timer = threading.Timer(chance.uniform(0.02, 0.3), strike)
+        if self.comm.rank == 0:
+            timer.start()
+        self.allreduce(4)
+        if self.comm.rank == 0:
+            timer.join()
+        self.comm.barrier()
+        self.await_verdicts(since_s)
+        found = {
+            f"{each.path.peer} {each.path.rail - self.first}": each.kind.value
+            for each in self.comm.verdicts()
+            if each.when_s > since_s
+        }
+        self.rounds.append(
+            {"nic": nic, "node": node, "found": found,
+             "nrepairs": len(self.comm.repairs()) - before}
+        )  # fmt: skip
+        self.comm.barrier()
+        for undo in made:
+            undo()
+        self.until(lambda: all(rail.state == "up" for rail in self.comm.health().rails))
+        self.comm.barrier()
+
+    def allreduce(self, times: int) -> None:
+        """Sum, and check every element."""
+        for turn in range(times):
+            x = np.full(COUNT, self.comm.rank + turn, np.float32)
+            self.comm.allreduce(x)
+            assert (x == 3 + 3 * turn).all()
+
+    def await_verdicts(self, since_s: float) -> None:
+        """Wait until there is one on each path that was given up."""
+
+        def lost() -> set[tuple[int, int]]:
+            return {(r.peer, r.rail) for r in self.comm.repairs() if r.failed_s > since_s}
+
+        def judged() -> set[tuple[int, int]]:
+            return {tuple(v.path) for v in self.comm.verdicts() if v.when_s > since_s}
+
+        self.until(lambda: lost() <= judged())
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        give_up = time.monotonic() + PATIENCE_S
+        while not is_so():
+            assert time.monotonic() < give_up, str(self.comm.health())
+            time.sleep(0.02)
+
+
+def main() -> None:
+    """Run rounds of the kind that is named."""
+    kind, rounds, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    node = int(os.environ["RANK"])
+    os.environ["R2CC_HCA"] = "=" + ",".join(f"rxe_n{node}r{nic}" for nic in range(NICS))
+    with r2ccl.init(**SETTINGS) as comm:
+        run = Run(comm)
+        run.allreduce(1)
+        for seed in range(rounds):
+            run.round(kind, seed)
+        (folder / f"{comm.rank}.json").write_text(json.dumps(run.rounds))
+
+
+if __name__ == "__main__":
+    main()
