@@ -179,6 +179,19 @@ class Detector:
         else:
             news.peers_cause = news.peers_cause or cause
 
+    def port_down(self, rail: int, cause: str) -> None:
+        """Take the word of this rank's port, also about paths that failed just before it came."""
+        now = self._clock()
+        for key in self._paths:
+            if key.rail != rail or self._is_up(key):
+                continue
+            case = self._open.get(key) or self._settled.get(key)
+            if key in self._news:
+                self._news[key].own_cause = cause
+            elif case is not None:
+                case.inquiry.on_cause(now, cause, is_own=True)
+                self._go_on(case)
+
     def suspect(self, key: PathKey) -> None:
         """Look into the silence of a path in use; it is suspected again if there is no room now."""
         if key not in self._open and key not in self._news and len(self._open) < MAX_INQUIRIES:
@@ -243,13 +256,11 @@ class Detector:
         if key not in self._paths or finding.epoch < self._paths[key].epoch - 1:
             return
         finding = Finding(finding.rail, finding.epoch, finding.kind, finding.text[:_TEXT_NCHARS])
-        case = self._open.get(key)
-        if case is not None and case.epoch == finding.epoch:
+        case = self._open.get(key) or self._settled.get(key)
+        if case is not None and case.epoch == finding.epoch and case.has_failed:
             case.inquiry.on_finding(self._clock(), finding)
             self._go_on(case, is_told=True)
-            return
-        settled = self._settled.get(key)
-        if settled is None or settled.epoch < finding.epoch or not settled.has_failed:
+        elif case is None or case.epoch < finding.epoch or not case.has_failed:
             self._early[key] = finding
 
     # Inquiries

@@ -263,7 +263,7 @@ class Recovery:
         cause = f"{_NO_CARRIER}: the local NIC of the rail has no carrier"
         for peer in self.peers:
             self.fail(PathKey(peer, rail), cause)
-        self._doubt(self._rank, rail)
+        self._port_down(rail, cause)
 
     def on_rail(self, event: RailChanged) -> None:
         """The device of a rail says that its port changed."""
@@ -271,15 +271,22 @@ class Recovery:
             self._joiner.kick(event.rail)
             self._port_up(event.rail)
             return
+        cause = f"{_PORT_ERR}: the port of the RDMA NIC is down"
         for peer in self.peers:
-            self.fail(PathKey(peer, event.rail), f"{_PORT_ERR}: the port of the RDMA NIC is down")
-        self._doubt(self._rank, event.rail)
+            self.fail(PathKey(peer, event.rail), cause)
+        self._port_down(event.rail, cause)
 
     def on_joined(self, event: Joined) -> None:
         """An end this rank called with has proved itself, or not."""
         self._joiner.on_joined(event)
         if isinstance(event.key, ProbeKey) and not event.error:
             self.failback.hurry(PathKey(event.key.peer, event.key.rail))
+
+    def _port_down(self, rail: int, cause: str) -> None:
+        """Say why the paths of a local port are down, also those that failed before it said so."""
+        if self.detector is not None and not self.is_leaving:
+            self.detector.port_down(rail, cause)
+        self._doubt(self._rank, rail)
 
     def _port_up(self, rail: int) -> None:
         """Have the paths of a local port that came up probed soon, by whichever end does that."""

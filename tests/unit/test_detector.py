@@ -105,6 +105,42 @@ def test_a_ports_own_word_is_a_verdict_without_a_question() -> None:
     assert [verdict.kind for verdict in world.told] == [Kind.LOCAL_NIC]
 
 
+def test_a_ports_word_that_comes_late_names_it_at_both_ends() -> None:
+    world = World()
+    world.fail(A, "LOC_QP_OP_ERR: gone")
+    world.tick()
+    for _ in range(4):
+        world.answer(lambda key: key.rail != 0)
+        world.tick(1.0)  # nobody could be asked
+    assert world.kinds() == {A: Kind.PATH}
+    world.detector.port_down(0, CARRIER)
+    assert world.kinds() == {A: Kind.LOCAL_NIC}
+    assert world.findings() == [(1, Kind.LOCAL_NIC)]
+
+
+def test_a_ports_word_is_worth_more_than_what_came_before_it() -> None:
+    world = World()
+    world.fail(A, "LOC_QP_OP_ERR: gone")
+    world.detector.port_down(0, CARRIER)
+    world.tick()
+    assert world.kinds() == {A: Kind.LOCAL_NIC}
+    assert world.asked == []
+
+
+def test_a_finding_says_more_than_a_path_that_was_not_told_apart() -> None:
+    world = World()
+    world.fail(A, "LOC_QP_OP_ERR: gone")
+    world.tick()
+    for _ in range(4):
+        world.answer(lambda key: key.rail != 0)
+        world.tick(1.0)
+    finding = Finding(0, 0, Kind.LOCAL_NIC, "CARRIER_DOWN")
+    world.detector.on_message(1, finding)
+    assert world.kinds() == {A: Kind.REMOTE_NIC}
+    world.detector.on_message(1, Finding(0, 0, Kind.LINK, "something else"))
+    assert world.kinds() == {A: Kind.REMOTE_NIC}
+
+
 def test_what_the_peer_only_repeats_is_no_evidence_of_its_own() -> None:
     world = World()
     world.fail(A, CARRIER)
