@@ -158,7 +158,7 @@ class Inquiry:
             self._settled_by_port(now)
 
     def on_finding(self, now: float, finding: Finding) -> None:
-        """Take the other end's verdict on the same path, unless this end found more than nothing."""
+        """Take the other end's verdict on the same path, unless this end told more apart."""
         kind = MIRRORED.get(finding.kind)
         if kind is not None and (self.verdict is None or self.verdict.kind is Kind.PATH):
             self._causes.append(f"found by rank {self.path.peer}: {finding.text}")

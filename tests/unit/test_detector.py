@@ -74,7 +74,7 @@ class World:
         self.now += seconds
         self.detector.tick(self.now, is_calm=is_calm)
 
-    def answer(self, is_answered: Callable[[ProbeKey], bool]) -> None:
+    def answer(self, is_answered: Callable[[ProbeKey], bool | None]) -> None:
         """Answer every probe this rank has asked for so far."""
         asked, self.asked = self.asked, []
         for key, on_answer in asked:
@@ -105,13 +105,19 @@ def test_a_ports_own_word_is_a_verdict_without_a_question() -> None:
     assert [verdict.kind for verdict in world.told] == [Kind.LOCAL_NIC]
 
 
-def test_a_ports_word_that_comes_late_names_it_at_both_ends() -> None:
-    world = World()
+def not_told_apart() -> World:
+    """Two ranks, and no way between rails: nobody else can be asked."""
+    world = World(nranks=2)
     world.fail(A, "LOC_QP_OP_ERR: gone")
     world.tick()
     for _ in range(4):
-        world.answer(lambda key: key.rail != 0)
-        world.tick(1.0)  # nobody could be asked
+        world.answer(lambda key: key.rail == 1 if key.rail == key.via else None)
+        world.tick(0.1)
+    return world
+
+
+def test_a_ports_word_that_comes_late_names_it_at_both_ends() -> None:
+    world = not_told_apart()
     assert world.kinds() == {A: Kind.PATH}
     world.detector.port_down(0, CARRIER)
     assert world.kinds() == {A: Kind.LOCAL_NIC}
@@ -128,12 +134,7 @@ def test_a_ports_word_is_worth_more_than_what_came_before_it() -> None:
 
 
 def test_a_finding_says_more_than_a_path_that_was_not_told_apart() -> None:
-    world = World()
-    world.fail(A, "LOC_QP_OP_ERR: gone")
-    world.tick()
-    for _ in range(4):
-        world.answer(lambda key: key.rail != 0)
-        world.tick(1.0)
+    world = not_told_apart()
     finding = Finding(0, 0, Kind.LOCAL_NIC, "CARRIER_DOWN")
     world.detector.on_message(1, finding)
     assert world.kinds() == {A: Kind.REMOTE_NIC}
