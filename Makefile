@@ -22,7 +22,7 @@ demo: $(VENV)/.demo ## train a small model over four rails a node and lose one o
 test: $(VENV)/.test ## run the tests
 	@$(BIN)/python -m pytest
 
-# Verdicts need a third node to ask. -s: pytest's capture shortens a file it has unlinked, and the machine's file system (9p) cannot.
+# Verdicts need a third node. -s: pytest's capture shortens a file it has unlinked, and the machine's file system (9p) cannot.
 # Not $(MAKE), which `make -n` would run together with all else on its line.
 test-rdma: ## run the tests on real ibverbs: Soft-RoCE in a virtual machine; reports in out/rdma*.xml
 	@if ! $(RDMA_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \

@@ -1,6 +1,6 @@
 """What ranks find to be broken, on real queue pairs: each kind of fault named at both ends.
 
-Three nodes are needed, for the third point. R2CC_RDMA_ROUNDS sets the rounds of each kind.
+Three nodes are needed: a wire between two takes the carrier of both. R2CC_RDMA_ROUNDS sets the rounds of each kind.
 """
 
 import json
@@ -38,27 +38,16 @@ def run(kind: str, lab: Shape, folder: Path) -> list[list[Round]]:
 
 
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("kind", ["nic_down", "hole"])
 def test_a_dead_nic_is_local_to_its_node_and_remote_to_the_others(
-    kind: str, lab: Shape, tmp_path: Path
+    lab: Shape, tmp_path: Path
 ) -> None:
-    for each in run(kind, lab, tmp_path):
+    for each in run("nic_down", lab, tmp_path):
         node, nic = each[0]["node"], each[0]["nic"]
         others = [rank for rank in range(NRANKS) if rank != node]
-        print(f"{kind}: node {node}, NIC {nic}: {[report['found'] for report in each]}")
+        print(f"nic_down: node {node}, NIC {nic}: {[report['found'] for report in each]}")
         assert each[node]["found"] == {f"{peer} {nic}": "local_nic" for peer in others}
         for rank in others:
             assert each[rank]["found"] == {f"{node} {nic}": "remote_nic"}
-
-
-@pytest.mark.timeout(1000)
-def test_two_nics_that_do_not_reach_each_other_are_a_link(lab: Shape, tmp_path: Path) -> None:
-    for each in run("isolate", lab, tmp_path):
-        nic = each[0]["nic"]
-        print(f"isolate: NIC {nic}: {[report['found'] for report in each]}")
-        assert each[0]["found"] == {}
-        assert each[1]["found"] == {f"2 {nic}": "link"}
-        assert each[2]["found"] == {f"1 {nic}": "link"}
 
 
 @pytest.mark.timeout(1000)

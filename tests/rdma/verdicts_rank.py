@@ -48,23 +48,6 @@ def nic_down(nic: str) -> Undo:
     return lambda: call("ip", "link", "set", nic, "up")
 
 
-def hole(nic: str) -> Undo:
-    """The carrier stays; what the NIC sends and what the switch sends to it vanishes."""
-    ends = (nic, nic.replace("n", "s"))
-    for end in ends:
-        call("tc", "qdisc", "add", "dev", end, "root", "netem", "loss", "100%")
-    return lambda: [call("tc", "qdisc", "del", "dev", end, "root") for end in ends]
-
-
-def isolate(nic: int) -> Undo:
-    """Nodes 1 and 2 do not reach each other on a rail: what they send goes to nobody's NIC."""
-    ends = [(f"n{node}r{nic}", f"10.{50 + nic}.0.{other + 1}") for node, other in ((1, 2), (2, 1))]
-    for name, address in ends:
-        nobody = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
-        call("ip", "neigh", "replace", address, *nobody, "dev", name)
-    return lambda: [call("ip", "neigh", "del", address, "dev", name) for name, address in ends]
-
-
 def stop(pid: int) -> Undo:
     """The process stands still for longer than is needed to suspect it."""
     os.kill(pid, signal.SIGSTOP)
@@ -92,10 +75,6 @@ class Run:
         def strike() -> None:
             if kind == "nic_down":
                 made.append(nic_down(f"n{node}r{nic}"))
-            elif kind == "hole":
-                made.append(hole(f"n{node}r{nic}"))
-            elif kind == "isolate":
-                made.append(isolate(nic))
             else:
                 made.append(stop(int(self.pids[node])))
 
