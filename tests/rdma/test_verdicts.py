@@ -1,6 +1,7 @@
 """What ranks find to be broken, on real queue pairs: each kind of fault named at both ends.
 
-Three nodes are needed: a wire between two takes the carrier of both. R2CC_RDMA_ROUNDS sets the rounds of each kind.
+Three nodes are needed: a wire between two takes the carrier of both. R2CC_RDMA_ROUNDS sets the
+rounds of each kind.
 """
 
 import json
