@@ -1,6 +1,6 @@
 """A rail that is back, and one that never stays: when it carries again, on real sockets.
 
-R2CC_CAMPAIGN_RUNS sets the runs (default 2), each a job of its own. Times are printed, counted from
+R2CC_CAMPAIGN_RUNS sets the runs (default 1), each a job of its own. Times are printed, counted from
 just before the restore is asked of the kernel; asserted is that every result is exact, that the
 fault struck, and that the traffic comes back.
 """
@@ -24,7 +24,7 @@ from r2ccl.testing.netlab import Lab, unavailable_reason
 REASON = unavailable_reason()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no netlab here: {REASON}")
 
-RUNS = int(os.environ.get("R2CC_CAMPAIGN_RUNS", "2"))
+RUNS = int(os.environ.get("R2CC_CAMPAIGN_RUNS", "1"))
 #: Operations while the port is down; each takes a third of a second then.
 DOWN_OPS = 5
 RESTORE_OP = steady.FIRST_OP + DOWN_OPS
