@@ -45,12 +45,13 @@ _log = logging.getLogger(__name__)
 
 
 class Places(NamedTuple):
-    """Where the ranks are: of each its host (equal strings, one host), and what ports are called.
+    """Where the ranks' ports are, see `places_of`.
 
-    See `places_of`.
+    ``nics(rail)``: of every rank, its end of a rail; equal strings are one NIC. ``name(rank,
+    rail)``: what people call a port.
     """
 
-    hosts: Sequence[str]
+    nics: Callable[[int], Sequence[str]]
     name: Naming
 
 
@@ -134,8 +135,9 @@ class Detector:
         self._sequel = sequel
         self._on_verdict = on_verdict
         self._patience_s = config.probe_timeout_s + _REPLY_S
-        #: Until it is told better, every rank has a host of its own.
-        self.places = Places([str(each) for each in range(nranks)], _plain_name)
+        #: Until it is told better, every rank has NICs of its own.
+        alone = [str(each) for each in range(nranks)]
+        self.places = Places(lambda _: alone, _plain_name)
         self._news: dict[PathKey, _News] = {}
         self._open: dict[PathKey, _Case] = {}
         self._settled: dict[PathKey, _Case] = {}
@@ -277,7 +279,7 @@ class Detector:
             auxiliaries=choose_auxiliaries(
                 self._rank,
                 key,
-                hosts=self.places.hosts,
+                nics=self.places.nics(key.rail),
                 rails=[rail for rail in rails if joins(rail) == joins(key.rail)],
                 is_up=self._is_up,
                 bad=self._bad(),
@@ -385,7 +387,9 @@ class Detector:
 
 
 def places_of(rank: int, peers: Sequence[PeerInfo], nics: Sequence[Nic]) -> Places:
-    """Return hosts and names of ports as rank `rank` knows them.
+    """Return NICs and names of ports as rank `rank` knows them.
+
+    Ranks of one host share a NIC if they gave the same address, or the same RDMA port, for a rail.
 
     Parameters
     ----------
@@ -393,20 +397,22 @@ def places_of(rank: int, peers: Sequence[PeerInfo], nics: Sequence[Nic]) -> Plac
     peers : sequence of PeerInfo
         Of every rank.
     nics : sequence of Nic
-        This rank's rails, by number. Of its own ports the interface is known, of others' sockets
-        the address, of other ports only the number.
+        This rank's rails, by number: of its own ports the interface is known, of others' sockets
+        the address only.
     """
 
-    def name(of: int, rail: int) -> str:
-        rails = peers[of].rails
-        what = [peers[of].hostname]
-        if of == rank and rail < len(nics):
-            what.append(nics[rail].name)
-        elif of != rank and rail < len(rails):
-            what.append(rails[rail][0])
-        return f"{_plain_name(of, rail)} ({' '.join(what)})"
+    def end(of: PeerInfo, rail: int) -> str:
+        addresses = [address for address, _ in of.rails]
+        return (*addresses, *of.hcas)[rail]
 
-    return Places([info.host for info in peers], name)
+    def nics_on(rail: int) -> Sequence[str]:
+        return [f"{info.host} {end(info, rail)}" for info in peers]
+
+    def name(of: int, rail: int) -> str:
+        what = nics[rail].name if of == rank else end(peers[of], rail)
+        return f"{_plain_name(of, rail)} ({peers[of].hostname} {what})"
+
+    return Places(nics_on, name)
 
 
 def _plain_name(rank: int, rail: int) -> str:

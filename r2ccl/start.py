@@ -93,7 +93,7 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
         config,
         message_types=MESSAGES,
         nics_for=choose_nics,
-        nhcas_for=lambda: len(hcas),
+        hcas_for=lambda: tuple(hca.label for hca in hcas),
         comm=comm,
     )
     wrap = None
@@ -116,7 +116,7 @@ def _assemble(
         transport = _open_transport(control, config, hcas)
         if wrap is not None:
             transport = wrap(transport)
-        ports = (Nic(f"{hca.name}:{hca.port}", "", hca.index, hca.speed_mbps) for hca in hcas)
+        ports = (Nic(hca.label, "", hca.index, hca.speed_mbps) for hca in hcas)
         return Communicator(
             control,
             transport,

@@ -143,7 +143,7 @@ class ControlPlane:
         self.nics = nics
         self.communicator_id = communicator_id
         self.is_on_one_host = len({info.host for info in peers}) == 1
-        self.nhcas = peers[rank].nhcas
+        self.nhcas = len(peers[rank].hcas)
         self.nwires = self.nhcas or (1 if _is_loopback(peers) else len(nics))
         self.is_busy = False
         self._loop = loop

@@ -281,9 +281,10 @@ def _with_common_rails(infos: Iterable[PeerInfo]) -> tuple[PeerInfo, ...]:
     """Order by rank; all have as many rails, and RDMA ports, as the rank with the fewest."""
     ordered = sorted(infos, key=lambda info: info.rank)
     nrails = min(len(info.rails) for info in ordered)
-    nhcas = min(info.nhcas for info in ordered)
+    nhcas = min(len(info.hcas) for info in ordered)
     return tuple(
-        msgspec.structs.replace(info, rails=info.rails[:nrails], nhcas=nhcas) for info in ordered
+        msgspec.structs.replace(info, rails=info.rails[:nrails], hcas=info.hcas[:nhcas])
+        for info in ordered
     )
 
 

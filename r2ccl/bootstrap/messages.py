@@ -31,8 +31,8 @@ class PeerInfo(msgspec.Struct, frozen=True):
         connections too.
     rails : tuple of (str, int)
         Address and port of rail i's listener. All ranks have the same number of rails.
-    nhcas : int
-        RDMA ports it can use beside; the same on all ranks.
+    hcas : tuple of str
+        Names of the RDMA ports it can use beside; as many on all ranks.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class PeerInfo(msgspec.Struct, frozen=True):
     pid: int
     control_addresses: tuple[tuple[str, int], ...]
     rails: tuple[tuple[str, int], ...]
-    nhcas: int = 0
+    hcas: tuple[str, ...] = ()
 
     @property
     def hostname(self) -> str:

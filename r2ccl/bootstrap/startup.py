@@ -27,6 +27,7 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.types import Nic
 
 NicsFor = Callable[[bool, str], tuple[Nic, ...]]
+HcasFor = Callable[[], tuple[str, ...]]
 
 _STOP_S = 1.0
 
@@ -36,7 +37,7 @@ def connect(
     *,
     message_types: Any,
     nics_for: NicsFor,
-    nhcas_for: Callable[[], int] = lambda: 0,
+    hcas_for: HcasFor = tuple,
     comm: Any | None = None,
     env: Mapping[str, str] | None = None,
 ) -> ControlPlane:
@@ -53,8 +54,8 @@ def connect(
         Takes (is_on_one_host, control_address), returns at least one `Nic`; index i becomes the
         local end of rail i. Ranks with more than others lose the surplus. Runs in the control
         thread; must not block for long.
-    nhcas_for : callable, optional
-        Returns how many RDMA ports this rank could use; called after `nics_for`.
+    hcas_for : callable, optional
+        Returns the names of the RDMA ports this rank could use; called after `nics_for`.
     comm : mpi4py.MPI.Comm, optional
         Where rank and nranks come from; by default the environment.
     env : mapping, optional
@@ -71,7 +72,7 @@ def connect(
         Rank 0 went away meanwhile.
     """
     identity = identify(config, comm, os.environ if env is None else env)
-    listeners = _Listeners(identity.rank, config, nics_for, nhcas_for)
+    listeners = _Listeners(identity.rank, config, nics_for, hcas_for)
     rejections = Rejections(identity.rank)
     loop = ControlLoop(f"r2ccl-control-{identity.rank}")
     try:
@@ -127,14 +128,12 @@ def _build(
 class _Listeners:
     """Listening sockets of this rank: one per rail, then the control plane's."""
 
-    def __init__(
-        self, rank: int, config: Config, nics_for: NicsFor, nhcas_for: Callable[[], int]
-    ) -> None:
+    def __init__(self, rank: int, config: Config, nics_for: NicsFor, hcas_for: HcasFor) -> None:
         self.nics: tuple[Nic, ...] = ()
         self._rank = rank
         self._config = config
         self._nics_for = nics_for
-        self._nhcas_for = nhcas_for
+        self._hcas_for = hcas_for
         self._rails: list[socket.socket] = []
         self._control: list[socket.socket] = []
 
@@ -155,7 +154,7 @@ class _Listeners:
             pid=os.getpid(),
             control_addresses=tuple(map(_address, self._control)),
             rails=tuple(map(_address, self._rails)),
-            nhcas=self._nhcas_for(),
+            hcas=self._hcas_for(),
         )
 
     def take(self, nrails: int) -> list[socket.socket]:
@@ -187,4 +186,4 @@ def _address(sock: socket.socket) -> wire.Address:
     return (str(host), int(port))
 
 
-__all__ = ["NicsFor", "connect"]
+__all__ = ["HcasFor", "NicsFor", "connect"]

@@ -163,7 +163,7 @@ def check_ports(facts: Facts) -> Finding:
     down = [hca for hca in facts.hcas if hca.state != "ACTIVE"]
     if not down:
         return Finding("ports", "ok", "every port is ACTIVE")
-    says = ", ".join(f"{hca.name}:{hca.port} is {hca.state}" for hca in down)
+    says = ", ".join(f"{hca.label} is {hca.state}" for hca in down)
     up = " && ".join(f"ip link set {hca.netdev} up" for hca in down if hca.netdev)
     subnet = any(hca.link_layer == "InfiniBand" for hca in down)
     fixes = [
@@ -186,7 +186,7 @@ def check_gids(facts: Facts) -> Finding:
     return Finding(
         "gids",
         level,
-        ", ".join(f"{hca.name}:{hca.port} has no RoCE v2 GID" for hca in lacking),
+        ", ".join(f"{hca.label} has no RoCE v2 GID" for hca in lacking),
         "give the interface an address: "
         + " && ".join(f"ip address add ADDRESS/24 dev {hca.netdev or 'NETDEV'}" for hca in lacking)
         + "; show_gids, or /sys/class/infiniband/*/ports/*/gids, shows the table",
@@ -288,7 +288,7 @@ def _has_gid(hca: Hca) -> bool:
 
 
 def _describe(hca: Hca) -> str:
-    return f"{hca.name}:{hca.port} ({hca.link_layer}, {hca.netdev or 'no interface'}, {hca.state})"
+    return f"{hca.label} ({hca.link_layer}, {hca.netdev or 'no interface'}, {hca.state})"
 
 
 __all__ = ["CHECKS", "Facts", "Finding", "Level", "examine", "is_usable"]

@@ -71,7 +71,7 @@ def _why_not(each: Interface, config: Config, rdma_names: Sequence[str]) -> tupl
 
 
 def _port(each: Hca, hcas: Sequence[Hca], first: int, facts: Facts, config: Config) -> Finding:
-    what = f"{each.name}:{each.port} (RDMA, {_speed(each.speed_mbps)}, {each.state})"
+    what = f"{each.label} (RDMA, {_speed(each.speed_mbps)}, {each.state})"
     if each in hcas:
         return Finding(_name(first + hcas.index(each)), "ok", what)
     if facts.pyverbs_error:

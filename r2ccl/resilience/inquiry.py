@@ -305,24 +305,24 @@ def choose_auxiliaries(
     me: int,
     path: PathKey,
     *,
-    hosts: Sequence[str],
+    nics: Sequence[str],
     rails: Collection[int],
     is_up: Callable[[PathKey], bool],
     bad: Collection[Port] = (),
 ) -> list[Auxiliary]:
     """List auxiliaries for an inquiry of rank `me`, best first.
 
-    Third ranks before other rails, those in use before those that are not. One rank a host, and
-    none of the two hosts in question, whose ranks may share the suspect port. Ranks above `me`
-    come first, so that not all ranks ask the same one. Of other rails the neighbours come first:
+    Third ranks before other rails, those in use before those that are not. One rank a NIC, and none
+    of the two NICs in question, which ranks of one host may share. Ranks above `me` come first, so
+    that not all ranks ask the same one. Of other rails the neighbours come first:
     where probes need connections, only those between neighbours are joined.
 
     Parameters
     ----------
     me : int
     path : PathKey
-    hosts : sequence of str
-        Of every rank; equal strings are one host.
+    nics : sequence of str
+        Of every rank, its end of this rail; equal strings are one NIC.
     rails : collection of int
         All rails there are.
     is_up : callable
@@ -330,12 +330,12 @@ def choose_auxiliaries(
     bad : collection of Port
         Ports known to be down: they are not worth asking.
     """
-    taken = {hosts[me], hosts[path.peer]}
+    taken = {nics[me], nics[path.peer]}
     thirds: list[Auxiliary] = []
-    for step in range(1, len(hosts)):
-        rank = (me + step) % len(hosts)
-        if hosts[rank] not in taken and Port(rank, path.rail) not in bad:
-            taken.add(hosts[rank])
+    for step in range(1, len(nics)):
+        rank = (me + step) % len(nics)
+        if nics[rank] not in taken and Port(rank, path.rail) not in bad:
+            taken.add(nics[rank])
             thirds.append(ThirdRank(rank))
     others: list[Auxiliary] = [
         OtherRail(rail)

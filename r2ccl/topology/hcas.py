@@ -78,6 +78,11 @@ class Hca(msgspec.Struct, frozen=True):
     gids: tuple[Gid, ...]
     index: int = 0
 
+    @property
+    def label(self) -> str:
+        """What people, and ``R2CC_HCA``, call it: ``mlx5_0:1``."""
+        return f"{self.name}:{self.port}"
+
 
 def list_hcas(root: Path = SYSFS) -> tuple[Hca, ...]:
     """Read every port of every RDMA device.
@@ -321,10 +326,6 @@ def _children(path: Path) -> list[Path]:
     return [path / name for name in _names(path)]
 
 
-def _label(hca: Hca) -> str:
-    return f"{hca.name}:{hca.port}"
-
-
 def _no_gid(hca: Hca, index: int, address: str) -> InvalidArgument:
     if index >= 0:
         asked, remedy = f"GID at index {index} (R2CC_GID_INDEX)", "give another index"
@@ -337,15 +338,15 @@ def _no_gid(hca: Hca, index: int, address: str) -> InvalidArgument:
         for gid in hca.gids
     )
     return InvalidArgument(
-        f"{_label(hca)} has no {asked}{f' with address {address}' if address else ''}; it has "
-        f"{there or 'none'}; {remedy}, or leave the port out with R2CC_HCA=^={_label(hca)}"
+        f"{hca.label} has no {asked}{f' with address {address}' if address else ''}; it has "
+        f"{there or 'none'}; {remedy}, or leave the port out with R2CC_HCA=^={hca.label}"
     )
 
 
 def _describe(hcas: Iterable[Hca]) -> str:
     return (
         ", ".join(
-            f"{_label(each)} ({each.state}, {each.link_layer}, {each.netdev or 'no interface'})"
+            f"{each.label} ({each.state}, {each.link_layer}, {each.netdev or 'no interface'})"
             for each in hcas
         )
         or "none"

@@ -345,9 +345,30 @@ def test_a_path_that_fails_again_gets_a_verdict_of_its_own() -> None:
 
 def test_names_of_ports_are_those_a_user_knows() -> None:
     rails = (("10.0.0.1", 1), ("10.1.0.1", 1))
-    peers = [PeerInfo(rank, f"host{rank}/boot/net", 1, (), rails) for rank in range(2)]
-    places = places_of(0, peers, (Nic("eth1", "10.0.0.1"), Nic("eth2", "10.1.0.1")))
-    assert places.hosts == ["host0/boot/net", "host1/boot/net"]
+    peers = [
+        PeerInfo(rank, f"host{rank}/boot/net", 1, (), rails, (f"mlx5_{rank}:1",))
+        for rank in range(2)
+    ]
+    nics = Nic("eth1", "10.0.0.1"), Nic("eth2", "10.1.0.1"), Nic("mlx5_0:1", "")
+    places = places_of(0, peers, nics)
     assert places.name(0, 1) == "rank 0 rail 1 (host0 eth2)"
     assert places.name(1, 0) == "rank 1 rail 0 (host1 10.0.0.1)"
-    assert places.name(1, 5) == "rank 1 rail 5 (host1)"
+    assert places.name(0, 2) == "rank 0 rail 2 (host0 mlx5_0:1)"
+    assert places.name(1, 2) == "rank 1 rail 2 (host1 mlx5_1:1)"
+
+
+def test_ranks_share_a_nic_if_host_and_address_or_rdma_port_are_the_same() -> None:
+    def info(rank: int, host: str, address: str, hca: str) -> PeerInfo:
+        return PeerInfo(rank, f"{host}/boot/net", 1, (), ((address, rank),), (hca,))
+
+    peers = [
+        info(0, "a", "10.0.0.1", "mlx5_0:1"),
+        info(1, "a", "10.0.0.1", "mlx5_1:1"),
+        info(2, "b", "10.0.0.1", "mlx5_0:1"),
+        info(3, "a", "10.0.0.3", "mlx5_0:1"),
+    ]
+    nics = places_of(0, peers, (Nic("eth1", "10.0.0.1"), Nic("mlx5_0:1", ""))).nics
+    groups = [
+        [other for other in range(4) if nics(rail)[other] == nics(rail)[0]] for rail in (0, 1)
+    ]
+    assert groups == [[0, 1], [0, 3]]

@@ -265,7 +265,7 @@ HOST = (
 
 
 def selected(pattern: str) -> list[str]:
-    return [f"{each.name}:{each.port}" for each in select_hcas(HOST, pattern)]
+    return [each.label for each in select_hcas(HOST, pattern)]
 
 
 @pytest.mark.parametrize(

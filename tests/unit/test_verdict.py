@@ -82,9 +82,9 @@ class World(msgspec.Struct, frozen=True):
         return self.reaches(Port(asker, key.via), Port(key.peer, key.rail))
 
     def auxiliaries(self) -> list[Auxiliary]:
-        hosts = [str(rank) for rank in range(self.nranks)]
+        nics = [str(rank) for rank in range(self.nranks)]
         return choose_auxiliaries(
-            ME, PATH, hosts=hosts, rails=range(self.nrails), is_up=lambda _: True
+            ME, PATH, nics=nics, rails=range(self.nrails), is_up=lambda _: True
         )
 
 
@@ -474,12 +474,12 @@ def test_messages_survive_the_wire(message: ProbeRequest | ProbeReply | Finding)
 # Choosing auxiliaries
 
 
-def choose(hosts: str, is_up: Callable[[PathKey], bool], *bad: Port) -> list[Auxiliary]:
-    return choose_auxiliaries(ME, PATH, hosts=hosts, rails=range(3), is_up=is_up, bad=bad)
+def choose(nics: str, is_up: Callable[[PathKey], bool], *bad: Port) -> list[Auxiliary]:
+    return choose_auxiliaries(ME, PATH, nics=nics, rails=range(3), is_up=is_up, bad=bad)
 
 
-def test_third_hosts_come_first_one_rank_each_and_none_of_the_suspects() -> None:
-    # Ranks 2 and 3 share the suspects' hosts, 5 shares that of 4.
+def test_third_nics_come_first_one_rank_each_and_none_of_the_suspects() -> None:
+    # Ranks 2 and 3 share the suspects' NICs, 5 shares that of 4.
     assert choose("ABABCCD", lambda _: True) == [
         ThirdRank(4), ThirdRank(6), OtherRail(1), OtherRail(2),
     ]  # fmt: skip
@@ -496,7 +496,7 @@ def test_ports_in_use_come_before_others_and_bad_ones_not_at_all() -> None:
 
 def test_of_other_rails_the_neighbours_come_first() -> None:
     path = PathKey(PEER, 6)
-    chosen = choose_auxiliaries(ME, path, hosts="AB", rails=range(8), is_up=lambda _: True)
+    chosen = choose_auxiliaries(ME, path, nics="AB", rails=range(8), is_up=lambda _: True)
     assert chosen[:4] == [OtherRail(7), OtherRail(5), OtherRail(0), OtherRail(4)]
     assert len(chosen) == 7
 
@@ -518,7 +518,7 @@ def test_two_rails_with_a_way_between_them_in_one_direction_each_are_enough() ->
 def test_ranks_do_not_all_ask_the_same_one() -> None:
     first = [
         choose_auxiliaries(
-            me, PathKey((me + 1) % 6, 0), hosts="ABCDEF", rails=[0], is_up=lambda _: True
+            me, PathKey((me + 1) % 6, 0), nics="ABCDEF", rails=[0], is_up=lambda _: True
         )[0]
         for me in range(6)
     ]
