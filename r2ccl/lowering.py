@@ -76,12 +76,12 @@ def lower(
     Parameters
     ----------
     weights : sequence of int, optional
-        Share of each channel of the program; equal by default.
+        Share of each channel of the program; by default the schedule's.
     channels : sequence of int, optional
         The links' channel each of them travels on; its own number by default.
     """
     nchannels = len(program.channels)
-    pieces = layout(count, nchannels, program.nchunks, itemsize=itemsize, weights=weights)
+    pieces = layout(count, program.nchunks, weights or program.weights, itemsize)
     slice_elements = max(1, slice_nbytes // itemsize)
     lanes = []
     for channel, ops, chunks in zip(

@@ -53,8 +53,7 @@ def allreduce(nranks: int, nchannels: int = 1) -> Schedule:
         name="recursive_doubling",
         collective="allreduce",
         nranks=nranks,
-        nchannels=nchannels,
-        nchunks=1,
+        nchunks=(1,) * nchannels,
         cost=Cost(doublings + 2 * has_fold, share, share, max(1, 2 * doublings + 2 * has_fold)),
         generate=lambda rank: (_program(nranks, rank),) * nchannels,
     )

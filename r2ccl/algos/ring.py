@@ -75,8 +75,7 @@ def allreduce(
         name="ring",
         collective="allreduce",
         nranks=nranks,
-        nchannels=nchannels,
-        nchunks=nranks,
+        nchunks=(nranks,) * nchannels,
         cost=Cost(2 * (nranks - 1), share, share, max(1, 4 * (nranks - 1))),
         generate=generate,
     )

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.schedule.arrays import ScheduleArrays, as_arrays
-from r2ccl.schedule.conditions import Conditions, conditions_of
+from r2ccl.schedule.conditions import conditions_of
 from r2ccl.schedule.events import build_events, check_slices, error_at, match
 from r2ccl.schedule.graph import Bools, Ints
 from r2ccl.schedule.hazards import check_hazards
@@ -27,14 +27,8 @@ from r2ccl.schedule.replay import replay
 AnyInts = npt.NDArray[np.signedinteger[Any]]
 
 
-def check(schedule: Schedule, conditions: Conditions | None = None) -> None:
+def check(schedule: Schedule) -> None:
     """Replay `schedule` symbolically and refuse it if anything is wrong.
-
-    Parameters
-    ----------
-    schedule : Schedule
-    conditions : Conditions, optional
-        What it must compute; by default what ``schedule.collective`` names.
 
     Raises
     ------
@@ -46,7 +40,7 @@ def check(schedule: Schedule, conditions: Conditions | None = None) -> None:
     *Cost*: one pass over the ops of all ranks, and a sort, for schedules whose ops name what they
     must wait for themselves; an order that only a chain of messages proves is searched for.
     """
-    conditions = conditions or conditions_of(schedule)
+    conditions = conditions_of(schedule)
     arrays = as_arrays(schedule)
     check_fields(schedule, arrays)
     other = match(arrays)
@@ -68,6 +62,8 @@ def check_fields(schedule: Schedule, arrays: ScheduleArrays) -> None:
     kind, peer, src, dst = ops["kind"], ops["peer"], ops["src"], ops["dst"]
     reads, writes = kind != Kind.RECV, kind != Kind.SEND
     is_local = (kind == Kind.COPY) | (kind == Kind.REDUCE)
+    # A channel that is none has been refused when the arrays were made.
+    nchunks = np.array(schedule.nchunks)[ops["channel"]]
     owner = np.repeat(np.arange(ops.size), np.diff(arrays.offsets))
     repeats = np.zeros(owner.size, np.bool_)
     repeats[1:] = (owner[1:] == owner[:-1]) & (arrays.after[1:] <= arrays.after[:-1])
@@ -76,8 +72,8 @@ def check_fields(schedule: Schedule, arrays: ScheduleArrays) -> None:
         (is_local & (peer != -1), "a local op has peer -1"),
         (~is_local & _outside(peer, schedule.nranks), f"peer must be below {schedule.nranks}"),
         (~is_local & (peer == ops["rank"]), "peer must be another rank"),
-        (reads & _outside(src, schedule.nchunks), f"src must be below {schedule.nchunks}"),
-        (writes & _outside(dst, schedule.nchunks), f"dst must be below {schedule.nchunks}"),
+        (reads & _outside(src, nchunks), "src must be below the channel's number of chunks"),
+        (writes & _outside(dst, nchunks), "dst must be below the channel's number of chunks"),
         (~reads & (src != -1), "RECV reads no chunk: src must be -1"),
         (~writes & (dst != -1), "SEND writes no chunk: dst must be -1"),
         (reads & writes & (src != dst), "src and dst must be one index: chunks differ in size"),

@@ -7,7 +7,8 @@ A buffer is cut into chunks first, and each chunk is shared out among the channe
 
 So an element's chunk, and with it the order in which a schedule adds up its contributions, depends
 neither on the number of channels nor on their weights: a plan that moves work from one rail to
-another gives the same result, bit for bit.
+another gives the same result, bit for bit. Where channels differ in their number of chunks, the
+buffer is cut into as many as divide all of them, and each channel cuts its part further.
 
 Imports `errors` alone. Invariant: pieces cover the buffer without overlap and depend on nothing but
 the arguments, so ranks that agree on count, weights and item size agree on every byte's place
@@ -75,12 +76,7 @@ def cut(count: int, weights: Sequence[int], itemsize: int = 1) -> tuple[int, ...
 
 
 def layout(
-    count: int,
-    nchannels: int,
-    nchunks: int,
-    *,
-    itemsize: int = 1,
-    weights: Sequence[int] | None = None,
+    count: int, nchunks: Sequence[int], weights: Sequence[int], itemsize: int = 1
 ) -> tuple[tuple[Range, ...], ...]:
     """Cut a buffer into chunks, and each chunk into the parts of all channels.
 
@@ -88,30 +84,41 @@ def layout(
     ----------
     count, itemsize : int
         Elements of the buffer, bytes of an element.
-    nchannels, nchunks : int
-    weights : sequence of int, optional
-        Share of each channel; default equal.
+    nchunks, weights : sequence of int
+        Chunks and share of each channel.
 
     Returns
     -------
     tuple of tuple of Range
-        For every channel its part of every chunk.
+        For every channel its chunks.
 
     Raises
     ------
     InvalidArgument
         As `cut`, or not one weight a channel.
     """
-    if weights is None:
-        weights = (1,) * nchannels
-    if len(weights) != nchannels:
-        raise InvalidArgument(f"weights={tuple(weights)}: give {nchannels} integers, one a channel")
-    chunks = pairwise(cut(count, [1] * nchunks, itemsize))
+    if len(weights) != len(nchunks):
+        raise InvalidArgument(
+            f"weights={tuple(weights)}: give {len(nchunks)} integers, one a channel"
+        )
+    common = math.gcd(*nchunks)
+    chunks = pairwise(cut(count, [1] * common, itemsize))
     parts = [(lo, cut(hi - lo, weights, itemsize)) for lo, hi in chunks]
     return tuple(
-        tuple((lo + bounds[channel], lo + bounds[channel + 1]) for lo, bounds in parts)
-        for channel in range(nchannels)
+        tuple(
+            piece
+            for lo, bounds in parts
+            for piece in _pieces(lo + bounds[channel], lo + bounds[channel + 1], of, itemsize)
+        )
+        for channel, of in enumerate(n // common for n in nchunks)
     )
+
+
+def _pieces(lo: int, hi: int, number: int, itemsize: int) -> list[Range]:
+    """Cut a range into equal pieces."""
+    if number == 1:
+        return [(lo, hi)]
+    return [(lo + a, lo + b) for a, b in pairwise(cut(hi - lo, [1] * number, itemsize))]
 
 
 __all__ = ["ALIGNMENT_NBYTES", "MIN_GRANULES", "Range", "cut", "layout"]

@@ -44,7 +44,7 @@ def allreduce(nranks: int, nchunks: int) -> Conditions:
     return Conditions(lambda rank, chunk: 1 << rank, lambda rank, chunk: every, True)
 
 
-def reduce(nranks: int, nchunks: int, root: int = 0) -> Conditions:
+def reduce(nranks: int, nchunks: int, root: int) -> Conditions:
     """Rank `root` ends with every rank's contribution to every chunk."""
     every = (1 << nranks) - 1
     _require_rank(root, nranks)
@@ -78,7 +78,7 @@ def allgather(nranks: int, nchunks: int) -> Conditions:
     )
 
 
-def broadcast(nranks: int, nchunks: int, root: int = 0) -> Conditions:
+def broadcast(nranks: int, nchunks: int, root: int) -> Conditions:
     """Every rank ends with what rank `root` had."""
     _require_rank(root, nranks)
     return Conditions(
@@ -88,30 +88,37 @@ def broadcast(nranks: int, nchunks: int, root: int = 0) -> Conditions:
     )
 
 
-#: Collectives by the name a schedule gives; rooted ones with root 0.
+#: Collectives by the name a schedule gives.
 CONDITIONS: dict[str, Callable[[int, int], Conditions]] = {
     "allgather": allgather,
     "allreduce": allreduce,
+    "reduce_scatter": reduce_scatter,
+}
+#: Those with a root.
+ROOTED: dict[str, Callable[[int, int, int], Conditions]] = {
     "broadcast": broadcast,
     "reduce": reduce,
-    "reduce_scatter": reduce_scatter,
 }
 
 
-def conditions_of(schedule: Schedule) -> Conditions:
-    """Look up what `schedule` claims to compute.
+def conditions_of(schedule: Schedule) -> tuple[Conditions, ...]:
+    """Look up what each channel of `schedule` claims to compute.
 
     Raises
     ------
     ScheduleError
-        The name is not in `CONDITIONS`.
+        The name is neither in `CONDITIONS` nor in `ROOTED`.
+    InvalidArgument
+        There is no such collective with so many chunks.
     """
-    if schedule.collective not in CONDITIONS:
-        raise ScheduleError(
-            f"collective {schedule.collective!r} is unknown; known: {', '.join(CONDITIONS)}, "
-            "or pass conditions of your own"
-        )
-    return CONDITIONS[schedule.collective](schedule.nranks, schedule.nchunks)
+    name, nranks = schedule.collective, schedule.nranks
+    if name in CONDITIONS:
+        return tuple(CONDITIONS[name](nranks, nchunks) for nchunks in schedule.nchunks)
+    if name in ROOTED:
+        return tuple(ROOTED[name](nranks, nchunks, schedule.root) for nchunks in schedule.nchunks)
+    raise ScheduleError(
+        f"collective {name!r} is unknown; known: {', '.join((*CONDITIONS, *ROOTED))}"
+    )
 
 
 def _require_rank(root: int, nranks: int) -> None:
@@ -128,6 +135,7 @@ def _require_multiple(nranks: int, nchunks: int) -> None:
 
 __all__ = [
     "CONDITIONS",
+    "ROOTED",
     "Conditions",
     "allgather",
     "allreduce",

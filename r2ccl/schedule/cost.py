@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from r2ccl.schedule.ir import Cost, Kind, Schedule
 
 
 def measure(schedule: Schedule) -> Cost:
-    """Count steps, share of the buffer on the wire, and ops, for channels of equal weight.
+    """Count steps, share of the buffer on the wire, and ops.
 
     Raises
     ------
@@ -30,17 +31,29 @@ def measure(schedule: Schedule) -> Cost:
     arrays = as_arrays(schedule)
     check_fields(schedule, arrays)
     events = build_events(arrays, match(arrays))
-    ops, nranks = arrays.ops, schedule.nranks
+    ops = arrays.ops
     is_send = ops["kind"] == Kind.SEND
     is_receive = (ops["kind"] == Kind.RECV) | (ops["kind"] == Kind.RECV_REDUCE)
-    sent = np.bincount(ops["rank"][is_send], minlength=nranks).max()
-    received = np.bincount(ops["rank"][is_receive], minlength=nranks).max()
-    pieces = schedule.nchannels * schedule.nchunks
     return Cost(
         events.steps,
-        Fraction(int(sent), pieces),
-        Fraction(int(received), pieces),
+        _busiest(schedule, ops[is_send]),
+        _busiest(schedule, ops[is_receive]),
         int(ops["index"].max(initial=-1)) + 1,
+    )
+
+
+def _busiest(schedule: Schedule, ops: npt.NDArray[np.void]) -> Fraction:
+    """Add up what `ops` move, as a multiple of the buffer; of the rank that moves most."""
+    place = ops["rank"].astype(np.int64) * schedule.nchannels + ops["channel"]
+    counts = np.bincount(place, minlength=schedule.nranks * schedule.nchannels)
+    total = sum(schedule.weights)
+    shares = [
+        Fraction(weight, total * nchunks)
+        for weight, nchunks in zip(schedule.weights, schedule.nchunks, strict=True)
+    ]
+    return max(
+        sum((int(n) * share for n, share in zip(row, shares, strict=True)), Fraction(0))
+        for row in counts.reshape(schedule.nranks, schedule.nchannels)
     )
 
 
@@ -56,7 +69,7 @@ def wire_nbytes(
     count, itemsize : int
         Elements of the buffer, bytes of an element.
     weights : sequence of int, optional
-        Share of each channel; default equal.
+        Share of each channel; by default the schedule's.
 
     Returns
     -------
@@ -69,9 +82,10 @@ def wire_nbytes(
         A negative count, an item size below 1, weights that are not one a channel.
     """
     arrays = as_arrays(schedule)
-    chunks = layout(count, schedule.nchannels, schedule.nchunks, itemsize=itemsize, weights=weights)
-    sizes = np.diff(np.array(chunks, np.int64), axis=2)[..., 0]
-    nbytes = sizes[arrays.ops["channel"], arrays.chunks()] * itemsize
+    chunks = layout(count, schedule.nchunks, weights or schedule.weights, itemsize)
+    sizes = np.array([hi - lo for pieces in chunks for lo, hi in pieces], np.int64)
+    firsts = np.array(list(accumulate(schedule.nchunks, initial=0)))
+    nbytes = sizes[firsts[arrays.ops["channel"]] + arrays.chunks()] * itemsize
     kind = arrays.ops["kind"]
     totals = []
     for kinds in ((Kind.SEND,), (Kind.RECV, Kind.RECV_REDUCE)):

@@ -56,7 +56,7 @@ def interpret(
     finish : callable, optional
         Applied where an op is final: AVG's division.
     weights : sequence of int, optional
-        Share of each channel; default equal.
+        Share of each channel; by default the schedule's.
 
     Returns
     -------
@@ -103,13 +103,8 @@ class _Machine:
         count, dtype = inputs[0].size, inputs[0].dtype
         self._op = op
         self._finish = finish
-        self._chunks = layout(
-            count,
-            schedule.nchannels,
-            schedule.nchunks,
-            itemsize=dtype.itemsize,
-            weights=weights,
-        )
+        weights = weights or schedule.weights
+        self._chunks = layout(count, schedule.nchunks, weights, dtype.itemsize)
         self._done: set[tuple[int, int, int]] = set()
         self._messages: dict[Ticket, Array] = {}
         self.memories: list[dict[int, Array]] = []

@@ -6,9 +6,9 @@ Invariant: a value here says what happens and what waits for what; whether that 
 
 How a program runs
 ------------------
-A channel owns a contiguous share of the buffer, cut in ``nchunks`` nearly equal chunks
-(`r2ccl.schedule.chunks`). Every op names one chunk index; the same index has the same size on
-all ranks and in all spaces. Ops of a channel run as soon as the ops in ``after`` allow, not in
+A channel owns a share of the buffer, cut in nearly equal chunks (`r2ccl.schedule.chunks`); each
+channel has its own number of them. Every op names one chunk index; the same index has the same size
+on all ranks and in all spaces. Ops of a channel run as soon as the ops in ``after`` allow, not in
 the order they are listed; the list orders only the ops of one directed link (source rank,
 destination rank, channel), whose sends and receives match one to one in that order.
 
@@ -97,11 +97,15 @@ class Op(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankProgram(msgspec.Struct, frozen=True):
-    """What one rank does in one collective: ``channels[c][i]`` is op ``i`` of channel ``c``."""
+    """What one rank does in one collective: ``channels[c][i]`` is op ``i`` of channel ``c``.
+
+    ``nchunks`` and ``weights`` are those of the schedule.
+    """
 
     rank: int
     nranks: int
-    nchunks: int
+    nchunks: tuple[int, ...]
+    weights: tuple[int, ...]
     channels: tuple[tuple[Op, ...], ...]
 
 
@@ -133,34 +137,59 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         The algorithm, as its file in ``algos`` is called.
     collective : str
         What it computes: a key of `r2ccl.schedule.conditions.CONDITIONS`.
-    nranks, nchannels, nchunks : int
-        Size of the communicator, channels of every rank, chunks of every channel.
+    nranks : int
+        Size of the communicator.
+    nchunks : tuple of int
+        Chunks of each channel; their number is that of the channels.
     cost : Cost
         As the algorithm declares it; `r2ccl.schedule.cost.measure` counts it from the ops.
     generate : callable
         ``generate(rank)`` returns that rank's ops, one tuple a channel, in time proportional to
         their number. Pure: equal arguments, equal ops.
+    weights : tuple of int
+        Share of each channel of the work; default equal.
+    root : int
+        Of a rooted collective: the rank that gives or gets the data.
 
     Raises
     ------
     InvalidArgument
-        A size below 1.
+        A size below 1, no channel, not one weight a channel, a root that is no rank.
     """
 
     name: str
     collective: str
     nranks: int
-    nchannels: int
-    nchunks: int
+    nchunks: tuple[int, ...]
     cost: Cost
     generate: Callable[[int], tuple[tuple[Op, ...], ...]]
+    weights: tuple[int, ...] = ()
+    root: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("nranks", "nchannels", "nchunks"):
-            if getattr(self, field) < 1:
-                raise InvalidArgument(
-                    f"schedule {self.name!r}: {field}={getattr(self, field)}; give 1 or more"
-                )
+        if self.nranks < 1:
+            raise InvalidArgument(f"schedule {self.name!r}: nranks={self.nranks}; give 1 or more")
+        if min(self.nchunks, default=0) < 1:
+            raise InvalidArgument(
+                f"schedule {self.name!r}: nchunks={self.nchunks}; give 1 or more a channel, and "
+                "one channel or more"
+            )
+        if not 0 <= self.root < self.nranks:
+            raise InvalidArgument(
+                f"schedule {self.name!r}: root={self.root}; allowed is 0 to {self.nranks - 1}"
+            )
+        if not self.weights:
+            msgspec.structs.force_setattr(self, "weights", (1,) * self.nchannels)
+        if len(self.weights) != self.nchannels:
+            raise InvalidArgument(
+                f"schedule {self.name!r}: weights={self.weights}; give {self.nchannels}, one a "
+                "channel"
+            )
+
+    @property
+    def nchannels(self) -> int:
+        """Channels of every rank."""
+        return len(self.nchunks)
 
     def program(self, rank: int) -> RankProgram:
         """Generate the program of `rank`.
@@ -174,7 +203,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument(
                 f"schedule {self.name!r}: rank={rank}; allowed is 0 to {self.nranks - 1}"
             )
-        return RankProgram(rank, self.nranks, self.nchunks, self.generate(rank))
+        return RankProgram(rank, self.nranks, self.nchunks, self.weights, self.generate(rank))
 
 
 __all__ = ["Cost", "Kind", "Op", "RankProgram", "Schedule", "Space"]

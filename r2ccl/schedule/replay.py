@@ -10,6 +10,8 @@ outputs that hold equal numbers are equal bit for bit, whatever function reduces
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -39,9 +41,13 @@ Place = tuple[int, int]
 
 
 def replay(
-    schedule: Schedule, conditions: Conditions, arrays: ScheduleArrays, other: Ints, events: Events
+    schedule: Schedule,
+    conditions: Sequence[Conditions],
+    arrays: ScheduleArrays,
+    other: Ints,
+    events: Events,
 ) -> None:
-    """Prove that the ops lead from the conditions' initial state to the wanted one.
+    """Prove that the ops lead from what `conditions`, one a channel, begin with to what they want.
 
     Raises
     ------
@@ -50,13 +56,17 @@ def replay(
         ``is_final``, outputs that differ between ranks.
     """
     order, _ = replay_order(arrays, events)
-    lanes = schedule.nchannels * schedule.nchunks
-    lane_of = arrays.ops["channel"].astype(np.int64) * schedule.nchunks + arrays.chunks()
-    cuts = np.searchsorted(lane_of[order], np.arange(lanes + 1))
-    for number in range(lanes):
-        members = order[cuts[number] : cuts[number + 1]]
-        for in_place in (False, True):
-            _Lane(schedule, conditions, arrays, number, in_place=in_place).run(members, other)
+    firsts = list(accumulate(schedule.nchunks, initial=0))
+    lane_of = np.array(firsts)[arrays.ops["channel"]] + arrays.chunks()
+    cuts = np.searchsorted(lane_of[order], np.arange(firsts[-1] + 1))
+    for channel, nchunks in enumerate(schedule.nchunks):
+        for chunk, number in enumerate(range(firsts[channel], firsts[channel] + nchunks)):
+            members = order[cuts[number] : cuts[number + 1]]
+            for in_place in (False, True):
+                lane = _Lane(
+                    schedule.nranks, conditions[channel], arrays, channel, chunk, in_place=in_place
+                )
+                lane.run(members, other)
 
 
 class _Lane:
@@ -64,25 +74,26 @@ class _Lane:
 
     def __init__(
         self,
-        schedule: Schedule,
+        nranks: int,
         conditions: Conditions,
         arrays: ScheduleArrays,
-        number: int,
+        channel: int,
+        chunk: int,
         *,
         in_place: bool,
     ) -> None:
-        self._nranks = schedule.nranks
+        self._nranks = nranks
         self._conditions = conditions
         self._arrays = arrays
-        self._channel, self._chunk = divmod(number, schedule.nchunks)
+        self._channel, self._chunk = channel, chunk
         self._mode = "in place" if in_place else "out of place"
-        self._every = (1 << schedule.nranks) - 1
+        self._every = (1 << nranks) - 1
         self._input = Space.OUTPUT if in_place else Space.INPUT
         self._memory: dict[Place, Held] = {}
         # Operands to number; a contribution, which has none, is (its bits, -1).
         self._expressions: dict[tuple[int, int], int] = {}
-        for rank in range(schedule.nranks):
-            initial = conditions.initial(rank, self._chunk)
+        for rank in range(nranks):
+            initial = conditions.initial(rank, chunk)
             if initial:
                 leaf = self._expressions.setdefault((initial, -1), len(self._expressions))
                 self._memory[rank, self._input] = Held(leaf, initial, False)

@@ -22,7 +22,7 @@ def summary(schedule: Schedule) -> str:
     cost = schedule.cost
     return (
         f"{schedule.collective} {schedule.name}: {_count(schedule.nranks, 'rank')}, "
-        f"{_count(schedule.nchannels, 'channel')} of {_count(schedule.nchunks, 'chunk')}, "
+        f"{_count(schedule.nchannels, 'channel')} of {_chunks(schedule)}, "
         f"{_count(cost.steps, 'step')}, "
         f"each rank sends {cost.sent} and receives {cost.received} of the data, "
         f"{_count(cost.ops, 'op')} a rank and channel"
@@ -97,6 +97,13 @@ def _cell(op: Op, rank: int) -> str:
         text = f"{target} = {target} + {source}"
     waits = " @" + ",".join(map(str, op.after)) if op.after else ""
     return text + waits + (" !" if op.is_final else "")
+
+
+def _chunks(schedule: Schedule) -> str:
+    kinds = dict.fromkeys(schedule.nchunks)
+    if len(kinds) == 1:
+        return _count(schedule.nchunks[0], "chunk")
+    return f"{' or '.join(map(str, kinds))} chunks"
 
 
 def _count(number: int, noun: str) -> str:

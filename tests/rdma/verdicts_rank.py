@@ -1,7 +1,8 @@
 """One rank of the tests of verdicts: three nodes, one rank each, and a fault in every round.
 
 Started by ``r2ccl launch`` inside a lab of three nodes. Rank 0 works the faults; every rank writes
-what it found in each round, as JSON, into the folder it is given.
+what it found in each round, as JSON, into the folder it is given. The round of a killed process is
+the job's last, and only its survivors write.
 """
 
 import json
@@ -48,6 +49,31 @@ def nic_down(nic: str) -> Undo:
     return lambda: call("ip", "link", "set", nic, "up")
 
 
+def hole(node: int, nic: int) -> Undo:
+    """Nothing leaves the NIC or comes to it, and every carrier is up."""
+    ends = f"n{node}r{nic}", f"s{node}r{nic}"
+    for end in ends:
+        call("tc", "qdisc", "add", "dev", end, "root", "netem", "loss", "100%")
+
+    def undo() -> None:
+        for end in ends:
+            call("tc", "qdisc", "del", "dev", end, "root")
+
+    return undo
+
+
+def isolate(nic: int) -> Undo:
+    """Nodes 1 and 2 do not reach each other on this rail; node 0 reaches both."""
+    ports = [f"s{node}r{nic}" for node in (1, 2)]
+
+    def put(flag: str) -> None:
+        for port in ports:
+            call("ip", "link", "set", port, "type", "bridge_slave", "isolated", flag)
+
+    put("on")
+    return lambda: put("off")
+
+
 def stop(pid: int) -> Undo:
     """The process stands still for longer than is needed to suspect it."""
     os.kill(pid, signal.SIGSTOP)
@@ -73,10 +99,17 @@ class Run:
         made: list[Undo] = []
 
         def strike() -> None:
-            if kind == "nic_down":
-                made.append(nic_down(f"n{node}r{nic}"))
-            else:
-                made.append(stop(int(self.pids[node])))
+            match kind:
+                case "nic_down":
+                    made.append(nic_down(f"n{node}r{nic}"))
+                case "hole":
+                    made.append(hole(node, nic))
+                case "isolate":
+                    made.append(isolate(nic))
+                case "stop":
+                    made.append(stop(int(self.pids[node])))
+                case "kill":
+                    os.kill(int(self.pids[node]), signal.SIGKILL)
 
         since_s, before = time.monotonic(), len(self.comm.repairs())
         timer = threading.Timer(chance.uniform(0.02, 0.3), strike)
@@ -85,7 +118,11 @@ class Run:
         self.allreduce(4)
         if self.comm.rank == 0:
             timer.join()
-        self.comm.barrier()
+        # What the fault did may show only in what is sent after it.
+        give_up = time.monotonic() + PATIENCE_S
+        while not self.is_noticed(kind, before):
+            assert time.monotonic() < give_up, "nothing came of the fault"
+            self.allreduce(1)
         self.await_verdicts(since_s)
         found = {
             f"{each.path.peer} {each.path.rail - self.first}": each.kind.value
@@ -101,6 +138,12 @@ class Run:
             undo()
         self.until(lambda: all(rail.state == "up" for rail in self.comm.health().rails))
         self.comm.barrier()
+
+    def is_noticed(self, kind: str, before: int) -> bool:
+        """Whether any rank moved work, as all of them see it; of a stopped process none may."""
+        nmoved = np.array([len(self.comm.repairs()) - before])
+        self.comm.allreduce(nmoved)
+        return kind == "stop" or bool(nmoved[0])
 
     def allreduce(self, times: int) -> None:
         """Sum, and check every element."""
@@ -129,14 +172,19 @@ class Run:
 
 def main() -> None:
     """Run rounds of the kind that is named."""
-    kind, rounds, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    kind, first, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    folder = Path(sys.argv[4])
     node = int(os.environ["RANK"])
     os.environ["R2CC_HCA"] = "=" + ",".join(f"rxe_n{node}r{nic}" for nic in range(NICS))
     with r2ccl.init(**SETTINGS) as comm:
         run = Run(comm)
         run.allreduce(1)
-        for seed in range(rounds):
-            run.round(kind, seed)
+        try:
+            for seed in range(first, first + rounds):
+                run.round(kind, seed)
+        except r2ccl.PeerLost as exc:
+            run.rounds.append({"lost": exc.peer, "text": str(exc)})
+            comm.abort()
         (folder / f"{comm.rank}.json").write_text(json.dumps(run.rounds))
 
 

@@ -264,8 +264,7 @@ def wrong_schedule() -> None:
             name="deaf",
             collective="allreduce",
             nranks=2,
-            nchannels=1,
-            nchunks=1,
+            nchunks=(1,),
             cost=Cost(0, 0, 0, 0),
             generate=sends_only,
         )

@@ -193,8 +193,7 @@ def test_local_ops_and_scratch() -> None:
         name="local",
         collective="allreduce",
         nranks=1,
-        nchannels=1,
-        nchunks=1,
+        nchunks=(1,),
         cost=Cost(0, 0, 0, 3),  # type: ignore[arg-type]
         generate=lambda rank: (ops,),
     )

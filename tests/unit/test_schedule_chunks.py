@@ -61,7 +61,7 @@ def test_cuts_refuse_nonsense(arguments):
 @relaxed
 @given(counts, weights, st.integers(1, 20), itemsizes)
 def test_the_parts_of_all_channels_cover_every_chunk_in_order(count, shares, nchunks, itemsize):
-    parts = layout(count, len(shares), nchunks, itemsize=itemsize, weights=shares)
+    parts = layout(count, [nchunks] * len(shares), shares, itemsize)
     assert [len(chunks) for chunks in parts] == [nchunks] * len(shares)
     in_order = [parts[channel][k] for k in range(nchunks) for channel in range(len(shares))]
     assert (in_order[0][0], in_order[-1][1]) == (0, count)
@@ -75,7 +75,7 @@ def test_an_elements_chunk_depends_neither_on_channels_nor_on_weights(
     count, shares, others, nchunks, itemsize
 ):
     def chunk_starts(weights):
-        parts = layout(count, len(weights), nchunks, itemsize=itemsize, weights=weights)
+        parts = layout(count, [nchunks] * len(weights), weights, itemsize)
         return [lo for lo, _ in parts[0]], [hi for _, hi in parts[-1]]
 
     assert chunk_starts(shares) == chunk_starts(others)
@@ -84,13 +84,31 @@ def test_an_elements_chunk_depends_neither_on_channels_nor_on_weights(
 @pytest.mark.parametrize("nchunks", [0, -1])
 def test_a_layout_has_a_chunk(nchunks):
     with pytest.raises(InvalidArgument):
-        layout(4, 1, nchunks)
+        layout(4, [nchunks], [1])
 
 
-def test_channels_weigh_the_same_unless_told():
-    assert layout(12, 2, 3) == (((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12)))
+def test_chunks_are_cut_first():
+    assert layout(12, [3, 3], [1, 1]) == (((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12)))
 
 
 def test_a_layout_wants_one_weight_a_channel():
     with pytest.raises(InvalidArgument, match="give 3 integers"):
-        layout(12, 3, 1, weights=[1, 1])
+        layout(12, [1, 1, 1], [1, 1])
+
+
+@relaxed
+@given(counts, st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=9))
+def test_channels_of_different_numbers_of_chunks_cover_the_buffer(count, channels):
+    nchunks, shares = zip(*channels, strict=True)
+    parts = layout(count, nchunks, shares)
+    assert tuple(map(len, parts)) == nchunks
+    every = sorted(piece for pieces in parts for piece in pieces if piece[0] < piece[1])
+    assert [lo for lo, _ in every] == [0, *(hi for _, hi in every)][: len(every)]
+    assert not count or every[-1][1] == count
+
+
+def test_channels_of_different_numbers_of_chunks_share_those_they_have_in_common():
+    assert layout(12, [2, 4], [1, 2]) == (
+        ((0, 2), (6, 8)),
+        ((2, 4), (4, 6), (8, 10), (10, 12)),
+    )

@@ -31,8 +31,7 @@ def arrays_of(programs, nchunks):
             name="random",
             collective="allreduce",
             nranks=len(programs),
-            nchannels=1,
-            nchunks=nchunks,
+            nchunks=(nchunks,),
             cost=Cost(0, 0, 0, 0),
             generate=lambda rank: (tuple(programs[rank]),),
         )

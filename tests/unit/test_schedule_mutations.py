@@ -119,7 +119,7 @@ def misroute(schedule: Schedule) -> Iterator[Mutant]:
 
 def wrong_chunk(schedule: Schedule) -> Iterator[Mutant]:
     for rank, i, op in sites(schedule):
-        for chunk in range(-2, schedule.nchunks + 1):
+        for chunk in range(-2, schedule.nchunks[0] + 1):
             if op.src not in (-1, chunk):
                 yield changed(schedule, rank, i, src=chunk)
             if op.dst not in (-1, chunk):
@@ -130,7 +130,7 @@ def wrong_chunk(schedule: Schedule) -> Iterator[Mutant]:
 
 def wrong_chunk_at_both_ends(schedule: Schedule) -> Iterator[Mutant]:
     for ends in messages(schedule):
-        for chunk in range(schedule.nchunks):
+        for chunk in range(schedule.nchunks[0]):
             programs = programs_of(schedule)
             for rank, i in ends:
                 op = programs[rank][i]

@@ -24,8 +24,7 @@ def local_only(*ops, nranks=1):
         name="by hand",
         collective="allreduce",
         nranks=nranks,
-        nchannels=1,
-        nchunks=1,
+        nchunks=(1,),
         cost=Cost(0, Fraction(0), Fraction(0), len(ops)),
         generate=lambda rank: (ops,),
     )
