@@ -81,7 +81,7 @@ def lower(
         The links' channel each of them travels on; its own number by default.
     """
     nchannels = len(program.channels)
-    pieces = layout(count, program.nchunks, weights or program.weights, itemsize)
+    pieces = layout(count, program.nchunks, weights or program.weights, itemsize, program.nparts)
     slice_elements = max(1, slice_nbytes // itemsize)
     lanes = []
     for channel, ops, chunks in zip(

@@ -76,9 +76,13 @@ def cut(count: int, weights: Sequence[int], itemsize: int = 1) -> tuple[int, ...
 
 
 def layout(
-    count: int, nchunks: Sequence[int], weights: Sequence[int], itemsize: int = 1
+    count: int,
+    nchunks: Sequence[int],
+    weights: Sequence[int],
+    itemsize: int = 1,
+    nparts: int = 1,
 ) -> tuple[tuple[Range, ...], ...]:
-    """Cut a buffer into chunks, and each chunk into the parts of all channels.
+    """Cut a buffer into chunks, and each chunk into what every channel gets of it.
 
     Parameters
     ----------
@@ -86,6 +90,8 @@ def layout(
         Elements of the buffer, bytes of an element.
     nchunks, weights : sequence of int
         Chunks and share of each channel.
+    nparts : int
+        The buffer is of as many equal parts, and each of them is cut by itself.
 
     Returns
     -------
@@ -95,19 +101,27 @@ def layout(
     Raises
     ------
     InvalidArgument
-        As `cut`, or not one weight a channel.
+        As `cut`, or not one weight a channel, or parts that divide neither the buffer nor every
+        channel's chunks.
     """
     if len(weights) != len(nchunks):
         raise InvalidArgument(
             f"weights={tuple(weights)}: give {len(nchunks)} integers, one a channel"
         )
     common = math.gcd(*nchunks)
-    chunks = pairwise(cut(count, [1] * common, itemsize))
-    parts = [(lo, cut(hi - lo, weights, itemsize)) for lo, hi in chunks]
+    if nparts < 1 or count % nparts or common % nparts:
+        raise InvalidArgument(
+            f"nparts={nparts}: give a number that divides {count} elements and {tuple(nchunks)} "
+            "chunks"
+        )
+    size = count // nparts
+    within = pairwise(cut(size, [1] * (common // nparts), itemsize))
+    chunks = [(part * size + lo, hi - lo) for lo, hi in within for part in range(nparts)]
+    shares = [(lo, cut(n, weights, itemsize)) for lo, n in sorted(chunks)]
     return tuple(
         tuple(
             piece
-            for lo, bounds in parts
+            for lo, bounds in shares
             for piece in _pieces(lo + bounds[channel], lo + bounds[channel + 1], of, itemsize)
         )
         for channel, of in enumerate(n // common for n in nchunks)

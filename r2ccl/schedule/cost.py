@@ -82,7 +82,7 @@ def wire_nbytes(
         A negative count, an item size below 1, weights that are not one a channel.
     """
     arrays = as_arrays(schedule)
-    chunks = layout(count, schedule.nchunks, weights or schedule.weights, itemsize)
+    chunks = layout(count, schedule.nchunks, weights or schedule.weights, itemsize, schedule.nparts)
     sizes = np.array([hi - lo for pieces in chunks for lo, hi in pieces], np.int64)
     firsts = np.array(list(accumulate(schedule.nchunks, initial=0)))
     nbytes = sizes[firsts[arrays.ops["channel"]] + arrays.chunks()] * itemsize

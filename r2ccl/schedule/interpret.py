@@ -104,7 +104,7 @@ class _Machine:
         self._op = op
         self._finish = finish
         weights = weights or schedule.weights
-        self._chunks = layout(count, schedule.nchunks, weights, dtype.itemsize)
+        self._chunks = layout(count, schedule.nchunks, weights, dtype.itemsize, schedule.nparts)
         self._done: set[tuple[int, int, int]] = set()
         self._messages: dict[Ticket, Array] = {}
         self.memories: list[dict[int, Array]] = []

@@ -32,6 +32,9 @@ import msgspec
 
 from r2ccl.errors import InvalidArgument
 
+#: Collectives whose buffer is one equal part a rank; no chunk straddles two of them.
+PARTED = frozenset({"allgather", "reduce_scatter"})
+
 
 class Kind(enum.IntEnum):
     """What an op does; ``received`` is what the matching SEND of ``peer`` carries."""
@@ -99,11 +102,12 @@ class Op(msgspec.Struct, frozen=True, gc=False):
 class RankProgram(msgspec.Struct, frozen=True):
     """What one rank does in one collective: ``channels[c][i]`` is op ``i`` of channel ``c``.
 
-    ``nchunks`` and ``weights`` are those of the schedule.
+    ``nparts``, ``nchunks`` and ``weights`` are those of the schedule.
     """
 
     rank: int
     nranks: int
+    nparts: int
     nchunks: tuple[int, ...]
     weights: tuple[int, ...]
     channels: tuple[tuple[Op, ...], ...]
@@ -191,6 +195,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         """Channels of every rank."""
         return len(self.nchunks)
 
+    @property
+    def nparts(self) -> int:
+        """Equal parts of the buffer, see `PARTED`; the chunks of every channel are a multiple."""
+        return self.nranks if self.collective in PARTED else 1
+
     def program(self, rank: int) -> RankProgram:
         """Generate the program of `rank`.
 
@@ -203,7 +212,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument(
                 f"schedule {self.name!r}: rank={rank}; allowed is 0 to {self.nranks - 1}"
             )
-        return RankProgram(rank, self.nranks, self.nchunks, self.weights, self.generate(rank))
+        channels = self.generate(rank)
+        return RankProgram(rank, self.nranks, self.nparts, self.nchunks, self.weights, channels)
 
 
-__all__ = ["Cost", "Kind", "Op", "RankProgram", "Schedule", "Space"]
+__all__ = ["PARTED", "Cost", "Kind", "Op", "RankProgram", "Schedule", "Space"]

@@ -68,7 +68,7 @@ def test_dependencies_hold_by_slice_within_a_chunk_and_whole_between_chunks() ->
         Op(Kind.SEND, 1, Space.OUTPUT, 0, Space.OUTPUT, -1, (0,)),
         Op(Kind.SEND, 1, Space.OUTPUT, 1, Space.OUTPUT, -1, (0,)),
     )
-    layout = lower(RankProgram(0, 2, (2,), (1,), (ops,)), 100, 4, slice_nbytes=64, eager_nbytes=0)
+    layout = lower(RankProgram(0, 2, 1, (2,), (1,), (ops,)), 100, 4, slice_nbytes=64, eager_nbytes=0)
     after = [[wait[:2] for wait in step.after] for step in layout.lanes[0].steps]
     assert after == [[], [(0, True)], [(0, False)]]
 
@@ -97,7 +97,7 @@ def test_peers_lane_totals_and_scratch() -> None:
         indices = [i for _, order in (*lane.sends, *lane.recvs) for i in order]
         assert sorted([*indices, *lane.locals]) == list(range(len(lane.steps)))
     copy = Op(Kind.COPY, -1, Space.INPUT, 0, Space.SCRATCH, 0)
-    program = RankProgram(0, 1, (1,), (1,), ((copy,),))
+    program = RankProgram(0, 1, 1, (1,), (1,), ((copy,),))
     assert lower(program, 3, 4, slice_nbytes=64, eager_nbytes=0).uses_scratch
 
 

@@ -112,3 +112,20 @@ def test_channels_of_different_numbers_of_chunks_share_those_they_have_in_common
         ((0, 2), (6, 8)),
         ((2, 4), (4, 6), (8, 10), (10, 12)),
     )
+
+
+@relaxed
+@given(st.integers(0, 1 << 20), st.integers(1, 9), st.integers(1, 5), weights, itemsizes)
+def test_parts_are_equal_and_cut_alike(size, nparts, nchunks, shares, itemsize):
+    parts = layout(size * nparts, [nchunks * nparts] * len(shares), shares, itemsize, nparts)
+    alone = layout(size, [nchunks] * len(shares), shares, itemsize)
+    for pieces, of_one in zip(parts, alone, strict=True):
+        assert list(pieces) == [
+            (part * size + lo, part * size + hi) for part in range(nparts) for lo, hi in of_one
+        ]
+
+
+@pytest.mark.parametrize(("count", "nchunks", "nparts"), [(7, [2], 2), (8, [3], 2), (8, [2], 0)])
+def test_parts_divide_the_buffer_and_the_chunks(count, nchunks, nparts):
+    with pytest.raises(InvalidArgument, match=f"nparts={nparts}"):
+        layout(count, nchunks, [1], nparts=nparts)
