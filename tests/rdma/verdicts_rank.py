@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 import r2ccl
+from r2ccl.resilience.verdict import Kind
 
 NICS = int(os.environ["R2CCL_RDMALAB_NICS"])
 COUNT = 200_000
@@ -35,6 +36,8 @@ SETTINGS = {
     "quarantine_cap_s": 0.0,
 }
 PATIENCE_S = 40.0
+#: Two rounds of an inquiry, at one end and then at the other.
+REVISION_S = 10.0
 
 Undo = Callable[[], object]
 
@@ -162,6 +165,12 @@ class Run:
             return {tuple(v.path) for v in self.comm.verdicts() if v.when_s > since_s}
 
         self.until(lambda: lost() <= judged())
+        # An end that could not tell may hear better from the other.
+        give_up = time.monotonic() + REVISION_S
+        while any(v.kind is Kind.PATH and v.when_s > since_s for v in self.comm.verdicts()):
+            if time.monotonic() > give_up:
+                return
+            time.sleep(0.02)
 
     def until(self, is_so: Callable[[], bool]) -> None:
         give_up = time.monotonic() + PATIENCE_S
