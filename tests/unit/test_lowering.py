@@ -68,7 +68,9 @@ def test_dependencies_hold_by_slice_within_a_chunk_and_whole_between_chunks() ->
         Op(Kind.SEND, 1, Space.OUTPUT, 0, Space.OUTPUT, -1, (0,)),
         Op(Kind.SEND, 1, Space.OUTPUT, 1, Space.OUTPUT, -1, (0,)),
     )
-    layout = lower(RankProgram(0, 2, 1, (2,), (1,), (ops,)), 100, 4, slice_nbytes=64, eager_nbytes=0)
+    layout = lower(
+        RankProgram(0, 2, 1, (2,), (1,), (ops,)), 100, 4, slice_nbytes=64, eager_nbytes=0
+    )
     after = [[wait[:2] for wait in step.after] for step in layout.lanes[0].steps]
     assert after == [[], [(0, True)], [(0, False)]]
 
