@@ -10,6 +10,7 @@ type with a number, and shares its memory with its owner.
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -94,27 +95,53 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
     return Buffer(array, code, array.size, dtype.itemsize, array.nbytes, x)
 
 
-def like(x: Any) -> Any:
+def like(x: Any, times: int = 0) -> Any:
     """Allocate an output with the shape and dtype of `x`, C-contiguous and uninitialised.
 
-    A torch tensor gives a torch tensor, everything else a NumPy array.
+    A torch tensor gives a torch tensor, everything else a NumPy array. With ``times`` it has that
+    many of them: a dimension more, in front.
 
     Raises
     ------
     InvalidArgument
         `x` is nothing `as_buffer` could view.
     """
-    if type(x) is np.ndarray:
-        return np.empty(x.shape, x.dtype)
-    torch = _torch_of(x)
-    if torch is not None:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    array = _host_array(x)
-    return np.empty(array.shape, array.dtype)
+    shape = _shape(x)
+    return _empty_like(x, (times, *shape) if times else shape)
 
 
-def is_in_place(source: Buffer, output: Buffer) -> bool:
+def like_part(x: Any, nparts: int) -> Any:
+    """Allocate an output for one of `nparts` equal parts of `x`; else as `like`.
+
+    It has fewer rows than `x` if they can be shared out, and is flat if not.
+    """
+    shape = _shape(x)
+    if shape and shape[0] % nparts == 0:
+        return _empty_like(x, (shape[0] // nparts, *shape[1:]))
+    return _empty_like(x, (math.prod(shape) // nparts,))
+
+
+def part_of(whole: Buffer, part: int, nparts: int) -> Buffer:
+    """View one of `nparts` equal parts of a buffer.
+
+    Raises
+    ------
+    InvalidArgument
+        It cannot be cut into equal parts.
+    """
+    if whole.count % nparts:
+        raise InvalidArgument(
+            f"{_what(whole)} cannot be shared out equally among {nparts} ranks: give a multiple"
+        )
+    count = whole.count // nparts
+    view = whole.array[part * count : (part + 1) * count]
+    return Buffer(view, whole.dtype_code, count, whole.itemsize, view.nbytes, whole.owner)
+
+
+def is_in_place(source: Buffer, output: Buffer, whole: Buffer | None = None) -> bool:
     """Whether a collective from `source` to `output` works in place.
+
+    ``whole`` is the buffer `output` is a part of; by default it is all of it.
 
     Returns
     -------
@@ -133,7 +160,7 @@ def is_in_place(source: Buffer, output: Buffer) -> bool:
     if source.array is output.array:
         return True
     # For contiguous memory the comparison of bounds is exact.
-    if not np.may_share_memory(source.array, output.array):
+    if not np.may_share_memory(source.array, (whole or output).array):
         return False
     distance = _address(output.array) - _address(source.array)
     if distance == 0:
@@ -158,6 +185,17 @@ def _host_array(x: Any) -> Array:
         return _tensor_array(x)
     except (ValueError, BufferError) as exc:  # a format without a dtype, released memory
         raise InvalidArgument(f"{_type(x)} was given ({exc}): {_ALLOWED}{names()}") from exc
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return tuple(x.shape) if _torch_of(x) is not None else _host_array(x).shape
+
+
+def _empty_like(x: Any, shape: tuple[int, ...]) -> Any:
+    torch = _torch_of(x)
+    if torch is not None:
+        return torch.empty(shape, dtype=x.dtype, device=x.device)
+    return np.empty(shape, _host_array(x).dtype)
 
 
 def _tensor_array(x: Any) -> Array:
@@ -225,4 +263,4 @@ def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-__all__ = ["Buffer", "as_buffer", "is_in_place", "like"]
+__all__ = ["Array", "Buffer", "as_buffer", "is_in_place", "like", "like_part", "part_of"]

@@ -8,45 +8,33 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
 from r2ccl import kernels, ledger
 from r2ccl.bootstrap.control import ControlPlane
-from r2ccl.buffers import as_buffer, is_in_place
+from r2ccl.buffers import Array, as_buffer, is_in_place, like, like_part, part_of
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.council import Known
 from r2ccl.detector import places_of
-from r2ccl.dtypes import dtype_of
 from r2ccl.dumping import SignalDump, require_main_thread, write_line
 from r2ccl.engine import Engine
-from r2ccl.errors import CommunicatorRevoked
-from r2ccl.executor import Call, Divider, LandingPool, LaneRun, Reducer
-from r2ccl.lowering import Layout, lower
+from r2ccl.errors import CommunicatorRevoked, InvalidArgument
+from r2ccl.executor import Call, LandingPool, LaneRun
 from r2ccl.memory import RegisteredMemory
-from r2ccl.planner import place, plan_allreduce
+from r2ccl.planner import Fabric
+from r2ccl.plans import Plan, Plans
 from r2ccl.regroup import Tidings, regroup
 from r2ccl.repair import Repair
 from r2ccl.resilience.health import Health
 from r2ccl.resilience.shrinking import Shrinking
 from r2ccl.resilience.verdict import Verdict
-from r2ccl.schedule.check import check
-from r2ccl.schedule.ir import Schedule
 from r2ccl.topology.monitor import LinkMonitor
 from r2ccl.transport.base import Transport
 from r2ccl.types import CallSignature, Collective, Nic, ReduceOp
-
-
-class _Prepared(NamedTuple):
-    """Everything about a call that does not depend on its memory."""
-
-    signature: int
-    layout: Layout
-    reduce: Reducer
-    finish: Divider | None
 
 
 class Communicator:
@@ -84,11 +72,9 @@ class Communicator:
         self._nrails = transport.nrails
         #: The local ends of all rails; the control plane knows those of sockets.
         self._rails = tuple(rails) or control.nics
-        self._nwires = control.nwires
         self._pool = LandingPool(transport.allocate)
-        #: By the version of the health they were made from, and the call.
-        self._prepared: dict[tuple[int, Collective, int, int, ReduceOp], _Prepared] = {}
-        self._checked: set[tuple[str, int]] = set()
+        #: Where partial sums go that are no result of this rank's.
+        self._scratch = np.empty(0, np.uint8)
         self._quiet = kernels.quiet_context()
         self._nothing = as_buffer(np.empty(0, np.uint8), writable=True)
         self._is_closed = False
@@ -104,6 +90,9 @@ class Communicator:
             nwires=control.nwires,
         )
         self._whole = Health.whole(self.nranks, self._nrails, config.digest())
+        nhosts = len({info.host for info in control.peers})
+        fabric = Fabric(self._engine.recovery.homes, control.nwires, nhosts == self.nranks)
+        self._plans = Plans(self.rank, self.nranks, fabric, config)
         self._tidings = Tidings(self._engine)
         self._engine.recovery.hosts = [info.hostname for info in control.peers]
         if self._engine.recovery.detector is not None:
@@ -161,9 +150,180 @@ class Communicator:
         output = source if out is None else as_buffer(out, writable=True)
         if output is not source:
             is_in_place(source, output)
-        self._run(
-            Collective.ALLREDUCE, source.count, source.dtype_code, op, source.array, output.array
+        call = CallSignature(Collective.ALLREDUCE, source.dtype_code, op, source.count)
+        self._run(call, source.array, output.array)
+        return x if out is None else out
+
+    def allgather(self, x: Any, out: Any = None) -> Any:
+        """Collect every rank's `x` on every rank.
+
+        Parameters
+        ----------
+        x : array_like in host memory, any shape
+            As for `allreduce`; may be this rank's own part of `out`, which saves a copy.
+        out : array_like, optional
+            Gets all ranks' data in the order of their ranks: ``nranks`` times as many elements as
+            `x`, of its dtype. Default: a new array of shape ``(nranks, *x.shape)``.
+
+        Returns
+        -------
+        array_like
+            `out`, or the new array.
+
+        Raises
+        ------
+        InvalidArgument
+            As `allreduce`; or `out` has another size or overlaps `x` elsewhere than in place.
+        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked
+            As `allreduce`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: a ring that sends (n - 1)/n of `out` per rank.
+        """
+        source = as_buffer(x, writable=False)
+        result = like(x, self.nranks) if out is None else out
+        output = as_buffer(result, writable=True)
+        own = part_of(output, self.rank, self.nranks)
+        if not is_in_place(source, own, output):
+            own.array[:] = source.array
+        call = CallSignature(Collective.ALLGATHER, output.dtype_code, ReduceOp.SUM, output.count)
+        self._run(call, output.array, output.array)
+        return result
+
+    def reduce_scatter(self, x: Any, out: Any = None, op: ReduceOp = ReduceOp.SUM) -> Any:
+        """Reduce `x` over all ranks; each rank gets its part of the result.
+
+        Parameters
+        ----------
+        x : array_like in host memory
+            As for `allreduce`; its number of elements is a multiple of ``nranks``. Not changed,
+            unless `out` is a part of it.
+        out : array_like, optional
+            Gets the part of this rank's number, an ``nranks``-th; it may be that part of `x`
+            itself. Default: a new array, of shape ``(x.shape[0] / nranks, *x.shape[1:])`` where
+            that is an integer, else flat.
+        op : ReduceOp
+            As for `allreduce`.
+
+        Returns
+        -------
+        array_like
+            `out`, or the new array.
+
+        Raises
+        ------
+        InvalidArgument
+            As `allreduce`; or `x` is no multiple, `out` no part of that size, or it overlaps `x`
+            elsewhere than in place.
+        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked
+            As `allreduce`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: a ring that sends (n - 1)/n of `x` per rank, and memory of
+        the size of `x` for partial sums, kept from call to call.
+        """
+        source = as_buffer(x, writable=False)
+        own = part_of(source, self.rank, self.nranks)
+        result = like_part(x, self.nranks) if out is None else out
+        output = as_buffer(result, writable=True)
+        is_in_place(output, own, source)
+        sums = self._scratch_like(source.array)
+        call = CallSignature(Collective.REDUCE_SCATTER, source.dtype_code, op, source.count)
+        self._run(call, source.array, sums)
+        output.array[:] = sums[self.rank * output.count : (self.rank + 1) * output.count]
+        return result
+
+    def broadcast(self, x: Any, out: Any = None, root: int = 0) -> Any:
+        """Give every rank the data of rank `root`.
+
+        Parameters
+        ----------
+        x : array_like in host memory, any shape
+            On `root` the data, elsewhere what gets it unless there is an `out`. Of the same dtype
+            and number of elements on all ranks.
+        out : array_like, optional
+            Gets the data: the same memory as `x` or disjoint from it. Default: `x` itself.
+        root : int
+
+        Returns
+        -------
+        array_like
+            `out`, or `x` if there is none.
+
+        Raises
+        ------
+        InvalidArgument
+            As `allreduce`; or there is no such root.
+        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked
+            As `allreduce`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: up to one eager slice, log2(n) messages one after another;
+        above, a pipeline through all ranks in which each receives and sends the data once.
+        """
+        self._require_rank(root)
+        source = as_buffer(x, writable=out is None)
+        output = source if out is None else as_buffer(out, writable=True)
+        if output is not source:
+            is_in_place(source, output)
+        call = CallSignature(
+            Collective.BROADCAST, source.dtype_code, ReduceOp.SUM, source.count, root
         )
+        self._run(call, source.array, output.array)
+        return x if out is None else out
+
+    def reduce(self, x: Any, out: Any = None, op: ReduceOp = ReduceOp.SUM, root: int = 0) -> Any:
+        """Reduce `x` over all ranks; rank `root` gets the result.
+
+        Parameters
+        ----------
+        x : array_like in host memory, any shape
+            As for `allreduce`. Not changed, except on `root` where there is no `out`.
+        out : array_like, optional
+            On `root`, gets the result; as for `allreduce`. Ignored elsewhere.
+        op : ReduceOp
+            As for `allreduce`.
+        root : int
+
+        Returns
+        -------
+        array_like or None
+            On `root` `out`, or `x` if there is none; None elsewhere.
+
+        Raises
+        ------
+        InvalidArgument
+            As `allreduce`; or there is no such root.
+        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked
+            As `allreduce`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: as `broadcast`, the other way; elsewhere than on `root`
+        memory of the size of `x` for partial sums, kept from call to call.
+        """
+        self._require_rank(root)
+        is_root = self.rank == root
+        source = as_buffer(x, writable=is_root and out is None)
+        array = source.array
+        if not is_root:
+            target = self._scratch_like(array)
+        elif out is None:
+            target = array
+        else:
+            output = as_buffer(out, writable=True)
+            is_in_place(source, output)
+            target = output.array
+        self._run(
+            CallSignature(Collective.REDUCE, source.dtype_code, op, source.count, root),
+            array,
+            target,
+        )
+        if not is_root:
+            return None
         return x if out is None else out
 
     def register(self, x: Any) -> RegisteredMemory:
@@ -205,9 +365,8 @@ class Communicator:
         *Collective*: all ranks. *Cost*: log2(n) empty messages.
         """
         nothing = self._nothing
-        self._run(
-            Collective.BARRIER, 0, nothing.dtype_code, ReduceOp.SUM, nothing.array, nothing.array
-        )
+        call = CallSignature(Collective.BARRIER, nothing.dtype_code, ReduceOp.SUM, 0)
+        self._run(call, nothing.array, nothing.array)
 
     def repairs(self) -> tuple[Repair, ...]:
         """Return what was repaired at this rank, oldest first: what moved where, when, why."""
@@ -434,75 +593,37 @@ class Communicator:
             self._monitor.close()
         self._engine.close()
 
-    def _prepare(
-        self, health: Health, collective: Collective, count: int, dtype_code: int, op: ReduceOp
-    ) -> _Prepared:
-        key = (health.version, collective, count, dtype_code, op)
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            prepared = self._plan(health, collective, count, dtype_code, op)
-            if len(self._prepared) >= _PLANS_KEPT:
-                self._prepared.pop(next(iter(self._prepared)))
-            self._prepared[key] = prepared
-        return prepared
-
-    def _plan(
-        self, health: Health, collective: Collective, count: int, dtype_code: int, op: ReduceOp
-    ) -> _Prepared:
-        op = kernels.check_op(dtype_code, op)
-        itemsize = dtype_of(dtype_code).itemsize
-        schedule = plan_allreduce(count * itemsize, self.nranks, self._nwires, self.config)
-        self._check(schedule)
-        placement = place(schedule.nchannels, self._engine.recovery.homes, health)
-        layout = lower(
-            schedule.program(self.rank),
-            count,
-            itemsize,
-            slice_nbytes=self.config.slice_nbytes,
-            eager_nbytes=self.config.eager_nbytes,
-            weights=placement.weights,
-            channels=placement.channels,
-        )
-        finish = kernels.divider(dtype_code, self.nranks) if op is ReduceOp.AVG else None
-        signature = CallSignature(collective, dtype_code, op, count).pack()
-        return _Prepared(signature, layout, kernels.reducer(dtype_code, op), finish)
-
-    def _check(self, schedule: Schedule) -> None:
-        """Replay a schedule symbolically before its first use; the tests check large ones."""
-        shape = (schedule.name, schedule.nchannels)
-        if shape not in self._checked and schedule.nranks * schedule.nchannels <= _CHECKED_SIZE:
-            check(schedule)
-            self._checked.add(shape)
-
-    def _run(
-        self, collective: Collective, count: int, dtype_code: int, op: ReduceOp,
-        source: Any, output: Any,
-    ) -> None:  # fmt: skip
+    def _run(self, call: CallSignature, source: Any, output: Any) -> None:
         self._require_open()
-        health = self._engine.enter() or self._whole
-        prepared = self._prepare(health, collective, count, dtype_code, op)
-        self._quiet.run(self._run_quietly, prepared, source, output)
+        plan = self._plans(call, self._engine.enter() or self._whole)
+        self._quiet.run(self._run_quietly, plan, source, output)
 
     def _require_open(self) -> None:
         if self._is_closed:
             raise CommunicatorRevoked(f"rank {self.rank}: the communicator was closed")
 
-    def _run_quietly(self, prepared: _Prepared, source: Any, output: Any) -> None:
-        layout = prepared.layout
-        call = Call(layout, source, output, prepared.reduce, prepared.finish)
+    def _run_quietly(self, plan: Plan, source: Any, output: Any) -> None:
+        layout = plan.layout
+        call = Call(layout, source, output, plan.reduce, plan.finish)
         progress = self._engine.progress
         runs = [LaneRun(lane, call, progress, self._pool) for lane in layout.lanes]
-        self._engine.run(prepared.signature, runs, layout.peers)
+        self._engine.run(plan.signature, runs, layout.peers)
+
+    def _scratch_like(self, array: Array) -> Array:
+        """Return memory of this size and dtype; valid until the next call that needs some."""
+        if self._scratch.nbytes < array.nbytes:
+            self._scratch = np.empty(array.nbytes, np.uint8)
+        return self._scratch[: array.nbytes].view(array.dtype)
+
+    def _require_rank(self, root: int) -> None:
+        if not 0 <= root < self.nranks:
+            raise InvalidArgument(f"root={root}; allowed is 0 to {self.nranks - 1}")
 
 
 #: Puts together the communicator, not connected yet, of a control plane and its `members`. The
 #: control plane is its own, even if it raises.
 Assemble: TypeAlias = Callable[[ControlPlane, tuple[int, ...]], Communicator]
 
-#: Plans remembered; the oldest goes first. A training job has a few dozen call shapes.
-_PLANS_KEPT = 1024
-#: Ranks times channels up to which a schedule is checked before use (some 10 ms).
-_CHECKED_SIZE = 64
 #: How long an orderly and a forced goodbye may take.
 _LEAVE_S = 5.0
 _ABORT_S = 0.5

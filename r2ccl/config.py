@@ -33,6 +33,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     landing_depth: int = 2
     #: Channels of a large collective; 0: chosen from the number of rails.
     channels: int = 0
+    #: Schedule of large allreduces: one of `ALGOS`; with ``auto`` a failure may change the order of
+    #: the additions, and so the last bits of a sum.
+    algo: str = "ring"
     #: Number of rails to use; 0: one per interface found (two on loopback).
     rails: int = 0
     #: Interfaces to use, NCCL's syntax: prefixes, ``=`` exact, ``^`` exclude, comma separated.
@@ -100,6 +103,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("mode", "fastpath", "balance"):
             if getattr(self, name) not in MODES:
                 raise _bad(name, getattr(self, name), f"one of {', '.join(MODES)}")
+        if self.algo not in ALGOS:
+            raise _bad("algo", self.algo, f"one of {', '.join(ALGOS)}")
         if self.debug.upper() not in DEBUG_LEVELS:
             raise _bad("debug", self.debug, f"one of {', '.join(filter(None, DEBUG_LEVELS))}")
         if self.dump_signal not in DUMP_SIGNALS:
@@ -165,6 +170,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MODES = ("0", "1", "auto")
+ALGOS = ("ring", "tree", "packed_trees", "auto")
 
 #: Attributes of a queue pair (ibv_modify_qp(3)) have 8, 5 and 3 bits; -1 is our own, and a timeout
 #: of 0 is left out because it waits for ever.
@@ -192,6 +198,7 @@ AGREED = (
     "slice_nbytes",
     "landing_depth",
     "channels",
+    "algo",
 )
 
 #: Spellings of other libraries that mean the same.

@@ -247,7 +247,7 @@ class Engine:
             self._peers = peers
             progress = self.progress
             try:
-                progress.begin(signature, {run.channel: run for run in runs})
+                progress.begin(signature, {at: run for run in runs for at in run.channels})
                 self.runs = runs
                 if self.roll.askers:
                     self.roll.called(progress.op)

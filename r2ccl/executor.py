@@ -115,7 +115,7 @@ class LaneRun:
 
     __slots__ = (
         "_call", "_depth", "_done", "_inbound", "_local", "_outbound", "_pool", "_progress",
-        "_receivers", "_retired", "_steps", "_used", "channel", "remaining",
+        "_receivers", "_retired", "_steps", "_used", "channels", "remaining",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, call: Call, progress: Progress, pool: LandingPool) -> None:
@@ -131,12 +131,13 @@ class LaneRun:
         #: Slices of a receiving op already used (its next slice number).
         self._used = [0] * len(lane.steps)
         self.remaining = lane.nslices
-        self.channel = channel = lane.channel
+        #: The links' channels whose events are for this run.
+        self.channels = lane.channels
         self._outbound = [
-            _Cursor(progress.send_link(peer, channel), order) for peer, order in lane.sends
+            _Cursor(progress.send_link(way.peer, way.channel), way.steps) for way in lane.sends
         ]
         self._inbound = [
-            _Inbound(progress.recv_link(peer, channel), order) for peer, order in lane.recvs
+            _Inbound(progress.recv_link(way.peer, way.channel), way.steps) for way in lane.recvs
         ]
         self._receivers = {cursor.link.peer: cursor for cursor in self._inbound}
         self._local = deque(lane.locals)

@@ -6,7 +6,8 @@ the slices of equal chunk indices coincide on every rank, so a dependency can ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -38,15 +39,26 @@ class Step(msgspec.Struct, frozen=True, gc=False):
         return len(self.cuts) - 1
 
 
-class Lane(msgspec.Struct, frozen=True):
-    """One channel of one rank: its steps, and in which order each link sees them."""
+class Way(NamedTuple):
+    """One link of a lane, by its peer and the links' channel: the steps it sees, in order."""
 
+    peer: int
     channel: int
+    steps: tuple[int, ...]
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """One channel of one rank: its steps, and in which order each link sees them.
+
+    ``channels`` are the links' channels it uses: no other lane of the call does.
+    """
+
     steps: tuple[Step, ...]
-    sends: tuple[tuple[int, tuple[int, ...]], ...]
-    recvs: tuple[tuple[int, tuple[int, ...]], ...]
+    sends: tuple[Way, ...]
+    recvs: tuple[Way, ...]
     locals: tuple[int, ...]
     nslices: int
+    channels: tuple[int, ...]
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -70,6 +82,7 @@ def lower(
     eager_nbytes: int,
     weights: Sequence[int] | None = None,
     channels: Sequence[int] | None = None,
+    numbers: Mapping[tuple[int, int], int] | None = None,
 ) -> Layout:
     """Place `program` over `count` elements of `itemsize` bytes.
 
@@ -79,19 +92,24 @@ def lower(
         Share of each channel of the program; by default the schedule's.
     channels : sequence of int, optional
         The links' channel each of them travels on; its own number by default.
+    numbers : mapping of (int, int) to int, optional
+        By channel and peer, links' channels that differ from that.
     """
     nchannels = len(program.channels)
     pieces = layout(count, program.nchunks, weights or program.weights, itemsize, program.nparts)
     slice_elements = max(1, slice_nbytes // itemsize)
     lanes = []
-    for channel, ops, chunks in zip(
-        channels or range(nchannels), program.channels, pieces, strict=True
+    for at, (channel, ops, chunks) in enumerate(
+        zip(channels or range(nchannels), program.channels, pieces, strict=True)
     ):
         steps = tuple(
             _place(op, ops, program.rank, chunks, slice_elements, itemsize, eager_nbytes)
             for op in ops
         )
-        lanes.append(_lane(channel, steps))
+        peers = {step.peer for step in steps if step.peer >= 0}
+        lanes.append(
+            _lane(steps, {peer: (numbers or {}).get((at, peer), channel) for peer in peers})
+        )
     return Layout(
         program.rank,
         count,
@@ -130,7 +148,8 @@ def _place(
     )
 
 
-def _lane(channel: int, steps: tuple[Step, ...]) -> Lane:
+def _lane(steps: tuple[Step, ...], channels: Mapping[int, int]) -> Lane:
+    """Sort steps by their links; `channels` has the links' channel to every peer."""
     sends: dict[int, list[int]] = {}
     recvs: dict[int, list[int]] = {}
     local: list[int] = []
@@ -142,13 +161,13 @@ def _lane(channel: int, steps: tuple[Step, ...]) -> Lane:
         else:
             local.append(index)
     return Lane(
-        channel,
         steps,
-        tuple((peer, tuple(order)) for peer, order in sends.items()),
-        tuple((peer, tuple(order)) for peer, order in recvs.items()),
+        tuple(Way(peer, channels[peer], tuple(order)) for peer, order in sends.items()),
+        tuple(Way(peer, channels[peer], tuple(order)) for peer, order in recvs.items()),
         tuple(local),
         sum(step.nslices for step in steps),
+        tuple(sorted(set(channels.values()))),
     )
 
 
-__all__ = ["Lane", "Layout", "Step", "lower"]
+__all__ = ["Lane", "Layout", "Step", "Way", "lower"]

@@ -10,6 +10,7 @@ transport stays referenced by its link until the slice is released.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from r2ccl.clock import Clock
@@ -33,7 +34,7 @@ from r2ccl.transport.base import (
     Sent,
     Transport,
 )
-from r2ccl.types import CallSignature, Collective, PathKey, ReduceOp
+from r2ccl.types import REDUCTIONS, ROOTED, CallSignature, Collective, PathKey, ReduceOp
 
 
 class Consumer(Protocol):
@@ -96,7 +97,7 @@ class Progress:
         #: Number and packed signature of the collective that runs, or ran last.
         self.op = 0
         self.signature = 0
-        self._consumers: dict[int, Consumer] = {}
+        self._consumers: Mapping[int, Consumer] = {}
         self._dirty: list[Consumer] = []
         self._unconfirmed: dict[RecvLink, None] = {}  # ordered, unlike a set: runs repeat
         #: Signatures of the last collectives; those seen of coming ones, and at which peer first.
@@ -117,7 +118,7 @@ class Progress:
 
     # What a collective calls
 
-    def begin(self, signature: int, consumers: dict[int, Consumer]) -> None:
+    def begin(self, signature: int, consumers: Mapping[int, Consumer]) -> None:
         """Start the next collective: `consumers` by channel."""
         self.op += 1
         self.signature = signature
@@ -376,7 +377,7 @@ class Progress:
                     "InvalidArgument",
                     f"call {op} differs between ranks: rank {self.rank} called {describe(mine)}, "
                     f"rank {peer} called {describe(signature)}; "
-                    "all ranks must pass the same collective, dtype, op and count",
+                    "all ranks must pass the same collective, dtype, op, root and count",
                     self.rank,
                 )
             )
@@ -411,8 +412,12 @@ def describe(signature: int) -> str:
     name = Collective(call.collective).name.lower()
     if call.collective == Collective.BARRIER:
         return f"{name}()"
-    op = ReduceOp(call.op).name
-    return f"{name}(count={call.count}, dtype={dtype_of(call.dtype).name}, op={op})"
+    parts = [f"count={call.count}", f"dtype={dtype_of(call.dtype).name}"]
+    if call.collective in REDUCTIONS:
+        parts.append(f"op={ReduceOp(call.op).name}")
+    if call.collective in ROOTED:
+        parts.append(f"root={call.root}")
+    return f"{name}({', '.join(parts)})"
 
 
 #: Collectives a rank can be behind another and still have its call compared.

@@ -26,6 +26,15 @@ class Collective(enum.IntEnum):
 
     ALLREDUCE = 0
     BARRIER = 1
+    ALLGATHER = 2
+    REDUCE_SCATTER = 3
+    BROADCAST = 4
+    REDUCE = 5
+
+
+#: Collectives that combine data, and those with a root.
+REDUCTIONS = frozenset((Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE))
+ROOTED = frozenset((Collective.BROADCAST, Collective.REDUCE))
 
 
 class Nic(msgspec.Struct, frozen=True):
@@ -60,23 +69,48 @@ class ProbeKey(NamedTuple):
 
 
 class CallSignature(msgspec.Struct, frozen=True):
-    """What all ranks must agree on in one call; travels with every slice, packed in 64 bits."""
+    """What all ranks must agree on in one call; travels with every slice, packed in 64 bits.
+
+    ``count`` is that of the whole buffer, all ranks' parts together. ``op`` is SUM and ``root`` 0
+    where a collective has none.
+    """
 
     collective: int
     dtype: int
     op: int
     count: int
+    root: int = 0
 
     def pack(self) -> int:
-        """Pack: 4 bits collective, 6 dtype, 4 op, 50 count (elements)."""
-        return (self.collective << 60) | (self.dtype << 54) | (self.op << 50) | self.count
+        """Pack: 4 bits collective, 6 dtype, 4 op, 12 root, 38 count (elements).
+
+        Of a root, and of a count, the lower bits: enough to tell calls apart.
+        """
+        head = (self.collective << 10) | (self.dtype << 4) | self.op
+        return (head << 50) | ((self.root & 0xFFF) << 38) | (self.count & _COUNT_MASK)
 
     @classmethod
     def unpack(cls, packed: int) -> CallSignature:
         """Invert `pack`."""
         return cls(
-            packed >> 60, (packed >> 54) & 0x3F, (packed >> 50) & 0xF, packed & ((1 << 50) - 1)
+            packed >> 60,
+            (packed >> 54) & 0x3F,
+            (packed >> 50) & 0xF,
+            packed & _COUNT_MASK,
+            (packed >> 38) & 0xFFF,
         )
 
 
-__all__ = ["CallSignature", "Collective", "Nic", "PathKey", "ProbeKey", "ReduceOp"]
+_COUNT_MASK = (1 << 38) - 1
+
+
+__all__ = [
+    "REDUCTIONS",
+    "ROOTED",
+    "CallSignature",
+    "Collective",
+    "Nic",
+    "PathKey",
+    "ProbeKey",
+    "ReduceOp",
+]

@@ -69,6 +69,59 @@ def allreduces(counts: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
     return wrong
 
 
+def parted(counts: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
+    """`allgather` and `reduce_scatter` in place and out of place; `counts` are those of a part."""
+    wrong = []
+    with r2ccl.init() as comm:
+        n, rank = comm.nranks, comm.rank
+        for name, count in itertools.product(names, counts):
+            every = np.concatenate([data_of(peer, count, name) for peer in range(n)])
+            x = data_of(rank, count, name)
+            out = np.zeros_like(every)
+            mine = out[rank * count : (rank + 1) * count]
+            mine[:] = x
+            made = comm.allgather(x.reshape(1, count))
+            comm.allgather(mine, out)
+            if made.shape != (n, 1, count) or not (same(made, every) and same(out, every)):
+                wrong.append(f"allgather {name} {count}")
+            for op in (r2ccl.SUM, r2ccl.AVG, r2ccl.PROD):
+                want = expected(n, count * n, name, op)[rank * count : (rank + 1) * count]
+                whole = data_of(rank, count * n, name)
+                made = comm.reduce_scatter(whole, op=op)
+                is_untouched = same(whole, data_of(rank, count * n, name))
+                mine = whole[rank * count : (rank + 1) * count]
+                comm.reduce_scatter(whole, mine, op)
+                if not (is_untouched and same(made, want) and same(mine, want)):
+                    wrong.append(f"reduce_scatter {name} {op.name} {count}")
+    return wrong
+
+
+def rooted(counts: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
+    """`broadcast` and `reduce` from and to every rank, in place and out of place."""
+    wrong = []
+    with r2ccl.init() as comm:
+        for name, count, root in itertools.product(names, counts, range(comm.nranks)):
+            mine, roots = data_of(comm.rank, count, name), data_of(root, count, name)
+            x, out = mine.copy(), np.zeros_like(mine)
+            is_right = comm.broadcast(x, out, root=root) is out and same(x, mine)
+            comm.broadcast(x, root=root)
+            if not (is_right and same(out, roots) and same(x, roots)):
+                wrong.append(f"broadcast {name} {count} from {root}")
+            for op in (r2ccl.SUM, r2ccl.AVG, r2ccl.MAX):
+                if name.startswith("complex") and op == r2ccl.MAX:
+                    continue
+                want = expected(comm.nranks, count, name, op)
+                x = mine.copy()
+                results = [comm.reduce(x, out, op, root), comm.reduce(x, op=op, root=root)]
+                if comm.rank == root:
+                    is_right = results[0] is out and same(out, want) and same(x, want)
+                else:
+                    is_right = results == [None, None] and same(x, mine)
+                if not is_right:
+                    wrong.append(f"reduce {name} {op.name} {count} to {root}")
+    return wrong
+
+
 def same(a: np.ndarray, b: np.ndarray) -> bool:
     return a.tobytes() == b.tobytes()
 

@@ -1,12 +1,18 @@
-"""Ring allreduce: a reduce-scatter, then an allgather, over n chunks.
+"""Rings: reduce-scatter, allgather, and the allreduce that is one after the other.
 
-Position p in the ring sends to p + 1 and receives from p - 1. In step s of the reduce-scatter it
-passes on chunk p - s and adds chunk p - s - 1; after n - 1 steps it holds chunk p + 1 complete,
-which travels once more around the ring. Each send waits for the receive just before it and
-nothing else, so slices of all steps are in flight together.
+Place p in the ring sends to p + 1 and receives from p - 1, and the data is cut in n sections. In
+step s of the reduce-scatter, place p passes on section p - s and adds section p - s - 1; after
+n - 1 steps it holds section p + 1 complete. In step s of the allgather it passes on section
+p + 1 - s, its own first, and receives section p - s. Each send waits for the receive just before it
+and nothing else, so slices of all steps are in flight together.
 
-Steps: 2(n - 1) messages one after another. Bytes on the wire: every rank sends and receives
-2(n - 1)/n of the data, the least any allreduce of equal ranks can do.
+Steps: n - 1 messages one after another for each of the two. Bytes on the wire: every rank sends and
+receives (n - 1)/n of the data for each, the least any schedule of equal ranks can do.
+
+They win where bandwidth decides and all ranks have the same; a ring is as slow as its slowest rank.
+Broadcast and reduce have no file of their own here: `tree.broadcast` and `tree.reduce` over
+``[tree.chain(order)]`` for each channel are the pipeline along a chain, every rank sending and
+receiving the data at most once.
 
 References
 ----------
@@ -16,11 +22,22 @@ J. Parallel Distrib. Comput. 69(2), 2009.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
+from r2ccl.schedule.build import ProgramBuilder
+from r2ccl.schedule.ir import Cost, Op, Schedule, Space
+
+
+class Seat(NamedTuple):
+    """A rank's place in a ring, counted from 0, the ring's size, and the two neighbours."""
+
+    place: int
+    size: int
+    left: int
+    right: int
 
 
 def allreduce(
@@ -47,58 +64,142 @@ def allreduce(
     InvalidArgument
         A size below 1, or orders that are not one permutation of the ranks for each channel.
     """
-    if rank_orders is None:
-        orders = [tuple(range(nranks))] * nchannels
-    else:
-        orders = [tuple(order) for order in rank_orders]
-        every = list(range(nranks))
-        if len(orders) != nchannels or any(sorted(order) != every for order in orders):
-            raise InvalidArgument(
-                f"rank_orders={orders!r}: give {nchannels} permutations of 0 to {nranks - 1}, "
-                "one a channel"
-            )
-    places = [{rank: place for place, rank in enumerate(order)} for order in orders]
-    share = Fraction(2 * (nranks - 1), max(nranks, 1))
+    return _schedule("allreduce", nranks, nchannels, rank_orders, _allreduce_ops)
+
+
+def reduce_scatter(
+    nranks: int, nchannels: int = 1, rank_orders: Sequence[Sequence[int]] | None = None
+) -> Schedule:
+    """Build the ring reduce-scatter: rank r ends with chunk r; else as `allreduce`."""
+    return _schedule("reduce_scatter", nranks, nchannels, rank_orders, _reduce_scatter_ops)
+
+
+def allgather(
+    nranks: int, nchannels: int = 1, rank_orders: Sequence[Sequence[int]] | None = None
+) -> Schedule:
+    """Build the ring allgather: rank r starts with chunk r; else as `allreduce`."""
+    return _schedule("allgather", nranks, nchannels, rank_orders, _allgather_ops)
+
+
+def seat_of(order: Sequence[int], rank: int) -> Seat:
+    """Find the seat of `rank` in the ring `order`."""
+    place = order.index(rank)
+    return Seat(place, len(order), order[place - 1], order[(place + 1) % len(order)])
+
+
+def add_reduce_scatter(
+    program: ProgramBuilder, seat: Seat, sections: Sequence[Sequence[int]], *, is_final: bool = True
+) -> None:
+    """Reduce section by section around the ring.
+
+    Parameters
+    ----------
+    program : ProgramBuilder
+        Of the rank in `seat`.
+    seat : Seat
+    sections : sequence of sequence of int
+        One a place, each of any chunks. The rank ends with section ``place + 1``.
+    is_final : bool
+        That one is then complete: nobody outside of the ring has anything to add.
+    """
+    for step in range(seat.size - 1):
+        for chunk in sections[(seat.place - step) % seat.size]:
+            program.send(seat.right, chunk)
+        for chunk in sections[(seat.place - step - 1) % seat.size]:
+            program.recv_reduce(seat.left, chunk, is_final=is_final and step == seat.size - 2)
+
+
+def add_allgather(program: ProgramBuilder, seat: Seat, sections: Sequence[Sequence[int]]) -> None:
+    """Give everybody in the ring each section, as the reduce-scatter leaves them.
+
+    What replaces a part that was sent in the reduce-scatter must contain it.
+    """
+    for step in range(seat.size - 1):
+        for chunk in sections[(seat.place + 1 - step) % seat.size]:
+            program.send(seat.right, chunk)
+        for chunk in sections[(seat.place - step) % seat.size]:
+            # That the sum is there proves that this rank's part of it arrived.
+            program.recv(seat.left, chunk, is_proof=True)
+
+
+def _schedule(
+    collective: str,
+    nranks: int,
+    nchannels: int,
+    rank_orders: Sequence[Sequence[int]] | None,
+    ops_of: Callable[[tuple[int, ...], int], tuple[Op, ...]],
+) -> Schedule:
+    orders = _orders(nranks, nchannels, rank_orders)
+    passes = 2 if collective == "allreduce" else 1
+    share = Fraction(passes * (nranks - 1), max(nranks, 1))
+    ncopies = 1 if nranks == 1 or collective == "allgather" else 0
 
     def generate(rank: int) -> tuple[tuple[Op, ...], ...]:
-        built: dict[tuple[int, int, int], tuple[Op, ...]] = {}
-        channels = []
-        for order, place in zip(orders, places, strict=True):
-            at = place[rank]
-            key = (at, order[at - 1], order[(at + 1) % nranks])
-            if key not in built:  # channels that run in the same order share one tuple
-                built[key] = _program(nranks, *key)
-            channels.append(built[key])
-        return tuple(channels)
+        # Channels that run in the same order share one tuple.
+        built = {order: ops_of(order, rank) for order in dict.fromkeys(orders)}
+        return tuple(built[order] for order in orders)
 
     return Schedule(
         name="ring",
-        collective="allreduce",
+        collective=collective,
         nranks=nranks,
         nchunks=(nranks,) * nchannels,
-        cost=Cost(2 * (nranks - 1), share, share, max(1, 4 * (nranks - 1))),
+        cost=Cost(passes * (nranks - 1), share, share, 2 * passes * (nranks - 1) + ncopies),
         generate=generate,
     )
 
 
-def _program(n: int, p: int, left: int, right: int) -> tuple[Op, ...]:
-    """Ops of position `p`: step s of the 2(n - 1) is op 2s, a send, and op 2s + 1, a receive."""
-    own, out = Space.INPUT, Space.OUTPUT
-    if n == 1:
-        return (Op(Kind.COPY, -1, own, 0, out, 0, (), True),)
-    ops = []
-    for s in range(n - 1):  # reduce-scatter; the first send alone reads this rank's own data
-        source, after = (out, (2 * s - 1,)) if s else (own, ())
-        ops.append(Op(Kind.SEND, right, source, (p - s) % n, out, -1, after))
-        chunk = (p - s - 1) % n
-        ops.append(Op(Kind.RECV_REDUCE, left, own, chunk, out, chunk, (), s == n - 2))
-    for s in range(n - 1):  # allgather
-        forward, chunk = (p + 1 - s) % n, (p - s) % n
-        ops.append(Op(Kind.SEND, right, out, forward, out, -1, (2 * (n - 1 + s) - 1,)))
-        # The complete chunk replaces the partial one that reduce-scatter step s sent from there.
-        # That it is complete proves that the partial one arrived.
-        ops.append(Op(Kind.RECV, left, out, -1, out, chunk, (2 * s,), False, True))
-    return tuple(ops)
+def _orders(
+    nranks: int, nchannels: int, rank_orders: Sequence[Sequence[int]] | None
+) -> list[tuple[int, ...]]:
+    if rank_orders is None:
+        return [tuple(range(nranks))] * nchannels
+    orders = [tuple(order) for order in rank_orders]
+    every = list(range(nranks))
+    if len(orders) != nchannels or any(sorted(order) != every for order in orders):
+        raise InvalidArgument(
+            f"rank_orders={orders!r}: give {nchannels} permutations of 0 to {nranks - 1}, "
+            "one a channel"
+        )
+    return orders
 
 
-__all__ = ["allreduce"]
+def _allreduce_ops(order: tuple[int, ...], rank: int) -> tuple[Op, ...]:
+    program, seat = ProgramBuilder(), seat_of(order, rank)
+    sections = [(chunk,) for chunk in range(len(order))]
+    if len(order) == 1:
+        program.copy(0, Space.INPUT, is_final=True)
+    add_reduce_scatter(program, seat, sections)
+    add_allgather(program, seat, sections)
+    return program.ops()
+
+
+def _reduce_scatter_ops(order: tuple[int, ...], rank: int) -> tuple[Op, ...]:
+    program = ProgramBuilder()
+    if len(order) == 1:
+        program.copy(0, Space.INPUT, is_final=True)
+    add_reduce_scatter(program, seat_of(order, rank), _by_owner(order))
+    return program.ops()
+
+
+def _allgather_ops(order: tuple[int, ...], rank: int) -> tuple[Op, ...]:
+    program = ProgramBuilder()
+    program.copy(rank, Space.INPUT)
+    add_allgather(program, seat_of(order, rank), _by_owner(order))
+    return program.ops()
+
+
+def _by_owner(order: tuple[int, ...]) -> list[tuple[int]]:
+    """Name the sections so that each rank's own is the one behind its place."""
+    return [(order[place - 1],) for place in range(len(order))]
+
+
+__all__ = [
+    "Seat",
+    "add_allgather",
+    "add_reduce_scatter",
+    "allgather",
+    "allreduce",
+    "reduce_scatter",
+    "seat_of",
+]

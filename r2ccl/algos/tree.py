@@ -139,6 +139,16 @@ def chain(order: Sequence[int]) -> Parents:
     return tuple(parents)
 
 
+def turned(parents: Sequence[int], root: int) -> Parents:
+    """Renumber the ranks of a tree, round, so that `root` is its root."""
+    n = len(parents)
+    by = root - parents.index(-1)
+    found = [-1] * n
+    for rank, parent in enumerate(parents):
+        found[(rank + by) % n] = -1 if parent < 0 else (parent + by) % n
+    return tuple(found)
+
+
 def _in_order_parent(rank: int, nranks: int) -> int:
     if rank == 0:
         return -1
@@ -250,4 +260,5 @@ __all__ = [
     "double_binary",
     "grow",
     "reduce",
+    "turned",
 ]

@@ -6,6 +6,10 @@ end that is asked is never made ready to send. So a probe that is not answered b
 pair only, which is destroyed and joined anew (`r2ccl.joining`). All of them are in a protection
 domain without memory: there is nothing a peer could write into.
 
+What broke the connection of a probe is what breaks paths, so further questions about the same two
+ports come within seconds, before it is joined anew. They get the same answer, silence, for
+`_SILENCE_S`; after that there is no connection to ask by.
+
 An end makes its queue pair when that is first needed, so that one that finds no way to its peer
 costs nothing. Beside `r2ccl.transport.device` and `r2ccl.transport.queuepair` this room sees
 pyverbs.
@@ -36,6 +40,9 @@ from pyverbs.wr import SGE, SendWR  # isort: skip
 
 #: A probe is sent this often before the NIC gives up: two lost packets do not make a dead rail.
 _NTRIES = 3
+#: How long the silence of one probe answers the next. Queue pairs on the same ports give up at any
+#: time within their own retries, about 1 s with the defaults, and then questions go round twice.
+_SILENCE_S = 5.0
 #: Unit of a queue pair's timeout, which is the power of two it is multiplied with.
 _TIMEOUT_UNIT_S = 4.096e-6
 _MAX_TIMEOUT = 31
@@ -203,8 +210,8 @@ class Prober:
         self._open: dict[ProbeKey, ProbeEnd] = {}
         #: When a probe that was asked is given up.
         self._asked: dict[ProbeKey, float] = {}
-        #: What became of the connection a probe had.
-        self._lost: dict[ProbeKey, str] = {}
+        #: Of connections that broke: when a probe was last not answered, and how.
+        self._lost: dict[ProbeKey, tuple[float, str]] = {}
         self._events: list[Event] = []
 
     @property
@@ -225,8 +232,7 @@ class Prober:
             return
         end = self._open.get(key)
         if end is None:
-            why = self._lost.get(key, "its connection was never joined")
-            self._events.append(Probed(key, None, why))
+            self._events.append(self._without_connection(key))
             return
         self._asked[key] = self._clock() + self._timeout_s
         try:
@@ -246,6 +252,8 @@ class Prober:
             self._events.append(Joined(end.key, error))
             if not error:
                 self._use(end)
+            elif end.key in self._lost:
+                self._lost[end.key] = self._clock(), error
         elif end.key in self._asked:
             self._finish(end.key, not status, error or "acknowledged")
 
@@ -297,13 +305,21 @@ class Prober:
             del self._open[end.key]
         end.destroy()
 
+    def _without_connection(self, key: ProbeKey) -> Probed:
+        if key not in self._lost:
+            return Probed(key, None, "its connection was never joined")
+        when_s, detail = self._lost[key]
+        age_s = self._clock() - when_s
+        said = f"{age_s:.1f} s ago, and its connection is not joined again: {detail}"
+        return Probed(key, False if age_s < _SILENCE_S else None, said)
+
     def _finish(self, key: ProbeKey, is_answered: bool, detail: str) -> None:
         """Report a probe; the queue pair of one that failed is in ERR, or about to be."""
         del self._asked[key]
         self._events.append(Probed(key, is_answered, detail))
         if not is_answered:
             self._discard(self._open[key])
-            self._lost[key] = f"its connection broke and is not joined again: {detail}"
+            self._lost[key] = self._clock(), detail
 
 
 def _make_domain(device: Device) -> PD:

@@ -27,6 +27,22 @@ def test_every_protocol_is_exact(nranks: int) -> None:
     assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
 
 
+@pytest.mark.parametrize("nranks", [1, 2, 3, 4, 5])
+def test_every_rank_gets_all_parts_or_its_own(nranks: int) -> None:
+    run = functools.partial(programs.parted, (0, 1, 7, 1000), programs.DTYPES)
+    assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+    run = functools.partial(programs.parted, (16385, 100_003, 524_288), ("float32",))
+    assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+
+
+@pytest.mark.parametrize("nranks", [1, 2, 3, 4, 5])
+def test_every_rank_can_be_the_root(nranks: int) -> None:
+    run = functools.partial(programs.rooted, (0, 1, 7, 1000), programs.DTYPES)
+    assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+    run = functools.partial(programs.rooted, (16385, 100_003, 524_288), ("float32",))
+    assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+
+
 def test_more_than_2_gib() -> None:
     assert launch(programs.larger_than_2gib, 2, timeout_s=TIMEOUT_S) == [True, True]
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from r2ccl.buffers import as_buffer, is_in_place, like
+from r2ccl.buffers import as_buffer, is_in_place, like, like_part, part_of
 from r2ccl.dtypes import CODES, DTYPES
 from r2ccl.errors import InvalidArgument
 
@@ -149,6 +149,34 @@ def test_a_released_memoryview_is_refused() -> None:
         as_buffer(view, writable=False)
 
 
+def test_parts_are_equal_and_share_memory() -> None:
+    x = np.arange(6, dtype=np.int16)
+    whole = as_buffer(x, writable=True)
+    parts = [part_of(whole, number, 3) for number in range(3)]
+    assert [part.array.tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    assert {(part.count, part.itemsize, part.nbytes) for part in parts} == {(2, 2, 4)}
+    parts[1].array[:] = 9
+    assert x.tolist() == [0, 1, 9, 9, 4, 5]
+    with pytest.raises(InvalidArgument, match="6 elements of int16 cannot be shared out equally"):
+        part_of(whole, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "nparts", "part"),
+    [((6, 2), 3, (2, 2)), ((2, 6), 3, (4,)), ((6,), 2, (3,)), ((0, 4), 5, (0, 4)), ((), 1, (1,))],
+)
+def test_a_part_has_rows_if_they_can_be_shared_out(
+    shape: tuple[int, ...], nparts: int, part: tuple[int, ...]
+) -> None:
+    made = like_part(np.zeros(shape, np.float32), nparts)
+    assert (made.shape, made.dtype) == (part, np.float32)
+
+
+def test_an_output_for_every_rank_has_a_dimension_more() -> None:
+    assert like(np.zeros((2, 3)), 4).shape == (4, 2, 3)
+    assert like(np.zeros(()), 4).shape == (4,)
+
+
 def test_outputs_look_like_their_input() -> None:
     x = np.asfortranarray(np.zeros((3, 4), ml_dtypes.bfloat16))
 
@@ -186,6 +214,15 @@ class TestInPlace:
             is_in_place(as_buffer(x[:4], writable=False), as_buffer(x[1:5], writable=True))
         with pytest.raises(InvalidArgument, match="starts -4 bytes"):
             is_in_place(as_buffer(x[1:5], writable=False), as_buffer(x[:4], writable=True))
+
+    def test_a_part_of_a_larger_output(self) -> None:
+        out = np.zeros(6)
+        whole = as_buffer(out, writable=True)
+        own = part_of(whole, 1, 3)
+        assert is_in_place(as_buffer(out[2:4], writable=False), own, whole)
+        assert not is_in_place(as_buffer(np.ones(2), writable=False), own, whole)
+        with pytest.raises(InvalidArgument, match="overlap in part"):
+            is_in_place(as_buffer(out[:2], writable=False), own, whole)
 
     @pytest.mark.parametrize(
         "out", [np.zeros(5, np.float32), np.zeros(4, np.float64), np.zeros(4, np.int32)]

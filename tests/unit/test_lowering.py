@@ -31,9 +31,9 @@ def test_both_ends_of_a_link_cut_alike(
     )
     for sender in ranks:
         for lane in sender.lanes:
-            for peer, order in lane.sends:
-                other = ranks[peer].lanes[lane.channel]
-                receives = dict(other.recvs)[sender.rank]
+            for peer, channel, order in lane.sends:
+                other = ranks[peer].lanes[channel]
+                (receives,) = [way.steps for way in other.recvs if way.peer == sender.rank]
                 mine = [(lane.steps[i].cuts, lane.steps[i].is_eager) for i in order]
                 theirs = [(other.steps[i].cuts, other.steps[i].is_eager) for i in receives]
                 assert mine == theirs
@@ -96,7 +96,7 @@ def test_peers_lane_totals_and_scratch() -> None:
     assert not layout.uses_scratch
     for lane in layout.lanes:
         assert lane.nslices == sum(step.nslices for step in lane.steps)
-        indices = [i for _, order in (*lane.sends, *lane.recvs) for i in order]
+        indices = [i for way in (*lane.sends, *lane.recvs) for i in way.steps]
         assert sorted([*indices, *lane.locals]) == list(range(len(lane.steps)))
     copy = Op(Kind.COPY, -1, Space.INPUT, 0, Space.SCRATCH, 0)
     program = RankProgram(0, 1, 1, (1,), (1,), ((copy,),))
@@ -120,4 +120,17 @@ def test_weights_share_the_buffer_between_channels() -> None:
 def test_a_lane_travels_on_the_links_channel_it_is_given() -> None:
     program = ring.allreduce(2, 2).program(0)
     layout = lower(program, 90, 4, slice_nbytes=64, eager_nbytes=0, channels=[5, 2])
-    assert [lane.channel for lane in layout.lanes] == [5, 2]
+    assert [lane.channels for lane in layout.lanes] == [(5,), (2,)]
+
+
+def test_an_edge_of_a_lane_can_travel_on_another() -> None:
+    program = ring.allreduce(3, 2).program(0)
+    numbers = {(0, 2): 7, (1, 1): 9}
+    layout = lower(
+        program, 90, 4, slice_nbytes=64, eager_nbytes=0, channels=[5, 2], numbers=numbers
+    )
+    sends = [[(way.peer, way.channel) for way in lane.sends] for lane in layout.lanes]
+    recvs = [[(way.peer, way.channel) for way in lane.recvs] for lane in layout.lanes]
+    assert sends == [[(1, 5)], [(1, 9)]]
+    assert recvs == [[(2, 7)], [(2, 2)]]
+    assert [lane.channels for lane in layout.lanes] == [(5, 7), (2, 9)]

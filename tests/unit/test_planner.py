@@ -1,90 +1,106 @@
-"""Which rails channels go to, and how much each carries: alike on all ranks, nothing wasted."""
+"""Which schedule a call runs: alike on all ranks, and what is expected to end first."""
 
-import numpy as np
+from __future__ import annotations
+
 import pytest
-from hypothesis import given
+from healths import health
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r2ccl.algos import ring
-from r2ccl.errors import InvalidArgument
-from r2ccl.planner import full_channels, place
-from r2ccl.resilience.health import WHOLE, Health, RailShare
-from r2ccl.schedule.interpret import interpret
+from r2ccl.config import ALGOS, Config
+from r2ccl.planner import Choice, Fabric, plan
+from r2ccl.resilience.health import WHOLE, Health
+from r2ccl.schedule.check import check
+from r2ccl.types import ROOTED, CallSignature, Collective, ReduceOp
+
+MIB = 1 << 20
 
 
-def health(nranks: int = 4, nrails: int = 4, **shares: int) -> Health:
-    """Health with exceptions: ``r1n2=4`` is rail 1 of rank 2 at 4 sixteenths."""
-    news = [
-        RailShare(int(name.partition("n")[2]), int(name.partition("n")[0][1:]), share)
-        for name, share in shares.items()
-    ]
-    return Health.whole(nranks, nrails).changed(news)
+def call(collective: Collective, root: int = 0) -> CallSignature:
+    return CallSignature(collective, 0, ReduceOp.SUM, 0, root)
 
 
-@pytest.mark.parametrize("nchannels", [1, 3, 12])
-def test_on_a_whole_network_channels_keep_their_numbers_and_weigh_the_same(nchannels: int) -> None:
-    placement = place(nchannels, range(4), health())
-    assert placement.channels == tuple(range(nchannels))
-    assert set(placement.weights) == {WHOLE}
+def choose(
+    nbytes: int,
+    of: Health,
+    collective: Collective = Collective.ALLREDUCE,
+    root: int = 0,
+    is_flat: bool = True,
+    algo: str = "auto",
+) -> Choice:
+    fabric = Fabric(range(of.nrails), of.nrails, is_flat)
+    return plan(call(collective, root), nbytes, fabric, of, Config(algo=algo))
 
 
-def load(nchannels: int, homes: list[int], of: Health) -> dict[int, int]:
-    """Weight on every rail's own channels."""
-    found = dict.fromkeys(homes, 0)
-    placement = place(nchannels, homes, of)
-    for channel, weight in zip(*placement, strict=True):
-        found[homes[channel % len(homes)]] += weight
-    return found
-
-
-def test_a_slow_port_slows_its_rail_by_its_share() -> None:
-    assert load(12, [0, 1, 2, 3], health(r2n1=4)) == {0: 48, 1: 48, 2: 12, 3: 48}
-    assert load(12, [0, 1, 2, 3], health(r2n1=4, r2n3=2)) == {0: 48, 1: 48, 2: 6, 3: 48}
-
-
-def test_a_dead_port_does_not_slow_its_rail_elsewhere() -> None:
-    assert load(12, [0, 1, 2, 3], health(r2n1=0)) == dict.fromkeys(range(4), 48)
-
-
-def test_a_small_call_takes_the_best_rails() -> None:
-    assert place(1, [0, 1, 2, 3], health(r0n1=0, r1n2=4)).channels == (2,)
-    assert place(3, [0, 1, 2, 3], health(r0n1=0, r1n2=4)).channels == (2, 3, 1)
-
-
-def test_rails_that_are_nobodys_home_get_nothing() -> None:
-    assert load(4, [2, 3], health(r0n0=1)) == {2: 32, 3: 32}
-
-
-def test_with_every_rail_dead_somewhere_all_weigh_the_same() -> None:
-    dead = health(2, 2, r0n0=0, r1n1=0)
-    assert set(place(2, [0, 1], dead).weights) == {WHOLE}
-
-
-def test_there_must_be_a_home() -> None:
-    with pytest.raises(InvalidArgument, match="at least one rail"):
-        place(1, [], health())
-
-
-tables = st.lists(st.integers(0, WHOLE), min_size=12, max_size=12)
-
-
-@given(tables, st.integers(1, 12))
-def test_each_links_channel_is_used_once_and_something_is_carried(
-    shares: list[int], nchannels: int
+@pytest.mark.parametrize("collective", Collective)
+@pytest.mark.parametrize("nbytes", [0, 1000, 1 << 26])
+@pytest.mark.parametrize("nranks", [1, 2, 5])
+def test_there_is_a_schedule_for_every_call(
+    collective: Collective, nbytes: int, nranks: int
 ) -> None:
-    placement = place(nchannels, [0, 1, 2, 3], Health(1, 4, bytes(shares)))
-    assert len(set(placement.channels)) == nchannels
-    assert all(1 <= weight <= WHOLE for weight in placement.weights)
-    used = {channel % 4 for channel in placement.channels}
-    assert len(used) == min(nchannels, 4)
+    schedule = choose(nbytes, health(nranks, 3), collective, nranks - 1).schedule
+    check(schedule)
+    computes = "allreduce" if collective is Collective.BARRIER else collective.name.lower()
+    assert (schedule.collective, schedule.nranks) == (computes, nranks)
+    assert schedule.root == (nranks - 1 if collective in ROOTED else 0)
 
 
-@given(tables)
-def test_the_result_is_the_same_bit_for_bit_whatever_the_shares(shares: list[int]) -> None:
-    draw = np.random.default_rng(7)
-    inputs = [draw.standard_normal(1000).astype(np.float32) for _ in range(3)]
-    [plain, *_] = interpret(ring.allreduce(3), inputs, np.add)
-    nchannels = full_channels(4)
-    weights = place(nchannels, [0, 1, 2, 3], Health(1, 4, bytes(shares))).weights
-    for result in interpret(ring.allreduce(3, nchannels), inputs, np.add, weights=weights):
-        assert np.array_equal(result.view(np.uint32), plain.view(np.uint32))
+def test_small_data_takes_few_steps_and_large_data_is_sent_once() -> None:
+    for collective in ROOTED:
+        small = choose(1000, health(16, 3), collective, 3).schedule.cost
+        large = choose(1 << 26, health(16, 3), collective, 3).schedule.cost
+        assert small.steps <= 5 < large.steps
+        assert large.sent <= 1 < max(small.sent, small.received)
+
+
+def test_channels_are_as_many_as_the_data_is_worth() -> None:
+    counts = [
+        choose(nbytes, health(4, 3), Collective.BROADCAST).schedule.nchannels
+        for nbytes in (1000, 1 << 19, 1 << 26)
+    ]
+    assert counts == [1, 2, 6]
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_the_named_schedule_runs(algo: str) -> None:
+    named = {"auto": "ring", "tree": "double_binary_tree"}.get(algo, algo)
+    assert choose(64 * MIB, health(), algo=algo).schedule.name == named
+    assert choose(1000, health(), algo=algo).schedule.name == "recursive_doubling"
+
+
+def test_the_ring_stays_unless_asked() -> None:
+    assert choose(64 * MIB, health(r1n0=0), algo=Config().algo).schedule.name == "ring"
+
+
+def test_packed_trees_run_where_a_node_has_lost_much() -> None:
+    lost = choose(64 * MIB, health(r1n0=0))
+    assert lost.schedule.name == "packed_trees"
+    assert lost.slice_nbytes < Config().slice_nbytes, "slices are small enough for a pipeline"
+    assert all(edge.number % 4 != 1 for edge in lost.placement.edges if 0 in edge[1:3])
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        choose(64 * MIB, health()),
+        choose(64 * MIB, health(2, 4, r1n0=0)),
+        choose(64 * MIB, health(r1n0=0), is_flat=False),
+        choose(64 * MIB, health(r1n0=0), algo="ring"),
+        choose(256 << 10, health(r1n0=0)),
+        # All nodes lost as much: no tree spares anybody.
+        choose(64 * MIB, health(r0n0=8, r0n1=8, r0n2=8, r0n3=8, r1n0=8, r1n1=8, r1n2=8, r1n3=8)),
+    ],
+    ids=["whole", "two nodes", "shared NICs", "named", "small", "all alike"],
+)
+def test_the_ring_runs_elsewhere(choice: Choice) -> None:
+    assert choice.schedule.name == "ring"
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, WHOLE), min_size=12, max_size=12), st.sampled_from(ALGOS))
+def test_every_health_gives_a_schedule_that_is_right(shares: list[int], algo: str) -> None:
+    of = Health(1, 4, bytes(shares))
+    first, again = (choose(8 * MIB, of, algo=algo) for _ in range(2))
+    check(first.schedule)
+    assert first.placement == again.placement
+    assert len(first.placement.weights) == first.schedule.nchannels

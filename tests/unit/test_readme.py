@@ -17,10 +17,12 @@ import pytest
 from r2ccl import errors
 from r2ccl.algos import recursive_doubling, ring
 from r2ccl.config import AGREED, ALIASES, Config
-from r2ccl.planner import plan_allreduce
+from r2ccl.planner import Fabric, plan
+from r2ccl.resilience.health import Health
 from r2ccl.resilience.path import TRANSITIONS, Action, PathEvent, PathState
 from r2ccl.schedule.cost import measure, wire_nbytes
 from r2ccl.testing import faults
+from r2ccl.types import CallSignature, Collective, ReduceOp
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -305,7 +307,9 @@ def test_bytes_are_counted_from_the_schedules() -> None:
 def test_choices_are_the_planners() -> None:
     for cells in body(text_of("docs/algorithms.md"), "choice"):
         nranks, nrails, nbytes = map(int, cells[:3])
-        chosen = plan_allreduce(nbytes, nranks, nrails, Config())
+        call = CallSignature(Collective.ALLREDUCE, 0, ReduceOp.SUM, nbytes)
+        whole = Health.whole(nranks, nrails)
+        chosen = plan(call, nbytes, Fabric(range(nrails), nrails), whole, Config()).schedule
         assert cells[3:] == [chosen.name, str(chosen.nchannels)]
 
 

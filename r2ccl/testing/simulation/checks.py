@@ -118,17 +118,17 @@ class CheckedProgress(Progress):
 class CheckedRun(LaneRun):
     """`LaneRun` that shows each slice before it is used."""
 
-    __slots__ = ("_channel", "_shown")
+    __slots__ = ("_shown",)
 
     def __init__(self, lane: Any, call: Any, progress: CheckedProgress, pool: LandingPool) -> None:
         super().__init__(lane, call, progress, pool)
-        self._channel = lane.channel
         self._shown = progress
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
         """Take a slice."""
         peer = self._steps[landing.index].peer
-        self._shown.delivered(peer, self._channel, landing, payload)
+        channel = self._receivers[peer].link.channel
+        self._shown.delivered(peer, channel, landing, payload)
         super().on_slice(landing, payload)
 
 

@@ -313,7 +313,8 @@ class SimRank:
         runs = [CheckedRun(lane, call, progress, self._pool) for lane in layout.lanes]
         self._runs = list(runs)
         self._peers = layout.peers
-        progress.begin(self._work.signature(self.ncalls), {run.channel: run for run in runs})
+        consumers = {at: run for run in runs for at in run.channels}
+        progress.begin(self._work.signature(self.ncalls), consumers)
         for run in runs:
             run.advance()
         progress.advance()

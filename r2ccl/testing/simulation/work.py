@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from r2ccl.algos import recursive_doubling, ring
 from r2ccl.lowering import Layout, lower
-from r2ccl.planner import Placement, place
 from r2ccl.resilience.health import Health
+from r2ccl.spread import Placement, place
 from r2ccl.testing.simulation.plan import CallSpec, Workload
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
