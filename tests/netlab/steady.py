@@ -79,12 +79,13 @@ def run_steady(
     from_op: int,
     lasting_s: float,
     whole_s: float = 0.0,
+    nbytes: int = NBYTES,
     env: dict[str, str] | None = None,
     timeout_s: float,
 ) -> list[Report]:
     """Run one job whose plan breaks one NIC, that of its first fault; see `steady_rank.Task`."""
     task = {
-        "nbytes": NBYTES,
+        "nbytes": nbytes,
         "node": plan.faults[0].node,
         "rail": plan.faults[0].rail,
         "from_op": from_op,
