@@ -37,7 +37,7 @@ LATE_US = st.sampled_from([0, 100, 1_000, 50_000, 300_000])
 calls = st.builds(
     CallSpec,
     count=st.sampled_from([0, 1, 7, 40, 120, 300]),
-    algorithm=st.sampled_from(["ring", "recursive_doubling"]),
+    algorithm=st.sampled_from(["ring", "recursive_doubling", "packed_trees"]),
     channels=st.sampled_from([1, 2, 3, 6]),
     is_in_place=st.booleans(),
 )

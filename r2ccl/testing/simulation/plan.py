@@ -17,7 +17,7 @@ class CallSpec(msgspec.Struct, frozen=True):
     """One allreduce of ``count`` float32 elements."""
 
     count: int
-    algorithm: Literal["ring", "recursive_doubling"] = "ring"
+    algorithm: Literal["ring", "recursive_doubling", "packed_trees"] = "ring"
     channels: int = 3
     is_in_place: bool = True
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.algos import recursive_doubling, ring
+from r2ccl.algos import packed_trees, recursive_doubling, ring, tree
 from r2ccl.lowering import Layout, lower
 from r2ccl.resilience.health import Health
-from r2ccl.spread import Placement, place
+from r2ccl.spread import Placement, place, place_trees
 from r2ccl.testing.simulation.plan import CallSpec, Workload
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -36,9 +36,16 @@ class Work:
         self._expected = expected
 
     def layout(self, call: int, rank: int, homes: Sequence[int], health: Health) -> Layout:
-        """Return the lowered program of `rank`, placed as the planner does it."""
+        """Return the lowered program of `rank`, placed as the planner does it.
+
+        The schedule itself stays whatever the health says: then its result does, bit for bit.
+        """
         spec = self.calls[call]
-        return _layout(self.workload, spec, rank, place(spec.channels, homes, health))
+        if spec.algorithm == "packed_trees":
+            placement = place_trees(_trees(self.workload.nranks, spec.channels), homes, health)
+        else:
+            placement = place(spec.channels, homes, health)
+        return _layout(self.workload, spec, rank, placement)
 
     def memory(self, call: int, rank: int) -> tuple[Array, Array]:
         """Return fresh input and output memory, the same array when in place."""
@@ -69,16 +76,26 @@ class Work:
 
 @functools.lru_cache(maxsize=4096)
 def _layout(workload: Workload, spec: CallSpec, rank: int, placement: Placement) -> Layout:
-    make = ring.allreduce if spec.algorithm == "ring" else recursive_doubling.allreduce
+    if spec.algorithm == "packed_trees":
+        schedule = tree.allreduce(_trees(workload.nranks, spec.channels))
+    else:
+        make = ring.allreduce if spec.algorithm == "ring" else recursive_doubling.allreduce
+        schedule = make(workload.nranks, spec.channels)
     return lower(
-        make(workload.nranks, spec.channels).program(rank),
+        schedule.program(rank),
         spec.count,
         4,
         slice_nbytes=workload.slice_nbytes,
         eager_nbytes=workload.eager_nbytes,
         weights=placement.weights,
         channels=placement.channels,
+        numbers=placement.numbers(rank),
     )
+
+
+def _trees(nranks: int, ntrees: int) -> tuple[tree.Parents, ...]:
+    """Trees for ranks of which the later ones have more to give."""
+    return packed_trees.pack(range(2, nranks + 2), ntrees)
 
 
 @functools.lru_cache(maxsize=4096)
