@@ -15,6 +15,7 @@ CLEARED = Workload(calls=(CallSpec(27),), slice_nbytes=8, eager_nbytes=0)
 EAGER = Workload(
     calls=(CallSpec(6, "recursive_doubling", 2), CallSpec(9, channels=2)), eager_nbytes=64
 )
+TREES = Workload(calls=(CallSpec(24, "packed_trees", 4),), slice_nbytes=8, eager_nbytes=0)
 PATHS = [(a, b, rail) for a, b in ((0, 1), (0, 2), (1, 2)) for rail in range(3)]
 IS_THOROUGH = int(os.environ.get("R2CC_SIM_EXAMPLES", "0")) >= 20_000
 #: Virtual time within which any single fault is over: connecting waits 1 s for all rails, a
@@ -32,7 +33,7 @@ def told_to(who: str, a: int, b: int, at: int) -> tuple[int, ...]:
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
 @pytest.mark.parametrize("who", ["both", "one", "nobody"])
-@pytest.mark.parametrize("workload", [CLEARED, EAGER], ids=["cleared", "eager"])
+@pytest.mark.parametrize("workload", [CLEARED, EAGER, TREES], ids=["cleared", "eager", "trees"])
 def test_a_path_is_cut_at_every_event(workload: Workload, who: str) -> None:
     for at in range(simulate(workload).nevents):
         restores_us = (0, 400) if IS_THOROUGH else (400 * (at // len(PATHS) % 2),)
