@@ -23,8 +23,8 @@ that its trains show at once when it recovers. One that carries too little to fo
 to be better with time (`Balance.estimates`), until it gets enough work to be measured again. What
 is measured is what a rail gives with the slices that links keep under way, the same for all rails.
 
-A *weight* is a rail's share of `r2ccl.resilience.health`, in sixteenths of its nominal rate. No
-rail ever gives all of that, so the one that comes closest counts as whole.
+A *weight* is a rail's share of `r2ccl.resilience.health`, in sixteenths of what the best rail
+gives: rails that were made unequal are told apart like those that became so.
 
 Pure: times are passed in. Invariants: an idle rail's estimate does not change; a weight is at least
 one, for what still carries anything is not down; equal arguments give equal shares on every rank.
@@ -34,10 +34,8 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Iterable, Mapping
 
-from r2ccl.errors import InvalidArgument
 from r2ccl.resilience.health import WHOLE
 from r2ccl.resilience.trains import Meter, Train
 
@@ -79,13 +77,10 @@ class Balance:
     ----------
     rails : iterable of int
         What is reported of others counts for nothing.
-    nominal : mapping of int to float, optional
-        What each rail should give, in any unit; left out: all the same.
     """
 
-    def __init__(self, rails: Iterable[int], nominal: Mapping[int, float] | None = None) -> None:
+    def __init__(self, rails: Iterable[int]) -> None:
         self._meters = {rail: Meter() for rail in rails}
-        self._nominal = {rail: (nominal or {}).get(rail, 1.0) for rail in self._meters}
         #: Weights in use.
         self.weights = dict.fromkeys(self._meters, WHOLE)
         #: Since when, in active time, another weight of a rail is proposed.
@@ -208,17 +203,13 @@ class Balance:
         highest = max(self.weights.values())
         most = sum(weight == highest for weight in self.weights.values()) / 2
         for spell in reversed(self._spells):
-            whole = [
-                spell.rate(rail) / self._nominal[rail]
-                for rail in spell.busy_s
-                if self.weights[rail] == highest
-            ]
+            whole = [spell.rate(rail) for rail in spell.busy_s if self.weights[rail] == highest]
             if len(whole) <= most:
                 continue
             standard = statistics.median(whole)
             for rail, length_s in spell.busy_s.items():
                 if busy_s[rail] < _COMPARED_S:
-                    total[rail] += length_s * spell.rate(rail) / self._nominal[rail] / standard
+                    total[rail] += length_s * spell.rate(rail) / standard
                     busy_s[rail] += length_s
             if min(busy_s.values()) >= _COMPARED_S:
                 break
@@ -266,44 +257,4 @@ def shares(
     return weights
 
 
-def split(total: int, weights: Sequence[int], granularity: int = 1) -> list[int]:
-    """Share out `total` in proportion to `weights`, exactly, by largest remainder.
-
-    Parameters
-    ----------
-    total : int
-        Channels, or elements.
-    weights : sequence of int
-        A weight of 0 gets nothing.
-    granularity : int
-        Shares are multiples of it, but for what `total` has beyond a multiple: that goes to the
-        first of the heaviest.
-
-    Returns
-    -------
-    list of int
-        As many as there are weights; their sum is `total`.
-
-    Raises
-    ------
-    InvalidArgument
-        A negative number, no weight above 0, or a granularity below 1.
-    """
-    if total < 0 or granularity < 1 or any(weight < 0 for weight in weights) or not any(weights):
-        raise InvalidArgument(
-            f"split({total}, {list(weights)}, {granularity}): total and weights must not be "
-            "negative, one weight must be above 0, granularity at least 1"
-        )
-    units, rest = divmod(total, granularity)
-    whole = sum(weights)
-    exact = [Fraction(units * weight, whole) for weight in weights]
-    found = [int(share) for share in exact]
-    by_remainder = sorted(range(len(weights)), key=lambda i: found[i] - exact[i])
-    for i in by_remainder[: units - sum(found)]:
-        found[i] += 1
-    result = [share * granularity for share in found]
-    result[max(range(len(weights)), key=lambda i: weights[i])] += rest
-    return result
-
-
-__all__ = ["Balance", "shares", "split"]
+__all__ = ["Balance", "shares"]

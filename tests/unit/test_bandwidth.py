@@ -3,15 +3,17 @@
 import heapq
 import random
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r2ccl.errors import InternalError, InvalidArgument
-from r2ccl.resilience.bandwidth import Balance, shares, split
+from r2ccl.errors import InternalError
+from r2ccl.resilience.bandwidth import Balance, shares
 from r2ccl.resilience.health import WHOLE
 from r2ccl.resilience.trains import Meter
+from r2ccl.schedule.chunks import cut
 
 MIB = 1 << 20
 SECOND = 1e9
@@ -49,12 +51,9 @@ class SimRail:
 class Job:
     """Operations whose rails each carry their share, with so many slices under way on each."""
 
-    def __init__(
-        self, rails: Sequence[SimRail], *, window: int = 2, nbytes: int = MIB,
-        nominal: dict[int, float] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, rails: Sequence[SimRail], *, window: int = 2, nbytes: int = MIB) -> None:
         self.rails = rails
-        self.balance = Balance(range(len(rails)), nominal)
+        self.balance = Balance(range(len(rails)))
         self.now = 0.0
         self._window, self._nbytes = window, nbytes
 
@@ -62,7 +61,7 @@ class Job:
         """Run one that is shared out by the weights in use; returns how long it took."""
         began_s, balance = self.now, self.balance
         given = weights or [balance.weights[rail] for rail in range(len(self.rails))]
-        left = split(nslices, given)
+        left = [hi - lo for lo, hi in pairwise(cut(nslices, given))]
         events: list[tuple[float, int]] = []
 
         def post(rail: int) -> None:
@@ -444,53 +443,3 @@ def test_shares_are_stable_and_close(rates: list[float], draw: random.Random) ->
         assert abs(weight - WHOLE * rates[rail] / best) <= 1.5
     noisy = {rail: rate * draw.uniform(0.96, 1.0) for rail, rate in given_rates.items()}
     assert shares(noisy, weights) == weights
-
-
-def test_rails_that_give_what_each_should_are_all_whole() -> None:
-    fast = 0.2 * SECOND
-    job = Job([SimRail(steady(fast)), SimRail(steady(fast / 4))], nominal={0: 4.0, 1: 1.0})
-    while job.now < 3.0:
-        job.operation(50, [4 * job.balance.weights[0], job.balance.weights[1]])
-    assert job.balance.weights == {0: WHOLE, 1: WHOLE}
-
-
-# Splitting
-
-
-@given(
-    st.integers(0, 1 << 40),
-    st.lists(st.integers(0, WHOLE), min_size=1, max_size=12).filter(any),
-    st.integers(1, 1 << 12),
-)
-def test_a_split_is_exact_fair_and_the_same_everywhere(
-    total: int, weights: list[int], granularity: int
-) -> None:
-    found = split(total, weights, granularity)
-    assert sum(found) == total
-    assert found == split(total, tuple(weights), granularity)
-    heaviest = weights.index(max(weights))
-    for i, (share, weight) in enumerate(zip(found, weights, strict=True)):
-        rest = total % granularity if i == heaviest else 0
-        assert (share - rest) % granularity == 0
-        exact = (total - total % granularity) * weight / sum(weights)
-        assert abs(share - rest - exact) <= granularity * (1 + 1e-9)
-        assert share == 0 or weight > 0
-
-
-def test_channels_by_weight() -> None:
-    assert split(12, [16, 16, 16, 16]) == [3, 3, 3, 3]
-    assert split(13, [16, 16, 16, 4]) == [4, 4, 4, 1]
-    assert split(5, [1, 1]) == [3, 2]
-    assert split(14, [3, 1], 4) == [10, 4]
-    assert split(0, [0, 2]) == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("total", "weights", "granularity"),
-    [(-1, [1], 1), (1, [], 1), (1, [0, 0], 1), (1, [2, -1], 1), (1, [1], 0)],
-)
-def test_a_split_that_makes_no_sense_says_so(
-    total: int, weights: list[int], granularity: int
-) -> None:
-    with pytest.raises(InvalidArgument, match="one weight must be above 0"):
-        split(total, weights, granularity)
