@@ -1,0 +1,179 @@
+"""Make the state a simulation starts from: a program of one size on one network.
+
+Imports `program` and `routes`. Invariant: nothing here depends on how ports are shared.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.schedule.graph import Ints
+from r2ccl.sim.loops.state import (
+    AWAY,
+    DONE_DTYPE,
+    LANDING_DTYPE,
+    LINK_DTYPE,
+    LOCAL_DTYPE,
+    NCOUNTS,
+    PORT_DTYPE,
+    REDUCER_DTYPE,
+    SEAT_DTYPE,
+    WAITER_DTYPE,
+    Records,
+    State,
+)
+from r2ccl.sim.program import Program
+from r2ccl.sim.routes import Floats, Routes
+
+
+class Channels(NamedTuple):
+    """Where each channel's ops and chunks begin.
+
+    Parameters
+    ----------
+    op_bases : ndarray of int64, shape (nchannels,)
+        Number of an op less its row.
+    chunk_bases : ndarray of int64, shape (nchannels,)
+    links : ndarray of int64, shape (nlinks,)
+        Channel of each link.
+    rows : ndarray of int64, shape (nlinks,)
+        Each link's row in ``program.links``.
+    nops : int
+        Ops of all channels.
+    """
+
+    op_bases: Ints
+    chunk_bases: Ints
+    links: Ints
+    rows: Ints
+    nops: int
+
+
+def channels_of(program: Program) -> Channels:
+    """Lay the channels one behind the other."""
+    first_rows = program.starts[:, 0]
+    nrows = program.starts[program.shapes, -1] - first_rows[program.shapes]
+    ends = np.cumsum(nrows)
+    members = [np.flatnonzero(program.links[:, 0] == shape) for shape in program.shapes]
+    return Channels(
+        ends - nrows - first_rows[program.shapes],
+        np.cumsum([0, *program.nchunks[:-1]]),
+        np.repeat(np.arange(program.shapes.size), [rows.size for rows in members]),
+        np.concatenate(members),
+        int(ends[-1]),
+    )
+
+
+def build_state(
+    program: Program,
+    channels: Channels,
+    chunks: Records,
+    routes: Routes,
+    table: Floats,
+    *,
+    tolerance: float,
+) -> State:
+    """Make the state at time 0, when every rail has what `table` says: (2, nnodes, nrails)."""
+    links = _links(program, channels, routes, table)
+    local = _locals(program, channels, chunks)
+    ports = _with_nobody(routes.bandwidths(table).size, PORT_DTYPE, "head", "tail")
+    ports["bandwidth"] = routes.bandwidths(table)
+    nlinks, nports = links.size, ports.size
+    nlanes = program.shapes.size * program.nranks
+    nwaiters, nheap = 2 * nlinks + local.size, max(nlinks, nports)
+    seats = np.zeros(2 * nlinks, SEAT_DTYPE)
+    seats["next"] = AWAY
+    return State(
+        rows=program.rows,
+        after=program.after,
+        messages=program.messages,
+        chunks=chunks,
+        done=_with_nobody(channels.nops, DONE_DTYPE, "waiter"),
+        waiters=np.zeros(nwaiters, WAITER_DTYPE),
+        links=links,
+        locals=local,
+        reducers=_with_nobody(nlanes, REDUCER_DTYPE, "op", "head", "tail"),
+        reducing_key=np.empty(nlanes),
+        reducing=_numbers(nlanes),
+        ports=ports,
+        seats=seats,
+        heap_key=np.empty(nheap),
+        heap=_numbers(nheap),
+        heap_at=np.full(nheap, -1, np.int32),
+        landings=np.empty((2, 2 * nlinks), LANDING_DTYPE),
+        landing_first=np.zeros(2, np.int64),
+        landing_count=np.zeros(2, np.int64),
+        starting=_numbers(nlinks),
+        rested=_numbers(nlinks),
+        instant=_numbers(nlinks),
+        woken=_numbers(nwaiters),
+        dirty=_numbers(nports),
+        part_ports=_numbers(nports),
+        part_links=_numbers(nlinks),
+        fill_key=np.empty(nports),
+        fill=_numbers(nports),
+        counts=np.zeros(NCOUNTS, np.int64),
+        clock=np.zeros(1),
+        alpha_s=np.array([routes.network.alpha_s, routes.network.inside_alpha_s], np.float64),
+        reduction_rate=float(routes.network.reduction_rate),
+        tolerance=float(tolerance),
+    )
+
+
+def _numbers(count: int) -> npt.NDArray[np.int32]:
+    return np.empty(count, np.int32)
+
+
+def _with_nobody(count: int, dtype: np.dtype[np.void], *fields: str) -> Records:
+    """Make records of zeros, but -1 in those fields."""
+    records = np.zeros(count, dtype)
+    for field in fields:
+        records[field] = -1
+    return records
+
+
+def with_room(state: State) -> State:
+    """Give the landings twice the room."""
+    room = state.landings.shape[1]
+    grown = np.empty((2, 2 * room), LANDING_DTYPE)
+    for way, first in enumerate(state.landing_first):
+        grown[way, :room] = np.roll(state.landings[way], -first)
+    return state._replace(landings=grown, landing_first=np.zeros(2, np.int64))
+
+
+def _links(program: Program, channels: Channels, routes: Routes, table: Floats) -> Records:
+    _, _, dst, first, end = program.links[channels.rows].T
+    links = np.zeros(channels.links.size, LINK_DTYPE)
+    links["op_base"] = channels.op_bases[channels.links]
+    links["chunk_base"] = channels.chunk_bases[channels.links]
+    links["lane"] = channels.links * program.nranks + dst
+    links["message"] = links["landing"] = links["delivery"] = first
+    links["end"] = end
+    links["egress"], links["ingress"] = routes.ports(table)
+    nodes = np.array(routes.network.nodes)
+    links["is_inside"] = nodes[routes.src] == nodes[routes.dst]
+    return links
+
+
+def _locals(program: Program, channels: Channels, chunks: Records) -> Records:
+    rows = np.flatnonzero(program.rows["is_local"])
+    found = []
+    for channel, shape in enumerate(program.shapes.tolist()):
+        starts = program.starts[shape]
+        own = rows[(rows >= starts[0]) & (rows < starts[-1])]
+        local = np.zeros(own.size, LOCAL_DTYPE)
+        local["op_base"] = channels.op_bases[channel]
+        local["row"] = own
+        local["chunk_base"] = channels.chunk_bases[channel]
+        rank = np.searchsorted(starts, own, side="right") - 1
+        local["lane"] = channel * program.nranks + rank
+        number = channels.chunk_bases[channel] + program.rows["chunk"][own]
+        local["nslices"] = chunks["nslices"][number]
+        found.append(local)
+    return np.concatenate(found)
+
+
+__all__ = ["Channels", "build_state", "channels_of", "with_room"]

@@ -1,0 +1,107 @@
+"""A port dies, comes back or gets another speed while slices are under way.
+
+Compiled. Imports both ways of sharing. Invariant: afterwards no link sits at a port without
+bandwidth, and rates and times follow from what the ports have now.
+
+A slice whose port has died is sent again from its start, as a link's replay does. One that goes
+back to its own port, alive again, goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.sim.loops.fair_queue import lift as leave_queues
+from r2ccl.sim.loops.fair_queue import place as join_queues
+from r2ccl.sim.loops.fair_queue import requeue, settle
+from r2ccl.sim.loops.jit import STAMP, called, compiled
+from r2ccl.sim.loops.max_min import lift, mark_dirty, place
+from r2ccl.sim.loops.state import BUSY, IDLE, NOWHERE, PARKED, STARTING, State
+
+Ports = npt.NDArray[np.int64]
+Rates = npt.NDArray[np.float64]
+
+
+@called
+def _take_off(s: State, link: int, bandwidths: Rates, is_fair: bool) -> None:
+    """Take a link off the wire, with what it must send by its new ports."""
+    me = s.links[link]
+    if is_fair:
+        leave_queues(s, link)
+    else:
+        lift(s, link)
+    gone = max(0.0, me.charge - me.left)
+    s.ports[me.egress].nbytes += gone
+    s.ports[me.ingress].nbytes += gone
+    if bandwidths[me.egress] == 0 or bandwidths[me.ingress] == 0:
+        me.left = me.size
+    me.charge = me.left
+
+
+@called
+def _move(s: State, bandwidths: Rates, ports: Ports, is_fair: bool) -> int:
+    """Give links their new ports; list those on the wire in ``rested``, return their number."""
+    count = 0
+    for link in range(s.links.size):
+        me = s.links[link]
+        if me.egress == ports[0, link] and me.ingress == ports[1, link]:
+            continue
+        if me.state == BUSY:
+            _take_off(s, link, bandwidths, is_fair)
+            s.rested[count] = link
+            count += 1
+        elif me.state == PARKED:
+            me.state = IDLE
+            s.starting[s.counts[STARTING]] = link
+            s.counts[STARTING] += 1
+        me.egress, me.ingress = ports[0, link], ports[1, link]
+    return count
+
+
+@called
+def _set_bandwidths(s: State, bandwidths: Rates, is_fair: bool) -> None:
+    for port in range(s.ports.size):
+        if not is_fair and s.ports[port].bandwidth != bandwidths[port]:
+            mark_dirty(s, port)
+        s.ports[port].bandwidth = bandwidths[port]
+
+
+@called
+def _reroute(s: State, bandwidths: Rates, ports: Ports, is_fair: bool) -> None:
+    if is_fair:  # with what the ports had until now
+        for port in range(s.ports.size):
+            settle(s, port)
+    moved = _move(s, bandwidths, ports, is_fair)
+    _set_bandwidths(s, bandwidths, is_fair)
+    for i in range(moved):
+        link = s.rested[i]
+        if s.links[link].egress == NOWHERE:
+            s.links[link].state = PARKED
+            s.links[link].left = 0.0
+        elif is_fair:
+            join_queues(s, link)
+        else:
+            place(s, link)
+    if is_fair:
+        for port in range(s.ports.size):
+            requeue(s, port)
+
+
+def _entry(stamp: int) -> Callable[..., Any]:
+    def reroute(s: State, time: float, bandwidths: Rates, ports: Ports, is_fair: bool) -> None:
+        _ = stamp
+        s.clock[0] = time
+        _reroute(s, bandwidths, ports, is_fair)
+
+    return reroute
+
+
+#: ``reroute(state, time, bandwidths, ports, is_fair)``: what ports have, and which two every link
+#: uses, (2, nlinks), from `time` on.
+reroute: Callable[[State, float, Rates, Ports, bool], None] = compiled(_entry(STAMP))
+
+__all__ = ["reroute"]

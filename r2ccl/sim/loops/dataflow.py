@@ -1,0 +1,301 @@
+"""What waits for what: slices become possible as others land, are reduced, are released.
+
+Compiled. Imports `state` and `heaps`; knows nothing of how ports are shared: links whose next slice
+may go are listed in ``starting``, and `sent` is told when it has left the wire. Invariant: a waiter
+is in at most one queue, that of the first op it found wanting or of its lane, and is woken when the
+op is done far enough or the lane reduces nothing.
+
+As in `r2ccl.schedule.ir`: between ops on one chunk index slice k waits for slice k, else for the
+whole op. A RECV is ready to be landed in when what it waits for is done; a RECV_REDUCE lands beside
+the user's memory at once, and reduces when what it waits for is done. A slice that has landed
+releases its send.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from r2ccl.sim.loops.heaps import drop_first, push
+from r2ccl.sim.loops.jit import called, inlined
+from r2ccl.sim.loops.state import (
+    BEGUN,
+    FREE,
+    INSTANT,
+    NOWHERE,
+    PARKED,
+    REDUCING,
+    SLICES,
+    STARTING,
+    WOKEN,
+    State,
+)
+
+
+@inlined
+def slice_nbytes(s: State, chunk: int, number: int) -> int:
+    """Size of slice `number` of a chunk."""
+    me = s.chunks[chunk]
+    if number < me.nslices - 1:
+        size: int = me.slice_nbytes
+    else:
+        size = me.nbytes - (me.nslices - 1) * me.slice_nbytes
+    return size
+
+
+@inlined
+def _is_ready(s: State, row: int, me: Any, number: int, waiter: int) -> bool:
+    """Whether slice `number` of an op of `me`'s channel may happen; else queue the waiter."""
+    chunk = s.rows[row].chunk
+    for i in range(s.rows[row].after, s.rows[row + 1].after):
+        before = s.after[i]
+        need = number + 1
+        if s.rows[before].chunk != chunk:
+            need = s.chunks[me.chunk_base + s.rows[before].chunk].nslices
+        done = s.done[me.op_base + before]
+        if done.slices < need:
+            s.waiters[waiter].next = done.waiter
+            s.waiters[waiter].need = need
+            done.waiter = waiter
+            return False
+    return True
+
+
+@inlined
+def _finish_slice(s: State, op: int) -> None:
+    """One more slice of an op is done: wake who waited for it."""
+    done = s.done[op]
+    done.slices += 1
+    waiter = done.waiter
+    done.waiter = -1
+    while waiter >= 0:
+        me = s.waiters[waiter]
+        following = me.next
+        if me.need <= done.slices:
+            s.woken[s.counts[WOKEN]] = waiter
+            s.counts[WOKEN] += 1
+        else:
+            me.next = done.waiter
+            done.waiter = waiter
+        waiter = following
+
+
+@inlined
+def _advance(s: State, link: int) -> None:
+    """List a link whose next slice may go."""
+    me = s.links[link]
+    if me.message == me.end:
+        return
+    message = s.messages[me.message]
+    if not _is_ready(s, message.send, me, me.slice, link):
+        return
+    if s.rows[message.recv].is_direct and not _is_ready(s, message.recv, me, me.slice, link):
+        return
+    s.starting[s.counts[STARTING]] = link
+    s.counts[STARTING] += 1
+
+
+@inlined
+def _act(s: State, row: int, me: Any, number: int, waiter: int) -> bool:
+    """Do a slice, or set its reduction going; if the lane is reducing, queue the waiter."""
+    op = me.op_base + row
+    if s.reduction_rate == 0 or not s.rows[row].is_reducing:
+        _finish_slice(s, op)
+        return True
+    lane = s.reducers[me.lane]
+    if lane.op < 0:
+        lane.op = op
+        nbytes = slice_nbytes(s, me.chunk_base + s.rows[row].chunk, number)
+        end = s.clock[0] + nbytes / s.reduction_rate
+        push(s.reducing_key, s.reducing, s.counts[REDUCING], end, me.lane)
+        s.counts[REDUCING] += 1
+        return True
+    s.waiters[waiter].next = -1
+    if lane.head < 0:
+        lane.head = waiter
+    else:
+        s.waiters[lane.tail].next = waiter
+    lane.tail = waiter
+    return False
+
+
+@inlined
+def _deliver(s: State, link: int) -> None:
+    """Give landed slices to their ops, in order, until one must wait."""
+    me = s.links[link]
+    waiter = s.links.size + link
+    me.is_held = True
+    while me.backlog > 0:
+        row = s.messages[me.delivery].recv
+        chunk = me.chunk_base + s.rows[row].chunk
+        if not _is_ready(s, row, me, me.delivery_slice, waiter):
+            return
+        if not _act(s, row, me, me.delivery_slice, waiter):
+            return
+        me.backlog -= 1
+        me.delivery_slice += 1
+        if me.delivery_slice == s.chunks[chunk].nslices:
+            me.delivery_slice = 0
+            me.delivery += 1
+    me.is_held = False
+
+
+@inlined
+def _land(s: State, link: int) -> None:
+    """Release the slice at its sender and hand it over at its receiver."""
+    me = s.links[link]
+    row = s.messages[me.landing].send
+    me.landing_slice += 1
+    if me.landing_slice == s.chunks[me.chunk_base + s.rows[row].chunk].nslices:
+        me.landing_slice = 0
+        me.landing += 1
+    _finish_slice(s, me.op_base + row)
+    me.backlog += 1
+    if not me.is_held:
+        _deliver(s, link)
+
+
+@inlined
+def sent(s: State, link: int) -> None:
+    """The link's slice has left the wire."""
+    me = s.links[link]
+    s.counts[SLICES] += 1
+    if me.egress >= 0:
+        s.ports[me.egress].nbytes += me.charge
+        s.ports[me.ingress].nbytes += me.charge
+    row = s.messages[me.message].send
+    me.slice += 1
+    if me.slice == s.chunks[me.chunk_base + s.rows[row].chunk].nslices:
+        me.slice = 0
+        me.message += 1
+    way = 1 if me.is_inside else 0
+    if s.alpha_s[way] > 0:
+        at = (s.landing_first[way] + s.landing_count[way]) % s.landings.shape[1]
+        s.landings[way, at].time = s.clock[0] + s.alpha_s[way]
+        s.landings[way, at].link = link
+        s.landing_count[way] += 1
+    else:
+        _land(s, link)
+    _advance(s, link)
+
+
+@inlined
+def _work(s: State, number: int) -> None:
+    """Do slices of a local op until one must wait."""
+    me = s.locals[number]
+    waiter = 2 * s.links.size + number
+    while me.slice < me.nslices:
+        if not _is_ready(s, me.row, me, me.slice, waiter):
+            return
+        if not _act(s, me.row, me, me.slice, waiter):
+            return
+        me.slice += 1
+
+
+@inlined
+def _resume(s: State, waiter: int) -> None:
+    """Let a waiter look again."""
+    nlinks = s.links.size
+    if waiter < nlinks:
+        _advance(s, waiter)
+    elif waiter < 2 * nlinks:
+        _deliver(s, waiter - nlinks)
+    else:
+        _work(s, waiter - 2 * nlinks)
+
+
+@called
+def wake(s: State) -> None:
+    """Let everyone go on who may, until nobody can."""
+    while s.counts[WOKEN] > 0:
+        s.counts[WOKEN] -= 1
+        _resume(s, s.woken[s.counts[WOKEN]])
+
+
+@called
+def begin(s: State) -> None:
+    """Let everyone look for the first time, once."""
+    if s.counts[BEGUN] > 0:
+        return
+    s.counts[BEGUN] = 1
+    for link in range(s.links.size):
+        _advance(s, link)
+    for number in range(s.locals.size):
+        _work(s, number)
+    wake(s)
+
+
+@inlined
+def has_room(s: State) -> bool:
+    """Whether every link could send a slice and its landing still be noted."""
+    return bool(max(s.landing_count[0], s.landing_count[1]) + s.links.size <= s.landings.shape[1])
+
+
+@inlined
+def next_time(s: State, transmission: float) -> float:
+    """When something happens next, given when the next transmission ends."""
+    if s.counts[INSTANT] > 0:
+        now: float = s.clock[0]
+        return now
+    time = transmission
+    for way in range(2):
+        if s.landing_count[way] > 0:
+            time = min(time, s.landings[way, s.landing_first[way]].time)
+    if s.counts[REDUCING] > 0:
+        time = min(time, s.reducing_key[0])
+    return time
+
+
+@called
+def land_and_reduce(s: State) -> None:
+    """Do all that is due and is no transmission."""
+    now = s.clock[0]
+    for way in range(2):
+        while s.landing_count[way] > 0 and s.landings[way, s.landing_first[way]].time <= now:
+            link = s.landings[way, s.landing_first[way]].link
+            s.landing_first[way] = (s.landing_first[way] + 1) % s.landings.shape[1]
+            s.landing_count[way] -= 1
+            _land(s, link)
+    while s.counts[REDUCING] > 0 and s.reducing_key[0] <= now:
+        me = s.reducers[s.reducing[0]]
+        drop_first(s.reducing_key, s.reducing, s.counts[REDUCING])
+        s.counts[REDUCING] -= 1
+        op = me.op
+        me.op = -1
+        if me.head >= 0:  # before anyone whom this slice wakes
+            waiter = me.head
+            me.head = s.waiters[waiter].next
+            _resume(s, waiter)
+        _finish_slice(s, op)
+    ninstant = s.counts[INSTANT]
+    s.counts[INSTANT] = 0
+    for i in range(ninstant):
+        sent(s, s.instant[i])
+
+
+@inlined
+def goes_on_a_wire(s: State, link: int) -> bool:
+    """Size up a link's next slice; one that takes no time, or has no way, is dealt with here."""
+    me = s.links[link]
+    chunk = me.chunk_base + s.rows[s.messages[me.message].send].chunk
+    me.size = slice_nbytes(s, chunk, me.slice)
+    me.charge = me.size
+    if me.size == 0 or me.egress == FREE:
+        me.charge = 0
+        s.instant[s.counts[INSTANT]] = link
+        s.counts[INSTANT] += 1
+        return False
+    if me.egress == NOWHERE:
+        me.state = PARKED
+        return False
+    return True
+
+
+__all__ = [
+    "begin",
+    "goes_on_a_wire",
+    "has_room",
+    "land_and_reduce",
+    "next_time",
+    "sent",
+    "wake",
+]

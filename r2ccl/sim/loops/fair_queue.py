@@ -1,0 +1,164 @@
+"""Fair queues: every port serves its slices at equal rates, whatever holds them up elsewhere.
+
+Compiled. Imports `dataflow`, `seats` and `heaps`. Invariant: between two events the heap has the
+time at which each port will have served the next of its slices.
+
+A slice queues at its egress and its ingress port at once and has been sent when both have served
+it. A port that is not what holds a slice up serves it early and has more for the others, so over
+several slices a link gets about its max-min fair share, without anyone computing it: an event costs
+some searches in heaps, and no look at other links. A single slice may be off; measured, against
+`r2ccl.sim.loops.max_min`, rings take the same time, double binary and packed trees over 8 nodes
+from 2.1 % less to 0.7 % more, 28 packed trees of 16 slices over 1,024 nodes 2.8 % less.
+
+Serving n slices at equal rates is fair queueing in the limit of small packets: with virtual time
+running at bandwidth / n, a slice of b bytes that arrives at v has been served at v + b.
+
+References
+----------
+Demers, Keshav and Shenker, "Analysis and simulation of a fair queueing algorithm", SIGCOMM 1989.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from r2ccl.sim.loops.dataflow import (
+    begin,
+    goes_on_a_wire,
+    has_room,
+    land_and_reduce,
+    next_time,
+    sent,
+    wake,
+)
+from r2ccl.sim.loops.heaps import clear_time, set_time
+from r2ccl.sim.loops.jit import STAMP, Loop, called, compiled, inlined
+from r2ccl.sim.loops.seats import leave, sit
+from r2ccl.sim.loops.state import AWAY, BATCHES, BUSY, HEAP, IDLE, STARTING, State
+
+
+@inlined
+def settle(s: State, port: int) -> None:
+    """Let the port's virtual time reach the present."""
+    here = s.ports[port]
+    if here.count == 0:
+        here.virtual = 0.0
+    else:
+        here.virtual += (s.clock[0] - here.settled) * here.bandwidth / here.count
+    here.settled = s.clock[0]
+
+
+@inlined
+def requeue(s: State, port: int) -> None:
+    """Note when the port will have served its next slice."""
+    here = s.ports[port]
+    if here.count == 0:
+        clear_time(s, port)
+    else:
+        left = max(0.0, s.seats[here.head].mark - here.virtual)
+        set_time(s, port, here.settled + left * here.count / here.bandwidth)
+
+
+@inlined
+def _join(s: State, seat: int, port: int, nbytes: float) -> None:
+    settle(s, port)
+    mark = s.ports[port].virtual + nbytes
+    s.seats[seat].mark = mark
+    previous = s.ports[port].tail
+    while previous >= 0 and s.seats[previous].mark > mark:
+        previous = s.seats[previous].previous
+    sit(s, seat, port, previous)
+    requeue(s, port)
+
+
+@inlined
+def place(s: State, link: int) -> None:
+    """Put a link on the wire, with ``left`` bytes to send."""
+    me = s.links[link]
+    me.state = BUSY
+    me.parts = 2
+    _join(s, 2 * link, me.egress, me.left)
+    _join(s, 2 * link + 1, me.ingress, me.left)
+
+
+@inlined
+def _part_left(s: State, seat: int, port: int) -> float:
+    """Bytes that the port has not served yet; get up."""
+    if s.seats[seat].next == AWAY:
+        return 0.0
+    settle(s, port)
+    left: float = max(0.0, s.seats[seat].mark - s.ports[port].virtual)
+    leave(s, seat, port)
+    requeue(s, port)
+    return left
+
+
+@inlined
+def lift(s: State, link: int) -> None:
+    """Take a link off the wire; ``left`` says how much it has not sent."""
+    me = s.links[link]
+    me.state = IDLE
+    sent_less = _part_left(s, 2 * link, me.egress)
+    me.left = max(sent_less, _part_left(s, 2 * link + 1, me.ingress))
+
+
+@called
+def _start(s: State) -> None:
+    """Queue the slices that may go."""
+    for i in range(s.counts[STARTING]):
+        link = s.starting[i]
+        if goes_on_a_wire(s, link):
+            s.links[link].left = s.links[link].size
+            place(s, link)
+    s.counts[STARTING] = 0
+
+
+@inlined
+def _serve(s: State, port: int) -> None:
+    """End the slices that the port has served."""
+    settle(s, port)
+    here = s.ports[port]
+    here.virtual = s.seats[here.head].mark  # it was rounded on the way
+    while here.head >= 0 and s.seats[here.head].mark <= here.virtual:
+        seat = here.head
+        leave(s, seat, port)
+        me = s.links[seat >> 1]
+        me.parts -= 1
+        if me.parts == 0:
+            me.state = IDLE
+            sent(s, seat >> 1)
+    requeue(s, port)
+
+
+@called
+def _run(s: State, until: float) -> bool:
+    begin(s)
+    while True:
+        _start(s)
+        if not has_room(s):
+            return False
+        now = next_time(s, s.heap_key[0] if s.counts[HEAP] > 0 else math.inf)
+        if now > until or now == math.inf:
+            return True
+        s.clock[0] = now
+        s.counts[BATCHES] += 1
+        land_and_reduce(s)
+        while s.counts[HEAP] > 0 and s.heap_key[0] <= now:
+            _serve(s, s.heap[0])
+        wake(s)
+
+
+def _entry(stamp: int) -> Callable[..., Any]:
+    def run_fair_queue(s: State, until: float) -> bool:
+        _ = stamp
+        done: bool = _run(s, until)
+        return done
+
+    return run_fair_queue
+
+
+run: Loop = compiled(_entry(STAMP))
+
+__all__ = ["lift", "place", "requeue", "run", "settle"]

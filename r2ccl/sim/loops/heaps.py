@@ -1,0 +1,100 @@
+"""Binary heaps in flat arrays: keys beside numbers.
+
+Imports NumPy. Invariant: no key is smaller than its parent's. Equal keys leave in an order that
+depends on nothing but the calls before.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.sim.loops.jit import inlined
+from r2ccl.sim.loops.state import HEAP, State
+
+Keys = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int32]
+
+
+@inlined
+def push(keys: Keys, numbers: Numbers, count: int, key: float, number: int) -> None:
+    """Add to a heap of `count` entries."""
+    at = count
+    while at > 0 and keys[(at - 1) >> 1] > key:
+        parent = (at - 1) >> 1
+        keys[at], numbers[at] = keys[parent], numbers[parent]
+        at = parent
+    keys[at], numbers[at] = key, number
+
+
+@inlined
+def replace_first(keys: Keys, numbers: Numbers, count: int, key: float, number: int) -> None:
+    """Put another entry in place of the first of `count`."""
+    at = 0
+    while 2 * at + 1 < count:
+        child = 2 * at + 1
+        if child + 1 < count and keys[child + 1] < keys[child]:
+            child += 1
+        if keys[child] >= key:
+            break
+        keys[at], numbers[at] = keys[child], numbers[child]
+        at = child
+    keys[at], numbers[at] = key, number
+
+
+@inlined
+def drop_first(keys: Keys, numbers: Numbers, count: int) -> None:
+    """Remove the first of `count` entries."""
+    replace_first(keys, numbers, count - 1, keys[count - 1], numbers[count - 1])
+
+
+@inlined
+def _place(s: State, at: int, key: float, number: int) -> None:
+    s.heap_key[at], s.heap[at] = key, number
+    s.heap_at[number] = at
+
+
+@inlined
+def _sift(s: State, start: int, key: float, number: int) -> None:
+    """Find the place of an entry that is to lie around `start`."""
+    at = start
+    while at > 0 and s.heap_key[(at - 1) >> 1] > key:
+        parent = (at - 1) >> 1
+        _place(s, at, s.heap_key[parent], s.heap[parent])
+        at = parent
+    count = s.counts[HEAP]
+    while at >= start and 2 * at + 1 < count:
+        child = 2 * at + 1
+        if child + 1 < count and s.heap_key[child + 1] < s.heap_key[child]:
+            child += 1
+        if s.heap_key[child] >= key:
+            break
+        _place(s, at, s.heap_key[child], s.heap[child])
+        at = child
+    _place(s, at, key, number)
+
+
+@inlined
+def set_time(s: State, number: int, time: float) -> None:
+    """Let the next thing happen to `number` at `time`, instead of when it would have."""
+    at = s.heap_at[number]
+    if at < 0:
+        at = s.counts[HEAP]
+        s.counts[HEAP] += 1
+    _sift(s, at, time, number)
+
+
+@inlined
+def clear_time(s: State, number: int) -> None:
+    """Let nothing happen to `number`."""
+    at = s.heap_at[number]
+    if at < 0:
+        return
+    s.heap_at[number] = -1
+    s.counts[HEAP] -= 1
+    last = s.counts[HEAP]
+    if at < last:
+        _sift(s, at, s.heap_key[last], s.heap[last])
+
+
+__all__ = ["clear_time", "drop_first", "push", "replace_first", "set_time"]

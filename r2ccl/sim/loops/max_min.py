@@ -1,0 +1,266 @@
+"""Max-min fair sharing: no slice could go faster without slowing one that is no faster.
+
+Compiled. Imports `dataflow`, `seats` and `heaps`. Invariant: between two batches every link on the
+wire has its max-min fair rate, and the heap has the time at which its slice ends.
+
+Rates change only where links come and go: a link that goes on with its next slice at once keeps its
+rate, and only links that share a port with one that came or went, or share one with such a link,
+and so on, are looked at again.
+
+Batches
+-------
+When the next slice ends, every other one of which no more is left than ``tolerance`` times its size
+ends with it. What was left is sent with the link's next slice, so a port carries what it can and no
+more. Measured on rings, double binary and packed trees over 8 nodes, a tolerance of 0.001 changes
+the whole time by less than 0.01 %, one of 0.01 by less than 0.05 %.
+
+References
+----------
+Bertsekas and Gallager, "Data Networks", 2nd ed., 1992, section 6.5.2 (progressive filling).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from r2ccl.sim.loops.dataflow import (
+    begin,
+    goes_on_a_wire,
+    has_room,
+    land_and_reduce,
+    next_time,
+    sent,
+    wake,
+)
+from r2ccl.sim.loops.heaps import clear_time, drop_first, push, replace_first, set_time
+from r2ccl.sim.loops.jit import STAMP, Loop, called, compiled, inlined
+from r2ccl.sim.loops.seats import leave, sit
+from r2ccl.sim.loops.state import (
+    BATCHES,
+    BUSY,
+    DIRTY,
+    HEAP,
+    IDLE,
+    RESTED,
+    RESTING,
+    SHARINGS,
+    STARTING,
+    State,
+)
+
+
+@inlined
+def mark_dirty(s: State, port: int) -> None:
+    """Who sits at `port`, or what it carries, has changed."""
+    if not s.ports[port].is_dirty:
+        s.ports[port].is_dirty = True
+        s.dirty[s.counts[DIRTY]] = port
+        s.counts[DIRTY] += 1
+
+
+@inlined
+def place(s: State, link: int) -> None:
+    """Put a link on the wire, with ``left`` bytes to send."""
+    me = s.links[link]
+    me.state = BUSY
+    me.since = s.clock[0]
+    me.rate = 0.0
+    sit(s, 2 * link, me.egress, s.ports[me.egress].tail)
+    sit(s, 2 * link + 1, me.ingress, s.ports[me.ingress].tail)
+    mark_dirty(s, me.egress)
+    mark_dirty(s, me.ingress)
+
+
+@inlined
+def lift(s: State, link: int) -> None:
+    """Take a link off the wire; ``left`` says how much it has not sent."""
+    me = s.links[link]
+    me.left = max(0.0, me.left - (s.clock[0] - me.since) * me.rate)
+    me.state = IDLE
+    leave(s, 2 * link, me.egress)
+    leave(s, 2 * link + 1, me.ingress)
+    mark_dirty(s, me.egress)
+    mark_dirty(s, me.ingress)
+    clear_time(s, link)
+
+
+@called
+def _start(s: State) -> None:
+    """Send the slices that may go; take links off the wire that have none."""
+    now = s.clock[0]
+    for i in range(s.counts[STARTING]):
+        link = s.starting[i]
+        if not goes_on_a_wire(s, link):
+            continue
+        me = s.links[link]
+        me.left += me.size
+        if me.state == RESTING:
+            me.state = BUSY
+            set_time(s, link, now + me.left / me.rate)
+        else:
+            place(s, link)
+    s.counts[STARTING] = 0
+    for i in range(s.counts[RESTED]):
+        if s.links[s.rested[i]].state == RESTING:
+            lift(s, s.rested[i])
+    s.counts[RESTED] = 0
+
+
+@inlined
+def _is_ending(s: State, at: int) -> bool:
+    me = s.links[s.heap[at]]
+    left = (s.heap_key[at] - s.clock[0]) * me.rate
+    return bool(left <= s.tolerance * me.size)
+
+
+@called
+def _finish(s: State) -> None:
+    """End the slices that are due."""
+    now = s.clock[0]
+    count = 0
+    if s.counts[HEAP] > 0 and _is_ending(s, 0):
+        s.rested[0] = 0
+        count = 1
+    looked = 0
+    while looked < count:  # whatever is due and lies below what is due, as places in the heap
+        below = 2 * s.rested[looked] + 1
+        looked += 1
+        for child in range(below, min(below + 2, s.counts[HEAP])):
+            if _is_ending(s, child):
+                s.rested[count] = child
+                count += 1
+    for i in range(count):
+        at = s.rested[i]
+        link = s.heap[at]
+        s.rested[i] = link
+        me = s.links[link]
+        me.left = max(0.0, (s.heap_key[at] - now) * me.rate)
+        me.since = now
+        me.state = RESTING
+    s.counts[RESTED] = count
+    for i in range(count - 1, -1, -1):  # the last first: setting a new time is cheapest there
+        sent(s, s.rested[i])
+
+
+@called
+def _gather(s: State) -> tuple[int, int]:
+    """List the ports, and the links there, that dirty ports are joined to by links."""
+    s.counts[SHARINGS] += 1
+    stamp = s.counts[SHARINGS]
+    nports = nlinks = 0
+    for i in range(s.counts[DIRTY]):
+        port = s.dirty[i]
+        s.ports[port].is_dirty = False
+        s.ports[port].stamp = stamp
+        s.part_ports[nports] = port
+        nports += 1
+    s.counts[DIRTY] = 0
+    looked = 0
+    while looked < nports:
+        here = s.ports[s.part_ports[looked]]
+        looked += 1
+        here.residual = here.bandwidth
+        here.open = here.count
+        seat = here.head
+        while seat >= 0:
+            me = s.links[seat >> 1]
+            if me.stamp != stamp:
+                me.stamp = stamp
+                me.share = -1.0
+                s.part_links[nlinks] = seat >> 1
+                nlinks += 1
+                for port in (me.egress, me.ingress):
+                    if s.ports[port].stamp != stamp:
+                        s.ports[port].stamp = stamp
+                        s.part_ports[nports] = port
+                        nports += 1
+            seat = s.seats[seat].next
+    return nports, nlinks
+
+
+@called
+def _fill(s: State, nports: int) -> None:
+    """Give links their shares: those at the port that can give the least, first."""
+    count = 0
+    for i in range(nports):
+        here = s.ports[s.part_ports[i]]
+        if here.open > 0:
+            push(s.fill_key, s.fill, count, here.residual / here.open, s.part_ports[i])
+            count += 1
+    while count > 0:
+        port = s.fill[0]
+        here = s.ports[port]
+        if here.open > 0:
+            share = here.residual / here.open
+            if share > s.fill_key[0]:  # it grew since: others here took less than their share
+                replace_first(s.fill_key, s.fill, count, share, port)
+                continue
+            _hand_out(s, port, share)
+        drop_first(s.fill_key, s.fill, count)
+        count -= 1
+
+
+@inlined
+def _hand_out(s: State, port: int, share: float) -> None:
+    seat = s.ports[port].head
+    while seat >= 0:
+        me = s.links[seat >> 1]
+        if me.share < 0:
+            me.share = share
+            for other in (me.egress, me.ingress):
+                there = s.ports[other]
+                there.residual = max(0.0, there.residual - share)
+                there.open -= 1
+        seat = s.seats[seat].next
+
+
+@called
+def _share(s: State) -> None:
+    """Give new rates where they may have changed."""
+    if s.counts[DIRTY] == 0:
+        return
+    now = s.clock[0]
+    nports, nlinks = _gather(s)
+    _fill(s, nports)
+    for i in range(nlinks):
+        link = s.part_links[i]
+        me = s.links[link]
+        if me.share != me.rate:
+            me.left = max(0.0, me.left - (now - me.since) * me.rate)
+            me.since = now
+            me.rate = me.share
+            set_time(s, link, now + me.left / me.rate)
+
+
+@called
+def _run(s: State, until: float) -> bool:
+    begin(s)
+    while True:
+        _start(s)
+        _share(s)
+        if not has_room(s):
+            return False
+        now = next_time(s, s.heap_key[0] if s.counts[HEAP] > 0 else math.inf)
+        if now > until or now == math.inf:
+            return True
+        s.clock[0] = now
+        s.counts[BATCHES] += 1
+        land_and_reduce(s)
+        _finish(s)
+        wake(s)
+
+
+def _entry(stamp: int) -> Callable[..., Any]:
+    def run_max_min(s: State, until: float) -> bool:
+        _ = stamp
+        done: bool = _run(s, until)
+        return done
+
+    return run_max_min
+
+
+run: Loop = compiled(_entry(STAMP))
+
+__all__ = ["lift", "mark_dirty", "place", "run"]

@@ -1,0 +1,51 @@
+"""Who sits at which port: a list a port, of the links that have a slice on it.
+
+Compiled. Imports `state`. Invariant: a port is busy while somebody sits there.
+"""
+
+from __future__ import annotations
+
+from r2ccl.sim.loops.jit import inlined
+from r2ccl.sim.loops.state import AWAY, State
+
+
+@inlined
+def sit(s: State, seat: int, port: int, previous: int) -> None:
+    """Sit down behind `previous`; -1: in front."""
+    here = s.ports[port]
+    if here.count == 0:
+        here.since = s.clock[0]
+    here.count += 1
+    following = s.seats[previous].next if previous >= 0 else here.head
+    s.seats[seat].previous = previous
+    s.seats[seat].next = following
+    if previous >= 0:
+        s.seats[previous].next = seat
+    else:
+        here.head = seat
+    if following >= 0:
+        s.seats[following].previous = seat
+    else:
+        here.tail = seat
+
+
+@inlined
+def leave(s: State, seat: int, port: int) -> None:
+    """Get up."""
+    here = s.ports[port]
+    previous, following = s.seats[seat].previous, s.seats[seat].next
+    if previous >= 0:
+        s.seats[previous].next = following
+    else:
+        here.head = following
+    if following >= 0:
+        s.seats[following].previous = previous
+    else:
+        here.tail = previous
+    s.seats[seat].next = AWAY
+    here.count -= 1
+    if here.count == 0:
+        here.busy_s += s.clock[0] - here.since
+
+
+__all__ = ["leave", "sit"]
