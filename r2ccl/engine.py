@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -38,7 +37,7 @@ from r2ccl.ledger import (
 )
 from r2ccl.ports import ControlPort
 from r2ccl.progress import Progress, describe
-from r2ccl.recovery import Revoke
+from r2ccl.recovery import Leaving, Revoke
 from r2ccl.resilience.health import Health
 from r2ccl.rollcall import Calling, RollCall
 from r2ccl.transport.base import Registered, Transport
@@ -49,10 +48,6 @@ _log = logging.getLogger(__name__)
 _GIVE_WAY_S = 50e-6
 #: Timers are looked at this often while a call waits; the suspicion timeout is 25 times as long.
 _TICK_S = 0.02
-
-
-class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """Control message: the sender is in close() and all its slices are confirmed."""
 
 
 class BackgroundControl(ControlPort, Protocol):
@@ -106,7 +101,6 @@ class Engine:
         self._sleeping = False
         self._next_tick = 0.0
         self._peers: frozenset[int] = frozenset()
-        self._left: set[int] = set()
         self._has_raised = False
         #: Who has called what, and the lanes of the collective under way.
         self.roll = RollCall(self.recovery.peers, config.suspicion_timeout_s, control.send)
@@ -119,9 +113,7 @@ class Engine:
 
     def on_message(self, peer: int, message: object) -> None:
         """Take a message of `peer`."""
-        if isinstance(message, Leaving):
-            self.submit(self._left.add, peer)
-        elif isinstance(message, Calling):
+        if isinstance(message, Calling):
             self.submit(self._on_calling, peer, message.op)
         else:
             self.submit(self.recovery.on_message, peer, message)
@@ -131,8 +123,8 @@ class Engine:
         self.submit(self.recovery.on_opened, peer, rail, epoch, sock)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        """Give `peer` up, unless it left in order and nothing is wanted of it any more."""
-        self.submit(self._lost, peer, why, last_heard_s)
+        """Give `peer` up."""
+        self.submit(self.recovery.on_peer_lost, peer, why, last_heard_s)
 
     def on_tick(self, now: float) -> None:
         """Keep the loop going while no call does."""
@@ -174,12 +166,6 @@ class Engine:
 
     def _on_calling(self, peer: int, op: int) -> None:
         self.roll.on_calling(peer, op, self.progress.op)
-
-    def _lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        # One that has all its data may go; what it has not confirmed it never will.
-        has_left = peer in self._left
-        if not has_left or not self.progress.is_drained_to(peer):
-            self.recovery.on_peer_lost(peer, why, last_heard_s, is_news=has_left)
 
     # Called by the user's thread
 
@@ -283,7 +269,7 @@ class Engine:
             self._wait(self.progress.is_drained, self._patience(self._pending_drain))
             self.recovery.is_leaving = True
             self._control.broadcast(Leaving())
-            self._wait(lambda: self._left >= peers, self._patience(self._pending_leave))
+            self._wait(lambda: self.recovery.left >= peers, self._patience(self._pending_leave))
 
     def revoke(self, why: str) -> None:
         """End the communicator everywhere, from any thread."""
@@ -408,7 +394,8 @@ class Engine:
 
     def _pending_leave(self) -> Pending:
         ops = last_ops(self.recovery, self.roll)
-        return self._blocked("close()", {peer: ops[peer] for peer in ops.keys() - self._left})
+        waited = ops.keys() - self.recovery.left
+        return self._blocked("close()", {peer: ops[peer] for peer in waited})
 
     def _absent(self) -> dict[int, int]:
         return absent(self.recovery, self.roll, self.progress.op)
@@ -433,4 +420,4 @@ def _timeout(patience: _Patience) -> TransportTimeout:
     )
 
 
-__all__ = ["BackgroundControl", "Engine", "Leaving"]
+__all__ = ["BackgroundControl", "Engine"]

@@ -79,6 +79,16 @@ class PortUp(msgspec.Struct, frozen=True, tag="port_up"):
     rail: int
 
 
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """Control message: the sender has all its data and may go once everybody says so."""
+
+
+class Spared(msgspec.Struct, frozen=True, tag="spared"):
+    """Control message: `rank` is lost, but it had left the sender in order, which lives on."""
+
+    rank: int
+
+
 class Recovery:
     """Paths of one rank and their repair."""
 
@@ -102,6 +112,10 @@ class Recovery:
         self.error: R2cclError | None = None
         #: Every slice of this rank is confirmed, and it says so.
         self.is_leaving = False
+        #: Ranks that said that they leave.
+        self.left: set[int] = set()
+        #: Ranks whose loss others live on with.
+        self._spared: set[int] = set()
         self.log = RepairLog()
         joined = [rail for rail in range(self.nrails) if progress.transport.joins(rail)]
         #: Rails channels are at home on: not those of TCP beside RDMA.
@@ -320,8 +334,12 @@ class Recovery:
                 self._apply(path, announced(path, message))
                 if is_news:
                     self._look_into(path.key, message.epoch, message.cause, is_own=False)
+        elif isinstance(message, Leaving):
+            self.left.add(peer)
         elif isinstance(message, Revoke):
             self._on_revoke(message)
+        elif isinstance(message, Spared):
+            self._on_spared(peer, message.rank)
         elif self.error is not None:
             return
         elif isinstance(message, Offer | Answer | Ready):
@@ -334,10 +352,17 @@ class Recovery:
         elif self.council is not None and isinstance(message, Report | Prepare | Promise | Commit):
             self.council.on_message(peer, message)
 
-    def on_peer_lost(
-        self, peer: int, why: str, last_heard_s: float, *, is_news: bool = False
-    ) -> None:
-        """The control plane gave `peer` up; `is_news`: to others it may have left in order."""
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+        """The control plane gave `peer` up: the end, unless it left in order and has all it needs.
+
+        What it did not confirm then it never will. Ranks that have not left may still want
+        something of it, and end; then this rank, which waits for them, has to hear of it.
+        """
+        if peer in self.left and self._progress.is_drained_to(peer):
+            for other in self.peers:
+                if other != peer and other not in self.left:
+                    self._control.send(other, Spared(peer))
+            return
         if self.council is not None:
             self.council.peer_lost(peer)
         error = PeerLost(
@@ -349,7 +374,13 @@ class Recovery:
             last_op=max(path.op for key, path in self.paths.items() if key.peer == peer),
         )
         # Else every rank gives it up by itself, and says so with the same error.
+        is_news = peer in self.left or peer in self._spared
         self._give_up(error, "PeerLost" if is_news else "", peer)
+
+    def _on_spared(self, peer: int, rank: int) -> None:
+        self._spared.add(rank)
+        if self.error is not None:
+            self._control.send(peer, Revoke("PeerLost", str(self.error), self._rank, rank))
 
     def revoke(self, message: Revoke, error: R2cclError | None = None) -> None:
         """End the communicator on every rank, here with `error` if given.
@@ -638,4 +669,4 @@ _PORT_ERR = "PORT_ERR"
 #: Statuses of a local port that is down.
 _PORT_IS_DOWN = (_NO_CARRIER, _PORT_ERR)
 
-__all__ = ["PortUp", "Recovery", "Revoke"]
+__all__ = ["Leaving", "PortUp", "Recovery", "Revoke", "Spared"]

@@ -13,10 +13,9 @@ from r2ccl import bootstrap
 from r2ccl.communicator import Communicator
 from r2ccl.config import DEBUG_LEVELS, Config
 from r2ccl.dumping import require_main_thread
-from r2ccl.engine import Leaving
 from r2ccl.errors import InvalidArgument
 from r2ccl.joining import Answer, Offer, Ready
-from r2ccl.recovery import PortUp, Revoke
+from r2ccl.recovery import Leaving, PortUp, Revoke, Spared
 from r2ccl.resilience.path import Announcement
 from r2ccl.resilience.rounds import Commit, Prepare, Promise, Report
 from r2ccl.resilience.shrinking import Message as Shrinking
@@ -37,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 #: Everything ranks say to each other, beside what bootstrap itself does.
 MESSAGES: Any = (
-    Announcement | Revoke | PortUp | Leaving | Calling | Offer | Answer | Ready
+    Announcement | Revoke | PortUp | Leaving | Spared | Calling | Offer | Answer | Ready
     | ProbeRequest | ProbeReply | Finding
     | Report | Prepare | Promise | Commit
     | Shrinking

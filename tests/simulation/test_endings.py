@@ -55,6 +55,24 @@ def test_a_rank_that_dies_after_it_said_good_bye_owes_its_confirmations() -> Non
             assert error is None or isinstance(error, PeerLost | CommunicatorRevoked)
 
 
+def test_a_loss_that_only_some_ranks_survive_ends_those_too() -> None:
+    """Found at random: rank 0 said good-bye, to rank 3 alone before it died; 1 and 2 need it.
+
+    Rank 3 had all it needs of rank 0, and waited for the good-byes of ranks that had given up.
+    """
+    workload = Workload(
+        nranks=4, nrails=2, calls=(CallSpec(120, "packed_trees", 6, is_in_place=False),),
+        slice_nbytes=256, eager_nbytes=0, eager_slots=1, landing_depth=1, busy_ms=(1, 30),
+        no_rail_timeout_ms=20_000, is_loud=False,
+    )  # fmt: skip
+    down = NicDown(196, 0, 1, keep=2)
+    for at in range(410, 425):
+        outcome = simulate(workload, Plan((down, Kill(at, 0)), Noise(lose=30)), seed=35419)
+        assert outcome.time_s < PEER_TIMEOUT_S + 1.0
+        for error in outcome.errors[1:]:
+            assert error is None or isinstance(error, PeerLost | CommunicatorRevoked)
+
+
 def test_no_rail_from_the_start() -> None:
     cuts = tuple(CutPath(0, 0, 1, rail) for rail in range(3))
     outcome = simulate(Workload(), Plan(cuts))

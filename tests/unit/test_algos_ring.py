@@ -8,6 +8,7 @@ import pytest
 from r2ccl.algos import ring
 from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.check import check
+from r2ccl.schedule.cost import measure
 from r2ccl.schedule.interpret import interpret
 from r2ccl.schedule.ir import Kind, Space
 
@@ -104,3 +105,32 @@ def test_the_shape_is_a_reduce_scatter_then_an_allgather(n):
         assert kinds[half:] == [Kind.SEND, Kind.RECV] * (n - 1)
         assert [i for i, op in enumerate(ops) if op.is_final] == [half - 1]
         assert ops[0].src_space == Space.INPUT
+
+
+@pytest.mark.parametrize("make", [ring.allreduce, ring.reduce_scatter, ring.allgather])
+@pytest.mark.parametrize("n", SIZES)
+def test_all_three_are_accepted_and_cost_what_they_say(make, n):
+    schedule = make(n, 2, [range(n), [*range(0, n, 2), *range(1, n, 2)]])
+    check(schedule)
+    assert measure(schedule) == schedule.cost
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_reduce_scatter_leaves_each_rank_its_part_of_the_sum(n, in_place):
+    inputs = integers(n, 4 * n)
+    order = [*range(0, n, 2), *range(1, n, 2)]
+    outputs = interpret(ring.reduce_scatter(n, 2, [range(n), order]), inputs, np.add, in_place)
+    for rank, output in enumerate(outputs):
+        part = slice(4 * rank, 4 * (rank + 1))
+        assert (output[part] == sum(inputs)[part]).all()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_allgather_gives_each_rank_all_parts(n, in_place):
+    inputs = integers(n, 4 * n)
+    order = [*range(0, n, 2), *range(1, n, 2)]
+    whole = np.concatenate([inputs[rank][4 * rank : 4 * (rank + 1)] for rank in range(n)])
+    for output in interpret(ring.allgather(n, 2, [range(n), order]), inputs, np.add, in_place):
+        np.testing.assert_array_equal(output, whole)

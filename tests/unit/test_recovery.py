@@ -14,7 +14,7 @@ from r2ccl.errors import (
 )
 from r2ccl.joining import Offer
 from r2ccl.progress import Progress
-from r2ccl.recovery import PortUp, Recovery, Revoke
+from r2ccl.recovery import Leaving, PortUp, Recovery, Revoke, Spared
 from r2ccl.resilience.link import LinkReport
 from r2ccl.resilience.path import Announcement, PathState
 from r2ccl.transport.base import Arrived, Event, Failed, Fenced, Frame, Joined, Probed, RailChanged
@@ -115,10 +115,15 @@ def straight(key: PathKey) -> ProbeKey:
 
 
 class World:
-    """Rank 0 of two, both rails up."""
+    """Rank 0 of two, or more; both rails to rank 1 up."""
 
     def __init__(
-        self, *, mode: str = "auto", joined: set[int] | None = None, is_open: bool = True
+        self,
+        *,
+        mode: str = "auto",
+        joined: set[int] | None = None,
+        is_open: bool = True,
+        nranks: int = 2,
     ) -> None:
         self.now = 0.0
         self.transport = Notes()
@@ -126,7 +131,7 @@ class World:
         self.control = Control()
         self.progress = Progress(
             0,
-            2,
+            nranks,
             transport=self.transport,  # type: ignore[arg-type]
             control=self.control,
             config=Config(mode=mode, no_rail_timeout_s=5.0, eager_slots=4),
@@ -441,6 +446,30 @@ def test_a_peer_no_call_talks_to_is_not_given_up() -> None:
     world.fail(B)
     world.look(20.0, frozenset())
     assert world.recovery.error is None
+
+
+def test_a_rank_that_left_may_go_and_those_that_have_not_are_told() -> None:
+    world = World(nranks=4)
+    world.recovery.on_message(1, Leaving())
+    world.recovery.on_message(3, Leaving())
+    world.recovery.on_peer_lost(1, "silent", 5.0)
+    assert world.recovery.error is None
+    assert world.control.sent[-1:] == [(2, Spared(1))]
+    assert [to for to, each in world.control.sent if isinstance(each, Spared)] == [2]
+
+
+def test_who_cannot_do_without_a_rank_tells_those_that_can() -> None:
+    """Whichever comes first, the loss or the news that another rank lives on with it."""
+    world = World(nranks=4)
+    world.recovery.on_message(2, Spared(1))
+    world.recovery.on_peer_lost(1, "silent", 5.0)
+    assert isinstance(world.recovery.error, PeerLost)
+    revokes = [(to, each) for to, each in world.control.sent if isinstance(each, Revoke)]
+    assert [(to, each.kind, each.peer) for to, each in revokes] == [(-1, "PeerLost", 1)]
+    world.recovery.on_message(3, Spared(1))
+    to, message = world.control.sent[-1]
+    assert isinstance(message, Revoke)
+    assert (to, message.kind, message.peer) == (3, "PeerLost", 1)
 
 
 def test_after_an_error_every_end_is_fenced_also_one_that_failed_unseen() -> None:

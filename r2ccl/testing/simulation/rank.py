@@ -12,14 +12,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from r2ccl.bootstrap.messages import Codec
 from r2ccl.config import Config
 from r2ccl.errors import InternalError, R2cclError, TransportTimeout
 from r2ccl.executor import Call, LaneRun
-from r2ccl.recovery import PortUp, Revoke
+from r2ccl.recovery import Leaving, PortUp, Revoke, Spared
 from r2ccl.resilience.health import Health
 from r2ccl.resilience.path import Announcement
 from r2ccl.resilience.rounds import Commit, Prepare, Promise, Report
@@ -38,10 +37,6 @@ _STALL_S = 0.05
 _TURN_S = 10e-6
 
 
-class Leaving(msgspec.Struct, frozen=True, tag="sim.leaving"):
-    """Control message: all slices of the sender are confirmed."""
-
-
 class Phase(enum.Enum):
     """What the rank's own thread does."""
 
@@ -57,7 +52,7 @@ class Phase(enum.Enum):
 
 
 _MESSAGES: Any = (
-    Announcement | Revoke | PortUp | Leaving
+    Announcement | Revoke | PortUp | Leaving | Spared
     | ProbeRequest | ProbeReply | Finding
     | Report | Prepare | Promise | Commit
 )  # fmt: skip
@@ -118,7 +113,6 @@ class SimRank:
         self._deadline = 0.0
         self._peers: frozenset[int] = frozenset()
         self._runs: list[LaneRun] = []
-        self._left: set[int] = set()
         self._arrays: tuple[Any, Any] | None = None
 
     def start(self) -> None:
@@ -159,18 +153,15 @@ class SimRank:
 
     def on_message(self, peer: int, message: object) -> None:
         """Take a message of `peer`."""
-        if isinstance(message, Leaving):
-            self.submit(self._left.add, peer)
-        else:
-            self.submit(self.recovery.on_message, peer, message)
+        self.submit(self.recovery.on_message, peer, message)
 
     def on_path(self, peer: int, rail: int, epoch: int, endpoint: End) -> None:
         """Take a connection."""
         self.submit(self.recovery.on_opened, peer, rail, epoch, endpoint)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        """Give `peer` up, unless it left in order."""
-        self.submit(self._lost, peer, why, last_heard_s)
+        """Give `peer` up."""
+        self.submit(self.recovery.on_peer_lost, peer, why, last_heard_s)
 
     def on_carrier(self, rail: int, is_up: bool) -> None:
         """The local NIC of `rail` changed."""
@@ -181,11 +172,6 @@ class SimRank:
         """Have the owner of the loop run ``fn(*args)``."""
         self._inbox.append((fn, args))
         self._wake(is_control=True)
-
-    def _lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        has_left = peer in self._left
-        if not has_left or not self.progress.is_drained_to(peer):
-            self.recovery.on_peer_lost(peer, why, last_heard_s, is_news=has_left)
 
     # Turns
 
@@ -332,10 +318,11 @@ class SimRank:
 
     def _leave(self) -> None:
         if self.progress.is_drained():
-            if self.rank not in self._left:
-                self._left.add(self.rank)
+            left = self.recovery.left
+            if self.rank not in left:
+                left.add(self.rank)
                 self.control.broadcast(Leaving())
-            if len(self._left) == self._network.nranks:
+            if len(left) == self._network.nranks:
                 self.phase = Phase.DONE
 
     def _give_up(self) -> None:
@@ -351,4 +338,4 @@ class SimRank:
                 self._checker.retire(f"rank {self.rank}, after its error", *self._arrays)
 
 
-__all__ = ["Leaving", "Phase", "SimRank"]
+__all__ = ["Phase", "SimRank"]
