@@ -170,7 +170,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MODES = ("0", "1", "auto")
-ALGOS = ("ring", "tree", "packed_trees", "auto")
+ALGOS = ("ring", "tree", "packed_trees", "leaf_ring", "auto")
 
 #: Attributes of a queue pair (ibv_modify_qp(3)) have 8, 5 and 3 bits; -1 is our own, and a timeout
 #: of 0 is left out because it waits for ever.

@@ -6,24 +6,24 @@ nothing a rank measured for itself.
 While the data fits one eager slice, where latency decides, it is recursive doubling or a flat tree;
 above it, where bandwidth does, the ring, and for collectives with a root a chain. ``R2CC_ALGO``
 names another schedule of large allreduces, or asks for a choice: over rails of which some are slow
-or down, packed trees (`r2ccl.algos.packed_trees`) if these are expected to end sooner, for a ring
-is as slow as its slowest node. Without being asked the schedule stays, and with it every bit.
+or down, a leaf ring or packed trees (`r2ccl.algos`) if one is expected to end sooner, for a ring is
+as slow as its slowest node. Without being asked the schedule stays, and with it every bit.
 
-What is expected of a schedule is what its most loaded port takes for its share of the data, and for
-trees the time until the first slice is everywhere.
+What is expected of a schedule is what its most loaded port takes for its share of the data, and the
+time until its pipeline is full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from r2ccl.algos import packed_trees, recursive_doubling, ring, tree
+from r2ccl.algos import leaf_ring, packed_trees, recursive_doubling, ring, tree
 from r2ccl.config import Config
 from r2ccl.resilience.health import WHOLE, Health
 from r2ccl.schedule.ir import Schedule
-from r2ccl.spread import Placement, place, place_trees
+from r2ccl.spread import Placement, place, place_edges, port_time
 from r2ccl.types import CallSignature, Collective
 
 
@@ -112,22 +112,23 @@ def _allreduce(
     rings = _on_rings(ring.allreduce(nranks, nchannels), fabric, health, config)
     if config.algo == "ring":
         return rings
-    if config.algo == "tree":
-        trees = tree.double_binary(nranks) * max(1, nchannels // 2)
-        schedule = tree.allreduce(trees, "double_binary_tree")
-        return Choice(
-            schedule, place_trees(trees, fabric.homes, health), _slice(nbytes, trees, config)
-        )
-    if config.algo == "auto" and not _may_pack(nbytes, fabric, health):
+    if config.algo == "auto" and not _may_spare(nbytes, fabric, health):
         return rings
-    packed, packed_time = _packed(nbytes, fabric, health, config)
-    if config.algo == "auto" and packed_time >= _ring_time(rings, fabric, health):
+    named = [config.algo] if config.algo != "auto" else ["leaf_ring", "packed_trees"]
+    times_choices = [
+        found
+        for algo in named
+        for schedule, fill in _CANDIDATES[algo](fabric, health)
+        if (found := _placed(schedule, fill, nbytes, fabric, health, config))
+    ]
+    time, choice = min(times_choices, key=lambda found: found[0])
+    if config.algo == "auto" and time >= _ring_time(rings, fabric, health):
         return rings
-    return packed
+    return choice
 
 
-def _may_pack(nbytes: int, fabric: Fabric, health: Health) -> bool:
-    """Whether packed trees are worth a thought."""
+def _may_spare(nbytes: int, fabric: Fabric, health: Health) -> bool:
+    """Whether a schedule for unequal nodes is worth a thought."""
     if not fabric.is_flat or health.nranks < _MIN_NODES:
         return False
     if nbytes // (_TREES_PER_RAIL[0] * len(fabric.homes)) < _MIN_CHUNK_NBYTES:
@@ -136,44 +137,53 @@ def _may_pack(nbytes: int, fabric: Fabric, health: Health) -> bool:
     return any(health.share(rank, rail) < WHOLE for rank in ranks for rail in fabric.homes)
 
 
-def _packed(nbytes: int, fabric: Fabric, health: Health, config: Config) -> tuple[Choice, Fraction]:
-    """Return the best packing, and its time for one unit of data on rails of `WHOLE` a unit."""
-    bandwidths = [
-        # A node without any home is reached by the last resort.
+def _placed(
+    schedule: Schedule,
+    fill: int,
+    nbytes: int,
+    fabric: Fabric,
+    health: Health,
+    config: Config,
+) -> tuple[Fraction, Choice]:
+    """Place a candidate; return what is expected of it, for one unit of data, and the choice.
+
+    `fill` is how many slices of a channel pass before all ports are busy, and after.
+    """
+    placement = place_edges(schedule, fabric.homes, health)
+    channel_nbytes = nbytes // schedule.nchannels
+    # Small enough for a pipeline, and large enough to be worth its handling.
+    fine = max(_MIN_SLICE_NBYTES, channel_nbytes // _PIPELINED_SLICES)
+    slice_nbytes = min(config.slice_nbytes, fine)
+    nslices = max(1, channel_nbytes // slice_nbytes)
+    load = port_time(schedule, placement, fabric.homes, health)
+    return load * (1 + Fraction(fill, nslices)), Choice(schedule, placement, slice_nbytes)
+
+
+def _bandwidths(fabric: Fabric, health: Health) -> list[int]:
+    """Return what each node carries; one without any home is reached by the last resort."""
+    return [
         max(1, sum(health.share(rank, rail) for rail in fabric.homes))
         for rank in range(health.nranks)
     ]
-    found = []
+
+
+def _packings(fabric: Fabric, health: Health) -> Iterator[tuple[Schedule, int]]:
+    bandwidths = _bandwidths(fabric, health)
     for times in _TREES_PER_RAIL if health.nranks <= _MANY_NODES else _TREES_PER_RAIL[:1]:
-        trees = packed_trees.pack(bandwidths, times * len(fabric.homes))
-        placement = place_trees(trees, fabric.homes, health)
-        slice_nbytes = _slice(nbytes, trees, config)
-        nslices = max(1, nbytes // len(trees) // slice_nbytes)
-        height = max(max(tree.grow(each).heights) for each in trees)
-        time = _load(placement, fabric, health) * (1 + Fraction(height, nslices))
-        found.append((time, len(trees), trees, placement, slice_nbytes))
-    time, _, trees, placement, slice_nbytes = min(found, key=lambda each: each[:2])
-    schedule = tree.allreduce(trees, "packed_trees")
-    return Choice(schedule, placement, slice_nbytes), time
+        schedule = packed_trees.allreduce(bandwidths, times * len(fabric.homes))
+        yield schedule, schedule.cost.steps // 2
 
 
-def _slice(nbytes: int, trees: Sequence[tree.Parents], config: Config) -> int:
-    """Return a slice's size: small enough for a pipeline, large enough to be worth its handling."""
-    fine = max(_MIN_SLICE_NBYTES, nbytes // len(trees) // _PIPELINED_SLICES)
-    return min(config.slice_nbytes, fine)
+def _leaf_rings(fabric: Fabric, health: Health) -> Iterator[tuple[Schedule, int]]:
+    bandwidths = _bandwidths(fabric, health)
+    for times in _RINGS_PER_RAIL:
+        yield leaf_ring.allreduce(bandwidths, _SEGMENTS, times * len(fabric.homes)), 1
 
 
-def _load(placement: Placement, fabric: Fabric, health: Health) -> Fraction:
-    """Return what the busiest port takes for its edges, of trees that share one unit of data."""
-    nedges: dict[tuple[int, int], int] = {}
-    for edge in placement.edges:
-        rail = fabric.homes[edge.number % len(fabric.homes)]
-        for rank in (edge.low, edge.high):
-            nedges[rank, rail] = nedges.get((rank, rail), 0) + 1
-    ntrees = len(placement.channels)
-    return max(
-        Fraction(number, ntrees * max(1, health.share(*port))) for port, number in nedges.items()
-    )
+def _double_trees(fabric: Fabric, health: Health) -> Iterator[tuple[Schedule, int]]:
+    trees = tree.double_binary(health.nranks) * max(1, len(fabric.homes) // 2)
+    schedule = tree.allreduce(trees, "double_binary_tree")
+    yield schedule, schedule.cost.steps // 2
 
 
 def _ring_time(rings: Choice, fabric: Fabric, health: Health) -> Fraction:
@@ -195,6 +205,13 @@ def _ring_time(rings: Choice, fabric: Fabric, health: Health) -> Fraction:
     return rings.schedule.cost.sent * max(times) / total
 
 
+#: Of each schedule that is placed edge by edge, its forms, and how long their pipeline is.
+_CANDIDATES: dict[str, Callable[[Fabric, Health], Iterator[tuple[Schedule, int]]]] = {
+    "tree": _double_trees,
+    "packed_trees": _packings,
+    "leaf_ring": _leaf_rings,
+}
+
 #: A channel is worth its overhead from this many bytes per chunk on: below it the ring's steps
 #: cost more than the rails gain.
 _MIN_CHUNK_NBYTES = 64 << 10
@@ -203,9 +220,13 @@ _MIN_NODES = 3
 #: Trees for every rail, in the order they are tried; more of them come closer to the degrees
 #: wanted, but their slices are fewer.
 _TREES_PER_RAIL = (4, 3, 5, 6)
+#: Channels of a leaf ring for every rail; with more, edges are shared out more evenly.
+_RINGS_PER_RAIL = (2, 3)
 #: Nodes from which on one number of trees is as good as another.
 _MANY_NODES = 16
-#: Slices of one tree that are enough for its pipeline, and the least a slice should have.
+#: Segments of a leaf ring: relaying comes close to the shares wanted.
+_SEGMENTS = 8
+#: Slices of a channel that are enough for its pipeline, and the least a slice should have.
 _PIPELINED_SLICES = 32
 _MIN_SLICE_NBYTES = 128 << 10
 

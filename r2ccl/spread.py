@@ -10,21 +10,25 @@ which the worst port of that rail can carry, and then all of them end together. 
 is no reason to spare its rail elsewhere: its channels make a detour at that one hop, and carry as
 much as any other.
 
-Trees: every edge on a rail of its own choice, so that the ports of each node are loaded in
-proportion to what they carry, and none that is down is used.
+Schedules for unequal ranks: every edge on a rail of its own choice, so that the ports of each node
+are loaded in proportion to what they carry, and none that is down is used.
 
 Pure: it reads what all ranks share. Invariant: equal arguments, equal placement, on every rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from r2ccl.algos.tree import Parents
+import numpy as np
+
 from r2ccl.errors import InvalidArgument
 from r2ccl.resilience.health import WHOLE, Health
+from r2ccl.schedule.arrays import as_arrays
+from r2ccl.schedule.ir import Kind, Schedule
 
 
 class Edge(NamedTuple):
@@ -97,16 +101,17 @@ def place(nchannels: int, homes: Sequence[int], health: Health) -> Placement:
     return Placement(tuple(channels), tuple(weights))
 
 
-def place_trees(trees: Sequence[Parents], homes: Sequence[int], health: Health) -> Placement:
-    """Spread the edges of trees over the rails.
+def place_edges(schedule: Schedule, homes: Sequence[int], health: Health) -> Placement:
+    """Spread the edges of any schedule over the rails.
 
-    Edges of ranks with few rails choose first; each takes the rail on which the busier of its two
-    ports is least loaded. One between ranks that share no home is left to routing.
+    Edges of ranks with few rails choose first, of those the heaviest; each takes the rail on which
+    the busier of its two ports has least to do for what it can carry. One between ranks that share
+    no home is left to routing.
 
     Parameters
     ----------
-    trees : sequence of Parents
-        One a channel, all of the same weight.
+    schedule : Schedule
+        Of as many ranks as there are in `health`.
     homes, health
         As for `place`.
 
@@ -119,29 +124,88 @@ def place_trees(trees: Sequence[Parents], homes: Sequence[int], health: Health) 
     width = len(homes)
     shares = [[health.share(rank, rail) for rail in homes] for rank in range(health.nranks)]
     alive = [sum(map(bool, of_rank)) for of_rank in shares]
-    load = [[0] * width for _ in shares]
-    pairs = [
-        (number, min(rank, parent), max(rank, parent))
-        for number, parents in enumerate(trees)
-        for rank, parent in enumerate(parents)
-        if parent >= 0
-    ]
-
-    def burden(number: int, low: int, high: int, at: int) -> tuple[bool, Fraction, Fraction, int]:
-        ends = [(load[rank][at] + 1, shares[rank][at]) for rank in (low, high)]
-        if not all(share for _, share in ends):
-            return True, Fraction(0), Fraction(0), (at - number) % width
-        one, other = (Fraction(*end) for end in ends)
-        return False, max(one, other), one + other, (at - number) % width
-
+    #: Of every rank and home, what it sends and what it receives.
+    load = [[(0, 0)] * width for _ in shares]
     edges = []
-    for number, low, high in sorted(pairs, key=lambda e: (min(alive[e[1]], alive[e[2]]), e)):
-        at = min(range(width), key=lambda at: burden(number, low, high, at))
-        load[low][at] += 1
-        load[high][at] += 1
-        edges.append(Edge(number, low, high, number * width + at))
-    channels = tuple(number * width for number in range(len(trees)))
-    return Placement(channels, (1,) * len(trees), tuple(edges))
+    for flow in sorted(_flows(schedule), key=lambda f: (min(alive[f.low], alive[f.high]), f)):
+        at = min(range(width), key=lambda at: _burden(flow, at, load, shares))
+        for rank, sent, received in flow.ends():
+            before = load[rank][at]
+            load[rank][at] = before[0] + sent, before[1] + received
+        edges.append(Edge(flow.channel, flow.low, flow.high, flow.channel * width + at))
+    channels = tuple(channel * width for channel in range(schedule.nchannels))
+    return Placement(channels, schedule.weights, tuple(edges))
+
+
+def port_time(
+    schedule: Schedule, placement: Placement, homes: Sequence[int], health: Health
+) -> Fraction:
+    """Return what the busiest port takes for one unit of data, on rails that carry `WHOLE` a unit.
+
+    A port that is down is left out: what is placed there makes a detour.
+    """
+    number_of = {edge[:3]: edge.number for edge in placement.edges}
+    unit = sum(schedule.weights) * math.lcm(*schedule.nchunks)
+    load: dict[tuple[int, int], tuple[int, int]] = {}
+    for flow in _flows(schedule):
+        key = (flow.channel, flow.low, flow.high)
+        rail = homes[number_of.get(key, placement.channels[flow.channel]) % len(homes)]
+        for rank, sent, received in flow.ends():
+            before = load.get((rank, rail), (0, 0))
+            load[rank, rail] = before[0] + sent, before[1] + received
+    times = [
+        Fraction(max(both), unit * health.share(*port))
+        for port, both in load.items()
+        if health.share(*port)
+    ]
+    return max(times, default=Fraction(0))
+
+
+class _Flow(NamedTuple):
+    """What an edge carries, each way, in units of the schedule; the heaviest come first."""
+
+    negative_weight: int
+    channel: int
+    low: int
+    high: int
+    up: int
+    down: int
+
+    def ends(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Return both ranks, with what each sends and receives."""
+        return (self.low, self.up, self.down), (self.high, self.down, self.up)
+
+
+def _flows(schedule: Schedule) -> list[_Flow]:
+    """Add up what every edge carries."""
+    ops = as_arrays(schedule).ops
+    sends = ops[ops["kind"] == Kind.SEND]
+    common = math.lcm(*schedule.nchunks)
+    units = [
+        weight * (common // nchunks)
+        for weight, nchunks in zip(schedule.weights, schedule.nchunks, strict=True)
+    ]
+    carried: dict[tuple[int, int, int], list[int]] = {}
+    ways, counts = np.unique(sends[["channel", "rank", "peer"]], return_counts=True)
+    for (channel, rank, peer), count in zip(ways.tolist(), counts.tolist(), strict=True):
+        both = carried.setdefault((channel, min(rank, peer), max(rank, peer)), [0, 0])
+        both[rank > peer] += count * units[channel]
+    return [_Flow(-max(both), *edge, *both) for edge, both in carried.items()]
+
+
+def _burden(
+    flow: _Flow, at: int, load: Sequence[Sequence[tuple[int, int]]], shares: Sequence[Sequence[int]]
+) -> tuple[bool, Fraction, Fraction, int]:
+    """Rate a home for an edge, the least first."""
+    turn = (at - flow.channel) % len(load[0])
+    times = []
+    for rank, sent, received in flow.ends():
+        if not shares[rank][at]:
+            return True, Fraction(0), Fraction(0), turn
+        before = load[rank][at]
+        busier = max(before[0] + sent, before[1] + received)
+        times.append(Fraction(busier, shares[rank][at]))
+    return False, max(times), sum(times, Fraction(0)), turn
 
 
 def _require(homes: Sequence[int]) -> None:
@@ -149,4 +213,4 @@ def _require(homes: Sequence[int]) -> None:
         raise InvalidArgument("channels need at least one rail to be at home on")
 
 
-__all__ = ["Edge", "Placement", "place", "place_trees"]
+__all__ = ["Edge", "Placement", "place", "place_edges", "port_time"]

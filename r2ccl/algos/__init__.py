@@ -6,6 +6,32 @@ random source. Invariant: equal arguments give equal schedules on every rank.
 
 from __future__ import annotations
 
-from r2ccl.algos import recursive_doubling, ring
+from r2ccl.algos import (
+    bridged_ring,
+    halving_doubling,
+    hierarchy,
+    leaf_ring,
+    nested_rings,
+    one_shot,
+    optcc,
+    packed_trees,
+    r2cc,
+    recursive_doubling,
+    ring,
+    tree,
+)
 
-__all__ = ["recursive_doubling", "ring"]
+__all__ = [
+    "bridged_ring",
+    "halving_doubling",
+    "hierarchy",
+    "leaf_ring",
+    "nested_rings",
+    "one_shot",
+    "optcc",
+    "packed_trees",
+    "r2cc",
+    "recursive_doubling",
+    "ring",
+    "tree",
+]

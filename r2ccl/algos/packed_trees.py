@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from r2ccl.algos import tree
+from r2ccl.algos.bandwidths import require_positive
 from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.ir import Schedule
 
@@ -63,7 +64,7 @@ def lower_bound(bandwidths: Sequence[int]) -> Fraction:
     InvalidArgument
         No node, or a bandwidth below 1.
     """
-    _require_positive(bandwidths)
+    require_positive(bandwidths)
     n = len(bandwidths)
     if n == 1:
         return Fraction(0)
@@ -80,7 +81,7 @@ def degrees(bandwidths: Sequence[int]) -> tuple[Fraction, ...]:
     InvalidArgument
         No node, or a bandwidth below 1.
     """
-    _require_positive(bandwidths)
+    require_positive(bandwidths)
     n = len(bandwidths)
     if n == 1:
         return (Fraction(0),)
@@ -219,13 +220,6 @@ def _deal(sums: Sequence[int], ntrees: int) -> list[list[int]]:
 def _firsts(n: int, ntrees: int) -> list[int]:
     """Return which node comes first among its equals in each tree: all of them in turn."""
     return [number * n // ntrees if ntrees < n else number % n for number in range(ntrees)]
-
-
-def _require_positive(bandwidths: Sequence[int]) -> None:
-    if not bandwidths or min(bandwidths) < 1:
-        raise InvalidArgument(
-            f"bandwidths={tuple(bandwidths)}: give an integer above 0 for every node"
-        )
 
 
 __all__ = ["Reach", "allreduce", "degrees", "flat_tree", "lower_bound", "pack"]

@@ -72,9 +72,9 @@ def test_the_ring_stays_unless_asked() -> None:
     assert choose(64 * MIB, health(r1n0=0), algo=Config().algo).schedule.name == "ring"
 
 
-def test_packed_trees_run_where_a_node_has_lost_much() -> None:
+def test_a_schedule_that_spares_it_runs_where_a_node_has_lost_much() -> None:
     lost = choose(64 * MIB, health(r1n0=0))
-    assert lost.schedule.name == "packed_trees"
+    assert lost.schedule.name in ("leaf_ring", "packed_trees")
     assert lost.slice_nbytes < Config().slice_nbytes, "slices are small enough for a pipeline"
     assert all(edge.number % 4 != 1 for edge in lost.placement.edges if 0 in edge[1:3])
 

@@ -1,17 +1,20 @@
 """Which rails channels go to, and how much each carries: alike on all ranks, nothing wasted."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from healths import health
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r2ccl.algos import packed_trees, ring, tree
+from r2ccl.algos import leaf_ring, packed_trees, ring
 from r2ccl.errors import InvalidArgument
 from r2ccl.planner import full_channels
 from r2ccl.resilience.health import WHOLE, Health
 from r2ccl.schedule.interpret import interpret
-from r2ccl.spread import place, place_trees
+from r2ccl.schedule.ir import Schedule
+from r2ccl.spread import place, place_edges, port_time
 
 
 @pytest.mark.parametrize("nchannels", [1, 3, 12])
@@ -83,21 +86,21 @@ def test_the_result_is_the_same_bit_for_bit_whatever_the_shares(shares: list[int
         assert np.array_equal(result.view(np.uint32), plain.view(np.uint32))
 
 
-# Trees
+# Edges
 
 
-def port_loads(trees: list[tree.Parents], of: Health) -> dict[tuple[int, int], int]:
+def port_loads(schedule: Schedule, of: Health) -> dict[tuple[int, int], int]:
     """Edges on each port, by rank and rail; every edge of every tree once."""
-    placement = place_trees(trees, range(of.nrails), of)
-    placed = {(edge.channel, edge.low, edge.high) for edge in placement.edges}
+    placement = place_edges(schedule, range(of.nrails), of)
+    placed = [edge[:3] for edge in placement.edges]
     wanted = {
-        (number, min(rank, parent), max(rank, parent))
-        for number, parents in enumerate(trees)
-        for rank, parent in enumerate(parents)
-        if parent >= 0
+        (channel, min(rank, op.peer), max(rank, op.peer))
+        for rank in range(of.nranks)
+        for channel, ops in enumerate(schedule.program(rank).channels)
+        for op in ops
+        if op.peer >= 0
     }
-    assert placed == wanted
-    assert len(placement.edges) == len(wanted)
+    assert sorted(placed) == sorted(wanted)
     found: dict[tuple[int, int], int] = {}
     for edge in placement.edges:
         for rank in (edge.low, edge.high):
@@ -106,15 +109,17 @@ def port_loads(trees: list[tree.Parents], of: Health) -> dict[tuple[int, int], i
     return found
 
 
+def packed(of: Health, ntrees: int) -> Schedule:
+    return packed_trees.allreduce([of.capacity(rank) for rank in range(of.nranks)], ntrees)
+
+
 def test_edges_are_shared_out_evenly_on_a_whole_network() -> None:
-    loads = port_loads(list(packed_trees.pack([1] * 4, 16)), health())
-    assert set(loads.values()) == {6}
+    assert set(port_loads(packed(health(), 16), health()).values()) == {6}
 
 
 def test_no_edge_is_on_a_dead_port_and_the_others_share_them() -> None:
     of = health(r1n0=0)
-    bandwidths = [of.capacity(rank) for rank in range(4)]
-    loads = port_loads(list(packed_trees.pack(bandwidths, 20)), of)
+    loads = port_loads(packed(of, 20), of)
     assert (0, 1) not in loads
     # The lower bound: 2 (n - 1) times the data through 15 ports.
     assert set(loads.values()) == {8}
@@ -122,15 +127,29 @@ def test_no_edge_is_on_a_dead_port_and_the_others_share_them() -> None:
 
 def test_a_slow_port_has_fewer_edges() -> None:
     of = health(r2n1=8)
-    bandwidths = [of.capacity(rank) for rank in range(4)]
-    loads = port_loads(list(packed_trees.pack(bandwidths, 24)), of)
+    loads = port_loads(packed(of, 24), of)
     assert loads[1, 2] <= max(loads.values()) / 2 + 1
+
+
+def test_the_busiest_port_decides() -> None:
+    homes = range(4)
+    rings = ring.allreduce(4, 12)
+    spread = place(12, homes, health())
+    assert port_time(rings, spread, homes, health()) == Fraction(3, 2) / 64
+    of = health(r1n0=0)
+    trees = packed(of, 20)
+    placed = place_edges(trees, homes, of)
+    bound = packed_trees.lower_bound([of.capacity(rank) for rank in range(4)])
+    assert port_time(trees, placed, homes, of) == bound
+    leaves = leaf_ring.allreduce([of.capacity(rank) for rank in range(4)], nchannels=8)
+    time = port_time(leaves, place_edges(leaves, homes, of), homes, of)
+    assert bound <= time <= bound * Fraction(9, 8) * Fraction(101, 100)
 
 
 @given(tables, st.integers(1, 8))
 def test_every_lane_has_links_of_its_own(shares: list[int], ntrees: int) -> None:
     of = Health(1, 4, bytes(shares))
-    placement = place_trees(packed_trees.pack([1, 1, 1], ntrees), range(4), of)
+    placement = place_edges(packed_trees.allreduce([1, 1, 1], ntrees), range(4), of)
     owners: dict[int, int] = {}
     for edge in placement.edges:
         assert owners.setdefault(edge.number, edge.channel) == edge.channel
@@ -139,6 +158,6 @@ def test_every_lane_has_links_of_its_own(shares: list[int], ntrees: int) -> None
             assert placement.numbers(peer)[channel, rank] == number
 
 
-def test_trees_need_a_home_too() -> None:
+def test_edges_need_a_home_too() -> None:
     with pytest.raises(InvalidArgument, match="at least one rail"):
-        place_trees([(-1,)], [], health())
+        place_edges(ring.allreduce(2), [], health())

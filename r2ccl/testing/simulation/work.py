@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.algos import packed_trees, recursive_doubling, ring, tree
+from r2ccl.algos import packed_trees, recursive_doubling, ring
 from r2ccl.lowering import Layout, lower
 from r2ccl.resilience.health import Health
-from r2ccl.spread import Placement, place, place_trees
+from r2ccl.schedule.ir import Schedule
+from r2ccl.spread import Placement, place, place_edges
 from r2ccl.testing.simulation.plan import CallSpec, Workload
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -42,7 +43,7 @@ class Work:
         """
         spec = self.calls[call]
         if spec.algorithm == "packed_trees":
-            placement = place_trees(_trees(self.workload.nranks, spec.channels), homes, health)
+            placement = place_edges(_trees(self.workload.nranks, spec.channels), homes, health)
         else:
             placement = place(spec.channels, homes, health)
         return _layout(self.workload, spec, rank, placement)
@@ -77,7 +78,7 @@ class Work:
 @functools.lru_cache(maxsize=4096)
 def _layout(workload: Workload, spec: CallSpec, rank: int, placement: Placement) -> Layout:
     if spec.algorithm == "packed_trees":
-        schedule = tree.allreduce(_trees(workload.nranks, spec.channels))
+        schedule = _trees(workload.nranks, spec.channels)
     else:
         make = ring.allreduce if spec.algorithm == "ring" else recursive_doubling.allreduce
         schedule = make(workload.nranks, spec.channels)
@@ -93,9 +94,10 @@ def _layout(workload: Workload, spec: CallSpec, rank: int, placement: Placement)
     )
 
 
-def _trees(nranks: int, ntrees: int) -> tuple[tree.Parents, ...]:
+@functools.lru_cache(maxsize=64)
+def _trees(nranks: int, ntrees: int) -> Schedule:
     """Trees for ranks of which the later ones have more to give."""
-    return packed_trees.pack(range(2, nranks + 2), ntrees)
+    return packed_trees.allreduce(range(2, nranks + 2), ntrees)
 
 
 @functools.lru_cache(maxsize=4096)
