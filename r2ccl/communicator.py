@@ -90,8 +90,7 @@ class Communicator:
             nwires=control.nwires,
         )
         self._whole = Health.whole(self.nranks, self._nrails, config.digest())
-        nhosts = len({info.host for info in control.peers})
-        fabric = Fabric(self._engine.recovery.homes, control.nwires, nhosts == self.nranks)
+        fabric = Fabric(self._engine.recovery.homes, control.nwires)
         self._plans = Plans(self.rank, self.nranks, fabric, config)
         self._tidings = Tidings(self._engine)
         self._engine.recovery.hosts = [info.hostname for info in control.peers]

@@ -33,8 +33,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     landing_depth: int = 2
     #: Channels of a large collective; 0: chosen from the number of rails.
     channels: int = 0
-    #: Schedule of large allreduces: one of `ALGOS`; with ``auto`` a failure may change the order of
-    #: the additions, and so the last bits of a sum.
+    #: Schedule of large allreduces: one of `ALGOS`.
     algo: str = "ring"
     #: Number of rails to use; 0: one per interface found (two on loopback).
     rails: int = 0
@@ -170,7 +169,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MODES = ("0", "1", "auto")
-ALGOS = ("ring", "tree", "packed_trees", "leaf_ring", "auto")
+ALGOS = ("ring", "tree", "packed_trees", "leaf_ring")
 
 #: Attributes of a queue pair (ibv_modify_qp(3)) have 8, 5 and 3 bits; -1 is our own, and a timeout
 #: of 0 is left out because it waits for ever.

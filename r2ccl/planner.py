@@ -5,12 +5,9 @@ nothing a rank measured for itself.
 
 While the data fits one eager slice, where latency decides, it is recursive doubling or a flat tree;
 above it, where bandwidth does, the ring, and for collectives with a root a chain. ``R2CC_ALGO``
-names another schedule of large allreduces, or asks for a choice: over rails of which some are slow
-or down, a leaf ring or packed trees (`r2ccl.algos`) if one is expected to end sooner, for a ring is
-as slow as its slowest node. Without being asked the schedule stays, and with it every bit.
-
-What is expected of a schedule is what its most loaded port takes for its share of the data, and the
-time until its pipeline is full.
+names another schedule of large allreduces. Those for unequal nodes are made for what each node has
+left; of several forms of one the best is taken, by what its most loaded port takes for its share of
+the data, and by the time until its pipeline is full.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import NamedTuple
 
 from r2ccl.algos import leaf_ring, packed_trees, recursive_doubling, ring, tree
 from r2ccl.config import Config
-from r2ccl.resilience.health import WHOLE, Health
+from r2ccl.resilience.health import Health
 from r2ccl.schedule.ir import Schedule
 from r2ccl.spread import Placement, place, place_edges, port_time
 from r2ccl.types import CallSignature, Collective
@@ -38,13 +35,10 @@ class Fabric(NamedTuple):
         Rails that add bandwidth to one another: rails on one wire, as on loopback, are backups of
         each other and get one channel together (measured there, 1 against 2 channels: 8 to 30 %
         less time from 256 KiB to 64 MiB, with 2 and 4 ranks).
-    is_flat : bool
-        Whether every rank has a host, and so NICs, of its own.
     """
 
     homes: Sequence[int]
     nwires: int
-    is_flat: bool = True
 
 
 class Choice(NamedTuple):
@@ -108,33 +102,13 @@ def _on_rings(schedule: Schedule, fabric: Fabric, health: Health, config: Config
 def _allreduce(
     nbytes: int, nchannels: int, fabric: Fabric, health: Health, config: Config
 ) -> Choice:
-    nranks = health.nranks
-    rings = _on_rings(ring.allreduce(nranks, nchannels), fabric, health, config)
     if config.algo == "ring":
-        return rings
-    if config.algo == "auto" and not _may_spare(nbytes, fabric, health):
-        return rings
-    named = [config.algo] if config.algo != "auto" else ["leaf_ring", "packed_trees"]
-    times_choices = [
-        found
-        for algo in named
-        for schedule, fill in _CANDIDATES[algo](fabric, health)
-        if (found := _placed(schedule, fill, nbytes, fabric, health, config))
+        return _on_rings(ring.allreduce(health.nranks, nchannels), fabric, health, config)
+    placed = [
+        _placed(schedule, fill, nbytes, fabric, health, config)
+        for schedule, fill in _CANDIDATES[config.algo](fabric, health)
     ]
-    time, choice = min(times_choices, key=lambda found: found[0])
-    if config.algo == "auto" and time >= _ring_time(rings, fabric, health):
-        return rings
-    return choice
-
-
-def _may_spare(nbytes: int, fabric: Fabric, health: Health) -> bool:
-    """Whether a schedule for unequal nodes is worth a thought."""
-    if not fabric.is_flat or health.nranks < _MIN_NODES:
-        return False
-    if nbytes // (_TREES_PER_RAIL[0] * len(fabric.homes)) < _MIN_CHUNK_NBYTES:
-        return False
-    ranks = range(health.nranks)
-    return any(health.share(rank, rail) < WHOLE for rank in ranks for rail in fabric.homes)
+    return min(placed, key=lambda found: found[0])[1]
 
 
 def _placed(
@@ -186,25 +160,6 @@ def _double_trees(fabric: Fabric, health: Health) -> Iterator[tuple[Schedule, in
     yield schedule, schedule.cost.steps // 2
 
 
-def _ring_time(rings: Choice, fabric: Fabric, health: Health) -> Fraction:
-    """Return what the busiest port takes, as for `_load`; detours are shared out at their node."""
-    homes, nranks = fabric.homes, health.nranks
-    weight = dict.fromkeys(homes, 0)
-    for number, share in zip(rings.placement.channels, rings.placement.weights, strict=True):
-        weight[homes[number % len(homes)]] += share
-    total = sum(weight.values())
-    times = []
-    for rank in range(nranks):
-        alive = [rail for rail in homes if health.share(rank, rail)]
-        detour = sum(weight[rail] for rail in homes if rail not in alive)
-        capacity = sum(health.share(rank, rail) for rail in alive)
-        times += [
-            Fraction(weight[rail], health.share(rank, rail)) + Fraction(detour, capacity)
-            for rail in alive
-        ] or [Fraction(total)]
-    return rings.schedule.cost.sent * max(times) / total
-
-
 #: Of each schedule that is placed edge by edge, its forms, and how long their pipeline is.
 _CANDIDATES: dict[str, Callable[[Fabric, Health], Iterator[tuple[Schedule, int]]]] = {
     "tree": _double_trees,
@@ -215,8 +170,6 @@ _CANDIDATES: dict[str, Callable[[Fabric, Health], Iterator[tuple[Schedule, int]]
 #: A channel is worth its overhead from this many bytes per chunk on: below it the ring's steps
 #: cost more than the rails gain.
 _MIN_CHUNK_NBYTES = 64 << 10
-#: Two nodes have one tree, and it is the ring.
-_MIN_NODES = 3
 #: Trees for every rail, in the order they are tried; more of them come closer to the degrees
 #: wanted, but their slices are fewer.
 _TREES_PER_RAIL = (4, 3, 5, 6)
