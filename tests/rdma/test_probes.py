@@ -27,8 +27,10 @@ def two(hcas: Nodes) -> Iterator[TwoRanks]:
 
 
 def test_a_silent_port_is_noticed_in_time_and_joined_again_when_it_speaks(
-    two: TwoRanks, lab: Shape
+    two: TwoRanks, lab: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from r2ccl.transport import prober
+
     two.join(*STRAIGHT)
     gone, beside = STRAIGHT
     with silent(lab.netdev(1, 0), lab.address(0, 0)):
@@ -39,8 +41,10 @@ def test_a_silent_port_is_noticed_in_time_and_joined_again_when_it_speaks(
         assert took_s < 2 * PROBE_TIMEOUT_S
         assert two.ask(beside).is_answered is True
         again = two.ask(gone)
-        assert again.is_answered is None
+        assert again.is_answered is False, "what was silent just now needs no connection to be so"
         assert probed.detail in again.detail, "it says what became of its connection"
+        monkeypatch.setattr(prober, "_SILENCE_S", 0.0)
+        assert two.ask(gone).is_answered is None, "what was silent long ago does"
     two.joined.clear()
     two.until(lambda: gone in two.joined, "the connection, anew")
     assert two.ask(gone).is_answered is True
