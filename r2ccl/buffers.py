@@ -95,6 +95,22 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
     return Buffer(array, code, array.size, dtype.itemsize, array.nbytes, x)
 
 
+def as_buffers(x: Any, out: Any = None) -> tuple[Buffer, Buffer]:
+    """View the input and the output of a collective; without `out`, `x` is both.
+
+    Raises
+    ------
+    InvalidArgument
+        As `as_buffer` and `is_in_place`.
+    """
+    source = as_buffer(x, writable=out is None)
+    if out is None:
+        return source, source
+    output = as_buffer(out, writable=True)
+    is_in_place(source, output)
+    return source, output
+
+
 def like(x: Any, times: int = 0) -> Any:
     """Allocate an output with the shape and dtype of `x`, C-contiguous and uninitialised.
 
@@ -263,4 +279,13 @@ def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-__all__ = ["Array", "Buffer", "as_buffer", "is_in_place", "like", "like_part", "part_of"]
+__all__ = [
+    "Array",
+    "Buffer",
+    "as_buffer",
+    "as_buffers",
+    "is_in_place",
+    "like",
+    "like_part",
+    "part_of",
+]

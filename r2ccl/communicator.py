@@ -15,7 +15,7 @@ import numpy as np
 
 from r2ccl import kernels, ledger
 from r2ccl.bootstrap.control import ControlPlane
-from r2ccl.buffers import Array, as_buffer, is_in_place, like, like_part, part_of
+from r2ccl.buffers import Array, as_buffer, as_buffers, is_in_place, like, like_part, part_of
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.council import Known
@@ -145,10 +145,7 @@ class Communicator:
         above, a ring that sends 2(n - 1)/n of the data per rank. *After failure*: a path that
         fails changes nothing in the result, bit for bit. If the call raises, `out` is undefined.
         """
-        source = as_buffer(x, writable=out is None)
-        output = source if out is None else as_buffer(out, writable=True)
-        if output is not source:
-            is_in_place(source, output)
+        source, output = as_buffers(x, out)
         call = CallSignature(Collective.ALLREDUCE, source.dtype_code, op, source.count)
         self._run(call, source.array, output.array)
         return x if out is None else out
@@ -264,10 +261,7 @@ class Communicator:
         above, a pipeline through all ranks in which each receives and sends the data once.
         """
         self._require_rank(root)
-        source = as_buffer(x, writable=out is None)
-        output = source if out is None else as_buffer(out, writable=True)
-        if output is not source:
-            is_in_place(source, output)
+        source, output = as_buffers(x, out)
         call = CallSignature(
             Collective.BROADCAST, source.dtype_code, ReduceOp.SUM, source.count, root
         )
@@ -305,23 +299,15 @@ class Communicator:
         memory of the size of `x` for partial sums, kept from call to call.
         """
         self._require_rank(root)
-        is_root = self.rank == root
-        source = as_buffer(x, writable=is_root and out is None)
-        array = source.array
-        if not is_root:
-            target = self._scratch_like(array)
-        elif out is None:
-            target = array
-        else:
-            output = as_buffer(out, writable=True)
-            is_in_place(source, output)
+        if self.rank == root:
+            source, output = as_buffers(x, out)
             target = output.array
-        self._run(
-            CallSignature(Collective.REDUCE, source.dtype_code, op, source.count, root),
-            array,
-            target,
-        )
-        if not is_root:
+        else:
+            source = as_buffer(x, writable=False)
+            target = self._scratch_like(source.array)
+        call = CallSignature(Collective.REDUCE, source.dtype_code, op, source.count, root)
+        self._run(call, source.array, target)
+        if self.rank != root:
             return None
         return x if out is None else out
 

@@ -43,11 +43,9 @@ class ProgramBuilder:
         """Where this rank's `chunk` is: INPUT, or OUTPUT once that was written."""
         return Space.OUTPUT if (False, chunk) in self._written else Space.INPUT
 
-    def send(
-        self, peer: int, chunk: int, *, after: Sequence[int] = (), space: Space | None = None
-    ) -> int:
+    def send(self, peer: int, chunk: int, *, after: Sequence[int] = ()) -> int:
         """Give `peer` a chunk."""
-        source = self.held(chunk) if space is None else space
+        source = self.held(chunk)
         waits = self._reading(source, chunk)
         return self._add(Op(Kind.SEND, peer, source, chunk, Space.OUTPUT, -1, _all(waits, after)))
 
