@@ -591,8 +591,11 @@ class Communicator:
         layout = plan.layout
         call = Call(layout, source, output, plan.reduce, plan.finish)
         progress = self._engine.progress
-        runs = [LaneRun(lane, call, progress, self._pool) for lane in layout.lanes]
-        self._engine.run(plan.signature, runs, layout.peers)
+
+        def make() -> list[LaneRun]:
+            return [LaneRun(lane, call, progress, self._pool) for lane in layout.lanes]
+
+        self._engine.run(plan.signature, make, layout.peers)
 
     def _scratch_like(self, array: Array) -> Array:
         """Return memory of this size and dtype; valid until the next call that needs some."""

@@ -150,6 +150,9 @@ class Engine:
                 self.progress.advance()
             except R2cclError as exc:
                 self._fail(exc)
+            except Exception as exc:
+                # What was being handled is lost: to go on would be to wait for it for ever.
+                self._fail(self._broken(exc))
             finally:
                 self._owner.release()
 
@@ -220,8 +223,17 @@ class Engine:
         self._wait(has_entered, _Patience(self._config.timeout_s, "R2CC_TIMEOUT_S", pending))
         return found[0]
 
-    def run(self, signature: int, runs: Sequence[LaneRun], peers: frozenset[int]) -> None:
+    def run(
+        self, signature: int, make: Callable[[], Sequence[LaneRun]], peers: frozenset[int]
+    ) -> None:
         """Run a collective to its end.
+
+        Parameters
+        ----------
+        signature : int
+        make : callable
+            Returns the call's lanes. Their links may be new, so they are made by the loop's owner.
+        peers : frozenset of int
 
         Raises
         ------
@@ -232,6 +244,7 @@ class Engine:
             self._check()
             self._peers = peers
             progress = self.progress
+            runs = make()
             try:
                 progress.begin(signature, {at: run for run in runs for at in run.channels})
                 self.runs = runs
@@ -355,10 +368,18 @@ class Engine:
         finally:
             self._sleeping = False
 
+    def _broken(self, cause: Exception) -> InternalError:
+        error = InternalError(
+            f"rank {self.progress.rank}: the data loop failed with {cause!r}; please report it, "
+            "with the stack that the log has"
+        )
+        error.__cause__ = cause
+        return error
+
     def _fail(self, exc: R2cclError) -> None:
         """End the communicator because of an error found here."""
         if isinstance(exc, InternalError):
-            _log.error("rank %d: %s", self.progress.rank, exc)
+            _log.error("rank %d: %s", self.progress.rank, exc, exc_info=exc)
         if self.recovery.error is None:
             self.recovery.revoke(
                 Revoke(type(exc).__name__, str(exc), self.progress.rank), error=exc

@@ -248,7 +248,7 @@ def engine(**settings: Any) -> Engine:
 
 
 def call(engine: Engine) -> None:
-    engine.run(0, [], frozenset({1}))
+    engine.run(0, list, frozenset({1}))
 
 
 def launched_rank_dies() -> None:

@@ -145,7 +145,8 @@ class World:
         progress.advance()
 
     def call(self) -> None:
-        self.engine.run(SIGNATURE, self.lanes(self.engine.progress), frozenset({1, 2}))
+        engine = self.engine
+        engine.run(SIGNATURE, lambda: self.lanes(engine.progress), frozenset({1, 2}))
 
     def read(self) -> ledger.Ledger:
         peers = [PeerInfo(rank, f"host{rank}/boot/7", 100 + rank, (), ()) for rank in (1, 2)]

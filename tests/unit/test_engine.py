@@ -1,0 +1,76 @@
+"""Who runs the data loop: one thread at a time, and nothing that fails in it is lost."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from r2ccl.config import Config
+from r2ccl.engine import Engine
+from r2ccl.errors import CommunicatorRevoked, InternalError
+from r2ccl.executor import LaneRun
+
+
+class Still:
+    """A transport and a control plane on which nothing happens."""
+
+    nrails = 1
+
+    def __init__(self) -> None:
+        self.is_busy = False
+        self.soon: list[Any] = []
+
+    def call_soon(self, fn: Any) -> None:
+        self.soon.append(fn)
+
+    def poll(self, timeout_s: float) -> list[Any]:
+        return []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def make_engine() -> tuple[Engine, Still]:
+    still = Still()
+    stand_in: Any = still
+    engine = Engine(
+        0, 3, transport=stand_in, control=stand_in, config=Config(), clock=lambda: 0.0
+    )  # fmt: skip
+    return engine, still
+
+
+def test_lanes_are_made_by_the_owner_of_the_loop() -> None:
+    """They make links: no other thread may go through those at the same time."""
+    engine, still = make_engine()
+    done: list[str] = []
+
+    def make() -> list[LaneRun]:
+        engine.submit(done.append, "in between")
+        assert done == []
+        return []
+
+    engine.run(0, make, frozenset())
+    for fn in still.soon:
+        fn()
+    assert done == ["in between"]
+
+
+def test_a_failure_in_the_background_ends_the_communicator(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What was being handled is lost; a call would wait for it until its deadline."""
+    engine, _ = make_engine()
+
+    def fail() -> None:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    with caplog.at_level(logging.ERROR, "r2ccl"):
+        engine.submit(fail)
+    assert any(record.exc_info for record in caplog.records)
+    with pytest.raises(InternalError, match="rank 0: the data loop failed.*dictionary") as caught:
+        engine.run(0, list, frozenset({1}))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(CommunicatorRevoked):
+        engine.run(0, list, frozenset({1}))
