@@ -10,7 +10,7 @@ RDMA_PYTHON ?= /usr/bin/python3
 RDMA_VENV := $(VENV)/rdma
 RDMA_BIN := $(RDMA_VENV)/bin
 
-.PHONY: help demo test test-rdma lint bench bench-rdma simulate campaign clean
+.PHONY: help demo test test-rdma lint bench bench-rdma simulate campaign pictures clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -69,6 +69,9 @@ simulate: $(VENV)/.test ## 20,000 random fault plans in the simulator
 
 campaign: $(VENV)/.test ## 50 runs of every fault on real sockets in network namespaces
 	@R2CC_CAMPAIGN_RUNS=50 $(BIN)/python -m pytest tests/netlab --timeout 3600 -rA
+
+pictures: $(VENV)/.core ## draw the pictures of the schedules anew: docs/pictures/
+	@$(BIN)/python docs/pictures/draw.py
 
 clean: ## remove what make made
 	rm -rf $(VENV) out build *.egg-info

@@ -1,8 +1,8 @@
-"""Paper, closed form and simulation side by side: the tables of allreduces that outlive failures.
+"""Paper, closed form and simulation side by side: allreduces that outlive failures, and their use.
 
-Every figure is a multiple of T0, the fault-free ring's time, and has its lower bound beside it.
-What is simulated are the very schedules that the executor runs. Nothing is measured here; that
-column says so.
+Figures of allreduces are multiples of T0, the fault-free ring's time, and have their lower bound
+beside them; those of training and serving are tokens per second and milliseconds. What is simulated
+are the very schedules that the executor runs. Nothing is measured here; that column says so.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import tables_failures
+import tables_inference
+import tables_plot
+import tables_training
 from common import add_json_argument, machine, write_json
 from rich.console import Console
 from tables_bound import SLICES, TREES, bound_rows, optcc_rows
 from tables_cloudlab import cloudlab_rows
+from tables_models import print_figures
 from tables_rows import TOLERANCE, Row, print_rows
 
 _SETTING = (
@@ -31,7 +36,10 @@ _AT_HALF = (
     "OptCC's 1.02-1.06 is its paper's summary of its own settings; with half lost the bound itself "
     "is n/(n - 1), above 1.06 below 18 nodes"
 )
-_MULTI_FAILURE = "multi-failure"
+_MULTI_FAILURE, _TRAINING, _INFERENCE = "multi-failure", "r2ccl-training", "r2ccl-inference"
+
+#: Tables with something drawn at random, and how many draws they have.
+_DRAWS = {_MULTI_FAILURE: 1000, _TRAINING: 200}
 
 
 class _Named(NamedTuple):
@@ -73,46 +81,70 @@ _TABLES = {
     ),
 }
 
+_DEFAULT_DRAWS = ", ".join(f"{count} of {name}" for name, count in _DRAWS.items())
+_TITLES = {
+    **{name: table.title for name, table in _TABLES.items()},
+    _MULTI_FAILURE: "Several failures: random patterns of lost NICs",
+    _TRAINING: "Training: tokens per second with NICs lost",
+    _INFERENCE: "Serving: latency with NICs lost",
+}
+
 
 def make(name: str, args: argparse.Namespace, out: Console) -> list[dict[str, Any]]:
     """Simulate and print one table; return the objects to save."""
-    if name != _MULTI_FAILURE:
-        title, rows_of, notes = _TABLES[name]
-        rows = list(rows_of(args.quick))
-        print_rows(out, title, rows, (_SETTING, _SIMULATED, *notes))
-        return [row.flat() for row in rows]
+    title = _TITLES[name]
+    if name == _MULTI_FAILURE:
+        return _make_patterns(title, args, out)
+    if name == _TRAINING:
+        figures = list(tables_training.training_rows(args))
+        print_figures(out, title, figures, tables_training.notes(args))
+        return [figure.flat() for figure in figures]
+    if name == _INFERENCE:
+        figures = list(tables_inference.inference_rows(args.quick))
+        print_figures(out, title, figures, tables_inference.notes())
+        return [figure.flat() for figure in figures]
+    table = _TABLES[name]
+    rows = list(table.rows(args.quick))
+    print_rows(out, title, rows, (_SETTING, _SIMULATED, *table.notes))
+    return [row.flat() for row in rows]
+
+
+def _make_patterns(title: str, args: argparse.Namespace, out: Console) -> list[dict[str, Any]]:
     numbers = range(args.first, args.first + args.patterns)
     verdicts = tables_failures.judge_all(args.seed, numbers, args.jobs, mpi=args.mpi)
     rows = list(tables_failures.summary(verdicts))
     notes = (_SETTING, _SIMULATED, *tables_failures.notes(args.seed, verdicts))
-    print_rows(out, "Several failures: random patterns of lost NICs", rows, notes)
+    print_rows(out, title, rows, notes)
     return [*(row.flat() for row in rows), *(verdict.flat(args.seed) for verdict in verdicts)]
 
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Tables: paper, closed form, simulation.")
-    parser.add_argument("--table", choices=[*_TABLES, _MULTI_FAILURE], required=True)
+    parser.add_argument("--table", choices=list(_TITLES), required=True)
     parser.add_argument("--quick", action="store_true", help="a small part, within seconds")
-    parser.add_argument("--patterns", type=int, help="default: 1000, with --quick 5")
-    parser.add_argument("--first", type=int, help="number of the first pattern; default: 0")
-    parser.add_argument("--seed", type=int, help="of the patterns; default: 1")
+    parser.add_argument(
+        "--patterns", type=int, help=f"draws; default: {_DEFAULT_DRAWS}, with --quick 5"
+    )
+    parser.add_argument("--first", type=int, help="number of the first draw; default: 0")
+    parser.add_argument("--seed", type=int, help="of the draws; default: 1")
     parser.add_argument("--jobs", type=int, help="processes; default: one a core, --quick 1")
     parser.add_argument(
         "--mpi", action="store_true", default=None, help="spread over the ranks of an MPI job"
     )
     add_json_argument(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it; needs r2ccl[demo]")
     args = parser.parse_args()
     defaults = {
-        "patterns": 5 if args.quick else 1000,
+        "patterns": 5 if args.quick else _DRAWS.get(args.table, 1),
         "first": 0,
         "seed": 1,
         "jobs": 1 if args.quick else len(os.sched_getaffinity(0)),
         "mpi": False,
     }
     given = [name for name in defaults if getattr(args, name) is not None]
-    if given and args.table != _MULTI_FAILURE:
-        parser.error(f"--{given[0]} is for --table {_MULTI_FAILURE} alone")
+    if given and args.table not in _DRAWS:
+        parser.error(f"--{given[0]} is for --table {' and '.join(_DRAWS)} alone")
     vars(args).update({name: defaults[name] for name in defaults if name not in given})
     if min(args.patterns, args.jobs) < 1 or args.first < 0:
         parser.error("--patterns and --jobs must be above 0, --first 0 or more")
@@ -122,11 +154,15 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Simulate, print, save."""
     args = parse_arguments()
+    if args.plot:
+        tables_plot.require_matplotlib()
     out = Console(width=None if sys.stdout.isatty() else 160)
     out.print(" · ".join(f"{key} {value}" for key, value in machine().items()), highlight=False)
     results = make(args.table, args, out)
     if args.json:
         write_json(args.json, results)
+    if args.plot:
+        tables_plot.plot(args.plot, _TITLES[args.table], results)
     return 0
 
 

@@ -119,16 +119,16 @@ def judge_all(seed: int, numbers: Sequence[int], njobs: int, *, mpi: bool = Fals
     seeds = [seed] * len(numbers)
     if njobs == 1 and not mpi:
         return list(map(judge, seeds, numbers))
-    with _executor(njobs, mpi=mpi) as executor:
-        return list(executor.map(judge, seeds, numbers, chunksize=4))
+    with executor(njobs, mpi=mpi) as pool:
+        return list(pool.map(judge, seeds, numbers, chunksize=4))
 
 
-def _executor(njobs: int, *, mpi: bool) -> Executor:
+def executor(njobs: int, *, mpi: bool) -> Executor:
     if mpi:
         from mpi4py.futures import MPIPoolExecutor
 
-        executor: Executor = MPIPoolExecutor()
-        return executor
+        pool: Executor = MPIPoolExecutor()
+        return pool
     # Processes that start afresh: compiled loops and threads do not survive a fork for certain.
     return ProcessPoolExecutor(njobs, mp_context=get_context("spawn"))
 
@@ -189,6 +189,7 @@ __all__ = [
     "PROBABILITIES",
     "Verdict",
     "draw",
+    "executor",
     "judge",
     "judge_all",
     "notes",

@@ -589,7 +589,7 @@ class Communicator:
 
     def _run_quietly(self, plan: Plan, source: Any, output: Any) -> None:
         layout = plan.layout
-        call = Call(layout, source, output, plan.reduce, plan.finish)
+        call = Call(layout, source, output, plan.reduce, plan.finish, is_gauge=plan.is_gauge)
         progress = self._engine.progress
 
         def make() -> list[LaneRun]:

@@ -43,9 +43,11 @@ class Call:
         ``reduce(left, right, out)``.
     finish : callable or None
         Applied to every finished slice of the result (AVG).
+    is_gauge : bool
+        Whether its slices show what the rails carry: no other peer sends where one of them goes.
     """
 
-    __slots__ = ("finish", "layout", "output", "reduce", "spaces", "views")
+    __slots__ = ("finish", "is_gauge", "layout", "output", "reduce", "spaces", "views")
 
     def __init__(
         self,
@@ -54,8 +56,11 @@ class Call:
         output: Array,
         reduce: Reducer,
         finish: Divider | None,
+        *,
+        is_gauge: bool = True,
     ) -> None:
         self.layout = layout
+        self.is_gauge = is_gauge
         self.output = output
         self.reduce = reduce
         self.finish = finish
@@ -100,10 +105,12 @@ class _Cursor:
 class _Inbound(_Cursor):
     """A receiving link's cursor, with its landing places and the slices that must wait."""
 
-    __slots__ = ("delivered", "held", "places", "under_way")
+    __slots__ = ("depth", "held", "places", "under_way")
 
-    def __init__(self, link: RecvLink, order: tuple[int, ...]) -> None:
+    def __init__(self, link: RecvLink, order: tuple[int, ...], depth: int) -> None:
         super().__init__(link, order)
+        #: Slices asked for ahead, at most.
+        self.depth = depth
         #: Slices asked for and not used yet.
         self.under_way = 0
         self.places: deque[Array] = deque()
@@ -114,16 +121,16 @@ class LaneRun:
     """One channel of one call; a `Consumer` of `Progress`."""
 
     __slots__ = (
-        "_call", "_depth", "_done", "_inbound", "_local", "_outbound", "_pool", "_progress",
-        "_receivers", "_retired", "_steps", "_used", "channels", "remaining",
+        "_call", "_done", "_inbound", "_local", "_outbound", "_pool", "_progress",
+        "_receivers", "_retired", "_steps", "_used", "channels", "is_gauge", "remaining",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, call: Call, progress: Progress, pool: LandingPool) -> None:
         self._call = call
+        self.is_gauge = call.is_gauge
         self._progress = progress
         self._pool = pool
         self._steps = lane.steps
-        self._depth = progress.config.landing_depth
         #: Slices done per op; of a send: released.
         self._done = [0] * len(lane.steps)
         #: The same, but of a send: no longer read by the transport.
@@ -136,8 +143,10 @@ class LaneRun:
         self._outbound = [
             _Cursor(progress.send_link(way.peer, way.channel), way.steps) for way in lane.sends
         ]
+        most = progress.config.landing_depth
         self._inbound = [
-            _Inbound(progress.recv_link(way.peer, way.channel), way.steps) for way in lane.recvs
+            _Inbound(progress.recv_link(way.peer, way.channel), way.steps, min(most, way.depth))
+            for way in lane.recvs
         ]
         self._receivers = {cursor.link.peer: cursor for cursor in self._inbound}
         self._local = deque(lane.locals)
@@ -234,7 +243,7 @@ class LaneRun:
             step = self._steps[index]
             if step.is_eager:
                 region = None
-            elif cursor.under_way >= self._depth:
+            elif cursor.under_way >= cursor.depth:
                 return
             elif step.kind == Kind.RECV_REDUCE:
                 region = self._place(cursor, step, cursor.k)

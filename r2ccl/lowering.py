@@ -40,11 +40,15 @@ class Step(msgspec.Struct, frozen=True, gc=False):
 
 
 class Way(NamedTuple):
-    """One link of a lane, by its peer and the links' channel: the steps it sees, in order."""
+    """One link of a lane, by its peer and the links' channel: the steps it sees, in order.
+
+    ``depth`` bounds the landing places a receiver names ahead on it.
+    """
 
     peer: int
     channel: int
     steps: tuple[int, ...]
+    depth: int = 1 << 30
 
 
 class Lane(msgspec.Struct, frozen=True):

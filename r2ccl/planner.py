@@ -20,7 +20,7 @@ from r2ccl.algos import leaf_ring, packed_trees, recursive_doubling, ring, tree
 from r2ccl.config import Config
 from r2ccl.resilience.health import Health
 from r2ccl.schedule.ir import Schedule
-from r2ccl.spread import Placement, place, place_edges, port_time
+from r2ccl.spread import Placement, inlets, place, place_edges, port_time
 from r2ccl.types import CallSignature, Collective
 
 
@@ -35,10 +35,13 @@ class Fabric(NamedTuple):
         Rails that add bandwidth to one another: rails on one wire, as on loopback, are backups of
         each other and get one channel together (measured there, 1 against 2 channels: 8 to 30 %
         less time from 256 KiB to 64 MiB, with 2 and 4 ranks).
+    inlet_nbytes : int
+        What a port to which several peers send is to be sent at once.
     """
 
     homes: Sequence[int]
     nwires: int
+    inlet_nbytes: int = 256 << 10
 
 
 class Choice(NamedTuple):
@@ -126,7 +129,9 @@ def _placed(
     placement = place_edges(schedule, fabric.homes, health)
     channel_nbytes = nbytes // schedule.nchannels
     # Small enough for a pipeline, and large enough to be worth its handling.
-    fine = max(_MIN_SLICE_NBYTES, channel_nbytes // _PIPELINED_SLICES)
+    nlinks = inlets(placement, fabric.homes)
+    wanted = min(channel_nbytes // _PIPELINED_SLICES, fabric.inlet_nbytes // max(1, nlinks))
+    fine = max(_MIN_SLICE_NBYTES, wanted)
     slice_nbytes = min(config.slice_nbytes, fine)
     nslices = max(1, channel_nbytes // slice_nbytes)
     load = port_time(schedule, placement, fabric.homes, health)
@@ -181,6 +186,6 @@ _MANY_NODES = 16
 _SEGMENTS = 8
 #: Slices of a channel that are enough for its pipeline, and the least a slice should have.
 _PIPELINED_SLICES = 32
-_MIN_SLICE_NBYTES = 128 << 10
+_MIN_SLICE_NBYTES = 32 << 10
 
 __all__ = ["Choice", "Fabric", "full_channels", "plan"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from r2ccl import kernels
+from r2ccl.admission import admit
 from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
 from r2ccl.lowering import Layout, lower
@@ -36,12 +37,15 @@ class Plan(NamedTuple):
         ``reduce(left, right, out)``.
     finish : callable or None
         What AVG does to the finished result.
+    is_gauge : bool
+        Whether its slices show what the rails carry.
     """
 
     signature: int
     layout: Layout
     reduce: kernels.Reducer
     finish: kernels.Divider | None
+    is_gauge: bool
 
 
 class Plans:
@@ -93,13 +97,16 @@ class Plans:
             call.count,
             itemsize,
             slice_nbytes=slice_nbytes,
-            eager_nbytes=self._config.eager_nbytes,
+            eager_nbytes=0 if placement.edges else self._config.eager_nbytes,
             weights=placement.weights,
             channels=placement.channels,
             numbers=placement.numbers(self._rank),
         )
+        layout = admit(layout, len(self._fabric.homes), self._fabric.inlet_nbytes)
         finish = kernels.divider(call.dtype, self._nranks) if op is ReduceOp.AVG else None
-        return Plan(call.pack(), layout, kernels.reducer(call.dtype, op), finish)
+        return Plan(
+            call.pack(), layout, kernels.reducer(call.dtype, op), finish, not placement.edges
+        )
 
     def _check(self, schedule: Schedule, version: int) -> None:
         """Replay a schedule symbolically before its first use; the tests check large ones."""

@@ -38,7 +38,12 @@ from r2ccl.types import REDUCTIONS, ROOTED, CallSignature, Collective, PathKey, 
 
 
 class Consumer(Protocol):
-    """A part of a running collective that owns slices."""
+    """A part of a running collective that owns slices.
+
+    ``is_gauge`` says whether these show what the rails carry.
+    """
+
+    is_gauge: bool
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
         """Take a slice, in link order; ``payload`` is borrowed, None: it is in the region."""
@@ -249,7 +254,7 @@ class Progress:
         """Both ends of `path` are fenced, and the peer's report of `link` is here."""
         under_way = [item for item in link.outstanding if item.path == path and not item.is_eager]
         self.release(link.resume(path, report))
-        nlost = sum(item.path is None for item in under_way)
+        nlost = sum(item.path is None and item.owner.is_gauge for item in under_way)
         if nlost and self._balance is not None:
             self._balance.dropped(path.rail, self._polled_s, nlost)
         # The report is a confirmation too, and credits let a call post.
@@ -262,7 +267,7 @@ class Progress:
             if not item.is_eager:
                 item.owner.on_released(item.index)
                 self.touch(item.owner)
-                if balance is not None and item.path is not None:
+                if balance is not None and item.path is not None and item.owner.is_gauge:
                     balance.confirmed(item.path.rail, self._polled_s, len(item.view))
 
     def note_retired(self, link: SendLink) -> None:
@@ -360,7 +365,7 @@ class Progress:
         path = self.recovery.paths[key]
         path.nslices_sent += 1
         path.nbytes_sent += len(item.view)
-        if self._balance is not None and not item.is_eager:
+        if self._balance is not None and not item.is_eager and item.owner.is_gauge:
             self._balance.posted(key.rail, self.clock())
 
     # Agreement on the call

@@ -19,6 +19,7 @@ Pure: it reads what all ranks share. Invariant: equal arguments, equal placement
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
@@ -137,6 +138,15 @@ def place_edges(schedule: Schedule, homes: Sequence[int], health: Health) -> Pla
     return Placement(channels, schedule.weights, tuple(edges))
 
 
+def inlets(placement: Placement, homes: Sequence[int]) -> int:
+    """Return how many links end at the port at which most do, of edges placed one by one."""
+    found = Counter(
+        (rank, number % len(homes)) for _, low, high, number in placement.edges
+        for rank in (low, high)
+    )  # fmt: skip
+    return max(found.values(), default=0)
+
+
 def port_time(
     schedule: Schedule, placement: Placement, homes: Sequence[int], health: Health
 ) -> Fraction:
@@ -213,4 +223,4 @@ def _require(homes: Sequence[int]) -> None:
         raise InvalidArgument("channels need at least one rail to be at home on")
 
 
-__all__ = ["Edge", "Placement", "place", "place_edges", "port_time"]
+__all__ = ["Edge", "Placement", "inlets", "place", "place_edges", "port_time"]

@@ -13,6 +13,8 @@ executor reads: who sends what to whom, and what waits for what.
 `loops`      what happens next: the part that is compiled
 `simulation` all of it
 `outcome`    what came out
+`training`   a training step, given how long allreduces take
+`serving`    a prefill and a decode step, likewise
 ============ =====================================================================================
 """
 

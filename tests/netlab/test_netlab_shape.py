@@ -20,6 +20,7 @@ from r2ccl.testing.netlab import Shape, fabric
         ("rate", "0mbit"),
         ("burst", "256"),
         ("latency", "10"),
+        ("buffer", "20"),
         ("fabric", "ring"),
     ],
 )
@@ -61,5 +62,9 @@ def test_names_fit_the_kernels_fifteen_bytes() -> None:
 def test_a_queue_holds_what_its_rate_sends_in_its_latency(
     rate: str, latency: str, limit: int
 ) -> None:
-    shape = Shape(rate=rate, latency=latency)
-    assert fabric.shaper_line(shape, "rail0").endswith(f"burst 256kb limit {limit}")
+    shape = Shape(rate=rate, latency=latency, buffer="1ms")
+    assert fabric.nic_shaper(shape, 0).endswith(
+        f"dev rail0 root tbf rate {rate} burst 256kb limit {limit}"
+    )
+    shape = Shape(rate=rate, latency="1ms", buffer=latency)
+    assert fabric.port_shaper(shape, 2, 0).endswith(f"burst 256kb limit {limit}")

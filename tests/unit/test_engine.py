@@ -69,7 +69,7 @@ def test_a_failure_in_the_background_ends_the_communicator(
     with caplog.at_level(logging.ERROR, "r2ccl"):
         engine.submit(fail)
     assert any(record.exc_info for record in caplog.records)
-    with pytest.raises(InternalError, match="rank 0: the data loop failed.*dictionary") as caught:
+    with pytest.raises(InternalError, match=r"rank 0: the data loop failed.*dictionary") as caught:
         engine.run(0, list, frozenset({1}))
     assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.raises(CommunicatorRevoked):

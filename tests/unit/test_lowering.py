@@ -31,7 +31,7 @@ def test_both_ends_of_a_link_cut_alike(
     )
     for sender in ranks:
         for lane in sender.lanes:
-            for peer, channel, order in lane.sends:
+            for peer, channel, order, _ in lane.sends:
                 other = ranks[peer].lanes[channel]
                 (receives,) = [way.steps for way in other.recvs if way.peer == sender.rank]
                 mine = [(lane.steps[i].cuts, lane.steps[i].is_eager) for i in order]

@@ -8,19 +8,34 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from r2ccl import errors
-from r2ccl.algos import recursive_doubling, ring
+from r2ccl.algos import (
+    bridged_ring,
+    halving_doubling,
+    hierarchy,
+    leaf_ring,
+    nested_rings,
+    one_shot,
+    optcc,
+    packed_trees,
+    r2cc,
+    recursive_doubling,
+    ring,
+    tree,
+)
 from r2ccl.config import AGREED, ALIASES, Config
 from r2ccl.planner import Fabric, plan
 from r2ccl.resilience.health import Health
 from r2ccl.resilience.path import TRANSITIONS, Action, PathEvent, PathState
 from r2ccl.schedule.cost import measure, wire_nbytes
+from r2ccl.schedule.ir import Kind, Schedule
 from r2ccl.testing import faults
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -286,6 +301,73 @@ def test_every_error_has_a_section_and_a_place_in_the_tree() -> None:
 
 
 # Algorithms
+
+
+def one_slow(nranks: int) -> tuple[int, ...]:
+    """Bandwidths: the last rank has 3/4 of each other's."""
+    return (*[4] * (nranks - 1), 3)
+
+
+SCHEDULES: dict[str, Callable[[int], Schedule]] = {
+    "ring": ring.allreduce,
+    "recursive doubling": recursive_doubling.allreduce,
+    "halving-doubling": halving_doubling.allreduce,
+    "one-shot": one_shot.allreduce,
+    "two binary trees": lambda n: tree.allreduce(tree.double_binary(n)),
+    "packed trees, 30": lambda n: packed_trees.allreduce(one_slow(n), 30),
+    "leaf ring, 16 segments": lambda n: leaf_ring.allreduce(one_slow(n), 16),
+    "R2CC-AllReduce, K = 16, best Y": lambda n: r2cc.allreduce(one_slow(n), 16),
+    "OptCC, k = 16": lambda n: optcc.allreduce(one_slow(n), 16),
+    "nested rings, 16 segments": lambda n: nested_rings.allreduce(one_slow(n), 16),
+    "bridged ring": lambda n: bridged_ring.allreduce(n, 1, lambda a, b: {a, b} != {0, 1}),
+    "hierarchy": lambda n: hierarchy.wrap(
+        ring.allreduce(n // 2, 2), [(low, low + 1) for low in range(0, n, 2)]
+    ),
+    "reduce-scatter": ring.reduce_scatter,
+    "allgather": ring.allgather,
+    "broadcast, binary tree": lambda n: tree.broadcast(tree.double_binary(n)[:1]),
+    "broadcast, chain": lambda n: tree.broadcast([tree.chain(range(n))]),
+    "reduce, binary tree": lambda n: tree.reduce(tree.double_binary(n)[:1]),
+    "reduce, chain": lambda n: tree.reduce([tree.chain(range(n))]),
+}
+
+
+def busiest_port(schedule: Schedule, bandwidths: tuple[int, ...]) -> Fraction:
+    """Time of the port that takes longest, with bandwidths in multiples of B/4."""
+    total = sum(schedule.weights)
+    times = []
+    for rank, bandwidth in enumerate(bandwidths):
+        for kinds in ({Kind.SEND}, {Kind.RECV, Kind.RECV_REDUCE}):
+            moved = sum(
+                Fraction(weight * sum(op.kind in kinds for op in ops), total * nchunks)
+                for weight, nchunks, ops in zip(
+                    schedule.weights,
+                    schedule.nchunks,
+                    schedule.program(rank).channels,
+                    strict=True,
+                )
+            )
+            times.append(moved * 4 / bandwidth)
+    return max(times)
+
+
+def test_the_cost_of_every_schedule_is_counted() -> None:
+    shown = body(text_of("docs/algorithms.md"), "schedules")
+    assert [name for name, *_ in shown] == list(SCHEDULES)
+    for name, *cells in shown:
+        counted = []
+        for nranks in (4, 8):
+            schedule = SCHEDULES[name](nranks)
+            cost = measure(schedule)
+            port = f"{float(busiest_port(schedule, one_slow(nranks))):.3f}"
+            is_alike = name != "hierarchy"  # ports within a node are not those between nodes
+            counted += [str(cost.steps), str(cost.sent), port if is_alike else "-"]
+        assert cells == counted, f"{name}: write | {' | '.join([name, *counted])} |"
+
+
+def test_the_bound_beside_them_is_the_bound() -> None:
+    four, eight = (float(4 * packed_trees.lower_bound(one_slow(n))) for n in (4, 8))
+    assert f"is {four:.3f} for 4 ranks and {eight:.3f} for 8." in text_of("docs/algorithms.md")
 
 
 def test_costs_are_counted_from_the_schedules() -> None:

@@ -57,6 +57,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     latency : str
         Longest stay in a NIC's queue, which bounds how long a busy NIC delays what is sent last.
         A queue holds at least 128 KiB: below two of those segments TCP stalls.
+    buffer : str
+        Longest stay in the queue of a switch's port: several nodes send to one at once, and
+        switches have the memory for that.
 
     Raises
     ------
@@ -71,6 +74,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     mtu: int = 9000
     burst: str = "256kb"
     latency: str = "5ms"
+    buffer: str = "20ms"
     ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
@@ -89,6 +93,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             ("rate", RATE, "200mbit"),
             ("burst", _SIZE, "256kb"),
             ("latency", _TIME, "5ms"),
+            ("buffer", _TIME, "20ms"),
         ):
             if not pattern.fullmatch(getattr(self, name)):
                 raise _bad(name, getattr(self, name), f"tc's spelling, such as {example}")
@@ -220,18 +225,20 @@ def rail_routes(shape: Shape, node: int, rail: int) -> Iterator[str]:
         yield f"route replace default via {_gateway(rail)} {device}"
 
 
-def shaper_line(shape: Shape, device: str, *, rate: str = "", verb: str = "add") -> str:
-    """``tc -batch`` line that shapes what `device` sends, to the lab's rate unless given."""
-    rate = rate or shape.rate
+def nic_shaper(shape: Shape, rail: int, *, rate: str = "", verb: str = "add") -> str:
+    """``tc -batch`` line that shapes what a node sends, to the lab's rate unless given."""
+    return _shaper(shape, nic_name(rail), rate or shape.rate, verb, shape.latency)
+
+
+def port_shaper(shape: Shape, node: int, rail: int, *, rate: str = "", verb: str = "add") -> str:
+    """``tc -batch`` line that shapes what the switch sends to a node's NIC."""
+    return _shaper(shape, port_name(node, rail), rate or shape.rate, verb, shape.buffer)
+
+
+def _shaper(shape: Shape, device: str, rate: str, verb: str, stay: str) -> str:
     # Not tbf's own `latency`: that adds the burst to the queue, and so the time the burst takes.
-    return (
-        f"qdisc {verb} dev {device} root tbf rate {rate} burst {shape.burst} "
-        f"limit {_queue_nbytes(rate, shape.latency)}"
-    )
-
-
-def _queue_nbytes(rate: str, latency: str) -> int:
-    return max(_MIN_QUEUE_NBYTES, int(_bits_per_s(rate) * _seconds(latency) / 8))
+    limit = max(_MIN_QUEUE_NBYTES, int(_bits_per_s(rate) * _seconds(stay) / 8))
+    return f"qdisc {verb} dev {device} root tbf rate {rate} burst {shape.burst} limit {limit}"
 
 
 def _bits_per_s(rate: str) -> float:
@@ -269,10 +276,11 @@ __all__ = [
     "bridge_name",
     "nic_index",
     "nic_name",
+    "nic_shaper",
     "node_lines",
     "port_index",
     "port_name",
+    "port_shaper",
     "rail_routes",
-    "shaper_line",
     "switch_lines",
 ]

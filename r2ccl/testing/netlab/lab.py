@@ -51,7 +51,7 @@ class Lab:
     ----------
     **shape
         The fields of `Shape`: ``nodes``, ``rails``, ``rate``, ``fabric``, ``mtu``, ``burst``,
-        ``latency``, ``ranks_per_node``.
+        ``latency``, ``buffer``, ``ranks_per_node``.
 
     Raises
     ------
@@ -101,18 +101,17 @@ class Lab:
         shape = self.shape
         inside(self._switch, lambda: write_sysctls(fabric.SWITCH_SYSCTLS))
         run_batch(["ip", "-n", self._switch], fabric.switch_lines(shape, self._nodes))
-        ports = [
-            fabric.port_name(node, rail)
-            for node in range(shape.nodes)
-            for rail in range(shape.rails)
-        ]
-        run_batch(["tc", "-n", self._switch], (fabric.shaper_line(shape, port) for port in ports))
-        nics = [fabric.nic_name(rail) for rail in range(shape.rails)]
+        rails = range(shape.rails)
+        ports = (
+            fabric.port_shaper(shape, node, rail) for node in range(shape.nodes) for rail in rails
+        )
+        run_batch(["tc", "-n", self._switch], ports)
         for node, namespace in enumerate(self._nodes):
             inside(namespace, lambda: write_sysctls(fabric.NODE_SYSCTLS))
             self.congestion_control = inside(namespace, _choose_congestion_control)
             run_batch(["ip", "-n", namespace], fabric.node_lines(shape, node))
-            run_batch(["tc", "-n", namespace], (fabric.shaper_line(shape, nic) for nic in nics))
+            nics = (fabric.nic_shaper(shape, rail) for rail in rails)
+            run_batch(["tc", "-n", namespace], nics)
 
     @property
     def name(self) -> str:

@@ -179,11 +179,9 @@ class NicFaults:
                 )
 
     def _set_rate(self, node: int, rail: int, rate: str) -> None:
-        for namespace, device in (
-            (self._nodes[node], fabric.nic_name(rail)),
-            (self._switch, fabric.port_name(node, rail)),
-        ):
-            line = fabric.shaper_line(self._shape, device, rate=rate, verb="change")
+        nic = fabric.nic_shaper(self._shape, rail, rate=rate, verb="change")
+        port = fabric.port_shaper(self._shape, node, rail, rate=rate, verb="change")
+        for namespace, line in ((self._nodes[node], nic), (self._switch, port)):
             run_batch(["tc", "-n", namespace], [line])
 
 

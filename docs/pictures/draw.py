@@ -1,0 +1,100 @@
+"""Draw the schedules that docs/algorithms.md shows, for four ranks; `make pictures` runs this.
+
+`PICTURES` has the schedules; `r2ccl.schedule.draw` draws them from their ops.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from r2ccl.algos import (
+    bridged_ring,
+    halving_doubling,
+    hierarchy,
+    leaf_ring,
+    nested_rings,
+    one_shot,
+    optcc,
+    packed_trees,
+    r2cc,
+    recursive_doubling,
+    ring,
+    tree,
+)
+from r2ccl.algos.blend import blend
+from r2ccl.schedule.draw import svg
+from r2ccl.schedule.ir import Schedule
+
+FOLDER = Path(__file__).parent
+N = 4
+
+#: Rank 3 has lost a quarter, or half, of its bandwidth.
+QUARTER_LOST, HALF_LOST = (4, 4, 4, 3), (2, 2, 2, 1)
+
+
+class Picture(NamedTuple):
+    """A schedule, and what it was made for."""
+
+    schedule: Schedule
+    caption: str = ""
+
+
+def of_quarter(schedule: Schedule) -> Picture:
+    """Say that rank 3 has lost a quarter of its bandwidth."""
+    return Picture(schedule, "Made for rank 3 with 3/4 of the bandwidth of each other")
+
+
+def of_half(schedule: Schedule) -> Picture:
+    """Say that rank 3 has lost half of its bandwidth."""
+    return Picture(schedule, "Made for rank 3 with 1/2 of the bandwidth of each other")
+
+
+#: By the file's name.
+PICTURES = {
+    "ring": Picture(ring.allreduce(N)),
+    "recursive_doubling": Picture(recursive_doubling.allreduce(N)),
+    "halving_doubling": Picture(halving_doubling.allreduce(N)),
+    "one_shot": Picture(one_shot.allreduce(N)),
+    "double_binary_tree": Picture(tree.allreduce(tree.double_binary(N), "double_binary_tree")),
+    "packed_trees": of_quarter(packed_trees.allreduce(QUARTER_LOST, 5)),
+    "leaf_ring": of_half(leaf_ring.allreduce(HALF_LOST, 1)),
+    "leaf_ring_relay": Picture(
+        blend("leaf_ring", [leaf_ring.part(N, (0, 1, 2), [(3,)])], [Fraction(1)], [1]),
+        "One segment, in which rank 3 relays",
+    ),
+    "r2cc": of_quarter(r2cc.allreduce(QUARTER_LOST, 1, Fraction(1, 4))),
+    "optcc": of_half(optcc.allreduce(HALF_LOST, 2)),
+    "nested_rings": of_quarter(nested_rings.allreduce(QUARTER_LOST, 1)),
+    "bridged_ring": Picture(
+        bridged_ring.allreduce(N, 1, lambda a, b: {a, b} != {0, 1}),
+        "Made for ranks 0 and 1 without a common rail",
+    ),
+    "hierarchy": Picture(
+        hierarchy.wrap(ring.allreduce(2, 2), ((0, 1), (2, 3))),
+        "Ranks 0 and 1 are one node, ranks 2 and 3 the other",
+    ),
+    "allgather": Picture(ring.allgather(N)),
+    "reduce_scatter": Picture(ring.reduce_scatter(N)),
+    "broadcast": Picture(tree.broadcast(tree.double_binary(N)[:1])),
+    "reduce": Picture(tree.reduce(tree.double_binary(N)[:1])),
+}
+
+
+def drawn(name: str) -> str:
+    """Return what the file of this name should hold."""
+    return svg(*PICTURES[name])
+
+
+def main() -> None:
+    """Write all files, and remove those of pictures that are no more."""
+    for path in FOLDER.glob("*.svg"):
+        if path.stem not in PICTURES:
+            path.unlink()
+    for name in PICTURES:
+        (FOLDER / f"{name}.svg").write_text(drawn(name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
