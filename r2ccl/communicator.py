@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -14,8 +15,11 @@ import msgspec
 import numpy as np
 
 from r2ccl import kernels, ledger
+from r2ccl.algos import recursive_doubling
 from r2ccl.bootstrap.control import ControlPlane
+from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.buffers import Array, as_buffer, as_buffers, is_in_place, like, like_part, part_of
+from r2ccl.calibration import calibrate
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.council import Known
@@ -25,13 +29,14 @@ from r2ccl.engine import Engine
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument
 from r2ccl.executor import Call, LandingPool, LaneRun
 from r2ccl.memory import RegisteredMemory
-from r2ccl.planner import Fabric
+from r2ccl.planner import Explanation, Fabric, Rates
 from r2ccl.plans import Plan, Plans
 from r2ccl.regroup import Tidings, regroup
 from r2ccl.repair import Repair
 from r2ccl.resilience.health import Health
 from r2ccl.resilience.shrinking import Shrinking
 from r2ccl.resilience.verdict import Verdict
+from r2ccl.schedule.ir import Schedule
 from r2ccl.topology.monitor import LinkMonitor
 from r2ccl.transport.base import Transport
 from r2ccl.types import CallSignature, Collective, Nic, ReduceOp
@@ -90,7 +95,8 @@ class Communicator:
             nwires=control.nwires,
         )
         self._whole = Health.whole(self.nranks, self._nrails, config.digest())
-        fabric = Fabric(self._engine.recovery.homes, control.nwires)
+        self._engine.recovery.nodes = _nodes(control.peers)
+        fabric = Fabric(self._engine.recovery.homes, control.nwires, self._engine.recovery.nodes)
         self._plans = Plans(self.rank, self.nranks, fabric, config)
         self._tidings = Tidings(self._engine)
         self._engine.recovery.hosts = [info.hostname for info in control.peers]
@@ -106,6 +112,8 @@ class Communicator:
             self._control.start(self._tidings)
             self._monitor = self._watch_carriers()
             self._engine.start()
+            if self._is_measured():
+                self._plans.measured(self._calibrate())
         except BaseException:
             self._is_closed = True
             self._free(_ABORT_S)
@@ -310,6 +318,64 @@ class Communicator:
         if self.rank != root:
             return None
         return x if out is None else out
+
+    def run_schedule(
+        self, schedule: Schedule, x: Any, out: Any = None, op: ReduceOp = ReduceOp.SUM
+    ) -> Any:
+        """Run an allreduce by a schedule of your own, as resilient as any other.
+
+        Parameters
+        ----------
+        schedule : Schedule
+            An allreduce of `nranks` ranks, the same on all of them: of `r2ccl.algos`, or made with
+            `r2ccl.schedule.build`. Its edges are spread over the rails, its chunks cut in slices.
+        x, out, op
+            As for `allreduce`.
+
+        Returns
+        -------
+        array_like
+            `out`, or `x` if there is none.
+
+        Raises
+        ------
+        ScheduleError
+            The checker refuses it: it would not leave every contribution everywhere, once.
+        InvalidArgument
+            As `allreduce`; or it is another collective, or of another number of ranks.
+        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked
+            As `allreduce`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: `check`, once for a schedule, size and state of the rails.
+        """
+        if (schedule.collective, schedule.nranks) != ("allreduce", self.nranks):
+            raise InvalidArgument(
+                f"schedule of {schedule.collective} over {schedule.nranks} ranks; give an "
+                f"allreduce over {self.nranks}"
+            )
+        source, output = as_buffers(x, out)
+        call = CallSignature(Collective.ALLREDUCE, source.dtype_code, op, source.count)
+        self._run(call, source.array, output.array, schedule)
+        return x if out is None else out
+
+    def explain(self, nbytes: int) -> Explanation:
+        """Compare the schedules that an allreduce of `nbytes` could run; ``str()`` is a table.
+
+        Notes
+        -----
+        *Local*, from the health of all ranks' rails that this one knows: what runs next is the
+        same for all ranks, and this can be one change of health older.
+        """
+        if nbytes < 0:
+            raise InvalidArgument(f"nbytes={nbytes}; allowed is 0 or more")
+        return self._plans.explain(nbytes, self.known_health().health)
+
+    @property
+    def ncalls(self) -> int:
+        """Collectives so far; `r2ccl.init` makes some too, where it measures the network."""
+        return self._engine.progress.op
 
     def register(self, x: Any) -> RegisteredMemory:
         """Have slices of `x` travel from and to its own memory, without a copy.
@@ -578,9 +644,35 @@ class Communicator:
             self._monitor.close()
         self._engine.close()
 
-    def _run(self, call: CallSignature, source: Any, output: Any) -> None:
+    def _is_measured(self) -> bool:
+        """Whether there is anything to choose by what the network gives."""
+        fabric = self._plans.fabric
+        nnodes = len(set(fabric.nodes)) if fabric.nodes else self.nranks
+        return fabric.nwires > 1 and nnodes > 1 and self.config.mode in ("3", "auto")
+
+    def _calibrate(self) -> Rates:
+        def time_ns(nbytes: int, ntimes: int) -> int:
+            data = np.zeros(nbytes, np.uint8)
+            took_ns = []
+            for _ in range(max(2, ntimes)):
+                begun_s = monotonic()
+                self.allreduce(data)
+                took_ns.append(int((monotonic() - begun_s) * 1e9))
+            agreed = np.array([min(took_ns[1:])])
+            return int(self.allreduce(agreed, op=ReduceOp.MAX)[0])
+
+        def load(nbytes: int) -> Fraction:
+            return self._plans.explain(nbytes, self._whole).chosen.load
+
+        nsteps = recursive_doubling.allreduce(self.nranks).cost.steps
+        return calibrate(time_ns, nsteps, load)
+
+    def _run(
+        self, call: CallSignature, source: Any, output: Any, own: Schedule | None = None
+    ) -> None:
         self._require_open()
-        plan = self._plans(call, self._engine.enter() or self._whole)
+        health = self._engine.enter() or self._whole
+        plan = self._plans(call, health, self._engine.progress.op, own)
         self._quiet.run(self._run_quietly, plan, source, output)
 
     def _require_open(self) -> None:
@@ -606,6 +698,13 @@ class Communicator:
     def _require_rank(self, root: int) -> None:
         if not 0 <= root < self.nranks:
             raise InvalidArgument(f"root={root}; allowed is 0 to {self.nranks - 1}")
+
+
+def _nodes(peers: Sequence[PeerInfo]) -> tuple[int, ...]:
+    """Number the nodes of all ranks; empty if each has its own, or all share one."""
+    numbers: dict[str, int] = {}
+    nodes = tuple(numbers.setdefault(info.host, len(numbers)) for info in peers)
+    return nodes if 1 < len(numbers) < len(nodes) else ()
 
 
 #: Puts together the communicator, not connected yet, of a control plane and its `members`. The

@@ -21,7 +21,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     and must be equal on all ranks; rendezvous compares their digest.
     """
 
-    #: 0: fail-stop baseline, a broken path ends the call; 1: migrate (default ``auto``).
+    #: 0: fail-stop baseline, a broken path ends the call; 1: migrate, and no more; 2: and share
+    #: the work out among the rails that are left (Balance); 3: and R2CC-AllReduce; auto: all there
+    #: is.
     mode: str = "auto"
     #: Slices up to this size are copied and sent at once, without clear-to-send.
     eager_nbytes: int = 64 << 10
@@ -33,8 +35,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     landing_depth: int = 2
     #: Channels of a large collective; 0: chosen from the number of rails.
     channels: int = 0
-    #: Schedule of large allreduces: one of `ALGOS`.
-    algo: str = "ring"
+    #: Schedule of large allreduces: one of `ALGOS`; auto: what is predicted to end first.
+    algo: str = "auto"
     #: Number of rails to use; 0: one per interface found (two on loopback).
     rails: int = 0
     #: Interfaces to use, NCCL's syntax: prefixes, ``=`` exact, ``^`` exclude, comma separated.
@@ -99,11 +101,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in positive:
             if getattr(self, name) <= 0:
                 raise _bad(name, getattr(self, name), "a number above 0")
-        for name in ("mode", "fastpath", "balance"):
-            if getattr(self, name) not in MODES:
-                raise _bad(name, getattr(self, name), f"one of {', '.join(MODES)}")
-        if self.algo not in ALGOS:
-            raise _bad("algo", self.algo, f"one of {', '.join(ALGOS)}")
+        allowed = {"mode": MODES, "algo": ALGOS, "fastpath": SWITCHES, "balance": SWITCHES}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise _bad(name, getattr(self, name), f"one of {', '.join(values)}")
         if self.debug.upper() not in DEBUG_LEVELS:
             raise _bad("debug", self.debug, f"one of {', '.join(filter(None, DEBUG_LEVELS))}")
         if self.dump_signal not in DUMP_SIGNALS:
@@ -168,8 +169,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**{**values, **overrides})
 
 
-MODES = ("0", "1", "auto")
-ALGOS = ("ring", "tree", "packed_trees", "leaf_ring")
+MODES = ("0", "1", "2", "3", "auto")
+SWITCHES = ("0", "1", "auto")
+ALGOS = (
+    "auto",
+    "ring",
+    "bridged_ring",
+    "recursive_doubling",
+    "halving_doubling",
+    "one_shot",
+    "tree",
+    "r2cc",
+    "optcc",
+    "leaf_ring",
+    "nested_rings",
+    "packed_trees",
+)
 
 #: Attributes of a queue pair (ibv_modify_qp(3)) have 8, 5 and 3 bits; -1 is our own, and a timeout
 #: of 0 is left out because it waits for ever.

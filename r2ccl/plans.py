@@ -18,8 +18,9 @@ from r2ccl.admission import admit
 from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
 from r2ccl.lowering import Layout, lower
-from r2ccl.planner import Fabric, plan
-from r2ccl.resilience.health import Health
+from r2ccl.planner import UNMEASURED, Explanation, Fabric, Rates, explain, plan
+from r2ccl.planner import own as place_own
+from r2ccl.resilience.health import WHOLE, Health
 from r2ccl.schedule.check import check
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, ReduceOp
@@ -63,41 +64,76 @@ class Plans:
         self._nranks = nranks
         self._fabric = fabric
         self._config = config
-        #: By the version of the health they were made from, and the call.
-        self._plans: dict[tuple[int, CallSignature], Plan] = {}
+        self._plans: dict[_Key, Plan] = {}
         self._checked: set[tuple[str, str, int, int, int]] = set()
 
-    def __call__(self, call: CallSignature, health: Health) -> Plan:
+    @property
+    def fabric(self) -> Fabric:
+        """What lies between the ranks, as it is planned with."""
+        return self._fabric
+
+    def measured(self, rates: Rates) -> None:
+        """Plan with these rates from now on; all ranks must at the same call."""
+        self._fabric = self._fabric._replace(rates=rates)
+        self._plans.clear()
+
+    def __call__(
+        self, call: CallSignature, health: Health, op: int = 0, own: Schedule | None = None
+    ) -> Plan:
         """Return the plan of `call` while the rails are as `health` says.
+
+        Parameters
+        ----------
+        call : CallSignature
+        health : Health
+        op : int
+            Number of the collective: now and then it is one that measures the rails.
+        own : Schedule, optional
+            The user's, to run instead of what the planner would choose.
 
         Raises
         ------
         InvalidArgument
             There is no such operation on this dtype.
+        ScheduleError
+            The user's schedule is wrong.
         """
-        key = (health.version, call)
+        is_gauge = self._fabric.rates != UNMEASURED and _is_gauge(op, health)
+        key = (health.version, call, is_gauge, own)
         found = self._plans.get(key)
         if found is None:
-            found = self._make(call, health)
+            found = self._make(call, health, is_gauge, own)
             if len(self._plans) >= _KEPT:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = found
         return found
 
-    def _make(self, call: CallSignature, health: Health) -> Plan:
+    def explain(self, nbytes: int, health: Health) -> Explanation:
+        """Compare what an allreduce of `nbytes` could run."""
+        return explain(nbytes, self._fabric, health, self._config)
+
+    def _make(
+        self, call: CallSignature, health: Health, is_gauge: bool, own: Schedule | None
+    ) -> Plan:
         op = kernels.check_op(call.dtype, ReduceOp(call.op))
         itemsize = dtype_of(call.dtype).itemsize
-        schedule, placement, slice_nbytes = plan(
-            call, call.count * itemsize, self._fabric, health, self._config
-        )
+        nbytes = call.count * itemsize
+        if own is None:
+            choice = plan(call, nbytes, self._fabric, health, self._config, is_gauge=is_gauge)
+        else:
+            check(own)
+            choice = place_own(own, nbytes, self._fabric, health, self._config)
+        placement = choice.placement
         # What is placed edge by edge was made for this health; a ring is the same for all.
-        self._check(schedule, health.version if placement.edges else 0)
+        self._check(choice.schedule, health.version if placement.edges else 0)
+        is_bulk = placement.edges and nbytes > self._fabric.inlet_nbytes
         layout = lower(
-            schedule.program(self._rank),
+            choice.schedule.program(self._rank),
             call.count,
             itemsize,
-            slice_nbytes=slice_nbytes,
-            eager_nbytes=0 if placement.edges else self._config.eager_nbytes,
+            slice_nbytes=choice.slice_nbytes,
+            # What nobody asked for would overrun the ports that several peers send to.
+            eager_nbytes=0 if is_bulk else self._config.eager_nbytes,
             weights=placement.weights,
             channels=placement.channels,
             numbers=placement.numbers(self._rank),
@@ -118,8 +154,22 @@ class Plans:
             self._checked.add(shape)
 
 
+def _is_gauge(op: int, health: Health) -> bool:
+    is_slow = any(0 < share < WHOLE for share in health.shares)
+    return op % (_GAUGE_EVERY_SLOW if is_slow else _GAUGE_EVERY) < _GAUGES
+
+
+#: Version of the health, the call, whether it measures the rails, and the user's schedule.
+_Key = tuple[int, CallSignature, bool, Schedule | None]
+
 #: A training job has a few dozen call shapes.
 _KEPT = 1024
+#: So many collectives after one another of so many are rings, whatever else is faster: only where
+#: one peer sends to a port does it show what it carries, and only for a while does it show clearly.
+#: More often while a rail is slow, which can end at any time. Where a ring takes 1.2 of the time
+#: of what runs otherwise, that costs 4 and 1 %.
+_GAUGES = 3
+_GAUGE_EVERY_SLOW, _GAUGE_EVERY = 16, 48
 #: Ranks times channels up to which a schedule is checked before use (some 10 ms).
 _CHECKED_SIZE = 64
 

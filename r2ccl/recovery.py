@@ -11,7 +11,7 @@ Invariant: after `revoke` no path is open, so no peer can write into memory of a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +108,8 @@ class Recovery:
         self.repairing: set[PathKey] = set()
         #: Where the ranks run, by rank, for people; empty: not known.
         self.hosts = [""] * progress.nranks
+        #: Of every rank its node, where several share one; else empty.
+        self.nodes: Sequence[int] = ()
         #: First error that ended the communicator.
         self.error: R2cclError | None = None
         #: Every slice of this rank is confirmed, and it says so.
@@ -156,7 +158,7 @@ class Recovery:
     def _is_measured(self) -> bool:
         wanted = self._config.balance
         is_several = self._progress.nwires > 1 if wanted == "auto" else wanted == "1"
-        return is_several and self._config.is_resilient
+        return is_several and self._config.mode not in ("0", "1")
 
     def _make_council(self) -> Council:
         health = Health.whole(len(self.peers) + 1, self.nrails, self._config.digest())
@@ -489,14 +491,21 @@ class Recovery:
         if self.council is None or self.is_leaving or self.error is not None:
             return
         peers = self.peers if rank == self._rank else [rank]
-        if not any(self.paths[PathKey(peer, rail)].state is PathState.UP for peer in peers):
+        if not any(
+            self.paths[PathKey(peer, rail)].state is PathState.UP
+            for peer in peers
+            if not self._is_inside(peer)
+        ):
             self.council.doubt(rank, rail)
 
     def _trust(self, key: PathKey) -> None:
-        """A path is up, so both its ports carry."""
-        if self.council is not None and not self.is_leaving:
+        """A path is up, so both its ports carry, unless it does not leave the node."""
+        if self.council is not None and not self.is_leaving and not self._is_inside(key.peer):
             self.council.trust(self._rank, key.rail)
             self.council.trust(*key)
+
+    def _is_inside(self, peer: int) -> bool:
+        return bool(self.nodes) and self.nodes[peer] == self.nodes[self._rank]
 
     # Actions of the path table
 

@@ -102,12 +102,15 @@ def place(nchannels: int, homes: Sequence[int], health: Health) -> Placement:
     return Placement(tuple(channels), tuple(weights))
 
 
-def place_edges(schedule: Schedule, homes: Sequence[int], health: Health) -> Placement:
+def place_edges(
+    schedule: Schedule, homes: Sequence[int], health: Health, nodes: Sequence[int] = ()
+) -> Placement:
     """Spread the edges of any schedule over the rails.
 
-    Edges of ranks with few rails choose first, of those the heaviest; each takes the rail on which
-    the busier of its two ports has least to do for what it can carry. One between ranks that share
-    no home is left to routing.
+    Edges of nodes with few rails choose first, of those the heaviest; each takes the rail on which
+    the busier of its two ports has least to do for what it can carry. Then edges leave the busiest
+    port, or change places with others, as long as that helps. One between nodes that share no home
+    is left to routing.
 
     Parameters
     ----------
@@ -115,6 +118,8 @@ def place_edges(schedule: Schedule, homes: Sequence[int], health: Health) -> Pla
         Of as many ranks as there are in `health`.
     homes, health
         As for `place`.
+    nodes : sequence of int, optional
+        Of every rank, the node whose ports it uses. Default: each has its own.
 
     Raises
     ------
@@ -123,17 +128,18 @@ def place_edges(schedule: Schedule, homes: Sequence[int], health: Health) -> Pla
     """
     _require(homes)
     width = len(homes)
-    shares = [[health.share(rank, rail) for rail in homes] for rank in range(health.nranks)]
-    alive = [sum(map(bool, of_rank)) for of_rank in shares]
-    #: Of every rank and home, what it sends and what it receives.
-    load = [[(0, 0)] * width for _ in shares]
-    edges = []
-    for flow in sorted(_flows(schedule), key=lambda f: (min(alive[f.low], alive[f.high]), f)):
-        at = min(range(width), key=lambda at: _burden(flow, at, load, shares))
-        for rank, sent, received in flow.ends():
-            before = load[rank][at]
-            load[rank][at] = before[0] + sent, before[1] + received
-        edges.append(Edge(flow.channel, flow.low, flow.high, flow.channel * width + at))
+    ports = _Ports(homes, health, nodes)
+    flows = [flow for flow in _flows(schedule, schedule.weights) if not ports.is_inside(flow)]
+    chosen: dict[_Flow, int] = {}
+    for flow in sorted(flows, key=lambda flow: (ports.fewest(flow), flow)):
+        chosen[flow] = min(range(width), key=lambda at: ports.burden(flow, at))
+        ports.add(flow, chosen[flow])
+    if len(flows) <= _MOST_IMPROVED:
+        _improve(chosen, ports)
+    edges = [
+        Edge(flow.channel, flow.low, flow.high, flow.channel * width + at)
+        for flow, at in sorted(chosen.items())
+    ]
     channels = tuple(channel * width for channel in range(schedule.nchannels))
     return Placement(channels, schedule.weights, tuple(edges))
 
@@ -141,34 +147,54 @@ def place_edges(schedule: Schedule, homes: Sequence[int], health: Health) -> Pla
 def inlets(placement: Placement, homes: Sequence[int]) -> int:
     """Return how many links end at the port at which most do, of edges placed one by one."""
     found = Counter(
-        (rank, number % len(homes)) for _, low, high, number in placement.edges
+        (rank, number % len(homes))
+        for _, low, high, number in placement.edges
         for rank in (low, high)
-    )  # fmt: skip
+    )
     return max(found.values(), default=0)
 
 
 def port_time(
-    schedule: Schedule, placement: Placement, homes: Sequence[int], health: Health
+    schedule: Schedule,
+    placement: Placement,
+    homes: Sequence[int],
+    health: Health,
+    nodes: Sequence[int] = (),
 ) -> Fraction:
     """Return what the busiest port takes for one unit of data, on rails that carry `WHOLE` a unit.
 
-    A port that is down is left out: what is placed there makes a detour.
+    What is placed on a port that is down makes a detour over those that are up at both ends, in
+    proportion to what they carry; where there is none it is left out.
     """
-    number_of = {edge[:3]: edge.number for edge in placement.edges}
-    unit = sum(schedule.weights) * math.lcm(*schedule.nchunks)
-    load: dict[tuple[int, int], tuple[int, int]] = {}
-    for flow in _flows(schedule):
-        key = (flow.channel, flow.low, flow.high)
-        rail = homes[number_of.get(key, placement.channels[flow.channel]) % len(homes)]
-        for rank, sent, received in flow.ends():
-            before = load.get((rank, rail), (0, 0))
-            load[rank, rail] = before[0] + sent, before[1] + received
-    times = [
-        Fraction(max(both), unit * health.share(*port))
-        for port, both in load.items()
-        if health.share(*port)
+    flows = _flows(schedule, placement.weights)
+    unit = sum(placement.weights) * math.lcm(*schedule.nchunks)
+    return _busy(flows, placement, _Ports(homes, health, nodes)) / unit
+
+
+def ring_time(
+    placement: Placement, homes: Sequence[int], health: Health, nodes: Sequence[int] = ()
+) -> Fraction:
+    """Return what `port_time` does for a ring allreduce of ranks in order, without its ops."""
+    n = health.nranks
+    flows = [
+        _Flow(0, channel, min(pair), max(pair), *((load, 0) if pair[0] < pair[1] else (0, load)))
+        for channel, weight in enumerate(placement.weights)
+        for pair in ((rank, (rank + 1) % n) for rank in range(n) if n > 1)
+        for load in (2 * (n - 1) * weight,)
     ]
-    return max(times, default=Fraction(0))
+    return _busy(flows, placement, _Ports(homes, health, nodes)) / (n * sum(placement.weights))
+
+
+def _busy(flows: Sequence[_Flow], placement: Placement, ports: _Ports) -> Fraction:
+    """Put flows where they are placed; return the time of the busiest port."""
+    number_of = {edge[:3]: edge.number for edge in placement.edges}
+    for flow in flows:
+        if not ports.is_inside(flow):
+            default = placement.channels[flow.channel]
+            number = number_of.get((flow.channel, flow.low, flow.high), default)
+            for at, part in ports.ways(flow, number % ports.width):
+                ports.add(flow, at, part)
+    return Fraction(ports.busiest()[0]) / _SCALE
 
 
 class _Flow(NamedTuple):
@@ -181,19 +207,133 @@ class _Flow(NamedTuple):
     up: int
     down: int
 
-    def ends(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Return both ranks, with what each sends and receives."""
-        return (self.low, self.up, self.down), (self.high, self.down, self.up)
+
+#: A node and one of the homes, by its place.
+_Port = tuple[int, int]
+#: What a port is busy for, in units of which `_SCALE` take a rail that carries 1 a unit of time.
+_Time = int | Fraction
 
 
-def _flows(schedule: Schedule) -> list[_Flow]:
-    """Add up what every edge carries."""
+class _Ports:
+    """What the ports of all nodes have to send and to receive."""
+
+    def __init__(self, homes: Sequence[int], health: Health, nodes: Sequence[int]) -> None:
+        self.width = len(homes)
+        self._nodes = nodes or range(health.nranks)
+        rows: dict[int, list[int]] = {}
+        for rank, node in enumerate(self._nodes):
+            row = [health.share(rank, rail) for rail in homes]
+            rows[node] = [*map(min, row, rows.get(node, row))]
+        #: Of every node and home, what it carries.
+        self._shares = rows
+        self._load: dict[_Port, tuple[_Time, _Time]] = {
+            (node, at): (0, 0) for node in rows for at in range(self.width)
+        }
+
+    def is_inside(self, flow: _Flow) -> bool:
+        """Whether both ends of it are at one node."""
+        return self._nodes[flow.low] == self._nodes[flow.high]
+
+    def fewest(self, flow: _Flow) -> int:
+        """Return how many ports are up at the end that has fewer."""
+        return min(sum(map(bool, self._shares[node])) for node in self._ends(flow))
+
+    def add(self, flow: _Flow, at: int, part: _Time = 1) -> None:
+        """Have home `at` carry a part of a flow; a negative part is taken away."""
+        for port, sent, received in self._moved(flow, at):
+            before = self._load[port]
+            self._load[port] = before[0] + part * sent, before[1] + part * received
+
+    def burden(self, flow: _Flow, at: int) -> tuple[bool, _Time, _Time, int]:
+        """Rate a home for a flow, the least first: is a port down, the busier one, both."""
+        times = [
+            self._time(port, self._load[port][0] + sent, self._load[port][1] + received)
+            for port, sent, received in self._moved(flow, at)
+            if self._shares[port[0]][at]
+        ]
+        turn = (at - flow.channel) % self.width
+        return len(times) < 2, max(times, default=0), sum(times), turn
+
+    def busiest(self) -> tuple[_Time, _Port]:
+        """Return the time of the busiest port that is up, and which one it is."""
+        times = [(self._time(port, *load), port) for port, load in self._load.items()]
+        return max(times, key=lambda found: (found[0], -found[1][0], -found[1][1]))
+
+    def time_of(self, flow: _Flow, at: int) -> _Time:
+        """Return the time of the busier of the two ports `flow` uses at home `at`."""
+        return max(self._time(port, *self._load[port]) for port, _, _ in self._moved(flow, at))
+
+    def is_up(self, flow: _Flow, at: int) -> bool:
+        """Whether home `at` is up at both ends."""
+        return all(self._shares[node][at] for node in self._ends(flow))
+
+    def uses(self, flow: _Flow, node: int) -> bool:
+        """Whether a flow ends at `node`."""
+        return node in self._ends(flow)
+
+    def ways(self, flow: _Flow, at: int) -> list[tuple[int, _Time]]:
+        """Return what carries a flow that is at home on `at`: homes, and the part of each."""
+        if self.is_up(flow, at):
+            return [(at, 1)]
+        low, high = (self._shares[node] for node in self._ends(flow))
+        left = [min(both) for both in zip(low, high, strict=True)]
+        return [(other, Fraction(share, sum(left))) for other, share in enumerate(left) if share]
+
+    def _ends(self, flow: _Flow) -> tuple[int, int]:
+        return self._nodes[flow.low], self._nodes[flow.high]
+
+    def _moved(self, flow: _Flow, at: int) -> tuple[tuple[_Port, int, int], ...]:
+        """Return both ports, with what each sends and receives."""
+        low, high = self._ends(flow)
+        return ((low, at), flow.up, flow.down), ((high, at), flow.down, flow.up)
+
+    def _time(self, port: _Port, sent: _Time, received: _Time) -> _Time:
+        share = self._shares[port[0]][port[1]]
+        return max(sent, received) * (_SCALE // share) if share else 0
+
+
+def _improve(chosen: dict[_Flow, int], ports: _Ports) -> None:
+    """Relieve the busiest port, edge by edge, until no step does."""
+    for _ in range(2 * len(chosen)):
+        worst, (node, at) = ports.busiest()
+        crowd = [flow for flow, home in chosen.items() if home == at and ports.uses(flow, node)]
+        if not any(_relieve(flow, chosen, ports, worst) for flow in crowd):
+            return
+
+
+def _relieve(flow: _Flow, chosen: dict[_Flow, int], ports: _Ports, worst: _Time) -> bool:
+    """Move a flow elsewhere, or have it change places, so that all ports concerned take less."""
+    here = chosen[flow]
+    there = [at for at in range(ports.width) if at != here and ports.is_up(flow, at)]
+    for at in there:
+        others = [None, *(other for other, home in chosen.items() if home == at)]
+        for other in others:
+            if other is not None and not ports.is_up(other, here):
+                continue
+            moves = [(flow, here, at), *([(other, at, here)] if other is not None else [])]
+            for moved, source, target in moves:
+                ports.add(moved, source, -1)
+                ports.add(moved, target)
+            if all(
+                max(ports.time_of(moved, source), ports.time_of(moved, target)) < worst
+                for moved, source, target in moves
+            ):
+                chosen.update((moved, target) for moved, _, target in moves)
+                return True
+            for moved, source, target in moves:
+                ports.add(moved, target, -1)
+                ports.add(moved, source)
+    return False
+
+
+def _flows(schedule: Schedule, weights: Sequence[int]) -> list[_Flow]:
+    """Add up what every edge carries, with channels that share the work by `weights`."""
     ops = as_arrays(schedule).ops
     sends = ops[ops["kind"] == Kind.SEND]
     common = math.lcm(*schedule.nchunks)
     units = [
         weight * (common // nchunks)
-        for weight, nchunks in zip(schedule.weights, schedule.nchunks, strict=True)
+        for weight, nchunks in zip(weights, schedule.nchunks, strict=True)
     ]
     carried: dict[tuple[int, int, int], list[int]] = {}
     ways, counts = np.unique(sends[["channel", "rank", "peer"]], return_counts=True)
@@ -203,24 +343,14 @@ def _flows(schedule: Schedule) -> list[_Flow]:
     return [_Flow(-max(both), *edge, *both) for edge, both in carried.items()]
 
 
-def _burden(
-    flow: _Flow, at: int, load: Sequence[Sequence[tuple[int, int]]], shares: Sequence[Sequence[int]]
-) -> tuple[bool, Fraction, Fraction, int]:
-    """Rate a home for an edge, the least first."""
-    turn = (at - flow.channel) % len(load[0])
-    times = []
-    for rank, sent, received in flow.ends():
-        if not shares[rank][at]:
-            return True, Fraction(0), Fraction(0), turn
-        before = load[rank][at]
-        busier = max(before[0] + sent, before[1] + received)
-        times.append(Fraction(busier, shares[rank][at]))
-    return False, max(times), sum(times, Fraction(0)), turn
-
-
 def _require(homes: Sequence[int]) -> None:
     if not homes:
         raise InvalidArgument("channels need at least one rail to be at home on")
 
 
-__all__ = ["Edge", "Placement", "inlets", "place", "place_edges", "port_time"]
+#: Divided by every share but 0.
+_SCALE = math.lcm(*range(1, WHOLE + 1))
+#: Edges up to which their places are looked over again: that takes time with the square of them.
+_MOST_IMPROVED = 400
+
+__all__ = ["Edge", "Placement", "inlets", "place", "place_edges", "port_time", "ring_time"]

@@ -31,6 +31,7 @@ from r2ccl.types import Nic, PathKey
 
 if TYPE_CHECKING:
     from r2ccl.testing.faults import FaultPlan
+    from r2ccl.testing.reporting import ReportingTransport
 
 _log = logging.getLogger(__name__)
 
@@ -95,11 +96,18 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
         hcas_for=lambda: tuple(hca.label for hca in hcas),
         comm=comm,
     )
-    wrap = None
-    if faults is not None or config.fault_plan:
-        wrap = partial(_with_faults, rank=control.rank, plan=faults)
+    wrapped: list[ReportingTransport] = []
+
+    def wrap(inner: Transport) -> Transport:
+        if faults is None and not config.fault_plan:
+            return inner
+        wrapped.append(_with_faults(inner, rank=control.rank, plan=faults))
+        return wrapped[0]
+
     made = _assemble(config, hcas, control, tuple(range(control.nranks)), wrap)
     made.connect()
+    for transport in wrapped:
+        transport.begin(made.ncalls + 1)
     return made
 
 
@@ -212,7 +220,7 @@ def _open_verbs(control: bootstrap.ControlPlane, config: Config, hcas: Sequence[
     )
 
 
-def _with_faults(inner: Transport, *, rank: int, plan: FaultPlan | None) -> Transport:
+def _with_faults(inner: Transport, *, rank: int, plan: FaultPlan | None) -> ReportingTransport:
     """Wrap `inner` so that it reports its slices to whoever injects the faults."""
     from r2ccl.testing.reporting import ReportingTransport
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import r2ccl
+from r2ccl.algos import leaf_ring, ring, tree
 
 DTYPES = (
     "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
@@ -124,6 +125,27 @@ def rooted(counts: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
 
 def same(a: np.ndarray, b: np.ndarray) -> bool:
     return a.tobytes() == b.tobytes()
+
+
+def own_schedules(count: int) -> list[str]:
+    """Run schedules the user brings; returns what came out wrong."""
+    wrong = []
+    with r2ccl.init() as comm:
+        mine = (
+            leaf_ring.allreduce([3] + [4] * (comm.nranks - 1), 4, 2),
+            tree.allreduce([tree.chain(range(comm.nranks))], "chain"),
+        )
+        for schedule in mine:
+            for op in (r2ccl.SUM, r2ccl.AVG, r2ccl.MAX):
+                x = data_of(comm.rank, count, "float64")
+                out = comm.run_schedule(schedule, x, np.empty_like(x), op)
+                if not same(out, expected(comm.nranks, count, "float64", op)):
+                    wrong.append(f"{schedule.name} {op!r}")
+        for bad in (ring.allreduce(comm.nranks + 1), ring.allgather(comm.nranks)):
+            with pytest.raises(r2ccl.InvalidArgument, match="give an allreduce over"):
+                comm.run_schedule(bad, x)
+        assert "* ring" in str(comm.explain(1 << 26))
+    return wrong
 
 
 def larger_than_2gib() -> bool:

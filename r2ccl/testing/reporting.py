@@ -39,6 +39,8 @@ class ReportingTransport:
     ) -> None:
         self.nrails = inner.nrails
         self._inner = inner
+        #: Slices number the collectives of a communicator from 1; plans those of its user, from 0.
+        self._first_op: int | None = None
         self._op = 0
         self._step = 0
         #: Paths whose failure is on its way to the owner: nothing is sent on them any more.
@@ -55,14 +57,17 @@ class ReportingTransport:
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
         """Report the slice, which may break the rail it is about to ride, and send it."""
-        if self._reporter is not None:
+        if self._reporter is not None and self._first_op is not None:
             if frame.op != self._op:
                 self._op, self._step = frame.op, 0
-            # Operations count from 1 on the wire and from 0 in a plan.
-            self._reporter.at(frame.op - 1, self._step)
+            self._reporter.at(frame.op - self._first_op, self._step)
             self._step += 1
         if path not in self._silent:
             self._inner.isend(path, frame, view, token, is_replay)
+
+    def begin(self, first_op: int) -> None:
+        """From collective `first_op` on the communicator is its user's."""
+        self._first_op = first_op
 
     def joins(self, rail: int) -> bool:
         """See `Transport.joins`."""

@@ -43,6 +43,11 @@ def test_every_rank_can_be_the_root(nranks: int) -> None:
     assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
 
 
+def test_a_user_can_bring_a_schedule() -> None:
+    run = functools.partial(programs.own_schedules, 300_001)
+    assert launch(run, 3, timeout_s=TIMEOUT_S) == [[]] * 3
+
+
 def test_more_than_2_gib() -> None:
     assert launch(programs.larger_than_2gib, 2, timeout_s=TIMEOUT_S) == [True, True]
 

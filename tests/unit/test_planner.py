@@ -7,15 +7,17 @@ from healths import health
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from r2ccl.algos import optcc
 from r2ccl.algos.packed_trees import lower_bound
 from r2ccl.config import ALGOS, Config
-from r2ccl.planner import Choice, Fabric, plan
+from r2ccl.planner import Choice, Fabric, Rates, explain, own, plan
 from r2ccl.resilience.health import WHOLE, Health
 from r2ccl.schedule.check import check
 from r2ccl.spread import port_time
 from r2ccl.types import ROOTED, CallSignature, Collective, ReduceOp
 
 MIB = 1 << 20
+RATES = Rates(100_000, 25_000_000)
 
 
 def call(collective: Collective, root: int = 0) -> CallSignature:
@@ -28,9 +30,10 @@ def choose(
     collective: Collective = Collective.ALLREDUCE,
     root: int = 0,
     algo: str = "ring",
+    mode: str = "auto",
 ) -> Choice:
-    fabric = Fabric(range(of.nrails), of.nrails)
-    return plan(call(collective, root), nbytes, fabric, of, Config(algo=algo))
+    fabric = Fabric(range(of.nrails), of.nrails, (), RATES)
+    return plan(call(collective, root), nbytes, fabric, of, Config(algo=algo, mode=mode))
 
 
 @pytest.mark.parametrize("collective", Collective)
@@ -63,10 +66,87 @@ def test_channels_are_as_many_as_the_data_is_worth() -> None:
 
 
 @pytest.mark.parametrize("algo", ALGOS)
-def test_the_named_schedule_runs(algo: str) -> None:
-    named = {"tree": "double_binary_tree"}.get(algo, algo)
-    assert choose(64 * MIB, health(), algo=algo).schedule.name == named
+def test_the_named_schedule_runs_where_it_applies(algo: str) -> None:
+    whole = {
+        "tree": "double_binary_tree", "auto": "ring", "bridged_ring": "ring", "r2cc": "ring",
+        "optcc": "ring",
+    }  # fmt: skip
+    assert choose(64 * MIB, health(), algo=algo).schedule.name == whole.get(algo, algo)
     assert choose(1000, health(), algo=algo).schedule.name == "recursive_doubling"
+    lost = choose(64 * MIB, health(r1n0=0), algo=algo).schedule.name
+    expected = {"tree": "double_binary_tree", "auto": "packed_trees", "bridged_ring": "ring"}
+    assert lost == expected.get(algo, algo)
+
+
+def test_modes_bound_the_choice() -> None:
+    lost = health(r1n0=0)
+    chosen = {
+        mode: choose(64 * MIB, lost, algo="auto", mode=mode)
+        for mode in ("0", "1", "2", "3", "auto")
+    }
+    names = {mode: choice.schedule.name for mode, choice in chosen.items()}
+    assert names == {"0": "ring", "1": "ring", "2": "ring", "3": "r2cc", "auto": "packed_trees"}
+    slow = health(r1n0=4)
+    assert len(set(choose(64 * MIB, slow, algo="auto", mode="1").placement.weights)) == 1
+    assert len(set(choose(64 * MIB, slow, algo="auto", mode="2").placement.weights)) == 2
+
+
+def test_rails_that_are_one_wire_lose_no_bandwidth() -> None:
+    fabric = Fabric(range(4), 1, (), RATES)
+    sum_ = call(Collective.ALLREDUCE)
+    for of in (health(), health(r1n0=0)):
+        assert plan(sum_, 64 * MIB, fabric, of, Config()).schedule.name == "ring"
+
+
+def test_now_and_then_a_ring_shows_what_the_rails_carry() -> None:
+    fabric = Fabric(range(4), 4, (), RATES)
+    sum_, lost = call(Collective.ALLREDUCE), health(r1n0=0)
+    assert plan(sum_, 64 * MIB, fabric, lost, Config(), is_gauge=True).schedule.name == "ring"
+    named = Config(algo="packed_trees")
+    kept = plan(sum_, 64 * MIB, fabric, lost, named, is_gauge=True)
+    assert kept.schedule.name == "packed_trees"
+
+
+@pytest.mark.parametrize(
+    ("alpha_ns", "nbytes", "name"),
+    [(1, 64 * MIB, "ring"), (10**6, 64 * MIB, "ring"), (10**6, 128 << 10, "halving_doubling")],
+)
+def test_latency_decides_for_little_data_and_bandwidth_for_much(
+    alpha_ns: int, nbytes: int, name: str
+) -> None:
+    fabric = Fabric(range(4), 4, (), Rates(alpha_ns, 25_000_000))
+    found = plan(call(Collective.ALLREDUCE), nbytes, fabric, health(8), Config())
+    assert found.schedule.name == name
+
+
+def test_the_prediction_is_the_load_of_the_busiest_port() -> None:
+    fabric = Fabric(range(4), 4, (), Rates(1000, 25_000_000))
+    chosen = {
+        mode: plan(call(Collective.ALLREDUCE), 64 * MIB, fabric, health(r1n0=0), Config(mode=mode))
+        for mode in ("2", "auto")
+    }
+    ring_s, trees_s = (choice.predicted_ns / 1e9 for choice in chosen.values())
+    assert ring_s == pytest.approx(1.5 * 64 * MIB / 3 / 25e6, rel=0.01), "the detour is counted"
+    assert 0.4 * 64 * MIB / 25e6 <= trees_s <= 0.42 * 64 * MIB / 25e6
+
+
+def test_what_is_compared_can_be_read() -> None:
+    fabric = Fabric(range(4), 4, (), RATES)
+    said = explain(64 * MIB, fabric, health(r1n0=0), Config())
+    assert said.chosen.name == "packed_trees"
+    times = [each.predicted_ns for each in said.others]
+    assert times == sorted(times)
+    assert {each.name for each in said.others} >= {"ring", "leaf_ring", "r2cc", "optcc"}
+    assert "* packed_trees" in str(said)
+    for config, why in ((Config(mode="2"), "R2CC_MODE=2"), (Config(algo="tree"), "R2CC_ALGO=tree")):
+        assert why in str(explain(64 * MIB, fabric, health(), config))
+    assert "eager" in str(explain(100, fabric, health(), Config()))
+
+
+def test_a_schedule_of_the_users_own_is_placed_like_others() -> None:
+    fabric = Fabric(range(4), 4, (), RATES)
+    mine = own(optcc.allreduce([4, 4, 4, 3], 4, 4), 64 * MIB, fabric, health(r1n3=0), Config())
+    assert all(edge.number % 4 != 1 for edge in mine.placement.edges if 3 in edge[1:3])
 
 
 def test_trees_leave_a_dead_port_alone_and_have_slices_enough() -> None:

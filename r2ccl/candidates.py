@@ -1,0 +1,235 @@
+"""Candidates: the schedules an allreduce of large data may run, each made for what nodes have left.
+
+One function a family, and for each form of it, such as a number of trees, one candidate. They are
+made over nodes: where several ranks share one, `r2ccl.algos.hierarchy` makes it one over ranks, so
+that the node's ports carry each byte once for all of them.
+
+Imports `algos` and `schedule`. Pure. Invariant: equal terms, equal candidates, in the same order,
+the simplest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from itertools import combinations, pairwise
+from typing import NamedTuple
+
+from r2ccl.algos import (
+    bridged_ring,
+    halving_doubling,
+    hierarchy,
+    leaf_ring,
+    nested_rings,
+    one_shot,
+    optcc,
+    packed_trees,
+    r2cc,
+    recursive_doubling,
+    ring,
+    tree,
+)
+from r2ccl.algos.bandwidths import straggler_of
+from r2ccl.errors import InvalidArgument
+from r2ccl.schedule.ir import Schedule
+
+
+class Terms(NamedTuple):
+    """What candidates are made for.
+
+    Attributes
+    ----------
+    shares : tuple of tuple of int
+        Of every node, what each home carries.
+    teams : tuple of tuple of int
+        Of every node its ranks.
+    nchannels : int
+        Channels of a ring.
+    """
+
+    shares: tuple[tuple[int, ...], ...]
+    teams: tuple[tuple[int, ...], ...]
+    nchannels: int
+
+    @property
+    def nhomes(self) -> int:
+        """Rails that channels are at home on."""
+        return len(self.shares[0])
+
+    @property
+    def bandwidths(self) -> list[int]:
+        """What each node carries; one without any home is reached by the last resort."""
+        return [max(1, sum(row)) for row in self.shares]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all nodes carry the same, on every rail."""
+        return len(set(self.shares)) == 1 and min(self.shares[0]) > 0
+
+    def meet(self, a: int, b: int) -> bool:
+        """Whether two nodes have a home in common that is up at both."""
+        return any(map(min, self.shares[a], self.shares[b]))
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether any two nodes meet."""
+        return all(self.meet(a, b) for a, b in combinations(range(len(self.shares)), 2))
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether there is a way between any two nodes, over others that meet."""
+        nodes = range(len(self.shares))
+        reached = {0}
+        for _ in nodes:
+            reached |= {node for node in nodes if any(self.meet(node, at) for at in reached)}
+        return len(reached) == len(nodes)
+
+
+class Candidate(NamedTuple):
+    """A schedule over ranks, and what to know of it.
+
+    Attributes
+    ----------
+    name : str
+        Of its family.
+    schedule : Schedule
+    fill : int
+        Slices of a channel that pass before all ports are busy, and after.
+    is_ring : bool
+        Whether all its channels are rings of all ranks, to be placed as a whole.
+    """
+
+    name: str
+    schedule: Schedule
+    fill: int = 0
+    is_ring: bool = False
+
+
+def candidates(name: str, terms: Terms) -> Iterator[Candidate]:
+    """Make the forms of one family; none where it does not apply.
+
+    Parameters
+    ----------
+    name : str
+        One of `FAMILIES`.
+    terms : Terms
+    """
+    is_flat = all(len(team) == 1 for team in terms.teams)
+    if name == "ring" and not is_flat:
+        nranks = sum(map(len, terms.teams))
+        yield Candidate("ring", ring.allreduce(nranks, terms.nchannels), is_ring=True)
+    if is_flat:
+        yield from FAMILIES[name](terms)
+    elif _can_lead(terms.teams):
+        for found in FAMILIES[name](terms):
+            wrapped = hierarchy.wrap(found.schedule, terms.teams)
+            yield found._replace(schedule=wrapped, fill=found.fill + 1, is_ring=False)
+
+
+def _can_lead(teams: Sequence[Sequence[int]]) -> bool:
+    """Whether leaders have the order of their nodes, whoever of a node leads."""
+    return all(max(team) < min(after) for team, after in pairwise(teams)) or all(
+        all(a < b for a, b in pairwise(leaders))
+        for leaders in zip(*teams, strict=False)
+        if len({len(team) for team in teams}) == 1
+    )
+
+
+def _rings(terms: Terms) -> Iterator[Candidate]:
+    yield Candidate("ring", ring.allreduce(len(terms.shares), terms.nchannels), is_ring=True)
+
+
+def _double_trees(terms: Terms) -> Iterator[Candidate]:
+    trees = tree.double_binary(len(terms.shares)) * max(1, terms.nhomes // 2)
+    schedule = tree.allreduce(trees, "double_binary_tree")
+    yield Candidate("tree", schedule, schedule.cost.steps // 2)
+
+
+def _recursive_doubling(terms: Terms) -> Iterator[Candidate]:
+    yield Candidate("recursive_doubling", recursive_doubling.allreduce(len(terms.shares), 1))
+
+
+def _halving_doubling(terms: Terms) -> Iterator[Candidate]:
+    n = len(terms.shares)
+    yield Candidate("halving_doubling", halving_doubling.allreduce(n, terms.nhomes))
+
+
+def _one_shot(terms: Terms) -> Iterator[Candidate]:
+    yield Candidate("one_shot", one_shot.allreduce(len(terms.shares), terms.nhomes))
+
+
+def _packed_trees(terms: Terms) -> Iterator[Candidate]:
+    counts = _TREES_PER_HOME if len(terms.shares) <= _MANY_NODES else _TREES_PER_HOME[:1]
+    # Nodes that nobody reaches are left to the last resort, like all their neighbours.
+    reach = terms.meet if not terms.is_connected and terms.is_joined else None
+    for times in counts:
+        schedule = packed_trees.allreduce(terms.bandwidths, times * terms.nhomes, reach)
+        yield Candidate("packed_trees", schedule, schedule.cost.steps // 2)
+
+
+def _leaf_rings(terms: Terms) -> Iterator[Candidate]:
+    for times in _RINGS_PER_HOME:
+        schedule = leaf_ring.allreduce(terms.bandwidths, _SEGMENTS, times * terms.nhomes)
+        yield Candidate("leaf_ring", schedule, 1)
+
+
+def _nested_rings(terms: Terms) -> Iterator[Candidate]:
+    yield Candidate(
+        "nested_rings", nested_rings.allreduce(terms.bandwidths, _SEGMENTS, 2 * terms.nhomes), 1
+    )
+
+
+def _bridged_rings(terms: Terms) -> Iterator[Candidate]:
+    n = len(terms.shares)
+    if terms.is_connected or n == 1:
+        return  # the ring itself
+    try:
+        schedule = bridged_ring.allreduce(n, terms.nchannels, terms.meet)
+    except InvalidArgument:  # there is no such ring
+        return
+    yield Candidate("bridged_ring", schedule)
+
+
+def _r2cc(terms: Terms) -> Iterator[Candidate]:
+    lost = straggler_of(terms.bandwidths).lost
+    if len(terms.shares) > 2 and lost:
+        # In proportion to the rails the straggler has left, and has lost; enough of them to be
+        # spread evenly (4 and 8 nodes: 1.21 and 1.19 of the ring's load, with a third as many 1.5).
+        rest = max(1, round((1 - lost) * terms.nhomes))
+        channels = (3 * rest, 6 * max(1, terms.nhomes - rest))
+        yield Candidate("r2cc", r2cc.allreduce(terms.bandwidths, _CHUNKS, None, channels))
+
+
+def _optcc(terms: Terms) -> Iterator[Candidate]:
+    if len(terms.shares) > 2 and straggler_of(terms.bandwidths).lost > Fraction(0):
+        yield Candidate("optcc", optcc.allreduce(terms.bandwidths, _CHUNKS, 3 * terms.nhomes))
+
+
+#: Makes the candidates of a family, over nodes.
+FAMILIES: dict[str, Callable[[Terms], Iterator[Candidate]]] = {
+    "recursive_doubling": _recursive_doubling,
+    "one_shot": _one_shot,
+    "ring": _rings,
+    "bridged_ring": _bridged_rings,
+    "halving_doubling": _halving_doubling,
+    "tree": _double_trees,
+    "r2cc": _r2cc,
+    "optcc": _optcc,
+    "leaf_ring": _leaf_rings,
+    "nested_rings": _nested_rings,
+    "packed_trees": _packed_trees,
+}
+
+#: Trees for every home, in the order they are tried; more of them come closer to the degrees
+#: wanted, but their slices are fewer.
+_TREES_PER_HOME = (4, 3, 5, 6)
+#: Channels of a leaf ring for every home; with more, edges are shared out more evenly.
+_RINGS_PER_HOME = (2, 3)
+#: Nodes from which on one number of trees is as good as another.
+_MANY_NODES = 16
+#: Segments of a leaf ring: relaying comes close to the shares wanted.
+_SEGMENTS = 8
+#: K of R2CC-AllReduce, and k of OptCC.
+_CHUNKS = 8
+
+__all__ = ["FAMILIES", "Candidate", "Terms", "candidates"]

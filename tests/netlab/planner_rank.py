@@ -1,0 +1,46 @@
+"""One rank of a job that says what the planner would run, before and after the rails changed.
+
+Writes a JSON object as its last line: at each of `WHEN`, the schedule of a large allreduce, what its
+busiest port carries, what was predicted and what it took; and the rates that were measured.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+import numpy as np
+
+import r2ccl
+
+WHEN = (2, 12)
+
+
+def main() -> None:
+    logging.getLogger("r2ccl").setLevel(logging.ERROR)
+    nbytes = int(sys.argv[1])
+    said = []
+    with r2ccl.init() as comm:
+        x, out = np.ones(nbytes // 4, np.float32), np.empty(nbytes // 4, np.float32)
+        for op in range(WHEN[-1] + 1):
+            chosen = comm.explain(nbytes).chosen
+            begun_s = time.monotonic()
+            comm.allreduce(x, out)
+            took_s = time.monotonic() - begun_s
+            assert (out == comm.nranks).all()
+            if op in WHEN:
+                said.append(
+                    {
+                        "schedule": chosen.schedule.name,
+                        "load": float(chosen.load),
+                        "predicted_s": chosen.predicted_ns / 1e9,
+                        "took_s": took_s,
+                    }
+                )
+    print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()
