@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 
-from r2ccl.planner import Rates
+from r2ccl.prediction import Rates
 
 
 def calibrate(

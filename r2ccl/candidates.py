@@ -118,6 +118,8 @@ def candidates(name: str, terms: Terms) -> Iterator[Candidate]:
     if name == "ring" and not is_flat:
         nranks = sum(map(len, terms.teams))
         yield Candidate("ring", ring.allreduce(nranks, terms.nchannels), is_ring=True)
+    if name not in _OF_ANY_SIZE and len(terms.teams) > _VERY_MANY_NODES:
+        return
     if is_flat:
         yield from FAMILIES[name](terms)
     elif _can_lead(terms.teams):
@@ -159,7 +161,8 @@ def _one_shot(terms: Terms) -> Iterator[Candidate]:
 
 
 def _packed_trees(terms: Terms) -> Iterator[Candidate]:
-    counts = _TREES_PER_HOME if len(terms.shares) <= _MANY_NODES else _TREES_PER_HOME[:1]
+    n = len(terms.shares)
+    counts = _TREES_PER_HOME if n < _MANY_NODES else (4,) if n <= _VERY_MANY_NODES else (1,)
     # Nodes that nobody reaches are left to the last resort, like all their neighbours.
     reach = terms.meet if not terms.is_connected and terms.is_joined else None
     for times in counts:
@@ -168,7 +171,7 @@ def _packed_trees(terms: Terms) -> Iterator[Candidate]:
 
 
 def _leaf_rings(terms: Terms) -> Iterator[Candidate]:
-    for times in _RINGS_PER_HOME:
+    for times in _RINGS_PER_HOME if len(terms.shares) < _MANY_NODES else (1,):
         schedule = leaf_ring.allreduce(terms.bandwidths, _SEGMENTS, times * terms.nhomes)
         yield Candidate("leaf_ring", schedule, 1)
 
@@ -220,13 +223,17 @@ FAMILIES: dict[str, Callable[[Terms], Iterator[Candidate]]] = {
     "packed_trees": _packed_trees,
 }
 
+#: Families that are made for any number of nodes.
+_OF_ANY_SIZE = ("ring", "recursive_doubling", "packed_trees")
 #: Trees for every home, in the order they are tried; more of them come closer to the degrees
 #: wanted, but their slices are fewer.
 _TREES_PER_HOME = (4, 3, 5, 6)
 #: Channels of a leaf ring for every home; with more, edges are shared out more evenly.
 _RINGS_PER_HOME = (2, 3)
-#: Nodes from which on one number of trees is as good as another.
+#: Nodes from which on one number of trees or channels is as good as another; and with which a
+#: choice would take longer than it could gain: packed trees alone are made for more, and few.
 _MANY_NODES = 16
+_VERY_MANY_NODES = 64
 #: Segments of a leaf ring: relaying comes close to the shares wanted.
 _SEGMENTS = 8
 #: K of R2CC-AllReduce, and k of OptCC.

@@ -29,8 +29,9 @@ from r2ccl.engine import Engine
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument
 from r2ccl.executor import Call, LandingPool, LaneRun
 from r2ccl.memory import RegisteredMemory
-from r2ccl.planner import Explanation, Fabric, Rates
+from r2ccl.planner import Explanation
 from r2ccl.plans import Plan, Plans
+from r2ccl.prediction import Fabric, Rates
 from r2ccl.regroup import Tidings, regroup
 from r2ccl.repair import Repair
 from r2ccl.resilience.health import Health

@@ -18,8 +18,8 @@ from r2ccl.admission import admit
 from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
 from r2ccl.lowering import Layout, lower
-from r2ccl.planner import UNMEASURED, Explanation, Fabric, Rates, explain, plan
-from r2ccl.planner import own as place_own
+from r2ccl.planner import Explanation, Planner
+from r2ccl.prediction import UNMEASURED, Fabric, Rates
 from r2ccl.resilience.health import WHOLE, Health
 from r2ccl.schedule.check import check
 from r2ccl.schedule.ir import Schedule
@@ -62,7 +62,7 @@ class Plans:
     def __init__(self, rank: int, nranks: int, fabric: Fabric, config: Config) -> None:
         self._rank = rank
         self._nranks = nranks
-        self._fabric = fabric
+        self._planner = Planner(fabric, config)
         self._config = config
         self._plans: dict[_Key, Plan] = {}
         self._checked: set[tuple[str, str, int, int, int]] = set()
@@ -70,11 +70,11 @@ class Plans:
     @property
     def fabric(self) -> Fabric:
         """What lies between the ranks, as it is planned with."""
-        return self._fabric
+        return self._planner.fabric
 
     def measured(self, rates: Rates) -> None:
         """Plan with these rates from now on; all ranks must at the same call."""
-        self._fabric = self._fabric._replace(rates=rates)
+        self._planner = Planner(self.fabric._replace(rates=rates), self._config)
         self._plans.clear()
 
     def __call__(
@@ -98,7 +98,7 @@ class Plans:
         ScheduleError
             The user's schedule is wrong.
         """
-        is_gauge = self._fabric.rates != UNMEASURED and _is_gauge(op, health)
+        is_gauge = self.fabric.rates != UNMEASURED and _is_gauge(op, health)
         key = (health.version, call, is_gauge, own)
         found = self._plans.get(key)
         if found is None:
@@ -110,7 +110,7 @@ class Plans:
 
     def explain(self, nbytes: int, health: Health) -> Explanation:
         """Compare what an allreduce of `nbytes` could run."""
-        return explain(nbytes, self._fabric, health, self._config)
+        return self._planner.explain(nbytes, health)
 
     def _make(
         self, call: CallSignature, health: Health, is_gauge: bool, own: Schedule | None
@@ -119,14 +119,14 @@ class Plans:
         itemsize = dtype_of(call.dtype).itemsize
         nbytes = call.count * itemsize
         if own is None:
-            choice = plan(call, nbytes, self._fabric, health, self._config, is_gauge=is_gauge)
+            choice = self._planner.plan(call, nbytes, health, is_gauge=is_gauge)
         else:
             check(own)
-            choice = place_own(own, nbytes, self._fabric, health, self._config)
+            choice = self._planner.own(own, nbytes, health)
         placement = choice.placement
         # What is placed edge by edge was made for this health; a ring is the same for all.
         self._check(choice.schedule, health.version if placement.edges else 0)
-        is_bulk = placement.edges and nbytes > self._fabric.inlet_nbytes
+        is_bulk = placement.edges and nbytes > self.fabric.inlet_nbytes
         layout = lower(
             choice.schedule.program(self._rank),
             call.count,
@@ -138,7 +138,7 @@ class Plans:
             channels=placement.channels,
             numbers=placement.numbers(self._rank),
         )
-        layout = admit(layout, len(self._fabric.homes), self._fabric.inlet_nbytes)
+        layout = admit(layout, len(self.fabric.homes), self.fabric.inlet_nbytes)
         finish = kernels.divider(call.dtype, self._nranks) if op is ReduceOp.AVG else None
         return Plan(
             call.pack(), layout, kernels.reducer(call.dtype, op), finish, not placement.edges

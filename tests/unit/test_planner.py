@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from r2ccl.algos import optcc
 from r2ccl.algos.packed_trees import lower_bound
 from r2ccl.config import ALGOS, Config
-from r2ccl.planner import Choice, Fabric, Rates, explain, own, plan
+from r2ccl.planner import Planner
+from r2ccl.prediction import Choice, Fabric, Rates
 from r2ccl.resilience.health import WHOLE, Health
 from r2ccl.schedule.check import check
 from r2ccl.spread import port_time
@@ -33,7 +34,7 @@ def choose(
     mode: str = "auto",
 ) -> Choice:
     fabric = Fabric(range(of.nrails), of.nrails, (), RATES)
-    return plan(call(collective, root), nbytes, fabric, of, Config(algo=algo, mode=mode))
+    return Planner(fabric, Config(algo=algo, mode=mode)).plan(call(collective, root), nbytes, of)
 
 
 @pytest.mark.parametrize("collective", Collective)
@@ -95,15 +96,17 @@ def test_rails_that_are_one_wire_lose_no_bandwidth() -> None:
     fabric = Fabric(range(4), 1, (), RATES)
     sum_ = call(Collective.ALLREDUCE)
     for of in (health(), health(r1n0=0)):
-        assert plan(sum_, 64 * MIB, fabric, of, Config()).schedule.name == "ring"
+        assert Planner(fabric, Config()).plan(sum_, 64 * MIB, of).schedule.name == "ring"
 
 
 def test_now_and_then_a_ring_shows_what_the_rails_carry() -> None:
     fabric = Fabric(range(4), 4, (), RATES)
     sum_, lost = call(Collective.ALLREDUCE), health(r1n0=0)
-    assert plan(sum_, 64 * MIB, fabric, lost, Config(), is_gauge=True).schedule.name == "ring"
+    assert (
+        Planner(fabric, Config()).plan(sum_, 64 * MIB, lost, is_gauge=True).schedule.name == "ring"
+    )
     named = Config(algo="packed_trees")
-    kept = plan(sum_, 64 * MIB, fabric, lost, named, is_gauge=True)
+    kept = Planner(fabric, named).plan(sum_, 64 * MIB, lost, is_gauge=True)
     assert kept.schedule.name == "packed_trees"
 
 
@@ -115,14 +118,16 @@ def test_latency_decides_for_little_data_and_bandwidth_for_much(
     alpha_ns: int, nbytes: int, name: str
 ) -> None:
     fabric = Fabric(range(4), 4, (), Rates(alpha_ns, 25_000_000))
-    found = plan(call(Collective.ALLREDUCE), nbytes, fabric, health(8), Config())
+    found = Planner(fabric, Config()).plan(call(Collective.ALLREDUCE), nbytes, health(8))
     assert found.schedule.name == name
 
 
 def test_the_prediction_is_the_load_of_the_busiest_port() -> None:
     fabric = Fabric(range(4), 4, (), Rates(1000, 25_000_000))
     chosen = {
-        mode: plan(call(Collective.ALLREDUCE), 64 * MIB, fabric, health(r1n0=0), Config(mode=mode))
+        mode: Planner(fabric, Config(mode=mode)).plan(
+            call(Collective.ALLREDUCE), 64 * MIB, health(r1n0=0)
+        )
         for mode in ("2", "auto")
     }
     ring_s, trees_s = (choice.predicted_ns / 1e9 for choice in chosen.values())
@@ -132,20 +137,22 @@ def test_the_prediction_is_the_load_of_the_busiest_port() -> None:
 
 def test_what_is_compared_can_be_read() -> None:
     fabric = Fabric(range(4), 4, (), RATES)
-    said = explain(64 * MIB, fabric, health(r1n0=0), Config())
+    said = Planner(fabric, Config()).explain(64 * MIB, health(r1n0=0))
     assert said.chosen.name == "packed_trees"
     times = [each.predicted_ns for each in said.others]
     assert times == sorted(times)
     assert {each.name for each in said.others} >= {"ring", "leaf_ring", "r2cc", "optcc"}
     assert "* packed_trees" in str(said)
     for config, why in ((Config(mode="2"), "R2CC_MODE=2"), (Config(algo="tree"), "R2CC_ALGO=tree")):
-        assert why in str(explain(64 * MIB, fabric, health(), config))
-    assert "eager" in str(explain(100, fabric, health(), Config()))
+        assert why in str(Planner(fabric, config).explain(64 * MIB, health()))
+    assert "eager" in str(Planner(fabric, Config()).explain(100, health()))
 
 
 def test_a_schedule_of_the_users_own_is_placed_like_others() -> None:
     fabric = Fabric(range(4), 4, (), RATES)
-    mine = own(optcc.allreduce([4, 4, 4, 3], 4, 4), 64 * MIB, fabric, health(r1n3=0), Config())
+    mine = Planner(fabric, Config()).own(
+        optcc.allreduce([4, 4, 4, 3], 4, 4), 64 * MIB, health(r1n3=0)
+    )
     assert all(edge.number % 4 != 1 for edge in mine.placement.edges if 3 in edge[1:3])
 
 

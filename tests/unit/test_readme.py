@@ -31,7 +31,8 @@ from r2ccl.algos import (
     tree,
 )
 from r2ccl.config import AGREED, ALIASES, Config
-from r2ccl.planner import Fabric, plan
+from r2ccl.planner import Planner
+from r2ccl.prediction import Fabric
 from r2ccl.resilience.health import Health
 from r2ccl.resilience.path import TRANSITIONS, Action, PathEvent, PathState
 from r2ccl.schedule.cost import measure, wire_nbytes
@@ -391,7 +392,8 @@ def test_choices_are_the_planners() -> None:
         nranks, nrails, nbytes = map(int, cells[:3])
         call = CallSignature(Collective.ALLREDUCE, 0, ReduceOp.SUM, nbytes)
         whole = Health.whole(nranks, nrails)
-        chosen = plan(call, nbytes, Fabric(range(nrails), nrails), whole, Config()).schedule
+        fabric = Fabric(range(nrails), nrails)
+        chosen = Planner(fabric, Config()).plan(call, nbytes, whole).schedule
         assert cells[3:] == [chosen.name, str(chosen.nchannels)]
 
 
