@@ -118,7 +118,7 @@ def candidates(name: str, terms: Terms) -> Iterator[Candidate]:
     if name == "ring" and not is_flat:
         nranks = sum(map(len, terms.teams))
         yield Candidate("ring", ring.allreduce(nranks, terms.nchannels), is_ring=True)
-    if name not in _OF_ANY_SIZE and len(terms.teams) > _VERY_MANY_NODES:
+    if len(terms.teams) > _MOST_NODES.get(name, len(terms.teams)):
         return
     if is_flat:
         yield from FAMILIES[name](terms)
@@ -223,15 +223,24 @@ FAMILIES: dict[str, Callable[[Terms], Iterator[Candidate]]] = {
     "packed_trees": _packed_trees,
 }
 
-#: Families that are made for any number of nodes.
-_OF_ANY_SIZE = ("ring", "recursive_doubling", "packed_trees")
+#: Nodes up to which there are schedules of a family: with more, to make and to place one takes
+#: seconds, while a call waits (0.4 s for all together with 16 nodes of 8 rails, 1.5 s with 32).
+_MOST_NODES = {
+    "bridged_ring": 64,
+    "halving_doubling": 64,
+    "leaf_ring": 32,
+    "nested_rings": 32,
+    "one_shot": 32,
+    "optcc": 32,
+    "r2cc": 32,
+}
 #: Trees for every home, in the order they are tried; more of them come closer to the degrees
 #: wanted, but their slices are fewer.
 _TREES_PER_HOME = (4, 3, 5, 6)
 #: Channels of a leaf ring for every home; with more, edges are shared out more evenly.
 _RINGS_PER_HOME = (2, 3)
-#: Nodes from which on one number of trees or channels is as good as another; and with which a
-#: choice would take longer than it could gain: packed trees alone are made for more, and few.
+#: Nodes from which on one number of trees or channels is as good as another; with more than these
+#: few trees are made.
 _MANY_NODES = 16
 _VERY_MANY_NODES = 64
 #: Segments of a leaf ring: relaying comes close to the shares wanted.

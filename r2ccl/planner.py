@@ -71,7 +71,7 @@ class Planner:
     def __init__(self, fabric: Fabric, config: Config) -> None:
         self.fabric = fabric
         self._config = config
-        #: By health, families and channels of a ring: all their forms, on the rails.
+        #: By health, family and channels of a ring: all its forms, on the rails.
         self._placed: dict[_Key, list[Placed]] = {}
 
     def plan(
@@ -115,17 +115,21 @@ class Planner:
         """
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)
-        names = tuple(self._names(terms) if families is None else families)
-        key = (health.version, names, terms.nchannels)
-        placed = self._placed.get(key)
-        if placed is None:
-            found = [each for name in names for each in candidates(name, terms)]
-            found = found or list(candidates("ring", terms))
-            placed = [put(each, self.fabric, carried) for each in found]
+        names = self._names(terms) if families is None else families
+        placed = [each for name in names for each in self._put(name, terms, carried)]
+        placed = placed or self._put("ring", terms, carried)
+        return [predict(each, nbytes, self.fabric, self._config) for each in placed]
+
+    def _put(self, name: str, terms: Terms, health: Health) -> list[Placed]:
+        """Place the forms of a family, once for a health."""
+        key = (health.version, name, terms.nchannels if name in _OF_RINGS else 0)
+        found = self._placed.get(key)
+        if found is None:
+            found = [put(each, self.fabric, health) for each in candidates(name, terms)]
             if len(self._placed) >= _KEPT:
                 self._placed.pop(next(iter(self._placed)))
-            self._placed[key] = placed
-        return [predict(each, nbytes, self.fabric, self._config) for each in placed]
+            self._placed[key] = found
+        return found
 
     def own(self, schedule: Schedule, nbytes: int, health: Health) -> Choice:
         """Place a schedule that a user brings."""
@@ -222,8 +226,8 @@ def _rooted(nranks: int, root: int, nchannels: int, is_small: bool) -> list[tree
     return [tree.chain(order)] * nchannels
 
 
-#: Version of the health, families, channels of a ring.
-_Key = tuple[int, tuple[str, ...], int]
+#: Version of the health, family, channels of a ring.
+_Key = tuple[int, str, int]
 
 #: Modes in which nothing but rings runs; in the first two, with equal channels whatever happens.
 _MIGRATING_MODES = ("0", "1")
@@ -238,7 +242,9 @@ _AS_GOOD = Fraction(102, 100)
 #: A channel is worth its overhead from this many bytes per chunk on: below it the ring's steps
 #: cost more than the rails gain.
 _MIN_CHUNK_NBYTES = 64 << 10
-#: Sets of candidates that are kept: a ring's channels differ for small calls alone.
-_KEPT = 64
+#: Families that depend on a ring's channels, which are fewer for little data.
+_OF_RINGS = ("ring", "bridged_ring")
+#: Placed families that are kept.
+_KEPT = 128
 
 __all__ = ["Explanation", "Planner", "best", "full_channels"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from math import isqrt
 from typing import NamedTuple
 
 from r2ccl.candidates import Candidate
@@ -129,21 +130,30 @@ def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choi
     """Cut a call of `nbytes` in slices, and say how long it takes."""
     candidate, placement, load, nlinks = placed
     schedule, rates = candidate.schedule, fabric.rates
+    wire_ns = load * nbytes * 10**9 / rates.beta
     slice_nbytes = config.slice_nbytes
     if nlinks:
         # Small enough for a pipeline, and for the ports, and large enough to be worth handling.
-        per_channel = nbytes // schedule.nchannels
-        wanted = min(per_channel // _PIPELINED_SLICES, fabric.inlet_nbytes // nlinks)
+        nslices = _nslices(int(wire_ns) * candidate.fill, rates.alpha_ns)
+        wanted = min(nbytes // schedule.nchannels // nslices, fabric.inlet_nbytes // nlinks)
         slice_nbytes = min(slice_nbytes, max(_MIN_SLICE_NBYTES, wanted))
     channel_nbytes = Fraction(nbytes * max(placement.weights), sum(placement.weights))
     nslices = max(1, channel_nbytes // slice_nbytes)
-    wire_ns = load * nbytes * 10**9 / rates.beta * (1 + Fraction(candidate.fill, nslices))
-    total_ns = int(schedule.cost.steps * rates.alpha_ns + wire_ns)
-    return Choice(candidate.name, schedule, placement, slice_nbytes, load, total_ns)
+    total_ns = wire_ns * (1 + Fraction(candidate.fill, nslices))
+    total_ns += schedule.cost.steps * rates.alpha_ns
+    return Choice(candidate.name, schedule, placement, slice_nbytes, load, int(total_ns))
 
 
-#: Slices of a channel that are enough for its pipeline, and the least a slice should have.
-_PIPELINED_SLICES = 32
+def _nslices(fill_ns: int, alpha_ns: int) -> int:
+    """Return the slices of a channel that a pipeline does best with.
+
+    To fill it takes `fill_ns` divided by their number; each takes about half a step to handle.
+    """
+    return max(_FEW_SLICES, min(_MANY_SLICES, isqrt(2 * fill_ns // max(1, alpha_ns))))
+
+
+#: Bounds of the slices of a channel, and the least a slice should have.
+_FEW_SLICES, _MANY_SLICES = 16, 128
 _MIN_SLICE_NBYTES = 32 << 10
 #: What a port is sent at once: as much as it takes in this time, and no less than that.
 _INLET_S = Fraction(1, 100)
