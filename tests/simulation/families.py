@@ -17,6 +17,7 @@ from r2ccl.testing.simulation import (
     Plan,
     Workload,
 )
+from r2ccl.types import ReduceOp
 
 _PAIR = Workload(nranks=2, nrails=2, calls=(CallSpec(300, channels=1),))
 _LATE = Noise(late=80, late_ms=20)
@@ -38,6 +39,18 @@ FAMILIES: dict[str, tuple[Workload, list[Plan]]] = {
     "overwritten while sent": (
         Workload(4, 2, (CallSpec(60, "recursive_doubling", 1),)),
         [Plan()] * 5,
+    ),
+    # Inner ranks of both trees add what two children send.
+    "reduced as it comes": (
+        Workload(4, 2, (CallSpec(12, "double_binary_tree", 2),), slice_nbytes=8, eager_nbytes=0),
+        [
+            Plan((CutPath(at, at % 4, (at + 1) % 4, at // 4 % 2, (at % 4,)),))
+            for at in range(20, 300, 7)
+        ],
+    ),
+    "divided when replayed": (
+        Workload(3, 2, (CallSpec(12, op=ReduceOp.AVG),), slice_nbytes=8, eager_nbytes=0),
+        [Plan((CutPath(at, 0, 1, at % 2, (0, 1)),)) for at in range(20, 200, 7)],
     ),
     "early slices unreported": (
         Workload(2, 2, (CallSpec(300),), slice_nbytes=32, eager_nbytes=0),

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import msgspec
+
 from r2ccl.executor import LaneRun
 from r2ccl.lowering import Step
 from r2ccl.progress import Progress
@@ -90,6 +92,37 @@ def _overwritten_while_sent() -> contextlib.AbstractContextManager[Any]:
         return step.kind is Kind.RECV_REDUCE or original(self, step, k)
 
     return mock.patch.object(LaneRun, "_is_ready", is_ready)
+
+
+def _reduced_as_it_comes() -> contextlib.AbstractContextManager[Any]:
+    """After a repair, data is added in the order in which it comes: the sum, but not its bits."""
+    original = LaneRun._is_ready
+
+    def is_ready(self: LaneRun, step: Step, k: int) -> bool:
+        if not self._progress.recovery.log.repairs:
+            return original(self, step, k)
+        after = list(step.after)
+        if step.kind is Kind.RECV_REDUCE:
+            after = [each for each in after if self._steps[each[0]].kind is not Kind.RECV_REDUCE]
+        else:  # waits for all that is added, whichever comes last
+            for index, _, _ in after:
+                if self._steps[index].kind is Kind.RECV_REDUCE:
+                    after.extend(self._steps[index].after)
+        return original(self, msgspec.structs.replace(step, after=tuple(after)), k)
+
+    return mock.patch.object(LaneRun, "_is_ready", is_ready)
+
+
+def _divided_when_replayed() -> contextlib.AbstractContextManager[Any]:
+    """What a replay brings is divided by the number of ranks, as if it were the whole sum."""
+    original = LaneRun._use
+
+    def use(self: LaneRun, cursor: Any, index: int, step: Step, data: Any) -> None:
+        if step.kind is Kind.RECV_REDUCE and self._progress.recovery.log.repairs:
+            step = msgspec.structs.replace(step, is_final=True)
+        original(self, cursor, index, step, data)
+
+    return mock.patch.object(LaneRun, "_use", use)
 
 
 def _early_slices_unreported() -> contextlib.AbstractContextManager[Any]:
@@ -195,6 +228,8 @@ MISTAKES: dict[str, Mistake] = {
     "released when confirmed": _released_when_confirmed,
     "released when retired": _released_when_retired,
     "overwritten while sent": _overwritten_while_sent,
+    "reduced as it comes": _reduced_as_it_comes,
+    "divided when replayed": _divided_when_replayed,
     "early slices unreported": _early_slices_unreported,
     "confirmations lost without a route": _never_confirmed_again,
     "credits of a report unnoticed": _without(Recovery, "_resume", Progress, "touch_channel"),

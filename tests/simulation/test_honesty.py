@@ -1,5 +1,6 @@
 """The simulator tells the truth: runs repeat, and every mistake we know of is found."""
 
+import msgspec
 import pytest
 from simulation.families import FAMILIES
 from simulation.mistakes import MISTAKES
@@ -39,6 +40,18 @@ def test_a_mistake_is_found(mistake: str) -> None:
     assert all(is_right(workload, plan, seed) for seed, plan in enumerate(plans))
     with MISTAKES[mistake]():
         assert not all(is_right(workload, plan, seed) for seed, plan in enumerate(plans))
+
+
+def test_another_order_of_additions_shows_in_the_bits_of_floats_alone() -> None:
+    workload, plans = FAMILIES["reduced as it comes"]
+    (call,) = workload.calls
+    with MISTAKES["reduced as it comes"]():
+        for dtype, is_seen in (("int32", False), ("float16", True), ("float64", True)):
+            calls = (msgspec.structs.replace(call, dtype=dtype),)
+            other = msgspec.structs.replace(workload, calls=calls)
+            assert is_seen is not all(
+                is_right(other, plan, seed) for seed, plan in enumerate(plans)
+            ), dtype
 
 
 def test_a_violation_names_seed_and_plan() -> None:

@@ -1,4 +1,4 @@
-"""Random jobs under random faults: no wrong, lost, doubled or torn slice, and no hang.
+"""Random jobs of every schedule, random faults: no wrong, lost, doubled or torn slice, no hang.
 
 No two ranks plan a collective from different versions of the health either: every simulation
 checks that. ``R2CC_SIM_EXAMPLES`` is the number of plans; hypothesis shrinks a failing one, and the
@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from r2ccl.errors import CommunicatorRevoked, PeerLost
 from r2ccl.testing.simulation import (
+    PAIRS,
+    SCHEDULES,
     CallSpec,
     CutPath,
     Fault,
@@ -34,13 +36,20 @@ EVENTS = st.integers(0, 2_000)
 RESTORES_US = st.sampled_from([50, 200, 1_000, 20_000, 150_000, 600_000])
 LATE_US = st.sampled_from([0, 100, 1_000, 50_000, 300_000])
 
-calls = st.builds(
-    CallSpec,
-    count=st.sampled_from([0, 1, 7, 40, 120, 300]),
-    algorithm=st.sampled_from(["ring", "recursive_doubling", "packed_trees"]),
-    channels=st.sampled_from([1, 2, 3, 6]),
-    is_in_place=st.booleans(),
-)
+
+@st.composite
+def calls(draw: st.DrawFn, nranks: int) -> CallSpec:
+    algorithm = draw(st.sampled_from(list(SCHEDULES)))
+    count = draw(st.sampled_from([0, 1, 7, 40, 120, 300]))
+    dtype, op = draw(st.sampled_from(PAIRS))
+    return CallSpec(
+        count=count - count % SCHEDULES[algorithm](nranks, 1).nparts,
+        algorithm=algorithm,
+        channels=draw(st.sampled_from([1, 2, 3, 6])),
+        is_in_place=draw(st.booleans()),
+        dtype=dtype,
+        op=op,
+    )
 
 
 @st.composite
@@ -49,7 +58,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     return Workload(
         nranks=nranks,
         nrails=draw(st.integers(1, 3)),
-        calls=tuple(draw(st.lists(calls, min_size=1, max_size=4))),
+        calls=tuple(draw(st.lists(calls(nranks), min_size=1, max_size=4))),
         slice_nbytes=draw(st.sampled_from([32, 64, 256])),
         eager_nbytes=draw(st.sampled_from([0, 16, 64, 256])),
         eager_slots=draw(st.sampled_from([1, 2, 4, 16])),

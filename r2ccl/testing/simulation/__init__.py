@@ -6,6 +6,7 @@ executor and imports down; must not import sockets or threads.
 """
 
 from r2ccl.testing.simulation.checks import Violation
+from r2ccl.testing.simulation.data import PAIRS
 from r2ccl.testing.simulation.plan import (
     CallSpec,
     CutPath,
@@ -20,8 +21,11 @@ from r2ccl.testing.simulation.plan import (
     Workload,
 )
 from r2ccl.testing.simulation.run import Outcome, simulate
+from r2ccl.testing.simulation.schedules import SCHEDULES
 
 __all__ = [
+    "PAIRS",
+    "SCHEDULES",
     "CallSpec",
     "CutPath",
     "Fault",

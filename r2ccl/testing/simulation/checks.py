@@ -38,6 +38,8 @@ class Checker:
         self.released: dict[int, memoryview] = {}
         #: What the first rank that started a collective planned it with.
         self.plans: dict[int, Health] = {}
+        #: When it did so, in events.
+        self.began: dict[int, int] = {}
         self._retired: list[tuple[str, Array]] = []
 
     def posted(self, source: int, link: SendLink, view: memoryview) -> None:
@@ -65,15 +67,16 @@ class Checker:
                 f"channel {frame.channel} after its memory was released"
             )
 
-    def planned(self, rank: int, op: int, health: Health) -> None:
+    def planned(self, rank: int, op: int, health: Health, nevents: int) -> None:
         """Refuse two ranks that plan one collective with different healths."""
+        self.began.setdefault(op, nevents)
         first = self.plans.setdefault(op, health)
         if health != first:
             raise Violation(f"rank {rank} plans collective {op} with {health}, others with {first}")
 
-    def result(self, rank: int, call: int, output: Array, expected: bytes | None) -> None:
+    def result(self, rank: int, call: int, found: bytes, expected: bytes) -> None:
         """Compare a result bit for bit."""
-        if expected is not None and output.tobytes() != expected:
+        if found != expected:
             raise Violation(f"rank {rank}: call {call} returned a wrong result")
 
     def retire(self, what: str, *arrays: Array) -> None:

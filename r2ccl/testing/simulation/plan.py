@@ -8,24 +8,35 @@ property test can shrink them; times are milliseconds (``_ms``) or microseconds 
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
+
+from r2ccl.resilience.health import RailShare
+from r2ccl.types import ReduceOp
 
 
 class CallSpec(msgspec.Struct, frozen=True):
-    """One allreduce of ``count`` float32 elements."""
+    """One collective of ``count`` elements of ``dtype``, by NumPy's name.
+
+    ``algorithm`` names one of `r2ccl.testing.simulation.SCHEDULES`, which stays the same whatever
+    the health says. With ``is_planned`` it is one of `r2ccl.config.ALGOS`, and the planner makes
+    an allreduce of it for the health agreed on, over as many ``channels`` as it likes.
+    """
 
     count: int
-    algorithm: Literal["ring", "recursive_doubling", "packed_trees"] = "ring"
+    algorithm: str = "ring"
     channels: int = 3
     is_in_place: bool = True
+    dtype: str = "float32"
+    op: ReduceOp = ReduceOp.SUM
+    is_planned: bool = False
 
 
 class Workload(msgspec.Struct, frozen=True):
     """What all ranks do, one call after another.
 
-    ``busy_ms[rank]``, if given, is how long that rank computes before each of its calls.
+    ``busy_ms[rank]``, if given, is how long that rank computes before each of its calls. ``slow``
+    are rails measured to carry less than they should before the first call: plans are made for
+    that, and for what breaks.
     """
 
     nranks: int = 3
@@ -38,6 +49,7 @@ class Workload(msgspec.Struct, frozen=True):
     busy_ms: tuple[int, ...] = ()
     no_rail_timeout_ms: int = 5_000
     is_loud: bool = True
+    slow: tuple[RailShare, ...] = ()
 
 
 class CutPath(msgspec.Struct, frozen=True):

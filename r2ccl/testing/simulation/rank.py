@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from r2ccl.bootstrap.messages import Codec
 from r2ccl.config import Config
 from r2ccl.errors import InternalError, R2cclError, TransportTimeout
@@ -25,7 +23,8 @@ from r2ccl.resilience.rounds import Commit, Prepare, Promise, Report
 from r2ccl.resilience.verdict import Finding, ProbeReply, ProbeRequest, Verdict
 from r2ccl.testing.simulation.checks import CheckedPool, CheckedProgress, CheckedRun, Checker
 from r2ccl.testing.simulation.control import SimControl
-from r2ccl.testing.simulation.work import Work
+from r2ccl.testing.simulation.data import Array
+from r2ccl.testing.simulation.work import Task, Work
 from r2ccl.transport.sim import SimTransport
 from r2ccl.transport.simnet import End, SimNetwork
 
@@ -113,7 +112,9 @@ class SimRank:
         self._deadline = 0.0
         self._peers: frozenset[int] = frozenset()
         self._runs: list[LaneRun] = []
-        self._arrays: tuple[Any, Any] | None = None
+        self._task: Task | None = None
+        #: Input, output and scratch memory of the call.
+        self._arrays: tuple[Array, ...] = ()
 
     def start(self) -> None:
         """Connect; the rest follows by itself."""
@@ -286,21 +287,23 @@ class SimRank:
         assert self.recovery.council is not None
         health = self.recovery.council.enter(op)
         if health is not None:
-            self._checker.planned(self.rank, op, health)
+            self._checker.planned(self.rank, op, health, self._timeline.count)
             self._begin(health)
 
     def _begin(self, health: Health) -> None:
         self.phase = Phase.CALLING
-        layout = self._work.layout(self.ncalls, self.rank, self.recovery.homes, health)
+        task = self._work.task(self.ncalls, self.rank, self.recovery.homes, health)
+        layout = task.layout
         source, output = self._work.memory(self.ncalls, self.rank)
-        self._arrays = (source, output)
-        call = Call(layout, source, output, np.add, None)
+        call = Call(layout, source, output, *self._work.arithmetic(task))
+        self._task = task
+        self._arrays = call.spaces
         progress = self.progress
         runs = [CheckedRun(lane, call, progress, self._pool) for lane in layout.lanes]
         self._runs = list(runs)
         self._peers = layout.peers
         consumers = {at: run for run in runs for at in run.channels}
-        progress.begin(self._work.signature(self.ncalls), consumers)
+        progress.begin(task.signature.pack(), consumers)
         for run in runs:
             run.advance()
         progress.advance()
@@ -308,10 +311,11 @@ class SimRank:
 
     def _return(self) -> None:
         self.progress.finish()
-        assert self._arrays is not None
-        source, output = self._arrays
-        self._checker.result(self.rank, self.ncalls, output, self._work.expected(self.ncalls))
-        self._checker.retire(f"rank {self.rank}, call {self.ncalls}", source, output)
+        assert self._task is not None
+        _, output, _ = self._arrays
+        result = self._work.result(self.ncalls, self.rank, self._task, output)
+        self._checker.result(self.rank, self.ncalls, *result)
+        self._checker.retire(f"rank {self.rank}, call {self.ncalls}", *self._arrays)
         self._network.note("returned", self.rank, self.ncalls)
         self.ncalls += 1
         self._compute()
@@ -334,7 +338,7 @@ class SimRank:
             self.phase = Phase.DONE
             self.error = self.recovery.error
             self._network.note("raised", self.rank, type(self.error).__name__)
-            if self._arrays is not None:
+            if self._arrays:
                 self._checker.retire(f"rank {self.rank}, after its error", *self._arrays)
 
 

@@ -6,21 +6,17 @@ a `Violation`; the number of events is bounded.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import random
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from r2ccl.config import Config
 from r2ccl.errors import R2cclError
 from r2ccl.resilience.health import Health
 from r2ccl.resilience.verdict import Verdict
 from r2ccl.testing.simulation.checks import Checker, Violation
 from r2ccl.testing.simulation.plan import (
-    CallSpec,
     CutPath,
     Fault,
     Hold,
@@ -73,6 +69,8 @@ class Outcome(msgspec.Struct, frozen=True):
         The newest health each rank has heard of.
     plans : dict of int to Health
         What each collective was planned with.
+    began : dict of int to int
+        Events there had been when the first rank began each collective.
     """
 
     errors: tuple[R2cclError | None, ...]
@@ -85,6 +83,7 @@ class Outcome(msgspec.Struct, frozen=True):
     verdicts: tuple[tuple[Verdict, ...], ...]
     known: tuple[Health, ...]
     plans: dict[int, Health]
+    began: dict[int, int]
 
     @property
     def is_clean(self) -> bool:
@@ -112,29 +111,8 @@ def simulate(
         A promise was broken, or nothing moves any more; the message has seed, plan and the end
         of the trace.
     """
-    expected = expected_results(workload.nranks, workload.calls)
-    world = World(workload, plan or Plan(), seed, Work(workload, expected), network_type)
+    world = World(workload, plan or Plan(), seed, network_type)
     return world.run(max_events)
-
-
-@functools.lru_cache(maxsize=256)
-def expected_results(nranks: int, calls: tuple[CallSpec, ...]) -> tuple[bytes, ...]:
-    """Results of a run without faults, the same on all ranks and close to the true sum.
-
-    Chunks travel whole here: how they are sliced must not change a bit of the result.
-    """
-    plain = Workload(nranks, 1, calls, slice_nbytes=1 << 16, eager_nbytes=1 << 16)
-    world = World(plain, Plan(), 0, Work(plain), SimNetwork)
-    found: dict[int, bytes] = {}
-
-    def result(rank: int, call: int, output: Any, expected: bytes | None) -> None:
-        if found.setdefault(call, output.tobytes()) != output.tobytes():
-            raise Violation(f"call {call} gave rank {rank} another result than its peers")
-        np.testing.assert_allclose(output, world.work.total(call), rtol=1e-4, atol=1e-2)
-
-    world.checker.result = result  # type: ignore[method-assign]
-    world.run(MAX_EVENTS)
-    return tuple(found[call] for call in range(len(calls)))
 
 
 class World:
@@ -145,15 +123,14 @@ class World:
         workload: Workload,
         plan: Plan,
         seed: int,
-        work: Work,
         network_type: type[SimNetwork],
     ) -> None:
         self.plan = plan
         self.seed = seed
-        self.work = work
+        self.work = Work(workload)
         self.checker = Checker()
         self.timeline = Timeline(seed)
-        config = _config(workload)
+        config = self.work.config
         self.network = network_type(
             self.timeline, workload.nranks, workload.nrails,
             probe_timeout_s=config.probe_timeout_s, is_loud=workload.is_loud,
@@ -161,7 +138,7 @@ class World:
         self.network.on_read = self.checker.read
         self.network.route = self._route
         self.ranks = [
-            SimRank(rank, self.network, config, work, self.checker)
+            SimRank(rank, self.network, config, self.work, self.checker)
             for rank in range(workload.nranks)
         ]
         self._noise = random.Random(seed ^ 0x5EED)
@@ -216,6 +193,7 @@ class World:
             tuple(rank.verdicts() for rank in self.ranks),
             tuple(rank.known_health() for rank in self.ranks),
             self.checker.plans,
+            self.checker.began,
         )
 
     # Faults
@@ -309,22 +287,7 @@ def _cut(fault: CutPath | NicDown, told: tuple[int, ...]) -> Cut:
     return Cut(told, fault.keep, fault.late_us / 1e6, fault.is_stall)
 
 
-@functools.lru_cache(maxsize=256)
-def _config(workload: Workload) -> Config:
-    return Config(
-        slice_nbytes=workload.slice_nbytes,
-        eager_nbytes=workload.eager_nbytes,
-        eager_slots=workload.eager_slots,
-        landing_depth=workload.landing_depth,
-        no_rail_timeout_s=workload.no_rail_timeout_ms / 1e3,
-        peer_timeout_s=5.0,
-        connect_timeout_s=1.0,
-        init_timeout_s=30.0,
-        timeout_s=60.0,
-    )
-
-
 _SILENCE = Plan().noise
 _TAIL = 25
 
-__all__ = ["MAX_EVENTS", "Outcome", "World", "expected_results", "simulate"]
+__all__ = ["MAX_EVENTS", "Outcome", "World", "simulate"]

@@ -1,24 +1,37 @@
-"""The data and plans of a simulated job, made once per `Workload` and shared by its many runs."""
+"""What the ranks of a simulated job do: worked out once per `Workload`, shared by its many runs."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from r2ccl.algos import packed_trees, recursive_doubling, ring
+from r2ccl import kernels
+from r2ccl.config import Config
+from r2ccl.dtypes import dtype_of
 from r2ccl.lowering import Layout, lower
+from r2ccl.planner import Planner
+from r2ccl.plans import Plans
+from r2ccl.prediction import Fabric
 from r2ccl.resilience.health import Health
 from r2ccl.schedule.ir import Schedule
-from r2ccl.spread import Placement, place, place_edges
+from r2ccl.spread import place, place_edges
+from r2ccl.testing.simulation import data
+from r2ccl.testing.simulation.data import Array
 from r2ccl.testing.simulation.plan import CallSpec, Workload
+from r2ccl.testing.simulation.schedules import RINGS, SCHEDULES
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
-Array = npt.NDArray[Any]
-_FLOAT32 = 7
+
+class Task(NamedTuple):
+    """What one rank does in one call."""
+
+    schedule: Schedule
+    signature: CallSignature
+    layout: Layout
 
 
 class Work:
@@ -27,86 +40,112 @@ class Work:
     Parameters
     ----------
     workload : Workload
-    expected : sequence of bytes, optional
-        Result of each call, from a run without faults.
     """
 
-    def __init__(self, workload: Workload, expected: tuple[bytes, ...] = ()) -> None:
+    def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.calls = workload.calls
-        self._expected = expected
+        self.config = _config(workload)
 
-    def layout(self, call: int, rank: int, homes: Sequence[int], health: Health) -> Layout:
-        """Return the lowered program of `rank`, placed as the planner does it.
-
-        The schedule itself stays whatever the health says: then its result does, bit for bit.
-        """
+    def task(self, call: int, rank: int, homes: Sequence[int], health: Health) -> Task:
+        """Return what `rank` does, with its schedule placed as the planner does it."""
         spec = self.calls[call]
-        if spec.algorithm == "packed_trees":
-            placement = place_edges(_trees(self.workload.nranks, spec.channels), homes, health)
-        else:
-            placement = place(spec.channels, homes, health)
-        return _layout(self.workload, spec, rank, placement)
+        make = _planned if spec.is_planned else _chosen
+        return make(spec, rank, tuple(homes), self._seen(health), self.config)
+
+    def arithmetic(self, task: Task) -> tuple[kernels.Reducer, kernels.Divider | None]:
+        """Return what reduces slices, and what finishes those of the result."""
+        code, op = task.signature.dtype, ReduceOp(task.signature.op)
+        is_mean = op is ReduceOp.AVG
+        divide = kernels.divider(code, self.workload.nranks) if is_mean else None
+        return kernels.reducer(code, op), divide
 
     def memory(self, call: int, rank: int) -> tuple[Array, Array]:
         """Return fresh input and output memory, the same array when in place."""
-        source = _data(self.calls[call].count, call, rank).copy()
-        return source, source if self.calls[call].is_in_place else np.empty_like(source)
-
-    def signature(self, call: int) -> int:
-        """Return the packed signature."""
-        count = self.calls[call].count
-        return CallSignature(Collective.ALLREDUCE, _FLOAT32, ReduceOp.SUM, count).pack()
-
-    def expected(self, call: int) -> bytes | None:
-        """Return the result's bytes, if they are known."""
-        return self._expected[call] if self._expected else None
-
-    def total(self, call: int) -> Array:
-        """Return the sum in float64, to hold a result against."""
         spec = self.calls[call]
-        ranks = range(self.workload.nranks)
-        parts = [_data(spec.count, call, rank).astype(np.float64) for rank in ranks]
-        return np.asarray(sum(parts))
+        source = data.draw(spec.dtype, spec.count, call, rank).copy()
+        return source, source if spec.is_in_place else np.empty_like(source)
+
+    def result(self, call: int, rank: int, task: Task, output: Array) -> tuple[bytes, bytes]:
+        """Return what `rank` has of what it is promised, and what it must have."""
+        spec = self.calls[call]
+        found = output[data.part(task.schedule, rank, spec.count)].tobytes()
+        wanted = data.expected(task.schedule, spec.dtype, spec.count, call, spec.op)
+        return found, wanted[rank]
 
     def busy_s(self, rank: int) -> float:
         """Return how long `rank` computes before a call."""
         busy = self.workload.busy_ms
         return busy[rank % len(busy)] / 1e3 if busy else 0.0
 
+    def _seen(self, health: Health) -> Health:
+        """Add what was measured before the job began."""
+        slow = self.workload.slow
+        worst = [each._replace(share=min(each.share, health.share(*each[:2]))) for each in slow]
+        return health.changed(worst) if worst else health
+
 
 @functools.lru_cache(maxsize=4096)
-def _layout(workload: Workload, spec: CallSpec, rank: int, placement: Placement) -> Layout:
-    if spec.algorithm == "packed_trees":
-        schedule = _trees(workload.nranks, spec.channels)
+def _chosen(
+    spec: CallSpec, rank: int, homes: tuple[int, ...], health: Health, config: Config
+) -> Task:
+    """Place the schedule that the call names; it is the same whatever the health says."""
+    schedule = _schedule(spec.algorithm, health.nranks, spec.channels)
+    if spec.algorithm in RINGS:
+        placement = place(schedule.nchannels, homes, health)
     else:
-        make = ring.allreduce if spec.algorithm == "ring" else recursive_doubling.allreduce
-        schedule = make(workload.nranks, spec.channels)
-    return lower(
+        placement = place_edges(schedule, homes, health)
+    signature = _signature(spec, schedule)
+    layout = lower(
         schedule.program(rank),
         spec.count,
-        4,
-        slice_nbytes=workload.slice_nbytes,
-        eager_nbytes=workload.eager_nbytes,
+        dtype_of(signature.dtype).itemsize,
+        slice_nbytes=config.slice_nbytes,
+        eager_nbytes=config.eager_nbytes,
         weights=placement.weights,
         channels=placement.channels,
         numbers=placement.numbers(rank),
     )
-
-
-@functools.lru_cache(maxsize=64)
-def _trees(nranks: int, ntrees: int) -> Schedule:
-    """Trees for ranks of which the later ones have more to give."""
-    return packed_trees.allreduce(range(2, nranks + 2), ntrees)
+    return Task(schedule, signature, layout)
 
 
 @functools.lru_cache(maxsize=4096)
-def _data(count: int, call: int, rank: int) -> Array:
-    """Draw numbers whose float32 sum depends on the order of the additions."""
-    random = np.random.default_rng((count, call, rank))
-    return random.standard_normal(count).astype(np.float32) * np.float32(10.0) ** random.integers(
-        -4, 4, count
-    ).astype(np.float32)
+def _planned(
+    spec: CallSpec, rank: int, homes: tuple[int, ...], health: Health, config: Config
+) -> Task:
+    """Have the planner make the call's schedule, for the health agreed on."""
+    config = msgspec.structs.replace(config, algo=spec.algorithm)
+    fabric = Fabric(homes, health.nrails)
+    code = data.CODES[spec.dtype]
+    call = CallSignature(Collective.ALLREDUCE, code, spec.op, spec.count)
+    nbytes = spec.count * dtype_of(code).itemsize
+    schedule = Planner(fabric, config).plan(call, nbytes, health).schedule
+    return Task(schedule, call, Plans(rank, health.nranks, fabric, config)(call, health).layout)
 
 
-__all__ = ["Work"]
+@functools.lru_cache(maxsize=256)
+def _schedule(algorithm: str, nranks: int, nchannels: int) -> Schedule:
+    return SCHEDULES[algorithm](nranks, nchannels)
+
+
+def _signature(spec: CallSpec, schedule: Schedule) -> CallSignature:
+    collective = Collective[schedule.collective.upper()]
+    return CallSignature(collective, data.CODES[spec.dtype], spec.op, spec.count, schedule.root)
+
+
+@functools.lru_cache(maxsize=256)
+def _config(workload: Workload) -> Config:
+    return Config(
+        slice_nbytes=workload.slice_nbytes,
+        eager_nbytes=workload.eager_nbytes,
+        eager_slots=workload.eager_slots,
+        landing_depth=workload.landing_depth,
+        no_rail_timeout_s=workload.no_rail_timeout_ms / 1e3,
+        peer_timeout_s=5.0,
+        connect_timeout_s=1.0,
+        init_timeout_s=30.0,
+        timeout_s=60.0,
+    )
+
+
+__all__ = ["Task", "Work"]
