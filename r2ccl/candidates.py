@@ -130,11 +130,10 @@ def candidates(name: str, terms: Terms) -> Iterator[Candidate]:
 
 def _can_lead(teams: Sequence[Sequence[int]]) -> bool:
     """Whether leaders have the order of their nodes, whoever of a node leads."""
-    return all(max(team) < min(after) for team, after in pairwise(teams)) or all(
-        all(a < b for a, b in pairwise(leaders))
-        for leaders in zip(*teams, strict=False)
-        if len({len(team) for team in teams}) == 1
-    )
+    if all(max(team) < min(after) for team, after in pairwise(teams)):
+        return True
+    is_even = len({len(team) for team in teams}) == 1
+    return is_even and all(list(leaders) == sorted(leaders) for leaders in zip(*teams, strict=True))
 
 
 def _rings(terms: Terms) -> Iterator[Candidate]:

@@ -49,6 +49,14 @@ class Plan(NamedTuple):
     is_gauge: bool
 
 
+class _Turns(NamedTuple):
+    """With the health of `version` the first `gauges` of so many collectives measure the rails."""
+
+    version: int
+    of: int
+    gauges: int
+
+
 class Plans:
     """The plans of one rank.
 
@@ -65,6 +73,7 @@ class Plans:
         self._planner = Planner(fabric, config)
         self._config = config
         self._plans: dict[_Key, Plan] = {}
+        self._turns = _Turns(-1, 1, 0)
         self._checked: set[tuple[str, str, int, int, int]] = set()
 
     @property
@@ -76,6 +85,7 @@ class Plans:
         """Plan with these rates from now on; all ranks must at the same call."""
         self._planner = Planner(self.fabric._replace(rates=rates), self._config)
         self._plans.clear()
+        self._turns = _Turns(-1, 1, 0)
 
     def __call__(
         self, call: CallSignature, health: Health, op: int = 0, own: Schedule | None = None
@@ -98,7 +108,9 @@ class Plans:
         ScheduleError
             The user's schedule is wrong.
         """
-        is_gauge = self.fabric.rates != UNMEASURED and _is_gauge(op, health)
+        if health.version != self._turns.version:
+            self._turns = self._turns_of(health)
+        is_gauge = op % self._turns.of < self._turns.gauges
         key = (health.version, call, is_gauge, own)
         found = self._plans.get(key)
         if found is None:
@@ -144,6 +156,12 @@ class Plans:
             call.pack(), layout, kernels.reducer(call.dtype, op), finish, not placement.edges
         )
 
+    def _turns_of(self, health: Health) -> _Turns:
+        if self.fabric.rates == UNMEASURED:
+            return _Turns(health.version, 1, 0)
+        is_slow = any(0 < share < WHOLE for share in health.shares)
+        return _Turns(health.version, _GAUGE_EVERY_SLOW if is_slow else _GAUGE_EVERY, _GAUGES)
+
     def _check(self, schedule: Schedule, version: int) -> None:
         """Replay a schedule symbolically before its first use; the tests check large ones."""
         shape = (
@@ -152,11 +170,6 @@ class Plans:
         if shape not in self._checked and schedule.nranks * schedule.nchannels <= _CHECKED_SIZE:
             check(schedule)
             self._checked.add(shape)
-
-
-def _is_gauge(op: int, health: Health) -> bool:
-    is_slow = any(0 < share < WHOLE for share in health.shares)
-    return op % (_GAUGE_EVERY_SLOW if is_slow else _GAUGE_EVERY) < _GAUGES
 
 
 #: Version of the health, the call, whether it measures the rails, and the user's schedule.

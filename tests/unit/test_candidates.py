@@ -51,8 +51,11 @@ def test_ranks_that_share_a_node_send_through_one_of_them(name: str) -> None:
 
 
 def test_nodes_whose_ranks_have_no_order_run_a_flat_ring() -> None:
-    mixed = terms(WHOLE, WHOLE, teams=((0, 3), (1, 2)))
-    assert [len(list(candidates(name, mixed))) for name in ("ring", "packed_trees")] == [1, 0]
+    for teams in (((0, 3), (1, 2)), ((0, 2, 4), (1, 3))):
+        mixed = terms(WHOLE, WHOLE, teams=teams)
+        assert [len(list(candidates(name, mixed))) for name in ("ring", "packed_trees")] == [1, 0]
+    turns = terms(WHOLE, WHOLE, teams=((0, 2), (1, 3)))
+    assert list(candidates("packed_trees", turns)), "ranks dealt out one by one are in order"
 
 
 def test_nodes_without_a_common_rail_are_bridged() -> None:
