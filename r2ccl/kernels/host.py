@@ -36,6 +36,15 @@ def _maximum(left: Array, right: Array, out: Array) -> None:
     np.maximum(left, right, out=out)
 
 
+def _complex_product(left: Array, right: Array, out: Array) -> None:
+    if out.size == 1:
+        # NumPy takes one element in place for a reduction, whose loop rounds in other places: the
+        # last bits would depend on where slices are cut, and on whether the call is in place.
+        out[:] = np.multiply(left, right)
+    else:
+        np.multiply(left, right, out=out)
+
+
 _FUNCTIONS: dict[ReduceOp, Reducer] = {
     ReduceOp.SUM: np.add,
     ReduceOp.AVG: np.add,
@@ -83,7 +92,10 @@ def reducer(dtype_code: int, op: ReduceOp) -> Reducer:
     call it when planning.
     """
     op = check_op(dtype_code, op)
-    name = dtype_of(dtype_code).name
+    dtype = dtype_of(dtype_code)
+    name = dtype.name
+    if dtype.kind == "c" and op is ReduceOp.PROD:
+        return _complex_product
     if name not in _HALVES:
         return _FUNCTIONS[op]
     from r2ccl.kernels import half  # Numba takes about 0.5 s to import

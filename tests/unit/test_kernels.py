@@ -118,6 +118,28 @@ def test_result_does_not_depend_on_where_slices_are_cut(code: int, op: ReduceOp)
         assert cut.tobytes() == whole.tobytes()
 
 
+@pytest.mark.parametrize(("code", "op"), PAIRS)
+@pytest.mark.parametrize("size", [1, 2, 3, 17])
+def test_result_does_not_depend_on_whether_it_is_in_place(
+    code: int, op: ReduceOp, size: int
+) -> None:
+    dtype = DTYPES[code]
+    reduce = reducer(code, op)
+    rng = np.random.default_rng(size)
+    for _ in range(50):
+        left, right = (rng.standard_normal((2, size, 2)) * 10).round(3)
+        parts = [
+            (each[:, 0] + 1j * each[:, 1] if dtype.kind == "c" else each[:, 0] % 7).astype(dtype)
+            for each in (left, right)
+        ]
+        fresh = np.empty_like(parts[0])
+        reduce(*parts, fresh)
+        for at in range(2):
+            operands = [each.copy() for each in parts]
+            reduce(*operands, operands[at])
+            assert operands[at].tobytes() == fresh.tobytes()
+
+
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
 def test_min_and_max_propagate_nan_from_either_side(name: str, op: ReduceOp) -> None:

@@ -1,0 +1,121 @@
+"""The schedules a simulated job can run: every one of `r2ccl.algos`, in each of its forms.
+
+Those for unequal ranks are made for ranks of which rank 0 has lost some of its bandwidth.
+
+Imports `algos` and down. Invariant: equal arguments, equal schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from r2ccl.algos import (
+    bridged_ring,
+    halving_doubling,
+    hierarchy,
+    leaf_ring,
+    nested_rings,
+    one_shot,
+    optcc,
+    packed_trees,
+    r2cc,
+    recursive_doubling,
+    ring,
+    tree,
+)
+from r2ccl.schedule.ir import Schedule
+
+#: ``make(nranks, nchannels)``, for two ranks or more; some take more channels than that.
+Maker = Callable[[int, int], Schedule]
+
+
+def _uneven(nranks: int) -> range:
+    """Bandwidths that all differ; the later ranks have more to give."""
+    return range(2, nranks + 2)
+
+
+def _mild(nranks: int) -> list[int]:
+    """Bandwidths of which only the first is less, and by so little that its rank can relay."""
+    return [15] + [16] * (nranks - 1)
+
+
+def _severe(nranks: int) -> list[int]:
+    """Bandwidths of which only the first is less, by half."""
+    return [1] + [2] * (nranks - 1)
+
+
+def _turning_rings(nranks: int, nchannels: int) -> Schedule:
+    """Build rings of which every other runs the other way."""
+    orders = [tuple(range(nranks))[:: 1 - 2 * (at % 2)] for at in range(nchannels)]
+    return ring.allreduce(nranks, nchannels, orders)
+
+
+def _double_binary(nranks: int, nchannels: int) -> Schedule:
+    return tree.allreduce(tree.double_binary(nranks) * max(1, nchannels // 2))
+
+
+def _chains(nranks: int, nchannels: int) -> list[tree.Parents]:
+    """Chains from the last rank to the first."""
+    return [tree.chain(range(nranks)[::-1])] * nchannels
+
+
+def _flat(nranks: int, nchannels: int) -> list[tree.Parents]:
+    """Binary trees, all with the last rank as their root."""
+    return [tree.turned(tree.double_binary(nranks)[0], nranks - 1)] * nchannels
+
+
+def _bridged(nranks: int, nchannels: int) -> Schedule:
+    """Build the ring in which ranks 0 and 1 are no neighbours, if it has more than those."""
+    return bridged_ring.allreduce(nranks, nchannels, lambda a, b: nranks < 4 or {a, b} != {0, 1})
+
+
+def _teams(nranks: int) -> list[range]:
+    """Put two ranks on a node, on the last one what is left."""
+    return [range(first, min(first + 2, nranks)) for first in range(0, nranks, 2)]
+
+
+def _ring_of_nodes(nranks: int, nchannels: int) -> Schedule:
+    teams = _teams(nranks)
+    return hierarchy.wrap(ring.allreduce(len(teams), nchannels), teams)
+
+
+def _trees_of_nodes(nranks: int, nchannels: int) -> Schedule:
+    teams = _teams(nranks)
+    return hierarchy.wrap(packed_trees.allreduce(_uneven(len(teams)), nchannels), teams)
+
+
+#: All channels do the same: `r2ccl.spread.place` chooses rails and weights for them.
+RINGS: dict[str, Maker] = {
+    "ring": ring.allreduce,
+    "ring/allgather": ring.allgather,
+    "ring/reduce_scatter": ring.reduce_scatter,
+    "recursive_doubling": recursive_doubling.allreduce,
+    "halving_doubling": halving_doubling.allreduce,
+    "one_shot": one_shot.allreduce,
+    "tree/broadcast": lambda n, c: tree.broadcast(_flat(n, c)),
+    "tree/reduce": lambda n, c: tree.reduce(_flat(n, c)),
+    "chain/allreduce": lambda n, c: tree.allreduce(_chains(n, c)),
+    "chain/broadcast": lambda n, c: tree.broadcast(_chains(n, c)),
+    "chain/reduce": lambda n, c: tree.reduce(_chains(n, c)),
+    "bridged_ring": _bridged,
+    "hierarchy/ring": _ring_of_nodes,
+}
+
+#: Channels differ, in what they do or in their share: `r2ccl.spread.place_edges` chooses rails.
+UNEVEN: dict[str, Maker] = {
+    "ring/turning": _turning_rings,
+    "double_binary_tree": _double_binary,
+    "packed_trees": lambda n, c: packed_trees.allreduce(_uneven(n), c),
+    "leaf_ring": lambda n, c: leaf_ring.allreduce(_severe(n), 2, c),
+    "leaf_ring/relaying": lambda n, c: leaf_ring.allreduce(_mild(n), 2, c),
+    "r2cc": lambda n, c: r2cc.allreduce(_mild(n), 2, Fraction(1, 3), (c, 1)),
+    "optcc": lambda n, c: optcc.allreduce(_severe(n), 3, c),
+    "nested_rings": lambda n, c: nested_rings.allreduce(_uneven(n), 2, c),
+    "hierarchy/packed_trees": _trees_of_nodes,
+}
+
+#: All of them, by the name a `CallSpec` gives.
+SCHEDULES: dict[str, Maker] = RINGS | UNEVEN
+
+__all__ = ["RINGS", "SCHEDULES", "UNEVEN", "Maker"]

@@ -1,0 +1,88 @@
+"""One rank of a job of many collectives while NICs go and come back; see `test_netlab_schedules`.
+
+The operations are argument 1, a JSON list of [collective, dtype, op, root]; operation k of the job
+is the k-th of them. In place of a collective there may be a name of `SCHEDULES`. Data are small
+integers, whose results are exact in every element type and order; but a float32 allreduce has data
+whose sum rounds, so that its bits tell the order. Writes a JSON object as its last line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+
+import numpy as np
+import programs
+
+import r2ccl
+from r2ccl.testing.simulation import SCHEDULES
+
+#: Elements of a whole buffer, all ranks' parts together.
+COUNT = 32_000
+#: Between two operations: time in which NICs are found to be gone or back, and plans are agreed.
+PAUSE_S = 0.05
+#: Of a schedule that is run by its name.
+CHANNELS = 4
+
+
+def main() -> None:
+    wrong, digests, versions = [], [], []
+    with r2ccl.init() as comm:
+        for number, (collective, dtype, name, root) in enumerate(json.loads(sys.argv[1])):
+            op = r2ccl.ReduceOp[name]
+            if collective == "allreduce" and dtype == "float32":
+                found, is_right = rounded(comm)
+            else:
+                found, wanted = call(comm, collective, dtype, op, root)
+                is_right = programs.same(found, wanted)
+            if not is_right:
+                wrong.append(f"operation {number}: {collective} {dtype} {name}")
+            digests.append(hashlib.sha256(found.tobytes()).hexdigest())
+            versions.append(comm.known_health().health.version)
+            time.sleep(PAUSE_S)  # the user's own code
+        comm.barrier()
+        nrepairs = len(comm.repairs())
+    report = {"wrong": wrong, "digests": digests, "versions": versions, "nrepairs": nrepairs}
+    print(json.dumps(report), flush=True)
+
+
+def rounded(comm: r2ccl.Communicator) -> tuple[np.ndarray, bool]:
+    """Sum data whose sum is rounded; return it, and whether every element is as close as it is."""
+    every = [
+        np.random.default_rng(rank).standard_normal(COUNT).astype(np.float32)
+        for rank in range(comm.nranks)
+    ]
+    found = comm.allreduce(every[comm.rank].copy())
+    off = np.abs(found - np.sum(every, axis=0, dtype=np.float64))
+    eps = np.finfo(np.float32).eps
+    return found, bool(np.all(off <= comm.nranks * eps * np.sum(np.abs(every), axis=0)))
+
+
+def call(
+    comm: r2ccl.Communicator, collective: str, dtype: str, op: r2ccl.ReduceOp, root: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run an operation; return what this rank got of what it was promised, and what it must be."""
+    part = slice(comm.rank * COUNT // comm.nranks, (comm.rank + 1) * COUNT // comm.nranks)
+    x = programs.data_of(comm.rank, COUNT, dtype)
+    total = programs.expected(comm.nranks, COUNT, dtype, op)
+    match collective:
+        case "allreduce":
+            return comm.allreduce(x, op=op), total
+        case "reduce_scatter":
+            return comm.reduce_scatter(x, op=op), total[part]
+        case "allgather":
+            return comm.allgather(total[part]).reshape(-1), total
+        case "broadcast":
+            return comm.broadcast(x, root=root), programs.data_of(root, COUNT, dtype)
+        case "reduce":
+            result = comm.reduce(x, op=op, root=root)
+            return (total[:0], total[:0]) if result is None else (result, total)
+        case _:  # an allreduce by a schedule of this name
+            schedule = SCHEDULES[collective](comm.nranks, CHANNELS)
+            return comm.run_schedule(schedule, x, op=op), total
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Every schedule, operation and element type gives its bits whatever breaks, and whenever.
+
+What a result must be is worked out with NumPy alone, in the schedule's own order
+(`r2ccl.testing.simulation.data`); every simulation here compares all ranks' results with that.
+
+With ``R2CC_SIM_EXAMPLES`` of 20,000 or more, rails are cut at every event with four ranks too, and
+ports of planned schedules are lost at many more moments.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+
+import pytest
+
+from r2ccl.config import ALGOS
+from r2ccl.resilience.health import RailShare
+from r2ccl.testing.simulation import (
+    PAIRS,
+    SCHEDULES,
+    CallSpec,
+    CutPath,
+    Fault,
+    NicDown,
+    Plan,
+    Workload,
+    simulate,
+)
+
+IS_THOROUGH = int(os.environ.get("R2CC_SIM_EXAMPLES", "0")) >= 20_000
+LIMIT = pytest.mark.timeout(7200 if IS_THOROUGH else 120)
+RAILS = 2
+#: Ranks of the jobs whose every event is tried; 0 and 1 are no neighbours in a bridged ring of 4.
+SIZES = (3, 4) if IS_THOROUGH else (3,)
+FOUR = frozenset({"bridged_ring"})
+
+
+def job(schedule: str, nranks: int, *, eager_nbytes: int = 0, **call: object) -> Workload:
+    """Make a job of one collective, in slices of two or four elements."""
+    spec = CallSpec(12, schedule, 2, **call)  # type: ignore[arg-type]
+    return Workload(nranks, RAILS, (spec,), slice_nbytes=8, eager_nbytes=eager_nbytes)
+
+
+def breakage(at: int, nranks: int) -> Fault:
+    """Break something before event `at`: which path or port, who is told and what lands differ."""
+    a, rail = at % nranks, at // nranks % RAILS
+    keep, late_us, restore_us = at % 4, (0, 50, 500)[at % 3], 400 * (at // 7 % 2)
+    if at % 4 == 3:
+        return NicDown(at, a, rail, at % 8 < 4, keep, late_us, restore_us=restore_us)
+    b = (a + 1 + at // 5 % (nranks - 1)) % nranks
+    told = ((a, b), (b,), ())[at // 2 % 3]
+    return CutPath(at, a, b, rail, told, keep, late_us, at % 5 == 0, restore_us)
+
+
+@LIMIT
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_rail_is_cut_at_every_event(schedule: str) -> None:
+    for nranks in (4,) if schedule in FOUR else SIZES:
+        workload = job(schedule, nranks)
+        clean = simulate(workload)
+        assert clean.is_clean
+        repairs = 0
+        for at in range(clean.began[1], clean.nevents):
+            fault = breakage(at, nranks)
+            outcome = simulate(workload, Plan((fault,)), seed=at)
+            assert outcome.is_clean, (fault, outcome.errors)
+            repairs += outcome.repairs
+        assert repairs > clean.nevents // 2, "hardly a cut was noticed: the test shows nothing"
+
+
+@LIMIT
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_operation_and_element_type_survives_a_cut(schedule: str) -> None:
+    """In every other run slices are eager, in every third input and output are different memory."""
+    draw = random.Random(schedule)
+    repairs = 0
+    for number, (dtype, op) in enumerate(PAIRS):
+        workload = job(
+            schedule,
+            4 if schedule in FOUR else 3,
+            eager_nbytes=64 * (number % 2),
+            dtype=dtype,
+            op=op,
+            is_in_place=number % 3 > 0,
+        )
+        clean = simulate(workload)
+        assert clean.is_clean
+        at = draw.randrange(clean.began[1], clean.nevents)
+        outcome = simulate(workload, Plan((breakage(at, workload.nranks),)), seed=at)
+        assert outcome.is_clean, (workload, at, outcome.errors)
+        repairs += outcome.repairs
+    assert repairs > len(PAIRS) // 2, "hardly a cut was noticed: the test shows nothing"
+
+
+#: Rank 1 has half of its rail 0 from the beginning, rank 2 loses its rail 1 before the first call,
+#: and the second is planned for both.
+SLOW, FIRST = RailShare(1, 0, 8), (2, 1)
+#: The ports lost in the second call: every two ranks keep a rail.
+SECOND, THIRD = (0, 0), (3, 2)
+#: Events from one of them to the other: while the first is being repaired, and long afterwards.
+GAPS = (5, 40, 200)
+#: Moments of the second call that are tried.
+MOMENTS = 200 if IS_THOROUGH else 10
+
+
+@LIMIT
+@pytest.mark.parametrize("is_seen", [True, False], ids=["carrier lost", "silent"])
+@pytest.mark.parametrize("algo", ALGOS)
+def test_a_schedule_made_for_one_failure_survives_the_next_and_a_third(
+    algo: str, is_seen: bool
+) -> None:
+    """The planner makes it, in the form it has for the ports that are left."""
+    calls = (CallSpec(12), CallSpec(96, algo, is_planned=True))
+    workload = Workload(
+        4, 3, calls, slice_nbytes=16, eager_nbytes=0, busy_ms=(700,) * 4, slow=(SLOW,)
+    )
+    first = NicDown(simulate(workload).began[1] - 1, *FIRST)
+    before = simulate(workload, Plan((first,)))
+    assert before.is_clean
+    assert before.plans[2].share(*FIRST) == 0, "the call was planned before all knew"
+    begin, end = before.began[2], before.nevents
+    moments = range(begin, end, max(1, (end - begin) // MOMENTS))
+    repairs = 0
+    for at, gap in zip(moments, itertools.cycle(GAPS), strict=False):
+        faults = (
+            first,
+            NicDown(at, *SECOND, is_seen, keep=at % 3),
+            NicDown(at + gap, *THIRD, is_seen, late_us=at % 7 * 100),
+        )
+        outcome = simulate(workload, Plan(faults))
+        assert outcome.is_clean, (faults, outcome.errors)
+        assert outcome.began[2] == before.began[2], "runs of one seed differ before the fault"
+        repairs += outcome.repairs - before.repairs
+    assert repairs > len(moments), "few ports were missed: the test shows nothing"
