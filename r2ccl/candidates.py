@@ -215,11 +215,11 @@ FAMILIES: dict[str, Callable[[Terms], Iterator[Candidate]]] = {
     "bridged_ring": _bridged_rings,
     "halving_doubling": _halving_doubling,
     "tree": _double_trees,
-    "r2cc": _r2cc,
-    "optcc": _optcc,
+    "packed_trees": _packed_trees,
     "leaf_ring": _leaf_rings,
     "nested_rings": _nested_rings,
-    "packed_trees": _packed_trees,
+    "optcc": _optcc,
+    "r2cc": _r2cc,
 }
 
 #: Nodes up to which there are schedules of a family: with more, to make and to place one takes

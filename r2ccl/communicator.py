@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -15,7 +14,6 @@ import msgspec
 import numpy as np
 
 from r2ccl import kernels, ledger
-from r2ccl.algos import recursive_doubling
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.buffers import Array, as_buffer, as_buffers, is_in_place, like, like_part, part_of
@@ -662,11 +660,7 @@ class Communicator:
             agreed = np.array([min(took_ns[1:])])
             return int(self.allreduce(agreed, op=ReduceOp.MAX)[0])
 
-        def load(nbytes: int) -> Fraction:
-            return self._plans.explain(nbytes, self._whole).chosen.load
-
-        nsteps = recursive_doubling.allreduce(self.nranks).cost.steps
-        return calibrate(time_ns, nsteps, load)
+        return calibrate(time_ns, lambda n: self._plans.explain(n, self._whole).chosen)
 
     def _run(
         self, call: CallSignature, source: Any, output: Any, own: Schedule | None = None
