@@ -10,7 +10,7 @@ RDMA_PYTHON ?= /usr/bin/python3
 RDMA_VENV := $(VENV)/rdma
 RDMA_BIN := $(RDMA_VENV)/bin
 
-.PHONY: help demo test test-rdma lint bench bench-rdma simulate campaign pictures clean
+.PHONY: help demo test test-rdma lint bench bench-degraded bench-rdma simulate campaign pictures clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -50,6 +50,11 @@ bench: $(VENV)/.bench ## measure against gloo and MPICH, and what resilience cos
 	@$(BIN)/python bench/failover.py --json out/failover.json --png out/failover.png
 
 # As test-rdma. The native part is measured outside: the machine's processor is emulated.
+bench-degraded: $(VENV)/.demo ## measure what lost NICs cost, and the planner; 40 minutes; results in out/
+	@mkdir -p out; for what in cloudlab straggler planner; do \
+		$(BIN)/python bench/degraded.py --what $$what --json out/degraded-$$what.json || exit; \
+	done
+
 bench-rdma: ## measure RDMA against perftest, in a virtual machine; results in out/verbs.json
 	@if ! $(RDMA_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
 		echo "bench-rdma: skipped: $(RDMA_PYTHON), which pyverbs is made for, is no Python 3.11"; \

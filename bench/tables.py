@@ -2,7 +2,8 @@
 
 Figures of allreduces are multiples of T0, the fault-free ring's time, and have their lower bound
 beside them; those of training and serving are tokens per second and milliseconds. What is simulated
-are the very schedules that the executor runs. Nothing is measured here; that column says so.
+are the very schedules that the executor runs. Nothing is measured here: that column has what
+`degraded.py` has saved (``--measured``), or says that nothing was.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from rich.console import Console
 from tables_bound import SLICES, TREES, bound_rows, optcc_rows
 from tables_cloudlab import cloudlab_rows
 from tables_models import print_figures
-from tables_rows import TOLERANCE, Row, print_rows
+from tables_netlab import netlab_rows
+from tables_rows import TOLERANCE, Row, RowName, print_rows, read_measured, with_measured
 
 _SETTING = (
     "T/T0 with T0 = 2(n - 1)/n D/B; bound: T*/T0, T* = D max(1/b_min, 2(n - 1)/(sum of all b)); "
@@ -76,10 +78,19 @@ _TABLES = {
         cloudlab_rows,
         (
             "T0 here is 2(P - 1)/P D/B, P = 6 ranks; schedules among nodes send less than that",
-            "model of R2CC-AllReduce: 1 + PX(1 + 1/K)/(2(P - 1)(1 - X)), X = 1/3",
+            "model of R2CC-AllReduce: 1 + PX(1 + 1/K)/(2(P - 1)(1 - X)), X = 1/3; among nodes: "
+            "max(T1, T2) + T3 of r2ccl.algos.r2cc, as if either ring had rails of its own",
         ),
     ),
+    "netlab": _Named(
+        "4 nodes of 4 NICs that lose some",
+        netlab_rows,
+        ("packed trees: as many as the planner would take",),
+    ),
 }
+
+#: Tables of what `degraded.py` measures.
+_MEASURED = ("cloudlab", "netlab")
 
 _DEFAULT_DRAWS = ", ".join(f"{count} of {name}" for name, count in _DRAWS.items())
 _TITLES = {
@@ -104,8 +115,8 @@ def make(name: str, args: argparse.Namespace, out: Console) -> list[dict[str, An
         print_figures(out, title, figures, tables_inference.notes())
         return [figure.flat() for figure in figures]
     table = _TABLES[name]
-    rows = list(table.rows(args.quick))
-    print_rows(out, title, rows, (_SETTING, _SIMULATED, *table.notes))
+    rows, measured = with_measured(list(table.rows(args.quick)), args.measured or {})
+    print_rows(out, title, rows, (_SETTING, _SIMULATED, *table.notes, *measured))
     return [row.flat() for row in rows]
 
 
@@ -116,6 +127,16 @@ def _make_patterns(title: str, args: argparse.Namespace, out: Console) -> list[d
     notes = (_SETTING, _SIMULATED, *tables_failures.notes(args.seed, verdicts))
     print_rows(out, title, rows, notes)
     return [*(row.flat() for row in rows), *(verdict.flat(args.seed) for verdict in verdicts)]
+
+
+def parse_measured(text: str) -> dict[RowName, dict[str, Any]]:
+    """Read a file of `degraded.py`."""
+    try:
+        return read_measured(Path(text))
+    except (OSError, ValueError, KeyError) as exc:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give what degraded.py --json has saved: {exc!r}"
+        ) from exc
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -132,6 +153,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--mpi", action="store_true", default=None, help="spread over the ranks of an MPI job"
     )
+    parser.add_argument(
+        "--measured", type=parse_measured, metavar="FILE", help="what degraded.py has saved"
+    )
     add_json_argument(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it; needs r2ccl[demo]")
     args = parser.parse_args()
@@ -146,6 +170,11 @@ def parse_arguments() -> argparse.Namespace:
     if given and args.table not in _DRAWS:
         parser.error(f"--{given[0]} is for --table {' and '.join(_DRAWS)} alone")
     vars(args).update({name: defaults[name] for name in defaults if name not in given})
+    if args.measured is not None:
+        if args.table not in _MEASURED:
+            parser.error(f"--measured is for --table {' and '.join(_MEASURED)} alone")
+        if not any(name.table == args.table for name in args.measured):
+            parser.error(f"--measured: the file has nothing of table {args.table}")
     if min(args.patterns, args.jobs) < 1 or args.first < 0:
         parser.error("--patterns and --jobs must be above 0, --first 0 or more")
     return args

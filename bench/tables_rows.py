@@ -6,9 +6,11 @@ simulation can stand side by side; each keeps a column of its own, and so does w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -61,7 +63,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     over_bound : float
         Simulated T/T*.
     measured : float or None
-        T/T0 on a real network.
+        T/T0 on a real network, as `degraded.py` has saved it.
     """
 
     table: str
@@ -88,6 +90,55 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     def flat(self) -> dict[str, Any]:
         """Return the object that is saved."""
         return {**msgspec.structs.asdict(self), "over_model": self.over_model}
+
+
+class RowName(NamedTuple):
+    """What tells a row from all others, also between files."""
+
+    table: str
+    case: str
+    schedule: str
+    k: int | None
+    trees: int | None
+
+
+def name_of(row: Row) -> RowName:
+    """Return the name of a row."""
+    return RowName(row.table, row.case, row.schedule, row.k, row.trees)
+
+
+def read_measured(path: Path) -> dict[RowName, dict[str, Any]]:
+    """Read what `degraded.py` has saved of schedules, with their rows' names."""
+    return {
+        RowName(*(each[field] for field in RowName._fields)): each
+        for each in json.loads(path.read_text())["results"]
+        if each["measure"] == "schedule"
+    }
+
+
+def with_measured(
+    rows: Sequence[Row], measured: dict[RowName, dict[str, Any]]
+) -> tuple[list[Row], list[str]]:
+    """Put measured figures into their column.
+
+    Returns
+    -------
+    list of Row
+        In the same order; those of which nothing was measured as they were.
+    list of str
+        What must be known of the figures that were put in.
+    """
+    done, notes = [], dict[str, None]()
+    for row in rows:
+        found = measured.get(name_of(row))
+        if found is not None:
+            row = msgspec.structs.replace(row, measured=found["measured"])
+            notes[
+                f"measured: in a netlab, {found['nbytes'] >> 20} MiB, NICs of "
+                f"{found['rate_mbps']} Mbit/s, median of {found['rounds']}"
+            ] = None
+        done.append(row)
+    return done, list(notes)
 
 
 def straggler(n: int, lost: Fraction) -> list[int]:
@@ -190,9 +241,13 @@ __all__ = [
     "TOLERANCE",
     "WHOLE",
     "Row",
+    "RowName",
     "fault_free",
+    "name_of",
     "print_rows",
+    "read_measured",
     "row_of",
     "straggler",
     "time_of",
+    "with_measured",
 ]

@@ -1,7 +1,7 @@
 """One rank of a job that says what the planner would run, before and after the rails changed.
 
-Writes a JSON object as its last line: at each of `WHEN`, the schedule of a large allreduce, what its
-busiest port carries, what was predicted and what it took; and the rates that were measured.
+Writes a JSON list as its last line: at each of `WHEN`, the schedule of a large allreduce, what its
+busiest port carries, what was predicted and what it took.
 """
 
 from __future__ import annotations

@@ -1,0 +1,252 @@
+"""What lost NICs cost an allreduce on a real network, and whether the planner knows.
+
+In a netlab: network namespaces on this machine, whose NICs are shaped to a rate that the processors
+can keep up with. A job takes the fault-free ring's time, T0, loses NICs between two calls, and goes
+on; in a job all schedules and sizes take turns. Every reading's last result is verified, element by
+element; one wrong element ends the bench with 1.
+
+``--what cloudlab``: 3 nodes of 2 ranks and 3 NICs, one NIC lost, R2CC-AllReduce as published and
+what this library does instead. ``straggler``: 4 nodes of 4 NICs that lose one, or one here and two
+there. ``planner``: the same nodes, 10 patterns of lost NICs, 6 sizes each: how far the schedule
+that the planner takes is from the best, and how far its prediction is off.
+
+`tables.py` shows what the first two find beside model and simulation, with ``--measured FILE``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any, NamedTuple
+
+from common import add_json_argument, parse_size, parse_sizes, write_json
+from degraded_cases import (
+    BALANCE,
+    LOST,
+    LOST_NIC,
+    NICS,
+    STRAGGLER,
+    STRAGGLER_NICS,
+    STRAGGLER_NODES,
+    cloudlab,
+    cloudlab_bound,
+    straggler,
+    straggler_bound,
+)
+from degraded_job import DEGRADED, HEALTHY, Failure, Task, run_job
+from degraded_report import (
+    Point,
+    points_of,
+    print_cases,
+    print_points,
+    print_verdict,
+    schedule_rows,
+    verdict_of,
+)
+from rich.console import Console
+
+from r2ccl.testing.netlab import Lab, LabError, Shape, ensure_privileged
+
+WHATS = ("cloudlab", "straggler", "planner")
+
+#: Bucket of each NIC's shaper. It fills while the ranks verify, and then goes beyond the rate.
+_BURST = "256kb"
+#: Calls back to back move so much that the bucket is 2 % of it.
+_BATCH_NBYTES = 32 << 20
+
+#: NICs lost at the planner's points, by node and rail.
+PATTERNS: dict[str, tuple[tuple[int, int], ...]] = {
+    "none": (),
+    "1": ((2, 1),),
+    "2 of one node": ((2, 1), (2, 3)),
+    "3 of one node": ((2, 0), (2, 1), (2, 3)),
+    "1 and 1": ((1, 0), (2, 2)),
+    "1 and 1 of one rail": ((1, 2), (3, 2)),
+    "1 and 2": ((0, 3), (2, 0), (2, 2)),
+    "2 and 2": ((0, 0), (0, 1), (2, 1), (2, 2)),
+    "1, 1 and 1": ((0, 0), (1, 1), (3, 2)),
+    "1 of every node": ((0, 0), (1, 1), (2, 2), (3, 3)),
+}
+_SIZES = "2M,4M,8M,16M,32M,64M"
+
+#: The table needs more than the 80 columns a pipe is taken for.
+_WIDTH = 140
+_EXIT_UNAVAILABLE = 69
+
+
+def run_cloudlab(args: argparse.Namespace, out: Console) -> list[dict[str, Any]]:
+    """Take CloudLab's table."""
+    cases = list(cloudlab((1, 16)) if args.quick else cloudlab())
+    task = Task(
+        what="cloudlab",
+        sizes=(args.nbytes,),
+        rounds=args.rounds,
+        batch_nbytes=0,
+        healthy=(BALANCE,),
+        degraded=tuple(case.key for case in cases),
+        lost=(LOST_NIC,),
+        ranks_per_node=2,
+    )
+    with _lab(args, nodes=3, rails=NICS, ranks_per_node=2) as lab:
+        outcome = run_job(lab, task)
+    fault_free = outcome.times[HEALTHY, BALANCE, args.nbytes]
+    rows = schedule_rows(
+        "cloudlab", f"{LOST} of one node", cases, outcome, fault_free, float(cloudlab_bound())
+    )
+    print_cases(out, "CloudLab: 3 nodes of 2 ranks and 3 NICs; T0: flat ring of 6 ranks", rows)
+    return rows
+
+
+def run_straggler(args: argparse.Namespace, out: Console) -> list[dict[str, Any]]:
+    """Take the times of ring and packed trees, with all NICs and without some."""
+    rows: list[dict[str, Any]] = []
+    with _lab(args, nodes=STRAGGLER_NODES, rails=STRAGGLER_NICS) as lab:
+        for case, lost in STRAGGLER.items():
+            cases = list(straggler(lost))
+            names = tuple(each.key for each in cases)
+            task = Task(
+                what="straggler",
+                sizes=(args.nbytes,),
+                rounds=args.rounds,
+                batch_nbytes=0,
+                # Detours are shared out among all links there are: of the ring alone, as usual.
+                healthy=(BALANCE,) if lost else names,
+                degraded=names if lost else (),
+                lost=lost,
+            )
+            outcome = run_job(lab, task, {"R2CC_ALGO": "ring"})
+            fault_free = outcome.times[HEALTHY, BALANCE, args.nbytes]
+            bound = float(straggler_bound(lost))
+            phase = DEGRADED if lost else HEALTHY
+            rows += schedule_rows("netlab", case, cases, outcome, fault_free, bound, phase)
+    print_cases(out, "4 nodes of 4 NICs; T0: ring of 4 ranks", rows)
+    return rows
+
+
+def run_planner(args: argparse.Namespace, out: Console) -> list[dict[str, Any]]:
+    """Hold the planner's choice at every pattern and size against what else it might have taken."""
+    points: list[Point] = []
+    with _lab(args, nodes=STRAGGLER_NODES, rails=STRAGGLER_NICS) as lab:
+        for pattern in args.patterns:
+            task = Task(
+                what="planner",
+                sizes=tuple(args.sizes),
+                rounds=args.rounds,
+                batch_nbytes=_BATCH_NBYTES,
+                lost=PATTERNS[pattern],
+            )
+            found = points_of(pattern, run_job(lab, task, {"R2CC_ALGO": "auto"}))
+            print_points(out, found)
+            points += found
+    verdict = verdict_of(points)
+    print_verdict(out, verdict)
+    return [*(row for point in points for row in point.flat()), verdict]
+
+
+def _lab(args: argparse.Namespace, **shape: Any) -> Lab:
+    return Lab(
+        **shape, rate=f"{args.rate}mbit", burst=_BURST, latency=args.queue, buffer=args.buffer
+    )
+
+
+_RUNS = {"cloudlab": run_cloudlab, "straggler": run_straggler, "planner": run_planner}
+
+
+class _Default(NamedTuple):
+    """What a job is like unless somebody wants otherwise, and in quick ones."""
+
+    rate: int
+    rounds: int
+    nbytes: int = 0
+    queue: str = Shape().latency
+    buffer: str = Shape().buffer
+    quick_nbytes: int = 16 << 20
+    quick_rounds: int = 2
+
+
+#: Queues hold what several connections of a NIC put into them at once, and several NICs send to
+#: one: one that runs over drops segments, and where nothing follows them TCP waits for 200 ms.
+_DEFAULTS = {
+    "cloudlab": _Default(100, 5, 64 << 20, queue="20ms", buffer="100ms"),
+    "straggler": _Default(200, 10, 64 << 20, queue="20ms", buffer="50ms"),
+    "planner": _Default(200, 3, queue="20ms", buffer="50ms"),
+}
+_QUICK_PATTERNS, _QUICK_SIZES = ["none", "1"], [4 << 20, 16 << 20]
+
+
+def parse_patterns(text: str) -> list[str]:
+    """Parse a list of patterns, separated by semicolons."""
+    names = [name.strip() for name in text.split(";")]
+    if not set(names) <= set(PATTERNS):
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are {'; '.join(PATTERNS)}")
+    return names
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description="What lost NICs cost, in a netlab.")
+    parser.add_argument("--what", choices=WHATS, required=True)
+    parser.add_argument("--quick", action="store_true", help="little data, few rounds")
+    parser.add_argument("--rate", type=int, metavar="MBIT", help="of each NIC")
+    parser.add_argument("--queue", help="longest stay in a NIC's queue, tc's way")
+    parser.add_argument("--buffer", help="longest stay in a switch's port's queue, tc's way")
+    parser.add_argument("--rounds", type=int, help="readings of each schedule")
+    parser.add_argument("--nbytes", type=parse_size, help="cloudlab, straggler: of an allreduce")
+    parser.add_argument("--sizes", type=parse_sizes, help=f"planner: default {_SIZES}")
+    parser.add_argument(
+        "--patterns", type=parse_patterns, metavar="NAME;NAME", help="planner: NICs lost"
+    )
+    add_json_argument(parser)
+    args = parser.parse_args()
+    planner_only = [name for name in ("sizes", "patterns") if getattr(args, name) is not None]
+    if args.what == "planner" and args.nbytes is not None:
+        parser.error("--nbytes is for --what cloudlab and straggler; give --sizes")
+    if args.what != "planner" and planner_only:
+        parser.error(f"--{planner_only[0]} is for --what planner alone")
+    default = _DEFAULTS[args.what]
+    defaults: dict[str, Any] = {
+        "rate": default.rate,
+        "queue": default.queue,
+        "buffer": default.buffer,
+        "nbytes": default.quick_nbytes if args.quick else default.nbytes,
+        "rounds": default.quick_rounds if args.quick else default.rounds,
+        "sizes": _QUICK_SIZES if args.quick else parse_sizes(_SIZES),
+        "patterns": _QUICK_PATTERNS if args.quick else list(PATTERNS),
+    }
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if min(args.rate, args.rounds, *args.sizes) < 1:
+        parser.error("--rate, --rounds and sizes must be above 0")
+    return args
+
+
+def main() -> int:
+    """Build the lab, take the times, print and save them."""
+    args = parse_arguments()
+    out = Console(highlight=False, width=_WIDTH)
+    setting = {
+        "rate_mbps": args.rate,
+        "burst": _BURST,
+        "queue": args.queue,
+        "buffer": args.buffer,
+        "mtu": Shape().mtu,
+        "rounds": args.rounds,
+    }
+    out.print("  ".join(f"{name}={value}" for name, value in setting.items()))
+    try:
+        ensure_privileged()
+        rows = _RUNS[args.what](args, out)
+    except LabError as exc:
+        print(f"degraded: {exc}", file=sys.stderr)
+        return _EXIT_UNAVAILABLE
+    except Failure as exc:
+        print(f"degraded: {exc}", file=sys.stderr)
+        return 1
+    if args.json:
+        write_json(args.json, [{**setting, **row} for row in rows])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
