@@ -4,9 +4,9 @@ It reads what all ranks share (the call, the configuration, the fabric with the 
 on, the agreed health) and nothing a rank measured for itself.
 
 While the data fits one eager slice, where latency decides, it is recursive doubling or a flat tree.
-Above it an allreduce is whatever is predicted to end first (`r2ccl.prediction`), of nearly equal
-candidates the simplest; other collectives run rings, and with a root chains. ``R2CC_ALGO`` names a
-family, ``R2CC_MODE`` bounds what there is to choose from.
+Above it an allreduce is whatever is predicted to end first (`r2ccl.prediction`); other collectives
+run rings, and with a root chains. ``R2CC_ALGO`` names a family, ``R2CC_MODE`` bounds what there is to
+choose from.
 
 Invariant: equal arguments, equal choice. What is kept from call to call saves time and changes
 nothing.
@@ -105,7 +105,7 @@ class Planner:
     def compare(
         self, nbytes: int, health: Health, families: Iterable[str] | None = None
     ) -> list[Choice]:
-        """Predict every candidate for an allreduce of `nbytes`, the simplest first.
+        """Predict every candidate for an allreduce of `nbytes`, in the order of the families.
 
         Parameters
         ----------
@@ -164,7 +164,7 @@ class Planner:
             return "as rails that are one wire lose no bandwidth with a rail"
         if self.fabric.rates == UNMEASURED:
             return "as the network was not measured"
-        return "predicted to end first, or as good as first and simpler"
+        return "predicted to end first, or as good as first and preferred"
 
     def _nchannels(self, nbytes: int, nranks: int) -> int:
         most = self._config.channels or full_channels(self.fabric.nwires)
@@ -188,7 +188,7 @@ class Planner:
         return Terms(shares, tuple(map(tuple, teams.values())), nchannels)
 
     def _names(self, terms: Terms) -> tuple[str, ...]:
-        """Return the families that may be the best, the simplest first."""
+        """Return the families that may be the best, the one to prefer first."""
         mode, algo = self._config.mode, self._config.algo
         if mode in _RING_MODES:
             return ("ring",)
@@ -202,7 +202,7 @@ class Planner:
 
 
 def best(found: Sequence[Choice]) -> Choice:
-    """Return the choice that is predicted to end first, of nearly equal ones the simplest."""
+    """Return the choice that is predicted to end first, of nearly equal ones the first here."""
     least = min(choice.predicted_ns for choice in found)
     return next(each for each in found if each.predicted_ns <= least * _AS_GOOD)
 
@@ -230,11 +230,11 @@ _Key = tuple[int, str, int]
 #: Modes in which nothing but rings runs; in the first two, with equal channels whatever happens.
 _MIGRATING_MODES = ("0", "1")
 _RING_MODES = (*_MIGRATING_MODES, "2")
-#: Families that can be the best while nothing is broken, and when something is, the simplest first.
-#: Others run by name: measured on 4 nodes of 4 rails, without 1 to 3 NICs of 1 or 2 of them, none
-#: was ahead of all of these by more than 2 %.
+#: Families that can be the best while nothing is broken, and when something is: the one first that
+#: is taken where several are predicted to be equally good. Others run by name: measured on 4 nodes
+#: of 4 rails that lacked NICs, none was ahead of all of these by more than 2 %.
 _FOR_WHOLE = ("ring", "halving_doubling", "tree")
-_FOR_DEGRADED = ("ring", "bridged_ring", "tree", "packed_trees", "leaf_ring")
+_FOR_DEGRADED = ("packed_trees", "leaf_ring", "ring", "bridged_ring", "tree")
 #: What is predicted to take up to this much more counts as equally good: that is how far
 #: predictions are off.
 _AS_GOOD = Fraction(102, 100)

@@ -2,11 +2,13 @@
 
 ::
 
-    T = steps x alpha + D x load / beta x (1 + fill / slices)
+    T = steps x alpha + D x load / beta x (1 + fill / (2 slices))
 
 `load` is what the most loaded port carries of the data D, over what that port has left; it includes
 the detours of what is at home on a port that is down. A pipeline of `fill` slices has to be filled
-and emptied. alpha and beta were measured (`r2ccl.calibration`).
+and emptied; as channels take turns at a port, half of that shows (measured, 4 nodes of 4 rails, 2
+to 64 MiB: with all of it, packed trees of 2 MiB were predicted 20 % too slow). alpha and beta were
+measured (`r2ccl.calibration`).
 
 Pure. Invariant: integers and fractions only, so that all ranks predict the same.
 """
@@ -139,7 +141,7 @@ def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choi
         slice_nbytes = min(slice_nbytes, max(_MIN_SLICE_NBYTES, wanted))
     channel_nbytes = Fraction(nbytes * max(placement.weights), sum(placement.weights))
     nslices = max(1, channel_nbytes // slice_nbytes)
-    total_ns = wire_ns * (1 + Fraction(candidate.fill, nslices))
+    total_ns = wire_ns * (1 + Fraction(candidate.fill, 2 * nslices))
     total_ns += schedule.cost.steps * rates.alpha_ns
     return Choice(candidate.name, schedule, placement, slice_nbytes, load, int(total_ns))
 
@@ -147,7 +149,8 @@ def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choi
 def _nslices(fill_ns: int, alpha_ns: int) -> int:
     """Return the slices of a channel that a pipeline does best with.
 
-    To fill it takes `fill_ns` divided by their number; each takes about half a step to handle.
+    To fill it takes half of `fill_ns` divided by their number; each takes a fourth of a step to
+    handle, about.
     """
     return max(_FEW_SLICES, min(_MANY_SLICES, isqrt(2 * fill_ns // max(1, alpha_ns))))
 
