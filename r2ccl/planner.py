@@ -5,8 +5,8 @@ on, the agreed health) and nothing a rank measured for itself.
 
 While the data fits one eager slice, where latency decides, it is recursive doubling or a flat tree.
 Above it an allreduce is whatever is predicted to end first (`r2ccl.prediction`); other collectives
-run rings, and with a root chains. ``R2CC_ALGO`` names a family, ``R2CC_MODE`` bounds what there is to
-choose from.
+run rings, and with a root chains. ``R2CC_ALGO`` names a family, ``R2CC_MODE`` bounds what there is
+to choose from.
 
 Invariant: equal arguments, equal choice. What is kept from call to call saves time and changes
 nothing.
