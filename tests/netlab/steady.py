@@ -99,7 +99,8 @@ def run_steady(
             str(Path(__file__).with_name("steady_rank.py")),
             msgspec.json.encode(task).decode(),
         ],
-        env={"PYTHONPATH": str(ROOT), **(env or {})},
+        # Rings alone: all operations take alike, and have the slices that faults strike at.
+        env={"PYTHONPATH": str(ROOT), "R2CC_MODE": "2", **(env or {})},
         plan=plan,
         timeout_s=_INIT_S + timeout_s,
         sink=lines.append,

@@ -64,7 +64,13 @@ def run_ranks(
     results = lab.run(
         [sys.executable, str(script), *args],
         # The same NICs fail again and again: what is measured is the repair, not the patience.
-        env={"PYTHONPATH": str(ROOT), "R2CC_QUARANTINE_CAP_S": "0", **(env or {})},
+        # Rings alone: faults strike at slices that every operation must have.
+        env={
+            "PYTHONPATH": str(ROOT),
+            "R2CC_MODE": "2",
+            "R2CC_QUARANTINE_CAP_S": "0",
+            **(env or {}),
+        },
         plan=plan,
         timeout_s=60 + 8 * RUNS,
         sink=lines.append,

@@ -51,7 +51,7 @@ def times(lost: Sequence[tuple[int, int]], algo: str) -> tuple[float, float]:
             from_op=steady.FIRST_OP + NOPS,
             lasting_s=0.0,
             nbytes=NBYTES,
-            env={"R2CC_ALGO": algo},
+            env={"R2CC_MODE": "auto", "R2CC_ALGO": algo},
             timeout_s=150,
         )
     found = steady.operations(reports)

@@ -36,7 +36,7 @@ def run_job(lab: Lab, plan: FaultPlan, rail: int) -> list[Report]:
     lines: list[str] = []
     results = lab.run(
         [sys.executable, str(script), str(NOPS), str(NBYTES), str(rail)],
-        env={"PYTHONPATH": str(ROOT)},
+        env={"PYTHONPATH": str(ROOT), "R2CC_MODE": "2"},  # faults strike at slices of rings
         plan=plan,
         timeout_s=60,
         sink=lines.append,
