@@ -125,29 +125,19 @@ class Routes:
             self._progress.write_again(sender, item, None)
 
     def _home(self, peer: int, channel: int) -> PathKey | None:
-        key = PathKey(peer, self._rail(channel))
+        key = PathKey(peer, self._homes[channel % len(self._homes)])
         return key if self._paths[key].state is PathState.UP else None
 
-    def _rail(self, channel: int) -> int:
-        return self._homes[channel % len(self._homes)]
-
     def _choose(self, peer: int) -> dict[int, PathKey]:
-        """Choose among the paths that are up, for the channels that have no route.
-
-        In the order of their numbers, and counting those alone that are not at home either: the
-        channels of any one schedule that have lost their home then spread evenly, whatever other
-        schedules ran before.
-        """
+        """Choose among the paths that are up, for the channels that have no route."""
         unrouted: list[int] = []
         load: dict[PathKey, int] = {}
         for (other, channel), link in self._progress.senders.items():
             if other == peer and link.route is None:
                 unrouted.append(channel)
-            elif (
-                other == peer and link.route is not None and link.route.rail != self._rail(channel)
-            ):
+            elif other == peer and link.route is not None:
                 load[link.route] = load.get(link.route, 0) + 1
-        return choose_routes(sorted(unrouted), self.up(peer), load, self._weight)
+        return choose_routes(unrouted, self.up(peer), load, self._weight)
 
     def _weight(self, key: PathKey) -> float:
         return self._share(key) * (1.0 if key.rail in self._homes else _LAST_RESORT_WEIGHT)
