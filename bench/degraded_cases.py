@@ -156,22 +156,22 @@ def published(nchunks: int) -> Schedule:
     """
     inner = r2cc.allreduce((NICS, NICS, NICS, NICS, NICS - 1), nchunks, Fraction(1))
     partial = hierarchy.wrap(inner, [(0,), (1,), (2,), (3,), MEMBERS[2]])
-    parts = [leaf_ring.part(_NRANKS, range(_NRANKS)), _part(partial)]
+    tail = [part_of(partial, channel) for channel in range(partial.nchannels)]
+    parts = [leaf_ring.part(_NRANKS, range(_NRANKS)), *tail]
     schedule = blend("r2cc_published", parts, [1 - LOST, LOST], PUBLISHED_CHANNELS)
     return msgspec.structs.replace(schedule, cost=measure(schedule))
 
 
-def _part(schedule: Schedule) -> Part:
-    """Make a schedule of one channel part of a blend."""
-    [nchunks] = schedule.nchunks
+def part_of(schedule: Schedule, channel: int) -> Part:
+    """Make one channel of a schedule part of a blend, which has to be measured anew."""
     return Part(
-        nchunks=nchunks,
+        nchunks=schedule.nchunks[channel],
         steps=schedule.cost.steps,
-        # Of the busiest rank, which a part does not tell; `published` measures the blend anew.
+        # Of the busiest rank: a schedule does not say what each does.
         sent=(schedule.cost.sent,) * schedule.nranks,
         received=(schedule.cost.received,) * schedule.nranks,
         nops=schedule.cost.ops,
-        ops_of=lambda rank: schedule.program(rank).channels[0],
+        ops_of=lambda rank: schedule.program(rank).channels[channel],
     )
 
 
@@ -201,6 +201,7 @@ __all__ = [
     "cloudlab_bound",
     "model_of",
     "nics_left",
+    "part_of",
     "published",
     "straggler",
     "straggler_bound",

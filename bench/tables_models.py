@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from tables_rows import print_notes
 
 SOURCES = {
     "R2CCL": "arXiv:2512.25059 (R2CCL)",
@@ -84,9 +85,7 @@ def print_figures(
         table.add_row(*_cells(row))
         before = row
     console.print(table)
-    cited = [SOURCES[source] for source in dict.fromkeys(row.source for row in rows) if source]
-    for note in (*notes, *(f"paper: {source}" for source in cited)):
-        console.print(f"- {note}", soft_wrap=True, highlight=False)
+    print_notes(console, notes, [SOURCES[row.source] for row in rows if row.source])
 
 
 def _cells(row: Figure) -> list[str]:

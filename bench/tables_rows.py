@@ -7,7 +7,7 @@ simulation can stand side by side; each keeps a column of its own, and so does w
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -212,8 +212,12 @@ def print_rows(console: Console, title: str, rows: Sequence[Row], notes: Sequenc
         table.add_row(*_cells(row))
         before = row
     console.print(table)
-    cited = [SOURCES[source] for source in dict.fromkeys(row.source for row in rows) if source]
-    for note in (*notes, *(f"paper: {source}" for source in cited)):
+    print_notes(console, notes, [SOURCES[row.source] for row in rows if row.source])
+
+
+def print_notes(console: Console, notes: Iterable[str], sources: Iterable[str]) -> None:
+    """Print what must be known to read a table, and each source once."""
+    for note in (*notes, *(f"paper: {source}" for source in dict.fromkeys(sources))):
         console.print(f"- {note}", soft_wrap=True, highlight=False)
 
 
@@ -244,6 +248,7 @@ __all__ = [
     "RowName",
     "fault_free",
     "name_of",
+    "print_notes",
     "print_rows",
     "read_measured",
     "row_of",

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from degraded_cases import part_of
 from tables_rows import TOLERANCE
 
 from r2ccl.algos import (
@@ -28,7 +29,7 @@ from r2ccl.algos import (
     ring,
     tree,
 )
-from r2ccl.algos.blend import Part, blend
+from r2ccl.algos.blend import blend
 from r2ccl.schedule import Schedule
 from r2ccl.schedule.cost import measure
 from r2ccl.schedule.graph import Ints
@@ -316,23 +317,11 @@ def _flat_r2cc(cluster: Cluster, alive: tuple[int, ...]) -> Schedule:
     inner = r2cc.allreduce(bandwidths, TAIL_CHUNKS, Fraction(1), (1, size))
     tails = hierarchy.wrap(inner, teams)
     whole = ring.allreduce(cluster.nranks, NICS, _orders(cluster))
-    parts = [_part(whole, at) for at in range(NICS)] + [_part(tails, at) for at in range(size)]
+    parts = [part_of(whole, at) for at in range(NICS)] + [part_of(tails, at) for at in range(size)]
     shares = [(1 - lost) / NICS] * NICS + [lost / size] * size
     counts = [(1 - lost).numerator] * NICS + [lost.numerator] * size
     schedule = blend("r2cc_published", parts, shares, counts)
     return msgspec.structs.replace(schedule, cost=measure(schedule))
-
-
-def _part(schedule: Schedule, channel: int) -> Part:
-    """Make one channel of a schedule part of a blend, which is then measured anew."""
-    return Part(
-        nchunks=schedule.nchunks[channel],
-        steps=schedule.cost.steps,
-        sent=(schedule.cost.sent,) * schedule.nranks,
-        received=(schedule.cost.received,) * schedule.nranks,
-        nops=schedule.cost.ops,
-        ops_of=lambda rank: schedule.program(rank).channels[channel],
-    )
 
 
 def model_s(cluster: Cluster, strategy: Strategy, lost: Lost, nbytes: int) -> float:

@@ -4,14 +4,12 @@ One function a family, and for each form of it, such as a number of trees, one c
 made over nodes: where several ranks share one, `r2ccl.algos.hierarchy` makes it one over ranks, so
 that the node's ports carry each byte once for all of them.
 
-Imports `algos` and `schedule`. Pure. Invariant: equal terms, equal candidates, in the same order,
-the simplest first.
+Imports `algos` and `schedule`. Pure. Invariant: equal terms, equal candidates, in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from fractions import Fraction
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
@@ -203,7 +201,7 @@ def _r2cc(terms: Terms) -> Iterator[Candidate]:
 
 
 def _optcc(terms: Terms) -> Iterator[Candidate]:
-    if len(terms.shares) > 2 and straggler_of(terms.bandwidths).lost > Fraction(0):
+    if len(terms.shares) > 2 and straggler_of(terms.bandwidths).lost:
         yield Candidate("optcc", optcc.allreduce(terms.bandwidths, _CHUNKS, 3 * terms.nhomes))
 
 

@@ -647,7 +647,7 @@ class Communicator:
         """Whether there is anything to choose by what the network gives."""
         fabric = self._plans.fabric
         nnodes = len(set(fabric.nodes)) if fabric.nodes else self.nranks
-        return fabric.nwires > 1 and nnodes > 1 and self.config.mode in ("3", "auto")
+        return fabric.nwires > 1 and nnodes > 1 and self.config.is_planned
 
     def _calibrate(self) -> Rates:
         def time_ns(nbytes: int, ntimes: int) -> int:
@@ -660,7 +660,7 @@ class Communicator:
             agreed = np.array([min(took_ns[1:])])
             return int(self.allreduce(agreed, op=ReduceOp.MAX)[0])
 
-        return calibrate(time_ns, lambda n: self._plans.explain(n, self._whole).chosen)
+        return calibrate(time_ns, lambda nbytes: self._plans.choose(nbytes, self._whole))
 
     def _run(
         self, call: CallSignature, source: Any, output: Any, own: Schedule | None = None

@@ -134,6 +134,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """Whether a broken path migrates; with mode 0 it ends the call."""
         return self.mode != "0"
 
+    @property
+    def is_balanced(self) -> bool:
+        """Whether rails get the work they can carry; else all are used as if they were whole."""
+        return self.mode not in ("0", "1")
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether more than rings may run."""
+        return self.mode in ("3", "auto")
+
     def digest(self) -> str:
         """Fingerprint of the fields all ranks must share."""
         values = msgspec.json.encode([getattr(self, name) for name in AGREED])

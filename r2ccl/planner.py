@@ -102,6 +102,10 @@ class Planner:
         placement = place(schedule.nchannels, self.fabric.homes, self._carried(health))
         return Choice(schedule.name, schedule, placement, self._config.slice_nbytes)
 
+    def allreduce(self, nbytes: int, health: Health) -> Choice:
+        """Choose for an allreduce of `nbytes`, of whatever type and operation."""
+        return self.plan(CallSignature(Collective.ALLREDUCE, 0, 0, nbytes), nbytes, health)
+
     def compare(
         self, nbytes: int, health: Health, families: Iterable[str] | None = None
     ) -> list[Choice]:
@@ -139,8 +143,7 @@ class Planner:
 
     def explain(self, nbytes: int, health: Health) -> Explanation:
         """Compare all families for an allreduce of `nbytes` with what would run."""
-        call = CallSignature(Collective.ALLREDUCE, 0, 0, nbytes)
-        chosen = self.plan(call, nbytes, health)
+        chosen = self.allreduce(nbytes, health)
         forms: dict[str, list[Choice]] = {}
         for each in self.compare(nbytes, health, FAMILIES):
             forms.setdefault(each.name, []).append(each)
@@ -172,9 +175,9 @@ class Planner:
 
     def _carried(self, health: Health) -> Health:
         """Return the health that counts: rails that only migrate are used as if all were whole."""
-        if self._config.mode in _MIGRATING_MODES:
-            return Health.whole(health.nranks, health.nrails)
-        return health
+        if self._config.is_balanced:
+            return health
+        return Health.whole(health.nranks, health.nrails)
 
     def _terms(self, nbytes: int, health: Health) -> Terms:
         teams: dict[int, list[int]] = {}
@@ -190,7 +193,7 @@ class Planner:
     def _names(self, terms: Terms) -> tuple[str, ...]:
         """Return the families that may be the best, the one to prefer first."""
         mode, algo = self._config.mode, self._config.algo
-        if mode in _RING_MODES:
+        if not self._config.is_planned:
             return ("ring",)
         if mode == "3":
             return ("ring", "r2cc")
@@ -227,9 +230,6 @@ def _rooted(nranks: int, root: int, nchannels: int, is_small: bool) -> list[tree
 #: Version of the health, family, channels of a ring.
 _Key = tuple[int, str, int]
 
-#: Modes in which nothing but rings runs; in the first two, with equal channels whatever happens.
-_MIGRATING_MODES = ("0", "1")
-_RING_MODES = (*_MIGRATING_MODES, "2")
 #: Families that can be the best while nothing is broken, and when something is: the one first that
 #: is taken where several are predicted to be equally good. Others run by name: measured on 4 nodes
 #: of 4 rails that lacked NICs, none was ahead of all of these by more than 2 %.

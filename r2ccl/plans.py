@@ -19,7 +19,7 @@ from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
 from r2ccl.lowering import Layout, lower
 from r2ccl.planner import Explanation, Planner
-from r2ccl.prediction import UNMEASURED, Fabric, Rates
+from r2ccl.prediction import UNMEASURED, Choice, Fabric, Rates
 from r2ccl.resilience.health import WHOLE, Health
 from r2ccl.schedule.check import check
 from r2ccl.schedule.ir import Schedule
@@ -120,6 +120,10 @@ class Plans:
             self._plans[key] = found
         return found
 
+    def choose(self, nbytes: int, health: Health) -> Choice:
+        """Return what an allreduce of `nbytes` runs."""
+        return self._planner.allreduce(nbytes, health)
+
     def explain(self, nbytes: int, health: Health) -> Explanation:
         """Compare what an allreduce of `nbytes` could run."""
         return self._planner.explain(nbytes, health)
@@ -132,12 +136,12 @@ class Plans:
         nbytes = call.count * itemsize
         if own is None:
             choice = self._planner.plan(call, nbytes, health, is_gauge=is_gauge)
+            # What is placed edge by edge was made for this health; a ring is the same for all.
+            self._check(choice.schedule, health.version if choice.placement.edges else 0)
         else:
             check(own)
             choice = self._planner.own(own, nbytes, health)
         placement = choice.placement
-        # What is placed edge by edge was made for this health; a ring is the same for all.
-        self._check(choice.schedule, health.version if placement.edges else 0)
         is_bulk = placement.edges and nbytes > self.fabric.inlet_nbytes
         layout = lower(
             choice.schedule.program(self._rank),

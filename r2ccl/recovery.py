@@ -158,7 +158,7 @@ class Recovery:
     def _is_measured(self) -> bool:
         wanted = self._config.balance
         is_several = self._progress.nwires > 1 if wanted == "auto" else wanted == "1"
-        return is_several and self._config.mode not in ("0", "1")
+        return is_several and self._config.is_balanced
 
     def _make_council(self) -> Council:
         health = Health.whole(len(self.peers) + 1, self.nrails, self._config.digest())
