@@ -109,11 +109,11 @@ def run_straggler(args: argparse.Namespace, out: Console) -> list[dict[str, Any]
                 sizes=(args.nbytes,),
                 rounds=args.rounds,
                 batch_nbytes=0,
-                # Detours are shared out among all links there are: of the ring alone, as usual.
                 healthy=(BALANCE,) if lost else names,
                 degraded=names if lost else (),
                 lost=lost,
             )
+            # What is not named below is Balance.
             outcome = run_job(lab, task, {"R2CC_ALGO": "ring"})
             fault_free = outcome.times[HEALTHY, BALANCE, args.nbytes]
             bound = float(straggler_bound(lost))

@@ -11,6 +11,7 @@ Must not import sockets or the control plane; owned by one caller at a time, lik
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -125,19 +126,32 @@ class Routes:
             self._progress.write_again(sender, item, None)
 
     def _home(self, peer: int, channel: int) -> PathKey | None:
-        key = PathKey(peer, self._homes[channel % len(self._homes)])
+        key = PathKey(peer, self._home_rail(channel))
         return key if self._paths[key].state is PathState.UP else None
 
+    def _home_rail(self, channel: int) -> int:
+        return self._homes[channel % len(self._homes)]
+
     def _choose(self, peer: int) -> dict[int, PathKey]:
-        """Choose among the paths that are up, for the channels that have no route."""
+        """Choose among the paths that are up, for the channels that have no route.
+
+        Channels on a detour are spread among themselves: the channels of any one schedule that
+        lost their home then go to different rails, whatever other schedules ran before. Those at
+        home only decide between rails with as many detours.
+        """
         unrouted: list[int] = []
-        load: dict[PathKey, int] = {}
+        detours: Counter[PathKey] = Counter()
+        at_home: Counter[PathKey] = Counter()
         for (other, channel), link in self._progress.senders.items():
-            if other == peer and link.route is None:
+            if other != peer:
+                continue
+            if link.route is None:
                 unrouted.append(channel)
-            elif other == peer and link.route is not None:
-                load[link.route] = load.get(link.route, 0) + 1
-        return choose_routes(unrouted, self.up(peer), load, self._weight)
+            elif link.route.rail == self._home_rail(channel):
+                at_home[link.route] += 1
+            else:
+                detours[link.route] += 1
+        return choose_routes(unrouted, self.up(peer), detours, self._weight, at_home)
 
     def _weight(self, key: PathKey) -> float:
         return self._share(key) * (1.0 if key.rail in self._homes else _LAST_RESORT_WEIGHT)

@@ -32,7 +32,7 @@ Pure tables: no I/O, no clock. Invariant: no action ever asks for the use of a p
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -169,20 +169,28 @@ def ended(path: Path) -> None:
 def choose_routes(
     channels: Iterable[int],
     candidates: Sequence[PathKey],
-    load: dict[PathKey, int],
+    load: Mapping[PathKey, int],
     weight: Callable[[PathKey], float],
+    crowd: Mapping[PathKey, int] | None = None,
 ) -> dict[int, PathKey]:
     """Spread `channels` over the paths that are up, in proportion to their weight.
 
     Each channel goes where the load after it, divided by the weight, is least; ties go to the
-    heavier path, then to the lower rail. Empty when there is no candidate.
+    heavier path, then to the one with the smaller `crowd`, then to the lower rail. Empty when
+    there is no candidate.
     """
+    others = crowd or {}
     count = {path: load.get(path, 0) for path in candidates}
     routes: dict[int, PathKey] = {}
     for channel in sorted(channels) if candidates else ():
         best = min(
             candidates,
-            key=lambda path: ((count[path] + 1) / weight(path), -weight(path), path.rail),
+            key=lambda path: (
+                (count[path] + 1) / weight(path),
+                -weight(path),
+                others.get(path, 0),
+                path.rail,
+            ),
         )
         count[best] += 1
         routes[channel] = best

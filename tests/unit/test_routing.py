@@ -46,6 +46,18 @@ def test_the_channels_of_a_lost_rail_spread_evenly_over_the_others() -> None:
     assert detours(links, range(12)) == [0, 2, 3]
 
 
+def test_links_of_schedules_that_ran_before_do_not_crowd_them() -> None:
+    """Packed trees use links of high numbers, and some rails more than others."""
+    others = [61, 77, 45, 29, 16, 20, 24, 28, 32, 36, 18, 22]
+    _, links = make_routes([*others, *range(12)])
+    assert detours(links, range(12)) == [0, 2, 3]
+
+
+def test_a_detour_takes_the_rail_nobody_is_at_home_on() -> None:
+    _, links = make_routes([0, 1, 2])
+    assert links.senders[PEER, 1].route.rail == 3
+
+
 def test_a_second_loss_goes_where_the_first_did_not() -> None:
     routes, links = make_routes([1, 2])
     first = links.senders[PEER, 1].route.rail
