@@ -2,7 +2,8 @@
 
 Netlink and the enumeration of interfaces and RDMA devices live here and nowhere else. This room
 must not import transports, bootstrap or anything above them; it hands out values (`Nic`, `Hca`,
-`LinkEvent`).
+`LinkEvent`). What is near to a GPU is in modules of its own, which are not imported here, for most
+ranks need none of them: `sysfs`, `gpus` and `nccl_xml` give a `machine`, `affinity` chooses NICs.
 
 Invariant: the same machine state and settings give the same rails in the same order.
 """

@@ -91,7 +91,9 @@ class NameFilter:
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:
     """Sort key that compares runs of digits as numbers: ``eth2`` before ``eth10``."""
     return tuple(
-        (0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part
+        (0, int(part)) if part.isdecimal() else (1, part)
+        for part in re.split(r"(\d+)", name)
+        if part
     )
 
 

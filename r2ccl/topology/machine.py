@@ -1,0 +1,318 @@
+"""What a machine is made of, as far as moving data goes: NUMA nodes, PCI tree, GPUs, NIC ports.
+
+Values only. Must not read the machine (`sysfs`, `gpus` and `nccl_xml` do) nor judge what is near
+(`distance` does). What names a GPU is its PCI bus id: CUDA's ordinals depend on
+``CUDA_VISIBLE_DEVICES`` and differ between the processes of a host.
+
+Invariant: a `Machine` made by `Machine.of` is in canonical order and every part it refers to is in
+it, except far ends of NVLinks, which may be outside. So equal parts make equal machines, and the
+processes of a host that `merge` what each of them saw hold the same value.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from r2ccl.errors import InvalidArgument
+from r2ccl.topology.names import natural
+
+_BUS_ID = re.compile(r"([0-9a-f]{1,8}):([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-7])")
+
+#: NUMA distance of a node to itself, and to another where the firmware does not say: the ACPI
+#: specification's, System Locality Distance Information Table.
+LOCAL_DISTANCE = 10
+REMOTE_DISTANCE = 20
+
+
+class NumaNode(msgspec.Struct, frozen=True):
+    """Processors that share a memory controller; NCCL's ``cpu``.
+
+    ``arch`` is NCCL's word (``x86_64``, ``arm64``, ``ppc64``). ``vendor``, ``family`` and ``model``
+    are the processor's as /proc/cpuinfo has them, empty and 0 where it has none. ``distances`` are
+    pairs of a node's id and the distance to it, empty where unknown.
+    """
+
+    id: int
+    cpus: tuple[int, ...] = ()
+    arch: str = ""
+    vendor: str = ""
+    family: int = 0
+    model: int = 0
+    distances: tuple[tuple[int, int], ...] = ()
+
+    def distance_to(self, node: int) -> int:
+        """Return the NUMA distance: what the firmware says, else `REMOTE_DISTANCE`."""
+        known = dict(self.distances).get(node, 0)
+        return known or (LOCAL_DISTANCE if node == self.id else REMOTE_DISTANCE)
+
+
+class PciDevice(msgspec.Struct, frozen=True):
+    """An endpoint or a switch of the PCI tree, and the link above it.
+
+    A PCIe link has two ends, each a function of its own: a port, and below it the device. The port
+    is no `PciDevice`; ``parent`` is the device the port belongs to, a switch, and empty where that
+    is a root complex. ``device_class`` has 24 bits (0x060400: bridge). ``speed_mtps`` is the
+    signalling rate of a lane in megatransfers per second, ``width`` the number of lanes. The
+    identifiers are 0 where unknown.
+    """
+
+    bus_id: str
+    parent: str
+    numa_node: int
+    device_class: int
+    speed_mtps: int
+    width: int
+    vendor: int = 0
+    device: int = 0
+    subsystem_vendor: int = 0
+    subsystem_device: int = 0
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """One GPU.
+
+    ``compute_capability`` is 90 for 9.0; ``nsm`` the number of multiprocessors. Both are 0, and
+    ``uuid`` empty, where unknown. ``has_gdr`` says that NICs may reach its memory (GPUDirect RDMA
+    or dma-buf). ``c2c_nlinks`` links of ``c2c_mbps`` each lead to its processor (NVLink-C2C).
+    """
+
+    bus_id: str
+    uuid: str = ""
+    compute_capability: int = 0
+    nsm: int = 0
+    has_gdr: bool = False
+    c2c_nlinks: int = 0
+    c2c_mbps: int = 0
+
+
+class LinkEnd(enum.StrEnum):
+    """What an NVLink leads to; a switch's identity does not matter, all GPUs reach all of them."""
+
+    GPU = "gpu"
+    SWITCH = "switch"
+    CPU = "cpu"
+
+
+class NvLink(msgspec.Struct, frozen=True):
+    """The NVLinks of one GPU to one neighbour, whose bus id is ``target``."""
+
+    gpu: str
+    target: str
+    end: LinkEnd
+    count: int
+
+
+class NicPort(msgspec.Struct, frozen=True):
+    """One port of a NIC.
+
+    ``name`` is the RDMA device or the interface, ``port`` its number, 0 for an interface that
+    carries sockets only. ``bus_id`` is empty for a NIC without a PCI device. ``guid`` identifies
+    the hardware the port belongs to, 0: unknown. ``netdev`` is an RDMA port's interface, on
+    InfiniBand that of IP over it. ``has_gdr`` says that it can reach the memory of GPUs.
+    """
+
+    name: str
+    port: int
+    bus_id: str
+    numa_node: int
+    speed_mbps: int
+    guid: int = 0
+    netdev: str = ""
+    has_gdr: bool = False
+
+    @property
+    def label(self) -> str:
+        """What people call it: ``mlx5_0:1``, or ``eth0`` without RDMA."""
+        return f"{self.name}:{self.port}" if self.port else self.name
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """One host. Made by `of`; GPUs are in the order of their bus ids, which is also NVML's.
+
+    ``pci`` are the devices that lead to a GPU or a NIC, with these. ``remarks`` say what was
+    assumed for want of a fact, for people.
+    """
+
+    nodes: tuple[NumaNode, ...]
+    pci: tuple[PciDevice, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+    ports: tuple[NicPort, ...] = ()
+    nvlinks: tuple[NvLink, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        nodes: Iterable[NumaNode],
+        pci: Iterable[PciDevice] = (),
+        gpus: Iterable[Gpu] = (),
+        ports: Iterable[NicPort] = (),
+        nvlinks: Iterable[NvLink] = (),
+        remarks: Iterable[str] = (),
+    ) -> Self:
+        """Put parts in canonical order.
+
+        Raises
+        ------
+        InvalidArgument
+            A part is there twice, or refers to one that is not there.
+        """
+        machine = cls(
+            nodes=tuple(sorted(nodes, key=lambda node: node.id)),
+            pci=tuple(sorted(pci, key=lambda device: bus_order(device.bus_id))),
+            gpus=tuple(sorted(gpus, key=lambda gpu: bus_order(gpu.bus_id))),
+            ports=tuple(sorted(ports, key=lambda port: (natural(port.name), port.port))),
+            nvlinks=tuple(sorted(nvlinks, key=lambda link: (bus_order(link.gpu), link.target))),
+            remarks=tuple(sorted(set(remarks))),
+        )
+        _check(machine)
+        return machine
+
+    def device(self, bus_id: str) -> PciDevice:
+        """Return the PCI device of a bus id; InvalidArgument where there is none."""
+        return _find(self.pci, "PCI device", "bus_id", bus_id)
+
+    def gpu(self, bus_id: str) -> Gpu:
+        """Return the GPU of a bus id; InvalidArgument where there is none."""
+        return _find(self.gpus, "GPU", "bus_id", bus_id)
+
+    def port(self, label: str) -> NicPort:
+        """Return the port of a label; InvalidArgument where there is none."""
+        return _find(self.ports, "NIC port", "label", label)
+
+
+def parse_bus_id(text: str) -> str:
+    """Return a bus id as the kernel spells it: ``0000:1b:00.0``, from ``00000000:1B:00.0`` too.
+
+    Raises
+    ------
+    InvalidArgument
+        It is none.
+    """
+    found = _BUS_ID.fullmatch(text.strip().lower())
+    if found is None:
+        raise InvalidArgument(f"PCI bus id {text!r}: write domain:bus:device.function in hex")
+    domain, bus, device, function = (int(part, 16) for part in found.groups())
+    return f"{domain:04x}:{bus:02x}:{device:02x}.{function}"
+
+
+def bus_order(bus_id: str) -> tuple[int, ...]:
+    """Sort key of bus ids: by their numbers."""
+    return tuple(int(part, 16) for part in re.split(r"[:.]", bus_id))
+
+
+def merge(machines: Sequence[Machine]) -> Machine:
+    """Put together what several processes of one host saw of it.
+
+    A process sees the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves it and the interfaces of its
+    network namespace. In whatever order the readings come, the result is the same; where two tell
+    different things of a part, one of them is kept, the same one in every process.
+
+    Raises
+    ------
+    InvalidArgument
+        None was given.
+    """
+    if not machines:
+        raise InvalidArgument("merge() of no machine: give what each process of the host read")
+    return Machine.of(
+        nodes=_union((node.id, node) for each in machines for node in each.nodes),
+        pci=_union((device.bus_id, device) for each in machines for device in each.pci),
+        gpus=_union((gpu.bus_id, gpu) for each in machines for gpu in each.gpus),
+        ports=_union((port.label, port) for each in machines for port in each.ports),
+        nvlinks=_union(
+            ((link.gpu, link.target), link) for each in machines for link in each.nvlinks
+        ),
+        remarks=(remark for each in machines for remark in each.remarks),
+    )
+
+
+def over_sockets(machine: Machine) -> Machine:
+    """Return the machine as transports over sockets see it: interfaces in place of RDMA ports.
+
+    Interfaces reach no memory of GPUs. RDMA ports without one are left out, and of several on one
+    interface all but the first.
+    """
+    ports: dict[str, NicPort] = {}
+    for port in machine.ports:
+        name = port.netdev or ("" if port.port else port.name)
+        if name and name not in ports:
+            ports[name] = msgspec.structs.replace(port, name=name, port=0, netdev="", has_gdr=False)
+    return Machine.of(
+        machine.nodes, machine.pci, machine.gpus, ports.values(), machine.nvlinks, machine.remarks
+    )
+
+
+_Part = TypeVar("_Part", bound=msgspec.Struct)
+
+
+def _union(parts: Iterable[tuple[object, _Part]]) -> list[_Part]:
+    kept: dict[object, _Part] = {}
+    for key, part in parts:
+        other = kept.get(key)
+        if other is None or msgspec.json.encode(part) > msgspec.json.encode(other):
+            kept[key] = part
+    return list(kept.values())
+
+
+def _check(machine: Machine) -> None:
+    if not machine.nodes:
+        raise InvalidArgument("machine without a NUMA node: give at least one")
+    nodes = _unique("NUMA node", [node.id for node in machine.nodes])
+    devices = _unique("PCI device", [device.bus_id for device in machine.pci])
+    gpus = _unique("GPU", [gpu.bus_id for gpu in machine.gpus])
+    _unique("NIC port", [port.label for port in machine.ports])
+    _unique("NVLink", [(link.gpu, link.target) for link in machine.nvlinks])
+    _contained("NUMA node", nodes, (each.numa_node for each in machine.pci))
+    _contained("NUMA node", nodes, (each.numa_node for each in machine.ports))
+    _contained("PCI device", devices, (each.parent for each in machine.pci if each.parent))
+    _contained("PCI device", devices, (each.bus_id for each in machine.gpus))
+    _contained("PCI device", devices, (each.bus_id for each in machine.ports if each.bus_id))
+    _contained("GPU", gpus, (each.gpu for each in machine.nvlinks))
+
+
+def _unique(what: str, names: Sequence[Any]) -> set[Any]:
+    counts = Counter(names)
+    twice = sorted(str(name) for name, count in counts.items() if count > 1)
+    if twice:
+        raise InvalidArgument(f"{what} {', '.join(twice)} is there twice: name each part once")
+    return set(counts)
+
+
+def _contained(what: str, there: set[Any], named: Iterable[Any]) -> None:
+    missing = sorted({str(name) for name in named if name not in there})
+    if missing:
+        raise InvalidArgument(
+            f"{what} {', '.join(missing)} is referred to and not there: add it to the machine"
+        )
+
+
+def _find(parts: Sequence[_Part], what: str, attribute: str, name: str) -> _Part:
+    for part in parts:
+        if getattr(part, attribute) == name:
+            return part
+    there = ", ".join(str(getattr(part, attribute)) for part in parts)
+    raise InvalidArgument(f"no {what} {name!r} in this machine; there is {there or 'none'}")
+
+
+__all__ = [
+    "LOCAL_DISTANCE",
+    "REMOTE_DISTANCE",
+    "Gpu",
+    "LinkEnd",
+    "Machine",
+    "NicPort",
+    "NumaNode",
+    "NvLink",
+    "PciDevice",
+    "bus_order",
+    "merge",
+    "over_sockets",
+    "parse_bus_id",
+]

@@ -1,0 +1,120 @@
+"""Writes machines as NCCL's topology files, which ``NCCL_TOPO_FILE`` reads.
+
+Pure. Must not read the machine. Invariant: `r2ccl.topology.nccl_xml.parse_xml` makes of the text a
+machine that differs at most in what such files cannot say: UUIDs, multiprocessors, NUMA distances,
+interfaces of RDMA ports and remarks.
+"""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping
+
+from r2ccl.topology.machine import Machine, NumaNode, PciDevice
+from r2ccl.topology.nccl_xml import ENDS, VERSION
+
+
+def format_xml(machine: Machine, ranks: Mapping[str, int] | None = None) -> str:
+    """Return a machine as a topology file.
+
+    Parameters
+    ----------
+    machine : Machine
+    ranks : mapping of str to int, optional
+        Bus id of a GPU to its rank. NCCL leaves out GPUs without one when it reads a whole
+        topology, and fills them in when it completes one by what it finds itself.
+    """
+    root = ET.Element("system", version=VERSION)
+    _Writer(machine, ranks or {}).write(root)
+    ET.indent(root)
+    # NCCL's own reader takes the blank before the end of an empty element for an attribute.
+    return ET.tostring(root, encoding="unicode").replace(" />", "/>") + "\n"
+
+
+def _mask(cpus: tuple[int, ...]) -> str:
+    mask = sum(1 << cpu for cpu in cpus)
+    words = [mask >> shift & 0xFFFFFFFF for shift in range(0, max(mask.bit_length(), 1), 32)]
+    return ",".join(f"{word:08x}" for word in reversed(words))
+
+
+def _node_attributes(node: NumaNode) -> dict[str, str]:
+    return {
+        "numaid": str(node.id),
+        "affinity": _mask(node.cpus),
+        "arch": node.arch,
+        "vendor": node.vendor,
+        "familyid": str(node.family),
+        "modelid": str(node.model),
+    }
+
+
+def _device_attributes(device: PciDevice) -> dict[str, str]:
+    return {
+        "busid": device.bus_id,
+        "class": f"0x{device.device_class:06x}",
+        "vendor": f"0x{device.vendor:04x}",
+        "device": f"0x{device.device:04x}",
+        "subsystem_vendor": f"0x{device.subsystem_vendor:04x}",
+        "subsystem_device": f"0x{device.subsystem_device:04x}",
+        "link_speed": f"{device.speed_mtps // 1000}.{device.speed_mtps // 100 % 10} GT/s PCIe",
+        "link_width": str(device.width),
+    }
+
+
+class _Writer:
+    """Writes a machine below an element."""
+
+    def __init__(self, machine: Machine, ranks: Mapping[str, int]) -> None:
+        self._machine = machine
+        self._ranks = ranks
+        self._gpus = {gpu.bus_id: number for number, gpu in enumerate(machine.gpus)}
+
+    def write(self, root: ET.Element) -> None:
+        for node in self._machine.nodes:
+            cpu = ET.SubElement(root, "cpu", _node_attributes(node))
+            self._write_pci(cpu, "", node.id)
+            self._write_ports(cpu, "", node.id)
+
+    def _write_pci(self, above: ET.Element, parent: str, node: int) -> None:
+        for device in self._machine.pci:
+            if (device.parent, device.numa_node) == (parent, node):
+                pci = ET.SubElement(above, "pci", _device_attributes(device))
+                self._write_gpu(pci, device.bus_id)
+                self._write_ports(pci, device.bus_id, node)
+                self._write_pci(pci, device.bus_id, node)
+
+    def _write_gpu(self, pci: ET.Element, bus_id: str) -> None:
+        if bus_id not in self._gpus:
+            return
+        gpu = self._machine.gpu(bus_id)
+        rank = {"rank": str(self._ranks[bus_id])} if bus_id in self._ranks else {}
+        attributes = {"dev": str(self._gpus[bus_id]), "sm": str(gpu.compute_capability)}
+        element = ET.SubElement(pci, "gpu", attributes | rank, gdr=str(int(gpu.has_gdr)))
+        for link in self._machine.nvlinks:
+            if link.gpu == bus_id:
+                kind, count = ENDS[link.end], str(link.count)
+                ET.SubElement(element, "nvlink", target=link.target, count=count, tclass=kind)
+        if gpu.c2c_nlinks:
+            bandwidth, count = str(gpu.c2c_mbps // 8), str(gpu.c2c_nlinks)
+            ET.SubElement(element, "c2c", bw=bandwidth, count=count)
+
+    def _write_ports(self, above: ET.Element, bus_id: str, node: int) -> None:
+        ports = [
+            (number, port)
+            for number, port in enumerate(self._machine.ports)
+            if (port.bus_id, port.numa_node) == (bus_id, node)
+        ]
+        nic = ET.SubElement(above, "nic") if ports else above
+        for number, port in ports:
+            attributes = {
+                "name": port.name,
+                "dev": str(number),
+                "speed": str(port.speed_mbps),
+                "port": str(port.port),
+                "guid": f"0x{port.guid:x}",
+                "gdr": str(int(port.has_gdr)),
+            }
+            ET.SubElement(nic, "net", attributes)
+
+
+__all__ = ["format_xml"]
