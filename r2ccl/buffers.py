@@ -1,8 +1,9 @@
 """Buffers: one flat view of whatever memory the caller hands over, without copying it.
 
 NumPy arrays, objects with the buffer protocol, and host tensors with DLPack become a `Buffer`;
-everything else is refused with what was given and what is allowed. Imports `dtypes` and `errors`
-of the library; torch is used only where the caller has imported it.
+everything else is refused with what was given and what is allowed. Parts, overlaps and outputs are
+the same for memory on a GPU, which `r2ccl.device.arrays` views. Imports `dtypes`, `libraries` and
+`errors` of the library.
 
 Invariant: a `Buffer` is C-contiguous, aligned, in native byte order, in host memory, of an element
 type with a number, and shares its memory with its owner.
@@ -11,14 +12,14 @@ type with a number, and shares its memory with its owner.
 from __future__ import annotations
 
 import math
-import sys
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 import numpy as np
 
-from r2ccl.dtypes import BFLOAT16_CODE, CODES, dtype_of, names
+from r2ccl.dtypes import BFLOAT16_CODE, CODES, dtype_name, dtype_of, names
 from r2ccl.errors import InvalidArgument
+from r2ccl.libraries import is_device_array, library_of, torch_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -30,6 +31,41 @@ _ALLOWED = (
     "allowed are NumPy arrays, objects with the buffer protocol and host tensors with DLPack, "
     "C-contiguous, of dtype "
 )
+
+
+class Extent(Protocol):
+    """What buffers in host and in device memory have in common."""
+
+    @property
+    def dtype_code(self) -> int:
+        """Number from `r2ccl.dtypes`."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        ...
+
+    @property
+    def address(self) -> int:
+        """Of the first element; any number where there is none."""
+        ...
+
+    def part(self, first: int, count: int) -> Self:
+        """View `count` of the elements, from number `first` on."""
+        ...
+
+    def overlaps(self, other: Any) -> bool:
+        """Whether some byte belongs to both this one and another of its kind."""
+        ...
+
+
+AnyBuffer = TypeVar("AnyBuffer", bound=Extent)
 
 
 class Buffer(msgspec.Struct, frozen=True, eq=False):
@@ -55,6 +91,21 @@ class Buffer(msgspec.Struct, frozen=True, eq=False):
     itemsize: int
     nbytes: int
     owner: Any
+
+    @property
+    def address(self) -> int:
+        """See `Extent`."""
+        return int(self.array.__array_interface__["data"][0])
+
+    def part(self, first: int, count: int) -> Buffer:
+        """See `Extent`."""
+        view = self.array[first : first + count]
+        return Buffer(view, self.dtype_code, count, self.itemsize, view.nbytes, self.owner)
+
+    def overlaps(self, other: Buffer) -> bool:
+        """See `Extent`."""
+        # For contiguous memory the comparison of bounds is exact.
+        return np.may_share_memory(self.array, other.array)
 
 
 def as_buffer(x: Any, *, writable: bool) -> Buffer:
@@ -95,32 +146,16 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
     return Buffer(array, code, array.size, dtype.itemsize, array.nbytes, x)
 
 
-def as_buffers(x: Any, out: Any = None) -> tuple[Buffer, Buffer]:
-    """View the input and the output of a collective; without `out`, `x` is both.
-
-    Raises
-    ------
-    InvalidArgument
-        As `as_buffer` and `is_in_place`.
-    """
-    source = as_buffer(x, writable=out is None)
-    if out is None:
-        return source, source
-    output = as_buffer(out, writable=True)
-    is_in_place(source, output)
-    return source, output
-
-
 def like(x: Any, times: int = 0) -> Any:
     """Allocate an output with the shape and dtype of `x`, C-contiguous and uninitialised.
 
-    A torch tensor gives a torch tensor, everything else a NumPy array. With ``times`` it has that
-    many of them: a dimension more, in front.
+    An array of torch, CuPy or Numba gives one of its library where `x` is, everything else in host
+    memory a NumPy array. With ``times`` it has that many of them: a dimension more, in front.
 
     Raises
     ------
     InvalidArgument
-        `x` is nothing `as_buffer` could view.
+        `x` is nothing that could be viewed, or of another library in device memory.
     """
     shape = _shape(x)
     return _empty_like(x, (times, *shape) if times else shape)
@@ -137,7 +172,7 @@ def like_part(x: Any, nparts: int) -> Any:
     return _empty_like(x, (math.prod(shape) // nparts,))
 
 
-def part_of(whole: Buffer, part: int, nparts: int) -> Buffer:
+def part_of(whole: AnyBuffer, part: int, nparts: int) -> AnyBuffer:
     """View one of `nparts` equal parts of a buffer.
 
     Raises
@@ -150,12 +185,11 @@ def part_of(whole: Buffer, part: int, nparts: int) -> Buffer:
             f"{_what(whole)} cannot be shared out equally among {nparts} ranks: give a multiple"
         )
     count = whole.count // nparts
-    view = whole.array[part * count : (part + 1) * count]
-    return Buffer(view, whole.dtype_code, count, whole.itemsize, view.nbytes, whole.owner)
+    return whole.part(part * count, count)
 
 
-def is_in_place(source: Buffer, output: Buffer, whole: Buffer | None = None) -> bool:
-    """Whether a collective from `source` to `output` works in place.
+def is_in_place(source: AnyBuffer, output: AnyBuffer, whole: AnyBuffer | None = None) -> bool:
+    """Whether a collective from `source` to `output`, both in host or device memory, is in place.
 
     ``whole`` is the buffer `output` is a part of; by default it is all of it.
 
@@ -173,18 +207,27 @@ def is_in_place(source: Buffer, output: Buffer, whole: Buffer | None = None) -> 
         raise InvalidArgument(
             f"input has {_what(source)}, output {_what(output)}: both must be equal"
         )
-    if source.array is output.array:
+    if source is output:
         return True
-    # For contiguous memory the comparison of bounds is exact.
-    if not np.may_share_memory(source.array, (whole or output).array):
+    if not source.overlaps(output if whole is None else whole):
         return False
-    distance = _address(output.array) - _address(source.array)
+    distance = output.address - source.address
     if distance == 0:
         return True
     raise InvalidArgument(
         f"input and output overlap in part (output starts {distance} bytes from input, both have "
         f"{source.nbytes} bytes): pass the same memory to work in place, or disjoint memory"
     )
+
+
+def type_name(x: Any) -> str:
+    """Spell the type of `x` for a message."""
+    return f"{type(x).__module__}.{type(x).__qualname__}"
+
+
+def cannot_view(x: Any, why: object) -> InvalidArgument:
+    """Say that `x`, an array of its library, does not give its memory as it is."""
+    return InvalidArgument(f"{type_name(x)} was given and cannot be viewed: {why}")
 
 
 def _host_array(x: Any) -> Array:
@@ -200,17 +243,24 @@ def _host_array(x: Any) -> Array:
     except TypeError:  # no buffer protocol
         return _tensor_array(x)
     except (ValueError, BufferError) as exc:  # a format without a dtype, released memory
-        raise InvalidArgument(f"{_type(x)} was given ({exc}): {_ALLOWED}{names()}") from exc
+        raise InvalidArgument(f"{type_name(x)} was given ({exc}): {_ALLOWED}{names()}") from exc
 
 
 def _shape(x: Any) -> tuple[int, ...]:
-    return tuple(x.shape) if _torch_of(x) is not None else _host_array(x).shape
+    if library_of(x) is not None:
+        return tuple(x.shape)
+    if is_device_array(x):
+        raise InvalidArgument(
+            f"{type_name(x)} was given without an output, which r2ccl cannot allocate: pass out="
+        )
+    shape: tuple[int, ...] = _host_array(x).shape
+    return shape
 
 
 def _empty_like(x: Any, shape: tuple[int, ...]) -> Any:
-    torch = _torch_of(x)
-    if torch is not None:
-        return torch.empty(shape, dtype=x.dtype, device=x.device)
+    library = library_of(x)
+    if library is not None:
+        return library.empty(x, shape)
     return np.empty(shape, _host_array(x).dtype)
 
 
@@ -219,36 +269,30 @@ def _tensor_array(x: Any) -> Array:
     if not hasattr(x, "__dlpack__"):
         if hasattr(x, "__cuda_array_interface__"):
             raise _on_device(x, "CUDA")
-        raise InvalidArgument(f"{_type(x)} was given: {_ALLOWED}{names()}")
+        raise InvalidArgument(f"{type_name(x)} was given: {_ALLOWED}{names()}")
     device = int(x.__dlpack_device__()[0])
     if device not in _HOST_DEVICES:
         raise _on_device(x, f"DLPack device type {device}")
-    torch = _torch_of(x)
+    torch = torch_of(x)
     is_bfloat16 = torch is not None and x.dtype is torch.bfloat16
     try:
         # NumPy's DLPack reader has no bfloat16; the same bits as int16 pass.
         array = np.from_dlpack(x.view(torch.int16) if is_bfloat16 else x, copy=False)
     except (BufferError, RuntimeError) as exc:  # requires grad, sparse, conjugated, float8 ...
-        raise InvalidArgument(f"{_type(x)} was given and cannot be viewed: {exc}") from exc
+        raise cannot_view(x, exc) from exc
     return array.view(dtype_of(BFLOAT16_CODE)) if is_bfloat16 else array
-
-
-def _torch_of(x: Any) -> Any:
-    """Return the module torch if `x` is one of its tensors, else None."""
-    torch = sys.modules.get("torch")
-    return torch if torch is not None and isinstance(x, torch.Tensor) else None
 
 
 def _on_device(x: Any, where: str) -> InvalidArgument:
     return InvalidArgument(
-        f"{_type(x)} in device memory ({where}) was given: only host memory is supported; "
-        "copy it to the host first"
+        f"{type_name(x)} in device memory ({where}) was given: host memory is needed here; "
+        "copy it to the host, or, in a collective, pass input and output both in CUDA memory"
     )
 
 
 def _refusal(x: Any, array: Array, writable: bool) -> InvalidArgument:
     """Say why `array`, the view of `x`, cannot be a buffer."""
-    given = f"{_type(x)} of dtype {array.dtype} and shape {array.shape}"
+    given = f"{type_name(x)} of dtype {array.dtype} and shape {array.shape}"
     if array.dtype.kind == "b":
         return InvalidArgument(f"{given}: pass x.view(np.uint8) with op=MAX (any) or MIN (all)")
     if not array.dtype.isnative:
@@ -267,25 +311,19 @@ def _refusal(x: Any, array: Array, writable: bool) -> InvalidArgument:
     return InvalidArgument(f"{given} is read-only, but the result is written to it: pass a copy")
 
 
-def _type(x: Any) -> str:
-    return f"{type(x).__module__}.{type(x).__qualname__}"
-
-
-def _what(buffer: Buffer) -> str:
-    return f"{buffer.count} elements of {buffer.array.dtype}"
-
-
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])
+def _what(extent: Extent) -> str:
+    return f"{extent.count} elements of {dtype_name(extent.dtype_code)}"
 
 
 __all__ = [
     "Array",
     "Buffer",
+    "Extent",
     "as_buffer",
-    "as_buffers",
+    "cannot_view",
     "is_in_place",
     "like",
     "like_part",
     "part_of",
+    "type_name",
 ]

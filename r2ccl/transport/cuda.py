@@ -1,19 +1,18 @@
 """The few calls of the CUDA driver that registering device memory takes.
 
-`CudaDriver` is what `r2ccl.transport.dmabuf` sees, `BindingsDriver` makes it of NVIDIA's
-``cuda.bindings``, imported when one is made. Sees no NIC and no cache.
+`CudaDriver` is what `r2ccl.transport.dmabuf` sees, `BindingsDriver` makes it of the driver's calls.
+Sees no NIC and no cache; memory and streams to run collectives on are `r2ccl.device`'s.
 
 Invariant: a failed call raises `TransportError` whose ``status`` is the driver's own name for it.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
-from r2ccl.errors import TransportError
+from r2ccl.device.bindings import Cuda
 
 #: CU_MEMHOSTALLOC_PORTABLE (cuda.h): pinned for every context, not only the current one.
 _PORTABLE = 1
@@ -68,7 +67,7 @@ class CudaDriver(Protocol):
 
 
 class BindingsDriver:
-    """`CudaDriver` over ``cuda.bindings.driver``.
+    """`CudaDriver` over `r2ccl.device.bindings`.
 
     Raises
     ------
@@ -77,27 +76,9 @@ class BindingsDriver:
     """
 
     def __init__(self) -> None:
-        try:
-            self._api: Any = importlib.import_module("cuda.bindings.driver")
-            self._call("cuInit", 0)
-        except ImportError as exc:
-            raise TransportError(
-                f"cuda.bindings cannot be imported ({exc}): `pip install r2ccl[gpu]`",
-                status="NO_CUDA",
-            ) from exc
-        except RuntimeError as exc:  # the bindings find no libcuda
-            raise TransportError(f"there is no CUDA driver: {exc}", status="NO_CUDA") from exc
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """Call the driver; return its only result, its results, or None."""
-        status, *results = getattr(self._api, name)(*arguments)
-        if status != self._api.CUresult.CUDA_SUCCESS:
-            raise TransportError(f"{name} failed: {status.name}", status=status.name)
-        return results[0] if len(results) == 1 else (tuple(results) or None)
-
-    def _pointer(self, attribute: str, address: int) -> Any:
-        which = getattr(self._api.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{attribute}")
-        return self._call("cuPointerGetAttribute", which, address)
+        self._cuda = Cuda()
+        self._call = self._cuda.call
+        self._pointer = self._cuda.pointer_attribute
 
     @contextmanager
     def current(self, address: int) -> Iterator[None]:
@@ -132,8 +113,7 @@ class BindingsDriver:
     def is_dmabuf_supported(self, address: int) -> bool:
         """See `CudaDriver`."""
         device = self._call("cuDeviceGet", self._pointer("DEVICE_ORDINAL", address))
-        which = self._api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
-        return bool(self._call("cuDeviceGetAttribute", which, device))
+        return bool(self._cuda.device_attribute("DMA_BUF_SUPPORTED", device))
 
     def address_range(self, address: int) -> tuple[int, int]:
         """See `CudaDriver`."""
@@ -146,12 +126,12 @@ class BindingsDriver:
 
     def set_sync_memops(self, address: int) -> None:
         """See `CudaDriver`."""
-        which = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+        which = self._cuda.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
         self._call("cuPointerSetAttribute", True, which, address)
 
     def export_dmabuf(self, address: int, nbytes: int) -> int:
         """See `CudaDriver`."""
-        kind = self._api.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+        kind = self._cuda.api.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
         return int(self._call("cuMemGetHandleForAddressRange", address, nbytes, kind, 0))
 
     def allocate_pinned(self, nbytes: int) -> int:

@@ -1,0 +1,392 @@
+"""`FakeDevice`: the interface `Device` on a machine without a GPU, for one process.
+
+Every call is checked: addresses, handles, what is freed and who may still use it. What the host
+does with pinned memory it does without asking: `host_reads` and its siblings, in `FakeProcess`, say
+so where that matters. Must not be imported by the library itself.
+
+Invariant: a call that the driver need not survive raises `WrongOrder`, which no code of the library
+catches; what the driver refuses raises `TransportError` with the driver's status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from r2ccl.device.base import Argument, Event, Kernel, Stream
+from r2ccl.errors import TransportError
+from r2ccl.testing.fakedevice.gpu import FakeGpu
+from r2ccl.testing.fakedevice.kernels import FakeKernel, Grid, Launch
+from r2ccl.testing.fakedevice.memory import Bytes, Kind, Piece
+from r2ccl.testing.fakedevice.order import Clock, Misuse, StillInUse, caller, join
+from r2ccl.testing.fakedevice.process import FakeProcess, refusal
+from r2ccl.testing.fakedevice.work import (
+    Copy,
+    Operation,
+    Record,
+    SetWord,
+    WaitForRecord,
+    WaitForWord,
+)
+
+_HANDLE_NBYTES = 64
+_WORD_NBYTES = 4
+#: Of a block, on every GPU.
+_MOST_THREADS = 1024
+
+_UNKNOWN = "may be under way: the host does not know"
+
+
+class FakeDevice(FakeProcess):
+    """`Device` of one process on a `FakeGpu`.
+
+    Parameters
+    ----------
+    gpu : FakeGpu
+    name : str
+        The process, for messages; no other that is open has it.
+    ordinal : int
+    uuid : bytes, optional
+        Another than the card's: as if it were another card that reaches the same memory.
+    is_strict : bool
+        Whether leaning on a wait of the driver is an error: freeing memory or destroying a stream
+        or an event whose work the host does not know to be over. False: the call waits for it.
+    timeout_s : float
+        How long such a wait, and `close`, may take.
+
+    Attributes
+    ----------
+    refusals : dict of str to str
+        Method to the driver's status it fails with; may be changed at any time.
+    """
+
+    def __init__(
+        self,
+        gpu: FakeGpu,
+        name: str = "rank 0",
+        ordinal: int = 0,
+        *,
+        uuid: bytes | None = None,
+        is_strict: bool = True,
+        timeout_s: float = 1.0,
+    ) -> None:
+        super().__init__(gpu, name, is_strict=is_strict, timeout_s=timeout_s)
+        self._ordinal = ordinal
+        self._uuid = uuid or gpu.uuid
+        #: What each event stands for.
+        self._events: dict[int, Record | None] = {}
+        self._kernels: dict[int, tuple[str, FakeKernel]] = {}
+
+    @property
+    def ordinal(self) -> int:
+        """See `Device`."""
+        return self._ordinal
+
+    @property
+    def uuid(self) -> bytes:
+        """See `Device`."""
+        return self._uuid
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """See `Device`."""
+        return self._gpu.capability
+
+    @property
+    def nsms(self) -> int:
+        """See `Device`."""
+        return self._gpu.nsms
+
+    @property
+    def waits_on_memory(self) -> bool:
+        """See `Device`."""
+        return self._gpu.waits_on_memory
+
+    @property
+    def kernels(self) -> dict[str, FakeKernel]:
+        """What stands for each entry, for all devices of the card; add to it before `load`."""
+        return self._gpu.kernels
+
+    # Memory
+
+    def allocate(self, nbytes: int) -> int:
+        """See `Device`; it holds no zeros."""
+        with self._called("allocate"):
+            return self._gpu.space.allocate(self._name, nbytes, Kind.DEVICE).address
+
+    def free(self, address: int) -> None:
+        """See `Device`."""
+        with self._called("free"):
+            self._retire(self._own(address, Kind.DEVICE), "free")
+
+    def allocate_pinned(self, nbytes: int) -> Bytes:
+        """See `Device`."""
+        with self._called("allocate_pinned"):
+            return self._gpu.space.allocate_pinned(self._name, nbytes).memory
+
+    def free_pinned(self, memory: Bytes) -> None:
+        """See `Device`."""
+        with self._called("free_pinned"):
+            self._retire(self._own(memory.ctypes.data, Kind.PINNED), "free_pinned")
+
+    def pin(self, memory: Bytes) -> int:
+        """See `Device`; the address is never the host's."""
+        with self._called("pin"):
+            return self._gpu.space.pin(self._name, memory).address
+
+    def unpin(self, memory: Bytes) -> None:
+        """See `Device`."""
+        with self._called("unpin"):
+            place = self._gpu.space.at_host(self._name, memory.ctypes.data, memory.nbytes)
+            if place is None or place.offset or place.span.kind is not Kind.REGISTERED:
+                raise Misuse.of(f"{memory.nbytes} bytes that {self._name} has not pinned")
+            self._retire(place.span, "unpin")
+
+    # Between processes
+
+    def export(self, address: int) -> tuple[bytes, int]:
+        """See `Device`."""
+        with self._called("export"):
+            span = self._gpu.space.find(self._name, address, 1).span
+            if span.kind is not Kind.DEVICE:
+                kind = span.kind.value
+                raise TransportError(f"{kind} has no IPC handle", status="NO_IPC")
+            handle = span.number.to_bytes(_HANDLE_NBYTES, "little")
+            self._gpu.exports[handle] = span
+            return handle, address - span.address
+
+    def map(self, handle: bytes) -> int:
+        """See `Device`."""
+        with self._called("map"):
+            span = self._gpu.exports.get(handle)
+            if span is None:
+                raise refusal("map", "CUDA_ERROR_INVALID_HANDLE")
+            if span.owner == self._name:
+                raise refusal("map", "CUDA_ERROR_INVALID_CONTEXT")
+            if any(each.source is span for each in self._gpu.space.of(self._name)):
+                raise Misuse.of(f"{self._name} has mapped {span} already")
+            return self._gpu.space.map(self._name, span).address
+
+    def unmap(self, address: int) -> None:
+        """See `Device`."""
+        with self._called("unmap"):
+            self._retire(self._own(address, Kind.MAPPED), "unmap")
+
+    def buffer_id(self, address: int) -> int:
+        """See `Device`."""
+        with self._called("buffer_id"):
+            return self._gpu.space.find(self._name, address, 1).span.number
+
+    # Streams and events
+
+    def make_stream(self) -> Stream:
+        """See `Device`."""
+        with self._called("make_stream"):
+            return self._new_stream(is_callers=False)
+
+    def destroy_stream(self, stream: Stream) -> None:
+        """See `Device`."""
+        with self._called("destroy_stream"):
+            found = self._streams.get(stream)
+            if found is None or found.is_callers:
+                raise Misuse.of(f"{stream:#x} is no stream that {self._name} made")
+            self._settle(lambda: not found.queue)
+            doing = f"destroy_stream of {found}, at {caller()}"
+            for operation in found.queue:
+                raise StillInUse.by(doing, operation.what, "has not run")
+            if not found.last.is_known(self._host.clock):
+                raise StillInUse.by(doing, found.last.what, _UNKNOWN)
+            del self._streams[stream]
+            self._gpu.remove_stream(found)
+
+    def make_event(self) -> Event:
+        """See `Device`."""
+        with self._called("make_event"):
+            event = self._gpu.new_handle()
+            self._events[event] = None
+            return Event(event)
+
+    def destroy_event(self, event: Event) -> None:
+        """See `Device`."""
+        with self._called("destroy_event"):
+            record = self._record_of(event)
+            if record is not None:
+                self._settle(lambda: record.is_over)
+                if record.stamp is None or not record.stamp.is_known(self._host.clock):
+                    doing = f"destroy_event at {caller()}"
+                    raise StillInUse.by(doing, record.what, _UNKNOWN)
+            del self._events[event]
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """See `Device`."""
+        with self._called("record"):
+            self._record_of(event)
+            made = Record(*self._enqueued("record", stream))
+            self._events[event] = made
+            self._gpu.enqueue(self._stream(stream), made)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """See `Device`."""
+        with self._called("wait"):
+            record = self._record_of(event)
+            if record is not None:
+                self._give(stream, WaitForRecord(*self._enqueued("wait", stream), record))
+
+    def is_done(self, event: Event) -> bool:
+        """See `Device`; work goes on while it is asked."""
+        with self._called("is_done"):
+            self._gpu.advance()
+            return self._is_done(self._record_of(event))
+
+    def synchronize(self, event: Event, timeout_s: float) -> bool:
+        """See `Device`; work goes on meanwhile, also for no time at all."""
+        with self._called("synchronize"):
+            record = self._record_of(event)
+            self._gpu.wait_until(lambda: record is None or record.is_over, timeout_s)
+            return self._is_done(record)
+
+    def _is_done(self, record: Record | None) -> bool:
+        if record is None:
+            return True
+        if record.is_over:
+            join(self._host.clock, record.clock)
+        return record.is_over
+
+    def _record_of(self, event: Event) -> Record | None:
+        if event not in self._events:
+            raise Misuse.of(f"{event:#x} is no event of {self._name}")
+        return self._events[event]
+
+    def write_word(self, stream: Stream, address: int, value: int) -> None:
+        """See `Device`."""
+        with self._called("write_word"):
+            place = self._word(address)
+            what = self._enqueued(f"word {value} to {place}", stream)
+            self._give(stream, SetWord(*what, place, self._gpu.word_at(place), value))
+
+    def wait_word(self, stream: Stream, address: int, value: int) -> None:
+        """See `Device`."""
+        with self._called("wait_word"):
+            place = self._word(address)
+            what = self._enqueued(f"wait for {value} in {place}", stream)
+            self._give(stream, WaitForWord(*what, place, self._gpu.word_at(place), value))
+
+    def _word(self, address: int) -> Piece:
+        if not self.waits_on_memory:
+            raise refusal("a stream's word", "CUDA_ERROR_NOT_SUPPORTED")
+        if address % _WORD_NBYTES:
+            raise Misuse.of(f"a word at {address:#x} is not aligned")
+        place = self._gpu.space.find(self._name, address, _WORD_NBYTES)
+        if place.span.kind is Kind.MANAGED:
+            raise Misuse.of(f"a word in {place.span}")
+        return place
+
+    # Work
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
+        """See `Device`."""
+        with self._called("copy"):
+            place, origin = self._find(target, nbytes), self._find(source, nbytes)
+            self._copy(f"copy of {origin} to {place}", [(place, origin)], stream)
+
+    def copy_rows(
+        self,
+        target: int,
+        target_pitch: int,
+        source: int,
+        source_pitch: int,
+        nbytes: int,
+        nrows: int,
+        stream: Stream,
+    ) -> None:
+        """See `Device`."""
+        with self._called("copy_rows"):
+            if nbytes > min(target_pitch, source_pitch):
+                raise Misuse.of(f"rows of {nbytes} bytes are {target_pitch}, {source_pitch} apart")
+            rows = [
+                (
+                    self._find(target + row * target_pitch, nbytes),
+                    self._find(source + row * source_pitch, nbytes),
+                )
+                for row in range(nrows)
+            ]
+            self._copy(f"copy of {nrows} rows from {source:#x} to {target:#x}", rows, stream)
+
+    def _copy(self, what: str, rows: list[tuple[Piece, Piece]], stream: Stream) -> None:
+        if any(target.overlaps(source) for target, _ in rows for _, source in rows):
+            raise Misuse.of(f"a {what} overlaps itself")
+        self._give(stream, Copy(*self._enqueued(what, stream), rows))
+
+    def load(self, ptx: bytes, entry: str) -> Kernel:
+        """See `Device`; the PTX must name the entry, `kernels` must have what stands for it."""
+        with self._called("load"):
+            if entry.encode() not in ptx:
+                raise refusal("load", "CUDA_ERROR_NOT_FOUND")
+            if entry not in self.kernels:
+                raise Misuse.of(f"nothing in `kernels` stands for {entry}")
+            handle = self._gpu.new_handle()
+            self._kernels[handle] = (entry, self.kernels[entry])
+            return Kernel(handle)
+
+    def launch(
+        self, kernel: Kernel, nblocks: int, nthreads: int, stream: Stream,
+        arguments: Sequence[Argument],
+    ) -> None:  # fmt: skip
+        """See `Device`."""
+        with self._called("launch"):
+            if kernel not in self._kernels:
+                raise Misuse.of(f"{kernel:#x} is no kernel of {self._name}")
+            if nblocks < 1 or not 1 <= nthreads <= _MOST_THREADS:
+                raise Misuse.of(f"a grid of {nblocks} blocks of {nthreads} threads")
+            entry, fake = self._kernels[kernel]
+            values = [_as_passed(value, kind) for value, kind in arguments]
+            grid = Grid(nblocks, nthreads, self._find, self._gpu.word_at)
+            touched = ((), ()) if fake.touches is None else fake.touches(grid, *values)
+            reads, writes = ([self._find(*each) for each in some] for some in touched)
+            label, clock = self._enqueued(f"kernel {entry}", stream)
+            self._give(stream, Launch(label, clock, fake, grid, values, reads, writes))
+
+    def _enqueued(self, what: str, stream: Stream) -> tuple[str, Clock]:
+        """Say what is enqueued where, and what the host knows now."""
+        return f"{what}, on {self._stream(stream)}, enqueued at {caller()}", self._host.release()
+
+    def _give(self, stream: Stream, operation: Operation) -> None:
+        self._gpu.enqueue(self._stream(stream), operation)
+
+    def close(self) -> None:
+        """See `Device`; work of other streams on what was made here is an error.
+
+        Raises
+        ------
+        StillInUse
+            There is such work, or that of a stream made here does not end.
+        """
+        if self._is_closed:
+            return
+        with self._called("close"):
+            own = [each for each in self._streams.values() if not each.is_callers]
+            self._gpu.wait_until(lambda: not any(each.queue for each in own), self._timeout_s)
+            doing = f"close of {self._name}, at {caller()}"
+            for stream in own:
+                for operation in stream.queue:
+                    raise StillInUse.by(doing, operation.what, "does not end")
+                join(self._host.clock, stream.clock)
+            for span in self._gpu.space.of(self._name):
+                if not span.is_callers:
+                    self._gpu.check_idle(span, self._host, doing)
+                    self._gpu.remove(span, doing)
+            for stream in own:
+                self._gpu.remove_stream(stream)
+            self._gpu.leave(self._name)
+            self._is_closed = True
+
+
+def _as_passed(value: float, kind: type[Any]) -> Any:
+    """Return an argument as a kernel gets it; an integer must fit."""
+    passed = kind(value).value
+    if isinstance(value, int) and (passed or 0) != value:
+        raise Misuse.of(f"argument {value!r} is no {kind.__name__}")
+    return passed
+
+
+__all__ = ["FakeDevice"]

@@ -1,0 +1,117 @@
+"""The library's own kernels on the fake GPU: what their forms say, by the host's kernels.
+
+A kernel that is given its operands' addresses declares what it touches; one that looks them up in a
+table, which the host may fill after the launch, cannot. Not imported by the package: only who runs
+reductions needs it.
+
+Invariant: results have the bits that `r2ccl.kernels.cuda` promises of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from r2ccl.device.base import Kernel
+from r2ccl.dtypes import CODES, dtype_of
+from r2ccl.kernels import divider, quiet_context, reducer
+from r2ccl.kernels.cuda import Form, Launcher, canonical
+from r2ccl.testing.fakedevice.device import FakeDevice
+from r2ccl.testing.fakedevice.kernels import FakeKernel, Grid, Touches
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_FLOAT32 = CODES[np.dtype(np.float32)]
+_ADDRESS_NBYTES = 8
+
+
+class FakeLauncher(Launcher):
+    """`Launcher` for a `FakeDevice`: the same arguments and grids, no compiler.
+
+    Parameters
+    ----------
+    device : FakeDevice
+    is_wide : bool
+        See `Launcher`.
+    """
+
+    def __init__(self, device: FakeDevice, *, is_wide: bool = False) -> None:
+        super().__init__(device, is_wide=is_wide, directory=Path())
+        self._fake = device
+        self._prepared: dict[str, Kernel] = {}
+
+    def prepare(self, form: Form) -> Kernel:
+        """Have NumPy stand for the kernel of a form."""
+        shared = canonical(form)
+        if shared.name not in self._prepared:
+            self._fake.kernels.setdefault(shared.name, kernel_of(shared))
+            self._prepared[shared.name] = self._fake.load(shared.name.encode(), shared.name)
+        return self._prepared[shared.name]
+
+
+def kernel_of(form: Form) -> FakeKernel:
+    """Return what stands for the kernel of a canonical form."""
+
+    def run(grid: Grid, *given: Any) -> None:
+        *addresses, nbytes, factor, divisor = given
+        if form.has_table:
+            table = grid.read(addresses[0], _ADDRESS_NBYTES * (form.ninputs + form.noutputs))
+            addresses = [int(each) for each in table.view(np.int64)]
+        dtype = dtype_of(form.dtype_code)
+        sources = [grid.read(each, nbytes).view(dtype).copy() for each in addresses[: form.ninputs]]
+        result = quiet_context().run(combine, form, sources, factor, int(divisor))
+        for each in addresses[form.ninputs :]:
+            grid.write(each, nbytes)[:] = result.view(np.uint8)
+
+    return FakeKernel(run, None if form.has_table else _touches_of(form))
+
+
+def _touches_of(form: Form) -> Touches:
+    def touches(grid: Grid, *given: Any) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        *addresses, nbytes, _, _ = given
+        ranges = [(each, nbytes) for each in addresses]
+        return ranges[: form.ninputs], ranges[form.ninputs :]
+
+    return touches
+
+
+def combine(form: Form, sources: Sequence[Array], factor: float, nranks: int) -> Array:
+    """Combine operands as a form says.
+
+    Parameters
+    ----------
+    form : Form
+        Canonical.
+    sources : sequence of ndarray
+        Of its type; the first may be overwritten.
+    factor, nranks : float, int
+        What a scaled form multiplies by, and a divided one divides by.
+    """
+    dtype = dtype_of(form.dtype_code)
+    code = _FLOAT32 if form.is_wide else form.dtype_code
+    operands = [each.astype(dtype_of(code)) for each in sources]
+    if form.is_scaled:
+        operands[form.is_resumed :] = [
+            _scaled(each, factor) for each in operands[form.is_resumed :]
+        ]
+    total = operands[0]
+    for each in operands[1:]:
+        reducer(code, form.op)(total, each, total)
+    if form.is_divided:
+        divider(code, nranks)(total)
+    return total.astype(dtype)
+
+
+def _scaled(operand: Array, factor: float) -> Array:
+    """Multiply, rounding once; halves are multiplied in float32."""
+    real = np.float64 if operand.real.dtype == np.float64 else np.float32
+    is_complex = operand.dtype.kind == "c"
+    parts = operand.view(real) if is_complex else operand.astype(real)
+    product: Array = np.multiply(parts, np.array(factor, real))
+    return product.view(operand.dtype) if is_complex else product.astype(operand.dtype)
+
+
+__all__ = ["FakeLauncher", "combine", "kernel_of"]

@@ -1,0 +1,236 @@
+"""Arrays and libraries that look like those of a machine with a GPU to whoever asks.
+
+Addresses are made up, or those of host memory posing as a GPU's: nothing may be read from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import struct
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+CUDA, CUDA_HOST, ROCM, MANAGED = 2, 3, 10, 13
+
+
+class Interface:
+    """An array of an unknown library with ``__cuda_array_interface__`` and nothing else."""
+
+    def __init__(self, **entries: Any) -> None:
+        plain = {"version": 3, "shape": (4,), "typestr": "<f4", "data": (0x7000, False)}
+        self.__cuda_array_interface__ = {**plain, **entries}
+
+
+def posing(array: np.ndarray[Any, Any], **entries: Any) -> Interface:
+    """A NumPy array whose memory poses as a GPU's."""
+    return Interface(
+        shape=array.shape,
+        strides=array.strides,
+        typestr=array.dtype.str,
+        data=(array.__array_interface__["data"][0], not array.flags.writeable),
+        **entries,
+    )
+
+
+# DLPack: packed by hand from dlpack.h, so that a wrong struct in the library shows
+
+_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(("PyCapsule_GetName", ctypes.pythonapi))
+_DESTRUCTOR = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Producer:
+    """Exports capsules; outlives them.
+
+    ``asked`` has what each export was asked for, ``released`` the names of the capsules that were
+    let go, as their destructors found them.
+    """
+
+    def __init__(
+        self,
+        address: int = 0x7000,
+        shape: tuple[int, ...] = (4,),
+        strides: tuple[int, ...] | None = None,
+        *,
+        dtype: tuple[int, int, int] = (2, 32, 1),
+        device: tuple[int, int] = (CUDA, 0),
+        offset: int = 0,
+        flags: int = 0,
+        version: tuple[int, int] | None = (1, 0),
+    ) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.released: list[bytes] = []
+        self._device = device
+        self._version = version
+        self._shape = struct.pack(f"={len(shape)}q", *shape)
+        self._strides = None if strides is None else struct.pack(f"={len(strides)}q", *strides)
+        tensor = struct.pack(
+            "=QiiiBBHQQQ",
+            address, *device, len(shape), *dtype, start(self._shape), start(self._strides), offset,
+        )  # fmt: skip
+        if version is None:
+            self._managed = tensor + struct.pack("=QQ", 0, 0)
+        else:
+            self._managed = struct.pack("=IIQQQ", *version, 0, 0, flags) + tensor
+        self._destructor = _DESTRUCTOR(lambda capsule: self.released.append(_name(capsule)))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device
+
+    def __dlpack__(self, **asked: Any) -> Any:
+        if self._version is None and asked.keys() - {"stream"}:
+            raise TypeError(f"unexpected keyword arguments {sorted(asked)}")
+        self.asked.append(asked)
+        name = b"dltensor" if self._version is None else b"dltensor_versioned"
+        self._names = (*getattr(self, "_names", ()), name)  # a capsule only points to its name
+        destructor = ctypes.cast(self._destructor, ctypes.c_void_p)
+        return _new(start(self._managed), name, destructor)
+
+
+def start(block: bytes | None) -> int:
+    """Address of the first of some bytes, which live as long as the object."""
+    return 0 if block is None else int(ctypes.cast(block, ctypes.c_void_p).value or 0)
+
+
+# Libraries
+
+
+class Torch(ModuleType):
+    """As much of torch as is asked, on GPU 1 with a current stream."""
+
+    strided = "torch.strided"
+
+    class Tensor:
+        """A tensor; a dtype is spelled as torch spells it."""
+
+        def __init__(self, array: np.ndarray[Any, Any], dtype: str = "", **other: Any) -> None:
+            self._array = array
+            self.dtype = f"torch.{dtype or array.dtype.name}"
+            self.shape = array.shape
+            self.device = SimpleNamespace(type="cuda", index=1)
+            self.layout = "torch.strided"
+            self.is_cuda = True
+            self.requires_grad = False
+            self.is_lazy = ""
+            vars(self).update(other)
+
+        def data_ptr(self) -> int:
+            return start_of(self._array)
+
+        def element_size(self) -> int:
+            return self._array.itemsize
+
+        def stride(self) -> tuple[int, ...]:
+            return tuple(each // self._array.itemsize for each in self._array.strides)
+
+        def is_contiguous(self) -> bool:
+            return self._array.flags.c_contiguous
+
+        def get_device(self) -> int:
+            return int(self.device.index)
+
+        def is_conj(self) -> bool:
+            return self.is_lazy == "conj"
+
+        def is_neg(self) -> bool:
+            return self.is_lazy == "neg"
+
+    def __init__(self, current: int = 0x70AC) -> None:
+        super().__init__("torch")
+        self.cuda = SimpleNamespace(
+            current_stream=lambda device: SimpleNamespace(cuda_stream=current + device.index)
+        )
+
+    def empty(self, shape: tuple[int, ...], *, dtype: str, device: Any) -> Any:
+        array = np.empty(shape, dtype.removeprefix("torch."))
+        return Torch.Tensor(array, device=device)
+
+
+class Cupy(ModuleType):
+    """As much of CuPy as is asked, on GPU 2; ``current`` is the GPU it allocates on."""
+
+    class ndarray(Interface):
+        """An array."""
+
+        def __init__(self, array: np.ndarray[Any, Any], device: int = 2) -> None:
+            super().__init__(**posing(array, stream=0xBAD).__cuda_array_interface__)
+            self.dtype, self.shape = array.dtype, array.shape
+            self.device = SimpleNamespace(id=device)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            raise AssertionError("CuPy itself is asked")
+
+    def __init__(self, stream: int = 0) -> None:
+        super().__init__("cupy")
+        self.current = 0
+        self.cuda = SimpleNamespace(
+            Device=self._use,
+            get_current_stream=lambda ordinal: SimpleNamespace(ptr=stream and stream + ordinal),
+        )
+
+    @contextlib.contextmanager
+    def _use(self, ordinal: int) -> Iterator[None]:
+        before, self.current = self.current, ordinal
+        yield
+        self.current = before
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        return Cupy.ndarray(np.empty(shape, dtype), self.current)
+
+
+class Numba(ModuleType):
+    """As much of numba.cuda as is asked, on GPU 3."""
+
+    class DeviceNDArrayBase(Interface):
+        """An array; its stream is 0 or a `NumbaStream`."""
+
+        def __init__(self, array: np.ndarray[Any, Any], stream: Any = 0, device: int = 3) -> None:
+            super().__init__(**posing(array, stream=0).__cuda_array_interface__)
+            self.dtype, self.shape, self.stream = array.dtype, array.shape, stream
+            place = SimpleNamespace(device=SimpleNamespace(id=device))
+            self.gpu_data = SimpleNamespace(context=place)
+
+    def __init__(self) -> None:
+        super().__init__("numba.cuda")
+        self.current = 0
+        self.gpus = {3: self._use(3)}
+
+    @contextlib.contextmanager
+    def _use(self, ordinal: int) -> Iterator[None]:
+        before, self.current = self.current, ordinal
+        yield
+        self.current = before
+
+    def device_array(self, shape: tuple[int, ...], dtype: np.dtype[Any], stream: Any) -> Any:
+        return Numba.DeviceNDArrayBase(np.empty(shape, dtype), stream, self.current)
+
+
+class NumbaStream:
+    """A stream of Numba, which is an integer to who asks so."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __int__(self) -> int:
+        return self._handle
+
+
+def start_of(array: np.ndarray[Any, Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def imported(monkeypatch: pytest.MonkeyPatch, library: ModuleType) -> None:
+    """Have a library look imported, and no other."""
+    for name in ("torch", "cupy", "numba.cuda", "numba.cuda.cudadrv.devicearray"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    if isinstance(library, Numba):
+        monkeypatch.setitem(sys.modules, "numba.cuda.cudadrv.devicearray", library)
