@@ -1,0 +1,52 @@
+"""From a form to PTX: types for Numba, and the call of its compiler.
+
+Importing this module imports Numba; only `r2ccl.kernels.cuda.ptx` does, when it must compile.
+Invariant: the PTX depends on the form and the target alone, and needs no GPU to be made.
+"""
+
+from __future__ import annotations
+
+import re
+
+from numba import cuda, types
+
+from r2ccl.kernels.cuda import primitives
+from r2ccl.kernels.cuda.arithmetic import numbers_of
+from r2ccl.kernels.cuda.form import Form
+from r2ccl.kernels.cuda.template import build
+
+
+def compile_kernel(form: Form, target: tuple[int, int], bounds: tuple[int, int]) -> tuple[str, str]:
+    """Compile the kernel of a canonical form.
+
+    Parameters
+    ----------
+    form : Form
+    target : tuple of int
+        Compute capability.
+    bounds : tuple of int
+        Most threads of a block, and how many such blocks a multiprocessor must have room for.
+
+    Returns
+    -------
+    text, entry : str
+        As Numba writes them.
+    """
+    numbers = [primitives.type_of(kind) for kind in numbers_of(form)]
+    naddresses = 1 if form.has_table else form.ninputs + form.noutputs
+    signature = types.void(*[types.int64] * (naddresses + 1), *numbers)
+    text, _ = cuda.compile_ptx(
+        build(form, primitives, cuda),
+        signature,
+        cc=target,
+        debug=False,
+        opt=True,
+        fastmath=False,
+        launch_bounds=bounds,
+    )
+    entry = re.search(r"\.visible \.entry (\w+)\(", text)
+    assert entry, text
+    return text, entry[1]
+
+
+__all__ = ["compile_kernel"]

@@ -1,0 +1,149 @@
+"""What a GPU kernel computes, as a value: one form, one kernel.
+
+Values only: this module must not import Numba. Invariant: two forms with one `canonical` form
+have the same results, bit for bit, on every input, so they share one kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import msgspec
+import numpy as np
+
+from r2ccl.dtypes import BFLOAT16_CODE, CODES, dtype_name, dtype_of
+from r2ccl.errors import InvalidArgument
+from r2ccl.kernels.table import check_op
+from r2ccl.types import ReduceOp
+
+#: Most inputs, and most outputs, of one kernel; `r2ccl.kernels.cuda.chain` takes more inputs.
+MOST = 8
+
+#: Numbers of float16 and bfloat16.
+HALVES = (CODES[np.dtype(np.float16)], BFLOAT16_CODE)
+_COPIED_AS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class Form(msgspec.Struct, frozen=True, kw_only=True):
+    """Every output gets ``in_0 (op) in_1 (op) ...``, element by element, from the left.
+
+    Parameters
+    ----------
+    dtype_code : int
+        Number from `r2ccl.dtypes`, of all inputs and outputs.
+    op : ReduceOp
+        AVG combines as SUM does.
+    ninputs, noutputs : int
+        1 to `MOST`. One input is copied.
+    is_scaled : bool
+        Each input is first multiplied by a real factor, given at launch and rounded to float32
+        (float64 for float64 and complex128). Floats and complex numbers only.
+    is_resumed : bool
+        The first input is what an earlier kernel of the same reduction gave: it is not scaled.
+    is_divided : bool
+        The sum is divided by ``nranks``, given at launch, as `r2ccl.kernels.divider` does.
+    is_wide : bool
+        float16 and bfloat16 only. False: each step rounds to the type, as on the host. True: all
+        is computed in float32 and rounded once, when it is stored.
+    has_table : bool
+        The kernel reads the addresses of its inputs, then of its outputs, from memory when it runs,
+        instead of being given them.
+
+    Raises
+    ------
+    InvalidArgument
+        Such a kernel has no meaning, or too many inputs or outputs.
+    """
+
+    dtype_code: int
+    op: ReduceOp
+    ninputs: int = 2
+    noutputs: int = 1
+    is_scaled: bool = False
+    is_resumed: bool = False
+    is_divided: bool = False
+    is_wide: bool = False
+    has_table: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what has no meaning."""
+        check_op(self.dtype_code, self.op)
+        for name in ("ninputs", "noutputs"):
+            number = getattr(self, name)
+            if not 1 <= number <= MOST:
+                raise InvalidArgument(f"{name}={number}: one kernel takes 1 to {MOST}")
+        kind = dtype_name(self.dtype_code)
+        if self.is_scaled and dtype_of(self.dtype_code).kind in "iu":
+            raise InvalidArgument(f"is_scaled for dtype {kind}: only floats can be scaled")
+        if self.is_resumed and not self.is_scaled:
+            raise InvalidArgument("is_resumed without is_scaled: leave it out, nothing is scaled")
+        if self.is_divided and self.op not in (ReduceOp.SUM, ReduceOp.AVG):
+            raise InvalidArgument(f"is_divided for op={self.op.name}: only a sum is averaged")
+        if self.is_wide and self.dtype_code not in HALVES:
+            raise InvalidArgument(f"is_wide for dtype {kind}: only float16 and bfloat16 have it")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return dtype_of(self.dtype_code).itemsize
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel: of letters, digits and underscores, different for every form."""
+        flags = ("is_scaled", "is_resumed", "is_divided", "is_wide", "has_table")
+        said = "".join(f"_{flag.partition('_')[2]}" for flag in flags if getattr(self, flag))
+        kind = f"{self.op.name.lower()}_{dtype_name(self.dtype_code)}"
+        return f"r2ccl_{kind}_{self.ninputs}_{self.noutputs}{said}"
+
+
+@functools.cache
+def canonical(form: Form) -> Form:
+    """Return the form whose kernel has the same results, so that fewer kernels are compiled.
+
+    A copy moves unsigned integers; a sum of complex numbers is a sum of real ones, twice as many;
+    wrapping sums and products do not see signs; rounding once in float32 or once in the type is
+    the same.
+
+    Notes
+    -----
+    Why one rounding is one rounding: float32 has 24 bits, and 24 >= 2 p + 2 for the 11 bits of
+    float16 and the 8 of bfloat16, so rounding a sum or product of two to float32 first does not
+    show (Figueroa, "When is double rounding innocuous?", SIGNUM Newsletter 30(3), 1995). Products
+    too small for a normal float32 are exact in it where they reach half the smallest bfloat16.
+    """
+    op = ReduceOp.SUM if form.op is ReduceOp.AVG or form.ninputs == 1 else form.op
+    is_scaled = form.is_scaled and (form.ninputs > 1 or not form.is_resumed)
+    changed = is_scaled or form.is_divided or form.ninputs > 1
+    return msgspec.structs.replace(
+        form,
+        op=op,
+        dtype_code=_calculated_as(form, op) if changed else _copied_as(form),
+        is_scaled=is_scaled,
+        is_resumed=form.is_resumed and is_scaled,
+        is_wide=form.is_wide and _roundings(form, op) > 1,
+    )
+
+
+def _roundings(form: Form, op: ReduceOp) -> int:
+    """Count how often a half is rounded when every step rounds."""
+    combined = form.ninputs - 1 if op in (ReduceOp.SUM, ReduceOp.PROD) else 0
+    scaled = form.ninputs - form.is_resumed if form.is_scaled else 0
+    return combined + scaled + form.is_divided
+
+
+def _copied_as(form: Form) -> int:
+    dtype = dtype_of(form.dtype_code)
+    itemsize = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
+    return CODES[np.dtype(_COPIED_AS[itemsize])]
+
+
+def _calculated_as(form: Form, op: ReduceOp) -> int:
+    dtype = dtype_of(form.dtype_code)
+    if dtype.kind == "c" and op is ReduceOp.SUM:
+        return CODES[np.dtype(np.float32 if dtype.itemsize == 8 else np.float64)]
+    if dtype.kind == "i" and op in (ReduceOp.SUM, ReduceOp.PROD) and not form.is_divided:
+        return CODES[np.dtype(_COPIED_AS[dtype.itemsize])]
+    return form.dtype_code
+
+
+__all__ = ["HALVES", "MOST", "Form", "canonical"]

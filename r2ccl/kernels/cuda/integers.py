@@ -1,0 +1,119 @@
+"""Integers in lanes: one of 32 or 64 bits, two of 16, four of 8.
+
+As `r2ccl.kernels.cuda.arithmetic`: what Numba compiles and NumPy runs alike. Must not import Numba.
+
+Invariants: integers wrap; an integer beside another does not change it. An expression is cut to its
+type where it is made: Numba calculates in 64 bits, NumPy does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from r2ccl.kernels.cuda.machine import Function, Machine
+from r2ccl.types import ReduceOp
+
+_U32 = np.uint32
+
+
+def combine_integers(machine: Machine, name: str, op: ReduceOp) -> Function:
+    """Make ``combine(left, right)`` for integers of this name, in lanes."""
+    bits, is_signed = _split(name)
+    if bits == 64:
+        chosen = _whole(op, np.uint64, np.int64 if is_signed else np.uint64)
+        return machine.routine(chosen, "u64", "u64", "u64")
+    if bits == 32:
+        chosen = _whole(op, _U32, np.int32 if is_signed else _U32)
+        return machine.routine(chosen, "u32", "u32", "u32")
+    if op is ReduceOp.SUM:
+        return machine.routine(_sum(bits), "u32", "u32", "u32")
+    one = machine.routine(_one(op, bits, is_signed), "u32", "u32", "u32", "u32")
+    return machine.routine(_each(one, bits), "u32", "u32", "u32")
+
+
+def divide_integers(machine: Machine, name: str) -> Function:
+    """Make ``leave(lane, divisor)``: every integer of a lane divided, truncated toward zero."""
+    bits, is_signed = _split(name)
+    kind = ("s" if is_signed else "u") + str(max(bits, 32))
+    div = machine.instruction(f"div.{kind}")
+    if bits >= 32:
+        word, signed = (np.uint64, np.int64) if bits == 64 else (_U32, np.int32)
+        lane = f"u{bits}"
+        if not is_signed:
+            return div
+        return machine.routine(lambda a, divisor: word(div(signed(a), divisor)), lane, lane, kind)
+    one = machine.routine(_one_divided(div, bits, is_signed), "u32", "u32", kind, "u32")
+    return machine.routine(_each(one, bits), "u32", "u32", kind)
+
+
+def _split(name: str) -> tuple[int, bool]:
+    return int(name.removeprefix("u").removeprefix("int")), name.startswith("int")
+
+
+def _whole(op: ReduceOp, word: Any, compared: Any) -> Function:
+    """Make the function of a lane that is one integer."""
+    if op is ReduceOp.SUM:
+        return lambda a, b: word(a + b)
+    if op is ReduceOp.PROD:
+        return lambda a, b: word(a * b)
+    if op is ReduceOp.MIN:
+        return lambda a, b: a if compared(a) < compared(b) else b
+    return lambda a, b: a if compared(a) > compared(b) else b
+
+
+def _sum(bits: int) -> Function:
+    """Make the sum of every integer in a lane at once: the uppermost bits apart, without carry."""
+    ones = (2**32 - 1) // (2**bits - 1)
+    uppermost = _U32(ones << (bits - 1))
+    lower = _U32(~uppermost)
+    return lambda a, b: _U32(((a & lower) + (b & lower)) ^ ((a ^ b) & uppermost))
+
+
+def _one(op: ReduceOp, bits: int, is_signed: bool) -> Function:
+    """Make ``one(left, right, shift)``: the integer `shift` bits below the top of both lanes.
+
+    It is moved to the top, where it has the sign and decides the order whatever lies below it, and
+    its result back to its place.
+    """
+    top = 32 - bits
+    moved = np.int32 if is_signed else _U32
+    mask = _U32((2**bits - 1) << top)
+
+    def product(a: Any, b: Any, shift: Any) -> Any:
+        x, y = _U32(_U32(a << shift) >> top), _U32(_U32(b << shift) >> top)
+        return _U32(_U32((x * y) << top) >> shift)
+
+    def minimum(a: Any, b: Any, shift: Any) -> Any:
+        x, y = moved(_U32(a << shift)), moved(_U32(b << shift))
+        return _U32(_U32(_U32(x if x < y else y) & mask) >> shift)
+
+    def maximum(a: Any, b: Any, shift: Any) -> Any:
+        x, y = moved(_U32(a << shift)), moved(_U32(b << shift))
+        return _U32(_U32(_U32(x if x > y else y) & mask) >> shift)
+
+    return {ReduceOp.PROD: product, ReduceOp.MIN: minimum, ReduceOp.MAX: maximum}[op]
+
+
+def _one_divided(div: Function, bits: int, is_signed: bool) -> Function:
+    """Make ``one(lane, divisor, shift)``, as `_one`."""
+    top = 32 - bits
+    moved = np.int32 if is_signed else _U32
+
+    def divide(a: Any, divisor: Any, shift: Any) -> Any:
+        return _U32(_U32(div(moved(_U32(a << shift)) >> top, divisor) << top) >> shift)
+
+    return divide
+
+
+def _each(one: Function, bits: int) -> Function:
+    """Make the function of all integers in a lane from that of one."""
+    if bits == 16:
+        return lambda a, b: _U32(one(a, b, _U32(0)) | one(a, b, _U32(16)))
+    return lambda a, b: _U32(
+        one(a, b, _U32(0)) | one(a, b, _U32(8)) | one(a, b, _U32(16)) | one(a, b, _U32(24))
+    )
+
+
+__all__ = ["combine_integers", "divide_integers"]

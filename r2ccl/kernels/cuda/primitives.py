@@ -1,0 +1,254 @@
+"""A GPU as kernels see it: inline PTX, and routines, that Numba compiles.
+
+Importing this module imports Numba. It implements `r2ccl.kernels.cuda.machine.Machine`; must not
+import a kernel.
+
+Invariants: every floating-point instruction names its rounding, so that no compiler joins two of
+them into one; loads and stores keep the order they are written in. All of it runs from compute
+capability 8.0 on.
+
+References
+----------
+PTX ISA, chapter "Instruction Set". bfloat16 is added and multiplied by ``fma.rn.bf16x2``, which
+compute capability 8.0 has, while ``add.rn.bf16x2`` needs 9.0: ``a * 1 + b`` is ``a + b`` and
+``a * b + (-0)`` is ``a * b``, exact before the one rounding, with the sign of every zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.cuda import cgutils
+from numba.cuda.extending import intrinsic
+
+from r2ccl.kernels.cuda.machine import INSTRUCTIONS, LANES, VECTOR, Function
+
+_TYPES: dict[str, Any] = {
+    "u32": types.uint32,
+    "s32": types.int32,
+    "u64": types.uint64,
+    "s64": types.int64,
+    "f32": types.float32,
+    "f64": types.float64,
+    "f32x2": types.UniTuple(types.float32, 2),
+    "f64x2": types.UniTuple(types.float64, 2),
+}
+#: How inline PTX names the register of an operand.
+_LETTERS = {
+    types.uint32: "r",
+    types.int32: "r",
+    types.uint64: "l",
+    types.int64: "l",
+    types.float32: "f",
+    types.float64: "d",
+}
+
+_BINARY = "{} $0, $1, $2;"
+_BFLOAT16 = "{{.reg .b32 c; mov.b32 c, {}; fma.rn.bf16x2 $0, {};}}"
+# PTX has no ``min.NaN.f64``.
+_ORDERED_F64 = (
+    "{{.reg .pred p; .reg .f64 t; {0}.f64 t, $1, $2; setp.nan.f64 p, $1, $2; "
+    "selp.f64 $0, 0d7FF8000000000000, t, p;}}"
+)
+
+#: PTX of the instructions that are not called as here; ``$0`` is the result's first register.
+_TEXTS = {
+    "min.f32": _BINARY.format("min.NaN.f32"),
+    "max.f32": _BINARY.format("max.NaN.f32"),
+    "min.f64": _ORDERED_F64.format("min"),
+    "max.f64": _ORDERED_F64.format("max"),
+    "fma.f32": "fma.rn.f32 $0, $1, $2, $3;",
+    "fma.f64": "fma.rn.f64 $0, $1, $2, $3;",
+    "min.f16x2": _BINARY.format("min.NaN.f16x2"),
+    "max.f16x2": _BINARY.format("max.NaN.f16x2"),
+    "min.bf16x2": _BINARY.format("min.NaN.bf16x2"),
+    "max.bf16x2": _BINARY.format("max.NaN.bf16x2"),
+    "add.bf16x2": _BFLOAT16.format("0x3F803F80", "$1, c, $2"),
+    "mul.bf16x2": _BFLOAT16.format("0x80008000", "$1, $2, c"),
+    "widen.f16x2": "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}",
+    # A bfloat16 is the upper half of a float32; `cvt.f32.bf16` needs compute capability 9.0.
+    "widen.bf16x2": (
+        "{.reg .b32 l, h; shl.b32 l, $2, 16; and.b32 h, $2, 0xFFFF0000; "
+        "mov.b32 $0, l; mov.b32 $1, h;}"
+    ),
+    "narrow.f16x2": "cvt.rn.f16x2.f32 $0, $2, $1;",
+    "narrow.bf16x2": "cvt.rn.bf16x2.f32 $0, $2, $1;",
+    "advance.s64": _BINARY.format("add.s64"),
+}
+
+
+def type_of(kind: str) -> Any:
+    """Return Numba's type for a kind of `r2ccl.kernels.cuda.machine`, or tuples of it."""
+    name, *counts = kind.replace("]", "").split("[")
+    made = _TYPES[name]
+    for count in counts:
+        made = types.UniTuple(made, int(count))
+    return made
+
+
+def instruction(name: str) -> Function:
+    """See `Machine`."""
+    result, *operands = (type_of(kind) for kind in INSTRUCTIONS[name])
+    operation, kind = name.split(".")
+    rounding = ".rn" if "f" in kind else ""
+    text = _TEXTS.get(name) or _BINARY.format(f"{operation}{rounding}.{kind}")
+
+    def generate(context: Any, builder: Any, _: Any, values: Sequence[Any]) -> Any:
+        return _inline(context, builder, text, result, operands, values)
+
+    return _intrinsic(result(*operands), generate)
+
+
+def load_vector(lane: str) -> Function:
+    """See `Machine`."""
+    lanes = _vector(lane)
+    registers = [f"${i}" for i in range(len(_leaves(lanes)))]
+    text = f"ld.global.v{len(registers)}.{lane[:3]} {{{', '.join(registers)}}}, "
+    return _access(f"{text}[${len(registers)}];", lanes)
+
+
+def store_vector(lane: str) -> Function:
+    """See `Machine`."""
+    lanes = _vector(lane)
+    registers = [f"${i + 1}" for i in range(len(_leaves(lanes)))]
+    text = f"st.global.v{len(registers)}.{lane[:3]} [$0], {{{', '.join(registers)}}};"
+    return _access(text, types.void, lanes)
+
+
+def load_element(lane: str, itemsize: int) -> Function:
+    """See `Machine`."""
+    kind, nbytes, count = _registers(lane, itemsize)
+    text = " ".join(f"ld.global.{kind} ${i}, [${count}+{i * nbytes}];" for i in range(count))
+    return _access(text, _TYPES[lane])
+
+
+def store_element(lane: str, itemsize: int) -> Function:
+    """See `Machine`."""
+    kind, nbytes, count = _registers(lane, itemsize)
+    text = " ".join(f"st.global.{kind} [$0+{i * nbytes}], ${i + 1};" for i in range(count))
+    return _access(text, types.void, _TYPES[lane])
+
+
+def routine(function: Function, result: str, *operands: str) -> Function:
+    """See `Machine`; Numba compiles it once, and NVVM joins it to its callers."""
+    signature = type_of(result)(*(type_of(kind) for kind in operands))
+    compiled: list[Any] = []
+
+    def generate(context: Any, builder: Any, _: Any, values: Sequence[Any]) -> Any:
+        # Numba's own cache holds functions with equal code and other globals for the same.
+        if not compiled:
+            made = context.compile_subroutine(builder, function, signature, caching=False)
+            compiled.append(made)
+        context.active_code_library.add_linking_library(compiled[0].library)
+        return context.call_internal(builder, compiled[0].fndesc, signature, values)
+
+    return _intrinsic(signature, generate)
+
+
+def _vector(lane: str) -> Any:
+    return type_of(f"{lane}[{VECTOR // LANES[lane]}]")
+
+
+def _registers(lane: str, itemsize: int) -> tuple[str, int, int]:
+    """Return the type of what an element's registers are in memory, its bytes, their number."""
+    count = len(_leaves(_TYPES[lane]))
+    nbytes = itemsize // count
+    return f"{lane[0]}{8 * nbytes}", nbytes, count
+
+
+def _access(text: str, result: Any, *stored: Any) -> Function:
+    """Make a function of an address, an offset and what is stored, if anything is."""
+
+    def generate(context: Any, builder: Any, _: Any, values: Sequence[Any]) -> Any:
+        address, offset, *rest = values
+        given = [builder.add(address, offset), *rest]
+        operands = (types.int64, *stored)
+        return _inline(context, builder, text, result, operands, given, is_ordered=True)
+
+    return _intrinsic(result(types.int64, types.int64, *stored), generate)
+
+
+def _inline(
+    context: Any, builder: Any, text: str, result: Any, operands: Sequence[Any],
+    values: Sequence[Any], *, is_ordered: bool = False,
+) -> Any:  # fmt: skip
+    """Write inline PTX; a tuple is as many registers as it has items."""
+    registers: list[Any] = []
+    for kind, value in zip(operands, values, strict=True):
+        registers += _flatten(builder, kind, value)
+    outputs = _leaves(result)
+    inputs = [leaf for operand in operands for leaf in _leaves(operand)]
+    letters = ["=" + _LETTERS[leaf] for leaf in outputs] + [_LETTERS[leaf] for leaf in inputs]
+    returned = _returned([context.get_value_type(leaf) for leaf in outputs])
+    asm = ir.FunctionType(returned, [value.type for value in registers])
+    given = builder.asm(asm, text, ",".join(letters), registers, side_effect=is_ordered)
+    if not outputs:
+        return context.get_dummy_value()
+    many = len(outputs) > 1
+    parts = cgutils.unpack_tuple(builder, given, len(outputs)) if many else [given]
+    return _nest(builder, result, iter(parts))
+
+
+def _returned(outputs: list[Any]) -> Any:
+    """Return what LLVM says inline PTX with these outputs returns."""
+    if not outputs:
+        return ir.VoidType()
+    return outputs[0] if len(outputs) == 1 else ir.LiteralStructType(outputs)
+
+
+def _leaves(kind: Any) -> list[Any]:
+    """List the types of the registers of a value, which may be a tuple of tuples."""
+    if kind is types.void:
+        return []
+    if isinstance(kind, types.BaseTuple):
+        return [leaf for part in kind for leaf in _leaves(part)]
+    return [kind]
+
+
+def _flatten(builder: Any, kind: Any, value: Any) -> list[Any]:
+    """List the registers of a value."""
+    if not isinstance(kind, types.BaseTuple):
+        return [value]
+    parts = cgutils.unpack_tuple(builder, value, len(kind))
+    return [
+        leaf
+        for part_kind, part in zip(kind, parts, strict=True)
+        for leaf in _flatten(builder, part_kind, part)
+    ]
+
+
+def _nest(builder: Any, kind: Any, registers: Iterator[Any]) -> Any:
+    """Undo `_flatten`."""
+    if not isinstance(kind, types.BaseTuple):
+        return next(registers)
+    return cgutils.pack_array(builder, [_nest(builder, part, registers) for part in kind])
+
+
+def _intrinsic(signature: Any, generate: Function) -> Function:
+    """Make an intrinsic of one signature; Numba wants each argument named."""
+
+    def unary(typing_context: Any, a: Any) -> Any:
+        return signature, generate
+
+    def binary(typing_context: Any, a: Any, b: Any) -> Any:
+        return signature, generate
+
+    def ternary(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+        return signature, generate
+
+    declared: Function = intrinsic((unary, binary, ternary)[len(signature.args) - 1])
+    return declared
+
+
+__all__ = [
+    "instruction",
+    "load_element",
+    "load_vector",
+    "routine",
+    "store_element",
+    "store_vector",
+    "type_of",
+]

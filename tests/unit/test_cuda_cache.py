@@ -1,0 +1,178 @@
+"""Compiled kernels are kept on disk, and a cache that fails costs time, never correctness."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from r2ccl.errors import TransportError
+from r2ccl.kernels.cuda import Form, Ptx, cache_directory, ptx, ptx_of
+from r2ccl.types import ReduceOp
+
+FORM = Form(dtype_code=7, op=ReduceOp.SUM)
+OTHER = Form(dtype_code=7, op=ReduceOp.PROD)
+HOPPER = (9, 0)
+
+
+class Compiler:
+    """Stands for Numba, and counts."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[str, tuple[int, int]]] = []
+        self.version = "1"
+
+    def compile(self, form: Form, target: tuple[int, int]) -> bytes:
+        self.compiled.append((form.name, target))
+        return b".version 7.0\n// kernel " + form.name.encode()
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    made = Compiler()
+    monkeypatch.setattr(ptx, "_compile", made.compile)
+    monkeypatch.setattr(ptx, "_compiler", lambda: made.version)
+    return made
+
+
+def test_a_kernel_is_compiled_once(compiler: Compiler, tmp_path: Path) -> None:
+    first = ptx_of(FORM, HOPPER, tmp_path)
+    second = ptx_of(FORM, HOPPER, tmp_path)
+
+    assert first == second == Ptx(b".version 7.0\n// kernel " + FORM.name.encode(), FORM.name)
+    assert compiler.compiled == [(FORM.name, HOPPER)]
+
+
+def test_forms_targets_and_compilers_are_kept_apart(compiler: Compiler, tmp_path: Path) -> None:
+    ptx_of(FORM, HOPPER, tmp_path)
+    ptx_of(OTHER, HOPPER, tmp_path)
+    ptx_of(FORM, (8, 0), tmp_path)
+    compiler.version = "2"
+    ptx_of(FORM, HOPPER, tmp_path)
+
+    assert compiler.compiled == [
+        (FORM.name, HOPPER), (OTHER.name, HOPPER), (FORM.name, (8, 0)), (FORM.name, HOPPER)
+    ]  # fmt: skip
+
+
+def test_gpus_of_one_target_share_a_kernel(compiler: Compiler, tmp_path: Path) -> None:
+    assert ptx_of(FORM, (8, 6), tmp_path) == ptx_of(FORM, (8, 9), tmp_path)
+
+    assert compiler.compiled == [(FORM.name, (8, 0))]
+
+
+@pytest.mark.parametrize("left", [0, 10, 60, 90])
+def test_a_damaged_entry_is_compiled_again_and_mended(
+    left: int, compiler: Compiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    whole = ptx_of(FORM, HOPPER, tmp_path)
+    (entry,) = tmp_path.iterdir()
+    entry.write_bytes(entry.read_bytes()[:left])
+
+    assert ptx_of(FORM, HOPPER, tmp_path) == whole
+    assert ptx_of(FORM, HOPPER, tmp_path) == whole
+
+    assert len(compiler.compiled) == 2
+    assert "is damaged" in caplog.text
+
+
+def test_an_entry_that_cannot_be_read_is_compiled(
+    compiler: Compiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    ptx_of(FORM, HOPPER, tmp_path)
+    (entry,) = tmp_path.iterdir()
+    entry.unlink()
+    entry.mkdir()
+
+    assert ptx_of(FORM, HOPPER, tmp_path).entry == FORM.name
+
+    assert "cannot read the compiled kernel" in caplog.text
+    assert "cannot keep the compiled kernel" in caplog.text
+    assert list(tmp_path.iterdir()) == [entry]  # nothing half written stays
+
+
+def test_a_cache_that_cannot_be_made_is_no_error(
+    compiler: Compiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    (tmp_path / "file").touch()
+
+    assert ptx_of(FORM, HOPPER, tmp_path / "file" / "ptx").entry == FORM.name
+
+    assert "cannot keep the compiled kernel" in caplog.text
+
+
+def test_the_cache_is_where_xdg_says() -> None:
+    assert cache_directory({"XDG_CACHE_HOME": "/var/x"}) == Path("/var/x/r2ccl/ptx")
+    home = Path.home() / ".cache" / "r2ccl" / "ptx"
+    assert cache_directory({}) == cache_directory({"XDG_CACHE_HOME": "here"}) == home
+
+
+def test_without_a_home_there_is_no_cache(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+
+    assert cache_directory({}) is None
+    assert "without a disk cache" in caplog.text
+
+
+def test_without_numba_cuda_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(name: str) -> str:
+        raise ptx.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(ptx.importlib.metadata, "version", unknown)
+
+    with pytest.raises(TransportError, match=r"numba-cuda.*pip install r2ccl\[gpu\]") as raised:
+        ptx_of(FORM, HOPPER, tmp_path)
+    assert raised.value.status == "NO_CUDA"
+
+
+def test_a_compiler_that_is_not_found_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ptx, "_compiler", lambda: "1")
+    monkeypatch.setitem(sys.modules, "r2ccl.kernels.cuda.compiling", None)
+
+    with pytest.raises(TransportError, match="sum_float32_2_1 cannot be compiled") as raised:
+        ptx_of(FORM, HOPPER, tmp_path)
+    assert raised.value.status == "NO_CUDA"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None,
+    reason="numba-cuda is not installed: `pip install numba-cuda[cu13]`, which needs no GPU",
+)
+def test_a_warm_start_does_not_import_numba(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from r2ccl.kernels.cuda import *; from r2ccl.types import ReduceOp\n"
+        "form = Form(dtype_code=7, op=ReduceOp.SUM)\n"
+        "ptx_of(form, (9, 0), cache_directory(os.environ))\n"
+        "print('numba' in sys.modules)"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        ).stdout.strip()
+        for _ in range(2)
+    ]
+    assert said == ["True", "False"]
