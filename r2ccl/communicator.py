@@ -5,40 +5,54 @@ Nothing is decided here: `planner` chooses the schedule, `executor` walks it, `e
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
-from r2ccl import kernels, ledger
+from r2ccl import ledger, requests
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.bootstrap.messages import PeerInfo
-from r2ccl.buffers import Array, as_buffer, as_buffers, is_in_place, like, like_part, part_of
-from r2ccl.calibration import calibrate
+from r2ccl.buffers import as_buffer
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.council import Known
 from r2ccl.detector import places_of
+from r2ccl.device.arrays import DeviceBuffer
+from r2ccl.devicecalls import DeviceCalls, OpenDevice
 from r2ccl.dumping import SignalDump, require_main_thread, write_line
 from r2ccl.engine import Engine
-from r2ccl.errors import CommunicatorRevoked, InvalidArgument
-from r2ccl.executor import Call, LandingPool, LaneRun
+from r2ccl.errors import (
+    CommunicatorRevoked,
+    InvalidArgument,
+    R2cclError,
+    TransportError,
+    TransportTimeout,
+)
+from r2ccl.executor import LandingPool
+from r2ccl.hostcalls import HostCalls
 from r2ccl.memory import RegisteredMemory
 from r2ccl.planner import Explanation
-from r2ccl.plans import Plan, Plans
-from r2ccl.prediction import Fabric, Rates
+from r2ccl.plans import Plans
+from r2ccl.prediction import Fabric
 from r2ccl.regroup import Tidings, regroup
 from r2ccl.repair import Repair
+from r2ccl.requests import Request
 from r2ccl.resilience.health import Health
 from r2ccl.resilience.shrinking import Shrinking
 from r2ccl.resilience.verdict import Verdict
 from r2ccl.schedule.ir import Schedule
 from r2ccl.topology.monitor import LinkMonitor
 from r2ccl.transport.base import Transport
-from r2ccl.types import CallSignature, Collective, Nic, ReduceOp
+from r2ccl.types import Nic, ReduceOp
+from r2ccl.work import Work, Worker
+
+_log = logging.getLogger(__name__)
 
 
 class Communicator:
@@ -66,6 +80,7 @@ class Communicator:
         *,
         members: tuple[int, ...],
         assemble: Assemble,
+        open_device: OpenDevice,
     ) -> None:
         self.rank = control.rank
         self.nranks = control.nranks
@@ -76,11 +91,6 @@ class Communicator:
         self._nrails = transport.nrails
         #: The local ends of all rails; the control plane knows those of sockets.
         self._rails = tuple(rails) or control.nics
-        self._pool = LandingPool(transport.allocate)
-        #: Where partial sums go that are no result of this rank's.
-        self._scratch = np.empty(0, np.uint8)
-        self._quiet = kernels.quiet_context()
-        self._nothing = as_buffer(np.empty(0, np.uint8), writable=True)
         self._is_closed = False
         self._monitor: LinkMonitor | None = None
         self._signal_dump: SignalDump | None = None
@@ -97,6 +107,20 @@ class Communicator:
         self._engine.recovery.nodes = _nodes(control.peers)
         fabric = Fabric(self._engine.recovery.homes, control.nwires, self._engine.recovery.nodes)
         self._plans = Plans(self.rank, self.nranks, fabric, config)
+        pool = LandingPool(transport.allocate)
+        self._host = HostCalls(self._engine, self._plans, pool, self._whole)
+        self._worker = Worker(f"r2ccl-worker-{self.rank}", self._on_worker_error)
+        self._on_device = DeviceCalls(
+            self.rank,
+            self.nranks,
+            config=config,
+            worker=self._worker,
+            run=self._host.run,
+            gather=self._gather,
+            check=self._engine.check,
+            is_one_host=len({info.host for info in control.peers}) == 1,
+            open_device=open_device,
+        )
         self._tidings = Tidings(self._engine)
         self._engine.recovery.hosts = [info.hostname for info in control.peers]
         if self._engine.recovery.detector is not None:
@@ -112,29 +136,45 @@ class Communicator:
             self._monitor = self._watch_carriers()
             self._engine.start()
             if self._is_measured():
-                self._plans.measured(self._calibrate())
+                self._plans.measured(self._host.calibrate())
         except BaseException:
             self._is_closed = True
             self._free(_ABORT_S)
             raise
 
-    def allreduce(self, x: Any, out: Any = None, op: ReduceOp = ReduceOp.SUM) -> Any:
+    def allreduce(
+        self,
+        x: Any,
+        out: Any = None,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
         """Reduce `x` over all ranks; every rank gets the result.
 
         Parameters
         ----------
-        x : array_like in host memory, any shape
-            C-contiguous, of the same dtype and number of elements on all ranks. Borrowed until
-            the call returns.
+        x : array_like, any shape
+            In host memory on all ranks, or in device memory on all. C-contiguous, of the same
+            dtype and number of elements. Borrowed until the call is done.
         out : array_like, optional
             Gets the result: the same memory as `x` or disjoint from it. Default: `x` itself.
         op : ReduceOp
             SUM, PROD, MIN, MAX or AVG (the sum divided by ``nranks``).
+        stream : optional
+            For device memory: the stream whose earlier work makes `x`, and whose later work sees
+            the result. A handle, or a stream of CuPy, Numba, torch, or with ``__cuda_stream__``.
+            Default: the current stream of the array's library.
+        async_op : bool
+            Return at once, with a `Work` to wait for.
 
         Returns
         -------
         array_like
-            `out`, or `x` if there is none.
+            `out`, or `x` if there is none; with ``async_op`` a `Work` that gives it. On device
+            memory the call returns at once in any case: what `stream` is given next sees the
+            result. With ``async_op`` not even that waits for it, until `Work.order` says so.
 
         Raises
         ------
@@ -142,7 +182,8 @@ class Communicator:
             Wrong memory, dtype or op (before any byte moves), or ranks that disagree on the
             call; the latter revokes the communicator on every rank.
         NoHealthyRail, PeerLost, TransportTimeout
-            See `r2ccl.errors`; they revoke the communicator.
+            See `r2ccl.errors`; they revoke the communicator. Of a call on device memory, and with
+            ``async_op``, they are raised by `Work.wait` and by whatever is called next.
         CommunicatorRevoked
             It was revoked before.
 
@@ -151,22 +192,24 @@ class Communicator:
         *Collective*: all ranks. *Cost*: up to one eager slice, log2(n) exchanges of the data;
         above, a ring that sends 2(n - 1)/n of the data per rank. *After failure*: a path that
         fails changes nothing in the result, bit for bit. If the call raises, `out` is undefined.
+        Calls of one communicator are carried out in their order, whatever they are asynchronous to.
         """
-        source, output = as_buffers(x, out)
-        call = CallSignature(Collective.ALLREDUCE, source.dtype_code, op, source.count)
-        self._run(call, source.array, output.array)
-        return x if out is None else out
+        return self._start(requests.allreduce(x, out, op), stream, async_op)
 
-    def allgather(self, x: Any, out: Any = None) -> Any:
+    def allgather(
+        self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False
+    ) -> Any:
         """Collect every rank's `x` on every rank.
 
         Parameters
         ----------
-        x : array_like in host memory, any shape
+        x : array_like, any shape
             As for `allreduce`; may be this rank's own part of `out`, which saves a copy.
         out : array_like, optional
             Gets all ranks' data in the order of their ranks: ``nranks`` times as many elements as
             `x`, of its dtype. Default: a new array of shape ``(nranks, *x.shape)``.
+        stream, async_op
+            As for `allreduce`.
 
         Returns
         -------
@@ -184,22 +227,23 @@ class Communicator:
         -----
         *Collective*: all ranks. *Cost*: a ring that sends (n - 1)/n of `out` per rank.
         """
-        source = as_buffer(x, writable=False)
-        result = like(x, self.nranks) if out is None else out
-        output = as_buffer(result, writable=True)
-        own = part_of(output, self.rank, self.nranks)
-        if not is_in_place(source, own, output):
-            own.array[:] = source.array
-        call = CallSignature(Collective.ALLGATHER, output.dtype_code, ReduceOp.SUM, output.count)
-        self._run(call, output.array, output.array)
-        return result
+        request = requests.allgather(x, out, self.rank, self.nranks)
+        return self._start(request, stream, async_op)
 
-    def reduce_scatter(self, x: Any, out: Any = None, op: ReduceOp = ReduceOp.SUM) -> Any:
+    def reduce_scatter(
+        self,
+        x: Any,
+        out: Any = None,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
         """Reduce `x` over all ranks; each rank gets its part of the result.
 
         Parameters
         ----------
-        x : array_like in host memory
+        x : array_like
             As for `allreduce`; its number of elements is a multiple of ``nranks``. Not changed,
             unless `out` is a part of it.
         out : array_like, optional
@@ -207,6 +251,8 @@ class Communicator:
             itself. Default: a new array, of shape ``(x.shape[0] / nranks, *x.shape[1:])`` where
             that is an integer, else flat.
         op : ReduceOp
+            As for `allreduce`.
+        stream, async_op
             As for `allreduce`.
 
         Returns
@@ -227,28 +273,30 @@ class Communicator:
         *Collective*: all ranks. *Cost*: a ring that sends (n - 1)/n of `x` per rank, and memory of
         the size of `x` for partial sums, kept from call to call.
         """
-        source = as_buffer(x, writable=False)
-        own = part_of(source, self.rank, self.nranks)
-        result = like_part(x, self.nranks) if out is None else out
-        output = as_buffer(result, writable=True)
-        is_in_place(output, own, source)
-        sums = self._scratch_like(source.array)
-        call = CallSignature(Collective.REDUCE_SCATTER, source.dtype_code, op, source.count)
-        self._run(call, source.array, sums)
-        output.array[:] = sums[self.rank * output.count : (self.rank + 1) * output.count]
-        return result
+        request = requests.reduce_scatter(x, out, op, self.rank, self.nranks)
+        return self._start(request, stream, async_op)
 
-    def broadcast(self, x: Any, out: Any = None, root: int = 0) -> Any:
+    def broadcast(
+        self,
+        x: Any,
+        out: Any = None,
+        root: int = 0,
+        *,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
         """Give every rank the data of rank `root`.
 
         Parameters
         ----------
-        x : array_like in host memory, any shape
+        x : array_like, any shape
             On `root` the data, elsewhere what gets it unless there is an `out`. Of the same dtype
             and number of elements on all ranks.
         out : array_like, optional
             Gets the data: the same memory as `x` or disjoint from it. Default: `x` itself.
         root : int
+        stream, async_op
+            As for `allreduce`.
 
         Returns
         -------
@@ -268,25 +316,31 @@ class Communicator:
         above, a pipeline through all ranks in which each receives and sends the data once.
         """
         self._require_rank(root)
-        source, output = as_buffers(x, out)
-        call = CallSignature(
-            Collective.BROADCAST, source.dtype_code, ReduceOp.SUM, source.count, root
-        )
-        self._run(call, source.array, output.array)
-        return x if out is None else out
+        return self._start(requests.broadcast(x, out, root), stream, async_op)
 
-    def reduce(self, x: Any, out: Any = None, op: ReduceOp = ReduceOp.SUM, root: int = 0) -> Any:
+    def reduce(
+        self,
+        x: Any,
+        out: Any = None,
+        op: ReduceOp = ReduceOp.SUM,
+        root: int = 0,
+        *,
+        stream: Any = None,
+        async_op: bool = False,
+    ) -> Any:
         """Reduce `x` over all ranks; rank `root` gets the result.
 
         Parameters
         ----------
-        x : array_like in host memory, any shape
+        x : array_like, any shape
             As for `allreduce`. Not changed, except on `root` where there is no `out`.
         out : array_like, optional
             On `root`, gets the result; as for `allreduce`. Ignored elsewhere.
         op : ReduceOp
             As for `allreduce`.
         root : int
+        stream, async_op
+            As for `allreduce`.
 
         Returns
         -------
@@ -306,20 +360,17 @@ class Communicator:
         memory of the size of `x` for partial sums, kept from call to call.
         """
         self._require_rank(root)
-        if self.rank == root:
-            source, output = as_buffers(x, out)
-            target = output.array
-        else:
-            source = as_buffer(x, writable=False)
-            target = self._scratch_like(source.array)
-        call = CallSignature(Collective.REDUCE, source.dtype_code, op, source.count, root)
-        self._run(call, source.array, target)
-        if self.rank != root:
-            return None
-        return x if out is None else out
+        return self._start(requests.reduce(x, out, op, root, self.rank), stream, async_op)
 
     def run_schedule(
-        self, schedule: Schedule, x: Any, out: Any = None, op: ReduceOp = ReduceOp.SUM
+        self,
+        schedule: Schedule,
+        x: Any,
+        out: Any = None,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        stream: Any = None,
+        async_op: bool = False,
     ) -> Any:
         """Run an allreduce by a schedule of your own, as resilient as any other.
 
@@ -328,7 +379,7 @@ class Communicator:
         schedule : Schedule
             An allreduce of `nranks` ranks, the same on all of them: of `r2ccl.algos`, or made with
             `r2ccl.schedule.build`. Its edges are spread over the rails, its chunks cut in slices.
-        x, out, op
+        x, out, op, stream, async_op
             As for `allreduce`.
 
         Returns
@@ -354,10 +405,7 @@ class Communicator:
                 f"schedule of {schedule.collective} over {schedule.nranks} ranks; give an "
                 f"allreduce over {self.nranks}"
             )
-        source, output = as_buffers(x, out)
-        call = CallSignature(Collective.ALLREDUCE, source.dtype_code, op, source.count)
-        self._run(call, source.array, output.array, schedule)
-        return x if out is None else out
+        return self._start(requests.allreduce(x, out, op, schedule), stream, async_op)
 
     def explain(self, nbytes: int) -> Explanation:
         """Compare the schedules that an allreduce of `nbytes` could run; ``str()`` is a table.
@@ -414,9 +462,8 @@ class Communicator:
         -----
         *Collective*: all ranks. *Cost*: log2(n) empty messages.
         """
-        nothing = self._nothing
-        call = CallSignature(Collective.BARRIER, nothing.dtype_code, ReduceOp.SUM, 0)
-        self._run(call, nothing.array, nothing.array)
+        self._require_open()
+        self._in_turn(self._host.barrier)
 
     def repairs(self) -> tuple[Repair, ...]:
         """Return what was repaired at this rank, oldest first: what moved where, when, why."""
@@ -523,15 +570,26 @@ class Communicator:
         ------
         TransportTimeout
             Some rank did not call it within ``R2CC_INIT_TIMEOUT_S``; names it.
+        CommunicatorRevoked
+            An asynchronous call failed, and nobody waited for it or called after it.
         """
         if self._is_closed:
             return
         self._is_closed = True
         try:
+            if not self._worker.drain(self.config.init_timeout_s):
+                raise TransportTimeout(
+                    f"rank {self.rank}: close() waited {self.config.init_timeout_s:g} s for "
+                    f"asynchronous calls: {self.pending()}; wait for them before, or raise "
+                    "R2CC_INIT_TIMEOUT_S",
+                    rank=self.rank,
+                    status="TIMEOUT",
+                )
             if self._engine.recovery.error is None:
                 self._engine.leave()
         finally:
             self._free(_LEAVE_S)
+        self._require_seen()
 
     def abort(self, why: str = "abort() was called") -> None:
         """Leave at once and revoke the communicator on every rank; returns in bounded time."""
@@ -590,7 +648,8 @@ class Communicator:
         that of connecting. The ranks may have failed in different calls: what was done last
         everywhere is the minimum over the new communicator. Planned faults are not injected again.
         """
-        self._require_open()
+        if self._is_closed:
+            raise CommunicatorRevoked(f"rank {self.rank}: the communicator was closed")
         if self.config.dump_signal:
             require_main_thread()
         table = Shrinking(self.rank, self.nranks, quorum)
@@ -638,10 +697,23 @@ class Communicator:
     def _free(self, deadline_s: float) -> None:
         if self._signal_dump is not None:
             self._signal_dump.close()
+        self._end_calls(deadline_s)
         self._control.close(deadline_s)
         if self._monitor is not None:
             self._monitor.close()
         self._engine.close()
+
+    def _end_calls(self, deadline_s: float) -> None:
+        """Have what goes on asynchronously end, and free the devices."""
+        if not self._worker.is_idle and self._engine.recovery.error is None:
+            self._engine.revoke("left while asynchronous calls were under way")
+        if not self._worker.close(deadline_s):
+            _log.error("rank %d: an asynchronous call did not end; its memory is kept", self.rank)
+            return
+        try:
+            self._on_device.close(deadline_s)
+        except TransportError as exc:
+            _log.error("rank %d: %s", self.rank, exc)
 
     def _is_measured(self) -> bool:
         """Whether there is anything to choose by what the network gives."""
@@ -649,46 +721,62 @@ class Communicator:
         nnodes = len(set(fabric.nodes)) if fabric.nodes else self.nranks
         return fabric.nwires > 1 and nnodes > 1 and self.config.is_planned
 
-    def _calibrate(self) -> Rates:
-        def time_ns(nbytes: int, ntimes: int) -> int:
-            data = np.zeros(nbytes, np.uint8)
-            took_ns = []
-            for _ in range(max(2, ntimes)):
-                begun_s = monotonic()
-                self.allreduce(data)
-                took_ns.append(int((monotonic() - begun_s) * 1e9))
-            agreed = np.array([min(took_ns[1:])])
-            return int(self.allreduce(agreed, op=ReduceOp.MAX)[0])
-
-        return calibrate(time_ns, lambda nbytes: self._plans.choose(nbytes, self._whole))
-
-    def _run(
-        self, call: CallSignature, source: Any, output: Any, own: Schedule | None = None
-    ) -> None:
+    def _start(self, request: Request, stream: Any, is_async: bool) -> Any:
+        """Carry out a request, or have it carried out."""
         self._require_open()
-        health = self._engine.enter() or self._whole
-        plan = self._plans(call, health, self._engine.progress.op, own)
-        self._quiet.run(self._run_quietly, plan, source, output)
+        if isinstance(request.source, DeviceBuffer):
+            return self._on_device.start(request, stream, is_async)
+        if stream is not None:
+            raise InvalidArgument(
+                f"stream={stream!r} for arrays in host memory, where no stream works: leave it out"
+            )
+        carry_out = partial(self._host.carry_out, request)
+        if is_async:
+            return Work(self._worker.submit(carry_out), request.result, self.config.timeout_s)
+        self._in_turn(carry_out)
+        return request.result
+
+    def _in_turn(self, fn: Callable[[], None]) -> None:
+        """Do something after all that goes on asynchronously, and wait for it."""
+        if self._worker.is_idle:
+            fn()
+            return
+        task = self._worker.submit(fn)
+        try:
+            task.wait()
+        except BaseException as exc:
+            # Ctrl-C: the call must not go on behind the caller's back.
+            self._engine.revoke(f"interrupted by {exc!r}")
+            task.wait()
+            raise
+        if task.error is not None:
+            self._worker.unseen()  # those before it failed for the same reason, told here
+        task.succeed()
+
+    def _gather(self, mine: bytes) -> list[bytes]:
+        """Tell all ranks something, in turn, and return what they say."""
+        answers: list[bytes] = []
+        self._in_turn(lambda: answers.extend(self._host.gather(mine)))
+        return answers
+
+    def _on_worker_error(self, error: BaseException) -> None:
+        """An asynchronous call failed: the others must not wait for this rank."""
+        if self._engine.recovery.error is None:
+            self._engine.revoke(f"an asynchronous collective failed: {error!r}")
 
     def _require_open(self) -> None:
         if self._is_closed:
             raise CommunicatorRevoked(f"rank {self.rank}: the communicator was closed")
+        self._require_seen()
 
-    def _run_quietly(self, plan: Plan, source: Any, output: Any) -> None:
-        layout = plan.layout
-        call = Call(layout, source, output, plan.reduce, plan.finish, is_gauge=plan.is_gauge)
-        progress = self._engine.progress
-
-        def make() -> list[LaneRun]:
-            return [LaneRun(lane, call, progress, self._pool) for lane in layout.lanes]
-
-        self._engine.run(plan.signature, make, layout.peers)
-
-    def _scratch_like(self, array: Array) -> Array:
-        """Return memory of this size and dtype; valid until the next call that needs some."""
-        if self._scratch.nbytes < array.nbytes:
-            self._scratch = np.empty(array.nbytes, np.uint8)
-        return self._scratch[: array.nbytes].view(array.dtype)
+    def _require_seen(self) -> None:
+        """Raise the error of an asynchronous call that nobody has waited for."""
+        error = self._worker.unseen()
+        if error is not None:
+            raise CommunicatorRevoked(
+                f"rank {self.rank}: the communicator was revoked: {error}",
+                reason=error if isinstance(error, R2cclError) else None,
+            ) from error
 
     def _require_rank(self, root: int) -> None:
         if not 0 <= root < self.nranks:

@@ -53,6 +53,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     fastpath: str = "auto"
     #: Memory that may be registered at once; what was not used for longest is let go first.
     registration_limit_nbytes: int = 4 << 30
+    #: Pinned host memory that collectives on device memory pass through, where rails need that.
+    bounce_nbytes: int = 64 << 20
+    #: GPUs of one node work on each other's memory: 1, 0 (through pinned host memory), auto: where
+    #: they can.
+    ipc: str = "auto"
     #: No progress for this long with work outstanding starts probes.
     suspicion_timeout_s: float = 0.5
     #: How long a probe may take to be answered.
@@ -97,11 +102,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     debug: str = ""
 
     def __post_init__(self) -> None:
-        positive = ("slice_nbytes", "landing_depth", "eager_slots", "registration_limit_nbytes")
+        positive = (
+            "slice_nbytes", "landing_depth", "eager_slots", "registration_limit_nbytes",
+            "bounce_nbytes",
+        )  # fmt: skip
         for name in positive:
             if getattr(self, name) <= 0:
                 raise _bad(name, getattr(self, name), "a number above 0")
-        allowed = {"mode": MODES, "algo": ALGOS, "fastpath": SWITCHES, "balance": SWITCHES}
+        switches = dict.fromkeys(("fastpath", "balance", "ipc"), SWITCHES)
+        allowed = {"mode": MODES, "algo": ALGOS, **switches}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise _bad(name, getattr(self, name), f"one of {', '.join(values)}")
@@ -223,6 +232,8 @@ AGREED = (
     "landing_depth",
     "channels",
     "algo",
+    "bounce_nbytes",
+    "ipc",
 )
 
 #: Spellings of other libraries that mean the same.

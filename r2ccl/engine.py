@@ -219,7 +219,7 @@ class Engine:
             waits = tuple(Wait(peer, "agreement on the health") for peer in council.waits_for())
             return self._blocked(doing, waits=waits)
 
-        self._check()
+        self.check()
         self._wait(has_entered, _Patience(self._config.timeout_s, "R2CC_TIMEOUT_S", pending))
         return found[0]
 
@@ -241,7 +241,7 @@ class Engine:
             Whatever ended it; afterwards no peer can write into its memory.
         """
         with self._owner:
-            self._check()
+            self.check()
             self._peers = peers
             progress = self.progress
             runs = make()
@@ -250,7 +250,7 @@ class Engine:
                 self.runs = runs
                 if self.roll.askers:
                     self.roll.called(progress.op)
-                self._check()
+                self.check()
                 for run in runs:
                     run.advance()
                 progress.advance()
@@ -276,7 +276,7 @@ class Engine:
         """Collective: wait until every slice is confirmed here and everywhere."""
         peers = frozenset(self.recovery.peers)
         with self._owner:
-            self._check()
+            self.check()
             self.progress.confirm_all()
             self.progress.advance()
             self._wait(self.progress.is_drained, self._patience(self._pending_drain))
@@ -295,7 +295,7 @@ class Engine:
         with self._owner:
             self._transport.close()
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise what ended the communicator: itself the first time, then as the reason."""
         error = self.recovery.error
         if error is None:
@@ -355,7 +355,7 @@ class Engine:
                 activity = sum(path.activity for path in self.recovery.paths.values())
                 is_late = now >= deadline - patience.timeout_s / 2
                 self.roll.look(now, self.progress.op, activity, is_late, self._absent)
-        self._check()
+        self.check()
         if now >= deadline:
             raise _timeout(patience)
 

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 from r2ccl import bootstrap
 from r2ccl.communicator import Communicator
 from r2ccl.config import DEBUG_LEVELS, Config
+from r2ccl.device.base import Device
+from r2ccl.device.driver import CudaDevice
 from r2ccl.dumping import require_main_thread
 from r2ccl.errors import InvalidArgument
 from r2ccl.joining import Answer, Offer, Ready
+from r2ccl.nodecalls import Kernels
 from r2ccl.recovery import Leaving, PortUp, Revoke, Spared
 from r2ccl.resilience.path import Announcement
 from r2ccl.resilience.rounds import Commit, Prepare, Promise, Report
@@ -131,10 +134,18 @@ def _assemble(
             (*control.nics, *ports)[: transport.nrails],
             members=members,
             assemble=partial(_assemble, config, hcas),
+            open_device=_open_device,
         )
     except BaseException:
         control.close(0)
         raise
+
+
+def _open_device(ordinal: int) -> tuple[Device, Kernels]:
+    from r2ccl.kernels.cuda.launch import Launcher
+
+    device = CudaDevice(ordinal)
+    return device, Launcher(device)
 
 
 def _open_transport(

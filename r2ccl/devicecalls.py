@@ -1,0 +1,322 @@
+"""Collectives on device memory: what is given to the device at the call, what the host does later.
+
+The caller's thread gives the device everything at once and goes on; the communicator's worker does
+the host's part. Two ways do it: where all ranks are on one node and their GPUs reach each other's
+memory, kernels work on it directly (`r2ccl.nodecalls`); else windows pass through pinned host
+memory and the rails (`r2ccl.bounce`). The caller's stream waits for the result unless a `Work` was
+asked for, which can order any stream after it.
+
+Must not import links. Invariants: all ranks take the same way; arrays are kept alive until the
+device is done with them, whatever the caller does with its own references.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from r2ccl.bounce import Bounce, DeviceCall, HostCall
+from r2ccl.clock import monotonic
+from r2ccl.config import Config
+from r2ccl.device.arrays import DeviceBuffer, streams_of
+from r2ccl.device.base import Device, Event, Stream
+from r2ccl.device.streams import stream_of
+from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.nodecalls import MOST_RANKS, Kernels, NodeCalls
+from r2ccl.nodejoin import Gather, join
+from r2ccl.requests import Request
+from r2ccl.work import Task, Work, Worker
+
+_log = logging.getLogger(__name__)
+
+#: Gives the GPU of a number, and its kernels.
+OpenDevice = Callable[[int], tuple[Device, Kernels]]
+
+
+class Job(Protocol):
+    """The host's part of a call."""
+
+    error: BaseException | None
+
+
+class Way(Protocol):
+    """How collectives on device memory are carried out: `Bounce`, `NodeCalls`."""
+
+    def begin(self, call: DeviceCall, stream: Stream) -> tuple[Any, Event]:
+        """Give the device its part; see `Bounce.begin`."""
+        ...
+
+    def finish(self, job: Any) -> None:
+        """Do the host's part."""
+        ...
+
+    def examine(self, job: Any) -> None:
+        """Raise what spoiled a call that the device is done with, if anything did."""
+        ...
+
+    def mark(self) -> Event:
+        """Return an event that is done when all that was begun so far is."""
+        ...
+
+    def take_event(self) -> Event:
+        """Return an event that nothing waits for; to be given back."""
+        ...
+
+    def recycle(self, event: Event) -> None:
+        """Take an event back."""
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """Wait, and free everything."""
+        ...
+
+
+class Outcome:
+    """What a call does to device memory; `r2ccl.work.Effects`."""
+
+    def __init__(self, device: Device, job: Job, done: Event, stream: Stream, way: Way) -> None:
+        self._device = device
+        self._job = job
+        self._way = way
+        self._done = done
+        self._stream = stream
+        weakref.finalize(self, way.recycle, done)
+
+    def is_done(self) -> bool:
+        """See `Effects`."""
+        return self._device.is_done(self._done)
+
+    def synchronize(self, timeout_s: float) -> bool:
+        """See `Effects`."""
+        is_over = self._device.synchronize(self._done, timeout_s)
+        if is_over:
+            self._way.examine(self._job)
+        return is_over
+
+    def order(self, stream: Any) -> None:
+        """See `Effects`; by default it is the stream that was current at the call."""
+        self._device.wait(stream_of(stream, self._stream), self._done)
+
+
+class _Loan(NamedTuple):
+    """Arrays that the device works on until `done`."""
+
+    done: Event
+    request: Request
+    way: Way
+
+
+class _Card(NamedTuple):
+    """The GPU in use, the way of its calls, and the arrays it still works on."""
+
+    device: Device
+    way: Way
+    #: The other way, for what the first cannot do.
+    bounce: Bounce
+    borrowed: deque[_Loan]
+
+
+class DeviceCalls:
+    """Device memory's part of a communicator.
+
+    Parameters
+    ----------
+    rank, nranks : int
+    config : Config
+    worker : Worker
+        Does the host's part, in the order of the calls.
+    run : callable
+        Runs a collective on host memory, in the worker.
+    gather : callable
+        Tells all ranks something and returns what they say; collective.
+    check : callable
+        Raises what ended the communicator, if anything did.
+    is_one_host : bool
+        Whether all ranks are on this host.
+    open_device : callable
+        Gives the GPU of a number.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        nranks: int,
+        *,
+        config: Config,
+        worker: Worker,
+        run: HostCall,
+        gather: Gather,
+        check: Callable[[], None],
+        is_one_host: bool,
+        open_device: OpenDevice,
+    ) -> None:
+        self._rank = rank
+        self._nranks = nranks
+        self._config = config
+        self._worker = worker
+        self._run = run
+        self._gather = gather
+        self._check = check
+        self._is_one_host = is_one_host
+        self._open_device = open_device
+        self._card: _Card | None = None
+
+    def start(self, request: Request, stream: Any, is_async: bool) -> Any:
+        """Begin a collective; return its result, or a `Work`.
+
+        Parameters
+        ----------
+        request : Request
+            On device memory.
+        stream : object or None
+            As callers pass it.
+        is_async : bool
+            Whether a `Work` is returned, and the stream goes on without the result.
+
+        Raises
+        ------
+        InvalidArgument
+            Another GPU than before, or no stream.
+        TransportError
+            The device failed; the communicator ends.
+        R2cclError
+            What ended the communicator before.
+        """
+        source, output = request.source, request.output
+        assert isinstance(source, DeviceBuffer)
+        buffers = (source,) if output is None else (source, output)
+        given, others = streams_of(stream, *buffers)
+        self._check()
+        card = self._open(source.ordinal)
+        self._let_go(card)
+        way = card.way if request.schedule is None else card.bounce
+        for other in others:
+            self._order(card.device, given, other, way)
+        task, job, done = self._begin(way, request, given)
+        if not is_async:
+            for each in (given, *others):
+                card.device.wait(each, done)
+        card.borrowed.append(_Loan(done, request, way))
+        if not is_async:
+            return request.result
+        outcome = Outcome(card.device, job, way.mark(), given, way)
+        return Work(task, request.result, self._config.timeout_s, outcome)
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the device and free everything; the worker has nothing left to do.
+
+        Raises
+        ------
+        TransportTimeout
+            The device still works.
+        """
+        card, self._card = self._card, None
+        if card is None:
+            return
+        for way in dict.fromkeys((card.way, card.bounce)):
+            way.close(timeout_s)
+        card.borrowed.clear()
+        card.device.close()
+
+    def _begin(self, way: Way, request: Request, stream: Stream) -> tuple[Task, Job, Event]:
+        """Give the device its part, and the worker the host's."""
+        output = request.output
+        call = DeviceCall(
+            request.signature,
+            request.source.address,
+            0 if output is None else output.address,
+            request.schedule,
+        )
+        job, done = way.begin(call, stream)
+        # Also of a call that could not be begun: what was begun of it must end.
+        task = self._worker.submit(lambda: way.finish(job))
+        if job.error is not None:
+            task.wait()
+            way.recycle(done)
+            task.succeed()
+        return task, job, done
+
+    @staticmethod
+    def _order(device: Device, later: Stream, earlier: Stream, way: Way) -> None:
+        event = way.take_event()
+        device.record(event, earlier)
+        device.wait(later, event)
+        way.recycle(event)
+
+    def _open(self, ordinal: int) -> _Card:
+        card = self._card
+        if card is None:
+            card = self._card = self._make(ordinal)
+        if card.device.ordinal != ordinal:
+            raise InvalidArgument(
+                f"rank {self._rank}: an array on GPU {ordinal}, but this communicator works on GPU "
+                f"{card.device.ordinal}, where its first one was: copy it, or make another "
+                "communicator"
+            )
+        return card
+
+    def _make(self, ordinal: int) -> _Card:
+        device, kernels = self._open_device(ordinal)
+        if not device.waits_on_memory:
+            raise TransportError(
+                f"rank {self._rank}: GPU {ordinal} cannot make a stream wait for the host "
+                "(CAN_USE_64_BIT_STREAM_MEM_OPS is 0): copy the arrays to the host",
+                rank=self._rank,
+                status="NO_STREAM_WAIT",
+            )
+        bounce = Bounce(
+            device,
+            self._rank,
+            self._nranks,
+            slot_nbytes=max(1, self._config.bounce_nbytes // 2),
+            run=self._run,
+            check=self._check,
+            clock=monotonic,
+            timeout_s=self._config.timeout_s,
+        )
+        why = self._why_not_direct()
+        board = why or join(device, self._rank, self._nranks, self._gather)
+        if isinstance(board, str):
+            if self._config.ipc == "1":
+                raise TransportError(
+                    f"rank {self._rank}: GPUs do not reach each other's memory ({board}), and "
+                    "R2CC_IPC=1 does without nothing else; set it to auto",
+                    rank=self._rank,
+                    status="NO_IPC",
+                )
+            _log.info("rank %d: GPU memory passes through the host: %s", self._rank, board)
+            return _Card(device, bounce, bounce, deque())
+        _log.info("rank %d: GPUs work on each other's memory", self._rank)
+        direct = NodeCalls(
+            device,
+            kernels,
+            board,
+            check=self._check,
+            clock=monotonic,
+            sleep=time.sleep,
+            timeout_s=self._config.timeout_s,
+        )
+        return _Card(device, direct, bounce, deque())
+
+    def _why_not_direct(self) -> str:
+        """Say what is known, alike on all ranks, to keep GPUs from each other's memory."""
+        if self._config.ipc == "0":
+            return "R2CC_IPC=0"
+        if not self._is_one_host:
+            return "ranks are on several hosts"
+        if not 2 <= self._nranks <= MOST_RANKS:
+            return f"{self._nranks} ranks; 2 to {MOST_RANKS} can"
+        return ""
+
+    def _let_go(self, card: _Card) -> None:
+        """Let go of arrays the device is done with."""
+        while card.borrowed and card.device.is_done(card.borrowed[0].done):
+            loan = card.borrowed.popleft()
+            loan.way.recycle(loan.done)
+
+
+__all__ = ["DeviceCalls", "OpenDevice", "Outcome", "Way"]

@@ -1,0 +1,141 @@
+"""Collectives on host memory: from a request to the engine.
+
+Owned by one thread at a time: the caller's, or the communicator's worker, which runs what goes on
+asynchronously and the host's part of collectives on device memory. Imports everything down to the
+engine. Invariant: a call's plan is that of the health which all ranks enter it with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl import kernels
+from r2ccl.buffers import Buffer, is_in_place, part_of
+from r2ccl.calibration import calibrate
+from r2ccl.clock import monotonic
+from r2ccl.dtypes import CODES
+from r2ccl.engine import Engine
+from r2ccl.executor import Call, LandingPool, LaneRun
+from r2ccl.plans import Plan, Plans
+from r2ccl.prediction import Rates
+from r2ccl.requests import Request
+from r2ccl.resilience.health import Health
+from r2ccl.schedule.ir import Schedule
+from r2ccl.types import CallSignature, Collective, ReduceOp
+
+Array = npt.NDArray[Any]
+
+_NOTHING = np.empty(0, np.uint8)
+_INT64 = CODES[np.dtype(np.int64)]
+_UINT8 = CODES[np.dtype(np.uint8)]
+
+
+class HostCalls:
+    """Host memory's part of a communicator.
+
+    Parameters
+    ----------
+    engine : Engine
+    plans : Plans
+    pool : LandingPool
+    whole : Health
+        Of a communicator that agrees on none.
+    """
+
+    def __init__(self, engine: Engine, plans: Plans, pool: LandingPool, whole: Health) -> None:
+        self._engine = engine
+        self._plans = plans
+        self._pool = pool
+        self._whole = whole
+        #: Where partial sums go that are no result of this rank's.
+        self._scratch = np.empty(0, np.uint8)
+        self._quiet = kernels.quiet_context()
+
+    def carry_out(self, request: Request) -> None:
+        """Run a request on host memory to its end.
+
+        Raises
+        ------
+        R2cclError
+            What ended it.
+        """
+        source, output, call = request.source, request.output, request.signature
+        assert isinstance(source, Buffer)
+        if output is None:
+            self.run(call, source.array, self._scratch_like(source.array))
+            return
+        assert isinstance(output, Buffer)
+        if call.collective == Collective.ALLGATHER:
+            rank, nranks = self._engine.progress.rank, self._engine.progress.nranks
+            own = part_of(output, rank, nranks)
+            if not is_in_place(source, own, output):
+                own.array[:] = source.array
+            self.run(call, output.array, output.array)
+        elif call.collective == Collective.REDUCE_SCATTER:
+            sums = self._scratch_like(source.array)
+            self.run(call, source.array, sums)
+            at = self._engine.progress.rank * output.count
+            output.array[:] = sums[at : at + output.count]
+        else:
+            self.run(call, source.array, output.array, request.schedule)
+
+    def run(
+        self, call: CallSignature, source: Array, output: Array, own: Schedule | None = None
+    ) -> None:
+        """Run a collective, by its best schedule or by an allreduce of the caller's own."""
+        health = self._engine.enter() or self._whole
+        plan = self._plans(call, health, self._engine.progress.op, own)
+        self._quiet.run(self._run_quietly, plan, source, output)
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """Tell all ranks something, and return what each says; all say as many bytes."""
+        rank, nranks = self._engine.progress.rank, self._engine.progress.nranks
+        all_bytes = np.zeros((nranks, len(mine)), np.uint8)
+        all_bytes[rank] = np.frombuffer(mine, np.uint8)
+        flat = all_bytes.reshape(-1)
+        self.run(CallSignature(Collective.ALLGATHER, _UINT8, ReduceOp.SUM, flat.size), flat, flat)
+        return [row.tobytes() for row in all_bytes]
+
+    def barrier(self) -> None:
+        """Meet all ranks."""
+        call = CallSignature(Collective.BARRIER, _UINT8, ReduceOp.SUM, 0)
+        self.run(call, _NOTHING, _NOTHING)
+
+    def calibrate(self) -> Rates:
+        """Measure what the network gives; collective."""
+
+        def time_ns(nbytes: int, ntimes: int) -> int:
+            data = np.zeros(nbytes, np.uint8)
+            call = CallSignature(Collective.ALLREDUCE, _UINT8, ReduceOp.SUM, nbytes)
+            took_ns = []
+            for _ in range(max(2, ntimes)):
+                begun_s = monotonic()
+                self.run(call, data, data)
+                took_ns.append(int((monotonic() - begun_s) * 1e9))
+            agreed = np.array([min(took_ns[1:])])
+            self.run(CallSignature(Collective.ALLREDUCE, _INT64, ReduceOp.MAX, 1), agreed, agreed)
+            return int(agreed[0])
+
+        return calibrate(time_ns, lambda nbytes: self._plans.choose(nbytes, self._whole))
+
+    def _run_quietly(self, plan: Plan, source: Array, output: Array) -> None:
+        layout = plan.layout
+        call = Call(layout, source, output, plan.reduce, plan.finish, is_gauge=plan.is_gauge)
+        progress = self._engine.progress
+
+        def make() -> list[LaneRun]:
+            return [LaneRun(lane, call, progress, self._pool) for lane in layout.lanes]
+
+        self._engine.run(plan.signature, make, layout.peers)
+
+    def _scratch_like(self, array: Array) -> Array:
+        """Return memory of this size and dtype; valid until the next call that needs some."""
+        if self._scratch.nbytes < array.nbytes:
+            self._scratch = np.empty(array.nbytes, np.uint8)
+        return self._scratch[: array.nbytes].view(array.dtype)
+
+
+__all__ = ["HostCalls"]

@@ -1,0 +1,453 @@
+"""Collectives among the GPUs of one node, each reading and writing the others' memory.
+
+Theory of operation
+-------------------
+Every rank has an equal part of the work: it reads that part of every rank's input and writes the
+result where it belongs, in one kernel. No byte passes through the host or a rail, and none is
+copied twice. The kernel is given to the device at the call, when nobody knows yet where the others'
+arrays are: it finds their addresses in a table, which the host fills later. In the stream's order:
+
+::
+
+    ready[me] = n          my input is there, my output may be overwritten
+    wait for the gate      the host: all ranks have called, and the table is filled
+    wait for ready[all]
+    the kernel
+    done[me] = n
+    wait for done[all]     my input was read, my output is whole
+
+The words are on a `NoticeBoard`, in memory that all processes of the node and their GPUs share; on
+it ranks also post where their arrays are. The host's part, in the communicator's worker, is to
+read the notices, map the others' allocations (once each), fill the table, open the gate, and watch
+until the device is done: if a rank dies meanwhile, the words are written for it, so that no stream
+hangs, and the communicator ends.
+
+Invariants: what a stream waits for was given to the same stream before, or is written by a host or
+by another rank's stream that waits for nothing later; nothing of a peer's memory is touched before
+its ``ready`` or after this rank's ``done``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.bounce import DeviceCall
+from r2ccl.clock import Clock
+from r2ccl.device.base import Device, Event, Stream
+from r2ccl.dtypes import dtype_of
+from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportTimeout
+from r2ccl.noticeboard import NoticeBoard
+from r2ccl.progress import describe
+from r2ccl.types import CallSignature, Collective
+
+Array = npt.NDArray[Any]
+
+#: Kernels read and write 16 bytes at once; parts begin at multiples.
+_VECTOR_NBYTES = 16
+#: Calls whose tables are kept apart: more than can be under way before a notice is overwritten.
+_NTABLES = 64
+#: Most ranks of a node: operands of one kernel.
+MOST_RANKS = 8
+_POLL_S = 20e-6
+_LOOK_S = 0.05
+
+_NOTICE = struct.Struct("<QQ64sQQ64sQ")
+
+
+class _Place(NamedTuple):
+    """Where one array of a rank is."""
+
+    allocation: int
+    handle: bytes
+    offset: int
+
+
+class _Notice(NamedTuple):
+    """What a rank says of its call: the packed signature, its input, its output."""
+
+    signature: int
+    source: _Place
+    output: _Place
+
+    def pack(self) -> bytes:
+        return _NOTICE.pack(self.signature, *self.source, *self.output)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> _Notice:
+        signature, *places = _NOTICE.unpack_from(packed)
+        return cls(signature, _Place(*places[:3]), _Place(*places[3:]))
+
+
+class NodeJob(msgspec.Struct, eq=False):
+    """The host's part of a call; ``error`` is what spoiled it, if anything did."""
+
+    call: DeviceCall
+    number: int
+    done: Event
+    error: BaseException | None = None
+
+
+class _Share(NamedTuple):
+    """Part of the work: elements ``[start, start + length)`` of a row of `width`."""
+
+    start: int
+    length: int
+    width: int
+
+
+class Kernels(Protocol):
+    """What gives a device its kernels."""
+
+    def prepare_from_table(self, call: CallSignature, ninputs: int, noutputs: int) -> None:
+        """Load the kernel of `launch_from_table`; may wait for the device."""
+        ...
+
+    def launch_from_table(
+        self, call: CallSignature, ninputs: int, noutputs: int, table: int, count: int,
+        nranks: int, stream: Stream,
+    ) -> None:  # fmt: skip
+        """Reduce or copy `count` elements: addresses of inputs, then outputs, are at `table`.
+
+        If the first of them is 0 by then, nothing is done.
+        """
+        ...
+
+
+class NodeCalls:
+    """The collectives of one rank on the memory of all ranks of its node.
+
+    Parameters
+    ----------
+    device : Device
+    kernels : Kernels
+    board : NoticeBoard
+        Shared by all ranks of the communicator, in their order.
+    check : callable
+        Raises what ended the communicator, if anything did.
+    clock : Clock
+    sleep : callable
+        Lets other threads run for so many seconds.
+    timeout_s : float
+        How long the others may take to call, and the device to finish.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        kernels: Kernels,
+        board: NoticeBoard,
+        *,
+        check: Callable[[], None],
+        clock: Clock,
+        sleep: Callable[[float], None],
+        timeout_s: float,
+    ) -> None:
+        self._device = device
+        self._sleep = sleep
+        self._kernels = kernels
+        self._board = board
+        self._rank, self._nranks = board.index, board.nlocal
+        self._check = check
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._stream = device.make_stream()
+        self._words = device.pin(board.memory)
+        self._tables = device.allocate_pinned(_NTABLES * _TABLE_NBYTES)
+        self._pinned = device.allocate_pinned(_LINE_NBYTES)
+        self._gate = self._pinned.view(np.uint32)[:1]
+        self._events: list[Event] = []
+        self._number = 0
+        #: Calls the device may not be done with.
+        self._jobs: deque[NodeJob] = deque()
+        #: Allocations of other ranks, by rank and the number their process gave them.
+        self._mapped: dict[tuple[int, int], int] = {}
+
+    def begin(self, call: DeviceCall, stream: Stream) -> tuple[NodeJob, Event]:
+        """Give the stream all the device has to do; the caller's `stream` is not touched but read.
+
+        Returns
+        -------
+        NodeJob
+            For `finish`, which must follow, in the order of `begin`. Its ``error`` says what could
+            not be given.
+        Event
+            Done when the result is there. To be given back with `recycle`.
+        """
+        self._drop_done()
+        number = self._number + 1
+        done = self.take_event()
+        job = NodeJob(call, number, done)
+        try:
+            notice = self._notice_of(call)
+            # Loading may wait for streams, which then must not wait for this rank's host.
+            operands = _operands(call.signature.collective, self._nranks)
+            self._kernels.prepare_from_table(call.signature, *operands)
+            self._await_room(number)
+            self._number = number
+            self._give(call, number, done, stream)
+            self._board.post(number, notice.pack())
+            self._jobs.append(job)
+        except Exception as exc:
+            job.error = exc
+        return job, done
+
+    def finish(self, job: NodeJob) -> None:
+        """Fill the table once all have called, open the gate, and watch the device; in the worker.
+
+        Raises
+        ------
+        InvalidArgument
+            Another rank called something else.
+        TransportTimeout
+            Another rank did not call, or the device does not finish.
+        TransportError
+            The device failed.
+        R2cclError
+            What ended the communicator.
+        """
+        try:
+            if job.error is not None:
+                raise job.error
+            until_s = self._clock() + self._timeout_s
+            notices = [self._read(peer, job.number, until_s) for peer in range(self._nranks)]
+            self._require_same(notices)
+            while not self._board.has_done(self._rank, job.number - _NTABLES):
+                self._device.is_done(job.done)  # raises if it failed
+                self._pause(until_s, "the GPU is far behind")
+            self._fill(job, notices)
+            self._board.take(job.number)
+            self._gate[0] = job.number & _WORD
+            self._watch(job, until_s)
+            if self._device.is_done(job.done):
+                self.examine(job)
+        except BaseException as exc:
+            self._let_go(exc)
+            raise
+
+    def take_event(self) -> Event:
+        """Return an event that nothing waits for; to be given back with `recycle`."""
+        return self._events.pop() if self._events else self._device.make_event()
+
+    def examine(self, job: NodeJob) -> None:
+        """Raise what spoiled a call that the device is done with, if anything did.
+
+        Raises
+        ------
+        R2cclError
+            What ended the communicator, here or at the rank that let the streams go.
+        """
+        if job.error is None and self._board.is_spoiled(job.number):
+            self._check()
+            job.error = CommunicatorRevoked(
+                f"rank {self._rank}: another rank of this node gave up during collective "
+                f"{job.number} on GPU memory; see its own error"
+            )
+        if job.error is not None:
+            raise job.error
+
+    def recycle(self, event: Event) -> None:
+        """Take an event back."""
+        self._events.append(event)
+
+    def mark(self) -> Event:
+        """Return an event that is done when all that was begun so far is; to be given back."""
+        event = self.take_event()
+        self._device.record(event, self._stream)
+        return event
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the stream, and free everything; no job is left.
+
+        Raises
+        ------
+        TransportTimeout
+            The device still works on it; nothing was freed.
+        """
+        if int(self._gate[0]) != self._number & _WORD:
+            self._let_go(CommunicatorRevoked(f"rank {self._rank}: closed before it was done"))
+        last = self.mark()
+        if not self._device.synchronize(last, timeout_s):
+            raise TransportTimeout(
+                f"rank {self._rank}: the GPU still works after {timeout_s:g} s: its memory is "
+                "kept; end the process",
+                rank=self._rank,
+                status="TIMEOUT",
+            )
+        self._device.destroy_stream(self._stream)
+        for event in [*self._events, last]:
+            self._device.destroy_event(event)
+        for address in self._mapped.values():
+            self._device.unmap(address)
+        self._mapped.clear()
+        self._device.unpin(self._board.memory)
+        for memory in (self._tables, self._pinned):
+            self._device.free_pinned(memory)
+
+    # What the device does
+
+    def _give(self, call: DeviceCall, number: int, done: Event, stream: Stream) -> None:
+        device, own, board, word = self._device, self._stream, self._board, number & _WORD
+        share = self._share_of(call.signature)
+        device.record(done, stream)
+        device.wait(own, done)
+        device.write_word(own, self._words + board.ready_at(self._rank), word)
+        device.wait_word(own, int(self._pinned.ctypes.data), word)
+        for peer in range(self._nranks):
+            device.wait_word(own, self._words + board.ready_at(peer), word)
+        if share.length:
+            ninputs, noutputs = _operands(call.signature.collective, self._nranks)
+            table = self._table_of(number)
+            self._kernels.launch_from_table(
+                call.signature, ninputs, noutputs, int(table.ctypes.data), share.length,
+                self._nranks, own,
+            )  # fmt: skip
+        device.write_word(own, self._words + board.done_at(self._rank), word)
+        for peer in range(self._nranks):
+            device.wait_word(own, self._words + board.done_at(peer), word)
+        device.record(done, own)
+
+    def _share_of(self, call: CallSignature) -> _Share:
+        """Share a call's elements out, by whole vectors; where rows are ranks', by rows."""
+        if call.collective in (Collective.ALLGATHER, Collective.REDUCE_SCATTER):
+            width = call.count // self._nranks
+            return _Share(0, width, width)
+        vector = max(1, _VECTOR_NBYTES // dtype_of(call.dtype).itemsize)
+        each = -(-call.count // (vector * self._nranks)) * vector
+        start = min(call.count, self._rank * each)
+        return _Share(start, min(each, call.count - start), call.count)
+
+    # What the host does
+
+    def _notice_of(self, call: DeviceCall) -> _Notice:
+        source = self._place_of(call.source, call.signature.count)
+        output = self._place_of(call.output, call.signature.count)
+        return _Notice(call.signature.pack(), source, output)
+
+    def _place_of(self, address: int, count: int) -> _Place:
+        if not address or not count:
+            return _Place(0, b"", 0)
+        allocation = self._device.buffer_id(address)
+        return _Place(allocation, *self._device.export(address))
+
+    def _await_room(self, number: int) -> None:
+        """Wait, at the call, for ranks that are many calls behind."""
+        until_s = self._clock() + self._timeout_s
+        while not self._board.may_post(number):
+            self._pause(until_s, "ranks of this node are far behind")
+
+    def _read(self, peer: int, number: int, until_s: float) -> _Notice:
+        packed = self._board.read(peer, number)
+        while packed is None:
+            self._pause(until_s, f"rank {peer} has not called")
+            packed = self._board.read(peer, number)
+        return _Notice.unpack(packed)
+
+    def _pause(self, until_s: float, why: str) -> None:
+        self._check()
+        if self._clock() >= until_s:
+            raise TransportTimeout(
+                f"rank {self._rank}: {why} for {self._timeout_s:g} s, in collective "
+                f"{self._number} on GPU memory; see what it does, or raise R2CC_TIMEOUT_S",
+                rank=self._rank,
+                status="TIMEOUT",
+            )
+        self._sleep(_POLL_S)
+
+    def _require_same(self, notices: Sequence[_Notice]) -> None:
+        mine = notices[self._rank].signature
+        for peer, notice in enumerate(notices):
+            if notice.signature != mine:
+                raise InvalidArgument(
+                    f"call differs between ranks: rank {self._rank} called {describe(mine)}, rank "
+                    f"{peer} called {describe(notice.signature)}; all ranks must pass the same "
+                    "collective, dtype, op, root and count"
+                )
+
+    def _fill(self, job: NodeJob, notices: Sequence[_Notice]) -> None:
+        """Write the addresses this rank's kernel works on."""
+        call = job.call.signature
+        share, itemsize = self._share_of(call), dtype_of(call.dtype).itemsize
+        if not share.length:
+            return
+        sources = [self._address(peer, notice.source) for peer, notice in enumerate(notices)]
+        outputs = [self._address(peer, notice.output) for peer, notice in enumerate(notices)]
+        sources[self._rank], outputs[self._rank] = job.call.source, job.call.output
+        row = self._rank * share.width * itemsize
+        at = share.start * itemsize
+        kind = call.collective
+        if kind == Collective.ALLGATHER:
+            addresses = [sources[self._rank], *(address + row for address in outputs)]
+        elif kind == Collective.REDUCE_SCATTER:
+            addresses = [*(address + row for address in sources), outputs[self._rank]]
+        elif kind == Collective.BROADCAST:
+            addresses = [sources[call.root] + at, *(address + at for address in outputs)]
+        elif kind == Collective.REDUCE:
+            addresses = [*(address + at for address in sources), outputs[call.root] + at]
+        else:
+            addresses = [address + at for address in (*sources, *outputs)]
+        self._table_of(job.number)[: len(addresses)] = addresses
+
+    def _address(self, peer: int, place: _Place) -> int:
+        """Where an array of `peer` is for this process; mapped if it was not yet."""
+        if not place.allocation or peer == self._rank:
+            return 0
+        key = (peer, place.allocation)
+        base = self._mapped.get(key)
+        if base is None:
+            base = self._mapped[key] = self._device.map(place.handle)
+        return base + place.offset
+
+    def _watch(self, job: NodeJob, until_s: float) -> None:
+        """Wait for the device, unless another call follows, whose watch is this one's too."""
+        while job.number == self._number and not self._device.synchronize(job.done, _LOOK_S):
+            self._check()
+            if self._clock() >= until_s:
+                raise TransportTimeout(
+                    f"rank {self._rank}: the GPU has not finished collective {job.number} in "
+                    f"{self._timeout_s:g} s; look for a kernel that hangs on a GPU of this node, "
+                    "or raise R2CC_TIMEOUT_S",
+                    rank=self._rank,
+                    status="TIMEOUT",
+                )
+
+    def _let_go(self, error: BaseException) -> None:
+        """Have no stream hang, this rank's or another's, which ends for the same reason.
+
+        Kernels that have not run do nothing; what the device had not done is spoiled.
+        """
+        self._drop_done()
+        for job in self._jobs:
+            job.error = job.error or error
+        self._jobs.clear()
+        self._tables[:] = 0
+        self._gate[0] = self._number & _WORD
+        self._board.release(self._number)
+
+    def _drop_done(self) -> None:
+        while self._jobs and self._board.has_done(self._rank, self._jobs[0].number):
+            self._jobs.popleft()
+
+    def _table_of(self, number: int) -> Array:
+        at = number % _NTABLES * _TABLE_NBYTES
+        return self._tables[at : at + _TABLE_NBYTES].view(np.uint64)
+
+
+def _operands(collective: int, nranks: int) -> tuple[int, int]:
+    """How many arrays a kernel reads, and how many it writes."""
+    ninputs = 1 if collective in (Collective.ALLGATHER, Collective.BROADCAST) else nranks
+    noutputs = 1 if collective in (Collective.REDUCE, Collective.REDUCE_SCATTER) else nranks
+    return ninputs, noutputs
+
+
+_TABLE_NBYTES = 2 * MOST_RANKS * 8
+_LINE_NBYTES = 64
+_WORD = 0xFFFFFFFF
+
+__all__ = ["MOST_RANKS", "Kernels", "NodeCalls", "NodeJob"]

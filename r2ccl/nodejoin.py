@@ -1,0 +1,107 @@
+"""Joining a node: do the ranks' GPUs reach each other's memory, and where do they tell each other.
+
+Nothing is believed, all is tried: every rank exports an allocation of its own and maps those of the
+others, and opens the memory of the notice board. One that cannot says so to all, and all do
+without.
+
+Invariant: all ranks get a board, or none does.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable, Sequence
+
+from r2ccl.device.base import Device
+from r2ccl.errors import TransportError
+from r2ccl.noticeboard import RANK_NBYTES, NoticeBoard, SharedFile
+
+_log = logging.getLogger(__name__)
+
+#: Tells all ranks something and returns what they say, by rank; all say as many bytes.
+Gather = Callable[[bytes], Sequence[bytes]]
+
+_CARD = struct.Struct("<?64s16s")
+_PROBE_NBYTES = 256
+
+
+def join(device: Device, rank: int, nranks: int, gather: Gather) -> NoticeBoard | str:
+    """Find out together whether all GPUs reach each other's memory.
+
+    Parameters
+    ----------
+    device : Device
+    rank, nranks : int
+        All ranks are on this host.
+    gather : callable
+
+    Returns
+    -------
+    NoticeBoard or str
+        The board of all ranks, or why there is none.
+
+    Notes
+    -----
+    *Collective*: all ranks. *Cost*: three small messages to all.
+    """
+    probe = device.allocate(_PROBE_NBYTES)
+    try:
+        why, file = _offer(device, rank, nranks, probe, gather)
+    finally:
+        device.free(probe)
+    if file is None:
+        return why
+    return NoticeBoard(file.memory, rank, nranks)
+
+
+def _offer(
+    device: Device, rank: int, nranks: int, probe: int, gather: Gather
+) -> tuple[str, SharedFile | None]:
+    why, card, file, name = "", _CARD.pack(False, b"", b""), None, b""
+    try:
+        handle, _ = device.export(probe)
+        if rank == 0:
+            file, name = SharedFile.create(nranks * RANK_NBYTES)
+        card = _CARD.pack(True, handle, name)
+    except TransportError as exc:
+        why = str(exc)
+    try:
+        return _agree(device, rank, nranks, card, file, why, gather)
+    finally:
+        if name:
+            SharedFile.forget(name)
+
+
+def _agree(
+    device: Device, rank: int, nranks: int, card: bytes, file: SharedFile | None, why: str,
+    gather: Gather,
+) -> tuple[str, SharedFile | None]:  # fmt: skip
+    cards = [_CARD.unpack(each) for each in gather(card)]
+    if all(is_able for is_able, _, _ in cards):
+        handles = [handle for _, handle, _ in cards]
+        try:
+            _map_all(device, rank, handles)
+            if rank != 0:
+                file = SharedFile.open(cards[0][2], nranks * RANK_NBYTES)
+        except TransportError as exc:
+            why = str(exc)
+    elif not why:
+        why = f"rank {[is_able for is_able, _, _ in cards].index(False)} cannot, see its log"
+    answers = gather(bytes([not why]))
+    # Nobody frees what others still map: that all are through says the next message.
+    gather(b"\0")
+    if all(answer[0] for answer in answers):
+        return "", file
+    refusing = [peer for peer, answer in enumerate(answers) if not answer[0]]
+    return why or f"rank {refusing[0]} cannot, see its log", None
+
+
+def _map_all(device: Device, rank: int, handles: Sequence[bytes]) -> None:
+    """Map every other rank's allocation once, to see that it can be done."""
+    for peer, handle in enumerate(handles):
+        if peer != rank:
+            device.unmap(device.map(handle))
+
+
+__all__ = ["Gather", "join"]

@@ -1,0 +1,238 @@
+"""A notice board: memory that the ranks of one node share, to tell each other where arrays are.
+
+Every rank has a page of its own: counters of the host, words that its GPU's stream writes, and a
+ring of notices. Only it writes there, until something breaks. A notice is posted before its number
+is; whoever reads the number first reads the notice whole.
+
+::
+
+    posted   number of the newest notice            written by the host
+    taken    newest notice of all others it read    written by the host
+    ready    newest call whose input is there       written by its stream
+    done     newest call it has finished            written by its stream
+    broken   whether its host wrote words of streams, and from which call on they are not true
+
+The memory is a file that has a name only until all have opened it, readable by its owner alone.
+Sees no device. Invariant: a notice is overwritten only after every rank has taken it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.errors import InvalidArgument, TransportError
+
+#: Where files live in memory.
+_ROOM = Path("/dev/shm")
+_PREFIX = "r2ccl-"
+_NAME_NBYTES = 16
+
+_LINE = 64
+_POSTED, _TAKEN, _READY, _DONE, _BROKEN = 0, 1 * _LINE, 2 * _LINE, 3 * _LINE, 4 * _LINE
+_SPOILED = _BROKEN + 4
+_RING_AT = 5 * _LINE
+_DEPTH = 64
+NOTICE_NBYTES = 192
+_PAGE = 4096
+#: Bytes of one rank's page, whole pages of memory.
+RANK_NBYTES = -(-(_RING_AT + _DEPTH * NOTICE_NBYTES) // _PAGE) * _PAGE
+_WORD = 0xFFFFFFFF
+
+
+class NoticeBoard:
+    """One rank's view of the board.
+
+    Parameters
+    ----------
+    memory : ndarray of uint8, shape (nlocal * RANK_NBYTES,)
+        Shared by all; zeroed at first.
+    index, nlocal : int
+        This rank's page, and how many there are.
+    """
+
+    def __init__(self, memory: npt.NDArray[np.uint8], index: int, nlocal: int) -> None:
+        self.memory = memory
+        self.index = index
+        self.nlocal = nlocal
+        self._words = memory.view(np.uint32).reshape(nlocal, -1)
+
+    def may_post(self, number: int) -> bool:
+        """Whether every rank has taken the notice that `number` overwrites."""
+        return all(
+            _is_reached(int(self._words[peer, _TAKEN // 4]), number - _DEPTH)
+            for peer in range(self.nlocal)
+        )
+
+    def post(self, number: int, notice: bytes) -> None:
+        """Post notice `number`; `may_post` holds."""
+        if len(notice) > NOTICE_NBYTES:
+            raise InvalidArgument(f"a notice of {len(notice)} bytes; at most {NOTICE_NBYTES}")
+        at = self._notice_at(self.index, number)
+        self.memory[at : at + len(notice)] = np.frombuffer(notice, np.uint8)
+        # Stores of one thread are seen in their order on x86; the call between them is a fence
+        # where they are not: it takes and releases a lock.
+        _FENCE()
+        self._words[self.index, _POSTED // 4] = number & _WORD
+
+    def read(self, peer: int, number: int) -> bytes | None:
+        """Return notice `number` of `peer`, None if it is not there yet."""
+        if not _is_reached(int(self._words[peer, _POSTED // 4]), number):
+            return None
+        _FENCE()
+        at = self._notice_at(peer, number)
+        return self.memory[at : at + NOTICE_NBYTES].tobytes()
+
+    def take(self, number: int) -> None:
+        """Say that notices of all ranks up to `number` were read."""
+        self._words[self.index, _TAKEN // 4] = number & _WORD
+
+    def ready_at(self, peer: int) -> int:
+        """Offset of the word that says which call's input of `peer` is there."""
+        return peer * RANK_NBYTES + _READY
+
+    def done_at(self, peer: int) -> int:
+        """Offset of the word that says which call `peer` has finished."""
+        return peer * RANK_NBYTES + _DONE
+
+    def has_done(self, peer: int, number: int) -> bool:
+        """Whether the stream of `peer` has finished call `number`."""
+        return _is_reached(int(self._words[peer, _DONE // 4]), number)
+
+    def release(self, number: int) -> None:
+        """Have every stream of the node go on, up to call `number`: something is broken.
+
+        What words are written here without being true spoils their calls, and later ones.
+        """
+        untrue = [
+            (peer, at // 4)
+            for peer in range(self.nlocal)
+            for at in (_READY, _DONE)
+            if not _is_reached(int(self._words[peer, at // 4]), number)
+        ]
+        if not untrue:
+            return
+        behind = max((number - int(self._words[where])) & _WORD for where in untrue)
+        page = self._words[self.index]
+        if not page[_BROKEN // 4] or not _is_reached(number - behind, int(page[_SPOILED // 4])):
+            page[_SPOILED // 4] = (number - behind + 1) & _WORD
+        page[_BROKEN // 4] = 1
+        _FENCE()
+        for where in untrue:
+            self._words[where] = number & _WORD
+
+    def is_spoiled(self, number: int) -> bool:
+        """Whether some rank let streams go on that should have waited for call `number`.
+
+        To be asked when the device is done with it.
+        """
+        _FENCE()
+        return any(
+            page[_BROKEN // 4] and _is_reached(number, int(page[_SPOILED // 4]))
+            for page in self._words
+        )
+
+    def _notice_at(self, peer: int, number: int) -> int:
+        return peer * RANK_NBYTES + _RING_AT + number % _DEPTH * NOTICE_NBYTES
+
+
+class SharedFile:
+    """The memory of a board, mapped by several processes."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        try:
+            self._map = mmap.mmap(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+        self.memory = np.frombuffer(self._map, np.uint8)
+
+    @classmethod
+    def create(cls, nbytes: int) -> tuple[SharedFile, bytes]:
+        """Make one; return it and the name for `open`, until `forget`.
+
+        Raises
+        ------
+        TransportError
+            There is no room.
+        """
+        name = secrets.token_bytes(_NAME_NBYTES)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            descriptor = os.open(_path(name), flags, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, nbytes)
+            except OSError:
+                os.close(descriptor)
+                os.unlink(_path(name))
+                raise
+        except OSError as exc:
+            raise TransportError(
+                f"cannot make a file of {nbytes} bytes in {_ROOM}: {exc}; give it more room",
+                status="NO_SHARED_MEMORY",
+            ) from exc
+        return cls(descriptor, nbytes), name
+
+    @classmethod
+    def open(cls, name: bytes, nbytes: int) -> SharedFile:
+        """Open the file that another process of the same user made.
+
+        Raises
+        ------
+        TransportError
+            There is none, or it is not what `create` makes.
+        """
+        if len(name) != _NAME_NBYTES:
+            raise InvalidArgument(f"a name of {len(name)} bytes; allowed is {_NAME_NBYTES}")
+        try:
+            descriptor = os.open(_path(name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as exc:
+            raise TransportError(
+                f"cannot open the memory that ranks of this host share: {exc}; have them all see "
+                f"one {_ROOM}",
+                status="NO_SHARED_MEMORY",
+            ) from exc
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid() or found.st_size != nbytes:
+            os.close(descriptor)
+            raise TransportError(
+                f"the memory that ranks of this host share is of user {found.st_uid} and "
+                f"{found.st_size} bytes, not {os.geteuid()} and {nbytes}: run them as one user",
+                status="NO_SHARED_MEMORY",
+            )
+        return cls(descriptor, nbytes)
+
+    @staticmethod
+    def forget(name: bytes) -> None:
+        """Take the name away: all have it open."""
+        os.unlink(_path(name))
+
+
+def _path(name: bytes) -> Path:
+    return _ROOM / f"{_PREFIX}{name.hex()}"
+
+
+def _is_reached(word: int, number: int) -> bool:
+    """Whether a counter that wraps is at `number` or beyond."""
+    return (word - number) & _WORD < 1 << 31
+
+
+def _make_fence() -> Callable[[], None]:
+    lock = threading.Lock()
+
+    def fence() -> None:
+        with lock:
+            return
+
+    return fence
+
+
+_FENCE = _make_fence()
+
+__all__ = ["NOTICE_NBYTES", "RANK_NBYTES", "NoticeBoard", "SharedFile"]

@@ -1,0 +1,147 @@
+"""Requests: what a caller asks a communicator for, validated, with the memory it is about.
+
+One function a collective: it views the arrays, in host or device memory, makes the output if the
+caller gave none, and says what all ranks must agree on. Nothing is done yet, and no byte is read.
+
+Must not import links or threads. Invariant: a request that exists can be carried
+out; what is wrong with the arguments is raised here, before any byte moves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from r2ccl import kernels
+from r2ccl.buffers import Buffer, as_buffer, is_in_place, like, like_part, part_of
+from r2ccl.device.arrays import (
+    DeviceBuffer,
+    as_device_buffer,
+    is_device_array,
+)
+from r2ccl.errors import InvalidArgument
+from r2ccl.schedule.ir import Schedule
+from r2ccl.types import CallSignature, Collective, ReduceOp
+
+Memory: TypeAlias = Buffer | DeviceBuffer
+
+
+class Request(msgspec.Struct, frozen=True, eq=False):
+    """One collective.
+
+    Parameters
+    ----------
+    signature : CallSignature
+    source, output : Buffer or DeviceBuffer
+        Both in host memory or both on one device. Without an output (a reduce elsewhere than on
+        its root) it is None.
+    result : object
+        What the caller gets.
+    schedule : Schedule or None
+        An allreduce of the caller's own.
+    """
+
+    signature: CallSignature
+    source: Memory
+    output: Memory | None
+    result: Any
+    schedule: Schedule | None = None
+
+
+def allreduce(x: Any, out: Any, op: ReduceOp, schedule: Schedule | None = None) -> Request:
+    """See `Communicator.allreduce` and `Communicator.run_schedule`."""
+    source, output = _both(x, out)
+    kernels.check_op(source.dtype_code, op)
+    call = CallSignature(Collective.ALLREDUCE, source.dtype_code, op, source.count)
+    return Request(call, source, output, x if out is None else out, schedule)
+
+
+def broadcast(x: Any, out: Any, root: int) -> Request:
+    """See `Communicator.broadcast`."""
+    source, output = _both(x, out)
+    call = CallSignature(Collective.BROADCAST, source.dtype_code, ReduceOp.SUM, source.count, root)
+    return Request(call, source, output, x if out is None else out)
+
+
+def reduce(x: Any, out: Any, op: ReduceOp, root: int, rank: int) -> Request:
+    """See `Communicator.reduce`."""
+    output: Memory | None = None
+    if rank == root:
+        source, output = _both(x, out)
+    else:
+        source = view(x, writable=False)
+    kernels.check_op(source.dtype_code, op)
+    call = CallSignature(Collective.REDUCE, source.dtype_code, op, source.count, root)
+    result = None if output is None else x if out is None else out
+    return Request(call, source, output, result)
+
+
+def allgather(x: Any, out: Any, rank: int, nranks: int) -> Request:
+    """See `Communicator.allgather`."""
+    source = view(x, writable=False)
+    result = like(x, nranks) if out is None else out
+    output = view(result, writable=True)
+    _require_alike(source, output)
+    is_in_place(source, part_of(output, rank, nranks), output)
+    call = CallSignature(Collective.ALLGATHER, output.dtype_code, ReduceOp.SUM, output.count)
+    return Request(call, source, output, result)
+
+
+def reduce_scatter(x: Any, out: Any, op: ReduceOp, rank: int, nranks: int) -> Request:
+    """See `Communicator.reduce_scatter`."""
+    source = view(x, writable=False)
+    kernels.check_op(source.dtype_code, op)
+    own = part_of(source, rank, nranks)
+    result = like_part(x, nranks) if out is None else out
+    output = view(result, writable=True)
+    _require_alike(source, output)
+    is_in_place(output, own, source)
+    call = CallSignature(Collective.REDUCE_SCATTER, source.dtype_code, op, source.count)
+    return Request(call, source, output, result)
+
+
+def view(x: Any, *, writable: bool) -> Memory:
+    """View an array, wherever it is.
+
+    Raises
+    ------
+    InvalidArgument
+        See `as_buffer` and `as_device_buffer`.
+    """
+    if is_device_array(x):
+        return as_device_buffer(x, writable=writable)
+    return as_buffer(x, writable=writable)
+
+
+def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
+    """View input and output of equal size; without `out`, `x` is both."""
+    source = view(x, writable=out is None)
+    if out is None:
+        return source, source
+    output = view(out, writable=True)
+    _require_alike(source, output)
+    is_in_place(source, output)
+    return source, output
+
+
+def _require_alike(source: Memory, output: Memory) -> None:
+    """Refuse memory of two kinds."""
+    places = [getattr(each, "ordinal", None) for each in (source, output)]
+    if places[0] != places[1]:
+        where = ["in host memory" if at is None else f"on GPU {at}" for at in places]
+        raise InvalidArgument(
+            f"the input is {where[0]}, the output {where[1]}: both must be in the same place"
+        )
+
+
+__all__ = [
+    "Memory",
+    "Request",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "reduce",
+    "reduce_scatter",
+    "view",
+]

@@ -1,0 +1,84 @@
+"""What a user of device arrays and asynchronous calls can rely on, over real processes.
+
+The GPUs are fakes, one a process, so that calls go through pinned memory and real sockets; every
+access the GPU and the host make is checked for its order.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import device_programs as programs
+import pytest
+
+from r2ccl import launch
+from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
+from r2ccl.bootstrap.launch import LocalJob
+
+TIMEOUT_S = 90.0
+
+
+@pytest.mark.parametrize("nranks", [1, 2, 3])
+def test_every_collective_is_exact(nranks: int) -> None:
+    run = functools.partial(programs.collectives, (0, 1, 100, 20_001))
+    assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+
+
+def test_a_rail_lost_in_the_middle_changes_nothing() -> None:
+    run = functools.partial(programs.losing_a_rail, 50_000)
+    results = launch(run, 3, timeout_s=TIMEOUT_S)
+    assert [is_right for is_right, _ in results] == [True] * 3
+    assert sum(nrepairs for _, nrepairs in results) >= 2
+
+
+def test_no_stream_hangs_when_a_rank_dies(tmp_path: Path) -> None:
+    code = f"import device_programs as programs; print(programs.dying(1, {str(tmp_path)!r}))"
+    started = []
+    with LocalJob(3) as job:
+        for rank in range(3):
+            env = {**os.environ, **job.environment(rank), "PYTHONPATH": os.pathsep.join(sys.path)}
+            passed = [job.listener.fileno()] if rank == 0 else []
+            if passed:
+                env[LISTEN_FD_VARIABLE] = str(passed[0])
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", code], env=env, pass_fds=passed, text=True,
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                )
+            )  # fmt: skip
+    try:
+        said = [process.communicate(timeout=TIMEOUT_S) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    assert started[1].returncode == -signal.SIGKILL
+    for rank in (0, 2):
+        assert started[rank].returncode == 0, said[rank][1]
+        assert "lost rank 1" in said[rank][0]
+
+
+def test_a_failure_nobody_waited_for_is_told_at_the_next_call() -> None:
+    for said in launch(programs.unseen_failure, 2, timeout_s=TIMEOUT_S):
+        assert "for a test" in said
+
+
+def test_mistakes_are_refused_and_harm_nothing() -> None:
+    for said in launch(programs.wrong_arguments, 2, timeout_s=TIMEOUT_S):
+        assert "no stream works" in said[0]
+        assert "same place" in said[1]
+        assert "same place" in said[2]
+        assert "'fast'" in said[3]
+        assert "on GPU 3" in said[4]
+        assert "op=99" in said[5]
+
+
+@pytest.mark.parametrize("nranks", [1, 3])
+def test_asynchronous_calls_keep_their_order(nranks: int) -> None:
+    run = functools.partial(programs.asynchronous_on_the_host, 20)
+    assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks

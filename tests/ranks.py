@@ -1,0 +1,84 @@
+"""Ranks that are threads, each with a process of its own on a fake GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from r2ccl.device.base import Stream
+from r2ccl.testing.fakedevice import FakeDevice
+from r2ccl.types import Collective, ReduceOp
+
+TIMEOUT_S = 20.0
+
+
+def together(nranks: int, body: Callable[[int], Any]) -> list[Any]:
+    """Run `body` in a thread a rank; return what each returns, or raise what the first raised."""
+    results: list[Any] = [None] * nranks
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(rank)
+        except BaseException as exc:
+            results[rank] = exc
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(nranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * TIMEOUT_S)
+        assert not thread.is_alive()
+    for each in results:
+        if isinstance(each, BaseException):
+            raise each
+    return results
+
+
+def put(device: FakeDevice, stream: Stream, array: Any) -> int:
+    """Allocate device memory, and fill it in the order of a stream."""
+    data = np.ascontiguousarray(array)
+    address = device.allocate(max(1, data.nbytes))
+    if data.nbytes:
+        pinned = device.allocate_pinned(data.nbytes)
+        pinned[:] = data.view(np.uint8).reshape(-1)
+        device.copy(address, int(pinned.ctypes.data), data.nbytes, stream)
+    return address
+
+
+def get(device: FakeDevice, stream: Stream, address: int, count: int) -> Any:
+    """Read int64s of device memory in the order of a stream."""
+    done = device.make_event()
+    pinned = device.allocate_pinned(max(1, 8 * count))
+    if count:
+        device.copy(int(pinned.ctypes.data), address, 8 * count, stream)
+    device.record(done, stream)
+    assert device.synchronize(done, TIMEOUT_S)
+    return pinned[: 8 * count].view(np.int64).copy()
+
+
+def data_of(rank: int, count: int) -> Any:
+    """Return a rank's input."""
+    return np.random.default_rng(rank).integers(-1000, 1000, count)
+
+
+def meant(kind: Collective, xs: list[Any], op: ReduceOp, root: int, rank: int) -> Any:
+    """Return what a collective gives a rank; None: nothing."""
+    total = np.sum(xs, axis=0) if op is ReduceOp.SUM else np.max(xs, axis=0)
+    width = xs[0].size // len(xs)
+    return {
+        Collective.ALLREDUCE: total,
+        Collective.ALLGATHER: np.concatenate(xs),
+        Collective.REDUCE_SCATTER: total[rank * width : (rank + 1) * width],
+        Collective.BROADCAST: xs[root],
+        Collective.REDUCE: total if rank == root else None,
+    }[kind]
+
+
+def sizes_of(kind: Collective, count: int, nranks: int) -> tuple[int, int]:
+    """Elements of a rank's output, and those the call counts."""
+    if kind == Collective.ALLGATHER:
+        return count * nranks, count * nranks
+    return (count // nranks, count) if kind == Collective.REDUCE_SCATTER else (count, count)
