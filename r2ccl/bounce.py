@@ -132,18 +132,32 @@ class Bounce:
         Event
             Done when the result is there. To be given back with `recycle`.
         """
-        itemsize = dtype_of(call.signature.dtype).itemsize
-        grid = grid_of(call.signature, itemsize, self._nranks, self._slot_nbytes)
-        job = Job(call, grid, [])
         done = self.take_event()
         try:
             self._device.record(done, stream)
             self._device.wait(self._stream, done)
-            self._give(job, itemsize)
+            job = self.give(call, self._stream)
             self._device.record(done, self._stream)
         except Exception as exc:
-            job.error = exc
+            job = Job(call, Grid(1, 0, 1), [], exc)
         return job, done
+
+    def give(self, call: DeviceCall, stream: Stream) -> Job:
+        """As `begin`, to a stream that has waited for what it must; always the same one."""
+        itemsize = dtype_of(call.signature.dtype).itemsize
+        grid = grid_of(call.signature, itemsize, self._nranks, self._slot_nbytes)
+        job = Job(call, grid, [])
+        try:
+            self._give(job, itemsize, stream)
+        except Exception as exc:
+            job.error = exc
+        return job
+
+    def abandon(self, job: Job, error: BaseException) -> None:
+        """Let the stream go on without `finish`: the call has failed elsewhere."""
+        job.error = job.error or error
+        if job.windows:
+            self._gate[0] = job.windows[-1][2] & _WORD
 
     def finish(self, job: Job) -> None:
         """Run the collective of every window once it has been copied out; in the worker.
@@ -218,18 +232,21 @@ class Bounce:
 
     # What the device does
 
-    def _give(self, job: Job, itemsize: int) -> None:
+    def _give(self, job: Job, itemsize: int, stream: Stream) -> None:
         """Two copies out, then in turns one in and one out."""
         ahead = list(windows(job.call.signature, job.grid))
         first = self._given
         for at, window in enumerate(ahead[:_NSLOTS]):
-            self._give_out(job, window, first + at + 1, itemsize)
+            self._give_out(job, window, first + at + 1, itemsize, stream)
         for at, window in enumerate(ahead):
-            self._give_in(job, window, first + at + 1, itemsize)
+            self._give_in(job, window, first + at + 1, itemsize, stream)
             if at + _NSLOTS < len(ahead):
-                self._give_out(job, ahead[at + _NSLOTS], first + at + _NSLOTS + 1, itemsize)
+                number = first + at + _NSLOTS + 1
+                self._give_out(job, ahead[at + _NSLOTS], number, itemsize, stream)
 
-    def _give_out(self, job: Job, window: Window, number: int, itemsize: int) -> None:
+    def _give_out(
+        self, job: Job, window: Window, number: int, itemsize: int, stream: Stream
+    ) -> None:
         """Copy what the collective of `window` reads to its slot."""
         rows = self._rows_read(job.call.signature)
         if rows.number and window.length:
@@ -239,16 +256,18 @@ class Bounce:
             nbytes, pitch = window.length * itemsize, job.grid.width * itemsize
             source = job.call.source + window.start * itemsize + (rows.first - skip) * pitch
             target = self._address(number) + rows.first * nbytes
-            self._copy(target, nbytes, source, pitch, nbytes, rows.number)
+            self._copy(target, nbytes, source, pitch, nbytes, rows.number, stream)
         # Also where nothing is copied: what was in the slot before has been copied in.
         event = self.take_event()
-        self._device.record(event, self._stream)
+        self._device.record(event, stream)
         self._given = number
         job.windows.append((window, event, number))
 
-    def _give_in(self, job: Job, window: Window, number: int, itemsize: int) -> None:
+    def _give_in(
+        self, job: Job, window: Window, number: int, itemsize: int, stream: Stream
+    ) -> None:
         """Copy the result of `window` from its slot, once the gate is there."""
-        self._device.wait_word(self._stream, self._pinned.ctypes.data, number & _WORD)
+        self._device.wait_word(stream, self._pinned.ctypes.data, number & _WORD)
         rows = self._rows_written(job.call)
         if not (rows.number and window.length):
             return
@@ -258,20 +277,20 @@ class Bounce:
         target += 0 if is_part else rows.first * pitch
         source = self._address(number) + self._sums_at(job, window) * itemsize
         source += rows.first * nbytes
-        self._copy(target, pitch, source, nbytes, nbytes, rows.number)
+        self._copy(target, pitch, source, nbytes, nbytes, rows.number, stream)
 
     def _copy(
         self, target: int, target_pitch: int, source: int, source_pitch: int, nbytes: int,
-        nrows: int,
+        nrows: int, stream: Stream,
     ) -> None:  # fmt: skip
         if nrows > 1 and max(target_pitch, source_pitch) <= _MAX_PITCH:
             self._device.copy_rows(
-                target, target_pitch, source, source_pitch, nbytes, nrows, self._stream
+                target, target_pitch, source, source_pitch, nbytes, nrows, stream
             )
             return
         for row in range(nrows):
             self._device.copy(
-                target + row * target_pitch, source + row * source_pitch, nbytes, self._stream
+                target + row * target_pitch, source + row * source_pitch, nbytes, stream
             )
 
     def _rows_read(self, signature: CallSignature) -> _Rows:

@@ -118,7 +118,8 @@ class Communicator:
             run=self._host.run,
             gather=self._gather,
             check=self._engine.check,
-            is_one_host=len({info.host for info in control.peers}) == 1,
+            run_among=self._host.run_among,
+            nodes=_members(control.peers),
             open_device=open_device,
         )
         self._tidings = Tidings(self._engine)
@@ -781,6 +782,14 @@ class Communicator:
     def _require_rank(self, root: int) -> None:
         if not 0 <= root < self.nranks:
             raise InvalidArgument(f"root={root}; allowed is 0 to {self.nranks - 1}")
+
+
+def _members(peers: Sequence[PeerInfo]) -> tuple[tuple[int, ...], ...]:
+    """Of every host its ranks."""
+    hosts: dict[str, list[int]] = {}
+    for info in peers:
+        hosts.setdefault(info.host, []).append(info.rank)
+    return tuple(tuple(sorted(ranks)) for ranks in hosts.values())
 
 
 def _nodes(peers: Sequence[PeerInfo]) -> tuple[int, ...]:

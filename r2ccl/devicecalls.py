@@ -16,8 +16,11 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from r2ccl.bounce import Bounce, DeviceCall, HostCall
 from r2ccl.clock import monotonic
@@ -28,11 +31,19 @@ from r2ccl.device.streams import stream_of
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.nodecalls import MOST_RANKS, Kernels, NodeCalls
 from r2ccl.nodejoin import Gather, join
+from r2ccl.noticeboard import NoticeBoard
 from r2ccl.requests import Request
+from r2ccl.schedule.ir import Schedule
+from r2ccl.tiers import TieredCalls
+from r2ccl.types import CallSignature, Collective
 from r2ccl.work import Task, Work, Worker
 
 _log = logging.getLogger(__name__)
 
+Array = npt.NDArray[np.generic]
+
+#: Runs an allreduce of some ranks: which, the call, what it reads, what it writes.
+GroupCall = Callable[[tuple[int, ...], CallSignature, Array, Array], None]
 #: Gives the GPU of a number, and its kernels.
 OpenDevice = Callable[[int], tuple[Device, Kernels]]
 
@@ -135,8 +146,10 @@ class DeviceCalls:
         Tells all ranks something and returns what they say; collective.
     check : callable
         Raises what ended the communicator, if anything did.
-    is_one_host : bool
-        Whether all ranks are on this host.
+    run_among : callable
+        Runs an allreduce among some ranks, in the worker.
+    nodes : sequence of sequence of int
+        Of every node its ranks.
     open_device : callable
         Gives the GPU of a number.
     """
@@ -151,7 +164,8 @@ class DeviceCalls:
         run: HostCall,
         gather: Gather,
         check: Callable[[], None],
-        is_one_host: bool,
+        run_among: GroupCall,
+        nodes: Sequence[Sequence[int]],
         open_device: OpenDevice,
     ) -> None:
         self._rank = rank
@@ -161,7 +175,8 @@ class DeviceCalls:
         self._run = run
         self._gather = gather
         self._check = check
-        self._is_one_host = is_one_host
+        self._run_among = run_among
+        self._nodes = [tuple(node) for node in nodes]
         self._open_device = open_device
         self._card: _Card | None = None
 
@@ -193,7 +208,7 @@ class DeviceCalls:
         self._check()
         card = self._open(source.ordinal)
         self._let_go(card)
-        way = card.way if request.schedule is None else card.bounce
+        way = self._way_of(card, request)
         for other in others:
             self._order(card.device, given, other, way)
         task, job, done = self._begin(way, request, given)
@@ -268,18 +283,9 @@ class DeviceCalls:
                 rank=self._rank,
                 status="NO_STREAM_WAIT",
             )
-        bounce = Bounce(
-            device,
-            self._rank,
-            self._nranks,
-            slot_nbytes=max(1, self._config.bounce_nbytes // 2),
-            run=self._run,
-            check=self._check,
-            clock=monotonic,
-            timeout_s=self._config.timeout_s,
-        )
+        bounce = self._bounce(device, self._run)
         why = self._why_not_direct()
-        board = why or join(device, self._rank, self._nranks, self._gather)
+        board = why or join(device, self._rank, self._nodes, self._gather)
         if isinstance(board, str):
             if self._config.ipc == "1":
                 raise TransportError(
@@ -291,26 +297,57 @@ class DeviceCalls:
             _log.info("rank %d: GPU memory passes through the host: %s", self._rank, board)
             return _Card(device, bounce, bounce, deque())
         _log.info("rank %d: GPUs work on each other's memory", self._rank)
-        direct = NodeCalls(
+        return _Card(device, self._node_calls(device, kernels, board), bounce, deque())
+
+    def _bounce(self, device: Device, run: HostCall) -> Bounce:
+        return Bounce(
             device,
-            kernels,
-            board,
+            self._rank,
+            self._nranks,
+            slot_nbytes=max(1, self._config.bounce_nbytes // 2),
+            run=run,
             check=self._check,
             clock=monotonic,
-            sleep=time.sleep,
             timeout_s=self._config.timeout_s,
         )
-        return _Card(device, direct, bounce, deque())
+
+    def _node_calls(self, device: Device, kernels: Kernels, board: NoticeBoard) -> NodeCalls:
+        members = next(node for node in self._nodes if self._rank in node)
+        settings: dict[str, Any] = {
+            "check": self._check,
+            "clock": monotonic,
+            "sleep": time.sleep,
+            "timeout_s": self._config.timeout_s,
+        }
+        if len(self._nodes) == 1:
+            return NodeCalls(device, kernels, board, members, **settings)
+        group = tuple(sorted(node[board.index] for node in self._nodes))
+
+        def run(call: CallSignature, source: Array, output: Array, own: Schedule | None) -> None:
+            self._run_among(group, call, source, output)
+
+        rails = self._bounce(device, run)
+        return TieredCalls(device, kernels, board, members, rails=rails, **settings)
 
     def _why_not_direct(self) -> str:
         """Say what is known, alike on all ranks, to keep GPUs from each other's memory."""
+        sizes = {len(node) for node in self._nodes}
         if self._config.ipc == "0":
             return "R2CC_IPC=0"
-        if not self._is_one_host:
-            return "ranks are on several hosts"
-        if not 2 <= self._nranks <= MOST_RANKS:
-            return f"{self._nranks} ranks; 2 to {MOST_RANKS} can"
+        if not 2 <= min(sizes) <= max(sizes) <= MOST_RANKS:
+            return f"{min(sizes)} to {max(sizes)} ranks on a host; 2 to {MOST_RANKS} can"
+        if len(sizes) > 1:
+            return "hosts have different numbers of ranks"
         return ""
+
+    def _way_of(self, card: _Card, request: Request) -> Way:
+        """Say how a request is carried out; alike on all ranks."""
+        is_tiered = len(self._nodes) > 1
+        if request.schedule is not None:
+            return card.bounce
+        if is_tiered and request.signature.collective != Collective.ALLREDUCE:
+            return card.bounce
+        return card.way
 
     def _let_go(self, card: _Card) -> None:
         """Let go of arrays the device is done with."""

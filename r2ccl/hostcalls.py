@@ -19,7 +19,7 @@ from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
 from r2ccl.engine import Engine
 from r2ccl.executor import Call, LandingPool, LaneRun
-from r2ccl.plans import Plan, Plans
+from r2ccl.plans import GroupPlans, Plan, Plans
 from r2ccl.prediction import Rates
 from r2ccl.requests import Request
 from r2ccl.resilience.health import Health
@@ -53,6 +53,8 @@ class HostCalls:
         #: Where partial sums go that are no result of this rank's.
         self._scratch = np.empty(0, np.uint8)
         self._quiet = kernels.quiet_context()
+        #: Plans of allreduces among one rank of every node.
+        self._groups: dict[tuple[int, ...], GroupPlans] = {}
 
     def carry_out(self, request: Request) -> None:
         """Run a request on host memory to its end.
@@ -89,6 +91,27 @@ class HostCalls:
         health = self._engine.enter() or self._whole
         plan = self._plans(call, health, self._engine.progress.op, own)
         self._quiet.run(self._run_quietly, plan, source, output)
+
+    def run_among(
+        self, members: tuple[int, ...], call: CallSignature, source: Array, output: Array
+    ) -> None:
+        """Run an allreduce among some ranks, while all others run theirs.
+
+        Parameters
+        ----------
+        members : tuple of int
+            The group of this rank: one rank of every node, in rising order.
+        call, source, output
+            As `run`; AVG divides by the number of all ranks.
+        """
+        health = self._engine.enter() or self._whole
+        progress = self._engine.progress
+        plans = self._groups.get(members)
+        if plans is None:
+            plans = self._groups[members] = GroupPlans(
+                progress.rank, members, progress.nranks, self._plans.fabric, progress.config
+            )
+        self._quiet.run(self._run_quietly, plans(call, health), source, output)
 
     def gather(self, mine: bytes) -> list[bytes]:
         """Tell all ranks something, and return what each says; all say as many bytes."""

@@ -127,6 +127,48 @@ def lower(
     )
 
 
+def renumbered(layout: Layout, ranks: Sequence[int]) -> Layout:
+    """Return a layout whose rank and peers are others: number i is ``ranks[i]``."""
+
+    def way(old: Way) -> Way:
+        return old._replace(peer=ranks[old.peer])
+
+    def step(old: Step) -> Step:
+        return old if old.peer < 0 else msgspec.structs.replace(old, peer=ranks[old.peer])
+
+    lanes = tuple(
+        msgspec.structs.replace(
+            lane,
+            steps=tuple(step(each) for each in lane.steps),
+            sends=tuple(way(each) for each in lane.sends),
+            recvs=tuple(way(each) for each in lane.recvs),
+        )
+        for lane in layout.lanes
+    )
+    return msgspec.structs.replace(
+        layout,
+        rank=ranks[layout.rank],
+        lanes=lanes,
+        peers=frozenset(ranks[peer] for peer in layout.peers),
+    )
+
+
+def cleared(layout: Layout) -> Layout:
+    """Return the layout without eager slices, but for empty ones, which have no place to go.
+
+    For memory whose bytes this process cannot copy. All ranks must do the same.
+    """
+    return msgspec.structs.replace(layout, lanes=tuple(_cleared(each) for each in layout.lanes))
+
+
+def _cleared(lane: Lane) -> Lane:
+    steps = tuple(
+        msgspec.structs.replace(step, is_eager=step.cuts[0] == step.cuts[-1])
+        for step in lane.steps
+    )
+    return msgspec.structs.replace(lane, steps=steps)
+
+
 def _place(
     op: Op,
     ops: Sequence[Op],
@@ -174,4 +216,4 @@ def _lane(steps: tuple[Step, ...], channels: Mapping[int, int]) -> Lane:
     )
 
 
-__all__ = ["Lane", "Layout", "Step", "Way", "lower"]
+__all__ = ["Lane", "Layout", "Step", "Way", "cleared", "lower", "renumbered"]

@@ -38,7 +38,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.bounce import DeviceCall
+from r2ccl.bounce import DeviceCall, Job
 from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
@@ -69,7 +69,7 @@ class _Place(NamedTuple):
     offset: int
 
 
-class _Notice(NamedTuple):
+class Notice(NamedTuple):
     """What a rank says of its call: the packed signature, its input, its output."""
 
     signature: int
@@ -77,20 +77,27 @@ class _Notice(NamedTuple):
     output: _Place
 
     def pack(self) -> bytes:
+        """Spell it for the board."""
         return _NOTICE.pack(self.signature, *self.source, *self.output)
 
     @classmethod
-    def unpack(cls, packed: bytes) -> _Notice:
+    def unpack(cls, packed: bytes) -> Notice:
+        """Invert `pack`."""
         signature, *places = _NOTICE.unpack_from(packed)
         return cls(signature, _Place(*places[:3]), _Place(*places[3:]))
 
 
 class NodeJob(msgspec.Struct, eq=False):
-    """The host's part of a call; ``error`` is what spoiled it, if anything did."""
+    """The host's part of a call.
+
+    ``between`` is the part of the rails, where there are several nodes; ``error`` is what spoiled
+    the call, if anything did.
+    """
 
     call: DeviceCall
     number: int
     done: Event
+    between: Job | None = None
     error: BaseException | None = None
 
 
@@ -128,7 +135,9 @@ class NodeCalls:
     device : Device
     kernels : Kernels
     board : NoticeBoard
-        Shared by all ranks of the communicator, in their order.
+        Shared by all ranks of the node, in their order.
+    members : sequence of int
+        The ranks of the node, as the communicator numbers them.
     check : callable
         Raises what ended the communicator, if anything did.
     clock : Clock
@@ -143,6 +152,7 @@ class NodeCalls:
         device: Device,
         kernels: Kernels,
         board: NoticeBoard,
+        members: Sequence[int],
         *,
         check: Callable[[], None],
         clock: Clock,
@@ -153,7 +163,10 @@ class NodeCalls:
         self._sleep = sleep
         self._kernels = kernels
         self._board = board
-        self._rank, self._nranks = board.index, board.nlocal
+        self._members = tuple(members)
+        #: This rank and the number of ranks in the node; and as others know it.
+        self._at, self._nlocal = board.index, board.nlocal
+        self._rank = self._members[self._at]
         self._check = check
         self._clock = clock
         self._timeout_s = timeout_s
@@ -166,6 +179,8 @@ class NodeCalls:
         self._number = 0
         #: Calls the device may not be done with.
         self._jobs: deque[NodeJob] = deque()
+        #: What let the streams go, if anything did: no call can be right any more.
+        self._broken: BaseException | None = None
         #: Allocations of other ranks, by rank and the number their process gave them.
         self._mapped: dict[tuple[int, int], int] = {}
 
@@ -187,13 +202,12 @@ class NodeCalls:
         try:
             notice = self._notice_of(call)
             # Loading may wait for streams, which then must not wait for this rank's host.
-            operands = _operands(call.signature.collective, self._nranks)
-            self._kernels.prepare_from_table(call.signature, *operands)
+            self._prepare(call.signature)
             self._await_room(number)
             self._number = number
-            self._give(call, number, done, stream)
-            self._board.post(number, notice.pack())
             self._jobs.append(job)
+            self._give(job, done, stream)
+            self._board.post(number, notice.pack())
         except Exception as exc:
             job.error = exc
         return job, done
@@ -213,17 +227,19 @@ class NodeCalls:
             What ended the communicator.
         """
         try:
-            if job.error is not None:
-                raise job.error
+            error = job.error or self._broken
+            if error is not None:
+                raise error
             until_s = self._clock() + self._timeout_s
-            notices = [self._read(peer, job.number, until_s) for peer in range(self._nranks)]
+            notices = [self._read(at, job.number, until_s) for at in range(self._nlocal)]
             self._require_same(notices)
-            while not self._board.has_done(self._rank, job.number - _NTABLES):
+            while not self._board.has_done(self._at, job.number - _NTABLES):
                 self._device.is_done(job.done)  # raises if it failed
                 self._pause(until_s, "the GPU is far behind")
             self._fill(job, notices)
             self._board.take(job.number)
             self._gate[0] = job.number & _WORD
+            self._meanwhile(job)
             self._watch(job, until_s)
             if self._device.is_done(job.done):
                 self.examine(job)
@@ -292,43 +308,56 @@ class NodeCalls:
 
     # What the device does
 
-    def _give(self, call: DeviceCall, number: int, done: Event, stream: Stream) -> None:
-        device, own, board, word = self._device, self._stream, self._board, number & _WORD
-        share = self._share_of(call.signature)
+    def _prepare(self, call: CallSignature) -> None:
+        """Have the kernels of a call loaded."""
+        self._kernels.prepare_from_table(call, *_operands(call.collective, self._nlocal))
+
+    def _give(self, job: NodeJob, done: Event, stream: Stream) -> None:
+        device, own, board, word = self._device, self._stream, self._board, job.number & _WORD
         device.record(done, stream)
         device.wait(own, done)
-        device.write_word(own, self._words + board.ready_at(self._rank), word)
+        device.write_word(own, self._words + board.ready_at(self._at), word)
         device.wait_word(own, int(self._pinned.ctypes.data), word)
-        for peer in range(self._nranks):
-            device.wait_word(own, self._words + board.ready_at(peer), word)
-        if share.length:
-            ninputs, noutputs = _operands(call.signature.collective, self._nranks)
-            table = self._table_of(number)
-            self._kernels.launch_from_table(
-                call.signature, ninputs, noutputs, int(table.ctypes.data), share.length,
-                self._nranks, own,
-            )  # fmt: skip
-        device.write_word(own, self._words + board.done_at(self._rank), word)
-        for peer in range(self._nranks):
-            device.wait_word(own, self._words + board.done_at(peer), word)
+        for at in range(self._nlocal):
+            device.wait_word(own, self._words + board.ready_at(at), word)
+        self._work(job)
+        device.write_word(own, self._words + board.done_at(self._at), word)
+        for at in range(self._nlocal):
+            device.wait_word(own, self._words + board.done_at(at), word)
         device.record(done, own)
+
+    def _work(self, job: NodeJob) -> None:
+        """Give the stream what lies between the inputs' being there and the result."""
+        call = job.call.signature
+        ninputs, noutputs = _operands(call.collective, self._nlocal)
+        self._launch(call, ninputs, noutputs, self._table_of(job.number))
+
+    def _launch(self, call: CallSignature, ninputs: int, noutputs: int, table: Array) -> None:
+        length = self._share_of(call).length
+        if length:
+            self._kernels.launch_from_table(
+                call, ninputs, noutputs, int(table.ctypes.data), length, self._nlocal, self._stream
+            )
+
+    def _meanwhile(self, job: NodeJob) -> None:
+        """Do what the host must do while the device works; the gate is open."""
 
     def _share_of(self, call: CallSignature) -> _Share:
         """Share a call's elements out, by whole vectors; where rows are ranks', by rows."""
         if call.collective in (Collective.ALLGATHER, Collective.REDUCE_SCATTER):
-            width = call.count // self._nranks
+            width = call.count // self._nlocal
             return _Share(0, width, width)
         vector = max(1, _VECTOR_NBYTES // dtype_of(call.dtype).itemsize)
-        each = -(-call.count // (vector * self._nranks)) * vector
-        start = min(call.count, self._rank * each)
+        each = -(-call.count // (vector * self._nlocal)) * vector
+        start = min(call.count, self._at * each)
         return _Share(start, min(each, call.count - start), call.count)
 
     # What the host does
 
-    def _notice_of(self, call: DeviceCall) -> _Notice:
+    def _notice_of(self, call: DeviceCall) -> Notice:
         source = self._place_of(call.source, call.signature.count)
         output = self._place_of(call.output, call.signature.count)
-        return _Notice(call.signature.pack(), source, output)
+        return Notice(call.signature.pack(), source, output)
 
     def _place_of(self, address: int, count: int) -> _Place:
         if not address or not count:
@@ -342,12 +371,12 @@ class NodeCalls:
         while not self._board.may_post(number):
             self._pause(until_s, "ranks of this node are far behind")
 
-    def _read(self, peer: int, number: int, until_s: float) -> _Notice:
-        packed = self._board.read(peer, number)
+    def _read(self, at: int, number: int, until_s: float) -> Notice:
+        packed = self._board.read(at, number)
         while packed is None:
-            self._pause(until_s, f"rank {peer} has not called")
-            packed = self._board.read(peer, number)
-        return _Notice.unpack(packed)
+            self._pause(until_s, f"rank {self._members[at]} has not called")
+            packed = self._board.read(at, number)
+        return Notice.unpack(packed)
 
     def _pause(self, until_s: float, why: str) -> None:
         self._check()
@@ -360,9 +389,9 @@ class NodeCalls:
             )
         self._sleep(_POLL_S)
 
-    def _require_same(self, notices: Sequence[_Notice]) -> None:
-        mine = notices[self._rank].signature
-        for peer, notice in enumerate(notices):
+    def _require_same(self, notices: Sequence[Notice]) -> None:
+        mine = notices[self._at].signature
+        for peer, notice in zip(self._members, notices, strict=True):
             if notice.signature != mine:
                 raise InvalidArgument(
                     f"call differs between ranks: rank {self._rank} called {describe(mine)}, rank "
@@ -370,22 +399,20 @@ class NodeCalls:
                     "collective, dtype, op, root and count"
                 )
 
-    def _fill(self, job: NodeJob, notices: Sequence[_Notice]) -> None:
+    def _fill(self, job: NodeJob, notices: Sequence[Notice]) -> None:
         """Write the addresses this rank's kernel works on."""
         call = job.call.signature
         share, itemsize = self._share_of(call), dtype_of(call.dtype).itemsize
         if not share.length:
             return
-        sources = [self._address(peer, notice.source) for peer, notice in enumerate(notices)]
-        outputs = [self._address(peer, notice.output) for peer, notice in enumerate(notices)]
-        sources[self._rank], outputs[self._rank] = job.call.source, job.call.output
-        row = self._rank * share.width * itemsize
+        sources, outputs = self._addresses(job, notices)
+        row = self._at * share.width * itemsize
         at = share.start * itemsize
         kind = call.collective
         if kind == Collective.ALLGATHER:
-            addresses = [sources[self._rank], *(address + row for address in outputs)]
+            addresses = [sources[self._at], *(address + row for address in outputs)]
         elif kind == Collective.REDUCE_SCATTER:
-            addresses = [*(address + row for address in sources), outputs[self._rank]]
+            addresses = [*(address + row for address in sources), outputs[self._at]]
         elif kind == Collective.BROADCAST:
             addresses = [sources[call.root] + at, *(address + at for address in outputs)]
         elif kind == Collective.REDUCE:
@@ -394,9 +421,16 @@ class NodeCalls:
             addresses = [address + at for address in (*sources, *outputs)]
         self._table_of(job.number)[: len(addresses)] = addresses
 
+    def _addresses(self, job: NodeJob, notices: Sequence[Notice]) -> tuple[list[int], list[int]]:
+        """Where all ranks' inputs and outputs are for this process."""
+        sources = [self._address(at, notice.source) for at, notice in enumerate(notices)]
+        outputs = [self._address(at, notice.output) for at, notice in enumerate(notices)]
+        sources[self._at], outputs[self._at] = job.call.source, job.call.output
+        return sources, outputs
+
     def _address(self, peer: int, place: _Place) -> int:
         """Where an array of `peer` is for this process; mapped if it was not yet."""
-        if not place.allocation or peer == self._rank:
+        if not place.allocation or peer == self._at:
             return 0
         key = (peer, place.allocation)
         base = self._mapped.get(key)
@@ -423,15 +457,15 @@ class NodeCalls:
         Kernels that have not run do nothing; what the device had not done is spoiled.
         """
         self._drop_done()
-        for job in self._jobs:
+        self._broken = self._broken or error
+        for job in tuple(self._jobs):
             job.error = job.error or error
-        self._jobs.clear()
         self._tables[:] = 0
         self._gate[0] = self._number & _WORD
         self._board.release(self._number)
 
     def _drop_done(self) -> None:
-        while self._jobs and self._board.has_done(self._rank, self._jobs[0].number):
+        while self._jobs and self._board.has_done(self._at, self._jobs[0].number):
             self._jobs.popleft()
 
     def _table_of(self, number: int) -> Array:
@@ -446,8 +480,8 @@ def _operands(collective: int, nranks: int) -> tuple[int, int]:
     return ninputs, noutputs
 
 
-_TABLE_NBYTES = 2 * MOST_RANKS * 8
+_TABLE_NBYTES = 3 * MOST_RANKS * 8
 _LINE_NBYTES = 64
 _WORD = 0xFFFFFFFF
 
-__all__ = ["MOST_RANKS", "Kernels", "NodeCalls", "NodeJob"]
+__all__ = ["MOST_RANKS", "Kernels", "NodeCalls", "NodeJob", "Notice"]

@@ -4,7 +4,7 @@ Nothing is believed, all is tried: every rank exports an allocation of its own a
 others, and opens the memory of the notice board. One that cannot says so to all, and all do
 without.
 
-Invariant: all ranks get a board, or none does.
+Invariant: all ranks get their node's board, or none does.
 """
 
 from __future__ import annotations
@@ -26,64 +26,70 @@ _CARD = struct.Struct("<?64s16s")
 _PROBE_NBYTES = 256
 
 
-def join(device: Device, rank: int, nranks: int, gather: Gather) -> NoticeBoard | str:
-    """Find out together whether all GPUs reach each other's memory.
+def join(
+    device: Device, rank: int, nodes: Sequence[Sequence[int]], gather: Gather
+) -> NoticeBoard | str:
+    """Find out together whether the GPUs of every node reach each other's memory.
 
     Parameters
     ----------
     device : Device
-    rank, nranks : int
-        All ranks are on this host.
+    rank : int
+    nodes : sequence of sequence of int
+        Of every node its ranks.
     gather : callable
 
     Returns
     -------
     NoticeBoard or str
-        The board of all ranks, or why there is none.
+        The board of this rank's node, or why no node has one.
 
     Notes
     -----
     *Collective*: all ranks. *Cost*: three small messages to all.
     """
+    members = next(tuple(node) for node in nodes if rank in node)
     probe = device.allocate(_PROBE_NBYTES)
     try:
-        why, file = _offer(device, rank, nranks, probe, gather)
+        why, file = _offer(device, rank, members, probe, gather)
     finally:
         device.free(probe)
     if file is None:
         return why
-    return NoticeBoard(file.memory, rank, nranks)
+    return NoticeBoard(file.memory, members.index(rank), len(members))
 
 
 def _offer(
-    device: Device, rank: int, nranks: int, probe: int, gather: Gather
+    device: Device, rank: int, members: Sequence[int], probe: int, gather: Gather
 ) -> tuple[str, SharedFile | None]:
     why, card, file, name = "", _CARD.pack(False, b"", b""), None, b""
     try:
         handle, _ = device.export(probe)
-        if rank == 0:
-            file, name = SharedFile.create(nranks * RANK_NBYTES)
+        if rank == members[0]:
+            file, name = SharedFile.create(len(members) * RANK_NBYTES)
         card = _CARD.pack(True, handle, name)
     except TransportError as exc:
         why = str(exc)
     try:
-        return _agree(device, rank, nranks, card, file, why, gather)
+        return _agree(device, rank, members, card, file, why, gather)
     finally:
         if name:
             SharedFile.forget(name)
 
 
 def _agree(
-    device: Device, rank: int, nranks: int, card: bytes, file: SharedFile | None, why: str,
-    gather: Gather,
+    device: Device, rank: int, members: Sequence[int], card: bytes, file: SharedFile | None,
+    why: str, gather: Gather,
 ) -> tuple[str, SharedFile | None]:  # fmt: skip
     cards = [_CARD.unpack(each) for each in gather(card)]
     if all(is_able for is_able, _, _ in cards):
-        handles = [handle for _, handle, _ in cards]
         try:
-            _map_all(device, rank, handles)
-            if rank != 0:
-                file = SharedFile.open(cards[0][2], nranks * RANK_NBYTES)
+            # Once, to see that it can be done.
+            for peer in members:
+                if peer != rank:
+                    device.unmap(device.map(cards[peer][1]))
+            if rank != members[0]:
+                file = SharedFile.open(cards[members[0]][2], len(members) * RANK_NBYTES)
         except TransportError as exc:
             why = str(exc)
     elif not why:
@@ -95,13 +101,6 @@ def _agree(
         return "", file
     refusing = [peer for peer, answer in enumerate(answers) if not answer[0]]
     return why or f"rank {refusing[0]} cannot, see its log", None
-
-
-def _map_all(device: Device, rank: int, handles: Sequence[bytes]) -> None:
-    """Map every other rank's allocation once, to see that it can be done."""
-    for peer, handle in enumerate(handles):
-        if peer != rank:
-            device.unmap(device.map(handle))
 
 
 __all__ = ["Gather", "join"]

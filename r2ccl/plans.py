@@ -11,13 +11,14 @@ first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from r2ccl import kernels
 from r2ccl.admission import admit
 from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
-from r2ccl.lowering import Layout, lower
+from r2ccl.lowering import Layout, lower, renumbered
 from r2ccl.planner import Explanation, Planner
 from r2ccl.prediction import UNMEASURED, Choice, Fabric, Rates
 from r2ccl.resilience.health import WHOLE, Health
@@ -47,6 +48,49 @@ class Plan(NamedTuple):
     reduce: kernels.Reducer
     finish: kernels.Divider | None
     is_gauge: bool
+
+
+class GroupPlans:
+    """The plans of allreduces among some of the ranks, each in one group; all groups at once.
+
+    Parameters
+    ----------
+    rank : int
+        One of `members`.
+    members : sequence of int
+        Ranks of the group, in rising order, each on a node of its own.
+    nranks : int
+        What AVG divides by.
+    fabric : Fabric
+        Of the whole communicator.
+    config : Config
+    """
+
+    def __init__(
+        self, rank: int, members: Sequence[int], nranks: int, fabric: Fabric, config: Config
+    ) -> None:
+        self._members = tuple(members)
+        self._nranks = nranks
+        index = self._members.index(rank)
+        self._plans = Plans(index, len(self._members), fabric._replace(nodes=()), config)
+        self._renumbered: dict[tuple[int, CallSignature], Plan] = {}
+
+    def __call__(self, call: CallSignature, health: Health) -> Plan:
+        """Return the plan of an allreduce while the rails of all ranks are as `health` says."""
+        key = (health.version, call)
+        found = self._renumbered.get(key)
+        if found is None:
+            plan = self._plans(call, health.of_ranks(self._members))
+            is_mean = call.op == ReduceOp.AVG
+            found = plan._replace(
+                layout=renumbered(plan.layout, self._members),
+                finish=kernels.divider(call.dtype, self._nranks) if is_mean else None,
+                is_gauge=False,
+            )
+            if len(self._renumbered) >= _KEPT:
+                self._renumbered.pop(next(iter(self._renumbered)))
+            self._renumbered[key] = found
+        return found
 
 
 class _Turns(NamedTuple):
@@ -190,4 +234,4 @@ _GAUGE_EVERY_SLOW, _GAUGE_EVERY = 16, 48
 #: Ranks times channels up to which a schedule is checked before use (some 10 ms).
 _CHECKED_SIZE = 64
 
-__all__ = ["Plan", "Plans"]
+__all__ = ["GroupPlans", "Plan", "Plans"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -15,9 +16,11 @@ from ranks import TIMEOUT_S, get, put
 
 import r2ccl
 from r2ccl import start
+from r2ccl.dtypes import CODES
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument, PeerLost
 from r2ccl.testing import fail_at
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
+from r2ccl.types import CallSignature, Collective
 
 WINDOWS = 32 << 10
 
@@ -204,3 +207,26 @@ def asynchronous_on_the_host(ncalls: int) -> list[str]:
     if not works[-1].is_done():
         wrong.append("close() left a call")
     return wrong
+
+
+def allreduces_among_some(count: int) -> tuple[bool, int]:
+    """Even and odd ranks reduce among themselves at the same time, a rail is cut in the middle."""
+    int64, rounds = CODES[np.dtype(np.int64)], 4
+    with (
+        fail_at(rank=1, rail=0, op=2, step=3) as plan,
+        r2ccl.init(faults=plan, slice_nbytes=4096, eager_nbytes=0) as comm,
+    ):
+        group = tuple(range(comm.rank % 2, comm.nranks, 2))
+        is_right = True
+        for op in (r2ccl.SUM, r2ccl.AVG) * (rounds // 2):
+            x = 1000 * values_of(comm.rank, count)
+            call = CallSignature(Collective.ALLREDUCE, int64, op, count)
+            comm._in_turn(functools.partial(comm._host.run_among, group, call, x, x))
+            total = np.sum([1000 * values_of(rank, count) for rank in group], axis=0)
+            if op is r2ccl.AVG:
+                total = np.trunc(total / comm.nranks).astype(np.int64)
+            is_right &= np.array_equal(x, total)
+        everything = values_of(comm.rank, count)
+        comm.allreduce(everything)
+        total = np.sum([values_of(rank, count) for rank in range(comm.nranks)], axis=0)
+        return is_right and np.array_equal(everything, total), len(comm.repairs())

@@ -2,17 +2,71 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from r2ccl.device.base import Stream
-from r2ccl.testing.fakedevice import FakeDevice
-from r2ccl.types import Collective, ReduceOp
+from r2ccl.testing.fakedevice import FakeDevice, FakeKernel, Grid
+from r2ccl.types import CallSignature, Collective, ReduceOp
 
 TIMEOUT_S = 20.0
+
+
+class PlainKernels:
+    """Kernels of int64 in Python."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self._loaded: dict[str, Any] = {}
+
+    def prepare_from_table(self, call: CallSignature, ninputs: int, noutputs: int) -> None:
+        entry = f"{ReduceOp(call.op).name}_{ninputs}_{noutputs}"
+        if entry not in self._loaded:
+            function = np.maximum if call.op == ReduceOp.MAX else np.add
+            self._device.kernels[entry] = make_kernel(function, ninputs, noutputs)
+            self._loaded[entry] = self._device.load(f".visible .entry {entry}(".encode(), entry)
+
+    def launch_from_table(
+        self, call: CallSignature, ninputs: int, noutputs: int, table: int, count: int,
+        nranks: int, stream: Stream,
+    ) -> None:  # fmt: skip
+        entry = f"{ReduceOp(call.op).name}_{ninputs}_{noutputs}"
+        given = [(table, ctypes.c_int64), (count, ctypes.c_int64)]
+        self._device.launch(self._loaded[entry], 1, 32, stream, given)
+
+
+def make_kernel(function: Any, ninputs: int, noutputs: int) -> FakeKernel:
+    def run(grid: Grid, table: int, count: int) -> None:
+        addresses = grid.read(table, 8 * (ninputs + noutputs)).view(np.uint64).tolist()
+        if not addresses[0]:
+            return
+        inputs = [grid.read(at, 8 * count).view(np.int64) for at in addresses[:ninputs]]
+        total = inputs[0].copy()
+        for each in inputs[1:]:
+            total = function(total, each)
+        for at in addresses[ninputs:]:
+            grid.write(at, 8 * count).view(np.int64)[:] = total
+
+    return FakeKernel(run)
+
+
+class Gathering:
+    """`join`'s gather among threads."""
+
+    def __init__(self, nranks: int) -> None:
+        self._said: list[bytes] = [b""] * nranks
+        self._meeting = threading.Barrier(nranks)
+
+    def __call__(self, rank: int, mine: bytes) -> Sequence[bytes]:
+        self._said[rank] = mine
+        self._meeting.wait(TIMEOUT_S)
+        heard = list(self._said)
+        self._meeting.wait(TIMEOUT_S)
+        return heard
 
 
 def together(nranks: int, body: Callable[[int], Any]) -> list[Any]:

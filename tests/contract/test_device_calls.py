@@ -82,3 +82,12 @@ def test_mistakes_are_refused_and_harm_nothing() -> None:
 def test_asynchronous_calls_keep_their_order(nranks: int) -> None:
     run = functools.partial(programs.asynchronous_on_the_host, 20)
     assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+
+
+def test_groups_of_ranks_reduce_at_the_same_time_and_lose_a_rail() -> None:
+    """What the ranks of several nodes do between themselves, one group a place in the node."""
+    results = launch(
+        functools.partial(programs.allreduces_among_some, 50_001), 4, timeout_s=TIMEOUT_S
+    )
+    assert [is_right for is_right, _ in results] == [True] * 4
+    assert sum(nrepairs for _, nrepairs in results) >= 2

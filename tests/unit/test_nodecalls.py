@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from ranks import TIMEOUT_S, data_of, get, meant, put, sizes_of, together
+from ranks import (
+    TIMEOUT_S,
+    Gathering,
+    PlainKernels,
+    data_of,
+    get,
+    meant,
+    put,
+    sizes_of,
+    together,
+)
 
 from r2ccl.bounce import DeviceCall
 from r2ccl.clock import monotonic
-from r2ccl.device.base import Stream
 from r2ccl.dtypes import CODES
 from r2ccl.errors import InvalidArgument, PeerLost, TransportError, TransportTimeout
 from r2ccl.nodecalls import NodeCalls
 from r2ccl.nodejoin import join
 from r2ccl.noticeboard import NoticeBoard
-from r2ccl.testing.fakedevice import FakeDevice, FakeGpu, FakeKernel, Grid
+from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 INT64 = CODES[np.dtype(np.int64)]
@@ -34,61 +42,6 @@ KINDS = [
     Collective.BROADCAST,
     Collective.REDUCE,
 ]
-
-
-class PlainKernels:
-    """Kernels of int64 in Python."""
-
-    def __init__(self, device: FakeDevice) -> None:
-        self._device = device
-        self._loaded: dict[str, Any] = {}
-
-    def prepare_from_table(self, call: CallSignature, ninputs: int, noutputs: int) -> None:
-        entry = f"{ReduceOp(call.op).name}_{ninputs}_{noutputs}"
-        if entry not in self._loaded:
-            function = np.maximum if call.op == ReduceOp.MAX else np.add
-            self._device.kernels[entry] = make_kernel(function, ninputs, noutputs)
-            self._loaded[entry] = self._device.load(f".visible .entry {entry}(".encode(), entry)
-
-    def launch_from_table(
-        self, call: CallSignature, ninputs: int, noutputs: int, table: int, count: int,
-        nranks: int, stream: Stream,
-    ) -> None:  # fmt: skip
-        import ctypes
-
-        entry = f"{ReduceOp(call.op).name}_{ninputs}_{noutputs}"
-        given = [(table, ctypes.c_int64), (count, ctypes.c_int64)]
-        self._device.launch(self._loaded[entry], 1, 32, stream, given)
-
-
-def make_kernel(function: Any, ninputs: int, noutputs: int) -> FakeKernel:
-    def run(grid: Grid, table: int, count: int) -> None:
-        addresses = grid.read(table, 8 * (ninputs + noutputs)).view(np.uint64).tolist()
-        if not addresses[0]:
-            return
-        inputs = [grid.read(at, 8 * count).view(np.int64) for at in addresses[:ninputs]]
-        total = inputs[0].copy()
-        for each in inputs[1:]:
-            total = function(total, each)
-        for at in addresses[ninputs:]:
-            grid.write(at, 8 * count).view(np.int64)[:] = total
-
-    return FakeKernel(run)
-
-
-class Gathering:
-    """`join`'s gather among threads."""
-
-    def __init__(self, nranks: int) -> None:
-        self._said: list[bytes] = [b""] * nranks
-        self._meeting = threading.Barrier(nranks)
-
-    def __call__(self, rank: int, mine: bytes) -> Sequence[bytes]:
-        self._said[rank] = mine
-        self._meeting.wait(TIMEOUT_S)
-        heard = list(self._said)
-        self._meeting.wait(TIMEOUT_S)
-        return heard
 
 
 class Node:
@@ -104,12 +57,13 @@ class Node:
 
         def enter(rank: int) -> NodeCalls:
             device = self.devices[rank]
-            board = join(device, rank, nranks, lambda mine: gathering(rank, mine))
+            board = join(device, rank, [range(nranks)], lambda mine: gathering(rank, mine))
             assert isinstance(board, NoticeBoard), board
             return NodeCalls(
                 device,
                 PlainKernels(device),
                 board,
+                range(nranks),
                 check=lambda: self._check(rank),
                 clock=monotonic,
                 sleep=time.sleep,
@@ -284,6 +238,6 @@ def test_all_do_without_if_one_cannot() -> None:
     devices = [FakeDevice(gpu, "rank 0"), FakeDevice(gpu, "rank 1"), FakeDevice(other, "rank 2")]
     gathering = Gathering(3)
     answers = together(
-        3, lambda rank: join(devices[rank], rank, 3, lambda mine: gathering(rank, mine))
+        3, lambda rank: join(devices[rank], rank, [range(3)], lambda mine: gathering(rank, mine))
     )
     assert all(isinstance(answer, str) and answer for answer in answers)

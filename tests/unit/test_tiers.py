@@ -1,0 +1,131 @@
+"""Allreduces among several nodes of several GPUs: right in every order of work, never hanging."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hostgroup import HostGroup
+from ranks import TIMEOUT_S, Gathering, PlainKernels, data_of, get, put, together
+
+from r2ccl.bounce import Bounce, DeviceCall
+from r2ccl.clock import monotonic
+from r2ccl.dtypes import CODES
+from r2ccl.errors import CommunicatorRevoked, PeerLost
+from r2ccl.nodejoin import join
+from r2ccl.noticeboard import NoticeBoard
+from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
+from r2ccl.tiers import TieredCalls
+from r2ccl.types import CallSignature, Collective, ReduceOp
+
+INT64 = CODES[np.dtype(np.int64)]
+
+
+class Cluster:
+    """Nodes of a GPU each, which the ranks of the node share; rank r is on node r % nnodes."""
+
+    def __init__(self, nnodes: int, nlocal: int, seed: int) -> None:
+        self.nranks = nnodes * nlocal
+        self.nodes = [range(node, self.nranks, nnodes) for node in range(nnodes)]
+        self.groups = [HostGroup(nnodes) for _ in range(nlocal)]
+        self.errors: list[BaseException | None] = [None] * self.nranks
+        cards = [FakeGpu(seed + node) for node in range(nnodes)]
+        self.devices = [
+            FakeDevice(cards[rank % nnodes], f"rank {rank}") for rank in range(self.nranks)
+        ]
+        self.streams = [device.make_stream() for device in self.devices]
+        gathering = Gathering(self.nranks)
+
+        def enter(rank: int) -> TieredCalls:
+            device, node = self.devices[rank], rank % nnodes
+            board = join(device, rank, self.nodes, lambda mine: gathering(rank, mine))
+            assert isinstance(board, NoticeBoard), board
+            group = self.groups[board.index]
+            rails = Bounce(
+                device,
+                rank,
+                self.nranks,
+                slot_nbytes=240,
+                run=lambda call, source, output, own: group.run(node, call, source, output),
+                check=lambda: self._check(rank),
+                clock=monotonic,
+                timeout_s=TIMEOUT_S,
+            )
+            return TieredCalls(
+                device,
+                PlainKernels(device),
+                board,
+                self.nodes[node],
+                rails=rails,
+                check=lambda: self._check(rank),
+                clock=monotonic,
+                sleep=time.sleep,
+                timeout_s=TIMEOUT_S,
+            )
+
+        self.calls: list[TieredCalls] = together(self.nranks, enter)
+
+    def _check(self, rank: int) -> None:
+        error = self.errors[rank]
+        if error is not None:
+            raise error
+
+    def begin(self, rank: int, source: int, output: int, count: int, op: ReduceOp) -> Any:
+        call = CallSignature(Collective.ALLREDUCE, INT64, op, count)
+        job, done = self.calls[rank].begin(DeviceCall(call, source, output), self.streams[rank])
+        self.devices[rank].wait(self.streams[rank], done)
+        return job
+
+    def close(self) -> None:
+        together(self.nranks, lambda rank: self.calls[rank].close(TIMEOUT_S))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("count", [0, 1, 5, 64, 1001])
+@pytest.mark.parametrize(("nnodes", "nlocal"), [(2, 2), (3, 2), (2, 4)])
+def test_every_size_in_place_and_not(nnodes: int, nlocal: int, count: int, seed: int) -> None:
+    cluster = Cluster(nnodes, nlocal, seed)
+    xs = [data_of(rank, count) for rank in range(cluster.nranks)]
+    op = ReduceOp.SUM if seed % 2 else ReduceOp.MAX
+
+    def body(rank: int) -> Any:
+        device, stream = cluster.devices[rank], cluster.streams[rank]
+        source = put(device, stream, xs[rank])
+        output = source if seed > 1 else put(device, stream, np.full(count, -1))
+        for _ in range(2):
+            job = cluster.begin(rank, source, output, count, op)
+            assert job.error is None
+            cluster.calls[rank].finish(job)
+        return get(device, stream, output, count)
+
+    total = np.sum(xs, axis=0) if op is ReduceOp.SUM else np.max(xs, axis=0)
+    if seed > 1 and op is ReduceOp.SUM:
+        total = total * cluster.nranks
+    for result in together(cluster.nranks, body):
+        np.testing.assert_array_equal(result, total)
+    cluster.close()
+
+
+def test_when_the_rails_fail_no_stream_hangs_on_any_rank() -> None:
+    """Rank 0's call between the nodes fails; the ranks of both nodes are let go."""
+    cluster = Cluster(2, 2, 0)
+    lost = PeerLost(rank=0, peer=1, last_heard_s=0.0, why="for a test")
+
+    def body(rank: int) -> None:
+        device, stream = cluster.devices[rank], cluster.streams[rank]
+        place = put(device, stream, np.arange(100))
+        jobs = [cluster.begin(rank, place, place, 100, ReduceOp.SUM) for _ in range(2)]
+        if rank == 0:
+            cluster.errors[:] = [lost] * 4
+            for group in cluster.groups:
+                group.abort()
+        for job in jobs:
+            with pytest.raises((PeerLost, CommunicatorRevoked, threading.BrokenBarrierError)):
+                cluster.calls[rank].finish(job)
+        assert device.synchronize(jobs[1].done, TIMEOUT_S)
+
+    together(4, body)
+    cluster.close()
