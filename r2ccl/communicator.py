@@ -18,7 +18,7 @@ import numpy as np
 from r2ccl import ledger, requests
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.bootstrap.messages import PeerInfo
-from r2ccl.buffers import as_buffer
+from r2ccl.buffers import Buffer, as_buffer
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.council import Known
@@ -725,17 +725,21 @@ class Communicator:
     def _start(self, request: Request, stream: Any, is_async: bool) -> Any:
         """Carry out a request, or have it carried out."""
         self._require_open()
+        if stream is None and not is_async and type(request.source) is Buffer:
+            if self._worker.is_idle:
+                self._host.carry_out(request)
+            else:
+                self._in_turn(partial(self._host.carry_out, request))
+            return request.result
+        requests.check_op(request)
         if isinstance(request.source, DeviceBuffer):
             return self._on_device.start(request, stream, is_async)
         if stream is not None:
             raise InvalidArgument(
                 f"stream={stream!r} for arrays in host memory, where no stream works: leave it out"
             )
-        carry_out = partial(self._host.carry_out, request)
-        if is_async:
-            return Work(self._worker.submit(carry_out), request.result, self.config.timeout_s)
-        self._in_turn(carry_out)
-        return request.result
+        task = self._worker.submit(partial(self._host.carry_out, request))
+        return Work(task, request.result, self.config.timeout_s)
 
     def _in_turn(self, fn: Callable[[], None]) -> None:
         """Do something after all that goes on asynchronously, and wait for it."""
@@ -772,7 +776,7 @@ class Communicator:
 
     def _require_seen(self) -> None:
         """Raise the error of an asynchronous call that nobody has waited for."""
-        error = self._worker.unseen()
+        error = self._worker.unseen() if self._worker.has_failed else None
         if error is not None:
             raise CommunicatorRevoked(
                 f"rank {self.rank}: the communicator was revoked: {error}",

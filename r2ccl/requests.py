@@ -22,7 +22,7 @@ from r2ccl.device.arrays import (
 )
 from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.ir import Schedule
-from r2ccl.types import CallSignature, Collective, ReduceOp
+from r2ccl.types import REDUCTIONS, CallSignature, Collective, ReduceOp
 
 Memory: TypeAlias = Buffer | DeviceBuffer
 
@@ -52,7 +52,6 @@ class Request(msgspec.Struct, frozen=True, eq=False):
 def allreduce(x: Any, out: Any, op: ReduceOp, schedule: Schedule | None = None) -> Request:
     """See `Communicator.allreduce` and `Communicator.run_schedule`."""
     source, output = _both(x, out)
-    kernels.check_op(source.dtype_code, op)
     call = CallSignature(Collective.ALLREDUCE, source.dtype_code, op, source.count)
     return Request(call, source, output, x if out is None else out, schedule)
 
@@ -71,7 +70,6 @@ def reduce(x: Any, out: Any, op: ReduceOp, root: int, rank: int) -> Request:
         source, output = _both(x, out)
     else:
         source = view(x, writable=False)
-    kernels.check_op(source.dtype_code, op)
     call = CallSignature(Collective.REDUCE, source.dtype_code, op, source.count, root)
     result = None if output is None else x if out is None else out
     return Request(call, source, output, result)
@@ -91,7 +89,6 @@ def allgather(x: Any, out: Any, rank: int, nranks: int) -> Request:
 def reduce_scatter(x: Any, out: Any, op: ReduceOp, rank: int, nranks: int) -> Request:
     """See `Communicator.reduce_scatter`."""
     source = view(x, writable=False)
-    kernels.check_op(source.dtype_code, op)
     own = part_of(source, rank, nranks)
     result = like_part(x, nranks) if out is None else out
     output = view(result, writable=True)
@@ -114,10 +111,23 @@ def view(x: Any, *, writable: bool) -> Memory:
     return as_buffer(x, writable=writable)
 
 
+def check_op(request: Request) -> None:
+    """Refuse a reduction that does not exist; planning it does so too, but later.
+
+    Raises
+    ------
+    InvalidArgument
+        See `r2ccl.kernels.check_op`.
+    """
+    if request.signature.collective in REDUCTIONS:
+        kernels.check_op(request.signature.dtype, ReduceOp(request.signature.op))
+
+
 def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
     """View input and output of equal size; without `out`, `x` is both."""
-    source = view(x, writable=out is None)
-    if out is None:
+    is_same = out is None or out is x
+    source = view(x, writable=is_same)
+    if is_same:
         return source, source
     output = view(out, writable=True)
     _require_alike(source, output)
@@ -141,6 +151,7 @@ __all__ = [
     "allgather",
     "allreduce",
     "broadcast",
+    "check_op",
     "reduce",
     "reduce_scatter",
     "view",

@@ -170,6 +170,11 @@ class Worker:
         self._failed: Task | None = None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether `unseen` has something to look at."""
+        return self._failed is not None
+
+    @property
     def is_idle(self) -> bool:
         """Whether all it was given is over."""
         return not self._tasks
