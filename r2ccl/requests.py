@@ -120,7 +120,7 @@ def check_op(request: Request) -> None:
         See `r2ccl.kernels.check_op`.
     """
     if request.signature.collective in REDUCTIONS:
-        kernels.check_op(request.signature.dtype, ReduceOp(request.signature.op))
+        kernels.check_op(request.signature.dtype, request.signature.op)
 
 
 def _both(x: Any, out: Any) -> tuple[Memory, Memory]:

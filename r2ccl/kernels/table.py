@@ -22,7 +22,7 @@ OPS: dict[int, frozenset[ReduceOp]] = {
 }
 
 
-def check_op(dtype_code: int, op: ReduceOp) -> ReduceOp:
+def check_op(dtype_code: int, op: ReduceOp | int) -> ReduceOp:
     """Return `op` if the table has it for this dtype.
 
     Parameters
