@@ -50,13 +50,21 @@ ELSEWHERE = [
     for form in REPRESENTATIVE
 ]
 FORMS = [*(pytest.param(form, HOPPER, id=title(form)) for form in ALL), *ELSEWHERE]
+RESIDENT = [
+    pytest.param(form, target, id=f"{title(form)}-{target[0]}.{target[1]}")
+    for target in TARGETS
+    for form in (
+        Form(dtype_code=FLOAT32_CODE, op=ReduceOp.SUM, is_resident=True),
+        Form(
+            dtype_code=FLOAT16_CODE, op=ReduceOp.SUM, ninputs=8, is_divided=True, is_resident=True
+        ),
+    )
+]
 #: Those that have a kernel of their own.
 KERNELS = [
-    *(
-        pytest.param(form, HOPPER, id=title(form))
-        for form in {canonical(each): each for each in ALL}
-    ),
+    *(pytest.param(form, HOPPER, id=title(form)) for form in dict.fromkeys(map(canonical, ALL))),
     *ELSEWHERE,
+    *RESIDENT,
 ]
 #: What combines two packed halves.
 PACKED = {
@@ -88,7 +96,8 @@ def test_text_is_that_of_a_kernel_at_the_speed_of_memory(
 
     assert f".version {TARGETS[target]}\n.target sm_{target[0]}{target[1]}\n" in text
     assert re.findall(r"\.entry (\w+)", text) == [made.entry] == [shared.name]
-    assert re.findall(r"\.maxntid 256\b.*\n\.minnctapersm 4\n", text)
+    nblocks = 2 if form.is_resident else 4
+    assert re.findall(rf"\.maxntid 256\b.*\n\.minnctapersm {nblocks}\n", text)
     vectors = r"{}\.global\.(v4\.[uf]32|v2\.[uf]64)\b"
     assert len(re.findall(vectors.format("ld"), text)) == units * form.ninputs
     assert len(re.findall(vectors.format("st"), text)) == units * form.noutputs
@@ -169,6 +178,17 @@ def test_no_register_is_spilled(
     )  # fmt: skip
 
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in run.stderr
+
+
+def test_a_table_that_nobody_filled_is_no_work(cache: Path) -> None:
+    form = Form(dtype_code=FLOAT32_CODE, op=ReduceOp.SUM, ninputs=4, noutputs=2, has_table=True)
+    kernel = Kernel(ptx_of(form, (9, 0), cache).text.decode())
+    table = np.zeros(6, np.int64)
+    given = arguments(form, [table.ctypes.data], 10_000)
+    values = [int.from_bytes(bytes(kind(value)), "little") for value, kind in given]
+    # Anything but the table is out of bounds.
+    window = range(table.ctypes.data, table.ctypes.data + table.nbytes)
+    kernel.run(NBLOCKS, NTHREADS, values, [window])
 
 
 def interpret(kernel: Kernel, arena: Arena) -> list[str]:

@@ -13,7 +13,7 @@ from numba import cuda, types
 from r2ccl.kernels.cuda import primitives
 from r2ccl.kernels.cuda.arithmetic import numbers_of
 from r2ccl.kernels.cuda.form import Form
-from r2ccl.kernels.cuda.template import build
+from r2ccl.kernels.cuda.template import build, parameters
 
 
 def compile_kernel(form: Form, target: tuple[int, int], bounds: tuple[int, int]) -> tuple[str, str]:
@@ -33,8 +33,7 @@ def compile_kernel(form: Form, target: tuple[int, int], bounds: tuple[int, int])
         As Numba writes them.
     """
     numbers = [primitives.type_of(kind) for kind in numbers_of(form)]
-    naddresses = 1 if form.has_table else form.ninputs + form.noutputs
-    signature = types.void(*[types.int64] * (naddresses + 1), *numbers)
+    signature = types.void(*(types.int64 for _ in parameters(form)), *numbers)
     text, _ = cuda.compile_ptx(
         build(form, primitives, cuda),
         signature,

@@ -115,8 +115,8 @@ class Launcher:
         Raises
         ------
         InvalidArgument
-            Other numbers of inputs or outputs than the form's, an address that is not aligned, or
-            `nranks` out of range.
+            Other numbers of inputs or outputs than the form's, an address that is not aligned,
+            `nranks` out of range, or a form with a table or a mailbox.
         InvalidArgument, TransportError
             As `prepare` and `Device.launch`.
         """
@@ -166,6 +166,8 @@ class Launcher:
         self, form: Form, addresses: tuple[int, ...], count: int, stream: Stream,
         factor: float, nranks: int,
     ) -> None:  # fmt: skip
+        if form.is_resident:
+            raise InvalidArgument(f"{form.name} stays on the GPU: start it with a Resident")
         given = arguments(form, addresses, count, factor=factor, nranks=nranks)
         if count:
             kernel = self.prepare(form)
@@ -195,6 +197,8 @@ def check_addresses(form: Form, sources: Sequence[int], targets: Sequence[int]) 
     InvalidArgument
         See `Launcher.launch`.
     """
+    if form.has_table:
+        raise InvalidArgument(f"{form.name} finds addresses in a table: use launch_from_table")
     if len(sources) != form.ninputs or len(targets) != form.noutputs:
         raise InvalidArgument(
             f"{len(sources)} inputs and {len(targets)} outputs for {form.name}: give "
@@ -246,15 +250,19 @@ def arguments(
     InvalidArgument
         `nranks` is out of range.
     """
+    return (
+        *[(address, ctypes.c_int64) for address in addresses],
+        (count * _layout(form).itemsize, ctypes.c_int64),
+        *numbers(form, factor, nranks),
+    )
+
+
+def numbers(form: Form, factor: float, nranks: int) -> tuple[Argument, Argument]:
+    """List the last arguments of every kernel; see `arguments`."""
     if not 1 <= nranks < 1 << 31:
         raise InvalidArgument(f"nranks={nranks}: allowed is 1 to {(1 << 31) - 1}")
     layout = _layout(form)
-    return (
-        *[(address, ctypes.c_int64) for address in addresses],
-        (count * layout.itemsize, ctypes.c_int64),
-        (factor, layout.factor),
-        (nranks, layout.divisor),
-    )
+    return (factor, layout.factor), (nranks, layout.divisor)
 
 
 class _Layout(NamedTuple):
@@ -280,4 +288,5 @@ __all__ = [
     "arguments",
     "check_addresses",
     "nblocks_of",
+    "numbers",
 ]

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from r2ccl.kernels.cuda import resident
 from r2ccl.kernels.cuda.arithmetic import arithmetic, lane_of, numbers_of
 from r2ccl.kernels.cuda.form import Form
-from r2ccl.kernels.cuda.machine import LANES, VECTOR, Function, Machine
+from r2ccl.kernels.cuda.machine import LANES, SYNCHRONIZATION, VECTOR, Function, Machine
 
 #: Reads that a thread has under way at once, if its inputs are so few: 8 of 16 bytes by 1,024
 #: threads are 128 KiB, over three times what 4.8 TB/s and 1 us ask of each of 132 multiprocessors.
@@ -43,25 +44,35 @@ class _Unit(NamedTuple):
 def source(form: Form) -> str:
     """Write the kernel of a canonical form in Python, and before it what it does to one unit.
 
-    The kernel's arguments are the addresses of the inputs, then of the outputs, or that of the
-    table which has them; ``nbytes`` of each; ``factor`` and ``divisor``.
+    Its arguments are `parameters`, then ``factor`` and ``divisor``.
     """
     element, vector = _units(form)
-    given = ["table"] if form.has_table else _operands(form)
-    at_once = units_at_once(form)
     lines = [
         *_result_of(form, element),
         *_result_of(form, vector),
-        f"def {form.name}({', '.join(given)}, nbytes, factor, divisor):",
+        f"def {form.name}({', '.join(parameters(form))}, factor, divisor):",
         "    thread = cuda.grid(1)",
         "    nthreads = cuda.gridsize(1)",
-        *(_look_up(form) if form.has_table else ()),
-        *_split(form),
-        *_sweep(form, element, "0", "head", at_once),
-        *_sweep(form, vector, "head", "body", at_once),
-        *_sweep(form, element, "body", "nbytes", 1),
     ]
+    operands, work = _operands(form), _work(form)
+    if form.is_resident:
+        lines += resident.jobs([*operands, "nbytes"], work)
+    elif form.has_table:
+        lines += [*_look_up(operands), *work]
+    else:
+        lines += work
     return "\n".join(lines) + "\n"
+
+
+def parameters(form: Form) -> list[str]:
+    """Name a kernel's arguments of 64 bits.
+
+    They are the addresses of the inputs, then of the outputs, or that of the table which has them,
+    and ``nbytes`` of each; or those of `r2ccl.kernels.cuda.resident`.
+    """
+    if form.is_resident:
+        return list(resident.PARAMETERS)
+    return [*(["table"] if form.has_table else _operands(form)), "nbytes"]
 
 
 def units_at_once(form: Form) -> int:
@@ -95,6 +106,7 @@ def build(form: Form, machine: Machine, cuda: Any) -> Function:
         "load_element": machine.load_element(calls.lane, form.itemsize),
         "store_element": machine.store_element(calls.lane, form.itemsize),
         **{each: getattr(calls, each) for each in ("enter", "scale", "combine", "leave")},
+        **{name.replace(".", "_"): machine.synchronization(name) for name in SYNCHRONIZATION},
     }
     exec(compile(lines, name, "exec"), scope)
     for unit in _units(form):
@@ -122,9 +134,20 @@ def _operands(form: Form) -> list[str]:
     return _names("input", form.ninputs) + _names("output", form.noutputs)
 
 
-def _look_up(form: Form) -> list[str]:
+def _work(form: Form) -> list[str]:
+    """Write all that is done to the operands."""
+    element, vector = _units(form)
+    at_once = units_at_once(form)
+    return [
+        *_split(form),
+        *_sweep(form, element, "0", "head", at_once),
+        *_sweep(form, vector, "head", "body", at_once),
+        *_sweep(form, element, "body", "nbytes", 1),
+    ]
+
+
+def _look_up(operands: list[str]) -> list[str]:
     """Write how the addresses are read: once a block, for the table may lie in host memory."""
-    operands = _operands(form)
     return [
         f"    table_of_block = cuda.shared.array({len(operands)}, int64)",
         "    i = cuda.threadIdx.x",
@@ -133,6 +156,9 @@ def _look_up(form: Form) -> list[str]:
         "        i += cuda.blockDim.x",
         "    cuda.syncthreads()",
         *(f"    {name} = table_of_block[{i}]" for i, name in enumerate(operands)),
+        # Whoever fills the table gave up.
+        f"    if {operands[0]} == 0:",
+        "        nbytes = int64(0)",
     ]
 
 
@@ -202,4 +228,4 @@ def _lane(form: Form, inputs: list[str]) -> str:
     return f"leave({value})" if form.is_wide else value
 
 
-__all__ = ["build", "source", "units_at_once"]
+__all__ = ["build", "parameters", "source", "units_at_once"]

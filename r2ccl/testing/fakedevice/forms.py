@@ -60,6 +60,8 @@ def kernel_of(form: Form) -> FakeKernel:
         if form.has_table:
             table = grid.read(addresses[0], _ADDRESS_NBYTES * (form.ninputs + form.noutputs))
             addresses = [int(each) for each in table.view(np.int64)]
+            if not addresses[0]:
+                return
         dtype = dtype_of(form.dtype_code)
         sources = [grid.read(each, nbytes).view(dtype).copy() for each in addresses[: form.ninputs]]
         result = quiet_context().run(combine, form, sources, factor, int(divisor))
