@@ -1,9 +1,9 @@
-"""``r2ccl doctor``: which rails this machine has, whether verbs can be used, and the fixes.
+"""``r2ccl doctor``: a machine's rails, its GPUs, what is near what, whether verbs work; the fixes.
 
-`gather` reads the machine; what that means is the part of `r2ccl.cli.rails` (the rails) and of
-`r2ccl.cli.diagnosis` (verbs). pyverbs is tried in a
-process of its own, for a copy that does not fit its library may crash, and importing it sets up
-logging.
+`gather` and `r2ccl.cli.gpufacts` read the machine; what that means is the part of `r2ccl.cli.rails`
+(the rails), `r2ccl.cli.gpus`, `r2ccl.cli.machine` (which NIC for which GPU) and
+`r2ccl.cli.diagnosis` (verbs). pyverbs and CUDA are tried in processes of their own, for a copy that
+does not fit its library or its driver may crash, and importing pyverbs sets up logging.
 """
 
 from __future__ import annotations
@@ -12,18 +12,24 @@ import argparse
 import os
 import platform
 import resource
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from r2ccl.cli import apart
 from r2ccl.cli.diagnosis import Facts, Finding, examine, is_usable
+from r2ccl.cli.gpufacts import read_cuda
+from r2ccl.cli.gpus import examine_gpus
+from r2ccl.cli.machine import examine_machine, save_xml
 from r2ccl.cli.rails import examine_rails
 from r2ccl.config import Config
+from r2ccl.errors import InvalidArgument
 from r2ccl.testing.rdmalab.packages import DISTRIBUTION_PYVERBS, fits
-from r2ccl.topology.hcas import list_hcas
+from r2ccl.topology.hcas import list_hcas, select_hcas
 from r2ccl.topology.interfaces import list_interfaces
+from r2ccl.topology.sysfs import read_machine
 
 _PROBE_TIMEOUT_S = 60.0
 
@@ -69,27 +75,57 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the ``doctor`` command to those of ``r2ccl``; its namespace goes to `main`."""
     parser = subparsers.add_parser(
         "doctor",
-        help="say which rails this machine has, and whether verbs can be used",
+        help="say which rails and GPUs this machine has, and whether verbs can be used",
         description="Say which rails r2ccl would use on this machine, with the settings in force, "
-        "and whether verbs can be used. Exit status 0: they can.",
+        "what its GPUs can do, which NIC is near to what, and whether verbs can be used. Exit "
+        "status 0: they can.",
     )
     parser.add_argument("--json", action="store_true", help="facts and findings, for programs")
+    parser.add_argument(
+        "--topology-xml",
+        metavar="FILE",
+        help="write the machine as a file for NCCL_TOPO_FILE instead, - for the standard output",
+    )
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the parsed command; return 0 where verbs can be used, else 1."""
+    """Run the parsed command; return 0 where verbs can be used or a file was asked for, else 1.
+
+    Raises
+    ------
+    InvalidArgument
+        A setting is wrong, or the file cannot be written.
+    """
+    if args.topology_xml is not None:
+        _write_topology(args.topology_xml)
+        return 0
+    config = Config.from_env(os.environ)
     facts = gather()
-    findings = examine(facts)
-    rails = examine_rails(facts, Config.from_env(os.environ))
-    usable = is_usable(findings)
+    cuda = read_cuda(_rdma_rails(facts, config))
+    machine = read_machine(cuda.topology)
+    rails = examine_rails(facts, config)
+    gpus = examine_gpus(cuda, config)
+    topology = examine_machine(machine, cuda.topology.links_from, os.sched_getaffinity(0))
+    verbs = examine(facts)
+    usable = is_usable(verbs)
     if args.json:
-        report = {"is_usable": usable, "findings": findings, "rails": rails, "facts": facts}
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+        found = {"facts": facts, "cuda": cuda, "machine": machine, "is_usable": usable}
+        said = {"rails": rails, "gpus": gpus, "topology": topology, "findings": verbs}
+        print(msgspec.json.format(msgspec.json.encode({**found, **said})).decode())
     else:
-        print("\n".join(["rails", *map(show, rails), "", "verbs", *map(show, findings)]))
+        sections = {"rails": rails, "gpus": gpus, "topology": topology, "verbs": verbs}
+        print("\n\n".join("\n".join([name, *map(show, each)]) for name, each in sections.items()))
         print(f"verbs can{'' if usable else 'not'} be used here")
     return 0 if usable else 1
+
+
+def _write_topology(target: str) -> None:
+    """Write the machine to a file; say on the standard error why it has no GPUs, if it has none."""
+    cuda = read_cuda(is_tried=False)
+    if cuda.died or not cuda.gpus:
+        print(show(examine_gpus(cuda, Config())[0]), file=sys.stderr)
+    save_xml(read_machine(cuda.topology), target)
 
 
 def show(finding: Finding) -> str:
@@ -100,21 +136,18 @@ def show(finding: Finding) -> str:
 
 def _probe_pyverbs() -> tuple[str, tuple[str, ...]]:
     """Return the last line of what went wrong, and the devices that verbs list."""
+    ended = apart.run(_PROBE, timeout_s=_PROBE_TIMEOUT_S)
+    return ended.error, () if ended.error else tuple(ended.said.split())
+
+
+def _rdma_rails(facts: Facts, config: Config) -> Sequence[str]:
+    """Return the labels of the RDMA ports that are rails; none where a setting rules that out."""
+    if facts.pyverbs_error:
+        return ()
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _PROBE],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"ImportError: no answer within {_PROBE_TIMEOUT_S:.0f} s", ()
-    if done.returncode == 0:
-        return "", tuple(done.stdout.split())
-    said = done.stderr.strip().splitlines()
-    return said[-1] if said else f"ImportError: crashed with status {done.returncode}", ()
+        return [hca.label for hca in select_hcas(facts.hcas, config.hca)]
+    except InvalidArgument:  # the rails' findings say so
+        return ()
 
 
 def _why_not_opened(path: Path) -> str:

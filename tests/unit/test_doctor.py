@@ -1,14 +1,18 @@
 """What the doctor says of machines as they were found: every way not to have verbs, and its fix."""
 
-import argparse
 import json
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 
-from r2ccl.cli import doctor
+from r2ccl.cli import doctor, main
+from r2ccl.cli.cards import CudaFacts
 from r2ccl.cli.diagnosis import CHECKS, Facts, Finding, examine, is_usable
+from r2ccl.cli.gpus import examine_gpus
+from r2ccl.config import Config
 from r2ccl.topology.hcas import Gid, Hca
+from r2ccl.topology.machine import Machine, NumaNode
 
 GID = Gid(1, "RoCE v2", "::ffff:10.50.0.1", "eth0")
 ROCE = Hca("mlx5_0", 1, "eth0", "Ethernet", "ACTIVE", 100_000, 0, (GID,))
@@ -39,6 +43,10 @@ WITHOUT_KERNEL = msgspec.structs.replace(
     hcas=(),
     uverbs=(),
 )
+
+
+NO_GPU = CudaFacts(bindings="13.0.1", error="there is no CUDA driver", status="NO_CUDA")
+MACHINE = Machine.of([NumaNode(0, (0, 1))])
 
 
 def with_(**changes: object) -> Facts:
@@ -84,9 +92,9 @@ NO_LIBRARY = "ImportError: libibverbs.so.1: cannot open shared object file: No s
         ({"pyverbs_error": PRIVATE}, "pyverbs", "another rdma-core", "pip uninstall pyverbs"),
         ({"pyverbs_error": NO_LIBRARY}, "pyverbs", "lacks a library", "libibverbs1"),
         (
-            {"pyverbs_error": "ImportError: crashed with status -11"},
+            {"pyverbs_error": "signal SIGSEGV"},
             "pyverbs",
-            "status -11",
+            "signal SIGSEGV",
             "--reinstall",
         ),
         ({"platform": "darwin"}, "kernel", "darwin", "Linux"),
@@ -184,17 +192,60 @@ def test_the_limit_does_not_bind_who_may_lock() -> None:
 def test_the_command_tells_in_text_and_json(
     facts: Facts, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    asked: list[list[str]] = []
+
+    def read_cuda(nics: Sequence[str]) -> CudaFacts:
+        asked.append(list(nics))
+        return NO_GPU
+
     monkeypatch.setattr(doctor, "gather", lambda: facts)
-    assert doctor.main(argparse.Namespace(json=False)) == status
+    monkeypatch.setattr(doctor, "read_cuda", read_cuda)
+    monkeypatch.setattr(doctor, "read_machine", lambda topology: MACHINE)
+    assert main(["doctor"]) == status
     text = capsys.readouterr().out
-    for finding in examine(facts):
+    sections = [line for line in text.splitlines() if line.isalpha()]
+    assert sections == ["rails", "gpus", "topology", "verbs"]
+    for finding in (*examine(facts), *examine_gpus(NO_GPU, Config())):
         assert finding.says in text
         assert finding.fix in text
-    assert doctor.main(argparse.Namespace(json=True)) == status
+    assert "1 NUMA node, 0 GPUs, 0 NIC ports" in text
+    assert main(["doctor", "--json"]) == status
     report = json.loads(capsys.readouterr().out)
     assert report["is_usable"] == (status == 0)
     assert msgspec.convert(report["facts"], Facts) == facts
+    assert msgspec.convert(report["cuda"], CudaFacts) == NO_GPU
+    assert msgspec.convert(report["machine"], Machine) == MACHINE
     assert len(report["findings"]) == len(CHECKS)
+    assert len(report["gpus"]) == len(report["topology"]) == 1
+    # Device memory is registered with the RDMA ports that are rails.
+    assert asked == [["mlx5_0:1"] if status == 0 else []] * 2
+
+
+def test_a_machine_without_a_gpu_is_healthy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "gather", lambda: HEALTHY)
+    monkeypatch.setattr(doctor, "read_cuda", lambda nics: NO_GPU)
+    monkeypatch.setenv("R2CC_HCA", "none")
+    assert main(["doctor"]) == 0
+    assert "skipped gpus        none: there is no CUDA driver" in capsys.readouterr().out
+
+
+def test_ports_that_a_setting_does_not_name_are_not_registered_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Sequence[str]] = []
+
+    def read_cuda(nics: Sequence[str]) -> CudaFacts:
+        asked.append(nics)
+        return NO_GPU
+
+    monkeypatch.setattr(doctor, "gather", lambda: HEALTHY)
+    monkeypatch.setattr(doctor, "read_cuda", read_cuda)
+    for pattern in ("none", "mlx9"):
+        monkeypatch.setenv("R2CC_HCA", pattern)
+        main(["doctor"])
+    assert [list(each) for each in asked] == [[], []]
 
 
 def test_this_machine_can_be_examined() -> None:

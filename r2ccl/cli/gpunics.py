@@ -1,0 +1,120 @@
+"""Tries how NICs reach a GPU's memory: exports a dma-buf, registers an allocation with RDMA ports.
+
+All of it is the library's own way there (`r2ccl.transport.dmabuf`). Runs in the process that
+`r2ccl.cli.gpuprobe` is in; must not be imported elsewhere. Invariant: no descriptor and no
+registration outlives the call that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+
+from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.topology.hcas import GidFinder
+from r2ccl.transport.cuda import CudaDriver
+from r2ccl.transport.dmabuf import DeviceMemory, DeviceRegion, Route
+from r2ccl.transport.regions import MemoryRegion, Registrar, close_all
+
+
+def way_of(driver: CudaDriver, registrars: Sequence[Registrar], address: int) -> Route:
+    """Register the allocation at `address` with one NIC or several, and end that again.
+
+    Returns
+    -------
+    Route
+        The way it was done; ``staging`` where it could not be done, with the reason.
+    """
+    memory = DeviceMemory(driver)
+    try:
+        regions = memory.register(registrars, memory.locate(address, 1, None))
+    except TransportError as exc:
+        return Route("staging", (str(exc),))
+    close_all(registrars, regions)
+    first = regions[0]
+    assert isinstance(first, DeviceRegion)
+    return first.route
+
+
+def export_error(driver: CudaDriver, address: int) -> str:
+    """Export the allocation at `address` as a dma-buf, and close that; return what went wrong.
+
+    The driver is asked even where it says that there is no use in asking.
+    """
+    insistent: Any = _Insistent(driver)
+    route = way_of(insistent, [_Willing()], address)
+    return "" if route.method == "dmabuf" else route.reasons[0].removeprefix("dmabuf: ")
+
+
+def is_rdma_capable(driver: CudaDriver, address: int) -> bool:
+    """Whether the driver calls the allocation at `address` GPUDirect RDMA capable."""
+    with driver.current(address):
+        return driver.is_rdma_capable(address)
+
+
+def open_nics(stack: ExitStack, labels: Sequence[str]) -> dict[str, Registrar | str]:
+    """Open RDMA ports; the stack closes them.
+
+    Returns
+    -------
+    dict of str to Registrar or str
+        By label; a string says why a port could not be opened.
+    """
+    from r2ccl.transport.device import Device  # imports pyverbs
+
+    found: dict[str, Registrar | str] = {}
+    for label in labels:
+        name, _, port = label.rpartition(":")
+        try:
+            device = Device(name, int(port), GidFinder(name, int(port)), fastpath="0")
+        except (InvalidArgument, TransportError) as exc:
+            found[label] = str(exc)
+            continue
+        stack.callback(device.close)
+        found[label] = device.registrar
+    return found
+
+
+class _Insistent:
+    """A `CudaDriver` that says of every GPU and allocation that it can be exported."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self._driver = driver
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def is_rdma_capable(self, address: int) -> bool:
+        return True
+
+    def is_dmabuf_supported(self, address: int) -> bool:
+        return True
+
+
+class _Taken(msgspec.Struct):
+    """A region of `_Willing`."""
+
+    lkey: int = 0
+    rkey: int = 0
+    iova_base: int = 0
+
+    def close(self) -> None:
+        """Do nothing: nothing was registered."""
+
+
+class _Willing:
+    """A NIC that takes what it is given: what remains to be seen is what the driver gives."""
+
+    name = "a NIC that takes all"
+
+    def register(self, address: int, nbytes: int) -> MemoryRegion:
+        return _Taken()
+
+    def register_dmabuf(self, fd: int, offset: int, nbytes: int) -> MemoryRegion:
+        return _Taken()
+
+
+__all__ = ["export_error", "is_rdma_capable", "open_nics", "way_of"]

@@ -1,0 +1,269 @@
+"""Asks the CUDA driver all the doctor wants to know, and tries what collectives do; runs apart.
+
+Every call here may crash or never return, so what is known is printed before each: one `CudaFacts`
+a line, as JSON. Must be imported only in a process that is started for it.
+
+Invariant: what was opened is closed at the end, and nothing of it is visible to another process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from r2ccl.cli.apart import run
+from r2ccl.cli.cards import Card, CudaFacts
+from r2ccl.cli.gpunics import export_error, is_rdma_capable, open_nics, way_of
+from r2ccl.clock import monotonic
+from r2ccl.device.base import Device
+from r2ccl.device.bindings import Cuda
+from r2ccl.device.driver import CudaDevice
+from r2ccl.dtypes import CODES
+from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.kernels.cuda.form import Form
+from r2ccl.kernels.cuda.ptx import Ptx, cache_directory, ptx_of, target_of
+from r2ccl.topology.gpus import BindingsSource, GpuSource, find_gpus
+from r2ccl.transport.cuda import BindingsDriver, CudaDriver
+from r2ccl.transport.dmabuf import Route
+from r2ccl.transport.regions import Registrar
+from r2ccl.types import ReduceOp
+
+#: One page of a GPU, so that the allocation begins and ends with a page of the host.
+_NBYTES = 2 << 20
+_NAME_NBYTES = 256
+#: Of all GPUs, one after another.
+_MAP_TIMEOUT_S = 40.0
+_FORM = Form(dtype_code=CODES[np.dtype(np.float32)], op=ReduceOp.SUM)
+
+#: Maps allocations of other processes: GPU and handle of each; says what went wrong with each.
+Mapper = Callable[[Sequence[tuple[int, bytes]]], list[str]]
+
+
+class Journal:
+    """What is known so far."""
+
+    def __init__(self, facts: CudaFacts) -> None:
+        self.facts = facts
+
+    def begin(self, doing: str) -> None:
+        """Print what is known, and what is done now; nothing: all is done."""
+        self.learn(doing=doing)
+        print(msgspec.json.encode(self.facts).decode(), flush=True)
+
+    def learn(self, **known: Any) -> None:
+        """Enter facts."""
+        self.facts = msgspec.structs.replace(self.facts, **known)
+
+    def learn_of(self, place: int, **known: Any) -> None:
+        """Enter facts of one GPU."""
+        cards = list(self.facts.gpus)
+        cards[place] = msgspec.structs.replace(cards[place], **known)
+        self.learn(gpus=tuple(cards))
+
+
+class Opened(NamedTuple):
+    """A GPU with a context: its place in the facts, and an allocation of `_NBYTES`."""
+
+    place: int
+    device: Device
+    address: int
+
+
+def survey(nics: Sequence[str], *, is_tried: bool) -> None:
+    """Print all there is to know; see `r2ccl.cli.gpufacts.read_cuda`."""
+    journal = Journal(CudaFacts(visible=os.environ.get("CUDA_VISIBLE_DEVICES")))
+    journal.begin("loading the CUDA driver")
+    journal.learn(bindings=_bindings_version(), driver=_driver_version())
+    journal.begin("initialising the CUDA driver")
+    try:
+        cuda = Cuda()
+    except TransportError as exc:
+        journal.learn(error=str(exc), status=exc.status or "")
+    else:
+        journal.begin("reading GPUs and NVLinks")
+        journal.learn(topology=find_gpus())
+        source = BindingsSource()
+        cards = tuple(describe(cuda, source, ordinal) for ordinal in range(source.count()))
+        journal.learn(gpus=cards)
+        if is_tried:
+            try_all(journal, nics)
+    journal.begin("")
+
+
+def describe(cuda: Cuda, source: GpuSource, ordinal: int) -> Card:
+    """Read what a GPU is."""
+    device = cuda.call("cuDeviceGet", ordinal)
+    name: bytes = cuda.call("cuDeviceGetName", _NAME_NBYTES, device)
+    return Card(
+        ordinal=ordinal,
+        name=name.partition(b"\0")[0].decode(errors="replace"),
+        bus_id=source.bus_id(ordinal),
+        capability=(
+            source.attribute("COMPUTE_CAPABILITY_MAJOR", ordinal),
+            source.attribute("COMPUTE_CAPABILITY_MINOR", ordinal),
+        ),
+        nsms=source.attribute("MULTIPROCESSOR_COUNT", ordinal),
+        memory_nbytes=int(cuda.call("cuDeviceTotalMem", device)),
+        has_dmabuf=bool(source.attribute("DMA_BUF_SUPPORTED", ordinal)),
+    )
+
+
+def try_all(journal: Journal, nics: Sequence[str]) -> None:
+    """Try on every GPU what collectives do."""
+    with ExitStack() as stack:
+        opened = open_gpus(journal, stack, CudaDevice)
+        try_kernels(journal, opened, cache_directory(os.environ))
+        try_mapping(journal, opened, map_apart)
+        try_exports(journal, opened, BindingsDriver())
+        if nics:
+            journal.begin("opening NICs")
+            try_registering(journal, opened, BindingsDriver(), open_nics(stack, nics))
+        journal.begin("closing the GPUs")
+
+
+def open_gpus(
+    journal: Journal, stack: ExitStack, make: Callable[[int], Device]
+) -> tuple[Opened, ...]:
+    """Make a context on every GPU, and an allocation; the stack closes them."""
+    opened = []
+    for place, card in enumerate(journal.facts.gpus):
+        journal.begin(f"opening GPU {card.ordinal}")
+        try:
+            device = make(card.ordinal)
+            stack.callback(device.close)
+            opened.append(Opened(place, device, device.allocate(_NBYTES)))
+            journal.learn_of(place, open_error="", waits_on_memory=device.waits_on_memory)
+        except TransportError as exc:
+            journal.learn_of(place, open_error=str(exc))
+    return tuple(opened)
+
+
+def try_kernels(journal: Journal, opened: Sequence[Opened], directory: Path | None) -> None:
+    """Compile a kernel for each kind of GPU, whatever the cache has, and load it."""
+    journal.learn(cache=str(directory or ""), cache_error=why_not_kept(directory))
+    compiled: dict[tuple[int, int], Ptx] = {}
+    for place, device, _ in opened:
+        journal.begin(f"compiling and loading a kernel for GPU {device.ordinal}")
+        try:
+            target = target_of(device.capability)
+            if target not in compiled:
+                begun_s = monotonic()
+                compiled[target] = ptx_of(_FORM, target, None)
+                journal.learn(compile_s=monotonic() - begun_s)
+            device.load(compiled[target].text, compiled[target].entry)
+            journal.learn_of(place, kernel_error="")
+        except (InvalidArgument, TransportError) as exc:
+            journal.learn_of(place, kernel_error=str(exc))
+
+
+def why_not_kept(directory: Path | None) -> str:
+    """Return why the cache cannot be written; nothing is made that is seen afterwards."""
+    if directory is None:
+        return "this user has no home directory"
+    there = next(each for each in (directory, *directory.parents) if os.path.exists(each))
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as exc:
+        return f"{there}: {exc.strerror}"
+    return ""
+
+
+def try_mapping(journal: Journal, opened: Sequence[Opened], map_all: Mapper) -> None:
+    """Have another process map an allocation of every GPU."""
+    exported = []
+    for place, device, address in opened:
+        journal.begin(f"exporting memory of GPU {device.ordinal} to another process")
+        try:
+            exported.append((place, device.ordinal, device.export(address)[0]))
+        except TransportError as exc:
+            journal.learn_of(place, ipc_error=str(exc))
+    if not exported:
+        return
+    journal.begin("having another process map memory of the GPUs")
+    errors = map_all([(ordinal, handle) for _, ordinal, handle in exported])
+    for (place, _, _), error in zip(exported, errors, strict=True):
+        journal.learn_of(place, ipc_error=error)
+
+
+def map_apart(handles: Sequence[tuple[int, bytes]]) -> list[str]:
+    """Map allocations in another process; see `Mapper`."""
+    code = f"from r2ccl.cli.gpuprobe import map_all\nmap_all({list(handles)!r})"
+    ended = run(code, timeout_s=_MAP_TIMEOUT_S, is_inner=True)
+    if ended.error:
+        return [f"the process that tried: {ended.error}"] * len(handles)
+    return msgspec.json.decode(ended.said, type=list[str])
+
+
+def map_all(handles: Sequence[tuple[int, bytes]]) -> None:
+    """Map and unmap allocations; print what went wrong with each, as JSON."""
+    print(msgspec.json.encode([why_not_mapped(*each, CudaDevice) for each in handles]).decode())
+
+
+def why_not_mapped(ordinal: int, handle: bytes, make: Callable[[int], Device]) -> str:
+    """Map an allocation of another process, and unmap it; return what went wrong."""
+    try:
+        with ExitStack() as stack:
+            device = make(ordinal)
+            stack.callback(device.close)
+            device.unmap(device.map(handle))
+    except TransportError as exc:
+        return str(exc)
+    return ""
+
+
+def try_exports(journal: Journal, opened: Sequence[Opened], driver: CudaDriver) -> None:
+    """Export an allocation of every GPU as a dma-buf."""
+    for place, device, address in opened:
+        journal.begin(f"exporting a dma-buf of GPU {device.ordinal}")
+        try:
+            journal.learn_of(place, is_rdma_capable=is_rdma_capable(driver, address))
+            journal.learn_of(place, dmabuf_error=export_error(driver, address))
+        except TransportError as exc:
+            journal.learn_of(place, dmabuf_error=str(exc))
+
+
+def try_registering(
+    journal: Journal,
+    opened: Sequence[Opened],
+    driver: CudaDriver,
+    nics: dict[str, Registrar | str],
+) -> None:
+    """Register an allocation of every GPU with each NIC, then with all of them."""
+    able = {label: nic for label, nic in nics.items() if not isinstance(nic, str)}
+    refusals = {label: nic for label, nic in nics.items() if isinstance(nic, str)}
+    for place, device, address in opened:
+        journal.begin(f"registering memory of GPU {device.ordinal} with NICs")
+        routes = [(label, Route("staging", (why,))) for label, why in refusals.items()]
+        routes += [(label, way_of(driver, [nic], address)) for label, nic in able.items()]
+        together = routes[0][1] if refusals else way_of(driver, [*able.values()], address)
+        journal.learn_of(place, nics=tuple(routes), route=together)
+
+
+def _bindings_version() -> str:
+    try:
+        return importlib.metadata.version("cuda-bindings")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _driver_version() -> int:
+    """Return the version of CUDA that the driver has, which it tells uninitialised; 0: none."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    version = ctypes.c_int()
+    library.cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
+__all__ = ["map_all", "survey"]

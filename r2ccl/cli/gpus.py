@@ -1,0 +1,302 @@
+"""What the state of a machine's GPUs means for collectives on their memory: facts in, findings out.
+
+Must not read the machine (`r2ccl.cli.gpufacts` does): each check is a pure function of a
+`CudaFacts`. Invariants: a machine without a GPU has one finding; a finding that is a warning or an
+error has a fix, others have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from r2ccl.cli.cards import Card, CudaFacts
+from r2ccl.cli.diagnosis import Finding
+from r2ccl.config import Config
+from r2ccl.kernels.cuda.ptx import TARGETS
+from r2ccl.nodecalls import MOST_RANKS
+
+#: The first driver that can load a kernel ahead of its launch (cuFuncLoad: cudaTypedefs.h).
+_OLDEST_DRIVER = 12040
+
+#: Values of CUDA_VISIBLE_DEVICES that hide all GPUs on purpose.
+_HIDING = ("", "-1")
+
+_INSTALL = "pip install 'r2ccl[gpu]'"
+_CONTAINER = "in a container, have NVIDIA's container toolkit hand it in (--gpus all)"
+_CRASH = "look for NVRM and Xid in dmesg, and whether nvidia-smi answers; reload the driver"
+_DIRECT = (
+    "install the open kernel modules of the driver, which export dma-bufs, or modprobe "
+    "nvidia_peermem"
+)
+_NIC = "see what verbs lack, below, and dmesg"
+
+#: What lies behind a status of the driver (CUDA Driver API, CUresult), and what to do.
+_FIXES = {
+    "CUDA_ERROR_STUB_LIBRARY": "take the toolkit's directory of stubs out of LD_LIBRARY_PATH",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": "another process has it alone: end that, or nvidia-smi -c 0",
+    "CUDA_ERROR_OUT_OF_MEMORY": "nvidia-smi shows who has its memory: end that",
+    "CUDA_ERROR_SYSTEM_NOT_READY": (
+        "systemctl start nvidia-fabricmanager, of the driver's version: the NVSwitches need it"
+    ),
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": (
+        "load the kernel modules of libcuda's version: reboot; in a container, take the host's "
+        "libcuda"
+    ),
+    "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE": (
+        "take CUDA's directory compat out of LD_LIBRARY_PATH: this GPU needs the driver's libcuda"
+    ),
+    "CUDA_ERROR_UNKNOWN": (
+        "nvidia-modprobe -u -c 0; in a container, hand in /dev/nvidia-uvm; after a suspend, reload "
+        "nvidia_uvm"
+    ),
+}
+
+
+def examine_gpus(facts: CudaFacts, config: Config) -> tuple[Finding, ...]:
+    """Say of the GPUs what collectives on their memory need; one line where there is none."""
+    died = (_check_end(facts),) if facts.died else ()
+    if not facts.gpus:
+        return died or (_absence(facts),)
+    findings = (check_driver(facts), *map(check_card, facts.gpus))
+    opened = [card for card in facts.gpus if card.open_error == ""]
+    if not opened:
+        return (*died, *findings)
+    return (
+        *died,
+        *findings,
+        check_streams(opened),
+        check_kernels(facts, opened),
+        check_ipc(opened, config),
+        check_dmabuf(opened),
+        check_peermem(facts),
+        check_nics(opened),
+        check_one_host(opened, config),
+        check_hosts(opened, config),
+    )
+
+
+def _check_end(facts: CudaFacts) -> Finding:
+    says = f"the process that asked ended while {facts.doing or 'leaving'}: {facts.died}"
+    return Finding("probe", "error", says, _CRASH)
+
+
+def _absence(facts: CudaFacts) -> Finding:
+    """Say why no GPU can be used; a warning where one is there, as far as can be told."""
+    is_broken = facts.status.startswith("CUDA_ERROR")
+    is_installed = bool(facts.module or (facts.driver and not facts.bindings))
+    is_there = bool(facts.pci) or is_installed or is_broken
+    if not facts.bindings:
+        why, fix = "cuda.bindings is not installed", _INSTALL
+    elif not facts.driver:
+        why, fix = "there is no CUDA driver", f"install NVIDIA's driver; {_CONTAINER}"
+    elif is_broken:
+        why, fix = facts.error, _fix_of(facts.error, _CRASH)
+    elif facts.visible is not None:
+        why = f"CUDA sees none with CUDA_VISIBLE_DEVICES={facts.visible}"
+        fix = "correct the variable, or unset it"
+        is_there = is_there and facts.visible not in _HIDING
+    else:
+        why = facts.error or "CUDA sees none"
+        fix = f"look at nvidia-smi, and whether this user may open /dev/nvidia*; {_CONTAINER}"
+    if not is_there:
+        return Finding("gpus", "skipped", f"none: {why}")
+    who = ", ".join(facts.pci) or "GPUs"
+    return Finding("gpus", "warning", f"{who} cannot be used: {why}", fix)
+
+
+def check_driver(facts: CudaFacts) -> Finding:
+    """Which driver and bindings these are, and whether the driver is new enough."""
+    says = f"CUDA {_version(facts.driver)}, cuda.bindings {facts.bindings}"
+    if facts.module:
+        says += f", {facts.module}"
+    if facts.driver >= _OLDEST_DRIVER:
+        return Finding("driver", "ok", says)
+    needed = _version(_OLDEST_DRIVER)
+    says = f"{says}: kernels cannot be loaded"
+    return Finding("driver", "error", says, f"install a driver of CUDA {needed} or later")
+
+
+def check_card(card: Card) -> Finding:
+    """What a GPU is, and whether a context can be made on it."""
+    check = f"gpu {card.ordinal}"
+    says = (
+        f"{card.name} at {card.bus_id}: compute capability {_capability(card.capability)}, "
+        f"{card.nsms} multiprocessors, {card.memory_nbytes / (1 << 30):.1f} GiB"
+    )
+    if card.open_error is None:
+        return Finding(check, "skipped", f"{says}; it was not opened")
+    if card.open_error:
+        says = f"{says}; cannot be used: {card.open_error}"
+        return Finding(check, "error", says, _fix_of(card.open_error, _CRASH))
+    return Finding(check, "ok", says)
+
+
+def check_streams(cards: Sequence[Card]) -> Finding:
+    """Whether streams can wait for the host, without which collectives refuse device arrays."""
+    lacking = [card for card in cards if not card.waits_on_memory]
+    if not lacking:
+        return Finding("streams", "ok", "can wait for words in memory")
+    return Finding(
+        "streams",
+        "error",
+        f"those of {_named(lacking)} cannot wait for words in memory, and collectives refuse its "
+        "arrays",
+        "copy the arrays to the host, or use another GPU",
+    )
+
+
+def check_kernels(facts: CudaFacts, cards: Sequence[Card]) -> Finding:
+    """Whether kernels can be compiled, loaded, and kept for the next process."""
+    failed = [card for card in cards if card.kernel_error]
+    if failed:
+        says = _by_gpu(((card, card.kernel_error) for card in failed), cards)
+        return Finding("kernels", "error", says, _kernel_fix(facts, failed))
+    if any(card.kernel_error is None for card in cards):
+        return Finding("kernels", "skipped", "were not tried")
+    says = f"can be compiled, in {facts.compile_s:.1f} s, and loaded"
+    if facts.cache_error:
+        return Finding(
+            "kernels",
+            "warning",
+            f"{says}, but not be kept, so each process compiles its own: {facts.cache_error}",
+            "set XDG_CACHE_HOME to a directory that this user may write to",
+        )
+    return Finding("kernels", "ok", f"{says}; they are kept in {facts.cache}")
+
+
+def check_ipc(cards: Sequence[Card], config: Config) -> Finding:
+    """Whether another process can map an allocation."""
+    failed = [card for card in cards if card.ipc_error]
+    if failed:
+        why = _by_gpu(((card, card.ipc_error) for card in failed), cards)
+        says = f"another process cannot map device memory: {why}"
+        if config.ipc == "0":
+            return Finding("ipc", "skipped", says)
+        fix = "give the containers of a host's ranks one IPC and one PID namespace (--ipc=host "
+        return Finding("ipc", "warning", says, fix + "--pid=host), or set R2CC_IPC=0")
+    if any(card.ipc_error is None for card in cards):
+        return Finding("ipc", "skipped", "was not tried")
+    return Finding("ipc", "ok", "another process can map device memory")
+
+
+def check_dmabuf(cards: Sequence[Card]) -> Finding:
+    """What came of exporting an allocation as a dma-buf; `check_nics` says whether it matters."""
+    failed = [card for card in cards if card.dmabuf_error]
+    if failed:
+        outcomes = (
+            (card, f"{card.dmabuf_error} (DMA_BUF_SUPPORTED is {int(card.has_dmabuf)})")
+            for card in failed
+        )
+        return Finding("dmabuf", "skipped", f"no export: {_by_gpu(outcomes, cards)}")
+    if any(card.dmabuf_error is None for card in cards):
+        return Finding("dmabuf", "skipped", "was not tried")
+    refused = [card for card in cards if not (card.has_dmabuf and card.is_rdma_capable)]
+    if refused:
+        why = _by_gpu(((card, _attributes(card)) for card in refused), cards)
+        says = "device memory was exported, but the driver calls it not fit for NICs"
+        return Finding("dmabuf", "skipped", f"{says}: {why}")
+    return Finding("dmabuf", "ok", "device memory was exported")
+
+
+def check_peermem(facts: CudaFacts) -> Finding:
+    """Whether the module that resolves device pointers for NICs is loaded."""
+    if facts.has_peermem:
+        return Finding("peermem", "ok", "nvidia_peermem is loaded")
+    return Finding("peermem", "skipped", "nvidia_peermem is not loaded")
+
+
+def check_nics(cards: Sequence[Card]) -> Finding:
+    """Which way each RDMA NIC in use registered device memory."""
+    found: dict[str, list[str]] = {}
+    for label in dict.fromkeys(label for card in cards for label, _ in card.nics):
+        routes = ((card, str(dict(card.nics)[label])) for card in cards if card.nics)
+        said = _by_gpu(routes, cards)
+        found.setdefault(said, []).append(label)
+    if not found:
+        return Finding("nics", "skipped", "no RDMA port that is a rail was tried")
+    says = "; ".join(f"{', '.join(labels)}: {said}" for said, labels in found.items())
+    staged = [card for card in cards if card.route is not None and card.route.method == "staging"]
+    if not staged:
+        return Finding("nics", "ok", f"reach device memory: {says}")
+    says = f"do not all reach device memory: {says}"
+    if not any(card.is_rdma_capable for card in staged):  # no module would change that
+        return Finding("nics", "skipped", says)
+    return Finding("nics", "warning", says, _DIRECT if "peermem: " in says else _NIC)
+
+
+def check_one_host(cards: Sequence[Card], config: Config) -> Finding:
+    """Which way device memory takes between ranks of one host."""
+    lacking = [card for card in cards if not card.waits_on_memory]
+    if lacking:
+        return Finding("one host", "skipped", f"no collectives on memory of {_named(lacking)}")
+    staged = f"through pinned host memory ({_bounce(config)})"
+    if config.ipc == "0":
+        return Finding("one host", "ok", f"{staged}: R2CC_IPC=0")
+    if not any(card.ipc_error for card in cards):
+        says = f"2 to {MOST_RANKS} ranks work on each other's device memory"
+        return Finding("one host", "ok", says)
+    if config.ipc == "1":
+        return Finding("one host", "skipped", "none: R2CC_IPC=1 asks for ipc, see above")
+    return Finding("one host", "ok", f"{staged}: no ipc, see above")
+
+
+def check_hosts(cards: Sequence[Card], config: Config) -> Finding:
+    """Which way device memory takes between hosts, and why none that is better."""
+    if not all(card.waits_on_memory for card in cards):
+        return Finding("hosts", "skipped", "see one host")
+    staged = f"through pinned host memory ({_bounce(config)})"
+    routes = [(card, card.route) for card in cards if card.route is not None]
+    if not routes:
+        return Finding("hosts", "ok", f"{staged}: no RDMA port is a rail")
+    if any(route.method == "staging" for _, route in routes):
+        return Finding("hosts", "ok", f"{staged}: not all NICs reach device memory, see above")
+    ways = _by_gpu(((card, str(route)) for card, route in routes), cards)
+    return Finding("hosts", "ok", f"RDMA NICs reach device memory: {ways}")
+
+
+def _bounce(config: Config) -> str:
+    return f"{config.bounce_nbytes / (1 << 20):g} MiB, R2CC_BOUNCE_NBYTES"
+
+
+def _kernel_fix(facts: CudaFacts, failed: Sequence[Card]) -> str:
+    if all(card.capability < min(TARGETS) for card in failed):
+        return "keep the data in host memory"
+    if facts.driver < _OLDEST_DRIVER:
+        return f"install a driver of CUDA {_version(_OLDEST_DRIVER)} or later"
+    return _INSTALL
+
+
+def _fix_of(error: str, default: str) -> str:
+    return next((fix for status, fix in _FIXES.items() if status in error), default)
+
+
+def _attributes(card: Card) -> str:
+    return (
+        f"DMA_BUF_SUPPORTED is {int(card.has_dmabuf)}, "
+        f"IS_GPU_DIRECT_RDMA_CAPABLE {int(card.is_rdma_capable)}"
+    )
+
+
+def _by_gpu(said: Iterable[tuple[Card, str | None]], cards: Sequence[Card]) -> str:
+    """Join what is said of some of the GPUs; what is said of all of them is said once."""
+    found: dict[str | None, list[Card]] = {}
+    for card, text in said:
+        found.setdefault(text, []).append(card)
+    if [*found.values()] == [[*cards]]:
+        return str(*found)
+    return "; ".join(f"{_named(some)}: {text}" for text, some in found.items())
+
+
+def _named(cards: Sequence[Card]) -> str:
+    return f"GPU {', '.join(str(card.ordinal) for card in cards)}"
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _capability(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+__all__ = ["examine_gpus"]

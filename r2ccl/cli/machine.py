@@ -1,0 +1,123 @@
+"""What a machine is made of and which NICs are near: a `Machine` in, findings and a file out.
+
+Must not read the machine (`r2ccl.topology.sysfs` does), nor judge what is near
+(`r2ccl.topology.affinity` does): this says it. Invariant: a warning has a fix, nothing else has.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+from r2ccl.cli.diagnosis import Finding
+from r2ccl.errors import InvalidArgument
+from r2ccl.topology.affinity import Affinity, Route, host_routes
+from r2ccl.topology.machine import Machine
+from r2ccl.topology.nccl_xml_writer import format_xml
+
+#: How a remark ends that something can be done about (`r2ccl.topology.sysfs`).
+_RESEAT = "reseat the card"
+#: Backups of a GPU that are shown.
+_MOST_BACKUPS = 3
+
+
+def examine_machine(
+    machine: Machine, links_from: str, cpus: Collection[int]
+) -> tuple[Finding, ...]:
+    """Say what there is, which NIC each GPU would use, and what was assumed.
+
+    Parameters
+    ----------
+    machine : Machine
+    links_from : str
+        Who knew of NVLinks, see `r2ccl.topology.gpus.GpuFacts`.
+    cpus : collection of int
+        Those this process may run on: without GPUs, NICs are ordered for it.
+    """
+    counts = (
+        f"{_count(len(machine.nodes), 'NUMA node')}, {_count(len(machine.gpus), 'GPU')}, "
+        f"{_count(len(machine.ports), 'NIC port')}"
+    )
+    source = f"; NVLinks from {links_from}" if links_from else ""
+    return (
+        Finding("machine", "ok", counts + source),
+        *_routes(machine, cpus),
+        *map(_remark, machine.remarks),
+    )
+
+
+def save_xml(machine: Machine, target: str) -> None:
+    """Write a machine as a topology file of NCCL's; all of it, or nothing.
+
+    Parameters
+    ----------
+    machine : Machine
+    target : str
+        A file, which is replaced if it is there; ``-``: the standard output.
+
+    Raises
+    ------
+    InvalidArgument
+        It cannot be written, or is there and no regular file.
+    """
+    text = format_xml(machine)
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    path = Path(os.path.realpath(target))
+    try:
+        if path.exists() and not path.is_file():
+            raise _refusal(target, "it is there, and no regular file")
+        _replace(path, text)
+    except OSError as exc:
+        raise _refusal(target, exc.strerror or str(exc)) from exc
+
+
+def _replace(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        # Not a temporary file, whose mode would keep it from other users' jobs.
+        with beside.open("x", encoding="utf-8") as file:
+            file.write(text)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _refusal(target: str, why: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"--topology-xml {target}: {why}; name a file that can be written or made, or - for the "
+        "standard output"
+    )
+
+
+def _routes(machine: Machine, cpus: Collection[int]) -> list[Finding]:
+    if not machine.gpus:
+        return [Finding("route", "ok", str(route)) for route in host_routes(machine, cpus)]
+    preferences = Affinity(machine).preferences()
+    return [Finding("route", "ok", _preference(routes)) for routes in preferences.values()]
+
+
+def _preference(routes: tuple[Route, ...]) -> str:
+    first, *backups = routes
+    if not backups:
+        return str(first)
+    shown = [f"{each.port} (PXN)" if each.via else each.port for each in backups[:_MOST_BACKUPS]]
+    rest = len(backups) - len(shown)
+    return f"{first}; then {', '.join(shown)}{f' and {rest} more' if rest else ''}"
+
+
+def _remark(remark: str) -> Finding:
+    says, sign, fix = remark.rpartition("; ")
+    if sign and fix == _RESEAT:
+        return Finding("machine", "warning", says, fix)
+    return Finding("machine", "skipped", remark)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+__all__ = ["examine_machine", "save_xml"]
