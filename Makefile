@@ -10,7 +10,7 @@ RDMA_PYTHON ?= /usr/bin/python3
 RDMA_VENV := $(VENV)/rdma
 RDMA_BIN := $(RDMA_VENV)/bin
 
-.PHONY: help demo test test-rdma lint bench bench-degraded bench-rdma simulate campaign pictures clean
+.PHONY: help demo test test-rdma lint bench bench-degraded bench-rdma bench-gpu simulate campaign pictures clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -69,6 +69,18 @@ bench-rdma: ## measure RDMA against perftest, in a virtual machine; results in o
 	$(RDMA_BIN)/r2ccl rdmalab --nodes 2 --nics 3 --timeout 1800 -- \
 		$(RDMA_BIN)/python bench/verbs_perf.py --json out/verbs.json
 
+# CuPy and the compiler are large: not fetched where there is no driver to run them.
+bench-gpu: ## verify and measure all that needs a GPU, in 9 minutes; results in out/gpu.json
+	@if ! $(PYTHON) -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null; then \
+		echo "bench-gpu: skipped: there is no NVIDIA driver here (libcuda.so.1)"; \
+		exit 0; \
+	fi; \
+	make --no-print-directory $(VENV)/.gpu || exit; \
+	mkdir -p out; \
+	$(BIN)/python bench/gpu.py --json out/gpu.json; status=$$?; \
+	if [ $$status -eq 69 ]; then echo "bench-gpu: skipped: for the reason above"; exit 0; fi; \
+	exit $$status
+
 simulate: $(VENV)/.test ## 20,000 random fault plans in the simulator
 	@R2CC_SIM_EXAMPLES=20000 $(BIN)/python -m pytest tests/simulation --timeout 7200
 
@@ -108,6 +120,12 @@ $(RDMA_VENV)/.test: $(VENV)/.core
 $(VENV)/.lint: $(VENV)/.test
 	@echo "installing what the checks need ..."
 	@$(PIP) install --group lint
+	@touch $@
+
+# torch is not among it: which build of it fits depends on the driver.
+$(VENV)/.gpu: $(VENV)/.test
+	@echo "installing CuPy and the compiler of the kernels ..."
+	@$(PIP) install --editable ".[gpu]"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.demo

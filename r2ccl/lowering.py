@@ -163,8 +163,7 @@ def cleared(layout: Layout) -> Layout:
 
 def _cleared(lane: Lane) -> Lane:
     steps = tuple(
-        msgspec.structs.replace(step, is_eager=step.cuts[0] == step.cuts[-1])
-        for step in lane.steps
+        msgspec.structs.replace(step, is_eager=step.cuts[0] == step.cuts[-1]) for step in lane.steps
     )
     return msgspec.structs.replace(lane, steps=steps)
 

@@ -1,0 +1,210 @@
+"""Everything that only a GPU can show, in one call: is it right, and how fast is it.
+
+Three parts, of which ``--what`` chooses: ``check`` (the tests of ``tests/gpu`` and what ``r2ccl
+doctor`` says), ``kernels`` (against a copy on the GPU, CuPy and torch: `gpu_kernels`) and
+``collectives`` (2 and 4 ranks on one GPU, against NCCL over sockets: `gpu_collectives`). It takes
+one GPU, the first that is visible, and ends within ``--limit-s``; what there was no time or memory
+for is named.
+
+The last line is ``ok``, or says what failed. Exit status: 1 if an element is wrong or a part could
+not be run, 69 if there is no GPU to be used; a threshold of speed that is missed is shown and
+saved, and changes neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from common import (
+    add_json_argument,
+    format_size,
+    machine,
+    parse_counts,
+    parse_sizes,
+    write_json,
+)
+from gpu_card import open_card
+from gpu_check import check
+from gpu_collectives import CUT, IPC, NCCL, TCP, Collectives, cells_of, fitting
+from gpu_kernels import Kernels
+from gpu_outcome import Budget, Outcome
+from gpu_peers import find_peers
+from gpu_report import allreduce_lines, allreduce_rows, judge, kernel_lines, kernel_rows
+
+from r2ccl.errors import TransportError
+from r2ccl.kernels.cuda import Launcher
+
+_ORDINAL = 0
+_KERNEL_SIZES = "1M,16M,256M,1G"
+_ALLREDUCE_SIZES = "1K,16K,256K,1M,16M,64M,256M"
+_ALLREDUCE_TYPES = ("float32", "bfloat16")
+#: The driver's and NCCL's own memory of a process, at most.
+_CONTEXT_NBYTES = 640 << 20
+_MOST_OF_MEMORY = 0.9
+_EXIT_UNAVAILABLE = 69
+
+
+def kernels(args: argparse.Namespace, budget: Budget, outcome: Outcome) -> None:
+    """Verify and measure the kernels."""
+    with open_card(_ORDINAL) as card:
+        peers, lacking = find_peers(card)
+        outcome.left_out += [f"comparison with {each}" for each in lacking]
+        sizes = args.kernel_sizes
+        measured = Kernels(
+            card, Launcher(card.device), peers, sizes, seed=args.seed, loop_s=args.loop_s
+        )
+        begun_s = time.monotonic()
+        nkernels = measured.compile()
+        print(f"{nkernels} kernels loaded in {time.monotonic() - begun_s:.1f} s", flush=True)
+        try:
+            for at, nbytes in enumerate(measured.sizes):
+                # The largest take longest, by far.
+                part = budget.part(nbytes, sum(measured.sizes[at:]))
+                nrounds = measured.measure(nbytes, args.rounds, part)
+                print(f"{format_size(nbytes)}: {nrounds} rounds", flush=True)
+        finally:  # what was found before something failed counts
+            outcome.left_out += measured.left_out
+            rows = kernel_rows(measured.found)
+            judge(outcome, rows)
+            outcome.lines += kernel_lines(rows)
+            outcome.lines.append("GB/s: bytes read and bytes written, of 1e9; of the copy too")
+
+
+def collectives(args: argparse.Namespace, budget: Budget, outcome: Outcome) -> None:
+    """Verify and measure allreduces of several ranks on the GPU."""
+    ways = (IPC, TCP, CUT, NCCL)
+    for at, nranks in enumerate(args.nranks):
+        with open_card(_ORDINAL) as card:
+            free_nbytes = int(_MOST_OF_MEMORY * card.driver.free_nbytes())
+        sizes = fitting(args.allreduce_sizes, nranks, len(ways), free_nbytes, _CONTEXT_NBYTES)
+        outcome.left_out += [
+            f"allreduces of {format_size(each)} by {nranks} ranks: they do not fit the "
+            f"{format_size(free_nbytes)} that may be taken"
+            for each in args.allreduce_sizes if each not in sizes
+        ]  # fmt: skip
+        if not sizes:
+            continue
+        print(f"{nranks} ranks ...", flush=True)
+        measured = Collectives(
+            nranks, cells_of(sizes, _ALLREDUCE_TYPES), seed=args.seed, loop_s=args.loop_s * 5,
+            nrounds=args.rounds,
+        )  # fmt: skip
+        nrounds = measured.measure(ways, budget.part(1, len(args.nranks) - at))
+        rows = allreduce_rows(nranks, measured.found)
+        judge(outcome, rows)
+        outcome.failures += measured.failures
+        outcome.left_out += measured.left_out
+        versions = ", ".join(f"{way} {version}" for way, version in measured.versions.items())
+        outcome.lines += [f"{nranks} ranks, {nrounds} rounds; {versions}", *allreduce_lines(rows)]
+
+
+class Part(NamedTuple):
+    """Something to do, and its share of the time; what it does not need is left to the others."""
+
+    run: Callable[[argparse.Namespace, Budget, Outcome], None]
+    weight: float
+
+
+_PARTS = {
+    "check": Part(lambda args, budget, outcome: check(budget, outcome), 5.0),
+    "kernels": Part(kernels, 2.0),
+    "collectives": Part(collectives, 3.0),
+}
+
+
+def run(part: str, args: argparse.Namespace, budget: Budget) -> Outcome:
+    """Run a part; what ends it early, of whatever library, is a failure of that part alone."""
+    outcome = Outcome()
+    try:
+        _PARTS[part].run(args, budget, outcome)
+    except Exception as exc:
+        traceback.print_exc()
+        outcome.failures.append(f"{part}: {type(exc).__name__}: {exc}")
+    return outcome
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description="Verify and measure r2ccl on a GPU.")
+    parser.add_argument(
+        "--what", nargs="+", choices=[*_PARTS], default=[*_PARTS], help="default: everything"
+    )
+    parser.add_argument(
+        "--kernel-sizes", type=parse_sizes, default=_KERNEL_SIZES, help=f"default: {_KERNEL_SIZES}"
+    )
+    parser.add_argument(
+        "--allreduce-sizes",
+        type=parse_sizes,
+        default=_ALLREDUCE_SIZES,
+        help=f"default: {_ALLREDUCE_SIZES}",
+    )
+    parser.add_argument("--nranks", type=parse_counts, default="2,4", help="default: 2,4")
+    parser.add_argument("--rounds", type=int, default=9, help="at most; default: 9")
+    parser.add_argument("--seed", type=int, help="of the inputs; default: another every time")
+    parser.add_argument("--limit-s", type=float, default=510.0, help="default: 510")
+    add_json_argument(parser)
+    args = parser.parse_args()
+    args.loop_s = 0.02
+    if args.seed is None:
+        args.seed = time.time_ns() % (1 << 32)
+    if args.rounds < 1 or any(each % 16 for each in (*args.kernel_sizes, *args.allreduce_sizes)):
+        parser.error("--rounds must be above 0, and sizes multiples of 16 bytes")
+    return args
+
+
+def main() -> int:
+    """Do all parts, print, save."""
+    args = parse_arguments()
+    budget = Budget(args.limit_s)
+    try:
+        with open_card(_ORDINAL) as card:
+            about = card.driver.about()
+    except TransportError as exc:
+        is_absent = exc.status == "NO_CUDA"
+        print(f"gpu: {'skipped' if is_absent else 'failed'}: {exc}", file=sys.stderr)
+        return _EXIT_UNAVAILABLE if is_absent else 1
+    about["seed"] = args.seed
+    print(" · ".join(f"{key} {value}" for key, value in {**machine(), **about}.items()))
+    whole = Outcome(rows=[{"measure": "gpu", **about}])
+    parts = [part for part in _PARTS if part in args.what]
+    for at, part in enumerate(parts):
+        print(f"\n{part}", flush=True)
+        weight = sum(_PARTS[each].weight for each in parts[at:])
+        outcome = run(part, args, budget.part(_PARTS[part].weight, weight))
+        print(*outcome.lines, sep="\n", flush=True)
+        for name in ("rows", "failures", "missed", "left_out"):
+            getattr(whole, name).extend(getattr(outcome, name))
+        if args.json:  # after each part: whoever ends this early has those before
+            write_json(args.json, [*whole.rows, verdict_row(whole)])
+    print("", *closing_lines(whole), sep="\n")
+    return 1 if whole.failures else 0
+
+
+def verdict_row(whole: Outcome) -> dict[str, Any]:
+    """Make the row of what failed, what was missed, what was left out."""
+    return {
+        "measure": "verdict",
+        "failures": whole.failures,
+        "missed": whole.missed,
+        "left_out": whole.left_out,
+    }
+
+
+def closing_lines(whole: Outcome) -> list[str]:
+    """Say what was left out and missed; the last line is ``ok``, or says what failed."""
+    said = [f"left out: {each}" for each in whole.left_out]
+    said += [f"threshold missed: {each}" for each in whole.missed]
+    said.append("failed: " + "; ".join(whole.failures) if whole.failures else "ok")
+    return [" ".join(each.split()) for each in said]  # libraries speak in several lines
+
+
+if __name__ == "__main__":
+    # On the way out all processes are ended.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    sys.exit(main())
