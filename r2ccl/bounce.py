@@ -121,6 +121,10 @@ class Bounce:
         #: Windows given to the stream since the beginning.
         self._given = 0
 
+    def takes(self, call: DeviceCall) -> bool:
+        """Whether a call can be carried out: every one."""
+        return True
+
     def begin(self, call: DeviceCall, stream: Stream) -> tuple[Job, Event]:
         """Give the stream all the device has to do; the caller's `stream` is not touched but read.
 

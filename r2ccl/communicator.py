@@ -24,7 +24,8 @@ from r2ccl.config import Config
 from r2ccl.council import Known
 from r2ccl.detector import places_of
 from r2ccl.device.arrays import DeviceBuffer
-from r2ccl.devicecalls import DeviceCalls, OpenDevice
+from r2ccl.device.base import Device
+from r2ccl.devicecalls import DeviceCalls, OpenDevice, Way
 from r2ccl.dumping import SignalDump, require_main_thread, write_line
 from r2ccl.engine import Engine
 from r2ccl.errors import (
@@ -121,6 +122,7 @@ class Communicator:
             run_among=self._host.run_among,
             nodes=_members(control.peers),
             open_device=open_device,
+            open_direct=self._open_direct,
         )
         self._tidings = Tidings(self._engine)
         self._engine.recovery.hosts = [info.hostname for info in control.peers]
@@ -757,6 +759,20 @@ class Communicator:
         if task.error is not None:
             self._worker.unseen()  # those before it failed for the same reason, told here
         task.succeed()
+
+    def _open_direct(self, device: Device, kernels: Any) -> Way | str:
+        from r2ccl.direct import open_direct  # with the kernels, which take 18 ms to import
+
+        return open_direct(
+            device,
+            kernels,
+            engine=self._engine,
+            plans=self._plans,
+            whole=self._whole,
+            config=self.config,
+            clock=monotonic,
+            gather=self._gather,
+        )
 
     def _gather(self, mine: bytes) -> list[bytes]:
         """Tell all ranks something, in turn, and return what they say."""

@@ -53,7 +53,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     fastpath: str = "auto"
     #: Memory that may be registered at once; what was not used for longest is let go first.
     registration_limit_nbytes: int = 4 << 30
-    #: Pinned host memory that collectives on device memory pass through, where rails need that.
+    #: Pinned host memory that collectives on device memory pass through, where rails need that;
+    #: where they do not, GPU memory that slices land in.
     bounce_nbytes: int = 64 << 20
     #: GPUs of one node work on each other's memory: 1, 0 (through pinned host memory), auto: where
     #: they can.

@@ -1,10 +1,11 @@
 """Collectives on device memory: what is given to the device at the call, what the host does later.
 
 The caller's thread gives the device everything at once and goes on; the communicator's worker does
-the host's part. Two ways do it: where all ranks are on one node and their GPUs reach each other's
-memory, kernels work on it directly (`r2ccl.nodecalls`); else windows pass through pinned host
-memory and the rails (`r2ccl.bounce`). The caller's stream waits for the result unless a `Work` was
-asked for, which can order any stream after it.
+the host's part. Where the GPUs of a node reach each other's memory, kernels work on it directly
+(`r2ccl.nodecalls`, and among several nodes `r2ccl.tiers`); else, where NICs reach it, slices travel
+from and to it (`r2ccl.direct`); else windows pass through pinned host memory (`r2ccl.bounce`). The
+caller's stream waits for the result unless a `Work` was asked for, which can order any stream after
+it.
 
 Must not import links. Invariants: all ranks take the same way; arrays are kept alive until the
 device is done with them, whatever the caller does with its own references.
@@ -35,7 +36,7 @@ from r2ccl.noticeboard import NoticeBoard
 from r2ccl.requests import Request
 from r2ccl.schedule.ir import Schedule
 from r2ccl.tiers import TieredCalls
-from r2ccl.types import CallSignature, Collective
+from r2ccl.types import CallSignature
 from r2ccl.work import Task, Work, Worker
 
 _log = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ Array = npt.NDArray[np.generic]
 GroupCall = Callable[[tuple[int, ...], CallSignature, Array, Array], None]
 #: Gives the GPU of a number, and its kernels.
 OpenDevice = Callable[[int], tuple[Device, Kernels]]
+#: Gives the way on which NICs reach the GPU's memory, or says why there is none.
+OpenDirect = Callable[[Device, Kernels], "Way | str"]
 
 
 class Job(Protocol):
@@ -55,7 +58,11 @@ class Job(Protocol):
 
 
 class Way(Protocol):
-    """How collectives on device memory are carried out: `Bounce`, `NodeCalls`."""
+    """How collectives on device memory are carried out: `Bounce`, `NodeCalls`, `Direct`."""
+
+    def takes(self, call: DeviceCall) -> bool:
+        """Whether it carries out this call; alike on all ranks."""
+        ...
 
     def begin(self, call: DeviceCall, stream: Stream) -> tuple[Any, Event]:
         """Give the device its part; see `Bounce.begin`."""
@@ -152,6 +159,8 @@ class DeviceCalls:
         Of every node its ranks.
     open_device : callable
         Gives the GPU of a number.
+    open_direct : callable
+        Finds out with all ranks whether NICs reach the GPUs' memory.
     """
 
     def __init__(
@@ -167,6 +176,7 @@ class DeviceCalls:
         run_among: GroupCall,
         nodes: Sequence[Sequence[int]],
         open_device: OpenDevice,
+        open_direct: OpenDirect,
     ) -> None:
         self._rank = rank
         self._nranks = nranks
@@ -178,6 +188,7 @@ class DeviceCalls:
         self._run_among = run_among
         self._nodes = [tuple(node) for node in nodes]
         self._open_device = open_device
+        self._open_direct = open_direct
         self._card: _Card | None = None
 
     def start(self, request: Request, stream: Any, is_async: bool) -> Any:
@@ -208,10 +219,11 @@ class DeviceCalls:
         self._check()
         card = self._open(source.ordinal)
         self._let_go(card)
-        way = self._way_of(card, request)
+        call = _call_of(request)
+        way = card.way if card.way.takes(call) else card.bounce
         for other in others:
             self._order(card.device, given, other, way)
-        task, job, done = self._begin(way, request, given)
+        task, job, done = self._begin(way, call, given)
         if not is_async:
             for each in (given, *others):
                 card.device.wait(each, done)
@@ -237,15 +249,8 @@ class DeviceCalls:
         card.borrowed.clear()
         card.device.close()
 
-    def _begin(self, way: Way, request: Request, stream: Stream) -> tuple[Task, Job, Event]:
+    def _begin(self, way: Way, call: DeviceCall, stream: Stream) -> tuple[Task, Job, Event]:
         """Give the device its part, and the worker the host's."""
-        output = request.output
-        call = DeviceCall(
-            request.signature,
-            request.source.address,
-            0 if output is None else output.address,
-            request.schedule,
-        )
         job, done = way.begin(call, stream)
         # Also of a call that could not be begun: what was begun of it must end.
         task = self._worker.submit(lambda: way.finish(job))
@@ -294,10 +299,20 @@ class DeviceCalls:
                     rank=self._rank,
                     status="NO_IPC",
                 )
-            _log.info("rank %d: GPU memory passes through the host: %s", self._rank, board)
-            return _Card(device, bounce, bounce, deque())
+            return _Card(device, self._over_rails(device, kernels, bounce, board), bounce, deque())
         _log.info("rank %d: GPUs work on each other's memory", self._rank)
         return _Card(device, self._node_calls(device, kernels, board), bounce, deque())
+
+    def _over_rails(self, device: Device, kernels: Kernels, bounce: Bounce, why: str) -> Way:
+        """Return the way of calls in which GPUs do not work on each other's memory."""
+        if self._nranks > 1:
+            direct = self._open_direct(device, kernels)
+            if not isinstance(direct, str):
+                _log.info("rank %d: NICs reach the GPU's memory; %s", self._rank, why)
+                return direct
+            why = f"{why}; {direct}"
+        _log.info("rank %d: GPU memory passes through the host: %s", self._rank, why)
+        return bounce
 
     def _bounce(self, device: Device, run: HostCall) -> Bounce:
         return Bounce(
@@ -340,15 +355,6 @@ class DeviceCalls:
             return "hosts have different numbers of ranks"
         return ""
 
-    def _way_of(self, card: _Card, request: Request) -> Way:
-        """Say how a request is carried out; alike on all ranks."""
-        is_tiered = len(self._nodes) > 1
-        if request.schedule is not None:
-            return card.bounce
-        if is_tiered and request.signature.collective != Collective.ALLREDUCE:
-            return card.bounce
-        return card.way
-
     def _let_go(self, card: _Card) -> None:
         """Let go of arrays the device is done with."""
         while card.borrowed and card.device.is_done(card.borrowed[0].done):
@@ -356,4 +362,14 @@ class DeviceCalls:
             loan.way.recycle(loan.done)
 
 
-__all__ = ["DeviceCalls", "OpenDevice", "Outcome", "Way"]
+def _call_of(request: Request) -> DeviceCall:
+    output = request.output
+    return DeviceCall(
+        request.signature,
+        request.source.address,
+        0 if output is None else output.address,
+        request.schedule,
+    )
+
+
+__all__ = ["DeviceCalls", "OpenDevice", "OpenDirect", "Outcome", "Way"]

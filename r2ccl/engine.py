@@ -36,7 +36,7 @@ from r2ccl.ledger import (
     waits_of_call,
 )
 from r2ccl.ports import ControlPort
-from r2ccl.progress import Progress, describe
+from r2ccl.progress import Computer, Progress, describe
 from r2ccl.recovery import Leaving, Revoke
 from r2ccl.resilience.health import Health
 from r2ccl.rollcall import Calling, RollCall
@@ -224,7 +224,11 @@ class Engine:
         return found[0]
 
     def run(
-        self, signature: int, make: Callable[[], Sequence[LaneRun]], peers: frozenset[int]
+        self,
+        signature: int,
+        make: Callable[[], Sequence[LaneRun]],
+        peers: frozenset[int],
+        computer: Computer | None = None,
     ) -> None:
         """Run a collective to its end.
 
@@ -234,6 +238,8 @@ class Engine:
         make : callable
             Returns the call's lanes. Their links may be new, so they are made by the loop's owner.
         peers : frozenset of int
+        computer : Computer, optional
+            Does the work that the lanes give away.
 
         Raises
         ------
@@ -246,7 +252,8 @@ class Engine:
             progress = self.progress
             runs = make()
             try:
-                progress.begin(signature, {at: run for run in runs for at in run.channels})
+                consumers = {at: run for run in runs for at in run.channels}
+                progress.begin(signature, consumers, computer)
                 self.runs = runs
                 if self.roll.askers:
                     self.roll.called(progress.op)
@@ -334,6 +341,9 @@ class Engine:
                     idle_since = now
                 if now - idle_since < self._config.spin_s:
                     os.sched_yield()
+                elif progress.is_computing:
+                    # No descriptor tells that a kernel has ended: look, and let others run.
+                    time.sleep(_GIVE_WAY_S)
                 else:
                     self._sleep(min(_TICK_S, deadline - now))
         except R2cclError as exc:

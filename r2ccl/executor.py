@@ -8,6 +8,11 @@ possible and returns.
 A slice that is to be reduced lands beside the user's memory and is reduced only when whole: a torn
 slice can be sent again without having been added twice.
 
+What slices become is the business of the call's `Operands`. Those of host memory (`Call`) compute
+at once. Others give the work away (`r2ccl.offload`), where it is done in order; `Progress` says how
+far it is. A step that computes may follow one whose work was given away; one that has a transport
+read or write memory waits until the work is done.
+
 Must not import sockets, threads or the clock. Invariant: memory is overwritten only after every
 step that reads it is done, and for a send that means released.
 """
@@ -15,8 +20,8 @@ step that reads it is done, and for a send that means released.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +32,52 @@ from r2ccl.resilience.link import Landing, RecvLink, SendLink
 from r2ccl.schedule.ir import Kind
 
 Array = npt.NDArray[Any]
+Place = npt.NDArray[np.uint8] | memoryview
 Reducer = Callable[[Array, Array, Array], object]
 Divider = Callable[[Array], object]
 
 
+class Operands(Protocol):
+    """One collective's memory and arithmetic."""
+
+    @property
+    def layout(self) -> Layout:
+        """What this rank does."""
+        ...
+
+    @property
+    def views(self) -> Sequence[memoryview]:
+        """The bytes of each `Space`, for the transport."""
+        ...
+
+    @property
+    def is_gauge(self) -> bool:
+        """Whether its slices show what the rails carry."""
+        ...
+
+    def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
+        """Make elements `lo` to `hi` of what `step` writes.
+
+        Parameters
+        ----------
+        step : Step
+            Any but a send.
+        lo, hi : int
+        received : ndarray, buffer or None
+            The landing place of a slice to be reduced, or the payload of an eager slice; None: the
+            slice landed where it belongs, or the step is local.
+
+        Returns
+        -------
+        int
+            0: it is done. Else the number of the work, above those before: it is done when
+            `Progress.computed` is as much.
+        """
+        ...
+
+
 class Call:
-    """One collective's memory and arithmetic.
+    """`Operands` in host memory, computed at once.
 
     Parameters
     ----------
@@ -68,24 +113,51 @@ class Call:
         self.spaces = (source, output, scratch)
         self.views = tuple(memoryview(space.view(np.uint8)) for space in self.spaces)  # type: ignore[arg-type]
 
+    def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
+        """See `Operands`."""
+        out = self.spaces[step.dst_space][lo:hi]
+        kind = step.kind
+        if kind is Kind.RECV_REDUCE:
+            if hi > lo:
+                mine = self.spaces[step.src_space][lo:hi]
+                if step.is_eager:
+                    theirs = np.frombuffer(received, out.dtype)
+                else:
+                    theirs = received[: out.nbytes].view(out.dtype)
+                if step.is_left:
+                    self.reduce(theirs, mine, out)
+                else:
+                    self.reduce(mine, theirs, out)
+        elif kind is Kind.RECV:
+            if received is not None and hi > lo:
+                out[:] = np.frombuffer(received, out.dtype)
+        elif kind is Kind.REDUCE:
+            self.reduce(out, self.spaces[step.src_space][lo:hi], out)
+        elif step.src_space != step.dst_space:
+            np.copyto(out, self.spaces[step.src_space][lo:hi])
+        if step.is_final and self.finish is not None:
+            self.finish(out)
+        return 0
+
 
 class LandingPool:
     """Landing places for slices that are reduced, kept from call to call.
 
     Bounded by the largest number in use at once: landing depth times links that receive.
-    `allocate` gives memory the transport lands slices in without another copy.
+    `allocate` gives memory the transport lands slices in without another copy: an array, or a
+    memoryview where this process has no access itself.
     """
 
-    def __init__(self, allocate: Callable[[int], Array]) -> None:
+    def __init__(self, allocate: Callable[[int], Place]) -> None:
         self._allocate = allocate
-        self._free: dict[int, list[Array]] = {}
+        self._free: dict[int, list[Place]] = {}
 
-    def take(self, nbytes: int) -> Array:
+    def take(self, nbytes: int) -> Place:
         """Return a place of `nbytes` bytes, cache-warm if one was used before."""
         free = self._free.get(nbytes)
         return free.pop() if free else self._allocate(nbytes)
 
-    def give(self, place: Array) -> None:
+    def give(self, place: Place) -> None:
         """Return a place for the next taker."""
         self._free.setdefault(place.nbytes, []).append(place)
 
@@ -113,19 +185,33 @@ class _Inbound(_Cursor):
         self.depth = depth
         #: Slices asked for and not used yet.
         self.under_way = 0
-        self.places: deque[Array] = deque()
+        self.places: deque[Place] = deque()
         self.held: deque[tuple[int, Any]] = deque()
+
+
+class _Computing(NamedTuple):
+    """Work that was given away: ``nslices`` of op number ``op`` are done when it is.
+
+    ``place`` is the landing place that it reads, if any, of ``cursor``'s link.
+    """
+
+    number: int
+    op: int
+    nslices: int
+    cursor: _Inbound | None
+    place: Place | None
 
 
 class LaneRun:
     """One channel of one call; a `Consumer` of `Progress`."""
 
     __slots__ = (
-        "_call", "_done", "_inbound", "_local", "_outbound", "_pool", "_progress",
-        "_receivers", "_retired", "_steps", "_used", "channels", "is_gauge", "remaining",
+        "_begun", "_call", "_computing", "_done", "_inbound", "_local", "_outbound", "_pool",
+        "_progress", "_receivers", "_retired", "_steps", "_used", "channels", "is_gauge",
+        "remaining",
     )  # fmt: skip
 
-    def __init__(self, lane: Lane, call: Call, progress: Progress, pool: LandingPool) -> None:
+    def __init__(self, lane: Lane, call: Operands, progress: Progress, pool: LandingPool) -> None:
         self._call = call
         self.is_gauge = call.is_gauge
         self._progress = progress
@@ -135,6 +221,9 @@ class LaneRun:
         self._done = [0] * len(lane.steps)
         #: The same, but of a send: no longer read by the transport.
         self._retired = [0] * len(lane.steps)
+        #: Slices per op whose work was given away; what is given away later comes after it.
+        self._begun = [0] * len(lane.steps)
+        self._computing: deque[_Computing] = deque()
         #: Slices of a receiving op already used (its next slice number).
         self._used = [0] * len(lane.steps)
         self.remaining = lane.nslices
@@ -168,7 +257,7 @@ class LaneRun:
         if not cursor.held and self._is_ready(step, self._used[index]):
             self._use(cursor, index, step, data)
         else:
-            cursor.held.append((index, bytes(data) if isinstance(data, memoryview) else data))
+            cursor.held.append((index, data if payload is None else bytes(payload)))
 
     def on_released(self, index: int) -> None:
         """One more slice of send op `index` was released."""
@@ -185,6 +274,8 @@ class LaneRun:
 
     def advance(self) -> None:
         """Post what has become possible, until nothing more is."""
+        if self._computing:
+            self._take_computed()
         moved = self.remaining > 0
         while moved:
             moved = False
@@ -283,34 +374,31 @@ class LaneRun:
         """Slice data becomes result: reduced, copied, or already in place (None)."""
         k = self._used[index]
         self._used[index] = k + 1
-        cursor.under_way -= 1
-        lo, hi = step.cuts[k], step.cuts[k + 1]
-        call = self._call
-        out = call.spaces[step.dst_space][lo:hi]
-        if step.kind == Kind.RECV_REDUCE:
-            mine = call.spaces[step.src_space][lo:hi]
-            self._reduce(step, mine, data, out)
-        elif data is not None and hi > lo:
-            out[:] = np.frombuffer(data, out.dtype)
+        number = 0
+        if data is not None or step.is_final:
+            number = self._call.apply(step, step.cuts[k], step.cuts[k + 1], data)
         if step.is_eager:
             self._progress.consume(cursor.link, True)
-        if step.is_final and call.finish is not None:
-            call.finish(out)
+            data = None
+        if number:
+            self._begun[index] = k + 1
+            self._computing.append(_Computing(number, index, 1, cursor, data))
+            return
+        cursor.under_way -= 1
+        if data is not None:
+            self._pool.give(data)
         self._finish_slice(index)
 
-    def _reduce(self, step: Step, mine: Array, data: Any, out: Array) -> None:
-        if not mine.size:
-            return
-        if step.is_eager:
-            received = np.frombuffer(data, out.dtype)
-        else:
-            received = data[: out.nbytes].view(out.dtype)
-        if step.is_left:
-            self._call.reduce(received, mine, out)
-        else:
-            self._call.reduce(mine, received, out)
-        if not step.is_eager:
-            self._pool.give(data)
+    def _take_computed(self) -> None:
+        """Finish slices whose work was given away and is done."""
+        while self._computing and self._computing[0].number <= self._progress.computed:
+            _, index, nslices, cursor, place = self._computing.popleft()
+            if cursor is not None:
+                cursor.under_way -= 1
+            if place is not None:
+                self._pool.give(place)
+            for _ in range(nslices):
+                self._finish_slice(index)
 
     # Local steps
 
@@ -319,32 +407,33 @@ class LaneRun:
         has_moved = False
         for index in list(self._local):
             step = self._steps[index]
-            if all(self._done[i] >= self._steps[i].nslices for i, _, _ in step.after):
-                self._do_local(step)
+            # What waits slice by slice works on the same chunk, whose last slice it is then too.
+            if self._is_ready(step, step.nslices - 1):
+                self._do_local(index, step)
                 self._local.remove(index)
-                for _ in range(step.nslices):
-                    self._finish_slice(index)
                 has_moved = True
         return has_moved
 
-    def _do_local(self, step: Step) -> None:
-        call = self._call
-        lo, hi = step.cuts[0], step.cuts[-1]
-        source = call.spaces[step.src_space][lo:hi]
-        out = call.spaces[step.dst_space][lo:hi]
-        if step.kind == Kind.REDUCE:
-            call.reduce(out, source, out)
-        elif step.src_space != step.dst_space:
-            np.copyto(out, source)
-        if step.is_final and call.finish is not None:
-            call.finish(out)
+    def _do_local(self, index: int, step: Step) -> None:
+        number = self._call.apply(step, step.cuts[0], step.cuts[-1], None)
+        if number:
+            self._begun[index] = step.nslices
+            self._computing.append(_Computing(number, index, step.nslices, None, None))
+            return
+        for _ in range(step.nslices):
+            self._finish_slice(index)
 
     def _is_ready(self, step: Step, k: int) -> bool:
         for index, is_by_slice, is_proved in step.after:
             needed = k + 1 if is_by_slice else self._steps[index].nslices
-            if (self._retired if is_proved else self._done)[index] < needed:
+            if (self._retired if is_proved else self._done)[index] < needed and (
+                self._begun[index] < needed or step.kind in _MOVES
+            ):
                 return False
         return True
 
 
-__all__ = ["Call", "LandingPool", "LaneRun"]
+#: Steps that have the transport read or write memory.
+_MOVES = frozenset((Kind.SEND, Kind.RECV))
+
+__all__ = ["Call", "LandingPool", "LaneRun", "Operands", "Place"]

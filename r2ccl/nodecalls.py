@@ -184,6 +184,10 @@ class NodeCalls:
         #: Allocations of other ranks, by rank and the number their process gave them.
         self._mapped: dict[tuple[int, int], int] = {}
 
+    def takes(self, call: DeviceCall) -> bool:
+        """Whether a call can be carried out: any but by a schedule of the caller's own."""
+        return call.schedule is None
+
     def begin(self, call: DeviceCall, stream: Stream) -> tuple[NodeJob, Event]:
         """Give the stream all the device has to do; the caller's `stream` is not touched but read.
 

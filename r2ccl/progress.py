@@ -62,6 +62,29 @@ class Consumer(Protocol):
         ...
 
 
+class Computer(Protocol):
+    """Where the work of a collective's slices is done that is not done in the loop."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is work that is not known to be done."""
+        ...
+
+    def commit(self) -> None:
+        """Have `poll` tell of all that was begun until now."""
+        ...
+
+    def poll(self) -> int:
+        """Return the number of the last work that is done, as all before it is; never waits.
+
+        Raises
+        ------
+        TransportError
+            The device failed.
+        """
+        ...
+
+
 class Progress:
     """Everything one rank has under way on its links.
 
@@ -102,6 +125,9 @@ class Progress:
         #: Number and packed signature of the collective that runs, or ran last.
         self.op = 0
         self.signature = 0
+        #: Number of the last work that is done of what the collective has given away.
+        self.computed = 0
+        self._computer: Computer | None = None
         self._consumers: Mapping[int, Consumer] = {}
         self._dirty: list[Consumer] = []
         self._unconfirmed: dict[RecvLink, None] = {}  # ordered, unlike a set: runs repeat
@@ -123,9 +149,16 @@ class Progress:
 
     # What a collective calls
 
-    def begin(self, signature: int, consumers: Mapping[int, Consumer]) -> None:
-        """Start the next collective: `consumers` by channel."""
+    def begin(
+        self,
+        signature: int,
+        consumers: Mapping[int, Consumer],
+        computer: Computer | None = None,
+    ) -> None:
+        """Start the next collective: `consumers` by channel, who may give work to `computer`."""
         self.op += 1
+        self._computer = computer
+        self.computed = 0
         self.signature = signature
         self._history[self.op] = signature
         self._history.pop(self.op - _HISTORY, None)
@@ -136,6 +169,7 @@ class Progress:
     def finish(self) -> None:
         """The collective is done: none of its slices is wanted or unreleased any more."""
         self._consumers = {}
+        self._computer = None
 
     def send_link(self, peer: int, channel: int) -> SendLink:
         """Return the link to `peer` of `channel`, made on first use."""
@@ -192,8 +226,9 @@ class Progress:
             self._polled_s = self.clock()
         for event in events:
             self._handlers[type(event)](event)  # type: ignore[operator]
+        has_computed = self._computer is not None and self._take_computed(self._computer)
         self.advance()
-        return bool(events)
+        return bool(events) or has_computed
 
     def advance(self) -> None:
         """Let the collective post what became possible, confirm, and flush."""
@@ -201,10 +236,27 @@ class Progress:
             dirty, self._dirty = self._dirty, []
             for consumer in dirty:
                 consumer.advance()
+        if self._computer is not None:
+            self._computer.commit()
         if self._unconfirmed:
             self.confirm_all(self._unconfirmed)
             self._unconfirmed.clear()
         self.transport.flush()
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the collective waits for work that no event of the transport tells of."""
+        return self._computer is not None and self._computer.is_busy
+
+    def _take_computed(self, computer: Computer) -> bool:
+        """Have whoever gave work away advanced if some of it is done."""
+        computed = computer.poll()
+        if computed == self.computed:
+            return False
+        self.computed = computed
+        for consumer in self._consumers.values():
+            self.touch(consumer)
+        return True
 
     def touch(self, consumer: Consumer) -> None:
         """Have `consumer` advanced before the loop sleeps."""
@@ -428,4 +480,4 @@ def describe(signature: int) -> str:
 #: Collectives a rank can be behind another and still have its call compared.
 _HISTORY = 64
 
-__all__ = ["Consumer", "Progress", "describe"]
+__all__ = ["Computer", "Consumer", "Progress", "describe"]

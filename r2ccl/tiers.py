@@ -26,7 +26,7 @@ import msgspec
 from r2ccl.bounce import Bounce, DeviceCall
 from r2ccl.dtypes import dtype_of
 from r2ccl.nodecalls import MOST_RANKS, NodeCalls, NodeJob, Notice
-from r2ccl.types import CallSignature, ReduceOp
+from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
 class TieredCalls(NodeCalls):
@@ -44,6 +44,10 @@ class TieredCalls(NodeCalls):
     def __init__(self, *others: Any, rails: Bounce, **named: Any) -> None:
         super().__init__(*others, **named)
         self._rails = rails
+
+    def takes(self, call: DeviceCall) -> bool:
+        """Whether a call can be carried out: an allreduce, not by a schedule of the caller's."""
+        return super().takes(call) and call.signature.collective == Collective.ALLREDUCE
 
     def close(self, timeout_s: float) -> None:
         """See `NodeCalls.close`."""

@@ -85,6 +85,10 @@ class ReportingTransport:
         """See `Transport.register`."""
         return self._inner.register(memory)
 
+    def register_device(self, address: int, nbytes: int) -> Registered:
+        """See `Transport.register_device`."""
+        return self._inner.register_device(address, nbytes)
+
     def open(self, path: PathKey, endpoint: Any) -> None:
         """See `Transport.open`."""
         self._open.add(path)

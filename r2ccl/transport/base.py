@@ -223,6 +223,20 @@ class Transport(Protocol):
         """
         ...
 
+    def register_device(self, address: int, nbytes: int) -> Registered:
+        """Prepare device memory, so that slices of it travel on every rail; `close` ends that.
+
+        Until then ``isend`` and ``irecv`` take views of it (`r2ccl.device.views`), whose bytes
+        only NICs touch. What the device writes must be known to be written before it is sent; what
+        arrived is there for work that the device is given after the event was polled.
+
+        Raises
+        ------
+        TransportError
+            A rail cannot reach it; says which and why.
+        """
+        ...
+
     def is_open(self, path: PathKey) -> bool:
         """Whether `path` was opened and not yet failed or fenced."""
         ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.errors import InternalError
+from r2ccl.errors import InternalError, TransportError
 from r2ccl.transport.base import Endpoint
 from r2ccl.types import PathKey, ProbeKey
 
@@ -38,6 +38,12 @@ class Dialed:
     def register(self, memory: npt.NDArray[np.uint8]) -> Unregistered:
         """Nothing to prepare."""
         return Unregistered()
+
+    def register_device(self, address: int, nbytes: int) -> Unregistered:
+        """Refuse: what moves the bytes is this process, which cannot touch them."""
+        raise TransportError(
+            "sockets do not reach device memory: it passes through the host", status="HOST_ONLY"
+        )
 
 
 __all__ = ["Dialed", "Unregistered"]

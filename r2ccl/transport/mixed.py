@@ -35,6 +35,18 @@ class Part(Transport, Protocol):
         ...
 
 
+class _Registrations:
+    """`Registered` with several parts."""
+
+    def __init__(self, made: Sequence[Registered]) -> None:
+        self._made = made
+
+    def close(self) -> None:
+        """End all of them."""
+        for each in self._made:
+            each.close()
+
+
 class MixedTransport:
     """`Transport` made of others.
 
@@ -76,6 +88,18 @@ class MixedTransport:
     def register(self, memory: npt.NDArray[np.uint8]) -> Registered:
         """See `Transport.register`: as for `allocate`."""
         return self._parts[-1].register(memory)
+
+    def register_device(self, address: int, nbytes: int) -> Registered:
+        """See `Transport.register_device`: every part that has a rail must reach it."""
+        made: list[Registered] = []
+        try:
+            for part in self._parts:
+                if part.nrails:
+                    made.append(part.register_device(address, nbytes))
+        except BaseException:
+            _Registrations(made).close()
+            raise
+        return _Registrations(made)
 
     def is_open(self, path: PathKey) -> bool:
         """See `Transport.is_open`."""

@@ -230,6 +230,10 @@ class RegistrationCache:
         self._ticks = 0
         self._is_closed = False
 
+    def beside(self, memory: Memory) -> RegistrationCache:
+        """Return a cache over the same NICs, with as high a limit, of another kind of memory."""
+        return RegistrationCache(self._registrars, self._limit_nbytes, memory=memory)
+
     def find(self, address: int, nbytes: int) -> Registration | None:
         """Return the registration that covers ``[address, address + nbytes)``.
 

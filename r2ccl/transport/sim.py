@@ -12,7 +12,7 @@ from typing import Any
 
 from r2ccl.errors import InternalError
 from r2ccl.transport.base import Arrived, Event, Fenced, Frame, Probed, Sent
-from r2ccl.transport.dialed import Dialed
+from r2ccl.transport.dialed import Dialed, Unregistered
 from r2ccl.transport.simnet import End, EndState, Kind, Message, SimNetwork
 from r2ccl.types import PathKey, ProbeKey
 
@@ -64,6 +64,12 @@ class SimTransport(Dialed):
             self._network.take(endpoint, piece)
         if endpoint.is_dead or endpoint.other.state is EndState.FENCED:
             self._network.fail(endpoint, "EOF", "the connection broke before it was in use")
+
+    def register_device(self, address: int, nbytes: int) -> Unregistered:
+        """Refuse, unless the network's NICs reach device memory."""
+        if self._network.reaches_devices:
+            return Unregistered()
+        return super().register_device(address, nbytes)
 
     def is_open(self, path: PathKey) -> bool:
         """Whether `path` was opened and not yet failed or fenced."""

@@ -82,6 +82,8 @@ class SimNetwork:
         self.retry_s = retry_s
         self.probe_timeout_s = probe_timeout_s
         self.is_loud = is_loud
+        #: Whether its NICs move slices of device memory: `move` and `copy_of` must know how.
+        self.reaches_devices = False
         #: The one hook through which every message goes, control messages included.
         self.route: Callable[[Message], Fate] = lambda message: DELIVER
         #: Told of every read of a sender's view, before it happens.
@@ -241,7 +243,7 @@ class SimNetwork:
             # It has left this NIC: from here on it no longer depends on this rank's memory.
             message = piece.message
             if message.kind is Kind.WRITE and message.view is not None:
-                message.view = memoryview(bytes(message.view))
+                message.view = self.copy_of(message)
                 message.is_copied = True
         for queue in (end.queued, end.small, end.bulk, end.held, end.acks):
             queue.clear()
@@ -350,10 +352,21 @@ class SimNetwork:
         self.on_read(message)
         half = len(view) // 2
         if is_last:
-            region[half:] = view[half:]
+            self.move(message, half, len(view))
         else:
             message.began_s = self.timeline.now
-            region[:half] = view[:half]
+            self.move(message, 0, half)
+
+    def move(self, message: Message, start: int, end: int) -> None:
+        """Move bytes of a cleared slice; a network whose NICs reach other memory does it there."""
+        assert message.region is not None
+        assert message.view is not None
+        message.region[start:end] = message.view[start:end]
+
+    def copy_of(self, message: Message) -> memoryview:
+        """Return what a slice under way holds, in memory of the network's own; as `move`."""
+        assert message.view is not None
+        return memoryview(bytes(message.view))
 
     def _event(self, end: End, message: Message, is_confirmed: bool) -> Event:
         frame = message.frame

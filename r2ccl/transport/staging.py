@@ -1,18 +1,24 @@
 """How a NIC reaches a slice: in its own memory if that is registered, else in a buffer instead.
 
 Buffers come in powers of two, are registered like everything `Staging.allocate` returns, and are
-kept for the next slice.
+kept for the next slice. Device memory has registrations of its own, and no buffers: its bytes are
+not this process's to copy, so who sends and receives it has registered it.
 
 Sees no pyverbs. Invariant: while a `Reach` is held its memory stays registered on every NIC.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from r2ccl.device.views import address_of, is_device_view
+from r2ccl.errors import InternalError
+from r2ccl.transport.cuda import CudaDriver
+from r2ccl.transport.dmabuf import DeviceMemory
 from r2ccl.transport.registration import Registration, RegistrationCache
 
 Array = npt.NDArray[np.uint8]
@@ -37,10 +43,16 @@ class Staging:
     ----------
     registrations : RegistrationCache
         Owned.
+    open_cuda : callable
+        Opens the CUDA driver, when device memory is first registered.
     """
 
-    def __init__(self, registrations: RegistrationCache) -> None:
+    def __init__(
+        self, registrations: RegistrationCache, open_cuda: Callable[[], CudaDriver]
+    ) -> None:
         self._registrations = registrations
+        self._open_cuda = open_cuda
+        self._on_device: RegistrationCache | None = None
         self._buffers: dict[int, list[Array]] = {}
 
     def allocate(self, nbytes: int) -> Array:
@@ -53,8 +65,25 @@ class Staging:
         """See `Transport.register`."""
         return self._registrations.register(memory.ctypes.data, memory.nbytes, memory)
 
+    def register_device(self, address: int, nbytes: int) -> Registration:
+        """See `Transport.register_device`."""
+        if self._on_device is None:
+            self._on_device = self._registrations.beside(DeviceMemory(self._open_cuda()))
+        found = self._on_device.find(address, nbytes)
+        if found is not None:
+            return found.share()
+        return self._on_device.register(address, nbytes, None)
+
     def reach(self, view: memoryview, nic: int) -> Reach:
-        """Pin the memory of `view`, or a buffer for it, for NIC number `nic`."""
+        """Pin the memory of `view`, or a buffer for it, for NIC number `nic`.
+
+        Raises
+        ------
+        InternalError
+            Device memory that is not registered.
+        """
+        if is_device_view(view):
+            return self._reach_device(view, nic)
         address = np.frombuffer(view, np.uint8).ctypes.data if len(view) else 0
         found = self._registrations.find(address, len(view)) if len(view) else None
         buffer = None
@@ -67,6 +96,19 @@ class Staging:
         keys = found.keys(nic)
         return Reach(address + keys.iova_base, keys.lkey, keys.rkey, found, buffer)
 
+    def _reach_device(self, view: memoryview, nic: int) -> Reach:
+        address = address_of(view)
+        cache = self._on_device
+        found = None if cache is None else cache.find(address, len(view))
+        if found is None:
+            raise InternalError(
+                f"{len(view)} bytes of device memory at {address:#x} are not registered: was the "
+                "array freed while a collective worked on it?"
+            )
+        found.pin()
+        keys = found.keys(nic)
+        return Reach(address + keys.iova_base, keys.lkey, keys.rkey, found, None)
+
     def release(self, reach: Reach) -> None:
         """No work request names it any more."""
         reach.registration.unpin()
@@ -74,11 +116,13 @@ class Staging:
             self._buffers.setdefault(reach.buffer.nbytes, []).append(reach.buffer)
 
     def drain(self) -> None:
-        """Have the NICs forget memory that was freed."""
+        """Have the NICs forget memory that was freed; of a device's, lookups tell."""
         self._registrations.drain()
 
     def close(self) -> None:
         """Deregister everything."""
+        if self._on_device is not None:
+            self._on_device.close()
         self._registrations.close()
 
     def _take(self, nbytes: int) -> Array:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -37,6 +37,7 @@ from r2ccl.transport.base import (
     RailChanged,
     Sent,
 )
+from r2ccl.transport.cuda import BindingsDriver, CudaDriver
 from r2ccl.transport.device import BATCH, Completion, Device
 from r2ccl.transport.endpoint import Outgoing, Place, State, VerbsEndpoint
 from r2ccl.transport.messages import CLEAR, CONFIRM, EAGER, HEADER_NBYTES, Message, Token
@@ -77,6 +78,8 @@ class VerbsTransport:
     probe_timeout_s : float
     first_rail : int
         Rail of ``devices[0]``, where other transports have rails too.
+    open_cuda : callable
+        Opens the CUDA driver when device memory is first registered.
     """
 
     def __init__(
@@ -91,12 +94,13 @@ class VerbsTransport:
         probe_timeout_s: float,
         first_rail: int = 0,
         clock: Clock = monotonic,
+        open_cuda: Callable[[], CudaDriver] = BindingsDriver,
     ) -> None:
         self.nrails = len(devices)
         self._first_rail = first_rail
         self._rank = rank
         self._devices = devices
-        self._staging = Staging(registrations)
+        self._staging = Staging(registrations, open_cuda)
         self._eager_nbytes = eager_nbytes
         self._ring_nbytes = -(-_RING_MESSAGES * (HEADER_NBYTES + eager_nbytes) // 4096) * 4096
         self._timeout = timeout
@@ -255,6 +259,10 @@ class VerbsTransport:
     def register(self, memory: Array) -> Registration:
         """See `Transport.register`."""
         return self._staging.register(memory)
+
+    def register_device(self, address: int, nbytes: int) -> Registration:
+        """See `Transport.register_device`: by dma-buf or peermem, on every NIC."""
+        return self._staging.register_device(address, nbytes)
 
     def _post(self, end: VerbsEndpoint) -> None:
         while end.unnamed and end.numbers:

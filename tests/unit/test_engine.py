@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Any
 
@@ -74,3 +75,45 @@ def test_a_failure_in_the_background_ends_the_communicator(
     assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.raises(CommunicatorRevoked):
         engine.run(0, list, frozenset({1}))
+
+
+class Kernels:
+    """A computer that is busy for some looks at it."""
+
+    def __init__(self, nlooks: int) -> None:
+        self.nlooks = nlooks
+
+    @property
+    def is_busy(self) -> bool:
+        return self.nlooks > 0
+
+    def commit(self) -> None: ...
+
+    def poll(self) -> int:
+        self.nlooks -= 1
+        return int(self.nlooks <= 0)
+
+
+def test_nobody_sleeps_while_kernels_are_under_way() -> None:
+    """No descriptor would wake the loop: it looks, and lets others run in between."""
+    engine, still = make_engine()
+    now = itertools.count()
+    engine._clock = lambda: next(now) * 0.01
+    slept: list[float] = []
+    still.poll = lambda timeout_s: slept.append(timeout_s) or []  # type: ignore[method-assign, func-returns-value]
+
+    class Run:
+        """Waits for one kernel."""
+
+        channels = (0,)
+
+        @property
+        def remaining(self) -> int:
+            return 1 - engine.progress.computed
+
+        def advance(self) -> None: ...
+
+    run: Any = Run()
+    engine.run(0, lambda: [run], frozenset(), Kernels(50))
+    assert slept == [0.0] * 50
+    assert not engine.progress.is_computing

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import strategies as st
 
 from r2ccl.algos import recursive_doubling, ring
-from r2ccl.lowering import Layout, lower
+from r2ccl.lowering import Layout, cleared, lower
 from r2ccl.schedule.ir import Kind, Op, RankProgram, Schedule, Space
 
 
@@ -134,3 +134,18 @@ def test_an_edge_of_a_lane_can_travel_on_another() -> None:
     assert sends == [[(1, 5)], [(1, 9)]]
     assert recvs == [[(2, 7)], [(2, 2)]]
     assert [lane.channels for lane in layout.lanes] == [(5, 7), (2, 9)]
+
+
+@pytest.mark.parametrize("count", [2, 100])
+def test_without_eager_slices_all_but_empty_ones_have_a_place(count: int) -> None:
+    """As if nothing were small enough; an empty slice has nothing to place."""
+    small, none = (
+        layouts(ring.allreduce(3, 2), count, eager_nbytes=each)[0] for each in (1_000, 0)
+    )
+    assert small != none
+    assert cleared(small) == none
+    assert all(
+        step.is_eager == (step.cuts[0] == step.cuts[-1])
+        for lane in cleared(small).lanes
+        for step in lane.steps
+    )

@@ -6,12 +6,13 @@ change nothing it does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.executor import LandingPool, LaneRun
+from r2ccl.executor import LandingPool, LaneRun, Place
 from r2ccl.progress import Consumer, Progress
 from r2ccl.resilience.health import Health
 from r2ccl.resilience.link import Landing, SendLink, Slice
@@ -40,11 +41,14 @@ class Checker:
         self.plans: dict[int, Health] = {}
         #: When it did so, in events.
         self.began: dict[int, int] = {}
+        #: Returns what a view of a rank's memory holds.
+        self.bytes_of: Callable[[int, memoryview | bytes], bytes] = lambda rank, view: bytes(view)
         self._retired: list[tuple[str, Array]] = []
 
     def posted(self, source: int, link: SendLink, view: memoryview) -> None:
         """Note a slice before it gets its number."""
-        self.sent[source, link.peer, link.channel, link.posted] = bytes(view)
+        key = (source, link.peer, link.channel, link.posted)
+        self.sent[key] = self.bytes_of(source, view)
 
     def delivered(self, rank: int, peer: int, channel: int, landing: Landing, payload: Any) -> None:
         """Hold a delivered slice against what was posted: in order, once, whole."""
@@ -54,7 +58,8 @@ class Checker:
             raise Violation(f"link {key} delivered slice {landing.seq}, expected {expected}")
         self.next_seq[key] = expected + 1
         found = landing.region if payload is None else payload
-        if bytes(found) != self.sent[(*key, landing.seq)]:  # type: ignore[arg-type]
+        assert found is not None
+        if self.bytes_of(rank, found) != self.sent[(*key, landing.seq)]:
             raise Violation(f"link {key} delivered wrong bytes as slice {landing.seq}")
 
     def read(self, message: Message) -> None:
@@ -142,15 +147,17 @@ class CheckedPool(LandingPool):
         super().__init__(lambda nbytes: np.empty(nbytes, np.uint8))
         self._rank = rank
 
-    def take(self, nbytes: int) -> Array:
+    def take(self, nbytes: int) -> Place:
         """Return a place nobody wrote to since it was given back."""
         place = super().take(nbytes)
+        assert isinstance(place, np.ndarray)
         if place.base is not None and not np.all(place == _POISON):
             raise Violation(f"rank {self._rank}: a free landing place was written")
         return place
 
-    def give(self, place: Array) -> None:
+    def give(self, place: Place) -> None:
         """Poison a place and return it."""
+        assert isinstance(place, np.ndarray)
         place[:] = _POISON
         # A view marks a place that was used before; a new one owns its memory.
         super().give(place if place.base is not None else place[:])

@@ -15,7 +15,8 @@ from typing import Any
 from r2ccl.bootstrap.messages import Codec
 from r2ccl.config import Config
 from r2ccl.errors import InternalError, R2cclError, TransportTimeout
-from r2ccl.executor import Call, LaneRun
+from r2ccl.executor import Call, LandingPool, LaneRun, Operands
+from r2ccl.progress import Computer
 from r2ccl.recovery import Leaving, PortUp, Revoke, Spared
 from r2ccl.resilience.health import Health
 from r2ccl.resilience.path import Announcement
@@ -86,7 +87,9 @@ class SimRank:
         self._config = config
         self._work = work
         self._checker = checker
-        self._pool = CheckedPool(rank)
+        self.pool: LandingPool = CheckedPool(rank)
+        #: Does what slices of device memory take.
+        self.computer: Computer | None = None
         self.transport = SimTransport(network, rank, self._wake)
         self.control = SimControl(
             network,
@@ -192,6 +195,8 @@ class SimRank:
                 self.progress.step()
                 self._look()
                 self._finish_if_done()
+                if self.progress.is_computing:
+                    self._wake()
         except InternalError:
             raise
         except R2cclError as exc:
@@ -293,29 +298,42 @@ class SimRank:
     def _begin(self, health: Health) -> None:
         self.phase = Phase.CALLING
         task = self._work.task(self.ncalls, self.rank, self.recovery.homes, health)
-        layout = task.layout
-        source, output = self._work.memory(self.ncalls, self.rank)
-        call = Call(layout, source, output, *self._work.arithmetic(task))
         self._task = task
-        self._arrays = call.spaces
-        progress = self.progress
-        runs = [CheckedRun(lane, call, progress, self._pool) for lane in layout.lanes]
+        call = self.operands(task)
+        layout, progress = call.layout, self.progress
+        runs = [CheckedRun(lane, call, progress, self.pool) for lane in layout.lanes]
         self._runs = list(runs)
         self._peers = layout.peers
         consumers = {at: run for run in runs for at in run.channels}
-        progress.begin(task.signature.pack(), consumers)
+        progress.begin(task.signature.pack(), consumers, self.computer)
         for run in runs:
             run.advance()
         progress.advance()
         self._wake()
 
+    # Its memory
+
+    def operands(self, task: Task) -> Operands:
+        """Make the memory of the next call."""
+        source, output = self._work.memory(self.ncalls, self.rank)
+        call = Call(task.layout, source, output, *self._work.arithmetic(task))
+        self._arrays = call.spaces
+        return call
+
+    def output(self) -> Array:
+        """Return what the call left in its output memory."""
+        return self._arrays[1]
+
+    def retire(self, what: str) -> None:
+        """Give the call's memory back: nothing may write there any more."""
+        self._checker.retire(what, *self._arrays)
+
     def _return(self) -> None:
         self.progress.finish()
         assert self._task is not None
-        _, output, _ = self._arrays
-        result = self._work.result(self.ncalls, self.rank, self._task, output)
+        result = self._work.result(self.ncalls, self.rank, self._task, self.output())
         self._checker.result(self.rank, self.ncalls, *result)
-        self._checker.retire(f"rank {self.rank}, call {self.ncalls}", *self._arrays)
+        self.retire(f"rank {self.rank}, call {self.ncalls}")
         self._network.note("returned", self.rank, self.ncalls)
         self.ncalls += 1
         self._compute()
@@ -338,8 +356,8 @@ class SimRank:
             self.phase = Phase.DONE
             self.error = self.recovery.error
             self._network.note("raised", self.rank, type(self.error).__name__)
-            if self._arrays:
-                self._checker.retire(f"rank {self.rank}, after its error", *self._arrays)
+            if self._task is not None:
+                self.retire(f"rank {self.rank}, after its error")
 
 
 __all__ = ["Phase", "SimRank"]

@@ -101,6 +101,7 @@ def simulate(
     seed: int = 0,
     *,
     network_type: type[SimNetwork] = SimNetwork,
+    rank_type: type[SimRank] = SimRank,
     max_events: int = MAX_EVENTS,
 ) -> Outcome:
     """Run `workload` under `plan`.
@@ -111,7 +112,7 @@ def simulate(
         A promise was broken, or nothing moves any more; the message has seed, plan and the end
         of the trace.
     """
-    world = World(workload, plan or Plan(), seed, network_type)
+    world = World(workload, plan or Plan(), seed, network_type, rank_type)
     return world.run(max_events)
 
 
@@ -124,6 +125,7 @@ class World:
         plan: Plan,
         seed: int,
         network_type: type[SimNetwork],
+        rank_type: type[SimRank],
     ) -> None:
         self.plan = plan
         self.seed = seed
@@ -138,7 +140,7 @@ class World:
         self.network.on_read = self.checker.read
         self.network.route = self._route
         self.ranks = [
-            SimRank(rank, self.network, config, self.work, self.checker)
+            rank_type(rank, self.network, config, self.work, self.checker)
             for rank in range(workload.nranks)
         ]
         self._noise = random.Random(seed ^ 0x5EED)

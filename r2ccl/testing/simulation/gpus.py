@@ -1,0 +1,154 @@
+"""Simulated ranks whose collectives are on the memory of fake GPUs, which every NIC reaches.
+
+A `GpuNetwork` moves slices between the ranks' `FakeDevice`s; each access of a NIC is one of the
+host to the fake, which fails on what no order allows: a slice sent before the kernel that makes it
+is known to be done, a landing place named while a kernel reads it. Kernels run late, in any order
+that streams and events allow.
+
+``simulate(..., network_type=GpuNetwork, rank_type=GpuRank)``. Invariant: as in `simulate`, equal
+workloads, plans and seeds give equal runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from r2ccl.device.views import address_of, is_device_view, view_of
+from r2ccl.executor import LandingPool, Operands, Place
+from r2ccl.lowering import cleared
+from r2ccl.offload import DeviceOperands, Offload
+from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
+from r2ccl.testing.fakedevice.forms import FakeLauncher
+from r2ccl.testing.simulation.checks import Violation
+from r2ccl.testing.simulation.data import Array
+from r2ccl.testing.simulation.rank import SimRank
+from r2ccl.testing.simulation.work import Task
+from r2ccl.transport.simnet import Message, SimNetwork
+
+#: In landing places that nobody uses.
+_POISON = 0xA5
+_PATIENCE_S = 1.0
+
+
+class GpuNetwork(SimNetwork):
+    """`SimNetwork` whose NICs read and write device memory too."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.reaches_devices = True
+        #: By rank.
+        self.devices: dict[int, FakeDevice] = {}
+
+    def bytes_of(self, rank: int, view: memoryview | bytes) -> bytes:
+        """Read what a view of a rank's memory holds."""
+        if not view or isinstance(view, bytes) or not is_device_view(view):
+            return bytes(view)
+        return self.devices[rank].read(address_of(view), len(view)).tobytes()
+
+    def move(self, message: Message, start: int, end: int) -> None:
+        """See `SimNetwork.move`."""
+        assert message.region is not None
+        assert message.view is not None
+        data = self.bytes_of(message.end.rank, message.view[start:end])
+        target = message.region[start:end]
+        if data and is_device_view(target):
+            device = self.devices[message.end.other.rank]
+            device.write(address_of(target), np.frombuffer(data, np.uint8))
+        else:
+            target[:] = data
+
+    def copy_of(self, message: Message) -> memoryview:
+        """See `SimNetwork.copy_of`."""
+        assert message.view is not None
+        return memoryview(self.bytes_of(message.end.rank, message.view))
+
+
+class GpuPool(LandingPool):
+    """Landing places in device memory: poisoned when free, and looked at when they are taken."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__(self._make)
+        self._device = device
+
+    def _make(self, nbytes: int) -> Place:
+        place = view_of(self._device.allocate(nbytes), nbytes)
+        self._poison(place)
+        return place
+
+    def _poison(self, place: Place) -> None:
+        self._device.write(_address_of(place), np.full(place.nbytes, _POISON, np.uint8))
+
+    def take(self, nbytes: int) -> Place:
+        """Return a place nobody wrote to since it was given back."""
+        place = super().take(nbytes)
+        if (self._device.read(_address_of(place), nbytes) != _POISON).any():
+            raise Violation("a free landing place in device memory was written")
+        return place
+
+    def give(self, place: Place) -> None:
+        """Poison a place and return it; a kernel that still reads it is found."""
+        self._poison(place)
+        super().give(place)
+
+
+class GpuRank(SimRank):
+    """`SimRank` with a fake GPU."""
+
+    def __init__(self, rank: int, network: GpuNetwork, *others: Any) -> None:
+        super().__init__(rank, network, *others)
+        gpu = FakeGpu(network.timeline.random.getrandbits(32))
+        self.device = network.devices[rank] = FakeDevice(gpu, f"rank {rank}")
+        self.pool = GpuPool(self.device)
+        self.offload = self.computer = Offload(self.device, FakeLauncher(self.device))
+        self._checker.bytes_of = network.bytes_of
+        #: Input, output and scratch memory of the call, and what kind of elements they have.
+        self._spaces: tuple[int, ...] = ()
+        self._like = np.empty(0)
+
+    def operands(self, task: Task) -> Operands:
+        """Make the memory of the next call, in the GPU."""
+        source, output = self._work.memory(self.ncalls, self.rank)
+        self._like = output
+        first = self._put(source)
+        second = first if output is source else self._put(np.zeros_like(output))
+        layout = cleared(task.layout)
+        scratch = self._put(np.zeros_like(output)) if layout.uses_scratch else second
+        self._spaces = (first, second, scratch)
+        return DeviceOperands(
+            layout,
+            task.signature,
+            self._spaces,
+            nranks=self._work.workload.nranks,
+            offload=self.offload,
+            is_gauge=True,
+        )
+
+    def output(self) -> Array:
+        """Read the output memory."""
+        if not self._like.nbytes:
+            return self._like
+        return self.device.read(self._spaces[1], self._like.nbytes).view(self._like.dtype)
+
+    def retire(self, what: str) -> None:
+        """Free the call's memory: whoever still reads or writes it is found."""
+        if self.recovery.error is not None:
+            self.offload.drain(_PATIENCE_S)  # as `Direct` does: kernels wait for nothing
+        for address in dict.fromkeys(self._spaces):
+            self.device.free_caller_memory(address)
+        self._spaces = ()
+
+    def _put(self, data: Array) -> int:
+        address = self.device.caller_memory(max(1, data.nbytes))
+        if data.nbytes:
+            self.device.write(address, data)
+        return address
+
+
+def _address_of(place: Place) -> int:
+    assert isinstance(place, memoryview)
+    return address_of(place)
+
+
+__all__ = ["GpuNetwork", "GpuPool", "GpuRank"]
