@@ -110,7 +110,7 @@ class Communicator:
         self._plans = Plans(self.rank, self.nranks, fabric, config)
         pool = LandingPool(transport.allocate)
         self._host = HostCalls(self._engine, self._plans, pool, self._whole)
-        self._worker = Worker(f"r2ccl-worker-{self.rank}", self._on_worker_error)
+        self._worker = Worker(f"r2ccl-worker-{self.rank}", self._on_call_error)
         self._on_device = DeviceCalls(
             self.rank,
             self.nranks,
@@ -735,7 +735,11 @@ class Communicator:
             return request.result
         requests.check_op(request)
         if isinstance(request.source, DeviceBuffer):
-            return self._on_device.start(request, stream, is_async)
+            try:
+                return self._on_device.start(request, stream, is_async)
+            except TransportError as exc:  # of the device: this rank cannot do what others wait for
+                self._on_call_error(exc)
+                raise
         if stream is not None:
             raise InvalidArgument(
                 f"stream={stream!r} for arrays in host memory, where no stream works: leave it out"
@@ -780,10 +784,10 @@ class Communicator:
         self._in_turn(lambda: answers.extend(self._host.gather(mine)))
         return answers
 
-    def _on_worker_error(self, error: BaseException) -> None:
-        """An asynchronous call failed: the others must not wait for this rank."""
+    def _on_call_error(self, error: BaseException) -> None:
+        """A call failed outside the engine: the others must not wait for this rank."""
         if self._engine.recovery.error is None:
-            self._engine.revoke(f"an asynchronous collective failed: {error!r}")
+            self._engine.revoke(f"a collective failed: {error!r}")
 
     def _require_open(self) -> None:
         if self._is_closed:

@@ -281,9 +281,17 @@ class DeviceCalls:
 
     def _make(self, ordinal: int) -> _Card:
         device, kernels = self._open_device(ordinal)
+        try:
+            return self._choose(device, kernels)
+        except BaseException:
+            device.close()
+            raise
+
+    def _choose(self, device: Device, kernels: Kernels) -> _Card:
+        """Find out with all ranks which way calls can take, the best first."""
         if not device.waits_on_memory:
             raise TransportError(
-                f"rank {self._rank}: GPU {ordinal} cannot make a stream wait for the host "
+                f"rank {self._rank}: GPU {device.ordinal} cannot make a stream wait for the host "
                 "(CAN_USE_64_BIT_STREAM_MEM_OPS is 0): copy the arrays to the host",
                 rank=self._rank,
                 status="NO_STREAM_WAIT",

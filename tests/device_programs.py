@@ -17,7 +17,7 @@ from ranks import TIMEOUT_S, get, put
 import r2ccl
 from r2ccl import start
 from r2ccl.dtypes import CODES
-from r2ccl.errors import CommunicatorRevoked, InvalidArgument, PeerLost
+from r2ccl.errors import CommunicatorRevoked, InvalidArgument, PeerLost, TransportError
 from r2ccl.testing import fail_at
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.types import CallSignature, Collective
@@ -154,6 +154,24 @@ def unseen_failure() -> str:
     with pytest.raises(CommunicatorRevoked) as caught:
         comm.barrier()
     comm.close()
+    return str(caught.value)
+
+
+def broken_card() -> str:
+    """Rank 1's GPU cannot be opened: all ranks are told, and none waits for it."""
+    Card(7)
+    if os.environ["RANK"] == "1":
+
+        def refuse(ordinal: int) -> Any:
+            raise TransportError("the driver is broken, for a test", status="NO_CUDA")
+
+        start._open_device = refuse
+    comm = r2ccl.init(bounce_nbytes=WINDOWS)
+    x = Producer(0x7000, (100,), dtype=(0, 64, 1), device=(CUDA, 0))
+    with pytest.raises((TransportError, CommunicatorRevoked)) as caught:
+        comm.barrier()  # all have come out of init()
+        comm.allreduce(x)
+    comm.abort()
     return str(caught.value)
 
 

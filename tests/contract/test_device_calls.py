@@ -68,6 +68,11 @@ def test_a_failure_nobody_waited_for_is_told_at_the_next_call() -> None:
         assert "for a test" in said
 
 
+def test_nobody_waits_for_a_rank_whose_gpu_is_broken() -> None:
+    for said in launch(programs.broken_card, 3, timeout_s=TIMEOUT_S):
+        assert "the driver is broken" in said
+
+
 def test_mistakes_are_refused_and_harm_nothing() -> None:
     for said in launch(programs.wrong_arguments, 2, timeout_s=TIMEOUT_S):
         assert "no stream works" in said[0]
