@@ -168,9 +168,13 @@ def broken_card() -> str:
         start._open_device = refuse
     comm = r2ccl.init(bounce_nbytes=WINDOWS)
     x = Producer(0x7000, (100,), dtype=(0, 64, 1), device=(CUDA, 0))
-    with pytest.raises((TransportError, CommunicatorRevoked)) as caught:
+
+    def call() -> None:
         comm.barrier()  # all have come out of init()
         comm.allreduce(x)
+
+    with pytest.raises((TransportError, CommunicatorRevoked)) as caught:
+        call()
     comm.abort()
     return str(caught.value)
 
