@@ -260,7 +260,9 @@ def interrupted(victim: int) -> str:
                 comm.abort("interrupted")
                 return "KeyboardInterrupt"
         else:
-            time.sleep(0.4)
+            deadline = time.monotonic() + 30
+            while comm._engine.recovery.error is None and time.monotonic() < deadline:
+                time.sleep(0.01)
             try:
                 comm.allreduce(np.ones(1 << 20))
             except r2ccl.CommunicatorRevoked as exc:
