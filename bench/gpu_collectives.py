@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import msgspec
 from common import format_size
-from gpu_job import Cut, Hung, Job, Loop, Measured, Way
+from gpu_job import Cut, Job, Loop, Measured, Way
 from gpu_outcome import Budget
-from jobs import Unavailable
+from jobs import Hung, Unavailable
 
 from r2ccl.config import Config
 from r2ccl.testing import Action, Fault, FaultPlan

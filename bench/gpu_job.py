@@ -9,34 +9,22 @@ fails says reaches the bench in its own words.
 
 from __future__ import annotations
 
-import os
 import selectors
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 import msgspec
-from jobs import Unavailable
+from jobs import Hung, Ranks, ToStart, Unavailable
 
 _RANK = str(Path(__file__).with_name("gpu_rank.py"))
 _MESSAGE_NBYTES = 1 << 16
 #: torch takes some seconds to import, NCCL some more to connect.
 _START_TIMEOUT_S, _READING_TIMEOUT_S = 60.0, 60.0
-#: How soon a rank that ended is noticed.
-_LOOK_S = 0.5
 _LAST_LINES = 8
-
-
-class Hung(Unavailable):
-    """A rank does not answer."""
 
 
 class Loop(msgspec.Struct, frozen=True, tag=True):
@@ -119,7 +107,7 @@ class Way(NamedTuple):
     program: str = _RANK
 
 
-class Job:
+class Job(Ranks):
     """The ranks of a `Way`, started and waiting for commands.
 
     Parameters
@@ -141,16 +129,12 @@ class Job:
     """
 
     def __init__(self, way: Way, nranks: int, **env: str) -> None:
+        super().__init__(nranks, _LAST_LINES)
         self.way = way
-        self.nranks = nranks
-        self.ready = Ready("", 0)
-        self._folder = tempfile.TemporaryDirectory(prefix="r2ccl-bench-")
-        self._log = Path(self._folder.name, "log")
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._ranks: list[socket.socket] = []
         self._decoder: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
         try:
-            self._start({**way.env, **env})
+            self._start(self._commands(), {**way.env, **env})
+            self.ready = self._hear(Ready, _START_TIMEOUT_S)[0]
         except BaseException:
             self.close()
             raise
@@ -171,57 +155,7 @@ class Job:
             raise self._failed(f"a rank ended ({exc})") from exc
         return self._hear(Measured, _READING_TIMEOUT_S)
 
-    def close(self) -> None:
-        """End the ranks: by closing their sockets, else by SIGTERM, else by SIGKILL."""
-        for rank in self._ranks:
-            rank.close()
-        steps = ((10.0 if self._ranks else 0.0, 0), (5.0, signal.SIGTERM), (5.0, signal.SIGKILL))
-        for patience_s, number in steps:
-            alive = [process for process in self._processes if process.poll() is None]
-            for process in alive if number else ():
-                os.killpg(process.pid, number)
-            until_s = time.monotonic() + patience_s
-            for process in alive:
-                with suppress(subprocess.TimeoutExpired):  # the next step is harder
-                    process.wait(max(0.0, until_s - time.monotonic()))
-        self._folder.cleanup()
-
-    def __enter__(self) -> Job:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End the ranks."""
-        self.close()
-
-    def _start(self, env: dict[str, str]) -> None:
-        address = str(Path(self._folder.name, "socket"))
-        common = {**os.environ, **env, "BENCH_ADDRESS": address}
-        # SOCK_SEQPACKET keeps messages apart and tells of a peer's end.
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(address)
-            listener.listen(self.nranks)
-            with self._log.open("wb") as log:
-                for arguments, extra in self._commands():
-                    self._processes.append(
-                        subprocess.Popen(
-                            arguments,
-                            env={**common, **extra},
-                            stdin=subprocess.DEVNULL,
-                            stdout=log,
-                            stderr=subprocess.STDOUT,
-                            start_new_session=True,
-                        )
-                    )
-            self._accept(listener)
-        self.ready = self._hear(Ready, _START_TIMEOUT_S)[0]
-
-    def _commands(self) -> list[tuple[list[str], dict[str, str]]]:
+    def _commands(self) -> list[ToStart]:
         """List the processes to start, each with its own variables."""
         rank = [sys.executable, self.way.program, self.way.library]
         if self.way.library == "r2ccl":
@@ -234,19 +168,6 @@ class Job:
             (rank, {**common, "RANK": str(number), "NCCL_HOSTID": f"r2ccl-bench-{number}"})
             for number in range(self.nranks)
         ]
-
-    def _accept(self, listener: socket.socket) -> None:
-        listener.settimeout(_LOOK_S)
-        until_s = time.monotonic() + _START_TIMEOUT_S
-        while len(self._ranks) < self.nranks:
-            try:
-                self._ranks.append(listener.accept()[0])
-            except TimeoutError:
-                if any(process.poll() is not None for process in self._processes):
-                    raise self._failed("a rank ended while starting") from None
-                if time.monotonic() > until_s:
-                    why = self._failed(f"not started after {_START_TIMEOUT_S:g} s")
-                    raise Hung(str(why)) from None
 
     def _hear(self, kind: type[Expected], timeout_s: float) -> list[Expected]:
         """Return the answers of all ranks, or raise what the first that fails says."""
@@ -279,17 +200,12 @@ class Job:
             raise self._failed(f"a rank answered {answer}")
         return answer
 
-    def _failed(self, what: str) -> Unavailable:
-        said = self._log.read_text(errors="replace").strip().splitlines()
-        return Unavailable(f"{what}; its last words: {' / '.join(said[-_LAST_LINES:]) or '(none)'}")
-
 
 __all__ = [
     "Answer",
     "Broken",
     "Command",
     "Cut",
-    "Hung",
     "Job",
     "Loop",
     "Measured",

@@ -18,22 +18,123 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 
 _WORKER = str(Path(__file__).with_name("worker.py"))
 _START_TIMEOUT_S = 60.0
+#: How soon a rank that ended is noticed.
+_LOOK_S = 0.5
 _RUN_TIMEOUT_S = 120.0
 _MESSAGE_NBYTES = 1 << 16
 
 
 class Unavailable(Exception):
     """A library cannot be measured here; says why."""
+
+
+class Hung(Unavailable):
+    """A rank does not answer."""
+
+
+#: What a process is started with, and variables of its own.
+ToStart = tuple[list[str], dict[str, str]]
+
+
+class Ranks:
+    """Processes that connect to a socket of this one's and wait for commands; a base class.
+
+    Parameters
+    ----------
+    nranks : int
+    nlines : int
+        How many of their last lines are told when they fail.
+    """
+
+    def __init__(self, nranks: int, nlines: int = 1) -> None:
+        self.nranks = nranks
+        self._nlines = nlines
+        self._folder = tempfile.TemporaryDirectory(prefix="r2ccl-bench-")
+        self._log = Path(self._folder.name, "log")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[socket.socket] = []
+
+    def close(self) -> None:
+        """End the ranks: by closing their sockets, else by SIGTERM, else by SIGKILL."""
+        for rank in self._ranks:
+            rank.close()
+        steps = ((10.0 if self._ranks else 0.0, 0), (5.0, signal.SIGTERM), (5.0, signal.SIGKILL))
+        for patience_s, number in steps:
+            alive = [process for process in self._processes if process.poll() is None]
+            if number:
+                for process in alive:
+                    os.killpg(process.pid, number)
+            deadline = time.monotonic() + patience_s
+            for process in alive:
+                with suppress(subprocess.TimeoutExpired):  # the next step is harder
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the ranks."""
+        self.close()
+
+    def _start(self, commands: Iterable[ToStart], env: Mapping[str, str]) -> None:
+        """Start the processes, each with variables of its own, and wait for all ranks."""
+        address = str(Path(self._folder.name, "socket"))
+        common = {**os.environ, **env, "BENCH_ADDRESS": address}
+        # SOCK_SEQPACKET keeps messages apart and tells of a peer's end.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(address)
+            listener.listen(self.nranks)
+            with self._log.open("wb") as log:
+                for arguments, extra in commands:
+                    self._processes.append(
+                        subprocess.Popen(
+                            arguments,
+                            env={**common, **extra},
+                            stdin=subprocess.DEVNULL,
+                            stdout=log,
+                            stderr=subprocess.STDOUT,
+                            start_new_session=True,
+                        )
+                    )
+            self._accept(listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        listener.settimeout(_LOOK_S)
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while len(self._ranks) < self.nranks:
+            try:
+                self._ranks.append(listener.accept()[0])
+            except TimeoutError:
+                if any(process.poll() is not None for process in self._processes):
+                    raise self._failed("a rank ended while starting") from None
+                if time.monotonic() > deadline:
+                    why = self._failed(f"not started after {_START_TIMEOUT_S:g} s")
+                    raise Hung(str(why)) from None
+
+    def _failed(self, what: str) -> Unavailable:
+        """Make the error of ranks of which one ended or hangs."""
+        said = self._log.read_text(errors="replace").strip().splitlines()
+        return Unavailable(
+            f"{what}; its last words: {' / '.join(said[-self._nlines :]) or '(none)'}"
+        )
 
 
 class Library(NamedTuple):
@@ -49,7 +150,7 @@ GLOO = Library("gloo", "tcp", ("torch",))
 MPICH = Library("mpich", "shm", ("mpi4py",))
 
 
-class Job:
+class Job(Ranks):
     """The ranks of one library, started and waiting for commands.
 
     Parameters
@@ -66,14 +167,10 @@ class Job:
     """
 
     def __init__(self, library: Library, nranks: int, **env: str) -> None:
+        super().__init__(nranks)
         self.library = library
-        self.nranks = nranks
-        self._folder = tempfile.TemporaryDirectory(prefix="r2ccl-bench-")
-        self._log = Path(self._folder.name, "log")
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._ranks: list[socket.socket] = []
         try:
-            self._start(env)
+            self._start(_commands(library, nranks, self._folder.name), env)
         except BaseException:
             self.close()
             raise
@@ -99,68 +196,6 @@ class Job:
         """Return how many calls a loop of about `loop_s` seconds has: 3 to 2,000."""
         return min(2000, max(3, round(loop_s / self.run(nbytes, 3, warmup=1))))
 
-    def close(self) -> None:
-        """End the ranks: by closing their sockets, else by SIGTERM, else by SIGKILL."""
-        for rank in self._ranks:
-            rank.close()
-        steps = ((10.0 if self._ranks else 0.0, 0), (5.0, signal.SIGTERM), (5.0, signal.SIGKILL))
-        for patience_s, number in steps:
-            alive = [process for process in self._processes if process.poll() is None]
-            if number:
-                for process in alive:
-                    os.killpg(process.pid, number)
-            deadline = time.monotonic() + patience_s
-            for process in alive:
-                with suppress(subprocess.TimeoutExpired):  # the next step is harder
-                    process.wait(max(0.0, deadline - time.monotonic()))
-        self._folder.cleanup()
-
-    def __enter__(self) -> Job:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End the ranks."""
-        self.close()
-
-    def _start(self, env: dict[str, str]) -> None:
-        address = str(Path(self._folder.name, "socket"))
-        common = {**os.environ, **env, "BENCH_ADDRESS": address}
-        # SOCK_SEQPACKET keeps messages apart and tells of a peer's end.
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(address)
-            listener.listen(self.nranks)
-            with self._log.open("wb") as log:
-                for arguments, extra in _commands(self.library, self.nranks, self._folder.name):
-                    self._processes.append(
-                        subprocess.Popen(
-                            arguments,
-                            env={**common, **extra},
-                            stdin=subprocess.DEVNULL,
-                            stdout=log,
-                            stderr=subprocess.STDOUT,
-                            start_new_session=True,
-                        )
-                    )
-            self._accept(listener)
-
-    def _accept(self, listener: socket.socket) -> None:
-        listener.settimeout(0.5)  # how soon a rank that ended is noticed
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while len(self._ranks) < self.nranks:
-            try:
-                self._ranks.append(listener.accept()[0])
-            except TimeoutError:
-                if any(process.poll() is not None for process in self._processes):
-                    raise self._failed("a rank ended while starting") from None
-                if time.monotonic() > deadline:
-                    raise self._failed(f"not started after {_START_TIMEOUT_S:g} s") from None
-
     def _answer(self, rank: socket.socket, deadline: float) -> float:
         rank.settimeout(max(0.001, deadline - time.monotonic()))
         try:
@@ -174,12 +209,8 @@ class Job:
             raise self._failed(decoded)
         return decoded
 
-    def _failed(self, what: str) -> Unavailable:
-        said = self._log.read_text(errors="replace").strip().splitlines()
-        return Unavailable(f"{what}; its last words: {said[-1] if said else '(none)'}")
 
-
-def _commands(library: Library, nranks: int, folder: str) -> list[tuple[list[str], dict[str, str]]]:
+def _commands(library: Library, nranks: int, folder: str) -> list[ToStart]:
     """List the processes to start for a library, each with its own variables."""
     for package in library.packages:
         if find_spec(package) is None:
@@ -211,4 +242,14 @@ def _mpiexec() -> str:
     return found
 
 
-__all__ = ["GLOO", "MPICH", "R2CCL", "Job", "Library", "Unavailable"]
+__all__ = [
+    "GLOO",
+    "MPICH",
+    "R2CCL",
+    "Hung",
+    "Job",
+    "Library",
+    "Ranks",
+    "ToStart",
+    "Unavailable",
+]
