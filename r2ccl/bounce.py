@@ -24,13 +24,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 
 from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import TransportTimeout
+from r2ccl.gate import Gated
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, Collective
 from r2ccl.windows import Grid, Window, grid_of, windows
@@ -75,7 +75,7 @@ class Job(msgspec.Struct, eq=False):
     error: BaseException | None = None
 
 
-class Bounce:
+class Bounce(Gated):
     """The bounce buffers of one communicator on one device.
 
     Parameters
@@ -105,8 +105,7 @@ class Bounce:
         clock: Clock,
         timeout_s: float,
     ) -> None:
-        self._device = device
-        self._rank = rank
+        super().__init__(device, rank)
         self._nranks = nranks
         self._run = run
         self._check = check
@@ -114,10 +113,6 @@ class Bounce:
         self._timeout_s = timeout_s
         self._slot_nbytes = slot_nbytes
         self._slots = [device.allocate_pinned(slot_nbytes) for _ in range(_NSLOTS)]
-        self._pinned = device.allocate_pinned(_LINE_NBYTES)
-        self._gate = self._pinned.view(np.uint32)[:1]
-        self._stream = device.make_stream()
-        self._events: list[Event] = []
         #: Windows given to the stream since the beginning.
         self._given = 0
 
@@ -138,8 +133,7 @@ class Bounce:
         """
         done = self.take_event()
         try:
-            self._device.record(done, stream)
-            self._device.wait(self._stream, done)
+            self._follow(stream, done)
             job = self.give(call, self._stream)
             self._device.record(done, self._stream)
         except Exception as exc:
@@ -161,7 +155,7 @@ class Bounce:
         """Let the stream go on without `finish`: the call has failed elsewhere."""
         job.error = job.error or error
         if job.windows:
-            self._gate[0] = job.windows[-1][2] & _WORD
+            self._open_gate(job.windows[-1][2])
 
     def finish(self, job: Job) -> None:
         """Run the collective of every window once it has been copied out; in the worker.
@@ -176,39 +170,19 @@ class Bounce:
             What ended the collective.
         """
         try:
-            if job.error is not None:
-                raise job.error
+            self.examine(job)
             for window, fetched, number in job.windows:
                 self._await(fetched)
                 self._run_window(window, number, job)
-                self._gate[0] = number & _WORD
+                self._open_gate(number)
         except BaseException as exc:
             job.error = exc
             raise
         finally:
             # A failed call too: no stream may hang.
             if job.windows:
-                self._gate[0] = job.windows[-1][2] & _WORD
+                self._open_gate(job.windows[-1][2])
             self._events += [event for _, event, _ in job.windows]
-
-    def examine(self, job: Job) -> None:
-        """Raise what spoiled a call that the device is done with, if anything did."""
-        if job.error is not None:
-            raise job.error
-
-    def mark(self) -> Event:
-        """Return an event that is done when all that was begun so far is; to be given back."""
-        event = self.take_event()
-        self._device.record(event, self._stream)
-        return event
-
-    def take_event(self) -> Event:
-        """Return an event that nothing waits for; to be given back with `recycle`."""
-        return self._events.pop() if self._events else self._device.make_event()
-
-    def recycle(self, event: Event) -> None:
-        """Take an event back."""
-        self._events.append(event)
 
     def close(self, timeout_s: float) -> None:
         """Wait for the stream, and free everything; no job is left.
@@ -219,20 +193,12 @@ class Bounce:
             The device still works on it; nothing was freed.
         """
         # Of calls that nobody finished.
-        self._gate[0] = self._given & _WORD
-        last = self.mark()
-        if not self._device.synchronize(last, timeout_s):
-            raise TransportTimeout(
-                f"rank {self._rank}: the GPU still copies after {timeout_s:g} s: its memory is "
-                "kept; end the process",
-                rank=self._rank,
-                status="TIMEOUT",
-            )
-        self._device.destroy_stream(self._stream)
-        for event in [*self._events, last]:
-            self._device.destroy_event(event)
-        for memory in [*self._slots, self._pinned]:
-            self._device.free_pinned(memory)
+        self._open_gate(self._given)
+        if not self._is_idle_in(timeout_s):
+            raise self._still("copies", timeout_s)
+        self._free()
+        for slot in self._slots:
+            self._device.free_pinned(slot)
 
     # What the device does
 
@@ -271,7 +237,7 @@ class Bounce:
         self, job: Job, window: Window, number: int, itemsize: int, stream: Stream
     ) -> None:
         """Copy the result of `window` from its slot, once the gate is there."""
-        self._device.wait_word(stream, self._pinned.ctypes.data, number & _WORD)
+        self._wait_at_gate(number, stream)
         rows = self._rows_written(job.call)
         if not (rows.number and window.length):
             return
@@ -347,9 +313,6 @@ class Bounce:
         return int(self._slots[number % _NSLOTS].ctypes.data)
 
 
-#: Words that streams wait for wrap; so do comparisons.
-_WORD = 0xFFFFFFFF
-_LINE_NBYTES = 64
 #: CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far.
 _MAX_PITCH = (1 << 31) - 1
 

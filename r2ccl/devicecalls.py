@@ -30,6 +30,7 @@ from r2ccl.device.arrays import DeviceBuffer, streams_of
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.device.streams import stream_of
 from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.gate import HostPart
 from r2ccl.nodecalls import MOST_RANKS, Kernels, NodeCalls
 from r2ccl.nodejoin import Gather, join
 from r2ccl.noticeboard import NoticeBoard
@@ -49,12 +50,6 @@ GroupCall = Callable[[tuple[int, ...], CallSignature, Array, Array], None]
 OpenDevice = Callable[[int], tuple[Device, Kernels]]
 #: Gives the way on which NICs reach the GPU's memory, or says why there is none.
 OpenDirect = Callable[[Device, Kernels], "Way | str"]
-
-
-class Job(Protocol):
-    """The host's part of a call."""
-
-    error: BaseException | None
 
 
 class Way(Protocol):
@@ -96,7 +91,9 @@ class Way(Protocol):
 class Outcome:
     """What a call does to device memory; `r2ccl.work.Effects`."""
 
-    def __init__(self, device: Device, job: Job, done: Event, stream: Stream, way: Way) -> None:
+    def __init__(
+        self, device: Device, job: HostPart, done: Event, stream: Stream, way: Way
+    ) -> None:
         self._device = device
         self._job = job
         self._way = way
@@ -249,7 +246,7 @@ class DeviceCalls:
         card.borrowed.clear()
         card.device.close()
 
-    def _begin(self, way: Way, call: DeviceCall, stream: Stream) -> tuple[Task, Job, Event]:
+    def _begin(self, way: Way, call: DeviceCall, stream: Stream) -> tuple[Task, HostPart, Event]:
         """Give the device its part, and the worker the host's."""
         job, done = way.begin(call, stream)
         # Also of a call that could not be begun: what was begun of it must end.

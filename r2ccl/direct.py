@@ -36,7 +36,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from r2ccl.bounce import DeviceCall
 from r2ccl.clock import Clock
@@ -46,6 +45,7 @@ from r2ccl.dtypes import dtype_of
 from r2ccl.engine import Engine
 from r2ccl.errors import TransportError, TransportTimeout
 from r2ccl.executor import LandingPool, LaneRun
+from r2ccl.gate import LINE_NBYTES, Gated
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.lowering import Layout, cleared
 from r2ccl.offload import DeviceOperands, Kernels, Offload, forms_of
@@ -86,7 +86,7 @@ class _Array(NamedTuple):
     is_written: bool
 
 
-class Direct:
+class Direct(Gated):
     """Collectives of one rank on the memory of one device; a `r2ccl.devicecalls.Way`.
 
     Parameters
@@ -116,7 +116,7 @@ class Direct:
         config: Config,
         clock: Clock,
     ) -> None:
-        self._device = device
+        super().__init__(device, engine.progress.rank, nlines=2)
         self._kernels = kernels
         self._engine = engine
         self._plans = plans
@@ -124,15 +124,11 @@ class Direct:
         self._memory = memory
         self._config = config
         self._clock = clock
-        self._rank, self._nranks = engine.progress.rank, engine.progress.nranks
+        self._nranks = engine.progress.nranks
         self._pool = LandingPool(memory.place)
         self._offload = Offload(device, kernels)
-        self._stream = device.make_stream()
-        self._pinned = device.allocate_pinned(2 * _LINE_NBYTES)
-        #: The gate, and a word that only gives the device something to do last.
-        self._gate = self._pinned.view(np.uint32)[:1]
-        self._last_word = int(self._pinned.ctypes.data) + _LINE_NBYTES
-        self._events: list[Event] = []
+        #: A word that only gives the device something to do last.
+        self._last_word = int(self._pinned.ctypes.data) + LINE_NBYTES
         self._number = 0
         self._prepared: set[Form] = set()
         #: By the number of its allocation: whether NICs reach it.
@@ -172,12 +168,10 @@ class Direct:
         job = DirectJob(call, self.take_event(), self._number)
         try:
             self._prepare(call)
-            self._device.record(job.before, stream)
-            self._device.wait(self._stream, job.before)
+            self._follow(stream, job.before)
             self._number += 1
             job.number = self._number
-            gate = int(self._pinned.ctypes.data)
-            self._device.wait_word(self._stream, gate, job.number & _WORD)
+            self._wait_at_gate(job.number)
             self._device.record(done, self._stream)
         except Exception as exc:
             job.error = exc
@@ -198,8 +192,7 @@ class Direct:
             What ended the collective.
         """
         try:
-            if job.error is not None:
-                raise job.error
+            self.examine(job)
             self._await(job.before)
             self._carry_out(job.call)
         except BaseException as exc:
@@ -209,30 +202,11 @@ class Direct:
                 self._offload.drain(_FAILED_S)
             raise
         finally:
-            self._gate[0] = job.number & _WORD
+            self._open_gate(job.number)
             self._events.append(job.before)
             with self._finished:
                 self._nunfinished -= 1
                 self._finished.notify_all()
-
-    def examine(self, job: DirectJob) -> None:
-        """Raise what spoiled a call that the device is done with, if anything did."""
-        if job.error is not None:
-            raise job.error
-
-    def mark(self) -> Event:
-        """Return an event that is done when all that was begun so far is; to be given back."""
-        event = self.take_event()
-        self._device.record(event, self._stream)
-        return event
-
-    def take_event(self) -> Event:
-        """Return an event that nothing waits for; to be given back with `recycle`."""
-        return self._events.pop() if self._events else self._device.make_event()
-
-    def recycle(self, event: Event) -> None:
-        """Take an event back."""
-        self._events.append(event)
 
     def close(self, timeout_s: float) -> None:
         """Wait for the device, and free everything; no job is left.
@@ -243,23 +217,14 @@ class Direct:
             The device still works on it; nothing was freed.
         """
         # Of calls that nobody finished.
-        self._gate[0] = self._number & _WORD
-        last = self.mark()
+        self._open_gate(self._number)
         until_s = self._clock() + timeout_s
-        is_over = self._device.synchronize(last, timeout_s)
+        is_over = self._is_idle_in(timeout_s)
         if not is_over or not self._offload.drain(max(0.0, until_s - self._clock())):
-            raise TransportTimeout(
-                f"rank {self._rank}: the GPU still reduces after {timeout_s:g} s: its memory is "
-                "kept; end the process",
-                rank=self._rank,
-                status="TIMEOUT",
-            )
+            raise self._still("reduces", timeout_s)
         self._offload.close()
-        self._device.destroy_stream(self._stream)
-        for event in [*self._events, last]:
-            self._device.destroy_event(event)
+        self._free()
         self._memory.close()
-        self._device.free_pinned(self._pinned)
 
     # Before the device waits
 
@@ -518,9 +483,7 @@ def _nbytes(call: CallSignature) -> int:
 _LOOK_S = 0.05
 #: How long the kernels of a call that failed are waited for.
 _FAILED_S = 5.0
-_LINE_NBYTES = 64
 _REASON_NBYTES = 400
-_WORD = 0xFFFFFFFF
 _MOST_LAYOUTS = 256
 _MOST_ALLOCATIONS = 4096
 

@@ -43,6 +43,7 @@ from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportTimeout
+from r2ccl.gate import WORD, Gated
 from r2ccl.noticeboard import NoticeBoard
 from r2ccl.progress import describe
 from r2ccl.types import CallSignature, Collective
@@ -127,7 +128,7 @@ class Kernels(Protocol):
         ...
 
 
-class NodeCalls:
+class NodeCalls(Gated):
     """The collectives of one rank on the memory of all ranks of its node.
 
     Parameters
@@ -159,23 +160,19 @@ class NodeCalls:
         sleep: Callable[[float], None],
         timeout_s: float,
     ) -> None:
-        self._device = device
+        members = tuple(members)
+        super().__init__(device, members[board.index])
         self._sleep = sleep
         self._kernels = kernels
         self._board = board
-        self._members = tuple(members)
-        #: This rank and the number of ranks in the node; and as others know it.
+        self._members = members
+        #: This rank's place in the node, and the number of ranks there.
         self._at, self._nlocal = board.index, board.nlocal
-        self._rank = self._members[self._at]
         self._check = check
         self._clock = clock
         self._timeout_s = timeout_s
-        self._stream = device.make_stream()
         self._words = device.pin(board.memory)
         self._tables = device.allocate_pinned(_NTABLES * _TABLE_NBYTES)
-        self._pinned = device.allocate_pinned(_LINE_NBYTES)
-        self._gate = self._pinned.view(np.uint32)[:1]
-        self._events: list[Event] = []
         self._number = 0
         #: Calls the device may not be done with.
         self._jobs: deque[NodeJob] = deque()
@@ -242,7 +239,7 @@ class NodeCalls:
                 self._pause(until_s, "the GPU is far behind")
             self._fill(job, notices)
             self._board.take(job.number)
-            self._gate[0] = job.number & _WORD
+            self._open_gate(job.number)
             self._meanwhile(job)
             self._watch(job, until_s)
             if self._device.is_done(job.done):
@@ -250,10 +247,6 @@ class NodeCalls:
         except BaseException as exc:
             self._let_go(exc)
             raise
-
-    def take_event(self) -> Event:
-        """Return an event that nothing waits for; to be given back with `recycle`."""
-        return self._events.pop() if self._events else self._device.make_event()
 
     def examine(self, job: NodeJob) -> None:
         """Raise what spoiled a call that the device is done with, if anything did.
@@ -269,18 +262,7 @@ class NodeCalls:
                 f"rank {self._rank}: another rank of this node gave up during collective "
                 f"{job.number} on GPU memory; see its own error"
             )
-        if job.error is not None:
-            raise job.error
-
-    def recycle(self, event: Event) -> None:
-        """Take an event back."""
-        self._events.append(event)
-
-    def mark(self) -> Event:
-        """Return an event that is done when all that was begun so far is; to be given back."""
-        event = self.take_event()
-        self._device.record(event, self._stream)
-        return event
+        super().examine(job)
 
     def close(self, timeout_s: float) -> None:
         """Wait for the stream, and free everything; no job is left.
@@ -290,25 +272,16 @@ class NodeCalls:
         TransportTimeout
             The device still works on it; nothing was freed.
         """
-        if int(self._gate[0]) != self._number & _WORD:
+        if not self._is_gate_at(self._number):
             self._let_go(CommunicatorRevoked(f"rank {self._rank}: closed before it was done"))
-        last = self.mark()
-        if not self._device.synchronize(last, timeout_s):
-            raise TransportTimeout(
-                f"rank {self._rank}: the GPU still works after {timeout_s:g} s: its memory is "
-                "kept; end the process",
-                rank=self._rank,
-                status="TIMEOUT",
-            )
-        self._device.destroy_stream(self._stream)
-        for event in [*self._events, last]:
-            self._device.destroy_event(event)
+        if not self._is_idle_in(timeout_s):
+            raise self._still("works", timeout_s)
+        self._free()
         for address in self._mapped.values():
             self._device.unmap(address)
         self._mapped.clear()
         self._device.unpin(self._board.memory)
-        for memory in (self._tables, self._pinned):
-            self._device.free_pinned(memory)
+        self._device.free_pinned(self._tables)
 
     # What the device does
 
@@ -317,11 +290,10 @@ class NodeCalls:
         self._kernels.prepare_from_table(call, *_operands(call.collective, self._nlocal))
 
     def _give(self, job: NodeJob, done: Event, stream: Stream) -> None:
-        device, own, board, word = self._device, self._stream, self._board, job.number & _WORD
-        device.record(done, stream)
-        device.wait(own, done)
+        device, own, board, word = self._device, self._stream, self._board, job.number & WORD
+        self._follow(stream, done)
         device.write_word(own, self._words + board.ready_at(self._at), word)
-        device.wait_word(own, int(self._pinned.ctypes.data), word)
+        self._wait_at_gate(job.number)
         for at in range(self._nlocal):
             device.wait_word(own, self._words + board.ready_at(at), word)
         self._work(job)
@@ -465,7 +437,7 @@ class NodeCalls:
         for job in tuple(self._jobs):
             job.error = job.error or error
         self._tables[:] = 0
-        self._gate[0] = self._number & _WORD
+        self._open_gate(self._number)
         self._board.release(self._number)
 
     def _drop_done(self) -> None:
@@ -485,7 +457,5 @@ def _operands(collective: int, nranks: int) -> tuple[int, int]:
 
 
 _TABLE_NBYTES = 3 * MOST_RANKS * 8
-_LINE_NBYTES = 64
-_WORD = 0xFFFFFFFF
 
 __all__ = ["MOST_RANKS", "Kernels", "NodeCalls", "NodeJob", "Notice"]

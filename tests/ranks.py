@@ -14,6 +14,13 @@ from r2ccl.testing.fakedevice import FakeDevice, FakeKernel, Grid
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 TIMEOUT_S = 20.0
+KINDS = [
+    Collective.ALLREDUCE,
+    Collective.ALLGATHER,
+    Collective.REDUCE_SCATTER,
+    Collective.BROADCAST,
+    Collective.REDUCE,
+]
 
 
 class PlainKernels:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hostgroup import HostGroup
-from ranks import data_of, get, meant, put, sizes_of, together
+from ranks import KINDS, data_of, get, meant, put, sizes_of, together
 
 from r2ccl.bounce import Bounce, DeviceCall
 from r2ccl.clock import monotonic
@@ -22,13 +22,6 @@ from r2ccl.types import CallSignature, Collective, ReduceOp
 
 INT64 = CODES[np.dtype(np.int64)]
 SLOT_NBYTES = 240
-KINDS = [
-    Collective.ALLREDUCE,
-    Collective.ALLGATHER,
-    Collective.REDUCE_SCATTER,
-    Collective.BROADCAST,
-    Collective.REDUCE,
-]
 
 
 class Rank:

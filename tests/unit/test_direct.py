@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import meant, sizes_of, together
+from ranks import KINDS, TIMEOUT_S, Gathering, meant, sizes_of, together
 
 from r2ccl.bounce import DeviceCall
 from r2ccl.clock import monotonic
@@ -30,15 +30,6 @@ from r2ccl.testing.simulation.gpus import GpuNetwork
 from r2ccl.transport.sim import SimTransport
 from r2ccl.transport.simnet import Timeline
 from r2ccl.types import CallSignature, Collective, ReduceOp
-
-TIMEOUT_S = 20.0
-KINDS = [
-    Collective.ALLREDUCE,
-    Collective.ALLGATHER,
-    Collective.REDUCE_SCATTER,
-    Collective.BROADCAST,
-    Collective.REDUCE,
-]
 
 
 class NoControl:
@@ -117,7 +108,7 @@ class Rank:
             whole=Health.whole(self.nranks, 2, config.digest()),
             config=config,
             clock=monotonic,
-            gather=lambda mine: self.group.gather(self.rank, mine),
+            gather=lambda mine: self.group.gathering(self.rank, mine),
         )
         return self.opened
 
@@ -180,19 +171,11 @@ class Group:
         self.config = Config(**(defaults | settings))
         self.lock = threading.RLock()
         self.network = GpuNetwork(Timeline(seed), nranks, 2)
-        self._board: list[bytes] = [b""] * nranks
-        self._meeting = threading.Barrier(nranks)
+        self.gathering = Gathering(nranks)
         self.ranks = [Rank(self, rank, seed + rank) for rank in range(nranks)]
         for wire in self.network.wires.values():
             for rank, end in zip(wire.pair, self.network.connect(wire), strict=True):
                 self.ranks[rank].engine.recovery.on_opened(end.path.peer, wire.rail, 0, end)
-
-    def gather(self, rank: int, mine: bytes) -> list[bytes]:
-        self._board[rank] = mine
-        self._meeting.wait(TIMEOUT_S)
-        found = list(self._board)
-        self._meeting.wait(TIMEOUT_S)
-        return found
 
     def open(self) -> None:
         together(self.nranks, lambda rank: self.ranks[rank].open())

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import (
+    KINDS,
     TIMEOUT_S,
     Gathering,
     PlainKernels,
@@ -35,13 +36,6 @@ from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 INT64 = CODES[np.dtype(np.int64)]
-KINDS = [
-    Collective.ALLREDUCE,
-    Collective.ALLGATHER,
-    Collective.REDUCE_SCATTER,
-    Collective.BROADCAST,
-    Collective.REDUCE,
-]
 
 
 class Node:

@@ -6,17 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import KINDS
 
 from r2ccl.types import CallSignature, Collective, ReduceOp
 from r2ccl.windows import grid_of, windows
 
-_KINDS = [
-    Collective.ALLREDUCE,
-    Collective.BROADCAST,
-    Collective.REDUCE,
-    Collective.ALLGATHER,
-    Collective.REDUCE_SCATTER,
-]
 _BY_RANK = (Collective.ALLGATHER, Collective.REDUCE_SCATTER)
 
 
@@ -25,7 +19,7 @@ def call_of(kind: Collective, count: int) -> CallSignature:
 
 
 @given(
-    kind=st.sampled_from(_KINDS),
+    kind=st.sampled_from(KINDS),
     nranks=st.integers(1, 9),
     width=st.integers(0, 1000),
     itemsize=st.sampled_from([1, 2, 4, 8, 16]),
@@ -47,7 +41,7 @@ def test_windows_cover_every_row_once_and_fit(
     assert (seen == 1).all()
 
 
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_call_has_one_empty_window(kind: Collective) -> None:
     call = call_of(kind, 0)
     found = list(windows(call, grid_of(call, 4, 3, 100)))
