@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl import kernels
-from r2ccl.buffers import Buffer, is_in_place, part_of
+from r2ccl.buffers import Buffer
 from r2ccl.calibration import calibrate
 from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
@@ -71,10 +71,9 @@ class HostCalls:
             return
         assert isinstance(output, Buffer)
         if call.collective == Collective.ALLGATHER:
-            rank, nranks = self._engine.progress.rank, self._engine.progress.nranks
-            own = part_of(output, rank, nranks)
-            if not is_in_place(source, own, output):
-                own.array[:] = source.array
+            if not request.is_in_place:
+                at = self._engine.progress.rank * source.count
+                output.array[at : at + source.count] = source.array
             self.run(call, output.array, output.array)
         elif call.collective == Collective.REDUCE_SCATTER:
             sums = self._scratch_like(source.array)

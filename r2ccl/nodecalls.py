@@ -178,6 +178,8 @@ class NodeCalls(Gated):
         self._jobs: deque[NodeJob] = deque()
         #: What let the streams go, if anything did: no call can be right any more.
         self._broken: BaseException | None = None
+        #: Handles and bases of this rank's allocations, by number.
+        self._exported: dict[int, tuple[bytes, int]] = {}
         #: Allocations of other ranks, by rank and the number their process gave them.
         self._mapped: dict[tuple[int, int], int] = {}
 
@@ -339,7 +341,12 @@ class NodeCalls(Gated):
         if not address or not count:
             return _Place(0, b"", 0)
         allocation = self._device.buffer_id(address)
-        return _Place(allocation, *self._device.export(address))
+        known = self._exported.get(allocation)
+        if known is None:
+            handle, offset = self._device.export(address)
+            known = self._exported[allocation] = (handle, address - offset)
+        handle, base = known
+        return _Place(allocation, handle, address - base)
 
     def _await_room(self, number: int) -> None:
         """Wait, at the call, for ranks that are many calls behind."""

@@ -40,6 +40,8 @@ class Request(msgspec.Struct, frozen=True, eq=False):
         What the caller gets.
     schedule : Schedule or None
         An allreduce of the caller's own.
+    is_in_place : bool
+        Of an allgather: the input is its part of the output already.
     """
 
     signature: CallSignature
@@ -47,6 +49,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     output: Memory | None
     result: Any
     schedule: Schedule | None = None
+    is_in_place: bool = False
 
 
 def allreduce(x: Any, out: Any, op: ReduceOp, schedule: Schedule | None = None) -> Request:
@@ -81,9 +84,9 @@ def allgather(x: Any, out: Any, rank: int, nranks: int) -> Request:
     result = like(x, nranks) if out is None else out
     output = view(result, writable=True)
     _require_alike(source, output)
-    is_in_place(source, part_of(output, rank, nranks), output)
+    is_there = is_in_place(source, part_of(output, rank, nranks), output)
     call = CallSignature(Collective.ALLGATHER, output.dtype_code, ReduceOp.SUM, output.count)
-    return Request(call, source, output, result)
+    return Request(call, source, output, result, is_in_place=is_there)
 
 
 def reduce_scatter(x: Any, out: Any, op: ReduceOp, rank: int, nranks: int) -> Request:
