@@ -51,6 +51,11 @@ class Device(Protocol):
         ...
 
     @property
+    def bus_id(self) -> str:
+        """Where it is on the PCI bus, as the kernel spells it: ``0000:1b:00.0``."""
+        ...
+
+    @property
     def capability(self) -> tuple[int, int]:
         """Its compute capability."""
         ...
@@ -63,6 +68,14 @@ class Device(Protocol):
     @property
     def waits_on_memory(self) -> bool:
         """Whether `write_word` and `wait_word` can be used."""
+        ...
+
+    @property
+    def reorders_remote_writes(self) -> bool:
+        """Whether work may miss what a NIC wrote before it was given: see `flush_remote_writes`.
+
+        Asked for once all GPUs that shall reach this one's memory do.
+        """
         ...
 
     # Memory
@@ -94,7 +107,16 @@ class Device(Protocol):
         """Undo `pin`."""
         ...
 
-    # Between processes
+    # Between GPUs and processes
+
+    def reach(self, peer: Device) -> None:
+        """Let work given here use what `peer`, another GPU of this process, allocates.
+
+        And what it has allocated, but not what it allocates from a pool; in this direction only.
+        Asked for before any stream waits at a word: it may wait for either GPU. Where both are the
+        same GPU there is nothing to do.
+        """
+        ...
 
     def export(self, address: int) -> tuple[bytes, int]:
         """Return a handle of the allocation around `address`, and the offset of `address` in it.
@@ -114,6 +136,17 @@ class Device(Protocol):
 
     def buffer_id(self, address: int) -> int:
         """Return a number that no other allocation has or will have in this process."""
+        ...
+
+    # Written by others
+
+    def flush_remote_writes(self) -> None:
+        """Have work given from now on see what NICs have written to this GPU's memory.
+
+        Work of this GPU, and of those that reach it. Asked for once the completions were polled;
+        waits for the writes, not for any stream. On a GPU that does not reorder them there is
+        nothing to do.
+        """
         ...
 
     # Streams and events

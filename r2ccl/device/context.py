@@ -28,6 +28,8 @@ from r2ccl.errors import InternalError, TransportError, TransportTimeout
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 #: Polls that only yield the processor: short copies are done by then.
 _NYIELDS = 8
+#: Of cuCtxEnablePeerAccess, which has none.
+_NO_FLAGS = 0
 
 #: What is kept in the books, and the call that frees it: in the order of closing.
 _FREED_BY = {
@@ -94,9 +96,28 @@ class PrimaryContext:
             call("cuCtxPopCurrent")
 
     def _push(self) -> None:
+        self._cuda.call("cuCtxPushCurrent", self._open())
+
+    def _open(self) -> int:
         if self._handle is None:
             raise InternalError(f"{self._name} was used after it was closed")
-        self._cuda.call("cuCtxPushCurrent", self._handle)
+        return self._handle
+
+    def reach(self, peer: PrimaryContext) -> None:
+        """Let work in this context use the memory of another GPU's; whoever asked for it before.
+
+        It is never undone: another library of the process may use it too.
+
+        Raises
+        ------
+        TransportError
+            The driver's: ``CUDA_ERROR_TOO_MANY_PEERS``.
+        """
+        try:
+            self.call("cuCtxEnablePeerAccess", peer._open(), _NO_FLAGS)
+        except TransportError as exc:
+            if exc.status != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
+                raise
 
     def keep(self, kind: str, handle: Any) -> int:
         """Enter what was made into the books; return its number."""

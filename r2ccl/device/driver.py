@@ -23,10 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.clock import Clock, monotonic
-from r2ccl.device.base import Argument, Event, Kernel, Stream
+from r2ccl.device.base import Argument, Device, Event, Kernel, Stream
 from r2ccl.device.bindings import Cuda
 from r2ccl.device.context import PrimaryContext
-from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.device.numbering import bus_id_of
+from r2ccl.device.remote import RemoteWrites
+from r2ccl.errors import InternalError, InvalidArgument, TransportError
 
 #: CU_STREAM_NON_BLOCKING, CU_EVENT_DISABLE_TIMING.
 _NON_BLOCKING, _NO_TIMING = 1, 2
@@ -83,6 +85,7 @@ class CudaDevice:
         self._ordinal = ordinal
         self._device = self._cuda.call("cuDeviceGet", ordinal)
         self._uuid = bytes(self._cuda.call("cuDeviceGetUuid", self._device).bytes)
+        self._bus_id = bus_id_of(self._cuda, self._device)
         self._capability = (
             self._attribute("COMPUTE_CAPABILITY_MAJOR"),
             self._attribute("COMPUTE_CAPABILITY_MINOR"),
@@ -92,8 +95,10 @@ class CudaDevice:
         # Version 2 of these calls, the only one since CUDA 12, needs no switch of the kernel module
         # and has no attribute for 32 bits; devices without the calls of 64 bits are not trusted.
         self._waits_on_memory = bool(self._attribute("CAN_USE_64_BIT_STREAM_MEM_OPS"))
+        self._name = f"GPU {ordinal}"
+        self._remote_writes = RemoteWrites(self._cuda, self._device, self._name)
         self._context = PrimaryContext(
-            self._cuda, self._device, f"GPU {ordinal}", clock=clock, pause=pause
+            self._cuda, self._device, self._name, clock=clock, pause=pause
         )
         self._call = self._context.call
 
@@ -111,6 +116,11 @@ class CudaDevice:
         return self._uuid
 
     @property
+    def bus_id(self) -> str:
+        """See `Device`; in MIG mode that of the GPU the instance is of."""
+        return self._bus_id
+
+    @property
     def capability(self) -> tuple[int, int]:
         """See `Device`."""
         return self._capability
@@ -124,6 +134,11 @@ class CudaDevice:
     def waits_on_memory(self) -> bool:
         """See `Device`."""
         return self._waits_on_memory
+
+    @property
+    def reorders_remote_writes(self) -> bool:
+        """See `Device`."""
+        return self._remote_writes.are_reordered
 
     def current(self) -> AbstractContextManager[None]:
         """Have the device's context current on this thread, for a while: calls cost less then."""
@@ -179,7 +194,32 @@ class CudaDevice:
         """See `Device`."""
         self._context.end("pinning", memory.ctypes.data)
 
-    # Between processes
+    # Between GPUs and processes
+
+    def reach(self, peer: Device) -> None:
+        """See `Device`.
+
+        Raises
+        ------
+        InternalError
+            `peer` is no GPU of CUDA's.
+        TransportError
+            Status ``NO_PEER_ACCESS``: the machine has no way from one to the other. ``NO_FLUSH``:
+            this GPU would miss what NICs write there. Else the driver's:
+            ``CUDA_ERROR_TOO_MANY_PEERS``.
+        """
+        if peer.uuid == self._uuid:
+            return
+        if not isinstance(peer, CudaDevice):
+            raise InternalError(f"{self._name} was to reach {peer!r}, which is no GPU of CUDA's")
+        if not self._cuda.call("cuDeviceCanAccessPeer", self._device, peer._device):
+            raise TransportError(
+                f"{self._name} cannot reach the memory of {peer._name}: have data pass through "
+                "host memory",
+                status="NO_PEER_ACCESS",
+            )
+        self._context.reach(peer._context)
+        peer._remote_writes.share()
 
     def export(self, address: int) -> tuple[bytes, int]:
         """See `Device`.
@@ -233,6 +273,18 @@ class CudaDevice:
     def buffer_id(self, address: int) -> int:
         """See `Device`."""
         return int(self._cuda.pointer_attribute("BUFFER_ID", address))
+
+    # Written by others
+
+    def flush_remote_writes(self) -> None:
+        """See `Device`.
+
+        Raises
+        ------
+        TransportError
+            Status ``NO_FLUSH``: the GPU reorders writes, and the host cannot flush them.
+        """
+        self._remote_writes.flush(self._context)
 
     # Streams and events
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ from device_cases import NBYTES, PTX, TIMEOUT_S, Bench, DeviceCases, random_byte
 
 from r2ccl.device.bindings import Cuda
 from r2ccl.device.driver import CudaDevice
+from r2ccl.device.numbering import ordinal_of
 from r2ccl.errors import InternalError, TransportError, TransportTimeout
 
 ORDINAL = 0
@@ -39,6 +42,69 @@ class TestCudaDevice(DeviceCases):
         device.free(address)
         with pytest.raises(InternalError):
             device.free(address)
+
+    def test_its_bus_id_has_its_number(self, device: CudaDevice) -> None:
+        assert re.fullmatch(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", device.bus_id)
+        assert ordinal_of(device.bus_id) == ORDINAL
+        assert ordinal_of("ffff:ff:1f.7") is None
+
+    def test_what_nics_write_is_flushed_or_it_says_that_it_cannot_be(
+        self, device: CudaDevice
+    ) -> None:
+        options = Cuda().device_attribute("GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS", ORDINAL)
+        if device.reorders_remote_writes and not options & 1:
+            with pytest.raises(TransportError, match="has no flush of them") as caught:
+                device.flush_remote_writes()
+            assert caught.value.status == "NO_FLUSH"
+        else:
+            device.flush_remote_writes()
+
+    def test_the_drivers_flush_can_be_called_as_it_is(self, device: CudaDevice) -> None:
+        """Also where the GPU needs none: then it does nothing."""
+        cuda = Cuda()
+        if not cuda.device_attribute("GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS", ORDINAL) & 1:
+            pytest.skip("a GPU whose host can flush what NICs write")
+        target = cuda.api.CUflushGPUDirectRDMAWritesTarget
+        scope = cuda.api.CUflushGPUDirectRDMAWritesScope
+        with device.current():
+            for each in scope:
+                cuda.call(
+                    "cuFlushGPUDirectRDMAWrites",
+                    target.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
+                    each,
+                )
+
+    def test_it_reaches_itself(self, device: CudaDevice) -> None:
+        again = CudaDevice(ORDINAL, close_timeout_s=TIMEOUT_S)
+        device.reach(again)
+        again.close()
+
+    def test_kernels_read_and_write_the_memory_of_a_peer(self, device: CudaDevice) -> None:
+        if int(Cuda().call("cuDeviceGetCount")) < 2:
+            pytest.skip("a second GPU")
+        peer = CudaDevice(ORDINAL + 1, close_timeout_s=TIMEOUT_S)
+        try:
+            if not Cuda().call("cuDeviceCanAccessPeer", ORDINAL, ORDINAL + 1):
+                with pytest.raises(TransportError, match="cannot reach the memory") as caught:
+                    device.reach(peer)
+                assert caught.value.status == "NO_PEER_ACCESS"
+                pytest.skip("a second GPU that the first reaches")
+            bench, theirs, data = Bench(device), Bench(peer), random_bytes(9)
+            before = theirs.upload(data)
+            device.reach(peer)
+            device.reach(peer)  # as if another library had done it
+            after = peer.allocate(NBYTES)
+            count = NBYTES // 4
+            for target, source in ((after, before), (before, after)):
+                device.launch(
+                    device.load(PTX, "add"), -(-count // 256), 256, bench.stream,
+                    [(target, ctypes.c_uint64), (source, ctypes.c_uint64),
+                     (count, ctypes.c_uint64), (1, ctypes.c_uint32)],
+                )  # fmt: skip
+            bench.finish()
+            assert (theirs.download(before).view(np.uint32) == data.view(np.uint32) + 2).all()
+        finally:
+            peer.close()
 
     def test_a_thread_without_a_context_has_none_afterwards(self, device: CudaDevice) -> None:
         found: list[int] = []

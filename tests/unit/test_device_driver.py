@@ -25,18 +25,38 @@ import pytest
 from r2ccl.device.base import Device, Event, Kernel, Stream
 from r2ccl.device.bindings import Cuda
 from r2ccl.device.driver import CudaDevice
+from r2ccl.device.numbering import ordinal_of
 from r2ccl.errors import InternalError, InvalidArgument, TransportError, TransportTimeout
+from r2ccl.topology.machine import parse_bus_id
 
 PAGE = mmap.PAGESIZE
 #: Handles of contexts: this device's, and another that the caller has current.
 OURS, THEIRS = 0x77, 0x55
+#: Of another GPU.
+PEERS = 0x99
 #: Types of kernels' arguments.
 KINDS = (ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_float,
          ctypes.c_double)  # fmt: skip
 SOURCES = [
     Path(__file__).parents[2] / "r2ccl" / each
-    for each in ("device/bindings.py", "device/context.py", "device/driver.py", "transport/cuda.py")
+    for each in (
+        "device/bindings.py",
+        "device/context.py",
+        "device/driver.py",
+        "device/numbering.py",
+        "device/remote.py",
+        "transport/cuda.py",
+    )
 ]
+#: Enumerations whose members are passed on.
+ENUMERATIONS = (
+    "CUdevice_attribute",
+    "CUpointer_attribute",
+    "CUjit_option",
+    "CUmemorytype",
+    "CUflushGPUDirectRDMAWritesTarget",
+    "CUflushGPUDirectRDMAWritesScope",
+)
 
 
 class Result(enum.IntEnum):
@@ -52,6 +72,8 @@ class Result(enum.IntEnum):
     CUDA_ERROR_NOT_FOUND = 500
     CUDA_ERROR_NOT_READY = 600
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
+    CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704
+    CUDA_ERROR_TOO_MANY_PEERS = 711
 
 
 class Named:
@@ -86,6 +108,8 @@ class Script:
             "MULTIPROCESSOR_COUNT": 132,
             "MAX_PITCH": 2**31 - 1,
             "CAN_USE_64_BIT_STREAM_MEM_OPS": 1,
+            "GPU_DIRECT_RDMA_WRITES_ORDERING": 100,
+            "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS": 1,
         }
         self.pointers = {
             "IS_MANAGED": False,
@@ -98,6 +122,8 @@ class Script:
         self.pinned[:] = 7
         self.results: dict[str, Any] = {
             "cuDeviceGet": "device 1" if real is None else real.CUdevice(1),
+            "cuDeviceGetPCIBusId": b"0000:1B:00.0\0   ",
+            "cuDeviceCanAccessPeer": 1,
             "cuDeviceGetUuid": types.SimpleNamespace(bytes=bytes(range(16))),
             "cuDevicePrimaryCtxRetain": OURS,
             "cuCtxGetStreamPriorityRange": (0, -5),
@@ -112,7 +138,7 @@ class Script:
             "cuModuleLoadDataEx": 0xA1,
             "cuModuleGetFunction": 0xF1,
         }
-        for name in ("CUdevice_attribute", "CUpointer_attribute", "CUjit_option", "CUmemorytype"):
+        for name in ENUMERATIONS:
             setattr(self, name, Named() if real is None else getattr(real, name))
         self.CUresult = Result
         self.CUipcMemHandle = IpcHandle if real is None else real.CUipcMemHandle
@@ -227,6 +253,7 @@ def test_it_is_opened_by_its_number_and_says_what_it_is(api: Script) -> None:
     assert api.calls[:2] == [("cuInit", 0), ("cuDeviceGet", 1)]
     assert api.calls[-1] == ("cuDevicePrimaryCtxRetain", api.results["cuDeviceGet"])
     assert (device.ordinal, device.uuid) == (1, bytes(range(16)))
+    assert device.bus_id == "0000:1b:00.0"
     assert (device.capability, device.nsms, device.waits_on_memory) == ((9, 0), 132, True)
 
 
@@ -234,6 +261,15 @@ def test_a_device_that_cannot_wait_on_memory_says_so(api: Script) -> None:
     api.attributes["CAN_USE_64_BIT_STREAM_MEM_OPS"] = 0
 
     assert not CudaDevice(1).waits_on_memory
+
+
+@pytest.mark.parametrize(("ordering", "reorders"), [(0, True), (100, False), (200, False)])
+def test_a_device_says_whether_it_reorders_what_nics_write(
+    api: Script, ordering: int, reorders: bool
+) -> None:
+    api.attributes["GPU_DIRECT_RDMA_WRITES_ORDERING"] = ordering
+
+    assert CudaDevice(1).reorders_remote_writes is reorders
 
 
 def test_without_the_bindings_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -565,6 +601,195 @@ def test_a_module_without_the_entry_is_unloaded(api: Script, device: CudaDevice,
     assert api.work()[-1] == ("cuModuleUnload", 0xA1)
 
 
+# What NICs write
+
+
+def test_what_nics_wrote_is_flushed_for_its_own_gpu(api: Script) -> None:
+    api.attributes["GPU_DIRECT_RDMA_WRITES_ORDERING"] = 0
+    device = CudaDevice(1)
+    api.calls.clear()
+
+    device.flush_remote_writes()
+
+    (push, (name, *given), pop) = api.calls[1:]
+    assert (push, pop) == (("cuCtxPushCurrent", OURS), ("cuCtxPopCurrent",))
+    assert name == "cuFlushGPUDirectRDMAWrites"
+    assert [str(getattr(each, "name", each)) for each in given] == [
+        "CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX",
+        "CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER",
+    ]
+    api.failures[name] = Result.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(TransportError, match=f"{name} failed"):
+        device.flush_remote_writes()
+
+
+def test_a_gpu_that_orders_what_nics_write_is_not_asked(api: Script, device: CudaDevice) -> None:
+    api.attributes["GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS"] = 0
+
+    device.flush_remote_writes()
+
+    assert api.calls == []
+
+
+@pytest.mark.parametrize("options", [0, 2])
+def test_a_gpu_that_its_host_cannot_flush_says_so(api: Script, options: int) -> None:
+    api.attributes["GPU_DIRECT_RDMA_WRITES_ORDERING"] = 0
+    api.attributes["GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS"] = options
+    device = CudaDevice(1)
+    api.calls.clear()
+
+    with pytest.raises(TransportError, match=r"GPU 1 reorders .* R2CC_HCA=none") as caught:
+        device.flush_remote_writes()
+    assert caught.value.status == "NO_FLUSH"
+    assert api.calls == []
+
+
+@pytest.mark.parametrize("ordering", [0, 100])
+def test_a_gpu_whose_writes_others_would_miss_is_not_reached(api: Script, ordering: int) -> None:
+    api.attributes["GPU_DIRECT_RDMA_WRITES_ORDERING"] = ordering
+    api.attributes["GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS"] = 0
+    device, peer = CudaDevice(1), peer_of(api)
+
+    with pytest.raises(TransportError, match=r"other GPUs see .* out of order") as caught:
+        device.reach(peer)
+    assert caught.value.status == "NO_FLUSH"
+    assert peer.reorders_remote_writes == (ordering == 0)
+
+
+# Which GPU is which, and whose memory it reaches
+
+
+@pytest.mark.parametrize(
+    ("told", "spelt"),
+    [
+        (b"0000:1B:00.0\0", "0000:1b:00.0"),
+        (b"00000000:1b:00.0\0", "0000:1b:00.0"),
+        (b"10000:E1:00.0\0     ", "10000:e1:00.0"),
+        (b"0002:0a:1f.1", "0002:0a:1f.1"),
+    ],
+)
+def test_a_bus_id_is_spelt_as_the_topology_does(api: Script, told: bytes, spelt: str) -> None:
+    api.results["cuDeviceGetPCIBusId"] = told
+
+    assert CudaDevice(1).bus_id == parse_bus_id(spelt) == spelt
+
+
+def test_a_bus_id_has_the_number_that_it_has_in_this_process(api: Script) -> None:
+    buses = [b"0000:1B:00.0\0", b"0000:9A:00.0\0"]
+    api.results["cuDeviceGetCount"] = 2
+    api.__dict__["cuDeviceGet"] = lambda ordinal: (Result.CUDA_SUCCESS, ordinal)
+    api.__dict__["cuDeviceGetPCIBusId"] = lambda _, each: (Result.CUDA_SUCCESS, buses[each])
+
+    assert [ordinal_of(each) for each in ("0000:1b:00.0", "0000:9a:00.0")] == [0, 1]
+    assert ordinal_of("0000:9b:00.0") is None
+    assert ordinal_of("no bus id") is None
+
+
+def peer_of(api: Script) -> CudaDevice:
+    """Another GPU, in the same process."""
+    api.results["cuDeviceGet"] = "device 2" if api.real is None else api.real.CUdevice(2)
+    api.results["cuDeviceGetUuid"] = types.SimpleNamespace(bytes=bytes(range(16, 32)))
+    api.results["cuDevicePrimaryCtxRetain"] = PEERS
+    made = CudaDevice(2)
+    api.calls.clear()
+    return made
+
+
+def test_a_gpu_is_let_reach_its_peers_memory(api: Script, device: CudaDevice) -> None:
+    ours = api.results["cuDeviceGet"]
+    peer = peer_of(api)
+
+    device.reach(peer)
+
+    assert api.calls == [
+        ("cuDeviceCanAccessPeer", ours, api.results["cuDeviceGet"]),
+        ("cuCtxGetCurrent",),
+        ("cuCtxPushCurrent", OURS),
+        ("cuCtxEnablePeerAccess", PEERS, 0),
+        ("cuCtxPopCurrent",),
+    ]
+    assert api.current == [THEIRS]
+
+
+def test_that_another_library_let_it_reach_the_peer_is_no_failure(
+    api: Script, device: CudaDevice
+) -> None:
+    peer = peer_of(api)
+    api.failures["cuCtxEnablePeerAccess"] = Result.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
+
+    device.reach(peer)
+    device.reach(peer)
+
+    assert len(api.named("cuCtxEnablePeerAccess")) == 2
+    assert api.current == [THEIRS]
+
+
+def test_a_driver_that_refuses_peers_says_so(api: Script, device: CudaDevice) -> None:
+    peer = peer_of(api)
+    api.failures["cuCtxEnablePeerAccess"] = Result.CUDA_ERROR_TOO_MANY_PEERS
+
+    with pytest.raises(TransportError, match="cuCtxEnablePeerAccess failed") as caught:
+        device.reach(peer)
+    assert caught.value.status == "CUDA_ERROR_TOO_MANY_PEERS"
+    assert not peer.reorders_remote_writes
+
+
+def test_gpus_that_no_way_connects_say_so(api: Script, device: CudaDevice) -> None:
+    peer = peer_of(api)
+    api.results["cuDeviceCanAccessPeer"] = 0
+
+    with pytest.raises(TransportError, match="GPU 1 cannot reach the memory of GPU 2") as caught:
+        device.reach(peer)
+    assert caught.value.status == "NO_PEER_ACCESS"
+    assert not api.named("cuCtxEnablePeerAccess")
+
+
+def test_a_gpu_reaches_its_own_memory(api: Script, device: CudaDevice) -> None:
+    again = CudaDevice(1)
+    api.calls.clear()
+
+    device.reach(again)
+
+    assert api.calls == []
+
+
+def test_only_an_open_gpu_of_cudas_is_reached(api: Script, device: CudaDevice) -> None:
+    peer = peer_of(api)
+    peer.close()
+    with pytest.raises(InternalError, match="GPU 2 was used after it was closed"):
+        device.reach(peer)
+    other: Any = types.SimpleNamespace(uuid=bytes(16))
+    with pytest.raises(InternalError, match=r"GPU 1 was to reach .* no GPU of CUDA's"):
+        device.reach(other)
+
+
+def test_what_nics_write_to_memory_that_others_reach_is_flushed_for_all(
+    api: Script, device: CudaDevice
+) -> None:
+    peer = peer_of(api)
+    assert not peer.reorders_remote_writes
+
+    device.reach(peer)
+
+    assert (peer.reorders_remote_writes, device.reorders_remote_writes) == (True, False)
+    peer.flush_remote_writes()
+    ((_, _, scope),) = api.named("cuFlushGPUDirectRDMAWrites")
+    assert str(getattr(scope, "name", scope)) == "CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_ALL_DEVICES"
+
+
+def test_a_gpu_that_keeps_the_order_for_all_is_not_flushed_for_others(
+    api: Script, device: CudaDevice
+) -> None:
+    api.attributes["GPU_DIRECT_RDMA_WRITES_ORDERING"] = 200
+    peer = peer_of(api)
+
+    device.reach(peer)
+    peer.flush_remote_writes()
+
+    assert not peer.reorders_remote_writes
+    assert not api.named("cuFlushGPUDirectRDMAWrites")
+
+
 # Waiting
 
 
@@ -793,6 +1018,15 @@ def test_the_numbers_in_the_source_are_those_of_nvidias_package() -> None:
     words = real.CUstreamWriteValue_flags, real.CUstreamWaitValue_flags
     assert driver._AFTER_A_FENCE == words[0].CU_STREAM_WRITE_VALUE_DEFAULT
     assert driver._GREATER_OR_EQUAL == words[1].CU_STREAM_WAIT_VALUE_GEQ
+    remote = importlib.import_module("r2ccl.device.remote")
+    ordering, scopes = real.CUGPUDirectRDMAWritesOrdering, real.CUflushGPUDirectRDMAWritesScope
+    assert ordering.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_NONE < remote._OWNER
+    assert remote._OWNER == ordering.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
+    assert remote._OWNER == scopes.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+    assert remote._ALL_DEVICES == ordering.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES
+    assert remote._ALL_DEVICES == scopes.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_ALL_DEVICES
+    options = real.CUflushGPUDirectRDMAWritesOptions
+    assert remote._BY_HOST == options.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
     for each in Result:
         assert getattr(real.CUresult, each.name) == each
 

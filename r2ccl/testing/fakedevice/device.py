@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from r2ccl.device.base import Argument, Event, Kernel, Stream
+from r2ccl.device.base import Argument, Device, Event, Kernel, Stream
 from r2ccl.errors import TransportError
 from r2ccl.testing.fakedevice.gpu import FakeGpu
 from r2ccl.testing.fakedevice.kernels import FakeKernel, Grid, Launch
@@ -44,7 +44,7 @@ class FakeDevice(FakeProcess):
     ----------
     gpu : FakeGpu
     name : str
-        The process, for messages; no other that is open has it.
+        The process, for messages; no other that has the card open has it.
     ordinal : int
     uuid : bytes, optional
         Another than the card's: as if it were another card that reaches the same memory.
@@ -88,6 +88,11 @@ class FakeDevice(FakeProcess):
         return self._uuid
 
     @property
+    def bus_id(self) -> str:
+        """See `Device`."""
+        return self._gpu.bus_id
+
+    @property
     def capability(self) -> tuple[int, int]:
         """See `Device`."""
         return self._gpu.capability
@@ -103,6 +108,11 @@ class FakeDevice(FakeProcess):
         return self._gpu.waits_on_memory
 
     @property
+    def reorders_remote_writes(self) -> bool:
+        """See `Device`."""
+        return self._gpu.reorders_remote_writes
+
+    @property
     def kernels(self) -> dict[str, FakeKernel]:
         """What stands for each entry, for all devices of the card; add to it before `load`."""
         return self._gpu.kernels
@@ -112,7 +122,7 @@ class FakeDevice(FakeProcess):
     def allocate(self, nbytes: int) -> int:
         """See `Device`; it holds no zeros."""
         with self._called("allocate"):
-            return self._gpu.space.allocate(self._name, nbytes, Kind.DEVICE).address
+            return self._board.space.allocate(self._name, self._card, nbytes, Kind.DEVICE).address
 
     def free(self, address: int) -> None:
         """See `Device`."""
@@ -122,7 +132,7 @@ class FakeDevice(FakeProcess):
     def allocate_pinned(self, nbytes: int) -> Bytes:
         """See `Device`."""
         with self._called("allocate_pinned"):
-            return self._gpu.space.allocate_pinned(self._name, nbytes).memory
+            return self._board.space.allocate_pinned(self._name, self._card, nbytes).memory
 
     def free_pinned(self, memory: Bytes) -> None:
         """See `Device`."""
@@ -132,40 +142,53 @@ class FakeDevice(FakeProcess):
     def pin(self, memory: Bytes) -> int:
         """See `Device`; the address is never the host's."""
         with self._called("pin"):
-            return self._gpu.space.pin(self._name, memory).address
+            return self._board.space.pin(self._name, self._card, memory).address
 
     def unpin(self, memory: Bytes) -> None:
         """See `Device`."""
         with self._called("unpin"):
-            place = self._gpu.space.at_host(self._name, memory.ctypes.data, memory.nbytes)
+            place = self._board.space.at_host(self._name, memory.ctypes.data, memory.nbytes)
             if place is None or place.offset or place.span.kind is not Kind.REGISTERED:
                 raise Misuse.of(f"{memory.nbytes} bytes that {self._name} has not pinned")
-            self._retire(place.span, "unpin")
+            self._retire(self._own(place.span.address, Kind.REGISTERED), "unpin")
 
-    # Between processes
+    # Between GPUs and processes
+
+    def reach(self, peer: Device) -> None:
+        """See `Device`; a peer is on a card that was made `beside` this one, or on this one."""
+        with self._called("reach"):
+            if peer.uuid == self.uuid:
+                return
+            if not isinstance(peer, FakeDevice) or peer._board is not self._board:
+                raise refusal("reach", "NO_PEER_ACCESS")
+            if peer._name != self._name:
+                raise Misuse.of(f"{peer._name} is another process: map what it exports")
+            self._reached.add(peer._card)
 
     def export(self, address: int) -> tuple[bytes, int]:
         """See `Device`."""
         with self._called("export"):
-            span = self._gpu.space.find(self._name, address, 1).span
+            span = self._find(address, 1).span
+            if span.card != self._card and not span.is_host:
+                raise Misuse.of(f"{span} is of another GPU, which exports it")
             if span.kind is not Kind.DEVICE:
                 kind = span.kind.value
                 raise TransportError(f"{kind} has no IPC handle", status="NO_IPC")
             handle = span.number.to_bytes(_HANDLE_NBYTES, "little")
-            self._gpu.exports[handle] = span
+            self._board.exports[handle] = span
             return handle, address - span.address
 
     def map(self, handle: bytes) -> int:
         """See `Device`."""
         with self._called("map"):
-            span = self._gpu.exports.get(handle)
+            span = self._board.exports.get(handle)
             if span is None:
                 raise refusal("map", "CUDA_ERROR_INVALID_HANDLE")
             if span.owner == self._name:
                 raise refusal("map", "CUDA_ERROR_INVALID_CONTEXT")
-            if any(each.source is span for each in self._gpu.space.of(self._name)):
+            if any(each.source is span for each in self._board.space.of(self._name)):
                 raise Misuse.of(f"{self._name} has mapped {span} already")
-            return self._gpu.space.map(self._name, span).address
+            return self._board.space.map(self._name, self._card, span).address
 
     def unmap(self, address: int) -> None:
         """See `Device`."""
@@ -175,7 +198,14 @@ class FakeDevice(FakeProcess):
     def buffer_id(self, address: int) -> int:
         """See `Device`."""
         with self._called("buffer_id"):
-            return self._gpu.space.find(self._name, address, 1).span.number
+            return self._find(address, 1).span.number
+
+    # Written by others
+
+    def flush_remote_writes(self) -> None:
+        """See `Device`; `refusals` stands for a GPU that cannot."""
+        with self._called("flush_remote_writes"):
+            self._gpu.flush(self._host)
 
     # Streams and events
 
@@ -197,12 +227,12 @@ class FakeDevice(FakeProcess):
             if not found.last.is_known(self._host.clock):
                 raise StillInUse.by(doing, found.last.what, _UNKNOWN)
             del self._streams[stream]
-            self._gpu.remove_stream(found)
+            self._board.remove_stream(found)
 
     def make_event(self) -> Event:
         """See `Device`."""
         with self._called("make_event"):
-            event = self._gpu.new_handle()
+            event = self._board.new_handle()
             self._events[event] = None
             return Event(event)
 
@@ -223,7 +253,7 @@ class FakeDevice(FakeProcess):
             self._record_of(event)
             made = Record(*self._enqueued("record", stream))
             self._events[event] = made
-            self._gpu.enqueue(self._stream(stream), made)
+            self._board.enqueue(self._stream(stream), made)
 
     def wait(self, stream: Stream, event: Event) -> None:
         """See `Device`."""
@@ -235,14 +265,14 @@ class FakeDevice(FakeProcess):
     def is_done(self, event: Event) -> bool:
         """See `Device`; work goes on while it is asked."""
         with self._called("is_done"):
-            self._gpu.advance()
+            self._board.advance()
             return self._is_done(self._record_of(event))
 
     def synchronize(self, event: Event, timeout_s: float) -> bool:
         """See `Device`; work goes on meanwhile, also for no time at all."""
         with self._called("synchronize"):
             record = self._record_of(event)
-            self._gpu.wait_until(lambda: record is None or record.is_over, timeout_s)
+            self._board.wait_until(lambda: record is None or record.is_over, timeout_s)
             return self._is_done(record)
 
     def _is_done(self, record: Record | None) -> bool:
@@ -262,21 +292,21 @@ class FakeDevice(FakeProcess):
         with self._called("write_word"):
             place = self._word(address)
             what = self._enqueued(f"word {value} to {place}", stream)
-            self._give(stream, SetWord(*what, place, self._gpu.word_at(place), value))
+            self._give(stream, SetWord(*what, place, self._board.word_at(place), value))
 
     def wait_word(self, stream: Stream, address: int, value: int) -> None:
         """See `Device`."""
         with self._called("wait_word"):
             place = self._word(address)
             what = self._enqueued(f"wait for {value} in {place}", stream)
-            self._give(stream, WaitForWord(*what, place, self._gpu.word_at(place), value))
+            self._give(stream, WaitForWord(*what, place, self._board.word_at(place), value))
 
     def _word(self, address: int) -> Piece:
         if not self.waits_on_memory:
             raise refusal("a stream's word", "CUDA_ERROR_NOT_SUPPORTED")
         if address % _WORD_NBYTES:
             raise Misuse.of(f"a word at {address:#x} is not aligned")
-        place = self._gpu.space.find(self._name, address, _WORD_NBYTES)
+        place = self._find(address, _WORD_NBYTES)
         if place.span.kind is Kind.MANAGED:
             raise Misuse.of(f"a word in {place.span}")
         return place
@@ -324,7 +354,7 @@ class FakeDevice(FakeProcess):
                 raise refusal("load", "CUDA_ERROR_NOT_FOUND")
             if entry not in self.kernels:
                 raise Misuse.of(f"nothing in `kernels` stands for {entry}")
-            handle = self._gpu.new_handle()
+            handle = self._board.new_handle()
             self._kernels[handle] = (entry, self.kernels[entry])
             return Kernel(handle)
 
@@ -340,7 +370,7 @@ class FakeDevice(FakeProcess):
                 raise Misuse.of(f"a grid of {nblocks} blocks of {nthreads} threads")
             entry, fake = self._kernels[kernel]
             values = [_as_passed(value, kind) for value, kind in arguments]
-            grid = Grid(nblocks, nthreads, self._find, self._gpu.word_at)
+            grid = Grid(nblocks, nthreads, self._find, self._board.word_at)
             touched = ((), ()) if fake.touches is None else fake.touches(grid, *values)
             reads, writes = ([self._find(*each) for each in some] for some in touched)
             label, clock = self._enqueued(f"kernel {entry}", stream)
@@ -351,7 +381,7 @@ class FakeDevice(FakeProcess):
         return f"{what}, on {self._stream(stream)}, enqueued at {caller()}", self._host.release()
 
     def _give(self, stream: Stream, operation: Operation) -> None:
-        self._gpu.enqueue(self._stream(stream), operation)
+        self._board.enqueue(self._stream(stream), operation)
 
     def close(self) -> None:
         """See `Device`; work of other streams on what was made here is an error.
@@ -365,19 +395,19 @@ class FakeDevice(FakeProcess):
             return
         with self._called("close"):
             own = [each for each in self._streams.values() if not each.is_callers]
-            self._gpu.wait_until(lambda: not any(each.queue for each in own), self._timeout_s)
+            self._board.wait_until(lambda: not any(each.queue for each in own), self._timeout_s)
             doing = f"close of {self._name}, at {caller()}"
             for stream in own:
                 for operation in stream.queue:
                     raise StillInUse.by(doing, operation.what, "does not end")
                 join(self._host.clock, stream.clock)
-            for span in self._gpu.space.of(self._name):
-                if not span.is_callers:
-                    self._gpu.check_idle(span, self._host, doing)
-                    self._gpu.remove(span, doing)
+            for span in self._board.space.of(self._name):
+                if span.card == self._card and not span.is_callers:
+                    self._board.check_idle(span, self._host, doing)
+                    self._board.remove(span, doing)
             for stream in own:
-                self._gpu.remove_stream(stream)
-            self._gpu.leave(self._name)
+                self._board.remove_stream(stream)
+            self._board.leave(self._name, self._card)
             self._is_closed = True
 
 

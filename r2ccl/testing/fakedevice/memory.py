@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ class Span:
     ----------
     owner : str
         The process.
+    card : int
+        Number of the card whose memory it is; of host memory, of the one it was made for.
     kind : Kind
     address : int
         Where the GPU finds it.
@@ -71,10 +74,11 @@ class Span:
     """
 
     def __init__(
-        self, owner: str, kind: Kind, address: int, memory: Bytes, shadow: Shadow, position: int,
-        number: int, is_callers: bool = False,
+        self, owner: str, card: int, kind: Kind, address: int, memory: Bytes, shadow: Shadow,
+        position: int, number: int, is_callers: bool = False,
     ) -> None:  # fmt: skip
         self.owner = owner
+        self.card = card
         self.kind = kind
         self.address = address
         self.memory = memory
@@ -150,7 +154,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class AddressSpace:
-    """All spans of a fake GPU, by address."""
+    """All spans of the cards of a board, by address."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []  # by address
@@ -162,15 +166,17 @@ class AddressSpace:
         #: By device and inode of a shared file; of all other host memory under (0, 0).
         self._host: dict[tuple[int, int], Shadow] = {}
 
-    def allocate(self, owner: str, nbytes: int, kind: Kind, *, is_callers: bool = False) -> Span:
+    def allocate(
+        self, owner: str, card: int, nbytes: int, kind: Kind, *, is_callers: bool = False
+    ) -> Span:
         """Make device memory."""
         if nbytes < 1:
             raise Misuse.of(f"{nbytes} bytes were asked for")
         memory = np.full(nbytes, _UNWRITTEN, np.uint8)
         address = self._reserve(nbytes)
-        return self._add(owner, kind, address, memory, self._device, address, is_callers)
+        return self._add(owner, card, kind, address, memory, self._device, address, is_callers)
 
-    def allocate_pinned(self, owner: str, nbytes: int) -> Span:
+    def allocate_pinned(self, owner: str, card: int, nbytes: int) -> Span:
         """Make host memory, zeroed, at a page's start, with one address for all."""
         if nbytes < 1:
             raise Misuse.of(f"{nbytes} bytes were asked for")
@@ -179,10 +185,10 @@ class AddressSpace:
         memory = room[start : start + nbytes]
         address = memory.ctypes.data
         shadow = self._host.setdefault((0, 0), Shadow())
-        return self._add(owner, Kind.PINNED, address, memory, shadow, address)
+        return self._add(owner, card, Kind.PINNED, address, memory, shadow, address)
 
-    def pin(self, owner: str, memory: Bytes) -> Span:
-        """Give the GPU an address for host memory."""
+    def pin(self, owner: str, card: int, memory: Bytes) -> Span:
+        """Give all GPUs of a process an address for host memory."""
         at = memory.ctypes.data
         if at % _PAGE or memory.nbytes % _PAGE or not memory.nbytes:
             raise Misuse.of(f"{memory.nbytes} bytes at {at:#x} are not whole pages")
@@ -193,15 +199,14 @@ class AddressSpace:
         backing, position = _backing(at)
         shadow = self._host.setdefault(backing, Shadow())
         flat = memory.reshape(-1).view(np.uint8)
-        return self._add(
-            owner, Kind.REGISTERED, self._reserve(flat.size), flat, shadow, position
-        )  # fmt: skip
+        address = self._reserve(flat.size)
+        return self._add(owner, card, Kind.REGISTERED, address, flat, shadow, position)
 
-    def map(self, owner: str, source: Span) -> Span:
-        """Give another process an address for device memory."""
+    def map(self, owner: str, card: int, source: Span) -> Span:
+        """Give a card in another process an address for device memory."""
         address = self._reserve(source.nbytes)
         span = self._add(
-            owner, Kind.MAPPED, address, source.memory, source.shadow, source.position
+            owner, card, Kind.MAPPED, address, source.memory, source.shadow, source.position
         )  # fmt: skip
         span.source = source
         source.nmappings += 1
@@ -213,11 +218,11 @@ class AddressSpace:
         return address
 
     def _add(
-        self, owner: str, kind: Kind, address: int, memory: Bytes, shadow: Shadow, position: int,
-        is_callers: bool = False,
+        self, owner: str, card: int, kind: Kind, address: int, memory: Bytes, shadow: Shadow,
+        position: int, is_callers: bool = False,
     ) -> Span:  # fmt: skip
         self._nspans += 1
-        span = Span(owner, kind, address, memory, shadow, position, self._nspans, is_callers)
+        span = Span(owner, card, kind, address, memory, shadow, position, self._nspans, is_callers)
         bisect.insort(self._spans, span, key=lambda each: each.address)
         return span
 
@@ -233,8 +238,8 @@ class AddressSpace:
             if span.has_memory:
                 span.memory.fill(_UNWRITTEN)
 
-    def find(self, owner: str, address: int, nbytes: int) -> Piece:
-        """Return what a process reaches at an address of the GPU."""
+    def find(self, owner: str, cards: Container[int], address: int, nbytes: int) -> Piece:
+        """Return what a GPU finds at an address for a process: its own memory, that of `cards`."""
         index = bisect.bisect_right(self._spans, address, key=lambda each: each.address) - 1
         span = self._spans[index] if index >= 0 else None
         # The end of a span is a place for nothing at all.
@@ -242,6 +247,8 @@ class AddressSpace:
             raise Misuse.of(f"{owner} has nothing at {address:#x}{self._memory_of(address)}")
         if span.owner != owner:
             raise Misuse.of(f"{owner} has not mapped {span}")
+        if span.card not in cards and not span.is_host:
+            raise Misuse.of(f"{span} is of a GPU that this one was not let reach")
         if nbytes < 0 or address + nbytes > span.address + span.nbytes:
             raise Misuse.of(f"{nbytes} bytes at {address:#x} reach beyond {span}")
         return Piece(span, address - span.address, nbytes)

@@ -1,7 +1,7 @@
-"""A process on the fake GPU: what its calls have in common, and what its host says of itself.
+"""A process on a fake GPU: what its calls have in common, and what its host says of itself.
 
 Must not know the interface `Device`. Invariant: whatever a process does, it does in one call of the
-card (`FakeGpu.entered`).
+board (`Board.entered`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from r2ccl.device.base import Stream
 from r2ccl.errors import TransportError
-from r2ccl.testing.fakedevice.gpu import FakeGpu, FakeStream
+from r2ccl.testing.fakedevice.board import FakeStream
+from r2ccl.testing.fakedevice.gpu import FakeGpu
 from r2ccl.testing.fakedevice.memory import Bytes, Kind, Piece, Span, as_bytes
 from r2ccl.testing.fakedevice.order import Access, Clock, Misuse, caller, join
 
@@ -32,7 +33,11 @@ class FakeProcess:
         self._name = name
         self._is_strict = is_strict
         self._timeout_s = timeout_s
-        self._host = gpu.admit(name)
+        self._board = gpu.board
+        self._card = gpu.number
+        self._host = self._board.admit(name, self._card)
+        #: Cards whose memory the work given here can use.
+        self._reached = {self._card}
         self._streams: dict[int, FakeStream] = {}
         #: The default stream of each thread.
         self._threads: dict[int, FakeStream] = {}
@@ -40,7 +45,7 @@ class FakeProcess:
 
     @contextmanager
     def _called(self, method: str) -> Iterator[None]:
-        with self._gpu.entered():
+        with self._board.entered():
             if self._is_closed:
                 raise Misuse.of(f"{method} of {self._name}, which is closed")
             if method in self.refusals:
@@ -50,28 +55,33 @@ class FakeProcess:
     # What is there
 
     def _find(self, address: int, nbytes: int) -> Piece:
-        return self._gpu.space.find(self._name, address, nbytes)
+        return self._board.space.find(self._name, self._reached, address, nbytes)
 
     def _own(self, address: int, kind: Kind) -> Span:
         """Return what begins at `address` and was made here."""
-        span = self._gpu.space.find(self._name, address, 0).span
-        if span.address != address or span.kind is not kind or span.is_callers:
+        span = self._find(address, 0).span
+        if (
+            span.address != address
+            or span.kind is not kind
+            or span.is_callers
+            or span.card != self._card
+        ):
             raise Misuse.of(f"{address:#x} is no {kind.value} made here: it is in {span}")
         return span
 
     def _retire(self, span: Span, verb: str) -> None:
         doing = f"{verb} of {span}, at {caller()}"
-        self._settle(lambda: not self._gpu.users(span))
-        self._gpu.check_idle(span, self._host, doing)
-        self._gpu.remove(span, doing)
+        self._settle(lambda: not self._board.users(span))
+        self._board.check_idle(span, self._host, doing)
+        self._board.remove(span, doing)
 
     def _settle(self, is_over: Callable[[], bool]) -> None:
         """Wait as the driver does, where that is allowed."""
-        if not self._is_strict and self._gpu.wait_until(is_over, self._timeout_s):
-            self._gpu.learn_all(self._host)
+        if not self._is_strict and self._board.wait_until(is_over, self._timeout_s):
+            self._board.learn_all(self._host, self._card)
 
     def _new_stream(self, *, is_callers: bool) -> Stream:
-        stream = self._gpu.add_stream(self._name, is_callers=is_callers)
+        stream = self._board.add_stream(self._name, self._card, is_callers=is_callers)
         self._streams[stream.handle] = stream
         return Stream(stream.handle)
 
@@ -87,7 +97,7 @@ class FakeProcess:
 
     def _default(self, among: dict[int, FakeStream], key: int, handle: int) -> FakeStream:
         if key not in among:
-            among[key] = self._gpu.add_stream(self._name, handle, is_callers=True)
+            among[key] = self._board.add_stream(self._name, self._card, handle, is_callers=True)
         return among[key]
 
     # What only a fake has
@@ -102,14 +112,14 @@ class FakeProcess:
         with self._called("caller_memory"):
             if kind.is_host or kind is Kind.MAPPED:
                 raise Misuse.of(f"{kind.value} is not what a caller allocates on a device")
-            space = self._gpu.space
-            return space.allocate(self._name, nbytes, kind, is_callers=True).address
+            space, card = self._board.space, self._card
+            return space.allocate(self._name, card, nbytes, kind, is_callers=True).address
 
     def free_caller_memory(self, address: int) -> None:
         """Free what `caller_memory` returned: no work of the library may be left on it."""
         with self._called("free_caller_memory"):
             span = self._find(address, 0).span
-            if span.address != address or not span.is_callers:
+            if span.address != address or not span.is_callers or span.card != self._card:
                 raise Misuse.of(f"{address:#x} is no memory of the caller")
             self._retire(span, "the caller's free")
 
@@ -127,11 +137,11 @@ class FakeProcess:
 
     def _touch(self, access: Access, place: Piece) -> None:
         what = f"the host of {self._name}, which {access.value} {place} at {caller()}"
-        self._gpu.touch(access, place, self._host, what)
+        self._board.touch(access, place, self._host, self._host.step(what))
 
     def _pinned(self, view: npt.NDArray[Any]) -> Piece:
         memory = as_bytes(view)
-        place = self._gpu.space.at_host(self._name, memory.ctypes.data, memory.size)
+        place = self._board.space.at_host(self._name, memory.ctypes.data, memory.size)
         if place is None:
             raise Misuse.of(f"{memory.size} bytes that {self._name} has not pinned")
         return place
@@ -139,8 +149,8 @@ class FakeProcess:
     def host_sees(self, word: npt.NDArray[Any]) -> None:
         """Say that the host goes by the value of a word in pinned memory; work goes on."""
         with self._called("host access"):
-            self._gpu.advance()
-            self._gpu.word_at(self._pinned(word)).learn_all(self._host.clock)
+            self._board.advance()
+            self._board.word_at(self._pinned(word)).learn_all(self._host.clock)
 
     def tell(self) -> Clock:
         """Return what the host knows: to `hear` in a process that it sends a message."""
@@ -167,9 +177,24 @@ class FakeProcess:
             self._touch(Access.WRITE, place)
             place.view[:] = memory
 
+    def nic_write(self, address: int, data: npt.NDArray[Any]) -> None:
+        """Write memory as a NIC does whose completion the host has polled.
+
+        On a card that reorders such writes, work that is given before `flush_remote_writes` may
+        miss it; the host, and NICs, do not.
+        """
+        with self._called("nic_write"):
+            memory = as_bytes(data)
+            place = self._find(address, memory.size)
+            if place.span.card != self._card and not place.span.is_host:
+                raise Misuse.of(f"a NIC's write to {place} is said of another GPU")
+            what = f"a NIC of {self._name}, which writes {place} at {caller()}"
+            self._gpu.touch_remotely(place, self._host, what)
+            place.view[:] = memory
+
     def pending(self) -> list[str]:
-        """Say what the streams of this process were given and has not run."""
-        return self._gpu.pending(self._name)
+        """Say what the streams of this process were given here and has not run."""
+        return self._board.pending(self._name, self._card)
 
 
 def refusal(method: str, status: str) -> TransportError:
