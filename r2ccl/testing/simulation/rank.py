@@ -26,6 +26,7 @@ from r2ccl.testing.simulation.checks import CheckedPool, CheckedProgress, Checke
 from r2ccl.testing.simulation.control import SimControl
 from r2ccl.testing.simulation.data import Array
 from r2ccl.testing.simulation.work import Task, Work
+from r2ccl.transport.base import Transport
 from r2ccl.transport.sim import SimTransport
 from r2ccl.transport.simnet import End, SimNetwork
 
@@ -90,7 +91,7 @@ class SimRank:
         self.pool: LandingPool = CheckedPool(rank)
         #: Does what slices of device memory take.
         self.computer: Computer | None = None
-        self.transport = SimTransport(network, rank, self._wake)
+        self.transport = self.make_transport()
         self.control = SimControl(
             network,
             self,
@@ -118,6 +119,15 @@ class SimRank:
         self._task: Task | None = None
         #: Input, output and scratch memory of the call.
         self._arrays: tuple[Array, ...] = ()
+
+    def make_transport(self) -> Transport:
+        """Make what its links run over."""
+        return SimTransport(self._network, self.rank, self._wake)
+
+    @property
+    def must_look(self) -> bool:
+        """Whether something is under way of whose end no event tells."""
+        return self.progress.is_computing
 
     def start(self) -> None:
         """Connect; the rest follows by itself."""
@@ -195,7 +205,7 @@ class SimRank:
                 self.progress.step()
                 self._look()
                 self._finish_if_done()
-                if self.progress.is_computing:
+                if self.must_look:
                     self._wake()
         except InternalError:
             raise
