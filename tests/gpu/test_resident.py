@@ -1,4 +1,4 @@
-"""A resident kernel on a real GPU: every job once and in order, and it ends by itself."""
+"""A resident kernel on a real GPU: every job once and in order, or none of them, and it ends."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 from r2ccl.device.driver import CudaDevice
 from r2ccl.dtypes import CODES
 from r2ccl.kernels.cuda import Form, Launcher, Patience, Resident
+from r2ccl.kernels.cuda.ptx import NBLOCKS_OF_RESIDENT
+from r2ccl.offload import Offload
 from r2ccl.types import ReduceOp
 
 TIMEOUT_S = 30.0
@@ -86,3 +88,65 @@ def test_it_ends_by_itself_so_that_the_device_can_be_used(
 
     totals.check(2)
     kernel.close(TIMEOUT_S)
+
+
+def test_what_does_not_come_to_run_begins_nothing(
+    device: CudaDevice, totals: Totals, tmp_path: Path
+) -> None:
+    """Kernels that stay fill the GPU, all but a few places, and the next finds only these."""
+    launcher = Launcher(device, directory=tmp_path)
+    nblocks = NBLOCKS_OF_RESIDENT * device.nsms - 1
+    patience = Patience(idle_s=60, life_s=60, stall_s=0.1)
+    # A multiprocessor has room for 8 blocks of 256 threads. All are made before the first runs:
+    # allocating may wait for it.
+    kernels = [
+        Resident(device, launcher, ADD, nblocks=nblocks, patience=patience) for _ in range(5)
+    ]
+    ndone = 0
+    for kernel in kernels:
+        totals.post(kernel)
+        until_s = time.monotonic() + TIMEOUT_S
+        while not kernel.poll() and not kernel.is_absent:
+            assert time.monotonic() < until_s
+        if kernel.is_absent:
+            break
+        ndone += 1
+
+    assert kernel.is_absent
+    totals.check(ndone)
+    for each in kernels:
+        each.close(TIMEOUT_S)
+    totals.check(ndone)
+
+
+@pytest.mark.parametrize("setting", ["auto", "1", "0"])
+def test_work_keeps_its_order_whoever_does_it(
+    setting: str, device: CudaDevice, tmp_path: Path
+) -> None:
+    """Of two forms one may stay; both change one array, in turn."""
+    forms = [Form(dtype_code=ADD.dtype_code, op=op) for op in (ReduceOp.SUM, ReduceOp.PROD)]
+    offload = Offload(device, Launcher(device, directory=tmp_path))
+    places = [device.allocate(COUNT * 8) for _ in range(3)]
+    is_kept = offload.settle_on(forms[0], 2, places, COUNT * 8, setting=setting)
+    assert setting == "auto" or is_kept == (setting == "1")
+    pinned = device.allocate_pinned(COUNT * 8)
+    value = pinned.view(np.int64)
+    value[:] = np.arange(COUNT)
+    for place in places[:2]:
+        offload.copy(place, int(pinned.ctypes.data), COUNT * 8)
+    assert offload.drain(TIMEOUT_S)
+    meant = np.arange(COUNT)
+    for turn in range(50):
+        form = forms[turn % 5 == 4]
+        offload.run(form, (places[0], places[1]), places[0], COUNT, 2)
+        meant = meant * np.arange(COUNT) if form is forms[1] else meant + np.arange(COUNT)
+        if turn % 3 == 0:
+            offload.commit()
+            offload.poll()
+    offload.copy(int(pinned.ctypes.data), places[0], COUNT * 8)
+    assert offload.drain(TIMEOUT_S)
+    assert np.array_equal(value, meant)
+    offload.close(TIMEOUT_S)
+    for place in places:
+        device.free(place)
+    device.free_pinned(pinned)

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +23,15 @@ from ptx_machine import Grid, Kernel
 
 from r2ccl.dtypes import CODES
 from r2ccl.errors import InvalidArgument, TransportError, TransportTimeout
-from r2ccl.kernels.cuda import Form, Launcher, Patience, Resident, ptx_of, resident
+from r2ccl.kernels.cuda import (
+    Form,
+    Launcher,
+    Patience,
+    Resident,
+    nblocks_to_stay,
+    ptx_of,
+    resident,
+)
 from r2ccl.kernels.cuda.mailbox import Mailbox
 from r2ccl.types import ReduceOp
 
@@ -252,19 +264,97 @@ def test_what_was_posted_before_the_stop_is_done(cache: Path) -> None:
         assert len(device.memory) == 1  # that of the sums
 
 
+def work_until_absent(device: InterpretedDevice, kernel: Resident) -> int:
+    """Poll until the kernel has found that it is absent; return the last job that is done."""
+    while not kernel.is_absent:
+        device.run(100)
+        done = kernel.poll()
+    return done
+
+
 @compiles
-def test_a_block_that_is_kept_off_the_gpu_is_an_error_and_no_hang(cache: Path) -> None:
+@pytest.mark.parametrize("kept_off", [{2}, {1, 2}, {1}])
+def test_no_job_is_begun_unless_all_blocks_run(kept_off: set[int], cache: Path) -> None:
     device = InterpretedDevice()
-    device.kept_off = {2}
+    device.kept_off = kept_off
     kernel = make(device, cache, Patience(idle_s=1e3, life_s=1e3, stall_s=1e-5))
+    sums = Sums(device, 3)
+    for job in (1, 2):
+        sums.post(kernel, job)
+
+    assert work_until_absent(device, kernel) == 0
+
+    sums.check(0)
+    assert not kernel.has_room
+    with pytest.raises(InvalidArgument, match="did not all come to run: launch kernels instead"):
+        sums.post(kernel, 3)
+    with pytest.raises(TransportTimeout, match="has not ended"):
+        kernel.close(1)
+
+    device.kept_off = set()  # what comes late finds nothing to do
+
+    kernel.close(1)
+    sums.check(0)
+    assert device.nlaunches == 1
+
+
+@compiles
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kernel_that_ran_may_not_come_to_run_again(seed: int, cache: Path) -> None:
+    """What it has done is told of, and what it has not done was not begun."""
+    device = InterpretedDevice(seed)
+    kernel, sums = make(device, cache, Patience(idle_s=1e-6, stall_s=1e-5)), Sums(device, 3)
+    sums.post(kernel, 1)
+    while kernel.poll() < 1:
+        device.run(100)
+    assert device.run(20_000)  # it is idle, and ends
+    device.kept_off = {1}
+    for job in (2, 3):
+        sums.post(kernel, job)
+
+    assert work_until_absent(device, kernel) == 1
+
+    sums.check(1)
+    device.kept_off = set()
+    kernel.close(1)
+    sums.check(1)
+
+
+@compiles
+def test_the_roll_may_take_longer_than_the_kernel_lives(cache: Path) -> None:
+    device = InterpretedDevice(4)
+    device.kept_off = {2}
+    kernel = make(device, cache, Patience(idle_s=1e3, life_s=1e-5, stall_s=1e3))
     sums = Sums(device, 1)
     sums.post(kernel, 1)
+    device.run(5000)
+    assert kernel.poll() == 0
+
+    device.kept_off = set()
+    while kernel.poll() < 1:
+        device.run(100)
+
+    sums.check(1)
+    assert device.nlaunches == 1
+    kernel.close(1)
+
+
+@compiles
+def test_a_block_that_is_taken_off_the_gpu_is_an_error_and_no_hang(cache: Path) -> None:
+    device = InterpretedDevice()
+    kernel = make(device, cache, Patience(idle_s=1e3, life_s=1e3, stall_s=1e-5))
+    sums = Sums(device, 2)
+    sums.post(kernel, 1)
+    while kernel.poll() < 1:
+        device.run(10)
+    device.kept_off = {2}
+    sums.post(kernel, 2)
 
     def wait() -> None:
-        while kernel.poll() == 0:
+        while kernel.poll() == 1:
             device.run(100)
 
-    with pytest.raises(TransportError, match="not begun by all of 3 blocks") as raised:
+    with pytest.raises(TransportError, match="not ended by all of 3 blocks") as raised:
         wait()
     assert raised.value.status == "STALLED"
     with pytest.raises(TransportTimeout, match="has not ended"):
@@ -300,6 +390,37 @@ def test_text_orders_what_it_tells_the_host_and_among_its_blocks(
     ):
         assert re.findall(wanted, text), wanted
     assert not re.findall(r"\.local|\bcall\b", text)
+
+
+# Numba's simulator
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("numba.cuda") is None,
+    reason="this Numba has no CUDA simulator: `pip install numba-cuda`",
+)
+def test_in_the_simulator_jobs_are_done_by_all_blocks_or_by_none() -> None:
+    tests = Path(__file__).parents[1]
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", tests / "resident_simulated.py"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(tests.parent)},
+    )
+    assert run.returncode == 0, run.stderr
+    alone, absent = json.loads(run.stdout)
+    assert alone["done"] == 3
+    assert alone["ended"] == resident.STOPPED
+    assert alone["total"] == [0, 3, 6, 9, 12]
+    assert absent == {
+        "done": 0,
+        "ended": resident.ABSENT,
+        "total": [0] * 5,
+        "published": resident.END,
+        "arrived": 2,
+    }
 
 
 # The mailbox
@@ -342,6 +463,17 @@ def test_a_processor_that_reorders_stores_is_refused(monkeypatch: pytest.MonkeyP
     device: Any = InterpretedDevice()
     with pytest.raises(InvalidArgument, match="a resident kernel on aarch64"):
         Resident(device, Launcher(device), ADD, nblocks=1)
+
+
+def test_a_launcher_makes_one_for_what_it_launches(cache: Path) -> None:
+    assert [nblocks_to_stay(nsms) for nsms in (1, 4, 132)] == [2, 8, 16]
+    device: Any = InterpretedDevice()
+    launcher = Launcher(device, directory=cache)
+    launched = Form(dtype_code=FLOAT64, op=ReduceOp.SUM)
+    with pytest.raises(InvalidArgument, match="0 blocks of r2ccl_sum_float64_2_1_resident"):
+        launcher.stay(launched, nblocks=0)
+    with pytest.raises(InvalidArgument, match="nranks=0"):
+        launcher.stay(launched, nranks=0)
 
 
 def test_a_form_cannot_have_both_a_table_and_a_mailbox() -> None:

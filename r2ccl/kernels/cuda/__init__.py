@@ -2,9 +2,10 @@
 
 `form` is what a kernel computes, `template` writes it, `arithmetic` and `integers` are its lanes,
 `machine` what it asks of the machine: `primitives` for a GPU, `twins` for Numba's simulator. `ptx`
-compiles through `compiling` and keeps the result on disk, `launch` works out the grid and the
-arguments and gives them to a `Device`, `chain` takes any number of inputs. `resident` is a kernel
-that stays on the GPU, `mailbox` its host's side. Numba is imported only to compile.
+compiles through `compiling` and keeps the result on disk, `operands` is what kernels are passed,
+`launch` works out the grid and gives them to a `Device`, `chain` takes any number of inputs.
+`resident` is a kernel that stays on the GPU, `mailbox` its host's side. Numba is imported only to
+compile.
 
 Invariant: for two inputs the results have the bits of `r2ccl.kernels.host`; for more, those of the
 host's kernels applied from the left. Any NaN stays a NaN, but its bits may be others; of zeros with
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 from r2ccl.kernels.cuda.chain import Step, chain
 from r2ccl.kernels.cuda.form import MOST, Form, canonical
-from r2ccl.kernels.cuda.launch import Launcher, arguments, nblocks_of
-from r2ccl.kernels.cuda.mailbox import Patience, Resident
+from r2ccl.kernels.cuda.launch import Launcher, nblocks_of
+from r2ccl.kernels.cuda.mailbox import Patience, Resident, nblocks_to_stay
+from r2ccl.kernels.cuda.operands import arguments
 from r2ccl.kernels.cuda.ptx import NTHREADS, TARGETS, Ptx, cache_directory, ptx_of, target_of
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "canonical",
     "chain",
     "nblocks_of",
+    "nblocks_to_stay",
     "ptx_of",
     "target_of",
 ]

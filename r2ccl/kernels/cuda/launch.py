@@ -1,4 +1,4 @@
-"""How kernels are launched: loaded into a device once, with what grid, with what arguments.
+"""How kernels are launched: loaded into a device once, with what grid; some of them to stay.
 
 Sees a `Device`, addresses and counts. Must not import Numba. Invariant: what a kernel computes does
 not depend on its grid, nor on where a buffer starts.
@@ -6,34 +6,25 @@ not depend on its grid, nor on where a buffer starts.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from r2ccl.device.base import Argument, Device, Kernel, Stream
-from r2ccl.dtypes import dtype_of
+import msgspec
+
+from r2ccl.device.base import Device, Kernel, Stream
 from r2ccl.errors import InvalidArgument
-from r2ccl.kernels.cuda.arithmetic import numbers_of
 from r2ccl.kernels.cuda.form import HALVES, Form, canonical
 from r2ccl.kernels.cuda.machine import VECTOR
+from r2ccl.kernels.cuda.mailbox import Patience, Resident, nblocks_to_stay
+from r2ccl.kernels.cuda.operands import arguments, check_addresses
 from r2ccl.kernels.cuda.ptx import NBLOCKS_AT_ONCE, NTHREADS, cache_directory, ptx_of
 from r2ccl.types import CallSignature, ReduceOp
 
 #: Most blocks of a multiprocessor, those that wait for one included: several times as many as run
 #: at once, so that the last of them to end does not keep the others waiting for long.
 BLOCKS_PER_SM = 16
-
-_C_TYPES: dict[str, type[ctypes._SimpleCData[Any]]] = {
-    "s32": ctypes.c_int32,
-    "u32": ctypes.c_uint32,
-    "s64": ctypes.c_int64,
-    "u64": ctypes.c_uint64,
-    "f32": ctypes.c_float,
-    "f64": ctypes.c_double,
-}
 
 
 class Launcher:
@@ -123,6 +114,45 @@ class Launcher:
         check_addresses(form, sources, targets)
         self._launch(form, (*sources, *targets), count, stream, factor, nranks)
 
+    def stay(
+        self,
+        form: Form,
+        *,
+        nranks: int = 1,
+        nblocks: int | None = None,
+        patience: Patience | None = None,
+    ) -> Resident:
+        """Make a kernel that stays on the device and does what `launch` does with a form.
+
+        Parameters
+        ----------
+        form : Form
+            As for `launch`.
+        nranks : int
+            What a divided form divides by.
+        nblocks : int, optional
+            Blocks that it occupies; by default `nblocks_to_stay`.
+        patience : Patience, optional
+
+        Returns
+        -------
+        Resident
+            The caller's, to be closed. It does not run before a job is posted.
+
+        Raises
+        ------
+        InvalidArgument, TransportError
+            As `Resident`.
+        """
+        return Resident(
+            self._device,
+            self,
+            msgspec.structs.replace(form, is_resident=True),
+            nblocks=nblocks_to_stay(self._device.nsms) if nblocks is None else nblocks,
+            nranks=nranks,
+            patience=patience,
+        )
+
     def prepare_from_table(self, call: CallSignature, ninputs: int, noutputs: int) -> None:
         """Load the kernel that `launch_from_table` runs; see `prepare`."""
         self.prepare(self._form_of(call, ninputs, noutputs))
@@ -189,30 +219,6 @@ def _form_of_call(dtype: int, op: int, ninputs: int, noutputs: int, is_wide: boo
     )
 
 
-def check_addresses(form: Form, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Refuse addresses that a kernel would fail on.
-
-    Raises
-    ------
-    InvalidArgument
-        See `Launcher.launch`.
-    """
-    if form.has_table:
-        raise InvalidArgument(f"{form.name} finds addresses in a table: use launch_from_table")
-    if len(sources) != form.ninputs or len(targets) != form.noutputs:
-        raise InvalidArgument(
-            f"{len(sources)} inputs and {len(targets)} outputs for {form.name}: give "
-            f"{form.ninputs} and {form.noutputs}"
-        )
-    alignment = _layout(form).alignment
-    for address in (*sources, *targets):
-        if address % alignment:
-            raise InvalidArgument(
-                f"address {address:#x} is not aligned to {alignment} bytes: pass a view that "
-                "starts at an element"
-            )
-
-
 def nblocks_of(form: Form, count: int, nsms: int) -> int:
     """Say how many blocks of `NTHREADS` run a kernel.
 
@@ -226,67 +232,8 @@ def nblocks_of(form: Form, count: int, nsms: int) -> int:
     """
     # A table may lie in host memory, which takes each block 1 to 2 us to read: once for each place.
     most = nsms * (NBLOCKS_AT_ONCE if form.has_table else BLOCKS_PER_SM)
-    vectors = -(-count * _layout(form).itemsize // VECTOR)
+    vectors = -(-count * form.itemsize // VECTOR)
     return max(1, min(-(-vectors // NTHREADS), most))
 
 
-def arguments(
-    form: Form, addresses: Sequence[int], count: int, *, factor: float = 1.0, nranks: int = 1
-) -> tuple[Argument, ...]:
-    """List a kernel's arguments.
-
-    Parameters
-    ----------
-    form : Form
-    addresses : sequence of int
-        Of the inputs, then of the outputs; or of the table alone.
-    count : int
-        Elements of an operand.
-    factor, nranks : float, int
-        See `Launcher.launch`.
-
-    Raises
-    ------
-    InvalidArgument
-        `nranks` is out of range.
-    """
-    return (
-        *[(address, ctypes.c_int64) for address in addresses],
-        (count * _layout(form).itemsize, ctypes.c_int64),
-        *numbers(form, factor, nranks),
-    )
-
-
-def numbers(form: Form, factor: float, nranks: int) -> tuple[Argument, Argument]:
-    """List the last arguments of every kernel; see `arguments`."""
-    if not 1 <= nranks < 1 << 31:
-        raise InvalidArgument(f"nranks={nranks}: allowed is 1 to {(1 << 31) - 1}")
-    layout = _layout(form)
-    return (factor, layout.factor), (nranks, layout.divisor)
-
-
-class _Layout(NamedTuple):
-    """Bytes of an element, what its address is a multiple of, and the types of the two numbers."""
-
-    itemsize: int
-    alignment: int
-    factor: type[ctypes._SimpleCData[Any]]
-    divisor: type[ctypes._SimpleCData[Any]]
-
-
-@functools.cache
-def _layout(form: Form) -> _Layout:
-    # A complex number is aligned as its parts are.
-    nparts = 2 if dtype_of(form.dtype_code).kind == "c" else 1
-    factor, divisor = (_C_TYPES[kind] for kind in numbers_of(canonical(form)))
-    return _Layout(form.itemsize, form.itemsize // nparts, factor, divisor)
-
-
-__all__ = [
-    "BLOCKS_PER_SM",
-    "Launcher",
-    "arguments",
-    "check_addresses",
-    "nblocks_of",
-    "numbers",
-]
+__all__ = ["BLOCKS_PER_SM", "Launcher", "nblocks_of"]

@@ -6,6 +6,8 @@ The host and the kernel share a *mailbox* in pinned memory, the kernel's blocks 
 memory. ::
 
     host                      block 0, its first thread           other blocks, their first threads
+                              arrived += 1                         arrived += 1
+                              waits until all have arrived
     job into the ring
     posted = n       ------>  sees posted >= n
                               job onto the board, published = n -> sees published >= n
@@ -17,11 +19,17 @@ memory. ::
 Only block 0 looks at host memory, so that the bus is not full of polling. Jobs are done one after
 the other, as on a stream: each begins when all blocks have finished the one before.
 
+*The roll is called first.* Work on slices is in place: what a part of the blocks has done cannot be
+done again. So no job is begun before every block was seen to run; a block that runs keeps its place
+on the GPU until it ends. Where other work keeps some of them off for ``stall_ns``, the kernel ends
+as ``ABSENT``, and whoever posted the jobs may have them done otherwise. Blocks that come too late
+find nothing to do.
+
 It cannot hang a GPU. Block 0 ends it, by publishing a number that no job has, when the host says
-stop, when nothing came for ``idle_ns``, when it has run for ``life_ns`` (allocating and loading
-wait for all kernels: they get their turn), and when the other blocks do not arrive within
-``stall_ns``, because other work keeps them off the GPU. The host is told in ``ended`` and starts it
-again if jobs are left.
+stop, when nothing came for ``idle_ns``, when it has run for ``life_ns`` since the roll (allocating
+and loading wait for all kernels: they get their turn), and when the other blocks do not arrive
+within ``stall_ns``: at the roll, or, which is an error, after a job. The host is told in ``ended``
+and starts it again if jobs are left.
 
 Order: what a job reads was written before ``posted``, with system scope where a device wrote it;
 the acquire of a block's first thread and the barrier behind it pass that on to all its threads, as
@@ -29,7 +37,7 @@ the acquire of a block's first thread and the barrier behind it pass that on to 
 order; an acquire also empties the multiprocessor's cache of what was there before).
 
 This module has the layout and the source of the device's part; values only. Must not import Numba.
-Invariant: block 0 writes the board's job only when every block has taken the one before.
+Invariant: block 0 writes the board's job only when every block runs, and has taken the one before.
 """
 
 from __future__ import annotations
@@ -49,8 +57,9 @@ BOARD_NBYTES = JOB + SLOT_NBYTES
 #: Published when there are no more jobs.
 END = 1 << 62
 
-#: What the kernel does next; what is in ``ended`` is one of the last four.
-WAITING, WORKING, STOPPED, IDLE, OLD, STALLED = range(6)
+#: What the kernel does next; what is in ``ended`` is one of the last five. Only one that is
+#: ``STALLED`` may leave a job that was begun.
+WAITING, WORKING, STOPPED, IDLE, OLD, STALLED, ABSENT = range(7)
 
 #: Between two looks at the mailbox, which take about 1 us each, and two at the board; in ns.
 _MAILBOX_PAUSE_NS, _BOARD_PAUSE_NS = 200, 50
@@ -76,6 +85,10 @@ def jobs(words: list[str], work: list[str]) -> list[str]:
         f"job_of_block = cuda.shared.array({count + 1}, int64)",
         f"state = {WAITING}",
         "job = first",
+        "if is_first:",
+        f"    add_release_gpu(board, {ARRIVED}, 1)",
+        "if is_leader:",
+        *_indented(_await_blocks("int64(cuda.gridDim.x)", ABSENT), 1),
         "started = clock()",
         "is_going = True",
         "while is_going:",
@@ -99,7 +112,10 @@ def jobs(words: list[str], work: list[str]) -> list[str]:
 
 
 def _take_from_mailbox(count: int) -> list[str]:
-    """Write how block 0 waits for a job, or for a reason to end, and tells the others."""
+    """Write how block 0 waits for a job, or for a reason to end, and tells the others.
+
+    It may have such a reason already.
+    """
     slot = f"mailbox + {RING} + (job & {NSLOTS - 1}) * {SLOT_NBYTES}"
     return [
         "since = clock()",
@@ -146,15 +162,23 @@ def _take_from_board(count: int) -> list[str]:
 def _report() -> list[str]:
     """Write how block 0 waits for the others and tells the host."""
     return [
-        "since = clock()",
         f"state = {WAITING}",
-        "wanted = (job - first) * cuda.gridDim.x",
-        f"while state == {WAITING} and load_acquire_gpu(board, {ARRIVED}) < wanted:",
-        "    if clock() - since > stall_ns:",
-        f"        state = {STALLED}",
-        f"    sleep({_BOARD_PAUSE_NS})",
+        # Once for the roll, once for each job.
+        *_await_blocks("(job - first + 1) * cuda.gridDim.x", STALLED),
         f"if state == {WAITING}:",
         f"    store_release_sys(mailbox, {DONE}, job)",
+    ]
+
+
+def _await_blocks(wanted: str, otherwise: int) -> list[str]:
+    """Write how block 0 waits until there were so many arrivals, or `otherwise` is its state."""
+    return [
+        "since = clock()",
+        f"wanted = {wanted}",
+        f"while state == {WAITING} and load_acquire_gpu(board, {ARRIVED}) < wanted:",
+        "    if clock() - since > stall_ns:",
+        f"        state = {otherwise}",
+        f"    sleep({_BOARD_PAUSE_NS})",
     ]
 
 
@@ -163,6 +187,7 @@ def _indented(lines: list[str], depth: int) -> list[str]:
 
 
 __all__ = [
+    "ABSENT",
     "ARRIVED",
     "BOARD_NBYTES",
     "DONE",

@@ -5,8 +5,8 @@ host to the fake, which fails on what no order allows: a slice sent before the k
 is known to be done, a landing place named while a kernel reads it. Kernels run late, in any order
 that streams and events allow.
 
-``simulate(..., network_type=GpuNetwork, rank_type=GpuRank)``. Invariant: as in `simulate`, equal
-workloads, plans and seeds give equal runs.
+``simulate(..., network_type=GpuNetwork, rank_type=GpuRank)``, or ``StayingRank``. Invariant: as in
+`simulate`, equal workloads, plans and seeds give equal runs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from r2ccl.device.views import address_of, is_device_view, view_of
+from r2ccl.deviceoperands import DeviceOperands, forms_of
 from r2ccl.executor import LandingPool, Operands, Place
 from r2ccl.lowering import cleared
-from r2ccl.offload import DeviceOperands, Offload
+from r2ccl.offload import Offload
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.fakedevice.forms import FakeLauncher
+from r2ccl.testing.fakedevice.staying import Whims
 from r2ccl.testing.simulation.checks import Violation
 from r2ccl.testing.simulation.data import Array
 from r2ccl.testing.simulation.rank import SimRank
@@ -30,6 +32,8 @@ from r2ccl.transport.simnet import Message, SimNetwork
 #: In landing places that nobody uses.
 _POISON = 0xA5
 _PATIENCE_S = 1.0
+#: A resident kernel is absent from one of its first so many starts on.
+_NSTARTS = 12
 
 
 class GpuNetwork(SimNetwork):
@@ -55,7 +59,7 @@ class GpuNetwork(SimNetwork):
         target = message.region[start:end]
         if data and is_device_view(target):
             device = self.devices[message.end.other.rank]
-            device.write(address_of(target), np.frombuffer(data, np.uint8))
+            device.nic_write(address_of(target), np.frombuffer(data, np.uint8))
         else:
             target[:] = data
 
@@ -94,14 +98,19 @@ class GpuPool(LandingPool):
 
 
 class GpuRank(SimRank):
-    """`SimRank` with a fake GPU."""
+    """`SimRank` with a fake GPU; every other rank's reorders what NICs write."""
+
+    #: Whether a resident kernel reduces what one can; one that may not come to run some time.
+    has_resident = False
 
     def __init__(self, rank: int, network: GpuNetwork, *others: Any) -> None:
         super().__init__(rank, network, *others)
-        gpu = FakeGpu(network.timeline.random.getrandbits(32))
+        seed = network.timeline.random.getrandbits(32)
+        gpu = FakeGpu(seed, reorders_remote_writes=rank % 2 == 1)
         self.device = network.devices[rank] = FakeDevice(gpu, f"rank {rank}")
         self.pool = GpuPool(self.device)
-        self.offload = self.computer = Offload(self.device, FakeLauncher(self.device))
+        launcher = FakeLauncher(self.device, whims=Whims(seed, absent_from=1 + seed % _NSTARTS))
+        self.offload = self.computer = Offload(self.device, launcher)
         self._checker.bytes_of = network.bytes_of
         #: Input, output and scratch memory of the call, and what kind of elements they have.
         self._spaces: tuple[int, ...] = ()
@@ -116,6 +125,9 @@ class GpuRank(SimRank):
         layout = cleared(task.layout)
         scratch = self._put(np.zeros_like(output)) if layout.uses_scratch else second
         self._spaces = (first, second, scratch)
+        if self.has_resident:
+            for form in forms_of(task.signature):
+                self.offload.settle_on(form, self._work.workload.nranks, (), 0, setting="1")
         return DeviceOperands(
             layout,
             task.signature,
@@ -146,9 +158,15 @@ class GpuRank(SimRank):
         return address
 
 
+class StayingRank(GpuRank):
+    """`GpuRank` whose slices are reduced by a resident kernel."""
+
+    has_resident = True
+
+
 def _address_of(place: Place) -> int:
     assert isinstance(place, memoryview)
     return address_of(place)
 
 
-__all__ = ["GpuNetwork", "GpuPool", "GpuRank"]
+__all__ = ["GpuNetwork", "GpuPool", "GpuRank", "StayingRank"]

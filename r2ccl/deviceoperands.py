@@ -1,0 +1,99 @@
+"""Operands in device memory: what the executor says of a slice becomes one kernel or one copy.
+
+The work goes to an `Offload`. Must not import links or transports, nor touch a byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from r2ccl.device.views import address_of, view_of
+from r2ccl.kernels.cuda.form import Form
+from r2ccl.lowering import Layout, Step
+from r2ccl.offload import Offload
+from r2ccl.schedule.ir import Kind, Space
+from r2ccl.types import REDUCTIONS, CallSignature, ReduceOp
+
+
+class DeviceOperands:
+    """`r2ccl.executor.Operands` in device memory that the transport reaches.
+
+    Parameters
+    ----------
+    layout : Layout
+        Of no eager slice but empty ones (`cleared`).
+    call : CallSignature
+    spaces : sequence of int
+        Addresses of input, output and scratch memory, by `Space`.
+    nranks : int
+    offload : Offload
+    is_gauge : bool
+    """
+
+    __slots__ = (
+        "_by_kind", "_nranks", "_offload", "_spaces", "is_gauge", "layout", "views",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        layout: Layout,
+        call: CallSignature,
+        spaces: Sequence[int],
+        *,
+        nranks: int,
+        offload: Offload,
+        is_gauge: bool,
+    ) -> None:
+        self.layout = layout
+        self.is_gauge = is_gauge
+        self._spaces = spaces
+        self._nranks = nranks
+        self._offload = offload
+        nbytes = layout.count * layout.itemsize
+        self.views = tuple(view_of(address, nbytes) for address in spaces)
+        self._by_kind = {(form.ninputs, form.is_divided): form for form in forms_of(call)}
+
+    def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
+        """See `Operands`."""
+        if hi == lo:
+            return 0
+        out = self._at(step.dst_space, lo)
+        sources: tuple[int, ...]
+        if step.kind is Kind.RECV_REDUCE:
+            mine, theirs = self._at(step.src_space, lo), address_of(received)
+            sources = (theirs, mine) if step.is_left else (mine, theirs)
+        elif step.kind is Kind.REDUCE:
+            sources = (out, self._at(step.src_space, lo))
+        elif step.kind is Kind.COPY:
+            sources = (self._at(step.src_space, lo),)
+        else:
+            sources = (out,)
+        form = self._by_kind.get((len(sources), step.is_final))
+        form = form or self._by_kind.get((len(sources), False))
+        if form is not None:
+            return self._offload.run(form, sources, out, hi - lo, self._nranks)
+        if sources[0] == out:
+            return 0
+        return self._offload.copy(out, sources[0], (hi - lo) * self.layout.itemsize)
+
+    def _at(self, space: Space, element: int) -> int:
+        return self._spaces[space] + element * self.layout.itemsize
+
+
+def forms_of(call: CallSignature) -> Iterator[Form]:
+    """Yield what kernels the slices of a collective take.
+
+    Two inputs are reduced, and those of the last contribution divided with AVG; one input is
+    divided alone where the last contribution came otherwise. All other steps copy.
+    """
+    if call.collective not in REDUCTIONS:
+        return
+    op = ReduceOp(call.op)
+    yield Form(dtype_code=call.dtype, op=op)
+    if op is ReduceOp.AVG:
+        yield Form(dtype_code=call.dtype, op=op, is_divided=True)
+        yield Form(dtype_code=call.dtype, op=op, ninputs=1, is_divided=True)
+
+
+__all__ = ["DeviceOperands", "forms_of"]
