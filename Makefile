@@ -19,8 +19,10 @@ help: ## list the targets
 demo: $(VENV)/.demo ## train a small model over four rails a node and lose one on the way
 	@$(BIN)/python examples/train_digits.py
 
+# Those in network namespaces measure, and so have the machine to themselves.
 test: $(VENV)/.test ## run the tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n logical --maxprocesses 8 tests/unit tests/contract tests/simulation; \
+	status=$$?; $(BIN)/python -m pytest tests/netlab tests/rdma tests/gpu && exit $$status
 
 # Verdicts need a third node. -s: pytest's capture shortens a file it has unlinked, and the machine's file system (9p) cannot.
 # Not $(MAKE), which `make -n` would run together with all else on its line.

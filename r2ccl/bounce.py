@@ -36,8 +36,10 @@ from r2ccl.types import CallSignature, Collective
 from r2ccl.windows import Grid, Window, grid_of, windows
 
 Array = npt.NDArray[Any]
-#: Runs a collective on host memory: the call, what it reads, what it writes, by which schedule.
-HostCall = Callable[[CallSignature, Array, Array, Schedule | None], None]
+#: Enters a collective, by an allreduce of the caller's own if there is one; returns its plan.
+Enter = Callable[[CallSignature, Schedule | None], Any]
+#: Runs a collective on host memory: its plan, what it reads, what it writes.
+HostRun = Callable[[Any, Array, Array], None]
 
 _NSLOTS = 2
 #: The communicator's end is looked for this often while the device is waited for.
@@ -68,6 +70,7 @@ class Job(msgspec.Struct, eq=False):
     """The part of a call that the host has to do; for one `Bounce.run`."""
 
     call: DeviceCall
+    enter: Enter
     grid: Grid
     #: Windows given to the stream so far: what each is, its event, its number at the gate.
     windows: list[tuple[Window, Event, int]]
@@ -84,8 +87,8 @@ class Bounce(Gated):
     rank, nranks : int
     slot_nbytes : int
         Size of each of the two slots.
-    run : callable
-        Runs a collective on host memory.
+    enter, run : callable
+        Enter a collective and run it on host memory.
     check : callable
         Raises what ended the communicator, if anything did.
     clock : Clock
@@ -100,13 +103,15 @@ class Bounce(Gated):
         nranks: int,
         *,
         slot_nbytes: int,
-        run: HostCall,
+        enter: Enter,
+        run: HostRun,
         check: Callable[[], None],
         clock: Clock,
         timeout_s: float,
     ) -> None:
         super().__init__(device, rank)
         self._nranks = nranks
+        self._enter = enter
         self._run = run
         self._check = check
         self._clock = clock
@@ -116,12 +121,26 @@ class Bounce(Gated):
         #: Windows given to the stream since the beginning.
         self._given = 0
 
-    def takes(self, call: DeviceCall) -> bool:
+    def takes(self, call: DeviceCall, nranks: int = 0) -> bool:
         """Whether a call can be carried out: every one."""
         return True
 
-    def begin(self, call: DeviceCall, stream: Stream) -> tuple[Job, Event]:
-        """Give the stream all the device has to do; the caller's `stream` is not touched but read.
+    def prepare(self, call: DeviceCall) -> None:
+        """Nothing has to be prepared."""
+
+    def begin(
+        self, call: DeviceCall, stream: Stream, enter: Enter | None = None, widest: int = 0
+    ) -> tuple[Job, Event]:
+        """Give the device all it has to do; the caller's `stream` is not touched but read.
+
+        Parameters
+        ----------
+        call : DeviceCall
+        stream : Stream
+        enter : callable, optional
+            Enters the collective of each window; default: of all ranks.
+        widest : int, optional
+            There are as many windows as for a call of so many columns, if that is wider.
 
         Returns
         -------
@@ -132,30 +151,21 @@ class Bounce(Gated):
             Done when the result is there. To be given back with `recycle`.
         """
         done = self.take_event()
+        itemsize = dtype_of(call.signature.dtype).itemsize
+        grid = grid_of(call.signature, itemsize, self._nranks, self._slot_nbytes, widest)
+        job = Job(call, enter or self._enter, grid, [])
         try:
             self._follow(stream, done)
-            job = self.give(call, self._stream)
+            self._give(job, itemsize)
             self._device.record(done, self._stream)
         except Exception as exc:
-            job = Job(call, Grid(1, 0, 1), [], exc)
+            job.error = exc
         return job, done
 
-    def give(self, call: DeviceCall, stream: Stream) -> Job:
-        """As `begin`, to a stream that has waited for what it must; always the same one."""
-        itemsize = dtype_of(call.signature.dtype).itemsize
-        grid = grid_of(call.signature, itemsize, self._nranks, self._slot_nbytes)
-        job = Job(call, grid, [])
-        try:
-            self._give(job, itemsize, stream)
-        except Exception as exc:
-            job.error = exc
-        return job
-
     def abandon(self, job: Job, error: BaseException) -> None:
-        """Let the stream go on without `finish`: the call has failed elsewhere."""
+        """Let the stream go on, `finish` or not: the call has failed elsewhere."""
         job.error = job.error or error
-        if job.windows:
-            self._open_gate(job.windows[-1][2])
+        self._end(job)
 
     def finish(self, job: Job) -> None:
         """Run the collective of every window once it has been copied out; in the worker.
@@ -180,9 +190,13 @@ class Bounce(Gated):
             raise
         finally:
             # A failed call too: no stream may hang.
-            if job.windows:
-                self._open_gate(job.windows[-1][2])
-            self._events += [event for _, event, _ in job.windows]
+            self._end(job)
+
+    def _end(self, job: Job) -> None:
+        if job.windows:
+            self._open_gate(job.windows[-1][2])
+        self._events += [event for _, event, _ in job.windows]
+        job.windows = []
 
     def close(self, timeout_s: float) -> None:
         """Wait for the stream, and free everything; no job is left.
@@ -202,21 +216,19 @@ class Bounce(Gated):
 
     # What the device does
 
-    def _give(self, job: Job, itemsize: int, stream: Stream) -> None:
+    def _give(self, job: Job, itemsize: int) -> None:
         """Two copies out, then in turns one in and one out."""
         ahead = list(windows(job.call.signature, job.grid))
         first = self._given
         for at, window in enumerate(ahead[:_NSLOTS]):
-            self._give_out(job, window, first + at + 1, itemsize, stream)
+            self._give_out(job, window, first + at + 1, itemsize)
         for at, window in enumerate(ahead):
-            self._give_in(job, window, first + at + 1, itemsize, stream)
+            self._give_in(job, window, first + at + 1, itemsize)
             if at + _NSLOTS < len(ahead):
                 number = first + at + _NSLOTS + 1
-                self._give_out(job, ahead[at + _NSLOTS], number, itemsize, stream)
+                self._give_out(job, ahead[at + _NSLOTS], number, itemsize)
 
-    def _give_out(
-        self, job: Job, window: Window, number: int, itemsize: int, stream: Stream
-    ) -> None:
+    def _give_out(self, job: Job, window: Window, number: int, itemsize: int) -> None:
         """Copy what the collective of `window` reads to its slot."""
         rows = self._rows_read(job.call.signature)
         if rows.number and window.length:
@@ -226,18 +238,16 @@ class Bounce(Gated):
             nbytes, pitch = window.length * itemsize, job.grid.width * itemsize
             source = job.call.source + window.start * itemsize + (rows.first - skip) * pitch
             target = self._address(number) + rows.first * nbytes
-            self._copy(target, nbytes, source, pitch, nbytes, rows.number, stream)
+            self._copy(target, nbytes, source, pitch, nbytes, rows.number)
         # Also where nothing is copied: what was in the slot before has been copied in.
         event = self.take_event()
-        self._device.record(event, stream)
+        self._device.record(event, self._stream)
         self._given = number
         job.windows.append((window, event, number))
 
-    def _give_in(
-        self, job: Job, window: Window, number: int, itemsize: int, stream: Stream
-    ) -> None:
+    def _give_in(self, job: Job, window: Window, number: int, itemsize: int) -> None:
         """Copy the result of `window` from its slot, once the gate is there."""
-        self._wait_at_gate(number, stream)
+        self._wait_at_gate(number)
         rows = self._rows_written(job.call)
         if not (rows.number and window.length):
             return
@@ -247,20 +257,20 @@ class Bounce(Gated):
         target += 0 if is_part else rows.first * pitch
         source = self._address(number) + self._sums_at(job, window) * itemsize
         source += rows.first * nbytes
-        self._copy(target, pitch, source, nbytes, nbytes, rows.number, stream)
+        self._copy(target, pitch, source, nbytes, nbytes, rows.number)
 
     def _copy(
         self, target: int, target_pitch: int, source: int, source_pitch: int, nbytes: int,
-        nrows: int, stream: Stream,
+        nrows: int,
     ) -> None:  # fmt: skip
         if nrows > 1 and max(target_pitch, source_pitch) <= _MAX_PITCH:
             self._device.copy_rows(
-                target, target_pitch, source, source_pitch, nbytes, nrows, stream
+                target, target_pitch, source, source_pitch, nbytes, nrows, self._stream
             )
             return
         for row in range(nrows):
             self._device.copy(
-                target + row * target_pitch, source + row * source_pitch, nbytes, stream
+                target + row * target_pitch, source + row * source_pitch, nbytes, self._stream
             )
 
     def _rows_read(self, signature: CallSignature) -> _Rows:
@@ -307,7 +317,7 @@ class Bounce(Gated):
         data = slot[: window.call.count * dtype.itemsize].view(dtype)
         at = self._sums_at(job, window) * dtype.itemsize
         sums = slot[at : at + data.nbytes].view(dtype)
-        self._run(window.call, data, sums, job.call.schedule)
+        self._run(job.enter(window.call, job.call.schedule), data, sums)
 
     def _address(self, number: int) -> int:
         return int(self._slots[number % _NSLOTS].ctypes.data)
@@ -316,4 +326,4 @@ class Bounce(Gated):
 #: CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far.
 _MAX_PITCH = (1 << 31) - 1
 
-__all__ = ["Bounce", "DeviceCall", "HostCall", "Job"]
+__all__ = ["Bounce", "DeviceCall", "Enter", "HostRun", "Job"]

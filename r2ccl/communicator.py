@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -25,9 +25,10 @@ from r2ccl.council import Known
 from r2ccl.detector import places_of
 from r2ccl.device.arrays import DeviceBuffer
 from r2ccl.device.base import Device
-from r2ccl.devicecalls import DeviceCalls, OpenDevice, Way
+from r2ccl.devicecalls import DeviceCalls
 from r2ccl.dumping import SignalDump, require_main_thread, write_line
 from r2ccl.engine import Engine
+from r2ccl.entry import Entry
 from r2ccl.errors import (
     CommunicatorRevoked,
     InvalidArgument,
@@ -36,11 +37,12 @@ from r2ccl.errors import (
     TransportTimeout,
 )
 from r2ccl.executor import LandingPool
+from r2ccl.hardware import Hardware
 from r2ccl.hostcalls import HostCalls
 from r2ccl.memory import RegisteredMemory
 from r2ccl.planner import Explanation
 from r2ccl.plans import Plans
-from r2ccl.prediction import Fabric
+from r2ccl.prediction import Choice, Fabric
 from r2ccl.regroup import Tidings, regroup
 from r2ccl.repair import Repair
 from r2ccl.requests import Request
@@ -50,8 +52,12 @@ from r2ccl.resilience.verdict import Verdict
 from r2ccl.schedule.ir import Schedule
 from r2ccl.topology.monitor import LinkMonitor
 from r2ccl.transport.base import Transport
+from r2ccl.transport.relayed import RelayedTransport
 from r2ccl.types import Nic, ReduceOp
 from r2ccl.work import Work, Worker
+
+if TYPE_CHECKING:
+    from r2ccl.ways import Way
 
 _log = logging.getLogger(__name__)
 
@@ -81,13 +87,16 @@ class Communicator:
         *,
         members: tuple[int, ...],
         assemble: Assemble,
-        open_device: OpenDevice,
+        hardware: Hardware,
+        relayed: RelayedTransport | None = None,
     ) -> None:
         self.rank = control.rank
         self.nranks = control.nranks
         self.members = members
         self.config = config
         self._assemble = assemble
+        self._hardware = hardware
+        self._relayed = relayed
         self._control = control
         self._nrails = transport.nrails
         #: The local ends of all rails; the control plane knows those of sockets.
@@ -109,20 +118,16 @@ class Communicator:
         fabric = Fabric(self._engine.recovery.homes, control.nwires, self._engine.recovery.nodes)
         self._plans = Plans(self.rank, self.nranks, fabric, config)
         pool = LandingPool(transport.allocate)
-        self._host = HostCalls(self._engine, self._plans, pool, self._whole)
+        self._entry = Entry(self._engine, self._plans, self._whole)
+        self._host = HostCalls(self._engine, self._entry, pool)
         self._worker = Worker(f"r2ccl-worker-{self.rank}", self._on_call_error)
         self._on_device = DeviceCalls(
             self.rank,
-            self.nranks,
-            config=config,
+            timeout_s=config.timeout_s,
             worker=self._worker,
-            run=self._host.run,
-            gather=self._gather,
             check=self._engine.check,
-            run_among=self._host.run_among,
-            nodes=_members(control.peers),
-            open_device=open_device,
-            open_direct=self._open_direct,
+            open_device=hardware.open,
+            find_ways=self._find_ways,
         )
         self._tidings = Tidings(self._engine)
         self._engine.recovery.hosts = [info.hostname for info in control.peers]
@@ -139,7 +144,7 @@ class Communicator:
             self._monitor = self._watch_carriers()
             self._engine.start()
             if self._is_measured():
-                self._plans.measured(self._host.calibrate())
+                self._plans.measured(self._host.calibrate(self._choose))
         except BaseException:
             self._is_closed = True
             self._free(_ABORT_S)
@@ -764,19 +769,25 @@ class Communicator:
             self._worker.unseen()  # those before it failed for the same reason, told here
         task.succeed()
 
-    def _open_direct(self, device: Device, kernels: Any) -> Way | str:
-        from r2ccl.direct import open_direct  # with the kernels, which take 18 ms to import
+    def _choose(self, nbytes: int) -> Choice:
+        return self._plans.choose(nbytes, self._whole)
 
-        return open_direct(
-            device,
-            kernels,
-            engine=self._engine,
-            plans=self._plans,
-            whole=self._whole,
+    def _find_ways(self, device: Device, kernels: Any) -> tuple[Way, ...]:
+        from r2ccl.ways import Ways  # with the kernels, which take 18 ms to import
+
+        homes, transport = self._engine.recovery.homes, self._engine.progress.transport
+        ways = Ways(
+            self._engine,
+            self._entry,
+            self._host.run_plan,
             config=self.config,
-            clock=monotonic,
+            nodes=_members(self._control.peers),
             gather=self._gather,
+            labels=[self._rails[at].name for at in homes if transport.joins(at)],
+            hardware=self._hardware,
+            relayed=self._relayed,
         )
+        return ways.find(device, kernels)
 
     def _gather(self, mine: bytes) -> list[bytes]:
         """Tell all ranks something, in turn, and return what they say."""

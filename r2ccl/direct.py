@@ -14,12 +14,11 @@ worthless, the communicator has ended, and no stream hangs.
 behind the gate. So the last work of every call is given to the device after the last completion was
 polled, and the gate opens once that work is known to be done.
 
-*Arrays that NICs do not reach* (of the stream-ordered pool, managed, not aligned to their elements)
-are copied, in the device, to and from memory that they do: which way all ranks take cannot depend
-on one rank's array. Partial sums and landing places are such memory too (`r2ccl.wired`). What a
-call needs of it is made, and its kernels are loaded, in `Direct.begin` before the device is given
-anything that waits, because either may wait for the device. What only the plan knows (scratch of
-some schedules, more landing places than there ever were) is allocated in the worker instead.
+*What a call needs* of memory and of kernels is made in `Direct.prepare`, before the device is given
+anything that waits, because that may wait for the device. What only the plan knows (scratch of some
+schedules, more landing places than there ever were) is allocated in the worker instead.
+
+*Groups.* A call may be one of some ranks only, entered by what `begin` is given; see `r2ccl.tiers`.
 
 *Small calls* are for another way: `Direct.takes`.
 
@@ -30,60 +29,42 @@ travel; the gate only goes up, in the order of calls.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import msgspec
 
 from r2ccl.bounce import DeviceCall
 from r2ccl.clock import Clock
 from r2ccl.config import Config
+from r2ccl.detours import Detours
 from r2ccl.device.base import Device, Event, Stream
-from r2ccl.dtypes import dtype_of
+from r2ccl.deviceoperands import DeviceOperands, forms_of
 from r2ccl.engine import Engine
+from r2ccl.entry import Enter
 from r2ccl.errors import TransportError, TransportTimeout
 from r2ccl.executor import LandingPool, LaneRun
 from r2ccl.gate import LINE_NBYTES, Gated
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.lowering import Layout, cleared
-from r2ccl.offload import DeviceOperands, Kernels, Offload, forms_of
-from r2ccl.plans import Plans
-from r2ccl.resilience.health import Health
-from r2ccl.transport.base import Registered
-from r2ccl.types import CallSignature, Collective
+from r2ccl.offload import Kernels, Offload
+from r2ccl.standins import StandIns, nbytes_of
 from r2ccl.wired import Purpose, WiredMemory
-
-_log = logging.getLogger(__name__)
-
-#: Tells all ranks something and returns what they say, by rank; all say as many bytes.
-Gather = Callable[[bytes], Sequence[bytes]]
 
 
 class DirectJob(msgspec.Struct, eq=False):
     """The host's part of a call.
 
-    ``before`` is done when the caller's earlier work is; ``number`` is the call's at the gate.
-    ``error`` is what spoiled it, if anything did.
+    ``enter`` enters it; ``before`` is done when earlier work on its arrays is; ``number`` is the
+    call's at the gate. ``error`` is what spoiled it, if anything did.
     """
 
     call: DeviceCall
+    enter: Enter
     before: Event
     number: int
+    is_over: bool = False
     error: BaseException | None = None
-
-
-class _Array(NamedTuple):
-    """An array of the caller's that slices travel from or to, and what stands in for it if need be.
-
-    ``is_read`` and ``is_written`` say what the collective does to it.
-    """
-
-    address: int
-    purpose: Purpose
-    is_read: bool
-    is_written: bool
 
 
 class Direct(Gated):
@@ -95,11 +76,12 @@ class Direct(Gated):
     kernels : Kernels
     engine : Engine
         Runs the collectives.
-    plans : Plans
-    whole : Health
-        Of a communicator that agrees on none.
+    enter : callable
+        Enters them.
     memory : WiredMemory
         Owned.
+    detours : Detours or None
+        Ways to far NICs; owned.
     config : Config
     clock : Clock
     """
@@ -110,18 +92,18 @@ class Direct(Gated):
         kernels: Kernels,
         *,
         engine: Engine,
-        plans: Plans,
-        whole: Health,
+        enter: Enter,
         memory: WiredMemory,
+        detours: Detours | None,
         config: Config,
         clock: Clock,
     ) -> None:
         super().__init__(device, engine.progress.rank, nlines=2)
         self._kernels = kernels
         self._engine = engine
-        self._plans = plans
-        self._whole = whole
+        self._enter = enter
         self._memory = memory
+        self._detours = detours
         self._config = config
         self._clock = clock
         self._nranks = engine.progress.nranks
@@ -130,44 +112,73 @@ class Direct(Gated):
         #: A word that only gives the device something to do last.
         self._last_word = int(self._pinned.ctypes.data) + LINE_NBYTES
         self._number = 0
+        self._arrays = StandIns(device, memory, self._rank, self._nranks)
         self._prepared: set[Form] = set()
-        #: By the number of its allocation: whether NICs reach it.
-        self._reached: dict[int, bool] = {}
         #: Layouts of plans, and what they become here.
         self._cleared: dict[int, tuple[Layout, Layout]] = {}
         self._nunfinished = 0
         self._finished = threading.Condition()
 
-    def takes(self, call: DeviceCall) -> bool:
-        """Whether a call is large enough for this way; alike on all ranks.
+    def takes(self, call: DeviceCall, nranks: int = 0) -> bool:
+        """Whether a call of so many ranks, 0: all, is large enough for this way; alike on them.
 
         Where a rank's part is one eager slice, a window's two copies through pinned memory cost
         less than a kernel for each step does.
         """
-        signature = call.signature
-        nbytes = signature.count * dtype_of(signature.dtype).itemsize
-        return nbytes > self._config.eager_nbytes * self._nranks
+        return nbytes_of(call.signature) > self._config.eager_nbytes * (nranks or self._nranks)
 
-    def begin(self, call: DeviceCall, stream: Stream) -> tuple[DirectJob, Event]:
-        """Have the device wait for the call's end; the caller's `stream` is not touched but read.
+    def prepare(self, call: DeviceCall) -> None:
+        """Load kernels and make memory, unless that was done for an earlier call.
 
-        Returns
-        -------
-        DirectJob
-            For `finish`, which must follow, in the order of `begin`. Its ``error`` says what could
-            not be given.
-        Event
-            Done when the result is there. To be given back with `recycle`.
+        Raises
+        ------
+        TransportTimeout
+            Calls begun before are not over.
+        TransportError
+            The device failed, or there is no memory.
 
         Notes
         -----
         *Cost*: the first call on an allocation, of a size or an operation waits, on the host, for
         the calls begun before it.
         """
+        forms = tuple(forms_of(call.signature))
+        is_detour_due = self._detours is not None and self._detours.are_due
+        if self._prepared.issuperset(forms) and not is_detour_due and self._arrays.are_ready(call):
+            return
+        self._await_finished()
+        self._memory.tidy()
+        if self._detours is not None:
+            self._detours.open()
+        self._prepare(forms)
+        self._arrays.make_ready(call)
+
+    def begin(
+        self, call: DeviceCall, stream: Stream, enter: Enter | None = None, widest: int = 0
+    ) -> tuple[DirectJob, Event]:
+        """Have the device wait for the call's end; the caller's `stream` is not touched but read.
+
+        Parameters
+        ----------
+        call : DeviceCall
+        stream : Stream
+        enter : callable, optional
+            Enters it; default: as one of all ranks.
+        widest : int, optional
+            Of other ways; this one carries out every call as one collective.
+
+        Returns
+        -------
+        DirectJob
+            For `finish` or `abandon`, one of which must follow, in the order of `begin`. Its
+            ``error`` says what could not be given.
+        Event
+            Done when the result is there. To be given back with `recycle`.
+        """
         done = self.take_event()
-        job = DirectJob(call, self.take_event(), self._number)
+        job = DirectJob(call, enter or self._enter, self.take_event(), self._number)
         try:
-            self._prepare(call)
+            self.prepare(call)
             self._follow(stream, job.before)
             self._number += 1
             job.number = self._number
@@ -194,7 +205,7 @@ class Direct(Gated):
         try:
             self.examine(job)
             self._await(job.before)
-            self._carry_out(job.call)
+            self._carry_out(job)
         except BaseException as exc:
             job.error = exc
             # Kernels under way still write; they wait for nothing. What failed first is told.
@@ -202,11 +213,13 @@ class Direct(Gated):
                 self._offload.drain(_FAILED_S)
             raise
         finally:
-            self._open_gate(job.number)
-            self._events.append(job.before)
-            with self._finished:
-                self._nunfinished -= 1
-                self._finished.notify_all()
+            self._end(job)
+
+    def abandon(self, job: DirectJob, error: BaseException) -> None:
+        """Let the stream go on without `finish`: the call has failed elsewhere."""
+        job.error = job.error or error
+        if not job.is_over:
+            self._end(job)
 
     def close(self, timeout_s: float) -> None:
         """Wait for the device, and free everything; no job is left.
@@ -222,32 +235,28 @@ class Direct(Gated):
         is_over = self._is_idle_in(timeout_s)
         if not is_over or not self._offload.drain(max(0.0, until_s - self._clock())):
             raise self._still("reduces", timeout_s)
-        self._offload.close()
+        self._offload.close(timeout_s)
         self._free()
+        if self._detours is not None:
+            self._detours.close(timeout_s)
         self._memory.close()
 
     # Before the device waits
 
-    def _prepare(self, call: DeviceCall) -> None:
-        """Load kernels and make memory, unless that was done for an earlier call."""
-        forms = [form for form in forms_of(call.signature) if form not in self._prepared]
-        arrays = [each for each in self._arrays(call) if self._is_unknown(each)]
-        areas = [
-            (purpose, nbytes)
-            for purpose, nbytes in self._areas(call)
-            if not self._memory.has(purpose, nbytes)
-        ]
-        if not forms and not arrays and not areas:
-            return
-        self._await_finished()
-        self._memory.tidy()
-        for form in forms:
+    def _prepare(self, forms: Sequence[Form]) -> None:
+        """Load kernels; where all slices of a call take the same one, see if it had better stay."""
+        new = [form for form in forms if form not in self._prepared]
+        for form in new:
             self._kernels.prepare(form)
-            self._prepared.add(form)
-        for each in arrays:
-            self._try(each.address, call.signature)
-        for purpose, nbytes in self._areas(call):
-            self._memory.area(purpose, nbytes)
+        setting, nbytes = self._config.resident, self._config.slice_nbytes
+        if len(forms) == len(new) == 1 and setting != "0":
+            first = self._memory.area(Purpose.SCRATCH, 3 * nbytes)
+            places = (first, first + nbytes, first + 2 * nbytes)
+            self._offload.settle_on(
+                forms[0], self._nranks, places, nbytes,
+                setting=setting, timeout_s=self._config.timeout_s,
+            )  # fmt: skip
+        self._prepared.update(new)
 
     def _await_finished(self) -> None:
         until_s = self._clock() + self._config.timeout_s
@@ -255,126 +264,30 @@ class Direct(Gated):
             while not self._finished.wait_for(lambda: not self._nunfinished, _LOOK_S):
                 self._require_time(until_s, "collectives begun before are not over")
 
-    def _is_unknown(self, array: _Array) -> bool:
-        return self._device.buffer_id(array.address) not in self._reached
-
-    def _try(self, address: int, call: CallSignature) -> None:
-        """Find out whether NICs reach an array of the caller's."""
-        if len(self._reached) >= _MOST_ALLOCATIONS:
-            self._reached.clear()
-        try:
-            self._memory.release(self._memory.register(address, _nbytes(call)))
-        except TransportError as exc:
-            self._give_up(address, exc)
-        else:
-            self._reached[self._device.buffer_id(address)] = True
-
-    def _give_up(self, address: int, why: TransportError) -> None:
-        """Have copies stand in for an allocation of the caller's from now on."""
-        _log.info("rank %d: an array on the GPU is copied for the NICs: %s", self._rank, why)
-        self._reached[self._device.buffer_id(address)] = False
-
-    def _areas(self, call: DeviceCall) -> list[tuple[Purpose, int]]:
-        """List what memory of this room's own a call needs; its arrays are known."""
-        nbytes = _nbytes(call.signature)
-        found = [each.purpose for each in self._arrays(call) if not self._is_wired(each, call)]
-        if self._sums_apart(call):
-            found.append(Purpose.OUTPUT)
-        return [(purpose, nbytes) for purpose in found]
-
     # What the host does
 
-    def _carry_out(self, call: DeviceCall) -> None:
-        signature = call.signature
-        nbytes = _nbytes(signature)
-        if not nbytes:
-            self._run(call, 0, 0)
-            return
-        held: list[Registered] = []
-        places: dict[Purpose, int] = {}
-        try:
-            for each in self._arrays(call):
-                places[each.purpose] = self._place(each, call, held)
-            self._fetch(call, places)
-            source = places.get(Purpose.INPUT, places.get(Purpose.OUTPUT, 0))
-            output = places.get(Purpose.OUTPUT, source)
-            if self._sums_apart(call):
-                output = self._memory.area(Purpose.OUTPUT, nbytes)
-            self._run(call, source, output)
-            self._store(call, places, output)
-            self._offload.mark(self._last_word, 0)
+    def _carry_out(self, job: DirectJob) -> None:
+        with self._arrays.lent(job.call, self._offload) as places:
             self._settle()
-        finally:
-            for registered in held:
-                self._memory.release(registered)
-
-    def _arrays(self, call: DeviceCall) -> list[_Array]:
-        """List the caller's arrays that slices travel from or to; one that is both, once."""
-        kind, nbytes = call.signature.collective, _nbytes(call.signature)
-        if not nbytes:
-            return []
-        if kind == Collective.ALLGATHER:
-            return [_Array(call.output, Purpose.OUTPUT, False, True)]
-        if self._sums_apart(call):
-            return [_Array(call.source, Purpose.INPUT, True, False)]
-        if call.source == call.output:
-            return [_Array(call.source, Purpose.INPUT, True, True)]
-        return [
-            _Array(call.source, Purpose.INPUT, True, False),
-            _Array(call.output, Purpose.OUTPUT, False, True),
-        ]
-
-    def _sums_apart(self, call: DeviceCall) -> bool:
-        """Whether partial sums go to memory of this room's own."""
-        return call.signature.collective == Collective.REDUCE_SCATTER or not call.output
-
-    def _is_wired(self, array: _Array, call: DeviceCall) -> bool:
-        dtype = dtype_of(call.signature.dtype)
-        is_aligned = array.address % dtype.itemsize == 0
-        return is_aligned and self._reached.get(self._device.buffer_id(array.address), False)
-
-    def _place(self, array: _Array, call: DeviceCall, held: list[Registered]) -> int:
-        """Return where slices travel from or to: the array, registered, or what stands for it."""
-        nbytes = _nbytes(call.signature)
-        if self._is_wired(array, call):
-            try:
-                held.append(self._memory.register(array.address, nbytes))
-            except TransportError as exc:  # no room any more
-                self._give_up(array.address, exc)
-            else:
-                return array.address
-        place = self._memory.area(array.purpose, nbytes)
-        if array.is_read:
-            self._offload.copy(place, array.address, nbytes)
-        return place
-
-    def _fetch(self, call: DeviceCall, places: dict[Purpose, int]) -> None:
-        """Have what NICs will read be there."""
-        if call.signature.collective == Collective.ALLGATHER:
-            width = _nbytes(call.signature) // self._nranks
-            own = places[Purpose.OUTPUT] + self._rank * width
-            if own != call.source:
-                self._offload.copy(own, call.source, width)
+            self._run(job, *places)
+        self._offload.mark(self._last_word, 0)
         self._settle()
 
-    def _store(self, call: DeviceCall, places: dict[Purpose, int], output: int) -> None:
-        """Copy results to where the caller wants them, unless they are there."""
-        nbytes = _nbytes(call.signature)
-        if call.signature.collective == Collective.REDUCE_SCATTER:
-            width = nbytes // self._nranks
-            self._offload.copy(call.output, output + self._rank * width, width)
-        for each in self._arrays(call):
-            if each.is_written and places[each.purpose] != each.address:
-                self._offload.copy(each.address, places[each.purpose], nbytes)
+    def _end(self, job: DirectJob) -> None:
+        self._open_gate(job.number)
+        self._events.append(job.before)
+        job.is_over = True
+        with self._finished:
+            self._nunfinished -= 1
+            self._finished.notify_all()
 
-    def _run(self, call: DeviceCall, source: int, output: int) -> None:
-        engine, signature = self._engine, call.signature
-        health = engine.enter() or self._whole
-        plan = self._plans(signature, health, engine.progress.op, call.schedule)
+    def _run(self, job: DirectJob, source: int, output: int) -> None:
+        engine, signature = self._engine, job.call.signature
+        plan = job.enter(signature, job.call.schedule)
         layout = self._cleared_of(plan.layout)
         scratch = 0
         if layout.uses_scratch:
-            scratch = self._memory.area(Purpose.SCRATCH, _nbytes(signature))
+            scratch = self._memory.area(Purpose.SCRATCH, nbytes_of(signature))
         operands = DeviceOperands(
             layout,
             signature,
@@ -420,71 +333,10 @@ class Direct(Gated):
             )
 
 
-def open_direct(
-    device: Device,
-    kernels: Kernels,
-    *,
-    engine: Engine,
-    plans: Plans,
-    whole: Health,
-    config: Config,
-    clock: Clock,
-    gather: Gather,
-) -> Direct | str:
-    """Find out together whether all ranks' NICs reach their GPUs' memory.
-
-    Nothing is believed: every rank registers the memory that its slices will land in.
-
-    Returns
-    -------
-    Direct or str
-        On all ranks the way, or on all of them why there is none.
-
-    Notes
-    -----
-    *Collective*: all ranks. *Cost*: two small messages to all.
-    """
-    memory: WiredMemory | None = None
-    why = ""
-    try:
-        memory = WiredMemory(
-            device,
-            engine.progress.transport.register_device,
-            engine.call,
-            config.bounce_nbytes,
-        )
-    except TransportError as exc:
-        why = str(exc)
-    said = gather(why.encode()[:_REASON_NBYTES].ljust(_REASON_NBYTES, b"\0"))
-    for rank, answer in enumerate(said):
-        reason = answer.rstrip(b"\0").decode(errors="replace")
-        if reason:
-            if memory is not None:
-                memory.close()
-            return f"rank {rank}: {reason}"
-    assert memory is not None
-    return Direct(
-        device,
-        kernels,
-        engine=engine,
-        plans=plans,
-        whole=whole,
-        memory=memory,
-        config=config,
-        clock=clock,
-    )
-
-
-def _nbytes(call: CallSignature) -> int:
-    return call.count * dtype_of(call.dtype).itemsize
-
-
 #: The communicator's end is looked for this often while the device is waited for.
 _LOOK_S = 0.05
 #: How long the kernels of a call that failed are waited for.
 _FAILED_S = 5.0
-_REASON_NBYTES = 400
 _MOST_LAYOUTS = 256
-_MOST_ALLOCATIONS = 4096
 
-__all__ = ["Direct", "DirectJob", "Gather", "open_direct"]
+__all__ = ["Direct", "DirectJob"]

@@ -72,10 +72,9 @@ class Gated:
         self._device.record(event, stream)
         self._device.wait(self._stream, event)
 
-    def _wait_at_gate(self, number: int, stream: Stream | None = None) -> None:
-        """Have a stream, by default the own one, wait until the gate is open for `number`."""
-        on = self._stream if stream is None else stream
-        self._device.wait_word(on, int(self._pinned.ctypes.data), number & WORD)
+    def _wait_at_gate(self, number: int) -> None:
+        """Have the stream wait until the gate is open for `number`."""
+        self._device.wait_word(self._stream, int(self._pinned.ctypes.data), number & WORD)
 
     def _open_gate(self, number: int) -> None:
         self._gate[0] = number & WORD

@@ -7,6 +7,7 @@ engine. Invariant: a call's plan is that of the health which all ranks enter it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,11 @@ from r2ccl.calibration import calibrate
 from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
 from r2ccl.engine import Engine
+from r2ccl.entry import Entry
 from r2ccl.executor import Call, LandingPool, LaneRun
-from r2ccl.plans import GroupPlans, Plan, Plans
-from r2ccl.prediction import Rates
+from r2ccl.plans import Plan
+from r2ccl.prediction import Choice, Rates
 from r2ccl.requests import Request
-from r2ccl.resilience.health import Health
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -39,22 +40,17 @@ class HostCalls:
     Parameters
     ----------
     engine : Engine
-    plans : Plans
+    entry : Entry
     pool : LandingPool
-    whole : Health
-        Of a communicator that agrees on none.
     """
 
-    def __init__(self, engine: Engine, plans: Plans, pool: LandingPool, whole: Health) -> None:
+    def __init__(self, engine: Engine, entry: Entry, pool: LandingPool) -> None:
         self._engine = engine
-        self._plans = plans
+        self._entry = entry
         self._pool = pool
-        self._whole = whole
         #: Where partial sums go that are no result of this rank's.
         self._scratch = np.empty(0, np.uint8)
         self._quiet = kernels.quiet_context()
-        #: Plans of allreduces among one rank of every node.
-        self._groups: dict[tuple[int, ...], GroupPlans] = {}
 
     def carry_out(self, request: Request) -> None:
         """Run a request on host memory to its end.
@@ -87,30 +83,11 @@ class HostCalls:
         self, call: CallSignature, source: Array, output: Array, own: Schedule | None = None
     ) -> None:
         """Run a collective, by its best schedule or by an allreduce of the caller's own."""
-        health = self._engine.enter() or self._whole
-        plan = self._plans(call, health, self._engine.progress.op, own)
+        self.run_plan(self._entry(call, own), source, output)
+
+    def run_plan(self, plan: Plan, source: Array, output: Array) -> None:
+        """Run a collective that was just entered."""
         self._quiet.run(self._run_quietly, plan, source, output)
-
-    def run_among(
-        self, members: tuple[int, ...], call: CallSignature, source: Array, output: Array
-    ) -> None:
-        """Run an allreduce among some ranks, while all others run theirs.
-
-        Parameters
-        ----------
-        members : tuple of int
-            The group of this rank: one rank of every node, in rising order.
-        call, source, output
-            As `run`; AVG divides by the number of all ranks.
-        """
-        health = self._engine.enter() or self._whole
-        progress = self._engine.progress
-        plans = self._groups.get(members)
-        if plans is None:
-            plans = self._groups[members] = GroupPlans(
-                progress.rank, members, progress.nranks, self._plans.fabric, progress.config
-            )
-        self._quiet.run(self._run_quietly, plans(call, health), source, output)
 
     def gather(self, mine: bytes) -> list[bytes]:
         """Tell all ranks something, and return what each says; all say as many bytes."""
@@ -126,8 +103,14 @@ class HostCalls:
         call = CallSignature(Collective.BARRIER, _UINT8, ReduceOp.SUM, 0)
         self.run(call, _NOTHING, _NOTHING)
 
-    def calibrate(self) -> Rates:
-        """Measure what the network gives; collective."""
+    def calibrate(self, choose: Callable[[int], Choice]) -> Rates:
+        """Measure what the network gives; collective.
+
+        Parameters
+        ----------
+        choose : callable
+            Says what an allreduce of so many bytes runs.
+        """
 
         def time_ns(nbytes: int, ntimes: int) -> int:
             data = np.zeros(nbytes, np.uint8)
@@ -141,7 +124,7 @@ class HostCalls:
             self.run(CallSignature(Collective.ALLREDUCE, _INT64, ReduceOp.MAX, 1), agreed, agreed)
             return int(agreed[0])
 
-        return calibrate(time_ns, lambda nbytes: self._plans.choose(nbytes, self._whole))
+        return calibrate(time_ns, choose)
 
     def _run_quietly(self, plan: Plan, source: Array, output: Array) -> None:
         layout = plan.layout

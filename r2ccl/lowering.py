@@ -6,7 +6,7 @@ the slices of equal chunk indices coincide on every rank, so a dependency can ho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -127,11 +127,11 @@ def lower(
     )
 
 
-def renumbered(layout: Layout, ranks: Sequence[int]) -> Layout:
-    """Return a layout whose rank and peers are others: number i is ``ranks[i]``."""
+def renumbered(layout: Layout, ranks: Sequence[int], channel: Callable[[int], int]) -> Layout:
+    """Return a layout of other ranks and links: number i is ``ranks[i]``, ``channel(i)``."""
 
     def way(old: Way) -> Way:
-        return old._replace(peer=ranks[old.peer])
+        return old._replace(peer=ranks[old.peer], channel=channel(old.channel))
 
     def step(old: Step) -> Step:
         return old if old.peer < 0 else msgspec.structs.replace(old, peer=ranks[old.peer])
@@ -142,6 +142,7 @@ def renumbered(layout: Layout, ranks: Sequence[int]) -> Layout:
             steps=tuple(step(each) for each in lane.steps),
             sends=tuple(way(each) for each in lane.sends),
             recvs=tuple(way(each) for each in lane.recvs),
+            channels=tuple(channel(each) for each in lane.channels),
         )
         for lane in layout.lanes
     )

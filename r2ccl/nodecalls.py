@@ -38,7 +38,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.bounce import DeviceCall, Job
+from r2ccl.bounce import DeviceCall
 from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
@@ -88,17 +88,24 @@ class Notice(NamedTuple):
         return cls(signature, _Place(*places[:3]), _Place(*places[3:]))
 
 
+class Between(NamedTuple):
+    """The part of a call between the nodes: its way, and that way's job."""
+
+    way: Any
+    job: Any
+
+
 class NodeJob(msgspec.Struct, eq=False):
     """The host's part of a call.
 
-    ``between`` is the part of the rails, where there are several nodes; ``error`` is what spoiled
-    the call, if anything did.
+    ``between`` is what other ways do of it, where there are several nodes; ``error`` is what
+    spoiled the call, if anything did.
     """
 
     call: DeviceCall
     number: int
     done: Event
-    between: Job | None = None
+    between: Between | None = None
     error: BaseException | None = None
 
 
@@ -205,7 +212,7 @@ class NodeCalls(Gated):
         try:
             notice = self._notice_of(call)
             # Loading may wait for streams, which then must not wait for this rank's host.
-            self._prepare(call.signature)
+            self._prepare(call)
             self._await_room(number)
             self._number = number
             self._jobs.append(job)
@@ -287,9 +294,10 @@ class NodeCalls(Gated):
 
     # What the device does
 
-    def _prepare(self, call: CallSignature) -> None:
+    def _prepare(self, call: DeviceCall) -> None:
         """Have the kernels of a call loaded."""
-        self._kernels.prepare_from_table(call, *_operands(call.collective, self._nlocal))
+        signature = call.signature
+        self._kernels.prepare_from_table(signature, *_operands(signature.collective, self._nlocal))
 
     def _give(self, job: NodeJob, done: Event, stream: Stream) -> None:
         device, own, board, word = self._device, self._stream, self._board, job.number & WORD
@@ -320,14 +328,17 @@ class NodeCalls(Gated):
     def _meanwhile(self, job: NodeJob) -> None:
         """Do what the host must do while the device works; the gate is open."""
 
-    def _share_of(self, call: CallSignature) -> _Share:
-        """Share a call's elements out, by whole vectors; where rows are ranks', by rows."""
+    def _share_of(self, call: CallSignature, at: int | None = None) -> _Share:
+        """Share a call's elements out, by whole vectors; where rows are ranks', by rows.
+
+        Returns the part of the rank at place `at`, by default this one's; the first has most.
+        """
         if call.collective in (Collective.ALLGATHER, Collective.REDUCE_SCATTER):
             width = call.count // self._nlocal
             return _Share(0, width, width)
         vector = max(1, _VECTOR_NBYTES // dtype_of(call.dtype).itemsize)
         each = -(-call.count // (vector * self._nlocal)) * vector
-        start = min(call.count, self._at * each)
+        start = min(call.count, (self._at if at is None else at) * each)
         return _Share(start, min(each, call.count - start), call.count)
 
     # What the host does
@@ -465,4 +476,4 @@ def _operands(collective: int, nranks: int) -> tuple[int, int]:
 
 _TABLE_NBYTES = 3 * MOST_RANKS * 8
 
-__all__ = ["MOST_RANKS", "Kernels", "NodeCalls", "NodeJob", "Notice"]
+__all__ = ["MOST_RANKS", "Between", "Kernels", "NodeCalls", "NodeJob", "Notice"]

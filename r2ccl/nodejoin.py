@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
+from r2ccl.gathering import Gather
 from r2ccl.noticeboard import RANK_NBYTES, NoticeBoard, SharedFile
 
 _log = logging.getLogger(__name__)
-
-#: Tells all ranks something and returns what they say, by rank; all say as many bytes.
-Gather = Callable[[bytes], Sequence[bytes]]
 
 _CARD = struct.Struct("<?64s16s")
 _PROBE_NBYTES = 256
@@ -103,4 +101,4 @@ def _agree(
     return why or f"rank {refusing[0]} cannot, see its log", None
 
 
-__all__ = ["Gather", "join"]
+__all__ = ["join"]

@@ -64,26 +64,40 @@ class GroupPlans:
     fabric : Fabric
         Of the whole communicator.
     config : Config
+    homes : sequence of int, optional
+        Those of the fabric's homes that the group's channels are at home on. Default: all.
     """
 
     def __init__(
-        self, rank: int, members: Sequence[int], nranks: int, fabric: Fabric, config: Config
+        self,
+        rank: int,
+        members: Sequence[int],
+        nranks: int,
+        fabric: Fabric,
+        config: Config,
+        *,
+        homes: Sequence[int] = (),
     ) -> None:
         self._members = tuple(members)
         self._nranks = nranks
+        #: Of every home of the group its place among the fabric's.
+        self._places = [fabric.homes.index(rail) for rail in homes or fabric.homes]
+        self._width = len(fabric.homes)
         index = self._members.index(rank)
-        self._plans = Plans(index, len(self._members), fabric._replace(nodes=()), config)
+        own = fabric._replace(nodes=(), homes=[fabric.homes[at] for at in self._places])
+        self._plans = Plans(index, len(self._members), own, config)
+        self._is_at_home = len(self._places) < self._width
         self._renumbered: dict[tuple[int, CallSignature], Plan] = {}
 
     def __call__(self, call: CallSignature, health: Health) -> Plan:
         """Return the plan of an allreduce while the rails of all ranks are as `health` says."""
-        key = (health.version, call)
+        key = (0 if self._is_at_home else health.version, call)
         found = self._renumbered.get(key)
         if found is None:
-            plan = self._plans(call, health.of_ranks(self._members))
+            plan = self._plans(call, self._planned_with(health))
             is_mean = call.op == ReduceOp.AVG
             found = plan._replace(
-                layout=renumbered(plan.layout, self._members),
+                layout=renumbered(plan.layout, self._members, self._channel),
                 finish=kernels.divider(call.dtype, self._nranks) if is_mean else None,
                 is_gauge=False,
             )
@@ -91,6 +105,18 @@ class GroupPlans:
                 self._renumbered.pop(next(iter(self._renumbered)))
             self._renumbered[key] = found
         return found
+
+    def _planned_with(self, health: Health) -> Health:
+        # Other homes are other groups': what is lost makes a detour over all of them in equal
+        # parts, where a schedule that spares a port would put its part on few.
+        if self._is_at_home:
+            return Health.whole(len(self._members), health.nrails, health.config)
+        return health.of_ranks(self._members)
+
+    def _channel(self, number: int) -> int:
+        """Return the links' channel that is at home where the group's own number is."""
+        turn, at = divmod(number, len(self._places))
+        return turn * self._width + self._places[at]
 
 
 class _Turns(NamedTuple):

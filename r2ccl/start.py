@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 from r2ccl import bootstrap
 from r2ccl.communicator import Communicator
 from r2ccl.config import DEBUG_LEVELS, Config
-from r2ccl.device.base import Device
-from r2ccl.device.driver import CudaDevice
 from r2ccl.dumping import require_main_thread
 from r2ccl.errors import InvalidArgument
+from r2ccl.hardware import CudaHardware
 from r2ccl.joining import Answer, Offer, Ready
-from r2ccl.nodecalls import Kernels
 from r2ccl.recovery import Leaving, PortUp, Revoke, Spared
 from r2ccl.resilience.path import Announcement
 from r2ccl.resilience.rounds import Commit, Prepare, Promise, Report
@@ -29,6 +27,7 @@ from r2ccl.topology.interfaces import discover
 from r2ccl.topology.neighbours import Neighbours
 from r2ccl.transport.base import Transport
 from r2ccl.transport.mixed import MixedTransport, Part
+from r2ccl.transport.relayed import RelayedTransport
 from r2ccl.transport.tcp import TcpTransport
 from r2ccl.types import Nic, PathKey
 
@@ -123,7 +122,7 @@ def _assemble(
 ) -> Communicator:
     """Put a communicator together, `init`'s or one that was shrunk; owns `control`."""
     try:
-        transport = _open_transport(control, config, hcas)
+        transport, relayed = _open_transport(control, config, hcas)
         if wrap is not None:
             transport = wrap(transport)
         ports = (Nic(hca.label, "", hca.index, hca.speed_mbps) for hca in hcas)
@@ -134,24 +133,21 @@ def _assemble(
             (*control.nics, *ports)[: transport.nrails],
             members=members,
             assemble=partial(_assemble, config, hcas),
-            open_device=_open_device,
+            hardware=CudaHardware(),
+            relayed=relayed,
         )
     except BaseException:
         control.close(0)
         raise
 
 
-def _open_device(ordinal: int) -> tuple[Device, Kernels]:
-    from r2ccl.kernels.cuda.launch import Launcher
-
-    device = CudaDevice(ordinal)
-    return device, Launcher(device)
-
-
 def _open_transport(
     control: bootstrap.ControlPlane, config: Config, hcas: Sequence[Hca]
-) -> Transport:
-    """Open the sockets' transport and, where every rank has RDMA ports, theirs beside it."""
+) -> tuple[Transport, RelayedTransport | None]:
+    """Open the sockets' transport and, where every rank has RDMA ports, theirs beside it.
+
+    Returns the whole, and the part of it that can take detours through the memory of GPUs.
+    """
     tcp = TcpTransport(
         control.rank,
         len(control.nics),
@@ -173,8 +169,12 @@ def _open_transport(
             control.rank, len(hcas), control.nhcas,
         )  # fmt: skip
     if not control.nhcas:
-        return tcp
-    return MixedTransport((tcp, _open_verbs(control, config, hcas[: control.nhcas])))
+        return tcp, None
+    verbs = _open_verbs(control, config, hcas[: control.nhcas])
+    if find_spec("cuda") is None:
+        return MixedTransport((tcp, verbs)), None
+    relayed = RelayedTransport(verbs)
+    return MixedTransport((tcp, relayed)), relayed
 
 
 def _set_log_level(config: Config) -> None:

@@ -1,16 +1,19 @@
 """Tiers: allreduces among several nodes with several GPUs each.
 
-Within a node the GPUs work on each other's memory (`r2ccl.nodecalls`); between nodes, windows pass
-through pinned memory and the rails (`r2ccl.bounce`). Member i of every node has part i of the data:
-it adds up its node's, the members i of all nodes add up their sums, and each gives its node the
-result. So the rails carry every byte once a node, all of a node's ranks at once. In the stream's
-order, between ``ready`` and ``done`` of `NodeCalls`:
+Within a node the GPUs work on each other's memory (`r2ccl.nodecalls`); between nodes, slices travel
+from and to it (`r2ccl.direct`), or windows pass through pinned memory (`r2ccl.bounce`). Member i of
+every node has part i of the data: it adds up its node's, the members i of all nodes add up their
+sums, and each gives its node the result. So the rails carry every byte once a node, all of a node's
+ranks at once. In the stream's order, between ``ready`` and ``done`` of `NodeCalls`:
 
 ::
 
     kernel: the node's sum of part i, into this rank's output
-    windows of part i: out, over the rails, in
+    part i over the rails, among the members i of all nodes
     kernel: part i to the outputs of the other ranks of the node
+
+Parts differ by some elements, or are empty. What all ranks must do alike, as the way over the rails
+and the number of collectives there, follows from the widest part.
 
 Must not import links. Invariant: of an array that others of the node read and write, nothing but
 part i is touched by rank i.
@@ -19,14 +22,45 @@ part i is touched by rank i.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from r2ccl.bounce import Bounce, DeviceCall
+from r2ccl.bounce import DeviceCall, Enter
+from r2ccl.device.base import Event, Stream
 from r2ccl.dtypes import dtype_of
-from r2ccl.nodecalls import MOST_RANKS, NodeCalls, NodeJob, Notice
+from r2ccl.nodecalls import MOST_RANKS, Between, NodeCalls, NodeJob, Notice
 from r2ccl.types import CallSignature, Collective, ReduceOp
+
+
+class Rails(Protocol):
+    """A way between nodes: `r2ccl.direct.Direct`, `r2ccl.bounce.Bounce`."""
+
+    def takes(self, call: DeviceCall, nranks: int) -> bool:
+        """Whether a call of so many ranks is carried out; alike on all of them."""
+        ...
+
+    def prepare(self, call: DeviceCall) -> None:
+        """Do what may wait for the device, before a stream waits for the host."""
+        ...
+
+    def begin(
+        self, call: DeviceCall, stream: Stream, enter: Enter, widest: int
+    ) -> tuple[Any, Event]:
+        """Give the device its part, as one of as many collectives as `widest` elements take."""
+        ...
+
+    def recycle(self, event: Event) -> None:
+        """Take an event back."""
+        ...
+
+    def finish(self, job: Any) -> None:
+        """Do the host's part, in the worker."""
+        ...
+
+    def abandon(self, job: Any, error: BaseException) -> None:
+        """Let the device go on, also of a call that is finished: something else has failed."""
+        ...
 
 
 class TieredCalls(NodeCalls):
@@ -34,44 +68,62 @@ class TieredCalls(NodeCalls):
 
     Parameters
     ----------
-    rails : Bounce
-        Runs allreduces among the ranks that have this rank's place in their nodes; this one's
-        alone. AVG divides by the number of all ranks there.
+    rails : sequence of Rails
+        The first that takes a call has it; the last takes all. Borrowed.
+    enter : callable
+        Enters an allreduce among the ranks that have this rank's place in their nodes, in which
+        AVG divides by the number of all ranks.
+    nnodes : int
     **others
         Of `NodeCalls`.
     """
 
-    def __init__(self, *others: Any, rails: Bounce, **named: Any) -> None:
+    def __init__(
+        self, *others: Any, rails: Sequence[Rails], enter: Enter, nnodes: int, **named: Any
+    ) -> None:
         super().__init__(*others, **named)
         self._rails = rails
+        self._enter = enter
+        self._nnodes = nnodes
 
     def takes(self, call: DeviceCall) -> bool:
         """Whether a call can be carried out: an allreduce, not by a schedule of the caller's."""
         return super().takes(call) and call.signature.collective == Collective.ALLREDUCE
 
-    def close(self, timeout_s: float) -> None:
-        """See `NodeCalls.close`."""
-        super().close(timeout_s)
-        self._rails.close(timeout_s)
-
-    def _prepare(self, call: CallSignature) -> None:
-        self._kernels.prepare_from_table(_summed(call), self._nlocal, 1)
-        self._kernels.prepare_from_table(_summed(call), 1, self._nlocal - 1)
+    def _prepare(self, call: DeviceCall) -> None:
+        summed = _summed(call.signature)
+        self._kernels.prepare_from_table(summed, self._nlocal, 1)
+        self._kernels.prepare_from_table(summed, 1, self._nlocal - 1)
+        part, rails = self._between(call)
+        rails.prepare(part)
 
     def _work(self, job: NodeJob) -> None:
         call, table = job.call.signature, self._table_of(job.number)
-        share = self._share_of(call)
         self._launch(_summed(call), self._nlocal, 1, table)
-        part = job.call.output + share.start * dtype_of(call.dtype).itemsize
-        signature = msgspec.structs.replace(call, count=share.length)
-        job.between = self._rails.give(DeviceCall(signature, part, part), self._stream)
-        if job.between.error is not None:
-            raise job.between.error
+        part, rails = self._between(job.call)
+        widest = self._share_of(call, at=0).length
+        given, done = rails.begin(part, self._stream, self._enter, widest)
+        job.between = Between(rails, given)
+        self._device.wait(self._stream, done)
+        rails.recycle(done)
+        if given.error is not None:
+            raise given.error
         self._launch(_summed(call), 1, self._nlocal - 1, table[_SECOND:])
+
+    def _between(self, call: DeviceCall) -> tuple[DeviceCall, Rails]:
+        """Return what this rank does between the nodes, and which rails carry it."""
+        mine, widest = (self._part_of(call, at) for at in (self._at, 0))
+        return mine, next(each for each in self._rails if each.takes(widest, self._nnodes))
+
+    def _part_of(self, call: DeviceCall, at: int) -> DeviceCall:
+        signature = call.signature
+        share = self._share_of(signature, at)
+        place = call.output + share.start * dtype_of(signature.dtype).itemsize
+        return DeviceCall(msgspec.structs.replace(signature, count=share.length), place, place)
 
     def _meanwhile(self, job: NodeJob) -> None:
         assert job.between is not None
-        self._rails.finish(job.between)
+        job.between.way.finish(job.between.job)
 
     def _fill(self, job: NodeJob, notices: Sequence[Notice]) -> None:
         call = job.call.signature
@@ -86,7 +138,7 @@ class TieredCalls(NodeCalls):
     def _let_go(self, error: BaseException) -> None:
         for job in tuple(self._jobs):
             if job.between is not None:
-                self._rails.abandon(job.between, error)
+                job.between.way.abandon(job.between.job, error)
         super()._let_go(error)
 
 
@@ -99,4 +151,4 @@ def _summed(call: CallSignature) -> CallSignature:
 #: Where the second kernel's addresses begin in a table.
 _SECOND = MOST_RANKS + 1
 
-__all__ = ["TieredCalls"]
+__all__ = ["Rails", "TieredCalls"]

@@ -5,7 +5,8 @@ for an allgather or a reduce_scatter. A window is the same columns of every row,
 collective of a window is one of the same kind over fewer elements, so the windows of a call make
 its result.
 
-Pure. Invariant: equal calls and limits give equal windows on every rank, at least one.
+Pure. Invariant: equal calls and limits give equal windows on every rank, at least one; an empty
+call has one, which is empty.
 """
 
 from __future__ import annotations
@@ -33,15 +34,18 @@ class Window(NamedTuple):
 class Grid(NamedTuple):
     """How a call's memory is cut.
 
-    ``nrows`` rows of ``width`` elements; ``length`` columns a window, fewer in the last.
+    ``nrows`` rows of ``width`` elements; ``nwindows`` of ``length`` columns, fewer at the end.
     """
 
     nrows: int
     width: int
     length: int
+    nwindows: int
 
 
-def grid_of(call: CallSignature, itemsize: int, nranks: int, limit_nbytes: int) -> Grid:
+def grid_of(
+    call: CallSignature, itemsize: int, nranks: int, limit_nbytes: int, widest: int = 0
+) -> Grid:
     """Cut a call so that a window with what it needs beside fits `limit_nbytes`.
 
     Parameters
@@ -54,16 +58,21 @@ def grid_of(call: CallSignature, itemsize: int, nranks: int, limit_nbytes: int) 
     nranks : int
     limit_nbytes : int
         At least one column of every row is taken, whatever the limit.
+    widest : int, optional
+        Columns of the widest of several calls that must have as many windows; default: this one's.
     """
     nrows = nranks if call.collective in _BY_RANK else 1
     width = call.count // nrows
     column_nbytes = nrows * itemsize * (2 if call.collective in _SUMMED_APART else 1)
-    return Grid(nrows, width, max(1, min(width, limit_nbytes // column_nbytes)))
+    widest = max(1, width, widest)
+    length = max(1, min(widest, limit_nbytes // column_nbytes))
+    return Grid(nrows, width, length, -(-widest // length))
 
 
 def windows(call: CallSignature, grid: Grid) -> Iterator[Window]:
-    """Yield the windows of `call` in order; an empty call has one, which is empty."""
-    for start in range(0, max(1, grid.width), grid.length):
+    """Yield the windows of `call` in order; those beyond its end are empty."""
+    for at in range(grid.nwindows):
+        start = min(at * grid.length, grid.width)
         length = min(grid.length, grid.width - start)
         part = msgspec.structs.replace(call, count=length * grid.nrows)
         yield Window(start, length, part)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lookalikes import CUDA, Producer
-from ranks import TIMEOUT_S, get, put
+from ranks import TIMEOUT_S, OneCard, get, put
 
 import r2ccl
 from r2ccl import start
@@ -32,7 +32,8 @@ class Card:
         self.device = FakeDevice(FakeGpu(seed), f"process {os.getpid()}")
         self.stream = self.device.make_stream()
         kernels: Any = None  # between GPUs alone
-        start._open_device = lambda ordinal: (self.device, kernels)
+        self.hardware = OneCard(self.device, kernels)
+        start.CudaHardware = lambda: self.hardware
 
     def array(self, values: Any) -> tuple[Producer, int]:
         """Put int64s into device memory; return the array, and where it is."""
@@ -159,13 +160,13 @@ def unseen_failure() -> str:
 
 def broken_card() -> str:
     """Rank 1's GPU cannot be opened: all ranks are told, and none waits for it."""
-    Card(7)
+    mine = Card(7).hardware
     if os.environ["RANK"] == "1":
 
         def refuse(ordinal: int) -> Any:
             raise TransportError("the driver is broken, for a test", status="NO_CUDA")
 
-        start._open_device = refuse
+        mine.open = refuse
     comm = r2ccl.init(bounce_nbytes=WINDOWS)
     x = Producer(0x7000, (100,), dtype=(0, 64, 1), device=(CUDA, 0))
 
@@ -239,11 +240,15 @@ def allreduces_among_some(count: int) -> tuple[bool, int]:
         r2ccl.init(faults=plan, slice_nbytes=4096, eager_nbytes=0) as comm,
     ):
         group = tuple(range(comm.rank % 2, comm.nranks, 2))
-        is_right = True
+        enter, is_right = comm._entry.among(group), True
+
+        def run(call: CallSignature, x: Any) -> None:
+            comm._host.run_plan(enter(call, None), x, x)
+
         for op in (r2ccl.SUM, r2ccl.AVG) * (rounds // 2):
             x = 1000 * values_of(comm.rank, count)
             call = CallSignature(Collective.ALLREDUCE, int64, op, count)
-            comm._in_turn(functools.partial(comm._host.run_among, group, call, x, x))
+            comm._in_turn(functools.partial(run, call, x))
             total = np.sum([1000 * values_of(rank, count) for rank in group], axis=0)
             if op is r2ccl.AVG:
                 total = np.trunc(total / comm.nranks).astype(np.int64)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ranks import OneCard
 
 from r2ccl.device import Stream
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
@@ -77,7 +78,7 @@ def main() -> None:
         card.close()
 
     kernels: Any = None  # of ways through the host none runs
-    start._open_device = lambda ordinal: (card.device, kernels)
+    start.CudaHardware = lambda: OneCard(card.device, kernels)
     arrays._ordinal = lambda address: 0
     gpu_rank.open_card = open_card
     if os.environ["RANK"] == os.environ.get("BENCH_SPOILED"):

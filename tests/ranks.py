@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from r2ccl.device.base import Stream
+from r2ccl.errors import TransportError
 from r2ccl.testing.fakedevice import FakeDevice, FakeKernel, Grid
+from r2ccl.topology.machine import Machine
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 TIMEOUT_S = 20.0
@@ -21,6 +23,23 @@ KINDS = [
     Collective.BROADCAST,
     Collective.REDUCE,
 ]
+
+
+class OneCard:
+    """`Hardware` of one fake GPU, in a machine that may be known."""
+
+    def __init__(self, device: FakeDevice, kernels: Any, machine: Machine | None = None) -> None:
+        self.machine = machine
+        self.device = device
+        self.kernels = kernels
+
+    def open(self, ordinal: int) -> tuple[FakeDevice, Any]:
+        return self.device, self.kernels
+
+    def read_machine(self) -> Machine:
+        if self.machine is None:
+            raise TransportError("there is no machine, in a test", status="NO_MACHINE")
+        return self.machine
 
 
 class PlainKernels:

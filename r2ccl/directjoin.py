@@ -1,0 +1,78 @@
+"""Joining over NICs: do the NICs of all ranks reach their GPUs' memory.
+
+Nothing is believed: every rank registers the memory that its slices will land in with every NIC.
+
+Invariant: all ranks get the way, or none does.
+"""
+
+from __future__ import annotations
+
+from r2ccl.clock import Clock
+from r2ccl.config import Config
+from r2ccl.detours import Detours
+from r2ccl.device.base import Device
+from r2ccl.direct import Direct
+from r2ccl.engine import Engine
+from r2ccl.entry import Enter
+from r2ccl.errors import TransportError
+from r2ccl.gathering import Gather
+from r2ccl.offload import Kernels
+from r2ccl.wired import WiredMemory
+
+
+def open_direct(
+    device: Device,
+    kernels: Kernels,
+    *,
+    engine: Engine,
+    enter: Enter,
+    config: Config,
+    clock: Clock,
+    gather: Gather,
+    detours: Detours | None = None,
+) -> Direct | str:
+    """Find out together whether all ranks' NICs reach their GPUs' memory.
+
+    Returns
+    -------
+    Direct or str
+        On all ranks the way, or on all of them why there is none.
+
+    Notes
+    -----
+    *Collective*: all ranks. *Cost*: two small messages to all.
+    """
+    memory: WiredMemory | None = None
+    why = ""
+    try:
+        memory = WiredMemory(
+            device,
+            engine.progress.transport.register_device,
+            engine.call,
+            config.bounce_nbytes,
+        )
+    except TransportError as exc:
+        why = str(exc)
+    said = gather(why.encode()[:_REASON_NBYTES].ljust(_REASON_NBYTES, b"\0"))
+    for rank, answer in enumerate(said):
+        reason = answer.rstrip(b"\0").decode(errors="replace")
+        if reason:
+            if memory is not None:
+                memory.close()
+            return f"rank {rank}: {reason}"
+    assert memory is not None
+    return Direct(
+        device,
+        kernels,
+        engine=engine,
+        enter=enter,
+        memory=memory,
+        detours=detours,
+        config=config,
+        clock=clock,
+    )
+
+
+_REASON_NBYTES = 400
+
+__all__ = ["open_direct"]

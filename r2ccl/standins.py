@@ -1,0 +1,215 @@
+"""Stand-ins: where the slices of a call on device memory travel from and to.
+
+That is the caller's arrays, registered with every NIC for as long as the call takes. An array that
+NICs do not reach (of the stream-ordered pool, managed, not aligned to its elements) is copied,
+within the device, to and from memory that they do: which way all ranks take cannot depend on one
+rank's array. Partial sums that are no result of this rank's have memory of that kind too
+(`r2ccl.wired`).
+
+Must not import links. Invariant: whether an allocation is reached is found out before the device is
+given anything that waits for the host, for finding out may wait for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from r2ccl.bounce import DeviceCall
+from r2ccl.device.base import Device
+from r2ccl.dtypes import dtype_of
+from r2ccl.errors import TransportError
+from r2ccl.offload import Offload
+from r2ccl.transport.base import Registered
+from r2ccl.types import CallSignature, Collective
+from r2ccl.wired import Purpose, WiredMemory
+
+_log = logging.getLogger(__name__)
+
+
+class Places(NamedTuple):
+    """Where slices of a call travel: what they are read from, and where results go."""
+
+    source: int
+    output: int
+
+
+class _Array(NamedTuple):
+    """An array of the caller's, and what stands in for it if need be.
+
+    ``is_read`` and ``is_written`` say what the collective does to it.
+    """
+
+    address: int
+    purpose: Purpose
+    is_read: bool
+    is_written: bool
+
+
+class StandIns:
+    """The arrays of one rank's calls on one device.
+
+    Parameters
+    ----------
+    device : Device
+    memory : WiredMemory
+        Borrowed.
+    rank, nranks : int
+        For whose part is whose.
+    """
+
+    def __init__(self, device: Device, memory: WiredMemory, rank: int, nranks: int) -> None:
+        self._device = device
+        self._memory = memory
+        self._rank = rank
+        self._nranks = nranks
+        #: By the number of its allocation: whether NICs reach it.
+        self._reached: dict[int, bool] = {}
+
+    def are_ready(self, call: DeviceCall) -> bool:
+        """Whether `make_ready` has nothing to do."""
+        return not any(map(self._is_unknown, _arrays(call))) and all(
+            self._memory.has(purpose, nbytes_of(call.signature)) for purpose in self._areas(call)
+        )
+
+    def make_ready(self, call: DeviceCall) -> None:
+        """Find out which arrays NICs reach, and make what stands in for the others.
+
+        Raises
+        ------
+        TransportError
+            There is no memory for it.
+        """
+        nbytes = nbytes_of(call.signature)
+        for each in filter(self._is_unknown, _arrays(call)):
+            self._try(each.address, nbytes)
+        for purpose in self._areas(call):
+            self._memory.area(purpose, nbytes)
+
+    @contextlib.contextmanager
+    def lent(self, call: DeviceCall, offload: Offload) -> Iterator[Places]:
+        """Hold a call's places; what the collective reads is copied there, and its results back.
+
+        Those copies are given to `offload`: wait for them after entering, and after leaving.
+
+        Raises
+        ------
+        TransportError
+            The device or a NIC refused.
+        """
+        signature = call.signature
+        nbytes = nbytes_of(signature)
+        held: list[Registered] = []
+        try:
+            found = {
+                each.purpose: self._place(each, signature, held, offload) for each in _arrays(call)
+            }
+            if nbytes and signature.collective == Collective.ALLGATHER:
+                own = found[Purpose.OUTPUT] + self._rank * (nbytes // self._nranks)
+                if own != call.source:
+                    offload.copy(own, call.source, nbytes // self._nranks)
+            source = found.get(Purpose.INPUT, found.get(Purpose.OUTPUT, 0))
+            output = found.get(Purpose.OUTPUT, source)
+            if _sums_apart(call):
+                output = self._memory.area(Purpose.OUTPUT, nbytes)
+            yield Places(source, output)
+            self._store(call, found, output, offload)
+        finally:
+            for registered in held:
+                self._memory.release(registered)
+
+    def _store(
+        self, call: DeviceCall, found: dict[Purpose, int], output: int, offload: Offload
+    ) -> None:
+        """Copy results to where the caller wants them, unless they are there."""
+        nbytes = nbytes_of(call.signature)
+        if nbytes and call.signature.collective == Collective.REDUCE_SCATTER:
+            width = nbytes // self._nranks
+            offload.copy(call.output, output + self._rank * width, width)
+        for each in _arrays(call):
+            if each.is_written and found[each.purpose] != each.address:
+                offload.copy(each.address, found[each.purpose], nbytes)
+
+    def _place(
+        self, array: _Array, call: CallSignature, held: list[Registered], offload: Offload
+    ) -> int:
+        """Return where an array is for the NICs: itself, registered, or what stands in for it."""
+        nbytes = nbytes_of(call)
+        if self._is_wired(array, call):
+            try:
+                held.append(self._memory.register(array.address, nbytes))
+            except TransportError as exc:  # no room any more
+                self._give_up(array.address, exc)
+            else:
+                return array.address
+        place = self._memory.area(array.purpose, nbytes)
+        if array.is_read:
+            offload.copy(place, array.address, nbytes)
+        return place
+
+    def _is_wired(self, array: _Array, call: CallSignature) -> bool:
+        is_aligned = array.address % dtype_of(call.dtype).itemsize == 0
+        return is_aligned and self._reached.get(self._device.buffer_id(array.address), False)
+
+    def _areas(self, call: DeviceCall) -> list[Purpose]:
+        """List what stands in for something; arrays that are not known count as reached."""
+        found = [
+            each.purpose
+            for each in _arrays(call)
+            if not self._is_unknown(each) and not self._is_wired(each, call.signature)
+        ]
+        if _sums_apart(call):
+            found.append(Purpose.OUTPUT)
+        return found
+
+    def _is_unknown(self, array: _Array) -> bool:
+        return self._device.buffer_id(array.address) not in self._reached
+
+    def _try(self, address: int, nbytes: int) -> None:
+        if len(self._reached) >= _MOST_ALLOCATIONS:
+            self._reached.clear()
+        try:
+            self._memory.release(self._memory.register(address, nbytes))
+        except TransportError as exc:
+            self._give_up(address, exc)
+        else:
+            self._reached[self._device.buffer_id(address)] = True
+
+    def _give_up(self, address: int, why: TransportError) -> None:
+        """Have copies stand in for an allocation of the caller's from now on."""
+        _log.info("rank %d: an array on the GPU is copied for the NICs: %s", self._rank, why)
+        self._reached[self._device.buffer_id(address)] = False
+
+
+def nbytes_of(call: CallSignature) -> int:
+    """Return the size of a call's memory, in bytes."""
+    return call.count * dtype_of(call.dtype).itemsize
+
+
+def _arrays(call: DeviceCall) -> list[_Array]:
+    """List the caller's arrays that slices travel from or to; one that is both, once."""
+    kind = call.signature.collective
+    if not call.signature.count:
+        return []
+    if kind == Collective.ALLGATHER:
+        return [_Array(call.output, Purpose.OUTPUT, False, True)]
+    if _sums_apart(call):
+        return [_Array(call.source, Purpose.INPUT, True, False)]
+    if call.source == call.output:
+        return [_Array(call.source, Purpose.INPUT, True, True)]
+    return [
+        _Array(call.source, Purpose.INPUT, True, False),
+        _Array(call.output, Purpose.OUTPUT, False, True),
+    ]
+
+
+def _sums_apart(call: DeviceCall) -> bool:
+    """Whether partial sums go to memory of this library's own."""
+    return call.signature.collective == Collective.REDUCE_SCATTER or not call.output
+
+
+_MOST_ALLOCATIONS = 4096
+
+__all__ = ["Places", "StandIns", "nbytes_of"]
