@@ -25,7 +25,6 @@ from r2ccl.council import Known
 from r2ccl.detector import places_of
 from r2ccl.device.arrays import DeviceBuffer
 from r2ccl.device.base import Device
-from r2ccl.devicecalls import DeviceCalls
 from r2ccl.dumping import SignalDump, require_main_thread, write_line
 from r2ccl.engine import Engine
 from r2ccl.entry import Entry
@@ -37,7 +36,8 @@ from r2ccl.errors import (
     TransportTimeout,
 )
 from r2ccl.executor import LandingPool
-from r2ccl.hardware import Hardware
+from r2ccl.gpu.calls import DeviceCalls
+from r2ccl.gpu.hardware import Hardware
 from r2ccl.hostcalls import HostCalls
 from r2ccl.memory import RegisteredMemory
 from r2ccl.planner import Explanation
@@ -57,7 +57,7 @@ from r2ccl.types import Nic, ReduceOp
 from r2ccl.work import Work, Worker
 
 if TYPE_CHECKING:
-    from r2ccl.ways import Way
+    from r2ccl.gpu.ways import Way
 
 _log = logging.getLogger(__name__)
 
@@ -773,7 +773,7 @@ class Communicator:
         return self._plans.choose(nbytes, self._whole)
 
     def _find_ways(self, device: Device, kernels: Any) -> tuple[Way, ...]:
-        from r2ccl.ways import Ways  # with the kernels, which take 18 ms to import
+        from r2ccl.gpu.ways import Ways  # with the kernels, which take 18 ms to import
 
         homes, transport = self._engine.recovery.homes, self._engine.progress.transport
         ways = Ways(

@@ -14,7 +14,7 @@ from r2ccl.communicator import Communicator
 from r2ccl.config import DEBUG_LEVELS, Config
 from r2ccl.dumping import require_main_thread
 from r2ccl.errors import InvalidArgument
-from r2ccl.hardware import CudaHardware
+from r2ccl.gpu.hardware import CudaHardware
 from r2ccl.joining import Answer, Offer, Ready
 from r2ccl.recovery import Leaving, PortUp, Revoke, Spared
 from r2ccl.resilience.path import Announcement

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from ranks import TIMEOUT_S, Gathering, sizes_of, together
 
-from r2ccl.bounce import DeviceCall
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
-from r2ccl.direct import Direct
-from r2ccl.directjoin import open_direct
 from r2ccl.dtypes import CODES
 from r2ccl.engine import Engine
 from r2ccl.entry import Entry
 from r2ccl.errors import TransportError
+from r2ccl.gpu.bounce import DeviceCall
+from r2ccl.gpu.direct import Direct
+from r2ccl.gpu.directjoin import open_direct
 from r2ccl.plans import Plans
 from r2ccl.prediction import Fabric
 from r2ccl.resilience.health import Health

@@ -11,9 +11,9 @@ import pytest
 
 from r2ccl.device.driver import CudaDevice
 from r2ccl.dtypes import CODES
+from r2ccl.gpu.offload import Offload
 from r2ccl.kernels.cuda import Form, Launcher, Patience, Resident
 from r2ccl.kernels.cuda.ptx import NBLOCKS_OF_RESIDENT
-from r2ccl.offload import Offload
 from r2ccl.types import ReduceOp
 
 TIMEOUT_S = 30.0

@@ -16,11 +16,11 @@ from unittest import mock
 import msgspec
 import pytest
 
-from r2ccl.deviceoperands import DeviceOperands
 from r2ccl.executor import LaneRun
+from r2ccl.gpu.offload import Offload
+from r2ccl.gpu.operands import DeviceOperands
+from r2ccl.gpu.reducers import Launches, Posts
 from r2ccl.lowering import Step
-from r2ccl.offload import Offload
-from r2ccl.reducers import Launches, Posts
 from r2ccl.schedule.ir import Kind
 from r2ccl.testing.fakedevice import FakeDevice
 from r2ccl.testing.simulation import (

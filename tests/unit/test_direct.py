@@ -14,9 +14,9 @@ import pytest
 from engines import Group
 from ranks import KINDS, TIMEOUT_S, meant, together
 
-from r2ccl.bounce import DeviceCall
 from r2ccl.dtypes import CODES
 from r2ccl.errors import CommunicatorRevoked, TransportError, TransportTimeout
+from r2ccl.gpu.bounce import DeviceCall
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from r2ccl.errors import InvalidArgument, TransportError
-from r2ccl.noticeboard import NOTICE_NBYTES, RANK_NBYTES, NoticeBoard, SharedFile
+from r2ccl.gpu.noticeboard import NOTICE_NBYTES, RANK_NBYTES, NoticeBoard, SharedFile
 
 NLOCAL = 3
 

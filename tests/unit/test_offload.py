@@ -20,10 +20,10 @@ import pytest
 
 from r2ccl.dtypes import CODES
 from r2ccl.errors import InvalidArgument, TransportError, TransportTimeout
+from r2ccl.gpu.offload import Offload
+from r2ccl.gpu.reducers import Posts
+from r2ccl.gpu.settling import NFIRST, NROUNDS, NSLICES, slice_s
 from r2ccl.kernels.cuda import Form, resident
-from r2ccl.offload import Offload
-from r2ccl.reducers import Posts
-from r2ccl.settling import NFIRST, NROUNDS, NSLICES, slice_s
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu, Race, WrongOrder
 from r2ccl.testing.fakedevice.forms import FakeLauncher
 from r2ccl.testing.fakedevice.staying import FakeResident, Whims
@@ -282,7 +282,7 @@ def test_an_absent_kernel_is_told_of_once_and_not_tried_again(
 ) -> None:
     bench = Bench(0, Whims(absent_from=1))
     bench.stay(SUM, PROD)
-    with caplog.at_level(logging.INFO, "r2ccl.offload"):
+    with caplog.at_level(logging.INFO, "r2ccl.gpu.offload"):
         for _ in range(10):
             bench.reduce(SUM, 0, 1, 0)
         assert bench.offload.drain(TIMEOUT_S)

@@ -11,14 +11,14 @@ import pytest
 from hostgroup import HostGroup
 from ranks import TIMEOUT_S, Gathering, PlainKernels, data_of, get, put, together
 
-from r2ccl.bounce import Bounce, DeviceCall
 from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
 from r2ccl.errors import CommunicatorRevoked, PeerLost
-from r2ccl.nodejoin import join
-from r2ccl.noticeboard import NoticeBoard
+from r2ccl.gpu.bounce import Bounce, DeviceCall
+from r2ccl.gpu.nodejoin import join
+from r2ccl.gpu.noticeboard import NoticeBoard
+from r2ccl.gpu.tiers import TieredCalls
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
-from r2ccl.tiers import TieredCalls
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 INT64 = CODES[np.dtype(np.int64)]

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import KINDS
 
+from r2ccl.gpu.windows import grid_of, windows
 from r2ccl.types import CallSignature, Collective, ReduceOp
-from r2ccl.windows import grid_of, windows
 
 _BY_RANK = (Collective.ALLGATHER, Collective.REDUCE_SCATTER)
 

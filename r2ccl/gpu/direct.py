@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 A call goes the way of one on host memory: the same plan, lanes, links and repairs. What differs is
 that its spaces are device memory which every NIC has registered, and that slices are reduced by
-kernels (`r2ccl.offload`). All the device is given at the call is to wait, on a stream of this
+kernels (`r2ccl.gpu.offload`). All the device is given at the call is to wait, on a stream of this
 room's own, for the gate: a word in pinned memory that counts calls. The host, in the communicator's
 worker, waits for what the caller's stream was given before, runs the collective to the end of its
 last kernel, and lets the gate go on. A call that fails opens the gate too: what is there then is
@@ -18,7 +18,8 @@ polled, and the gate opens once that work is known to be done.
 anything that waits, because that may wait for the device. What only the plan knows (scratch of some
 schedules, more landing places than there ever were) is allocated in the worker instead.
 
-*Groups.* A call may be one of some ranks only, entered by what `begin` is given; see `r2ccl.tiers`.
+*Groups.* A call may be one of some ranks only, entered by what `begin` is given; see
+`r2ccl.gpu.tiers`.
 
 *Small calls* are for another way: `Direct.takes`.
 
@@ -34,22 +35,22 @@ from collections.abc import Sequence
 
 import msgspec
 
-from r2ccl.bounce import DeviceCall
 from r2ccl.clock import Clock
 from r2ccl.config import Config
-from r2ccl.detours import Detours
 from r2ccl.device.base import Device, Event, Stream
-from r2ccl.deviceoperands import DeviceOperands, forms_of
 from r2ccl.engine import Engine
 from r2ccl.entry import Enter
 from r2ccl.errors import TransportError, TransportTimeout
 from r2ccl.executor import LandingPool, LaneRun
-from r2ccl.gate import LINE_NBYTES, Gated
+from r2ccl.gpu.bounce import DeviceCall
+from r2ccl.gpu.detours import Detours
+from r2ccl.gpu.gate import LINE_NBYTES, Gated
+from r2ccl.gpu.offload import Kernels, Offload
+from r2ccl.gpu.operands import DeviceOperands, forms_of
+from r2ccl.gpu.standins import StandIns, nbytes_of
+from r2ccl.gpu.wired import Purpose, WiredMemory
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.lowering import Layout, cleared
-from r2ccl.offload import Kernels, Offload
-from r2ccl.standins import StandIns, nbytes_of
-from r2ccl.wired import Purpose, WiredMemory
 
 
 class DirectJob(msgspec.Struct, eq=False):
@@ -68,7 +69,7 @@ class DirectJob(msgspec.Struct, eq=False):
 
 
 class Direct(Gated):
-    """Collectives of one rank on the memory of one device; a `r2ccl.devicecalls.Way`.
+    """Collectives of one rank on the memory of one device; a `r2ccl.gpu.calls.Way`.
 
     Parameters
     ----------

@@ -1,10 +1,10 @@
 """Offload: slices in device memory, reduced, divided and copied by a GPU beside the data loop.
 
-`Offload` is where that work is given (by `r2ccl.deviceoperands`); it is numbered in the order it is
+`Offload` is where that work is given (by `r2ccl.gpu.operands`); it is numbered in the order it is
 given.
 
 *Two ways.* Work is launched on a stream. Reductions of a form for which `Offload.settle_on` found
-that to be faster are posted to a kernel that stays on the device (`r2ccl.reducers`).
+that to be faster are posted to a kernel that stays on the device (`r2ccl.gpu.reducers`).
 
 *Order.* Either does what it is given one after another, so a kernel needs no host to wait for those
 before it, in whatever lane. Between the two the host waits: work goes to another reducer than what
@@ -42,9 +42,9 @@ from collections.abc import Iterator, Sequence
 from r2ccl.clock import Clock, monotonic
 from r2ccl.device.base import Device
 from r2ccl.errors import InvalidArgument, TransportError, TransportTimeout
+from r2ccl.gpu.reducers import Copy, Kernels, Launches, Mark, Posts, Reducer, Reduction, Work
+from r2ccl.gpu.settling import is_second_faster
 from r2ccl.kernels.cuda.form import Form
-from r2ccl.reducers import Copy, Kernels, Launches, Mark, Posts, Reducer, Reduction, Work
-from r2ccl.settling import is_second_faster
 
 _log = logging.getLogger(__name__)
 
@@ -169,8 +169,8 @@ class Offload:
         nbytes : int
             Of a slice.
         setting : str
-            "auto": what is faster here (`r2ccl.settling`); launches if neither is, or if there can
-            be no resident kernel. "1": a resident kernel, unmeasured. "0": launches.
+            "auto": what is faster here (`r2ccl.gpu.settling`); launches if neither is, or if there
+            can be no resident kernel. "1": a resident kernel, unmeasured. "0": launches.
         timeout_s : float
             How long the device is waited for, each time.
 

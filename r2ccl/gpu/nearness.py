@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.gathering import Gather
+from r2ccl.gpu.gathering import Gather
 from r2ccl.topology.affinity import Affinity
 from r2ccl.topology.distance import Distance
 from r2ccl.topology.machine import Machine, PciDevice, merge, parse_bus_id

@@ -1,6 +1,6 @@
 """Detours: through the memory of other GPUs to the NICs beside them, once a near NIC is lost.
 
-What `r2ccl.nearness` found to be the better way to a rail is opened when the near rails are not
+What `r2ccl.gpu.nearness` found to be the better way to a rail is opened when the near rails are not
 whole any more, here or at a rank that this one meets there: the other GPU, if this process sees it,
 slots in its memory, and the use of them on that rail (`r2ccl.transport.relayed`). Until then, and
 wherever that cannot be, slices go to the NIC directly, which is right, if slower.
@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
-from r2ccl.nearness import Detour
+from r2ccl.gpu.nearness import Detour
+from r2ccl.gpu.wired import Own, Register
 from r2ccl.resilience.health import WHOLE, Health
 from r2ccl.transport.base import Registered
 from r2ccl.transport.relay import Relay
 from r2ccl.transport.relayed import RelayedTransport
-from r2ccl.wired import Own, Register
 
 _log = logging.getLogger(__name__)
 

@@ -2,10 +2,10 @@
 
 `Launches` is a stream, `Posts` the mailbox of a resident kernel: both are a `Reducer`. What one of
 them is given it does in that order; nothing orders what two are given but a host that waits, which
-is the business of `r2ccl.offload`.
+is the business of `r2ccl.gpu.offload`.
 
 *What NICs wrote* a resident kernel reads without a launch in between: as on any GPU that does not
-reorder remote writes, or after `Device.flush_remote_writes`, which `r2ccl.offload` calls.
+reorder remote writes, or after `Device.flush_remote_writes`, which `r2ccl.gpu.offload` calls.
 
 Must not import links or transports, nor wait for the device but in `wait` and `close`. Invariant:
 work counts as done only once the device said so: by an event, or in the mailbox.

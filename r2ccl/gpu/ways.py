@@ -1,9 +1,9 @@
 """Ways: how collectives on device memory can be carried out here, found out by all ranks together.
 
 From the best to the one that always works: kernels on the memory of all GPUs of a node
-(`r2ccl.nodecalls`), and the rails between several such nodes (`r2ccl.tiers`); slices from and to
-memory that NICs reach (`r2ccl.direct`); windows through pinned host memory (`r2ccl.bounce`).
-Nothing is believed of a machine, all is tried. Must not import links.
+(`r2ccl.gpu.nodecalls`), and the rails between several such nodes (`r2ccl.gpu.tiers`); slices from
+and to memory that NICs reach (`r2ccl.gpu.direct`); windows through pinned host memory
+(`r2ccl.gpu.bounce`). Nothing is believed of a machine, all is tried. Must not import links.
 
 Invariant: all ranks have the same ways, in the same order.
 """
@@ -15,24 +15,24 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from r2ccl import nodecalls, offload
-from r2ccl.bounce import Bounce, DeviceCall, HostRun
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
-from r2ccl.detours import Detours
 from r2ccl.device.base import Device, Event, Stream
-from r2ccl.direct import Direct
-from r2ccl.directjoin import open_direct
 from r2ccl.engine import Engine
 from r2ccl.entry import Enter, Entry
 from r2ccl.errors import TransportError
-from r2ccl.gathering import Gather
-from r2ccl.hardware import Hardware
-from r2ccl.nearness import Detour, Nearness, common_homes, explore
-from r2ccl.nodecalls import MOST_RANKS, NodeCalls
-from r2ccl.nodejoin import join
-from r2ccl.noticeboard import NoticeBoard
-from r2ccl.tiers import Rails, TieredCalls
+from r2ccl.gpu import nodecalls, offload
+from r2ccl.gpu.bounce import Bounce, DeviceCall, HostRun
+from r2ccl.gpu.detours import Detours
+from r2ccl.gpu.direct import Direct
+from r2ccl.gpu.directjoin import open_direct
+from r2ccl.gpu.gathering import Gather
+from r2ccl.gpu.hardware import Hardware
+from r2ccl.gpu.nearness import Detour, Nearness, common_homes, explore
+from r2ccl.gpu.nodecalls import MOST_RANKS, NodeCalls
+from r2ccl.gpu.nodejoin import join
+from r2ccl.gpu.noticeboard import NoticeBoard
+from r2ccl.gpu.tiers import Rails, TieredCalls
 from r2ccl.transport.relayed import RelayedTransport
 
 _log = logging.getLogger(__name__)

@@ -2,9 +2,9 @@
 
 Theory of operation
 -------------------
-A call is cut into windows (`r2ccl.windows`). All the device has to do for all of them is given to
-one stream at the call: copy window 0 and 1 out, into two slots of pinned memory; wait for window 0
-to come back; copy it in; copy window 2 out into its slot; and so on. *Coming back* is a word in
+A call is cut into windows (`r2ccl.gpu.windows`). All the device has to do for all of them is given
+to one stream at the call: copy window 0 and 1 out, into two slots of pinned memory; wait for window
+0 to come back; copy it in; copy window 2 out into its slot; and so on. *Coming back* is a word in
 pinned memory, the gate, which counts windows: the host, in the communicator's worker, waits for a
 window's copy, runs the collective on the slot, and lets the gate go on. So the copies of one window
 overlap the collective of another, the caller's thread never waits, and everything on the device is
@@ -30,10 +30,10 @@ from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import TransportTimeout
-from r2ccl.gate import Gated
+from r2ccl.gpu.gate import Gated
+from r2ccl.gpu.windows import Grid, Window, grid_of, windows
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, Collective
-from r2ccl.windows import Grid, Window, grid_of, windows
 
 Array = npt.NDArray[Any]
 #: Enters a collective, by an allreduce of the caller's own if there is one; returns its plan.

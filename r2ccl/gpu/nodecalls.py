@@ -38,13 +38,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.bounce import DeviceCall
 from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportTimeout
-from r2ccl.gate import WORD, Gated
-from r2ccl.noticeboard import NoticeBoard
+from r2ccl.gpu.bounce import DeviceCall
+from r2ccl.gpu.gate import WORD, Gated
+from r2ccl.gpu.noticeboard import NoticeBoard
 from r2ccl.progress import describe
 from r2ccl.types import CallSignature, Collective
 
