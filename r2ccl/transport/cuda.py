@@ -14,9 +14,6 @@ from typing import Protocol
 
 from r2ccl.device.bindings import Cuda
 
-#: CU_MEMHOSTALLOC_PORTABLE (cuda.h): pinned for every context, not only the current one.
-_PORTABLE = 1
-
 
 class CudaDriver(Protocol):
     """What is asked of the CUDA driver; a failed call raises `TransportError` with its status."""
@@ -55,14 +52,6 @@ class CudaDriver(Protocol):
 
     def export_dmabuf(self, address: int, nbytes: int) -> int:
         """Return a new dma-buf descriptor of a page-aligned range."""
-        ...
-
-    def allocate_pinned(self, nbytes: int) -> int:
-        """Allocate pinned host memory; return its address."""
-        ...
-
-    def free_pinned(self, address: int) -> None:
-        """Free what `allocate_pinned` returned."""
         ...
 
 
@@ -133,14 +122,6 @@ class BindingsDriver:
         """See `CudaDriver`."""
         kind = self._cuda.api.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
         return int(self._call("cuMemGetHandleForAddressRange", address, nbytes, kind, 0))
-
-    def allocate_pinned(self, nbytes: int) -> int:
-        """See `CudaDriver`."""
-        return int(self._call("cuMemHostAlloc", nbytes, _PORTABLE))
-
-    def free_pinned(self, address: int) -> None:
-        """See `CudaDriver`."""
-        self._call("cuMemFreeHost", address)
 
 
 __all__ = ["BindingsDriver", "CudaDriver"]

@@ -8,7 +8,7 @@ to change its rail without changing its place:
 =========  =====================================================================================
 dmabuf     the allocation is exported as a dma-buf, whose descriptor every NIC registers
 peermem    the device pointer is registered like host memory; the module nvidia_peermem resolves it
-staging    slices are copied through pinned host memory (`r2ccl.transport.placement`)
+staging    windows pass through pinned host memory instead (`r2ccl.gpu.bounce`)
 =========  =====================================================================================
 
 `Route` says which was taken and why those before it were not.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import sys
@@ -14,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from r2ccl.errors import InternalError, InvalidArgument, TransportError
+from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.transport.cuda import BindingsDriver
 from r2ccl.transport.dmabuf import DeviceMemory, DeviceRegion, PdRegistrar, Route
-from r2ccl.transport.placement import DevicePlacer, Placement
 from r2ccl.transport.registration import Registration, RegistrationCache
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -27,8 +25,6 @@ NBYTES = 3 * PAGE
 POINTER = BASE + 1536
 LIMIT = 1 << 30
 ACCESS = 3
-#: Where pinned host memory is allocated.
-PINNED = 1 << 40
 
 
 class VerbsError(Exception):
@@ -57,7 +53,7 @@ class FakeVerbs:
                 access: int,
                 address: int,
             ) -> None:
-                region.kind = "mr" if address == PINNED else "pointer"
+                region.kind = "pointer"
                 region.span = (address, length)
                 self._made(region, pd, access)
 
@@ -101,7 +97,6 @@ class FakeDriver:
         self.no_attributes: set[str] = set()
         self.attributes: set[str] = set()
         self.failures: dict[str, str] = {}
-        self.pinned: dict[int, int] = {}
         self.depth = 0
 
     def _called(self, name: str, *, needs_context: bool = True) -> None:
@@ -111,8 +106,7 @@ class FakeDriver:
             raise TransportError(f"{name} failed", status=self.failures[name])
 
     def _find(self, address: int) -> tuple[int, int, int]:
-        pinned = {base: (nbytes, 0) for base, nbytes in self.pinned.items()}
-        for base, (nbytes, number) in (self.allocations | pinned).items():
+        for base, (nbytes, number) in self.allocations.items():
             if base <= address < base + nbytes:
                 return base, nbytes, number
         raise TransportError("no such memory", status="CUDA_ERROR_INVALID_VALUE")
@@ -163,15 +157,6 @@ class FakeDriver:
         self.fds.append(os.open(os.devnull, os.O_RDONLY))
         return self.fds[-1]
 
-    def allocate_pinned(self, nbytes: int) -> int:
-        self._called("allocate_pinned")
-        self.pinned[PINNED] = nbytes
-        return PINNED
-
-    def free_pinned(self, address: int) -> None:
-        self._called("free_pinned")
-        del self.pinned[address]
-
 
 class Bench:
     """Two NICs, a GPU, and the log of what was asked of them, in order."""
@@ -183,19 +168,12 @@ class Bench:
         self.nics = [PdRegistrar("mlx5_0", "pd0", ACCESS), PdRegistrar("mlx5_1", "pd1", ACCESS)]
         self.memory = DeviceMemory(self.driver)
         self.cache = RegistrationCache(self.nics, LIMIT, memory=self.memory)
-        self.host = RegistrationCache(self.nics, LIMIT)
-        self.placer = DevicePlacer(
-            self.nics, LIMIT, driver=self.driver, host=self.host, staging_nbytes=1 << 20
-        )
 
     def refuse(self, kind: str, number: int) -> None:
         self.verbs.refusals[kind, "pd1"] = number
 
     def register(self) -> Registration:
         return self.cache.register(POINTER, 100, None)
-
-    def place(self) -> Placement:
-        return self.placer.place(POINTER, 100)
 
     def is_open(self, fd: int) -> bool:
         try:
@@ -412,39 +390,31 @@ OBSTACLES = [
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
-def test_where_no_nic_reaches_slices_are_staged(
-    bench: Bench, obstacle: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_no_way_is_left_all_reasons_are_told(bench: Bench, obstacle: Any) -> None:
     reasons = obstacle(bench)
 
-    with caplog.at_level(logging.INFO, "r2ccl"):
-        placement = bench.place()
-        again = bench.place()
+    with pytest.raises(TransportError) as caught:
+        bench.register()
 
-    assert placement.route.method == "staging"
-    (said,) = placement.route.reasons
+    assert caught.value.status == "NO_DIRECT_WAY"
     for reason in reasons:
-        assert re.search(reason, said), said
-    # Staged in one pinned area that every NIC reaches.
-    assert bench.driver.pinned == {placement.address: placement.nbytes}
-    assert [each.span for each in bench.verbs.open] == [(placement.address, 1 << 20)] * 2
-    assert again == placement
-    assert [(each.levelno, each.message) for each in caplog.records] == [
-        (logging.WARNING, f"device memory is reached by {placement.route}")
-    ]
+        assert re.search(reason, str(caught.value)), str(caught.value)
+    assert not bench.verbs.open
+    assert not any(map(bench.is_open, bench.driver.fds))
 
 
 def test_a_refusal_is_remembered_for_as_long_as_the_allocation(bench: Bench) -> None:
     refuse_both(bench)
-    bench.place()
-    bench.log.clear()
-    bench.place()
+    for _ in range(2):
+        bench.log.clear()
+        with pytest.raises(TransportError):
+            bench.register()
     assert "is_dmabuf_supported" not in bench.log
 
     bench.driver.allocations = {BASE: (NBYTES, 42)}
     bench.driver.no_attributes.clear()
 
-    assert bench.place().route == Route("dmabuf")
+    assert route_of(bench.register()) == Route("dmabuf")
 
 
 # Room
@@ -473,101 +443,28 @@ def test_without_room_idle_registrations_go_and_dmabuf_is_tried_again(
     assert not idle.is_open
 
 
-def test_without_room_and_nothing_idle_slices_are_staged_for_now(bench: Bench) -> None:
+def test_without_room_and_nothing_idle_it_is_an_error_for_now(bench: Bench) -> None:
     bench.refuse("dmabuf", errno.ENOMEM)
 
-    placement = bench.place()
+    with pytest.raises(TransportError, match="mlx5_1 cannot register") as caught:
+        bench.register()
 
-    assert placement.route.method == "staging"
-    assert "mlx5_1 cannot register" in str(placement.route)
-    assert "mr pd0" in bench.log  # the staging area alone
-    assert [each.span[0] for each in bench.verbs.open] == [placement.address] * 2
+    assert caught.value.status == "ENOMEM"
+    assert not bench.verbs.open
     bench.verbs.refusals.clear()
-    assert bench.place().route.method == "dmabuf"
+    assert route_of(bench.register()) == Route("dmabuf")
 
 
-def test_the_cap_on_device_memory_leads_to_staging(bench: Bench) -> None:
-    placer = DevicePlacer(
-        bench.nics, NBYTES - 1, driver=bench.driver, host=bench.host, staging_nbytes=4096
-    )
+def test_the_cap_holds_for_device_memory_too(bench: Bench) -> None:
+    cache = RegistrationCache(bench.nics, NBYTES - 1, memory=bench.memory)
 
-    placement = placer.place(POINTER, 100)
-
-    assert placement.route.method == "staging"
-    assert "R2CC_REGISTRATION_LIMIT_NBYTES" in str(placement.route)
-
-
-# Placements
-
-
-def test_a_placement_in_device_memory_shares_one_registration(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "r2ccl"):
-        placement, again = bench.place(), bench.place()
-
-    assert again == placement
-    assert (placement.address, placement.nbytes) == (POINTER, 100)
-    assert [each.message for each in caplog.records] == ["device memory is reached by dmabuf"]
-    placement.registration.close()
-    again.registration.close()
-    with pytest.raises(InternalError):
-        again.registration.close()
+    with pytest.raises(TransportError, match="R2CC_REGISTRATION_LIMIT_NBYTES"):
+        cache.register(POINTER, 100, None)
 
 
 def test_memory_across_two_allocations_is_the_callers_fault(bench: Bench) -> None:
     with pytest.raises(InvalidArgument, match="reach beyond their allocation"):
-        bench.placer.place(POINTER, NBYTES)
-
-
-def test_closing_frees_the_staging_area_after_the_nics_have_let_go(bench: Bench) -> None:
-    refuse_capability(bench)
-    bench.place().registration.close()
-
-    bench.placer.close()
-
-    assert not bench.verbs.open
-    assert not bench.driver.pinned
-
-
-def test_closing_without_a_staging_area(bench: Bench) -> None:
-    bench.place()
-
-    bench.placer.close()
-
-    assert not bench.verbs.open
-
-
-def test_a_staging_area_in_use_is_not_freed(bench: Bench) -> None:
-    refuse_capability(bench)
-    bench.place()
-
-    with pytest.raises(InternalError, match="in use"):
-        bench.placer.close()
-
-    assert bench.driver.pinned
-
-
-def test_a_staging_area_no_nic_takes_is_freed(bench: Bench) -> None:
-    refuse_capability(bench)
-    bench.refuse("mr", errno.EPERM)
-
-    with pytest.raises(TransportError, match="mlx5_1 cannot register"):
-        bench.place()
-
-    assert not bench.driver.pinned
-
-
-def test_the_number_of_answers_that_are_logged_is_bounded(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
-    bench.refuse("dmabuf", errno.EINVAL)
-    with caplog.at_level(logging.INFO, "r2ccl"):
-        for i in range(1, 41):  # the reason names a size, each time another
-            bench.driver.allocations = {BASE: (i * PAGE, i)}
-            bench.place()
-
-    assert len(caplog.records) == 32
+        bench.cache.register(POINTER, NBYTES, None)
 
 
 # The driver behind the protocol
@@ -677,8 +574,6 @@ def test_a_context_that_cannot_be_pushed_is_released(api: Api) -> None:
         ("export_dmabuf", (PAGE, PAGE),
          ("cuMemGetHandleForAddressRange", PAGE, PAGE, "CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD", 0),
          12, 12),
-        ("allocate_pinned", (64,), ("cuMemHostAlloc", 64, 1), 4096, 4096),
-        ("free_pinned", (4096,), ("cuMemFreeHost", 4096), None, None),
     ],
 )  # fmt: skip
 def test_each_question_is_one_call_of_the_driver(
