@@ -250,8 +250,8 @@ class Engine:
             self.check()
             self._peers = peers
             progress = self.progress
-            runs = make()
             try:
+                runs = make()
                 consumers = {at: run for run in runs for at in run.channels}
                 progress.begin(signature, consumers, computer)
                 self.runs = runs
@@ -262,6 +262,9 @@ class Engine:
                     run.advance()
                 progress.advance()
                 self._wait(lambda: not any(run.remaining for run in runs), self._call)
+            except BaseException as exc:
+                self._give_up(exc)
+                raise
             finally:
                 self.runs = ()
                 progress.finish()
@@ -346,12 +349,8 @@ class Engine:
                     time.sleep(_GIVE_WAY_S)
                 else:
                     self._sleep(min(_TICK_S, deadline - now))
-        except R2cclError as exc:
-            self._has_raised = True
-            self._fail(exc)
-            raise
         except BaseException as exc:
-            self._fail(CommunicatorRevoked(f"rank {progress.rank}: interrupted by {exc!r}"))
+            self._give_up(exc)
             raise
         finally:
             self._waiting = None
@@ -386,14 +385,21 @@ class Engine:
         error.__cause__ = cause
         return error
 
+    def _give_up(self, exc: BaseException) -> None:
+        """End the communicator, if it has not ended, because a call ends with `exc`."""
+        if isinstance(exc, R2cclError):
+            self._has_raised = True
+            self._fail(exc)
+        else:
+            self._fail(CommunicatorRevoked(f"rank {self.progress.rank}: interrupted by {exc!r}"))
+
     def _fail(self, exc: R2cclError) -> None:
-        """End the communicator because of an error found here."""
+        """End the communicator, if it has not ended, because of an error found here."""
+        if self.recovery.error is not None:
+            return
         if isinstance(exc, InternalError):
             _log.error("rank %d: %s", self.progress.rank, exc, exc_info=exc)
-        if self.recovery.error is None:
-            self.recovery.revoke(
-                Revoke(type(exc).__name__, str(exc), self.progress.rank), error=exc
-            )
+        self.recovery.revoke(Revoke(type(exc).__name__, str(exc), self.progress.rank), error=exc)
 
     # What is waited for; called in any thread
 

@@ -158,7 +158,11 @@ class Plans:
         self._turns = _Turns(-1, 1, 0)
 
     def __call__(
-        self, call: CallSignature, health: Health, op: int = 0, own: Schedule | None = None
+        self,
+        call: CallSignature,
+        health: Health,
+        op: int | None = None,
+        own: Schedule | None = None,
     ) -> Plan:
         """Return the plan of `call` while the rails are as `health` says.
 
@@ -166,8 +170,9 @@ class Plans:
         ----------
         call : CallSignature
         health : Health
-        op : int
-            Number of the collective: now and then it is one that measures the rails.
+        op : int, optional
+            Number of the collective: now and then it is one that measures the rails. Default: it is
+            none of those.
         own : Schedule, optional
             The user's, to run instead of what the planner would choose.
 
@@ -180,7 +185,7 @@ class Plans:
         """
         if health.version != self._turns.version:
             self._turns = self._turns_of(health)
-        is_gauge = op % self._turns.of < self._turns.gauges
+        is_gauge = op is not None and op % self._turns.of < self._turns.gauges
         key = (health.version, call, is_gauge, own)
         found = self._plans.get(key)
         if found is None:

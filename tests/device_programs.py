@@ -158,6 +158,23 @@ def unseen_failure() -> str:
     return str(caught.value)
 
 
+def asked_after_close() -> list[str]:
+    """A handle is asked once its communicator is closed, and with it the GPU; what was wrong."""
+    card, wrong = Card(int(os.environ["RANK"])), []
+    with r2ccl.init(bounce_nbytes=WINDOWS) as comm:
+        x, at = card.array(values_of(comm.rank, 1000))
+        work = comm.allreduce(x, stream=card.stream, async_op=True)
+        total = np.sum([values_of(rank, 1000) for rank in range(comm.nranks)], axis=0)
+        work.order()
+        if not np.array_equal(card.get(at, 1000), total):
+            wrong.append("the result")
+    if not work.is_done():
+        wrong.append("close() left a call")
+    if work.wait(0.0) is not x or work.order() is not x:
+        wrong.append("wait() gives the array")
+    return wrong
+
+
 def broken_card() -> str:
     """Rank 1's GPU cannot be opened: all ranks are told, and none waits for it."""
     mine = Card(7).hardware

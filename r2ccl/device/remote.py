@@ -39,7 +39,6 @@ class RemoteWrites:
     device : CUdevice
     name : str
         The GPU, for messages.
-
     """
 
     def __init__(self, cuda: Cuda, device: Any, name: str) -> None:

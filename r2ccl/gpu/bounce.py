@@ -145,8 +145,8 @@ class Bounce(Gated):
         Returns
         -------
         Job
-            For `finish`, which must follow, in the order of `begin`. Its ``error`` says what could
-            not be given.
+            For `finish` or `abandon`, one of which must follow, in the order of `begin`. Its
+            ``error`` says what could not be given.
         Event
             Done when the result is there. To be given back with `recycle`.
         """

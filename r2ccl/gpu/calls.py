@@ -10,6 +10,7 @@ device is done with them, whatever the caller does with its own references.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from r2ccl.device.arrays import DeviceBuffer, streams_of
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.device.streams import stream_of
-from r2ccl.errors import InvalidArgument
+from r2ccl.errors import InvalidArgument, TransportError, TransportTimeout
 from r2ccl.gpu.bounce import DeviceCall
 from r2ccl.gpu.gate import HostPart
 from r2ccl.requests import Request
@@ -33,35 +34,6 @@ OpenDevice: TypeAlias = "Callable[[int], tuple[Device, Kernels]]"
 FindWays: TypeAlias = "Callable[[Device, Kernels], Sequence[Way]]"
 
 
-class Outcome:
-    """What a call does to device memory; `r2ccl.work.Effects`."""
-
-    def __init__(
-        self, device: Device, job: HostPart, done: Event, stream: Stream, way: Way
-    ) -> None:
-        self._device = device
-        self._job = job
-        self._way = way
-        self._done = done
-        self._stream = stream
-        weakref.finalize(self, way.recycle, done)
-
-    def is_done(self) -> bool:
-        """See `Effects`."""
-        return self._device.is_done(self._done)
-
-    def synchronize(self, timeout_s: float) -> bool:
-        """See `Effects`."""
-        is_over = self._device.synchronize(self._done, timeout_s)
-        if is_over:
-            self._way.examine(self._job)
-        return is_over
-
-    def order(self, stream: Any) -> None:
-        """See `Effects`; by default it is the stream that was current at the call."""
-        self._device.wait(stream_of(stream, self._stream), self._done)
-
-
 class _Loan(NamedTuple):
     """Arrays that the device works on until `done`."""
 
@@ -71,11 +43,45 @@ class _Loan(NamedTuple):
 
 
 class _Card(NamedTuple):
-    """The GPU in use, the ways its calls can take, and the arrays it still works on."""
+    """The GPU in use, the ways its calls can take, and the arrays it still works on.
+
+    ``is_closed`` is set before the device is closed, which is done with all calls then.
+    """
 
     device: Device
     ways: Sequence[Way]
     borrowed: deque[_Loan]
+    is_closed: threading.Event
+
+
+class Outcome:
+    """What a call does to device memory, also once the GPU is closed; `r2ccl.work.Effects`."""
+
+    def __init__(self, card: _Card, job: HostPart, stream: Stream, way: Way) -> None:
+        self._card = card
+        self._job = job
+        self._way = way
+        self._done = way.mark()
+        self._stream = stream
+        weakref.finalize(self, way.recycle, self._done)
+
+    def is_done(self) -> bool:
+        """See `Effects`."""
+        return self._card.is_closed.is_set() or self._card.device.is_done(self._done)
+
+    def synchronize(self, timeout_s: float) -> bool:
+        """See `Effects`."""
+        card = self._card
+        is_over = card.is_closed.is_set() or card.device.synchronize(self._done, timeout_s)
+        if is_over:
+            self._way.examine(self._job)
+        return is_over
+
+    def order(self, stream: Any) -> None:
+        """See `Effects`; by default it is the stream that was current at the call."""
+        later = stream_of(stream, self._stream)
+        if not self._card.is_closed.is_set():
+            self._card.device.wait(later, self._done)
 
 
 class DeviceCalls:
@@ -147,14 +153,13 @@ class DeviceCalls:
         for other in others:
             self._order(card.device, given, other, way)
         task, job, done = self._begin(way, call, given)
-        if not is_async:
-            for each in (given, *others):
-                card.device.wait(each, done)
         card.borrowed.append(_Loan(done, request, way))
-        if not is_async:
-            return request.result
-        outcome = Outcome(card.device, job, way.mark(), given, way)
-        return Work(task, request.result, self._timeout_s, outcome)
+        if is_async:
+            outcome = Outcome(card, job, given, way)
+            return Work(task, request.result, self._timeout_s, outcome)
+        for each in (given, *others):
+            card.device.wait(each, done)
+        return request.result
 
     def close(self, timeout_s: float) -> None:
         """Wait for the device and free everything; the worker has nothing left to do.
@@ -162,15 +167,26 @@ class DeviceCalls:
         Raises
         ------
         TransportTimeout
-            The device still works.
+            The device still works: what it works on, and what is closed after that, is kept.
+        TransportError
+            Something could not be freed; all else was.
         """
         card, self._card = self._card, None
         if card is None:
             return
+        failures: list[TransportError] = []
         for way in card.ways:
-            way.close(timeout_s)
+            try:
+                way.close(timeout_s)
+            except TransportTimeout:
+                raise
+            except TransportError as exc:
+                failures.append(exc)
         card.borrowed.clear()
+        card.is_closed.set()
         card.device.close()
+        if failures:
+            raise failures[0]
 
     def _begin(self, way: Way, call: DeviceCall, stream: Stream) -> tuple[Task, HostPart, Event]:
         """Give the device its part, and the worker the host's."""
@@ -205,7 +221,7 @@ class DeviceCalls:
     def _make(self, ordinal: int) -> _Card:
         device, kernels = self._open_device(ordinal)
         try:
-            return _Card(device, self._find_ways(device, kernels), deque())
+            return _Card(device, self._find_ways(device, kernels), deque(), threading.Event())
         except BaseException:
             device.close()
             raise

@@ -11,8 +11,9 @@ waits for the host, for opening it may wait for the device; each is tried once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from r2ccl.device.base import Device
@@ -29,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 class _Opened(NamedTuple):
     rail: int
+    via: str
     relay: Relay
     peer: Device
     address: int
@@ -97,16 +99,15 @@ class Detours:
 
     @property
     def are_due(self) -> bool:
-        """Whether `open` may have something to do."""
-        return bool(self._wanted) and self._health().version != self._seen
+        """Whether `open` has something to do."""
+        health = self._health()
+        return bool(self._wanted) and health.version != self._seen and bool(self._needed(health))
 
     def open(self) -> None:
         """Open what is needed with the rails as they are, as far as it can be."""
         health = self._health()
         self._seen = health.version
-        if all(health.share(*port) == WHOLE for port in self._meets):
-            return
-        for rail in [each for each in self._wanted if health.share(self._rank, each)]:
+        for rail in self._needed(health):
             via = self._wanted.pop(rail)
             try:
                 why = self._open(rail, via)
@@ -117,29 +118,82 @@ class Detours:
                 "do not go through" if why else "go through", via, f": {why}" if why else "",
             )  # fmt: skip
 
-    def close(self, timeout_s: float) -> None:
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no copy is under way, at most `timeout_s`; whether none is.
+
+        After a call that failed, with which the communicator ends: none is begun any more.
+        """
+
+        # Until the transport is closed it looks at copies too: not while they are waited for.
+        def wait() -> bool:
+            are_over = True
+            for each in self._opened:
+                are_over &= each.relay.drain(timeout_s if are_over else 0.0)
+            return are_over
+
+        return bool(self._own(wait))
+
+    def close(self, timeout_s: float) -> bool:
         """End all detours, and free their memory where nothing works on it any more.
 
-        No slice is under way.
+        No slice is under way. Where copies are not over after `timeout_s` the other GPU's memory is
+        kept; one that fails keeps nothing else from being freed. Either is logged.
 
-        Raises
-        ------
-        TransportError
-            A device failed.
+        Returns
+        -------
+        bool
+            Whether nothing works on memory of this rank's GPU any more.
         """
-        for rail, relay, peer, address, registered in self._opened:
-            self._use(rail, None)
-            # What hangs is kept: other rooms say so of this rank's own GPU.
-            if relay.drain(timeout_s):
-                relay.collect()
-                relay.close()
-                self._own(registered.close)
-                peer.free(address)
+        hanging: set[str] = set()
+        for each in self._opened:
+            self._use(each.rail, None)
+            with self._telling(each.via):
+                if self._end(each, 0.0 if hanging else timeout_s):
+                    continue
+                hanging.add(each.via)
+                _log.warning(
+                    "rank %d: copies through GPU %s are not over after %g s: its memory is kept; "
+                    "end the process", self._rank, each.via, timeout_s,
+                )  # fmt: skip
         self._opened.clear()
-        for found in self._peers.values():
-            if found is not None:
-                found.close()
+        for via, peer in self._peers.items():
+            if peer is not None and via not in hanging:
+                with self._telling(via):
+                    peer.close()
         self._peers.clear()
+        return not hanging
+
+    def _needed(self, health: Health) -> list[int]:
+        """List the rails whose detours are to be opened, as the rails are."""
+        if all(health.share(*port) == WHOLE for port in self._meets):
+            return []
+        return [rail for rail in self._wanted if health.share(self._rank, rail)]
+
+    def _end(self, opened: _Opened, timeout_s: float) -> bool:
+        """End a detour unless copies are under way; whether it did."""
+        relay = opened.relay
+
+        def settle() -> bool:
+            is_over = relay.drain(timeout_s)
+            relay.collect()
+            return is_over
+
+        if not self._own(settle):
+            return False
+        try:
+            self._own(relay.close)
+        finally:
+            self._own(opened.registered.close)
+            opened.peer.free(opened.address)
+        return True
+
+    @contextlib.contextmanager
+    def _telling(self, via: str) -> Iterator[None]:
+        """Log what fails of a way through another GPU."""
+        try:
+            yield
+        except TransportError as exc:
+            _log.warning("rank %d: the way through GPU %s failed: %s", self._rank, via, exc)
 
     def _open(self, rail: int, via: str) -> str:
         """Open a detour; return why there is none."""
@@ -160,7 +214,7 @@ class Detours:
             peer.free(address)
             raise
         self._use(rail, relay)
-        self._opened.append(_Opened(rail, relay, peer, address, registered))
+        self._opened.append(_Opened(rail, via, relay, peer, address, registered))
         return ""
 
     def _use(self, rail: int, relay: Relay | None) -> None:

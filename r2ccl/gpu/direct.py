@@ -48,7 +48,7 @@ from r2ccl.gpu.gate import LINE_NBYTES, Gated
 from r2ccl.gpu.offload import Kernels, Offload
 from r2ccl.gpu.operands import DeviceOperands, forms_of
 from r2ccl.gpu.standins import StandIns, nbytes_of
-from r2ccl.gpu.wired import Purpose, WiredMemory
+from r2ccl.gpu.wired import Purpose, WiredMemory, aligned
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.lowering import Layout, cleared
 
@@ -164,7 +164,8 @@ class Direct(Gated):
         call : DeviceCall
         stream : Stream
         enter : callable, optional
-            Enters it; default: as one of all ranks.
+            Enters it; default: as one of all ranks. Who gives it has called `prepare` before: a
+            stream may wait for the host by now, so that nothing may wait for the device any more.
         widest : int, optional
             Of other ways; this one carries out every call as one collective.
 
@@ -179,7 +180,8 @@ class Direct(Gated):
         done = self.take_event()
         job = DirectJob(call, enter or self._enter, self.take_event(), self._number)
         try:
-            self.prepare(call)
+            if enter is None:
+                self.prepare(call)
             self._follow(stream, job.before)
             self._number += 1
             job.number = self._number
@@ -209,9 +211,12 @@ class Direct(Gated):
             self._carry_out(job)
         except BaseException as exc:
             job.error = exc
-            # Kernels under way still write; they wait for nothing. What failed first is told.
+            # Kernels and copies under way still write; they wait for nothing. What failed first is
+            # told.
             with contextlib.suppress(TransportError):
                 self._offload.drain(_FAILED_S)
+            if self._detours is not None:
+                self._detours.drain(_FAILED_S)
             raise
         finally:
             self._end(job)
@@ -228,7 +233,7 @@ class Direct(Gated):
         Raises
         ------
         TransportTimeout
-            The device still works on it; nothing was freed.
+            A device still works on it: memory was not freed.
         """
         # Of calls that nobody finished.
         self._open_gate(self._number)
@@ -238,8 +243,8 @@ class Direct(Gated):
             raise self._still("reduces", timeout_s)
         self._offload.close(timeout_s)
         self._free()
-        if self._detours is not None:
-            self._detours.close(timeout_s)
+        if self._detours is not None and not self._detours.close(timeout_s):
+            raise self._still("copies through others", timeout_s)
         self._memory.close()
 
     # Before the device waits
@@ -251,8 +256,9 @@ class Direct(Gated):
             self._kernels.prepare(form)
         setting, nbytes = self._config.resident, self._config.slice_nbytes
         if len(forms) == len(new) == 1 and setting != "0":
-            first = self._memory.area(Purpose.SCRATCH, 3 * nbytes)
-            places = (first, first + nbytes, first + 2 * nbytes)
+            pitch = aligned(nbytes)
+            first = self._memory.area(Purpose.SCRATCH, 3 * pitch)
+            places = (first, first + pitch, first + 2 * pitch)
             self._offload.settle_on(
                 forms[0], self._nranks, places, nbytes,
                 setting=setting, timeout_s=self._config.timeout_s,
@@ -336,7 +342,7 @@ class Direct(Gated):
 
 #: The communicator's end is looked for this often while the device is waited for.
 _LOOK_S = 0.05
-#: How long the kernels of a call that failed are waited for.
+#: How long the kernels, and then the copies, of a call that failed are waited for.
 _FAILED_S = 5.0
 _MOST_LAYOUTS = 256
 

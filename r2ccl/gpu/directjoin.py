@@ -2,10 +2,13 @@
 
 Nothing is believed: every rank registers the memory that its slices will land in with every NIC.
 
-Invariant: all ranks get the way, or none does.
+Invariant: all ranks get the way, or none does; where it is not got, no memory is kept for it.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 from r2ccl.clock import Clock
 from r2ccl.config import Config
@@ -53,24 +56,31 @@ def open_direct(
         )
     except TransportError as exc:
         why = str(exc)
-    said = gather(why.encode()[:_REASON_NBYTES].ljust(_REASON_NBYTES, b"\0"))
-    for rank, answer in enumerate(said):
-        reason = answer.rstrip(b"\0").decode(errors="replace")
-        if reason:
-            if memory is not None:
-                memory.close()
-            return f"rank {rank}: {reason}"
-    assert memory is not None
-    return Direct(
-        device,
-        kernels,
-        engine=engine,
-        enter=enter,
-        memory=memory,
-        detours=detours,
-        config=config,
-        clock=clock,
-    )
+    with contextlib.ExitStack() as stack:
+        if memory is not None:
+            stack.callback(memory.close)
+        for rank, reason in enumerate(_exchanged(why, gather)):
+            if reason:
+                return f"rank {rank}: {reason}"
+        assert memory is not None
+        direct = Direct(
+            device,
+            kernels,
+            engine=engine,
+            enter=enter,
+            memory=memory,
+            detours=detours,
+            config=config,
+            clock=clock,
+        )
+        stack.pop_all()
+    return direct
+
+
+def _exchanged(why: str, gather: Gather) -> Iterator[str]:
+    """Tell all ranks why this one's NICs do not reach, if so; yield what each says."""
+    for said in gather(why.encode()[:_REASON_NBYTES].ljust(_REASON_NBYTES, b"\0")):
+        yield said.rstrip(b"\0").decode(errors="replace")
 
 
 _REASON_NBYTES = 400

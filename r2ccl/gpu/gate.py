@@ -77,7 +77,9 @@ class Gated:
         self._device.wait_word(self._stream, int(self._pinned.ctypes.data), number & WORD)
 
     def _open_gate(self, number: int) -> None:
-        self._gate[0] = number & WORD
+        """Open the gate for `number`, unless it is open for more: calls may be abandoned early."""
+        if not 0 < (int(self._gate[0]) - number) & WORD < 1 << 31:
+            self._gate[0] = number & WORD
 
     def _is_gate_at(self, number: int) -> bool:
         return int(self._gate[0]) == number & WORD

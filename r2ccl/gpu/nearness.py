@@ -10,15 +10,16 @@ link. A rail that is then left over becomes home to one GPU more, if that has us
 as near as those it has; never to several: the members of a host have equal parts of the data, and a
 rail that some of them share, while others do not, would hold up all.
 
-Must not read the machine, which is passed in, nor import links or plans. Invariant: all ranks
-return the same homes, whatever single ranks fail at and whatever they say.
+Must not read the machine, which is passed in, nor import links or plans. Invariants: all ranks
+return the same homes, whatever single ranks fail at and whatever they say; and soon, for no machine
+is judged that is larger than any there is.
 """
 
 from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -37,6 +38,10 @@ _HOMES = struct.Struct("<Q")
 _MOST_RAILS = 8 * _HOMES.size
 #: All ranks hear it of all. A NIC and two switches above it take some 700 bytes.
 _MOST_NBYTES = 64 << 10
+#: Of a host that is judged: devices that lead to its GPUs and NICs, how many of them to one, NUMA
+#: nodes, and rates of links. Machines have some tens, 5, 8 and 5; a judgement of what has just so
+#: many of each takes seconds, and beyond that the time grows with their product.
+_MOST_DEVICES, _MOST_DEPTH, _MOST_NODES, _MOST_RATES = 256, 16, 32, 16
 
 
 class Detour(msgspec.Struct, frozen=True):
@@ -100,14 +105,15 @@ def explore(
     """
     nrails, said = _exchange(rank, len(labels), _describe(rank, bus_id, labels, read), gather)
     members = next(tuple(node) for node in nodes if rank in node)
-    cards = _cards_of(members, said, nrails)
+    cards, why = _cards_of(members, said, nrails)
+    machine = merge([card.machine for card in cards]) if cards else None
     homes: tuple[int, ...] = tuple(range(nrails))
     detours: tuple[Detour, ...] = ()
-    if isinstance(cards, str):
-        told = f"every NIC: {cards}"
+    if machine is None or (why := _excess(machine)):
+        told = f"every NIC: {why}"
     else:
         mine = cards[members.index(rank)]
-        homes, detours = _judge(mine, cards)
+        homes, detours = _judge(mine, machine)
         told = _told(mine.labels, homes, detours)
     _log.info("rank %d: GPU %s is at home on %s", rank, bus_id, told)
     masks = gather(_HOMES.pack(sum(1 << rail for rail in homes)))
@@ -220,25 +226,54 @@ def _head_of(said: bytes) -> tuple[int, int] | None:
     return nbytes, nrails
 
 
-def _cards_of(members: Sequence[int], said: Sequence[bytes], nrails: int) -> list[_Card] | str:
-    """Return the cards of a host's ranks, or why they do not tell what is near."""
+def _cards_of(
+    members: Sequence[int], said: Sequence[bytes], nrails: int
+) -> tuple[list[_Card], str]:
+    """Return the cards of a host's ranks; none, and why, where these do not tell what is near."""
     cards: list[_Card] = []
     for member in members:
         card = _understand(said[member])
         if card is None:
-            return f"rank {member} does not know its machine"
+            return [], f"rank {member} does not know its machine"
         if len(card.labels) != nrails:
-            return f"rank {member} names {len(card.labels)} NICs for {nrails} rails"
+            return [], f"rank {member} names {len(card.labels)} NICs for {nrails} rails"
         if cards and card.labels != cards[0].labels:
-            return f"ranks {members[0]} and {member} have different NICs for a rail"
+            return [], f"ranks {members[0]} and {member} have different NICs for a rail"
         cards.append(card)
-    return cards
+    return cards, ""
 
 
-def _judge(mine: _Card, cards: Sequence[_Card]) -> tuple[tuple[int, ...], tuple[Detour, ...]]:
-    """Return the homes and the detours of a rank's GPU, from what the ranks of its host told."""
-    gpus = {card.bus_id for card in cards}
-    machine = merge([card.machine for card in cards])
+def _excess(machine: Machine) -> str:
+    """Say what a host, as its ranks tell it together, has more of than any; empty: nothing."""
+    parents = {device.bus_id: device.parent for device in machine.pci}
+    links = {(device.speed_mtps, device.width) for device in machine.pci}
+    speeds = {port.speed_mbps for port in machine.ports}
+    for what, count, most in (
+        ("PCI devices", len(parents), _MOST_DEVICES),
+        ("PCI devices on one way", _depth(parents), _MOST_DEPTH),
+        ("NUMA nodes", len(machine.nodes), _MOST_NODES),
+        ("rates of links", len(links) + len(speeds), _MOST_RATES),
+    ):
+        if count > most:
+            return f"its ranks tell of more than {most} {what}"
+    return ""
+
+
+def _depth(parents: Mapping[str, str]) -> int:
+    """Return how many devices lead to the one that is farthest down, itself included.
+
+    Ways are followed a little beyond what is allowed, for they may be circles.
+    """
+    at, depth = set(parents), 0
+    while at and depth <= _MOST_DEPTH:
+        at = {parents[each] for each in at} - {""}
+        depth += 1
+    return depth
+
+
+def _judge(mine: _Card, machine: Machine) -> tuple[tuple[int, ...], tuple[Detour, ...]]:
+    """Return the homes and the detours of a rank's GPU in its host's machine."""
+    gpus = [gpu.bus_id for gpu in machine.gpus]
     affinity = Affinity(machine, gpus=gpus, ports=mine.labels)
     rails = {label: rail for rail, label in enumerate(mine.labels)}
     found = _homes(affinity, len(mine.labels) // len(gpus)).get(mine.bus_id, mine.labels)

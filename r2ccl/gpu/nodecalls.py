@@ -29,8 +29,8 @@ its ``ready`` or after this rank's ``done``.
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -41,7 +41,7 @@ import numpy.typing as npt
 from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
-from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportTimeout
+from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportError, TransportTimeout
 from r2ccl.gpu.bounce import DeviceCall
 from r2ccl.gpu.gate import WORD, Gated
 from r2ccl.gpu.noticeboard import NoticeBoard
@@ -56,6 +56,8 @@ _VECTOR_NBYTES = 16
 _NTABLES = 64
 #: Most ranks of a node: operands of one kernel.
 MOST_RANKS = 8
+#: More calls than any rank can be ahead of another.
+_AHEAD = 1 << 20
 _POLL_S = 20e-6
 _LOOK_S = 0.05
 
@@ -155,6 +157,9 @@ class NodeCalls(Gated):
         How long the others may take to call, and the device to finish.
     """
 
+    #: Where in a table the addresses of each kernel begin.
+    _heads: Sequence[int] = (0,)
+
     def __init__(
         self,
         device: Device,
@@ -181,8 +186,9 @@ class NodeCalls(Gated):
         self._words = device.pin(board.memory)
         self._tables = device.allocate_pinned(_NTABLES * _TABLE_NBYTES)
         self._number = 0
-        #: Calls the device may not be done with.
-        self._jobs: deque[NodeJob] = deque()
+        #: Calls that the worker or the device may not be done with. The caller's thread adds to
+        #: them, the worker alone takes from them.
+        self._jobs: list[NodeJob] = []
         #: What let the streams go, if anything did: no call can be right any more.
         self._broken: BaseException | None = None
         #: Handles and bases of this rank's allocations, by number.
@@ -205,7 +211,6 @@ class NodeCalls(Gated):
         Event
             Done when the result is there. To be given back with `recycle`.
         """
-        self._drop_done()
         number = self._number + 1
         done = self.take_event()
         job = NodeJob(call, number, done)
@@ -217,6 +222,8 @@ class NodeCalls(Gated):
             self._number = number
             self._jobs.append(job)
             self._give(job, done, stream)
+            if self._broken is not None:  # this rank's words say nothing of this call
+                raise self._broken
             self._board.post(number, notice.pack())
         except Exception as exc:
             job.error = exc
@@ -245,7 +252,7 @@ class NodeCalls(Gated):
             self._require_same(notices)
             while not self._board.has_done(self._at, job.number - _NTABLES):
                 self._device.is_done(job.done)  # raises if it failed
-                self._pause(until_s, "the GPU is far behind")
+                self._pause(job.number, until_s, "the GPU is far behind")
             self._fill(job, notices)
             self._board.take(job.number)
             self._open_gate(job.number)
@@ -253,7 +260,9 @@ class NodeCalls(Gated):
             self._watch(job, until_s)
             if self._device.is_done(job.done):
                 self.examine(job)
+            self._drop_done(job.number)
         except BaseException as exc:
+            job.error = job.error or exc
             self._let_go(exc)
             raise
 
@@ -363,21 +372,21 @@ class NodeCalls(Gated):
         """Wait, at the call, for ranks that are many calls behind."""
         until_s = self._clock() + self._timeout_s
         while not self._board.may_post(number):
-            self._pause(until_s, "ranks of this node are far behind")
+            self._pause(number, until_s, "ranks of this node are far behind")
 
     def _read(self, at: int, number: int, until_s: float) -> Notice:
         packed = self._board.read(at, number)
         while packed is None:
-            self._pause(until_s, f"rank {self._members[at]} has not called")
+            self._pause(number, until_s, f"rank {self._members[at]} has not called")
             packed = self._board.read(at, number)
         return Notice.unpack(packed)
 
-    def _pause(self, until_s: float, why: str) -> None:
+    def _pause(self, number: int, until_s: float, why: str) -> None:
         self._check()
         if self._clock() >= until_s:
             raise TransportTimeout(
                 f"rank {self._rank}: {why} for {self._timeout_s:g} s, in collective "
-                f"{self._number} on GPU memory; see what it does, or raise R2CC_TIMEOUT_S",
+                f"{number} on GPU memory; see what it does, or raise R2CC_TIMEOUT_S",
                 rank=self._rank,
                 status="TIMEOUT",
             )
@@ -448,19 +457,30 @@ class NodeCalls(Gated):
     def _let_go(self, error: BaseException) -> None:
         """Have no stream hang, this rank's or another's, which ends for the same reason.
 
-        Kernels that have not run do nothing; what the device had not done is spoiled.
+        Kernels that have not run do nothing; what the device had not done is spoiled. The stream
+        has older numbers to write yet, perhaps over what ranks that are ahead were given: last of
+        all it writes one that is ahead of everybody's.
         """
-        self._drop_done()
         self._broken = self._broken or error
+        number = self._number
         for job in tuple(self._jobs):
-            job.error = job.error or error
-        self._tables[:] = 0
-        self._open_gate(self._number)
-        self._board.release(self._number)
+            if not self._board.has_done(self._at, job.number):
+                job.error = job.error or error
+        # A kernel may be reading them: if it has seen the first address, it needs the others.
+        self._tables.view(np.uint64).reshape(_NTABLES, -1)[:, self._heads] = 0
+        self._open_gate(number)
+        self._board.release(number)
+        # A device that failed writes nothing more; what failed first is told.
+        with contextlib.suppress(TransportError):
+            for at in (self._board.ready_at(self._at), self._board.done_at(self._at)):
+                self._device.write_word(self._stream, self._words + at, number + _AHEAD & WORD)
 
-    def _drop_done(self) -> None:
-        while self._jobs and self._board.has_done(self._at, self._jobs[0].number):
-            self._jobs.popleft()
+    def _drop_done(self, number: int) -> None:
+        """Forget calls that the device is done with, of those up to `number`."""
+        while self._jobs and self._jobs[0].number <= number:
+            if not self._board.has_done(self._at, self._jobs[0].number):
+                return
+            del self._jobs[0]
 
     def _table_of(self, number: int) -> Array:
         at = number % _NTABLES * _TABLE_NBYTES

@@ -147,10 +147,7 @@ class SharedFile:
     """The memory of a board, mapped by several processes."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        try:
-            self._map = mmap.mmap(descriptor, nbytes)
-        finally:
-            os.close(descriptor)
+        self._map = mmap.mmap(descriptor, nbytes)
         self.memory = np.frombuffer(self._map, np.uint8)
 
     @classmethod
@@ -168,16 +165,17 @@ class SharedFile:
             descriptor = os.open(_path(name), flags, 0o600)
             try:
                 os.posix_fallocate(descriptor, 0, nbytes)
+                return cls(descriptor, nbytes), name
             except OSError:
-                os.close(descriptor)
-                os.unlink(_path(name))
+                cls.forget(name)
                 raise
+            finally:
+                os.close(descriptor)
         except OSError as exc:
             raise TransportError(
                 f"cannot make a file of {nbytes} bytes in {_ROOM}: {exc}; give it more room",
                 status="NO_SHARED_MEMORY",
             ) from exc
-        return cls(descriptor, nbytes), name
 
     @classmethod
     def open(cls, name: bytes, nbytes: int) -> SharedFile:
@@ -192,26 +190,31 @@ class SharedFile:
             raise InvalidArgument(f"a name of {len(name)} bytes; allowed is {_NAME_NBYTES}")
         try:
             descriptor = os.open(_path(name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                _check_owner(os.fstat(descriptor), nbytes)
+                return cls(descriptor, nbytes)
+            finally:
+                os.close(descriptor)
         except OSError as exc:
             raise TransportError(
                 f"cannot open the memory that ranks of this host share: {exc}; have them all see "
                 f"one {_ROOM}",
                 status="NO_SHARED_MEMORY",
             ) from exc
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid() or found.st_size != nbytes:
-            os.close(descriptor)
-            raise TransportError(
-                f"the memory that ranks of this host share is of user {found.st_uid} and "
-                f"{found.st_size} bytes, not {os.geteuid()} and {nbytes}: run them as one user",
-                status="NO_SHARED_MEMORY",
-            )
-        return cls(descriptor, nbytes)
 
     @staticmethod
     def forget(name: bytes) -> None:
-        """Take the name away: all have it open."""
-        os.unlink(_path(name))
+        """Take the name away, if nobody else has: all have it open."""
+        _path(name).unlink(missing_ok=True)
+
+
+def _check_owner(found: os.stat_result, nbytes: int) -> None:
+    if found.st_uid != os.geteuid() or found.st_size != nbytes:
+        raise TransportError(
+            f"the memory that ranks of this host share is of user {found.st_uid} and "
+            f"{found.st_size} bytes, not {os.geteuid()} and {nbytes}: run them as one user",
+            status="NO_SHARED_MEMORY",
+        )
 
 
 def _path(name: bytes) -> Path:

@@ -61,7 +61,7 @@ class Offload:
 
     Notes
     -----
-    Belongs to whoever owns the data loop.
+    Belongs to whoever owns the data loop; between collectives, to whoever carries them out.
 
     *After failure*: a call that raises has dropped what could not be issued, and all that was held
     behind it; what was issued before may be under way until `drain` says that it is not.

@@ -82,8 +82,10 @@ class StandIns:
         TransportError
             There is no memory for it.
         """
-        nbytes = nbytes_of(call.signature)
-        for each in filter(self._is_unknown, _arrays(call)):
+        nbytes, arrays = nbytes_of(call.signature), _arrays(call)
+        if len(self._reached) + len(arrays) > _MOST_ALLOCATIONS:
+            self._reached.clear()
+        for each in filter(self._is_unknown, arrays):
             self._try(each.address, nbytes)
         for purpose in self._areas(call):
             self._memory.area(purpose, nbytes)
@@ -168,8 +170,6 @@ class StandIns:
         return self._device.buffer_id(array.address) not in self._reached
 
     def _try(self, address: int, nbytes: int) -> None:
-        if len(self._reached) >= _MOST_ALLOCATIONS:
-            self._reached.clear()
         try:
             self._memory.release(self._memory.register(address, nbytes))
         except TransportError as exc:

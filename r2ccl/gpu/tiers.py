@@ -64,6 +64,10 @@ class Rails(Protocol):
         ...
 
 
+#: Where the second kernel's addresses begin in a table.
+_SECOND = MOST_RANKS + 1
+
+
 class TieredCalls(NodeCalls):
     """The allreduces of one rank, its node's GPUs first.
 
@@ -78,6 +82,8 @@ class TieredCalls(NodeCalls):
     **others
         Of `NodeCalls`.
     """
+
+    _heads = (0, _SECOND)
 
     def __init__(
         self, *others: Any, rails: Sequence[Rails], enter: Enter, nnodes: int, **named: Any
@@ -148,8 +154,5 @@ def _summed(call: CallSignature) -> CallSignature:
     op = ReduceOp.SUM if call.op == ReduceOp.AVG else call.op
     return msgspec.structs.replace(call, op=op)
 
-
-#: Where the second kernel's addresses begin in a table.
-_SECOND = MOST_RANKS + 1
 
 __all__ = ["Rails", "TieredCalls"]

@@ -169,9 +169,14 @@ class Ways:
             near = self._near(device)
             homes = self._homes_of(group, near)
             rails = self._over_rails(device, kernels, self._detours(device, near, group, homes))
-            return self._tiers(
-                device, kernels, board, rails, self._entry.among(group, homes)
-            ), *rails
+            try:
+                enter = self._entry.among(group, homes)
+                return self._tiers(device, kernels, board, rails, enter), *rails
+            except BaseException:
+                # NICs hold what closing the device does not take from them.
+                for each in rails:
+                    each.close(self._config.timeout_s)
+                raise
         members = self._nodes[0]
         return NodeCalls(device, kernels, board, members, **self._waiting()), self._bounce(device)
 

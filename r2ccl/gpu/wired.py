@@ -3,7 +3,7 @@
 Landing places, partial sums, and what stands in for arrays that the NICs do not reach. Areas grow
 and are kept; one that was outgrown is freed when nothing works on it. Must not import links.
 
-Invariant: what is handed out is registered on every NIC until `WiredMemory.close`.
+Invariant: what is handed out is registered on every NIC for as long as it is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Register = Callable[[int, int], Registered]
 #: Runs something as the owner of the data loop, who alone may touch the transport.
 Own = Callable[[Callable[[], Any]], Any]
 
-#: Landing places begin where no kernel reads less than a whole line of memory.
+#: Places begin at multiples of it, where kernels read whole lines of memory.
 _ALIGNMENT = 256
 
 
@@ -105,7 +105,7 @@ class WiredMemory:
         TransportError
             As `area`.
         """
-        wanted = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        wanted = aligned(nbytes)
         if self._cut + wanted > self._slabs[-1].nbytes:
             size = max(wanted, self._slab_nbytes)
             self._slabs.append(self._make(size, self._register))
@@ -139,4 +139,9 @@ class WiredMemory:
         self._device.free(area.address)
 
 
-__all__ = ["Own", "Purpose", "Register", "WiredMemory"]
+def aligned(nbytes: int) -> int:
+    """Return how far apart places of `nbytes` bytes begin, in bytes."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+__all__ = ["Own", "Purpose", "Register", "WiredMemory", "aligned"]

@@ -10,8 +10,9 @@ where a slice arrived directly and is passed on. Such writes are in order, or fl
 whose memory it is, and need not be for others. So that GPU copies from it.
 
 *A device that fails.* Whatever of the driver's calls it is that fails, the relay then hands out no
-slot any more, and copies under way on that device count as failed. They count as over too: errors
-of work that was begun are those after which the driver runs nothing more in the process's context.
+slot any more. A copy that could not be begun has failed; where the device does not say whether one
+is over, all that are under way on it have. What failed counts as over too: errors of work that was
+begun are those after which the driver runs nothing more in the process's context.
 
 References
 ----------
@@ -90,7 +91,11 @@ class Relay:
         self.error: TransportError | None = None
         self._slot_nbytes = slot_nbytes
         self._inwards = _Lane(home or device, nslots)
-        self._outwards = _Lane(device, nslots)
+        try:
+            self._outwards = _Lane(device, nslots)
+        except BaseException:
+            self._inwards.close()
+            raise
         self._slots = [
             Slot(self, base_address + number * slot_nbytes, slot_nbytes) for number in range(nslots)
         ]
@@ -193,7 +198,13 @@ class _Lane:
         self.copying: deque[tuple[Slot, Event]] = deque()
         self._device = device
         self._stream = device.make_stream()
-        self._events = [device.make_event() for _ in range(ncopies)]
+        self._events: list[Event] = []
+        try:
+            for _ in range(ncopies):
+                self._events.append(device.make_event())
+        except BaseException:
+            self.close()
+            raise
         #: Events that stand for nothing.
         self._idle = list(self._events)
 

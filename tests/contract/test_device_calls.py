@@ -68,6 +68,10 @@ def test_a_failure_nobody_waited_for_is_told_at_the_next_call() -> None:
         assert "for a test" in said
 
 
+def test_a_call_can_be_asked_about_after_close() -> None:
+    assert launch(programs.asked_after_close, 2, timeout_s=TIMEOUT_S) == [[]] * 2
+
+
 def test_nobody_waits_for_a_rank_whose_gpu_is_broken() -> None:
     for said in launch(programs.broken_card, 3, timeout_s=TIMEOUT_S):
         assert "the driver is broken" in said

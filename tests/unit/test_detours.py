@@ -41,6 +41,7 @@ class Bench:
         cards += [cards[0].beside(bus_id=via) for via in dict.fromkeys(VIA.values())]
         self.device, *peers = (FakeDevice(card, "rank 0", at) for at, card in enumerate(cards))
         self.peers: dict[str, Any] = {each.bus_id: each for each in peers}
+        self.is_owner = False
         self.asked: list[str] = []
         self.used: Any = Used()
         self.health = Health.whole(3, NRAILS)
@@ -54,12 +55,19 @@ class Bench:
             (0,),
             transport=self.used,
             register=self.register,
-            own=lambda fn: fn(),
+            own=self.own,
             open_peer=self.open_peer,
             health=lambda: self.health,
             slot_nbytes=SLOT_NBYTES,
             nslots=NSLOTS,
         )
+
+    def own(self, fn: Callable[[], Any]) -> Any:
+        self.is_owner = True
+        try:
+            return fn()
+        finally:
+            self.is_owner = False
 
     def open_peer(self, via: str) -> Any:
         self.asked.append(via)
@@ -83,7 +91,8 @@ class Bench:
             self.detours.open()
 
     def close(self) -> None:
-        self.detours.close(1.0)
+        assert self.detours.drain(1.0)
+        assert self.detours.close(1.0)
         assert not self.registered
         assert not self.used.relays
         self.device.close()
@@ -154,3 +163,89 @@ def test_what_cannot_be_opened_is_done_without(how: str, caplog: pytest.LogCaptu
     bench.lose((2, 0))
     assert len(bench.asked) == 2
     bench.close()
+
+
+def test_rails_that_cannot_be_reached_are_not_waited_for() -> None:
+    """Opening waits for earlier calls: there must be something to open."""
+    bench = Bench()
+    bench.lose((0, 0), (0, 1), (0, 2))
+    assert sorted(bench.used.relays) == [3]
+    bench.health = bench.health.changed([RailShare(2, 1, 0)])
+    assert not bench.detours.are_due
+    bench.health = bench.health.changed([RailShare(0, 1, 16)])
+    assert bench.detours.are_due
+    bench.close()
+
+
+def test_copies_are_waited_for_by_the_owner_of_the_loop_which_looks_at_them_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    bench.lose((0, 0))
+    asked: list[str] = []
+
+    def watched(name: str) -> Any:
+        original = getattr(Relay, name)
+
+        def method(relay: Relay, *given: Any) -> Any:
+            assert bench.is_owner, f"{name} by who does not own the loop"
+            asked.append(name)
+            return original(relay, *given)
+
+        return method
+
+    for name in ("drain", "collect", "close"):
+        monkeypatch.setattr(Relay, name, watched(name))
+    bench.close()
+    assert set(asked) == {"drain", "collect", "close"}
+
+
+@pytest.mark.parametrize("call", ["destroy_stream", "free", "close"])
+def test_a_gpu_that_fails_keeps_nothing_else_from_being_freed(
+    call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench()
+    bench.lose((0, 0))
+    lost, other = (bench.peers[via] for via in (VIA[1], VIA[3]))
+
+    def fail(*given: Any) -> None:
+        raise TransportError("the GPU is lost", status="CUDA_ERROR_UNKNOWN")
+
+    monkeypatch.setattr(lost, call, fail)
+    with caplog.at_level(logging.WARNING, "r2ccl"):
+        bench.close()
+    assert other._is_closed
+    said = {record.getMessage() for record in caplog.records}
+    assert len(said) == 1
+    assert f"GPU {VIA[1]}" in said.pop()
+
+
+@pytest.mark.parametrize("is_home", [False, True])
+def test_what_a_hanging_gpu_works_on_is_kept(
+    is_home: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench()
+    bench.lose((0, 0), (0, 1))
+    relay = bench.used.relays[2]
+    peer, other = (bench.peers[via] for via in (VIA[2], VIA[3]))
+    copier = bench.device if is_home else peer
+    word = copier.allocate_pinned(64)
+    lane = relay._inwards if is_home else relay._outwards
+    copier.wait_word(lane._stream, int(word.ctypes.data), 1)
+    mine = bench.device.allocate(SLOT_NBYTES)
+    slot = relay.take(SLOT_NBYTES)
+    assert slot is not None
+    (relay.copy_in if is_home else relay.copy_out)(slot, view_of(mine, SLOT_NBYTES))
+    with caplog.at_level(logging.WARNING, "r2ccl"):
+        assert not bench.detours.drain(0.01)
+        assert relay.is_busy
+        assert not bench.detours.close(0.01)
+    assert VIA[2] in caplog.text
+    assert not bench.used.relays
+    assert other._is_closed
+    assert not peer._is_closed
+    word.view("uint32")[0] = 1
+    peer.export(slot.address)
+    assert relay.drain(1.0)
+    peer.close()
+    bench.device.close()

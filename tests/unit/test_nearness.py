@@ -483,6 +483,78 @@ def test_parts_that_refer_to_each_other_in_a_circle_do_not_hold_anyone_up() -> N
     explored([(0, 1)], seats)
 
 
+# Machines that would take long to judge
+
+
+def bridge(number: int, parent: int | None, speed: int = 32_000, node: int = 0) -> PciDevice:
+    """Return a PCI switch; `parent` is the number of the one above."""
+    above = "" if parent is None else f"0009:{parent // 32:02x}:{parent % 32:02x}.0"
+    bus_id = f"0009:{number // 32:02x}:{number % 32:02x}.0"
+    return PciDevice(bus_id, above, node, 0x060400, speed, 16)
+
+
+def beneath(machine: Machine, *bridges: PciDevice, nodes: int = 1) -> Machine:
+    """Have the switch that all hangs on hang below the last of some, and of its NICs one each."""
+    above = dict(zip([port.bus_id for port in machine.ports[::-1]], bridges[::-1], strict=False))
+    pci = [
+        msgspec.structs.replace(each, parent=above.get(each.bus_id, bridges[-1]).bus_id)
+        if each.bus_id in above or not each.parent
+        else each
+        for each in machine.pci
+    ]
+    return Machine.of([NumaNode(n) for n in range(nodes)], [*bridges, *pci], machine.gpus,
+                      machine.ports, machine.nvlinks)  # fmt: skip
+
+
+def deep(depth: int, offset: int = 0) -> tuple[PciDevice, ...]:
+    """Return a chain, the last of which is farthest down."""
+    numbers = range(offset, offset + depth)
+    return tuple(bridge(n, n - 1 if n > offset else None) for n in numbers)
+
+
+@pytest.mark.parametrize(
+    ("bridges", "nnics", "nodes", "what"),
+    [
+        (deep(14), 2, 1, ""),
+        (deep(15), 2, 1, "16 PCI devices on one way"),
+        (deep(200), 2, 1, "16 PCI devices on one way"),
+        (tuple(bridge(n, n - 63 if n >= 63 else None) for n in range(189)), 63, 1, ""),
+        (tuple(bridge(n, n - 63 if n >= 63 else None) for n in range(192)), 63, 1,
+         "256 PCI devices"),
+        (tuple(bridge(n, None, node=n) for n in range(32)), 32, 32, ""),
+        (tuple(bridge(n, None, node=n) for n in range(33)), 33, 33, "32 NUMA nodes"),
+        (tuple(bridge(n, None, 8_000 + n) for n in range(14)), 14, 1, ""),
+        (tuple(bridge(n, None, 8_000 + n) for n in range(15)), 15, 1, "16 rates of links"),
+    ],
+)  # fmt: skip
+def test_a_host_larger_than_any_is_not_judged(
+    bridges: tuple[PciDevice, ...], nnics: int, nodes: int, what: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level(logging.INFO, "r2ccl")
+    small = board(2, nnics)
+    large = beneath(small, *bridges, nodes=nodes)
+    seats = [seat._replace(read=lambda: small) for seat in on_board(small)]
+    seats[1] = seats[1]._replace(read=lambda: large)
+    found = explored([(0, 1)], seats)
+    told = [each.getMessage() for each in caplog.records]
+    reason = f"every NIC: its ranks tell of more than {what}"
+    assert [told[0].endswith(reason), told[1].endswith(reason)] == [bool(what)] * 2, told
+    if what:
+        assert found == [Nearness((tuple(range(nnics)),) * 2, ())] * 2
+
+
+def test_ways_that_are_long_only_together_are_not_judged() -> None:
+    """Of a device that several ranks tell of differently, one version is kept."""
+    small = board(2, 2)
+    upper, lower = deep(10), deep(10, offset=10)
+    joint = bridge(10, 9, 64_000)
+    machines = [beneath(small, *upper, joint), beneath(small, *lower)]
+    seats = [seat._replace(read=lambda each=each: each)
+             for seat, each in zip(on_board(small), machines, strict=True)]  # fmt: skip
+    assert explored([(0, 1)], seats) == [Nearness(((0, 1), (0, 1)), ())] * 2
+
+
 ODD = st.one_of(
     st.none(),
     st.booleans(),

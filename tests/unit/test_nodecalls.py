@@ -217,6 +217,51 @@ def test_when_a_rank_dies_after_it_called_no_stream_hangs() -> None:
     node.close()
 
 
+def test_a_rank_ahead_does_not_hang_where_one_behind_writes_its_words_later() -> None:
+    """What was let go stays so: an older number that a slow stream writes takes nothing back."""
+    node = Node(2)
+    lost = PeerLost(rank=0, peer=2, last_heard_s=0.0, why="for a test")
+    places = [put(node.devices[rank], node.streams[rank], np.arange(30)) for rank in range(2)]
+    calls = [DeviceCall(allreduce_of(30), place, place) for place in places]
+    words = [device.allocate_pinned(64) for device in node.devices]
+
+    def block(rank: int) -> None:
+        node.devices[rank].wait_word(node.streams[rank], int(words[rank].ctypes.data), 1)
+
+    block(1)
+    ahead = [node.begin(0, calls[0])]
+    block(0)
+    ahead.append(node.begin(0, calls[0]))
+    behind = node.begin(1, calls[1])
+    node.errors = [lost, lost]
+    node.calls[0].finish(ahead[0])  # the next one's watch is its too
+    for rank, job in ((0, ahead[1]), (1, behind)):
+        with pytest.raises(PeerLost):
+            node.calls[rank].finish(job)
+    for rank, job in ((1, behind), (0, ahead[1])):
+        words[rank].view(np.uint32)[0] = 1
+        assert node.devices[rank].synchronize(job.done, 2.0)
+    node.close()
+
+
+def test_a_kernel_reads_all_addresses_or_none_while_they_are_taken_back() -> None:
+    """It looks at the first alone: to find it, and another gone, would fail the whole GPU."""
+    node = Node(2)
+
+    def body(rank: int) -> None:
+        place = put(node.devices[rank], node.streams[rank], np.arange(8))
+        node.calls[rank].finish(node.begin(rank, DeviceCall(allreduce_of(8), place, place)))
+
+    together(2, body)
+    for calls in node.calls:
+        table = calls._table_of(1)
+        first, *others = table[:4].tolist()
+        assert all((first, *others))
+        calls._let_go(PeerLost(rank=0, peer=1, last_heard_s=0.0, why="for a test"))
+        assert table[:4].tolist() == [0, *others]
+    node.close()
+
+
 def test_memory_that_cannot_be_exported_is_reported() -> None:
     node = Node(2)
     place = int(node.devices[0].allocate_pinned(80).ctypes.data)

@@ -51,6 +51,26 @@ def test_a_notice_is_kept_until_all_have_taken_it() -> None:
     assert (boards[1].read(0, 2) or b"").startswith(b"2")
 
 
+def test_a_file_that_cannot_be_mapped_is_reported_and_leaves_no_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On one rank alone, where anything but its report would have the others wait."""
+    monkeypatch.setattr("r2ccl.gpu.noticeboard._ROOM", tmp_path)
+    _, name = SharedFile.create(RANK_NBYTES)
+
+    def refuse(*_: object) -> None:
+        raise OSError(12, "no memory, for a test")
+
+    monkeypatch.setattr("mmap.mmap", refuse)
+    with pytest.raises(TransportError, match="no memory"):
+        SharedFile.open(name, RANK_NBYTES)
+    SharedFile.forget(name)
+    SharedFile.forget(name)
+    with pytest.raises(TransportError, match="no memory"):
+        SharedFile.create(RANK_NBYTES)
+    assert not list(tmp_path.iterdir())
+
+
 def test_numbers_wrap() -> None:
     boards = make_boards()
     near = (1 << 32) - 2

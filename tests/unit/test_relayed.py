@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from r2ccl.clock import monotonic
 from r2ccl.device.views import address_of, view_of
 from r2ccl.errors import TransportError
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
+from r2ccl.testing.fakedevice.board import Board
 from r2ccl.testing.simulation.relays import CheckedRelay
 from r2ccl.transport import relayed
 from r2ccl.transport.base import (
@@ -23,6 +25,7 @@ from r2ccl.transport.base import (
     RailChanged,
     Sent,
 )
+from r2ccl.transport.relay import Relay
 from r2ccl.transport.relayed import RelayedTransport
 from r2ccl.types import PathKey
 
@@ -31,11 +34,15 @@ SLOT_NBYTES = 64
 TOKEN = "token"
 
 
-class IdleGpu(FakeGpu):
-    """A card that works when a test says so, and not when it is asked whether it is done."""
+class IdleBoard(Board):
+    """Cards that work when a test says so, and not when one is asked whether it is done."""
 
     def advance(self) -> None:
         """Run nothing."""
+
+
+def idle_gpu(**options: Any) -> FakeGpu:
+    return FakeGpu(board=IdleBoard(0, are_hosts_one=True, clock=monotonic), **options)
 
 
 class Inner:
@@ -86,7 +93,7 @@ class Rig:
     """A transport on both rails of which slices are relayed, and the memory of its caller."""
 
     def __init__(self, nslots: int = 2, **gpu: Any) -> None:
-        self.gpu = IdleGpu(**gpu)
+        self.gpu = idle_gpu(**gpu)
         self.device = FakeDevice(self.gpu)
         self.inner = Inner()
         self.transport = RelayedTransport(self.inner)
@@ -523,3 +530,55 @@ def test_a_relay_refuses_what_has_no_room_in_a_slot() -> None:
     assert rig.relay.take(1) is None
     rig.relay.give(slot)
     assert rig.relay.nfree == 1
+
+
+# Two GPUs
+
+
+class Pair:
+    """A relay in the memory of the GPU beside the one that has the slices."""
+
+    def __init__(self) -> None:
+        card = idle_gpu()
+        self.home = FakeDevice(card, "rank 0", ordinal=0)
+        self.beside = FakeDevice(card.beside(), "rank 0", ordinal=1)
+        self.home.reach(self.beside)
+        self.beside.reach(self.home)
+        self.address = self.beside.allocate(SLOT_NBYTES)
+
+    def relay(self) -> Relay:
+        return Relay(self.beside, self.address, SLOT_NBYTES, 1, home=self.home)
+
+    def streams(self) -> list[int]:
+        """How many streams and events each device has."""
+        return [len(each._streams) + len(each._events) for each in (self.home, self.beside)]
+
+
+def test_the_gpu_that_has_what_is_copied_copies_it() -> None:
+    """What NICs wrote to its memory is in order, or flushed, for it alone."""
+    pair = Pair()
+    relay = pair.relay()
+    slot = relay.take(16)
+    assert slot is not None
+    region = view_of(pair.home.caller_memory(16), 16)
+    pair.home.write(address_of(region), np.full(16, 7, np.uint8))
+    relay.copy_in(slot, region)
+    assert [len(each.pending()) for each in (pair.home, pair.beside)] == [2, 0]
+    assert relay.drain(1.0)
+    assert relay.collect() == [slot]
+    relay.copy_out(slot, region)
+    assert [len(each.pending()) for each in (pair.home, pair.beside)] == [0, 2]
+    assert relay.drain(1.0)
+    assert relay.collect() == [slot]
+    relay.close()
+
+
+@pytest.mark.parametrize("method", ["make_stream", "make_event"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_relay_that_cannot_be_made_leaves_nothing_behind(method: str, which: int) -> None:
+    pair = Pair()
+    before = pair.streams()
+    (pair.home, pair.beside)[which].refusals[method] = "CUDA_ERROR_OUT_OF_MEMORY"
+    with pytest.raises(TransportError):
+        pair.relay()
+    assert pair.streams() == before

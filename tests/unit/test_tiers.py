@@ -13,7 +13,7 @@ from ranks import TIMEOUT_S, Gathering, PlainKernels, data_of, get, put, togethe
 
 from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
-from r2ccl.errors import CommunicatorRevoked, PeerLost
+from r2ccl.errors import CommunicatorRevoked, PeerLost, TransportError
 from r2ccl.gpu.bounce import Bounce, DeviceCall
 from r2ccl.gpu.nodejoin import join
 from r2ccl.gpu.noticeboard import NoticeBoard
@@ -140,4 +140,50 @@ def test_when_the_rails_fail_no_stream_hangs_on_any_rank() -> None:
         assert device.synchronize(jobs[1].done, TIMEOUT_S)
 
     together(4, body)
+    cluster.close()
+
+
+def test_a_call_that_was_let_go_by_another_rank_lets_its_rails_go_too() -> None:
+    """Words that another rank wrote do not count as done while the host's part is to come."""
+    cluster = Cluster(2, 2, 0)
+    lost = PeerLost(rank=0, peer=1, last_heard_s=0.0, why="for a test")
+    device, stream, mine = cluster.devices[0], cluster.streams[0], cluster.calls[0]
+    place = put(device, stream, np.arange(100))
+    first = cluster.begin(0, place, place, 100, ReduceOp.SUM)
+    beside = cluster.calls[2]
+    beside._board.release(first.number)
+    pinned = int(device.allocate_pinned(800).ctypes.data)
+    second = cluster.begin(0, pinned, pinned, 100, ReduceOp.SUM)
+    assert second.error is not None, "it cannot be exported"
+    cluster.errors[0] = lost
+    for job in (first, second):
+        with pytest.raises((PeerLost, TransportError)):
+            mine.finish(job)
+    assert device.synchronize(first.done, 2.0)
+    cluster.close()
+
+
+def test_calls_of_the_rails_own_between_two_that_are_let_go() -> None:
+    """The gate of the rails never goes down, in whatever order calls end."""
+    cluster = Cluster(2, 2, 0)
+    lost = PeerLost(rank=0, peer=1, last_heard_s=0.0, why="for a test")
+    device, stream, rails = cluster.devices[0], cluster.streams[0], cluster.rails[0]
+    place = put(device, stream, np.arange(100))
+    first = cluster.begin(0, place, place, 100, ReduceOp.SUM)
+    call = CallSignature(Collective.ALLREDUCE, INT64, ReduceOp.SUM, 100)
+    between, done = rails.begin(DeviceCall(call, place, place), stream)
+    device.wait(stream, done)
+    word = device.allocate_pinned(64)
+    device.wait_word(stream, int(word.ctypes.data), 1)
+    last = cluster.begin(0, place, place, 100, ReduceOp.SUM)
+    cluster.errors[0] = lost
+    cluster.groups[0].abort()
+    with pytest.raises(PeerLost):
+        cluster.calls[0].finish(first)
+    with pytest.raises((PeerLost, threading.BrokenBarrierError)):
+        rails.finish(between)
+    with pytest.raises(PeerLost):
+        cluster.calls[0].finish(last)
+    word.view(np.uint32)[0] = 1
+    assert device.synchronize(last.done, 2.0)
     cluster.close()

@@ -123,6 +123,24 @@ def test_what_was_demanded_and_cannot_be_is_an_error_of_all() -> None:
     together(2, find)
 
 
+def test_what_was_found_is_freed_if_the_rest_cannot_be_made() -> None:
+    """On one rank alone, of which the others learn when it ends the communicator."""
+    group = Group(4, 0, 2)
+    group.ranks[1].device.refusals["pin"] = "CUDA_ERROR_OUT_OF_MEMORY"
+
+    def find(rank: int) -> Caller | None:
+        if rank != 1:
+            return Caller(group.ranks[rank], None, [])
+        with pytest.raises(TransportError, match="OUT_OF_MEMORY"):
+            Caller(group.ranks[rank], None, [])
+        return None
+
+    found = together(4, find)
+    assert group.ranks[1].transport.nheld == 0, "no NIC may keep memory that is freed"
+    group.ranks[1].device.close()
+    close([each for each in found if each is not None])
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX])
 @pytest.mark.parametrize("reaches", [True, False], ids=["direct", "bounce"])

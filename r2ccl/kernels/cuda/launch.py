@@ -41,7 +41,8 @@ class Launcher:
 
     Notes
     -----
-    Not for two threads at once. Kernels stay loaded until the device is closed.
+    For any thread; a form that two prepare at once is loaded twice. Kernels stay loaded until the
+    device is closed.
     """
 
     def __init__(
