@@ -742,7 +742,9 @@ class Communicator:
         if isinstance(request.source, DeviceBuffer):
             try:
                 return self._on_device.start(request, stream, is_async)
-            except TransportError as exc:  # of the device: this rank cannot do what others wait for
+            except InvalidArgument:  # nothing was begun
+                raise
+            except BaseException as exc:  # this rank cannot do what others wait for
                 self._on_call_error(exc)
                 raise
         if stream is not None:

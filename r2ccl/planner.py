@@ -170,7 +170,9 @@ class Planner:
         return "predicted to end first, or as good as first and preferred"
 
     def _nchannels(self, nbytes: int, nranks: int) -> int:
-        most = self._config.channels or full_channels(self.fabric.nwires)
+        nwires = self.fabric.nwires
+        nhomes = min(nwires, len(self.fabric.homes))
+        most = self._config.channels or full_channels(nhomes, nwires)
         return min(most, max(1, nbytes // (nranks * _MIN_CHUNK_NBYTES)))
 
     def _carried(self, health: Health) -> Health:
@@ -210,13 +212,13 @@ def best(found: Sequence[Choice]) -> Choice:
     return next(each for each in found if each.predicted_ns <= least * _AS_GOOD)
 
 
-def full_channels(nrails: int) -> int:
-    """Channels that keep every rail busy, also when one is lost.
+def full_channels(nhomes: int, nrails: int) -> int:
+    """Channels that keep every rail busy on which some are at home, also when one is lost.
 
-    Each rail carries a multiple of ``nrails - 1`` channels, so that those of a lost rail spread
-    evenly over the others.
+    Each carries a multiple of ``nrails - 1`` channels, so that those of a lost rail spread evenly
+    over the others.
     """
-    return nrails * max(1, nrails - 1)
+    return nhomes * max(1, nrails - 1)
 
 
 def _rooted(nranks: int, root: int, nchannels: int, is_small: bool) -> list[tree.Parents]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from r2ccl import kernels
 from r2ccl.admission import admit
 from r2ccl.config import Config
@@ -91,7 +93,7 @@ class GroupPlans:
 
     def __call__(self, call: CallSignature, health: Health) -> Plan:
         """Return the plan of an allreduce while the rails of all ranks are as `health` says."""
-        key = (0 if self._is_at_home else health.version, call)
+        key = (health.version, call)
         found = self._renumbered.get(key)
         if found is None:
             plan = self._plans(call, self._planned_with(health))
@@ -107,11 +109,14 @@ class GroupPlans:
         return found
 
     def _planned_with(self, health: Health) -> Health:
-        # Other homes are other groups': what is lost makes a detour over all of them in equal
-        # parts, where a schedule that spares a port would put its part on few.
+        among = health.of_ranks(self._members)
         if self._is_at_home:
-            return Health.whole(len(self._members), health.nrails, health.config)
-        return health.of_ranks(self._members)
+            # Other homes are other groups': what is lost makes a detour over all of them in equal
+            # parts, where a schedule that spares a port would put its part on few.
+            among = msgspec.structs.replace(
+                among, shares=bytes(each or WHOLE for each in among.shares)
+            )
+        return among
 
     def _channel(self, number: int) -> int:
         """Return the links' channel that is at home where the group's own number is."""

@@ -170,7 +170,11 @@ def _open_transport(
         )  # fmt: skip
     if not control.nhcas:
         return tcp, None
-    verbs = _open_verbs(control, config, hcas[: control.nhcas])
+    try:
+        verbs = _open_verbs(control, config, hcas[: control.nhcas])
+    except BaseException:
+        tcp.close()
+        raise
     if find_spec("cuda") is None:
         return MixedTransport((tcp, verbs)), None
     relayed = RelayedTransport(verbs)

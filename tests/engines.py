@@ -140,7 +140,9 @@ class Rank:
         return pinned[: like.nbytes].view(like.dtype).copy()
 
     def begin(self, call: CallSignature, source: int, output: int) -> Any:
-        job, done = self.direct.begin(DeviceCall(call, source, output), self.stream)
+        given = DeviceCall(call, source, output)
+        self.direct.prepare(given)
+        job, done = self.direct.begin(given, self.stream)
         self.device.wait(self.stream, done)
         self.direct.recycle(done)
         return job

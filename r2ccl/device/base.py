@@ -151,8 +151,12 @@ class Device(Protocol):
 
     # Streams and events
 
-    def make_stream(self) -> Stream:
-        """Make a stream that does not wait for the default stream, nor it for this one."""
+    def make_stream(self, *, waits: bool = False) -> Stream:
+        """Make a stream that does not wait for the default stream, nor it for this one.
+
+        ``waits``: it will wait at words of the host. Such streams hold up no others made here,
+        where streams have to share the queues of the hardware.
+        """
         ...
 
     def destroy_stream(self, stream: Stream) -> None:

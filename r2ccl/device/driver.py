@@ -288,10 +288,15 @@ class CudaDevice:
 
     # Streams and events
 
-    def make_stream(self) -> Stream:
-        """See `Device`; of the highest priority, so that a caller's kernels do not hold it up."""
-        _, highest = self._call("cuCtxGetStreamPriorityRange")
-        stream = self._call("cuStreamCreateWithPriority", _NON_BLOCKING, highest)
+    def make_stream(self, *, waits: bool = False) -> Stream:
+        """See `Device`; of the highest priority, so that a caller's kernels do not hold it up.
+
+        Streams that wait have the next one, for a queue of the hardware
+        (CUDA_DEVICE_MAX_CONNECTIONS) has one priority.
+        """
+        lowest, highest = self._call("cuCtxGetStreamPriorityRange")
+        priority = min(highest + waits, lowest)  # the highest is the least number
+        stream = self._call("cuStreamCreateWithPriority", _NON_BLOCKING, priority)
         return Stream(self._context.keep("stream", stream))
 
     def destroy_stream(self, stream: Stream) -> None:

@@ -125,8 +125,12 @@ class Bounce(Gated):
         """Whether a call can be carried out: every one."""
         return True
 
+    def is_prepared(self, call: DeviceCall) -> bool:
+        """See `Way`: every call is."""
+        return True
+
     def prepare(self, call: DeviceCall) -> None:
-        """Nothing has to be prepared."""
+        """See `Way`: there is nothing to do."""
 
     def begin(
         self, call: DeviceCall, stream: Stream, enter: Enter | None = None, widest: int = 0

@@ -150,6 +150,9 @@ class DeviceCalls:
         self._let_go(card)
         call = _call_of(request)
         way = next(each for each in card.ways if each.takes(call))
+        if not way.is_prepared(call):
+            self._await_calls()
+            way.prepare(call)
         for other in others:
             self._order(card.device, given, other, way)
         task, job, done = self._begin(way, call, given)
@@ -160,6 +163,17 @@ class DeviceCalls:
         for each in (given, *others):
             card.device.wait(each, done)
         return request.result
+
+    def _await_calls(self) -> None:
+        """Wait until no stream waits for the worker: what waits for the device may be done then."""
+        if not self._worker.drain(self._timeout_s):
+            raise TransportTimeout(
+                f"rank {self._rank}: collectives begun before are not over in "
+                f"{self._timeout_s:g} s; look for a kernel that hangs, or raise R2CC_TIMEOUT_S",
+                rank=self._rank,
+                status="TIMEOUT",
+            )
+        self._check()
 
     def close(self, timeout_s: float) -> None:
         """Wait for the device and free everything; the worker has nothing left to do.

@@ -30,7 +30,6 @@ travel; the gate only goes up, in the order of calls.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Sequence
 
 import msgspec
@@ -117,8 +116,6 @@ class Direct(Gated):
         self._prepared: set[Form] = set()
         #: Layouts of plans, and what they become here.
         self._cleared: dict[int, tuple[Layout, Layout]] = {}
-        self._nunfinished = 0
-        self._finished = threading.Condition()
 
     def takes(self, call: DeviceCall, nranks: int = 0) -> bool:
         """Whether a call of so many ranks, 0: all, is large enough for this way; alike on them.
@@ -128,30 +125,27 @@ class Direct(Gated):
         """
         return nbytes_of(call.signature) > self._config.eager_nbytes * (nranks or self._nranks)
 
+    def is_prepared(self, call: DeviceCall) -> bool:
+        """See `Way`."""
+        is_detour_due = self._detours is not None and self._detours.are_due
+        return (
+            not is_detour_due
+            and self._prepared.issuperset(forms_of(call.signature))
+            and self._arrays.are_ready(call)
+        )
+
     def prepare(self, call: DeviceCall) -> None:
-        """Load kernels and make memory, unless that was done for an earlier call.
+        """See `Way`; opens detours, loads kernels, makes memory: for a new size, array, operation.
 
         Raises
         ------
-        TransportTimeout
-            Calls begun before are not over.
         TransportError
             The device failed, or there is no memory.
-
-        Notes
-        -----
-        *Cost*: the first call on an allocation, of a size or an operation waits, on the host, for
-        the calls begun before it.
         """
-        forms = tuple(forms_of(call.signature))
-        is_detour_due = self._detours is not None and self._detours.are_due
-        if self._prepared.issuperset(forms) and not is_detour_due and self._arrays.are_ready(call):
-            return
-        self._await_finished()
         self._memory.tidy()
         if self._detours is not None:
             self._detours.open()
-        self._prepare(forms)
+        self._prepare(tuple(forms_of(call.signature)))
         self._arrays.make_ready(call)
 
     def begin(
@@ -164,8 +158,7 @@ class Direct(Gated):
         call : DeviceCall
         stream : Stream
         enter : callable, optional
-            Enters it; default: as one of all ranks. Who gives it has called `prepare` before: a
-            stream may wait for the host by now, so that nothing may wait for the device any more.
+            Enters it; default: as one of all ranks.
         widest : int, optional
             Of other ways; this one carries out every call as one collective.
 
@@ -180,8 +173,6 @@ class Direct(Gated):
         done = self.take_event()
         job = DirectJob(call, enter or self._enter, self.take_event(), self._number)
         try:
-            if enter is None:
-                self.prepare(call)
             self._follow(stream, job.before)
             self._number += 1
             job.number = self._number
@@ -189,8 +180,6 @@ class Direct(Gated):
             self._device.record(done, self._stream)
         except Exception as exc:
             job.error = exc
-        with self._finished:
-            self._nunfinished += 1
         return job, done
 
     def finish(self, job: DirectJob) -> None:
@@ -265,12 +254,6 @@ class Direct(Gated):
             )  # fmt: skip
         self._prepared.update(new)
 
-    def _await_finished(self) -> None:
-        until_s = self._clock() + self._config.timeout_s
-        with self._finished:
-            while not self._finished.wait_for(lambda: not self._nunfinished, _LOOK_S):
-                self._require_time(until_s, "collectives begun before are not over")
-
     # What the host does
 
     def _carry_out(self, job: DirectJob) -> None:
@@ -284,9 +267,6 @@ class Direct(Gated):
         self._open_gate(job.number)
         self._events.append(job.before)
         job.is_over = True
-        with self._finished:
-            self._nunfinished -= 1
-            self._finished.notify_all()
 
     def _run(self, job: DirectJob, source: int, output: int) -> None:
         engine, signature = self._engine, job.call.signature

@@ -43,7 +43,7 @@ class Gated:
     def __init__(self, device: Device, rank: int, nlines: int = 1) -> None:
         self._device = device
         self._rank = rank
-        self._stream = device.make_stream()
+        self._stream = device.make_stream(waits=True)
         self._pinned = device.allocate_pinned(nlines * LINE_NBYTES)
         self._gate = self._pinned.view(np.uint32)[:1]
         self._events: list[Event] = []

@@ -186,6 +186,8 @@ class NodeCalls(Gated):
         self._words = device.pin(board.memory)
         self._tables = device.allocate_pinned(_NTABLES * _TABLE_NBYTES)
         self._number = 0
+        #: What kernels were loaded for.
+        self._prepared: set[tuple[int, int, int]] = set()
         #: Calls that the worker or the device may not be done with. The caller's thread adds to
         #: them, the worker alone takes from them.
         self._jobs: list[NodeJob] = []
@@ -199,6 +201,21 @@ class NodeCalls(Gated):
     def takes(self, call: DeviceCall) -> bool:
         """Whether a call can be carried out: any but by a schedule of the caller's own."""
         return call.schedule is None
+
+    def is_prepared(self, call: DeviceCall) -> bool:
+        """See `Way`."""
+        return _kernels_of(call) in self._prepared
+
+    def prepare(self, call: DeviceCall) -> None:
+        """See `Way`; loads the kernels of a call.
+
+        Raises
+        ------
+        TransportError
+            The device failed.
+        """
+        self._load(call.signature)
+        self._prepared.add(_kernels_of(call))
 
     def begin(self, call: DeviceCall, stream: Stream) -> tuple[NodeJob, Event]:
         """Give the stream all the device has to do; the caller's `stream` is not touched but read.
@@ -216,8 +233,6 @@ class NodeCalls(Gated):
         job = NodeJob(call, number, done)
         try:
             notice = self._notice_of(call)
-            # Loading may wait for streams, which then must not wait for this rank's host.
-            self._prepare(call)
             self._await_room(number)
             self._number = number
             self._jobs.append(job)
@@ -303,10 +318,9 @@ class NodeCalls(Gated):
 
     # What the device does
 
-    def _prepare(self, call: DeviceCall) -> None:
+    def _load(self, call: CallSignature) -> None:
         """Have the kernels of a call loaded."""
-        signature = call.signature
-        self._kernels.prepare_from_table(signature, *_operands(signature.collective, self._nlocal))
+        self._kernels.prepare_from_table(call, *_operands(call.collective, self._nlocal))
 
     def _give(self, job: NodeJob, done: Event, stream: Stream) -> None:
         device, own, board, word = self._device, self._stream, self._board, job.number & WORD
@@ -485,6 +499,11 @@ class NodeCalls(Gated):
     def _table_of(self, number: int) -> Array:
         at = number % _NTABLES * _TABLE_NBYTES
         return self._tables[at : at + _TABLE_NBYTES].view(np.uint64)
+
+
+def _kernels_of(call: DeviceCall) -> tuple[int, int, int]:
+    """What the kernels of a call depend on."""
+    return call.signature.collective, call.signature.dtype, call.signature.op
 
 
 def _operands(collective: int, nranks: int) -> tuple[int, int]:

@@ -41,8 +41,12 @@ class Rails(Protocol):
         """Whether a call of so many ranks is carried out; alike on all of them."""
         ...
 
+    def is_prepared(self, call: DeviceCall) -> bool:
+        """See `Way`."""
+        ...
+
     def prepare(self, call: DeviceCall) -> None:
-        """Do what may wait for the device, before a stream waits for the host."""
+        """See `Way`."""
         ...
 
     def begin(
@@ -97,12 +101,20 @@ class TieredCalls(NodeCalls):
         """Whether a call can be carried out: an allreduce, not by a schedule of the caller's."""
         return super().takes(call) and call.signature.collective == Collective.ALLREDUCE
 
-    def _prepare(self, call: DeviceCall) -> None:
-        summed = _summed(call.signature)
-        self._kernels.prepare_from_table(summed, self._nlocal, 1)
-        self._kernels.prepare_from_table(summed, 1, self._nlocal - 1)
+    def is_prepared(self, call: DeviceCall) -> bool:
+        """See `Way`."""
+        part, rails = self._between(call)
+        return super().is_prepared(call) and rails.is_prepared(part)
+
+    def prepare(self, call: DeviceCall) -> None:
+        """See `Way`; loads the kernels, and prepares what lies between the nodes."""
+        super().prepare(call)
         part, rails = self._between(call)
         rails.prepare(part)
+
+    def _load(self, call: CallSignature) -> None:
+        self._kernels.prepare_from_table(_summed(call), self._nlocal, 1)
+        self._kernels.prepare_from_table(_summed(call), 1, self._nlocal - 1)
 
     def _work(self, job: NodeJob) -> None:
         call, table = job.call.signature, self._table_of(job.number)

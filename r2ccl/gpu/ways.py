@@ -52,8 +52,16 @@ class Way(Protocol):
         """Whether it carries out this call; alike on all ranks."""
         ...
 
+    def is_prepared(self, call: DeviceCall) -> bool:
+        """Whether `prepare` has nothing to do."""
+        ...
+
+    def prepare(self, call: DeviceCall) -> None:
+        """Do what may wait for the device: no stream waits for the host meanwhile."""
+        ...
+
     def begin(self, call: DeviceCall, stream: Stream) -> tuple[Any, Event]:
-        """Give the device its part; see `Bounce.begin`."""
+        """Give the device its part of a call that is prepared; see `Bounce.begin`."""
         ...
 
     def finish(self, job: Any) -> None:

@@ -78,7 +78,7 @@ class InterpretedDevice:
     def free_pinned(self, memory: np.ndarray[Any, Any]) -> None:
         del self.memory[memory.ctypes.data]
 
-    def make_stream(self) -> int:
+    def make_stream(self, *, waits: bool = False) -> int:
         return 1
 
     def make_event(self) -> int:

@@ -366,6 +366,15 @@ def test_asking_an_event_takes_no_context(api: Script, device: CudaDevice) -> No
     assert api.calls == [("cuEventQuery", 3)]
 
 
+@pytest.mark.parametrize(("lowest", "highest", "meant"), [(0, -5, -4), (0, -1, 0), (0, 0, 0)])
+def test_streams_that_wait_have_a_priority_of_their_own_where_there_are_several(
+    api: Script, device: CudaDevice, lowest: int, highest: int, meant: int
+) -> None:
+    api.results["cuCtxGetStreamPriorityRange"] = (lowest, highest)
+    device.make_stream(waits=True)
+    assert api.named("cuStreamCreateWithPriority") == [("cuStreamCreateWithPriority", 1, meant)]
+
+
 # Call by call
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 from lookalikes import CUDA, Producer
+from ranks import TIMEOUT_S
 
 from r2ccl import requests
 from r2ccl.errors import TransportError, TransportTimeout
@@ -25,15 +27,29 @@ class Ending(Gated):
         self._error = error
         self.error: BaseException | None = None
         self.is_closed = False
+        #: What was asked of it, in order; the worker's part waits for `may_finish`.
+        self.log: list[str] = []
+        self.may_finish = threading.Event()
+        self.may_finish.set()
+        self.sizes: set[int] = set()
 
     def takes(self, call: Any) -> bool:
         return True
 
+    def is_prepared(self, call: Any) -> bool:
+        return call.signature.count in self.sizes
+
+    def prepare(self, call: Any) -> None:
+        self.log.append("prepare")
+        self.sizes.add(call.signature.count)
+
     def begin(self, call: Any, stream: Any) -> Any:
+        self.log.append("begin")
         return self, self.mark()
 
     def finish(self, job: Any) -> None:
-        pass
+        assert self.may_finish.wait(TIMEOUT_S)
+        self.log.append("finish")
 
     def close(self, timeout_s: float) -> None:
         if self._error is not None:
@@ -41,27 +57,68 @@ class Ending(Gated):
         self.is_closed = True
 
 
-def used(error: TransportError) -> tuple[DeviceCalls, FakeDevice, Ending]:
-    """Return calls of which one was made, their GPU, and the second of their ways."""
-    device = FakeDevice(FakeGpu())
-    ways: Any = [Ending(device, error), Ending(device)]
-    calls = DeviceCalls(
+def calls_of(device: FakeDevice, ways: Any, timeout_s: float = 5.0) -> DeviceCalls:
+    return DeviceCalls(
         0,
-        timeout_s=5.0,
+        timeout_s=timeout_s,
         worker=Worker("worker", lambda error: None),
         check=lambda: None,
         open_device=lambda ordinal: (device, None),  # type: ignore[arg-type,return-value]
         find_ways=lambda device, kernels: ways,
     )
-    x = Producer(device.caller_memory(80), (10,), dtype=(0, 64, 1), device=(CUDA, 0))
-    stream = device.caller_stream()
-    calls.start(requests.allreduce(x, None, ReduceOp.SUM), stream, False)
-    return calls, device, ways[1]
+
+
+def call(calls: DeviceCalls, device: FakeDevice, count: int = 10) -> Producer:
+    """Call with an array of so many elements; return it, to be kept as long as its capsules are."""
+    x = Producer(device.caller_memory(8 * count), (count,), dtype=(0, 64, 1), device=(CUDA, 0))
+    calls.start(requests.allreduce(x, None, ReduceOp.SUM), device.caller_stream(), False)
+    return x
+
+
+def used(error: TransportError) -> tuple[DeviceCalls, FakeDevice, Ending, Producer]:
+    """Return calls of which one was made, their GPU, the second of their ways, and the array."""
+    device = FakeDevice(FakeGpu())
+    ways = [Ending(device, error), Ending(device)]
+    calls = calls_of(device, ways)
+    return calls, device, ways[1], call(calls, device)
+
+
+def test_what_may_wait_for_the_device_waits_for_all_earlier_calls_first() -> None:
+    """A call of another size is prepared once no stream waits for the worker any more."""
+    device = FakeDevice(FakeGpu())
+    way = Ending(device)
+    calls = calls_of(device, [way])
+    kept = [call(calls, device)]
+    assert calls._worker.drain(TIMEOUT_S)
+    way.may_finish.clear()
+    kept.append(call(calls, device))  # of a size that is known: begun at once
+    later = threading.Thread(target=lambda: kept.append(call(calls, device, 20)))
+    later.start()
+    later.join(0.02)
+    assert later.is_alive()
+    assert way.log == ["prepare", "begin", "finish", "begin"]
+    way.may_finish.set()
+    later.join(TIMEOUT_S)
+    assert way.log[4:7] == ["finish", "prepare", "begin"]
+    assert len(kept) == 3
+
+
+def test_a_call_that_is_never_over_is_not_waited_for_without_end() -> None:
+    device = FakeDevice(FakeGpu())
+    way = Ending(device)
+    calls = calls_of(device, [way], timeout_s=0.05)
+    way.may_finish.clear()
+    x = call(calls, device)
+    with pytest.raises(TransportTimeout, match=r"begun before are not over in 0\.05 s"):
+        call(calls, device, 20)
+    way.may_finish.set()
+    assert calls._worker.drain(TIMEOUT_S)
+    assert x.asked
 
 
 def test_one_way_that_cannot_be_closed_does_not_keep_the_others() -> None:
     refused = TransportError("no", status="CUDA_ERROR_MAP_FAILED")
-    calls, device, other = used(refused)
+    calls, device, other, _x = used(refused)
     with pytest.raises(TransportError) as caught:
         calls.close(1.0)
     assert caught.value is refused
@@ -71,7 +128,7 @@ def test_one_way_that_cannot_be_closed_does_not_keep_the_others() -> None:
 
 
 def test_what_still_works_keeps_everything_it_may_work_on() -> None:
-    calls, device, other = used(TransportTimeout("still works", status="TIMEOUT"))
+    calls, device, other, _x = used(TransportTimeout("still works", status="TIMEOUT"))
     with pytest.raises(TransportTimeout):
         calls.close(1.0)
     assert not other.is_closed

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from healths import health
 
 from r2ccl.config import Config
 from r2ccl.plans import GroupPlans
 from r2ccl.prediction import Fabric, Rates
+from r2ccl.resilience.health import Health
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 CALL = CallSignature(Collective.ALLREDUCE, 8, ReduceOp.SUM, 1 << 24)
@@ -38,7 +41,29 @@ def test_a_group_at_home_uses_its_own_rails_whatever_is_lost() -> None:
     plans = make(homes=(1, 2))
     assert {channel % 4 for channel in channels_of(plans)} == {1, 2}
     assert channels_of(plans, r1n3=0) == channels_of(plans)
-    assert plans(CALL, health(nranks=8, r1n3=0)) is plans(CALL, health(nranks=8))
+    assert plans(CALL, health(nranks=8, r1n3=0)).layout == plans(CALL, health(nranks=8)).layout
+
+
+def test_a_group_at_home_gives_a_slow_rail_less() -> None:
+    plans = make(homes=(1, 2))
+
+    def sent_on(each: Health) -> Counter[int]:
+        sent: Counter[int] = Counter()
+        for lane in plans(CALL, each).layout.lanes:
+            for way in lane.sends:
+                cuts = [lane.steps[at].cuts for at in way.steps]
+                sent[way.channel % 4] += sum(each[-1] - each[0] for each in cuts)
+        return sent
+
+    whole, slow = sent_on(health(nranks=8)), sent_on(health(nranks=8, r1n3=4))
+    assert whole[1] == whole[2]
+    assert slow[1] < 0.6 * slow[2]
+
+
+@pytest.mark.parametrize("nhomes", [1, 2, 4])
+def test_each_rail_has_the_channels_that_can_spread_over_all_others(nhomes: int) -> None:
+    layout = make(homes=tuple(range(nhomes)), algo="ring")(CALL, health(nranks=8)).layout
+    assert len(layout.lanes) == 3 * nhomes
 
 
 @pytest.mark.parametrize("homes", [(), (0,), (1, 3)])

@@ -73,6 +73,7 @@ class Node:
 
     def begin(self, rank: int, call: DeviceCall) -> Any:
         """Begin a call, with the caller's stream waiting for it."""
+        self.calls[rank].prepare(call)
         job, done = self.calls[rank].begin(call, self.streams[rank])
         self.devices[rank].wait(self.streams[rank], done)
         return job

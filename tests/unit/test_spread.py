@@ -80,7 +80,7 @@ def test_the_result_is_the_same_bit_for_bit_whatever_the_shares(shares: list[int
     draw = np.random.default_rng(7)
     inputs = [draw.standard_normal(1000).astype(np.float32) for _ in range(3)]
     [plain, *_] = interpret(ring.allreduce(3), inputs, np.add)
-    nchannels = full_channels(4)
+    nchannels = full_channels(4, 4)
     weights = place(nchannels, [0, 1, 2, 3], Health(1, 4, bytes(shares))).weights
     for result in interpret(ring.allreduce(3, nchannels), inputs, np.add, weights=weights):
         assert np.array_equal(result.view(np.uint32), plain.view(np.uint32))

@@ -81,7 +81,9 @@ class Cluster:
 
     def begin(self, rank: int, source: int, output: int, count: int, op: ReduceOp) -> Any:
         call = CallSignature(Collective.ALLREDUCE, INT64, op, count)
-        job, done = self.calls[rank].begin(DeviceCall(call, source, output), self.streams[rank])
+        given = DeviceCall(call, source, output)
+        self.calls[rank].prepare(given)
+        job, done = self.calls[rank].begin(given, self.streams[rank])
         self.devices[rank].wait(self.streams[rank], done)
         return job
 

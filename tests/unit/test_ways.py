@@ -53,6 +53,9 @@ class Caller:
         call = DeviceCall(signature, address, address)
         way = next(each for each in self.ways if each.takes(call))
         self.taken.append(type(way))
+        if not way.is_prepared(call):
+            way.prepare(call)
+        assert way.is_prepared(call)
         job, done = way.begin(call, self.rank.stream)
         self.rank.device.wait(self.rank.stream, done)
         way.recycle(done)

@@ -209,8 +209,8 @@ class FakeDevice(FakeProcess):
 
     # Streams and events
 
-    def make_stream(self) -> Stream:
-        """See `Device`."""
+    def make_stream(self, *, waits: bool = False) -> Stream:
+        """See `Device`; streams share nothing here."""
         with self._called("make_stream"):
             return self._new_stream(is_callers=False)
 
