@@ -52,12 +52,12 @@ from r2ccl.resilience.verdict import Verdict
 from r2ccl.schedule.ir import Schedule
 from r2ccl.topology.monitor import LinkMonitor
 from r2ccl.transport.base import Transport
-from r2ccl.transport.relayed import RelayedTransport
 from r2ccl.types import Nic, ReduceOp
 from r2ccl.work import Work, Worker
 
 if TYPE_CHECKING:
     from r2ccl.gpu.ways import Way
+    from r2ccl.transport.relayed import RelayedTransport
 
 _log = logging.getLogger(__name__)
 

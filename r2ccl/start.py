@@ -27,13 +27,13 @@ from r2ccl.topology.interfaces import discover
 from r2ccl.topology.neighbours import Neighbours
 from r2ccl.transport.base import Transport
 from r2ccl.transport.mixed import MixedTransport, Part
-from r2ccl.transport.relayed import RelayedTransport
 from r2ccl.transport.tcp import TcpTransport
 from r2ccl.types import Nic, PathKey
 
 if TYPE_CHECKING:
     from r2ccl.testing.faults import FaultPlan
     from r2ccl.testing.reporting import ReportingTransport
+    from r2ccl.transport.relayed import RelayedTransport
 
 _log = logging.getLogger(__name__)
 
@@ -177,6 +177,8 @@ def _open_transport(
         raise
     if find_spec("cuda") is None:
         return MixedTransport((tcp, verbs)), None
+    from r2ccl.transport.relayed import RelayedTransport
+
     relayed = RelayedTransport(verbs)
     return MixedTransport((tcp, relayed)), relayed
 

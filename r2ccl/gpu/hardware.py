@@ -6,14 +6,14 @@ importing it loads no driver.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from r2ccl.device.base import Device
 from r2ccl.device.driver import CudaDevice
 from r2ccl.device.numbering import ordinal_of
-from r2ccl.topology.gpus import find_gpus
-from r2ccl.topology.machine import Machine
-from r2ccl.topology.sysfs import read_machine
+
+if TYPE_CHECKING:
+    from r2ccl.topology.machine import Machine
 
 
 class Hardware(Protocol):
@@ -55,6 +55,9 @@ class CudaHardware:
 
     def read_machine(self) -> Machine:
         """See `Hardware`."""
+        from r2ccl.topology.gpus import find_gpus  # take 8 ms, and only some ask
+        from r2ccl.topology.sysfs import read_machine
+
         return read_machine(find_gpus())
 
 
