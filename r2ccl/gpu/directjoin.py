@@ -43,7 +43,7 @@ def open_direct(
 
     Notes
     -----
-    *Collective*: all ranks. *Cost*: two small messages to all.
+    *Collective*: all ranks. *Cost*: a small message to all.
     """
     memory: WiredMemory | None = None
     why = ""
