@@ -3,15 +3,27 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Not quiet: a slow network is seen to be one.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# matplotlib's cache of fonts, which needs no home here.
+export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/matplotlib
+# What `make test` runs: folders, files or file::test each. Those in network namespaces measure, and
+# so have the machine to themselves.
+TESTS ?= tests/unit tests/contract tests/simulation tests/netlab tests/rdma tests/gpu
+ALONE = $(filter tests/netlab% tests/rdma% tests/gpu%,$(TESTS))
+SHARED = $(filter-out $(ALONE),$(TESTS))
 
 # pyverbs is compiled for the distribution's own Python, so the tests on ibverbs run under that one.
 RDMA_PYTHON ?= /usr/bin/python3
 RDMA_VENV := $(VENV)/rdma
 RDMA_BIN := $(RDMA_VENV)/bin
 
-.PHONY: help demo test test-rdma lint bench bench-degraded bench-rdma bench-gpu simulate campaign pictures clean
+.PHONY: help demo test test-rdma fresh lint bench bench-degraded bench-rdma bench-gpu simulate campaign pictures clean
 .DEFAULT_GOAL := help
+
+# Runs a command where it may make network namespaces: as it is for root, in a user namespace for
+# others. Where neither is allowed the tests that need it skip, saying why.
+ENTER = $(shell $(BIN)/r2ccl netlab --enter -- true >/dev/null 2>&1 && echo $(BIN)/r2ccl netlab --enter --)
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,10 +31,15 @@ help: ## list the targets
 demo: $(VENV)/.demo ## train a small model over four rails a node and lose one on the way
 	@$(BIN)/python examples/train_digits.py
 
-# Those in network namespaces measure, and so have the machine to themselves.
-test: $(VENV)/.test ## run the tests
-	@$(BIN)/python -m pytest -n logical --maxprocesses 8 tests/unit tests/contract tests/simulation; \
-	status=$$?; $(BIN)/python -m pytest tests/netlab tests/rdma tests/gpu && exit $$status
+test: $(VENV)/.test ## run the tests; TESTS="tests/unit/test_ring.py ..." runs those alone
+	@TMPDIR=$$(mktemp -d) && export TMPDIR && trap 'rm -rf "$$TMPDIR"' EXIT || exit; status=0; \
+	$(if $(SHARED),$(BIN)/python -m pytest -n logical --maxprocesses 8 $(SHARED) || status=$$?;) \
+	$(if $(ALONE),$(ENTER) $(BIN)/python -m pytest $(ALONE) || status=$$?;) \
+	[ $$status -eq 0 ] && echo "make test: all passed" || echo "make test: FAILED, see above"; \
+	exit $$status
+
+fresh: ## try the commands of the README on bare machines of 16 kinds, 20 minutes; FRESH="user ..." tries those
+	@$(PYTHON) tests/fresh/matrix.py $(FRESH)
 
 # Verdicts need a third node. -s: pytest's capture shortens a file it has unlinked, and the machine's file system (9p) cannot.
 # Not $(MAKE), which `make -n` would run together with all else on its line.
@@ -98,7 +115,11 @@ clean: ## remove what make made
 # Stamps: one a set of packages, made anew when pyproject.toml changes.
 $(VENV)/.core: pyproject.toml
 	@echo "installing r2ccl into $(VENV) ..."
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "r2ccl needs Python 3.11 or newer, which '$(PYTHON)' is not;" \
+			"another one: make PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "r2ccl needs Python's venv module: apt-get install python3-venv"; exit 1; }
 	@$(PIP) install "pip>=25.1"
 	@$(PIP) install --editable .
 	@touch $@

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from digits import cluster, report
+from digits.narration import Narration
 from digits.rank import BATCH_PER_RANK, nweights
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from sklearn.datasets import load_digits
 
 from r2ccl.testing import Action, Fault, FaultPlan
@@ -43,25 +43,24 @@ class Step(NamedTuple):
 class Run:
     """One training: reads what its ranks say, and keeps it."""
 
-    def __init__(self, folder: Path, progress: Progress, label: str, nsteps: int) -> None:
+    def __init__(self, folder: Path, narration: Narration) -> None:
         self.folder = folder
         self.steps: list[Step] = []
         self.repairs: dict[int, list[dict[str, Any]]] = {}
-        self._progress = progress
-        self._task = progress.add_task(label, total=nsteps, loss="")
+        self._narration = narration
 
     def take(self, line: str) -> None:
         """Take a line of a rank, ``[who] text``: JSON of the demo, or a word of the library's."""
         text = line.partition("] ")[2]
         if not text.startswith("{"):
-            self._progress.console.print(line, style="dim", markup=False, soft_wrap=True)
+            self._narration.line(line)
             return
         said = json.loads(text)
         if "repairs" in said:
             self.repairs[said["rank"]] = said["repairs"]
         else:
             self.steps.append(Step(**said))
-            self._progress.update(self._task, advance=1, loss=f"loss {said['loss']:.4f}")
+            self._narration.step(said["epoch"], said["loss"])
 
     def losses(self) -> list[float]:
         """Mean loss of each epoch."""
@@ -113,12 +112,12 @@ def train_twice(
     middle = nsteps // 2
     fault = Fault(action=Action.NIC_DOWN, node=NODE, rail=RAIL, at_op=middle, at_step=AT_SLICE)
     plan = FaultPlan([fault])
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[loss]}")
 
-    with Progress(*columns, console=console) as progress:
+    with Narration(console, epochs, nsteps) as narration:
 
         def train(name: str, faults: FaultPlan) -> Run:
-            run = Run(folder / name.replace(" ", "-"), progress, name, nsteps)
+            run = Run(folder / name.replace(" ", "-"), narration)
+            narration.begin(name)
             run.folder.mkdir()
             np.savez(run.folder / "digits.npz", x=x, labels=digits.target)
             argv = [sys.executable, str(RANK_PROGRAM), str(run.folder), str(epochs)]

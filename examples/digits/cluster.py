@@ -22,13 +22,17 @@ from r2ccl.testing.netlab import Lab, LabError, ensure_privileged
 NODES = 4
 RAILS = 4
 RATE = "400mbit"
-_RUN_TIMEOUT_S = 120.0
+#: Of one training; it takes 6 s on two cores.
+_RUN_TIMEOUT_S = 240.0
+#: A rank that finds no peer says so after this long instead of a minute.
+_INIT_TIMEOUT_S = 30
 #: Of the NICs' counters.
 SAMPLE_S = 0.05
 
-#: Else each of the ranks starts a thread a core, and sums differ with their number.
-_ONE_THREAD = {
-    f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "BLIS", "VECLIB")
+_SETTINGS = {
+    # Else each of the ranks starts a thread a core, and sums differ with their number.
+    **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "BLIS", "VECLIB")},
+    "R2CC_INIT_TIMEOUT_S": str(_INIT_TIMEOUT_S),
 }
 
 Sink = Callable[[str], None]
@@ -63,7 +67,7 @@ class Netlab:
             sampler.start()
             try:
                 results = lab.run(
-                    argv, env=_ONE_THREAD, plan=plan, timeout_s=_RUN_TIMEOUT_S, sink=sink
+                    argv, env=_SETTINGS, plan=plan, timeout_s=_RUN_TIMEOUT_S, sink=sink
                 )
             finally:
                 is_over.set()
@@ -97,7 +101,7 @@ class Loopback:
             rails = {"R2CC_RAILS": str(RAILS), "R2CC_CHANNELS": str(RAILS * (RAILS - 1))}
             ranks = subprocess.Popen(
                 [*launch, "--", *argv],
-                env={**os.environ, **_ONE_THREAD, **rails, **faults},
+                env={**os.environ, **_SETTINGS, **rails, **faults},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

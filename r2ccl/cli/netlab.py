@@ -1,12 +1,15 @@
 """``r2ccl netlab``: run a program on a cluster of network namespaces and break its NICs.
 
-Turns a command line into a `Lab`, a `FaultPlan` and a run; adds nothing else.
+Turns a command line into a `Lab`, a `FaultPlan` and a run; adds nothing else. With ``--enter``:
+runs a command where labs can be built.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from typing import NoReturn
 
 from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument
@@ -57,6 +60,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--clean", action="store_true", help="remove what labs of dead processes left, and exit"
     )
+    parser.add_argument(
+        "--enter",
+        action="store_true",
+        help="run the command once, where this user may build labs (in a user namespace unless "
+        "root), for programs that build their own; no lab is built",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- program and its arguments")
     parser.set_defaults(run=main)
 
@@ -85,6 +94,9 @@ def _run(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise InvalidArgument("no program given; write it after --, e.g. -- python script.py")
+    if args.enter:
+        ensure_privileged()
+        _become(command)
     shape = {name: getattr(args, name) for name in Shape.__struct_fields__}
     plan = _plan(args)
     plan.check(nodes=args.nodes, rails=args.rails, ranks_per_node=Shape(**shape).ranks_per_node)
@@ -102,6 +114,13 @@ def _run(args: argparse.Namespace) -> int:
     for fault in plan.pending():
         print(f"[lab] did not fire: {fault}", file=sys.stderr)
     return _status(results)
+
+
+def _become(command: list[str]) -> NoReturn:
+    try:
+        os.execvp(command[0], command)
+    except OSError as exc:
+        raise InvalidArgument(f"cannot run {command[0]!r}: {exc.strerror}") from exc
 
 
 def _plan(args: argparse.Namespace) -> FaultPlan:

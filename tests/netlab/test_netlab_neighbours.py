@@ -8,10 +8,12 @@ from functools import partial
 
 import pytest
 
-from r2ccl.testing.netlab.namespaces import NamespaceSet, inside, missing_tools
+from r2ccl.testing.netlab import unavailable_reason
+from r2ccl.testing.netlab.namespaces import NamespaceSet, inside
 from r2ccl.topology.neighbours import Neighbours
 
-pytestmark = pytest.mark.skipif(bool(missing_tools()), reason="; ".join(missing_tools()))
+REASON = unavailable_reason()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 NEAR, FAR, NOBODY = "10.9.0.1", "10.9.0.2", "10.9.0.3"
 BEYOND = "10.8.0.1"

@@ -14,7 +14,6 @@ import ctypes
 import os
 import re
 import secrets
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from r2ccl.errors import R2cclError
+from r2ccl.testing.programs import describe_missing, find_program, search_path
 
 _T = TypeVar("_T")
 
@@ -33,6 +33,8 @@ _CLONE_NEWNET = 0x40000000
 #: Deleting a namespace takes milliseconds; on a machine that takes longer something is stuck.
 _CLOSE_TIMEOUT_S = 20.0
 _COMMAND_TIMEOUT_S = 30.0
+
+_TOOLS = ("ip", "tc", "bridge", "sh")
 
 #: $1 is the directory, the rest are namespaces. What is already gone is no news.
 _REMOVE = """
@@ -169,7 +171,7 @@ def run_batch(command: list[str], lines: Iterable[str]) -> None:
         The tool is missing or refused a line; carries its words.
     """
     text = "\n".join(lines)
-    argv = [*command, "-batch", "-"]
+    argv = [find_program(command[0]) or command[0], *command[1:], "-batch", "-"]
     try:
         done = subprocess.run(
             argv,
@@ -191,9 +193,9 @@ def _line_named(stderr: str, text: str) -> str:
     return f" ({text.splitlines()[int(match[1]) - 1]})" if match else ""
 
 
-def missing_tools() -> list[str]:
-    """Return the programs netlab needs that this machine does not have."""
-    return [tool for tool in ("ip", "tc", "bridge", "sh") if shutil.which(tool) is None]
+def missing_tools() -> str:
+    """Say which programs netlab needs and this machine lacks, and their packages; empty if none."""
+    return describe_missing(_TOOLS)
 
 
 def _enter(namespace: str) -> None:
@@ -216,6 +218,7 @@ def _start_guard(directory: Path, names: list[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             ["sh", "-c", _GUARD, "netlab-guard", str(directory), *names],
             stdin=subprocess.PIPE,
+            env=_guard_environment(),
             # Ctrl-C is for the owner, and must not end the guard first.
             start_new_session=True,
         )
@@ -224,10 +227,15 @@ def _start_guard(directory: Path, names: list[str]) -> subprocess.Popen[bytes]:
         raise LabError(f"cannot start netlab's guard: {exc}") from exc
 
 
+def _guard_environment() -> dict[str, str]:
+    """The guard's script calls ``ip`` by name, which the user's PATH may not have."""
+    return {**os.environ, "PATH": search_path()}
+
+
 def _remove(name: str, namespaces: list[str]) -> None:
     argv = ["sh", "-c", _REMOVE, "netlab-clean", str(_directory(name)), *namespaces]
     try:
-        subprocess.run(argv, timeout=_CLOSE_TIMEOUT_S, check=False)
+        subprocess.run(argv, env=_guard_environment(), timeout=_CLOSE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as exc:
         raise _not_removed(name) from exc
 

@@ -19,6 +19,8 @@ from typing import Self
 
 import msgspec
 
+from r2ccl.testing.programs import find_program
+
 #: How long a process may take to end after SIGTERM before SIGKILL.
 TERM_GRACE_S = 2.0
 
@@ -225,7 +227,7 @@ def spawn(
     With pipes for stdin and stdout where `is_interactive`, else one for stdout and stderr together.
     """
     return subprocess.Popen(
-        ["ip", "netns", "exec", namespace, *argv],
+        [find_program("ip") or "ip", "netns", "exec", namespace, *argv],
         env=dict(env),
         stdin=subprocess.PIPE if is_interactive else subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -11,7 +11,6 @@ import importlib.util
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from r2ccl.testing.programs import find_program
 from r2ccl.testing.rdmalab.shape import RdmaLabError
 
 #: Where Debian and its kin keep it, for their own interpreter.
@@ -135,7 +135,7 @@ def virtme() -> list[str] | None:
     """
     if _can_import("virtme"):
         return [sys.executable, "-m", "virtme.commands.run"]
-    found = shutil.which("virtme-run")
+    found = find_program("virtme-run")
     return [found] if found else None
 
 
@@ -194,9 +194,7 @@ def _packages(lacks: Iterable[Need]) -> str:
 
 
 def _has(program: str) -> bool:
-    # Not every user's PATH holds the administrator's programs.
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    return shutil.which(program, path=path) is not None
+    return find_program(program) is not None
 
 
 def _has_provider() -> bool:
@@ -207,7 +205,7 @@ def _has_provider() -> bool:
 
 def _has_static_busybox() -> bool:
     """Whether there is one that needs no loader, for the boot starts before there are libraries."""
-    found = next(filter(None, map(shutil.which, ("busybox-static", "busybox"))), None)
+    found = next(filter(None, map(find_program, ("busybox-static", "busybox"))), None)
     # A program's loader is named in the ELF header's neighbourhood (elf(5), PT_INTERP).
     return found is not None and b"/ld-linux" not in Path(found).read_bytes()[:4096]
 

@@ -1,0 +1,88 @@
+"""How far the demo is: a bar on a terminal; elsewhere a line an epoch, and one in every silence."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+#: Without a terminal, something is printed at least this often.
+_SILENCE_S = 10.0
+
+_COLUMNS = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+
+
+class Narration:
+    """Shows the steps of one training after another; a context manager.
+
+    Parameters
+    ----------
+    console : Console
+    nepochs, nsteps : int
+        Of each training.
+    """
+
+    def __init__(self, console: Console, nepochs: int, nsteps: int) -> None:
+        self._console = console
+        self._nepochs = nepochs
+        self._nsteps = nsteps
+        self._bars = Progress(
+            *_COLUMNS, "{task.fields[loss]}", console=console, disable=not console.is_terminal
+        )
+        self._task = self._bars.add_task("", visible=False)
+        self._label = ""
+        self._epoch = -1
+        self._began_s = 0.0
+        self._last_word_s = time.monotonic()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._break_silences, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        if not self._console.is_terminal:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._bars.stop()
+
+    def begin(self, label: str) -> None:
+        """Announce a training."""
+        self._label, self._epoch, self._began_s = label, -1, time.monotonic()
+        self._task = self._bars.add_task(label, total=self._nsteps, loss="")
+        self._say("starting the ranks")
+
+    def step(self, epoch: int, loss: float) -> None:
+        """Count a step."""
+        self._bars.update(self._task, advance=1, loss=f"loss {loss:.4f}")
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._say(f"epoch {epoch + 1} of {self._nepochs}, loss {loss:.4f}")
+
+    def line(self, text: str) -> None:
+        """Print what a rank wrote."""
+        self._last_word_s = time.monotonic()
+        self._console.print(text, style="dim", markup=False, soft_wrap=True)
+
+    def _say(self, text: str) -> None:
+        self._last_word_s = time.monotonic()
+        if not self._console.is_terminal:
+            elapsed_s = self._last_word_s - self._began_s
+            self._console.print(f"{self._label}: {text} ({elapsed_s:.0f} s)", soft_wrap=True)
+
+    def _break_silences(self) -> None:
+        while not self._is_over.wait(1.0):
+            if time.monotonic() - self._last_word_s > _SILENCE_S:
+                self._say("still waiting for the next epoch")
