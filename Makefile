@@ -38,7 +38,7 @@ test: $(VENV)/.test ## run the tests; TESTS="tests/unit/test_ring.py ..." runs t
 	[ $$status -eq 0 ] && echo "make test: all passed" || echo "make test: FAILED, see above"; \
 	exit $$status
 
-fresh: ## try the commands of the README on bare machines of 16 kinds, 20 minutes; FRESH="user ..." tries those
+fresh: ## try the commands of the README on bare machines of 15 kinds; FRESH="user ..." tries those
 	@$(PYTHON) tests/fresh/matrix.py $(FRESH)
 
 # Verdicts need a third node. -s: pytest's capture shortens a file it has unlinked, and the machine's file system (9p) cannot.

@@ -40,15 +40,16 @@ def describe_missing(names: Iterable[str]) -> str:
     Returns
     -------
     str
-        Such as ``tc, bridge not found: apt-get install iproute2 (or your system's package)``.
+        Such as ``tc is not in PATH or an sbin folder: install iproute2 (`apt-get install ...`)``.
     """
     missing = [name for name in names if find_program(name) is None]
     if not missing:
         return ""
-    packages = sorted({_PACKAGES[name] for name in missing})
+    packages = " ".join(sorted({_PACKAGES[name] for name in missing}))
+    verb = "is" if len(missing) == 1 else "are"
     return (
-        f"{', '.join(missing)} not found in {search_path()}: install {' and '.join(packages)} "
-        f"(`apt-get install {' '.join(packages)}`)"
+        f"{', '.join(missing)} {verb} not in PATH or an sbin folder: "
+        f"install {packages} (`apt-get install {packages}`)"
     )
 
 

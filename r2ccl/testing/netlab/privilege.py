@@ -40,14 +40,17 @@ def unavailable_reason() -> str | None:
         return f"netlab needs Linux network namespaces; this is {sys.platform}"
     missing = missing_tools()
     if missing:
-        return f"netlab: {missing}"
+        return f"netlab cannot run: {missing}"
     if os.geteuid() != 0:
-        return "netlab needs root, or a user namespace: run this under `r2ccl netlab --enter --`"
+        return (
+            "netlab needs root: `r2ccl netlab --enter -- COMMAND` runs a command as root of a user "
+            "namespace, or says why it cannot"
+        )
     try:
         with Lab(nodes=1, rails=1) as lab:
             (ended,) = lab.run(["true"], timeout_s=_PROBE_TIMEOUT_S, sink=lambda line: None)
     except LabError as exc:
-        return f"netlab is not allowed or not possible here: {exc}"
+        return f"netlab is not possible here: {exc}"
     if ended.returncode:
         return f"netlab: no program can be run in a network namespace: {ended.output.strip()}"
     return None
@@ -71,12 +74,12 @@ def ensure_privileged() -> None:
     reason = unavailable_reason()
     if reason is None:
         return
-    if missing_tools():
+    if missing_tools() or not sys.platform.startswith("linux"):
         raise LabError(reason)
     enter = _enter_command()
     refusal = _why_not_inside(enter)
     if refusal:
-        raise LabError(f"{reason}; a user namespace does not help: {refusal}")
+        raise LabError(f"netlab needs root or user namespaces, and here {refusal}")
     argv = [*enter, sys.executable, *sys.orig_argv[1:]]
     os.execve(argv[0], argv, {**os.environ, _MARK: "1"})
 
@@ -91,7 +94,7 @@ def _enter_command() -> list[str]:
     """
     unshare, ip = find_program("unshare"), find_program("ip")
     if unshare is None or ip is None:
-        raise LabError(f"netlab: {describe_missing(['unshare', 'ip'])}")
+        raise LabError(f"netlab cannot run: {describe_missing(['unshare', 'ip'])}")
     return [unshare, *_NAMESPACES, "--", "sh", "-c", _PREPARE, ip]
 
 
@@ -112,7 +115,8 @@ def _why_not_inside(enter: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as exc:
         return f"{shlex.join(enter[:5])}: {exc}"
     if done.returncode:
-        return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        words = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return f"user namespaces are off or forbidden ({words})"
     return done.stdout.strip()
 
 
