@@ -404,6 +404,18 @@ def _processes_with(variable: str) -> list[int]:
     return found
 
 
+def _lack() -> str:
+    """Return what an ordinary user of this machine lacks for the README's first command."""
+    for program in ("make", "git", "python3"):
+        if shutil.which(program, path=USER_PATH) is None:
+            return f"{program} is not in {USER_PATH}: apt-get install {program}"
+    python = str(shutil.which("python3", path=USER_PATH))
+    check = "import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))"
+    if subprocess.run([python, "-c", check], capture_output=True, check=False).returncode:
+        return f"{python} is older than 3.11 or has no venv module: apt-get install python3-venv"
+    return ""
+
+
 def show(outcomes: Sequence[Outcome]) -> str:
     """Return the outcomes as a table in Markdown."""
     rows = ["| environment | command | status | seconds | longest silence, s | outcome |"]
@@ -429,6 +441,10 @@ def main() -> int:
     unknown = sorted(set(args.environment) - set(names))
     if unknown:
         parser.error(f"no environment {', '.join(unknown)}; there are {', '.join(names)}")
+    lack = _lack()
+    if lack:
+        print(f"fresh: skipped: {lack}")
+        return 0
     chosen = [each for each in ENVIRONMENTS if each.name in (args.environment or names)]
     steps = [each for each in STEPS if not args.steps or each.name in args.steps.split(",")]
     LOGS.mkdir(parents=True, exist_ok=True)
