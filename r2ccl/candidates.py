@@ -25,9 +25,11 @@ from r2ccl.algos import (
     r2cc,
     recursive_doubling,
     ring,
+    spanning_tree,
     tree,
 )
 from r2ccl.algos.bandwidths import straggler_of
+from r2ccl.algos.packed_trees import Reach
 from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.ir import Schedule
 
@@ -56,31 +58,59 @@ class Terms(NamedTuple):
 
     @property
     def bandwidths(self) -> list[int]:
-        """What each node carries; one without any home is reached by the last resort."""
-        return [max(1, sum(row)) for row in self.shares]
+        """What each node can use: no port carries more than those it meets on its rail.
+
+        A node without any is reached by the last resort.
+        """
+        totals = [sum(column) for column in zip(*self.shares, strict=True)]
+        return [
+            max(1, sum(min(own, total - own) for own, total in zip(row, totals, strict=True)))
+            for row in self.shares
+        ]
 
     @property
     def is_whole(self) -> bool:
         """Whether all nodes carry the same, on every rail."""
         return len(set(self.shares)) == 1 and min(self.shares[0]) > 0
 
-    def meet(self, a: int, b: int) -> bool:
-        """Whether two nodes have a home in common that is up at both."""
-        return any(map(min, self.shares[a], self.shares[b]))
+    @property
+    def masks(self) -> tuple[int, ...]:
+        """Of every node the homes that are up, as a bit set."""
+        return tuple(sum(1 << at for at, share in enumerate(row) if share) for row in self.shares)
 
     @property
     def is_connected(self) -> bool:
-        """Whether any two nodes meet."""
-        return all(self.meet(a, b) for a, b in combinations(range(len(self.shares)), 2))
+        """Whether any two nodes have a home in common that is up at both."""
+        masks = set(self.masks)
+        return len(self.shares) == 1 or (
+            0 not in masks and all(a & b for a, b in combinations(masks, 2))
+        )
 
     @property
     def is_joined(self) -> bool:
-        """Whether there is a way between any two nodes, over others that meet."""
-        nodes = range(len(self.shares))
-        reached = {0}
-        for _ in nodes:
-            reached |= {node for node in nodes if any(self.meet(node, at) for at in reached)}
-        return len(reached) == len(nodes)
+        """Whether there is a way between any two nodes, over others that have homes in common."""
+        parts: list[int] = []
+        for mask in set(self.masks):
+            joined = mask
+            apart = []
+            for part in parts:
+                if part & mask:
+                    joined |= part
+                else:
+                    apart.append(part)
+            parts = [*apart, joined]
+        return len(parts) == 1 and (parts[0] > 0 or len(self.shares) == 1)
+
+    def meets(self) -> Reach:
+        """Return ``reach(a, b)``: whether two nodes have a home in common."""
+        masks = self.masks
+        return lambda a, b: bool(masks[a] & masks[b])
+
+    def rank_meets(self) -> Reach:
+        """Return what `meets` does, for ranks; those of one node reach each other."""
+        masks = self.masks
+        node_of = {rank: node for node, team in enumerate(self.teams) for rank in team}
+        return lambda a, b: node_of[a] == node_of[b] or bool(masks[node_of[a]] & masks[node_of[b]])
 
 
 class Candidate(NamedTuple):
@@ -109,13 +139,16 @@ def candidates(name: str, terms: Terms) -> Iterator[Candidate]:
     Parameters
     ----------
     name : str
-        One of `FAMILIES`.
+        One of `FAMILIES`, or ``spanning_tree``, over ranks: for nodes whose ranks have no order.
     terms : Terms
     """
     is_flat = all(len(team) == 1 for team in terms.teams)
     if name == "ring" and not is_flat:
         nranks = sum(map(len, terms.teams))
         yield Candidate("ring", ring.allreduce(nranks, terms.nchannels), is_ring=True)
+    if name == "spanning_tree":
+        yield from _spanning_trees(terms)
+        return
     if len(terms.teams) > _MOST_NODES.get(name, len(terms.teams)):
         return
     if is_flat:
@@ -124,6 +157,14 @@ def candidates(name: str, terms: Terms) -> Iterator[Candidate]:
         for found in FAMILIES[name](terms):
             wrapped = hierarchy.wrap(found.schedule, terms.teams)
             yield found._replace(schedule=wrapped, fill=found.fill + 1, is_ring=False)
+
+
+def _spanning_trees(terms: Terms) -> Iterator[Candidate]:
+    if terms.is_joined:
+        nranks = sum(map(len, terms.teams))
+        parents = spanning_tree.span(nranks, terms.rank_meets())
+        schedule = tree.allreduce([parents] * terms.nchannels, "spanning_tree")
+        yield Candidate("spanning_tree", schedule, schedule.cost.steps // 2)
 
 
 def _can_lead(teams: Sequence[Sequence[int]]) -> bool:
@@ -161,7 +202,7 @@ def _packed_trees(terms: Terms) -> Iterator[Candidate]:
     n = len(terms.shares)
     counts = _TREES_PER_HOME if n < _MANY_NODES else (4,) if n <= _VERY_MANY_NODES else (1,)
     # Nodes that nobody reaches are left to the last resort, like all their neighbours.
-    reach = terms.meet if not terms.is_connected and terms.is_joined else None
+    reach = terms.meets() if not terms.is_connected and terms.is_joined else None
     for times in counts:
         schedule = packed_trees.allreduce(terms.bandwidths, times * terms.nhomes, reach)
         yield Candidate("packed_trees", schedule, schedule.cost.steps // 2)
@@ -184,7 +225,7 @@ def _bridged_rings(terms: Terms) -> Iterator[Candidate]:
     if terms.is_connected or n == 1:
         return  # the ring itself
     try:
-        schedule = bridged_ring.allreduce(n, terms.nchannels, terms.meet)
+        schedule = bridged_ring.allreduce(n, terms.nchannels, terms.meets())
     except InvalidArgument:  # there is no such ring
         return
     yield Candidate("bridged_ring", schedule)

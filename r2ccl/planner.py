@@ -18,9 +18,10 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from r2ccl.algos import recursive_doubling, ring, tree
+from r2ccl.algos import bridged_ring, recursive_doubling, ring, spanning_tree, tree
 from r2ccl.candidates import FAMILIES, Candidate, Terms, candidates
 from r2ccl.config import Config
+from r2ccl.errors import InvalidArgument
 from r2ccl.prediction import UNMEASURED, Choice, Fabric, Placed, predict, put
 from r2ccl.resilience.health import Health
 from r2ccl.schedule.ir import Schedule
@@ -83,24 +84,59 @@ class Planner:
         `r2ccl.plans`.
         """
         is_small = nbytes <= self._config.eager_nbytes
+        carried = self._carried(health)
+        terms = self._terms(nbytes, carried)
+        # Where parts of the network are apart, only the last resort can join them, if there is one.
+        is_bridged = not terms.is_connected and terms.is_joined
         if call.collective == Collective.ALLREDUCE and not is_small:
             is_ring = is_gauge and self._config.algo == "auto"
             return best(self.compare(nbytes, health, ("ring",) if is_ring else None))
+        if is_bridged:
+            return self._bridged(call, nbytes, terms, carried)
         nranks = health.nranks
-        nchannels = self._nchannels(nbytes, nranks)
         match call.collective:
             case Collective.ALLGATHER:
-                schedule = ring.allgather(nranks, nchannels)
+                schedule = ring.allgather(nranks, terms.nchannels)
             case Collective.REDUCE_SCATTER:
-                schedule = ring.reduce_scatter(nranks, nchannels)
+                schedule = ring.reduce_scatter(nranks, terms.nchannels)
             case Collective.BROADCAST:
-                schedule = tree.broadcast(_rooted(nranks, call.root, nchannels, is_small))
+                schedule = tree.broadcast(_rooted(nranks, call.root, terms.nchannels, is_small))
             case Collective.REDUCE:
-                schedule = tree.reduce(_rooted(nranks, call.root, nchannels, is_small))
+                schedule = tree.reduce(_rooted(nranks, call.root, terms.nchannels, is_small))
             case _:
                 schedule = recursive_doubling.allreduce(nranks)
-        placement = place(schedule.nchannels, self.fabric.homes, self._carried(health))
+        placement = place(schedule.nchannels, self.fabric.homes, carried)
         return Choice(schedule.name, schedule, placement, self._config.slice_nbytes)
+
+    def _bridged(self, call: CallSignature, nbytes: int, terms: Terms, health: Health) -> Choice:
+        """Choose for a network in which some nodes have no home in common.
+
+        It is a ring, or a chain, in another order, and where there is none a tree.
+        """
+        nchannels = 1 if nbytes <= self._config.eager_nbytes else terms.nchannels
+        order = _bridge(terms)
+        orders = [order] * nchannels if order else None
+        parents = spanning_tree.span(health.nranks, terms.rank_meets(), call.root)
+        chains = [parents] * nchannels
+        if orders and nchannels > 1:
+            at = order.index(call.root)
+            chains = [tree.chain(order[at:] + order[:at])] * nchannels
+        match call.collective:
+            case Collective.ALLGATHER if orders:
+                schedule = ring.allgather(health.nranks, nchannels, orders)
+            case Collective.ALLGATHER:
+                schedule = spanning_tree.allgather(parents, nchannels)
+            case Collective.REDUCE_SCATTER if orders:
+                schedule = ring.reduce_scatter(health.nranks, nchannels, orders)
+            case Collective.REDUCE_SCATTER:
+                schedule = spanning_tree.reduce_scatter(parents, nchannels)
+            case Collective.BROADCAST:
+                schedule = tree.broadcast(chains)
+            case Collective.REDUCE:
+                schedule = tree.reduce(chains)
+            case _:
+                schedule = tree.allreduce([parents], "spanning_tree")
+        return self.own(schedule, nbytes, health)
 
     def allreduce(self, nbytes: int, health: Health) -> Choice:
         """Choose for an allreduce of `nbytes`, of whatever type and operation."""
@@ -120,9 +156,14 @@ class Planner:
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)
         names = self._names(terms) if families is None else families
-        placed = [each for name in names for each in self._put(name, terms, carried)]
-        placed = placed or self._put("ring", terms, carried)
-        return [predict(each, nbytes, self.fabric, self._config) for each in placed]
+        for tried in (names, ("ring",), _BRIDGED):
+            placed = [each for name in tried for each in self._put(name, terms, carried)]
+            found = [each for each in placed if each.has_way]
+            if found:
+                break
+        # Without a way over homes it is the ring, over the last resort or until a rail is back.
+        found = found or self._put("ring", terms, carried)
+        return [predict(each, nbytes, self.fabric, self._config) for each in found]
 
     def _put(self, name: str, terms: Terms, health: Health) -> list[Placed]:
         """Place the forms of a family, once for a health."""
@@ -212,6 +253,15 @@ def best(found: Sequence[Choice]) -> Choice:
     return next(each for each in found if each.predicted_ns <= least * _AS_GOOD)
 
 
+def _bridge(terms: Terms) -> tuple[int, ...]:
+    """Return the ranks in an order in which ring neighbours share a node or a home; () if none."""
+    try:
+        nodes = bridged_ring.bridge(range(len(terms.teams)), terms.meets())
+    except InvalidArgument:
+        return ()
+    return tuple(rank for node in nodes for rank in terms.teams[node])
+
+
 def full_channels(nhomes: int, nrails: int) -> int:
     """Channels that keep every rail busy on which some are at home, also when one is lost.
 
@@ -237,6 +287,8 @@ _Key = tuple[int, str, int]
 #: of 4 rails that lacked NICs, none was ahead of all of these by more than 2 %.
 _FOR_WHOLE = ("ring", "halving_doubling", "tree")
 _FOR_DEGRADED = ("packed_trees", "leaf_ring", "ring", "bridged_ring", "tree")
+#: Families for networks in which some nodes have no home in common, if no wanted one has a way.
+_BRIDGED = ("bridged_ring", "packed_trees", "spanning_tree")
 #: What is predicted to take up to this much more counts as equally good: that is how far
 #: predictions are off.
 _AS_GOOD = Fraction(102, 100)

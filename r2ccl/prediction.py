@@ -108,12 +108,16 @@ class Placed(NamedTuple):
         As in `Choice`.
     nlinks : int
         Links that end at the port at which most do; 0: that is no matter.
+    has_way : bool
+        Whether all neighbours have a home in common. Without one, they have the last resort, of
+        which nothing is known, or nothing.
     """
 
     candidate: Candidate
     placement: Placement
     load: Fraction
     nlinks: int
+    has_way: bool
 
 
 def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
@@ -121,16 +125,17 @@ def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
     schedule, homes, nodes = candidate.schedule, fabric.homes, fabric.nodes
     if candidate.is_ring:
         placement = place(schedule.nchannels, homes, health)
-        load = ring_time(placement, homes, health, nodes)
-        return Placed(candidate, placement, load * WHOLE, 0)
-    placement = place_edges(schedule, homes, health, nodes)
-    load = port_time(schedule, placement, homes, health, nodes)
-    return Placed(candidate, placement, load * WHOLE, inlets(placement, homes))
+        load, nlinks = ring_time(placement, homes, health, nodes), 0
+    else:
+        placement = place_edges(schedule, homes, health, nodes)
+        load = port_time(schedule, placement, homes, health, nodes)
+        nlinks = inlets(placement, homes)
+    return Placed(candidate, placement, (load or Fraction(0)) * WHOLE, nlinks, load is not None)
 
 
 def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choice:
     """Cut a call of `nbytes` in slices, and say how long it takes."""
-    candidate, placement, load, nlinks = placed
+    candidate, placement, load, nlinks, _ = placed
     schedule, rates = candidate.schedule, fabric.rates
     wire_ns = load * nbytes * 10**9 / rates.beta
     slice_nbytes = config.slice_nbytes

@@ -160,20 +160,21 @@ def port_time(
     homes: Sequence[int],
     health: Health,
     nodes: Sequence[int] = (),
-) -> Fraction:
+) -> Fraction | None:
     """Return what the busiest port takes for one unit of data, on rails that carry `WHOLE` a unit.
 
     What is placed on a port that is down makes a detour over those that are up at both ends, in
-    proportion to what they carry; where there is none it is left out.
+    proportion to what they carry. None: two neighbours have no home in common.
     """
     flows = _flows(schedule, placement.weights)
     unit = sum(placement.weights) * math.lcm(*schedule.nchunks)
-    return _busy(flows, placement, _Ports(homes, health, nodes)) / unit
+    time = _busy(flows, placement, _Ports(homes, health, nodes))
+    return None if time is None else time / unit
 
 
 def ring_time(
     placement: Placement, homes: Sequence[int], health: Health, nodes: Sequence[int] = ()
-) -> Fraction:
+) -> Fraction | None:
     """Return what `port_time` does for a ring allreduce of ranks in order, without its ops."""
     n = health.nranks
     flows = [
@@ -182,17 +183,24 @@ def ring_time(
         for pair in ((rank, (rank + 1) % n) for rank in range(n) if n > 1)
         for load in (2 * (n - 1) * weight,)
     ]
-    return _busy(flows, placement, _Ports(homes, health, nodes)) / (n * sum(placement.weights))
+    time = _busy(flows, placement, _Ports(homes, health, nodes))
+    return None if time is None else time / (n * sum(placement.weights))
 
 
-def _busy(flows: Sequence[_Flow], placement: Placement, ports: _Ports) -> Fraction:
-    """Put flows where they are placed; return the time of the busiest port."""
+def _busy(flows: Sequence[_Flow], placement: Placement, ports: _Ports) -> Fraction | None:
+    """Put flows where they are placed; return the time of the busiest port.
+
+    None: a flow has no way, for its ends have no home in common.
+    """
     number_of = {edge[:3]: edge.number for edge in placement.edges}
     for flow in flows:
         if not ports.is_inside(flow):
             default = placement.channels[flow.channel]
             number = number_of.get((flow.channel, flow.low, flow.high), default)
-            for at, part in ports.ways(flow, number % ports.width):
+            ways = ports.ways(flow, number % ports.width)
+            if not ways:
+                return None
+            for at, part in ways:
                 ports.add(flow, at, part)
     return Fraction(ports.busiest()[0]) / _SCALE
 
