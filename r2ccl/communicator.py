@@ -112,6 +112,7 @@ class Communicator:
             config=config,
             clock=monotonic,
             nwires=control.nwires,
+            last_resorts=control.last_resorts,
         )
         self._whole = Health.whole(self.nranks, self._nrails, config.digest())
         self._engine.recovery.nodes = _nodes(control.peers)

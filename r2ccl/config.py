@@ -41,6 +41,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     rails: int = 0
     #: Interfaces to use, NCCL's syntax: prefixes, ``=`` exact, ``^`` exclude, comma separated.
     socket_ifname: str = ""
+    #: Interface whose TCP rail carries what two ranks exchange that have no other rail left: its
+    #: name; auto: the one that carries the rendezvous, where that is no rail; none: none.
+    last_resort: str = "auto"
     #: RDMA ports to use, NCCL's syntax (``mlx5_0:1``); empty: all that are ACTIVE; ``none``: none.
     hca: str = ""
     #: Entry of the GID table queue pairs send from; -1: chosen by type and address.

@@ -81,6 +81,7 @@ class Engine:
         config: Config,
         clock: Clock,
         nwires: int = 1,
+        last_resorts: frozenset[int] = frozenset(),
     ) -> None:
         self.progress = Progress(
             rank,
@@ -90,6 +91,7 @@ class Engine:
             config=config,
             clock=clock,
             nwires=nwires,
+            last_resorts=last_resorts,
         )
         self.recovery = self.progress.recovery
         self._transport = transport

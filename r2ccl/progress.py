@@ -97,6 +97,8 @@ class Progress:
     clock : Clock
     nwires : int
         Rails that add bandwidth to one another.
+    last_resorts : frozenset of int
+        Rails that are used only where two ranks have nothing else.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Progress:
         config: Config,
         clock: Clock,
         nwires: int = 1,
+        last_resorts: frozenset[int] = frozenset(),
     ) -> None:
         self.rank = rank
         self.nranks = nranks
@@ -116,6 +119,7 @@ class Progress:
         self.config = config
         self.clock = clock
         self.nwires = nwires
+        self.last_resorts = last_resorts
         self.senders: dict[tuple[int, int], SendLink] = {}
         self.receivers: dict[tuple[int, int], RecvLink] = {}
         self.recovery = Recovery(self, control)

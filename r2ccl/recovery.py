@@ -120,8 +120,10 @@ class Recovery:
         self._spared: set[int] = set()
         self.log = RepairLog()
         joined = [rail for rail in range(self.nrails) if progress.transport.joins(rail)]
-        #: Rails channels are at home on: not those of TCP beside RDMA.
-        self.homes = joined or list(range(self.nrails))
+        #: Rails channels are at home on: not those of TCP beside RDMA, nor the last resort.
+        self.homes = joined or [
+            rail for rail in range(self.nrails) if rail not in progress.last_resorts
+        ]
         #: What this rank's rails are measured at, where there are several.
         self.balance = Balance(self.homes) if self._is_measured() else None
         #: Which path each channel rides.

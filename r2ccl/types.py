@@ -42,12 +42,14 @@ class Nic(msgspec.Struct, frozen=True):
 
     ``name`` is the interface (``eth0``), ``address`` the IPv4 or IPv6 address to bind,
     ``index`` the kernel's interface index, ``speed_mbps`` the nominal rate (0: unknown).
+    ``is_last_resort``: slices travel over it only where two ranks have nothing else.
     """
 
     name: str
     address: str
     index: int = 0
     speed_mbps: int = 0
+    is_last_resort: bool = False
 
 
 class PathKey(NamedTuple):

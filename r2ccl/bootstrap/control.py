@@ -144,7 +144,10 @@ class ControlPlane:
         self.communicator_id = communicator_id
         self.is_on_one_host = len({info.host for info in peers}) == 1
         self.nhcas = len(peers[rank].hcas)
-        self.nwires = self.nhcas or (1 if _is_loopback(peers) else len(nics))
+        nhomes = len(nics) - peers[rank].nlast_resorts
+        #: Rails of sockets that are used only where two ranks have nothing else; see `Nic`.
+        self.last_resorts = frozenset(range(nhomes, len(nics))) if nhomes else frozenset()
+        self.nwires = self.nhcas or (1 if _is_loopback(peers) else nhomes or len(nics))
         self.is_busy = False
         self._loop = loop
         self._clock = clock

@@ -280,10 +280,19 @@ class Leader:
 def _with_common_rails(infos: Iterable[PeerInfo]) -> tuple[PeerInfo, ...]:
     """Order by rank; all have as many rails, and RDMA ports, as the rank with the fewest."""
     ordered = sorted(infos, key=lambda info: info.rank)
-    nrails = min(len(info.rails) for info in ordered)
+    nhomes = min(len(info.rails) - info.nlast_resorts for info in ordered)
+    nlast = min(info.nlast_resorts for info in ordered)
     nhcas = min(len(info.hcas) for info in ordered)
     return tuple(
-        msgspec.structs.replace(info, rails=info.rails[:nrails], hcas=info.hcas[:nhcas])
+        msgspec.structs.replace(
+            info,
+            rails=(
+                *info.rails[:nhomes],
+                *info.rails[len(info.rails) - info.nlast_resorts :][:nlast],
+            ),
+            nlast_resorts=nlast,
+            hcas=info.hcas[:nhcas],
+        )
         for info in ordered
     )
 

@@ -31,6 +31,8 @@ class PeerInfo(msgspec.Struct, frozen=True):
         connections too.
     rails : tuple of (str, int)
         Address and port of rail i's listener. All ranks have the same number of rails.
+    nlast_resorts : int
+        Rails at the end of these that are the last resort; as many on all ranks.
     hcas : tuple of str
         Names of the RDMA ports it can use beside; as many on all ranks.
     """
@@ -41,6 +43,7 @@ class PeerInfo(msgspec.Struct, frozen=True):
     control_addresses: tuple[tuple[str, int], ...]
     rails: tuple[tuple[str, int], ...]
     hcas: tuple[str, ...] = ()
+    nlast_resorts: int = 0
 
     @property
     def hostname(self) -> str:

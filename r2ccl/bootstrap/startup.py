@@ -110,7 +110,7 @@ def _build(
     message_types: Any,
     rejections: Rejections,
 ) -> ControlPlane:
-    nrails = len(meeting.peers[identity.rank].rails)
+    nics, rail_sockets = listeners.take(meeting.peers[identity.rank])
     return ControlPlane(
         loop=loop,
         config=config,
@@ -118,8 +118,8 @@ def _build(
         communicator_id=meeting.communicator_id,
         rank=identity.rank,
         peers=meeting.peers,
-        nics=listeners.nics[:nrails],
-        listeners=listeners.take(nrails),
+        nics=nics,
+        listeners=rail_sockets,
         message_types=message_types,
         rejections=rejections,
     )
@@ -155,15 +155,20 @@ class _Listeners:
             control_addresses=tuple(map(_address, self._control)),
             rails=tuple(map(_address, self._rails)),
             hcas=self._hcas_for(),
+            nlast_resorts=sum(nic.is_last_resort for nic in self.nics),
         )
 
-    def take(self, nrails: int) -> list[socket.socket]:
-        """Hand over the sockets in use; close the rest."""
-        for sock in self._rails[nrails:]:
+    def take(self, agreed: PeerInfo) -> tuple[tuple[Nic, ...], list[socket.socket]]:
+        """Hand over the NICs and sockets of the rails that all ranks have; close the rest."""
+        by_address = {
+            _address(sock): (nic, sock) for nic, sock in zip(self.nics, self._rails, strict=True)
+        }
+        used = [by_address.pop(address) for address in agreed.rails]
+        for _, sock in by_address.values():
             sock.close()
-        taken = [*self._rails[:nrails], *self._control]
+        taken = [*(sock for _, sock in used), *self._control]
         self._rails, self._control = [], []
-        return taken
+        return tuple(nic for nic, _ in used), taken
 
     def close(self) -> None:
         """Close what was not handed over."""

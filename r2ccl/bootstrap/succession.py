@@ -144,7 +144,13 @@ def derive(
 
 
 def _renumbered(info: PeerInfo, rank: int, rails: Sequence[int]) -> PeerInfo:
-    return msgspec.structs.replace(info, rank=rank, rails=tuple(info.rails[rail] for rail in rails))
+    nhomes = len(info.rails) - info.nlast_resorts
+    return msgspec.structs.replace(
+        info,
+        rank=rank,
+        rails=tuple(info.rails[rail] for rail in rails),
+        nlast_resorts=sum(rail >= nhomes for rail in rails),
+    )
 
 
 def _listen(rank: int, host: str) -> socket.socket | None:

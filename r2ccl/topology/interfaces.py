@@ -70,8 +70,8 @@ def discover(
     Returns
     -------
     tuple of Nic
-        At least one, in natural order of their names (``eth2`` before ``eth10``); rail i is
-        element i.
+        At least one, in natural order of their names (``eth2`` before ``eth10``), then the last
+        resort, if there is one; rail i is element i.
 
     Raises
     ------
@@ -130,7 +130,33 @@ def select(
             f"R2CC_SOCKET_IFNAME. Interfaces of this machine: {_describe(interfaces)}"
         )
     chosen = chosen[: config.rails or None]
-    return tuple(Nic(each.name, each.addresses[0], each.index, each.speed_mbps) for each in chosen)
+    # Beside RDMA, all rails of sockets are the last resort.
+    last = () if rdma_names else _last_resort(usable, chosen, config, exclude_addresses)
+    return (
+        *(Nic(each.name, each.addresses[0], each.index, each.speed_mbps) for each in chosen),
+        *(Nic(each.name, each.addresses[0], each.index, each.speed_mbps, True) for each in last),
+    )
+
+
+def _last_resort(
+    usable: Sequence[Interface],
+    chosen: Sequence[Interface],
+    config: Config,
+    control_addresses: Collection[str],
+) -> list[Interface]:
+    """Return the interface of the last resort, if there is one beside the rails."""
+    others = [each for each in usable if each not in chosen and not each.is_loopback]
+    if config.last_resort == "auto":
+        return [each for each in others if _carries(each, control_addresses)][:1]
+    if config.last_resort == "none":
+        return []
+    named = [each for each in others if each.name == config.last_resort]
+    if not named and all(each.name != config.last_resort for each in chosen):
+        raise InvalidArgument(
+            f"R2CC_LAST_RESORT={config.last_resort!r}: no such interface is up and has an address; "
+            f"allowed are auto, none and an interface's name. This machine has: {_describe(usable)}"
+        )
+    return named
 
 
 def list_interfaces() -> tuple[Interface, ...]:

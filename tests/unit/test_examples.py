@@ -10,6 +10,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from mpi import find_mpiexec
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -63,10 +64,7 @@ def test_a_lost_rail_changes_no_sum_and_is_reported() -> None:
 
 def test_mpi_ranks_become_ranks() -> None:
     pytest.importorskip("mpi4py")
-    beside = Path(sys.executable).with_name("mpiexec")
-    if not beside.exists():
-        pytest.skip(f"no mpiexec beside {sys.executable}: pip install mpich")
-    written = run(beside, "-n", "2", sys.executable, EXAMPLES / "03_mpi.py")
+    written = run(find_mpiexec(), "-n", "2", sys.executable, EXAMPLES / "03_mpi.py")
     assert "2 ranks of MPI: the same sum" in written
 
 
