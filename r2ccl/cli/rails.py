@@ -105,7 +105,8 @@ def _summary(nics: Sequence[Nic], hcas: Sequence[Hca]) -> tuple[Finding, ...]:
             "rails",
             "skipped",
             "the interface that carries the rendezvous is left out where there are others, "
-            "unless R2CC_SOCKET_IFNAME names it",
+            "unless R2CC_SOCKET_IFNAME names it; it is the last resort of ranks that have no rail "
+            "in common (R2CC_LAST_RESORT)",
         ),
     )
 

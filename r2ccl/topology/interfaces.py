@@ -131,7 +131,8 @@ def select(
         )
     chosen = chosen[: config.rails or None]
     # Beside RDMA, all rails of sockets are the last resort.
-    last = () if rdma_names else _last_resort(usable, chosen, config, exclude_addresses)
+    allowed = [each for each in usable if not names.is_exclusion or not names.lists(each.name)]
+    last = () if rdma_names else _last_resort(allowed, chosen, config, exclude_addresses)
     return (
         *(Nic(each.name, each.addresses[0], each.index, each.speed_mbps) for each in chosen),
         *(Nic(each.name, each.addresses[0], each.index, each.speed_mbps, True) for each in last),

@@ -31,6 +31,11 @@ def names(config: Config, **options: object) -> list[str]:
     return [each.name for each in select(HOST, config, **options)]  # type: ignore[arg-type]
 
 
+def rails(config: Config, **options: object) -> list[str]:
+    found = select(HOST, config, **options)  # type: ignore[arg-type]
+    return [each.name for each in found if not each.is_last_resort]
+
+
 def test_up_interfaces_with_an_address_in_natural_order() -> None:
     assert names(Config()) == ["eth2", "eth10", "ib0"]
 
@@ -69,8 +74,25 @@ def test_more_rails_than_interfaces_is_refused_with_the_list() -> None:
 
 
 def test_management_interface_is_a_rail_only_when_named() -> None:
-    assert names(Config(), exclude_addresses=["10.0.9.1"]) == ["eth10", "ib0"]
-    assert names(Config(socket_ifname="eth"), exclude_addresses=["10.0.9.1"]) == ["eth2", "eth10"]
+    assert rails(Config(), exclude_addresses=["10.0.9.1"]) == ["eth10", "ib0"]
+    assert rails(Config(socket_ifname="eth"), exclude_addresses=["10.0.9.1"]) == ["eth2", "eth10"]
+
+
+def test_else_it_is_the_last_resort_unless_another_is_named() -> None:
+    control = {"exclude_addresses": ["10.0.9.1"]}
+    assert names(Config(), **control) == ["eth10", "ib0", "eth2"]
+    assert names(Config(socket_ifname="=ib0"), **control) == ["ib0", "eth2"]
+    assert names(Config(socket_ifname="eth"), **control) == ["eth2", "eth10"], "it is a rail"
+    assert names(Config(last_resort="none"), **control) == ["eth10", "ib0"]
+    assert names(Config(socket_ifname="^eth2"), **control) == ["eth10", "ib0"], "it is left out"
+    assert names(Config(socket_ifname="=ib0", last_resort="eth10"), **control) == ["ib0", "eth10"]
+    assert names(Config(last_resort="eth10"), **control) == ["eth10", "ib0"], "it is a rail"
+    with pytest.raises(InvalidArgument, match=r"R2CC_LAST_RESORT='eth9'.*eth10"):
+        names(Config(last_resort="eth9"), **control)
+
+
+def test_where_all_ranks_are_on_one_host_there_is_none() -> None:
+    assert names(Config(), is_one_host=True, exclude_addresses=["127.0.0.1"]) == ["lo", "lo"]
 
 
 def test_beside_rdma_the_other_interfaces_are_rails_also_the_managements() -> None:

@@ -1,0 +1,94 @@
+"""Where some nodes have no rail in common, no schedule makes them neighbours."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r2ccl.algos import packed_trees
+from r2ccl.config import Config
+from r2ccl.planner import Planner
+from r2ccl.prediction import Fabric, Rates
+from r2ccl.resilience.health import WHOLE, Health
+from r2ccl.schedule.check import check
+from r2ccl.schedule.ir import Schedule
+from r2ccl.types import CallSignature, Collective, ReduceOp
+
+MIB = 1 << 20
+RATES = Rates(100_000, 25_000_000)
+NRAILS = 3
+
+Rows = list[tuple[int, ...]]
+
+
+def meet(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return any(map(min, one, other))
+
+
+def is_joined(rows: Rows) -> bool:
+    joined = {0}
+    for _ in rows:
+        joined |= {v for v, row in enumerate(rows) if any(meet(row, rows[u]) for u in joined)}
+    return len(joined) == len(rows)
+
+
+def without_a_way(schedule: Schedule, rows: Rows, nodes: list[int]) -> list[tuple[int, int]]:
+    """Return the pairs of ranks that talk although their nodes have no rail in common."""
+    return [
+        (rank, op.peer)
+        for rank in range(schedule.nranks)
+        for ops in schedule.program(rank).channels
+        for op in ops
+        if op.peer >= 0
+        and nodes[op.peer] != nodes[rank]
+        and not meet(rows[nodes[rank]], rows[nodes[op.peer]])
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(*[st.sampled_from([0, 0, 5, WHOLE])] * NRAILS).filter(any), min_size=2, max_size=7
+    ).filter(is_joined),
+    st.sampled_from([1, 2]),
+    st.booleans(),
+    st.sampled_from(["auto", "2", "3"]),
+    st.sampled_from(["auto", "ring", "halving_doubling", "leaf_ring"]),
+)
+def test_every_collective_is_bridged_whatever_is_lost(
+    rows: Rows, per_node: int, is_dealt: bool, mode: str, algo: str
+) -> None:
+    nodes = [node for node in range(len(rows)) for _ in range(per_node)]
+    if is_dealt:
+        nodes = [*range(len(rows))] * per_node
+    health = Health(1, NRAILS, bytes(share for node in nodes for share in rows[node]))
+    fabric = Fabric(range(NRAILS), NRAILS, nodes if per_node > 1 else (), RATES)
+    planner = Planner(fabric, Config(mode=mode, algo=algo))
+    for collective, nbytes in product(Collective, (100, 64 * MIB)):
+        call = CallSignature(collective, 0, ReduceOp.SUM, 0, len(nodes) - 1)
+        for is_gauge in (False, True):
+            schedule = planner.plan(call, nbytes, health, is_gauge=is_gauge).schedule
+            check(schedule)
+            assert not without_a_way(schedule, rows, nodes)
+
+
+def test_traffic_without_a_way_is_not_free() -> None:
+    """Found on 4 nodes of 3 rails: a leaf ring that needed nodes 0 and 2 looked fastest."""
+    rows: Rows = [(0, 16, 16), (16, 16, 16), (16, 0, 0), (16, 16, 16)]
+    health = Health(1, NRAILS, bytes(share for row in rows for share in row))
+    planner = Planner(Fabric(range(NRAILS), NRAILS, (), RATES), Config())
+    for each in planner.compare(64 * MIB, health):
+        assert not without_a_way(each.schedule, rows, [0, 1, 2, 3]), each.name
+        assert each.load >= packed_trees.lower_bound([32, 48, 16, 48]) * WHOLE
+
+
+@pytest.mark.parametrize("collective", Collective)
+def test_parts_that_nothing_joins_are_left_to_the_last_resort(collective: Collective) -> None:
+    rows: Rows = [(16, 0), (16, 0), (0, 16), (0, 16)]
+    health = Health(1, 2, bytes(share for row in rows for share in row))
+    planner = Planner(Fabric(range(2), 2, (), RATES), Config())
+    call = CallSignature(collective, 0, ReduceOp.SUM, 0)
+    check(planner.plan(call, 64 * MIB, health).schedule)
