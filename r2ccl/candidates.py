@@ -1,8 +1,8 @@
 """Candidates: the schedules an allreduce of large data may run, each made for what nodes have left.
 
 One function a family, and for each form of it, such as a number of trees, one candidate. They are
-made over nodes: where several ranks share one, `r2ccl.algos.hierarchy` makes it one over ranks, so
-that the node's ports carry each byte once for all of them.
+made over nodes. Where several ranks share one, `expand` makes the candidate that is chosen a
+schedule over ranks (`r2ccl.algos.hierarchy`): the node's ports carry each byte once for all.
 
 Imports `algos` and `schedule`. Pure. Invariant: equal terms, equal candidates, in the same order.
 """
@@ -10,8 +10,11 @@ Imports `algos` and `schedule`. Pure. Invariant: equal terms, equal candidates, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from itertools import combinations, pairwise
 from typing import NamedTuple
+
+import msgspec
 
 from r2ccl.algos import (
     bridged_ring,
@@ -31,7 +34,16 @@ from r2ccl.algos import (
 from r2ccl.algos.bandwidths import straggler_of
 from r2ccl.algos.packed_trees import Reach
 from r2ccl.errors import InvalidArgument
+from r2ccl.flows import (
+    Flows,
+    carried,
+    flows_of_halving_doubling,
+    flows_of_rings,
+    flows_of_trees,
+)
+from r2ccl.resilience.health import WHOLE
 from r2ccl.schedule.ir import Schedule
+from r2ccl.spread import Edge, Placement
 
 
 class Terms(NamedTuple):
@@ -114,23 +126,30 @@ class Terms(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A schedule over ranks, and what to know of it.
+    """A schedule, and what to know of it.
 
     Attributes
     ----------
     name : str
         Of its family.
     schedule : Schedule
+        Over nodes if `is_among_nodes`, else over ranks.
     fill : int
         Slices of a channel that pass before all ports are busy, and after.
     is_ring : bool
         Whether all its channels are rings of all ranks, to be placed as a whole.
+    flows : Flows or None
+        Those of the schedule, where they are known without its ops.
+    is_among_nodes : bool
+        Whether nodes have several ranks, which `expand` has yet to add.
     """
 
     name: str
     schedule: Schedule
     fill: int = 0
     is_ring: bool = False
+    flows: Flows | None = None
+    is_among_nodes: bool = False
 
 
 def candidates(name: str, terms: Terms) -> Iterator[Candidate]:
@@ -155,16 +174,32 @@ def candidates(name: str, terms: Terms) -> Iterator[Candidate]:
         yield from FAMILIES[name](terms)
     elif _can_lead(terms.teams):
         for found in FAMILIES[name](terms):
-            wrapped = hierarchy.wrap(found.schedule, terms.teams)
-            yield found._replace(schedule=wrapped, fill=found.fill + 1, is_ring=False)
+            yield found._replace(fill=found.fill + 1, is_among_nodes=True)
 
 
 def _spanning_trees(terms: Terms) -> Iterator[Candidate]:
     if terms.is_joined:
         nranks = sum(map(len, terms.teams))
         parents = spanning_tree.span(nranks, terms.rank_meets())
-        schedule = tree.allreduce([parents] * terms.nchannels, "spanning_tree")
-        yield Candidate("spanning_tree", schedule, schedule.cost.steps // 2)
+        trees = [parents] * terms.nchannels
+        schedule = tree.allreduce(trees, "spanning_tree")
+        flows = flows_of_trees(trees)
+        yield Candidate("spanning_tree", schedule, schedule.cost.steps // 2, flows=flows)
+
+
+def expand(
+    schedule: Schedule,
+    placement: Placement,
+    teams: Sequence[Sequence[int]],
+    flows: Flows | None = None,
+) -> tuple[Schedule, Placement]:
+    """Make a schedule among nodes, and where its edges are, one among all their ranks."""
+    edges = []
+    for channel, low, high, number in placement.edges:
+        one, other = (teams[node][channel % len(teams[node])] for node in (low, high))
+        edges.append(Edge(channel, min(one, other), max(one, other), number))
+    wrapped = hierarchy.wrap(schedule, teams, carried(flows) if flows else None)
+    return wrapped, placement._replace(edges=tuple(edges))
 
 
 def _can_lead(teams: Sequence[Sequence[int]]) -> bool:
@@ -182,7 +217,8 @@ def _rings(terms: Terms) -> Iterator[Candidate]:
 def _double_trees(terms: Terms) -> Iterator[Candidate]:
     trees = tree.double_binary(len(terms.shares)) * max(1, terms.nhomes // 2)
     schedule = tree.allreduce(trees, "double_binary_tree")
-    yield Candidate("tree", schedule, schedule.cost.steps // 2)
+    flows = flows_of_trees(trees)
+    yield Candidate("tree", schedule, schedule.cost.steps // 2, flows=flows)
 
 
 def _recursive_doubling(terms: Terms) -> Iterator[Candidate]:
@@ -191,7 +227,9 @@ def _recursive_doubling(terms: Terms) -> Iterator[Candidate]:
 
 def _halving_doubling(terms: Terms) -> Iterator[Candidate]:
     n = len(terms.shares)
-    yield Candidate("halving_doubling", halving_doubling.allreduce(n, terms.nhomes))
+    schedule = halving_doubling.allreduce(n, terms.nhomes)
+    flows = flows_of_halving_doubling(n, terms.nhomes)
+    yield Candidate("halving_doubling", schedule, flows=flows)
 
 
 def _one_shot(terms: Terms) -> Iterator[Candidate]:
@@ -200,12 +238,44 @@ def _one_shot(terms: Terms) -> Iterator[Candidate]:
 
 def _packed_trees(terms: Terms) -> Iterator[Candidate]:
     n = len(terms.shares)
-    counts = _TREES_PER_HOME if n < _MANY_NODES else (4,) if n <= _VERY_MANY_NODES else (1,)
     # Nodes that nobody reaches are left to the last resort, like all their neighbours.
     reach = terms.meets() if not terms.is_connected and terms.is_joined else None
-    for times in counts:
-        schedule = packed_trees.allreduce(terms.bandwidths, times * terms.nhomes, reach)
-        yield Candidate("packed_trees", schedule, schedule.cost.steps // 2)
+    for ntrees, bandwidths in _counts_of_trees(terms, _EVEN if n < _MANY_NODES else _FEW_EVEN):
+        trees = packed_trees.pack(bandwidths, ntrees, reach)
+        schedule = tree.allreduce(trees, "packed_trees")
+        flows = flows_of_trees(trees)
+        yield Candidate("packed_trees", schedule, schedule.cost.steps // 2, flows=flows)
+
+
+def _counts_of_trees(terms: Terms, even: Sequence[Fraction]) -> list[tuple[int, list[int]]]:
+    """Return numbers of trees whose edges fill the ports evenly, and bandwidths to pack them by.
+
+    If a whole port takes k edges, one of share s takes k s / `WHOLE` of them, rounded down. The
+    most trees whose edges fit all ports then take k over their number; for some k that comes close
+    to the lower bound, whose k would be no integer. For each of `even`: the fewest trees that take
+    up to this multiple of the least time.
+    """
+    n = len(terms.shares)
+    totals = [sum(column) for column in zip(*terms.shares, strict=True)]
+    usable = [
+        [min(own, total - own) for own, total in zip(row, totals, strict=True)]
+        for row in terms.shares
+    ]
+    found: dict[int, tuple[Fraction, list[int]]] = {}
+    for edges in range(2, _MOST_EDGES + 1):
+        room = [sum(edges * share // WHOLE for share in row) for row in usable]
+        # Where every port is full, edges can be shared out for even numbers alone (Petersen).
+        slack = edges % 2 * n
+        ntrees = min((sum(room) - slack) // (2 * (n - 1)) if n > 1 else 1, *room)
+        ntrees = min(ntrees, _MOST_TREES_PER_HOME * terms.nhomes)
+        if ntrees > 0 and ntrees not in found:
+            found[ntrees] = Fraction(edges, ntrees), room
+    if not found:
+        return [(terms.nhomes, terms.bandwidths)]
+    # Of those that are about as good, the fewest: their slices are larger.
+    least = min(time for time, _ in found.values())
+    counts = [min(c for c, (time, _) in found.items() if time <= least * bound) for bound in even]
+    return [(count, found[count][1]) for count in dict.fromkeys(counts)]
 
 
 def _leaf_rings(terms: Terms) -> Iterator[Candidate]:
@@ -225,10 +295,12 @@ def _bridged_rings(terms: Terms) -> Iterator[Candidate]:
     if terms.is_connected or n == 1:
         return  # the ring itself
     try:
-        schedule = bridged_ring.allreduce(n, terms.nchannels, terms.meets())
+        order = bridged_ring.bridge(range(n), terms.meets())
     except InvalidArgument:  # there is no such ring
         return
-    yield Candidate("bridged_ring", schedule)
+    schedule = ring.allreduce(n, terms.nchannels, [order] * terms.nchannels)
+    schedule = msgspec.structs.replace(schedule, name="bridged_ring")
+    yield Candidate("bridged_ring", schedule, flows=flows_of_rings(order, terms.nchannels))
 
 
 def _r2cc(terms: Terms) -> Iterator[Candidate]:
@@ -272,15 +344,17 @@ _MOST_NODES = {
     "optcc": 32,
     "r2cc": 32,
 }
-#: Trees for every home, in the order they are tried; more of them come closer to the degrees
-#: wanted, but their slices are fewer.
-_TREES_PER_HOME = (4, 3, 5, 6)
+#: Trees for every home at most: with more, slices are too few or too small.
+_MOST_TREES_PER_HOME = 8
+#: Edges at a whole port at most.
+_MOST_EDGES = 16
+#: How far from the best numbers of trees are tried, the best first; for many nodes fewer.
+_EVEN = tuple(Fraction(each, 100) for each in (100, 101, 103, 107))
+_FEW_EVEN = tuple(Fraction(each, 100) for each in (101, 105))
 #: Channels of a leaf ring for every home; with more, edges are shared out more evenly.
 _RINGS_PER_HOME = (2, 3)
-#: Nodes from which on one number of trees or channels is as good as another; with more than these
-#: few trees are made.
+#: Nodes from which on fewer forms are tried.
 _MANY_NODES = 16
-_VERY_MANY_NODES = 64
 #: Segments of a leaf ring: relaying comes close to the shares wanted.
 _SEGMENTS = 8
 #: K of R2CC-AllReduce, and k of OptCC.

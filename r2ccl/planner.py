@@ -19,7 +19,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from r2ccl.algos import bridged_ring, recursive_doubling, ring, spanning_tree, tree
-from r2ccl.candidates import FAMILIES, Candidate, Terms, candidates
+from r2ccl.candidates import FAMILIES, Candidate, Terms, candidates, expand
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument
 from r2ccl.prediction import UNMEASURED, Choice, Fabric, Placed, predict, put
@@ -54,7 +54,7 @@ class Explanation(NamedTuple):
         for mark, each in (("*", self.chosen), *((" ", other) for other in self.others)):
             time = f"{each.predicted_ns / 1e6:.3f} ms"
             lines.append(
-                f"{mark:2}{each.name:<20}{time:>12}{each.schedule.cost.steps:>8}"
+                f"{mark:2}{each.name:<20}{time:>12}{each.steps:>8}"
                 f"{float(each.load):>12.3f} D{each.slice_nbytes:>12}"
             )
         return "\n".join(lines)
@@ -90,7 +90,8 @@ class Planner:
         is_bridged = not terms.is_connected and terms.is_joined
         if call.collective == Collective.ALLREDUCE and not is_small:
             is_ring = is_gauge and self._config.algo == "auto"
-            return best(self.compare(nbytes, health, ("ring",) if is_ring else None))
+            chosen = best(self.compare(nbytes, health, ("ring",) if is_ring else None))
+            return _expanded(chosen, terms)
         if is_bridged:
             return self._bridged(call, nbytes, terms, carried)
         nranks = health.nranks
@@ -146,6 +147,8 @@ class Planner:
         self, nbytes: int, health: Health, families: Iterable[str] | None = None
     ) -> list[Choice]:
         """Predict every candidate for an allreduce of `nbytes`, in the order of the families.
+
+        Where nodes have several ranks, the schedules are among nodes: `plan` expands the best.
 
         Parameters
         ----------
@@ -251,6 +254,14 @@ def best(found: Sequence[Choice]) -> Choice:
     """Return the choice that is predicted to end first, of nearly equal ones the first here."""
     least = min(choice.predicted_ns for choice in found)
     return next(each for each in found if each.predicted_ns <= least * _AS_GOOD)
+
+
+def _expanded(choice: Choice, terms: Terms) -> Choice:
+    """Return the choice over ranks."""
+    if not choice.is_among_nodes:
+        return choice
+    schedule, placement = expand(choice.schedule, choice.placement, terms.teams, choice.flows)
+    return choice._replace(schedule=schedule, placement=placement, is_among_nodes=False)
 
 
 def _bridge(terms: Terms) -> tuple[int, ...]:

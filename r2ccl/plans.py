@@ -236,9 +236,7 @@ class Plans:
         )
         layout = admit(layout, len(self.fabric.homes), self.fabric.inlet_nbytes)
         finish = kernels.divider(call.dtype, self._nranks) if op is ReduceOp.AVG else None
-        return Plan(
-            call.pack(), layout, kernels.reducer(call.dtype, op), finish, not placement.edges
-        )
+        return Plan(call.pack(), layout, kernels.reducer(call.dtype, op), finish, choice.is_gauge)
 
     def _turns_of(self, health: Health) -> _Turns:
         if self.fabric.rates == UNMEASURED:

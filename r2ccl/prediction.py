@@ -20,8 +20,11 @@ from fractions import Fraction
 from math import isqrt
 from typing import NamedTuple
 
+import msgspec
+
 from r2ccl.candidates import Candidate
 from r2ccl.config import Config
+from r2ccl.flows import Flows, flows_of
 from r2ccl.resilience.health import WHOLE, Health
 from r2ccl.schedule.ir import Schedule
 from r2ccl.spread import Placement, inlets, place, place_edges, port_time, ring_time
@@ -87,6 +90,12 @@ class Choice(NamedTuple):
         What the busiest port takes for the data, as a multiple of what one whole rail takes.
     predicted_ns : int
         How long the call takes, 0: nothing is known of it.
+    steps : int
+        Messages one after another.
+    is_among_nodes : bool
+        Whether the schedule is over nodes, of several ranks each, and not expanded yet.
+    flows : Flows or None
+        What its edges carry, where that is known without its ops.
     """
 
     name: str
@@ -95,6 +104,14 @@ class Choice(NamedTuple):
     slice_nbytes: int
     load: Fraction = Fraction(0)
     predicted_ns: int = 0
+    steps: int = 0
+    is_among_nodes: bool = False
+    flows: Flows | None = None
+
+    @property
+    def is_gauge(self) -> bool:
+        """Whether its slices show what rails carry: one peer sends to a port, and all the time."""
+        return not self.placement.edges and not self.schedule.name.startswith("hierarchy/")
 
 
 class Placed(NamedTuple):
@@ -121,16 +138,29 @@ class Placed(NamedTuple):
 
 
 def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
-    """Place a candidate."""
+    """Place a candidate: on the ports of nodes if it is among these."""
     schedule, homes, nodes = candidate.schedule, fabric.homes, fabric.nodes
+    if candidate.is_among_nodes:
+        health, nodes = _of_nodes(health, nodes), ()
     if candidate.is_ring:
         placement = place(schedule.nchannels, homes, health)
         load, nlinks = ring_time(placement, homes, health, nodes), 0
     else:
-        placement = place_edges(schedule, homes, health, nodes)
-        load = port_time(schedule, placement, homes, health, nodes)
+        flows = candidate.flows or flows_of(schedule)
+        placement = place_edges(schedule, homes, health, nodes, flows)
+        load = port_time(schedule, placement, homes, health, nodes, flows)
         nlinks = inlets(placement, homes)
     return Placed(candidate, placement, (load or Fraction(0)) * WHOLE, nlinks, load is not None)
+
+
+def _of_nodes(health: Health, nodes: Sequence[int]) -> Health:
+    """Return the table of nodes in the order of their first ranks; the worst of a node's counts."""
+    rows: dict[int, bytes] = {}
+    for rank, node in enumerate(nodes):
+        row = health.shares[rank * health.nrails : (rank + 1) * health.nrails]
+        before = rows.get(node)
+        rows[node] = row if before is None else bytes(map(min, row, before))
+    return msgspec.structs.replace(health, shares=b"".join(rows.values()))
 
 
 def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choice:
@@ -147,8 +177,19 @@ def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choi
     channel_nbytes = Fraction(nbytes * max(placement.weights), sum(placement.weights))
     nslices = max(1, channel_nbytes // slice_nbytes)
     total_ns = wire_ns * (1 + Fraction(candidate.fill, 2 * nslices))
-    total_ns += schedule.cost.steps * rates.alpha_ns
-    return Choice(candidate.name, schedule, placement, slice_nbytes, load, int(total_ns))
+    steps = schedule.cost.steps + 2 * candidate.is_among_nodes
+    total_ns += steps * rates.alpha_ns
+    return Choice(
+        candidate.name,
+        schedule,
+        placement,
+        slice_nbytes,
+        load,
+        int(total_ns),
+        steps,
+        candidate.is_among_nodes,
+        candidate.flows,
+    )
 
 
 def _nslices(fill_ns: int, alpha_ns: int) -> int:

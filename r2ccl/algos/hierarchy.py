@@ -23,8 +23,9 @@ first; within a node in the order of its members, beginning with the leader.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from typing import TypeAlias
 
 import msgspec
 
@@ -33,8 +34,13 @@ from r2ccl.schedule.build import ProgramBuilder
 from r2ccl.schedule.cost import measure
 from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
 
+#: By node and channel, what is sent and received.
+Carried: TypeAlias = Mapping[tuple[int, int], tuple[Fraction, Fraction]]
 
-def wrap(inner: Schedule, members: Sequence[Sequence[int]]) -> Schedule:
+
+def wrap(
+    inner: Schedule, members: Sequence[Sequence[int]], carried: Carried | None = None
+) -> Schedule:
     """Make an allreduce among nodes one among ranks.
 
     Parameters
@@ -43,6 +49,9 @@ def wrap(inner: Schedule, members: Sequence[Sequence[int]]) -> Schedule:
         An allreduce; its rank v stands for node v.
     members : sequence of sequence of int
         Of every node its ranks. All together are 0 to ``nranks - 1``.
+    carried : mapping, optional
+        What each (node, channel) sends and receives, as a multiple of the buffer, where that is
+        known without the inner schedule's ops.
 
     Raises
     ------
@@ -53,7 +62,8 @@ def wrap(inner: Schedule, members: Sequence[Sequence[int]]) -> Schedule:
     Notes
     -----
     *Cost*: all ranks' ops are generated once, to count them: an inner schedule declares what its
-    busiest node does, and not which one that is.
+    busiest node does, and not which one that is. With `carried`, and nodes of equal numbers of
+    ranks, they are not.
     """
     teams = [tuple(team) for team in members]
     _require_teams(inner, teams)
@@ -79,7 +89,35 @@ def wrap(inner: Schedule, members: Sequence[Sequence[int]]) -> Schedule:
         cost=Cost(0, Fraction(0), Fraction(0), 0),
         generate=generate,
     )
-    return msgspec.structs.replace(schedule, cost=measure(schedule))
+    is_even = len(teams) > 1 and len(set(map(len, teams))) == 1
+    if carried is not None and is_even and len(set(inner.nchunks)) == 1:
+        cost = _cost(inner, teams, carried)
+    else:
+        cost = measure(schedule)
+    return msgspec.structs.replace(schedule, cost=cost)
+
+
+def _cost(inner: Schedule, teams: Sequence[tuple[int, ...]], carried: Carried) -> Cost:
+    """Count what `measure` does, for two or more nodes of equal numbers of ranks."""
+    size, total = len(teams[0]), sum(inner.weights)
+    # A leader exchanges its channels with all other members, a member those that others lead.
+    inside = [Fraction(0)] * size
+    for channel, weight in enumerate(inner.weights):
+        for place in range(size) if size > 1 else ():
+            leads = channel % size == place
+            inside[place] += Fraction(weight * (size - 1 if leads else 1), total)
+    sums = {
+        (node, place): (each, each)
+        for node in range(len(teams))
+        for place, each in enumerate(inside)
+    }
+    for (node, channel), (sent, received) in carried.items():
+        before = sums[node, channel % size]
+        sums[node, channel % size] = before[0] + sent, before[1] + received
+    most = [max(column) for column in zip(*sums.values(), strict=True)]
+    nmessages = 2 * inner.nchunks[0] * (size - 1)
+    steps = inner.cost.steps + 2 * (size > 1)
+    return Cost(steps, most[0], most[1], inner.cost.ops + nmessages)
 
 
 def _follow(inner: Sequence[Op], leader: int) -> tuple[Op, ...]:

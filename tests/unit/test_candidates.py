@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r2ccl.candidates import FAMILIES, Terms, candidates
+from r2ccl.candidates import FAMILIES, Terms, candidates, expand
 from r2ccl.config import ALGOS
+from r2ccl.flows import flows_of
 from r2ccl.schedule.check import check
 from r2ccl.schedule.cost import measure
+from r2ccl.spread import Placement
 
 
 def terms(*rows: tuple[int, ...], teams: tuple[tuple[int, ...], ...] = ()) -> Terms:
@@ -37,13 +39,26 @@ def test_a_candidate_is_right_whatever_is_left(rows: list[tuple[int, ...]], name
         check(found.schedule)
         assert found.schedule.nranks == len(rows)
         assert measure(found.schedule) == found.schedule.cost
+        if found.flows is not None:
+            known, counted = found.flows, flows_of(found.schedule)
+            assert [
+                flow._replace(up=flow.up * counted.unit, down=flow.down * counted.unit)
+                for flow in sorted(known.flows)
+            ] == [
+                flow._replace(up=flow.up * known.unit, down=flow.down * known.unit)
+                for flow in sorted(counted.flows)
+            ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ranks_that_share_a_node_send_through_one_of_them(name: str) -> None:
     teams = ((0, 1), (2, 3), (4, 5))
-    made = [found.schedule for found in candidates(name, terms(WHOLE, WHOLE, LOST, teams=teams))]
-    for schedule in made:
+    made = []
+    for found in candidates(name, terms(WHOLE, WHOLE, LOST, teams=teams)):
+        schedule = found.schedule
+        if found.is_among_nodes:
+            schedule, _ = expand(schedule, Placement((), ()), teams)
+        made.append(schedule)
         check(schedule)
         assert schedule.nranks == 6
         assert schedule.name.startswith("hierarchy/") or (name, schedule.name) == ("ring", "ring")

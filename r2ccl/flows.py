@@ -1,0 +1,118 @@
+"""Flows: what the edges of a schedule carry, without its ops where an algorithm's shape tells it.
+
+An *edge* is the pair of links between two ranks on one channel. A planner compares many schedules
+and runs one of them; the ops of the others are never generated.
+
+Pure. Invariant: for the same schedule, every function here returns the same flows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from r2ccl.schedule.arrays import as_arrays
+from r2ccl.schedule.ir import Kind, Schedule
+
+
+class Flow(NamedTuple):
+    """What an edge carries from `low` to `high` (`up`) and back (`down`), in units of `Flows`."""
+
+    channel: int
+    low: int
+    high: int
+    up: int
+    down: int
+
+
+class Flows(NamedTuple):
+    """The flows of a schedule; `unit` of their units are the whole buffer."""
+
+    flows: tuple[Flow, ...]
+    unit: int
+
+
+def carried(flows: Flows) -> dict[tuple[int, int], tuple[Fraction, Fraction]]:
+    """Return what each (rank, channel) sends and receives, as a multiple of the buffer."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for channel, low, high, up, down in flows.flows:
+        for rank, sent, received in ((low, up, down), (high, down, up)):
+            both = found.setdefault((rank, channel), [0, 0])
+            both[0] += sent
+            both[1] += received
+    return {
+        key: (Fraction(sent, flows.unit), Fraction(received, flows.unit))
+        for key, (sent, received) in found.items()
+    }
+
+
+def flows_of(schedule: Schedule) -> Flows:
+    """Add up what every edge carries; generates all ranks' ops."""
+    ops = as_arrays(schedule).ops
+    sends = ops[ops["kind"] == Kind.SEND]
+    common = math.lcm(*schedule.nchunks)
+    units = [
+        weight * (common // nchunks)
+        for weight, nchunks in zip(schedule.weights, schedule.nchunks, strict=True)
+    ]
+    carried: dict[tuple[int, int, int], list[int]] = {}
+    ways, counts = np.unique(sends[["channel", "rank", "peer"]], return_counts=True)
+    for (channel, rank, peer), count in zip(ways.tolist(), counts.tolist(), strict=True):
+        both = carried.setdefault((channel, min(rank, peer), max(rank, peer)), [0, 0])
+        both[rank > peer] += count * units[channel]
+    found = (Flow(*edge, *both) for edge, both in sorted(carried.items()))
+    return Flows(tuple(found), sum(schedule.weights) * common)
+
+
+def flows_of_trees(trees: Sequence[Sequence[int]]) -> Flows:
+    """Return the flows of `tree.allreduce` over `trees`: every edge carries its share each way."""
+    return Flows(
+        tuple(
+            Flow(channel, min(rank, parent), max(rank, parent), 1, 1)
+            for channel, parents in enumerate(trees)
+            for rank, parent in enumerate(parents)
+            if parent >= 0
+        ),
+        len(trees),
+    )
+
+
+def flows_of_rings(order: Sequence[int], nchannels: int) -> Flows:
+    """Return the flows of `ring.allreduce` with all channels in `order`."""
+    n = len(order)
+    carried: dict[tuple[int, int], list[int]] = {}
+    for place in range(n if n > 1 else 0):
+        rank, after = order[place - 1], order[place]
+        both = carried.setdefault((min(rank, after), max(rank, after)), [0, 0])
+        both[rank > after] += 2 * (n - 1)
+    flows = (Flow(c, *edge, *both) for c in range(nchannels) for edge, both in carried.items())
+    return Flows(tuple(flows), nchannels * n)
+
+
+def flows_of_halving_doubling(nranks: int, nchannels: int) -> Flows:
+    """Return the flows of `halving_doubling.allreduce`."""
+    size = 1 << (nranks.bit_length() - 1)
+    extra = nranks - size
+    edges = [(2 * pair, 2 * pair + 1, size, size) for pair in range(extra)]
+    ranks = [2 * at if at < extra else at + extra for at in range(size)]
+    for number in range(size):
+        for bit in (1 << at for at in range(size.bit_length() - 1)):
+            if not number & bit:
+                edges.append((ranks[number], ranks[number ^ bit], 2 * bit, 2 * bit))
+    flows = (Flow(channel, *edge) for channel in range(nchannels) for edge in edges)
+    return Flows(tuple(flows), nchannels * size)
+
+
+__all__ = [
+    "Flow",
+    "Flows",
+    "carried",
+    "flows_of",
+    "flows_of_halving_doubling",
+    "flows_of_rings",
+    "flows_of_trees",
+]
