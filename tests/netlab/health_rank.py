@@ -39,6 +39,7 @@ def main() -> None:
                 "version": known.health.version,
                 "degraded": known.health.degraded(),
                 "shares": list(known.health.shares),
+                "nrails": known.health.nrails,
                 "since_s": known.since_s,
                 "nops": nops,
             }

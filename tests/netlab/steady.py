@@ -125,10 +125,16 @@ def operations(reports: Sequence[Report]) -> list[Operation]:
         Operation(
             max(each.begun_s for each in said),
             statistics.median(each.ended_s - each.begun_s for each in said),
-            tuple(map(min, zip(*(each.shares for each in said), strict=True))),
+            tuple(map(min, zip(*(of_rails(each.shares) for each in said), strict=True))),
         )
         for said in zip(*(report.operations for report in reports), strict=True)
     ]
+
+
+def of_rails(shares: Sequence[int]) -> list[int]:
+    """Leave out what lies behind the rails of each node: its last resort."""
+    width = len(shares) // NODES
+    return [share for at, share in enumerate(shares) if at % width < RAILS]
 
 
 def healthy_s(found: Sequence[Operation]) -> float:

@@ -118,7 +118,7 @@ def test_a_killed_rank_is_lost_on_every_survivor() -> None:
 def test_a_pair_without_any_rail_gives_up_on_both_sides() -> None:
     cuts = [Fault(action=Action.NIC_DOWN, node=1, rail=rail, at_op=1, at_step=4) for rail in (0, 1)]
     plan = FaultPlan(cuts)
-    env = {"R2CC_NO_RAIL_TIMEOUT_S": "1.5"}
+    env = {"R2CC_NO_RAIL_TIMEOUT_S": "1.5", "R2CC_LAST_RESORT": "none"}
     with Lab(nodes=2, rails=2) as lab:
         reports = run_ranks(lab, "until_error_rank.py", str(NBYTES), plan=plan, env=env)
     plan.assert_all_fired()

@@ -198,6 +198,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vm, "unavailable_reason", lambda: None)
     monkeypatch.setattr(vm, "_virtme_command", lambda script, machine: ["sh", str(script)])
     monkeypatch.setattr(vm.sys, "executable", "true")
+    monkeypatch.chdir("/")  # a checkout in /tmp would not be seen in a machine
 
 
 def run(script: str, timeout_s: float = 20.0, **more: object) -> tuple[VmResult, str]:

@@ -1,0 +1,333 @@
+"""How right the planner is: random clusters with lost and slow NICs, its choices simulated.
+
+For every drawn cluster the planner chooses, for an allreduce of a drawn size and for the other
+collectives; `r2ccl.sim` runs the choice, and for the allreduce every other candidate; a lower bound
+counts only bandwidth that a port can use. Reported: routes that do not exist, schedules that the
+checker refuses, time over the bound, over the best candidate, and predicted over simulated; the
+worst cases with the seeds that draw them again.
+
+    python bench/clusters.py --count 200 --seed 1
+    python bench/clusters.py --seed 1:17 --verbose    # draw 17 of seed 1 alone
+
+Simulated are the ports of nodes: several ranks a node are planned for and checked, and what they do
+inside the node is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+from common import add_json_argument, format_size, write_json
+
+from r2ccl.config import Config
+from r2ccl.planner import Planner, best
+from r2ccl.prediction import Choice, Fabric, Rates
+from r2ccl.resilience.health import WHOLE, Health
+from r2ccl.schedule.check import check
+from r2ccl.schedule.graph import Ints
+from r2ccl.schedule.ir import Schedule
+from r2ccl.sim import Network, Rails, simulate
+from r2ccl.types import CallSignature, Collective, ReduceOp
+
+#: Latency and bandwidth of a NIC: 10, 100 and 400 Gbit/s.
+FABRICS = (
+    Rates(30_000, 1_250_000_000),
+    Rates(15_000, 12_500_000_000),
+    Rates(8_000, 50_000_000_000),
+)
+
+#: From here on bandwidth decides.
+LARGE_NBYTES = 64 << 20
+ROOTLESS = (Collective.ALLGATHER, Collective.REDUCE_SCATTER)
+OTHERS = (*ROOTLESS, Collective.BROADCAST, Collective.REDUCE)
+OTHERS_NBYTES = 16 << 20
+
+#: Ranks times channels up to which a schedule is replayed symbolically (seconds beyond).
+_CHECKED_SIZE = 1500
+#: Nodes up to which sharing is simulated exactly; fair queues are 3 % off and much faster.
+_EXACT_NODES = 16
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """A drawn cluster: what each port carries, in sixteenths, and the call."""
+
+    seed: str
+    rows: tuple[tuple[int, ...], ...]
+    ranks_per_node: int
+    rates: Rates
+    nbytes: int
+
+    @property
+    def health(self) -> Health:
+        """As all ranks agree on it."""
+        shares = bytes(
+            share for row in self.rows for _ in range(self.ranks_per_node) for share in row
+        )
+        return Health(1, len(self.rows[0]), shares)
+
+    @property
+    def planner(self) -> Planner:
+        """The planner of every rank."""
+        nrails = len(self.rows[0])
+        nodes = [node for node in range(len(self.rows)) for _ in range(self.ranks_per_node)]
+        several = nodes if self.ranks_per_node > 1 else ()
+        return Planner(Fabric(range(nrails), nrails, several, self.rates), Config())
+
+    @property
+    def usable(self) -> list[float]:
+        """Bytes/s that each node can use: no port more than those it meets on its rail."""
+        totals = [sum(column) for column in zip(*self.rows, strict=True)]
+        return [
+            self.rates.beta
+            / WHOLE
+            * sum(min(own, all_ - own) for own, all_ in zip(row, totals, strict=True))
+            for row in self.rows
+        ]
+
+    def bound_s(self, collective: Collective, nbytes: int) -> float:
+        """Least time of any schedule, whatever its latency."""
+        n, usable = len(self.rows), self.usable
+        slowest, total = min(usable), sum(usable)
+        if collective == Collective.ALLREDUCE:
+            return nbytes * max(1 / slowest, 2 * (n - 1) / total)
+        part = (n - 1) / n if collective in ROOTLESS else 1.0
+        return nbytes * max(part / slowest, (n - 1) / total)
+
+    def describe(self) -> str:
+        """Say what is special about it."""
+        n, nrails = len(self.rows), len(self.rows[0])
+        odd = [
+            f"node {node}: {' '.join(map(str, row))}"
+            for node, row in enumerate(self.rows)
+            if set(row) != {WHOLE}
+        ]
+        return f"{n} nodes x {nrails} NICs, {format_size(self.nbytes)}; " + "; ".join(odd)
+
+
+def draw(seed: int, number: int, ranks_per_node: int, most_nodes: int) -> Cluster:
+    """Draw a cluster whose nodes are joined, if not each with each."""
+    rng = random.Random(f"{seed}:{number}")
+    while True:
+        n = round(math.exp(rng.uniform(math.log(3), math.log(most_nodes))))
+        nrails = rng.randrange(2, 9)
+        rows = [[WHOLE] * nrails for _ in range(n)]
+        for node in rng.sample(range(n), min(n, rng.choice((0, 1, 1, 1, 2, 2, 3, 4)))):
+            for rail in rng.sample(range(nrails), rng.randrange(1, nrails)):
+                rows[node][rail] = 0 if rng.random() < 0.7 else rng.randrange(1, WHOLE)
+        nbytes = int(2 ** rng.uniform(20, 30)) // 4096 * 4096
+        cluster = Cluster(
+            f"{seed}:{number}", tuple(map(tuple, rows)), ranks_per_node, rng.choice(FABRICS), nbytes
+        )
+        if cluster.planner._terms(nbytes, cluster.health).is_joined:
+            return cluster
+
+
+def rails_of(choice: Choice, nrails: int, nodes: Sequence[int]) -> Rails:
+    """Return where the links of a choice are at home."""
+    placement = choice.placement
+    home = {(c, low, high): number % nrails for c, low, high, number in placement.edges}
+
+    def rails(src: Ints, dst: Ints, channel: Ints) -> tuple[Ints, Ints]:
+        found = np.array(
+            [
+                home.get((c, min(a, b), max(a, b)), placement.channels[c] % nrails)
+                for a, b, c in zip(src.tolist(), dst.tolist(), channel.tolist(), strict=True)
+            ],
+            np.int64,
+        )
+        return found, found
+
+    return rails
+
+
+def simulated_s(choice: Choice, cluster: Cluster, nbytes: int) -> float:
+    """Simulate a choice among nodes."""
+    nrails = len(cluster.rows[0])
+    rate = cluster.rates.beta / WHOLE
+    network = Network(
+        egress=tuple(tuple(share * rate for share in row) for row in cluster.rows),
+        alpha_s=cluster.rates.alpha_ns / 1e9,
+    )
+    return simulate(
+        choice.schedule,
+        nbytes,
+        network,
+        slice_nbytes=choice.slice_nbytes,
+        weights=choice.placement.weights,
+        rails=rails_of(choice, nrails, range(len(cluster.rows))),
+        sharing="max_min" if len(cluster.rows) <= _EXACT_NODES else "fair_queue",
+        tolerance=0.01,
+    ).time_s
+
+
+def without_route(schedule: Schedule, cluster: Cluster) -> int:
+    """Count messages between ranks whose nodes have no rail in common."""
+    rows, per = cluster.rows, schedule.nranks // len(cluster.rows)
+    apart = {
+        (a, b)
+        for a in range(len(rows))
+        for b in range(len(rows))
+        if a != b and not any(map(min, rows[a], rows[b]))
+    }
+    if not apart:
+        return 0
+    return sum(
+        op.peer >= 0 and (rank // per, op.peer // per) in apart
+        for rank in range(schedule.nranks)
+        for ops in schedule.program(rank).channels
+        for op in ops
+    )
+
+
+def is_refused(schedule: Schedule) -> bool:
+    """Replay a schedule if it is small enough; return whether it is wrong."""
+    if schedule.nranks * schedule.nchannels <= _CHECKED_SIZE:
+        check(schedule)
+    return False
+
+
+def examine(cluster: Cluster, *, has_others: bool) -> dict[str, Any]:
+    """Plan, simulate and compare; one row of the study."""
+    planner, health = cluster.planner, cluster.health
+    call = CallSignature(Collective.ALLREDUCE, 0, ReduceOp.SUM, 0, 0)
+    began_s = time.process_time()
+    full = planner.plan(call, cluster.nbytes, health)
+    planned_s = time.process_time() - began_s
+    among_nodes = planner.compare(cluster.nbytes, health)
+    chosen = best(among_nodes)
+    is_refused(full.schedule)
+    nlost = without_route(full.schedule, cluster)
+    found: dict[str, Any] = {
+        "seed": cluster.seed,
+        "is": cluster.describe(),
+        "nbytes": cluster.nbytes,
+        "schedule": full.schedule.name,
+        "planned_s": planned_s,
+        "without_route": nlost,
+    }
+    if chosen.schedule.nranks != len(cluster.rows):  # a flat ring over several ranks a node
+        return found
+    took = {}
+    for number, each in enumerate(among_nodes):
+        if each.schedule.nranks == len(cluster.rows):
+            took[f"{number} {each.schedule.name}"] = simulated_s(each, cluster, cluster.nbytes)
+    at = next(number for number, each in enumerate(among_nodes) if each is chosen)
+    chosen_s = took[f"{at} {chosen.schedule.name}"]
+    found |= {
+        "over_bound": chosen_s / cluster.bound_s(Collective.ALLREDUCE, cluster.nbytes),
+        "over_best": chosen_s / min(took.values()),
+        "best": min(took, key=lambda name: took[name]),
+        "predicted": chosen.predicted_ns / 1e9 / chosen_s,
+        "predictions": {
+            f"{number} {each.schedule.name}": each.predicted_ns
+            / 1e9
+            / took[f"{number} {each.schedule.name}"]
+            for number, each in enumerate(among_nodes)
+            if f"{number} {each.schedule.name}" in took
+        },
+    }
+    if has_others and cluster.ranks_per_node == 1:
+        n = len(cluster.rows)
+        nbytes = max(cluster.nbytes, OTHERS_NBYTES) // n * n
+        for collective in OTHERS:
+            choice = planner.plan(
+                msgspec.structs.replace(call, collective=collective), nbytes, health
+            )
+            is_refused(choice.schedule)
+            found["without_route"] += without_route(choice.schedule, cluster)
+            took_s = simulated_s(choice, cluster, nbytes)
+            found[collective.name.lower()] = took_s / cluster.bound_s(collective, nbytes)
+    return found
+
+
+def quantiles(values: Iterable[float]) -> str:
+    """Show median, 90th percentile and extremes."""
+    ordered = sorted(values)
+    if not ordered:
+        return "none"
+    p90 = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+    return (
+        f"median {statistics.median(ordered):.3f}, p90 {p90:.3f}, worst {ordered[-1]:.3f}, "
+        f"least {ordered[0]:.3f} of {len(ordered)}"
+    )
+
+
+def share_of(values: Sequence[float], low: float, high: float) -> str:
+    """Show how many lie in a range."""
+    inside = sum(low <= value <= high for value in values)
+    return f"{100 * inside / max(1, len(values)):.1f} % within {low:g} to {high:g}"
+
+
+def report(rows: Sequence[dict[str, Any]], nworst: int) -> None:
+    """Print distributions and the worst cases."""
+    large = [row for row in rows if row["nbytes"] >= LARGE_NBYTES and "over_bound" in row]
+    small = [row for row in rows if row["nbytes"] < LARGE_NBYTES and "over_bound" in row]
+    both = [*large, *small]
+    print(f"clusters                 {len(rows)}")
+    print(f"without a route          {sum(row['without_route'] > 0 for row in rows)}")
+    print(f"time over bound, large   {quantiles(row['over_bound'] for row in large)}")
+    for name, part in (("large", large), ("small", small)):
+        over = [row["over_best"] for row in part]
+        print(f"over best, {name:14}{quantiles(over)}; {share_of(over, 0, 1.03)}")
+    ratios = [row["predicted"] for row in both]
+    print(f"predicted, chosen        {quantiles(ratios)}; {share_of(ratios, 0.9, 1.1)}")
+    every = [value for row in both for value in row["predictions"].values()]
+    print(f"predicted, all           {quantiles(every)}; {share_of(every, 0.9, 1.1)}")
+    for collective in OTHERS:
+        name = collective.name.lower()
+        print(f"{name:25}{quantiles(row[name] for row in rows if name in row)}")
+    print(f"planned, s               {quantiles(row['planned_s'] for row in rows)}")
+    for key, part in (("over_bound", large), ("over_best", both)):
+        print(f"worst by {key}:")
+        for row in sorted(part, key=lambda row: -row[key])[:nworst]:
+            print(
+                f"  {row['seed']:8} {row[key]:.3f} {row['schedule']} (best {row['best']}): "
+                f"{row['is'][:150]}"
+            )
+    print("worst predictions:")
+    for row in sorted(both, key=lambda row: -abs(math.log(row["predicted"])))[:nworst]:
+        print(f"  {row['seed']:8} {row['predicted']:.3f} {row['schedule']}: {row['is'][:150]}")
+
+
+def main() -> int:
+    """Parse the command line, run, report; 1 if a choice has no route."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", default="1", help="of the draws; S:N is draw N of seed S alone")
+    parser.add_argument("--ranks-per-node", type=int, default=1)
+    parser.add_argument("--most-nodes", type=int, default=64)
+    parser.add_argument("--allreduce-only", action="store_true")
+    parser.add_argument("--worst", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=2)
+    add_json_argument(parser)
+    parser.add_argument("--verbose", action="store_true")
+    args = parser.parse_args()
+    seed, _, only = args.seed.partition(":")
+    numbers = [int(only)] if only else range(args.count)
+    clusters = [draw(int(seed), each, args.ranks_per_node, args.most_nodes) for each in numbers]
+    work = partial(examine, has_others=not args.allreduce_only)
+    with ProcessPoolExecutor(min(args.jobs, len(clusters))) as pool:
+        rows = list(pool.map(work, clusters, chunksize=1))
+    if args.verbose:
+        for row in rows:
+            print(json.dumps(row, indent=1))
+    report(rows, args.worst)
+    if args.json:
+        write_json(args.json, rows)
+    return int(any(row["without_route"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
