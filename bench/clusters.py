@@ -41,12 +41,8 @@ from r2ccl.schedule.ir import Schedule
 from r2ccl.sim import Network, Rails, simulate
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
-#: Latency and bandwidth of a NIC: 10, 100 and 400 Gbit/s.
-FABRICS = (
-    Rates(30_000, 1_250_000_000),
-    Rates(15_000, 12_500_000_000),
-    Rates(8_000, 50_000_000_000),
-)
+#: Latency and bandwidth of a NIC of 10 and of 100 Gbit/s.
+FABRICS = (Rates(10_000, 1_250_000_000), Rates(5_000, 12_500_000_000))
 
 #: From here on bandwidth decides.
 LARGE_NBYTES = 64 << 20

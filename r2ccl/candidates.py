@@ -70,15 +70,24 @@ class Terms(NamedTuple):
 
     @property
     def bandwidths(self) -> list[int]:
-        """What each node can use: no port carries more than those it meets on its rail.
+        """What each node can use; one without any home is reached by the last resort."""
+        return [max(1, sum(row)) for row in self.usable]
 
-        A node without any is reached by the last resort.
-        """
+    @property
+    def usable(self) -> list[list[int]]:
+        """Of every node, what each home carries, but no more than those it meets on its rail."""
         totals = [sum(column) for column in zip(*self.shares, strict=True)]
         return [
-            max(1, sum(min(own, total - own) for own, total in zip(row, totals, strict=True)))
+            [min(own, total - own) for own, total in zip(row, totals, strict=True)]
             for row in self.shares
         ]
+
+    def rooms(self, edges: int) -> list[int]:
+        """Return how many edges each node's ports take if a whole port takes `edges`.
+
+        One of share s takes ``edges * s / WHOLE`` of them, rounded down.
+        """
+        return [sum(edges * share // WHOLE for share in row) for row in self.usable]
 
     @property
     def is_whole(self) -> bool:
@@ -142,6 +151,8 @@ class Candidate(NamedTuple):
         Those of the schedule, where they are known without its ops.
     is_among_nodes : bool
         Whether nodes have several ranks, which `expand` has yet to add.
+    stall : Fraction
+        How much longer its busiest port takes than what it carries, as it waits in between.
     """
 
     name: str
@@ -150,6 +161,7 @@ class Candidate(NamedTuple):
     is_ring: bool = False
     flows: Flows | None = None
     is_among_nodes: bool = False
+    stall: Fraction = Fraction(1)
 
 
 def candidates(name: str, terms: Terms) -> Iterator[Candidate]:
@@ -229,7 +241,7 @@ def _halving_doubling(terms: Terms) -> Iterator[Candidate]:
     n = len(terms.shares)
     schedule = halving_doubling.allreduce(n, terms.nhomes)
     flows = flows_of_halving_doubling(n, terms.nhomes)
-    yield Candidate("halving_doubling", schedule, flows=flows)
+    yield Candidate("halving_doubling", schedule, flows=flows, stall=_HALVING_STALL)
 
 
 def _one_shot(terms: Terms) -> Iterator[Candidate]:
@@ -240,7 +252,7 @@ def _packed_trees(terms: Terms) -> Iterator[Candidate]:
     n = len(terms.shares)
     # Nodes that nobody reaches are left to the last resort, like all their neighbours.
     reach = terms.meets() if not terms.is_connected and terms.is_joined else None
-    for ntrees, bandwidths in _counts_of_trees(terms, _EVEN if n < _MANY_NODES else _FEW_EVEN):
+    for ntrees, bandwidths in _counts_of_trees(terms, _EVEN if n <= _MANY_NODES else _FEW_EVEN):
         trees = packed_trees.pack(bandwidths, ntrees, reach)
         schedule = tree.allreduce(trees, "packed_trees")
         flows = flows_of_trees(trees)
@@ -250,24 +262,19 @@ def _packed_trees(terms: Terms) -> Iterator[Candidate]:
 def _counts_of_trees(terms: Terms, even: Sequence[Fraction]) -> list[tuple[int, list[int]]]:
     """Return numbers of trees whose edges fill the ports evenly, and bandwidths to pack them by.
 
-    If a whole port takes k edges, one of share s takes k s / `WHOLE` of them, rounded down. The
-    most trees whose edges fit all ports then take k over their number; for some k that comes close
+    If a whole port takes k edges, the most trees whose edges fit all ports (`Terms.rooms`) take k
+    over their number; for some k that comes close
     to the lower bound, whose k would be no integer. For each of `even`: the fewest trees that take
     up to this multiple of the least time.
     """
     n = len(terms.shares)
-    totals = [sum(column) for column in zip(*terms.shares, strict=True)]
-    usable = [
-        [min(own, total - own) for own, total in zip(row, totals, strict=True)]
-        for row in terms.shares
-    ]
     found: dict[int, tuple[Fraction, list[int]]] = {}
-    for edges in range(2, _MOST_EDGES + 1):
-        room = [sum(edges * share // WHOLE for share in row) for row in usable]
+    for edges in range(2, MOST_EDGES + 1):
+        room = terms.rooms(edges)
         # Where every port is full, edges can be shared out for even numbers alone (Petersen).
         slack = edges % 2 * n
         ntrees = min((sum(room) - slack) // (2 * (n - 1)) if n > 1 else 1, *room)
-        ntrees = min(ntrees, _MOST_TREES_PER_HOME * terms.nhomes)
+        ntrees = min(ntrees, MOST_TREES_PER_HOME * terms.nhomes)
         if ntrees > 0 and ntrees not in found:
             found[ntrees] = Fraction(edges, ntrees), room
     if not found:
@@ -279,7 +286,7 @@ def _counts_of_trees(terms: Terms, even: Sequence[Fraction]) -> list[tuple[int, 
 
 
 def _leaf_rings(terms: Terms) -> Iterator[Candidate]:
-    for times in _RINGS_PER_HOME if len(terms.shares) < _MANY_NODES else (1,):
+    for times in _RINGS_PER_HOME if len(terms.shares) < _LARGE_RING else (1,):
         schedule = leaf_ring.allreduce(terms.bandwidths, _SEGMENTS, times * terms.nhomes)
         yield Candidate("leaf_ring", schedule, 1)
 
@@ -345,19 +352,31 @@ _MOST_NODES = {
     "r2cc": 32,
 }
 #: Trees for every home at most: with more, slices are too few or too small.
-_MOST_TREES_PER_HOME = 8
+MOST_TREES_PER_HOME = 8
 #: Edges at a whole port at most.
-_MOST_EDGES = 16
+MOST_EDGES = 16
 #: How far from the best numbers of trees are tried, the best first; for many nodes fewer.
 _EVEN = tuple(Fraction(each, 100) for each in (100, 101, 103, 107))
 _FEW_EVEN = tuple(Fraction(each, 100) for each in (101, 105))
 #: Channels of a leaf ring for every home; with more, edges are shared out more evenly.
 _RINGS_PER_HOME = (2, 3)
-#: Nodes from which on fewer forms are tried.
-_MANY_NODES = 16
+_LARGE_RING = 16
+#: Nodes above which fewer forms are tried.
+_MANY_NODES = 32
+#: Each step of halving-doubling waits for chunks of the one before: simulated, whole networks of 4
+#: to 60 nodes took 1.2 to 1.5 of what their ports carry.
+_HALVING_STALL = Fraction(27, 20)
 #: Segments of a leaf ring: relaying comes close to the shares wanted.
 _SEGMENTS = 8
 #: K of R2CC-AllReduce, and k of OptCC.
 _CHUNKS = 8
 
-__all__ = ["FAMILIES", "Candidate", "Terms", "candidates"]
+__all__ = [
+    "FAMILIES",
+    "MOST_EDGES",
+    "MOST_TREES_PER_HOME",
+    "Candidate",
+    "Terms",
+    "candidates",
+    "expand",
+]

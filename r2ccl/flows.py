@@ -93,6 +93,30 @@ def flows_of_rings(order: Sequence[int], nchannels: int) -> Flows:
     return Flows(tuple(flows), nchannels * n)
 
 
+def flows_of_cycle(order: Sequence[int], nchannels: int, load: Fraction) -> Flows:
+    """Return the flows of rings in which everybody sends `load` of its channel to the next."""
+    n = len(order)
+    amount = load.numerator
+    flows = []
+    for place in range(n if n > 1 else 0):
+        rank, after = order[place - 1], order[place]
+        both = (amount, 0) if rank < after else (0, amount)
+        flows += [Flow(c, min(rank, after), max(rank, after), *both) for c in range(nchannels)]
+    return Flows(tuple(flows), nchannels * load.denominator)
+
+
+def flows_of_rooted_trees(trees: Sequence[Sequence[int]], *, is_down: bool) -> Flows:
+    """Return the flows of `tree.broadcast` (down) or `tree.reduce` over `trees`."""
+    flows = []
+    for channel, parents in enumerate(trees):
+        for rank, parent in enumerate(parents):
+            if parent >= 0:
+                is_up = (parent < rank) == is_down
+                both = (1, 0) if is_up else (0, 1)
+                flows.append(Flow(channel, min(rank, parent), max(rank, parent), *both))
+    return Flows(tuple(flows), len(trees))
+
+
 def flows_of_halving_doubling(nranks: int, nchannels: int) -> Flows:
     """Return the flows of `halving_doubling.allreduce`."""
     size = 1 << (nranks.bit_length() - 1)
@@ -112,6 +136,7 @@ __all__ = [
     "Flows",
     "carried",
     "flows_of",
+    "flows_of_cycle",
     "flows_of_halving_doubling",
     "flows_of_rings",
     "flows_of_trees",

@@ -14,19 +14,20 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple
 
-from r2ccl.algos import bridged_ring, recursive_doubling, ring, spanning_tree, tree
+from r2ccl.algos import recursive_doubling, spanning_tree, tree
 from r2ccl.candidates import FAMILIES, Candidate, Terms, candidates, expand
+from r2ccl.collective_candidates import collective_candidates
 from r2ccl.config import Config
-from r2ccl.errors import InvalidArgument
 from r2ccl.prediction import UNMEASURED, Choice, Fabric, Placed, predict, put
 from r2ccl.resilience.health import Health
 from r2ccl.schedule.ir import Schedule
 from r2ccl.spread import place
-from r2ccl.types import CallSignature, Collective
+from r2ccl.types import PARTED, CallSignature, Collective
 
 
 class Explanation(NamedTuple):
@@ -72,7 +73,7 @@ class Planner:
     def __init__(self, fabric: Fabric, config: Config) -> None:
         self.fabric = fabric
         self._config = config
-        #: By health, family and channels of a ring: all its forms, on the rails.
+        #: By health, family or call, and channels of a ring: all forms, on the rails.
         self._placed: dict[_Key, list[Placed]] = {}
 
     def plan(
@@ -86,58 +87,44 @@ class Planner:
         is_small = nbytes <= self._config.eager_nbytes
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)
-        # Where parts of the network are apart, only the last resort can join them, if there is one.
-        is_bridged = not terms.is_connected and terms.is_joined
         if call.collective == Collective.ALLREDUCE and not is_small:
             is_ring = is_gauge and self._config.algo == "auto"
             chosen = best(self.compare(nbytes, health, ("ring",) if is_ring else None))
             return _expanded(chosen, terms)
-        if is_bridged:
-            return self._bridged(call, nbytes, terms, carried)
+        if is_small or call.collective == Collective.BARRIER:
+            return self._small(call, terms, carried)
+        placed = self._placed_for(call, terms, carried)
+        return best([predict(each, nbytes, self.fabric, self._config) for each in placed])
+
+    def _small(self, call: CallSignature, terms: Terms, health: Health) -> Choice:
+        """Choose for data that fits one eager slice, or none."""
         nranks = health.nranks
-        match call.collective:
-            case Collective.ALLGATHER:
-                schedule = ring.allgather(nranks, terms.nchannels)
-            case Collective.REDUCE_SCATTER:
-                schedule = ring.reduce_scatter(nranks, terms.nchannels)
-            case Collective.BROADCAST:
-                schedule = tree.broadcast(_rooted(nranks, call.root, terms.nchannels, is_small))
-            case Collective.REDUCE:
-                schedule = tree.reduce(_rooted(nranks, call.root, terms.nchannels, is_small))
-            case _:
-                schedule = recursive_doubling.allreduce(nranks)
-        placement = place(schedule.nchannels, self.fabric.homes, carried)
+        is_bridged = not terms.is_connected and terms.is_joined
+        if call.collective in PARTED:
+            collective = Collective(call.collective)
+            found = collective_candidates(collective, 0, terms._replace(nchannels=1))
+            schedule = next(found).schedule
+        elif is_bridged:
+            # Some nodes have no home in common: only neighbours in this tree need one.
+            parents = spanning_tree.span(nranks, terms.rank_meets(), call.root)
+            schedule = _TREES.get(call.collective, tree.allreduce)([parents], "spanning_tree")
+        elif call.collective in _TREES:
+            parents = tree.turned(tree.double_binary(nranks)[0], call.root)
+            schedule = _TREES[call.collective]([parents])
+        else:
+            schedule = recursive_doubling.allreduce(nranks)
+        if is_bridged:
+            return self.own(schedule, 0, health)
+        placement = place(schedule.nchannels, self.fabric.homes, health)
         return Choice(schedule.name, schedule, placement, self._config.slice_nbytes)
 
-    def _bridged(self, call: CallSignature, nbytes: int, terms: Terms, health: Health) -> Choice:
-        """Choose for a network in which some nodes have no home in common.
-
-        It is a ring, or a chain, in another order, and where there is none a tree.
-        """
-        nchannels = 1 if nbytes <= self._config.eager_nbytes else terms.nchannels
-        order = _bridge(terms)
-        orders = [order] * nchannels if order else None
-        parents = spanning_tree.span(health.nranks, terms.rank_meets(), call.root)
-        chains = [parents] * nchannels
-        if orders and nchannels > 1:
-            at = order.index(call.root)
-            chains = [tree.chain(order[at:] + order[:at])] * nchannels
-        match call.collective:
-            case Collective.ALLGATHER if orders:
-                schedule = ring.allgather(health.nranks, nchannels, orders)
-            case Collective.ALLGATHER:
-                schedule = spanning_tree.allgather(parents, nchannels)
-            case Collective.REDUCE_SCATTER if orders:
-                schedule = ring.reduce_scatter(health.nranks, nchannels, orders)
-            case Collective.REDUCE_SCATTER:
-                schedule = spanning_tree.reduce_scatter(parents, nchannels)
-            case Collective.BROADCAST:
-                schedule = tree.broadcast(chains)
-            case Collective.REDUCE:
-                schedule = tree.reduce(chains)
-            case _:
-                schedule = tree.allreduce([parents], "spanning_tree")
-        return self.own(schedule, nbytes, health)
+    def _placed_for(self, call: CallSignature, terms: Terms, health: Health) -> list[Placed]:
+        """Place the candidates of a collective other than allreduce, once for a health."""
+        collective = Collective(call.collective)
+        key = (health.version, f"{collective.name} {call.root}", terms.nchannels)
+        made = partial(collective_candidates, collective, call.root, terms)
+        found = self._keep(key, made, health)
+        return [each for each in found if each.has_way] or found
 
     def allreduce(self, nbytes: int, health: Health) -> Choice:
         """Choose for an allreduce of `nbytes`, of whatever type and operation."""
@@ -171,9 +158,14 @@ class Planner:
     def _put(self, name: str, terms: Terms, health: Health) -> list[Placed]:
         """Place the forms of a family, once for a health."""
         key = (health.version, name, terms.nchannels if name in _OF_RINGS else 0)
+        return self._keep(key, partial(candidates, name, terms), health)
+
+    def _keep(
+        self, key: _Key, make: Callable[[], Iterable[Candidate]], health: Health
+    ) -> list[Placed]:
         found = self._placed.get(key)
         if found is None:
-            found = [put(each, self.fabric, health) for each in candidates(name, terms)]
+            found = [put(each, self.fabric, health) for each in make()]
             if len(self._placed) >= _KEPT:
                 self._placed.pop(next(iter(self._placed)))
             self._placed[key] = found
@@ -264,15 +256,6 @@ def _expanded(choice: Choice, terms: Terms) -> Choice:
     return choice._replace(schedule=schedule, placement=placement, is_among_nodes=False)
 
 
-def _bridge(terms: Terms) -> tuple[int, ...]:
-    """Return the ranks in an order in which ring neighbours share a node or a home; () if none."""
-    try:
-        nodes = bridged_ring.bridge(range(len(terms.teams)), terms.meets())
-    except InvalidArgument:
-        return ()
-    return tuple(rank for node in nodes for rank in terms.teams[node])
-
-
 def full_channels(nhomes: int, nrails: int) -> int:
     """Channels that keep every rail busy on which some are at home, also when one is lost.
 
@@ -282,21 +265,18 @@ def full_channels(nhomes: int, nrails: int) -> int:
     return nhomes * max(1, nrails - 1)
 
 
-def _rooted(nranks: int, root: int, nchannels: int, is_small: bool) -> list[tree.Parents]:
-    """Return the trees of a rooted collective: one that is flat, or chains that are pipelines."""
-    if is_small:
-        return [tree.turned(tree.double_binary(nranks)[0], root)]
-    order = [(root + place) % nranks for place in range(nranks)]
-    return [tree.chain(order)] * nchannels
-
-
+#: Makes a rooted collective of trees.
+_TREES: dict[int, Callable[..., Schedule]] = {
+    Collective.BROADCAST: tree.broadcast,
+    Collective.REDUCE: tree.reduce,
+}
 #: Version of the health, family, channels of a ring.
 _Key = tuple[int, str, int]
 
 #: Families that can be the best while nothing is broken, and when something is: the one first that
 #: is taken where several are predicted to be equally good. Others run by name: measured on 4 nodes
 #: of 4 rails that lacked NICs, none was ahead of all of these by more than 2 %.
-_FOR_WHOLE = ("ring", "halving_doubling", "tree")
+_FOR_WHOLE = ("ring", "packed_trees", "halving_doubling", "tree")
 _FOR_DEGRADED = ("packed_trees", "leaf_ring", "ring", "bridged_ring", "tree")
 #: Families for networks in which some nodes have no home in common, if no wanted one has a way.
 _BRIDGED = ("bridged_ring", "packed_trees", "spanning_tree")

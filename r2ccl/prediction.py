@@ -2,13 +2,13 @@
 
 ::
 
-    T = steps x alpha + D x load / beta x (1 + fill / (2 slices))
+    T = steps x alpha + D x load / beta x (1 + 3/4 fill / slices)
 
 `load` is what the most loaded port carries of the data D, over what that port has left; it includes
 the detours of what is at home on a port that is down. A pipeline of `fill` slices has to be filled
-and emptied; as channels take turns at a port, half of that shows (measured, 4 nodes of 4 rails, 2
-to 64 MiB: with all of it, packed trees of 2 MiB were predicted 20 % too slow). alpha and beta were
-measured (`r2ccl.calibration`).
+and emptied; as channels take turns at a port, three quarters of that show (a half measured on 4
+nodes of 4 rails, 2 to 64 MiB; 0.4 to 1.6 simulated on up to 48 nodes, `bench/clusters.py`). alpha
+and beta were measured (`r2ccl.calibration`).
 
 Pure. Invariant: integers and fractions only, so that all ranks predict the same.
 """
@@ -145,12 +145,15 @@ def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
     if candidate.is_ring:
         placement = place(schedule.nchannels, homes, health)
         load, nlinks = ring_time(placement, homes, health, nodes), 0
+        if load and schedule.collective != "allreduce":
+            load /= 2  # an allreduce is a reduce-scatter and an allgather
     else:
         flows = candidate.flows or flows_of(schedule)
         placement = place_edges(schedule, homes, health, nodes, flows)
         load = port_time(schedule, placement, homes, health, nodes, flows)
         nlinks = inlets(placement, homes)
-    return Placed(candidate, placement, (load or Fraction(0)) * WHOLE, nlinks, load is not None)
+    busy = (load or Fraction(0)) * WHOLE * candidate.stall
+    return Placed(candidate, placement, busy, nlinks, load is not None)
 
 
 def _of_nodes(health: Health, nodes: Sequence[int]) -> Health:
@@ -176,7 +179,7 @@ def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choi
         slice_nbytes = min(slice_nbytes, max(_MIN_SLICE_NBYTES, wanted))
     channel_nbytes = Fraction(nbytes * max(placement.weights), sum(placement.weights))
     nslices = max(1, channel_nbytes // slice_nbytes)
-    total_ns = wire_ns * (1 + Fraction(candidate.fill, 2 * nslices))
+    total_ns = wire_ns * (1 + _FILL * Fraction(candidate.fill, nslices))
     steps = schedule.cost.steps + 2 * candidate.is_among_nodes
     total_ns += steps * rates.alpha_ns
     return Choice(
@@ -201,6 +204,8 @@ def _nslices(fill_ns: int, alpha_ns: int) -> int:
     return max(_FEW_SLICES, min(_MANY_SLICES, isqrt(2 * fill_ns // max(1, alpha_ns))))
 
 
+#: How much of a pipeline's fill shows.
+_FILL = Fraction(3, 4)
 #: Bounds of the slices of a channel, and the least a slice should have.
 _FEW_SLICES, _MANY_SLICES = 16, 128
 _MIN_SLICE_NBYTES = 32 << 10

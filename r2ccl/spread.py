@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
+from r2ccl.edge_colouring import even_out
 from r2ccl.errors import InvalidArgument
 from r2ccl.flows import Flow, Flows, flows_of
 from r2ccl.resilience.health import WHOLE, Health
@@ -113,9 +114,8 @@ def place_edges(
 
     Edges of nodes with few rails choose first, of those the heaviest; each takes the rail on which
     the busier of its two ports has least to do for what it can carry. Then edges leave the busiest
-    port, or change places with others, as long as that helps; edges that all carry the same move
-    along paths that alternate between two rails, as in edge colouring. One between nodes that share
-    no home is left to routing.
+    port, or change places with others, as long as that helps; edges that all carry the same are
+    evened out (`r2ccl.edge_colouring`). One between nodes that share no home is left to routing.
 
     Parameters
     ----------
@@ -143,13 +143,12 @@ def place_edges(
     found = [flow for flow in (flows or flows_of(schedule)).flows if not ports.is_inside(flow)]
     found.sort(key=lambda flow: (ports.fewest(flow), -max(flow.up, flow.down), flow))
     chosen = [ports.take_best(flow) for flow in found]
-    if len({flow[3:] for flow in found}) == 1 and all(map(ports.common, found)):
-        _even_out(found, chosen, ports)
-    else:
+    evened = _even_out(found, chosen, ports)
+    if evened is None:
         _improve(found, chosen, ports)
     edges = [
         Edge(flow.channel, flow.low, flow.high, flow.channel * width + at)
-        for flow, at in sorted(zip(found, chosen, strict=True))
+        for flow, at in sorted(zip(found, evened or chosen, strict=True))
     ]
     channels = tuple(channel * width for channel in range(schedule.nchannels))
     return Placement(channels, schedule.weights, tuple(edges))
@@ -211,9 +210,6 @@ def ring_time(
     return Fraction(ports.busiest()[0]) / (_SCALE * n * sum(weights))
 
 
-#: A node and a home; and one that has an edge too many there, and one too few at another home.
-_Port = tuple[int, int]
-_Excess = tuple[int, int, int]
 #: What a port is busy for, in units of which `_SCALE` take a rail that carries 1 a unit of time.
 _Time = int | Fraction
 
@@ -324,17 +320,6 @@ class _Ports:
         time, node, at = max(times)
         return time, -node, -at
 
-    def least_edges(self, flows: Sequence[Flow]) -> int:
-        """Return for how many edges a whole port must have room, at least, for all of `flows`."""
-        counts = Counter(node for flow in flows for node in self.ends(flow))
-        most = 0
-        for node, count in counts.items():
-            edges = -(-count * WHOLE // sum(self.shares[node]))
-            while sum(edges * share // WHOLE for share in self.shares[node]) < count:
-                edges += 1
-            most = max(most, edges)
-        return most
-
     def floor(self) -> _Time:
         """Return the time of the busiest node if its ports shared its load in proportion."""
         times = (
@@ -345,128 +330,26 @@ class _Ports:
         return max(times, default=0)
 
 
-def _even_out(flows: Sequence[Flow], chosen: list[int], ports: _Ports) -> None:
-    """Spread edges that all carry the same, so that no port has more than it needs to have.
+def _even_out(flows: Sequence[Flow], chosen: Sequence[int], ports: _Ports) -> list[int] | None:
+    """Spread edges that all carry the same; None where they do not, or one has no home.
 
-    At first ports have room for as few edges as the busiest node can do with. A port over its room
-    gives an edge to another rail: at the edge's other end that rail may then be over its own, and
-    gives one back, and so on along the shortest path that ends where there is room. Where none
-    does, all ports get room for one edge more.
+    Edges that carry both ways take as much of a port out as in. Of edges that carry one way, those
+    out of a node and those into it are no concern of each other.
     """
-    at_port: dict[_Port, set[int]] = {}
-    for index, (flow, at) in enumerate(zip(flows, chosen, strict=True)):
-        for node in ports.ends(flow):
-            at_port.setdefault((node, at), set()).add(index)
-    most = max((len(crowd) for crowd in at_port.values()), default=0)
-    for edges in range(ports.least_edges(flows), most):
-        room = {
-            (node, at): edges * share // WHOLE
-            for node, row in ports.shares.items()
-            for at, share in enumerate(row)
-        }
-        before = list(chosen)
-        over = [port for port, crowd in at_port.items() if len(crowd) > room[port]]
-        if all(_relieve(port, room, at_port, flows, chosen, ports) for port in sorted(over)):
-            return
-        # Halfway is no better than the start: a port that is over is as slow as all of them.
-        for index, at in enumerate(before):
-            _recolour(index, at, at_port, flows, chosen, ports)
-
-
-def _relieve(
-    port: _Port,
-    room: Mapping[_Port, int],
-    at_port: dict[_Port, set[int]],
-    flows: Sequence[Flow],
-    chosen: list[int],
-    ports: _Ports,
-) -> bool:
-    """Bring a port down to its room; return whether that was possible."""
-    while len(at_port.get(port, ())) > room[port]:
-        found = _path(port, room, at_port, flows, ports)
-        if not found:
-            return False
-        for index, target in found.items():
-            _recolour(index, target, at_port, flows, chosen, ports)
-    return True
-
-
-def _path(
-    start: _Port,
-    room: Mapping[_Port, int],
-    at_port: Mapping[_Port, set[int]],
-    flows: Sequence[Flow],
-    ports: _Ports,
-) -> dict[int, int]:
-    """Find edges that change rails, one after another, so that `start` has one edge fewer.
-
-    Breadth first over (node, rail with an edge too many, rail with one too few: the one it gave
-    for that). An edge of the first goes to the second, or to any rail of the node that has room.
-
-    Returns
-    -------
-    dict of int to int
-        Indices of flows and their new rails; empty: there is no such path.
-    """
-    came: dict[_Excess, tuple[_Excess, int, int] | None] = {(*start, -1): None}
-    queue: deque[_Excess] = deque(came)
-    while queue:
-        state = queue.popleft()
-        node, full, freed = state
-        free = [
-            at
-            for at in range(ports.width)
-            if at != full and (at == freed or len(at_port.get((node, at), ())) < room[node, at])
-        ]
-        for index in sorted(at_port.get((node, full), ())):
-            low, high = ports.ends(flows[index])
-            peer = high if low == node else low
-            for at in free:
-                after = (peer, at, full)
-                if after in came or at not in ports.common(flows[index]):
-                    continue
-                came[after] = state, index, at
-                has_room = len(at_port.get((peer, at), ())) < room[peer, at]
-                if has_room and (path := _walked(after, came)):
-                    return path
-                queue.append(after)
-    return {}
-
-
-def _walked(
-    end: _Excess, came: Mapping[_Excess, tuple[_Excess, int, int] | None]
-) -> dict[int, int]:
-    """Read a path backwards; empty if it passes an edge or a node twice."""
-    steps: dict[int, int] = {}
-    nodes = {end[0]}
-    at = end
-    while (step := came[at]) is not None:
-        at, index, target = step
-        if index in steps or at[0] in nodes:
-            return {}
-        steps[index] = target
-        nodes.add(at[0])
-    return steps
-
-
-def _recolour(
-    index: int,
-    target: int,
-    at_port: dict[_Port, set[int]],
-    flows: Sequence[Flow],
-    chosen: list[int],
-    ports: _Ports,
-) -> None:
-    """Put a flow on another rail."""
-    flow, source = flows[index], chosen[index]
-    if source == target:
-        return
-    ports.add(flow, source, -1)
-    ports.add(flow, target)
-    for node in ports.ends(flow):
-        at_port[node, source].discard(index)
-        at_port.setdefault((node, target), set()).add(index)
-    chosen[index] = target
+    loads = {flow[3:] for flow in flows}
+    is_one_way = len({up + down for up, down in loads}) == 1 and not any(u * d for u, d in loads)
+    is_both_ways = len(loads) == 1 and all(up == down for up, down in loads)
+    allowed = [ports.common(flow) for flow in flows]
+    if not (is_one_way or is_both_ways) or not all(allowed):
+        return None
+    if is_both_ways:
+        return even_out([ports.ends(flow) for flow in flows], allowed, ports.shares, chosen)
+    ends = [
+        (2 * low, 2 * high + 1) if flow.up else (2 * low + 1, 2 * high)
+        for flow, (low, high) in ((flow, ports.ends(flow)) for flow in flows)
+    ]
+    shares = {2 * node + way: row for node, row in ports.shares.items() for way in (0, 1)}
+    return even_out(ends, allowed, shares, chosen)
 
 
 def _improve(flows: Sequence[Flow], chosen: list[int], ports: _Ports) -> None:

@@ -24,6 +24,7 @@ Pure arithmetic on integers and fractions. Invariant: equal arguments, equal tre
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
@@ -119,6 +120,84 @@ def pack(
     )
 
 
+def pack_rooted(rooms: Sequence[int], ntrees: int, root: int) -> tuple[tree.Parents, ...]:
+    """Choose trees with one root, for a broadcast or a reduce.
+
+    In each tree every node but the root has one edge up; what counts are its edges down, which all
+    trees together give it in proportion to its room, in twos, so that the trees are flat.
+
+    Parameters
+    ----------
+    rooms : sequence of int
+        Edges down of every node in all trees, at most; `ntrees` or more each.
+    ntrees, root : int
+
+    Raises
+    ------
+    InvalidArgument
+        No node, no tree, no such root, or too little room.
+    """
+    n = len(rooms)
+    if ntrees < 1 or not 0 <= root < n or min(rooms) < ntrees:
+        raise InvalidArgument(
+            f"rooms={tuple(rooms)}, ntrees={ntrees}, root={root}: give a tree or more, a root of 0 "
+            f"to {n - 1}, and room for {ntrees} edges or more at every node"
+        )
+    if n == 1:
+        return ((-1,),) * ntrees
+    total = ntrees * (n - 1)
+    # The root has an edge down in every tree.
+    of_root = max(Fraction(total * rooms[root], sum(rooms)), Fraction(ntrees))
+    rest = sum(rooms) - rooms[root]
+    shares = [(total - of_root) * Fraction(room, rest) for room in rooms]
+    shares[root] = of_root
+    sums = _round(shares)
+    return tuple(
+        _rooted_tree(wanted, root, first)
+        for first, wanted in zip(_firsts(n, ntrees), _deal_down(sums, ntrees, root), strict=True)
+    )
+
+
+def _deal_down(sums: Sequence[int], ntrees: int, root: int) -> list[list[int]]:
+    """Deal every node's edges down out to the trees; one of the root's to each."""
+    n = len(sums)
+    left = list(sums)
+    left[root] -= ntrees
+    given = list(left)
+    dealt = []
+    for turn in range(1, ntrees + 1):
+        row = [0] * n
+        row[root] = 1
+        missing = n - 2
+
+        def urgency(node: int, turn: int = turn) -> tuple[int, int]:
+            return (left[node] - given[node]) * ntrees + given[node] * turn, -node
+
+        while missing:
+            number = min(2, missing)
+            fit = [node for node in range(n) if left[node] >= number]
+            node = max(fit or [each for each in range(n) if left[each]], key=urgency)
+            number = min(number, left[node])
+            left[node] -= number
+            row[node] += number
+            missing -= number
+        dealt.append(row)
+    return dealt
+
+
+def _rooted_tree(wanted: Sequence[int], root: int, first: int) -> tree.Parents:
+    """Build the flattest tree with these numbers of edges down; most first, from the root."""
+    n = len(wanted)
+    waiting = [node for node in range(n) if node != root]
+    waiting.sort(key=lambda node: (-wanted[node], (node - first) % n))
+    parents = [-1] * n
+    free = deque([root] * wanted[root])
+    for node in waiting:
+        parents[node] = free.popleft()
+        free.extend([node] * wanted[node])
+    return tuple(parents)
+
+
 def flat_tree(wanted: Sequence[int], first: int = 0, reach: Reach | None = None) -> tree.Parents:
     """Build the flattest tree with these degrees.
 
@@ -142,6 +221,13 @@ def flat_tree(wanted: Sequence[int], first: int = 0, reach: Reach | None = None)
     n = len(wanted)
     waiting = sorted(range(n), key=lambda node: (-wanted[node], (node - first) % n))
     parents = [-1] * n
+    if reach is None:
+        # There is an edge left as long as anybody waits, for the degrees are those of a tree.
+        free = deque([waiting[0]] * wanted[waiting[0]])
+        for node in waiting[1:]:
+            parents[node] = free.popleft()
+            free.extend([node] * (wanted[node] - 1))
+        return tuple(parents)
     placed = [waiting.pop(0)]
     left = {placed[0]: wanted[placed[0]]}
     while waiting:
@@ -155,12 +241,9 @@ def flat_tree(wanted: Sequence[int], first: int = 0, reach: Reach | None = None)
 
 
 def _next(
-    waiting: list[int], placed: list[int], left: dict[int, int], reach: Reach | None
+    waiting: list[int], placed: list[int], left: dict[int, int], reach: Reach
 ) -> tuple[int, int]:
     """Choose who joins, and below whom."""
-    if reach is None:
-        # There is an edge left as long as anybody waits, for the degrees are those of a tree.
-        return waiting[0], next(node for node in placed if left[node] > 0)
     for has_room in (True, False):
         for node in waiting:
             for parent in placed:
@@ -222,4 +305,4 @@ def _firsts(n: int, ntrees: int) -> list[int]:
     return [number * n // ntrees if ntrees < n else number % n for number in range(ntrees)]
 
 
-__all__ = ["Reach", "allreduce", "degrees", "flat_tree", "lower_bound", "pack"]
+__all__ = ["Reach", "allreduce", "degrees", "flat_tree", "lower_bound", "pack", "pack_rooted"]
