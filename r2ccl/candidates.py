@@ -249,40 +249,43 @@ def _one_shot(terms: Terms) -> Iterator[Candidate]:
 
 
 def _packed_trees(terms: Terms) -> Iterator[Candidate]:
-    n = len(terms.shares)
     # Nodes that nobody reaches are left to the last resort, like all their neighbours.
     reach = terms.meets() if not terms.is_connected and terms.is_joined else None
-    for ntrees, bandwidths in _counts_of_trees(terms, _EVEN if n <= _MANY_NODES else _FEW_EVEN):
+    for ntrees, bandwidths in _counts_of_trees(terms):
         trees = packed_trees.pack(bandwidths, ntrees, reach)
         schedule = tree.allreduce(trees, "packed_trees")
         flows = flows_of_trees(trees)
         yield Candidate("packed_trees", schedule, schedule.cost.steps // 2, flows=flows)
 
 
-def _counts_of_trees(terms: Terms, even: Sequence[Fraction]) -> list[tuple[int, list[int]]]:
+def _counts_of_trees(terms: Terms) -> list[tuple[int, list[int]]]:
     """Return numbers of trees whose edges fill the ports evenly, and bandwidths to pack them by.
 
     If a whole port takes k edges, the most trees whose edges fit all ports (`Terms.rooms`) take k
-    over their number; for some k that comes close
-    to the lower bound, whose k would be no integer. For each of `even`: the fewest trees that take
-    up to this multiple of the least time.
+    over their number; for some k that comes close to the lower bound, whose k would be no integer.
+    For each of `_EVEN`: the fewest trees that take up to this multiple of the least time.
     """
     n = len(terms.shares)
-    found: dict[int, tuple[Fraction, list[int]]] = {}
+    tight: dict[int, tuple[Fraction, list[int]]] = {}
+    loose: dict[int, tuple[Fraction, list[int]]] = {}
     for edges in range(2, MOST_EDGES + 1):
         room = terms.rooms(edges)
-        # Where every port is full, edges can be shared out for even numbers alone (Petersen).
-        slack = edges % 2 * n
-        ntrees = min((sum(room) - slack) // (2 * (n - 1)) if n > 1 else 1, *room)
-        ntrees = min(ntrees, MOST_TREES_PER_HOME * terms.nhomes)
-        if ntrees > 0 and ntrees not in found:
-            found[ntrees] = Fraction(edges, ntrees), room
-    if not found:
-        return [(terms.nhomes, terms.bandwidths)]
+        # Where every port is full, edges can be shared out for even numbers alone (Petersen), and
+        # not for all networks: with room for one edge more at every other node there is a way.
+        for found, slack in ((tight, edges % 2 * n), (loose, n)):
+            ntrees = min((sum(room) - slack) // (2 * (n - 1)) if n > 1 else 1, *room)
+            ntrees = min(ntrees, MOST_TREES_PER_HOME * terms.nhomes)
+            if ntrees > 0:
+                found.setdefault(ntrees, (Fraction(edges, ntrees), room))
     # Of those that are about as good, the fewest: their slices are larger.
-    least = min(time for time, _ in found.values())
-    counts = [min(c for c, (time, _) in found.items() if time <= least * bound) for bound in even]
-    return [(count, found[count][1]) for count in dict.fromkeys(counts)]
+    counts: dict[int, list[int]] = {}
+    bounds = _EVEN if n <= _MANY_NODES else _EVEN[1:2]
+    for found in (tight, loose) if n <= _MANY_NODES else (loose,):
+        least = min((time for time, _ in found.values()), default=Fraction(0))
+        for bound in bounds if found else ():
+            count = min(c for c, (time, _) in found.items() if time <= least * bound)
+            counts.setdefault(count, found[count][1])
+    return list(counts.items()) or [(terms.nhomes, terms.bandwidths)]
 
 
 def _leaf_rings(terms: Terms) -> Iterator[Candidate]:
@@ -355,9 +358,8 @@ _MOST_NODES = {
 MOST_TREES_PER_HOME = 8
 #: Edges at a whole port at most.
 MOST_EDGES = 16
-#: How far from the best numbers of trees are tried, the best first; for many nodes fewer.
+#: How far from the best numbers of trees are tried; for many nodes the second alone.
 _EVEN = tuple(Fraction(each, 100) for each in (100, 101, 103, 107))
-_FEW_EVEN = tuple(Fraction(each, 100) for each in (101, 105))
 #: Channels of a leaf ring for every home; with more, edges are shared out more evenly.
 _RINGS_PER_HOME = (2, 3)
 _LARGE_RING = 16

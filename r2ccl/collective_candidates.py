@@ -48,9 +48,8 @@ def collective_candidates(collective: Collective, root: int, terms: Terms) -> It
         parents = spanning_tree.span(nranks, terms.rank_meets())
         yield Candidate("spanning_tree", make_tree(parents, terms.nchannels))
         return
-    if terms.is_connected or not terms.is_joined:
+    if terms.is_whole or not terms.is_joined:
         yield Candidate("ring", make(nranks, terms.nchannels), is_ring=True)
-    if terms.is_whole:
         return
     for nchannels in _counts(terms, 1):
         schedule = make(nranks, nchannels, [order] * nchannels)

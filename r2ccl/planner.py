@@ -277,7 +277,7 @@ _Key = tuple[int, str, int]
 #: is taken where several are predicted to be equally good. Others run by name: measured on 4 nodes
 #: of 4 rails that lacked NICs, none was ahead of all of these by more than 2 %.
 _FOR_WHOLE = ("ring", "packed_trees", "halving_doubling", "tree")
-_FOR_DEGRADED = ("packed_trees", "leaf_ring", "ring", "bridged_ring", "tree")
+_FOR_DEGRADED = ("packed_trees", "ring", "bridged_ring", "tree")
 #: Families for networks in which some nodes have no home in common, if no wanted one has a way.
 _BRIDGED = ("bridged_ring", "packed_trees", "spanning_tree")
 #: What is predicted to take up to this much more counts as equally good: that is how far

@@ -195,19 +195,17 @@ def ring_time(
 ) -> Fraction | None:
     """Return what `port_time` does for a ring allreduce of ranks in order, without its ops."""
     n, width = health.nranks, len(homes)
-    weights = [0] * width
+    channels: list[list[int]] = [[] for _ in homes]
     for channel, weight in zip(placement.channels, placement.weights, strict=True):
-        weights[channel % width] += weight
+        channels[channel % width].append(weight)
     ports = _Ports(homes, health, nodes)
-    hops = [*pairwise(range(n)), (n - 1, 0)] if n > 1 else []
-    for rank, after in hops:
-        for at, weight in enumerate(weights):
-            load = 2 * (n - 1) * weight
-            ways = (load, 0) if rank < after else (0, load)
-            flow = Flow(0, min(rank, after), max(rank, after), *ways)
-            if load and not ports.is_inside(flow) and not ports.add_detoured(flow, at):
-                return None
-    return Fraction(ports.busiest()[0]) / (_SCALE * n * sum(weights))
+    for rank, after in [*pairwise(range(n)), (n - 1, 0)] if n > 1 else []:
+        ways = (1, 0) if rank < after else (0, 1)
+        hop = Flow(0, min(rank, after), max(rank, after), *ways)
+        if not ports.is_inside(hop) and not ports.add_channels(hop, channels):
+            return None
+    time = Fraction(ports.busiest()[0]) / _SCALE
+    return time * 2 * (n - 1) / (n * sum(placement.weights))
 
 
 #: What a port is busy for, in units of which `_SCALE` take a rail that carries 1 a unit of time.
@@ -285,6 +283,25 @@ class _Ports:
         for other, share in left.items():
             self.add(flow, other, Fraction(share, total))
         return bool(common)
+
+    def add_channels(self, hop: Flow, channels: Sequence[Sequence[int]]) -> bool:
+        """Have a hop carry the channels of all homes, by their weights.
+
+        One whose home is down goes whole to another that is up, the one whose detours are the
+        fewest for what it carries, as `r2ccl.routing` sends it. False: there is none.
+        """
+        low, high = self.ends(hop)
+        left = {at: min(self.shares[low][at], self.shares[high][at]) for at in self.common(hop)}
+        detours = dict.fromkeys(left, 0)
+        for at, weights in enumerate(channels):
+            if at in left:
+                self.add(hop, at, sum(weights))
+                continue
+            for weight in weights if left else ():
+                best = min(left, key=lambda each: Fraction(detours[each] + weight, left[each]))
+                detours[best] += weight
+                self.add(hop, best, weight)
+        return bool(left)
 
     def take_best(self, flow: Flow) -> int:
         """Put a flow on the home on which the busier of its ports has least to do; return that."""
