@@ -279,10 +279,9 @@ def _counts_of_trees(terms: Terms) -> list[tuple[int, list[int]]]:
                 found.setdefault(ntrees, (Fraction(edges, ntrees), room))
     # Of those that are about as good, the fewest: their slices are larger.
     counts: dict[int, list[int]] = {}
-    bounds = _EVEN if n <= _MANY_NODES else _EVEN[1:2]
-    for found in (tight, loose) if n <= _MANY_NODES else (loose,):
+    for found, few in ((tight, _TIGHT), (loose, _LOOSE)):
         least = min((time for time, _ in found.values()), default=Fraction(0))
-        for bound in bounds if found else ():
+        for bound in (_EVEN if n <= _MANY_NODES else few) if found else ():
             count = min(c for c, (time, _) in found.items() if time <= least * bound)
             counts.setdefault(count, found[count][1])
     return list(counts.items()) or [(terms.nhomes, terms.bandwidths)]
@@ -358,8 +357,9 @@ _MOST_NODES = {
 MOST_TREES_PER_HOME = 8
 #: Edges at a whole port at most.
 MOST_EDGES = 16
-#: How far from the best numbers of trees are tried; for many nodes the second alone.
+#: How far from the best numbers of trees are tried, and for many nodes.
 _EVEN = tuple(Fraction(each, 100) for each in (100, 101, 103, 107))
+_TIGHT, _LOOSE = (Fraction(101, 100),), (Fraction(107, 100),)
 #: Channels of a leaf ring for every home; with more, edges are shared out more evenly.
 _RINGS_PER_HOME = (2, 3)
 _LARGE_RING = 16
