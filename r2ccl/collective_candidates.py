@@ -10,8 +10,10 @@ Imports `algos` and `schedule`. Pure. Invariant: equal terms, equal candidates, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 from r2ccl.algos import bridged_ring, packed_trees, ring, spanning_tree, tree
 from r2ccl.candidates import MOST_EDGES, MOST_TREES_PER_HOME, Candidate, Terms
@@ -22,7 +24,9 @@ from r2ccl.schedule.ir import Schedule
 from r2ccl.types import Collective
 
 
-def collective_candidates(collective: Collective, root: int, terms: Terms) -> Iterator[Candidate]:
+def collective_candidates(
+    collective: Collective, root: int, terms: Terms, *, keeps_order: bool = False
+) -> Iterator[Candidate]:
     """Make the candidates of a call.
 
     Parameters
@@ -32,11 +36,14 @@ def collective_candidates(collective: Collective, root: int, terms: Terms) -> It
     root : int
         Of broadcast and reduce.
     terms : Terms
+    keeps_order : bool
+        Reduce in the order of ranks, whatever is lost, wherever neighbours in it have a home in
+        common: the result has the same bits then.
     """
     nranks = sum(map(len, terms.teams))
-    order = ring_order(terms)
+    order = ring_order(terms, keeps_order=keeps_order)
     if collective in (Collective.BROADCAST, Collective.REDUCE):
-        yield from _rooted(collective, root, order, terms)
+        yield from _rooted(collective, root, order, terms, is_chain=keeps_order)
         return
     make = ring.allgather if collective == Collective.ALLGATHER else ring.reduce_scatter
     if not order:
@@ -51,18 +58,23 @@ def collective_candidates(collective: Collective, root: int, terms: Terms) -> It
     if terms.is_whole or not terms.is_joined:
         yield Candidate("ring", make(nranks, terms.nchannels), is_ring=True)
         return
-    for nchannels in _counts(terms, 1):
+    for nchannels in _counts(terms, _crossings(order, terms)):
         schedule = make(nranks, nchannels, [order] * nchannels)
         flows = flows_of_cycle(order, nchannels, Fraction(nranks - 1, nranks))
         yield Candidate("ring", schedule, flows=flows)
 
 
-def ring_order(terms: Terms) -> tuple[int, ...]:
-    """Return the ranks in an order for rings and chains; () if neighbours cannot all reach others.
+def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
+    """Return the ranks in an order for rings and chains; () if there is none without gaps.
 
     Nodes keep their order unless neighbours have less in common than either of them can use; then
-    those that lack something are dealt out among the others.
+    those that lack something are dealt out among the others. With `keeps_order` it is the order of
+    ranks, if neighbours in that have a home in common.
     """
+    if keeps_order:
+        reach, nranks = terms.rank_meets(), sum(map(len, terms.teams))
+        if not terms.is_joined or all(reach((rank - 1) % nranks, rank) for rank in range(nranks)):
+            return tuple(range(nranks))
     nodes: tuple[int, ...] = tuple(range(len(terms.teams)))
     if not terms.is_whole:
         orders = [nodes, _dealt_out(terms)]
@@ -103,7 +115,7 @@ def _dealt_out(terms: Terms) -> tuple[int, ...]:
 
 
 def _rooted(
-    collective: Collective, root: int, order: tuple[int, ...], terms: Terms
+    collective: Collective, root: int, order: tuple[int, ...], terms: Terms, *, is_chain: bool
 ) -> Iterator[Candidate]:
     make: Callable[..., Schedule]
     make = tree.broadcast if collective == Collective.BROADCAST else tree.reduce
@@ -121,13 +133,23 @@ def _rooted(
         return
     at = order.index(root)
     chain = tree.chain(order[at:] + order[:at])
-    counts = [terms.nchannels] if terms.is_whole else _counts(terms, 1)
+    counts = [terms.nchannels]
+    if not terms.is_whole:
+        counts = _counts(terms, _crossings(order[at:] + order[:at], terms))
     for nchannels in counts:
         yield candidate("chain", [chain] * nchannels)
-    if nranks == len(terms.teams) > 2 and terms.is_connected:
+    if not is_chain and nranks == len(terms.teams) > 2 and terms.is_connected:
         for ntrees in _counts(terms, 1):
             rooms = terms.rooms(_edges_for(terms, ntrees))
             yield candidate("packed_trees", packed_trees.pack_rooted(rooms, ntrees, root))
+
+
+def _crossings(order: Sequence[int], terms: Terms) -> int:
+    """Return how often a ring in this order leaves the node that it leaves most often."""
+    node_of = {rank: node for node, team in enumerate(terms.teams) for rank in team}
+    nodes = [node_of[rank] for rank in order]
+    left = Counter(node for node, after in pairwise([*nodes, nodes[0]]) if node != after)
+    return max(left.values(), default=1)
 
 
 def _counts(terms: Terms, degree: int) -> list[int]:

@@ -84,24 +84,19 @@ def flows_of_trees(trees: Sequence[Sequence[int]]) -> Flows:
 def flows_of_rings(order: Sequence[int], nchannels: int) -> Flows:
     """Return the flows of `ring.allreduce` with all channels in `order`."""
     n = len(order)
-    carried: dict[tuple[int, int], list[int]] = {}
-    for place in range(n if n > 1 else 0):
-        rank, after = order[place - 1], order[place]
-        both = carried.setdefault((min(rank, after), max(rank, after)), [0, 0])
-        both[rank > after] += 2 * (n - 1)
-    flows = (Flow(c, *edge, *both) for c in range(nchannels) for edge, both in carried.items())
-    return Flows(tuple(flows), nchannels * n)
+    return flows_of_cycle(order, nchannels, Fraction(2 * (n - 1), n))
 
 
 def flows_of_cycle(order: Sequence[int], nchannels: int, load: Fraction) -> Flows:
     """Return the flows of rings in which everybody sends `load` of its channel to the next."""
     n = len(order)
-    amount = load.numerator
-    flows = []
+    # With two ranks, one edge has both ways.
+    edges: dict[tuple[int, int], list[int]] = {}
     for place in range(n if n > 1 else 0):
         rank, after = order[place - 1], order[place]
-        both = (amount, 0) if rank < after else (0, amount)
-        flows += [Flow(c, min(rank, after), max(rank, after), *both) for c in range(nchannels)]
+        both = edges.setdefault((min(rank, after), max(rank, after)), [0, 0])
+        both[rank > after] += load.numerator
+    flows = (Flow(c, *edge, *both) for c in range(nchannels) for edge, both in edges.items())
     return Flows(tuple(flows), nchannels * load.denominator)
 
 

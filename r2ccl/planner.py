@@ -94,7 +94,9 @@ class Planner:
         if is_small or call.collective == Collective.BARRIER:
             return self._small(call, terms, carried)
         placed = self._placed_for(call, terms, carried)
-        return best([predict(each, nbytes, self.fabric, self._config) for each in placed])
+        found = [predict(each, nbytes, self.fabric, self._config) for each in placed]
+        gauges = [each for each in found if each.is_gauge] if is_gauge else []
+        return best(gauges or found)
 
     def _small(self, call: CallSignature, terms: Terms, health: Health) -> Choice:
         """Choose for data that fits one eager slice, or none."""
@@ -122,7 +124,8 @@ class Planner:
         """Place the candidates of a collective other than allreduce, once for a health."""
         collective = Collective(call.collective)
         key = (health.version, f"{collective.name} {call.root}", terms.nchannels)
-        made = partial(collective_candidates, collective, call.root, terms)
+        keeps_order = not self._config.is_planned or self._config.algo == "ring"
+        made = partial(collective_candidates, collective, call.root, terms, keeps_order=keeps_order)
         found = self._keep(key, made, health)
         return [each for each in found if each.has_way] or found
 

@@ -111,7 +111,7 @@ class Choice(NamedTuple):
     @property
     def is_gauge(self) -> bool:
         """Whether its slices show what rails carry: one peer sends to a port, and all the time."""
-        return not self.placement.edges and not self.schedule.name.startswith("hierarchy/")
+        return self.schedule.name in _GAUGES
 
 
 class Placed(NamedTuple):
@@ -204,6 +204,8 @@ def _nslices(fill_ns: int, alpha_ns: int) -> int:
     return max(_FEW_SLICES, min(_MANY_SLICES, isqrt(2 * fill_ns // max(1, alpha_ns))))
 
 
+#: Schedules in which everybody receives from one rank alone.
+_GAUGES = ("ring", "bridged_ring", "chain")
 #: How much of a pipeline's fill shows.
 _FILL = Fraction(3, 4)
 #: Bounds of the slices of a channel, and the least a slice should have.
