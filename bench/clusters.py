@@ -32,6 +32,7 @@ import numpy as np
 from common import add_json_argument, format_size, write_json
 
 from r2ccl.config import Config
+from r2ccl.errors import ScheduleError
 from r2ccl.planner import Planner, best
 from r2ccl.prediction import Choice, Fabric, Rates
 from r2ccl.resilience.health import WHOLE, Health
@@ -126,11 +127,24 @@ def draw(seed: int, number: int, ranks_per_node: int, most_nodes: int) -> Cluste
         cluster = Cluster(
             f"{seed}:{number}", tuple(map(tuple, rows)), ranks_per_node, rng.choice(FABRICS), nbytes
         )
-        if cluster.planner._terms(nbytes, cluster.health).is_joined:
+        if is_joined(cluster.rows):
             return cluster
 
 
-def rails_of(choice: Choice, nrails: int, nodes: Sequence[int]) -> Rails:
+def is_joined(rows: Sequence[Sequence[int]]) -> bool:
+    """Whether rails join all nodes, by way of others if need be."""
+    joined, size = {0}, 0
+    while size < len(joined):
+        size = len(joined)
+        joined |= {
+            node
+            for node, row in enumerate(rows)
+            if any(any(map(min, row, rows[other])) for other in joined)
+        }
+    return size == len(rows)
+
+
+def rails_of(choice: Choice, nrails: int) -> Rails:
     """Return where the links of a choice are at home."""
     placement = choice.placement
     home = {(c, low, high): number % nrails for c, low, high, number in placement.edges}
@@ -162,7 +176,7 @@ def simulated_s(choice: Choice, cluster: Cluster, nbytes: int) -> float:
         network,
         slice_nbytes=choice.slice_nbytes,
         weights=choice.placement.weights,
-        rails=rails_of(choice, nrails, range(len(cluster.rows))),
+        rails=rails_of(choice, nrails),
         sharing="max_min" if len(cluster.rows) <= _EXACT_NODES else "fair_queue",
         tolerance=0.01,
     ).time_s
@@ -188,9 +202,13 @@ def without_route(schedule: Schedule, cluster: Cluster) -> int:
 
 
 def is_refused(schedule: Schedule) -> bool:
-    """Replay a schedule if it is small enough; return whether it is wrong."""
-    if schedule.nranks * schedule.nchannels <= _CHECKED_SIZE:
+    """Replay a schedule symbolically if it is small enough; return whether it is wrong."""
+    if schedule.nranks * schedule.nchannels > _CHECKED_SIZE:
+        return False
+    try:
         check(schedule)
+    except ScheduleError:
+        return True
     return False
 
 
@@ -203,7 +221,6 @@ def examine(cluster: Cluster, *, has_others: bool) -> dict[str, Any]:
     planned_s = time.process_time() - began_s
     among_nodes = planner.compare(cluster.nbytes, health)
     chosen = best(among_nodes)
-    is_refused(full.schedule)
     nlost = without_route(full.schedule, cluster)
     found: dict[str, Any] = {
         "seed": cluster.seed,
@@ -212,6 +229,7 @@ def examine(cluster: Cluster, *, has_others: bool) -> dict[str, Any]:
         "schedule": full.schedule.name,
         "planned_s": planned_s,
         "without_route": nlost,
+        "refused": int(is_refused(full.schedule)),
     }
     if chosen.schedule.nranks != len(cluster.rows):  # a flat ring over several ranks a node
         return found
@@ -241,7 +259,7 @@ def examine(cluster: Cluster, *, has_others: bool) -> dict[str, Any]:
             choice = planner.plan(
                 msgspec.structs.replace(call, collective=collective), nbytes, health
             )
-            is_refused(choice.schedule)
+            found["refused"] += is_refused(choice.schedule)
             found["without_route"] += without_route(choice.schedule, cluster)
             took_s = simulated_s(choice, cluster, nbytes)
             found[collective.name.lower()] = took_s / cluster.bound_s(collective, nbytes)
@@ -273,6 +291,7 @@ def report(rows: Sequence[dict[str, Any]], nworst: int) -> None:
     both = [*large, *small]
     print(f"clusters                 {len(rows)}")
     print(f"without a route          {sum(row['without_route'] > 0 for row in rows)}")
+    print(f"refused by the checker   {sum(row['refused'] for row in rows)}")
     print(f"time over bound, large   {quantiles(row['over_bound'] for row in large)}")
     for name, part in (("large", large), ("small", small)):
         over = [row["over_best"] for row in part]
@@ -298,7 +317,7 @@ def report(rows: Sequence[dict[str, Any]], nworst: int) -> None:
 
 
 def main() -> int:
-    """Parse the command line, run, report; 1 if a choice has no route."""
+    """Parse the command line, run, report; 1 if a choice has no route or is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", default="1", help="of the draws; S:N is draw N of seed S alone")
@@ -322,7 +341,7 @@ def main() -> int:
     report(rows, args.worst)
     if args.json:
         write_json(args.json, rows)
-    return int(any(row["without_route"] for row in rows))
+    return int(any(row["without_route"] or row["refused"] for row in rows))
 
 
 if __name__ == "__main__":
