@@ -12,6 +12,8 @@ first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil
 from typing import NamedTuple
 
 import msgspec
@@ -124,14 +126,6 @@ class GroupPlans:
         return turn * self._width + self._places[at]
 
 
-class _Turns(NamedTuple):
-    """With the health of `version` the first `gauges` of so many collectives measure the rails."""
-
-    version: int
-    of: int
-    gauges: int
-
-
 class Plans:
     """The plans of one rank.
 
@@ -148,7 +142,10 @@ class Plans:
         self._planner = Planner(fabric, config)
         self._config = config
         self._plans: dict[_Key, Plan] = {}
-        self._turns = _Turns(-1, 1, 0)
+        #: Version of the health, and the first collective planned with it.
+        self._since = (-1, 0)
+        #: By version and call, how often it measures the rails in the long run; 0: it need not.
+        self._periods: dict[tuple[int, CallSignature], int] = {}
         self._checked: set[tuple[str, str, int, int, int]] = set()
 
     @property
@@ -160,7 +157,7 @@ class Plans:
         """Plan with these rates from now on; all ranks must at the same call."""
         self._planner = Planner(self.fabric._replace(rates=rates), self._config)
         self._plans.clear()
-        self._turns = _Turns(-1, 1, 0)
+        self._periods.clear()
 
     def __call__(
         self,
@@ -188,9 +185,7 @@ class Plans:
         ScheduleError
             The user's schedule is wrong.
         """
-        if health.version != self._turns.version:
-            self._turns = self._turns_of(health)
-        is_gauge = op is not None and op % self._turns.of < self._turns.gauges
+        is_gauge = op is not None and own is None and self._is_gauge(call, health, op)
         key = (health.version, call, is_gauge, own)
         found = self._plans.get(key)
         if found is None:
@@ -238,11 +233,37 @@ class Plans:
         finish = kernels.divider(call.dtype, self._nranks) if op is ReduceOp.AVG else None
         return Plan(call.pack(), layout, kernels.reducer(call.dtype, op), finish, choice.is_gauge)
 
-    def _turns_of(self, health: Health) -> _Turns:
+    def _is_gauge(self, call: CallSignature, health: Health, op: int) -> bool:
+        """Return whether this collective is one that measures the rails, whatever else is faster.
+
+        Soon after the health has changed often, as it may change back; then as rarely as that costs
+        no more than `_BUDGET` of the time, as predicted. All ranks see a health at the same call.
+        """
         if self.fabric.rates == UNMEASURED:
-            return _Turns(health.version, 1, 0)
+            return False
+        if health.version != self._since[0]:
+            self._since = (health.version, op)
+        key = (health.version, call)
+        period = self._periods.get(key)
+        if period is None:
+            if len(self._periods) >= _KEPT:
+                self._periods.pop(next(iter(self._periods)))
+            period = self._periods[key] = self._period(call, health)
         is_slow = any(0 < share < WHOLE for share in health.shares)
-        return _Turns(health.version, _GAUGE_EVERY_SLOW if is_slow else _GAUGE_EVERY, _GAUGES)
+        often = _GAUGE_EVERY_SLOW if is_slow else _GAUGE_EVERY
+        age = op - self._since[1]
+        return period > 0 and age % (often if age < _SOON else max(often, period)) < _GAUGES
+
+    def _period(self, call: CallSignature, health: Health) -> int:
+        nbytes = call.count * dtype_of(call.dtype).itemsize
+        chosen, gauge = (
+            self._planner.plan(call, nbytes, health, is_gauge=is_gauge)
+            for is_gauge in (False, True)
+        )
+        if chosen.is_gauge or not chosen.predicted_ns:
+            return 0
+        extra = Fraction(gauge.predicted_ns, chosen.predicted_ns) - 1
+        return max(1, min(_RAREST, ceil(_GAUGES * extra / _BUDGET)))
 
     def _check(self, schedule: Schedule, version: int) -> None:
         """Replay a schedule symbolically before its first use; the tests check large ones."""
@@ -259,12 +280,15 @@ _Key = tuple[int, CallSignature, bool, Schedule | None]
 
 #: A training job has a few dozen call shapes.
 _KEPT = 1024
-#: So many collectives after one another of so many are rings, whatever else is faster: only where
-#: one peer sends to a port does it show what it carries, and only for a while does it show clearly.
-#: More often while a rail is slow, which can end at any time. Where a ring takes 1.2 of the time
-#: of what runs otherwise, that costs 4 and 1 %.
+#: In every period, so many collectives one after another run rings, or chains, whatever else is
+#: faster: only where one peer sends to a port does it show what it carries, and only for a while
+#: does it show clearly. More often while a rail is slow, which can end at any time.
 _GAUGES = 3
 _GAUGE_EVERY_SLOW, _GAUGE_EVERY = 16, 48
+#: So many collectives after a change of health, they may cost no more than this share of the time.
+_SOON = 64
+_BUDGET = Fraction(1, 100)
+_RAREST = 4096
 #: Ranks times channels up to which a schedule is checked before use (some 10 ms).
 _CHECKED_SIZE = 64
 

@@ -145,6 +145,9 @@ def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
     if candidate.is_ring:
         placement = place(schedule.nchannels, homes, health)
         load, nlinks = ring_time(placement, homes, health, nodes), 0
+        if candidate.is_among_nodes:
+            # What comes from the leader's fellows is a pipeline too.
+            nlinks = 2 * -(-schedule.nchannels // len(homes))
         if load and schedule.collective != "allreduce":
             load /= 2  # an allreduce is a reduce-scatter and an allgather
     else:

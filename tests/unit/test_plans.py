@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from r2ccl.algos import leaf_ring, ring
 from r2ccl.config import Config
 from r2ccl.errors import ScheduleError
+from r2ccl.planner import Planner
 from r2ccl.plans import Plan, Plans
 from r2ccl.prediction import Fabric, Rates
 from r2ccl.resilience.health import Health
@@ -22,8 +23,8 @@ def make(**settings: str) -> Plans:
     return Plans(1, 4, Fabric(range(4), 4, (), RATES), Config(**settings))  # type: ignore[arg-type]
 
 
-def gauges(plans: Plans, of: Health) -> list[int]:
-    return [op for op in range(96) if plans(CALL, of, op).is_gauge]
+def gauges(plans: Plans, of: Health, ops: range = range(96)) -> list[int]:
+    return [op for op in ops if plans(CALL, of, op).is_gauge]
 
 
 def test_a_plan_is_made_once_for_each_health() -> None:
@@ -38,10 +39,32 @@ def test_a_plan_is_made_once_for_each_health() -> None:
 def test_rails_are_measured_now_and_then_and_more_often_while_one_is_slow() -> None:
     """All ranks must do so in the same calls: the number of the call decides."""
     assert gauges(make(), health()) == list(range(96)), "a ring always shows it"
-    assert gauges(make(), health(r1n0=0)) == [0, 1, 2, 48, 49, 50]
-    slow = gauges(make(), health(r1n0=4))
-    assert slow == [op for op in range(96) if op % 16 < 3]
+    soon = range(64)
+    assert gauges(make(), health(r1n0=0), soon) == [0, 1, 2, 48, 49, 50]
+    slow = gauges(make(), health(r1n0=4), soon)
+    assert slow == [op for op in soon if op % 16 < 3]
     assert gauges(make(algo="packed_trees"), health(r1n0=0)) == [], "what is named runs always"
+
+
+def test_the_count_begins_when_the_health_changes() -> None:
+    plans = make()
+    plans(CALL, health(), 99)
+    assert gauges(plans, health(r1n0=0), range(100, 164)) == [100, 101, 102, 148, 149, 150]
+
+
+@pytest.mark.parametrize("of", [health(r1n0=0), health(r1n0=1), health(r1n0=4, r2n0=1)], ids=str)
+def test_in_the_long_run_measuring_costs_a_hundredth_of_the_time(of: Health) -> None:
+    plans = make()
+    ops = range(64, 64 + 4096)
+    planner = Planner(plans.fabric, Config())
+    nbytes = CALL.count * 4
+    usual, ring_ = (
+        planner.plan(CALL, nbytes, of, is_gauge=is_gauge).predicted_ns for is_gauge in (False, True)
+    )
+    plans(CALL, of, 0)
+    ngauges = len(gauges(plans, of, ops))
+    assert ngauges > 0
+    assert ngauges * (ring_ - usual) <= 0.011 * len(ops) * usual + 3 * (ring_ - usual)
 
 
 def test_slices_that_may_overrun_a_port_are_asked_for() -> None:
