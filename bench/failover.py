@@ -41,6 +41,8 @@ KINDS = tuple(action for action in Action if action not in (Action.RESTORE, Acti
 
 #: Operations measured before a fault, and after the one(s) it struck.
 _NOPS = 3
+#: Windows of that many are looked at until two after one another differ by no more than this.
+_MOST_WINDOWS, _STEADY = 20, 0.02
 #: The first ones meet cold windows and fresh pages.
 _WARMUP = 3
 #: For how long NICs flap, and ranks are stopped.
@@ -79,12 +81,13 @@ class Incident(NamedTuple):
     before: list[Operation]
     during: list[Operation]
     after: list[Operation]
+    settled: list[Operation]
     repairs: list[dict[str, Any]]
 
 
 def strike(cluster: Cluster, lab: Lab, fault: Fault, rng: random.Random) -> Incident:
     """Let one fault happen to a whole cluster, and leave a whole cluster."""
-    before = cluster.wait_operations(_NOPS, monotonic())
+    before = settle(cluster, monotonic())
     took_s = before[-1].ended_s - before[-1].begun_s
     threading.Event().wait(rng.uniform(0, took_s))
     firing = lab.apply(fault)
@@ -99,14 +102,34 @@ def strike(cluster: Cluster, lab: Lab, fault: Fault, rng: random.Random) -> Inci
         for each in cluster.operations
         if each.ended_s > cut_s and each.begun_s < after[0].begun_s
     ] or after[:1]
+    settled = after
     if fault.duration_s is None:
+        settled = settle(cluster, after[-1].ended_s)
         lab.restore()
     lab.raise_errors()
     cluster.wait(
         lambda: all(repair["restored_s"] for repair in cluster.repairs(cut_s)),
         f"every rail after {fault}",
     )
-    return Incident(fault, firing, before, during, after, cluster.repairs(cut_s))
+    return Incident(fault, firing, before, during, after, settled, cluster.repairs(cut_s))
+
+
+def settle(cluster: Cluster, since_s: float) -> list[Operation]:
+    """Wait until operations take as long as those before them, and return the last ones.
+
+    After a loss or a return, the first ones still run the schedule of before, or measure the rails.
+    """
+    window = cluster.wait_operations(_NOPS, since_s)
+    for _ in range(_MOST_WINDOWS):
+        later = cluster.wait_operations(_NOPS, window[-1].ended_s)
+        both = [
+            statistics.median(each.ended_s - each.begun_s for each in part)
+            for part in (window, later)
+        ]
+        window = later
+        if abs(both[1] - both[0]) <= _STEADY * both[0]:
+            break
+    return window
 
 
 def goodput_mbps(operations: Sequence[Operation], nbytes: int) -> float:
@@ -140,6 +163,7 @@ def fault_row(incident: Incident, nbytes: int, run: int) -> dict[str, Any]:
         "before_mbps": goodput_mbps(incident.before, nbytes),
         "during_mbps": goodput_mbps(incident.during, nbytes),
         "after_mbps": goodput_mbps(incident.after, nbytes),
+        "settled_mbps": goodput_mbps(incident.settled, nbytes),
         "load": os.getloadavg()[0],
     }
 
@@ -155,7 +179,7 @@ def throughput_rows(rows: Sequence[dict[str, Any]], line_mbps: float) -> list[di
             "share_of_line_rate": healthy / line_mbps,
         }
     ]
-    lost = [row["after_mbps"] for row in rows if row["fault"] == Action.NIC_DOWN]
+    lost = [row["settled_mbps"] for row in rows if row["fault"] == Action.NIC_DOWN]
     if lost:
         mbps = statistics.median(lost)
         made.append(
