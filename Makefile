@@ -3,9 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Not quiet: a slow network is seen to be one.
+# Not quiet: a slow download is visible.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-# matplotlib's cache of fonts, which needs no home here.
+# matplotlib's cache of fonts: in .venv, so that no home is needed.
 export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/matplotlib
 # What `make test` runs: folders, files or file::test each. Those in network namespaces measure, and
 # so have the machine to themselves.

@@ -1,4 +1,4 @@
-"""How right the planner is: random clusters with lost and slow NICs, its choices simulated.
+"""Simulate the planner's choices on random clusters with lost and slow NICs.
 
 For every drawn cluster the planner chooses, for an allreduce of a drawn size and for the other
 collectives; `r2ccl.sim` runs the choice, and for the allreduce every other candidate; a lower bound
@@ -9,8 +9,8 @@ worst cases with the seeds that draw them again.
     python bench/clusters.py --count 200 --seed 1
     python bench/clusters.py --seed 1:17 --verbose    # draw 17 of seed 1 alone
 
-Simulated are the ports of nodes: several ranks a node are planned for and checked, and what they do
-inside the node is not counted.
+Only the ports between nodes are simulated: several ranks a node are planned for and checked, and
+what they do inside the node is not counted.
 """
 
 from __future__ import annotations
@@ -319,13 +319,13 @@ def report(rows: Sequence[dict[str, Any]], nworst: int) -> None:
 def main() -> int:
     """Parse the command line, run, report; 1 if a choice has no route or is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--count", type=int, default=100, help="clusters to draw")
     parser.add_argument("--seed", default="1", help="of the draws; S:N is draw N of seed S alone")
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--most-nodes", type=int, default=64)
     parser.add_argument("--allreduce-only", action="store_true")
-    parser.add_argument("--worst", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--worst", type=int, default=5, help="worst cases to show")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     add_json_argument(parser)
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()

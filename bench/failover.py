@@ -41,7 +41,8 @@ KINDS = tuple(action for action in Action if action not in (Action.RESTORE, Acti
 
 #: Operations measured before a fault, and after the one(s) it struck.
 _NOPS = 3
-#: Windows of that many are looked at until two after one another differ by no more than this.
+#: Most windows of `_NOPS` operations to wait for, and the relative difference below which two in a
+#: row count as steady.
 _MOST_WINDOWS, _STEADY = 20, 0.02
 #: The first ones meet cold windows and fresh pages.
 _WARMUP = 3
@@ -115,7 +116,7 @@ def strike(cluster: Cluster, lab: Lab, fault: Fault, rng: random.Random) -> Inci
 
 
 def settle(cluster: Cluster, since_s: float) -> list[Operation]:
-    """Wait until operations take as long as those before them, and return the last ones.
+    """Wait until operations take as long as those before them, or give up; return the last ones.
 
     After a loss or a return, the first ones still run the schedule of before, or measure the rails.
     """

@@ -41,8 +41,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     rails: int = 0
     #: Interfaces to use, NCCL's syntax: prefixes, ``=`` exact, ``^`` exclude, comma separated.
     socket_ifname: str = ""
-    #: Interface whose TCP rail carries what two ranks exchange that have no other rail left: its
-    #: name; auto: the one that carries the rendezvous, where that is no rail; none: none.
+    #: Interface that carries data between two ranks with no other rail in common: its name; auto:
+    #: the one that carries the rendezvous, unless it is a rail; none: no such interface.
     last_resort: str = "auto"
     #: RDMA ports to use, NCCL's syntax (``mlx5_0:1``); empty: all that are ACTIVE; ``none``: none.
     hca: str = ""

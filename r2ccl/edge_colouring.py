@@ -1,4 +1,4 @@
-"""Edge colouring with room for so many edges of a colour at each vertex: edges onto rails, evenly.
+"""Edge colouring with capacities: edges to rails, so that no port has more than its share allows.
 
 Vertices are what edges end at, colours are rails. A vertex has a share of each colour, and room for
 ``edges * share / WHOLE`` edges of it, rounded down. `even_out` finds colours for the least `edges`

@@ -4,9 +4,9 @@ It reads what all ranks share (the call, the configuration, the fabric with the 
 on, the agreed health) and nothing a rank measured for itself.
 
 While the data fits one eager slice, where latency decides, it is recursive doubling or a flat tree.
-Above it an allreduce is whatever is predicted to end first (`r2ccl.prediction`); other collectives
-run rings, and with a root chains. ``R2CC_ALGO`` names a family, ``R2CC_MODE`` bounds what there is
-to choose from.
+Above it every collective runs the candidate that is predicted to end first (`r2ccl.prediction`).
+``R2CC_ALGO`` names a family, ``R2CC_MODE`` bounds what there is to choose from. Where some nodes
+have no rail in common, only schedules whose neighbours have one are admissible.
 
 Invariant: equal arguments, equal choice. What is kept from call to call saves time and changes
 nothing.
@@ -144,7 +144,7 @@ class Planner:
         ----------
         families : iterable of str, optional
             Names of `r2ccl.candidates`. Default: those that the settings allow, and that may be the
-            best for this health. Where none of them applies it is the ring.
+            best for this health. Where none of them has a way it is the ring, then what bridges.
         """
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)

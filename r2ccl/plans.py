@@ -285,7 +285,8 @@ _KEPT = 1024
 #: does it show clearly. More often while a rail is slow, which can end at any time.
 _GAUGES = 3
 _GAUGE_EVERY_SLOW, _GAUGE_EVERY = 16, 48
-#: So many collectives after a change of health, they may cost no more than this share of the time.
+#: Collectives after a change of health in which that holds; later the share of the time that
+#: measuring may cost, and the longest period.
 _SOON = 64
 _BUDGET = Fraction(1, 100)
 _RAREST = 4096

@@ -125,8 +125,8 @@ class Placed(NamedTuple):
     nlinks : int
         Links that end at the port at which most do; 0: that is no matter.
     has_way : bool
-        Whether all neighbours have a home in common. Without one, they have the last resort, of
-        which nothing is known, or nothing.
+        Whether all neighbours have a home in common. Without one, they use the last resort, whose
+        rate is not known, or cannot exchange data.
     """
 
     candidate: Candidate

@@ -35,7 +35,7 @@ class Collective(enum.IntEnum):
 #: Collectives that combine data, and those with a root.
 REDUCTIONS = frozenset((Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE))
 ROOTED = frozenset((Collective.BROADCAST, Collective.REDUCE))
-#: Those whose whole buffer is a part of every rank.
+#: Collectives whose buffer has one part a rank.
 PARTED = frozenset((Collective.ALLGATHER, Collective.REDUCE_SCATTER))
 
 

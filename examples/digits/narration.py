@@ -1,4 +1,4 @@
-"""How far the demo is: a bar on a terminal; elsewhere a line an epoch, and one in every silence."""
+"""Progress of the demo: a bar on a terminal, elsewhere a line an epoch and one every 10 s."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLUMNS = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsed
 
 
 class Narration:
-    """Shows the steps of one training after another; a context manager.
+    """Display of the trainings' progress; a context manager.
 
     Parameters
     ----------

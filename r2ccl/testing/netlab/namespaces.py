@@ -228,7 +228,10 @@ def _start_guard(directory: Path, names: list[str]) -> subprocess.Popen[bytes]:
 
 
 def _guard_environment() -> dict[str, str]:
-    """The guard's script calls ``ip`` by name, which the user's PATH may not have."""
+    """Return this process's environment with the administrator's folders in PATH.
+
+    The guard's script calls ``ip`` by name.
+    """
     return {**os.environ, "PATH": search_path()}
 
 
