@@ -115,7 +115,7 @@ clean: ## remove what make made
 # Stamps: one a set of packages, made anew when pyproject.toml changes.
 $(VENV)/.core: pyproject.toml
 	@echo "installing r2ccl into $(VENV) ..."
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "r2ccl needs Python 3.11 or newer, which '$(PYTHON)' is not;" \
 			"another one: make PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \

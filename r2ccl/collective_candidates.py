@@ -40,28 +40,37 @@ def collective_candidates(
         Reduce in the order of ranks, whatever is lost, wherever neighbours in it have a home in
         common: the result has the same bits then.
     """
-    nranks = sum(map(len, terms.teams))
     order = ring_order(terms, keeps_order=keeps_order)
     if collective in (Collective.BROADCAST, Collective.REDUCE):
         yield from _rooted(collective, root, order, terms, is_chain=keeps_order)
         return
-    make = ring.allgather if collective == Collective.ALLGATHER else ring.reduce_scatter
-    if not order:
-        make_tree = (
-            spanning_tree.allgather
-            if collective == Collective.ALLGATHER
-            else spanning_tree.reduce_scatter
-        )
-        parents = spanning_tree.span(nranks, terms.rank_meets())
-        yield Candidate("spanning_tree", make_tree(parents, terms.nchannels))
+    if not order or terms.is_whole or not terms.is_joined:
+        schedule = parted(collective, terms, terms.nchannels)
+        yield Candidate(schedule.name, schedule, is_ring=bool(order))
         return
-    if terms.is_whole or not terms.is_joined:
-        yield Candidate("ring", make(nranks, terms.nchannels), is_ring=True)
-        return
+    nranks = len(order)
     for nchannels in _counts(terms, _crossings(order, terms)):
-        schedule = make(nranks, nchannels, [order] * nchannels)
+        schedule = _RINGS[collective](nranks, nchannels, [order] * nchannels)
         flows = flows_of_cycle(order, nchannels, Fraction(nranks - 1, nranks))
         yield Candidate("ring", schedule, flows=flows)
+
+
+def parted(collective: Collective, terms: Terms, nchannels: int) -> Schedule:
+    """Return an allgather or a reduce-scatter of so many channels, each the same.
+
+    It is the ring in the order of ranks while all nodes have a home in common, else one in another
+    order, or a tree where there is no such ring.
+    """
+    nranks = sum(map(len, terms.teams))
+    if terms.is_connected or not terms.is_joined:
+        return _RINGS[collective](nranks, nchannels)
+    order = ring_order(terms)
+    if order:
+        return _RINGS[collective](nranks, nchannels, [order] * nchannels)
+    parents = spanning_tree.span(nranks, terms.rank_meets())
+    if collective == Collective.ALLGATHER:
+        return spanning_tree.allgather(parents, nchannels)
+    return spanning_tree.reduce_scatter(parents, nchannels)
 
 
 def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
@@ -181,4 +190,10 @@ def _edges_for(terms: Terms, count: int) -> int:
     )
 
 
-__all__ = ["collective_candidates", "ring_order"]
+#: Makes an allgather or a reduce-scatter of rings.
+_RINGS: dict[Collective, Callable[..., Schedule]] = {
+    Collective.ALLGATHER: ring.allgather,
+    Collective.REDUCE_SCATTER: ring.reduce_scatter,
+}
+
+__all__ = ["collective_candidates", "parted", "ring_order"]

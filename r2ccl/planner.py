@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from r2ccl.algos import recursive_doubling, spanning_tree, tree
 from r2ccl.candidates import FAMILIES, Candidate, Terms, candidates, expand
-from r2ccl.collective_candidates import collective_candidates
+from r2ccl.collective_candidates import collective_candidates, parted
 from r2ccl.config import Config
 from r2ccl.prediction import UNMEASURED, Choice, Fabric, Placed, predict, put
 from r2ccl.resilience.health import Health
@@ -89,8 +89,9 @@ class Planner:
         terms = self._terms(nbytes, carried)
         if call.collective == Collective.ALLREDUCE and not is_small:
             is_ring = is_gauge and self._config.algo == "auto"
-            chosen = best(self.compare(nbytes, health, ("ring",) if is_ring else None))
-            return _expanded(chosen, terms)
+            found = self.compare(nbytes, health, ("ring",) if is_ring else None)
+            gauges = [each for each in found if each.is_gauge] if is_ring else []
+            return _expanded(best(gauges or found), terms)
         if is_small or call.collective == Collective.BARRIER:
             return self._small(call, terms, carried)
         placed = self._placed_for(call, terms, carried)
@@ -103,9 +104,7 @@ class Planner:
         nranks = health.nranks
         is_bridged = not terms.is_connected and terms.is_joined
         if call.collective in PARTED:
-            collective = Collective(call.collective)
-            found = collective_candidates(collective, 0, terms._replace(nchannels=1))
-            schedule = next(found).schedule
+            schedule = parted(Collective(call.collective), terms, 1)
         elif is_bridged:
             # Some nodes have no home in common: only neighbours in this tree need one.
             parents = spanning_tree.span(nranks, terms.rank_meets(), call.root)
@@ -289,8 +288,8 @@ _AS_GOOD = Fraction(102, 100)
 #: A channel is worth its overhead from this many bytes per chunk on: below it the ring's steps
 #: cost more than the rails gain.
 _MIN_CHUNK_NBYTES = 64 << 10
-#: Families that depend on a ring's channels, which are fewer for little data.
-_OF_RINGS = ("ring", "bridged_ring")
+#: Families that depend on `Terms.nchannels`, which are fewer for little data.
+_OF_RINGS = ("ring", "bridged_ring", "spanning_tree")
 #: Placed families that are kept.
 _KEPT = 128
 

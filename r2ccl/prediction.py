@@ -110,7 +110,7 @@ class Choice(NamedTuple):
     @property
     def is_gauge(self) -> bool:
         """Whether its slices show what rails carry: one peer sends to a port, and all the time."""
-        return self.schedule.name in _GAUGES
+        return self.schedule.name in _GAUGES and not self.is_among_nodes
 
 
 class Placed(NamedTuple):

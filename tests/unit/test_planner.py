@@ -66,6 +66,43 @@ def test_channels_are_as_many_as_the_data_is_worth() -> None:
     assert counts == [1, 2, 6]
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_what_was_asked_before_changes_no_choice(data: st.DataObject) -> None:
+    """`explain` is local: a rank that calls it plans as the others do."""
+    nodes = data.draw(st.sampled_from([(0, 1, 2), (0, 1, 2, 0, 1), (0, 0, 1, 1, 2, 2)]))
+    row = st.tuples(*[st.sampled_from([0, 16])] * 2)
+    rows = data.draw(st.tuples(*[row] * 3))
+    of = Health(1, 2, bytes(share for node in nodes for share in rows[node]))
+    fabric = Fabric(range(2), 2, nodes if len(nodes) > 3 else (), RATES)
+    fresh, used = (Planner(fabric, Config()) for _ in range(2))
+    for nbytes in data.draw(st.lists(st.sampled_from([100, 128 << 10, MIB, 64 * MIB]), max_size=3)):
+        used.explain(nbytes, of)
+    collective = data.draw(st.sampled_from(Collective))
+    nbytes = data.draw(st.sampled_from([100, 128 << 10, MIB, 64 * MIB]))
+    for is_gauge in (False, True):
+        one, other = (
+            planner.plan(call(collective, 1), nbytes, of, is_gauge=is_gauge)
+            for planner in (fresh, used)
+        )
+        assert (one.placement, one.slice_nbytes) == (other.placement, other.slice_nbytes)
+        assert one.schedule.nchunks == other.schedule.nchunks
+
+
+def test_several_ranks_a_node_measure_rails_with_a_flat_ring() -> None:
+    nodes = [0, 0, 1, 1, 2, 2, 3, 3]
+    of = health(8, 4, r0n0=0, r0n1=0)
+    planner = Planner(Fabric(range(4), 4, nodes, RATES), Config())
+    assert not planner.plan(call(Collective.ALLREDUCE), 64 * MIB, of).is_gauge
+    assert planner.plan(call(Collective.ALLREDUCE), 64 * MIB, of, is_gauge=True).is_gauge
+
+
+def test_small_parted_calls_have_one_channel_whatever_is_lost() -> None:
+    for collective in (Collective.ALLGATHER, Collective.REDUCE_SCATTER):
+        for of in (health(), health(r0n1=0), health(r0n1=4, r1n2=0)):
+            assert choose(256, of, collective, algo="auto").schedule.nchannels == 1
+
+
 @pytest.mark.parametrize("algo", ALGOS)
 def test_the_named_schedule_runs_where_it_applies(algo: str) -> None:
     whole = {
@@ -112,7 +149,7 @@ def test_now_and_then_a_ring_shows_what_the_rails_carry() -> None:
 
 @pytest.mark.parametrize(
     ("alpha_ns", "nbytes", "name"),
-    [(1, 64 * MIB, "ring"), (10**6, 64 * MIB, "ring"), (10**6, 128 << 10, "halving_doubling")],
+    [(1, 64 * MIB, "ring"), (10**6, 64 * MIB, "ring"), (10**6, 128 << 10, "packed_trees")],
 )
 def test_latency_decides_for_little_data_and_bandwidth_for_much(
     alpha_ns: int, nbytes: int, name: str
