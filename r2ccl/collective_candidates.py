@@ -115,10 +115,10 @@ def _dealt_out(terms: Terms) -> tuple[int, ...]:
     """Return the nodes with those that lack something spread evenly among the others."""
     whole = [node for node, row in enumerate(terms.shares) if set(row) == {WHOLE}]
     poor = [node for node in range(len(terms.shares)) if node not in set(whole)]
-    n = len(terms.shares)
+    n, npoor = len(terms.shares), len(poor)
     found: list[int] = []
     for place in range(n):
-        is_due = len(poor) * (place + 1) // n > len(poor) * place // n
+        is_due = npoor * (place + 1) // n > npoor * place // n
         found.append(poor.pop(0) if poor and (is_due or not whole) else whole.pop(0))
     return tuple(found)
 

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 #: Without a terminal, something is printed at least this often.
 _SILENCE_S = 10.0
 
-_COLUMNS = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+_COLUMNS = ("{task.description}", BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
 
 
 class Narration:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -78,6 +79,11 @@ def test_nodes_that_lack_something_are_kept_apart() -> None:
     order = ring_order(terms(rows))
     assert abs(order.index(1) - order.index(2)) not in (1, 5)
     assert ring_order(terms([(16, 16)] * 5)) == (0, 1, 2, 3, 4)
+    many: Rows = [(16, 16)] * 10
+    many[1], many[5], many[6] = (16, 0), (3, 16), (16, 0)
+    order = ring_order(terms(many))
+    places = sorted(order.index(node) for node in (1, 5, 6))
+    assert min(b - a for a, b in pairwise([*places, places[0] + 10])) >= 2
     assert ring_order(terms(rows[3:] + rows[:2])) == (0, 1, 2, 3, 4), "nothing is gained"
 
 
