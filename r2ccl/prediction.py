@@ -215,10 +215,10 @@ def _fill_of_trees(fill: Fraction, per_home: Fraction) -> Fraction:
 def _nslices(fill_ns: int, alpha_ns: int) -> int:
     """Return the slices of a channel that a pipeline does best with.
 
-    To fill it takes half of `fill_ns` divided by their number; each takes a fourth of a step to
-    handle, about.
+    To fill it takes `fill_ns` divided by their number, about; each takes a fourth of a step to
+    handle.
     """
-    return max(_FEW_SLICES, min(_MANY_SLICES, isqrt(2 * fill_ns // max(1, alpha_ns))))
+    return max(_FEW_SLICES, min(_MANY_SLICES, isqrt(4 * fill_ns // max(1, alpha_ns))))
 
 
 #: Schedules in which everybody receives from one rank alone.
