@@ -142,8 +142,9 @@ class Plans:
         self._planner = Planner(fabric, config)
         self._config = config
         self._plans: dict[_Key, Plan] = {}
-        #: Version of the health, and the first collective planned with it.
-        self._since = (-1, 0)
+        #: Version of the health, the first collective planned with it, and how often measuring
+        #: collectives come soon after that.
+        self._since = (-1, 0, _GAUGE_EVERY)
         #: By version and call, how often it measures the rails in the long run; 0: it need not.
         self._periods: dict[tuple[int, CallSignature], int] = {}
         self._checked: set[tuple[str, str, int, int, int]] = set()
@@ -242,16 +243,17 @@ class Plans:
         if self.fabric.rates == UNMEASURED:
             return False
         if health.version != self._since[0]:
-            self._since = (health.version, op)
+            is_slow = any(0 < share < WHOLE for share in health.shares)
+            often = _GAUGE_EVERY_SLOW if is_slow else _GAUGE_EVERY
+            self._since = (health.version, op, often)
         key = (health.version, call)
         period = self._periods.get(key)
         if period is None:
             if len(self._periods) >= _KEPT:
                 self._periods.pop(next(iter(self._periods)))
             period = self._periods[key] = self._period(call, health)
-        is_slow = any(0 < share < WHOLE for share in health.shares)
-        often = _GAUGE_EVERY_SLOW if is_slow else _GAUGE_EVERY
-        age = op - self._since[1]
+        _, first, often = self._since
+        age = op - first
         return period > 0 and age % (often if age < _SOON else max(often, period)) < _GAUGES
 
     def _period(self, call: CallSignature, health: Health) -> int:
