@@ -70,12 +70,12 @@ class Terms(NamedTuple):
 
     @property
     def bandwidths(self) -> list[int]:
-        """What each node can use; one without any home is reached by the last resort."""
+        """Usable bandwidth of each node; 1 where only the last resort reaches it."""
         return [max(1, sum(row)) for row in self.usable]
 
     @property
     def usable(self) -> list[list[int]]:
-        """Of every node, what each home carries, but no more than those it meets on its rail."""
+        """Usable share of every node and home: no more than the other nodes have on that rail."""
         totals = [sum(column) for column in zip(*self.shares, strict=True)]
         return [
             [min(own, total - own) for own, total in zip(row, totals, strict=True)]
@@ -96,7 +96,7 @@ class Terms(NamedTuple):
 
     @property
     def masks(self) -> tuple[int, ...]:
-        """Of every node the homes that are up, as a bit set."""
+        """Bit set of the homes that are up, for every node."""
         return tuple(sum(1 << at for at, share in enumerate(row) if share) for row in self.shares)
 
     @property
@@ -270,14 +270,14 @@ def _counts_of_trees(terms: Terms) -> list[tuple[int, list[int]]]:
     loose: dict[int, tuple[Fraction, list[int]]] = {}
     for edges in range(2, MOST_EDGES + 1):
         room = terms.rooms(edges)
-        # Where every port is full, edges can be shared out for even numbers alone (Petersen), and
-        # not for all networks: with room for one edge more at every other node there is a way.
+        # Full ports can be shared out evenly for even numbers of edges alone (Petersen), and not
+        # in all networks. Room for one more edge at every other node suffices.
         for found, slack in ((tight, edges % 2 * n), (loose, n)):
             ntrees = min((sum(room) - slack) // (2 * (n - 1)) if n > 1 else 1, *room)
             ntrees = min(ntrees, MOST_TREES_PER_HOME * terms.nhomes)
             if ntrees > 0:
                 found.setdefault(ntrees, (Fraction(edges, ntrees), room))
-    # Of those that are about as good, the fewest: their slices are larger.
+    # Fewer trees have larger slices, so the fewest of about equally good ones are taken.
     counts: dict[int, list[int]] = {}
     for found, few in ((tight, _TIGHT), (loose, _LOOSE)):
         least = min((time for time, _ in found.values()), default=Fraction(0))
@@ -357,7 +357,7 @@ _MOST_NODES = {
 MOST_TREES_PER_HOME = 8
 #: Edges at a whole port at most.
 MOST_EDGES = 16
-#: How far from the best numbers of trees are tried, and for many nodes.
+#: Multiples of the least time within which numbers of trees are tried, and those for many nodes.
 _EVEN = tuple(Fraction(each, 100) for each in (100, 101, 103, 107))
 _TIGHT, _LOOSE = (Fraction(101, 100),), (Fraction(107, 100),)
 #: Channels of a leaf ring for every home; with more, edges are shared out more evenly.

@@ -87,9 +87,10 @@ def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
     nodes: tuple[int, ...] = tuple(range(len(terms.teams)))
     if not terms.is_whole:
         orders = [nodes, _dealt_out(terms)]
-        nodes = max(orders, key=lambda order: _narrowest(order, terms))
+        wide = terms.bandwidths
+        nodes = max(orders, key=lambda order: _narrowest(order, terms, wide))
         if len(nodes) <= _MOST_SWAPPED:
-            nodes = _swapped(nodes, terms)
+            nodes = _swapped(nodes, terms, wide)
     if not terms.is_connected and terms.is_joined:
         try:
             nodes = bridged_ring.bridge(nodes, terms.meets())
@@ -98,9 +99,12 @@ def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
     return tuple(rank for node in nodes for rank in terms.teams[node])
 
 
-def _narrowest(order: Sequence[int], terms: Terms) -> Fraction:
-    """Return what the worst neighbours have in common, of what the poorer of them can use."""
-    wide, shares = terms.bandwidths, terms.shares
+def _narrowest(order: Sequence[int], terms: Terms, wide: Sequence[int]) -> Fraction:
+    """Return what the worst neighbours have in common, of what the poorer of them can use.
+
+    `wide` are the bandwidths of `terms`, worked out once for many orders.
+    """
+    shares = terms.shares
     return min(
         (
             Fraction(sum(map(min, shares[one], shares[other])), min(wide[one], wide[other]))
@@ -110,16 +114,16 @@ def _narrowest(order: Sequence[int], terms: Terms) -> Fraction:
     )
 
 
-def _swapped(order: tuple[int, ...], terms: Terms) -> tuple[int, ...]:
+def _swapped(order: tuple[int, ...], terms: Terms, wide: Sequence[int]) -> tuple[int, ...]:
     """Exchange two nodes at a time as long as the worst neighbours have more in common then."""
-    best = _narrowest(order, terms)
+    best = _narrowest(order, terms, wide)
     while best < 1:
         swaps = []
         for a, b in combinations(range(len(order)), 2):
             tried = list(order)
             tried[a], tried[b] = tried[b], tried[a]
-            swaps.append((_narrowest(tried, terms), tuple(tried)))
-        # Of equal ones the first, on every rank.
+            swaps.append((_narrowest(tried, terms, wide), tuple(tried)))
+        # Ties go to the first, so that all ranks take the same.
         found, better = max(swaps, key=lambda swap: swap[0], default=(best, order))
         if found <= best:
             break

@@ -73,7 +73,7 @@ class _Colouring:
         self._ends = ends
         self._allowed = allowed
         self._shares = shares
-        #: Of every vertex and colour, its edges.
+        #: Edges of every vertex, by colour.
         self._at = {vertex: [set[int]() for _ in row] for vertex, row in shares.items()}
         for edge, colour in enumerate(colours):
             for vertex in ends[edge]:

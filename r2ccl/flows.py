@@ -20,7 +20,7 @@ from r2ccl.schedule.ir import Kind, Schedule
 
 
 class Flow(NamedTuple):
-    """What an edge carries from `low` to `high` (`up`) and back (`down`), in units of `Flows`."""
+    """Load of an edge from `low` to `high` (`up`) and back (`down`), in units of `Flows`."""
 
     channel: int
     low: int

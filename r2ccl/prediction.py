@@ -145,7 +145,7 @@ def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
         placement = place(schedule.nchannels, homes, health)
         load, nlinks = ring_time(placement, homes, health, nodes), 0
         if candidate.is_among_nodes:
-            # What comes from the leader's fellows is a pipeline too.
+            # The leader's fellows feed a pipeline too, so its slices are small.
             nlinks = 2 * -(-schedule.nchannels // len(homes))
         if load and schedule.collective != "allreduce":
             load /= 2  # an allreduce is a reduce-scatter and an allgather

@@ -22,7 +22,7 @@ from r2ccl.testing.netlab import Lab, LabError, ensure_privileged
 NODES = 4
 RAILS = 4
 RATE = "400mbit"
-#: Of one training; it takes 6 s on two cores.
+#: Bound of one training, which takes 6 s on two cores.
 _RUN_TIMEOUT_S = 240.0
 #: A rank that finds no peer says so after this long instead of a minute.
 _INIT_TIMEOUT_S = 30

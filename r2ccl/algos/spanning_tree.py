@@ -152,7 +152,7 @@ def _allgather_ops(ways: _Ways, rank: int) -> tuple[Op, ...]:
     program = ProgramBuilder()
     program.copy(rank, Space.INPUT)
     chunks = range(len(ways.neighbours))
-    # What is near comes first, so that nothing waits behind what is still far away.
+    # Near chunks come first, so that none waits behind one that is still far away.
     for chunk in sorted(chunks, key=lambda chunk: (ways.distance[rank][chunk], chunk)):
         source = ways.towards[rank][chunk]
         if chunk != rank:
