@@ -5,7 +5,7 @@ Four fixed-size messages, so that nothing a stranger sends is ever parsed::
     dialer                                   acceptor
     magic, version, nonce (40 B)     ->
                                      <-      magic, version, nonce (40 B)
-    claim, HMAC("dial", ...) (72 B)  ->
+    claim, HMAC("dial", ...) (76 B)  ->
                                      <-      HMAC("accept", ...) (32 B)
 
 Each HMAC-SHA256 covers its own label, both first messages and the claim; the acceptor's covers
@@ -29,7 +29,7 @@ from typing import NamedTuple, NoReturn
 from r2ccl.errors import InternalError, InvalidArgument, R2cclError
 
 #: Version of everything on r2ccl's connections: handshake, frames, rendezvous.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 SECRET_NBYTES = 32
 NONCE_NBYTES = 32
@@ -37,7 +37,7 @@ COMMUNICATOR_ID_NBYTES = 16
 
 _MAGIC = b"r2ccl\r"
 _OPENING = struct.Struct(f"!6sH{NONCE_NBYTES}s")
-_CLAIM = struct.Struct(f"!B3xIIIQ{COMMUNICATOR_ID_NBYTES}s")
+_CLAIM = struct.Struct(f"!B3xIIIQI{COMMUNICATOR_ID_NBYTES}s")
 _MAC_NBYTES = 32
 _DIAL_LABEL = b"r2ccl dial\0"
 _ACCEPT_LABEL = b"r2ccl accept\0"
@@ -120,13 +120,16 @@ class Purpose(enum.IntEnum):
     CONTROL = 1
     DATA = 2
     RENDEZVOUS = 3
+    #: What follows is to be forwarded to another rank.
+    FORWARD = 4
 
 
 class Claim(NamedTuple):
     """What the dialer says the connection is; true once its proof is verified.
 
-    ``rail`` and ``epoch`` name the path of a DATA connection and are 0 otherwise;
-    ``communicator`` is 16 bytes, zeros before rendezvous has drawn them.
+    ``rail`` and ``epoch`` name the path of a DATA connection, ``beyond`` is the rank a FORWARD
+    connection is for; they are 0 otherwise. ``communicator`` is 16 bytes, zeros before rendezvous
+    has drawn them.
     """
 
     purpose: Purpose
@@ -135,11 +138,12 @@ class Claim(NamedTuple):
     dst: int
     rail: int = 0
     epoch: int = 0
+    beyond: int = 0
 
     def pack(self) -> bytes:
         """Return the fixed-size wire form."""
         return _CLAIM.pack(
-            self.purpose, self.src, self.dst, self.rail, self.epoch, self.communicator
+            self.purpose, self.src, self.dst, self.rail, self.epoch, self.beyond, self.communicator
         )
 
     @classmethod
@@ -151,12 +155,12 @@ class Claim(NamedTuple):
         HandshakeRejected
             The purpose is unknown.
         """
-        purpose, src, dst, rail, epoch, communicator = _CLAIM.unpack(packed)
+        purpose, src, dst, rail, epoch, beyond, communicator = _CLAIM.unpack(packed)
         try:
             known = Purpose(purpose)
         except ValueError:
             raise HandshakeRejected("unknown purpose") from None
-        return cls(known, communicator, src, dst, rail, epoch)
+        return cls(known, communicator, src, dst, rail, epoch, beyond)
 
 
 class Dialer:

@@ -44,6 +44,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Interface that carries data between two ranks with no other rail in common: its name; auto:
     #: the one that carries the rendezvous, unless it is a rail; none: no such interface.
     last_resort: str = "auto"
+    #: Whether NICs of different rails reach each other, where two ranks have no rail in common:
+    #: full, rail (they do not: a third rank forwards), auto: whatever works first; none: two such
+    #: ranks do not go round.
+    fabric: str = "auto"
     #: RDMA ports to use, NCCL's syntax (``mlx5_0:1``); empty: all that are ACTIVE; ``none``: none.
     hca: str = ""
     #: Entry of the GID table queue pairs send from; -1: chosen by type and address.
@@ -117,7 +121,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, name) <= 0:
                 raise _bad(name, getattr(self, name), "a number above 0")
         switches = dict.fromkeys(("fastpath", "balance", "ipc", "resident"), SWITCHES)
-        allowed = {"mode": MODES, "algo": ALGOS, **switches}
+        allowed = {"mode": MODES, "algo": ALGOS, "fabric": FABRICS, **switches}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise _bad(name, getattr(self, name), f"one of {', '.join(values)}")
@@ -196,6 +200,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MODES = ("0", "1", "2", "3", "auto")
+FABRICS = ("auto", "full", "rail", "none")
 SWITCHES = ("0", "1", "auto")
 ALGOS = (
     "auto",

@@ -182,7 +182,7 @@ class Engine:
 
             def is_connected() -> bool:
                 up = [len(self.recovery.up(peer)) for peer in self.recovery.peers]
-                is_whole = sum(up) == len(self.recovery.paths)
+                is_whole = sum(up) == len(self.recovery.on_rails)
                 return is_whole or (all(up) and self._clock() >= give_up)
 
             self._wait(is_connected, self._patience(self._pending_init))

@@ -20,7 +20,7 @@ from r2ccl.recovery import Recovery
 from r2ccl.repair import Repair
 from r2ccl.resilience.path import Path, PathState
 from r2ccl.rollcall import RollCall
-from r2ccl.types import Nic, PathKey
+from r2ccl.types import Nic, PathKey, rail_name
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class Wait(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         link = "" if self.channel is None else f" {self.seq} of channel {self.channel}"
-        rail = "" if self.rail is None else f" over rail {self.rail}"
+        rail = "" if self.rail is None else f" over {rail_name(self.rail)}"
         way = "to" if self.what == "path" else "from"
         return f"{self.what}{link} {way} rank {self.peer}{rail}"
 
@@ -329,7 +329,7 @@ def read(
         error="" if recovery.error is None else str(recovery.error),
         pending=pending,
         operations=(Operation(progress.op, describe(progress.signature), left),) if runs else (),
-        paths=tuple(_path(path) for path in recovery.paths.values()),
+        paths=tuple(_path(path) for path in recovery.paths.values() if _is_shown(path)),
         links=_links(progress),
         peers=tuple(_peer(each, last_heard(each.rank), ops[each.rank]) for each in peers),
         repairs=tuple(recovery.log.repairs.copy()),
@@ -394,6 +394,11 @@ def rails(recovery: Recovery, nics: Sequence[Nic]) -> tuple[RailHealth, ...]:
             RailHealth(rail, nic.name, nic.address, nic.speed_mbps, state, entries, nrepairs)
         )
     return tuple(found)
+
+
+def _is_shown(path: Path) -> bool:
+    """Whether to list a path: all on rails, and the bypasses that were ever in use."""
+    return not path.key.is_bypass or path.state is not PathState.DOWN or path.epoch > 0
 
 
 def _path(path: Path) -> PathEntry:

@@ -1,12 +1,15 @@
 """What the data plane needs of the control plane, as interfaces; nothing in them blocks.
 
 `r2ccl.bootstrap.control.ControlPlane` is what implements them, and `r2ccl.testing.simulation` has
-one of its own. Interfaces only: imports nothing.
+one of its own. Interfaces only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
+
+from r2ccl.types import Way
 
 
 class Post(Protocol):
@@ -30,6 +33,10 @@ class ControlPort(Post, Protocol):
 
     def dial_path(self, peer: int, rail: int, epoch: int) -> None:
         """Connect until it succeeds."""
+        ...
+
+    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[Way]) -> None:
+        """Connect by the first of `ways` that works, if one does; as rail `BYPASS`."""
         ...
 
     def cancel_path(self, peer: int, rail: int) -> None:

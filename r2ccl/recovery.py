@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from r2ccl.bypass import Bypasses
 from r2ccl.council import Council
 from r2ccl.detector import Detector
 from r2ccl.errors import (
@@ -53,7 +54,7 @@ from r2ccl.resilience.watch import Watch
 from r2ccl.routing import Routes
 from r2ccl.transport.base import Arrived, Failed, Fenced, Joined, Probed, RailChanged
 from r2ccl.transport.status import is_completion_status
-from r2ccl.types import PathKey, ProbeKey
+from r2ccl.types import BYPASS, PathKey, ProbeKey, rail_name
 
 if TYPE_CHECKING:
     from r2ccl.progress import Progress
@@ -100,10 +101,12 @@ class Recovery:
         self._clock = progress.clock
         self.nrails = progress.transport.nrails
         self.peers = [peer for peer in range(progress.nranks) if peer != progress.rank]
-        self.paths = {
+        #: Paths on rails; and all, with the bypasses.
+        self.on_rails = {
             key: Path(key)
             for key in (PathKey(peer, rail) for peer in self.peers for rail in range(self.nrails))
         }
+        self.paths = dict(self.on_rails)
         #: Paths being fenced here or at the peer: slices wait for the control plane.
         self.repairing: set[PathKey] = set()
         #: Where the ranks run, by rank, for people; empty: not known.
@@ -126,6 +129,8 @@ class Recovery:
         ]
         #: What this rank's rails are measured at, where there are several.
         self.balance = Balance(self.homes) if self._is_measured() else None
+        #: Ways round where rails do not lead; the fail-stop baseline has none.
+        self.bypasses = self._make_bypasses() if self._has_bypasses() else None
         #: Which path each channel rides.
         self.routes = Routes(
             progress,
@@ -162,6 +167,27 @@ class Recovery:
         is_several = self._progress.nwires > 1 if wanted == "auto" else wanted == "1"
         return is_several and self._config.is_balanced
 
+    def _has_bypasses(self) -> bool:
+        return self._config.is_resilient and self._config.fabric != "none"
+
+    def _make_bypasses(self) -> Bypasses:
+        self.paths.update(
+            {key: Path(key) for key in (PathKey(peer, BYPASS) for peer in self.peers)}
+        )
+        return Bypasses(
+            self._rank,
+            len(self.peers) + 1,
+            paths=self.paths,
+            homes=self.homes,
+            sockets=[
+                rail for rail in range(self.nrails) if not self._progress.transport.joins(rail)
+            ],
+            fabric=self._config.fabric,
+            share=self._port_share,
+            control=self._control,
+            clock=self._clock,
+        )
+
     def _make_council(self) -> Council:
         health = Health.whole(len(self.peers) + 1, self.nrails, self._config.digest())
         return Council(self._rank, health, control=self._control, clock=self._clock)
@@ -170,7 +196,7 @@ class Recovery:
         return Detector(
             self._rank,
             len(self.peers) + 1,
-            paths=self.paths,
+            paths=self.on_rails,
             transport=self._progress.transport,
             control=self._control,
             ask=self.probing.ask,
@@ -195,12 +221,14 @@ class Recovery:
         """Have every path connected: the lower rank dials. Connections of probes come after."""
         now = self._clock()
         self._join_by_s = now + self._config.connect_timeout_s
-        for path in self.paths.values():
+        for path in self.on_rails.values():
             path.since_s = now
             self._connect(path.key)
+        if self.bypasses is not None:
+            self.bypasses.start()
 
     def up(self, peer: int) -> list[PathKey]:
-        """Paths to `peer` that may be used, by rail."""
+        """Paths to `peer` that may be used, by rail; the bypass comes last."""
         return self.routes.up(peer)
 
     # Events of paths
@@ -319,7 +347,7 @@ class Recovery:
 
     def _join_probes(self, now: float) -> None:
         """Begin once the paths are up, or as many as will be."""
-        is_whole = all(path.state is PathState.UP for path in self.paths.values())
+        is_whole = all(path.state is PathState.UP for path in self.on_rails.values())
         if is_whole or now >= self._join_by_s:
             self.probing.join()
 
@@ -424,6 +452,9 @@ class Recovery:
             self.council.tick(now)
             if self.balance is not None and self.balance.update(now):
                 self._weigh(self.council, self.balance)
+        if self.bypasses is not None and not self.is_leaving:
+            for peer in peers | self._waited_for() | self._unmet(now):
+                self.bypasses.seek(peer)
         for peer in peers:
             alone_s = now - self._alone_since[peer]
             if not self.up(peer) and alone_s > self._config.no_rail_timeout_s:
@@ -432,7 +463,8 @@ class Recovery:
 
     def _watched(self) -> Iterator[tuple[PathKey, int, bool]]:
         waited_for = self._waited_for()
-        for key, path in self.paths.items():
+        # The kernel alone watches a bypass.
+        for key, path in self.on_rails.items():
             if path.state is PathState.UP:
                 # A confirmation that does not get through is missed by the peer alone, which
                 # cannot tell if its own end of the path never came up.
@@ -449,6 +481,12 @@ class Recovery:
         waited_for = {peer for (peer, _), link in senders.items() if link.outstanding}
         waited_for.update(peer for (peer, _), link in receivers.items() if link.landings)
         return waited_for
+
+    def _unmet(self, now: float) -> set[int]:
+        """Peers no path leads to although all rails that will come up should be; for init()."""
+        if self._progress.op or now < self._join_by_s:
+            return set()
+        return {peer for peer in self.peers if not self.up(peer)}
 
     def _probe(self, key: PathKey) -> None:
         path = self.paths[key]
@@ -477,7 +515,7 @@ class Recovery:
 
     def _look_into(self, key: PathKey, epoch: int, cause: str, *, is_own: bool) -> None:
         # While all ranks leave, those that are done first close their ends.
-        if self.detector is not None and not self.is_leaving:
+        if self.detector is not None and not self.is_leaving and not key.is_bypass:
             self.detector.failed(key, epoch, cause, is_own=is_own)
 
     def _on_verdict(self, verdict: Verdict) -> None:
@@ -502,7 +540,9 @@ class Recovery:
 
     def _trust(self, key: PathKey) -> None:
         """A path is up, so both its ports carry, unless it does not leave the node."""
-        if self.council is not None and not self.is_leaving and not self._is_inside(key.peer):
+        if self.council is None or self.is_leaving or key.is_bypass:
+            return
+        if not self._is_inside(key.peer):
             self.council.trust(self._rank, key.rail)
             self.council.trust(*key)
 
@@ -523,12 +563,15 @@ class Recovery:
         failed_s = path.since_s = self._clock()
         self._progress.transport.fence(path.key)  # the NIC works while the rest is done
         self.log.failed(path.key, path.epoch, path.cause, failed_s)
-        _log.info(
-            "rank %d: rail %d to rank %d: %s", self._rank, path.key.rail, path.key.peer, path.cause
-        )
-        if not self.up(path.key.peer):
-            self._alone_since[path.key.peer] = self._clock()
+        rail, peer = rail_name(path.key.rail), path.key.peer
+        _log.info("rank %d: %s to rank %d: %s", self._rank, rail, peer, path.cause)
+        if not self.up(peer):
+            self._alone_since[peer] = self._clock()
         self.routes.lose(path.key)
+        if self.bypasses is not None and not self.is_leaving:
+            self.bypasses.lost(peer)
+            if peer in self._waited_for():
+                self.bypasses.seek(peer)
 
     def _announce(self, path: Path) -> None:
         key = path.key
@@ -569,12 +612,12 @@ class Recovery:
 
     def _say_repaired(self, path: Path, moved: dict[int, int]) -> None:
         """Tell the user, now that the slices are on their way."""
-        rails = sorted(set(moved.values()))
+        rails = ", ".join(map(rail_name, sorted(set(moved.values()))))
         # While all ranks leave, those that are done first close their ends: nothing to worry about.
         _log.log(
             logging.INFO if self.is_leaving else logging.WARNING,
-            "rank %d: rail %d to rank %d is out of use (%s); channels %s go on over rails %s",
-            self._rank, path.key.rail, path.key.peer, path.cause, sorted(moved) or "-",
+            "rank %d: %s to rank %d is out of use (%s); channels %s go on over %s",
+            self._rank, rail_name(path.key.rail), path.key.peer, path.cause, sorted(moved) or "-",
             rails or "-",
         )  # fmt: skip
 
@@ -584,6 +627,8 @@ class Recovery:
         if peer < self._rank:
             self._connect(path.key)
             return
+        if path.key.is_bypass:
+            return  # dialed again when it is needed
         # What may still be connecting is of the epoch that has just ended.
         if self._progress.transport.joins(rail):
             self._joiner.cancel(path.key)
@@ -594,7 +639,7 @@ class Recovery:
     def _connect(self, key: PathKey) -> None:
         peer, rail = key
         epoch = self.paths[key].epoch
-        if self._progress.transport.joins(rail):
+        if not key.is_bypass and self._progress.transport.joins(rail):
             self._joiner.begin(key, epoch)
         elif self._rank < peer:
             self._control.dial_path(peer, rail, epoch)
@@ -606,10 +651,14 @@ class Recovery:
         peer = path.key.peer
         self._alone_since[peer] = path.since_s = self._clock()
         self.failback.opened(path.key)
+        if self.bypasses is not None:
+            self.bypasses.found(peer)
         self.routes.go_home(peer)
         self.log.opened(path.key, path.epoch, self._clock())
         self._trust(path.key)
-        if path.epoch:
+        if path.key.is_bypass:
+            _log.warning("rank %d: a bypass leads to rank %d", self._rank, peer)
+        elif path.epoch:
             _log.warning("rank %d: rail %d to rank %d is back", self._rank, path.key.rail, peer)
 
     def _senders(self, peer: int) -> list[SendLink]:
@@ -617,11 +666,11 @@ class Recovery:
 
     def _share(self, key: PathKey) -> float:
         """What a path carries, as far as this rank has heard: the worse of its two ports."""
-        if self.council is None:
-            return 1.0
-        health = self.council.known.health
-        ports = (health.share(self._rank, key.rail), health.share(*key))
-        return max(1, min(ports))
+        return max(1, min(self._port_share(self._rank, key.rail), self._port_share(*key)))
+
+    def _port_share(self, rank: int, rail: int) -> float:
+        """What a port carries, as far as this rank has heard."""
+        return 1.0 if self.council is None else self.council.known.health.share(rank, rail)
 
     # Reports
 
@@ -632,7 +681,7 @@ class Recovery:
     # The end
 
     def _no_rail(self, peer: int, now: float) -> None:
-        causes = {key.rail: path.cause for key, path in self.paths.items() if key.peer == peer}
+        causes = {key.rail: path.cause for key, path in self.on_rails.items() if key.peer == peer}
         since = now - self._alone_since[peer]
         error = NoHealthyRail(rank=self._rank, peer=peer, since_s=since, causes=causes)
         self._give_up(error, "NoHealthyRail", peer)

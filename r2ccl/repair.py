@@ -10,7 +10,7 @@ from collections import deque
 
 import msgspec
 
-from r2ccl.types import PathKey
+from r2ccl.types import PathKey, rail_name
 
 
 class Repair(msgspec.Struct):
@@ -105,8 +105,9 @@ class RepairLog:
         for repair in self._last(key):
             if repair.epoch == epoch and repair.resumed_s:
                 took_ms = (repair.resumed_s - repair.failed_s) * 1e3
-                channels, rails = sorted(repair.moved), sorted(set(repair.moved.values()))
-                what = f"moved channels {channels} to rails {rails}" if rails else "nothing moved"
+                rails = ", ".join(map(rail_name, sorted(set(repair.moved.values()))))
+                channels = sorted(repair.moved)
+                what = f"moved channels {channels} to {rails}" if rails else "nothing moved"
                 return f"{what}, in {took_ms:.1f} ms"
         return ""
 

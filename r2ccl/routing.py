@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from r2ccl.repair import RepairLog
 from r2ccl.resilience.link import RecvLink, SendLink
 from r2ccl.resilience.path import Path, PathState, choose_routes
-from r2ccl.types import PathKey
+from r2ccl.types import BYPASS, PathKey
 
 if TYPE_CHECKING:
     from r2ccl.progress import Progress
@@ -61,9 +61,12 @@ class Routes:
         self._log = log
 
     def up(self, peer: int) -> list[PathKey]:
-        """Paths to `peer` that may be used, by rail."""
-        keys = (PathKey(peer, rail) for rail in range(self._nrails))
-        return [key for key in keys if self._paths[key].state is PathState.UP]
+        """Paths to `peer` that may be used, by rail; the bypass comes last."""
+        keys = (PathKey(peer, rail) for rail in (*range(self._nrails), BYPASS))
+        return [key for key in keys if key in self._paths and self._is_up(key)]
+
+    def _is_up(self, key: PathKey) -> bool:
+        return self._paths[key].state is PathState.UP
 
     def go_home(self, peer: int) -> None:
         """A path to `peer` came up: channels at home on it go there, those without a route too."""
@@ -127,7 +130,7 @@ class Routes:
 
     def _home(self, peer: int, channel: int) -> PathKey | None:
         key = PathKey(peer, self._home_rail(channel))
-        return key if self._paths[key].state is PathState.UP else None
+        return key if self._is_up(key) else None
 
     def _home_rail(self, channel: int) -> int:
         return self._homes[channel % len(self._homes)]
@@ -154,6 +157,8 @@ class Routes:
         return choose_routes(unrouted, self.up(peer), detours, self._weight, at_home)
 
     def _weight(self, key: PathKey) -> float:
+        if key.is_bypass:
+            return _BYPASS_WEIGHT
         return self._share(key) * (1.0 if key.rail in self._homes else _LAST_RESORT_WEIGHT)
 
     def _set(self, peer: int, channel: int, key: PathKey | None) -> None:
@@ -164,7 +169,9 @@ class Routes:
         return [channel for to, channel in self._progress.senders if to == peer]
 
 
-#: So small that every RDMA path is fuller before a channel goes to a TCP one.
-_LAST_RESORT_WEIGHT = 1e-6
+#: So small that every path on a home rail is fuller before a channel goes elsewhere, and that a
+#: bypass is fuller before one goes to the last resort: the two are up together only if the bypass
+#: is between NICs of rails, which the network of the rendezvous seldom equals.
+_BYPASS_WEIGHT, _LAST_RESORT_WEIGHT = 1e-6, 1e-12
 
 __all__ = ["Routes"]

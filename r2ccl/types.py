@@ -39,6 +39,10 @@ ROOTED = frozenset((Collective.BROADCAST, Collective.REDUCE))
 PARTED = frozenset((Collective.ALLGATHER, Collective.REDUCE_SCATTER))
 
 
+#: The rail of a path that two ranks use when they have no rail in common.
+BYPASS = 0xFFFF
+
+
 class Nic(msgspec.Struct, frozen=True):
     """One local network device a rail can start from.
 
@@ -54,10 +58,35 @@ class Nic(msgspec.Struct, frozen=True):
     is_last_resort: bool = False
 
 
+def rail_name(rail: int) -> str:
+    """Name a path's rail for people."""
+    return "the bypass" if rail == BYPASS else f"rail {rail}"
+
+
 class PathKey(NamedTuple):
-    """One rail between this rank and ``peer``: what fails, is fenced and migrates."""
+    """One rail between this rank and ``peer``: what fails, is fenced and migrates.
+
+    Rail `BYPASS` is none of the rails: see `Way`.
+    """
 
     peer: int
+    rail: int
+
+    @property
+    def is_bypass(self) -> bool:
+        """Whether it goes round the rails."""
+        return self.rail == BYPASS
+
+
+class Way(NamedTuple):
+    """How a bypass may go: from this rank's port of rail `via` to rank `to`'s port of rail `rail`.
+
+    To the peer itself between ports of different rails, on a fabric that joins them; or to a third
+    rank, which forwards.
+    """
+
+    via: int
+    to: int
     rail: int
 
 
@@ -109,6 +138,7 @@ _COUNT_MASK = (1 << 38) - 1
 
 
 __all__ = [
+    "BYPASS",
     "REDUCTIONS",
     "ROOTED",
     "CallSignature",
@@ -117,4 +147,6 @@ __all__ = [
     "PathKey",
     "ProbeKey",
     "ReduceOp",
+    "Way",
+    "rail_name",
 ]

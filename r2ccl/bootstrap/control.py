@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from r2ccl.auth import Claim, HandshakeRejected, Purpose, Secret
+from r2ccl.bootstrap.bypass import Forwarder
 from r2ccl.bootstrap.listener import Handover, Listener, Rejections
 from r2ccl.bootstrap.loop import ControlLoop
 from r2ccl.bootstrap.messages import Codec, Goodbye, PeerDown, PeerInfo
@@ -32,7 +33,7 @@ from r2ccl.bootstrap.peer import Peer, PeerState, Setting
 from r2ccl.clock import Clock, monotonic
 from r2ccl.config import Config
 from r2ccl.errors import InternalError, InvalidArgument
-from r2ccl.types import Nic, PathKey
+from r2ccl.types import BYPASS, Nic, PathKey, Way
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
@@ -160,6 +161,7 @@ class ControlPlane:
             info.rank: Peer(info, setting, self) for info in peers if info.rank != rank
         }
         self._paths = Paths(peers, setting, self._on_path)
+        self._forwarder = Forwarder(peers, setting)
         self._listener = Listener(listeners, secret, self._admit, self._rejections)
         self._handler: ControlHandler | None = None
         self._inbox: deque[Callable[[], object]] = deque()
@@ -224,6 +226,7 @@ class ControlPlane:
                     deadline_s,
                 )
         self._paths.close()
+        self._forwarder.close()
         for peer in self._sessions.values():
             peer.close()
         await self._listener.close()
@@ -291,6 +294,16 @@ class ControlPlane:
         key = self._path_key(peer, rail)
         guarded = None if on_failed is None else functools.partial(self._guard, on_failed)
         self._do(lambda: self._paths.dial(key, epoch, guarded) if self._is_open(peer) else None)
+
+    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[Way]) -> None:
+        """Connect to `peer` by the first of `ways` that works, as its path of rail `BYPASS`.
+
+        Tries each once; replaces an earlier dial of the same peer.
+        """
+        self._session(peer)
+        self._do(
+            lambda: self._paths.dial_bypass(peer, epoch, ways) if self._is_open(peer) else None
+        )
 
     def cancel_path(self, peer: int, rail: int) -> None:
         """Forget `accept_path` and `dial_path`.
@@ -364,14 +377,19 @@ class ControlPlane:
     async def _admit(self, claim: Claim, listener: int) -> Handover:
         if claim.communicator != self.communicator_id:
             raise HandshakeRejected("another communicator")
-        if claim.dst != self.rank or claim.src >= self.rank:
+        is_forward = claim.purpose is Purpose.FORWARD
+        if claim.dst != self.rank or not (claim.src < self.rank or is_forward):
             raise HandshakeRejected("wrong pair of ranks")
+        if claim.src not in self._sessions:
+            raise HandshakeRejected("no rank of this communicator")
         if not self._is_open(claim.src):
             raise HandshakeRejected("a rank that is lost or has left")
         if claim.purpose is Purpose.CONTROL:
             return self._sessions[claim.src].adopt
         if claim.purpose is Purpose.DATA:
             return await self._paths.admit(claim, listener)
+        if is_forward:
+            return self._forwarder.admit(claim)
         raise HandshakeRejected("rendezvous is over")
 
     # -- helpers ----------------------------------------------------------------------------
@@ -390,7 +408,7 @@ class ControlPlane:
 
     def _path_key(self, peer: int, rail: int) -> PathKey:
         self._session(peer)
-        if not 0 <= rail < len(self.nics):
+        if rail != BYPASS and not 0 <= rail < len(self.nics):
             raise InvalidArgument(
                 f"rank {self.rank}: rail {rail} was given; there are {len(self.nics)}"
             )

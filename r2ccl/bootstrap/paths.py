@@ -1,24 +1,28 @@
 """Data sockets, one per (peer, rail, epoch): dial and let in.
 
-The lower rank dials for as long as it takes: a rail that was dead for an hour comes back. The
-higher rank lets in exactly the (peer, rail, epoch) it expects. Which socket replaces which, and
+The lower rank dials a rail for as long as it takes: one that was dead for an hour comes back. A
+bypass it dials once for each list of ways it is given. The higher rank lets in exactly the (peer,
+rail, epoch) it expects. Which socket replaces which, and
 when, is the data plane's business. Runs in the control thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from r2ccl.auth import Claim, HandshakeRejected, Purpose
-from r2ccl.bootstrap import wire
+from r2ccl.bootstrap import bypass, wire
 from r2ccl.bootstrap.listener import Handover
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.bootstrap.peer import Setting
-from r2ccl.types import PathKey
+from r2ccl.types import BYPASS, PathKey, Way
+
+logger = logging.getLogger("r2ccl.bootstrap")
 
 #: The dialer learns of a new epoch up to this much earlier than the other side.
 _EARLY_S = 1.0
@@ -71,7 +75,7 @@ class Paths:
         HandshakeRejected
             It came in on another rail, is of an older epoch, or nobody asked for it in time.
         """
-        if claim.rail != listener:
+        if claim.rail not in (listener, BYPASS):
             raise HandshakeRejected("path on the wrong rail")
         key = PathKey(claim.src, claim.rail)
         try:
@@ -89,6 +93,8 @@ class Paths:
             sock.close()
             return
         del self._expected[key]
+        if key.is_bypass:
+            wire.limit_silence(sock, bypass.SILENCE_S)
         self._on_path(key.peer, key.rail, epoch, sock)
 
     def _announce_change(self) -> None:
@@ -103,6 +109,14 @@ class Paths:
         entry = _Dial(epoch, on_failed)
         self._dials[key] = entry
         self._start_dial(key, entry)
+
+    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[Way]) -> None:
+        """Connect by the first of `ways` that works, if one does; replaces an earlier dial."""
+        key = PathKey(peer, BYPASS)
+        self._stop_dial(key)
+        entry = self._dials[key] = _Dial(epoch, None)
+        work = self._try_ways(key, entry, tuple(ways))
+        entry.task = asyncio.get_running_loop().create_task(work)
 
     def kick(self, rail: int) -> None:
         """Begin every pending dial of `rail` anew, without its pause."""
@@ -149,6 +163,16 @@ class Paths:
             pause = min(2 * pause, _MAX_PAUSE_S)
         del self._dials[key]
         self._on_path(key.peer, key.rail, entry.epoch, sock)
+
+    async def _try_ways(self, key: PathKey, entry: _Dial, ways: Sequence[Way]) -> None:
+        try:
+            sock = await bypass.dial(self._peers, self._setting, key, entry.epoch, ways)
+        except OSError as exc:
+            logger.info("rank %d: no bypass to rank %d: %s", self._setting.rank, key.peer, exc)
+            del self._dials[key]
+        else:
+            del self._dials[key]
+            self._on_path(key.peer, key.rail, entry.epoch, sock)
 
     async def _dial_once(self, key: PathKey, epoch: int) -> socket.socket:
         setting = self._setting

@@ -62,18 +62,47 @@ async def dial(
     HandshakeRejected
         The other side does not know the secret, or does not want this connection now.
     """
+    async with asyncio.timeout(timeout_s):
+        sock = await reach(target, source)
+        await prove(sock, secret, claim)
+    return sock
+
+
+async def reach(target: Address, source: str = "") -> socket.socket:
+    """Connect to `target` (numeric) from local address `source`, and prove nothing yet.
+
+    Raises
+    ------
+    OSError
+        The connection failed.
+    """
     sock = open_socket(target[0], source)
     try:
-        async with asyncio.timeout(timeout_s):
-            await asyncio.get_running_loop().sock_connect(sock, target)
-            await _prove(sock, Dialer(secret, claim, os.urandom(NONCE_NBYTES)))
+        await asyncio.get_running_loop().sock_connect(sock, target)
     except BaseException:
         sock.close()
         raise
     return sock
 
 
-async def _prove(sock: socket.socket, dialer: Dialer) -> None:
+async def prove(sock: socket.socket, secret: Secret, claim: Claim) -> None:
+    """Prove `claim` to whoever is at the far end of `sock`, which is closed if that fails.
+
+    Raises
+    ------
+    OSError
+        The connection broke.
+    HandshakeRejected
+        As `dial`.
+    """
+    try:
+        await _shake_hands(sock, Dialer(secret, claim, os.urandom(NONCE_NBYTES)))
+    except BaseException:
+        sock.close()
+        raise
+
+
+async def _shake_hands(sock: socket.socket, dialer: Dialer) -> None:
     loop = asyncio.get_running_loop()
     try:
         await loop.sock_sendall(sock, dialer.opening())
@@ -175,6 +204,11 @@ async def receive_message(sock: socket.socket) -> bytes:
         raise ConnectionResetError("the other side closed the connection") from None
 
 
+def limit_silence(sock: socket.socket, timeout_s: float) -> None:
+    """Have the kernel end the connection once what it sent was not acknowledged for `timeout_s`."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout_s * 1e3))
+
+
 def close_hard(sock: socket.socket) -> None:
     """Close with a reset, so that neither side keeps the connection's state (TIME_WAIT)."""
     with contextlib.suppress(OSError):  # no connection, hence nothing to linger
@@ -208,8 +242,11 @@ __all__ = [
     "close_hard",
     "dial",
     "knock",
+    "limit_silence",
     "listen",
     "open_socket",
+    "prove",
+    "reach",
     "receive_exactly",
     "receive_message",
     "resolve",

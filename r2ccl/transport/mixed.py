@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.transport.base import Endpoint, Event, Frame, Probed, Registered, Transport
-from r2ccl.types import PathKey, ProbeKey
+from r2ccl.types import BYPASS, PathKey, ProbeKey
 
 
 class Part(Transport, Protocol):
@@ -53,13 +53,15 @@ class MixedTransport:
     Parameters
     ----------
     parts : sequence of Part
-        Rails in this order; a part numbers its paths by the rails of the whole.
+        Rails in this order; a part numbers its paths by the rails of the whole. The first one, of
+        sockets, has the bypasses too.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.nrails = sum(part.nrails for part in parts)
         self._parts = parts
-        self._by_rail = [part for part in parts for _ in range(part.nrails)]
+        rails = (part for part in parts for _ in range(part.nrails))
+        self._by_rail = {**dict(enumerate(rails)), BYPASS: parts[0]}
         #: Probes that no part can make.
         self._refused: list[Event] = []
         self._epoll = select.epoll()

@@ -32,7 +32,7 @@ from r2ccl.transport.simwire import (
     Timeline,
     Wire,
 )
-from r2ccl.types import ProbeKey
+from r2ccl.types import BYPASS, ProbeKey, Way
 
 
 class SimNetwork:
@@ -54,6 +54,8 @@ class SimNetwork:
         When an unanswered probe is given up.
     is_loud : bool
         Closing one end tells the other (TCP's FIN and RST); a queue pair's does not.
+    is_full : bool
+        Ports of different rails reach each other.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class SimNetwork:
         retry_s: float = 0.2,
         probe_timeout_s: float = 0.06,
         is_loud: bool = True,
+        is_full: bool = True,
     ) -> None:
         self.timeline = timeline
         self.nranks = nranks
@@ -82,6 +85,7 @@ class SimNetwork:
         self.retry_s = retry_s
         self.probe_timeout_s = probe_timeout_s
         self.is_loud = is_loud
+        self.is_full = is_full
         #: Whether its NICs move slices of device memory: `move` and `copy_of` must know how.
         self.reaches_devices = False
         #: The one hook through which every message goes, control messages included.
@@ -90,6 +94,8 @@ class SimNetwork:
         self.on_read: Callable[[Message], None] = lambda message: None
         self.trace: list[tuple[Any, ...]] = []
         self.nmessages = 0
+        #: Connections made round the rails.
+        self.nbypasses = 0
         self.wires = {
             (a, b, rail): Wire((a, b), rail)
             for a in range(nranks)
@@ -98,16 +104,37 @@ class SimNetwork:
         }
         #: (rank, rail) of the ports that reach nobody, on any rail.
         self._down: set[tuple[int, int]] = set()
+        #: Those of bypasses, by the pair of ranks.
+        self._bypasses: dict[tuple[int, int], Wire] = {}
 
     def wire(self, a: int, b: int, rail: int) -> Wire:
         """Return what connects ranks `a` and `b` on `rail`."""
         return self.wires[min(a, b), max(a, b), rail]
+
+    def bypass(self, rank: int, peer: int, way: Way) -> Wire | None:
+        """Return what connects `rank` to `peer` by `way` now, None if nothing does."""
+        pair = (min(rank, peer), max(rank, peer))
+        if way.to == peer:
+            ports = frozenset({(rank, way.via), (peer, way.rail)})
+            if not self.is_full or ports & self._down:
+                return None
+            wire = Wire(pair, BYPASS, ports=ports)
+        else:
+            near = self.wire(rank, way.to, way.via)
+            beyond = [self.wire(way.to, peer, rail) for rail in range(self.nrails)]
+            far = next((each for each in beyond if each.is_up), None)
+            if far is None or not near.is_up:
+                return None
+            wire = Wire(pair, BYPASS, legs=(near, far))
+        self._bypasses[pair] = wire
+        return wire
 
     def connect(self, wire: Wire) -> tuple[End, End]:
         """Make a connection; returns the lower rank's end, then the higher rank's."""
         low, high = (End(self, wire, rank) for rank in wire.pair)
         low.other, high.other = high, low
         wire.ends = (low, high)
+        self.nbypasses += wire.rail == BYPASS
         return low, high
 
     def delay(self) -> float:
@@ -138,6 +165,10 @@ class SimNetwork:
                 self._break(end)
             if end.rank in cut.told:
                 self.timeline.after(self.delay(), self.fail, end, "PORT_ERR", "the port went down")
+        for bypass in self._bypasses.values():
+            if wire in bypass.legs:
+                # Ends that know nothing of the cut find out when their kernels do.
+                self.cut(bypass, Cut((), cut.keep, cut.late_s))
 
     def restore(self, wire: Wire) -> None:
         """Mend `wire`; connections that only stalled go on."""
@@ -200,11 +231,16 @@ class SimNetwork:
         self._down.discard((rank, rail))
         if not is_up:
             self._down.add((rank, rail))
+            for bypass in self._bypasses.values():
+                if (rank, rail) in bypass.ports:
+                    self.cut(bypass, Cut())
 
     # Probes
 
     def has_way(self, rank: int, key: ProbeKey) -> bool:
-        """Whether there is a way for `key` at all: ports of any two rails are on one fabric."""
+        """Whether there is a way for `key` at all."""
+        if key.rail != key.via and not self.is_full:
+            return False
         is_peer = 0 <= key.peer < self.nranks and key.peer != rank
         return is_peer and 0 <= key.rail < self.nrails and 0 <= key.via < self.nrails
 

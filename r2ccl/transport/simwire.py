@@ -167,13 +167,25 @@ class EndState(enum.IntEnum):
 
 
 class Wire:
-    """What connects two ranks on one rail; outlives its connections."""
+    """What connects two ranks on one rail; outlives its connections.
 
-    __slots__ = ("ends", "is_up", "pair", "rail")
+    A bypass has one of its own: ``legs`` are the wires it goes over, and ``ports`` the ports
+    (rank, rail) of a cross way. It breaks with any of them, and does not come back.
+    """
 
-    def __init__(self, pair: tuple[int, int], rail: int) -> None:
+    __slots__ = ("ends", "is_up", "legs", "pair", "ports", "rail")
+
+    def __init__(
+        self,
+        pair: tuple[int, int],
+        rail: int,
+        legs: tuple[Wire, ...] = (),
+        ports: frozenset[tuple[int, int]] = frozenset(),
+    ) -> None:
         self.pair = pair
         self.rail = rail
+        self.legs = legs
+        self.ports = ports
         self.is_up = True
         #: Both ends of the newest connection.
         self.ends: tuple[End, ...] = ()

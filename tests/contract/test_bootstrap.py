@@ -9,13 +9,14 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from planes import RAILS, WAIT_S, Job, Number, Recorder, Text, environment, join
+from planes import start_job as start_job  # the fixture
 
 from r2ccl.auth import PROTOCOL_VERSION, Claim, Dialer, Purpose, Secret
 from r2ccl.bootstrap import ControlPlane, Goodbye, connect, wire
@@ -24,99 +25,6 @@ from r2ccl.bootstrap.listener import Listener
 from r2ccl.bootstrap.session import MAX_FRAME_NBYTES, Frame
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument, TransportTimeout
-from r2ccl.types import Nic
-
-WAIT_S = 5.0
-RAILS = (Nic("lo", "127.0.0.1"), Nic("lo", "127.0.0.2"))
-
-
-class Number(msgspec.Struct, tag="number"):
-    value: int
-
-
-class Text(msgspec.Struct, tag="text"):
-    value: str
-
-
-class Recorder:
-    """A handler that keeps what it is told and lets a test wait for it."""
-
-    def __init__(self) -> None:
-        self.messages: list[tuple[int, object]] = []
-        self.paths: dict[tuple[int, int, int], socket.socket] = {}
-        self.lost: dict[int, str] = {}
-        self.ticks = 0
-        self._changed = threading.Condition()
-
-    def on_message(self, peer: int, message: object) -> None:
-        with self._changed:
-            self.messages.append((peer, message))
-            self._changed.notify_all()
-
-    def on_path(self, peer: int, rail: int, epoch: int, sock: socket.socket) -> None:
-        with self._changed:
-            self.paths[peer, rail, epoch] = sock
-            self._changed.notify_all()
-
-    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        with self._changed:
-            assert peer not in self.lost
-            self.lost[peer] = why
-            self._changed.notify_all()
-
-    def on_tick(self, now: float) -> None:
-        with self._changed:
-            self.ticks += 1
-            self._changed.notify_all()
-
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-        with self._changed:
-            assert self._changed.wait_for(condition, timeout_s), vars(self)
-
-    def close(self) -> None:
-        for sock in self.paths.values():
-            sock.close()
-
-
-class Job:
-    """Ranks of one job: planes and their recorders, closed at the end."""
-
-    def __init__(self, job: LocalJob, settings: Mapping[str, Any]) -> None:
-        self.planes: list[ControlPlane] = []
-        self.seen: list[Recorder] = []
-        with ThreadPoolExecutor(job.nranks) as pool:
-            futures = [pool.submit(join, job, rank, {}, **settings) for rank in range(job.nranks)]
-            for future in futures:
-                self.planes.append(future.result(WAIT_S))
-                self.seen.append(Recorder())
-        for plane, recorder in zip(self.planes, self.seen, strict=True):
-            plane.start(recorder)
-
-    def wait_until_connected(self) -> None:
-        for plane in self.planes:
-            plane.broadcast(Text("here"))
-        for recorder in self.seen:
-            recorder.wait_for(lambda r=recorder: len(r.messages) == len(self.planes) - 1)
-            recorder.messages.clear()
-
-    def close(self) -> None:
-        with ThreadPoolExecutor(len(self.planes)) as pool:
-            list(pool.map(lambda plane: plane.close(2.0), self.planes))
-        for recorder in self.seen:
-            recorder.close()
-
-
-def environment(job: LocalJob, rank: int) -> dict[str, str]:
-    env = job.environment(rank)
-    if rank == 0:
-        env["R2CC_LISTEN_FD"] = str(job.listener.fileno())
-    return env
-
-
-def join(job: LocalJob, rank: int, changes: Mapping[str, str], **settings: Any) -> ControlPlane:
-    env = {**environment(job, rank), **changes}
-    config = Config.from_env(env, **{"init_timeout_s": WAIT_S, **settings})
-    return connect(config, message_types=Number | Text, nics_for=lambda *_: RAILS, env=env)
 
 
 def join_all(
@@ -134,18 +42,6 @@ def join_all(
         if error is None:
             future.result().close(0)
     return errors
-
-
-@pytest.fixture
-def start_job() -> Iterator[Callable[..., Job]]:
-    with contextlib.ExitStack() as stack:
-
-        def start(nranks: int, **settings: Any) -> Job:
-            job = Job(stack.enter_context(LocalJob(nranks)), settings)
-            stack.callback(job.close)
-            return job
-
-        yield start
 
 
 # -- rendezvous -----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import numpy as np
 import programs
 
 import r2ccl
+from r2ccl.types import BYPASS
 
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce")
 COUNTS = (64, 96_000)
@@ -43,7 +44,21 @@ def main() -> None:
         shares = [
             health.share(rank, rail) for rank in range(comm.nranks) for rail in range(health.nrails)
         ]
-    print(json.dumps({"wrong": wrong, "shares": shares, "slowest_s": slowest_s}), flush=True)
+        # From the evidence to the first byte of a slice that had to be sent again.
+        repairs_ms = [
+            round((repair.first_byte_s - repair.failed_s) * 1e3, 1)
+            for repair in comm.repairs()
+            if repair.first_byte_s
+        ]
+        nbypasses = sum(path.rail == BYPASS for path in comm.ledger().paths)
+    report = {
+        "wrong": wrong,
+        "shares": shares,
+        "slowest_s": round(slowest_s, 3),
+        "repairs_ms": repairs_ms,
+        "nbypasses": nbypasses,
+    }
+    print(json.dumps(report), flush=True)
 
 
 def run(

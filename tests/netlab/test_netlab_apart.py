@@ -94,9 +94,11 @@ def test_losses_while_idle_leave_every_collective_exact(fabric: str, last_resort
             assert not any(report["wrong"] for report in reports), (lost, reports)
 
 
+@pytest.mark.parametrize("last_resort", ["auto", "none"])
 @pytest.mark.parametrize("fabric", ["full", "rail"])
-def test_losses_in_mid_call_leave_every_collective_exact(fabric: str) -> None:
+def test_losses_in_mid_call_leave_every_collective_exact(fabric: str, last_resort: str) -> None:
     rng = random.Random(f"struck {fabric}")
+    env = {**ENV, "R2CC_LAST_RESORT": last_resort}
     with Lab(nodes=NODES, rails=RAILS, fabric=fabric) as lab:
         for _ in range(RUNS):
             lost = draw(rng)
@@ -108,7 +110,7 @@ def test_losses_in_mid_call_leave_every_collective_exact(fabric: str) -> None:
             )
             results = lab.run(
                 [sys.executable, SCRIPT, "0", "4"],
-                env=ENV,
+                env=env,
                 plan=plan,
                 timeout_s=TIMEOUT_S,
                 sink=lambda line: None,
@@ -116,4 +118,9 @@ def test_losses_in_mid_call_leave_every_collective_exact(fabric: str) -> None:
             lab.restore()
             assert [each.returncode for each in results] == [0] * NODES, (lost, results[0].output)
             reports = [json.loads(each.output.strip().splitlines()[-1]) for each in results]
+            print(
+                fabric, last_resort, lost, "bypasses", sum(each["nbypasses"] for each in reports),
+                "repairs [ms]", sorted(ms for each in reports for ms in each["repairs_ms"]),
+                "slowest call [s]", max(each["slowest_s"] for each in reports),
+            )  # fmt: skip
             assert not any(report["wrong"] for report in reports), (lost, reports)

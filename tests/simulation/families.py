@@ -53,7 +53,7 @@ FAMILIES: dict[str, tuple[Workload, list[Plan]]] = {
         [Plan((CutPath(at, 0, 1, at % 2, (0, 1)),)) for at in range(20, 200, 7)],
     ),
     "early slices unreported": (
-        Workload(2, 2, (CallSpec(300),), slice_nbytes=32, eager_nbytes=0),
+        Workload(2, 2, (CallSpec(300),), slice_nbytes=32, eager_nbytes=0, fabric="none"),
         [
             Plan(
                 (
@@ -97,7 +97,7 @@ FAMILIES: dict[str, tuple[Workload, list[Plan]]] = {
         [Plan((CutPath(at, 1, 2, at % 2, is_stall=True),)) for at in range(60)],
     ),
     "epoch welcome once": (
-        Workload(3, 1, (CallSpec(20, channels=1),), is_loud=False),
+        Workload(3, 1, (CallSpec(20, channels=1),), is_loud=False, fabric="none"),
         [Plan((CutPath(at, 0, 2, 0, restore_us=50),)) for at in range(1, 40)],
     ),
     "alone since the last call": (

@@ -27,7 +27,7 @@ CONNECTED = 150
 @pytest.mark.parametrize("told", [(0, 1), (0,), ()], ids=["both told", "one told", "none told"])
 @pytest.mark.parametrize("is_loud", [True, False])
 def test_all_rails_of_a_pair_dead(told: tuple[int, ...], is_loud: bool) -> None:
-    workload = Workload(calls=TWICE, is_loud=is_loud)
+    workload = Workload(calls=TWICE, is_loud=is_loud, fabric="none")
     for at in range(CONNECTED, 900, 60):
         cuts = tuple(CutPath(at + 20 * rail, 0, 1, rail, told, keep=rail) for rail in range(3))
         outcome = simulate(workload, Plan(cuts), seed=at)
@@ -75,7 +75,7 @@ def test_a_loss_that_only_some_ranks_survive_ends_those_too() -> None:
 
 def test_no_rail_from_the_start() -> None:
     cuts = tuple(CutPath(0, 0, 1, rail) for rail in range(3))
-    outcome = simulate(Workload(), Plan(cuts))
+    outcome = simulate(Workload(fabric="none"), Plan(cuts))
     assert all(
         isinstance(error, NoHealthyRail | TransportTimeout | CommunicatorRevoked)
         for error in outcome.errors
@@ -110,7 +110,7 @@ def test_memory_of_a_call_that_raised_is_left_alone() -> None:
             CutPath(at, 0, 1, rail, (0, 1), keep=6, late_us=6_000_000) for rail in range(3)
         )
         cuts += (CutPath(at + 40, 1, 2, 0, keep=6, late_us=5_500_000),)
-        outcome = simulate(Workload(calls=TWICE), Plan(cuts), seed=at)
+        outcome = simulate(Workload(calls=TWICE, fabric="none"), Plan(cuts), seed=at)
         assert all(outcome.errors)
 
 

@@ -1,5 +1,6 @@
 """Recovery's own decisions, with a transport and a control plane that only take notes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from r2ccl.recovery import Leaving, PortUp, Recovery, Revoke, Spared
 from r2ccl.resilience.link import LinkReport
 from r2ccl.resilience.path import Announcement, PathState
 from r2ccl.transport.base import Arrived, Event, Failed, Fenced, Frame, Joined, Probed, RailChanged
-from r2ccl.types import PathKey, ProbeKey
+from r2ccl.types import PathKey, ProbeKey, Way
 
 A, B = PathKey(1, 0), PathKey(1, 1)
 
@@ -90,6 +91,7 @@ class Control:
         self.accepted: list[tuple[int, int, int]] = []
         self.kicked: list[int] = []
         self.cancelled: list[tuple[int, int]] = []
+        self.bypassed: list[tuple[int, int, list[Way]]] = []
 
     def send(self, peer: int, message: object) -> None:
         self.sent.append((peer, message))
@@ -102,6 +104,9 @@ class Control:
 
     def dial_path(self, peer: int, rail: int, epoch: int) -> None:
         self.dialed.append((peer, rail, epoch))
+
+    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[Way]) -> None:
+        self.bypassed.append((peer, epoch, list(ways)))
 
     def cancel_path(self, peer: int, rail: int) -> None:
         self.cancelled.append((peer, rail))

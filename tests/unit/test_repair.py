@@ -55,7 +55,7 @@ def test_the_sequel_of_a_failure_is_said_once_it_is_over_and_of_no_other() -> No
     log.failed(A, 0, "EIO", 1.0)
     assert log.sequel(A, 0) == ""
     log.resumed(A, {0: 1, 2: 2}, 1.0031)
-    assert log.sequel(A, 0) == "moved channels [0, 2] to rails [1, 2], in 3.1 ms"
+    assert log.sequel(A, 0) == "moved channels [0, 2] to rail 1, rail 2, in 3.1 ms"
     assert log.sequel(A, 1) == log.sequel(B, 0) == ""
     log.failed(B, 0, "EIO", 2.0)
     log.resumed(B, {}, 2.001)

@@ -8,13 +8,14 @@ Invariant: as long as not every frame is lost, each message arrives exactly once
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from r2ccl.bootstrap.messages import Codec, PeerDown
 from r2ccl.bootstrap.session import FrameReader, Session, SessionLimits
 from r2ccl.transport.base import Frame
 from r2ccl.transport.simnet import Act, End, Kind, Message, SimNetwork, Wire
-from r2ccl.types import PathKey
+from r2ccl.types import BYPASS, PathKey, Way
 
 #: Heartbeats per peer timeout, as the real control plane has it.
 _BEATS_PER_TIMEOUT = 5
@@ -25,6 +26,8 @@ _LOOK_S = 0.005
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 _CONNECT_TIMEOUT_S = 2.0
+#: One more way of a bypass is tried after this long.
+_STAGGER_S = 0.02
 #: A kernel repeats a connection request that nobody answered after this long.
 _SYN_AGAIN_S = 1.0
 
@@ -203,6 +206,13 @@ class SimControl:
         """Connect until it works or another dial replaces this one."""
         self._start_dial(PathKey(peer, rail), epoch)
 
+    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[Way]) -> None:
+        """Connect by the first of `ways` that works, if one does."""
+        key = PathKey(peer, BYPASS)
+        self._ndials += 1
+        self._dials[key] = (self._ndials, epoch)
+        self._try_ways(key, self._ndials, tuple(ways))
+
     def cancel_path(self, peer: int, rail: int) -> None:
         """Forget `accept_path` and `dial_path`."""
         self._dials.pop(PathKey(peer, rail), None)
@@ -213,6 +223,22 @@ class SimControl:
         for key, (_, epoch) in list(self._dials.items()):
             if key.rail == rail:
                 self._start_dial(key, epoch)
+
+    def _try_ways(self, key: PathKey, number: int, ways: tuple[Way, ...]) -> None:
+        if not ways:
+            self._dials.pop(key, None)
+            return
+        wire = self._network.bypass(self._host.rank, key.peer, ways[0])
+        if wire is None:
+            self._timeline.after(_STAGGER_S, self._if_current, key, number, ways[1:])
+            return
+        patience = self._timeline.now + _EARLY_S
+        delay = 3 * self._network.delay()
+        self._timeline.after(delay, self._knock, key, number, _FIRST_PAUSE_S, wire, patience)
+
+    def _if_current(self, key: PathKey, number: int, ways: tuple[Way, ...]) -> None:
+        if self._is_current(key, number):
+            self._try_ways(key, number, ways)
 
     def _start_dial(self, key: PathKey, epoch: int) -> None:
         self._ndials += 1
@@ -236,6 +262,9 @@ class SimControl:
             self._again(key, number, pause_s, _CONNECT_TIMEOUT_S - _SYN_AGAIN_S)
 
     def _again(self, key: PathKey, number: int, pause_s: float, spent_s: float) -> None:
+        if key.is_bypass:
+            del self._dials[key]  # whoever wants it offers new ways
+            return
         doubled = min(2 * pause_s, _MAX_PAUSE_S)
         self._timeline.after(spent_s + pause_s, self._dial, key, number, doubled)
 

@@ -36,7 +36,8 @@ class Workload(msgspec.Struct, frozen=True):
 
     ``busy_ms[rank]``, if given, is how long that rank computes before each of its calls. ``slow``
     are rails measured to carry less than they should before the first call: plans are made for
-    that, and for what breaks.
+    that, and for what breaks. In a ``fabric`` that is ``full`` ports of different rails
+    reach each other, in one that is ``rail`` they do not; with ``none`` no rank goes round.
     """
 
     nranks: int = 3
@@ -49,6 +50,7 @@ class Workload(msgspec.Struct, frozen=True):
     busy_ms: tuple[int, ...] = ()
     no_rail_timeout_ms: int = 5_000
     is_loud: bool = True
+    fabric: str = "full"
     slow: tuple[RailShare, ...] = ()
 
 

@@ -257,7 +257,7 @@ class SimRank:
         if self.recovery.error is not None:
             return
         if self.phase is Phase.CONNECTING:
-            if all(self.transport.is_open(key) for key in self.recovery.paths) or (
+            if all(self.transport.is_open(key) for key in self.recovery.on_rails) or (
                 self._timeline.now >= self._config.connect_timeout_s
                 and all(map(self.recovery.up, self.recovery.peers))
             ):

@@ -63,6 +63,8 @@ class Outcome(msgspec.Struct, frozen=True):
         Everything the network did.
     repairs : int
         Paths that were given up, counted at both ends.
+    nbypasses : int
+        Connections made round the rails.
     verdicts : tuple of tuple of Verdict
         What each rank last found to be wrong with each of its paths.
     known : tuple of Health
@@ -80,6 +82,7 @@ class Outcome(msgspec.Struct, frozen=True):
     time_s: float
     trace: list[tuple[Any, ...]]
     repairs: int
+    nbypasses: int
     verdicts: tuple[tuple[Verdict, ...], ...]
     known: tuple[Health, ...]
     plans: dict[int, Health]
@@ -136,6 +139,7 @@ class World:
         self.network = network_type(
             self.timeline, workload.nranks, workload.nrails,
             probe_timeout_s=config.probe_timeout_s, is_loud=workload.is_loud,
+            is_full=workload.fabric == "full",
         )  # fmt: skip
         self.network.on_read = self.checker.read
         self.network.route = self._route
@@ -192,6 +196,7 @@ class World:
             self.timeline.now,
             self.network.trace,
             sum(len(rank.recovery.log.repairs) for rank in self.ranks),
+            self.network.nbypasses,
             tuple(rank.verdicts() for rank in self.ranks),
             tuple(rank.known_health() for rank in self.ranks),
             self.checker.plans,

@@ -140,6 +140,7 @@ def _config(workload: Workload) -> Config:
         eager_nbytes=workload.eager_nbytes,
         eager_slots=workload.eager_slots,
         landing_depth=workload.landing_depth,
+        fabric="none" if workload.fabric == "none" else "auto",
         no_rail_timeout_s=workload.no_rail_timeout_ms / 1e3,
         peer_timeout_s=5.0,
         connect_timeout_s=1.0,
