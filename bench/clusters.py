@@ -22,6 +22,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -36,11 +37,12 @@ from r2ccl.errors import ScheduleError
 from r2ccl.planner import Planner, best
 from r2ccl.prediction import Choice, Fabric, Rates
 from r2ccl.resilience.health import WHOLE, Health
+from r2ccl.resilience.path import choose_routes
 from r2ccl.schedule.check import check
 from r2ccl.schedule.graph import Ints
 from r2ccl.schedule.ir import Schedule
 from r2ccl.sim import Network, Rails, simulate
-from r2ccl.types import CallSignature, Collective, ReduceOp
+from r2ccl.types import CallSignature, Collective, PathKey, ReduceOp
 
 #: Latency and bandwidth of a NIC of 10 and of 100 Gbit/s.
 FABRICS = (Rates(10_000, 1_250_000_000), Rates(5_000, 12_500_000_000))
@@ -144,27 +146,46 @@ def is_joined(rows: Sequence[Sequence[int]]) -> bool:
     return size == len(rows)
 
 
-def rails_of(choice: Choice, nrails: int) -> Rails:
-    """Return where the links of a choice are at home."""
-    placement = choice.placement
+def rails_of(choice: Choice, rows: Sequence[Sequence[int]]) -> Rails:
+    """Return which rails the links of a choice ride, detours included, as the engine routes them.
+
+    `rows` has what each node's rails carry.
+    """
+    placement, nrails = choice.placement, len(rows[0])
     home = {(c, low, high): number % nrails for c, low, high, number in placement.edges}
 
-    def rails(src: Ints, dst: Ints, channel: Ints) -> tuple[Ints, Ints]:
-        found = np.array(
-            [
-                home.get((c, min(a, b), max(a, b)), placement.channels[c] % nrails)
-                for a, b, c in zip(src.tolist(), dst.tolist(), channel.tolist(), strict=True)
-            ],
-            np.int64,
+    def routes(low: int, high: int, channels: set[int]) -> dict[int, int]:
+        share = [min(one, other) for one, other in zip(rows[low], rows[high], strict=True)]
+        rails = {
+            c: home.get((c, low, high), placement.channels[c] % nrails) for c in sorted(channels)
+        }
+        at_home = Counter(PathKey(high, rail) for rail in rails.values() if share[rail])
+        detoured = choose_routes(
+            [c for c, rail in rails.items() if not share[rail]],
+            [PathKey(high, rail) for rail in range(nrails) if share[rail]],
+            {},
+            lambda key: share[key.rail],
+            at_home,
         )
-        return found, found
+        return rails | {c: key.rail for c, key in detoured.items()}
+
+    def rails(src: Ints, dst: Ints, channel: Ints) -> tuple[Ints, Ints]:
+        links = [
+            (min(a, b), max(a, b), c)
+            for a, b, c in zip(src.tolist(), dst.tolist(), channel.tolist(), strict=True)
+        ]
+        channels: dict[tuple[int, int], set[int]] = {}
+        for low, high, c in links:
+            channels.setdefault((low, high), set()).add(c)
+        found = {pair: routes(*pair, each) for pair, each in channels.items()}
+        ridden = np.array([found[low, high][c] for low, high, c in links], np.int64)
+        return ridden, ridden
 
     return rails
 
 
 def simulated_s(choice: Choice, cluster: Cluster, nbytes: int) -> float:
     """Simulate a choice among nodes."""
-    nrails = len(cluster.rows[0])
     rate = cluster.rates.beta / WHOLE
     network = Network(
         egress=tuple(tuple(share * rate for share in row) for row in cluster.rows),
@@ -176,7 +197,7 @@ def simulated_s(choice: Choice, cluster: Cluster, nbytes: int) -> float:
         network,
         slice_nbytes=choice.slice_nbytes,
         weights=choice.placement.weights,
-        rails=rails_of(choice, nrails),
+        rails=rails_of(choice, cluster.rows),
         sharing="max_min" if len(cluster.rows) <= _EXACT_NODES else "fair_queue",
         tolerance=0.01,
     ).time_s

@@ -190,6 +190,16 @@ def port_time(
     return Fraction(ports.busiest()[0]) / (_SCALE * carried.unit)
 
 
+def mean_time(
+    flows: Flows, homes: Sequence[int], health: Health, nodes: Sequence[int] = ()
+) -> Fraction:
+    """Return what ports take on average for one unit of data, in the unit of `port_time`."""
+    ports = _Ports(homes, health, nodes)
+    total = sum(flow.up + flow.down for flow in flows.flows if not ports.is_inside(flow))
+    capacity = sum(map(sum, ports.shares.values()))
+    return Fraction(total, capacity * flows.unit) if capacity else Fraction(0)
+
+
 def ring_time(
     placement: Placement, homes: Sequence[int], health: Health, nodes: Sequence[int] = ()
 ) -> Fraction | None:
