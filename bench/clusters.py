@@ -85,24 +85,40 @@ class Cluster(msgspec.Struct, frozen=True):
         return Planner(Fabric(range(nrails), nrails, several, self.rates), Config())
 
     @property
-    def usable(self) -> list[float]:
-        """Bytes/s that each node can use: no port more than those it meets on its rail."""
+    def usable(self) -> list[list[float]]:
+        """Bytes/s that each node can use of each rail: no more than those it meets there have."""
         totals = [sum(column) for column in zip(*self.rows, strict=True)]
+        unit = self.rates.beta / WHOLE
         return [
-            self.rates.beta
-            / WHOLE
-            * sum(min(own, all_ - own) for own, all_ in zip(row, totals, strict=True))
+            [unit * min(own, total - own) for own, total in zip(row, totals, strict=True)]
             for row in self.rows
         ]
 
     def bound_s(self, collective: Collective, nbytes: int) -> float:
-        """Least time of any schedule, whatever its latency."""
+        """Least time of any schedule, whatever its latency.
+
+        What the slowest node must send, and what all must together: every byte needs n - 1
+        messages, twice for an allreduce, to join all nodes. Of these a rail can carry one less than
+        it has nodes: more would join nodes that are joined.
+        """
         n, usable = len(self.rows), self.usable
-        slowest, total = min(usable), sum(usable)
-        if collective == Collective.ALLREDUCE:
-            return nbytes * max(1 / slowest, 2 * (n - 1) / total)
+        ways = 2 if collective == Collective.ALLREDUCE else 1
         part = (n - 1) / n if collective in ROOTLESS else 1.0
-        return nbytes * max(part / slowest, (n - 1) / total)
+        alone_s = part / min(sum(row) for row in usable)
+        needed, taken, spent_s = ways * (n - 1), 0.0, 0.0
+        rails = []
+        for column in zip(*usable, strict=True):
+            most = ways * (sum(map(bool, column)) - 1)
+            if most > 0:
+                rails.append((most / sum(column), sum(column)))
+        rate = sum(each for _, each in rails)
+        for full_s, each in sorted(rails):
+            if taken + (full_s - spent_s) * rate >= needed:
+                break
+            taken += (full_s - spent_s) * rate
+            rate, spent_s = rate - each, full_s
+        together_s = spent_s + (needed - taken) / rate
+        return float(nbytes * max(alone_s, together_s))
 
     def describe(self) -> str:
         """Say what is special about it."""

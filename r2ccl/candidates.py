@@ -18,13 +18,14 @@ import msgspec
 
 from r2ccl.algos import (
     bridged_ring,
-    halving_doubling,
+    dissemination,
     hierarchy,
     leaf_ring,
     nested_rings,
     one_shot,
     optcc,
     packed_trees,
+    port_packing,
     r2cc,
     recursive_doubling,
     ring,
@@ -37,7 +38,7 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.flows import (
     Flows,
     carried,
-    flows_of_halving_doubling,
+    flows_of_dissemination,
     flows_of_rings,
     flows_of_trees,
 )
@@ -122,6 +123,16 @@ class Terms(NamedTuple):
             parts = [*apart, joined]
         return len(parts) == 1 and (parts[0] > 0 or len(self.shares) == 1)
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether nodes are joined, but two of them can exchange little of what both carry."""
+        if not self.is_joined:
+            return False
+        return any(
+            2 * sum(map(min, one, other)) <= min(sum(one), sum(other))
+            for one, other in combinations(set(self.shares), 2)
+        )
+
     def meets(self) -> Reach:
         """Return ``reach(a, b)``: whether two nodes have a home in common."""
         masks = self.masks
@@ -151,8 +162,8 @@ class Candidate(NamedTuple):
         Those of the schedule, where they are known without its ops.
     is_among_nodes : bool
         Whether nodes have several ranks, which `expand` has yet to add.
-    stall : Fraction
-        How much longer its busiest port takes than what it carries, as it waits in between.
+    edges : tuple of (int, int, int, int)
+        Of every edge channel, ranks and home, if the schedule was made for that.
     """
 
     name: str
@@ -161,7 +172,7 @@ class Candidate(NamedTuple):
     is_ring: bool = False
     flows: Flows | None = None
     is_among_nodes: bool = False
-    stall: Fraction = Fraction(1)
+    edges: tuple[tuple[int, int, int, int], ...] = ()
 
 
 def candidates(name: str, terms: Terms) -> Iterator[Candidate]:
@@ -237,11 +248,14 @@ def _recursive_doubling(terms: Terms) -> Iterator[Candidate]:
     yield Candidate("recursive_doubling", recursive_doubling.allreduce(len(terms.shares), 1))
 
 
-def _halving_doubling(terms: Terms) -> Iterator[Candidate]:
+def _disseminations(terms: Terms) -> Iterator[Candidate]:
     n = len(terms.shares)
-    schedule = halving_doubling.allreduce(n, terms.nhomes)
-    flows = flows_of_halving_doubling(n, terms.nhomes)
-    yield Candidate("halving_doubling", schedule, flows=flows, stall=_HALVING_STALL)
+    schedule = dissemination.allreduce(n, terms.nhomes)
+    if terms.is_whole:
+        yield Candidate("dissemination", schedule, is_ring=True)
+    else:
+        flows = flows_of_dissemination(n, terms.nhomes)
+        yield Candidate("dissemination", schedule, flows=flows)
 
 
 def _one_shot(terms: Terms) -> Iterator[Candidate]:
@@ -256,6 +270,23 @@ def _packed_trees(terms: Terms) -> Iterator[Candidate]:
         schedule = tree.allreduce(trees, "packed_trees")
         flows = flows_of_trees(trees)
         yield Candidate("packed_trees", schedule, schedule.cost.steps // 2, flows=flows)
+    most = _PACKED_BY_PORTS if terms.is_sparse else _ALWAYS_BY_PORTS
+    if len(terms.shares) <= most and terms.is_joined and not terms.is_whole:
+        yield _port_packed(terms)
+
+
+def _port_packed(terms: Terms) -> Candidate:
+    packed = port_packing.pack(terms.shares, MOST_TREES_PER_HOME * terms.nhomes)
+    trees = [each.parents for each in packed]
+    schedule = tree.allreduce(trees, "packed_trees")
+    edges = tuple((at, *edge) for at, each in enumerate(packed) for edge in each.edges)
+    return Candidate(
+        "packed_trees",
+        schedule,
+        schedule.cost.steps // 2,
+        flows=flows_of_trees(trees),
+        edges=edges,
+    )
 
 
 def _counts_of_trees(terms: Terms) -> list[tuple[int, list[int]]]:
@@ -333,7 +364,7 @@ FAMILIES: dict[str, Callable[[Terms], Iterator[Candidate]]] = {
     "one_shot": _one_shot,
     "ring": _rings,
     "bridged_ring": _bridged_rings,
-    "halving_doubling": _halving_doubling,
+    "dissemination": _disseminations,
     "tree": _double_trees,
     "packed_trees": _packed_trees,
     "leaf_ring": _leaf_rings,
@@ -346,13 +377,16 @@ FAMILIES: dict[str, Callable[[Terms], Iterator[Candidate]]] = {
 #: seconds, while a call waits (0.4 s for all together with 16 nodes of 8 rails, 1.5 s with 32).
 _MOST_NODES = {
     "bridged_ring": 64,
-    "halving_doubling": 64,
+    "dissemination": 256,
     "leaf_ring": 32,
     "nested_rings": 32,
     "one_shot": 32,
     "optcc": 32,
     "r2cc": 32,
 }
+#: Nodes up to which trees are packed by ports, where two have little in common and else (12 nodes
+#: of 8 rails: 20 ms, 6 nodes: 5 ms).
+_PACKED_BY_PORTS, _ALWAYS_BY_PORTS = 12, 6
 #: Trees for every home at most: with more, slices are too few or too small.
 MOST_TREES_PER_HOME = 8
 #: Edges at a whole port at most.
@@ -365,9 +399,6 @@ _RINGS_PER_HOME = (2, 3)
 _LARGE_RING = 16
 #: Nodes above which fewer forms are tried.
 _MANY_NODES = 32
-#: Each step of halving-doubling waits for chunks of the one before: simulated, whole networks of 4
-#: to 60 nodes took 1.2 to 1.5 of what their ports carry.
-_HALVING_STALL = Fraction(27, 20)
 #: Segments of a leaf ring: relaying comes close to the shares wanted.
 _SEGMENTS = 8
 #: K of R2CC-AllReduce, and k of OptCC.

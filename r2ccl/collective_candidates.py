@@ -1,7 +1,7 @@
 """Candidates of the collectives other than allreduce, for large data.
 
-Allgather and reduce-scatter are rings, broadcast and reduce chains or trees. On a whole network
-the channels of a ring are at home on one rail each, all the way round. On others every edge is
+Allgather and reduce-scatter are rings or disseminations, broadcast and reduce chains or trees. On a
+whole network channels are at home on one rail each, all the way round. On others every edge is
 placed on its own: a ring needs as many edges out of a node and into it as it has channels, and
 their number is chosen so that those fill the ports of the node that has least.
 
@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import combinations, pairwise
 
-from r2ccl.algos import bridged_ring, packed_trees, ring, spanning_tree, tree
+from r2ccl.algos import bridged_ring, dissemination, packed_trees, ring, spanning_tree, tree
 from r2ccl.candidates import MOST_EDGES, MOST_TREES_PER_HOME, Candidate, Terms
 from r2ccl.errors import InvalidArgument
-from r2ccl.flows import flows_of_cycle, flows_of_rooted_trees
+from r2ccl.flows import flows_of_cycle, flows_of_dissemination, flows_of_rooted_trees
 from r2ccl.resilience.health import WHOLE
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import Collective
@@ -44,6 +44,8 @@ def collective_candidates(
     if collective in (Collective.BROADCAST, Collective.REDUCE):
         yield from _rooted(collective, root, order, terms, is_chain=keeps_order)
         return
+    if not keeps_order:
+        yield from _disseminations(collective, terms)
     if not order or terms.is_whole or not terms.is_joined:
         schedule = parted(collective, terms, terms.nchannels)
         yield Candidate(schedule.name, schedule, is_ring=bool(order))
@@ -71,6 +73,22 @@ def parted(collective: Collective, terms: Terms, nchannels: int) -> Schedule:
     if collective == Collective.ALLGATHER:
         return spanning_tree.allgather(parents, nchannels)
     return spanning_tree.reduce_scatter(parents, nchannels)
+
+
+def _disseminations(collective: Collective, terms: Terms) -> Iterator[Candidate]:
+    """Make those of one rank a node: nearly all their messages leave a node."""
+    n = len(terms.shares)
+    if n < _FEW_NODES or not terms.is_connected or any(len(team) > 1 for team in terms.teams):
+        return
+    make = _DISSEMINATIONS[collective]
+    if terms.is_whole:
+        yield Candidate("dissemination", make(n, terms.nhomes), is_ring=True)
+        return
+    gathers = collective == Collective.ALLGATHER
+    for nchannels in _counts(terms, 1):
+        flows = flows_of_dissemination(n, nchannels, gathers=gathers, scatters=not gathers)
+        if len(flows.flows) <= _MOST_EDGES_PLACED:
+            yield Candidate("dissemination", make(n, nchannels), flows=flows)
 
 
 def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
@@ -210,6 +228,13 @@ def _edges_for(terms: Terms, count: int) -> int:
     )
 
 
+#: Makes an allgather or a reduce-scatter by dissemination.
+_DISSEMINATIONS: dict[Collective, Callable[..., Schedule]] = {
+    Collective.ALLGATHER: dissemination.allgather,
+    Collective.REDUCE_SCATTER: dissemination.reduce_scatter,
+}
+#: Nodes from which on a ring has more steps; and edges that are placed one by one (20 ms).
+_FEW_NODES, _MOST_EDGES_PLACED = 4, 2000
 #: Nodes up to which their order in a ring is looked over again (12: 5 ms).
 _MOST_SWAPPED = 12
 #: Makes an allgather or a reduce-scatter of rings.

@@ -207,7 +207,7 @@ ALGOS = (
     "ring",
     "bridged_ring",
     "recursive_doubling",
-    "halving_doubling",
+    "dissemination",
     "one_shot",
     "tree",
     "r2cc",

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from r2ccl.algos import dissemination
 from r2ccl.schedule.arrays import as_arrays
 from r2ccl.schedule.ir import Kind, Schedule
 
@@ -68,6 +69,27 @@ def flows_of(schedule: Schedule) -> Flows:
     return Flows(tuple(found), sum(schedule.weights) * common)
 
 
+def flows_of_dissemination(
+    nranks: int, nchannels: int, *, gathers: bool = True, scatters: bool = True
+) -> Flows:
+    """Return the flows of `dissemination`: of the allgather, the reduce-scatter, or both."""
+    carried: dict[tuple[int, int], list[int]] = {}
+    for distance, nparts in dissemination.steps_of(nranks):
+        for rank in range(nranks):
+            ahead = (rank + distance) % nranks
+            both = carried.setdefault((min(rank, ahead), max(rank, ahead)), [0, 0])
+            both[rank > ahead] += nparts * scatters
+            both[ahead > rank] += nparts * gathers
+    return Flows(
+        tuple(
+            Flow(channel, *pair, *both)
+            for channel in range(nchannels)
+            for pair, both in sorted(carried.items())
+        ),
+        nranks * nchannels,
+    )
+
+
 def flows_of_trees(trees: Sequence[Sequence[int]]) -> Flows:
     """Return the flows of `tree.allreduce` over `trees`: every edge carries its share each way."""
     return Flows(
@@ -112,27 +134,13 @@ def flows_of_rooted_trees(trees: Sequence[Sequence[int]], *, is_down: bool) -> F
     return Flows(tuple(flows), len(trees))
 
 
-def flows_of_halving_doubling(nranks: int, nchannels: int) -> Flows:
-    """Return the flows of `halving_doubling.allreduce`."""
-    size = 1 << (nranks.bit_length() - 1)
-    extra = nranks - size
-    edges = [(2 * pair, 2 * pair + 1, size, size) for pair in range(extra)]
-    ranks = [2 * at if at < extra else at + extra for at in range(size)]
-    for number in range(size):
-        for bit in (1 << at for at in range(size.bit_length() - 1)):
-            if not number & bit:
-                edges.append((ranks[number], ranks[number ^ bit], 2 * bit, 2 * bit))
-    flows = (Flow(channel, *edge) for channel in range(nchannels) for edge in edges)
-    return Flows(tuple(flows), nchannels * size)
-
-
 __all__ = [
     "Flow",
     "Flows",
     "carried",
     "flows_of",
     "flows_of_cycle",
-    "flows_of_halving_doubling",
+    "flows_of_dissemination",
     "flows_of_rings",
     "flows_of_trees",
 ]

@@ -278,7 +278,7 @@ _Key = tuple[int, str, int]
 #: Families that can be the best while nothing is broken, and when something is: the one first that
 #: is taken where several are predicted to be equally good. Others run by name: measured on 4 nodes
 #: of 4 rails that lacked NICs, none was ahead of all of these by more than 2 %.
-_FOR_WHOLE = ("ring", "packed_trees", "halving_doubling", "tree")
+_FOR_WHOLE = ("ring", "dissemination", "packed_trees", "tree")
 _FOR_DEGRADED = ("packed_trees", "ring", "bridged_ring", "tree")
 #: Families for networks in which some nodes have no home in common, if no wanted one has a way.
 _BRIDGED = ("bridged_ring", "packed_trees", "spanning_tree")

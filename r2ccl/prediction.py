@@ -33,6 +33,7 @@ from r2ccl.spread import (
     mean_time,
     place,
     place_edges,
+    placed_at,
     port_time,
     ring_time,
 )
@@ -164,11 +165,14 @@ def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
         mean = load or Fraction(0)
     else:
         flows = candidate.flows or flows_of(schedule)
-        placement = place_edges(schedule, homes, health, nodes, flows)
+        if candidate.edges:
+            placement = placed_at(schedule, len(homes), candidate.edges)
+        else:
+            placement = place_edges(schedule, homes, health, nodes, flows)
         load = port_time(schedule, placement, homes, health, nodes, flows)
         mean = mean_time(flows, homes, health, nodes)
         nlinks = inlets(placement, homes)
-    busy = (load or Fraction(0)) * WHOLE * candidate.stall
+    busy = (load or Fraction(0)) * WHOLE
     return Placed(candidate, placement, busy, mean * WHOLE, nlinks, load is not None)
 
 
@@ -198,7 +202,8 @@ def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choi
     fill = Fraction(candidate.fill, nslices)
     steps = Fraction(schedule.cost.steps + 2 * candidate.is_among_nodes)
     if candidate.name in _PIPELINED:
-        total_ns = wire_ns * (1 + fill) + steps * rates.alpha_ns
+        shown = _OVERLAPPED if candidate.name == "dissemination" else 1
+        total_ns = wire_ns * (1 + fill) + steps * shown * rates.alpha_ns
     else:
         mean_ns = min(wire_ns, mean * nbytes * 10**9 / rates.beta)
         filling = _fill_of_trees(fill, schedule.nranks, schedule.nchannels, len(fabric.homes))
@@ -241,7 +246,16 @@ def _nslices(fill_ns: int, alpha_ns: int) -> int:
 #: Schedules in which everybody receives from one rank alone.
 _GAUGES = ("ring", "bridged_ring", "chain")
 #: Schedules that wait for their fill with all of their ports, or have none.
-_PIPELINED = ("chain", "ring", "bridged_ring", "halving_doubling", "recursive_doubling", "one_shot")
+_PIPELINED = (
+    "chain",
+    "ring",
+    "bridged_ring",
+    "dissemination",
+    "recursive_doubling",
+    "one_shot",
+)
+#: Steps of a dissemination overlap: the first parts of each are there before.
+_OVERLAPPED = Fraction(1, 3)
 #: Of a tree's steps this part shows: some pass while its ports are busy (same fit).
 _SHOWN_STEPS = Fraction(9, 11)
 #: Bounds of the slices of a channel, and the least a slice should have.

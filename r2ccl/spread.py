@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
@@ -146,12 +146,28 @@ def place_edges(
     evened = _even_out(found, chosen, ports)
     if evened is None:
         _improve(found, chosen, ports)
-    edges = [
-        Edge(flow.channel, flow.low, flow.high, flow.channel * width + at)
-        for flow, at in sorted(zip(found, evened or chosen, strict=True))
-    ]
-    channels = tuple(channel * width for channel in range(schedule.nchannels))
-    return Placement(channels, schedule.weights, tuple(edges))
+    placed = sorted(zip(found, evened or chosen, strict=True))
+    return placed_at(schedule, width, [(*flow[:3], at) for flow, at in placed])
+
+
+def placed_at(
+    schedule: Schedule, width: int, edges: Iterable[tuple[int, int, int, int]]
+) -> Placement:
+    """Return the placement of edges whose homes are known.
+
+    Parameters
+    ----------
+    schedule : Schedule
+    width : int
+        Homes there are.
+    edges : iterable of (int, int, int, int)
+        Channel, lower rank, higher rank, and which of the homes.
+    """
+    return Placement(
+        tuple(channel * width for channel in range(schedule.nchannels)),
+        schedule.weights,
+        tuple(Edge(c, low, high, c * width + at) for c, low, high, at in edges),
+    )
 
 
 def inlets(placement: Placement, homes: Sequence[int]) -> int:

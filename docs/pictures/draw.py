@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from r2ccl.algos import (
     bridged_ring,
-    halving_doubling,
+    dissemination,
     hierarchy,
     leaf_ring,
     nested_rings,
@@ -55,7 +55,7 @@ def of_half(schedule: Schedule) -> Picture:
 PICTURES = {
     "ring": Picture(ring.allreduce(N)),
     "recursive_doubling": Picture(recursive_doubling.allreduce(N)),
-    "halving_doubling": Picture(halving_doubling.allreduce(N)),
+    "dissemination": Picture(dissemination.allreduce(N)),
     "one_shot": Picture(one_shot.allreduce(N)),
     "double_binary_tree": Picture(tree.allreduce(tree.double_binary(N), "double_binary_tree")),
     "packed_trees": of_quarter(packed_trees.allreduce(QUARTER_LOST, 5)),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from r2ccl.algos import (
     bridged_ring,
-    halving_doubling,
+    dissemination,
     hierarchy,
     leaf_ring,
     nested_rings,
     one_shot,
     optcc,
     packed_trees,
+    port_packing,
     r2cc,
     recursive_doubling,
     ring,
@@ -23,13 +24,14 @@ from r2ccl.algos import (
 
 __all__ = [
     "bridged_ring",
-    "halving_doubling",
+    "dissemination",
     "hierarchy",
     "leaf_ring",
     "nested_rings",
     "one_shot",
     "optcc",
     "packed_trees",
+    "port_packing",
     "r2cc",
     "recursive_doubling",
     "ring",

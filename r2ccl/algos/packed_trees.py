@@ -151,7 +151,7 @@ def pack_rooted(rooms: Sequence[int], ntrees: int, root: int) -> tuple[tree.Pare
     rest = sum(rooms) - rooms[root]
     shares = [(total - of_root) * Fraction(room, rest) for room in rooms]
     shares[root] = of_root
-    sums = _round(shares)
+    sums = _in_twos(shares, rooms)
     return tuple(
         _rooted_tree(wanted, root, first)
         for first, wanted in zip(_firsts(n, ntrees), _deal_down(sums, ntrees, root), strict=True)
@@ -262,6 +262,19 @@ def _round(values: Sequence[Fraction]) -> list[int]:
     for at in order[:missing]:
         floors[at] += 1
     return floors
+
+
+def _in_twos(values: Sequence[Fraction], rooms: Sequence[int]) -> list[int]:
+    """Round to integers of the same sum, at most `rooms`; to even ones as far as there is room."""
+    sums = _round(values)
+    halves = _round([each / 2 for each in values])
+    found = [min(2 * half, room - room % 2) for half, room in zip(halves, rooms, strict=True)]
+    missing = sum(sums) - sum(found)
+    for at in sorted(range(len(values)), key=lambda at: (found[at] - values[at], at)):
+        more = min(missing, rooms[at] - found[at])
+        found[at] += more
+        missing -= more
+    return found if missing == 0 else sums
 
 
 def _deal(sums: Sequence[int], ntrees: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from r2ccl.algos import (
-    halving_doubling,
+    dissemination,
     hierarchy,
     leaf_ring,
     nested_rings,
@@ -35,7 +35,7 @@ def straggling(n: int) -> list[int]:
 
 
 INNERS: dict[str, Inner] = {
-    "halving_doubling": lambda n: halving_doubling.allreduce(n, 2),
+    "dissemination": lambda n: dissemination.allreduce(n, 2),
     "leaf_ring": lambda n: leaf_ring.allreduce(straggling(n), 4),
     "nested_rings": lambda n: nested_rings.allreduce(straggling(n), 2),
     "one_shot": one_shot.allreduce,

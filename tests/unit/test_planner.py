@@ -149,7 +149,7 @@ def test_now_and_then_a_ring_shows_what_the_rails_carry() -> None:
 
 @pytest.mark.parametrize(
     ("alpha_ns", "nbytes", "name"),
-    [(1, 64 * MIB, "ring"), (10**6, 64 * MIB, "ring"), (10**6, 128 << 10, "packed_trees")],
+    [(1, 64 * MIB, "ring"), (10**6, 64 * MIB, "ring"), (10**6, 128 << 10, "dissemination")],
 )
 def test_latency_decides_for_little_data_and_bandwidth_for_much(
     alpha_ns: int, nbytes: int, name: str

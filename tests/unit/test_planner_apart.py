@@ -56,7 +56,7 @@ def without_a_way(schedule: Schedule, rows: Rows, nodes: list[int]) -> list[tupl
     st.sampled_from([1, 2]),
     st.booleans(),
     st.sampled_from(["auto", "2", "3"]),
-    st.sampled_from(["auto", "ring", "halving_doubling", "leaf_ring"]),
+    st.sampled_from(["auto", "ring", "dissemination", "leaf_ring"]),
 )
 def test_every_collective_is_bridged_whatever_is_lost(
     rows: Rows, per_node: int, is_dealt: bool, mode: str, algo: str

@@ -18,7 +18,7 @@ import pytest
 from r2ccl import errors
 from r2ccl.algos import (
     bridged_ring,
-    halving_doubling,
+    dissemination,
     hierarchy,
     leaf_ring,
     nested_rings,
@@ -312,7 +312,7 @@ def one_slow(nranks: int) -> tuple[int, ...]:
 SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     "ring": ring.allreduce,
     "recursive doubling": recursive_doubling.allreduce,
-    "halving-doubling": halving_doubling.allreduce,
+    "dissemination": dissemination.allreduce,
     "one-shot": one_shot.allreduce,
     "two binary trees": lambda n: tree.allreduce(tree.double_binary(n)),
     "packed trees, 30": lambda n: packed_trees.allreduce(one_slow(n), 30),
@@ -324,8 +324,10 @@ SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     "hierarchy": lambda n: hierarchy.wrap(
         ring.allreduce(n // 2, 2), [(low, low + 1) for low in range(0, n, 2)]
     ),
-    "reduce-scatter": ring.reduce_scatter,
-    "allgather": ring.allgather,
+    "reduce-scatter, ring": ring.reduce_scatter,
+    "reduce-scatter, dissemination": dissemination.reduce_scatter,
+    "allgather, ring": ring.allgather,
+    "allgather, dissemination": dissemination.allgather,
     "broadcast, binary tree": lambda n: tree.broadcast(tree.double_binary(n)[:1]),
     "broadcast, chain": lambda n: tree.broadcast([tree.chain(range(n))]),
     "reduce, binary tree": lambda n: tree.reduce(tree.double_binary(n)[:1]),

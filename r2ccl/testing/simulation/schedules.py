@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from r2ccl.algos import (
     bridged_ring,
-    halving_doubling,
+    dissemination,
     hierarchy,
     leaf_ring,
     nested_rings,
@@ -91,7 +91,9 @@ RINGS: dict[str, Maker] = {
     "ring/allgather": ring.allgather,
     "ring/reduce_scatter": ring.reduce_scatter,
     "recursive_doubling": recursive_doubling.allreduce,
-    "halving_doubling": halving_doubling.allreduce,
+    "dissemination": dissemination.allreduce,
+    "dissemination/allgather": dissemination.allgather,
+    "dissemination/reduce_scatter": dissemination.reduce_scatter,
     "one_shot": one_shot.allreduce,
     "tree/broadcast": lambda n, c: tree.broadcast(_flat(n, c)),
     "tree/reduce": lambda n, c: tree.reduce(_flat(n, c)),

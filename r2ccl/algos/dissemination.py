@@ -1,0 +1,134 @@
+"""Dissemination: allgather and reduce-scatter in ceil(log2 n) steps each, allreduce by both.
+
+In step k of the allgather, rank r sends the parts of r, r + 1, ..., which are all it has, to rank
+r - 2^k and receives as many from r + 2^k: 1, 2, 4 ... parts, in the last step those still missing.
+The reduce-scatter is that backwards, the largest step first, and adds what it receives. Parts go in
+the order in which they come, and are needed, so that steps overlap.
+
+Steps: ceil(log2 n), of 2^k parts each; at most floor(log2 n) messages one after another. Bytes on
+the wire: every rank sends and receives (n - 1)/n of the data, as in a ring.
+
+It wins where a ring's n - 1 steps take longer than the data. Each rank exchanges half of its data
+with one rank far away, so every rail must carry as much between any two.
+
+References
+----------
+Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in
+multiport message-passing systems", IEEE Trans. Parallel Distrib. Syst. 8(11), 1997.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import NamedTuple
+
+from r2ccl.schedule.build import ProgramBuilder
+from r2ccl.schedule.ir import Cost, Op, Schedule, Space
+
+
+class Step(NamedTuple):
+    """How far parts travel in one step, and how many."""
+
+    distance: int
+    nparts: int
+
+
+def allreduce(nranks: int, nchannels: int = 1) -> Schedule:
+    """Build the allreduce: the reduce-scatter, then the allgather.
+
+    Parameters
+    ----------
+    nranks : int
+        Size of the communicator; with one rank the schedule copies input to output.
+    nchannels : int
+        Independent copies of the pattern, each over its own share of the buffer.
+
+    Raises
+    ------
+    InvalidArgument
+        A size below 1.
+    """
+    return _schedule("allreduce", nranks, nchannels, _allreduce_ops)
+
+
+def allgather(nranks: int, nchannels: int = 1) -> Schedule:
+    """Build the allgather: rank r starts with chunk r; else as `allreduce`."""
+    return _schedule("allgather", nranks, nchannels, _allgather_ops)
+
+
+def reduce_scatter(nranks: int, nchannels: int = 1) -> Schedule:
+    """Build the reduce-scatter: rank r ends with chunk r; else as `allreduce`."""
+    return _schedule("reduce_scatter", nranks, nchannels, _reduce_scatter_ops)
+
+
+def steps_of(nranks: int) -> list[Step]:
+    """Return the steps of the allgather."""
+    distances = [1 << k for k in range((nranks - 1).bit_length())]
+    return [Step(each, min(each, nranks - each)) for each in distances]
+
+
+def _schedule(
+    collective: str,
+    nranks: int,
+    nchannels: int,
+    ops_of: Callable[[int, int], tuple[Op, ...]],
+) -> Schedule:
+    passes = 2 if collective == "allreduce" else 1
+    share = Fraction(passes * (nranks - 1), max(nranks, 1))
+    ncopies = 1 if nranks == 1 or collective == "allgather" else 0
+    # A part makes as many hops as its way has ones in binary.
+    nsteps = passes * (max(nranks, 1).bit_length() - 1)
+    return Schedule(
+        name="dissemination",
+        collective=collective,
+        nranks=nranks,
+        nchunks=(nranks,) * nchannels,
+        cost=Cost(nsteps, share, share, 2 * passes * (nranks - 1) + ncopies),
+        generate=lambda rank: (ops_of(nranks, rank),) * nchannels,
+    )
+
+
+def _allreduce_ops(nranks: int, rank: int) -> tuple[Op, ...]:
+    program = ProgramBuilder()
+    _add_reduce_scatter(program, nranks, rank)
+    _add_allgather(program, nranks, rank)
+    return program.ops()
+
+
+def _allgather_ops(nranks: int, rank: int) -> tuple[Op, ...]:
+    program = ProgramBuilder()
+    program.copy(rank, Space.INPUT)
+    _add_allgather(program, nranks, rank)
+    return program.ops()
+
+
+def _reduce_scatter_ops(nranks: int, rank: int) -> tuple[Op, ...]:
+    program = ProgramBuilder()
+    _add_reduce_scatter(program, nranks, rank)
+    return program.ops()
+
+
+def _add_allgather(program: ProgramBuilder, nranks: int, rank: int) -> None:
+    for distance, nparts in steps_of(nranks):
+        ahead, behind = (rank + distance) % nranks, (rank - distance) % nranks
+        for part in range(nparts):
+            program.send(behind, (rank + part) % nranks)
+        for part in range(nparts):
+            # After a reduce-scatter the sum proves that this rank's part of it arrived.
+            program.recv(ahead, (ahead + part) % nranks, is_proof=True)
+
+
+def _add_reduce_scatter(program: ProgramBuilder, nranks: int, rank: int) -> None:
+    if nranks == 1:
+        program.copy(0, Space.INPUT, is_final=True)
+    for distance, nparts in reversed(steps_of(nranks)):
+        ahead, behind = (rank + distance) % nranks, (rank - distance) % nranks
+        for part in reversed(range(nparts)):
+            program.send(ahead, (ahead + part) % nranks)
+        for part in reversed(range(nparts)):
+            is_final = distance == 1 and part == 0
+            program.recv_reduce(behind, (rank + part) % nranks, is_final=is_final)
+
+
+__all__ = ["Step", "allgather", "allreduce", "reduce_scatter", "steps_of"]
