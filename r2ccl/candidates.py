@@ -251,11 +251,15 @@ def _recursive_doubling(terms: Terms) -> Iterator[Candidate]:
 def _disseminations(terms: Terms) -> Iterator[Candidate]:
     n = len(terms.shares)
     schedule = dissemination.allreduce(n, terms.nhomes)
-    if terms.is_whole:
-        yield Candidate("dissemination", schedule, is_ring=True)
-    else:
-        flows = flows_of_dissemination(n, terms.nhomes)
-        yield Candidate("dissemination", schedule, flows=flows)
+    flows = flows_of_dissemination(n, terms.nhomes)
+    yield Candidate("dissemination", schedule, flows=flows, edges=at_home(flows, terms))
+
+
+def at_home(flows: Flows, terms: Terms) -> tuple[tuple[int, int, int, int], ...]:
+    """Return where edges are if channel c is at home on home c; () if some nodes lack something."""
+    if not terms.is_whole:
+        return ()
+    return tuple((*flow[:3], flow.channel % terms.nhomes) for flow in flows.flows)
 
 
 def _one_shot(terms: Terms) -> Iterator[Candidate]:
@@ -410,6 +414,7 @@ __all__ = [
     "MOST_TREES_PER_HOME",
     "Candidate",
     "Terms",
+    "at_home",
     "candidates",
     "expand",
 ]

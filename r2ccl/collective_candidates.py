@@ -16,7 +16,7 @@ from fractions import Fraction
 from itertools import combinations, pairwise
 
 from r2ccl.algos import bridged_ring, dissemination, packed_trees, ring, spanning_tree, tree
-from r2ccl.candidates import MOST_EDGES, MOST_TREES_PER_HOME, Candidate, Terms
+from r2ccl.candidates import MOST_EDGES, MOST_TREES_PER_HOME, Candidate, Terms, at_home
 from r2ccl.errors import InvalidArgument
 from r2ccl.flows import flows_of_cycle, flows_of_dissemination, flows_of_rooted_trees
 from r2ccl.resilience.health import WHOLE
@@ -44,17 +44,17 @@ def collective_candidates(
     if collective in (Collective.BROADCAST, Collective.REDUCE):
         yield from _rooted(collective, root, order, terms, is_chain=keeps_order)
         return
-    if not keeps_order:
-        yield from _disseminations(collective, terms)
     if not order or terms.is_whole or not terms.is_joined:
         schedule = parted(collective, terms, terms.nchannels)
         yield Candidate(schedule.name, schedule, is_ring=bool(order))
-        return
-    nranks = len(order)
-    for nchannels in _counts(terms, _crossings(order, terms)):
-        schedule = _RINGS[collective](nranks, nchannels, [order] * nchannels)
-        flows = flows_of_cycle(order, nchannels, Fraction(nranks - 1, nranks))
-        yield Candidate("ring", schedule, flows=flows)
+    else:
+        nranks = len(order)
+        for nchannels in _counts(terms, _crossings(order, terms)):
+            schedule = _RINGS[collective](nranks, nchannels, [order] * nchannels)
+            flows = flows_of_cycle(order, nchannels, Fraction(nranks - 1, nranks))
+            yield Candidate("ring", schedule, flows=flows)
+    if not keeps_order:
+        yield from _disseminations(collective, terms)
 
 
 def parted(collective: Collective, terms: Terms, nchannels: int) -> Schedule:
@@ -80,15 +80,13 @@ def _disseminations(collective: Collective, terms: Terms) -> Iterator[Candidate]
     n = len(terms.shares)
     if n < _FEW_NODES or not terms.is_connected or any(len(team) > 1 for team in terms.teams):
         return
-    make = _DISSEMINATIONS[collective]
-    if terms.is_whole:
-        yield Candidate("dissemination", make(n, terms.nhomes), is_ring=True)
-        return
+    make = DISSEMINATIONS[collective]
     gathers = collective == Collective.ALLGATHER
-    for nchannels in _counts(terms, 1):
+    for nchannels in (terms.nhomes,) if terms.is_whole else _counts(terms, 1):
         flows = flows_of_dissemination(n, nchannels, gathers=gathers, scatters=not gathers)
-        if len(flows.flows) <= _MOST_EDGES_PLACED:
-            yield Candidate("dissemination", make(n, nchannels), flows=flows)
+        edges = at_home(flows, terms)
+        if edges or len(flows.flows) <= _MOST_EDGES_PLACED:
+            yield Candidate("dissemination", make(n, nchannels), flows=flows, edges=edges)
 
 
 def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
@@ -229,7 +227,7 @@ def _edges_for(terms: Terms, count: int) -> int:
 
 
 #: Makes an allgather or a reduce-scatter by dissemination.
-_DISSEMINATIONS: dict[Collective, Callable[..., Schedule]] = {
+DISSEMINATIONS: dict[Collective, Callable[..., Schedule]] = {
     Collective.ALLGATHER: dissemination.allgather,
     Collective.REDUCE_SCATTER: dissemination.reduce_scatter,
 }
@@ -243,4 +241,4 @@ _RINGS: dict[Collective, Callable[..., Schedule]] = {
     Collective.REDUCE_SCATTER: ring.reduce_scatter,
 }
 
-__all__ = ["collective_candidates", "parted", "ring_order"]
+__all__ = ["DISSEMINATIONS", "collective_candidates", "parted", "ring_order"]

@@ -18,7 +18,7 @@ import pytest
 from planes import RAILS, WAIT_S, Job, Number, Recorder, Text, environment, join
 from planes import start_job as start_job  # the fixture
 
-from r2ccl.auth import PROTOCOL_VERSION, Claim, Dialer, Purpose, Secret
+from r2ccl.auth import PROOF_NBYTES, PROTOCOL_VERSION, Claim, Dialer, Purpose, Secret
 from r2ccl.bootstrap import ControlPlane, Goodbye, connect, wire
 from r2ccl.bootstrap.launch import LocalJob
 from r2ccl.bootstrap.listener import Listener
@@ -464,7 +464,7 @@ OPENING = b"r2ccl\r" + PROTOCOL_VERSION.to_bytes(2, "big") + b"n" * 32
         (os.urandom(4096), "wrong magic", 0),
         (b"GET / HTTP/1.1\r\nHost: somewhere.example\r\n\r\n", "wrong magic", 0),
         (b"r2ccl\r" + b"\0\0" + b"n" * 32, "wrong version", 0),
-        (OPENING + b"\1" * 72, "wrong proof", 40),
+        (OPENING + b"\1" * PROOF_NBYTES, "wrong proof", 40),
     ],
     ids=["noise", "http", "old-version", "wrong-proof"],
 )

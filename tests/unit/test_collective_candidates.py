@@ -113,6 +113,15 @@ def test_rooted_trees_are_flat_and_fit_the_room(n: int, ntrees: int, seed: int) 
     assert all(each <= room for each, room in zip(down, rooms, strict=True))
 
 
+@pytest.mark.parametrize("ntrees", [1, 2, 5])
+def test_nodes_with_room_for_two_have_two_children_and_others_none(ntrees: int) -> None:
+    """One node that lost a NIC of two bounds the trees; a chain through the others is no matter."""
+    rooms = [2 * ntrees] * 60
+    rooms[53] = ntrees
+    for parents in packed_trees.pack_rooted(rooms, ntrees, 0):
+        assert tree.grow(parents).heights[0] <= 7
+
+
 def test_trees_that_cannot_be_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="room for 3 edges or more at every node"):
         packed_trees.pack_rooted([3, 2, 3], 3, 0)
