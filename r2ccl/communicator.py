@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 
 from r2ccl import ledger, requests
-from r2ccl.ahead import PlanAhead
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.buffers import Buffer, as_buffer
@@ -119,9 +118,6 @@ class Communicator:
         self._engine.recovery.nodes = _nodes(control.peers)
         fabric = Fabric(self._engine.recovery.homes, control.nwires, self._engine.recovery.nodes)
         self._plans = Plans(self.rank, self.nranks, fabric, config)
-        self._ahead = PlanAhead(self._plans, f"r2ccl-plan-{self.rank}")
-        if self._engine.recovery.council is not None:
-            self._engine.recovery.council.on_known = self._ahead.begin
         pool = LandingPool(transport.allocate)
         self._entry = Entry(self._engine, self._plans, self._whole)
         self._host = HostCalls(self._engine, self._entry, pool)
@@ -712,7 +708,6 @@ class Communicator:
             self._signal_dump.close()
         self._end_calls(deadline_s)
         self._control.close(deadline_s)
-        self._ahead.close(deadline_s)
         if self._monitor is not None:
             self._monitor.close()
         self._engine.close()

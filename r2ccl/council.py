@@ -58,8 +58,6 @@ class Council:
         self._agreement = Agreement(rank, health)
         #: Newest version this rank has heard of; it may not plan with it yet.
         self.known = Known(health, clock())
-        #: Told of it at once.
-        self.on_known: Callable[[Health], None] = lambda health: None
         #: What this rank says of rails that are not whole: those that are down, of any rank, and
         #: the shares of its own that are slow.
         self._doubted: set[tuple[int, int]] = set()
@@ -166,7 +164,6 @@ class Council:
                     self._control.broadcast(action.message)
                 case Held():
                     self.known = Known(action.health, self._clock())
-                    self.on_known(action.health)
                 case Agreed():
                     _log.info(
                         "rank %d: health version %d holds from collective %d on; degraded ranks: "

@@ -5,16 +5,14 @@
 and the agreed health, both the same on all ranks, and on nothing else; so do the plans of all ranks
 fit together.
 
-Must not see memory, links or the clock. Invariants: at most `_KEPT` plans are held; the oldest goes
-first. A plan that is there is returned at once, also while another thread makes one.
+Must not see memory, links or the clock. Invariant: at most `_KEPT` plans are held; the oldest goes
+first.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import islice
 from math import ceil
 from typing import NamedTuple
 
@@ -144,8 +142,6 @@ class Plans:
         self._planner = Planner(fabric, config)
         self._config = config
         self._plans: dict[_Key, Plan] = {}
-        #: Held while something is planned.
-        self._lock = threading.Lock()
         #: Version of the health, the first collective planned with it, and how often measuring
         #: collectives come soon after that.
         self._since = (-1, 0, _GAUGE_EVERY)
@@ -160,29 +156,9 @@ class Plans:
 
     def measured(self, rates: Rates) -> None:
         """Plan with these rates from now on; all ranks must at the same call."""
-        with self._lock:
-            self._planner = Planner(self.fabric._replace(rates=rates), self._config)
-            self._plans.clear()
-            self._periods.clear()
-
-    def recent(self) -> list[CallSignature]:
-        """Return the last calls that were planned, the newest first; not those by a user's own."""
-        with self._lock:
-            calls = dict.fromkeys(call for _, call, _, own in reversed(self._plans) if own is None)
-        return list(islice(calls, _RECENT))
-
-    def prepare(self, call: CallSignature, health: Health) -> None:
-        """Make the plans of `call` for a health that may hold soon; in any thread.
-
-        Raises
-        ------
-        InvalidArgument
-            As the call itself will.
-        """
-        is_measured = self.fabric.rates != UNMEASURED
-        for is_gauge in (True, False) if is_measured else (False,):
-            with self._lock:
-                self._find((health.version, call, is_gauge, None), health)
+        self._planner = Planner(self.fabric._replace(rates=rates), self._config)
+        self._plans.clear()
+        self._periods.clear()
 
     def __call__(
         self,
@@ -214,28 +190,19 @@ class Plans:
         key = (health.version, call, is_gauge, own)
         found = self._plans.get(key)
         if found is None:
-            with self._lock:
-                found = self._find(key, health)
-        return found
-
-    def choose(self, nbytes: int, health: Health) -> Choice:
-        """Return what an allreduce of `nbytes` runs."""
-        with self._lock:
-            return self._planner.allreduce(nbytes, health)
-
-    def explain(self, nbytes: int, health: Health) -> Explanation:
-        """Compare what an allreduce of `nbytes` could run."""
-        with self._lock:
-            return self._planner.explain(nbytes, health)
-
-    def _find(self, key: _Key, health: Health) -> Plan:
-        found = self._plans.get(key)
-        if found is None:
-            found = self._make(key[1], health, *key[2:])
+            found = self._make(call, health, is_gauge, own)
             if len(self._plans) >= _KEPT:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = found
         return found
+
+    def choose(self, nbytes: int, health: Health) -> Choice:
+        """Return what an allreduce of `nbytes` runs."""
+        return self._planner.allreduce(nbytes, health)
+
+    def explain(self, nbytes: int, health: Health) -> Explanation:
+        """Compare what an allreduce of `nbytes` could run."""
+        return self._planner.explain(nbytes, health)
 
     def _make(
         self, call: CallSignature, health: Health, is_gauge: bool, own: Schedule | None
@@ -291,11 +258,10 @@ class Plans:
 
     def _period(self, call: CallSignature, health: Health) -> int:
         nbytes = call.count * dtype_of(call.dtype).itemsize
-        with self._lock:
-            chosen, gauge = (
-                self._planner.plan(call, nbytes, health, is_gauge=is_gauge)
-                for is_gauge in (False, True)
-            )
+        chosen, gauge = (
+            self._planner.plan(call, nbytes, health, is_gauge=is_gauge)
+            for is_gauge in (False, True)
+        )
         if chosen.is_gauge or not chosen.predicted_ns:
             return 0
         extra = Fraction(gauge.predicted_ns, chosen.predicted_ns) - 1
@@ -316,8 +282,6 @@ _Key = tuple[int, CallSignature, bool, Schedule | None]
 
 #: A training job has a few dozen call shapes.
 _KEPT = 1024
-#: Calls to plan again when the health changes: those of a step of a training job.
-_RECENT = 8
 #: In every period, so many collectives one after another run rings, or chains, whatever else is
 #: faster: only where one peer sends to a port does it show what it carries, and only for a while
 #: does it show clearly. More often while a rail is slow, which can end at any time.
