@@ -112,7 +112,8 @@ class Cluster(msgspec.Struct, frozen=True):
             if most > 0:
                 rails.append((most / sum(column), sum(column)))
         rate = sum(each for _, each in rails)
-        for full_s, each in sorted(rails):
+        # The last one takes the rest.
+        for full_s, each in sorted(rails)[:-1]:
             if taken + (full_s - spent_s) * rate >= needed:
                 break
             taken += (full_s - spent_s) * rate

@@ -163,7 +163,8 @@ class Candidate(NamedTuple):
     is_among_nodes : bool
         Whether nodes have several ranks, which `expand` has yet to add.
     edges : tuple of (int, int, int, int)
-        Of every edge channel, ranks and home, if the schedule was made for that.
+        (channel, low, high, home) of each edge, if the schedule was made for that; among nodes if
+        `is_among_nodes`.
     """
 
     name: str
@@ -256,8 +257,8 @@ def _disseminations(terms: Terms) -> Iterator[Candidate]:
 
 
 def at_home(flows: Flows, terms: Terms) -> tuple[tuple[int, int, int, int], ...]:
-    """Return where edges are if channel c is at home on home c; () if some nodes lack something."""
-    if not terms.is_whole:
+    """Return where edges are if channel c is at home on home c; () if homes are not all equal."""
+    if not terms.is_whole or len(set(terms.shares[0])) > 1:
         return ()
     return tuple((*flow[:3], flow.channel % terms.nhomes) for flow in flows.flows)
 
@@ -388,8 +389,8 @@ _MOST_NODES = {
     "optcc": 32,
     "r2cc": 32,
 }
-#: Nodes up to which trees are packed by ports, where two have little in common and else (12 nodes
-#: of 8 rails: 20 ms, 6 nodes: 5 ms).
+#: Nodes up to which trees are packed by ports, where two have little in common, and otherwise (12
+#: nodes of 8 rails: 20 ms, 6 nodes: 5 ms).
 _PACKED_BY_PORTS, _ALWAYS_BY_PORTS = 12, 6
 #: Trees for every home at most: with more, slices are too few or too small.
 MOST_TREES_PER_HOME = 8

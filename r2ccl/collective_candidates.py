@@ -1,9 +1,10 @@
 """Candidates of the collectives other than allreduce, for large data.
 
-Allgather and reduce-scatter are rings or disseminations, broadcast and reduce chains or trees. On a
-whole network channels are at home on one rail each, all the way round. On others every edge is
-placed on its own: a ring needs as many edges out of a node and into it as it has channels, and
-their number is chosen so that those fill the ports of the node that has least.
+Allgather and reduce-scatter are rings or disseminations, or a spanning tree where no ring exists;
+broadcast and reduce chains or packed trees. On a whole network channels are at home on one rail
+each. On others every edge is placed on its own: a ring needs as many edges out of a node and into
+it as it has channels, and their number is chosen so that those fill the ports of the node that has
+least.
 
 Imports `algos` and `schedule`. Pure. Invariant: equal terms, equal candidates, in the same order.
 """
@@ -76,7 +77,7 @@ def parted(collective: Collective, terms: Terms, nchannels: int) -> Schedule:
 
 
 def _disseminations(collective: Collective, terms: Terms) -> Iterator[Candidate]:
-    """Make those of one rank a node: nearly all their messages leave a node."""
+    """Make them for one rank a node: with several, nearly all would be sent between nodes."""
     n = len(terms.shares)
     if n < _FEW_NODES or not terms.is_connected or any(len(team) > 1 for team in terms.teams):
         return
@@ -231,7 +232,7 @@ DISSEMINATIONS: dict[Collective, Callable[..., Schedule]] = {
     Collective.ALLGATHER: dissemination.allgather,
     Collective.REDUCE_SCATTER: dissemination.reduce_scatter,
 }
-#: Nodes from which on a ring has more steps; and edges that are placed one by one (20 ms).
+#: Fewest nodes with which a ring has more exchanges; edges placed one by one at most (20 ms).
 _FEW_NODES, _MOST_EDGES_PLACED = 4, 2000
 #: Nodes up to which their order in a ring is looked over again (12: 5 ms).
 _MOST_SWAPPED = 12

@@ -244,6 +244,7 @@ AGREED = (
     "landing_depth",
     "channels",
     "algo",
+    "fabric",
     "bounce_nbytes",
     "ipc",
 )

@@ -181,9 +181,10 @@ class Engine:
             give_up = self._clock() + self._config.connect_timeout_s
 
             def is_connected() -> bool:
-                up = [len(self.recovery.up(peer)) for peer in self.recovery.peers]
-                is_whole = sum(up) == len(self.recovery.on_rails)
-                return is_whole or (all(up) and self._clock() >= give_up)
+                if self.recovery.is_whole:
+                    return True
+                is_late = self._clock() >= give_up
+                return is_late and all(map(self.recovery.up, self.recovery.peers))
 
             self._wait(is_connected, self._patience(self._pending_init))
 

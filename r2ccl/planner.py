@@ -3,7 +3,8 @@
 It reads what all ranks share (the call, the configuration, the fabric with the rates they agreed
 on, the agreed health) and nothing a rank measured for itself.
 
-While the data fits one eager slice, where latency decides, it is recursive doubling or a flat tree.
+While the data fits one eager slice, where latency decides, it is recursive doubling, dissemination
+or a binary tree.
 Above it every collective runs the candidate that is predicted to end first (`r2ccl.prediction`).
 ``R2CC_ALGO`` names a family, ``R2CC_MODE`` bounds what there is to choose from. Where some nodes
 have no rail in common, only schedules whose neighbours have one are admissible.
@@ -23,7 +24,7 @@ from r2ccl.algos import recursive_doubling, spanning_tree, tree
 from r2ccl.candidates import FAMILIES, Candidate, Terms, candidates, expand
 from r2ccl.collective_candidates import DISSEMINATIONS, collective_candidates, parted
 from r2ccl.config import Config
-from r2ccl.prediction import UNMEASURED, Choice, Fabric, Placed, predict, put
+from r2ccl.prediction import NOT_TREES, UNMEASURED, Choice, Fabric, Placed, predict, put
 from r2ccl.resilience.health import Health
 from r2ccl.schedule.ir import Schedule
 from r2ccl.spread import place
@@ -185,7 +186,8 @@ class Planner:
 
     def own(self, schedule: Schedule, nbytes: int, health: Health) -> Choice:
         """Place a schedule that a user brings."""
-        candidate = Candidate(schedule.name, schedule, schedule.cost.steps // 2)
+        fill = 0 if schedule.name in NOT_TREES else schedule.cost.steps // 2
+        candidate = Candidate(schedule.name, schedule, fill)
         placed = put(candidate, self.fabric, self._carried(health))
         return predict(placed, nbytes, self.fabric, self._config)
 

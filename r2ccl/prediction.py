@@ -2,7 +2,7 @@
 
 ::
 
-    T = steps x alpha + D x load / beta x (1 + fill of the pipeline)
+    T = steps x alpha + D x (load + mean x fill of the pipeline) / beta
 
 `load` is what the most loaded port carries of the data D, over what that port has left; it includes
 the detours of what is at home on a port that is down. A pipeline has to be filled and emptied: a
@@ -133,7 +133,7 @@ class Placed(NamedTuple):
     load : Fraction
         As in `Choice`.
     mean : Fraction
-        What ports take on average, in the same unit.
+        Average over all ports, in the same unit.
     nlinks : int
         Links that end at the port at which most do; 0: that is no matter.
     has_way : bool
@@ -171,6 +171,10 @@ def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
             placement = place_edges(schedule, homes, health, nodes, flows)
         load = port_time(schedule, placement, homes, health, nodes, flows)
         mean = mean_time(flows, homes, health, nodes)
+        if load and fabric.nwires == 1:
+            wire = _of_one_wire(health, homes)
+            load = port_time(schedule, placement, (0,), wire, nodes, flows)
+            mean = mean_time(flows, (0,), wire, nodes)
         nlinks = inlets(placement, homes)
     busy = (load or Fraction(0)) * WHOLE
     return Placed(candidate, placement, busy, mean * WHOLE, nlinks, load is not None)
@@ -184,6 +188,12 @@ def _of_nodes(health: Health, nodes: Sequence[int]) -> Health:
         before = rows.get(node)
         rows[node] = row if before is None else bytes(map(min, row, before))
     return msgspec.structs.replace(health, shares=b"".join(rows.values()))
+
+
+def _of_one_wire(health: Health, homes: Sequence[int]) -> Health:
+    """Return the table of rails that are one wire: it carries what the best of them does."""
+    shares = bytes(max(health.share(rank, rail) for rail in homes) for rank in range(health.nranks))
+    return msgspec.structs.replace(health, nrails=1, shares=shares)
 
 
 def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choice:
@@ -200,13 +210,14 @@ def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choi
     channel_nbytes = Fraction(nbytes * max(placement.weights), sum(placement.weights))
     nslices = max(1, ceil(channel_nbytes / slice_nbytes))
     fill = Fraction(candidate.fill, nslices)
-    steps = Fraction(schedule.cost.steps + 2 * candidate.is_among_nodes)
-    if candidate.name in _PIPELINED:
+    steps = schedule.cost.steps + 2 * candidate.is_among_nodes
+    if candidate.name in NOT_TREES:
         shown = _OVERLAPPED if candidate.name == "dissemination" else 1
         total_ns = wire_ns * (1 + fill) + steps * shown * rates.alpha_ns
     else:
         mean_ns = min(wire_ns, mean * nbytes * 10**9 / rates.beta)
-        filling = _fill_of_trees(fill, schedule.nranks, schedule.nchannels, len(fabric.homes))
+        nwires = 1 if fabric.nwires == 1 else len(fabric.homes)
+        filling = _fill_of_trees(fill, schedule.nranks, schedule.nchannels, nwires)
         total_ns = wire_ns + mean_ns * filling + steps * _SHOWN_STEPS * rates.alpha_ns
     return Choice(
         candidate.name,
@@ -215,13 +226,13 @@ def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choi
         slice_nbytes,
         load,
         int(total_ns),
-        int(steps),
+        steps,
         candidate.is_among_nodes,
         candidate.flows,
     )
 
 
-def _fill_of_trees(fill: Fraction, nranks: int, ntrees: int, nhomes: int) -> Fraction:
+def _fill_of_trees(fill: Fraction, nranks: int, ntrees: int, nwires: int) -> Fraction:
     """Return what filling trees takes, as a part of what ports carry on average.
 
     `fill` is the height of a tree over the slices of its channel. Trees on one rail take turns at a
@@ -229,9 +240,9 @@ def _fill_of_trees(fill: Fraction, nranks: int, ntrees: int, nhomes: int) -> Fra
     (Fitted to simulations of 1,220 trees on 400 random clusters of 3 to 64 nodes, 1 to 16 MiB: 94 %
     of the predictions are within 10 %.)
     """
-    per_home = Fraction(isqrt(10_000 * ntrees // nhomes), 100)
+    root = Fraction(isqrt(10_000 * ntrees // nwires), 100)
     shown = Fraction(15, 7) * fill * (1 - Fraction(2, 3 * nranks))
-    return shown / (per_home * (1 + fill * Fraction(5, 14)))
+    return shown / (root * (1 + fill * Fraction(5, 14)))
 
 
 def _nslices(fill_ns: int, alpha_ns: int) -> int:
@@ -245,8 +256,9 @@ def _nslices(fill_ns: int, alpha_ns: int) -> int:
 
 #: Schedules in which everybody receives from one rank alone.
 _GAUGES = ("ring", "bridged_ring", "chain")
-#: Schedules that wait for their fill with all of their ports, or have none.
-_PIPELINED = (
+#: Schedules that wait for their fill with all of their ports, or have none. All others count as
+#: trees: leaf rings, nested rings, OptCC and R2CC-AllReduce too.
+NOT_TREES = (
     "chain",
     "ring",
     "bridged_ring",
@@ -265,4 +277,4 @@ _MIN_SLICE_NBYTES = 32 << 10
 _INLET_S = Fraction(1, 100)
 _LEAST_INLET_NBYTES = 256 << 10
 
-__all__ = ["UNMEASURED", "Choice", "Fabric", "Placed", "Rates", "predict", "put"]
+__all__ = ["NOT_TREES", "UNMEASURED", "Choice", "Fabric", "Placed", "Rates", "predict", "put"]

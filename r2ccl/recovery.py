@@ -148,6 +148,8 @@ class Recovery:
         #: Signs of life, for whoever asks.
         self.probing = Probing(progress.transport, self._joiner, needed)
         self._join_by_s = 0.0
+        #: Peers no path leads to.
+        self._alone = set(self.peers)
         self._alone_since = dict.fromkeys(self.peers, self._clock())
         #: Brings back what failed.
         self.failback = Failback(
@@ -182,6 +184,7 @@ class Recovery:
             sockets=[
                 rail for rail in range(self.nrails) if not self._progress.transport.joins(rail)
             ],
+            last_resorts=self._progress.last_resorts,
             fabric=self._config.fabric,
             share=self._port_share,
             control=self._control,
@@ -216,6 +219,11 @@ class Recovery:
         """Whether no path is in use or being fenced: after an error, memory is the caller's."""
         busy = (PathState.UP, PathState.FENCING)
         return not any(path.state in busy for path in self.paths.values())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rail leads to every peer."""
+        return all(path.state is PathState.UP for path in self.on_rails.values())
 
     def start(self) -> None:
         """Have every path connected: the lower rank dials. Connections of probes come after."""
@@ -347,8 +355,7 @@ class Recovery:
 
     def _join_probes(self, now: float) -> None:
         """Begin once the paths are up, or as many as will be."""
-        is_whole = all(path.state is PathState.UP for path in self.on_rails.values())
-        if is_whole or now >= self._join_by_s:
+        if self.is_whole or now >= self._join_by_s:
             self.probing.join()
 
     def on_probed(self, event: Probed) -> None:
@@ -453,8 +460,7 @@ class Recovery:
             if self.balance is not None and self.balance.update(now):
                 self._weigh(self.council, self.balance)
         if self.bypasses is not None and not self.is_leaving:
-            for peer in peers | self._waited_for() | self._unmet(now):
-                self.bypasses.seek(peer)
+            self._seek(self.bypasses, peers, now)
         for peer in peers:
             alone_s = now - self._alone_since[peer]
             if not self.up(peer) and alone_s > self._config.no_rail_timeout_s:
@@ -482,11 +488,16 @@ class Recovery:
         waited_for.update(peer for (peer, _), link in receivers.items() if link.landings)
         return waited_for
 
-    def _unmet(self, now: float) -> set[int]:
-        """Peers no path leads to although all rails that will come up should be; for init()."""
-        if self._progress.op or now < self._join_by_s:
-            return set()
-        return {peer for peer in self.peers if not self.up(peer)}
+    def _seek(self, bypasses: Bypasses, peers: frozenset[int], now: float) -> None:
+        """Look for ways round to peers no path leads to, once all rails that will come up are."""
+        wanted = peers | self._waited_for()
+        if now >= self._join_by_s:
+            wanted |= self._alone
+        nbegun = 0
+        for peer in wanted:
+            nbegun += bypasses.seek(peer)
+            if nbegun == _MOST_SEEKS:
+                break
 
     def _probe(self, key: PathKey) -> None:
         path = self.paths[key]
@@ -566,10 +577,11 @@ class Recovery:
         rail, peer = rail_name(path.key.rail), path.key.peer
         _log.info("rank %d: %s to rank %d: %s", self._rank, rail, peer, path.cause)
         if not self.up(peer):
+            self._alone.add(peer)
             self._alone_since[peer] = self._clock()
         self.routes.lose(path.key)
         if self.bypasses is not None and not self.is_leaving:
-            self.bypasses.lost(peer)
+            self.bypasses.lost(path.key)
             if peer in self._waited_for():
                 self.bypasses.seek(peer)
 
@@ -649,10 +661,11 @@ class Recovery:
     def _use(self, path: Path) -> None:
         """A path is up: the channels at home on it come home, without any fence."""
         peer = path.key.peer
+        self._alone.discard(peer)
         self._alone_since[peer] = path.since_s = self._clock()
         self.failback.opened(path.key)
         if self.bypasses is not None:
-            self.bypasses.found(peer)
+            self.bypasses.found(path.key)
         self.routes.go_home(peer)
         self.log.opened(path.key, path.epoch, self._clock())
         self._trust(path.key)
@@ -726,6 +739,8 @@ _ACTIONS: dict[Action, Callable[[Recovery, Path], None]] = {
 
 _NO_CARRIER = "CARRIER_DOWN"
 _PORT_ERR = "PORT_ERR"
+#: Rounds of ways begun in one look: each takes file descriptors, and some of the loop's time.
+_MOST_SEEKS = 4
 #: Statuses of a local port that is down.
 _PORT_IS_DOWN = (_NO_CARRIER, _PORT_ERR)
 

@@ -470,4 +470,14 @@ _SCALE = math.lcm(*range(1, WHOLE + 1))
 _MOST_TRIED = 20_000
 _GOOD_ENOUGH = Fraction(201, 200)
 
-__all__ = ["Edge", "Placement", "inlets", "place", "place_edges", "port_time", "ring_time"]
+__all__ = [
+    "Edge",
+    "Placement",
+    "inlets",
+    "mean_time",
+    "place",
+    "place_edges",
+    "placed_at",
+    "port_time",
+    "ring_time",
+]

@@ -1,15 +1,15 @@
 """Dissemination: allgather and reduce-scatter in ceil(log2 n) steps each, allreduce by both.
 
-In step k of the allgather, rank r sends the parts of r, r + 1, ..., which are all it has, to rank
-r - 2^k and receives as many from r + 2^k: 1, 2, 4 ... parts, in the last step those still missing.
-The reduce-scatter is that backwards, the largest step first, and adds what it receives. Parts go in
-the order in which they come, and are needed, so that steps overlap.
+In step k of the allgather, rank r sends the parts of r, r + 1, ... to rank r - 2^k, 2^k of them, in
+the last step only those still missing, and receives as many from r + 2^k. The reduce-scatter is
+that backwards, the largest step first, and adds what it receives. Parts are sent in the order in
+which they arrive, so that steps overlap.
 
 Steps: ceil(log2 n), of 2^k parts each; at most floor(log2 n) messages one after another. Bytes on
 the wire: every rank sends and receives (n - 1)/n of the data, as in a ring.
 
 It wins where a ring's n - 1 steps take longer than the data. Each rank exchanges half of its data
-with one rank far away, so every rail must carry as much between any two.
+with one distant rank, so it suits networks whose rails are equal.
 
 References
 ----------
@@ -77,7 +77,7 @@ def _schedule(
     passes = 2 if collective == "allreduce" else 1
     share = Fraction(passes * (nranks - 1), max(nranks, 1))
     ncopies = 1 if nranks == 1 or collective == "allgather" else 0
-    # A part makes as many hops as its way has ones in binary.
+    # A part makes one hop for each 1 bit of the distance it travels.
     nsteps = passes * (max(nranks, 1).bit_length() - 1)
     return Schedule(
         name="dissemination",

@@ -150,19 +150,20 @@ def pack_rooted(rooms: Sequence[int], ntrees: int, root: int) -> tuple[tree.Pare
     of_root = max(Fraction(total * rooms[root], sum(rooms)), Fraction(ntrees))
     rest = sum(rooms) - rooms[root]
     shares = [(total - of_root) * Fraction(room, rest) for room in rooms]
-    shares[root] = of_root
-    sums = _in_twos(shares, rooms)
+    # The root has one edge down in every tree whatever it is dealt.
+    shares[root] = of_root - ntrees
+    left = [room - ntrees * (node == root) for node, room in enumerate(rooms)]
+    extra = _in_twos(shares, left)
     return tuple(
         _rooted_tree(wanted, root, first)
-        for first, wanted in zip(_firsts(n, ntrees), _deal_down(sums, ntrees, root), strict=True)
+        for first, wanted in zip(_firsts(n, ntrees), _deal_down(extra, ntrees, root), strict=True)
     )
 
 
-def _deal_down(sums: Sequence[int], ntrees: int, root: int) -> list[list[int]]:
-    """Deal every node's edges down out to the trees; one of the root's to each."""
-    n = len(sums)
-    left = list(sums)
-    left[root] -= ntrees
+def _deal_down(extra: Sequence[int], ntrees: int, root: int) -> list[list[int]]:
+    """Deal every node's edges down out to the trees, beside the one that the root has in each."""
+    n = len(extra)
+    left = list(extra)
     given = list(left)
     dealt = []
     for turn in range(1, ntrees + 1):
@@ -266,15 +267,14 @@ def _round(values: Sequence[Fraction]) -> list[int]:
 
 def _in_twos(values: Sequence[Fraction], rooms: Sequence[int]) -> list[int]:
     """Round to integers of the same sum, at most `rooms`; to even ones as far as there is room."""
-    sums = _round(values)
     halves = _round([each / 2 for each in values])
     found = [min(2 * half, room - room % 2) for half, room in zip(halves, rooms, strict=True)]
-    missing = sum(sums) - sum(found)
+    missing = int(sum(values)) - sum(found)
     for at in sorted(range(len(values)), key=lambda at: (found[at] - values[at], at)):
         more = min(missing, rooms[at] - found[at])
         found[at] += more
         missing -= more
-    return found if missing == 0 else sums
+    return found
 
 
 def _deal(sums: Sequence[int], ntrees: int) -> list[list[int]]:

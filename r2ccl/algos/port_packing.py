@@ -2,10 +2,10 @@
 
 `r2ccl.algos.packed_trees` looks at what a node carries on all rails together, as if any two nodes
 shared them all. Here every edge is on a rail that its ends have in common. Trees are grown one
-after another (Prim), each where it is cheapest: a port's price grows by a factor with every edge it
-gets, the faster the less it carries, so that the prices of ports that are too busy drive the next
-trees elsewhere. With a factor close to 1 and many trees that comes as close to the best packing as
-is wanted; of a few factors and all numbers of trees the best is taken.
+after another (Prim), each where it is cheapest: with every edge a port gets, its price grows by a
+part of itself, the larger the less the port carries, so that the prices of busy ports drive the
+next trees elsewhere. The slower prices grow and the more trees there are, the closer that comes to
+the best packing; of a few growths and all numbers of trees the best is taken.
 
 Pure arithmetic on integers. Invariant: equal arguments, equal trees, on every rank.
 
@@ -24,7 +24,7 @@ from typing import NamedTuple
 from r2ccl.errors import InvalidArgument
 
 
-class Edge(NamedTuple):
+class PortEdge(NamedTuple):
     """Two nodes, the lower one first, and the rail between them."""
 
     low: int
@@ -36,7 +36,7 @@ class PortTree(NamedTuple):
     """A spanning tree: of every node its parent, -1 for the root, and the edges."""
 
     parents: tuple[int, ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[PortEdge, ...]
 
 
 def pack(shares: Sequence[Sequence[int]], most: int) -> list[PortTree]:
@@ -45,7 +45,7 @@ def pack(shares: Sequence[Sequence[int]], most: int) -> list[PortTree]:
     Parameters
     ----------
     shares : sequence of sequence of int
-        Of every node and rail what its port carries, in any unit; 0: nothing.
+        What each node's port on each rail carries, in any unit, below 2**32; 0: nothing.
     most : int
         Trees at most, above 0.
 
@@ -57,38 +57,40 @@ def pack(shares: Sequence[Sequence[int]], most: int) -> list[PortTree]:
     Raises
     ------
     InvalidArgument
-        Rails do not join all nodes.
+        Rails do not join all nodes, or there may be no tree.
     """
-    found = [(time, edges) for factor in _FACTORS for time, edges in _grow(shares, most, factor)]
+    if most < 1:
+        raise InvalidArgument(f"most={most}: give room for one tree or more")
+    found = [(time, edges) for damping in _DAMPINGS for time, edges in _grow(shares, most, damping)]
     least = min(time for time, _ in found) * _AS_GOOD
     _, edges = min((each for each in found if each[0] <= least), key=lambda each: len(each[1]))
     return [PortTree(_rooted(len(shares), tree), tree) for tree in edges]
 
 
 def _grow(
-    shares: Sequence[Sequence[int]], most: int, factor: int
-) -> Iterator[tuple[Fraction, list[tuple[Edge, ...]]]]:
+    shares: Sequence[Sequence[int]], most: int, damping: int
+) -> Iterator[tuple[Fraction, list[tuple[PortEdge, ...]]]]:
     """Yield what the busiest port takes, as a part of the data, after each tree; and the trees."""
     whole = max(map(max, shares))
     prices = [[_PRICE // share if share else 0 for share in row] for row in shares]
     nedges = [[0] * len(row) for row in shares]
     busiest = Fraction(0)
-    trees: list[tuple[Edge, ...]] = []
+    trees: list[tuple[PortEdge, ...]] = []
     for _ in range(most):
         trees.append(_cheapest(prices))
         for edge in trees[-1]:
             for node in edge[:2]:
                 share = shares[node][edge.rail]
                 nedges[node][edge.rail] += 1
-                prices[node][edge.rail] += prices[node][edge.rail] * whole // (factor * share)
+                prices[node][edge.rail] += prices[node][edge.rail] * whole // (damping * share)
                 busiest = max(busiest, Fraction(nedges[node][edge.rail], share))
         yield busiest / len(trees), trees.copy()
 
 
-def _cheapest(prices: Sequence[Sequence[int]]) -> tuple[Edge, ...]:
+def _cheapest(prices: Sequence[Sequence[int]]) -> tuple[PortEdge, ...]:
     """Return the edges of the spanning tree whose ports cost least; a port of price 0 is down."""
     nearest: dict[int, tuple[int, int, int]] = {}
-    edges: list[Edge] = []
+    edges: list[PortEdge] = []
     outside = set(range(1, len(prices)))
     newest = 0
     while outside:
@@ -105,11 +107,11 @@ def _cheapest(prices: Sequence[Sequence[int]]) -> tuple[Edge, ...]:
         (_, parent, rail), newest = min((way, node) for node, way in nearest.items())
         del nearest[newest]
         outside.remove(newest)
-        edges.append(Edge(min(parent, newest), max(parent, newest), rail))
+        edges.append(PortEdge(min(parent, newest), max(parent, newest), rail))
     return tuple(edges)
 
 
-def _rooted(nnodes: int, edges: Sequence[Edge]) -> tuple[int, ...]:
+def _rooted(nnodes: int, edges: Sequence[PortEdge]) -> tuple[int, ...]:
     """Return parents such that the root is in the middle of the longest path."""
     neighbours: list[list[int]] = [[] for _ in range(nnodes)]
     for low, high, _ in edges:
@@ -135,9 +137,11 @@ def _walk(root: int, neighbours: Sequence[Sequence[int]]) -> tuple[list[int], li
     return order, parents
 
 
-#: What a port's price grows by: its whole port's part of the data over each of these.
-_FACTORS = (2, 4, 8, 16)
+#: A port's price grows by ``whole / (damping * share)`` of itself with each edge.
+_DAMPINGS = (2, 4, 8, 16)
+#: Price of a port that carries 1, at first.
 _PRICE = 1 << 32
+#: Fewer trees are taken if they take no more than this much of the least time.
 _AS_GOOD = Fraction(101, 100)
 
-__all__ = ["Edge", "PortTree", "pack"]
+__all__ = ["PortEdge", "PortTree", "pack"]

@@ -7,8 +7,8 @@ first, and copies both ways until either side ends. It cannot read a proof that 
 the two ranks prove themselves to each other through it as they would without. Runs in the control
 thread.
 
-No probe watches a bypass. The kernel ends each connection it consists of once what was sent was not
-acknowledged for `SILENCE_S`, which ends all of it, and the two ranks try other ways.
+No probe watches a bypass. The kernel ends each connection it consists of once the far end's kernel
+said nothing for `SILENCE_S`, which ends all of it, and the two ranks try other ways.
 
 Invariants: a rank forwards at most `MAX_FORWARDED` connections at a time, and between members of
 its communicator only; a socket that is not handed over is closed.
@@ -34,13 +34,16 @@ logger = logging.getLogger("r2ccl.bootstrap")
 
 #: Connections a rank forwards at a time.
 MAX_FORWARDED = 256
-#: How long what was sent may stay unacknowledged: several retransmissions on any sane network.
+#: How long the kernel at a far end may say nothing: several retransmissions on any sane network.
 SILENCE_S = 2.0
 #: One more way is tried after this long without success; a good one takes a few round trips.
 STAGGER_S = 0.02
 #: Covers two retransmissions of a SYN (Linux sends the first after 1 s).
 _CONNECT_TIMEOUT_S = 2.0
 _COPY_NBYTES = 256 << 10
+
+#: Attempts a rank makes at a time, for all its peers together.
+MAX_ATTEMPTS = 64
 
 Attempt = Callable[[], Coroutine[Any, Any, socket.socket]]
 
@@ -77,16 +80,24 @@ async def first_of(attempts: Sequence[Attempt], stagger_s: float = STAGGER_S) ->
     finally:
         for task in running:
             task.cancel()
-        for found in await asyncio.gather(*running, return_exceptions=True):
-            if isinstance(found, socket.socket):
-                found.close()
+            task.add_done_callback(_close_result)
     raise OSError(f"none of {len(attempts)} ways works; the last one: {why or 'there is none'}")
 
 
+def _close_result(task: asyncio.Task[socket.socket]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().close()
+
+
 async def dial(
-    peers: Sequence[PeerInfo], setting: Setting, key: PathKey, epoch: int, ways: Sequence[Way]
+    peers: Sequence[PeerInfo],
+    setting: Setting,
+    key: PathKey,
+    epoch: int,
+    ways: Sequence[Way],
+    room: asyncio.Semaphore,
 ) -> socket.socket:
-    """Connect to ``key.peer`` by the first of `ways` that works.
+    """Connect to ``key.peer`` by the first of `ways` that works; attempts wait for `room`.
 
     Raises
     ------
@@ -96,7 +107,7 @@ async def dial(
     data = Claim(Purpose.DATA, setting.communicator_id, setting.rank, key.peer, key.rail, epoch)
 
     async def attempt(way: Way) -> socket.socket:
-        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+        async with room, asyncio.timeout(_CONNECT_TIMEOUT_S):
             sock = await wire.reach(peers[way.to].rails[way.rail], setting.nics[way.via].address)
             if way.to != key.peer:
                 forward = Claim(

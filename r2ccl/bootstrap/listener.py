@@ -69,10 +69,14 @@ class Rejections:
         )
 
 
+class Unneeded(Exception):
+    """A gate's answer to a proved connection that is not wanted any more: closed without a word."""
+
+
 #: Takes over the socket of a proved connection; runs in the loop and must not block.
 Handover = Callable[[socket.socket], None]
 #: Says what to do with a proved claim that came in on listener i; may wait until it is welcome.
-#: Raises HandshakeRejected if it is not.
+#: Raises HandshakeRejected if it is not, Unneeded if that is nobody's fault.
 Gate = Callable[[Claim, int], Awaitable[Handover]]
 
 
@@ -160,6 +164,8 @@ class Listener:
         except asyncio.CancelledError:
             sock.close()
             raise
+        except Unneeded:
+            sock.close()
         except Visitor:
             sock.close()  # a probe: the kernel has answered it, nothing more is owed
         except (HandshakeRejected, OSError) as exc:
@@ -194,4 +200,4 @@ def _reason(exc: HandshakeRejected | OSError) -> str:
     return "handshake broke off"
 
 
-__all__ = ["MAX_PENDING", "Gate", "Handover", "Listener", "Rejections"]
+__all__ = ["MAX_PENDING", "Gate", "Handover", "Listener", "Rejections", "Unneeded"]

@@ -17,7 +17,7 @@ import msgspec
 
 from r2ccl.auth import Claim, HandshakeRejected, Purpose
 from r2ccl.bootstrap import bypass, wire
-from r2ccl.bootstrap.listener import Handover
+from r2ccl.bootstrap.listener import Handover, Unneeded
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.bootstrap.peer import Setting
 from r2ccl.types import BYPASS, PathKey, Way
@@ -57,6 +57,9 @@ class Paths:
         self._setting = setting
         self._on_path = on_path
         self._dials: dict[PathKey, _Dial] = {}
+        #: Epoch of the last bypass let in, by peer.
+        self._bypassed: dict[int, int] = {}
+        self._room = asyncio.Semaphore(bypass.MAX_ATTEMPTS)
         self._expected: dict[PathKey, int] = {}
         self._expectation_changed = asyncio.Event()
 
@@ -78,6 +81,8 @@ class Paths:
         if claim.rail not in (listener, BYPASS):
             raise HandshakeRejected("path on the wrong rail")
         key = PathKey(claim.src, claim.rail)
+        if key.is_bypass and claim.epoch <= self._bypassed.get(key.peer, -1):
+            raise Unneeded  # another way was faster
         try:
             async with asyncio.timeout(_EARLY_S):
                 while self._expected.get(key) != claim.epoch:
@@ -94,6 +99,7 @@ class Paths:
             return
         del self._expected[key]
         if key.is_bypass:
+            self._bypassed[key.peer] = epoch
             wire.limit_silence(sock, bypass.SILENCE_S)
         self._on_path(key.peer, key.rail, epoch, sock)
 
@@ -166,7 +172,7 @@ class Paths:
 
     async def _try_ways(self, key: PathKey, entry: _Dial, ways: Sequence[Way]) -> None:
         try:
-            sock = await bypass.dial(self._peers, self._setting, key, entry.epoch, ways)
+            sock = await bypass.dial(self._peers, self._setting, key, entry.epoch, ways, self._room)
         except OSError as exc:
             logger.info("rank %d: no bypass to rank %d: %s", self._setting.rank, key.peer, exc)
             del self._dials[key]

@@ -205,7 +205,14 @@ async def receive_message(sock: socket.socket) -> bytes:
 
 
 def limit_silence(sock: socket.socket, timeout_s: float) -> None:
-    """Have the kernel end the connection once what it sent was not acknowledged for `timeout_s`."""
+    """Have the kernel end a connection whose far kernel says nothing for about `timeout_s`.
+
+    Asked every second while nothing is under way, it answers whatever its process does; a process
+    that reads nothing for that long, with its window full, ends the connection too.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(timeout_s * 1e3))
 
 

@@ -192,7 +192,7 @@ class Run:
 
 def paths_of(comm: r2ccl.Communicator) -> dict[Any, str]:
     """Return the state of every path of this rank."""
-    return {key: path.state.value for key, path in comm._engine.recovery.paths.items()}
+    return {key: path.state.value for key, path in comm._engine.recovery.on_rails.items()}
 
 
 def random_cuts(run: Run, rounds: int) -> None:

@@ -76,6 +76,17 @@ def test_the_bypass_is_cut_at_every_event_and_another_way_found(at: int) -> None
         assert outcome.is_clean, (second, cut, outcome.errors)
 
 
+@pytest.mark.timeout(3600 if IS_THOROUGH else 120)
+@pytest.mark.parametrize("busy_ms", [(8000, 8000), (8000, 0), (0, 8000)])
+def test_ranks_that_compute_find_a_way_meanwhile(busy_ms: tuple[int, int]) -> None:
+    """Longer than no path may lead to a peer: its loss must not end the next call."""
+    workload = msgspec.structs.replace(PAIR, calls=PAIR.calls * 2, busy_ms=busy_ms)
+    for at in range(0, simulate(workload).nevents, 17 if IS_THOROUGH else 71):
+        faults = apart(at, at % 5, is_seen=True)
+        outcome = simulate(workload, Plan(faults), seed=at)
+        assert outcome.is_clean, (faults, outcome.errors)
+
+
 def test_without_any_way_the_call_ends_and_says_so() -> None:
     for fabric in ("rail", "none"):
         workload = msgspec.structs.replace(PAIR, fabric=fabric)

@@ -62,3 +62,23 @@ def test_the_bound_counts_what_a_port_can_use(clusters: ModuleType) -> None:
     assert list(map(sum, drawn.usable)) == [beta, beta, beta]
     assert drawn.bound_s(Collective.ALLREDUCE, 3 * beta) == pytest.approx(4)
     assert drawn.bound_s(Collective.BROADCAST, 3 * beta) == pytest.approx(3)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ((0, 2), (0, 14), (0, 8)),  # one rail, and no edge to spare
+        ((16, 0), (16, 16), (0, 16)),
+    ],
+)
+def test_the_bound_of_a_chain_is_an_edge_of_every_rail(
+    clusters: ModuleType, rows: tuple[tuple[int, ...], ...]
+) -> None:
+    drawn = clusters.Cluster("", rows, 1, clusters.FABRICS[0], 1 << 20)
+    whole = clusters.FABRICS[0].beta
+    for collective in Collective:
+        if collective != Collective.BARRIER:
+            assert drawn.bound_s(collective, whole) > 0
+    assert clusters.Cluster("", ((16, 0), (16, 16), (0, 16)), 1, clusters.FABRICS[0], 1).bound_s(
+        Collective.ALLREDUCE, whole
+    ) == pytest.approx(1)

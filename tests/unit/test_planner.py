@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 from healths import health
 from hypothesis import given, settings
@@ -170,6 +172,15 @@ def test_the_prediction_is_the_load_of_the_busiest_port() -> None:
     ring_s, trees_s = (choice.predicted_ns / 1e9 for choice in chosen.values())
     assert ring_s == pytest.approx(1.5 * 64 * MIB / 3 / 25e6, rel=0.01), "the detour is counted"
     assert 0.4 * 64 * MIB / 25e6 <= trees_s <= 0.42 * 64 * MIB / 25e6
+
+
+def test_rails_that_are_one_wire_carry_no_more_than_one() -> None:
+    planner = Planner(Fabric(range(2), 1, (), RATES), Config())
+    for of in (health(4, 2), health(4, 2, r0n1=0)):
+        table = planner.explain(4 * MIB, of)
+        loads = {each.name: each.load for each in (table.chosen, *table.others)}
+        assert loads["ring"] == loads["dissemination"] == Fraction(3, 2)
+        assert min(loads.values()) == Fraction(3, 2), "the bound of four whole ranks"
 
 
 def test_what_is_compared_can_be_read() -> None:
