@@ -235,7 +235,11 @@ def _can_lead(teams: Sequence[Sequence[int]]) -> bool:
 
 
 def _rings(terms: Terms) -> Iterator[Candidate]:
-    yield Candidate("ring", ring.allreduce(len(terms.shares), terms.nchannels), is_ring=True)
+    n = len(terms.shares)
+    # They are not needed to place it, but to expand it.
+    has_fellows = any(len(team) > 1 for team in terms.teams)
+    flows = flows_of_rings(range(n), terms.nchannels) if has_fellows else None
+    yield Candidate("ring", ring.allreduce(n, terms.nchannels), is_ring=True, flows=flows)
 
 
 def _double_trees(terms: Terms) -> Iterator[Candidate]:
