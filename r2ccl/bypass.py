@@ -76,7 +76,7 @@ class Bypasses:
         self._share = share
         self._control = control
         self._clock = clock
-        #: Of peers that have no home rail up: rounds begun, and when the next one may be.
+        #: For peers that have no home rail up: rounds begun, and when the next one may be.
         self._nrounds: dict[int, int] = {}
         self._due_s: dict[int, float] = {}
 
