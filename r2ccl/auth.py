@@ -120,7 +120,7 @@ class Purpose(enum.IntEnum):
     CONTROL = 1
     DATA = 2
     RENDEZVOUS = 3
-    #: What follows is to be forwarded to another rank.
+    #: Bytes for another rank, to be forwarded.
     FORWARD = 4
 
 

@@ -44,7 +44,7 @@ from r2ccl.flows import (
 )
 from r2ccl.resilience.health import WHOLE
 from r2ccl.schedule.ir import Schedule
-from r2ccl.spread import Edge, Placement
+from r2ccl.spread import Edge, EdgeAtHome, Placement
 
 
 class Terms(NamedTuple):
@@ -162,9 +162,8 @@ class Candidate(NamedTuple):
         Those of the schedule, where they are known without its ops.
     is_among_nodes : bool
         Whether nodes have several ranks, which `expand` has yet to add.
-    edges : tuple of (int, int, int, int)
-        (channel, low, high, home) of each edge, if the schedule was made for that; among nodes if
-        `is_among_nodes`.
+    edges : tuple of EdgeAtHome
+        Places of its edges, if the schedule was made for them; among nodes if `is_among_nodes`.
     """
 
     name: str
@@ -173,7 +172,7 @@ class Candidate(NamedTuple):
     is_ring: bool = False
     flows: Flows | None = None
     is_among_nodes: bool = False
-    edges: tuple[tuple[int, int, int, int], ...] = ()
+    edges: tuple[EdgeAtHome, ...] = ()
 
 
 def candidates(name: str, terms: Terms) -> Iterator[Candidate]:
@@ -260,7 +259,7 @@ def _disseminations(terms: Terms) -> Iterator[Candidate]:
     yield Candidate("dissemination", schedule, flows=flows, edges=at_home(flows, terms))
 
 
-def at_home(flows: Flows, terms: Terms) -> tuple[tuple[int, int, int, int], ...]:
+def at_home(flows: Flows, terms: Terms) -> tuple[EdgeAtHome, ...]:
     """Return where edges are if channel c is at home on home c; () if homes are not all equal."""
     if not terms.is_whole or len(set(terms.shares[0])) > 1:
         return ()

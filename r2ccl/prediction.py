@@ -268,7 +268,7 @@ NOT_TREES = (
 )
 #: Steps of a dissemination overlap: the first parts of each are there before.
 _OVERLAPPED = Fraction(1, 3)
-#: Of a tree's steps this part shows: some pass while its ports are busy (same fit).
+#: Part of a tree's steps that shows: the others pass while its ports are busy (same fit).
 _SHOWN_STEPS = Fraction(9, 11)
 #: Bounds of the slices of a channel, and the least a slice should have.
 _FEW_SLICES, _MANY_SLICES = 16, 128

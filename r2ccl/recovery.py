@@ -682,7 +682,7 @@ class Recovery:
         return max(1, min(self._port_share(self._rank, key.rail), self._port_share(*key)))
 
     def _port_share(self, rank: int, rail: int) -> float:
-        """What a port carries, as far as this rank has heard."""
+        """Share of its rate that a port carries, as far as this rank has heard."""
         return 1.0 if self.council is None else self.council.known.health.share(rank, rail)
 
     # Reports

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from r2ccl.edge_colouring import even_out
 from r2ccl.errors import InvalidArgument
@@ -40,6 +40,10 @@ class Edge(NamedTuple):
     low: int
     high: int
     number: int
+
+
+#: Channel, lower rank, higher rank of an edge, and which of the homes it is on.
+EdgeAtHome: TypeAlias = tuple[int, int, int, int]
 
 
 class Placement(NamedTuple):
@@ -150,9 +154,7 @@ def place_edges(
     return placed_at(schedule, width, [(*flow[:3], at) for flow, at in placed])
 
 
-def placed_at(
-    schedule: Schedule, width: int, edges: Iterable[tuple[int, int, int, int]]
-) -> Placement:
+def placed_at(schedule: Schedule, width: int, edges: Iterable[EdgeAtHome]) -> Placement:
     """Return the placement of edges whose homes are known.
 
     Parameters
@@ -160,8 +162,7 @@ def placed_at(
     schedule : Schedule
     width : int
         Homes there are.
-    edges : iterable of (int, int, int, int)
-        Channel, lower rank, higher rank, and which of the homes.
+    edges : iterable of EdgeAtHome
     """
     return Placement(
         tuple(channel * width for channel in range(schedule.nchannels)),
@@ -472,6 +473,7 @@ _GOOD_ENOUGH = Fraction(201, 200)
 
 __all__ = [
     "Edge",
+    "EdgeAtHome",
     "Placement",
     "inlets",
     "mean_time",

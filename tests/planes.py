@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from r2ccl.auth import Claim, Dialer
 from r2ccl.bootstrap import ControlPlane, connect
 from r2ccl.bootstrap.launch import LocalJob
 from r2ccl.config import Config
@@ -108,6 +109,16 @@ def join(job: LocalJob, rank: int, changes: Mapping[str, str], **settings: Any) 
     env = {**environment(job, rank), **changes}
     config = Config.from_env(env, **{"init_timeout_s": WAIT_S, **settings})
     return connect(config, message_types=Number | Text, nics_for=lambda *_: RAILS, env=env)
+
+
+def turn_away(plane: ControlPlane, claim: Claim) -> None:
+    """Prove `claim` at the first rail of `plane`, and find the connection closed for it."""
+    secret = next(iter(plane._sessions.values()))._setting.secret
+    with socket.create_connection(plane.peers[plane.rank].rails[0], WAIT_S) as sock:
+        dialer = Dialer(secret, claim, b"n" * 32)
+        sock.sendall(dialer.opening())
+        sock.sendall(dialer.prove(sock.recv(40, socket.MSG_WAITALL)))
+        assert sock.recv(1) == b""
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from r2ccl.schedule.ir import Cost, Op, Schedule, Space
 
 
 class Step(NamedTuple):
-    """How far parts travel in one step, and how many."""
+    """Distance that parts travel in one step, and their number."""
 
     distance: int
     nparts: int

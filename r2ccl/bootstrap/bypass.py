@@ -34,7 +34,7 @@ logger = logging.getLogger("r2ccl.bootstrap")
 
 #: Connections a rank forwards at a time.
 MAX_FORWARDED = 256
-#: How long the kernel at a far end may say nothing: several retransmissions on any sane network.
+#: Silence of a far kernel that ends a connection: several retransmissions on any sane network.
 SILENCE_S = 2.0
 #: One more way is tried after this long without success; a good one takes a few round trips.
 STAGGER_S = 0.02

@@ -233,12 +233,9 @@ async def knock(target: Address, *, source: str = "", timeout_s: float) -> None:
     OSError
         No answer within `timeout_s` (TimeoutError), or no route.
     """
-    sock = open_socket(target[0], source)
-    try:
-        async with asyncio.timeout(timeout_s):
-            await asyncio.get_running_loop().sock_connect(sock, target)
-    finally:
-        close_hard(sock)
+    async with asyncio.timeout(timeout_s):
+        sock = await reach(target, source)
+    close_hard(sock)
 
 
 __all__ = [

@@ -167,7 +167,7 @@ class EndState(enum.IntEnum):
 
 
 class Wire:
-    """What connects two ranks on one rail; outlives its connections.
+    """Cable between two ranks on one rail; outlives its connections.
 
     A bypass has one of its own: ``legs`` are the wires it goes over, and ``ports`` the ports
     (rank, rail) of a cross way. It breaks with any of them, and does not come back.

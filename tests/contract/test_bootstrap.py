@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planes import RAILS, WAIT_S, Job, Number, Recorder, Text, environment, join
+from planes import RAILS, WAIT_S, Job, Number, Recorder, Text, environment, join, turn_away
 from planes import start_job as start_job  # the fixture
 
 from r2ccl.auth import PROOF_NBYTES, PROTOCOL_VERSION, Claim, Dialer, Purpose, Secret
@@ -516,12 +516,7 @@ def test_a_claim_that_is_proved_but_wrong_stays_outside(
     job = start_job(2)
     plane = job.planes[1]
     claim = Claim(Purpose.CONTROL, plane.communicator_id, 0, 1)._replace(**change)
-    secret = plane._sessions[0]._setting.secret
-    with socket.create_connection(plane.peers[1].rails[0], WAIT_S) as sock:
-        dialer = Dialer(secret, claim, b"n" * 32)
-        sock.sendall(dialer.opening())
-        sock.sendall(dialer.prove(sock.recv(40, socket.MSG_WAITALL)))
-        assert sock.recv(1) == b""
+    turn_away(plane, claim)
     assert plane.rejections() == {reason: 1}
 
 

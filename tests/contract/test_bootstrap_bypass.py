@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from planes import WAIT_S, Job
+from planes import WAIT_S, Job, turn_away
 from planes import start_job as start_job  # the fixture
 
-from r2ccl.auth import Claim, Dialer, Purpose
+from r2ccl.auth import Claim, Purpose
 from r2ccl.bootstrap import bypass
 from r2ccl.types import BYPASS, Way
 
@@ -105,12 +105,7 @@ def test_what_is_not_forwarded(
     job = start_job(3)
     plane = job.planes[1]
     claim = Claim(Purpose.FORWARD, plane.communicator_id, 0, 1)._replace(**change)
-    secret = plane._sessions[0]._setting.secret
-    with socket.create_connection(plane.peers[1].rails[0], WAIT_S) as sock:
-        dialer = Dialer(secret, claim, b"n" * 32)
-        sock.sendall(dialer.opening())
-        sock.sendall(dialer.prove(sock.recv(40, socket.MSG_WAITALL)))
-        assert sock.recv(1) == b""
+    turn_away(plane, claim)
     assert plane.rejections() == {reason: 1}
 
 

@@ -47,7 +47,7 @@ def test_a_pair_is_left_apart_at_every_event(
         assert outcome.is_clean, (faults, outcome.errors)
         assert outcome.time_s < BOUND_S, (faults, outcome.time_s)
         nbypassed += outcome.nbypasses > 0
-    # What is struck early, or late, may need none.
+    # Runs that are struck early, or late, may need none.
     assert nbypassed > 5
 
 

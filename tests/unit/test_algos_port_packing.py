@@ -36,7 +36,7 @@ def is_joined(shares: list[list[int]]) -> bool:
 
 
 def time_of(trees: list[PortTree], shares: Shares) -> Fraction:
-    """What the busiest port takes for the data, whole ports having 16."""
+    """Return the time of the busiest port for the data, whole ports having 16."""
     nedges = Counter(
         (node, edge.rail) for each in trees for edge in each.edges for node in edge[:2]
     )
