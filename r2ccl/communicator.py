@@ -145,7 +145,10 @@ class Communicator:
             self._monitor = self._watch_carriers()
             self._engine.start()
             if self._is_measured():
-                self._plans.measured(self._host.calibrate(self._choose))
+                rates = self._host.calibrate(self._choose)
+                self._plans.measured(rates)
+                if not self._plans.fabric.has_shared_nodes:
+                    self._engine.calibrated(rates.beta)
         except BaseException:
             self._is_closed = True
             self._free(_ABORT_S)

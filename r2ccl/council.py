@@ -62,6 +62,7 @@ class Council:
         #: the shares of its own that are slow.
         self._doubted: set[tuple[int, int]] = set()
         self._weights: dict[tuple[int, int], int] = {}
+        self._toward: dict[int, int] = {}
         #: While nothing is under way a collective costs one comparison: the agreement is told of
         #: the last one started before its next event, when it may have to promise something.
         self._steady = self._agreement.steady
@@ -106,21 +107,33 @@ class Council:
             self._doubted.remove((rank, rail))
             self._report([(rank, rail)])
 
-    def weigh(self, weights: Mapping[int, int]) -> None:
-        """Report what this rank's rails carry, of those that carry anything: rail to share."""
+    def weigh(self, weights: Mapping[int, int], toward: Mapping[int, int]) -> None:
+        """Report what this rank's rails carry, of those that carry anything.
+
+        Parameters
+        ----------
+        weights : mapping of int to int
+            Share of each rail.
+        toward : mapping of int to int
+            The peer that each was measured by.
+        """
         news = {(self._rank, rail): share for rail, share in weights.items()}
         changed = [key for key, share in news.items() if self._weights.get(key, WHOLE) != share]
         self._weights |= news
+        self._toward |= toward
         audible = [key for key in changed if key not in self._doubted]
         if audible:
             self._report(audible)
 
     def _report(self, rails: Iterable[tuple[int, int]]) -> None:
-        words = [
-            RailShare(*key, 0 if key in self._doubted else self._weights.get(key, WHOLE))
-            for key in rails
-        ]
+        words = [self._word(key) for key in rails]
         self._event(lambda: self._agreement.report(self._clock(), words))
+
+    def _word(self, key: tuple[int, int]) -> RailShare:
+        share = self._weights.get(key)
+        if key in self._doubted or share is None:
+            return RailShare(*key, 0 if key in self._doubted else WHOLE)
+        return RailShare(*key, share, self._toward[key[1]])
 
     # Events
 

@@ -188,6 +188,11 @@ class Engine:
 
             self._wait(is_connected, self._patience(self._pending_init))
 
+    def calibrated(self, rate: int) -> None:
+        """From now on a rail that carries `rate` bytes/s is whole."""
+        with self._owner:
+            self.recovery.calibrated(rate)
+
     def enter(self) -> Health | None:
         """Start the next collective; returns the health to plan it with, None: there is none.
 

@@ -422,7 +422,7 @@ class Progress:
         path.nslices_sent += 1
         path.nbytes_sent += len(item.view)
         if self._balance is not None and not item.is_eager and item.owner.is_gauge:
-            self._balance.posted(key.rail, self.clock())
+            self._balance.posted(key.rail, key.peer, self.clock())
 
     # Agreement on the call
 

@@ -516,13 +516,18 @@ class Recovery:
         elif self._progress.transport.is_stuck(path.key):
             self.fail(path.key, "FLOW_STUCK: the rail answers, this flow only retransmits")
 
+    def calibrated(self, rate: int) -> None:
+        """From now on a rail that carries `rate` bytes/s is whole."""
+        if self.balance is not None:
+            self.balance.calibrated(rate)
+
     def _weigh(self, council: Council, balance: Balance) -> None:
         rates = {rail: round(rate / 1e6, 1) for rail, rate in balance.rates().items()}
         _log.info(
             "rank %d: rails carry %s sixteenths, measured at %s MB/s",
             self._rank, balance.weights, rates,
         )  # fmt: skip
-        council.weigh(balance.weights)
+        council.weigh(balance.weights, balance.toward)
 
     def _look_into(self, key: PathKey, epoch: int, cause: str, *, is_own: bool) -> None:
         # While all ranks leave, those that are done first close their ends.

@@ -24,7 +24,10 @@ to be better with time (`Balance.estimates`), until it gets enough work to be me
 is measured is what a rail gives with the slices that links keep under way, the same for all rails.
 
 A *weight* is a rail's share of `r2ccl.resilience.health`, in sixteenths of what the best rail
-gives: rails that were made unequal are told apart like those that became so.
+gives: rails that were made unequal are told apart like those that became so. Where all rails of a
+rank are slow, none of them shows it. Once the network's rate is known (`calibrated`), the best rail
+counts as whole only if it gives most of that: its *level* is what it gave in the better spells, as
+a process that stalls makes some of them worse and few better.
 
 Pure: times are passed in. Invariants: an idle rail's estimate does not change; a weight is at least
 one, for what still carries anything is not down; equal arguments give equal shares on every rank.
@@ -47,6 +50,11 @@ _COMPARED_S = 0.3
 _MEMORY_S = 10.0
 #: A weight that differs from the one in use is taken once it has done so for this long.
 _SETTLE_S = 0.5
+#: Spells that a level takes, which of them counts, and from what part of the network's rate on
+#: rails count as whole.
+_LEVEL_NSPELLS = 16
+_LEVEL_QUANTILE = 0.75
+_WHOLE_LEVEL = 0.7
 #: Time with traffic anywhere after which a rail without a train is taken to be better; each
 #: further one doubles what it is taken for.
 _FRESH_S = 2.0
@@ -81,6 +89,10 @@ class Balance:
 
     def __init__(self, rails: Iterable[int]) -> None:
         self._meters = {rail: Meter() for rail in rails}
+        #: Bytes/s that a whole rail carries, 0: not known.
+        self._nominal = 0
+        #: Rank that the last slice on a rail went to.
+        self.toward = dict.fromkeys(self._meters, -1)
         #: Weights in use.
         self.weights = dict.fromkeys(self._meters, WHOLE)
         #: Since when, in active time, another weight of a rail is proposed.
@@ -94,14 +106,19 @@ class Balance:
         self._measured_s = dict.fromkeys(self._meters, 0.0)
         self._last_known: dict[int, float] = {}
 
-    def posted(self, rail: int, now: float) -> None:
-        """A cleared slice was handed to `rail`.
+    def calibrated(self, rate: int) -> None:
+        """From now on a rail that carries `rate` bytes/s is whole."""
+        self._nominal = rate
+
+    def posted(self, rail: int, peer: int, now: float) -> None:
+        """A cleared slice for `peer` was handed to `rail`.
 
         Eager ones wait for a peer that may not have called yet: they say nothing about a rail.
         """
         if rail not in self._meters:
             return
         self._meters[rail].posted()
+        self.toward[rail] = peer
         if self._under_way == 0:
             self._busy_since_s = now
         self._under_way += 1
@@ -160,9 +177,25 @@ class Balance:
                 found[rail] = min(best, last * 2 ** min(stale_s / _FRESH_S, 64.0))
         return {rail: found.get(rail) for rail in self._meters}
 
+    def level(self) -> float:
+        """Return what the whole rails give, 1.0 if that is most of the network's rate."""
+        if not self._nominal:
+            return 1.0
+        found = []
+        for spell in reversed(self._spells):
+            whole = self._whole(spell)
+            if whole:
+                found.append(statistics.median(whole) / self._nominal)
+                if len(found) == _LEVEL_NSPELLS:
+                    level = sorted(found)[int(_LEVEL_QUANTILE * _LEVEL_NSPELLS)]
+                    return 1.0 if level >= _WHOLE_LEVEL else level
+        return 1.0
+
     def update(self, now: float) -> bool:
         """Bring the weights up to date; returns whether they changed. Call it now and then."""
-        proposed = shares(self.estimates(now), self.weights)
+        estimates, level = self.estimates(now), self.level()
+        rates = {rail: each and each * level for rail, each in estimates.items()}
+        proposed = shares(rates, self.weights, nominal=1.0 if level < 1.0 else None)
         active_s = self.active_s(now)
         settled = {}
         for rail, weight in proposed.items():
@@ -200,11 +233,9 @@ class Balance:
     def _compare(self) -> dict[int, float]:
         total = dict.fromkeys(self._meters, 0.0)
         busy_s = dict.fromkeys(self._meters, 0.0)
-        highest = max(self.weights.values())
-        most = sum(weight == highest for weight in self.weights.values()) / 2
         for spell in reversed(self._spells):
-            whole = [spell.rate(rail) for rail in spell.busy_s if self.weights[rail] == highest]
-            if len(whole) <= most:
+            whole = self._whole(spell)
+            if not whole:
                 continue
             standard = statistics.median(whole)
             for rail, length_s in spell.busy_s.items():
@@ -214,6 +245,13 @@ class Balance:
             if min(busy_s.values()) >= _COMPARED_S:
                 break
         return {rail: total[rail] / length_s for rail, length_s in busy_s.items() if length_s}
+
+    def _whole(self, spell: _Spell) -> list[float]:
+        """Return the rates of the rails that count as whole, if most were busy in this spell."""
+        highest = max(self.weights.values())
+        most = sum(weight == highest for weight in self.weights.values()) / 2
+        whole = [spell.rate(rail) for rail in spell.busy_s if self.weights[rail] == highest]
+        return whole if len(whole) > most else []
 
     def _ended(self, nslices: int, now: float) -> None:
         self._under_way -= nslices
@@ -225,8 +263,9 @@ class Balance:
 def shares(
     rates: Mapping[int, float | None],
     previous: Mapping[int, int] | None = None,
+    nominal: float | None = None,
 ) -> dict[int, int]:
-    """Quantise rates: the best rail counts 16.
+    """Quantise rates: the best rail counts 16, or what it is of `nominal`.
 
     A previous weight is kept while the rate is within 3/16 of it, or within one step: noise
     does not flip weights. One that equals the best, to half a step, is whole again. Where nothing
@@ -238,10 +277,12 @@ def shares(
         What every rail that may be used gives of what it should, in any unit.
     previous : mapping of int to int, optional
         Weights in use.
+    nominal : float, optional
+        What a whole rail gives.
     """
     old = previous or {}
     given = {rail: rate for rail, rate in rates.items() if rate is not None}
-    best = max(given.values(), default=0.0)
+    best = max(given.values(), default=0.0) if nominal is None else nominal
     weights = {}
     for rail in rates:
         weight = old.get(rail, WHOLE)

@@ -24,11 +24,16 @@ WHOLE = 16
 
 
 class RailShare(NamedTuple):
-    """What `rail` of `rank` can carry, in sixteenths of its nominal rate."""
+    """What `rail` of `rank` can carry, in sixteenths of its nominal rate.
+
+    ``toward`` is the rank whose slices it was measured by, -1 if it was not measured: what is slow
+    may then be that rank's port.
+    """
 
     rank: int
     rail: int
     share: int
+    toward: int = -1
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -121,7 +126,7 @@ class Health(msgspec.Struct, frozen=True):
             `news` name a rank, rail or share that does not exist.
         """
         shares = bytearray(self.shares)
-        for rank, rail, share in news:
+        for rank, rail, share, _ in news:
             _check_share(share)
             shares[self._index(rank, rail)] = share
         if shares == self.shares:
@@ -148,28 +153,53 @@ class Findings:
 
     So a rail that two ranks doubt is back only when both take it back, and what is merged does not
     depend on whose word came first. The shares of the initial table count as said by each rail's
-    own rank. Memory: a number per rail and rank that doubts it.
+    own rank. Memory: a word per rail and rank that doubts it.
+
+    What a rank measures is an edge: its own port and the one it sends to, of which the slower
+    counts. In a ring both edges at a slow port are slow, so where the next rank finds its own edge
+    slow too, a port is as good as the better of its two::
+
+        edge       0 -> 1   1 -> 2   2 -> 3   3 -> 0
+        measured     16        4        4       16
+        port            1: 16      2: 4     3: 16
+
+    A slow edge between two good ones counts for the port that sends: one direction is slow, and
+    nothing tells which port's.
     """
 
     def __init__(self, health: Health) -> None:
-        self._words: dict[tuple[int, int], dict[int, int]] = {}
+        self._words: dict[tuple[int, int], dict[int, RailShare]] = {}
         for rank in health.degraded():
             for rail in range(health.nrails):
                 self.note(rank, [RailShare(rank, rail, health.share(rank, rail))])
 
     def note(self, reporter: int, news: Iterable[RailShare]) -> None:
         """Replace what `reporter` said before about the rails in `news`, which must exist."""
-        for rank, rail, share in news:
-            words = self._words.setdefault((rank, rail), {})
-            if share == WHOLE:
+        for word in news:
+            words = self._words.setdefault((word.rank, word.rail), {})
+            if word.share == WHOLE:
                 words.pop(reporter, None)
             else:
-                words[reporter] = share
+                words[reporter] = word
 
     def merged(self, health: Health) -> Health:
         """Return the version after `health` that says what is known now, or `health` itself."""
+        edges = {
+            key: word
+            for key, words in self._words.items()
+            for reporter, word in words.items()
+            if reporter == key[0] and word.toward >= 0
+        }
+        before = {(edge.toward, edge.rail): edge for edge in edges.values()}
+
+        def share(word: RailShare) -> int:
+            key = (word.rank, word.rail)
+            if edges.get(key) is not word or (word.toward, word.rail) not in edges:
+                return word.share
+            return max(word.share, before[key].share if key in before else WHOLE)
+
         return health.changed(
-            RailShare(rank, rail, min(words.values(), default=WHOLE))
+            RailShare(rank, rail, min(map(share, words.values()), default=WHOLE))
             for (rank, rail), words in self._words.items()
         )
 

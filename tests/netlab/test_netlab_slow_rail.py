@@ -142,3 +142,40 @@ def test_work_is_shared_out_by_what_rails_give() -> None:
     assert statistics.median(each.slow for each in balanced) > GAIN * statistics.median(
         each.slow for each in static
     )
+
+
+@pytest.mark.timeout(300)
+def test_a_node_whose_nics_are_all_slow_is_known_and_no_other() -> None:
+    node = 2
+    faults = [
+        Fault(
+            action=Action.SLOW,
+            node=node,
+            rail=rail,
+            at_op=steady.FIRST_OP,
+            rate=f"{SLOW_SHARE * steady.RATE_MBPS:.0f}mbit",
+        )
+        for rail in range(steady.RAILS)
+    ]
+    last_op = steady.FIRST_OP + 4 * SLOW_OPS["1"]
+    with steady.make_lab() as lab:
+        reports = steady.run_steady(
+            lab,
+            FaultPlan(faults),
+            from_op=last_op,
+            lasting_s=0.1,
+            env={"R2CC_MODE": "auto"},
+            timeout_s=240,
+        )
+    assert not any(report.repairs for report in reports), "a slow rail is no broken rail"
+    found = steady.operations(reports)
+    shares = [found[-1].shares[at : at + steady.RAILS] for at in _starts()]
+    taken = [each.took_s for each in found]
+    healthy_s = steady.healthy_s(found)
+    print(f"healthy {healthy_s:.3f} s, at the end {statistics.median(taken[-8:]):.3f} s, {shares}")
+    assert all(3 <= share <= 6 for share in shares.pop(node)), "its NICs give a quarter"
+    assert {share for row in shares for share in row} == {WHOLE}, "the others are whole"
+
+
+def _starts() -> range:
+    return range(0, steady.NODES * steady.RAILS, steady.RAILS)

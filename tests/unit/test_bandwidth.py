@@ -67,7 +67,7 @@ class Job:
         def post(rail: int) -> None:
             if left[rail]:
                 left[rail] -= 1
-                balance.posted(rail, self.now)
+                balance.posted(rail, 1, self.now)
                 seen_s = self.rails[rail].post(self.now, self._nbytes)
                 heapq.heappush(events, (seen_s, rail))
 
@@ -301,6 +301,41 @@ def test_the_slow_end_of_a_long_operation_is_compared_with_nothing() -> None:
         assert job.balance.weights[3] in (4, 5)
 
 
+def all_rails(rate: Callable[[float], float]) -> Job:
+    job = Job([SimRail(rate, noise_s=1e-3, seed=rail) for rail in range(4)])
+    job.balance.calibrated(int(0.1 * SECOND))
+    return job
+
+
+def test_rails_that_are_all_slow_are_so_by_the_networks_rate() -> None:
+    fast = 0.1 * SECOND
+    job = all_rails(lambda now: fast / 4 if 2.0 <= now < 8.0 else fast)
+    seen = []
+    while job.now < 14.0:
+        job.operation(64)
+        seen.append((job.now, tuple(job.balance.weights.values())))
+    assert {share for now, row in seen if now < 2.0 for share in row} == {WHOLE}
+    assert {share for now, row in seen if 5.0 < now < 8.0 for share in row} <= {4, 5}
+    assert {share for now, row in seen if now > 10.0 for share in row} == {WHOLE}
+
+
+def test_of_slow_rails_one_may_be_slower() -> None:
+    fast = 0.1 * SECOND
+    job = all_rails(steady(fast / 2))
+    job.rails[3] = SimRail(steady(fast / 8))
+    while job.now < 6.0:
+        job.operation(64)
+    assert list(job.balance.weights.values())[:3] == [8] * 3
+    assert job.balance.weights[3] in (2, 3)
+
+
+def test_rails_that_give_most_of_the_networks_rate_are_whole() -> None:
+    job = all_rails(steady(0.08 * SECOND))
+    while job.now < 4.0:
+        job.operation(64)
+        assert set(job.balance.weights.values()) == {WHOLE}
+
+
 @pytest.mark.parametrize("slices", [128, 512])
 def test_with_one_of_four_rails_at_a_quarter_nearly_all_that_is_left_is_used(slices: int) -> None:
     fast = 0.1 * SECOND
@@ -367,7 +402,7 @@ def test_a_proposal_that_does_not_last_changes_nothing() -> None:
         while now < end_s:
             for rail in (0, 1):
                 for _ in range(10):
-                    balance.posted(rail, now)
+                    balance.posted(rail, 1, now)
             for i in range(1, 11):
                 balance.confirmed(0, now + i * service_s / 4, MIB)
             for i in range(3, 13):
@@ -383,8 +418,8 @@ def test_a_proposal_that_does_not_last_changes_nothing() -> None:
 
 def test_rails_that_are_not_compared_may_carry_work_too() -> None:
     balance = Balance([1, 2])
-    balance.posted(0, 1.0)
-    balance.posted(0, 1.0)
+    balance.posted(0, 1, 1.0)
+    balance.posted(0, 1, 1.0)
     balance.confirmed(0, 2.0, MIB)
     balance.dropped(0, 3.0, 1)
     assert balance.active_s(4.0) == 0.0
@@ -394,7 +429,7 @@ def test_rails_that_are_not_compared_may_carry_work_too() -> None:
 def test_dropped_slices_leave_the_balance_even() -> None:
     balance = Balance(range(2))
     for _ in range(5):
-        balance.posted(0, 1.0)
+        balance.posted(0, 1, 1.0)
     balance.dropped(0, 3.0, 5)
     assert balance.active_s(100.0) == 2.0
     assert balance.estimates(100.0) == {0: None, 1: None}

@@ -8,6 +8,9 @@ import pytest
 from r2ccl.council import Council
 from r2ccl.resilience.health import WHOLE, Health
 
+#: The peer that rank 1 measures each rail by.
+TOWARD = {0: 2, 1: 2}
+
 
 class Mail:
     """One rank's control plane: a queue to every other rank."""
@@ -88,13 +91,13 @@ def test_who_else_doubts_a_rail_must_take_it_back_too() -> None:
 
 def test_what_a_rank_measures_of_its_rails_all_ranks_plan_with() -> None:
     world = World()
-    world.councils[1].weigh({0: 16, 1: 4})
+    world.councils[1].weigh({0: 16, 1: 4}, TOWARD)
     world.deliver()
     assert [council.known.health.share(1, 1) for council in world.councils] == [4, 4, 4]
-    world.councils[1].weigh({0: 16, 1: 4})
+    world.councils[1].weigh({0: 16, 1: 4}, TOWARD)
     assert not world.queue, "nothing is new"
     world.now += 1.0
-    world.councils[1].weigh({0: 16, 1: 16})
+    world.councils[1].weigh({0: 16, 1: 16}, TOWARD)
     world.deliver()
     assert world.councils[0].known.health.degraded() == ()
 
@@ -104,11 +107,11 @@ def test_a_rail_that_was_slow_and_went_down_is_slow_again_when_it_is_back() -> N
     council = world.councils[1]
     shares = []
     for news in (
-        lambda: council.weigh({0: 16, 1: 4}),
+        lambda: council.weigh({0: 16, 1: 4}, TOWARD),
         lambda: council.doubt(1, 1),
-        lambda: council.weigh({0: 16, 1: 8}),
+        lambda: council.weigh({0: 16, 1: 8}, TOWARD),
         lambda: council.trust(1, 1),
-        lambda: council.weigh({0: 16, 1: 16}),
+        lambda: council.weigh({0: 16, 1: 16}, TOWARD),
     ):
         news()
         world.deliver()

@@ -147,6 +147,44 @@ def test_what_was_inherited_is_taken_back_by_the_rails_own_rank() -> None:
     assert findings.merged(health).shares == whole().shares
 
 
+def ring(edges: dict[int, int], nranks: int = 6) -> list[int]:
+    """Have ranks of a ring say what their edges on rail 0 were measured at."""
+    health = Health.whole(nranks, 2)
+    findings = Findings(health)
+    for rank, share in edges.items():
+        findings.note(rank, [RailShare(rank, 0, share, toward=(rank + 1) % nranks)])
+    merged = findings.merged(health)
+    return [merged.share(rank, 0) for rank in range(nranks)]
+
+
+@given(ports=st.lists(st.integers(1, WHOLE), min_size=3, max_size=9))
+def test_a_port_beside_one_that_is_as_good_gets_its_own_share(ports: list[int]) -> None:
+    edges = {at: min(port, ports[at + 1 - len(ports)]) for at, port in enumerate(ports)}
+    found = ring(edges, len(ports))
+    for at, port in enumerate(ports):
+        if port <= max(ports[at - 1], ports[at + 1 - len(ports)]):
+            assert found[at] == port
+        else:
+            assert edges[at] <= found[at] < port
+
+
+def test_who_sends_into_a_slow_port_is_not_slow() -> None:
+    assert ring({1: 4, 2: 4}) == [16, 16, 4, 16, 16, 16]
+    assert ring({0: 8, 1: 4, 2: 4}) == [16, 8, 4, 16, 16, 16], "two neighbours, of which one is 8"
+    assert ring({3: 4}) == [16, 16, 16, 4, 16, 16], "one direction: nothing tells whose"
+    assert ring(dict.fromkeys(range(6), 8)) == [8] * 6, "all are slow"
+
+
+def test_what_was_not_measured_is_excused_by_nobody() -> None:
+    findings = Findings(whole())
+    findings.note(0, [RailShare(0, 1, 0)])
+    findings.note(1, [RailShare(1, 1, 4, toward=2)])
+    assert findings.merged(whole()).share(0, 1) == 0
+    findings.note(1, [RailShare(0, 1, 2)])
+    findings.note(0, [RailShare(0, 1, 4, toward=1)])
+    assert findings.merged(whole()).share(0, 1) == 2, "a verdict of another rank stands"
+
+
 @settings(max_examples=150, deadline=None)
 @given(said=st.lists(st.tuples(st.integers(0, NRANKS - 1), NEWS), max_size=12), data=st.data())
 def test_the_order_of_different_ranks_words_does_not_matter(
