@@ -240,7 +240,7 @@ class Plans:
         Soon after the health has changed often, as it may change back; then as rarely as that costs
         no more than `_BUDGET` of the time, as predicted. All ranks see a health at the same call.
         """
-        if self.fabric.rates == UNMEASURED:
+        if self.fabric.rates == UNMEASURED or self._config.balance == "0":
             return False
         if health.version != self._since[0]:
             is_slow = any(0 < share < WHOLE for share in health.shares)

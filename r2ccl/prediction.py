@@ -210,7 +210,7 @@ def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choi
     if nlinks:
         # Small enough for a pipeline, and for the ports, and large enough to be worth handling.
         nslices = _nslices(int(wire_ns) * candidate.fill, rates.alpha_ns)
-        wanted = min(nbytes // schedule.nchannels // nslices, fabric.inlet_nbytes // nlinks)
+        wanted = min(nbytes // schedule.nchannels // nslices, fabric.inlet_nbytes // (2 * nlinks))
         slice_nbytes = min(slice_nbytes, max(_MIN_SLICE_NBYTES, wanted))
     channel_nbytes = Fraction(nbytes * max(placement.weights), sum(placement.weights))
     nslices = max(1, ceil(channel_nbytes / slice_nbytes))
