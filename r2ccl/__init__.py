@@ -12,6 +12,7 @@ from r2ccl.config import Config
 from r2ccl.errors import (
     CommunicatorRevoked,
     CompletionError,
+    ConcurrentCalls,
     InternalError,
     InvalidArgument,
     NoHealthyRail,
@@ -45,6 +46,7 @@ __all__ = [
     "Communicator",
     "CommunicatorRevoked",
     "CompletionError",
+    "ConcurrentCalls",
     "Config",
     "HealthReport",
     "InternalError",

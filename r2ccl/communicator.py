@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import numpy as np
 
-from r2ccl import ledger, requests
+from r2ccl import forking, ledger, requests
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.buffers import Buffer, as_buffer
@@ -26,12 +27,15 @@ from r2ccl.detector import places_of
 from r2ccl.device.arrays import DeviceBuffer
 from r2ccl.device.base import Device
 from r2ccl.dumping import SignalDump, require_main_thread, write_line
+from r2ccl.ending import Ending
 from r2ccl.engine import Engine
 from r2ccl.entry import Entry
 from r2ccl.errors import (
     CommunicatorRevoked,
+    ConcurrentCalls,
     InvalidArgument,
     R2cclError,
+    ScheduleError,
     TransportError,
     TransportTimeout,
 )
@@ -102,6 +106,14 @@ class Communicator:
         #: The local ends of all rails; the control plane knows those of sockets.
         self._rails = tuple(rails) or control.nics
         self._is_closed = False
+        #: This process is a child of the one that made it.
+        self._is_forked = False
+        #: All ranks have taken leave: there is nobody to be told of anything.
+        self._is_left = False
+        #: Held while a collective is under way, from its first copy to its last.
+        self._turn = threading.Lock()
+        #: The thread whose collective it is; 0: the worker's, or none.
+        self._caller = 0
         self._monitor: LinkMonitor | None = None
         self._signal_dump: SignalDump | None = None
         self._engine = Engine(
@@ -121,7 +133,7 @@ class Communicator:
         pool = LandingPool(transport.allocate)
         self._entry = Entry(self._engine, self._plans, self._whole)
         self._host = HostCalls(self._engine, self._entry, pool)
-        self._worker = Worker(f"r2ccl-worker-{self.rank}", self._on_call_error)
+        self._worker = Worker(f"r2ccl-worker-{self.rank}", self._turn, self._on_call_error)
         self._on_device = DeviceCalls(
             self.rank,
             timeout_s=config.timeout_s,
@@ -129,6 +141,10 @@ class Communicator:
             check=self._engine.check,
             open_device=hardware.open,
             find_ways=self._find_ways,
+        )
+        self._ending = Ending(
+            f"r2ccl-ending-{self.rank}",
+            (self._end_calls, control.close, self._end_data),
         )
         self._tidings = Tidings(self._engine)
         self._engine.recovery.hosts = [info.hostname for info in control.peers]
@@ -138,6 +154,8 @@ class Communicator:
 
     def connect(self) -> None:
         """Start the control plane and connect every rail; `r2ccl.init` calls it."""
+        forking.hold(self)
+        self._ending.prepare()
         try:
             if self.config.dump_signal:
                 self.dump_on_signal(signal.Signals[self.config.dump_signal])
@@ -149,9 +167,8 @@ class Communicator:
                 self._plans.measured(rates)
                 if not self._plans.fabric.has_shared_nodes:
                     self._engine.calibrated(rates.beta)
-        except BaseException:
-            self._is_closed = True
-            self._free(_ABORT_S)
+        except BaseException as exc:
+            self.abort(f"init() failed: {exc!r}")
             raise
 
     def allreduce(
@@ -206,7 +223,7 @@ class Communicator:
         fails changes nothing in the result, bit for bit. If the call raises, `out` is undefined.
         Calls of one communicator are carried out in their order, whatever they are asynchronous to.
         """
-        return self._start(requests.allreduce(x, out, op), stream, async_op)
+        return self._start(stream, async_op, requests.allreduce, x, out, op)
 
     def allgather(
         self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False
@@ -239,8 +256,8 @@ class Communicator:
         -----
         *Collective*: all ranks. *Cost*: a ring that sends (n - 1)/n of `out` per rank.
         """
-        request = requests.allgather(x, out, self.rank, self.nranks)
-        return self._start(request, stream, async_op)
+        make = requests.allgather
+        return self._start(stream, async_op, make, x, out, self.rank, self.nranks)
 
     def reduce_scatter(
         self,
@@ -285,8 +302,8 @@ class Communicator:
         *Collective*: all ranks. *Cost*: a ring that sends (n - 1)/n of `x` per rank, and memory of
         the size of `x` for partial sums, kept from call to call.
         """
-        request = requests.reduce_scatter(x, out, op, self.rank, self.nranks)
-        return self._start(request, stream, async_op)
+        make = requests.reduce_scatter
+        return self._start(stream, async_op, make, x, out, op, self.rank, self.nranks)
 
     def broadcast(
         self,
@@ -328,7 +345,7 @@ class Communicator:
         above, a pipeline through all ranks in which each receives and sends the data once.
         """
         self._require_rank(root)
-        return self._start(requests.broadcast(x, out, root), stream, async_op)
+        return self._start(stream, async_op, requests.broadcast, x, out, root)
 
     def reduce(
         self,
@@ -372,7 +389,7 @@ class Communicator:
         memory of the size of `x` for partial sums, kept from call to call.
         """
         self._require_rank(root)
-        return self._start(requests.reduce(x, out, op, root, self.rank), stream, async_op)
+        return self._start(stream, async_op, requests.reduce, x, out, op, root, self.rank)
 
     def run_schedule(
         self,
@@ -417,7 +434,7 @@ class Communicator:
                 f"schedule of {schedule.collective} over {schedule.nranks} ranks; give an "
                 f"allreduce over {self.nranks}"
             )
-        return self._start(requests.allreduce(x, out, op, schedule), stream, async_op)
+        return self._start(stream, async_op, requests.allreduce, x, out, op, schedule)
 
     def explain(self, nbytes: int) -> Explanation:
         """Compare the schedules that an allreduce of `nbytes` could run; ``str()`` is a table.
@@ -574,6 +591,9 @@ class Communicator:
     def close(self) -> None:
         """Wait until every rank has all its data, then leave. Idempotent.
 
+        While a collective is under way in another thread, or below the signal handler that calls
+        this, it is an `abort`.
+
         Notes
         -----
         *Collective*: all ranks. A communicator that was revoked is left at once.
@@ -585,7 +605,11 @@ class Communicator:
         CommunicatorRevoked
             An asynchronous call failed, and nobody waited for it or called after it.
         """
+        if self._worker.is_idle and self._turn.locked() and not self._is_forked:
+            self.abort("close() was called while a collective was under way")
+            return
         if self._is_closed:
+            self._free(_LEAVE_S)
             return
         self._is_closed = True
         try:
@@ -599,16 +623,23 @@ class Communicator:
                 )
             if self._engine.recovery.error is None:
                 self._engine.leave()
+                self._is_left = True
         finally:
             self._free(_LEAVE_S)
         self._require_seen()
 
     def abort(self, why: str = "abort() was called") -> None:
-        """Leave at once and revoke the communicator on every rank; returns in bounded time."""
-        if not self._is_closed:
-            self._is_closed = True
+        """Leave at once and revoke the communicator on every rank; returns within a second.
+
+        Notes
+        -----
+        *Local*, in any thread and in a signal handler. Calls that are under way, here and
+        elsewhere, end with `CommunicatorRevoked`. Idempotent.
+        """
+        self._is_closed = True
+        if not self._is_left and not self._is_forked:
             self._engine.revoke(why)
-            self._free(_ABORT_S)
+        self._free(_ABORT_S)
 
     def revoke(self, why: str = "revoke() was called") -> None:
         """End the communicator on every rank, without leaving it: `shrink` can follow.
@@ -618,7 +649,7 @@ class Communicator:
 
         Notes
         -----
-        *Local*, in any thread, at once.
+        *Local*, in any thread and in a signal handler, at once.
         """
         if not self._is_closed:
             self._engine.revoke(why)
@@ -676,6 +707,16 @@ class Communicator:
             self._free(leave_s)
         return successor
 
+    def descriptors(self) -> list[int]:
+        """File descriptors of this communicator; for the child of a fork."""
+        monitor = [] if self._monitor is None else [self._monitor.fileno()]
+        return [*monitor, *self._control.descriptors(), *self._engine.descriptors()]
+
+    def forked(self) -> None:
+        """Be of no use: in a child of a fork; see `r2ccl.forking`."""
+        self._is_forked = self._is_closed = True
+        self._control.forked()
+
     def __enter__(self) -> Communicator:
         return self
 
@@ -687,8 +728,13 @@ class Communicator:
     ) -> None:
         if exc is None:
             self.close()
-        else:
-            self.abort(f"left with {exc!r}")
+            return
+        why = f"left with {exc!r}"
+        try:
+            self.abort(why)
+        except KeyboardInterrupt:
+            self.abort(why)
+            raise
 
     def __repr__(self) -> str:
         return f"<r2ccl.Communicator rank {self.rank} of {self.nranks}, {self._nrails} rails>"
@@ -707,13 +753,17 @@ class Communicator:
         return monitor
 
     def _free(self, deadline_s: float) -> None:
+        """Free everything, unless that is under way; once more, wait for it once more."""
+        if self._is_forked:
+            return
         if self._signal_dump is not None:
             self._signal_dump.close()
-        self._end_calls(deadline_s)
-        self._control.close(deadline_s)
-        if self._monitor is not None:
-            self._monitor.close()
-        self._engine.close()
+        if not self._is_left:
+            self._engine.tell_why()
+        self._ending.begin(deadline_s)
+        # A call below the signal handler this runs in owns the data: wait for the goodbyes alone.
+        is_below = self._caller == threading.get_ident()
+        self._ending.wait(deadline_s + _BOUND_S, nsteps=2 if is_below else None)
 
     def _end_calls(self, deadline_s: float) -> None:
         """Have what goes on asynchronously end, and free the devices."""
@@ -727,41 +777,62 @@ class Communicator:
         except TransportError as exc:
             _log.error("rank %d: %s", self.rank, exc)
 
+    def _end_data(self, deadline_s: float) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+        self._engine.close()
+
     def _is_measured(self) -> bool:
         """Whether there is anything to choose by what the network gives."""
         fabric = self._plans.fabric
         nnodes = len(set(fabric.nodes)) if fabric.nodes else self.nranks
         return fabric.nwires > 1 and nnodes > 1 and self.config.is_planned
 
-    def _start(self, request: Request, stream: Any, is_async: bool) -> Any:
-        """Carry out a request, or have it carried out."""
+    def _start(self, stream: Any, is_async: bool, make: Callable[..., Request], *given: Any) -> Any:
+        """Carry out the request that `make` makes of what was `given`, or have it carried out."""
         self._require_open()
-        if stream is None and not is_async and type(request.source) is Buffer:
-            if self._worker.is_idle:
-                self._host.carry_out(request)
-            else:
+        try:
+            request = make(*given)
+            if stream is None and not is_async and type(request.source) is Buffer:
                 self._in_turn(partial(self._host.carry_out, request))
-            return request.result
-        requests.check_op(request)
-        if isinstance(request.source, DeviceBuffer):
-            try:
+                return request.result
+            requests.check_op(request)
+            if isinstance(request.source, DeviceBuffer):
                 return self._on_device.start(request, stream, is_async)
-            except InvalidArgument:  # nothing was begun
-                raise
-            except BaseException as exc:  # this rank cannot do what others wait for
-                self._on_call_error(exc)
-                raise
-        if stream is not None:
-            raise InvalidArgument(
-                f"stream={stream!r} for arrays in host memory, where no stream works: leave it out"
-            )
-        task = self._worker.submit(partial(self._host.carry_out, request))
-        return Work(task, request.result, self.config.timeout_s)
+            if stream is not None:
+                raise InvalidArgument(
+                    f"stream={stream!r} for arrays in host memory, where no stream works: leave "
+                    "it out"
+                )
+            task = self._worker.submit(partial(self._host.carry_out, request))
+            return Work(task, request.result, self.config.timeout_s)
+        except (InvalidArgument, ScheduleError, ConcurrentCalls):  # nothing was begun
+            raise
+        except BaseException as exc:  # this rank does not do what others wait for
+            self._on_call_error(exc)
+            raise
 
     def _in_turn(self, fn: Callable[[], None]) -> None:
-        """Do something after all that goes on asynchronously, and wait for it."""
+        """Do something after all that goes on asynchronously, and wait for it.
+
+        Raises
+        ------
+        ConcurrentCalls
+            Another thread is at it.
+        """
         if self._worker.is_idle:
-            fn()
+            if self._turn.locked():
+                raise ConcurrentCalls(
+                    f"rank {self.rank}: a call while another one is under way, in another thread "
+                    "or below a signal handler: call from one thread at a time, or make a "
+                    "communicator for each"
+                )
+            with self._turn:
+                self._caller = threading.get_ident()
+                try:
+                    fn()
+                finally:
+                    self._caller = 0
             return
         task = self._worker.submit(fn)
         try:
@@ -807,6 +878,12 @@ class Communicator:
             self._engine.revoke(f"a collective failed: {error!r}")
 
     def _require_open(self) -> None:
+        if self._is_forked:
+            raise CommunicatorRevoked(
+                f"rank {self.rank}: this process was forked from the one that made the "
+                "communicator, which alone can use it: start workers by spawn, or have them make "
+                "one of their own"
+            )
         if self._is_closed:
             raise CommunicatorRevoked(f"rank {self.rank}: the communicator was closed")
         self._require_seen()
@@ -847,5 +924,7 @@ Assemble: TypeAlias = Callable[[ControlPlane, tuple[int, ...]], Communicator]
 #: How long an orderly and a forced goodbye may take.
 _LEAVE_S = 5.0
 _ABORT_S = 0.5
+#: How much longer it is waited for; what it still waits for then goes on being waited for.
+_BOUND_S = 0.4
 
 __all__ = ["Communicator"]

@@ -6,7 +6,8 @@ confirms. Whatever the control thread learns goes through an inbox: run at once 
 free, else by the thread that owns it, which is woken.
 
 Invariants: every wait has a deadline; no wait ends, by result, error or Ctrl-C, while a peer could
-still write into the call's memory.
+still write into the call's memory. A call that was left without an end, as a second Ctrl-C can do,
+is ended by the control thread at its next tick.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ _log = logging.getLogger(__name__)
 
 #: Long enough for a thread that waits for the GIL to take it.
 _GIVE_WAY_S = 50e-6
+#: How long paths may take to come to rest after an error: a queue pair that does not in a second is
+#: destroyed by its transport. And how often Ctrl-C can come meanwhile.
+_SETTLE_S = 2.0
+_MOST_INTERRUPTS = 1_000
+#: How long a call may take to see that the communicator was closed.
+_LAST_CALL_S = 10.0
 #: Timers are looked at this often while a call waits; the suspicion timeout is 25 times as long.
 _TICK_S = 0.02
 
@@ -104,6 +111,10 @@ class Engine:
         self._next_tick = 0.0
         self._peers: frozenset[int] = frozenset()
         self._has_raised = False
+        #: A call has begun and not ended.
+        self._is_calling = False
+        #: After an error: no path is in use any more.
+        self._is_settled = False
         #: Who has called what, and the lanes of the collective under way.
         self.roll = RollCall(self.recovery.peers, config.suspicion_timeout_s, control.send)
         self.runs: Sequence[LaneRun] = ()
@@ -148,6 +159,9 @@ class Engine:
                     self._transport.wake()
                 return
             try:
+                if self._is_calling:
+                    self._is_calling = False
+                    self._fail(CommunicatorRevoked(f"rank {self.progress.rank}: interrupted"))
                 self._drain()
                 self.progress.advance()
             except R2cclError as exc:
@@ -168,6 +182,8 @@ class Engine:
         if self.recovery.error is None:
             self.progress.step()
             self.recovery.tick(now, self._peers)
+        elif not (self._is_settled or self.recovery.is_quiet):
+            self.progress.step()
 
     def _on_calling(self, peer: int, op: int) -> None:
         self.roll.on_calling(peer, op, self.progress.op)
@@ -258,6 +274,7 @@ class Engine:
             self.check()
             self._peers = peers
             progress = self.progress
+            self._is_calling = True
             try:
                 runs = make()
                 consumers = {at: run for run in runs for at in run.channels}
@@ -277,6 +294,7 @@ class Engine:
                 self.runs = ()
                 progress.finish()
                 self._peers = frozenset()
+                self._is_calling = False
         if self._inbox:
             self._control.call_soon(self._serve)
 
@@ -303,15 +321,38 @@ class Engine:
             self._wait(lambda: self.recovery.left >= peers, self._patience(self._pending_leave))
 
     def revoke(self, why: str) -> None:
-        """End the communicator everywhere, from any thread."""
+        """End the communicator everywhere, from any thread, and from a signal handler."""
         message = Revoke("CommunicatorRevoked", why, self.progress.rank)
+        if self.recovery.error is None:
+            # At once: who owns the loop may be this very thread, below the handler.
+            self._control.broadcast(message)
         error = CommunicatorRevoked(f"rank {self.progress.rank}: {why}")
-        self.submit(self.recovery.revoke, message, error)
+        self.submit(self.recovery.end, error, message)
+
+    def tell_why(self) -> None:
+        """Tell all ranks, before this one leaves, what ended the communicator, if anything did.
+
+        Goodbyes of those that have heard may overtake the word of the one that ended it.
+        """
+        if self.recovery.reason is not None:
+            self._control.broadcast(self.recovery.reason)
+
+    def descriptors(self) -> list[int]:
+        """Descriptors in use; read where nothing else runs, as in the child of a fork."""
+        return self._transport.descriptors()
 
     def close(self) -> None:
-        """Free the transport."""
-        with self._owner:
+        """Free the transport, when the call that is under way, if one is, has ended."""
+        if not self._owner.acquire(timeout=_LAST_CALL_S):
+            _log.error(
+                "rank %d: a call did not end within %g s; its transport is kept",
+                self.progress.rank, _LAST_CALL_S,
+            )  # fmt: skip
+            return
+        try:
             self._transport.close()
+        finally:
+            self._owner.release()
 
     def check(self) -> None:
         """Raise what ended the communicator: itself the first time, then as the reason."""
@@ -394,12 +435,52 @@ class Engine:
         return error
 
     def _give_up(self, exc: BaseException) -> None:
-        """End the communicator, if it has not ended, because a call ends with `exc`."""
-        if isinstance(exc, R2cclError):
-            self._has_raised = True
-            self._fail(exc)
-        else:
-            self._fail(CommunicatorRevoked(f"rank {self.progress.rank}: interrupted by {exc!r}"))
+        """End the communicator, if it has not ended, because a call ends with `exc`.
+
+        Afterwards no peer can write into its memory; more Ctrl-C does not break this off.
+        """
+        is_sound = isinstance(exc, R2cclError)
+        for _ in range(_MOST_INTERRUPTS):
+            try:
+                if isinstance(exc, R2cclError):
+                    self._has_raised = True
+                    self._fail(exc)
+                else:
+                    why = f"interrupted by {exc!r}"
+                    self._fail(CommunicatorRevoked(f"rank {self.progress.rank}: {why}"))
+                self._settle(is_sound)
+                return
+            except KeyboardInterrupt as again:
+                is_sound = False
+                _log.debug("rank %d: %r while a call ends", self.progress.rank, again)
+
+    def _settle(self, is_sound: bool) -> None:
+        """Go on until no path is in use.
+
+        Paths that do not come to rest are closed; and all at once where an exception may have come
+        between the transport and who heard its events.
+        """
+        if self._is_settled:
+            return
+        self.recovery.fence_all()
+        if not (is_sound and self._comes_to_rest()):
+            self._transport.close()
+        self._is_settled = True
+        self.progress.forget()
+
+    def _comes_to_rest(self) -> bool:
+        recovery, clock = self.recovery, self._clock
+        give_up_s = clock() + _SETTLE_S
+        try:
+            while not recovery.is_quiet:
+                if clock() >= give_up_s:
+                    _log.error("rank %d: paths did not come to rest", self.progress.rank)
+                    return False
+                self.progress.step(_GIVE_WAY_S)
+        except Exception:
+            _log.exception("rank %d: the data loop failed in its end", self.progress.rank)
+            return False
+        return True
 
     def _fail(self, exc: R2cclError) -> None:
         """End the communicator, if it has not ended, because of an error found here."""

@@ -192,6 +192,13 @@ class CommunicatorRevoked(R2cclError):
         self.reason = reason
 
 
+class ConcurrentCalls(R2cclError):
+    """A call while another one is under way in another thread, or below a signal handler.
+
+    It was refused before anything began; the other one goes on.
+    """
+
+
 class InternalError(R2cclError):
     """A broken invariant of r2ccl itself: please report it with the message."""
 
@@ -199,6 +206,7 @@ class InternalError(R2cclError):
 __all__ = [
     "CommunicatorRevoked",
     "CompletionError",
+    "ConcurrentCalls",
     "InternalError",
     "InvalidArgument",
     "NoHealthyRail",

@@ -175,6 +175,14 @@ class Progress:
         self._consumers = {}
         self._computer = None
 
+    def forget(self) -> None:
+        """Let go of all memory that slices were in; once no path is in use any more."""
+        self.finish()
+        self._dirty.clear()
+        self._unconfirmed.clear()
+        self.senders.clear()
+        self.receivers.clear()
+
     def send_link(self, peer: int, channel: int) -> SendLink:
         """Return the link to `peer` of `channel`, made on first use."""
         link = self.senders.get((peer, channel))

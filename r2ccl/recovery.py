@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from r2ccl.bootstrap.messages import Goodbye
 from r2ccl.bypass import Bypasses
 from r2ccl.council import Council
 from r2ccl.detector import Detector
@@ -113,8 +114,9 @@ class Recovery:
         self.hosts = [""] * progress.nranks
         #: Of every rank its node, where several share one; else empty.
         self.nodes: Sequence[int] = ()
-        #: First error that ended the communicator.
+        #: First error that ended the communicator, and what tells others of it.
         self.error: R2cclError | None = None
+        self.reason: Revoke | None = None
         #: Every slice of this rank is confirmed, and it says so.
         self.is_leaving = False
         #: Ranks that said that they leave.
@@ -375,6 +377,9 @@ class Recovery:
                     self._look_into(path.key, message.epoch, message.cause, is_own=False)
         elif isinstance(message, Leaving):
             self.left.add(peer)
+        elif isinstance(message, Goodbye):
+            if peer not in self.left:
+                self._end_by(Revoke("CommunicatorRevoked", _LEFT, peer))
         elif isinstance(message, Revoke):
             self._on_revoke(message)
         elif isinstance(message, Spared):
@@ -432,7 +437,7 @@ class Recovery:
         if error is None:
             self._on_revoke(message)
         else:
-            self._end(error)
+            self.end(error, message)
 
     # Time
 
@@ -705,26 +710,34 @@ class Recovery:
         self._give_up(error, "NoHealthyRail", peer)
 
     def _give_up(self, error: R2cclError, kind: str = "", peer: int = -1) -> None:
+        message = Revoke(kind or type(error).__name__, str(error), self._rank, peer)
         if self.error is None and kind:
-            self._control.broadcast(Revoke(kind, str(error), self._rank, peer))
-        self._end(error)
+            self._control.broadcast(message)
+        self.end(error, message)
 
     def _on_revoke(self, message: Revoke) -> None:
         if message.kind == "InvalidArgument":
-            self._end(InvalidArgument(message.text))
+            self.end(InvalidArgument(message.text), message)
         elif message.kind == "NoHealthyRail" and message.peer == self._rank and self.error is None:
             if self.up(message.rank):
-                self._end(CommunicatorRevoked(f"rank {message.rank} gave up: {message.text}"))
+                self._end_by(message)
             else:
                 self._no_rail(message.rank, self._clock())
         else:
-            self._end(CommunicatorRevoked(f"rank {message.rank} gave up: {message.text}"))
+            self._end_by(message)
 
-    def _end(self, error: R2cclError) -> None:
+    def _end_by(self, message: Revoke) -> None:
+        error = CommunicatorRevoked(f"rank {message.rank} gave up: {message.text}")
+        self.end(error, message)
+
+    def end(self, error: R2cclError, message: Revoke) -> None:
         """Keep the first reason, and leave no path over which a peer could still write."""
-        if self.error is not None:
-            return
-        self.error = error
+        if self.error is None:
+            self.error, self.reason = error, message
+            self.fence_all()
+
+    def fence_all(self) -> None:
+        """Begin to take every path out of use; whoever steps the loop sees when they are."""
         self._joiner.close()
         for key, path in self.paths.items():
             if path.state is PathState.UP:
@@ -742,6 +755,8 @@ _ACTIONS: dict[Action, Callable[[Recovery, Path], None]] = {
     Action.USE: Recovery._use,
 }
 
+#: What a rank says that leaves without a word.
+_LEFT = "it left, and other ranks had not"
 _NO_CARRIER = "CARRIER_DOWN"
 _PORT_ERR = "PORT_ERR"
 #: Rounds of ways begun in one look: each takes file descriptors, and some of the loop's time.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from r2ccl.clock import monotonic
@@ -156,12 +157,20 @@ class Worker:
     ----------
     name : str
         Of the thread.
+    turn : context manager
+        Held while a task is done.
     on_error : callable
         Told in the thread of what ended a task, before who waits for it is.
     """
 
-    def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        turn: AbstractContextManager[object],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
         self._name = name
+        self._turn = turn
         self._on_error = on_error
         self._tasks: deque[Task] = deque()
         self._changed = threading.Condition()
@@ -233,9 +242,10 @@ class Worker:
                 if not self._tasks:
                     return
                 task = self._tasks[0]
-            error = task.attempt()
-            if error is not None:
-                self._on_error(error)
+            with self._turn:
+                error = task.attempt()
+                if error is not None:
+                    self._on_error(error)
             with self._changed:
                 self._tasks.popleft()
                 task.end(error)

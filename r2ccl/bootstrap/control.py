@@ -200,6 +200,14 @@ class ControlPlane:
             finally:
                 self._loop.close(_STOP_S)
 
+    def descriptors(self) -> list[int]:
+        """Descriptors in use; read where nothing else runs, as in the child of a fork."""
+        return [*self._loop.descriptors(), *self._listener.descriptors()]
+
+    def forked(self) -> None:
+        """Say nothing and wait for nothing: in a child of a fork no thread answers."""
+        self._is_closing = True
+
     def _start(self) -> None:
         self._listener.start()
         for peer in self._sessions.values():

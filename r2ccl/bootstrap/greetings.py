@@ -12,7 +12,7 @@ import msgspec
 
 from r2ccl.auth import Secret
 from r2ccl.bootstrap.messages import PeerInfo
-from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
+from r2ccl.errors import InvalidArgument, PeerLost, R2cclError, TransportTimeout
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -45,13 +45,22 @@ class Table(msgspec.Struct, frozen=True, tag="table"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """It cannot work, and why; the text goes into the error every rank raises."""
+    """It cannot work, and why; the text goes into the error every rank raises.
+
+    ``lost`` is the rank that left meanwhile, on ``host``, if that is the reason.
+    """
 
     text: str
     is_timeout: bool = False
+    lost: int = -1
+    host: str = ""
 
     def error(self, rank: int) -> R2cclError:
         """Return the error `rank` raises."""
+        if self.lost >= 0:
+            return PeerLost(
+                rank=rank, peer=self.lost, last_heard_s=0.0, why=self.text, host=self.host
+            )
         text = f"rank {rank}: {self.text}"
         return TransportTimeout(text, rank=rank) if self.is_timeout else InvalidArgument(text)
 

@@ -12,6 +12,8 @@ import os
 import secrets
 import socket
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -40,7 +42,7 @@ from r2ccl.errors import InvalidArgument, R2cclError
 logger = logging.getLogger("r2ccl.bootstrap")
 
 #: How long rank 0 waits for more ranks after it has found a fault, so that they hear of it too.
-_FAULT_GRACE_S = 1.0
+_FAULT_GRACE_S = 0.5
 #: How much longer than rank 0 the others wait, so that they hear its account of a timeout.
 VERDICT_MARGIN_S = 5.0
 #: How long rank 0 waits for its port: its user's previous job may be about to leave it.
@@ -53,6 +55,8 @@ class _Guest(msgspec.Struct):
 
     hello: Hello
     sock: socket.socket
+    #: Reads what it says after its Hello, which shows at once when it leaves.
+    reader: asyncio.Task[bytes]
     info: PeerInfo | None = None
 
 
@@ -75,7 +79,9 @@ class Leader:
         self._guests: dict[int, _Guest] = {}
         self._surplus: list[socket.socket] = []
         self._faults: list[str] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        #: Those that left.
+        self._left: list[Hello] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._progress = asyncio.Event()
 
     async def run(self) -> Meeting:
@@ -94,8 +100,9 @@ class Leader:
             await self._tell_everyone(failed)
             raise failed.error(0) from None
         except R2cclError as exc:
-            await self._tell_everyone(Failed(str(exc)))
-            raise Failed(str(exc)).error(0) from exc
+            failed = self._account_of(exc)
+            await self._tell_everyone(failed)
+            raise failed.error(0) from exc
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -167,7 +174,7 @@ class Leader:
                 f"rank {hello.rank} was started for {hello.nranks} ranks, "
                 f"rank 0 for {self._identity.nranks}: WORLD_SIZE must be equal everywhere"
             )
-        elif hello.rank == 0 or self._is_present(hello.rank):
+        elif hello.rank == 0 or hello.rank in self._guests:
             first = self._hello if hello.rank == 0 else self._guests[hello.rank].hello
             self._fault(
                 f"rank {hello.rank} was started twice: pid {first.pid} on {_name(first)} and "
@@ -175,23 +182,22 @@ class Leader:
             )
         else:
             self._surplus.remove(sock)
-            self._guests[hello.rank] = _Guest(hello, sock)
+            reader = asyncio.get_running_loop().create_task(wire.receive_message(sock))
+            self._tasks.add(reader)
+            reader.add_done_callback(partial(self._on_read, hello))
+            self._guests[hello.rank] = _Guest(hello, sock, reader)
             self._announce()
 
-    def _is_present(self, rank: int) -> bool:
-        guest = self._guests.get(rank)
-        if guest is None:
-            return False
-        try:
-            if guest.sock.recv(1, socket.MSG_PEEK):
-                return True
-        except BlockingIOError:
-            return True
-        except OSError:
-            logger.debug("rank %d came back", rank)
-        guest.sock.close()  # it left (a restarted process): its successor takes the place
-        del self._guests[rank]
-        return False
+    def _on_read(self, hello: Hello, reader: asyncio.Task[bytes]) -> None:
+        """See whether a guest that was read from has left."""
+        self._tasks.discard(reader)
+        exc = None if reader.cancelled() else reader.exception()
+        if exc is not None:
+            self._left.append(hello)
+            self._fault(
+                f"rank {hello.rank} (pid {hello.pid} on {_name(hello)}) left during init "
+                f"({exc}): see its own log"
+            )
 
     def _fault(self, text: str) -> None:
         self._faults.append(text)
@@ -233,13 +239,9 @@ class Leader:
 
     async def _await_ready(self, guest: _Guest) -> None:
         try:
-            message = decode(await wire.receive_message(guest.sock))
-        except OSError as exc:
-            self._faults.append(
-                f"rank {guest.hello.rank} (pid {guest.hello.pid} on {_name(guest.hello)}) left "
-                f"during init ({exc}): see its own log"
-            )
-            return
+            message = decode(await guest.reader)
+        except OSError:
+            return  # noted when it was read
         if isinstance(message, Ready):
             guest.info = message.info
         else:
@@ -256,6 +258,12 @@ class Leader:
                 await asyncio.gather(*sends, return_exceptions=True)
         except TimeoutError:
             logger.debug("rank 0 could not tell everyone: %s", message)
+
+    def _account_of(self, error: R2cclError) -> Failed:
+        if len(self._faults) == len(self._left) > 0:
+            first = self._left[0]
+            return Failed(str(error), lost=first.rank, host=_name(first))
+        return Failed(str(error))
 
     def _account_of_timeout(self) -> Failed:
         if self._faults:

@@ -121,6 +121,10 @@ class Listener:
         for index, sock in enumerate(self._sockets):
             self._spawn(self._accept(sock, index))
 
+    def descriptors(self) -> list[int]:
+        """Descriptors of the listening sockets, and of connections that have yet to prove."""
+        return [sock.fileno() for sock in (*self._sockets, *self._pending)]
+
     async def close(self) -> None:
         """Stop, close every unfinished handshake and the listening sockets."""
         tasks = list(self._tasks)

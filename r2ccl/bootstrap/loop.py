@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import selectors
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -31,7 +32,8 @@ class ControlLoop:
     """
 
     def __init__(self, name: str) -> None:
-        self.loop = asyncio.SelectorEventLoop()
+        self._selector = selectors.EpollSelector()
+        self.loop = asyncio.SelectorEventLoop(self._selector)
         self.loop.set_exception_handler(_log_exception)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -39,6 +41,13 @@ class ControlLoop:
     def is_current(self) -> bool:
         """Whether the caller runs in this thread."""
         return threading.get_ident() == self._thread.ident
+
+    def descriptors(self) -> list[int]:
+        """Descriptors of the loop and of all sockets that it watches."""
+        if self.loop.is_closed():
+            return []
+        watched = self._selector.get_map().values()
+        return [self._selector.fileno(), *(key.fd for key in watched)]
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run `work` in the loop and wait for it; an interrupt of the caller cancels it."""

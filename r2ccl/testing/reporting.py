@@ -136,6 +136,10 @@ class ReportingTransport:
         """See `Transport.probe`."""
         self._inner.probe(key)
 
+    def descriptors(self) -> list[int]:
+        """See `Transport.descriptors`."""
+        return self._inner.descriptors()
+
     def close(self) -> None:
         """See `Transport.close`."""
         self._inner.close()

@@ -293,6 +293,10 @@ class Transport(Protocol):
         """
         ...
 
+    def descriptors(self) -> list[int]:
+        """File descriptors in use; read where nothing else runs, as in the child of a fork."""
+        ...
+
     def close(self) -> None:
         """Fence every path and free everything."""
         ...

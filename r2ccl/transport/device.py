@@ -136,7 +136,16 @@ class Device:
         self._nic = self._find_nic(fastpath)
         self._poller = self._make_poller()
 
+    def descriptors(self) -> list[int]:
+        """File descriptors of the open device."""
+        return list(self._descriptors)
+
     def _open(self) -> None:
+        before = _device_fds()
+        self._open_parts()
+        self._descriptors = _device_fds() - before
+
+    def _open_parts(self) -> None:
         self.context, self.async_fd = _with_new_fd(lambda: Context(name=self.name))
         os.set_blocking(self.async_fd, False)
         self.pd = PD(self.context)
@@ -313,15 +322,24 @@ def _with_new_fd(make: Any) -> tuple[Any, int]:
 
 
 def _event_fds() -> set[int]:
-    found = set()
+    return {fd for fd, target in _open_files() if target == _EVENTS}
+
+
+def _device_fds() -> set[int]:
+    return {fd for fd, target in _open_files() if target == _EVENTS or target.startswith(_DEVICES)}
+
+
+def _open_files() -> Iterator[tuple[int, str]]:
+    """Find this process's descriptors, and what each is of."""
     for name in os.listdir("/proc/self/fd"):
         try:
-            target = os.readlink(f"/proc/self/fd/{name}")
+            yield int(name), os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:  # the listing's own
             continue
-        if target == "anon_inode:[infinibandevent]":
-            found.add(int(name))
-    return found
+
+
+_EVENTS = "anon_inode:[infinibandevent]"
+_DEVICES = "/dev/infiniband/"
 
 
 __all__ = ["BATCH", "Card", "Completion", "Device", "Neighbours", "e"]

@@ -128,6 +128,10 @@ class Knocker:
         due_s = min(probe.due_s for probe in self._probes.values())
         return max(0.0, min(timeout_s, due_s - self._clock()))
 
+    def descriptors(self) -> list[int]:
+        """Descriptors of the connects under way."""
+        return list(self._by_fd)
+
     def close(self) -> None:
         """Drop every probe."""
         for probe in list(self._probes.values()):

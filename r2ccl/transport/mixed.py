@@ -165,6 +165,13 @@ class MixedTransport:
         else:
             self._by_rail[key.rail].probe(key)
 
+    def descriptors(self) -> list[int]:
+        """See `Transport.descriptors`."""
+        if self._epoll.closed:
+            return []
+        own = [self._epoll.fileno(), self._wake_fd]
+        return own + [fd for part in self._parts for fd in part.descriptors()]
+
     def close(self) -> None:
         """Close every part."""
         for part in self._parts:

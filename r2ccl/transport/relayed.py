@@ -422,6 +422,10 @@ class RelayedTransport:
         """See `Part.limit_s`: nothing sleeps while copies are under way."""
         return 0.0 if self.is_busy else self._inner.limit_s(timeout_s)
 
+    def descriptors(self) -> list[int]:
+        """See `Transport.descriptors`."""
+        return self._inner.descriptors()
+
     def close(self) -> None:
         """See `Transport.close`; waits for the copies, so that relays may be freed after it."""
         for way in self._ways.values():

@@ -163,6 +163,10 @@ class SimTransport(Dialed):
         self._probing.add(key)
         self._network.probe(self._rank, key, partial(self._on_probed, key))
 
+    def descriptors(self) -> list[int]:
+        """See `Transport.descriptors`: the network is memory."""
+        return []
+
     def close(self) -> None:
         """Fence every path."""
         for path in list(self._ends):

@@ -299,6 +299,13 @@ class TcpTransport(Dialed):
         """Begin to connect, on sockets of their own; see `Transport.probe`."""
         self._knocker.probe(key)
 
+    def descriptors(self) -> list[int]:
+        """See `Transport.descriptors`."""
+        if self._epoll.closed:
+            return []
+        own = (self._epoll.fileno(), self._wake_fd)
+        return [*own, *self._by_fd, *self._knocker.descriptors()]
+
     def close(self) -> None:
         """Close every socket."""
         self._knocker.close()

@@ -186,6 +186,13 @@ class VerbsTransport:
         """Write nothing, on a queue pair of its own; see `Transport.probe`."""
         self._prober.probe(key)
 
+    def descriptors(self) -> list[int]:
+        """See `Transport.descriptors`."""
+        if self._epoll.closed:
+            return []
+        own = [self._epoll.fileno(), self._wake_fd]
+        return own + [fd for device in self._devices for fd in device.descriptors()]
+
     def close(self) -> None:
         """Destroy every queue pair, then close the devices."""
         self._prober.close()

@@ -61,7 +61,7 @@ def calls_of(device: FakeDevice, ways: Any, timeout_s: float = 5.0) -> DeviceCal
     return DeviceCalls(
         0,
         timeout_s=timeout_s,
-        worker=Worker("worker", lambda error: None),
+        worker=Worker("worker", threading.Lock(), lambda error: None),
         check=lambda: None,
         open_device=lambda ordinal: (device, None),  # type: ignore[arg-type,return-value]
         find_ways=lambda device, kernels: ways,

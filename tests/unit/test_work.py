@@ -23,7 +23,8 @@ class Gate:
 
 
 def make(errors: list[BaseException] | None = None) -> Worker:
-    return Worker("worker of a test", (errors if errors is not None else []).append)
+    on_error = (errors if errors is not None else []).append
+    return Worker("worker of a test", threading.Lock(), on_error)
 
 
 def fail() -> None:

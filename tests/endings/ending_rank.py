@@ -1,0 +1,204 @@
+"""One rank of a job that ends in some way at some moment; prints what it saw as one line of JSON.
+
+Rank 1 is the one that ends. Rank 2 does not join what ranks 0 and 1 wait in, so that they are there
+when it happens; it calls a collective afterwards. All times are readings of the host's monotonic
+clock, which the ranks share.
+
+Argument: JSON with ``ending`` and ``moment``, as `test_endings_matrix` has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import r2ccl
+from r2ccl.types import PathKey
+
+ENDS, ABSENT = 1, 2
+COUNT = 2_000_000
+#: When it ends, after the ranks met; when the absent rank comes, after that.
+AFTER_S, ABSENT_S = 0.4, 0.3
+#: When it comes while the others shrink, who wait for it.
+SHRINK_S = 1.5
+PATTERN = 0xA5
+#: How long memory is watched after an error.
+WATCHED_S = 0.3
+
+
+class Rank:
+    """What one rank does."""
+
+    def __init__(self, rank: int, ending: str, moment: str) -> None:
+        self.rank, self.ending, self.moment = rank, ending, moment
+        self.ended_s = 0.0
+        self.x = np.ones(COUNT, np.uint8)
+        self.found: dict[str, Any] = {"rank": rank, "error": "", "text": "", "is_untouched": True}
+        self.comm: r2ccl.Communicator | None = None
+
+    def run(self) -> dict[str, Any]:
+        before = _held()
+        try:
+            self.live()
+        except BaseException as exc:
+            _stay()
+            self.note(exc)
+        _stay()
+        self.watch()
+        # Threads and descriptors go a moment after who waited for them.
+        until_s = time.monotonic() + 2.0
+        while _held() != before and time.monotonic() < until_s:
+            time.sleep(0.01)
+        self.found["left"] = [] if _held() == before else [before, _held()]
+        self.found["ended_s"] = self.ended_s
+        return self.found
+
+    def note(self, exc: BaseException) -> None:
+        """Keep the first error, and let go of what its frames hold."""
+        if not self.found["error"]:
+            self.found |= {
+                "error": type(exc).__name__, "text": str(exc), "raised_s": time.monotonic(),
+            }  # fmt: skip
+        exc.__traceback__ = None
+
+    def live(self) -> None:
+        if self.moment == "init":
+            self.arm()
+            if self.rank == ABSENT:
+                return
+        with r2ccl.init() as comm:
+            self.comm = comm
+            comm.allreduce(np.ones(1000))
+            comm.barrier()
+            self.arm()
+            if self.rank == ABSENT:
+                if self.moment == "repair":
+                    _stop_for(AFTER_S + ABSENT_S)
+                else:
+                    time.sleep(AFTER_S + (SHRINK_S if self.moment == "shrink" else ABSENT_S))
+                comm.reduce(self.x)
+            else:
+                getattr(self, f"in_{self.moment}")(comm)
+        self.found["raised_s"] = time.monotonic()
+
+    def in_idle(self, comm: r2ccl.Communicator) -> None:
+        if self.rank == ENDS:
+            time.sleep(AFTER_S + 2.0)
+        comm.reduce(self.x)
+
+    def in_call(self, comm: r2ccl.Communicator) -> None:
+        if (self.ending, self.rank) == ("memory", ENDS):
+            comm._host._scratch_like = self.no_memory  # type: ignore[method-assign]
+            time.sleep(AFTER_S)
+        comm.reduce(self.x)
+
+    def no_memory(self, array: Any) -> Any:
+        self.ended_s = time.monotonic()
+        raise MemoryError("none for partial sums")
+
+    def in_async(self, comm: r2ccl.Communicator) -> None:
+        comm.reduce(self.x, async_op=True).wait()
+
+    def in_shrink(self, comm: r2ccl.Communicator) -> None:
+        comm.shrink().close()
+
+    def in_repair(self, comm: r2ccl.Communicator) -> None:
+        """In a call, while a path is fenced to a peer that is stopped and says nothing of it."""
+        if self.rank == ENDS:
+            threading.Timer(AFTER_S / 2, self.break_path, (comm,)).start()
+        comm.reduce(self.x)
+
+    def break_path(self, comm: r2ccl.Communicator) -> None:
+        engine = comm._engine
+        engine.submit(engine.recovery.fail, PathKey(ABSENT, 0), "TEST: broken on purpose")
+
+    # The end
+
+    def arm(self) -> None:
+        if self.rank != ENDS:
+            return
+        kind, _, place = self.ending.partition("_")
+        signal.signal(signal.SIGTERM, self.on_term)
+        signal.signal(signal.SIGUSR1, lambda *_: self.end_by(kind))
+        acts: dict[str, Callable[[], None]] = {
+            "thread": lambda: self.end_by(kind),
+            "handler": lambda: os.kill(os.getpid(), signal.SIGUSR1),
+        }
+        signals = {"interrupt": [signal.SIGINT], "twice": [signal.SIGINT, signal.SIGINT],
+                   "term": [signal.SIGTERM], "kill": [signal.SIGKILL]}  # fmt: skip
+        if place:
+            act = acts[place]
+        elif kind in signals:
+            act = lambda: self.send(signals[kind])  # noqa: E731
+        else:
+            return
+        timer = threading.Timer(AFTER_S, self.act, (act,))
+        timer.daemon = True
+        timer.start()
+
+    def act(self, act: Callable[[], None]) -> None:
+        self.ended_s = time.monotonic()
+        print(f"ends {self.ended_s}", flush=True)
+        act()
+
+    def send(self, signals: list[signal.Signals]) -> None:
+        for each in signals:
+            os.kill(os.getpid(), each)
+            time.sleep(5e-4)
+
+    def on_term(self, *_: object) -> None:
+        """End as a program does that takes SIGTERM to unwind."""
+        raise SystemExit(3)
+
+    def end_by(self, kind: str) -> None:
+        assert self.comm is not None
+        begun_s = time.monotonic()
+        getattr(self.comm, kind)()
+        self.found["took_s"] = time.monotonic() - begun_s
+
+    def watch(self) -> None:
+        """See whether anybody still writes into the memory of a call that raised."""
+        self.x[:] = PATTERN
+        time.sleep(WATCHED_S)
+        self.found["is_untouched"] = bool((self.x == PATTERN).all())
+
+
+def _stay() -> None:
+    """Let no second Ctrl-C end what is told."""
+    while signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _stop_for(time_s: float) -> None:
+    """Have this process stopped for a while."""
+    script = f"sleep {time_s}; kill -CONT {os.getpid()}"
+    with subprocess.Popen(["sh", "-c", script]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _held() -> list[int]:
+    """Count what a process can leave behind."""
+    gc.collect()
+    children = 0
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
+        children = len(file.read().split())
+    names = os.listdir("/proc/self/fd")
+    return [len(names), threading.active_count(), children]
+
+
+if __name__ == "__main__":
+    plan = json.loads(sys.argv[1])
+    number = int(os.environ["RANK"])
+    print(json.dumps(Rank(number, plan["ending"], plan["moment"]).run()), flush=True)

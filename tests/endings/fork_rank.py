@@ -1,0 +1,72 @@
+"""One rank of a job that forks: a child that unwinds, calls, or lives on when its parent is killed.
+
+Argument: ``unwinds``, ``calls`` or ``outlives``; rank 1 forks. Prints what it saw as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+import r2ccl
+
+NCALLS = 20
+
+
+def main(kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"error": "", "child": None}
+    try:
+        with r2ccl.init() as comm:
+            comm.allreduce(np.ones(100_000))
+            child = os.fork() if comm.rank == 1 else 0
+            if comm.rank == 1 and child == 0:
+                be_a_child(kind, comm)
+            if kind == "outlives":
+                comm.allreduce(np.ones(100_000))
+            if kind == "outlives" and comm.rank == 1:
+                print(f"ends {time.monotonic()}", flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+            for call in range(NCALLS):
+                x = np.full(100_000, call, np.int64)
+                comm.allreduce(x)
+                assert (x == call * comm.nranks).all()
+                time.sleep(0.01)
+            if child:
+                found["child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            comm.barrier()
+    except r2ccl.R2cclError as exc:
+        found |= {"error": type(exc).__name__, "text": str(exc), "raised_s": time.monotonic()}
+    return found
+
+
+def be_a_child(kind: str, comm: r2ccl.Communicator) -> None:
+    if kind == "outlives":
+        time.sleep(3.0)
+        os._exit(0)
+    if kind == "calls":
+        try:
+            comm.allreduce(np.ones(100_000))
+        except r2ccl.CommunicatorRevoked as exc:
+            os._exit(0 if "forked" in str(exc) else 3)
+        os._exit(4)
+    # As a program that unwinds all its frames, and lets go of everything.
+    comm.close()
+    comm.abort()
+    try:
+        with comm:
+            raise SystemExit
+    except SystemExit:
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(main(sys.argv[1])), flush=True)
+    except SystemExit as exc:
+        os._exit(exc.code if isinstance(exc.code, int) else 5)
