@@ -220,7 +220,8 @@ class Communicator:
         -----
         *Collective*: all ranks. *Cost*: up to one eager slice, log2(n) exchanges of the data;
         above, a ring that sends 2(n - 1)/n of the data per rank. *After failure*: a path that
-        fails changes nothing in the result, bit for bit. If the call raises, `out` is undefined.
+        fails changes nothing in the result, bit for bit; later calls, planned for what is left,
+        may round differently (docs/fault-model.md). If the call raises, `out` is undefined.
         Calls of one communicator are carried out in their order, whatever they are asynchronous to.
         """
         return self._start(stream, async_op, requests.allreduce, x, out, op)
@@ -824,8 +825,8 @@ class Communicator:
             if self._turn.locked():
                 raise ConcurrentCalls(
                     f"rank {self.rank}: a call while another one is under way, in another thread "
-                    "or below a signal handler: call from one thread at a time, or make a "
-                    "communicator for each"
+                    "or below a signal handler; allowed is one thread at a time, or a communicator "
+                    "for each"
                 )
             with self._turn:
                 self._caller = threading.get_ident()

@@ -361,7 +361,7 @@ class Engine:
             return
         if not self._has_raised:
             self._has_raised = True
-            raise error
+            raise _twin(error)
         raise CommunicatorRevoked(
             f"rank {self.progress.rank}: the communicator was revoked: {error}", reason=error
         ) from error
@@ -446,8 +446,8 @@ class Engine:
                     self._has_raised = True
                     self._fail(exc)
                 else:
-                    why = f"interrupted by {exc!r}"
-                    self._fail(CommunicatorRevoked(f"rank {self.progress.rank}: {why}"))
+                    rank = self.progress.rank
+                    self._fail(CommunicatorRevoked(f"rank {rank}: interrupted by {exc!r}"))
                 self._settle(is_sound)
                 return
             except KeyboardInterrupt as again:
@@ -488,7 +488,8 @@ class Engine:
             return
         if isinstance(exc, InternalError):
             _log.error("rank %d: %s", self.progress.rank, exc, exc_info=exc)
-        self.recovery.revoke(Revoke(type(exc).__name__, str(exc), self.progress.rank), error=exc)
+        message = Revoke(type(exc).__name__, str(exc), self.progress.rank)
+        self.recovery.revoke(message, error=_twin(exc))
 
     # What is waited for; called in any thread
 
@@ -533,6 +534,17 @@ class Engine:
         detector = self.recovery.detector
         slow = detector.slow_since(self._since_s) if detector is not None else ()
         return Pending(rank, doing, now, self._since_s, missing or {}, waits, slow)
+
+
+def _twin(error: R2cclError) -> R2cclError:
+    """Return an error like this one for somebody else to raise, or to keep.
+
+    One that was raised holds the frames it went through, and with them the caller's arrays.
+    """
+    twin = type(error).__new__(type(error), *error.args)
+    twin.__dict__.update(error.__dict__)
+    twin.__cause__ = error.__cause__
+    return twin
 
 
 def _timeout(patience: _Patience) -> TransportTimeout:

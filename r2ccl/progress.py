@@ -486,6 +486,8 @@ def describe(signature: int) -> str:
         parts.append(f"op={ReduceOp(call.op).name}")
     if call.collective in ROOTED:
         parts.append(f"root={call.root}")
+    elif call.root:
+        parts.append(f"schedule={call.root:03x}")
     return f"{name}({', '.join(parts)})"
 
 

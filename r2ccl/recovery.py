@@ -379,7 +379,7 @@ class Recovery:
             self.left.add(peer)
         elif isinstance(message, Goodbye):
             if peer not in self.left:
-                self._end_by(Revoke("CommunicatorRevoked", _LEFT, peer))
+                self._end_by(Revoke("", _LEFT, peer))
         elif isinstance(message, Revoke):
             self._on_revoke(message)
         elif isinstance(message, Spared):

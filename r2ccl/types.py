@@ -105,7 +105,8 @@ class CallSignature(msgspec.Struct, frozen=True):
     """What all ranks must agree on in one call; travels with every slice, packed in 64 bits.
 
     ``count`` is that of the whole buffer, all ranks' parts together. ``op`` is SUM and ``root`` 0
-    where a collective has none.
+    where a collective has none. Of an allreduce by a schedule of the caller's own ``root`` tells
+    schedules apart: see `by`.
     """
 
     collective: int
@@ -114,13 +115,17 @@ class CallSignature(msgspec.Struct, frozen=True):
     count: int
     root: int = 0
 
+    def by(self, digest: int) -> CallSignature:
+        """Return the signature of this allreduce by a schedule of that `Schedule.digest`."""
+        return msgspec.structs.replace(self, root=1 + digest % _ROOT_MASK)
+
     def pack(self) -> int:
         """Pack: 4 bits collective, 6 dtype, 4 op, 12 root, 38 count (elements).
 
         Of a root, and of a count, the lower bits: enough to tell calls apart.
         """
         head = (self.collective << 10) | (self.dtype << 4) | self.op
-        return (head << 50) | ((self.root & 0xFFF) << 38) | (self.count & _COUNT_MASK)
+        return (head << 50) | ((self.root & _ROOT_MASK) << 38) | (self.count & _COUNT_MASK)
 
     @classmethod
     def unpack(cls, packed: int) -> CallSignature:
@@ -130,10 +135,11 @@ class CallSignature(msgspec.Struct, frozen=True):
             (packed >> 54) & 0x3F,
             (packed >> 50) & 0xF,
             packed & _COUNT_MASK,
-            (packed >> 38) & 0xFFF,
+            (packed >> 38) & _ROOT_MASK,
         )
 
 
+_ROOT_MASK = (1 << 12) - 1
 _COUNT_MASK = (1 << 38) - 1
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from r2ccl.auth import SECRET_NBYTES
 from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
+from r2ccl.bootstrap.orphans import end_with
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 
 #: How long the ranks may take to end by themselves, and after they were told to.
@@ -138,7 +139,7 @@ def _start(job: LocalJob, rank: int, pickled: bytes, env: Mapping[str, str]) -> 
     listener = job.listener if rank == 0 else None
     process = context.Process(
         target=_run_rank,
-        args=({**env, **job.environment(rank)}, listener, pickled, theirs),
+        args=({**env, **job.environment(rank)}, listener, pickled, theirs, os.getpid()),
         name=f"r2ccl-rank-{rank}",
     )
     process.start()
@@ -147,9 +148,14 @@ def _start(job: LocalJob, rank: int, pickled: bytes, env: Mapping[str, str]) -> 
 
 
 def _run_rank(
-    env: dict[str, str], listener: socket.socket | None, pickled: bytes, results: Connection
+    env: dict[str, str],
+    listener: socket.socket | None,
+    pickled: bytes,
+    results: Connection,
+    parent: int,
 ) -> None:
     """Body of a child process."""
+    end_with(parent)
     os.environ.update(env)
     if listener is not None:
         os.environ[LISTEN_FD_VARIABLE] = str(listener.detach())

@@ -32,6 +32,9 @@ logger = logging.getLogger("r2ccl.bootstrap")
 
 #: Unproved connections of one listener at a time; the oldest makes room for the newest.
 MAX_PENDING = 64
+#: Unproved connections a second that one listener takes in the long run, and how many at once: each
+#: takes the control thread some 0.3 ms.
+_UNPROVED_PER_S, _UNPROVED_BURST = 200.0, 256.0
 #: A full table of file descriptors empties when some other connection ends.
 _ACCEPT_RETRY_S = 0.1
 _LOG_INTERVAL_S = 5.0
@@ -80,6 +83,30 @@ Handover = Callable[[socket.socket], None]
 Gate = Callable[[Claim, int], Awaitable[Handover]]
 
 
+class _Allowance:
+    """How many more unproved connections are taken now.
+
+    What is proved costs nothing: ranks may all come at once.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._left = _UNPROVED_BURST
+        self._counted_s = clock()
+
+    def spend(self) -> None:
+        """Count a connection that proved nothing."""
+        now = self._clock()
+        earned = (now - self._counted_s) * _UNPROVED_PER_S
+        self._left = min(_UNPROVED_BURST, self._left + earned) - 1.0
+        self._counted_s = now
+
+    def wait_s(self) -> float:
+        """Return how long to take none."""
+        earned = (self._clock() - self._counted_s) * _UNPROVED_PER_S
+        return max(0.0, -(self._left + earned) / _UNPROVED_PER_S)
+
+
 class Listener:
     """Accept on several sockets, authenticate, hand over.
 
@@ -112,6 +139,7 @@ class Listener:
         self._rejections = rejections
         self._timeout_s = timeout_s
         self._max_pending = max_pending
+        self._allowance = _Allowance(monotonic)
         self._tasks: set[asyncio.Task[None]] = set()
         #: Unproved connections, oldest first (a dict keeps the order).
         self._pending: dict[socket.socket, asyncio.Task[None]] = {}
@@ -143,6 +171,8 @@ class Listener:
     async def _accept(self, listener: socket.socket, index: int) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            while (wait_s := self._allowance.wait_s()) > 0:
+                await asyncio.sleep(wait_s)
             try:
                 sock, address = await loop.sock_accept(listener)
             except OSError as exc:
@@ -156,6 +186,7 @@ class Listener:
     def _evict_oldest(self) -> None:
         oldest = next(iter(self._pending))
         self._pending.pop(oldest).cancel()
+        self._allowance.spend()
         # A task cancelled before its first step closes nothing; and not now: the loop still
         # watches the descriptor until the cancellation has gone through.
         asyncio.get_running_loop().call_soon(oldest.close)
@@ -171,8 +202,10 @@ class Listener:
         except Unneeded:
             sock.close()
         except Visitor:
+            self._allowance.spend()
             sock.close()  # a probe: the kernel has answered it, nothing more is owed
         except (HandshakeRejected, OSError) as exc:
+            self._allowance.spend()
             self._rejections.add(_reason(exc), f"{address[0]}:{address[1]}")
             sock.close()
         else:

@@ -16,10 +16,12 @@ import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, BinaryIO
 
 from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
 from r2ccl.bootstrap.launch import LocalJob, describe_exit
+from r2ccl.bootstrap.orphans import end_with
 from r2ccl.errors import InvalidArgument
 
 #: After one rank has failed the others may end by themselves: they see PeerLost.
@@ -160,6 +162,7 @@ class _Launcher:
                 stderr=PIPE,
                 env=env,
                 pass_fds=passed,
+                preexec_fn=partial(end_with, os.getpid()),
                 process_group=0,  # else a terminal's Ctrl-C would reach the ranks twice
             )
         except OSError as exc:

@@ -25,6 +25,7 @@ reduces, otherwise two ranks that exchange a chunk and reduce it in place would 
 from __future__ import annotations
 
 import enum
+import zlib
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -199,6 +200,13 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     def nparts(self) -> int:
         """Equal parts of the buffer, see `PARTED`; the chunks of every channel are a multiple."""
         return self.nranks if self.collective in PARTED else 1
+
+    def digest(self) -> int:
+        """Return 32 bits of what all ranks' programs are; generates them."""
+        found = 0
+        for rank in range(self.nranks):
+            found = zlib.crc32(msgspec.msgpack.encode(self.program(rank)), found)
+        return found
 
     def program(self, rank: int) -> RankProgram:
         """Generate the program of `rank`.

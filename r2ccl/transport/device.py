@@ -226,7 +226,9 @@ class Device:
     def port_events(self) -> list[int]:
         """Take pending async events of the device; each is acknowledged."""
         found = []
-        while select.select((self.async_fd,), (), (), 0)[0]:
+        poll = select.poll()  # `select.select` takes no descriptor above 1023
+        poll.register(self.async_fd, select.POLLIN)
+        while poll.poll(0):
             event = self.context.get_async_event()
             found.append(event.event_type)
             self._is_stale = True

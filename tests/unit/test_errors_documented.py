@@ -331,6 +331,19 @@ def call_after_the_end() -> None:
     call(over)
 
 
+def call_beside_another() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (
+            ("RANK", "0"),
+            ("WORLD_SIZE", "1"),
+            ("MASTER_ADDR", "::1"),
+            ("MASTER_PORT", "1"),
+        ):
+            patch.setenv(name, value)
+        with r2ccl.init() as alone, alone._turn:
+            alone.barrier()
+
+
 def confirmed_what_never_was() -> None:
     SendLink(1, 0, 4).confirm(5)
 
@@ -361,6 +374,7 @@ CASES = [
     (errors.PeerLost, peer_dies, {"rank": 0, "peer": 2}),
     (errors.NoQuorum, all_the_others_are_lost, {"rank": 0}),
     (errors.CommunicatorRevoked, call_after_the_end, {"rank": 0}),
+    (errors.ConcurrentCalls, call_beside_another, {"rank": 0}),
     (errors.InternalError, confirmed_what_never_was, {}),
 ]
 

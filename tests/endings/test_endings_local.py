@@ -1,0 +1,149 @@
+"""Endings and misuse that need no more than threads and processes of one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import r2ccl
+from r2ccl import launch
+from r2ccl.algos import ring, tree
+
+pytestmark = pytest.mark.timeout(120)
+TIMEOUT_S = 60.0
+
+
+def two_threads() -> list[str]:
+    """Calls of two threads of every rank at once: each is right, or refused."""
+    said: list[str] = []
+    with r2ccl.init() as comm:
+        start = threading.Barrier(2)
+
+        def call(number: int) -> None:
+            start.wait()
+            for step in range(50):
+                x = np.full(50_000, number * 100 + step, np.int64)
+                try:
+                    comm.allreduce(x)
+                except r2ccl.ConcurrentCalls as exc:
+                    said.append(str(exc))
+                    return
+                except r2ccl.R2cclError as exc:
+                    said.append(type(exc).__name__)
+                    return
+                if not (x == comm.nranks * (number * 100 + step)).all():
+                    said.append("wrong")
+
+        threads = [threading.Thread(target=call, args=(number,)) for number in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        comm.abort()
+    return said
+
+
+def test_two_threads_of_a_communicator_never_get_wrong_results() -> None:
+    said = [each for of_rank in launch(two_threads, 2, timeout_s=TIMEOUT_S) for each in of_rank]
+    assert "wrong" not in said
+    assert any("one thread at a time" in each for each in said), said
+
+
+def other_schedule() -> str:
+    with r2ccl.init() as comm:
+        x = np.ones(100_000)
+        own = (ring.allreduce, tree.allreduce)[comm.rank]
+        schedule = own(2) if comm.rank == 0 else tree.allreduce(tree.double_binary(2))
+        try:
+            comm.run_schedule(schedule, x)
+        except r2ccl.R2cclError as exc:
+            return str(exc)
+    return "it ran"
+
+
+def test_ranks_that_disagree_on_the_schedule_are_told() -> None:
+    for said in launch(other_schedule, 2, timeout_s=TIMEOUT_S):
+        assert "schedule=" in said, said
+        assert "differs between ranks" in said
+
+
+def lets_go() -> list[bool]:
+    """Whether arrays of a call that failed are let go of."""
+    import gc
+    import weakref
+
+    class Array(np.ndarray):
+        """One that can be referred to weakly."""
+
+    gone: list[bool] = []
+    with r2ccl.init() as comm:
+        comm.barrier()
+        x = np.ones(1_000_000).view(Array)
+        watch = weakref.ref(x)
+        if comm.rank == 0:
+            threading.Timer(0.2, comm.revoke).start()
+        if comm.rank == 1:
+            time.sleep(0.5)
+        with contextlib.suppress(r2ccl.CommunicatorRevoked):
+            comm.allreduce(x)
+        del x
+        gc.collect()
+        gone.append(watch() is None)
+    return gone
+
+
+def test_after_an_error_the_callers_arrays_are_let_go() -> None:
+    assert launch(lets_go, 3, timeout_s=TIMEOUT_S) == [[True]] * 3
+
+
+RANKS = """
+    import os, sys, time
+    import r2ccl
+    def main():
+        with r2ccl.init() as comm:
+            comm.barrier()
+            os.write(1, b"%d\\n" % os.getpid())
+            time.sleep(60)
+    if __name__ == "__main__":
+        {start}
+"""
+
+
+@pytest.mark.parametrize("how", ["command", "function"])
+def test_ranks_end_with_their_launcher(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    start = "main()" if how == "command" else "r2ccl.launch(main, 2)"
+    script.write_text(textwrap.dedent(RANKS).format(start=start))
+    command = [sys.executable, str(script)]
+    if how == "command":
+        launch_two = ("r2ccl", "launch", "--tag", "never", "-n", "2", "--")
+        command = [sys.executable, "-m", *launch_two, *command]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    ranks = [int(launcher.stdout.readline()) for _ in range(2)]
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait(TIMEOUT_S)
+    until_s = time.monotonic() + 5.0
+    while any(_is_alive(rank) for rank in ranks) and time.monotonic() < until_s:
+        time.sleep(0.02)
+    left = [rank for rank in ranks if _is_alive(rank)]
+    for rank in left:
+        os.kill(rank, signal.SIGKILL)
+    launcher.stdout.close()
+    assert not left, "they outlived their launcher"
+
+
+def _is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
