@@ -9,8 +9,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/matplotlib
 # What `make test` runs: folders, files or file::test each. Those in network namespaces measure, and
 # so have the machine to themselves.
-TESTS ?= tests/unit tests/contract tests/simulation tests/netlab tests/rdma tests/gpu
-ALONE = $(filter tests/netlab% tests/rdma% tests/gpu%,$(TESTS))
+TESTS ?= tests/unit tests/contract tests/simulation tests/endings tests/netlab tests/rdma tests/gpu
+ALONE = $(filter tests/endings% tests/netlab% tests/rdma% tests/gpu%,$(TESTS))
 SHARED = $(filter-out $(ALONE),$(TESTS))
 
 # pyverbs is compiled for the distribution's own Python, so the tests on ibverbs run under that one.

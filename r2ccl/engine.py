@@ -47,6 +47,8 @@ _log = logging.getLogger(__name__)
 
 #: Long enough for a thread that waits for the GIL to take it.
 _GIVE_WAY_S = 50e-6
+#: What a call has left to send is looked after this often, while no other one does.
+_REST_S = 0.002
 #: How long paths may take to come to rest after an error: a queue pair that does not in a second is
 #: destroyed by its transport. And how often Ctrl-C can come meanwhile.
 _SETTLE_S = 2.0
@@ -64,6 +66,10 @@ class BackgroundControl(ControlPort, Protocol):
 
     def call_soon(self, fn: Callable[[], object]) -> None:
         """Run `fn` in the control thread."""
+        ...
+
+    def call_later(self, delay_s: float, fn: Callable[[], object]) -> None:
+        """Run `fn` in the control thread after `delay_s`."""
         ...
 
 
@@ -111,6 +117,8 @@ class Engine:
         self._next_tick = 0.0
         self._peers: frozenset[int] = frozenset()
         self._has_raised = False
+        #: The control thread sends what a call has left.
+        self._is_sending_rest = False
         #: A call has begun and not ended.
         self._is_calling = False
         #: After an error: no path is in use any more.
@@ -183,6 +191,17 @@ class Engine:
             self.progress.step()
             self.recovery.tick(now, self._peers)
         elif not (self._is_settled or self.recovery.is_quiet):
+            self.progress.step()
+
+    def _send_rest(self) -> None:
+        """Send what sockets did not take of a call that is over; eager ones are over at once."""
+        self.submit(self._step_once)
+        self._is_sending_rest = self._transport.has_unsent()
+        if self._is_sending_rest:
+            self._control.call_later(_REST_S, self._send_rest)
+
+    def _step_once(self) -> None:
+        if self.recovery.error is None:
             self.progress.step()
 
     def _on_calling(self, peer: int, op: int) -> None:
@@ -297,6 +316,9 @@ class Engine:
                 self._is_calling = False
         if self._inbox:
             self._control.call_soon(self._serve)
+        if not self._is_sending_rest and self._transport.has_unsent():
+            self._is_sending_rest = True
+            self._control.call_later(_REST_S, self._send_rest)
 
     def call(self, fn: Callable[[], Any]) -> Any:
         """Run ``fn()`` as the owner of the data loop."""

@@ -155,9 +155,9 @@ def _open_transport(
         congestion=config.tcp_congestion,
         sources=dict(enumerate(control.nics)),
         targets={
-            PathKey(info.rank, rail): address
+            PathKey(info.rank, rail): (host, port)
             for info in control.peers
-            for rail, address in enumerate(info.rails)
+            for rail, ((host, _), port) in enumerate(zip(info.rails, info.probe_ports, strict=True))
             if info.rank != control.rank
         },
         probe_timeout_s=config.probe_timeout_s,

@@ -100,6 +100,8 @@ class ControlPlane:
         This rank's rails: ``nics[i]`` is the local end of rail i.
     listeners : sequence of socket.socket
         Rail i's at index i, then the control listeners. Owned.
+    reserved : sequence of socket.socket
+        What holds this rank's probe ports. Owned.
     message_types : type or union of types
         The data plane's messages, see `Codec`.
     rejections : Rejections, optional
@@ -134,6 +136,7 @@ class ControlPlane:
         peers: tuple[PeerInfo, ...],
         nics: tuple[Nic, ...],
         listeners: Sequence[socket.socket],
+        reserved: Sequence[socket.socket] = (),
         message_types: Any,
         rejections: Rejections | None = None,
         clock: Clock = monotonic,
@@ -162,6 +165,7 @@ class ControlPlane:
         }
         self._paths = Paths(peers, setting, self._on_path)
         self._forwarder = Forwarder(peers, setting)
+        self._reserved = tuple(reserved)
         self._listener = Listener(listeners, secret, self._admit, self._rejections)
         self._handler: ControlHandler | None = None
         self._inbox: deque[Callable[[], object]] = deque()
@@ -202,7 +206,8 @@ class ControlPlane:
 
     def descriptors(self) -> list[int]:
         """Descriptors in use; read where nothing else runs, as in the child of a fork."""
-        return [*self._loop.descriptors(), *self._listener.descriptors()]
+        reserved = (sock.fileno() for sock in self._reserved)
+        return [*self._loop.descriptors(), *self._listener.descriptors(), *reserved]
 
     def forked(self) -> None:
         """Say nothing and wait for nothing: in a child of a fork no thread answers."""
@@ -238,6 +243,8 @@ class ControlPlane:
         for peer in self._sessions.values():
             peer.close()
         await self._listener.close()
+        for sock in self._reserved:
+            sock.close()
 
     def _tick(self) -> None:
         now = self._clock()

@@ -13,7 +13,7 @@ import secrets
 import socket
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -40,6 +40,8 @@ from r2ccl.config import AGREED
 from r2ccl.errors import InvalidArgument, R2cclError
 
 logger = logging.getLogger("r2ccl.bootstrap")
+
+_T = TypeVar("_T")
 
 #: How long rank 0 waits for more ranks after it has found a fault, so that they hear of it too.
 _FAULT_GRACE_S = 0.5
@@ -291,13 +293,15 @@ def _with_common_rails(infos: Iterable[PeerInfo]) -> tuple[PeerInfo, ...]:
     nhomes = min(len(info.rails) - info.nlast_resorts for info in ordered)
     nlast = min(info.nlast_resorts for info in ordered)
     nhcas = min(len(info.hcas) for info in ordered)
+
+    def kept(info: PeerInfo, given: tuple[_T, ...]) -> tuple[_T, ...]:
+        return (*given[:nhomes], *given[len(given) - info.nlast_resorts :][:nlast])
+
     return tuple(
         msgspec.structs.replace(
             info,
-            rails=(
-                *info.rails[:nhomes],
-                *info.rails[len(info.rails) - info.nlast_resorts :][:nlast],
-            ),
+            rails=kept(info, info.rails),
+            probe_ports=kept(info, info.probe_ports),
             nlast_resorts=nlast,
             hcas=info.hcas[:nhcas],
         )

@@ -31,6 +31,9 @@ class PeerInfo(msgspec.Struct, frozen=True):
         connections too.
     rails : tuple of (str, int)
         Address and port of rail i's listener. All ranks have the same number of rails.
+    probe_ports : tuple of int
+        Of each rail a port at its address on which nobody listens: connects to it are refused, as
+        long as the rail carries.
     nlast_resorts : int
         Rails at the end of these that are the last resort; as many on all ranks.
     hcas : tuple of str
@@ -44,6 +47,7 @@ class PeerInfo(msgspec.Struct, frozen=True):
     rails: tuple[tuple[str, int], ...]
     hcas: tuple[str, ...] = ()
     nlast_resorts: int = 0
+    probe_ports: tuple[int, ...] = ()
 
     @property
     def hostname(self) -> str:

@@ -110,7 +110,7 @@ def _build(
     message_types: Any,
     rejections: Rejections,
 ) -> ControlPlane:
-    nics, rail_sockets = listeners.take(meeting.peers[identity.rank])
+    nics, sockets, reserved = listeners.take(meeting.peers[identity.rank])
     return ControlPlane(
         loop=loop,
         config=config,
@@ -119,14 +119,15 @@ def _build(
         rank=identity.rank,
         peers=meeting.peers,
         nics=nics,
-        listeners=rail_sockets,
+        listeners=sockets,
+        reserved=reserved,
         message_types=message_types,
         rejections=rejections,
     )
 
 
 class _Listeners:
-    """Listening sockets of this rank: one per rail, then the control plane's."""
+    """Listening sockets of this rank, one per rail, then the control plane's; and probe ports."""
 
     def __init__(self, rank: int, config: Config, nics_for: NicsFor, hcas_for: HcasFor) -> None:
         self.nics: tuple[Nic, ...] = ()
@@ -135,6 +136,7 @@ class _Listeners:
         self._nics_for = nics_for
         self._hcas_for = hcas_for
         self._rails: list[socket.socket] = []
+        self._reserved: list[socket.socket] = []
         self._control: list[socket.socket] = []
 
     def open(self, is_on_one_host: bool, control_address: str) -> PeerInfo:
@@ -146,39 +148,43 @@ class _Listeners:
                 f"rank {self._rank}: no rail: no usable interface was found; "
                 "see R2CC_SOCKET_IFNAME and R2CC_RAILS"
             )
-        self._rails = [self._listen(nic.address, nic.name) for nic in self.nics]
-        self._control = [self._listen(control_address, "control")]
+        self._rails = [self._open(wire.listen, nic.address, nic.name) for nic in self.nics]
+        self._reserved = [self._open(wire.reserve, nic.address, nic.name) for nic in self.nics]
+        self._control = [self._open(wire.listen, control_address, "control")]
         return PeerInfo(
             rank=self._rank,
             host=host_id(),
             pid=os.getpid(),
             control_addresses=tuple(map(_address, self._control)),
             rails=tuple(map(_address, self._rails)),
+            probe_ports=tuple(_address(sock)[1] for sock in self._reserved),
             hcas=self._hcas_for(),
             nlast_resorts=sum(nic.is_last_resort for nic in self.nics),
         )
 
-    def take(self, agreed: PeerInfo) -> tuple[tuple[Nic, ...], list[socket.socket]]:
-        """Hand over the NICs and sockets of the rails that all ranks have; close the rest."""
-        by_address = {
-            _address(sock): (nic, sock) for nic, sock in zip(self.nics, self._rails, strict=True)
-        }
+    def take(
+        self, agreed: PeerInfo
+    ) -> tuple[tuple[Nic, ...], list[socket.socket], list[socket.socket]]:
+        """Hand over NICs, listeners and probe ports of the rails all have; close the rest."""
+        parts = zip(self.nics, self._rails, self._reserved, strict=True)
+        by_address = {_address(sock): (nic, sock, reserved) for nic, sock, reserved in parts}
         used = [by_address.pop(address) for address in agreed.rails]
-        for _, sock in by_address.values():
-            sock.close()
-        taken = [*(sock for _, sock in used), *self._control]
-        self._rails, self._control = [], []
-        return tuple(nic for nic, _ in used), taken
+        for _, *unused in by_address.values():
+            for sock in unused:
+                sock.close()
+        taken = [*(sock for _, sock, _ in used), *self._control]
+        self._rails, self._control, self._reserved = [], [], []
+        return tuple(nic for nic, _, _ in used), taken, [reserved for _, _, reserved in used]
 
     def close(self) -> None:
         """Close what was not handed over."""
-        for sock in (*self._rails, *self._control):
+        for sock in (*self._rails, *self._control, *self._reserved):
             with contextlib.suppress(OSError):
                 sock.close()
 
-    def _listen(self, address: str, what: str) -> socket.socket:
+    def _open(self, make: Callable[[str], socket.socket], address: str, what: str) -> socket.socket:
         try:
-            return wire.listen(address)
+            return make(address)
         except OSError as exc:
             raise InvalidArgument(
                 f"rank {self._rank}: cannot listen at {address} ({what}): {exc.strerror}; "

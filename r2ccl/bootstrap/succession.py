@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -51,13 +51,15 @@ class Succession:
     def __init__(self, old: ControlPlane) -> None:
         own = old.peers[old.rank]
         self._old = old
-        self._rails = [_listen(old.rank, nic.address) for nic in old.nics]
-        self._control = [_listen(old.rank, host) for host, _ in own.control_addresses]
+        self._rails = [_open(wire.listen, old.rank, nic.address) for nic in old.nics]
+        self._reserved = [_open(wire.reserve, old.rank, nic.address) for nic in old.nics]
+        self._control = [_open(wire.listen, old.rank, host) for host, _ in own.control_addresses]
         info = msgspec.structs.replace(
             own,
             rails=tuple(
                 _address(sock, nic.address) for sock, nic in zip(self._rails, old.nics, strict=True)
             ),
+            probe_ports=tuple(_address(sock)[1] for sock in self._reserved),
             control_addresses=tuple(_address(sock) for sock in self._control if sock is not None),
         )
         self.card = msgspec.msgpack.encode(info)
@@ -84,7 +86,7 @@ class Succession:
         rails = self._common_rails(members, infos)
         secret, communicator_id = derive(old.setting.secret, old.communicator_id, members, attempt)
         rank = members.index(old.rank)
-        listeners = self._hand_over(rails)
+        listeners, reserved = self._hand_over(rails)
         loop = ControlLoop(f"r2ccl-control-{rank}")
         try:
             return ControlPlane(
@@ -96,24 +98,29 @@ class Succession:
                 peers=tuple(_renumbered(info, new, rails) for new, info in enumerate(infos)),
                 nics=tuple(old.nics[rail] for rail in rails),
                 listeners=listeners,
+                reserved=reserved,
                 message_types=old.setting.codec.message_types,
             )
         except BaseException:
             loop.close(_STOP_S)
-            for sock in listeners:
+            for sock in (*listeners, *reserved):
                 sock.close()
             raise
 
     def close(self) -> None:
         """Close what was not handed over. Idempotent."""
-        for sock in (*self._rails, *self._control):
+        for sock in (*self._rails, *self._control, *self._reserved):
             if sock is not None:
                 sock.close()
-        self._rails, self._control = [], []
+        self._rails, self._control, self._reserved = [], [], []
 
     def _common_rails(self, members: Sequence[int], infos: Sequence[PeerInfo]) -> list[int]:
         rails = range(len(self._old.nics))
-        common = [rail for rail in rails if all(info.rails[rail][1] for info in infos)]
+        common = [
+            rail
+            for rail in rails
+            if all(info.rails[rail][1] and info.probe_ports[rail] for info in infos)
+        ]
         if not common:
             raise TransportError(
                 f"rank {self._old.rank}: no rail that ranks {members} could all open again: "
@@ -122,13 +129,16 @@ class Succession:
             )
         return common
 
-    def _hand_over(self, rails: Sequence[int]) -> list[socket.socket]:
+    def _hand_over(self, rails: Sequence[int]) -> tuple[list[socket.socket], list[socket.socket]]:
+        """Return the listeners, and what holds the probe ports; close those not in `rails`."""
         taken = [sock for rail in rails if (sock := self._rails[rail]) is not None]
         taken += [sock for sock in self._control if sock is not None]
+        reserved = [sock for rail in rails if (sock := self._reserved[rail]) is not None]
         self._rails = [sock for rail, sock in enumerate(self._rails) if rail not in rails]
+        self._reserved = [sock for rail, sock in enumerate(self._reserved) if rail not in rails]
         self._control = []
         self.close()
-        return taken
+        return taken, reserved
 
 
 def derive(
@@ -149,13 +159,14 @@ def _renumbered(info: PeerInfo, rank: int, rails: Sequence[int]) -> PeerInfo:
         info,
         rank=rank,
         rails=tuple(info.rails[rail] for rail in rails),
+        probe_ports=tuple(info.probe_ports[rail] for rail in rails),
         nlast_resorts=sum(rail >= nhomes for rail in rails),
     )
 
 
-def _listen(rank: int, host: str) -> socket.socket | None:
+def _open(make: Callable[[str], socket.socket], rank: int, host: str) -> socket.socket | None:
     try:
-        return wire.listen(host)
+        return make(host)
     except OSError as exc:
         logger.warning("rank %d: cannot listen at %s any more: %s", rank, host, exc.strerror)
         return None

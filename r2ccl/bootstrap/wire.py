@@ -141,6 +141,21 @@ def listen(host: str, port: int = 0) -> socket.socket:
     return sock
 
 
+def reserve(host: str) -> socket.socket:
+    """Take a port of a numeric `host` on which nobody listens, so that its kernel refuses.
+
+    That is an answer too, and one that needs no room in a listener's queue, which strangers may
+    have filled.
+    """
+    sock = open_socket(host)
+    try:
+        sock.bind((host, 0))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
 async def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
     """Read `nbytes`.
 
@@ -253,6 +268,7 @@ __all__ = [
     "reach",
     "receive_exactly",
     "receive_message",
+    "reserve",
     "resolve",
     "send_message",
 ]

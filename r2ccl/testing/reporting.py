@@ -128,6 +128,10 @@ class ReportingTransport:
         self._silent.discard(path)
         self._inner.fence(path)
 
+    def has_unsent(self) -> bool:
+        """See `Transport.has_unsent`."""
+        return self._inner.has_unsent()
+
     def is_stuck(self, path: PathKey) -> bool:
         """See `Transport.is_stuck`."""
         return self._inner.is_stuck(path)

@@ -280,6 +280,10 @@ class Transport(Protocol):
         """Take the local end of `path` out of use; `Fenced` follows once it is drained."""
         ...
 
+    def has_unsent(self) -> bool:
+        """Whether something waits for a later `poll`, as a socket took no more."""
+        ...
+
     def is_stuck(self, path: PathKey) -> bool:
         """Whether the path itself (not the peer) holds data up, by the transport's own evidence."""
         ...

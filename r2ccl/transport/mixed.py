@@ -151,6 +151,10 @@ class MixedTransport:
         """See `Transport.fence`."""
         self._by_rail[path.rail].fence(path)
 
+    def has_unsent(self) -> bool:
+        """See `Transport.has_unsent`."""
+        return any(part.has_unsent() for part in self._parts)
+
     def is_stuck(self, path: PathKey) -> bool:
         """See `Transport.is_stuck`."""
         return self._by_rail[path.rail].is_stuck(path)

@@ -402,6 +402,10 @@ class RelayedTransport:
         """See `Transport.wake`."""
         self._inner.wake()
 
+    def has_unsent(self) -> bool:
+        """See `Transport.has_unsent`."""
+        return self._inner.has_unsent()
+
     def is_stuck(self, path: PathKey) -> bool:
         """See `Transport.is_stuck`."""
         return self._inner.is_stuck(path)

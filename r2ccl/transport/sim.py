@@ -148,6 +148,10 @@ class SimTransport(Dialed):
             self._network.note("fence", self._rank, path)
             self._network.fence(end, lambda: self._on_drained(path, end))
 
+    def has_unsent(self) -> bool:
+        """See `Transport.has_unsent`: the network takes all at once."""
+        return False
+
     def is_stuck(self, path: PathKey) -> bool:
         """Whether something is unacknowledged on a connection that lost something."""
         end = self._ends.get(path)

@@ -154,7 +154,7 @@ class TcpTransport(Dialed):
     sources : mapping of int to Nic
         This rank's end of each rail, for probes.
     targets : mapping of PathKey to (str, int)
-        What the far end of each path listens on, for probes.
+        Where probes of each path go: a port at its far end on which nobody listens.
     probe_timeout_s : float
     """
 
@@ -181,6 +181,8 @@ class TcpTransport(Dialed):
         self._by_fd: dict[int, _Connection] = {}
         self._by_path: dict[PathKey, _Connection] = {}
         self._dirty: list[_Connection] = []
+        #: Those whose sockets took no more.
+        self._waiting: set[_Connection] = set()
         self._events: list[Event] = []
         self._knocker = Knocker(self._epoll, sources, targets, probe_timeout_s, clock)
         #: Where FIONREAD writes its answer.
@@ -282,6 +284,10 @@ class TcpTransport(Dialed):
         self._discard(path)
         self._events.append(Fenced(path))
 
+    def has_unsent(self) -> bool:
+        """See `Transport.has_unsent`."""
+        return bool(self._waiting)
+
     def is_stuck(self, path: PathKey) -> bool:
         """Whether data is unacknowledged and the kernel already sent it again at least twice.
 
@@ -345,6 +351,7 @@ class TcpTransport(Dialed):
         if conn is None:
             return
         del self._by_fd[conn.fd]
+        self._waiting.discard(conn)
         # A descriptor the kernel has already dropped from the set is what is wanted here.
         with contextlib.suppress(FileNotFoundError):
             self._epoll.unregister(conn.fd)
@@ -523,6 +530,10 @@ class TcpTransport(Dialed):
     def _wait_writable(self, conn: _Connection, is_waiting: bool) -> None:
         if conn.is_waiting != is_waiting:
             conn.is_waiting = is_waiting
+            if is_waiting:
+                self._waiting.add(conn)
+            else:
+                self._waiting.discard(conn)
             self._epoll.modify(conn.fd, _IN | _OUT if is_waiting else _IN)
 
     def _next_frame(self, conn: _Connection) -> bool:

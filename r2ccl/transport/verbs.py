@@ -178,6 +178,10 @@ class VerbsTransport:
             _log.warning("rank %d: %s; it is destroyed", self._rank, exc)
             endpoint.give_up_s = 0.0
 
+    def has_unsent(self) -> bool:
+        """Never: NICs take what they are given; what waits for the peer's room is told by it."""
+        return False
+
     def is_stuck(self, path: PathKey) -> bool:
         """Never: a queue pair that only retransmits breaks by itself."""
         return False

@@ -75,7 +75,7 @@ class World:
             self._ask(rank)
 
     def report(self, rank: int, *news: RailShare) -> None:
-        for target, rail, share in news:
+        for target, rail, share, _ in news:
             self.words.setdefault((target, rail), {})[rank] = share
         self._act(rank, self.ranks[rank].report(self.now, news))
 
@@ -318,7 +318,7 @@ def _deaf_in_a_round(self: Coordinator, reporter: int, news: tuple[RailShare, ..
 
 
 def _last_word_wins(self: Findings, reporter: int, news: tuple[RailShare, ...]) -> None:
-    for rank, rail, share in news:
+    for rank, rail, share, _ in news:
         self._words[rank, rail] = {reporter: share}
 
 
