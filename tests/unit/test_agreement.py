@@ -319,7 +319,7 @@ def _deaf_in_a_round(self: Coordinator, reporter: int, news: tuple[RailShare, ..
 
 def _last_word_wins(self: Findings, reporter: int, news: tuple[RailShare, ...]) -> None:
     for rank, rail, share, _ in news:
-        self._words[rank, rail] = {reporter: share}
+        self._words[rank, rail] = {reporter: RailShare(rank, rail, share)}
 
 
 MISTAKES: dict[str, dict[tuple[type, str], Callable[..., object]]] = {
