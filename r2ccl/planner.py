@@ -54,7 +54,7 @@ class Explanation(NamedTuple):
             f"{'':2}{'schedule':<20}{'predicted':>12}{'steps':>8}{'busiest port':>14}{'slice':>12}",
         ]
         for mark, each in (("*", self.chosen), *((" ", other) for other in self.others)):
-            time = f"{each.predicted_ns / 1e6:.3f} ms"
+            time = f"{each.predicted_ns / 1e6:.3f} ms" if each.predicted_ns else "-"
             lines.append(
                 f"{mark:2}{each.name:<20}{time:>12}{each.steps:>8}"
                 f"{float(each.load):>12.3f} D{each.slice_nbytes:>12}"
@@ -203,6 +203,8 @@ class Planner:
         )
         if nbytes <= self._config.eager_nbytes:
             chosen = self.own(chosen.schedule, nbytes, health)
+        if self.fabric.rates == UNMEASURED:  # loads compare; times would be of some other network
+            chosen, *others = (each._replace(predicted_ns=0) for each in (chosen, *others))
         return Explanation(nbytes, chosen, tuple(others), self._why(nbytes))
 
     def _why(self, nbytes: int) -> str:
