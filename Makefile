@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # matplotlib's cache of fonts: in .venv, so that no home is needed.
 export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/matplotlib
-# What `make test` runs: folders, files or file::test each. Those in network namespaces measure, and
-# so have the machine to themselves.
+# What `make test` runs: folders, files or file::test each. Those that measure, as all in network
+# namespaces do, have the machine to themselves.
 TESTS ?= tests/unit tests/contract tests/simulation tests/endings tests/netlab tests/rdma tests/gpu
 ALONE = $(filter tests/endings% tests/netlab% tests/rdma% tests/gpu%,$(TESTS))
 SHARED = $(filter-out $(ALONE),$(TESTS))
@@ -18,7 +18,7 @@ RDMA_PYTHON ?= /usr/bin/python3
 RDMA_VENV := $(VENV)/rdma
 RDMA_BIN := $(RDMA_VENV)/bin
 
-.PHONY: help demo test test-rdma fresh lint bench bench-degraded bench-rdma bench-gpu simulate campaign pictures clean
+.PHONY: help demo test test-rdma fresh lint bench bench-degraded bench-rdma bench-gpu simulate campaign chaos pictures clean
 .DEFAULT_GOAL := help
 
 # Runs a command where it may make network namespaces: as it is for root, in a user namespace for
@@ -105,6 +105,11 @@ simulate: $(VENV)/.test ## 20,000 random fault plans in the simulator
 
 campaign: $(VENV)/.test ## 50 runs of every fault on real sockets in network namespaces
 	@R2CC_CAMPAIGN_RUNS=50 $(BIN)/python -m pytest tests/netlab --timeout 3600 -rA
+
+chaos: $(VENV)/.test ## random jobs under random faults on random netlabs; SECONDS=600 SEED=1
+	@$(BIN)/python bench/chaos.py --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1); status=$$?; \
+	if [ $$status -eq 69 ]; then echo "chaos: skipped: for the reason above"; exit 0; fi; \
+	exit $$status
 
 pictures: $(VENV)/.core ## draw the pictures of the schedules anew: docs/pictures/
 	@$(BIN)/python docs/pictures/draw.py

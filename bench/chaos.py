@@ -1,0 +1,158 @@
+"""Random jobs on random netlabs under random faults; every result is checked.
+
+Each job: 2 to 5 nodes of 2 to 4 rails, random collectives, sizes and types, asynchronous or not,
+while NICs, switch ports and pairs of nodes fail, go silent, slow down, flap and come back, and
+processes are stopped. At the end all ranks close, or one aborts or is killed. Nothing may be wrong,
+hang, or end otherwise. A job is drawn from its seed alone: ``--seed 7 --jobs 1`` runs job 7 again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from r2ccl.testing import Action, Fault, FaultPlan
+from r2ccl.testing.netlab import Lab, unavailable_reason
+from r2ccl.testing.netlab.privilege import ensure_privileged
+
+PROGRAM = str(Path(__file__).with_name("chaos_rank.py"))
+#: Seconds of a job, of its start, and beyond which it hangs.
+JOB_S, INIT_S, PATIENCE_S = 20.0, 5.0, 90.0
+#: Faults per second of a job.
+RATE = 0.8
+_EXIT_UNAVAILABLE = 69
+
+
+def draw_plan(rng: random.Random, nodes: int, rails: int, seconds: float) -> FaultPlan:
+    """Draw faults that undo themselves, and leave each node a rail that nothing touches."""
+    safe = [rng.randrange(rails) for _ in range(nodes)]
+    faults: list[Fault] = []
+    busy: dict[tuple[int, int], float] = {}
+    silent: dict[int, float] = {}
+    for _ in range(int(RATE * seconds)):
+        at_s = INIT_S + rng.uniform(0, seconds)
+        duration_s = rng.uniform(0.2, 3.0)
+        action = rng.choice(
+            [Action.NIC_DOWN, Action.SWITCH_PORT_DOWN, Action.BLACKHOLE, Action.ISOLATE,
+             Action.SLOW, Action.FLAP, Action.STOP]
+        )  # fmt: skip
+        node, rail = rng.randrange(nodes), rng.randrange(rails)
+        if action is Action.STOP:
+            faults.append(Fault(action=action, rank=node, at_s=at_s, duration_s=duration_s / 2))
+            continue
+        peer = rng.choice([other for other in range(nodes) if other != node])
+        ends_s = at_s + duration_s + 0.5
+        nics = [(node, rail)] + ([(peer, rail)] if action is Action.ISOLATE else [])
+        # Faults of one NIC, and isolations of one rail, do not overlap.
+        is_alone = action in (Action.ISOLATE, Action.BLACKHOLE)
+        begun_s = at_s - 0.5
+        if any(safe[at] == rail or busy.get((at, rail), 0.0) > begun_s for at, _ in nics):
+            continue
+        if is_alone and silent.get(rail, 0.0) > begun_s:
+            continue
+        if any(each.rail == rail and each.at_s is not None and at_s < each.at_s for each in faults):
+            continue
+        busy |= dict.fromkeys(nics, ends_s)
+        if is_alone:
+            silent[rail] = ends_s
+        more: dict[str, Any] = {}
+        if action is Action.ISOLATE:
+            more["peer"] = peer
+        if action is Action.SLOW:
+            more["rate"] = f"{rng.randrange(10, 150)}mbit"
+        if action is Action.FLAP:
+            more |= {"mean_s": 0.3, "seed": rng.randrange(1000)}
+        faults.append(
+            Fault(action=action, node=node, rail=rail, at_s=at_s, duration_s=duration_s, **more)
+        )
+    return FaultPlan(faults)
+
+
+def run_job(seed: int, seconds: float) -> dict[str, Any]:
+    """Run the job of a seed; ``bad`` says what was wrong, empty: nothing."""
+    rng = random.Random(f"chaos {seed}")
+    nodes, rails = rng.randint(2, 5), rng.randint(2, 4)
+    fabric = rng.choice(["full", "rail"])
+    ends = rng.choice(["close", "close", "abort", "kill"])
+    plan = draw_plan(rng, nodes, rails, seconds)
+    task = {"seed": seed, "seconds": seconds, "ends": ends, "victim": rng.randrange(nodes)}
+    lines: list[str] = []
+    begun_s = time.monotonic()
+    with Lab(nodes=nodes, rails=rails, rate="200mbit", burst="256kb", fabric=fabric) as lab:
+        results = lab.run(
+            [sys.executable, PROGRAM, json.dumps(task)],
+            env={"PYTHONPATH": os.pathsep.join(sys.path)},
+            plan=plan,
+            timeout_s=INIT_S + seconds + PATIENCE_S,
+            sink=lines.append,
+        )
+    row: dict[str, Any] = {
+        "seed": seed, "nodes": nodes, "rails": rails, "fabric": fabric, "ends": ends,
+        "faults": len(plan.faults), "fired": len(plan.fired), "calls": 0, "repairs": 0,
+        "slowest_s": 0.0, "bad": [], "took_s": round(time.monotonic() - begun_s, 1),
+    }  # fmt: skip
+    for rank, result in enumerate(results):
+        if (ends, rank) == ("kill", task["victim"]):
+            if result.returncode != -signal.SIGKILL:
+                row["bad"].append(f"rank {rank} ended with {result.returncode}, not by SIGKILL")
+            continue
+        told = [line for line in result.output.splitlines() if line.startswith("{")]
+        if result.returncode != 0 or not told:
+            row["bad"].append(f"rank {rank} ended with {result.returncode}: {result.output[-800:]}")
+            continue
+        said = json.loads(told[-1])
+        allowed = {"close": {""}, "abort": {"CommunicatorRevoked"}, "kill": {"PeerLost"}}[ends]
+        if said["error"] not in allowed:
+            row["bad"].append(f"rank {rank}: {said['error'] or 'no error'}: {said['text']}")
+        row["bad"] += [f"rank {rank}: {name}" for name in said.get("wrong", ())]
+        row["calls"] = max(row["calls"], said.get("calls", 0))
+        row["repairs"] += said.get("repairs", 0)
+        row["slowest_s"] = max(row["slowest_s"], said.get("slowest_s", 0.0))
+    return row
+
+
+def main() -> int:
+    """Run jobs until the time is over; exit status 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(
+        description="Random collectives under random faults, on random netlabs."
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="begin no job after this long")
+    parser.add_argument("--seed", type=int, default=1, help="of the first job")
+    parser.add_argument("--jobs", type=int, default=10**9, help="at most this many")
+    parser.add_argument("--json", metavar="FILE", help="write all rows")
+    args = parser.parse_args()
+    reason = unavailable_reason()
+    if reason is not None:
+        print(f"chaos: no netlab here: {reason}", file=sys.stderr)
+        return _EXIT_UNAVAILABLE
+    ensure_privileged()
+    rows: list[dict[str, Any]] = []
+    until_s = time.monotonic() + args.seconds
+    while len(rows) < args.jobs and time.monotonic() < until_s:
+        row = run_job(args.seed + len(rows), JOB_S)
+        rows.append(row)
+        print(
+            "seed {seed}: {nodes} x {rails} {fabric}, {fired} of {faults} faults, {calls} calls, "
+            "{repairs} repairs, slowest {slowest_s:.2f} s, {ends}, {took_s} s".format(**row),
+            *(f"\n  BAD: {bad}" for bad in row["bad"]),
+            flush=True,
+        )
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1))
+    nbad = sum(bool(row["bad"]) for row in rows)
+    print(
+        f"chaos: {len(rows)} jobs, {sum(row['calls'] for row in rows)} calls a rank, "
+        f"{sum(row['repairs'] for row in rows)} repairs, {nbad} jobs went wrong"
+    )
+    return 1 if nbad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
