@@ -154,7 +154,7 @@ class Communicator:
 
     def connect(self) -> None:
         """Start the control plane and connect every rail; `r2ccl.init` calls it."""
-        forking.hold(self)
+        forking.hold(self, Communicator._descriptors, Communicator._disable)
         self._ending.prepare()
         try:
             if self.config.dump_signal:
@@ -165,8 +165,8 @@ class Communicator:
             if self._is_measured():
                 rates = self._host.calibrate(self._choose)
                 self._plans.measured(rates)
-                if not self._plans.fabric.has_shared_nodes:
-                    self._engine.calibrated(rates.beta)
+                if len({info.host for info in self._control.peers}) == self.nranks:
+                    self._engine.set_nominal_rate(rates.beta)
         except BaseException as exc:
             self.abort(f"init() failed: {exc!r}")
             raise
@@ -215,6 +215,8 @@ class Communicator:
             ``async_op``, they are raised by `Work.wait` and by whatever is called next.
         CommunicatorRevoked
             It was revoked before.
+        ConcurrentCalls
+            Another thread is in a blocking call.
 
         Notes
         -----
@@ -592,8 +594,8 @@ class Communicator:
     def close(self) -> None:
         """Wait until every rank has all its data, then leave. Idempotent.
 
-        While a collective is under way in another thread, or below the signal handler that calls
-        this, it is an `abort`.
+        If a blocking collective is under way in another thread, or below the signal handler that
+        calls this, it is an `abort`. Asynchronous calls are waited for.
 
         Notes
         -----
@@ -708,15 +710,15 @@ class Communicator:
             self._free(leave_s)
         return successor
 
-    def descriptors(self) -> list[int]:
-        """File descriptors of this communicator; for the child of a fork."""
+    def _descriptors(self) -> list[int]:
+        """List the open file descriptors, for the child of a fork."""
         monitor = [] if self._monitor is None else [self._monitor.fileno()]
         return [*monitor, *self._control.descriptors(), *self._engine.descriptors()]
 
-    def forked(self) -> None:
-        """Be of no use: in a child of a fork; see `r2ccl.forking`."""
+    def _disable(self) -> None:
+        """Make every later call raise; run in the child of a fork."""
         self._is_forked = self._is_closed = True
-        self._control.forked()
+        self._control.disable()
 
     def __enter__(self) -> Communicator:
         return self
@@ -754,7 +756,7 @@ class Communicator:
         return monitor
 
     def _free(self, deadline_s: float) -> None:
-        """Free everything, unless that is under way; once more, wait for it once more."""
+        """Begin to free everything, if nobody has; wait `deadline_s` + `_BOUND_S` at most."""
         if self._is_forked:
             return
         if self._signal_dump is not None:
@@ -925,7 +927,7 @@ Assemble: TypeAlias = Callable[[ControlPlane, tuple[int, ...]], Communicator]
 #: How long an orderly and a forced goodbye may take.
 _LEAVE_S = 5.0
 _ABORT_S = 0.5
-#: How much longer it is waited for; what it still waits for then goes on being waited for.
+#: How much longer than that `_free` waits; the ending thread goes on afterwards.
 _BOUND_S = 0.4
 
 __all__ = ["Communicator"]

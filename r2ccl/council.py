@@ -115,7 +115,7 @@ class Council:
         weights : mapping of int to int
             Share of each rail.
         toward : mapping of int to int
-            The peer that each was measured by.
+            Rank that each rail's slices were last sent to.
         """
         news = {(self._rank, rail): share for rail, share in weights.items()}
         changed = [key for key, share in news.items() if self._weights.get(key, WHOLE) != share]

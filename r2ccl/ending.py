@@ -27,13 +27,13 @@ class Ending:
     name : str
         Of the thread.
     steps : sequence of callable
-        Each takes the seconds it may wait for others.
+        Called with the timeout in seconds; a step may have a bound of its own.
     """
 
     def __init__(self, name: str, steps: Sequence[Callable[[float], None]]) -> None:
         self._steps = steps
         self._taken = [threading.Event() for _ in steps]
-        self._deadline_s = 0.0
+        self._timeout_s = 0.0
         #: Held until the end begins. Its release cannot be interrupted.
         self._gate = threading.Lock()
         self._gate.acquire()
@@ -43,15 +43,15 @@ class Ending:
         """Start the thread, which waits."""
         self._thread.start()
 
-    def begin(self, deadline_s: float) -> None:
-        """Begin, if nobody has; each step may wait for others for `deadline_s`."""
-        if not self._deadline_s:
-            self._deadline_s = deadline_s
+    def begin(self, timeout_s: float) -> None:
+        """Begin, if nobody has."""
+        if not self._timeout_s:
+            self._timeout_s = timeout_s
         with contextlib.suppress(RuntimeError):  # it was begun before
             self._gate.release()
 
     def wait(self, timeout_s: float, nsteps: int | None = None) -> bool:
-        """Wait until all steps are taken, or the first `nsteps`; whether they are."""
+        """Wait for all steps, or the first `nsteps`; return whether they finished."""
         if nsteps is not None:
             return self._taken[nsteps - 1].wait(timeout_s)
         self._thread.join(timeout_s)
@@ -61,7 +61,7 @@ class Ending:
         self._gate.acquire()
         for step, taken in zip(self._steps, self._taken, strict=True):
             try:
-                step(self._deadline_s)
+                step(self._timeout_s)
             except Exception:
                 _log.exception("%s: what comes after it is freed all the same", self._thread.name)
             finally:

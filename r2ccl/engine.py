@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 #: Long enough for a thread that waits for the GIL to take it.
 _GIVE_WAY_S = 50e-6
-#: What a call has left to send is looked after this often, while no other one does.
+#: How often the control thread sends what sockets did not take of a call that is over.
 _REST_S = 0.002
 #: How long paths may take to come to rest after an error: a queue pair that does not in a second is
 #: destroyed by its transport. And how often Ctrl-C can come meanwhile.
@@ -223,10 +223,10 @@ class Engine:
 
             self._wait(is_connected, self._patience(self._pending_init))
 
-    def calibrated(self, rate: int) -> None:
-        """From now on a rail that carries `rate` bytes/s is whole."""
+    def set_nominal_rate(self, rate: int) -> None:
+        """Set the rate of a whole rail, in bytes/s."""
         with self._owner:
-            self.recovery.calibrated(rate)
+            self.recovery.set_nominal_rate(rate)
 
     def enter(self) -> Health | None:
         """Start the next collective; returns the health to plan it with, None: there is none.
@@ -377,13 +377,13 @@ class Engine:
             self._owner.release()
 
     def check(self) -> None:
-        """Raise what ended the communicator: itself the first time, then as the reason."""
+        """Raise what ended the communicator: first a copy of it, then `CommunicatorRevoked`."""
         error = self.recovery.error
         if error is None:
             return
         if not self._has_raised:
             self._has_raised = True
-            raise _twin(error)
+            raise _without_frames(error)
         raise CommunicatorRevoked(
             f"rank {self.progress.rank}: the communicator was revoked: {error}", reason=error
         ) from error
@@ -511,7 +511,7 @@ class Engine:
         if isinstance(exc, InternalError):
             _log.error("rank %d: %s", self.progress.rank, exc, exc_info=exc)
         message = Revoke(type(exc).__name__, str(exc), self.progress.rank)
-        self.recovery.revoke(message, error=_twin(exc))
+        self.recovery.revoke(message, error=_without_frames(exc))
 
     # What is waited for; called in any thread
 
@@ -558,15 +558,12 @@ class Engine:
         return Pending(rank, doing, now, self._since_s, missing or {}, waits, slow)
 
 
-def _twin(error: R2cclError) -> R2cclError:
-    """Return an error like this one for somebody else to raise, or to keep.
-
-    One that was raised holds the frames it went through, and with them the caller's arrays.
-    """
-    twin = type(error).__new__(type(error), *error.args)
-    twin.__dict__.update(error.__dict__)
-    twin.__cause__ = error.__cause__
-    return twin
+def _without_frames(error: R2cclError) -> R2cclError:
+    """Return a copy of `error` without its traceback, which would keep the caller's arrays."""
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    copy.__cause__ = error.__cause__
+    return copy
 
 
 def _timeout(patience: _Patience) -> TransportTimeout:

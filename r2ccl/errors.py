@@ -70,7 +70,6 @@ class TransportError(R2cclError):
         rail: int | None = None,
         status: str = "",
     ) -> None:
-        super().__init__(message)
         self.rank = rank
         self.peer = peer
         self.rail = rail
@@ -129,6 +128,8 @@ class PeerLost(R2cclError):
         Where it ran; empty: not known.
     last_op : int or None
         The last collective it was seen in, 0: none; None: not known.
+    is_met : bool
+        Whether `r2ccl.init` was over: else there is nothing to go on with.
     """
 
     def __init__(
@@ -140,14 +141,21 @@ class PeerLost(R2cclError):
         why: str,
         host: str = "",
         last_op: int | None = None,
+        is_met: bool = True,
     ) -> None:
         where = f" on {host}" if host else ""
         seen = "" if last_op is None else f", last seen in call {last_op}"
-        super().__init__(
-            f"rank {rank}: lost rank {peer}{where} ({why}; last heard {last_heard_s:.3f} s "
-            f"ago{seen}); look at that rank's own log; go on without it with shrink(), or restart "
-            "the job"
-        )
+        if is_met:
+            super().__init__(
+                f"rank {rank}: lost rank {peer}{where} ({why}; last heard {last_heard_s:.3f} s "
+                f"ago{seen}); look at that rank's own log; go on without it with shrink(), or "
+                "restart the job"
+            )
+        else:
+            super().__init__(
+                f"rank {rank}: rank {peer}{where} left during init ({why}); look at that rank's "
+                "own log and restart the job"
+            )
         self.rank = rank
         self.peer = peer
         self.last_heard_s = last_heard_s
@@ -193,9 +201,10 @@ class CommunicatorRevoked(R2cclError):
 
 
 class ConcurrentCalls(R2cclError):
-    """A call while another one is under way in another thread, or below a signal handler.
+    """A blocking call while another one is under way, in another thread or below a signal handler.
 
-    It was refused before anything began; the other one goes on.
+    It was refused before it began; the first one goes on. While asynchronous calls are under way,
+    calls are queued instead.
     """
 
 

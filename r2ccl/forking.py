@@ -3,41 +3,48 @@
 A child shares its parent's open descriptors: one that lives on hides the parent's death from its
 peers, and one that frees its copies takes the sockets out of the epoll both share. So before a
 child's first line runs, every descriptor of every communicator is replaced by one of /dev/null in
-it, and the communicators are told. The parent's are as they were.
+it, and the communicators are disabled. The parent's are as they were.
 
 Children made by fork and exec at once (`subprocess`) inherit nothing: all descriptors are
 close-on-exec. ``ibv_fork_init`` is not called: kernels copy pages that NICs use at the fork since
 5.12 (``IBV_FORK_UNNEEDED``), and a child that touches none of them needs no more.
 
-This is the one table of a process; communicators leave it when nothing refers to them.
+The table is one for the process, as forks are; owners leave it when nothing refers to them.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+_T = TypeVar("_T")
 
 
-class Forkable(Protocol):
-    """What a child must leave alone."""
-
-    def descriptors(self) -> Iterable[int]:
-        """File descriptors that are this process's alone; below 0: closed."""
-        ...
-
-    def forked(self) -> None:
-        """Be of no use any more, in the child; its descriptors are gone."""
-        ...
+class _Part(NamedTuple):
+    descriptors: Callable[[Any], Iterable[int]]
+    disable: Callable[[Any], None]
 
 
-_held: weakref.WeakSet[Forkable] = weakref.WeakSet()
+_held: weakref.WeakKeyDictionary[Any, _Part] = weakref.WeakKeyDictionary()
 
 
-def hold(owner: Forkable) -> None:
-    """Keep `owner` from children."""
-    _held.add(owner)
+def hold(
+    owner: _T, descriptors: Callable[[_T], Iterable[int]], disable: Callable[[_T], None]
+) -> None:
+    """Keep children from what `owner` holds.
+
+    Parameters
+    ----------
+    owner : object
+        Not kept alive.
+    descriptors : callable
+        Takes the owner; returns its file descriptors, below 0: closed.
+    disable : callable
+        Takes the owner, in the child, when its descriptors are gone.
+    """
+    _held[owner] = _Part(descriptors, disable)
 
 
 def _let_go() -> None:
@@ -45,15 +52,15 @@ def _let_go() -> None:
     if not _held:
         return
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for owner in list(_held):
-        for descriptor in owner.descriptors():
+    for owner, part in list(_held.items()):
+        for descriptor in part.descriptors(owner):
             if descriptor >= 0:
                 os.dup2(null, descriptor, inheritable=False)
-        owner.forked()
+        part.disable(owner)
     os.close(null)
     _held.clear()
 
 
 os.register_at_fork(after_in_child=_let_go)
 
-__all__ = ["Forkable", "hold"]
+__all__ = ["hold"]

@@ -217,7 +217,7 @@ class Plans:
         else:
             check(own)
             choice = self._planner.own(own, nbytes, health)
-            call = call.by(own.digest())
+            call = call.with_schedule(own.digest())
         placement = choice.placement
         is_bulk = placement.edges and nbytes > self.fabric.inlet_nbytes
         layout = lower(

@@ -80,11 +80,6 @@ class Fabric(NamedTuple):
     rates: Rates = UNMEASURED
 
     @property
-    def has_shared_nodes(self) -> bool:
-        """Whether ranks share the ports of a node, so that none can tell what a port carries."""
-        return len(set(self.nodes)) < len(self.nodes)
-
-    @property
     def inlet_nbytes(self) -> int:
         """What a port to which several peers send is to be sent at once."""
         return max(_LEAST_INLET_NBYTES, int(self.rates.beta * _INLET_S))

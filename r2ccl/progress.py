@@ -446,7 +446,7 @@ class Progress:
                     "InvalidArgument",
                     f"call {op} differs between ranks: rank {self.rank} called {describe(mine)}, "
                     f"rank {peer} called {describe(signature)}; "
-                    "all ranks must pass the same collective, dtype, op, root and count",
+                    "all ranks must pass the same collective, dtype, op, root, count and schedule",
                     self.rank,
                 )
             )

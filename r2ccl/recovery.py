@@ -521,10 +521,10 @@ class Recovery:
         elif self._progress.transport.is_stuck(path.key):
             self.fail(path.key, "FLOW_STUCK: the rail answers, this flow only retransmits")
 
-    def calibrated(self, rate: int) -> None:
-        """From now on a rail that carries `rate` bytes/s is whole."""
+    def set_nominal_rate(self, rate: int) -> None:
+        """Set the rate of a whole rail, in bytes/s."""
         if self.balance is not None:
-            self.balance.calibrated(rate)
+            self.balance.set_nominal_rate(rate)
 
     def _weigh(self, council: Council, balance: Balance) -> None:
         rates = {rail: round(rate / 1e6, 1) for rail, rate in balance.rates().items()}
@@ -755,7 +755,7 @@ _ACTIONS: dict[Action, Callable[[Recovery, Path], None]] = {
     Action.USE: Recovery._use,
 }
 
-#: What a rank says that leaves without a word.
+#: Reason given for a rank that said Goodbye without Leaving.
 _LEFT = "it left, and other ranks had not"
 _NO_CARRIER = "CARRIER_DOWN"
 _PORT_ERR = "PORT_ERR"

@@ -71,6 +71,8 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
         A setting is wrong, ranks disagree on one, or nothing says who the ranks are.
     TransportTimeout
         Not every rank came within ``R2CC_INIT_TIMEOUT_S``; names those missing.
+    PeerLost
+        A rank left meanwhile.
 
     Notes
     -----

@@ -105,8 +105,8 @@ class CallSignature(msgspec.Struct, frozen=True):
     """What all ranks must agree on in one call; travels with every slice, packed in 64 bits.
 
     ``count`` is that of the whole buffer, all ranks' parts together. ``op`` is SUM and ``root`` 0
-    where a collective has none. Of an allreduce by a schedule of the caller's own ``root`` tells
-    schedules apart: see `by`.
+    where a collective has none. For an allreduce with a schedule of the caller's, ``root`` is
+    derived from its digest: see `with_schedule`.
     """
 
     collective: int
@@ -115,8 +115,8 @@ class CallSignature(msgspec.Struct, frozen=True):
     count: int
     root: int = 0
 
-    def by(self, digest: int) -> CallSignature:
-        """Return the signature of this allreduce by a schedule of that `Schedule.digest`."""
+    def with_schedule(self, digest: int) -> CallSignature:
+        """Return the signature of this allreduce with the schedule of that `Schedule.digest`."""
         return msgspec.structs.replace(self, root=1 + digest % _ROOT_MASK)
 
     def pack(self) -> int:

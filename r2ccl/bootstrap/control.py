@@ -100,8 +100,8 @@ class ControlPlane:
         This rank's rails: ``nics[i]`` is the local end of rail i.
     listeners : sequence of socket.socket
         Rail i's at index i, then the control listeners. Owned.
-    reserved : sequence of socket.socket
-        What holds this rank's probe ports. Owned.
+    probe_sockets : sequence of socket.socket
+        Bound sockets, not listening, that hold this rank's probe ports. Owned.
     message_types : type or union of types
         The data plane's messages, see `Codec`.
     rejections : Rejections, optional
@@ -136,7 +136,7 @@ class ControlPlane:
         peers: tuple[PeerInfo, ...],
         nics: tuple[Nic, ...],
         listeners: Sequence[socket.socket],
-        reserved: Sequence[socket.socket] = (),
+        probe_sockets: Sequence[socket.socket] = (),
         message_types: Any,
         rejections: Rejections | None = None,
         clock: Clock = monotonic,
@@ -165,7 +165,7 @@ class ControlPlane:
         }
         self._paths = Paths(peers, setting, self._on_path)
         self._forwarder = Forwarder(peers, setting)
-        self._reserved = tuple(reserved)
+        self._probe_sockets = tuple(probe_sockets)
         self._listener = Listener(listeners, secret, self._admit, self._rejections)
         self._handler: ControlHandler | None = None
         self._inbox: deque[Callable[[], object]] = deque()
@@ -206,11 +206,11 @@ class ControlPlane:
 
     def descriptors(self) -> list[int]:
         """Descriptors in use; read where nothing else runs, as in the child of a fork."""
-        reserved = (sock.fileno() for sock in self._reserved)
-        return [*self._loop.descriptors(), *self._listener.descriptors(), *reserved]
+        held = (sock.fileno() for sock in self._probe_sockets)
+        return [*self._loop.descriptors(), *self._listener.descriptors(), *held]
 
-    def forked(self) -> None:
-        """Say nothing and wait for nothing: in a child of a fork no thread answers."""
+    def disable(self) -> None:
+        """Stop using the control thread, which the child of a fork does not have."""
         self._is_closing = True
 
     def _start(self) -> None:
@@ -243,7 +243,7 @@ class ControlPlane:
         for peer in self._sessions.values():
             peer.close()
         await self._listener.close()
-        for sock in self._reserved:
+        for sock in self._probe_sockets:
             sock.close()
 
     def _tick(self) -> None:

@@ -59,8 +59,9 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
         """Return the error `rank` raises."""
         if self.lost >= 0:
             return PeerLost(
-                rank=rank, peer=self.lost, last_heard_s=0.0, why=self.text, host=self.host
-            )
+                rank=rank, peer=self.lost, last_heard_s=0.0, why=self.text, host=self.host,
+                is_met=False,
+            )  # fmt: skip
         text = f"rank {rank}: {self.text}"
         return TransportTimeout(text, rank=rank) if self.is_timeout else InvalidArgument(text)
 

@@ -264,7 +264,8 @@ class Leader:
     def _account_of(self, error: R2cclError) -> Failed:
         if len(self._faults) == len(self._left) > 0:
             first = self._left[0]
-            return Failed(str(error), lost=first.rank, host=_name(first))
+            why = f"pid {first.pid}: its connection to rank 0 ended"
+            return Failed(why, lost=first.rank, host=_name(first))
         return Failed(str(error))
 
     def _account_of_timeout(self) -> Failed:

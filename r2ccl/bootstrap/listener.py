@@ -84,7 +84,7 @@ Gate = Callable[[Claim, int], Awaitable[Handover]]
 
 
 class _Allowance:
-    """How many more unproved connections are taken now.
+    """Token bucket for connections that fail to authenticate.
 
     What is proved costs nothing: ranks may all come at once.
     """
@@ -203,7 +203,7 @@ class Listener:
             sock.close()
         except Visitor:
             self._allowance.spend()
-            sock.close()  # a probe: the kernel has answered it, nothing more is owed
+            sock.close()
         except (HandshakeRejected, OSError) as exc:
             self._allowance.spend()
             self._rejections.add(_reason(exc), f"{address[0]}:{address[1]}")

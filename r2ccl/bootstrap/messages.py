@@ -32,8 +32,8 @@ class PeerInfo(msgspec.Struct, frozen=True):
     rails : tuple of (str, int)
         Address and port of rail i's listener. All ranks have the same number of rails.
     probe_ports : tuple of int
-        Of each rail a port at its address on which nobody listens: connects to it are refused, as
-        long as the rail carries.
+        Port i, at rail i's address, is bound and nobody listens: a connect is refused if the rail
+        works.
     nlast_resorts : int
         Rails at the end of these that are the last resort; as many on all ranks.
     hcas : tuple of str

@@ -110,7 +110,7 @@ def _build(
     message_types: Any,
     rejections: Rejections,
 ) -> ControlPlane:
-    nics, sockets, reserved = listeners.take(meeting.peers[identity.rank])
+    nics, sockets, probes = listeners.take(meeting.peers[identity.rank])
     return ControlPlane(
         loop=loop,
         config=config,
@@ -120,7 +120,7 @@ def _build(
         peers=meeting.peers,
         nics=nics,
         listeners=sockets,
-        reserved=reserved,
+        probe_sockets=probes,
         message_types=message_types,
         rejections=rejections,
     )
@@ -136,7 +136,7 @@ class _Listeners:
         self._nics_for = nics_for
         self._hcas_for = hcas_for
         self._rails: list[socket.socket] = []
-        self._reserved: list[socket.socket] = []
+        self._probes: list[socket.socket] = []
         self._control: list[socket.socket] = []
 
     def open(self, is_on_one_host: bool, control_address: str) -> PeerInfo:
@@ -149,7 +149,7 @@ class _Listeners:
                 "see R2CC_SOCKET_IFNAME and R2CC_RAILS"
             )
         self._rails = [self._open(wire.listen, nic.address, nic.name) for nic in self.nics]
-        self._reserved = [self._open(wire.reserve, nic.address, nic.name) for nic in self.nics]
+        self._probes = [self._open(wire.reserve_port, nic.address, nic.name) for nic in self.nics]
         self._control = [self._open(wire.listen, control_address, "control")]
         return PeerInfo(
             rank=self._rank,
@@ -157,7 +157,7 @@ class _Listeners:
             pid=os.getpid(),
             control_addresses=tuple(map(_address, self._control)),
             rails=tuple(map(_address, self._rails)),
-            probe_ports=tuple(_address(sock)[1] for sock in self._reserved),
+            probe_ports=tuple(_address(sock)[1] for sock in self._probes),
             hcas=self._hcas_for(),
             nlast_resorts=sum(nic.is_last_resort for nic in self.nics),
         )
@@ -166,19 +166,19 @@ class _Listeners:
         self, agreed: PeerInfo
     ) -> tuple[tuple[Nic, ...], list[socket.socket], list[socket.socket]]:
         """Hand over NICs, listeners and probe ports of the rails all have; close the rest."""
-        parts = zip(self.nics, self._rails, self._reserved, strict=True)
-        by_address = {_address(sock): (nic, sock, reserved) for nic, sock, reserved in parts}
+        parts = zip(self.nics, self._rails, self._probes, strict=True)
+        by_address = {_address(sock): (nic, sock, probes) for nic, sock, probes in parts}
         used = [by_address.pop(address) for address in agreed.rails]
         for _, *unused in by_address.values():
             for sock in unused:
                 sock.close()
         taken = [*(sock for _, sock, _ in used), *self._control]
-        self._rails, self._control, self._reserved = [], [], []
-        return tuple(nic for nic, _, _ in used), taken, [reserved for _, _, reserved in used]
+        self._rails, self._control, self._probes = [], [], []
+        return tuple(nic for nic, _, _ in used), taken, [probes for _, _, probes in used]
 
     def close(self) -> None:
         """Close what was not handed over."""
-        for sock in (*self._rails, *self._control, *self._reserved):
+        for sock in (*self._rails, *self._control, *self._probes):
             with contextlib.suppress(OSError):
                 sock.close()
 

@@ -52,14 +52,14 @@ class Succession:
         own = old.peers[old.rank]
         self._old = old
         self._rails = [_open(wire.listen, old.rank, nic.address) for nic in old.nics]
-        self._reserved = [_open(wire.reserve, old.rank, nic.address) for nic in old.nics]
+        self._probes = [_open(wire.reserve_port, old.rank, nic.address) for nic in old.nics]
         self._control = [_open(wire.listen, old.rank, host) for host, _ in own.control_addresses]
         info = msgspec.structs.replace(
             own,
             rails=tuple(
                 _address(sock, nic.address) for sock, nic in zip(self._rails, old.nics, strict=True)
             ),
-            probe_ports=tuple(_address(sock)[1] for sock in self._reserved),
+            probe_ports=tuple(_address(sock)[1] for sock in self._probes),
             control_addresses=tuple(_address(sock) for sock in self._control if sock is not None),
         )
         self.card = msgspec.msgpack.encode(info)
@@ -86,7 +86,7 @@ class Succession:
         rails = self._common_rails(members, infos)
         secret, communicator_id = derive(old.setting.secret, old.communicator_id, members, attempt)
         rank = members.index(old.rank)
-        listeners, reserved = self._hand_over(rails)
+        listeners, probes = self._hand_over(rails)
         loop = ControlLoop(f"r2ccl-control-{rank}")
         try:
             return ControlPlane(
@@ -98,21 +98,21 @@ class Succession:
                 peers=tuple(_renumbered(info, new, rails) for new, info in enumerate(infos)),
                 nics=tuple(old.nics[rail] for rail in rails),
                 listeners=listeners,
-                reserved=reserved,
+                probe_sockets=probes,
                 message_types=old.setting.codec.message_types,
             )
         except BaseException:
             loop.close(_STOP_S)
-            for sock in (*listeners, *reserved):
+            for sock in (*listeners, *probes):
                 sock.close()
             raise
 
     def close(self) -> None:
         """Close what was not handed over. Idempotent."""
-        for sock in (*self._rails, *self._control, *self._reserved):
+        for sock in (*self._rails, *self._control, *self._probes):
             if sock is not None:
                 sock.close()
-        self._rails, self._control, self._reserved = [], [], []
+        self._rails, self._control, self._probes = [], [], []
 
     def _common_rails(self, members: Sequence[int], infos: Sequence[PeerInfo]) -> list[int]:
         rails = range(len(self._old.nics))
@@ -133,12 +133,12 @@ class Succession:
         """Return the listeners, and what holds the probe ports; close those not in `rails`."""
         taken = [sock for rail in rails if (sock := self._rails[rail]) is not None]
         taken += [sock for sock in self._control if sock is not None]
-        reserved = [sock for rail in rails if (sock := self._reserved[rail]) is not None]
+        probes = [sock for rail in rails if (sock := self._probes[rail]) is not None]
         self._rails = [sock for rail, sock in enumerate(self._rails) if rail not in rails]
-        self._reserved = [sock for rail, sock in enumerate(self._reserved) if rail not in rails]
+        self._probes = [sock for rail, sock in enumerate(self._probes) if rail not in rails]
         self._control = []
         self.close()
-        return taken, reserved
+        return taken, probes
 
 
 def derive(

@@ -27,7 +27,7 @@ Address = tuple[str, int]
 
 #: A connection that has not proved itself by then is closed.
 HANDSHAKE_TIMEOUT_S = 5.0
-#: Connections the kernel completes for a process that is stopped, probes among them.
+#: Connections the kernel completes for a process that is stopped.
 BACKLOG = 1024
 #: Length in front of a message of `send_message`; the bound is a table of about 50,000 ranks.
 _LENGTH = struct.Struct("!I")
@@ -35,7 +35,7 @@ _MAX_MESSAGE_NBYTES = 16 << 20
 
 
 class Visitor(Exception):
-    """The other side closed without a byte: a probe, which is served by having been accepted."""
+    """The other side closed without sending a byte."""
 
 
 async def dial(
@@ -141,7 +141,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
     return sock
 
 
-def reserve(host: str) -> socket.socket:
+def reserve_port(host: str) -> socket.socket:
     """Take a port of a numeric `host` on which nobody listens, so that its kernel refuses.
 
     That is an answer too, and one that needs no room in a listener's queue, which strangers may
@@ -268,7 +268,7 @@ __all__ = [
     "reach",
     "receive_exactly",
     "receive_message",
-    "reserve",
+    "reserve_port",
     "resolve",
     "send_message",
 ]

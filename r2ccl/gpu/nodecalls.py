@@ -413,7 +413,7 @@ class NodeCalls(Gated):
                 raise InvalidArgument(
                     f"call differs between ranks: rank {self._rank} called {describe(mine)}, rank "
                     f"{peer} called {describe(notice.signature)}; all ranks must pass the same "
-                    "collective, dtype, op, root and count"
+                    "collective, dtype, op, root, count and schedule"
                 )
 
     def _fill(self, job: NodeJob, notices: Sequence[Notice]) -> None:

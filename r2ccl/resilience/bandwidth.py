@@ -25,9 +25,9 @@ is measured is what a rail gives with the slices that links keep under way, the 
 
 A *weight* is a rail's share of `r2ccl.resilience.health`, in sixteenths of what the best rail
 gives: rails that were made unequal are told apart like those that became so. Where all rails of a
-rank are slow, none of them shows it. Once the network's rate is known (`calibrated`), the best rail
-counts as whole only if it gives most of that: its *level* is what it gave in the better spells, as
-a process that stalls makes some of them worse and few better.
+rank are slow, none of them shows it. Once the network's rate is known (`set_nominal_rate`), those
+that count as whole do so only if their median is most of that rate: their *level* is what they gave
+in the better spells, as a process that stalls makes some of them worse and few better.
 
 Pure: times are passed in. Invariants: an idle rail's estimate does not change; a weight is at least
 one, for what still carries anything is not down; equal arguments give equal shares on every rank.
@@ -106,8 +106,8 @@ class Balance:
         self._measured_s = dict.fromkeys(self._meters, 0.0)
         self._last_known: dict[int, float] = {}
 
-    def calibrated(self, rate: int) -> None:
-        """From now on a rail that carries `rate` bytes/s is whole."""
+    def set_nominal_rate(self, rate: int) -> None:
+        """Set the rate of a whole rail, in bytes/s."""
         self._nominal = rate
 
     def posted(self, rail: int, peer: int, now: float) -> None:
@@ -178,7 +178,7 @@ class Balance:
         return {rail: found.get(rail) for rail in self._meters}
 
     def level(self) -> float:
-        """Return what the whole rails give, 1.0 if that is most of the network's rate."""
+        """Return the rate of the whole rails over the nominal one; 1.0 from `_WHOLE_LEVEL` on."""
         if not self._nominal:
             return 1.0
         found = []

@@ -26,8 +26,8 @@ WHOLE = 16
 class RailShare(NamedTuple):
     """What `rail` of `rank` can carry, in sixteenths of its nominal rate.
 
-    ``toward`` is the rank whose slices it was measured by, -1 if it was not measured: what is slow
-    may then be that rank's port.
+    ``toward`` is the rank that the measured slices were sent to, -1 if nothing was measured. A low
+    share may be due to that rank's port.
     """
 
     rank: int

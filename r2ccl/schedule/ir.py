@@ -202,7 +202,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         return self.nranks if self.collective in PARTED else 1
 
     def digest(self) -> int:
-        """Return 32 bits of what all ranks' programs are; generates them."""
+        """Return a CRC-32 of the programs of all ranks, which this generates."""
         found = 0
         for rank in range(self.nranks):
             found = zlib.crc32(msgspec.msgpack.encode(self.program(rank)), found)

@@ -1,6 +1,7 @@
 """Probes over TCP: connections that are begun and never used.
 
-The far *kernel* answers, connected or refused. A probe is several connects spread over the probe
+They go to a port that the peer holds without listening; its *kernel* refuses them, which is the
+answer. A probe is several connects spread over the probe
 timeout, because two lost packets do not make a dead rail. One between different rails is bound to
 the interface of the rail it leaves from: by the address alone, the kernel would send it through
 the NIC that its destination belongs to, the very one in question.
@@ -54,7 +55,7 @@ class Knocker:
     sources : mapping of int to Nic
         This rank's end of each rail.
     targets : mapping of PathKey to (str, int)
-        Numeric address and port at the far end of each path.
+        Numeric address and probe port at the far end of each path; nobody listens there.
     timeout_s : float
         Of a probe.
     clock : Clock

@@ -179,7 +179,7 @@ class VerbsTransport:
             endpoint.give_up_s = 0.0
 
     def has_unsent(self) -> bool:
-        """Never: NICs take what they are given; what waits for the peer's room is told by it."""
+        """Return False: a NIC takes every posted request."""
         return False
 
     def is_stuck(self, path: PathKey) -> bool:

@@ -1,4 +1,4 @@
-"""One rank of a job that ends in some way at some moment; prints what it saw as one line of JSON.
+"""One rank of a job that ends in some way at some moment; prints when, then what it saw as JSON.
 
 Rank 1 is the one that ends. Rank 2 does not join what ranks 0 and 1 wait in, so that they are there
 when it happens; it calls a collective afterwards. All times are readings of the host's monotonic
@@ -28,7 +28,7 @@ from r2ccl.types import PathKey
 
 ENDS, ABSENT = 1, 2
 COUNT = 2_000_000
-#: When it ends, after the ranks met; when the absent rank comes, after that.
+#: Seconds from init to the end, and from the end to rank 2's call.
 AFTER_S, ABSENT_S = 0.4, 0.3
 #: When it comes while the others shrink, who wait for it.
 SHRINK_S = 1.5

@@ -62,8 +62,7 @@ def test_two_threads_of_a_communicator_never_get_wrong_results() -> None:
 def other_schedule() -> str:
     with r2ccl.init() as comm:
         x = np.ones(100_000)
-        own = (ring.allreduce, tree.allreduce)[comm.rank]
-        schedule = own(2) if comm.rank == 0 else tree.allreduce(tree.double_binary(2))
+        schedule = ring.allreduce(2) if comm.rank == 0 else tree.allreduce(tree.double_binary(2))
         try:
             comm.run_schedule(schedule, x)
         except r2ccl.R2cclError as exc:
@@ -82,13 +81,10 @@ def lets_go() -> list[bool]:
     import gc
     import weakref
 
-    class Array(np.ndarray):
-        """One that can be referred to weakly."""
-
     gone: list[bool] = []
     with r2ccl.init() as comm:
         comm.barrier()
-        x = np.ones(1_000_000).view(Array)
+        x = np.ones(1_000_000)
         watch = weakref.ref(x)
         if comm.rank == 0:
             threading.Timer(0.2, comm.revoke).start()

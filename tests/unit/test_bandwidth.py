@@ -303,7 +303,7 @@ def test_the_slow_end_of_a_long_operation_is_compared_with_nothing() -> None:
 
 def all_rails(rate: Callable[[float], float]) -> Job:
     job = Job([SimRail(rate, noise_s=1e-3, seed=rail) for rail in range(4)])
-    job.balance.calibrated(int(0.1 * SECOND))
+    job.balance.set_nominal_rate(int(0.1 * SECOND))
     return job
 
 

@@ -89,9 +89,9 @@ class Module:
                     where = f"{self.path.relative_to(ROOT)}:{node.lineno}"
                     yield Site(kind, self.template(text), where)
             elif isinstance(node, ast.ClassDef) and node.name in SELF_SPOKEN:
-                (call,) = (each for each in ast.walk(node) if is_init_of_base(each))
-                where = f"{self.path.relative_to(ROOT)}:{call.lineno}"
-                yield Site(node.name, self.template(call.args[0]), where)
+                for call in filter(is_init_of_base, ast.walk(node)):
+                    where = f"{self.path.relative_to(ROOT)}:{call.lineno}"
+                    yield Site(node.name, self.template(call.args[0]), where)
 
     def _said(self, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
         name, owner = name_of(call.func)
