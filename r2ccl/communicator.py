@@ -57,7 +57,7 @@ from r2ccl.schedule.ir import Schedule
 from r2ccl.topology.monitor import LinkMonitor
 from r2ccl.transport.base import Transport
 from r2ccl.types import Nic, ReduceOp
-from r2ccl.work import Work, Worker
+from r2ccl.work import Task, Work, Worker
 
 if TYPE_CHECKING:
     from r2ccl.gpu.ways import Way
@@ -154,9 +154,9 @@ class Communicator:
 
     def connect(self) -> None:
         """Start the control plane and connect every rail; `r2ccl.init` calls it."""
-        forking.hold(self, Communicator._descriptors, Communicator._disable)
-        self._ending.prepare()
         try:
+            self._ending.prepare()
+            forking.hold(self, Communicator._descriptors, Communicator._disable)
             if self.config.dump_signal:
                 self.dump_on_signal(signal.Signals[self.config.dump_signal])
             self._control.start(self._tidings)
@@ -168,7 +168,7 @@ class Communicator:
                 if len({info.host for info in self._control.peers}) == self.nranks:
                     self._engine.set_nominal_rate(rates.beta)
         except BaseException as exc:
-            self.abort(f"init() failed: {exc!r}")
+            self._abort_surely(f"init() failed: {exc!r}")
             raise
 
     def allreduce(
@@ -495,7 +495,13 @@ class Communicator:
         *Collective*: all ranks. *Cost*: log2(n) empty messages.
         """
         self._require_open()
-        self._in_turn(self._host.barrier)
+        try:
+            self._in_turn(self._host.barrier)
+        except ConcurrentCalls:
+            raise
+        except BaseException as exc:
+            self._on_call_error(exc)
+            raise
 
     def repairs(self) -> tuple[Repair, ...]:
         """Return what was repaired at this rank, oldest first: what moved where, when, why."""
@@ -612,6 +618,7 @@ class Communicator:
             self.abort("close() was called while a collective was under way")
             return
         if self._is_closed:
+            self._tidings.end("close() was called")
             self._free(_LEAVE_S)
             return
         self._is_closed = True
@@ -625,7 +632,7 @@ class Communicator:
                     status="TIMEOUT",
                 )
             if self._engine.recovery.error is None:
-                self._engine.leave()
+                self._in_turn(self._engine.leave)
                 self._is_left = True
         finally:
             self._free(_LEAVE_S)
@@ -642,6 +649,7 @@ class Communicator:
         self._is_closed = True
         if not self._is_left and not self._is_forked:
             self._engine.revoke(why)
+            self._tidings.end(why)
         self._free(_ABORT_S)
 
     def revoke(self, why: str = "revoke() was called") -> None:
@@ -732,12 +740,7 @@ class Communicator:
         if exc is None:
             self.close()
             return
-        why = f"left with {exc!r}"
-        try:
-            self.abort(why)
-        except KeyboardInterrupt:
-            self.abort(why)
-            raise
+        self._abort_surely(f"left with {exc!r}")
 
     def __repr__(self) -> str:
         return f"<r2ccl.Communicator rank {self.rank} of {self.nranks}, {self._nrails} rails>"
@@ -754,6 +757,14 @@ class Communicator:
 
         self._control.add_reader(monitor.fileno(), read)
         return monitor
+
+    def _abort_surely(self, why: str) -> None:
+        """Abort, once more if Ctrl-C comes in between."""
+        try:
+            self.abort(why)
+        except KeyboardInterrupt:
+            self.abort(why)
+            raise
 
     def _free(self, deadline_s: float) -> None:
         """Begin to free everything, if nobody has; wait `deadline_s` + `_BOUND_S` at most."""
@@ -807,8 +818,14 @@ class Communicator:
                     f"stream={stream!r} for arrays in host memory, where no stream works: leave "
                     "it out"
                 )
-            task = self._worker.submit(partial(self._host.carry_out, request))
-            return Work(task, request.result, self.config.timeout_s)
+            task = Task(partial(self._host.carry_out, request))
+            try:
+                self._worker.enqueue(task)
+                return Work(task, request.result, self.config.timeout_s)
+            except BaseException as exc:
+                self._on_call_error(exc)
+                self._worker.settle(task)
+                raise
         except (InvalidArgument, ScheduleError, ConcurrentCalls):  # nothing was begun
             raise
         except BaseException as exc:  # this rank does not do what others wait for
@@ -824,26 +841,27 @@ class Communicator:
             Another thread is at it.
         """
         if self._worker.is_idle:
-            if self._turn.locked():
+            if not self._turn.acquire(blocking=False):
                 raise ConcurrentCalls(
                     f"rank {self.rank}: a call while another one is under way, in another thread "
                     "or below a signal handler; allowed is one thread at a time, or a communicator "
                     "for each"
                 )
-            with self._turn:
+            try:
                 self._caller = threading.get_ident()
-                try:
-                    fn()
-                finally:
-                    self._caller = 0
+                fn()
+            finally:
+                self._caller = 0
+                self._turn.release()
             return
-        task = self._worker.submit(fn)
+        task = Task(fn)
         try:
+            self._worker.enqueue(task)
             task.wait()
         except BaseException as exc:
             # Ctrl-C: the call must not go on behind the caller's back.
             self._engine.revoke(f"interrupted by {exc!r}")
-            task.wait()
+            self._worker.settle(task)
             raise
         if task.error is not None:
             self._worker.unseen()  # those before it failed for the same reason, told here

@@ -195,9 +195,13 @@ class Engine:
 
     def _send_rest(self) -> None:
         """Send what sockets did not take of a call that is over; eager ones are over at once."""
+        # First, as a call that ends from now on begins this anew.
+        self._is_sending_rest = False
+        if self._is_calling:
+            return
         self.submit(self._step_once)
-        self._is_sending_rest = self._transport.has_unsent()
-        if self._is_sending_rest:
+        if self._transport.has_unsent():
+            self._is_sending_rest = True
             self._control.call_later(_REST_S, self._send_rest)
 
     def _step_once(self) -> None:
@@ -293,7 +297,7 @@ class Engine:
             self.check()
             self._peers = peers
             progress = self.progress
-            self._is_calling = True
+            self._is_calling = is_calling = True
             try:
                 runs = make()
                 consumers = {at: run for run in runs for at in run.channels}
@@ -306,6 +310,7 @@ class Engine:
                     run.advance()
                 progress.advance()
                 self._wait(lambda: not any(run.remaining for run in runs), self._call)
+                is_calling = False
             except BaseException as exc:
                 self._give_up(exc)
                 raise
@@ -313,7 +318,7 @@ class Engine:
                 self.runs = ()
                 progress.finish()
                 self._peers = frozenset()
-                self._is_calling = False
+                self._is_calling = is_calling and not self._is_settled
         if self._inbox:
             self._control.call_soon(self._serve)
         if not self._is_sending_rest and self._transport.has_unsent():
@@ -472,7 +477,7 @@ class Engine:
                     self._fail(CommunicatorRevoked(f"rank {rank}: interrupted by {exc!r}"))
                 self._settle(is_sound)
                 return
-            except KeyboardInterrupt as again:
+            except BaseException as again:
                 is_sound = False
                 _log.debug("rank %d: %r while a call ends", self.progress.rank, again)
 
@@ -486,7 +491,10 @@ class Engine:
             return
         self.recovery.fence_all()
         if not (is_sound and self._comes_to_rest()):
-            self._transport.close()
+            try:
+                self._transport.close()
+            except Exception:
+                _log.exception("rank %d: not all of the transport was freed", self.progress.rank)
         self._is_settled = True
         self.progress.forget()
 

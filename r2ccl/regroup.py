@@ -96,6 +96,8 @@ class Tidings:
         self._news: deque[News] = deque()
         self._changed = threading.Condition()
         self._building: Building | None = None
+        #: Why nothing is to be made of what is heard, empty: it is.
+        self._end = ""
 
     # Called in the control thread
 
@@ -132,14 +134,32 @@ class Tidings:
         if building is not None and building.is_upset_by(news):
             building.stop(f"shrink() starts over because of rank {news[0]}")
 
+    # Called by any thread
+
+    def end(self, why: str) -> None:
+        """Have a shrinking that is under way, and any later one, raise."""
+        with self._changed:
+            self._end = self._end or why
+            self._changed.notify_all()
+            building = self._building
+        if building is not None:
+            building.stop(why)
+
     # Called by the user's thread
 
     def take(self, timeout_s: float) -> News | None:
-        """Return the oldest news, or None if there is none within `timeout_s`."""
+        """Return the oldest news, or None if there is none within `timeout_s`.
+
+        Raises
+        ------
+        CommunicatorRevoked
+            It was ended.
+        """
         with self._changed:
-            if self._changed.wait_for(lambda: self._news, timeout_s):
-                return self._news.popleft()
-            return None
+            has_some = self._changed.wait_for(lambda: self._news or self._end, timeout_s)
+            if self._end:
+                raise CommunicatorRevoked(f"shrink() was broken off: {self._end}")
+            return self._news.popleft() if has_some else None
 
     @contextlib.contextmanager
     def during(self, building: Building) -> Iterator[None]:

@@ -197,6 +197,11 @@ class Worker:
             It was closed.
         """
         task = Task(fn)
+        self.enqueue(task)
+        return task
+
+    def enqueue(self, task: Task) -> None:
+        """Have `task` done, as `submit`; who was interrupted in it must `settle` the task."""
         with self._changed:
             if self._is_closed:
                 raise CommunicatorRevoked(f"{self._name}: the communicator was closed")
@@ -205,7 +210,14 @@ class Worker:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-        return task
+
+    def settle(self, task: Task) -> None:
+        """Wait until `task` is over, if it is to be done at all; Ctrl-C does not break this off."""
+        while task in self._tasks and not task.has_ended:
+            try:
+                task.wait(_LOOK_S)
+            except KeyboardInterrupt:
+                continue
 
     def unseen(self) -> BaseException | None:
         """Return the error of the first task that failed if nobody has seen it, once."""
@@ -254,6 +266,8 @@ class Worker:
                 self._changed.notify_all()
 
 
+#: How often a wait that nothing breaks off looks whether its task was taken away.
+_LOOK_S = 0.1
 #: How much longer than a collective may take its error is waited for.
 _GRACE_S = 10.0
 

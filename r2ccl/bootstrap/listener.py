@@ -32,9 +32,10 @@ logger = logging.getLogger("r2ccl.bootstrap")
 
 #: Unproved connections of one listener at a time; the oldest makes room for the newest.
 MAX_PENDING = 64
-#: Unproved connections a second that one listener takes in the long run, and how many at once: each
-#: takes the control thread some 0.3 ms.
-_UNPROVED_PER_S, _UNPROVED_BURST = 200.0, 256.0
+#: Unproved connections a second that all listeners of a rank take in the long run, and how many at
+#: once: each takes the control thread some 0.3 ms. A full backlog is through in a second, before
+#: those who dial give up.
+_UNPROVED_PER_S, _UNPROVED_BURST = 1000.0, 1024.0
 #: A full table of file descriptors empties when some other connection ends.
 _ACCEPT_RETRY_S = 0.1
 _LOG_INTERVAL_S = 5.0

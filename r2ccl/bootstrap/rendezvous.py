@@ -108,7 +108,7 @@ class _Member:
             ) from None
         except OSError as exc:
             raise PeerLost(
-                rank=self._hello.rank, peer=0, last_heard_s=0.0, why=f"it left during init: {exc}"
+                rank=self._hello.rank, peer=0, last_heard_s=0.0, why=str(exc), is_met=False
             ) from exc
         finally:
             sock.close()

@@ -111,6 +111,7 @@ class Rank:
         comm.reduce(self.x, async_op=True).wait()
 
     def in_shrink(self, comm: r2ccl.Communicator) -> None:
+        time.sleep(AFTER_S / 4)  # it revokes, and others may not be out of the barrier yet
         comm.shrink().close()
 
     def in_repair(self, comm: r2ccl.Communicator) -> None:

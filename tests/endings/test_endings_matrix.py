@@ -27,6 +27,7 @@ CELLS = [
     *((ending, moment) for moment in ("idle", "async") for ending in (*METHODS, *SIGNALS)),
     *((each, moment) for moment in ("call", "repair") for each in (*METHODS, *CLOSES, *SIGNALS)),
     *((ending, moment) for moment in ("init", "shrink") for ending in SIGNALS),
+    *((ending, "shrink") for ending in ("abort_thread", "abort_handler", *CLOSES)),
     ("memory", "call"),
 ]  # fmt: skip
 #: What the others are told.
