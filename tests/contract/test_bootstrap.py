@@ -412,8 +412,13 @@ def test_only_the_expected_epoch_gets_in(start_job: Callable[..., Job]) -> None:
 def test_a_cancelled_dial_ends(start_job: Callable[..., Job]) -> None:
     job = start_job(2)
     failed = threading.Event()
-    job.planes[0].dial_path(1, 0, 1, lambda _: failed.set())
-    job.planes[0].cancel_path(1, 0)
+
+    def dial_and_cancel() -> None:
+        job.planes[0].dial_path(1, 0, 1, lambda _: failed.set())
+        job.planes[0].cancel_path(1, 0)
+
+    # In the control thread: from another one, the dial may be through before it is cancelled.
+    job.planes[0].call_soon(dial_and_cancel)
     job.planes[1].accept_path(0, 0, 1)
     job.planes[0].dial_path(1, 1, 1)
     job.planes[1].accept_path(0, 1, 1)
