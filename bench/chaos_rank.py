@@ -30,7 +30,7 @@ MOST_NBYTES = 4 << 20
 
 
 class Chaos:
-    """What one rank does."""
+    """The calls of one rank, and their comparison with NumPy's results."""
 
     def __init__(self, comm: r2ccl.Communicator, seed: int) -> None:
         self.comm = comm

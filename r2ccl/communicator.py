@@ -945,7 +945,7 @@ Assemble: TypeAlias = Callable[[ControlPlane, tuple[int, ...]], Communicator]
 #: How long an orderly and a forced goodbye may take.
 _LEAVE_S = 5.0
 _ABORT_S = 0.5
-#: How much longer than that `_free` waits; the ending thread goes on afterwards.
+#: Time that `_free` waits beyond that; the ending thread goes on afterwards.
 _BOUND_S = 0.4
 
 __all__ = ["Communicator"]

@@ -130,10 +130,11 @@ class Council:
         self._event(lambda: self._agreement.report(self._clock(), words))
 
     def _word(self, key: tuple[int, int]) -> RailShare:
-        share = self._weights.get(key)
-        if key in self._doubted or share is None:
-            return RailShare(*key, 0 if key in self._doubted else WHOLE)
-        return RailShare(*key, share, self._toward[key[1]])
+        if key in self._doubted:
+            return RailShare(*key, 0)
+        if key in self._weights:
+            return RailShare(*key, self._weights[key], self._toward[key[1]])
+        return RailShare(*key, WHOLE)
 
     # Events
 

@@ -49,11 +49,11 @@ _log = logging.getLogger(__name__)
 _GIVE_WAY_S = 50e-6
 #: How often the control thread sends what sockets did not take of a call that is over.
 _REST_S = 0.002
-#: How long paths may take to come to rest after an error: a queue pair that does not in a second is
+#: Time for paths to come to rest after an error: a queue pair that does not in a second is
 #: destroyed by its transport. And how often Ctrl-C can come meanwhile.
 _SETTLE_S = 2.0
 _MOST_INTERRUPTS = 1_000
-#: How long a call may take to see that the communicator was closed.
+#: Time for a call to see that the communicator was closed.
 _LAST_CALL_S = 10.0
 #: Timers are looked at this often while a call waits; the suspicion timeout is 25 times as long.
 _TICK_S = 0.02

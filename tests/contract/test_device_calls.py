@@ -9,15 +9,14 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import device_programs as programs
+import localjobs
 import pytest
 
 from r2ccl import launch
-from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
 from r2ccl.bootstrap.launch import LocalJob
 
 TIMEOUT_S = 90.0
@@ -38,19 +37,10 @@ def test_a_rail_lost_in_the_middle_changes_nothing() -> None:
 
 def test_no_stream_hangs_when_a_rank_dies(tmp_path: Path) -> None:
     code = f"import device_programs as programs; print(programs.dying(1, {str(tmp_path)!r}))"
-    started = []
+    env = {"PYTHONPATH": os.pathsep.join(sys.path)}
     with LocalJob(3) as job:
-        for rank in range(3):
-            env = {**os.environ, **job.environment(rank), "PYTHONPATH": os.pathsep.join(sys.path)}
-            passed = [job.listener.fileno()] if rank == 0 else []
-            if passed:
-                env[LISTEN_FD_VARIABLE] = str(passed[0])
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", code], env=env, pass_fds=passed, text=True,
-                    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                )
-            )  # fmt: skip
+        argv = [sys.executable, "-c", code]
+        started = [localjobs.start(job, rank, argv, env) for rank in range(3)]
     try:
         said = [process.communicate(timeout=TIMEOUT_S) for process in started]
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import localjobs
 import programs
 import pytest
 
 from r2ccl import launch
-from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
 from r2ccl.bootstrap.launch import LocalJob
 
 pytestmark = pytest.mark.timeout(200)
@@ -31,21 +30,6 @@ STEPS = 30
 PLAN: dict[str, Any] = {"steps": STEPS, "count": 200_000}
 
 
-def start(job: LocalJob, rank: int, plan: Mapping[str, Any]) -> subprocess.Popen[str]:
-    env = {**os.environ, **job.environment(rank)}
-    passed = [job.listener.fileno()] if rank == 0 else []
-    if passed:
-        env[LISTEN_FD_VARIABLE] = str(passed[0])
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), json.dumps(plan)],
-        env=env,
-        pass_fds=passed,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @contextmanager
 def ranks(
     nranks: int, fates: Mapping[int, Mapping[str, Any]], **plan: Any
@@ -53,7 +37,12 @@ def ranks(
     """Run `nranks` of the script, each with its own fate."""
     with LocalJob(nranks) as job:
         started = [
-            start(job, rank, {**PLAN, **plan, **fates.get(rank, {})}) for rank in range(nranks)
+            localjobs.start(
+                job,
+                rank,
+                [sys.executable, str(SCRIPT), json.dumps({**PLAN, **plan, **fates.get(rank, {})})],
+            )
+            for rank in range(nranks)
         ]
     try:
         yield started

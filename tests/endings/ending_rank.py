@@ -33,12 +33,12 @@ AFTER_S, ABSENT_S = 0.4, 0.3
 #: When it comes while the others shrink, who wait for it.
 SHRINK_S = 1.5
 PATTERN = 0xA5
-#: How long memory is watched after an error.
+#: Seconds that memory is watched after an error.
 WATCHED_S = 0.3
 
 
 class Rank:
-    """What one rank does."""
+    """One rank: lives until the moment, ends or sees the end, and tells."""
 
     def __init__(self, rank: int, ending: str, moment: str) -> None:
         self.rank, self.ending, self.moment = rank, ending, moment

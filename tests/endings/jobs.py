@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
+import localjobs
+
 from r2ccl.bootstrap.launch import LocalJob
 
 TIMEOUT_S = 60.0
@@ -24,23 +23,9 @@ class Output(NamedTuple):
 
 def run(script: Path, argument: str, *, nranks: int) -> list[Output]:
     """Run `script` as every rank of a job on this machine."""
-    started = []
     with LocalJob(nranks) as job:
-        for rank in range(nranks):
-            env = {**os.environ, **job.environment(rank)}
-            passed = [job.listener.fileno()] if rank == 0 else []
-            if passed:
-                env[LISTEN_FD_VARIABLE] = str(passed[0])
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, str(script), argument],
-                    env=env,
-                    pass_fds=passed,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
+        argv = [sys.executable, str(script), argument]
+        started = [localjobs.start(job, rank, argv) for rank in range(nranks)]
     try:
         outputs = [process.communicate(timeout=TIMEOUT_S) for process in started]
     finally:

@@ -30,7 +30,7 @@ CELLS = [
     *((ending, "shrink") for ending in ("abort_thread", "abort_handler", *CLOSES)),
     ("memory", "call"),
 ]  # fmt: skip
-#: What the others are told.
+#: Text of the error that the others raise.
 CAUSES = {
     "abort": "rank 1 gave up: abort() was called",
     "revoke": "rank 1 gave up: revoke() was called",
@@ -82,7 +82,7 @@ def test_an_end(ending: str, moment: str) -> None:
             assert own["error"] == OWN[kind], told
         else:
             assert own["error"] == "CommunicatorRevoked", told
-    # Who comes later than the end raises when it comes.
+    # A rank that comes later than the end raises when it comes.
     absent = found.pop(ABSENT)
     for each in (*found.values(), *([absent] if moment != "init" else [])):
         assert each["error"] in ("CommunicatorRevoked", "PeerLost", "NoQuorum"), told
@@ -90,7 +90,7 @@ def test_an_end(ending: str, moment: str) -> None:
         assert cause in each["text"] or (moment == "shrink" and each is absent), told
     if moment != "init":
         found[ABSENT] = absent
-    # Who shrinks waits for the rank that is absent.
+    # Ranks that shrink wait for the one that is absent.
     limit_s = SHRINK_S + LIMIT_S if moment == "shrink" else LIMIT_S
     for each in found.values():
         assert each["raised_s"] - ended_s < limit_s, told
