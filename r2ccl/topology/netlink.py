@@ -25,6 +25,8 @@ NLM_F_REQUEST = 0x1
 NLM_F_ACK = 0x4
 NLM_F_DUMP_INTR = 0x10
 NLM_F_DUMP = 0x300
+NLM_F_REPLACE = 0x100
+NLM_F_CREATE = 0x400
 
 # linux/rtnetlink.h
 RTM_NEWLINK = 16
@@ -35,6 +37,8 @@ RTM_NEWADDR = 20
 RTM_DELADDR = 21
 RTM_GETADDR = 22
 RTM_GETROUTE = 26
+RTM_NEWNEIGH = 28
+RTM_DELNEIGH = 29
 RTM_GETNEIGH = 30
 RTMGRP_LINK = 0x1
 RTMGRP_IPV4_IFADDR = 0x10
@@ -51,8 +55,11 @@ RTA_OIF = 4
 RTA_GATEWAY = 5
 RTN_LOCAL = 2
 NDA_DST = 1
+NDA_LLADDR = 2
 #: States in which the kernel sends to a neighbour at once: all but none, incomplete and failed.
 NUD_VALID = 0xDE
+#: The kernel neither asks for the neighbour's address nor learns another.
+NUD_PERMANENT = 0x80
 
 #: nlmsghdr: length, type, flags, sequence, port id.
 HEADER = struct.Struct("=IHHII")
@@ -131,7 +138,7 @@ class RouteSocket:
         self._socket.settimeout(timeout_s)
         self._sequence = 0
 
-    def transact(self, kind: int, body: bytes) -> None:
+    def transact(self, kind: int, body: bytes, *, flags: int = 0) -> None:
         """Have the kernel change something; it has when this returns.
 
         Raises
@@ -139,7 +146,7 @@ class RouteSocket:
         OSError
             It refused, with its errno, or did not answer in time.
         """
-        self._send(kind, NLM_F_ACK, body)
+        self._send(kind, NLM_F_ACK | flags, body)
         for message in self._answers():
             if message.kind == NLMSG_ERROR:
                 return
@@ -212,10 +219,14 @@ __all__ = [
     "IFINFO",
     "IFLA_IFNAME",
     "NDA_DST",
+    "NDA_LLADDR",
     "NDMSG",
     "NLMSG_DONE",
     "NLMSG_ERROR",
+    "NLM_F_CREATE",
     "NLM_F_DUMP_INTR",
+    "NLM_F_REPLACE",
+    "NUD_PERMANENT",
     "NUD_VALID",
     "RECEIVE_NBYTES",
     "RTA_DST",
@@ -227,12 +238,14 @@ __all__ = [
     "RTMSG",
     "RTM_DELADDR",
     "RTM_DELLINK",
+    "RTM_DELNEIGH",
     "RTM_GETADDR",
     "RTM_GETLINK",
     "RTM_GETNEIGH",
     "RTM_GETROUTE",
     "RTM_NEWADDR",
     "RTM_NEWLINK",
+    "RTM_NEWNEIGH",
     "RTM_SETLINK",
     "RTN_LOCAL",
     "Message",

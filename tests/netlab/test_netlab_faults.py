@@ -1,6 +1,8 @@
 """What each fault does to plain sockets and to the netlink of whoever it happens to."""
 
 import errno
+import itertools
+import random
 import select
 import socket
 import threading
@@ -10,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.testing import Action, Fault
+from r2ccl.testing import Action, Fault, FaultPlan
 from r2ccl.testing.netlab import Lab, unavailable_reason
 from r2ccl.topology import LinkEvent, LinkMonitor
 
@@ -164,8 +166,6 @@ def test_isolation_parts_one_pair_on_one_rail(lab: Lab, monitors: list[LinkMonit
     assert reaches(lab, (0, 0), (2, 0))
     assert reaches(lab, (2, 0), (1, 0))
     assert [monitor.read() for monitor in monitors] == [[], [], []]
-    with pytest.raises(InvalidArgument, match="one pair at a time"):
-        lab.apply(fault(Action.ISOLATE, node=1, peer=2))
     lab.restore(0)
     assert reaches(lab, (0, 0), (1, 0))
 
@@ -211,16 +211,66 @@ def test_a_fault_with_a_duration_undoes_itself(lab: Lab, monitors: list[LinkMoni
     assert next_event(monitors[1], is_up=True).time >= firing.time_s + 0.1
 
 
-def test_the_end_of_a_replaced_fault_does_not_undo_its_successor(
+def test_of_two_faults_of_one_nic_the_end_of_either_leaves_the_other(
     lab: Lab, monitors: list[LinkMonitor]
 ) -> None:
+    def pass_by(duration_s: float) -> None:
+        lab.apply(fault(Action.NIC_DOWN, node=2, duration_s=duration_s))
+        next_event(monitors[2], is_up=False)
+        next_event(monitors[2], is_up=True)
+
     lab.apply(fault(Action.NIC_DOWN, duration_s=0.05))
     lab.apply(fault(Action.NIC_DOWN))
-    marker = fault(Action.NIC_DOWN, node=2, duration_s=0.1)
-    lab.apply(marker)
-    next_event(monitors[2], is_up=False)
-    next_event(monitors[2], is_up=True)
+    pass_by(0.1)
     assert not reaches(lab, (0, 0), (1, 0), SILENCE_S)
+    lab.apply(fault(Action.NIC_DOWN, duration_s=0.05))
+    pass_by(0.1)
+    assert not reaches(lab, (0, 0), (1, 0), SILENCE_S)
+
+
+def test_faults_that_overlap_on_one_rail_add_up(lab: Lab) -> None:
+    lab.apply(fault(Action.BLACKHOLE, duration_s=0.3))
+    lab.apply(fault(Action.ISOLATE, node=1, peer=0))
+    lab.apply(fault(Action.ISOLATE, node=1, peer=2))
+    assert reaches(lab, (0, 0), (2, 0))
+    time.sleep(0.4)
+    assert not reaches(lab, (0, 0), (1, 0), SILENCE_S)
+    assert not reaches(lab, (2, 0), (1, 0), SILENCE_S)
+    lab.apply(fault(Action.NIC_DOWN, duration_s=0.05))
+    time.sleep(0.15)
+    assert not reaches(lab, (1, 0), (0, 0), SILENCE_S), "the NIC's return does not join them"
+    assert reaches(lab, (0, 0), (2, 0))
+    lab.restore(2)
+    assert reaches(lab, (2, 0), (1, 0))
+    assert not reaches(lab, (0, 0), (1, 0), SILENCE_S)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_plan_runs_and_leaves_a_whole_lab(lab: Lab, seed: int) -> None:
+    rng = random.Random(seed)
+    faults = []
+    for _ in range(40):
+        action = rng.choice([each for each in Action if each not in (Action.STOP, Action.KILL)])
+        fields: dict[str, object] = {} if action is Action.RESTORE else {"duration_s": 0.3}
+        if action is Action.ISOLATE:
+            fields["peer"] = 2
+        if action is Action.SLOW:
+            fields["rate"] = "50mbit"
+        if action is Action.FLAP:
+            fields |= {"mean_s": 0.02, "seed": rng.randrange(9)}
+        at_s = rng.uniform(0, 1.5)
+        faults.append(fault(action, rng.randrange(2), rng.randrange(2), at_s=at_s, **fields))
+    plan = FaultPlan(faults)
+    lab.run(["sleep", "2.5"], plan=plan)
+    plan.assert_all_fired()
+    lab.raise_errors()
+    ends = [(node, rail) for node in range(3) for rail in range(2)]
+    parted = [
+        (one, other)
+        for one, other in itertools.permutations(ends, 2)
+        if one[0] != other[0] and not reaches(lab, one, other)
+    ]
+    assert not parted
 
 
 def test_restore_ends_a_flap(lab: Lab, monitors: list[LinkMonitor]) -> None:

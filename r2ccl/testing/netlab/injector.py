@@ -74,7 +74,7 @@ class Injector:
     def _schedule_flap(self, hold: Hold, intervals: random.Random, *, is_up: bool) -> None:
         def change() -> None:
             with self._lock:
-                if self._nics.is_active(hold):
+                if self._nics.is_held(hold):
                     self._nics.set_flapping(hold, is_up=is_up)
                     self._schedule_flap(hold, intervals, is_up=not is_up)
 

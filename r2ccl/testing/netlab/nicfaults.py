@@ -2,8 +2,8 @@
 
 Cuts go through netlink sockets held open in each namespace, because a cut must land at the moment
 it is asked for; a NIC's return, which needs its routes as well, and a change of rate go through
-iproute2. Must not know about time or plans. Invariant: `undo` of a fault leaves the NIC as it would
-be had that fault never been.
+iproute2. Must not know about time or plans. Invariant: whatever faults overlap, `undo` of one
+leaves the NIC as it would be had that fault never been.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from r2ccl.errors import InvalidArgument
 from r2ccl.testing.faults import Action, Fault
 from r2ccl.testing.netlab import fabric
 from r2ccl.testing.netlab.fabric import Shape
@@ -24,19 +23,20 @@ from r2ccl.topology.netlink import RouteSocket
 _IFF_UP = 0x1
 # linux/if_link.h
 _IFLA_MASTER = 10
-_IFLA_PROTINFO = 12
-_IFLA_BRPORT_ISOLATED = 33
-_NLA_F_NESTED = 0x8000
 
 _U32 = struct.Struct("=I")
+#: IEEE 802.1D reserves it for pause frames, which no bridge forwards: what is sent there is lost at
+#: the switch.
+_NOWHERE = bytes.fromhex("0180c2000001")
 
 
 class Target(NamedTuple):
-    """What a fault changes; a later fault with the same target takes its place."""
+    """What a fault changes: of several with one target, the last is in force."""
 
     action: Action
     node: int
     rail: int
+    peer: int | None
 
 
 class Hold:
@@ -48,7 +48,10 @@ class Hold:
 
 
 class NicFaults:
-    """The faults in force on the NICs of one lab. Not thread-safe.
+    """The faults that last on the NICs of one lab, in any combination. Not thread-safe.
+
+    Faults of different targets add up. Of those with one target (two rates of a NIC) the last is
+    in force, and when it ends the one before is again.
 
     Parameters
     ----------
@@ -63,14 +66,14 @@ class NicFaults:
         self._shape = shape
         self._switch = switch
         self._nodes = nodes
-        self._active: dict[Target, Hold] = {}
+        self._holds: dict[Target, list[Hold]] = {}
         self._sockets = {name: inside(name, RouteSocket) for name in (switch, *nodes)}
         self._do: dict[Action, Callable[[Fault, int, int], None]] = {
             Action.NIC_DOWN: self._nic_down,
             Action.FLAP: self._nic_down,
             Action.SWITCH_PORT_DOWN: lambda _, node, rail: self._set_port(node, rail, is_up=False),
             Action.BLACKHOLE: lambda _, node, rail: self._set_bridge(node, rail, 0),
-            Action.ISOLATE: lambda fault, *_: self._set_isolated(fault, True),
+            Action.ISOLATE: lambda fault, *_: self._isolate(fault),
             Action.SLOW: lambda fault, node, rail: self._set_rate(node, rail, fault.rate or ""),
         }
         self._undo: dict[Action, Callable[[Fault, int, int], None]] = {
@@ -80,7 +83,7 @@ class NicFaults:
             Action.BLACKHOLE: lambda _, node, rail: self._set_bridge(
                 node, rail, fabric.bridge_index(rail)
             ),
-            Action.ISOLATE: lambda fault, *_: self._set_isolated(fault, False),
+            Action.ISOLATE: lambda fault, *_: self._join(fault),
             Action.SLOW: lambda _, node, rail: self._set_rate(node, rail, ""),
         }
 
@@ -94,37 +97,40 @@ class NicFaults:
 
         Raises
         ------
-        InvalidArgument
-            A second pair of nodes would be isolated on one rail.
         LabError
             The kernel refused.
         """
-        if fault.action is Action.ISOLATE:
-            self._check_isolation(fault)
         hold = Hold(fault)
         self._change(self._do, hold)
-        self._active[hold.target] = hold
+        self._holds.setdefault(hold.target, []).append(hold)
         return hold
 
-    def is_active(self, hold: Hold) -> bool:
-        """Whether a fault is still in force: not restored, nor replaced by a later one."""
-        return self._active.get(hold.target) is hold
+    def is_held(self, hold: Hold) -> bool:
+        """Whether a fault lasts: whether it is not undone, though a later one may hide it."""
+        return hold in self._holds.get(hold.target, ())
 
     def undo(self, hold: Hold) -> None:
-        """Take one fault back; nothing happens where it is not in force."""
-        if self.is_active(hold):
-            self._change(self._undo, hold)
-            del self._active[hold.target]
+        """Take one fault back; nothing happens where that was done before."""
+        if not self.is_held(hold):
+            return
+        holds = self._holds[hold.target]
+        if hold is holds[-1]:
+            if len(holds) > 1:
+                self._change(self._do, holds[-2])
+            else:
+                self._change(self._undo, hold)
+        holds.remove(hold)
 
     def restore(self, node: int | None = None, rail: int | None = None) -> None:
         """Take back every fault of a NIC, of a node, of a rail, or all."""
-        for hold in list(self._active.values()):
+        for hold in [each for holds in self._holds.values() for each in reversed(holds)]:
             if node in (None, hold.fault.node, hold.fault.peer) and rail in (None, hold.fault.rail):
                 self.undo(hold)
 
     def set_flapping(self, hold: Hold, *, is_up: bool) -> None:
-        """Move a flapping NIC without ending its flap."""
-        self._change(self._undo if is_up else self._do, hold)
+        """Move a flapping NIC without ending its flap; nothing happens where a later fault is."""
+        if self._holds[hold.target][-1] is hold:
+            self._change(self._undo if is_up else self._do, hold)
 
     def _change(self, table: dict[Action, Callable[[Fault, int, int], None]], hold: Hold) -> None:
         fault = hold.fault
@@ -137,6 +143,12 @@ class NicFaults:
 
     def _nic_down(self, _: Fault, node: int, rail: int) -> None:
         _set_link(self._sockets[self._nodes[node]], fabric.nic_index(rail), is_up=False)
+        # A NIC that goes down forgets its neighbours; those it is isolated from stay lost.
+        for target, holds in self._holds.items():
+            if holds and target.action is Action.ISOLATE and target.rail == rail:
+                for near, far in _directions(holds[-1].fault):
+                    if near == node:
+                        self._lose_neighbour(near, far, rail)
 
     def _nic_up(self, _: Fault, node: int, rail: int) -> None:
         lines = [
@@ -154,29 +166,28 @@ class NicFaults:
         ) + netlink.attribute(_IFLA_MASTER, _U32.pack(bridge))
         self._sockets[self._switch].transact(netlink.RTM_SETLINK, body)
 
-    def _set_isolated(self, fault: Fault, is_isolated: bool) -> None:
-        flag = netlink.attribute(_IFLA_BRPORT_ISOLATED, bytes([is_isolated]))
-        for node in (fault.node, fault.peer):
-            assert node is not None
-            assert fault.rail is not None
-            body = netlink.IFINFO.pack(
-                socket.AF_BRIDGE, 0, fabric.port_index(node, fault.rail), 0, 0
-            ) + netlink.attribute(_IFLA_PROTINFO | _NLA_F_NESTED, flag)
-            self._sockets[self._switch].transact(netlink.RTM_SETLINK, body)
+    def _isolate(self, fault: Fault) -> None:
+        for node, peer in _directions(fault):
+            self._lose_neighbour(node, peer, fault.rail)
 
-    def _check_isolation(self, fault: Fault) -> None:
-        # Isolated ports of a bridge reach no other isolated port: two pairs would be a foursome.
-        pair = {fault.node, fault.peer}
-        for other in (hold.fault for hold in self._active.values()):
-            if (
-                other.action is Action.ISOLATE
-                and other.rail == fault.rail
-                and {other.node, other.peer} != pair
-            ):
-                raise InvalidArgument(
-                    f"fault {fault}: rail {fault.rail} already isolates nodes {other.node} and "
-                    f"{other.peer}; a rail can isolate one pair at a time, restore that first"
-                )
+    def _join(self, fault: Fault) -> None:
+        for node, peer in _directions(fault):
+            body = self._neighbour(peer, fault.rail)
+            self._sockets[self._nodes[node]].transact(netlink.RTM_DELNEIGH, body)
+
+    def _lose_neighbour(self, node: int, peer: int, rail: int | None) -> None:
+        """Have `node` send to nowhere what it sends to `peer` on a rail; no event tells of it."""
+        body = self._neighbour(peer, rail) + netlink.attribute(netlink.NDA_LLADDR, _NOWHERE)
+        flags = netlink.NLM_F_CREATE | netlink.NLM_F_REPLACE
+        self._sockets[self._nodes[node]].transact(netlink.RTM_NEWNEIGH, body, flags=flags)
+
+    def _neighbour(self, peer: int, rail: int | None) -> bytes:
+        assert rail is not None
+        address = socket.inet_aton(self._shape.address(peer, rail))
+        index = fabric.nic_index(rail)
+        return netlink.NDMSG.pack(
+            socket.AF_INET, index, netlink.NUD_PERMANENT, 0, 0
+        ) + netlink.attribute(netlink.NDA_DST, address)
 
     def _set_rate(self, node: int, rail: int, rate: str) -> None:
         nic = fabric.nic_shaper(self._shape, rail, rate=rate, verb="change")
@@ -190,8 +201,16 @@ def _target(fault: Fault) -> Target:
     assert fault.rail is not None
     # A flap is the NIC's own doing as much as a cut: the two must not undo each other.
     action = Action.NIC_DOWN if fault.action is Action.FLAP else fault.action
-    node = fault.node if fault.peer is None else min(fault.node, fault.peer)
-    return Target(action, node, fault.rail)
+    if fault.peer is None:
+        return Target(action, fault.node, fault.rail, None)
+    return Target(action, min(fault.node, fault.peer), fault.rail, max(fault.node, fault.peer))
+
+
+def _directions(fault: Fault) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return (sender, receiver) of both directions between the nodes of an ``isolate``."""
+    assert fault.node is not None
+    assert fault.peer is not None
+    return (fault.node, fault.peer), (fault.peer, fault.node)
 
 
 def _set_link(route: RouteSocket, index: int, *, is_up: bool) -> None:
