@@ -6,8 +6,9 @@ one comes. Only one job is started, so many faults fit into a minute.
 
 Every time is counted from just before the fault is asked of the kernel, so that it includes the
 kernel's own work. Throughput is goodput: what a rank must send, 2(n-1)/n of the data, less what
-the shapers' buckets had saved up before each operation, by the time of the operations. One wrong
-element anywhere ends the bench with 1.
+the shapers' buckets had saved up before each operation, by the time of the operations. Before,
+during and after a fault it is taken in steady state, and held against the most that any schedule
+could reach with what the fault leaves. One wrong element anywhere ends the bench with 1.
 """
 
 from __future__ import annotations
@@ -25,6 +26,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import add_json_argument, parse_size, write_json
+from failover_goodput import (
+    BURST_NBYTES,
+    NODES,
+    RAILS,
+    SLOW_PART,
+    bound_share,
+    call_rows,
+    goodput_mbps,
+    state_rows,
+)
 from failover_job import Cluster, Failure, Operation
 from failover_report import plot, print_incident, print_summary
 from rich.console import Console
@@ -34,12 +45,9 @@ from r2ccl.config import Config
 from r2ccl.testing import Action, Fault, Firing
 from r2ccl.testing.netlab import Lab, LabError, Shape, ensure_privileged
 
-NODES = RAILS = 4
-#: Bucket of each NIC's shaper. It fills while the ranks verify, and then goes beyond the rate.
-BURST_NBYTES = 256 << 10
 KINDS = tuple(action for action in Action if action not in (Action.RESTORE, Action.KILL))
 
-#: Operations measured before a fault, and after the one(s) it struck.
+#: Operations measured in steady state.
 _NOPS = 3
 #: Most windows of `_NOPS` operations to wait for, and the relative difference below which two in a
 #: row count as steady.
@@ -49,8 +57,8 @@ _WARMUP = 3
 #: For how long NICs flap, and ranks are stopped.
 _DURATION_S = 1.0
 _FLAP_MEAN_S = 0.1
-#: A slow NIC has this part of its rate left.
-_SLOW_SHARE = 0.25
+#: A fault that stays is left for at least this many operations.
+_LEAST_DURING = 12
 #: The table needs more than the 80 columns a pipe is taken for.
 _WIDTH = 120
 _EXIT_UNAVAILABLE = 69
@@ -64,7 +72,7 @@ def draw_fault(kind: Action, rng: random.Random, rate_mbps: float) -> Fault:
     if kind is Action.ISOLATE:  # from the next node of the ring: others do not talk to each other
         return Fault(action=kind, node=node, peer=(node + 1) % NODES, rail=rail)
     if kind is Action.SLOW:
-        rate = f"{_SLOW_SHARE * rate_mbps:.0f}mbit"
+        rate = f"{rate_mbps / SLOW_PART:.0f}mbit"
         return Fault(action=kind, node=node, rail=rail, rate=rate)
     if kind is Action.FLAP:
         return Fault(
@@ -75,14 +83,21 @@ def draw_fault(kind: Action, rng: random.Random, rate_mbps: float) -> Fault:
 
 
 class Incident(NamedTuple):
-    """A fault, and everything that was seen of it."""
+    """A fault, and everything that was seen of it; times are CLOCK_MONOTONIC seconds.
+
+    ``operations`` are all, from ``before`` to ``after``, which are in steady state, as ``during``
+    is with the fault still there; it is empty where the fault ended by itself. ``struck`` are those
+    it met.
+    """
 
     fault: Fault
     firing: Firing
+    restored_s: float
+    operations: list[Operation]
     before: list[Operation]
+    struck: list[Operation]
     during: list[Operation]
     after: list[Operation]
-    settled: list[Operation]
     repairs: list[dict[str, Any]]
 
 
@@ -93,26 +108,31 @@ def strike(cluster: Cluster, lab: Lab, fault: Fault, rng: random.Random) -> Inci
     threading.Event().wait(rng.uniform(0, took_s))
     firing = lab.apply(fault)
     cut_s = firing.time_s
-    cluster.wait_operations(_NOPS, cut_s + (fault.duration_s or 0.0))
+    lasts_s = fault.duration_s or 0.0
+    cluster.wait_operations(_NOPS, cut_s + lasts_s)
     # The fault may strike what an operation does not need any more: then the next one meets it.
     resumed = [each["resumed_s"] for each in cluster.repairs(cut_s) if each["moved"]]
-    struck_until_s = max([cut_s + (fault.duration_s or 0.0), *resumed])
-    after = cluster.wait_operations(_NOPS, struck_until_s)
-    during = [
+    next_one = cluster.wait_operations(1, max([cut_s + lasts_s, *resumed]))[0]
+    struck = [
         each
         for each in cluster.operations
-        if each.ended_s > cut_s and each.begun_s < after[0].begun_s
-    ] or after[:1]
-    settled = after
+        if each.ended_s > cut_s and each.begun_s < next_one.begun_s
+    ] or [next_one]
+    during: list[Operation] = []
     if fault.duration_s is None:
-        settled = settle(cluster, after[-1].ended_s)
+        cluster.wait_operations(_LEAST_DURING, next_one.begun_s)
+        during = settle(cluster, cluster.operations[-1].begun_s)
         lab.restore()
+    restored_s = monotonic()
     lab.raise_errors()
     cluster.wait(
         lambda: all(repair["restored_s"] for repair in cluster.repairs(cut_s)),
         f"every rail after {fault}",
     )
-    return Incident(fault, firing, before, during, after, settled, cluster.repairs(cut_s))
+    after = settle(cluster, monotonic())
+    operations = [each for each in cluster.operations if each.begun_s >= before[0].begun_s]
+    repairs = cluster.repairs(cut_s)
+    return Incident(fault, firing, restored_s, operations, before, struck, during, after, repairs)
 
 
 def settle(cluster: Cluster, since_s: float) -> list[Operation]:
@@ -133,15 +153,12 @@ def settle(cluster: Cluster, since_s: float) -> list[Operation]:
     return window
 
 
-def goodput_mbps(operations: Sequence[Operation], nbytes: int) -> float:
-    """Return Mbit/s of useful bytes each rank sent at the shaped rate in these operations."""
-    seconds = sum(each.ended_s - each.begun_s for each in operations)
-    shaped_nbytes = 2 * (NODES - 1) / NODES * nbytes - RAILS * BURST_NBYTES
-    return 8e-6 * len(operations) * max(0.0, shaped_nbytes) / seconds
-
-
 def fault_row(incident: Incident, nbytes: int, run: int) -> dict[str, Any]:
     """Make the flat object of an incident; None: nothing of the kind was to be seen."""
+
+    def mbps(operations: Sequence[Operation]) -> float | None:
+        return goodput_mbps(operations, nbytes) if operations else None
+
     cut_s, repairs = incident.firing.time_s, incident.repairs
     failed = [repair["failed_s"] - cut_s for repair in repairs]
     resumed = [repair["resumed_s"] - cut_s for repair in repairs if repair["moved"]]
@@ -161,38 +178,15 @@ def fault_row(incident: Incident, nbytes: int, run: int) -> dict[str, Any]:
         "nbytes_replayed": sum(repair["nbytes_replayed"] for repair in repairs),
         "paths_moved": sum(bool(repair["moved"]) for repair in repairs),
         "evidence": min(repairs, key=lambda each: each["failed_s"])["cause"] if repairs else "",
-        "before_mbps": goodput_mbps(incident.before, nbytes),
-        "during_mbps": goodput_mbps(incident.during, nbytes),
-        "after_mbps": goodput_mbps(incident.after, nbytes),
-        "settled_mbps": goodput_mbps(incident.settled, nbytes),
+        "struck_s": max(each.ended_s for each in incident.struck) - cut_s,
+        "lasts_s": incident.restored_s - cut_s if incident.during else None,
+        "bound_share": bound_share(incident.fault),
+        "before_mbps": mbps(incident.before),
+        "struck_mbps": mbps(incident.struck),
+        "during_mbps": mbps(incident.during),
+        "after_mbps": mbps(incident.after),
         "load": os.getloadavg()[0],
     }
-
-
-def throughput_rows(rows: Sequence[dict[str, Any]], line_mbps: float) -> list[dict[str, Any]]:
-    """Answer what goodput is of the line rate, and what is left of it with a NIC lost."""
-    healthy = statistics.median(row["before_mbps"] for row in rows)
-    made: list[dict[str, Any]] = [
-        {
-            "measure": "goodput",
-            "state": "healthy",
-            "mbps": healthy,
-            "share_of_line_rate": healthy / line_mbps,
-        }
-    ]
-    lost = [row["settled_mbps"] for row in rows if row["fault"] == Action.NIC_DOWN]
-    if lost:
-        mbps = statistics.median(lost)
-        made.append(
-            {
-                "measure": "goodput",
-                "state": "one of four NICs lost",
-                "mbps": mbps,
-                "share_of_line_rate": mbps / line_mbps,
-                "share_of_healthy": mbps / healthy,
-            }
-        )
-    return made
 
 
 def parameters(lab: Lab, args: argparse.Namespace) -> dict[str, Any]:
@@ -231,15 +225,19 @@ def congestion_control(lab: Lab, config: Config) -> str:
 def run(lab: Lab, args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     """Let every kind of fault happen `args.runs` times, in turns."""
     rng = random.Random(args.seed)
-    rows = []
+    rows: list[dict[str, Any]] = []
     with contextlib.closing(Cluster(lab, args.nbytes)) as cluster:
         cluster.wait_operations(_WARMUP, 0.0)
         for number in range(args.runs):
             for kind in args.faults:
                 fault = draw_fault(kind, rng, args.rate)
                 incident = strike(cluster, lab, fault, rng)
-                rows.append(fault_row(incident, args.nbytes, number))
-                print_incident(console, rows[-1])
+                row = fault_row(incident, args.nbytes, number)
+                calls = call_rows(
+                    incident.operations, args.nbytes, fault, number, incident.firing.time_s
+                )
+                rows += [row, *calls]
+                print_incident(console, row)
     return rows
 
 
@@ -290,12 +288,13 @@ def main() -> int:
     except Failure as exc:
         print(f"failover: {exc}", file=sys.stderr)
         return 1
-    goodput = throughput_rows(rows, RAILS * args.rate)
-    print_summary(console, rows, goodput)
+    line_mbps = RAILS * args.rate
+    states = state_rows(rows, line_mbps)
+    print_summary(console, [row for row in rows if row["measure"] == "fault"], states)
     if args.json:
-        write_json(args.json, [{**setting, **row} for row in [*goodput, *rows]])
+        write_json(args.json, [{**setting, **row} for row in [*states, *rows]])
     if args.png:
-        plot(args.png, rows, RAILS * args.rate)
+        plot(args.png, rows, states, line_mbps)
     return 0
 
 

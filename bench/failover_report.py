@@ -18,10 +18,13 @@ _HEADINGS = (
     "last rank\nms",
     "replayed\nMiB",
     "before\nMbit/s",
+    "struck\nMbit/s",
     "during\nMbit/s",
     "after\nMbit/s",
 )
-_PHASES = ("before", "during", "after")
+_PHASES = ("before", "struck", "during", "after")
+#: Seconds drawn before a cut or a return, and after a return.
+_LEAD_S, _TAIL_S = 1.5, 5.0
 
 
 def median(rows: Sequence[dict[str, Any]], name: str) -> float | None:
@@ -54,9 +57,9 @@ def print_incident(console: Console, row: dict[str, Any]) -> None:
 
 
 def print_summary(
-    console: Console, rows: Sequence[dict[str, Any]], goodput: Sequence[dict[str, Any]]
+    console: Console, rows: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]
 ) -> None:
-    """Print medians per kind of fault, and the two answers on throughput."""
+    """Print medians per kind of fault, and throughput in each state."""
     table = Table("fault", title="Medians; times from the cut, throughput per rank")
     for heading in _HEADINGS:
         table.add_column(heading, justify="right")
@@ -78,29 +81,29 @@ def print_summary(
     console.print(
         "detection: the first rank knows. repair: the first byte sent again, or held back by the "
         "fault, arrives at its receiver over another rail; last rank: the same for the last rank "
-        "that waits for one. '-': nothing moved. during: the operations the fault met; after: the "
-        "next ones, with the fault still there (flap, stop: over)."
+        "that waits for one. '-': nothing moved. struck: the operations the fault met; before, "
+        "during, after: steady states without it, with it (flap, stop: it ends by itself), "
+        "without it."
     )
-    for row in goodput:
-        shares = ", ".join(
-            f"{100 * row[name]:.1f} % of {what}"
-            for name, what in (
-                ("share_of_line_rate", "the shaped line rate"),
-                ("share_of_healthy", "healthy"),
-            )
-            if name in row
+    for row in states:
+        console.print(
+            f"goodput, {row['state']}: median {row['mbps']:.0f} Mbit/s per rank = "
+            f"{100 * row['share_of_bound']:.1f} % of what any schedule could reach and "
+            f"{100 * row['share_of_healthy']:.1f} % of healthy; worst of {row['ncalls']}: "
+            f"{row['worst_mbps']:.0f} Mbit/s = {100 * row['worst_share_of_bound']:.1f} %"
         )
-        console.print(f"goodput, {row['state']}: {row['mbps']:.0f} Mbit/s per rank = {shares}")
     console.print(f"every element of every operation of {len(rows)} faults was right")
 
 
-def plot(path: Path, rows: Sequence[dict[str, Any]], line_mbps: float) -> None:
-    """Draw detection and repair of every run, and throughput around the faults."""
+def plot(
+    path: Path, rows: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]], line_mbps: float
+) -> None:
+    """Draw detection and repair of every run, and throughput over time around the first fault."""
     from matplotlib.figure import Figure
 
-    kinds = by_kind(rows)
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    times, throughput = figure.subplots(1, 2)
+    kinds = by_kind([row for row in rows if row["measure"] == "fault"])
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    times, cut, back = figure.subplots(1, 3, width_ratios=(3, 4, 3))
     for name, colour, shift in (("detection_ms", "C0", -0.12), ("repair_ms", "C1", 0.12)):
         points = [
             (at + shift, row[name])
@@ -113,20 +116,36 @@ def plot(path: Path, rows: Sequence[dict[str, Any]], line_mbps: float) -> None:
             times.scatter(*zip(*points, strict=True), s=14, color=colour, alpha=0.6, label=label)
     times.set(yscale="log", ylabel="ms after the cut", title="Detection and repair, every run")
     times.axhline(20, color="grey", linewidth=0.8, linestyle=":", label="20 ms")
+    times.set_xticks(range(len(kinds)), list(kinds), rotation=30, ha="right")
     times.set_xlim(-0.5, len(kinds) - 0.5)
     times.legend()
-    for number, phase in enumerate(_PHASES):
-        heights = [median(group, f"{phase}_mbps") or 0.0 for group in kinds.values()]
-        places = [at + 0.27 * (number - 1) for at in range(len(kinds))]
-        throughput.bar(places, heights, width=0.25, label=phase)
-    throughput.axhline(line_mbps, color="grey", linewidth=0.8, linestyle=":", label="line rate")
-    throughput.set(
-        ylabel="Mbit/s of goodput per rank", title="Throughput around the fault, medians"
-    )
-    throughput.set_ylim(top=1.2 * line_mbps)
-    throughput.legend(fontsize="small", ncols=4, loc="upper center")
-    for axes in (times, throughput):
-        axes.set_xticks(range(len(kinds)), list(kinds), rotation=30, ha="right")
+    staying = [kind for kind, group in kinds.items() if group[0]["lasts_s"] is not None]
+    kind = next(iter(staying or kinds))
+    spans = [row["lasts_s"] or _TAIL_S for row in kinds[kind]]
+    for axes, word, shifts, reach_s in (
+        (cut, "cut", [0.0] * len(spans), min(spans)),
+        (back, "return", spans, _TAIL_S),
+    ):
+        for row, shift in zip(kinds[kind], shifts, strict=True):
+            calls = [
+                each
+                for each in rows
+                if (each["measure"], each["fault"], each["run"]) == ("call", kind, row["run"])
+            ]
+            ends = [each["ended_s"] - shift for each in calls]
+            speeds = [each["mbps"] for each in calls]
+            axes.step(ends, speeds, where="pre", color="C0", linewidth=0.8, alpha=0.6)
+        axes.axvline(0, color="C3", linewidth=0.8)
+        for state in states:
+            if state["state"] in ("healthy", f"under {kind}"):
+                axes.axhline(
+                    state["bound_mbps"], color="grey", linewidth=0.8, linestyle=":",
+                )  # fmt: skip
+        axes.set(
+            xlim=(-_LEAD_S, reach_s), ylim=(0, 1.1 * line_mbps), xlabel=f"s after the {word}",
+            title=f"{kind}: calls around the {word}, every run",
+        )  # fmt: skip
+    cut.set_ylabel("Mbit/s of goodput per rank (dotted: bounds)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

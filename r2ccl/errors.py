@@ -121,8 +121,8 @@ class PeerLost(R2cclError):
         Who raises.
     peer : int
         Who is gone.
-    last_heard_s : float
-        Seconds since the last sign of life.
+    last_heard_s : float or None
+        Seconds since the last sign of life; None: another rank found it.
     why : str
     host : str
         Where it ran; empty: not known.
@@ -137,19 +137,22 @@ class PeerLost(R2cclError):
         *,
         rank: int,
         peer: int,
-        last_heard_s: float,
+        last_heard_s: float | None,
         why: str,
         host: str = "",
         last_op: int | None = None,
         is_met: bool = True,
     ) -> None:
         where = f" on {host}" if host else ""
-        seen = "" if last_op is None else f", last seen in call {last_op}"
+        signs = [why]
+        if last_heard_s is not None:
+            signs.append(f"last heard {last_heard_s:.3f} s ago")
+        if last_op is not None:
+            signs.append(f"last seen in call {last_op}")
         if is_met:
             super().__init__(
-                f"rank {rank}: lost rank {peer}{where} ({why}; last heard {last_heard_s:.3f} s "
-                f"ago{seen}); look at that rank's own log; go on without it with shrink(), or "
-                "restart the job"
+                f"rank {rank}: lost rank {peer}{where} ({'; '.join(signs)}); look at that rank's "
+                "own log; go on without it with shrink(), or restart the job"
             )
         else:
             super().__init__(

@@ -67,6 +67,7 @@ class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
     """Control message: the communicator is of no use any more, and why.
 
     ``kind`` is the name of the error, ``rank`` who found it, ``peer`` whom it concerns (-1: all).
+    ``text`` is the error's, or of a `PeerLost` why: whoever hears of it makes the same error.
     """
 
     kind: str
@@ -409,22 +410,15 @@ class Recovery:
             return
         if self.council is not None:
             self.council.peer_lost(peer)
-        error = PeerLost(
-            rank=self._rank,
-            peer=peer,
-            last_heard_s=last_heard_s,
-            why=why,
-            host=self.hosts[peer],
-            last_op=max(path.op for key, path in self.paths.items() if key.peer == peer),
-        )
+        error = self._lost(peer, why, last_heard_s)
         # Else every rank gives it up by itself, and says so with the same error.
         is_news = peer in self.left or peer in self._spared
         self._give_up(error, "PeerLost" if is_news else "", peer)
 
     def _on_spared(self, peer: int, rank: int) -> None:
         self._spared.add(rank)
-        if self.error is not None:
-            self._control.send(peer, Revoke("PeerLost", str(self.error), self._rank, rank))
+        if self.reason is not None:
+            self._control.send(peer, self.reason)
 
     def revoke(self, message: Revoke, error: R2cclError | None = None) -> None:
         """End the communicator on every rank, here with `error` if given.
@@ -710,7 +704,8 @@ class Recovery:
         self._give_up(error, "NoHealthyRail", peer)
 
     def _give_up(self, error: R2cclError, kind: str = "", peer: int = -1) -> None:
-        message = Revoke(kind or type(error).__name__, str(error), self._rank, peer)
+        text = error.why if isinstance(error, PeerLost) else str(error)
+        message = Revoke(kind or type(error).__name__, text, self._rank, peer)
         if self.error is None and kind:
             self._control.broadcast(message)
         self.end(error, message)
@@ -723,8 +718,21 @@ class Recovery:
                 self._end_by(message)
             else:
                 self._no_rail(message.rank, self._clock())
+        elif message.kind == "PeerLost" and message.peer in self.peers:
+            why = f"rank {message.rank} says: {message.text}"
+            self.end(self._lost(message.peer, why, None), message)
         else:
             self._end_by(message)
+
+    def _lost(self, peer: int, why: str, last_heard_s: float | None) -> PeerLost:
+        return PeerLost(
+            rank=self._rank,
+            peer=peer,
+            last_heard_s=last_heard_s,
+            why=why,
+            host=self.hosts[peer],
+            last_op=max(path.op for key, path in self.paths.items() if key.peer == peer),
+        )
 
     def _end_by(self, message: Revoke) -> None:
         error = CommunicatorRevoked(f"rank {message.rank} gave up: {message.text}")

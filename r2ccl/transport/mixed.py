@@ -7,7 +7,6 @@ events pass unchanged; every rail belongs to exactly one part.
 
 from __future__ import annotations
 
-import os
 import select
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.transport.base import Endpoint, Event, Frame, Probed, Registered, Transport
+from r2ccl.transport.wakeup import Wakeup
 from r2ccl.types import BYPASS, PathKey, ProbeKey
 
 
@@ -66,8 +66,8 @@ class MixedTransport:
         self._refused: list[Event] = []
         self._epoll = select.epoll()
         # One of its own: a part's would be taken by the polls before the sleep.
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._wakeup = Wakeup()
+        self._epoll.register(self._wakeup.number, select.EPOLLIN)
         for part in parts:
             self._epoll.register(part.fileno(), select.EPOLLIN)
 
@@ -139,13 +139,13 @@ class MixedTransport:
         for part in self._parts:
             timeout_s = part.limit_s(timeout_s)
         for fd, _ in self._epoll.poll(timeout_s):
-            if fd == self._wake_fd:
-                os.eventfd_read(fd)
+            if fd == self._wakeup.number:
+                self._wakeup.clear()
         return self._collect()
 
     def wake(self) -> None:
         """See `Transport.wake`."""
-        os.eventfd_write(self._wake_fd, 1)
+        self._wakeup.wake()
 
     def fence(self, path: PathKey) -> None:
         """See `Transport.fence`."""
@@ -173,7 +173,7 @@ class MixedTransport:
         """See `Transport.descriptors`."""
         if self._epoll.closed:
             return []
-        own = [self._epoll.fileno(), self._wake_fd]
+        own = [self._epoll.fileno(), self._wakeup.number]
         return own + [fd for part in self._parts for fd in part.descriptors()]
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class MixedTransport:
             part.close()
         if not self._epoll.closed:
             self._epoll.close()
-            os.close(self._wake_fd)
+            self._wakeup.close()
 
     def _collect(self) -> list[Event]:
         events, self._refused = self._refused, []

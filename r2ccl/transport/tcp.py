@@ -21,7 +21,6 @@ import errno
 import fcntl
 import ipaddress
 import logging
-import os
 import select
 import socket
 import struct
@@ -44,6 +43,7 @@ from r2ccl.transport.base import (
 )
 from r2ccl.transport.dialed import Dialed
 from r2ccl.transport.knock import Address, Knocker
+from r2ccl.transport.wakeup import Wakeup
 from r2ccl.types import Nic, PathKey, ProbeKey
 
 _log = logging.getLogger(__name__)
@@ -176,8 +176,8 @@ class TcpTransport(Dialed):
         self._congestion = congestion
         self._clock = clock
         self._epoll = select.epoll()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake_fd, _IN)
+        self._wakeup = Wakeup()
+        self._epoll.register(self._wakeup.number, _IN)
         self._by_fd: dict[int, _Connection] = {}
         self._by_path: dict[PathKey, _Connection] = {}
         self._dirty: list[_Connection] = []
@@ -250,8 +250,8 @@ class TcpTransport(Dialed):
         for fd, mask in self._epoll.poll(0 if self._events else timeout_s):
             conn = self._by_fd.get(fd)
             if conn is None:
-                if fd == self._wake_fd:
-                    os.eventfd_read(fd)
+                if fd == self._wakeup.number:
+                    self._wakeup.clear()
                 else:
                     self._knocker.on_ready(fd)
                 continue
@@ -277,7 +277,7 @@ class TcpTransport(Dialed):
 
     def wake(self) -> None:
         """End a sleeping `poll`, from any thread."""
-        os.eventfd_write(self._wake_fd, 1)
+        self._wakeup.wake()
 
     def fence(self, path: PathKey) -> None:
         """Close the socket: nothing of it is read or written any more."""
@@ -309,7 +309,7 @@ class TcpTransport(Dialed):
         """See `Transport.descriptors`."""
         if self._epoll.closed:
             return []
-        own = (self._epoll.fileno(), self._wake_fd)
+        own = (self._epoll.fileno(), self._wakeup.number)
         return [*own, *self._by_fd, *self._knocker.descriptors()]
 
     def close(self) -> None:
@@ -319,7 +319,7 @@ class TcpTransport(Dialed):
             self._discard(path)
         if not self._epoll.closed:
             self._epoll.close()
-            os.close(self._wake_fd)
+            self._wakeup.close()
 
     def _tune(self, sock: socket.socket) -> None:
         sock.setblocking(False)

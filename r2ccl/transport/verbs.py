@@ -15,7 +15,6 @@ completed before it was fenced counts.
 from __future__ import annotations
 
 import logging
-import os
 import select
 from collections.abc import Callable, Sequence
 from typing import Any, overload
@@ -47,6 +46,7 @@ from r2ccl.transport.registration import Registration, RegistrationCache
 from r2ccl.transport.ring import ALIGN, COUNT_MODULUS
 from r2ccl.transport.staging import Array, Staging
 from r2ccl.transport.status import describe_event, describe_status, event_name, status_name
+from r2ccl.transport.wakeup import Wakeup
 from r2ccl.types import PathKey, ProbeKey
 
 _log = logging.getLogger(__name__)
@@ -115,8 +115,8 @@ class VerbsTransport:
         self._lending: list[VerbsEndpoint] = []
         self._events: list[Event] = []
         self._epoll = select.epoll()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._wakeup = Wakeup()
+        self._epoll.register(self._wakeup.number, select.EPOLLIN)
         self._by_fd: dict[int, tuple[int, bool]] = {}
         for rail, device in enumerate(devices):
             for fd, is_async in ((device.channel_fd, False), (device.async_fd, True)):
@@ -194,7 +194,7 @@ class VerbsTransport:
         """See `Transport.descriptors`."""
         if self._epoll.closed:
             return []
-        own = [self._epoll.fileno(), self._wake_fd]
+        own = [self._epoll.fileno(), self._wakeup.number]
         return own + [fd for device in self._devices for fd in device.descriptors()]
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class VerbsTransport:
             device.close()
         if not self._epoll.closed:
             self._epoll.close()
-            os.close(self._wake_fd)
+            self._wakeup.close()
 
     # Sending
 
@@ -341,7 +341,7 @@ class VerbsTransport:
 
     def wake(self) -> None:
         """End a sleeping `poll`, from any thread."""
-        os.eventfd_write(self._wake_fd, 1)
+        self._wakeup.wake()
 
     def limit_s(self, timeout_s: float) -> float:
         """See `Part.limit_s`: fences and probes have deadlines."""
@@ -362,8 +362,8 @@ class VerbsTransport:
         """Take what the descriptors announce; True if that was anything."""
         ready = self._epoll.poll(timeout_s)
         for fd, _ in ready:
-            if fd == self._wake_fd:
-                os.eventfd_read(fd)
+            if fd == self._wakeup.number:
+                self._wakeup.clear()
                 continue
             rail, is_async = self._by_fd[fd]
             if is_async:

@@ -102,6 +102,35 @@ def test_after_an_error_the_callers_arrays_are_let_go() -> None:
     assert launch(lets_go, 3, timeout_s=TIMEOUT_S) == [[True]] * 3
 
 
+def returns_early() -> bool:
+    """Whether what sockets did not take of eager calls leaves while their caller does other work.
+
+    Rank 1 reads nothing at first, so that rank 0's sockets fill up; then rank 0 calls nothing.
+    """
+    os.environ["R2CC_EAGER_SLOTS"] = "256"
+    with r2ccl.init() as comm:
+        x = np.ones(8192)
+        comm.barrier()
+        transport = comm._engine._transport
+        if comm.rank == 1:
+            time.sleep(1.0)
+        for _ in range(200):
+            comm.broadcast(x, root=0)
+        was_full = transport.has_unsent()
+        # The regular look after the rails would send a little each time.
+        comm._engine._background = lambda now: None  # type: ignore[method-assign]
+        until_s = time.monotonic() + TIMEOUT_S / 2
+        while transport.has_unsent() and time.monotonic() < until_s:
+            time.sleep(0.01)
+        is_empty = not transport.has_unsent()
+        comm.barrier()
+        return is_empty and was_full == (comm.rank == 0)
+
+
+def test_eager_data_leaves_while_its_sender_calls_nothing() -> None:
+    assert launch(returns_early, 2, timeout_s=TIMEOUT_S) == [True, True]
+
+
 RANKS = """
     import os, sys, time
     import r2ccl

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from r2ccl.config import Config
@@ -508,6 +509,24 @@ def test_the_first_reason_wins() -> None:
     world.recovery.on_peer_lost(1, "silent", 5.0)
     assert isinstance(world.recovery.error, CommunicatorRevoked)
     assert "rank 1 gave up: too late" in str(world.recovery.error)
+
+
+def test_who_hears_of_a_lost_rank_before_it_finds_out_itself_raises_the_same_error() -> None:
+    finder, hearer = World(nranks=3), World(nranks=3)
+    finder.recovery.on_peer_lost(2, "its process is gone", 5.0)
+    reason = finder.recovery.reason
+    assert reason is not None
+    hearer.recovery.on_message(1, msgspec.structs.replace(reason, rank=1))
+    error = hearer.recovery.error
+    assert isinstance(error, PeerLost)
+    assert (error.peer, error.last_heard_s) == (2, None)
+    assert "(rank 1 says: its process is gone; last seen in call 0)" in str(error)
+
+
+def test_a_rank_that_others_gave_up_is_not_told_that_it_lost_itself() -> None:
+    world = World()
+    world.recovery.on_message(1, Revoke("PeerLost", "silent", 1, peer=0))
+    assert isinstance(world.recovery.error, CommunicatorRevoked)
 
 
 def test_no_healthy_rail_is_the_same_error_at_both_ends_of_the_pair() -> None:

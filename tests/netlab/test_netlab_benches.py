@@ -1,4 +1,4 @@
-"""The failover bench and the demo in a lab: short runs of the real thing."""
+"""Benches that break things, and the demo, in a lab: short runs of the real thing."""
 
 import json
 import os
@@ -50,10 +50,26 @@ def test_bench_says_what_a_fault_costs(tmp_path: Path) -> None:
     assert rows["blackhole"]["detection_ms"] > 1e3 * rows["blackhole"]["suspicion_timeout_s"] / 2
     # A stopped process is not a failed rail: nothing moves.
     assert rows["stop"]["detection_ms"] is None
-    assert all(row["before_mbps"] > row["during_mbps"] for row in rows.values())
-    states = [row["state"] for row in saved["results"] if row["measure"] == "goodput"]
-    assert states == ["healthy", "one of four NICs lost"]
+    assert all(row["before_mbps"] > row["struck_mbps"] for row in rows.values())
+    states = {row["state"]: row for row in saved["results"] if row["measure"] == "goodput"}
+    assert set(states) == {"healthy", "under nic_down", "under blackhole"}
+    assert states["under nic_down"]["bound_mbps"] == 750, "15 of 16 NICs of 200 Mbit/s, each way"
+    assert 0 < states["under nic_down"]["worst_share_of_bound"] <= 1
+    calls = [row for row in saved["results"] if row["measure"] == "call"]
+    assert {row["fault"] for row in calls} == set(rows)
+    assert all(row["begun_s"] < row["ended_s"] for row in calls)
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_strangers_at_the_rail_ports_cost_no_rail_and_no_result(tmp_path: Path) -> None:
+    written = run(
+        ROOT / "bench/strangers.py", "--rates", "2000", "--rounds", "2", "--window-s", "1.5",
+        "--json", "out.json", cwd=tmp_path,
+    )  # fmt: skip
+    assert "0 rails given up" in written
+    (row,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert row["opened_per_s"] > 100, "there was a flood"
+    assert row["repairs"] == 0
 
 
 def test_demo_loses_a_nic_and_no_bit(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""A stranger: opens connections to the given ports as fast as told, says nothing, and resets them.
+
+Started by ``strangers.py`` in a node of a netlab. Arguments: connections per second, then
+``address:port`` of each target. Ends when its stdin does, and prints how many it began per second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import sys
+import time
+from collections import deque
+
+#: SO_LINGER with no time: closing resets, and leaves nothing in TIME_WAIT.
+_RESET = struct.pack("ii", 1, 0)
+#: Connections held before the oldest is reset: by then the kernels have made it, or refuse to.
+_HELD = 64
+_LOOK_EVERY = 100
+
+
+def knock(target: tuple[str, int]) -> socket.socket:
+    """Begin a connection; the kernels go on with it."""
+    sock = socket.socket()
+    sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+    with contextlib.suppress(OSError):  # under way, or refused at once: both are a knock
+        sock.connect(target)
+    return sock
+
+
+def main() -> None:
+    """Knock until stdin ends."""
+    rate = float(sys.argv[1])
+    targets = [(host, int(port)) for host, _, port in (arg.partition(":") for arg in sys.argv[2:])]
+    begun_s = time.monotonic()
+    held: deque[socket.socket] = deque()
+    count = 0
+    while count % _LOOK_EVERY or not select.select([sys.stdin], [], [], 0)[0]:
+        held.append(knock(targets[count % len(targets)]))
+        if len(held) > _HELD:
+            held.popleft().close()
+        count += 1
+        time.sleep(max(0.0, begun_s + count / rate - time.monotonic()))
+    print(count / (time.monotonic() - begun_s), flush=True)
+
+
+if __name__ == "__main__":
+    main()
