@@ -265,7 +265,7 @@ def shares(
     previous: Mapping[int, int] | None = None,
     nominal: float | None = None,
 ) -> dict[int, int]:
-    """Quantise rates: the best rail counts 16, or what it is of `nominal`.
+    """Quantise rates: the best rail counts 16, or what it is of `nominal`, and never more.
 
     A previous weight is kept while the rate is within 3/16 of it, or within one step: noise
     does not flip weights. One that equals the best, to half a step, is whole again. Where nothing
@@ -291,7 +291,7 @@ def shares(
             slack = max(1.0, 3 * weight / WHOLE)
             is_as_good = wanted >= WHOLE - 0.5
             if rail not in old or is_as_good or abs(wanted - weight) > slack:
-                weight = max(1, round(wanted))
+                weight = min(WHOLE, max(1, round(wanted)))
                 # One less than whole would hardly be left again, and differs as noise does.
                 weight = WHOLE if weight == WHOLE - 1 else weight
         weights[rail] = weight

@@ -468,6 +468,13 @@ def test_quantised_shares(
     assert shares(dict(enumerate(rates)), old) == dict(enumerate(expected))
 
 
+@given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=8), st.sampled_from([None, 1.0]))
+def test_a_rail_better_than_whole_is_whole(rates: list[float], nominal: float | None) -> None:
+    """As one beside slow rails that has recovered, while the level is still theirs."""
+    found = shares(dict(enumerate(rates)), {0: 4}, nominal)
+    assert all(1 <= share <= WHOLE for share in found.values())
+
+
 @given(st.lists(st.floats(1.0, 1e12), min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_shares_are_stable_and_close(rates: list[float], draw: random.Random) -> None:
     given_rates = dict(enumerate(rates))
