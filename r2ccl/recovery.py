@@ -241,6 +241,10 @@ class Recovery:
         """Paths to `peer` that may be used, by rail; the bypass comes last."""
         return self.routes.up(peer)
 
+    def obstacles(self, peer: int) -> list[str]:
+        """Say why paths to `peer` are not up, as far as this end knows; any thread."""
+        return [*self._control.obstacles(peer), *self._joiner.obstacles(peer)]
+
     # Events of paths
 
     def on_failed(self, event: Failed) -> None:

@@ -57,6 +57,8 @@ class Paths:
         self._setting = setting
         self._on_path = on_path
         self._dials: dict[PathKey, _Dial] = {}
+        #: Why the last attempt of each dial under way failed.
+        self._failures: dict[PathKey, str] = {}
         #: Epoch of the last bypass let in, by peer.
         self._bypassed: dict[int, int] = {}
         self._room = asyncio.Semaphore(bypass.MAX_ATTEMPTS)
@@ -136,6 +138,11 @@ class Paths:
         self._stop_dial(key)
         self._expected.pop(key, None)
 
+    def obstacles(self, peer: int) -> list[str]:
+        """Say why dials of `peer` have not succeeded; any thread."""
+        failures = self._failures.copy()
+        return [f"rail {key.rail}: {why}" for key, why in failures.items() if key.peer == peer]
+
     def forget_peer(self, peer: int) -> None:
         """Cancel everything with `peer`."""
         for key in [key for key in (*self._dials, *self._expected) if key.peer == peer]:
@@ -152,6 +159,7 @@ class Paths:
 
     def _stop_dial(self, key: PathKey) -> None:
         entry = self._dials.pop(key, None)
+        self._failures.pop(key, None)
         if entry is not None and entry.task is not None:
             entry.task.cancel()
 
@@ -161,13 +169,17 @@ class Paths:
             try:
                 sock = await self._dial_once(key, entry.epoch)
             except (OSError, HandshakeRejected) as exc:
+                target = self._peers[key.peer].rails[key.rail]
+                why = wire.describe_failure(exc, target, _CONNECT_TIMEOUT_S)
+                self._failures[key] = why
                 if entry.on_failed is not None:
-                    entry.on_failed(str(exc) or type(exc).__name__)
+                    entry.on_failed(why)
             else:
                 break
             await asyncio.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE_S)
         del self._dials[key]
+        self._failures.pop(key, None)
         self._on_path(key.peer, key.rail, entry.epoch, sock)
 
     async def _try_ways(self, key: PathKey, entry: _Dial, ways: Sequence[Way]) -> None:

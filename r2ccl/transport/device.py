@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
+from r2ccl import oserrors
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.transport.dmabuf import PdRegistrar
 from r2ccl.transport.layout import Nic, locate_nic, locate_qp
@@ -249,6 +250,11 @@ class Device:
             self.gid_index, self.gid = self._find_gid()
         except InvalidArgument as exc:
             raise TransportError(str(exc), status="NO_GID") from exc
+        except OSError as exc:
+            raise TransportError(
+                f"the address of {self.name} cannot be read now: {oserrors.describe(exc)}",
+                status="NO_GID",
+            ) from exc
         self._is_stale = False
 
     def query(self) -> Any:

@@ -226,6 +226,9 @@ class Still:
     def poll(self, timeout_s: float) -> list[Any]:
         return []
 
+    def obstacles(self, peer: int) -> list[str]:
+        return []
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **more: None
 
