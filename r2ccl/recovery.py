@@ -331,7 +331,7 @@ class Recovery:
             self._joiner.kick(event.rail)
             self._port_up(event.rail)
             return
-        cause = f"{_PORT_ERR}: the port of the RDMA NIC is down"
+        cause = f"{_PORT_ERR}: {event.why or 'the port of the RDMA NIC is down'}"
         for peer in self.peers:
             self.fail(PathKey(peer, event.rail), cause)
         self._port_down(event.rail, cause)

@@ -244,6 +244,7 @@ def _open_verbs(control: bootstrap.ControlPlane, config: Config, hcas: Sequence[
             GidFinder(hca.name, hca.port, config.gid_index),
             Neighbours(hca.index) if hca.index else None,
             config.fastpath,
+            npeers=control.nranks - 1,
         )
         for hca in hcas
     ]

@@ -217,7 +217,8 @@ def test_channels_are_at_home_on_rails_that_join_and_elsewhere_only_without_them
 
 def test_a_port_that_goes_down_fails_its_paths_and_one_that_comes_up_calls() -> None:
     world = World(joined={1})
-    world.recovery.on_rail(RailChanged(1, False))
+    world.recovery.on_rail(RailChanged(1, False, "CQ_ERR (event 0)"))
+    assert world.recovery.paths[B].cause == "PORT_ERR: CQ_ERR (event 0)"
     assert world.transport.fenced == [B]
     world.repair(B)
     assert world.recovery.paths[B].cause.startswith("PORT_ERR")
