@@ -57,8 +57,8 @@ class Paths:
         self._setting = setting
         self._on_path = on_path
         self._dials: dict[PathKey, _Dial] = {}
-        #: Why the last attempt of each dial under way failed.
-        self._failures: dict[PathKey, str] = {}
+        #: Why the last attempt of each dial under way failed, and what to do about it.
+        self._failures: dict[PathKey, tuple[str, str]] = {}
         #: Epoch of the last bypass let in, by peer.
         self._bypassed: dict[int, int] = {}
         self._room = asyncio.Semaphore(bypass.MAX_ATTEMPTS)
@@ -140,8 +140,10 @@ class Paths:
 
     def obstacles(self, peer: int) -> list[str]:
         """Say why dials of `peer` have not succeeded; any thread."""
-        failures = self._failures.copy()
-        return [f"rail {key.rail}: {why}" for key, why in failures.items() if key.peer == peer]
+        found = {key.rail: text for key, text in self._failures.copy().items() if key.peer == peer}
+        causes = [f"rail {rail}: {why}" for rail, (why, _) in found.items()]
+        # Mostly one for all rails.
+        return causes + list(dict.fromkeys(hint for _, hint in found.values() if hint))
 
     def forget_peer(self, peer: int) -> None:
         """Cancel everything with `peer`."""
@@ -170,10 +172,9 @@ class Paths:
                 sock = await self._dial_once(key, entry.epoch)
             except (OSError, HandshakeRejected) as exc:
                 target = self._peers[key.peer].rails[key.rail]
-                why = wire.describe_failure(exc, target, _CONNECT_TIMEOUT_S)
-                self._failures[key] = why
+                text = self._failures[key] = wire.explain_failure(exc, target, _CONNECT_TIMEOUT_S)
                 if entry.on_failed is not None:
-                    entry.on_failed(why)
+                    entry.on_failed(text[0])
             else:
                 break
             await asyncio.sleep(pause)

@@ -69,8 +69,10 @@ async def dial(
     return sock
 
 
-def describe_failure(exc: OSError | HandshakeRejected, target: Address, timeout_s: float) -> str:
-    """Say why a dial of `target` failed, and what to do about it.
+def explain_failure(
+    exc: OSError | HandshakeRejected, target: Address, timeout_s: float
+) -> tuple[str, str]:
+    """Say why a dial of `target` failed, and what to do about it; the latter may be empty.
 
     Parameters
     ----------
@@ -82,10 +84,16 @@ def describe_failure(exc: OSError | HandshakeRejected, target: Address, timeout_
     """
     where = f"{target[0]}:{target[1]}"
     if isinstance(exc, HandshakeRejected):
-        return f"{where} turned this rank away ({exc.reason}): see the log of the rank there"
+        return f"{where} turned this rank away ({exc.reason})", "see the log of the rank there"
     if isinstance(exc, TimeoutError) and exc.errno is None:
-        return f"{where} gave no answer within {timeout_s:g} s: look for a filter or a lost route"
-    return f"{where}: {oserrors.describe(exc)}"
+        return f"{where} gave no answer within {timeout_s:g} s", "look for a filter or a lost route"
+    code = exc.errno or 0
+    return f"{where}: {oserrors.decode(code) if code else exc}", oserrors.advice(code)
+
+
+def describe_failure(exc: OSError | HandshakeRejected, target: Address, timeout_s: float) -> str:
+    """Say in one text what `explain_failure` says."""
+    return ": ".join(filter(None, explain_failure(exc, target, timeout_s)))
 
 
 async def reach(target: Address, source: str = "") -> socket.socket:
@@ -281,6 +289,7 @@ __all__ = [
     "close_hard",
     "describe_failure",
     "dial",
+    "explain_failure",
     "knock",
     "limit_silence",
     "listen",
