@@ -93,7 +93,7 @@ def explain_failure(
 
 def describe_failure(exc: OSError | HandshakeRejected, target: Address, timeout_s: float) -> str:
     """Say in one text what `explain_failure` says."""
-    return ": ".join(filter(None, explain_failure(exc, target, timeout_s)))
+    return "; ".join(filter(None, explain_failure(exc, target, timeout_s)))
 
 
 async def reach(target: Address, source: str = "") -> socket.socket:

@@ -562,6 +562,20 @@ def test_a_rank_without_a_descriptor_says_so_in_its_timeout(
     assert "raise `ulimit -n`" in str(error)
 
 
+def test_a_peer_lost_for_want_of_a_descriptor_is_lost_for_that_reason(
+    start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start_job(2, peer_timeout_s=1.0)
+    job.wait_until_connected()
+    monkeypatch.setattr(wire, "open_socket", exhausted)
+    session = job.planes[0]._sessions[1]
+    job.planes[0].call_soon(lambda: [each.abort() for each in list(session._carriers.values())])
+    job.seen[0].wait_for(lambda: 1 in job.seen[0].lost)
+    assert "silent for" in job.seen[0].lost[1]
+    assert "; the last dial failed: 127.0.0." in job.seen[0].lost[1]
+    assert "EMFILE: Too many open files; " in job.seen[0].lost[1]
+
+
 def test_only_the_expected_epoch_gets_in(start_job: Callable[..., Job]) -> None:
     job = start_job(2)
     failed = threading.Event()
