@@ -537,7 +537,8 @@ class Engine:
 
     def _pending_init(self) -> Pending:
         alone = [peer for peer in self.recovery.peers if not self.recovery.up(peer)]
-        return self._blocked("init()", waits=tuple(Wait(peer, "path") for peer in alone))
+        waits = (Wait(peer, "path", why="; ".join(self.recovery.obstacles(peer))) for peer in alone)
+        return self._blocked("init()", waits=tuple(waits))
 
     def _pending_call(self) -> Pending:
         progress = self.progress

@@ -102,6 +102,8 @@ class Failback:
             return
         if event.is_answered:
             quarantine.good(self._clock())
+        elif event.is_answered is None:
+            quarantine.unasked(self._clock())
         else:
             quarantine.bad(self._clock())
 

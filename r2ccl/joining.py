@@ -165,6 +165,13 @@ class Joiner:
         self._is_calm = True
         #: Offers of epochs this rank has not reached yet.
         self._early: dict[PathKey, Offer] = {}
+        #: Why the last attempt at a path failed, of paths that are not up.
+        self._failures: dict[PathKey, str] = {}
+
+    def obstacles(self, peer: int) -> list[str]:
+        """Say why paths to `peer` are not joined; any thread."""
+        failures = self._failures.copy()
+        return [f"rail {key.rail}: {why}" for key, why in failures.items() if key.peer == peer]
 
     def begin(self, key: PathKey, epoch: int) -> None:
         """Bring `key` up in `epoch`."""
@@ -185,6 +192,8 @@ class Joiner:
 
     def cancel(self, key: PathKey | ProbeKey) -> None:
         """Do not bring `key` up any more."""
+        if isinstance(key, PathKey):
+            self._failures.pop(key, None)
         attempt = self._attempts.pop(key, None)
         if attempt is not None:
             attempt.drop()
@@ -356,6 +365,7 @@ class Joiner:
         endpoint = attempt.endpoint
         assert endpoint is not None
         del self._attempts[key]
+        self._failures.pop(key, None)
         for probe, waiting in self._probes():
             if probe.peer == key.peer and key.rail in (probe.rail, probe.via):
                 waiting.hurry()
@@ -364,6 +374,8 @@ class Joiner:
     def _failed(self, key: PathKey | ProbeKey, attempt: _Attempt, why: str) -> None:
         """Close this end; the caller calls again later, the answerer tries this offer again."""
         is_probe = isinstance(key, ProbeKey)
+        if not isinstance(key, ProbeKey):
+            self._failures[key] = why
         # Where there is no way between rails, this is said for as long as the job runs.
         _log.log(
             logging.DEBUG if is_probe else logging.INFO,

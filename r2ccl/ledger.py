@@ -37,6 +37,8 @@ class Wait(msgspec.Struct, frozen=True):
         Of the link, where it is one: number `seq` and what follows it.
     rail : int or None
         That it should come over; None: any.
+    why : str
+        What was in the way last; empty: not known.
     """
 
     peer: int
@@ -44,12 +46,14 @@ class Wait(msgspec.Struct, frozen=True):
     channel: int | None = None
     seq: int | None = None
     rail: int | None = None
+    why: str = ""
 
     def __str__(self) -> str:
         link = "" if self.channel is None else f" {self.seq} of channel {self.channel}"
         rail = "" if self.rail is None else f" over {rail_name(self.rail)}"
         way = "to" if self.what == "path" else "from"
-        return f"{self.what}{link} {way} rank {self.peer}{rail}"
+        why = f" ({self.why})" if self.why else ""
+        return f"{self.what}{link} {way} rank {self.peer}{rail}{why}"
 
 
 class Pending(msgspec.Struct, frozen=True):

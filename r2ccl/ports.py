@@ -47,5 +47,9 @@ class ControlPort(Post, Protocol):
         """Dial the pending paths of `rail` now."""
         ...
 
+    def obstacles(self, peer: int) -> list[str]:
+        """Say why paths to `peer` are not connected, as far as this end knows; any thread."""
+        ...
+
 
 __all__ = ["ControlPort", "Post"]

@@ -242,6 +242,10 @@ class Recovery:
         """Paths to `peer` that may be used, by rail; the bypass comes last."""
         return self.routes.up(peer)
 
+    def obstacles(self, peer: int) -> list[str]:
+        """Say why paths to `peer` are not up, as far as this end knows; any thread."""
+        return [*self._control.obstacles(peer), *self._joiner.obstacles(peer)]
+
     # Events of paths
 
     def on_failed(self, event: Failed) -> None:
@@ -328,7 +332,7 @@ class Recovery:
             self._joiner.kick(event.rail)
             self._port_up(event.rail)
             return
-        cause = f"{_PORT_ERR}: the port of the RDMA NIC is down"
+        cause = f"{_PORT_ERR}: {event.why or 'the port of the RDMA NIC is down'}"
         for peer in self.peers:
             self.fail(PathKey(peer, event.rail), cause)
         self._port_down(event.rail, cause)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from r2ccl import bootstrap
+from r2ccl import bootstrap, oserrors
 from r2ccl.communicator import Communicator
 from r2ccl.config import DEBUG_LEVELS, Config
 from r2ccl.dumping import require_main_thread
-from r2ccl.errors import InvalidArgument
+from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.gpu.hardware import CudaHardware
 from r2ccl.joining import Answer, Offer, Ready
 from r2ccl.recovery import Leaving, PortUp, Revoke, Spared
@@ -73,6 +75,8 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
         Not every rank came within ``R2CC_INIT_TIMEOUT_S``; names those missing.
     PeerLost
         A rank left meanwhile.
+    TransportError
+        This process, or its host, has no more descriptors, ports or memory.
 
     Notes
     -----
@@ -93,13 +97,14 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
             rdma_names=[hca.netdev for hca in hcas],
         )
 
-    control = bootstrap.connect(
-        config,
-        message_types=MESSAGES,
-        nics_for=choose_nics,
-        hcas_for=lambda: tuple(hca.label for hca in hcas),
-        comm=comm,
-    )
+    with _exhaustion_explained(f"process {os.getpid()}"):
+        control = bootstrap.connect(
+            config,
+            message_types=MESSAGES,
+            nics_for=choose_nics,
+            hcas_for=lambda: tuple(hca.label for hca in hcas),
+            comm=comm,
+        )
     wrapped: list[ReportingTransport] = []
 
     def wrap(inner: Transport) -> Transport:
@@ -108,11 +113,26 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
         wrapped.append(_with_faults(inner, rank=control.rank, plan=faults))
         return wrapped[0]
 
-    made = _assemble(config, hcas, control, tuple(range(control.nranks)), wrap)
-    made.connect()
+    with _exhaustion_explained(f"rank {control.rank}"):
+        made = _assemble(config, hcas, control, tuple(range(control.nranks)), wrap)
+        made.connect()
     for transport in wrapped:
         transport.begin(made.ncalls + 1)
     return made
+
+
+@contextmanager
+def _exhaustion_explained(who: str) -> Iterator[None]:
+    """Translate errors of the operating system that say that something is used up."""
+    try:
+        yield
+    except OSError as exc:
+        if not oserrors.is_exhaustion(exc.errno):
+            raise
+        raise TransportError(
+            f"{who}: init() cannot open what it needs: {oserrors.describe(exc)}",
+            status=errno.errorcode.get(exc.errno or 0, ""),
+        ) from exc
 
 
 def _assemble(
@@ -224,6 +244,7 @@ def _open_verbs(control: bootstrap.ControlPlane, config: Config, hcas: Sequence[
             GidFinder(hca.name, hca.port, config.gid_index),
             Neighbours(hca.index) if hca.index else None,
             config.fastpath,
+            npeers=control.nranks - 1,
         )
         for hca in hcas
     ]

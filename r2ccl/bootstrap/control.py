@@ -333,6 +333,17 @@ class ControlPlane:
         """Dial the pending paths of `rail` now: its local carrier came up."""
         self._do(lambda: self._paths.kick(rail))
 
+    def obstacles(self, peer: int) -> list[str]:
+        """Say why paths to `peer` are not connected, as far as this end knows; any thread.
+
+        Of a peer that dials, this end knows only what it turned away, whoever that was.
+        """
+        found = self._paths.obstacles(peer)
+        turned_away = self._rejections.summary() if peer < self.rank else ""
+        return (
+            [*found, f"this rank turned connections away: {turned_away}"] if turned_away else found
+        )
+
     # -- the loop, lent ---------------------------------------------------------------------
 
     def call_soon(self, fn: Callable[[], object]) -> None:

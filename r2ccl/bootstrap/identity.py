@@ -11,13 +11,16 @@ import errno
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from r2ccl import oserrors
 from r2ccl.auth import SECRET_NBYTES, Secret
+from r2ccl.bootstrap import launchers, naming
 from r2ccl.bootstrap.secretfile import (
     GivenSecret,
     RuntimeFileSecret,
@@ -30,7 +33,6 @@ from r2ccl.errors import InvalidArgument
 #: Descriptor of a listening socket that rank 0 inherits from its launcher.
 LISTEN_FD_VARIABLE = "R2CC_LISTEN_FD"
 
-_MPI_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 _ENV_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 _WAYS = (
@@ -43,7 +45,8 @@ class Identity(msgspec.Struct):
     """What a process knows before it has met the others.
 
     ``address`` and ``port`` are rank 0's; ``listener`` is rank 0's socket there if it exists
-    already, and is owned by whoever holds the identity.
+    already, and is owned by whoever holds the identity. ``is_name_awaited``: ``address`` may be a
+    name that does not exist yet.
     """
 
     rank: int
@@ -52,6 +55,7 @@ class Identity(msgspec.Struct):
     port: int
     secret: SecretSource
     listener: socket.socket | None = None
+    is_name_awaited: bool = False
 
 
 def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identity:
@@ -68,9 +72,13 @@ def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identi
     Raises
     ------
     InvalidArgument
-        Nothing says who this process is, or what says so is incomplete.
+        Nothing says who this process is, what says so is incomplete, or the MPI launcher and mpi4py
+        differ on how many ranks there are.
     """
     if comm is not None:
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and isinstance(comm, mpi.Comm):
+            _require_company(mpi, env)
         return _from_mpi(config, comm)
     given = [name for name in _ENV_VARIABLES if name in env]
     if given:
@@ -78,8 +86,8 @@ def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identi
         if missing:
             raise InvalidArgument(f"{given} are set but {missing} are not; {_WAYS}")
         return _from_env(config, env)
-    if any(name in env for name in _MPI_VARIABLES):
-        return _from_mpi(config, _comm_world())
+    if launchers.is_launched(env):
+        return _from_mpi(config, _comm_world(env))
     raise InvalidArgument(f"nothing says which rank this process is; {_WAYS}")
 
 
@@ -93,7 +101,7 @@ def host_id() -> str:
 # -- MPI ------------------------------------------------------------------------------------
 
 
-def _comm_world() -> Any:
+def _comm_world(env: Mapping[str, str]) -> Any:
     try:
         from mpi4py import MPI
     except ImportError as exc:
@@ -101,7 +109,13 @@ def _comm_world() -> Any:
             f"an MPI launcher started this process, but mpi4py cannot be imported ({exc}): "
             "install r2ccl[mpi] for the same MPI"
         ) from exc
+    _require_company(MPI, env)
     return MPI.COMM_WORLD
+
+
+def _require_company(mpi: Any, env: Mapping[str, str]) -> None:
+    library = str(mpi.Get_library_version()).strip("\0\n ").splitlines()[0]
+    launchers.require_company(mpi.COMM_WORLD.Get_size(), " ".join(library.split()), env)
 
 
 def _from_mpi(config: Config, comm: Any) -> Identity:
@@ -159,7 +173,7 @@ def _from_env(config: Config, env: Mapping[str, str]) -> Identity:
         )
     listener = _inherited_listener(env) if rank == 0 else None
     secret = _secret_source(config, env, rank, nranks, port)
-    return Identity(rank, nranks, address, port, secret, listener)
+    return Identity(rank, nranks, address, port, secret, listener, naming.may_appear(env))
 
 
 def _number(env: Mapping[str, str], name: str, instead: str = "") -> int:
@@ -200,7 +214,7 @@ def _secret_source(
     if nranks == 1:
         return GivenSecret(Secret(secrets.token_bytes(SECRET_NBYTES)))
     address = env["MASTER_ADDR"]
-    if env.get("LOCAL_WORLD_SIZE") == str(nranks) and _is_own_address(address):
+    if env.get("LOCAL_WORLD_SIZE") == str(nranks) and _is_own_address(rank, address, env):
         return RuntimeFileSecret(env, address, port, is_leader=rank == 0)
     raise InvalidArgument(
         f"rank {rank}: no secret for a job on several hosts: give every rank the same one, "
@@ -209,13 +223,22 @@ def _secret_source(
     )
 
 
-def _is_own_address(host: str) -> bool:
-    """Whether a socket of this host can be bound to `host`."""
+def _is_own_address(rank: int, host: str, env: Mapping[str, str]) -> bool:
+    """Whether a socket of this host can be bound to `host`; yes if that cannot be resolved yet."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    except UnicodeError as exc:
+        raise naming.unresolvable(rank, host, exc) from exc
+    except socket.gaierror as exc:
+        if naming.is_passing(exc, is_awaited=naming.may_appear(env)):
+            return True
+        raise naming.unresolvable(rank, host, exc) from exc
+    try:
         with socket.socket(family, kind, proto) as sock:
             sock.bind(address)
-    except OSError:
+    except OSError as exc:
+        if exc.errno != errno.EADDRNOTAVAIL and oserrors.is_exhaustion(exc.errno):
+            raise
         return False
     return True
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import secrets
 import socket
 from collections.abc import Iterable
@@ -17,8 +16,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from r2ccl import oserrors
 from r2ccl.auth import COMMUNICATOR_ID_NBYTES, Claim, HandshakeRejected, Purpose, Secret
-from r2ccl.bootstrap import wire
+from r2ccl.bootstrap import naming, wire
 from r2ccl.bootstrap.greetings import (
     Failed,
     Greeting,
@@ -35,9 +35,10 @@ from r2ccl.bootstrap.greetings import (
 from r2ccl.bootstrap.identity import Identity
 from r2ccl.bootstrap.listener import Handover, Listener, Rejections
 from r2ccl.bootstrap.messages import PeerInfo
+from r2ccl.bootstrap.naming import LeaderName
 from r2ccl.clock import monotonic
 from r2ccl.config import AGREED
-from r2ccl.errors import InvalidArgument, R2cclError
+from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
@@ -50,6 +51,7 @@ VERDICT_MARGIN_S = 5.0
 #: How long rank 0 waits for its port: its user's previous job may be about to leave it.
 _BIND_PATIENCE_S = 3.0
 _BIND_PAUSE_S = 0.25
+_RESOLVE_PAUSE_S = 0.5
 
 
 class _Guest(msgspec.Struct):
@@ -132,7 +134,7 @@ class Leader:
         if identity.listener is not None:
             identity.listener.setblocking(False)
             return identity.listener
-        host = await wire.resolve(identity.address, identity.port)
+        host = await self._find_own_address()
         give_up_at = monotonic() + min(_BIND_PATIENCE_S, self._timeout_s)
         while True:
             try:
@@ -145,6 +147,23 @@ class Leader:
                 if exc.errno != errno.EADDRINUSE or monotonic() > give_up_at:
                     raise _cannot_listen(host, identity.port, exc) from exc
             await asyncio.sleep(_BIND_PAUSE_S)
+
+    async def _find_own_address(self) -> str:
+        identity = self._identity
+        name = LeaderName(0, identity.address, identity.port, is_awaited=identity.is_name_awaited)
+        give_up_at = monotonic() + self._timeout_s
+        while True:
+            try:
+                return await name.find()
+            except OSError as exc:
+                if monotonic() > give_up_at:
+                    raise TransportTimeout(
+                        f"rank 0: MASTER_ADDR={identity.address!r} could not be resolved within "
+                        f"{self._timeout_s:g} s ({naming.describe(exc)}): set it to an address of "
+                        "this host, or raise R2CC_INIT_TIMEOUT_S to wait longer",
+                        rank=0,
+                    ) from exc
+            await asyncio.sleep(_RESOLVE_PAUSE_S)
 
     def _own_address(self, listening: socket.socket) -> str:
         """Return what the first guest reached: the listener may be bound to every address."""
@@ -283,9 +302,13 @@ class Leader:
             )
         return Failed(
             f"ranks {missing} have not arrived at rank 0 ({where}) within {self._timeout_s:g} s: "
-            "look at their logs, or raise R2CC_INIT_TIMEOUT_S to wait longer",
+            f"{self._turned_away()}look at their logs, or raise R2CC_INIT_TIMEOUT_S to wait longer",
             is_timeout=True,
         )
+
+    def _turned_away(self) -> str:
+        summary = self._rejections.summary()
+        return f"rank 0 turned connections away meanwhile: {summary}; " if summary else ""
 
 
 def _with_common_rails(infos: Iterable[PeerInfo]) -> tuple[PeerInfo, ...]:
@@ -315,14 +338,15 @@ def _name(hello: Hello) -> str:
 
 
 def _cannot_listen(host: str, port: int, exc: OSError) -> InvalidArgument:
+    code = exc.errno or 0
     advice = "check MASTER_ADDR"
-    if exc.errno == errno.EADDRINUSE:
+    if code == errno.EADDRINUSE:
         advice = (
             "another process has it (another job, or a second rank 0): set R2CC_PORT to a free one"
         )
-    return InvalidArgument(
-        f"cannot listen at {host}:{port}: {os.strerror(exc.errno or 0)}; {advice}"
-    )
+    elif code != errno.EADDRNOTAVAIL and oserrors.is_exhaustion(code):
+        advice = oserrors.advice(code)
+    return InvalidArgument(f"cannot listen at {host}:{port}: {oserrors.decode(code)}; {advice}")
 
 
 __all__ = ["VERDICT_MARGIN_S", "Leader"]

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
+from r2ccl import oserrors
 from r2ccl.auth import (
     NONCE_NBYTES,
     OPENING_NBYTES,
@@ -71,6 +72,10 @@ class Rejections:
             reason,
             self.counts[reason],
         )
+
+    def summary(self) -> str:
+        """Return what was turned away, and how often, in words; empty: nothing; any thread."""
+        return ", ".join(f"{reason} ({n} times)" for reason, n in dict(self.counts).items())
 
 
 class Unneeded(Exception):
@@ -177,7 +182,8 @@ class Listener:
             try:
                 sock, address = await loop.sock_accept(listener)
             except OSError as exc:
-                self._rejections.add(f"accept failed: {exc.strerror}", listener.getsockname())
+                why = f"accept failed: {oserrors.describe(exc)}"
+                self._rejections.add(why, listener.getsockname())
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
             if len(self._pending) >= self._max_pending:

@@ -57,6 +57,8 @@ class Paths:
         self._setting = setting
         self._on_path = on_path
         self._dials: dict[PathKey, _Dial] = {}
+        #: Why the last attempt of each dial under way failed, and what to do about it.
+        self._failures: dict[PathKey, tuple[str, str]] = {}
         #: Epoch of the last bypass let in, by peer.
         self._bypassed: dict[int, int] = {}
         self._room = asyncio.Semaphore(bypass.MAX_ATTEMPTS)
@@ -136,6 +138,13 @@ class Paths:
         self._stop_dial(key)
         self._expected.pop(key, None)
 
+    def obstacles(self, peer: int) -> list[str]:
+        """Say why dials of `peer` have not succeeded; any thread."""
+        found = {key.rail: text for key, text in self._failures.copy().items() if key.peer == peer}
+        causes = [f"rail {rail}: {why}" for rail, (why, _) in found.items()]
+        # Mostly one for all rails.
+        return causes + list(dict.fromkeys(hint for _, hint in found.values() if hint))
+
     def forget_peer(self, peer: int) -> None:
         """Cancel everything with `peer`."""
         for key in [key for key in (*self._dials, *self._expected) if key.peer == peer]:
@@ -152,6 +161,7 @@ class Paths:
 
     def _stop_dial(self, key: PathKey) -> None:
         entry = self._dials.pop(key, None)
+        self._failures.pop(key, None)
         if entry is not None and entry.task is not None:
             entry.task.cancel()
 
@@ -161,13 +171,16 @@ class Paths:
             try:
                 sock = await self._dial_once(key, entry.epoch)
             except (OSError, HandshakeRejected) as exc:
+                target = self._peers[key.peer].rails[key.rail]
+                text = self._failures[key] = wire.explain_failure(exc, target, _CONNECT_TIMEOUT_S)
                 if entry.on_failed is not None:
-                    entry.on_failed(str(exc) or type(exc).__name__)
+                    entry.on_failed(text[0])
             else:
                 break
             await asyncio.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE_S)
         del self._dials[key]
+        self._failures.pop(key, None)
         self._on_path(key.peer, key.rail, entry.epoch, sock)
 
     async def _try_ways(self, key: PathKey, entry: _Dial, ways: Sequence[Way]) -> None:

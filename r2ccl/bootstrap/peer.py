@@ -173,6 +173,8 @@ class Peer:
         #: Set while every carrier is gone or silent.
         self._is_dark = asyncio.Event()
         self._is_leaving = False
+        #: Why the last dial failed; empty: there was none, or it succeeded.
+        self._obstacle = ""
         #: Set when nothing is left to wait for at close.
         self.is_settled = asyncio.Event()
 
@@ -221,7 +223,8 @@ class Peer:
         self._note_darkness(now)
         silence = self._session.silence_s(now)
         if silence > self._setting.config.peer_timeout_s:
-            self.lose(f"silent for {silence:.1f} s")
+            why = f"; the last dial failed: {self._obstacle}" if self._obstacle else ""
+            self.lose(f"silent for {silence:.1f} s{why}")
 
     def lose(self, why: str, is_hearsay: bool = False) -> None:
         """Give the peer up and report it; nothing happens when it has left or was lost before.
@@ -289,7 +292,8 @@ class Peer:
             except ConnectionRefusedError:
                 self._judge_refusal(target)
             except (OSError, HandshakeRejected) as exc:
-                logger.debug("rank %d: no carrier to %s: %s", self._setting.rank, target, exc)
+                self._obstacle = wire.describe_failure(exc, target, _DIAL_TIMEOUT_S)
+                logger.debug("rank %d: no carrier: %s", self._setting.rank, self._obstacle)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE_S)
         raise AssertionError("a peer without addresses")
@@ -300,6 +304,7 @@ class Peer:
         if carrier.is_spent.is_set():
             raise ConnectionResetError("the new carrier ended at once")
         self._carriers[carrier.number] = carrier
+        self._obstacle = ""
         self._session.carrier_up(carrier.number, self._setting.clock())
         self._is_dark.clear()
         if len(self._carriers) > _MAX_CARRIERS:

@@ -21,7 +21,7 @@ import socket
 from typing import TypeVar
 
 from r2ccl.auth import COMMUNICATOR_ID_NBYTES, Claim, HandshakeRejected, Purpose, Secret
-from r2ccl.bootstrap import wire
+from r2ccl.bootstrap import naming, wire
 from r2ccl.bootstrap.greetings import (
     Failed,
     Greeting,
@@ -38,6 +38,7 @@ from r2ccl.bootstrap.greetings import (
 from r2ccl.bootstrap.identity import Identity
 from r2ccl.bootstrap.leader import VERDICT_MARGIN_S, Leader
 from r2ccl.bootstrap.listener import Rejections
+from r2ccl.bootstrap.naming import LeaderName
 from r2ccl.clock import monotonic
 from r2ccl.errors import PeerLost, R2cclError, TransportTimeout
 
@@ -70,7 +71,8 @@ async def meet(
     Raises
     ------
     InvalidArgument
-        The ranks do not fit together, or one of them could not prepare; names them.
+        The ranks do not fit together, or one of them could not prepare; names them. Or rank 0's
+        name has no address.
     TransportTimeout
         Not all ranks arrived; rank 0 names the missing ones, to all that did.
     PeerLost
@@ -92,6 +94,9 @@ class _Member:
         self._prepare = prepare
         self._timeout_s = timeout_s
         self._last_failure = "no secret yet"
+        self._leader = LeaderName(
+            identity.rank, identity.address, identity.port, is_awaited=identity.is_name_awaited
+        )
 
     async def run(self) -> Meeting:
         """Join; closes the connection."""
@@ -149,13 +154,14 @@ class _Member:
             return None
         claim = Claim(Purpose.RENDEZVOUS, _NO_COMMUNICATOR, self._hello.rank, 0)
         try:
-            host = await wire.resolve(self._identity.address, self._identity.port)
-            target = (host, self._identity.port)
+            target = (await self._leader.find(), self._identity.port)
+        except OSError as exc:
+            self._last_failure = f"its name cannot be resolved: {naming.describe(exc)}"
+            return None
+        try:
             return await wire.dial(secret, claim, target, timeout_s=timeout_s), secret
-        except TimeoutError:
-            self._last_failure = "no answer"
         except (OSError, HandshakeRejected) as exc:
-            self._last_failure = str(exc)
+            self._last_failure = wire.describe_failure(exc, target, timeout_s)
         return None
 
     def _take(self, kind: type[_T], body: bytes) -> _T:

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from r2ccl import oserrors
 from r2ccl.auth import COMMUNICATOR_ID_NBYTES, SECRET_NBYTES, Secret
 from r2ccl.bootstrap import wire
 from r2ccl.bootstrap.control import ControlPlane
@@ -187,8 +188,8 @@ class _Listeners:
             return make(address)
         except OSError as exc:
             raise InvalidArgument(
-                f"rank {self._rank}: cannot listen at {address} ({what}): {exc.strerror}; "
-                "see R2CC_SOCKET_IFNAME and R2CC_CONTROL_ADDRESS"
+                f"rank {self._rank}: cannot listen at {address} ({what}): "
+                f"{oserrors.describe(exc)}; see R2CC_SOCKET_IFNAME and R2CC_CONTROL_ADDRESS"
             ) from exc
 
 

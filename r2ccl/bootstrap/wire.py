@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 
+from r2ccl import oserrors
 from r2ccl.auth import (
     ANSWER_NBYTES,
     NONCE_NBYTES,
@@ -66,6 +67,33 @@ async def dial(
         sock = await reach(target, source)
         await prove(sock, secret, claim)
     return sock
+
+
+def explain_failure(
+    exc: OSError | HandshakeRejected, target: Address, timeout_s: float
+) -> tuple[str, str]:
+    """Say why a dial of `target` failed, and what to do about it; the latter may be empty.
+
+    Parameters
+    ----------
+    exc : OSError or HandshakeRejected
+        Raised by `dial`.
+    target : Address
+    timeout_s : float
+        As `dial` was given it.
+    """
+    where = f"{target[0]}:{target[1]}"
+    if isinstance(exc, HandshakeRejected):
+        return f"{where} turned this rank away ({exc.reason})", "see the log of the rank there"
+    if isinstance(exc, TimeoutError) and exc.errno is None:
+        return f"{where} gave no answer within {timeout_s:g} s", "look for a filter or a lost route"
+    code = exc.errno or 0
+    return f"{where}: {oserrors.decode(code) if code else exc}", oserrors.advice(code)
+
+
+def describe_failure(exc: OSError | HandshakeRejected, target: Address, timeout_s: float) -> str:
+    """Say in one text what `explain_failure` says."""
+    return "; ".join(filter(None, explain_failure(exc, target, timeout_s)))
 
 
 async def reach(target: Address, source: str = "") -> socket.socket:
@@ -259,7 +287,9 @@ __all__ = [
     "Address",
     "Visitor",
     "close_hard",
+    "describe_failure",
     "dial",
+    "explain_failure",
     "knock",
     "limit_silence",
     "listen",

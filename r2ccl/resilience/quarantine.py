@@ -137,7 +137,7 @@ class Quarantine:
         return now >= self.next_s
 
     def asked(self) -> None:
-        """A probe is under way: `good` or `bad` follows."""
+        """A probe is under way: `good`, `bad` or `unasked` follows."""
         self._asked = True
 
     def good(self, now: float) -> None:
@@ -164,9 +164,14 @@ class Quarantine:
             return
         self._asked = False
         self._ngood = 0
-        self._next_s = now + self._pause_s
-        if now >= self._keen_until_s:
-            self._pause_s = min(2 * self._pause_s, self._policy.cap_s)
+        self._put_off(now)
+
+    def unasked(self, now: float) -> None:
+        """A probe could not be made: it proves nothing, and is made again after the pause."""
+        if self.is_in_use:
+            return
+        self._asked = False
+        self._put_off(now)
 
     def may_return(self, now: float) -> bool:
         """Whether it may carry work again; say that it does with `returned`."""
@@ -182,6 +187,11 @@ class Quarantine:
             return
         self.is_in_use = True
         self._returned_s = now
+
+    def _put_off(self, now: float) -> None:
+        self._next_s = now + self._pause_s
+        if now >= self._keen_until_s:
+            self._pause_s = min(2 * self._pause_s, self._policy.cap_s)
 
 
 def _hold_s(policy: Policy, strikes: float) -> float:

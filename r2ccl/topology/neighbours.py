@@ -15,9 +15,11 @@ from __future__ import annotations
 import errno
 import functools
 import ipaddress
+import logging
 import socket
 import struct
 
+from r2ccl import oserrors
 from r2ccl.topology.netlink import (
     NDA_DST,
     NDMSG,
@@ -33,6 +35,8 @@ from r2ccl.topology.netlink import (
     attribute,
     attributes,
 )
+
+_log = logging.getLogger(__name__)
 
 #: RFC 863: whoever receives it throws it away.
 _DISCARD_PORT = 9
@@ -58,13 +62,16 @@ class Neighbours:
     def __init__(self, index: int) -> None:
         self._index = index
         self._route = RouteSocket()
+        #: Error numbers of questions that could not be put; each is logged once.
+        self._said: set[int | None] = set()
 
     def knows(self, source: str, destination: str) -> bool:
         """Whether a packet to `destination` could leave now; if not, have the kernel find out.
 
         Both are IP addresses, IPv4 also in its form within IPv6, as GIDs spell them. True as well
         where the kernel need not ask (the machine's own and link-local addresses), and where it
-        cannot tell (before Linux 5.0).
+        cannot tell (before Linux 5.0). False where this process has no descriptor, or the kernel no
+        memory, to ask with: the caller comes again.
         """
         to = _plain(destination)
         if to.version == 6 and to.is_link_local:
@@ -77,13 +84,25 @@ class Neighbours:
         except OSError as exc:
             if exc.errno == errno.EOPNOTSUPP:
                 return True
-            if exc.errno not in _NO_WAY:
+            if exc.errno in _NO_WAY:
+                return False
+            if not oserrors.is_exhaustion(exc.errno):
                 raise
+            self._say_exhausted(destination, exc)
         return False
 
     def close(self) -> None:
         """Close the socket."""
         self._route.close()
+
+    def _say_exhausted(self, destination: str, exc: OSError) -> None:
+        if exc.errno not in self._said:
+            self._said.add(exc.errno)
+            _log.warning(
+                "the link-layer address of %s cannot be asked for now: %s; it is asked for again, "
+                "and this is not logged again",
+                destination, oserrors.describe(exc),
+            )  # fmt: skip
 
     def _next_hop(self, to: _Address) -> _Address | None:
         """Return the gateway, `to` itself if it is on the link, None if it is this machine."""

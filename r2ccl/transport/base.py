@@ -125,10 +125,14 @@ class Probed(msgspec.Struct, gc=False):
 
 
 class RailChanged(msgspec.Struct, gc=False):
-    """The local port of ``rail`` went up or down, by the device's own word."""
+    """The local port of ``rail`` went up or down, by the device's own word.
+
+    ``why`` is what the device said beside that; empty: nothing.
+    """
 
     rail: int
     is_up: bool
+    why: str = ""
 
 
 class Fenced(msgspec.Struct, gc=False):

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
+from r2ccl import oserrors
 from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.transport.depths import NCOMPLETIONS, completions, most_peers
 from r2ccl.transport.dmabuf import PdRegistrar
 from r2ccl.transport.layout import Nic, locate_nic, locate_qp
 
@@ -57,7 +59,8 @@ with _quiet_root_logger():
 
 #: A peer may write into a registered landing place, and only that.
 _ACCESS = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
-_CQ_ENTRIES = 8192
+#: Peers of a device whose user does not say how many there are: benches, tests and the doctor.
+_NPEERS = 32
 #: Completions taken at once: a batch costs one call.
 BATCH = 256
 
@@ -107,21 +110,24 @@ class Device:
     fastpath : str
         ``"1"``: polls and posts by compiled code. ``"auto"``: unless the kernel plays the NIC,
         whose work is so much that loading Numba would not pay. ``"0"``: by pyverbs.
+    npeers : int
+        Ranks its queue pairs lead to, for which its completion queue has room.
 
     Raises
     ------
     TransportError
-        The NIC cannot be opened; says why.
+        The NIC cannot be opened, or has no completion queue for so many peers; says why.
     """
 
     def __init__(
         self, name: str, port: int, find_gid: Callable[[], tuple[int, str]],
-        neighbours: Neighbours | None = None, fastpath: str = "auto",
+        neighbours: Neighbours | None = None, fastpath: str = "auto", npeers: int = _NPEERS,
     ) -> None:  # fmt: skip
         self.name = name
         self.port = port
         self._find_gid = find_gid
         self._neighbours = neighbours
+        self._npeers = npeers
         self.gid_index, self.gid = find_gid()
         #: Something happened to the port: its GIDs may have moved.
         self._is_stale = False
@@ -148,11 +154,24 @@ class Device:
     def _open_parts(self) -> None:
         self.context, self.async_fd = _with_new_fd(lambda: Context(name=self.name))
         os.set_blocking(self.async_fd, False)
+        self._require_completions()
         self.pd = PD(self.context)
         #: Registers memory with this NIC; regions must be closed before the device is.
         self.registrar = PdRegistrar(self.name, self.pd, _ACCESS)
         self.channel, self.channel_fd = _with_new_fd(lambda: CompChannel(self.context))
-        self.cq = CQ(self.context, _CQ_ENTRIES, None, self.channel)
+        self.cq = CQ(self.context, completions(self._npeers), None, self.channel)
+
+    def _require_completions(self) -> None:
+        most = self.context.query_device().max_cqe
+        needed = completions(self._npeers)
+        if needed > most:
+            self.context.close()
+            raise TransportError(
+                f"{self.name} has completion queues of {most} entries, and {self._npeers} peers "
+                f"need {needed}, {NCOMPLETIONS} each: use at most {most_peers(most) + 1} ranks, or "
+                f"leave the NIC out with R2CC_HCA=^={self.name}",
+                status="CQ_ENTRIES",
+            )
 
     def _find_nic(self, fastpath: str) -> Nic | None:
         if fastpath == "0":
@@ -249,6 +268,11 @@ class Device:
             self.gid_index, self.gid = self._find_gid()
         except InvalidArgument as exc:
             raise TransportError(str(exc), status="NO_GID") from exc
+        except OSError as exc:
+            raise TransportError(
+                f"the address of {self.name} cannot be read now: {oserrors.describe(exc)}",
+                status="NO_GID",
+            ) from exc
         self._is_stale = False
 
     def query(self) -> Any:

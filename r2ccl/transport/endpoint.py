@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from r2ccl.transport.base import Event, Frame
+from r2ccl.transport.depths import NLANDINGS, NMESSAGES
 from r2ccl.transport.messages import Token
-from r2ccl.transport.queuepair import NLANDINGS, NMESSAGES, QueuePair
+from r2ccl.transport.queuepair import QueuePair
 from r2ccl.transport.staging import Reach
 from r2ccl.types import PathKey
 

@@ -6,6 +6,9 @@ timeout, because two lost packets do not make a dead rail. One between different
 the interface of the rail it leaves from: by the address alone, the kernel would send it through
 the NIC that its destination belongs to, the very one in question.
 
+A connect for which this machine has no descriptor, port or memory left proves nothing about the
+rail: a probe of which one could not be made, and none was answered, has no outcome.
+
 Must not see paths. Invariant: a probe that was asked is reported once, and leaves no connection
 behind.
 """
@@ -14,15 +17,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
+import logging
 import select
 import socket
 import struct
 from collections.abc import Mapping
 
+from r2ccl import oserrors
 from r2ccl.clock import Clock
 from r2ccl.transport.base import Probed
 from r2ccl.types import Nic, PathKey, ProbeKey
+
+_log = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 
@@ -34,7 +40,7 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 class _Probe:
     """A probe under way: its connects, and when the next step is due."""
 
-    __slots__ = ("detail", "due_s", "key", "nsent", "socks")
+    __slots__ = ("detail", "due_s", "key", "nsent", "socks", "unmade")
 
     def __init__(self, key: ProbeKey) -> None:
         self.key = key
@@ -43,6 +49,8 @@ class _Probe:
         self.due_s = 0.0
         #: What the last connect that failed said.
         self.detail = ""
+        #: Why a connect could not be made; empty: all could.
+        self.unmade = ""
 
 
 class Knocker:
@@ -59,6 +67,8 @@ class Knocker:
     timeout_s : float
         Of a probe.
     clock : Clock
+    rank : int
+        This rank, for the log.
     """
 
     def __init__(
@@ -68,7 +78,10 @@ class Knocker:
         targets: Mapping[PathKey, Address],
         timeout_s: float,
         clock: Clock,
+        *,
+        rank: int,
     ) -> None:
+        self._rank = rank
         self._epoll = epoll
         self._sources = sources
         self._targets = targets
@@ -79,6 +92,8 @@ class Knocker:
         #: Ways that answered once: there is one on this fabric.
         self._answered: set[ProbeKey] = set()
         self._done: list[Probed] = []
+        #: Error numbers of connects that could not be made; each is logged once.
+        self._unmade: set[int] = set()
 
     @property
     def is_busy(self) -> bool:
@@ -144,18 +159,46 @@ class Knocker:
         probe.nsent += 1
         probe.due_s = now + self._interval_s
         target = self._targets[PathKey(key.peer, key.rail)]
-        sock = socket.socket(
-            socket.AF_INET6 if ":" in target[0] else socket.AF_INET,
-            socket.SOCK_STREAM | socket.SOCK_NONBLOCK,
-        )
+        try:
+            sock = socket.socket(
+                socket.AF_INET6 if ":" in target[0] else socket.AF_INET,
+                socket.SOCK_STREAM | socket.SOCK_NONBLOCK,
+            )
+        except OSError as exc:
+            self._not_made(probe, exc.errno or errno.EIO)
+            return
         probe.socks[sock.fileno()] = sock
         self._by_fd[sock.fileno()] = probe
-        code = _connect(sock, self._sources[key.via], target, is_bound=key.via != key.rail)
+        code, is_made = _connect(sock, self._sources[key.via], target, is_bound=key.via != key.rail)
         if code == errno.EINPROGRESS:
-            self._epoll.register(sock.fileno(), select.EPOLLOUT)
-        else:
-            self._close(probe, sock.fileno())
+            code, is_made = self._watch(sock)
+        if code == errno.EINPROGRESS:
+            return
+        self._close(probe, sock.fileno())
+        if is_made:
             self._judge(probe, code)
+        else:
+            self._not_made(probe, code)
+
+    def _watch(self, sock: socket.socket) -> tuple[int, bool]:
+        """Wait for the outcome of a connect; returns as `_connect`."""
+        try:
+            self._epoll.register(sock.fileno(), select.EPOLLOUT)
+        except OSError as exc:
+            return exc.errno or errno.EIO, False
+        return errno.EINPROGRESS, True
+
+    def _not_made(self, probe: _Probe, code: int) -> None:
+        """Note a connect for which something is used up here; the next one is made in its time."""
+        probe.unmade = oserrors.describe_code(code)
+        if code in self._unmade:
+            return
+        self._unmade.add(code)
+        _log.warning(
+            "rank %d: rail %d to rank %d cannot be probed now: %s; it is probed again, and this "
+            "is not logged again",
+            self._rank, probe.key.rail, probe.key.peer, probe.unmade,
+        )  # fmt: skip
 
     def _judge(self, probe: _Probe, code: int) -> None:
         """Take the outcome of one connect: an answer ends the probe, a failure only counts."""
@@ -163,14 +206,16 @@ class Knocker:
             self._answered.add(probe.key)
             self._end(probe, True, "connected" if code == 0 else "refused")
             return
-        probe.detail = f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
+        probe.detail = oserrors.decode(code)
         if probe.nsent == _NKNOCKS and not probe.socks:
             self._end(probe, False, probe.detail)
 
     def _end(self, probe: _Probe, is_answered: bool, detail: str) -> None:
         key = probe.key
         self._drop(probe)
-        if is_answered or key.via == key.rail or key in self._answered:
+        if probe.unmade and not is_answered:
+            self._done.append(Probed(key, None, f"it could not be asked in full: {probe.unmade}"))
+        elif is_answered or key.via == key.rail or key in self._answered:
             self._done.append(Probed(key, is_answered, detail))
         else:
             never = f"this way was never answered, there may be none here ({detail})"
@@ -189,16 +234,32 @@ class Knocker:
         sock.close()
 
 
-def _connect(sock: socket.socket, source: Nic, target: Address, *, is_bound: bool) -> int:
-    """Begin to connect; returns the errno, 0 if it is done already."""
+def _connect(
+    sock: socket.socket, source: Nic, target: Address, *, is_bound: bool
+) -> tuple[int, bool]:
+    """Begin to connect.
+
+    Returns
+    -------
+    code : int
+        The errno; 0 if it is done already.
+    is_made : bool
+        False: something this connect needs is used up on this machine.
+    """
     try:
         if is_bound:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, source.name.encode())
         if source.address:
             sock.bind((source.address, 0))
-        return sock.connect_ex(target)
     except OSError as exc:
-        return exc.errno or errno.EIO
+        code = exc.errno or errno.EIO
+        # bind(2) says EADDRNOTAVAIL of an address that is gone, and of ports EADDRINUSE.
+        return code, code == errno.EADDRNOTAVAIL or not oserrors.is_exhaustion(code)
+    try:
+        code = sock.connect_ex(target)
+    except OSError as exc:
+        code = exc.errno or errno.EIO
+    return code, not oserrors.is_exhaustion(code)
 
 
 __all__ = ["Address", "Knocker"]

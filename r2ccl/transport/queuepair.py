@@ -34,6 +34,7 @@ import socket
 import msgspec
 import numpy as np
 
+from r2ccl.transport.depths import NMESSAGES, NRECEIVES, NSENDS
 from r2ccl.transport.device import Card, Device, e
 from r2ccl.transport.regions import MemoryRegion, register_everywhere
 from r2ccl.transport.ring import ALIGN, COUNT_MODULUS, SendRing
@@ -43,13 +44,6 @@ from pyverbs.pyverbs_error import PyverbsError  # isort: skip
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr  # isort: skip
 from pyverbs.wr import SGE, RecvWR, SendWR  # isort: skip
 
-#: Messages under way one way; landing places named at once; credits that may cross. Few, because
-#: every one stands for a receive request, and a fence waits until all of them are flushed.
-NMESSAGES = 16
-NLANDINGS = 16
-_NCREDITS = 8
-_RECEIVES = NMESSAGES + NLANDINGS + _NCREDITS
-_SENDS = 192
 #: One request in this many asks for a completion, if nothing else does.
 _SIGNAL_EVERY = 16
 #: Receiver-not-ready never happens by construction; if it does, wait this long (12: 0.64 ms).
@@ -155,7 +149,7 @@ class QueuePair:
 
     def _make(self) -> None:
         device = self._device
-        cap = QPCap(max_send_wr=_SENDS, max_recv_wr=_RECEIVES + 1, max_send_sge=1, max_recv_sge=1)
+        cap = QPCap(max_send_wr=NSENDS, max_recv_wr=NRECEIVES + 1, max_send_sge=1, max_recv_sge=1)
         made = QPInitAttr(qp_type=e.IBV_QPT_RC, scq=device.cq, rcq=device.cq, cap=cap, sq_sig_all=0)
         self._qp = QP(device.pd, made, self._init_attr())
         self._sge = SGE(self._outbox_address, 0, self._region.lkey)
@@ -172,7 +166,7 @@ class QueuePair:
         self._marker = RecvWR(num_sge=1, sg=[nothing])
         #: Posts messages, slices and receives in their stead; markers and hellos are too few.
         self._poster = device.poster(
-            self._qp, (self._memory.ctypes.data, 0, self._region.lkey), _RECEIVES
+            self._qp, (self._memory.ctypes.data, 0, self._region.lkey), NRECEIVES
         )
 
     def _begin(self) -> None:
@@ -189,7 +183,7 @@ class QueuePair:
         if self._poster is not None:
             self._poster.number_receives(self._numbered(Work.MESSAGE, 0))
         self._marker.wr_id = self._numbered(Work.MARKER, 0)
-        self._post_receives(_RECEIVES)
+        self._post_receives(NRECEIVES)
         port = self._device.query()
         self._mtu = port.active_mtu
         self.card = msgspec.msgpack.encode(
@@ -247,7 +241,7 @@ class QueuePair:
 
     def has_room(self) -> bool:
         """Whether another request may be posted; one place is kept for the marker."""
-        return self.posted - self.retired < _SENDS - 1
+        return self.posted - self.retired < NSENDS - 1
 
     def write_message(self, header: bytearray, payload: bytes | memoryview) -> bool:
         """Send a message; False until there is room."""
@@ -419,4 +413,4 @@ class QueuePair:
         return socket.htonl(tag << 30 | self._remote.mark * COUNT_MODULUS | value)
 
 
-__all__ = ["NLANDINGS", "NMESSAGES", "PathCard", "QueuePair", "Tag", "Work"]
+__all__ = ["PathCard", "QueuePair", "Tag", "Work"]

@@ -184,7 +184,7 @@ class TcpTransport(Dialed):
         #: Those whose sockets took no more.
         self._waiting: set[_Connection] = set()
         self._events: list[Event] = []
-        self._knocker = Knocker(self._epoll, sources, targets, probe_timeout_s, clock)
+        self._knocker = Knocker(self._epoll, sources, targets, probe_timeout_s, clock, rank=rank)
         #: Where FIONREAD writes its answer.
         self._unread = array("i", [0])
 

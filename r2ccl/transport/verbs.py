@@ -56,6 +56,8 @@ _RING_MESSAGES = 8
 #: A queue pair that has not returned its markers by then is destroyed.
 _DRAIN_TIMEOUT_S = 1.0
 _PORT_EVENTS = {"PORT_ERR": False, "DEVICE_FATAL": False, "PORT_ACTIVE": True}
+#: After this one no completion comes any more, so no queue pair of the device is of use.
+_LOST_COMPLETIONS = "CQ_ERR"
 #: Bit of verbs' opcodes that marks a receive.
 _RECEIVED = 1 << 7
 
@@ -110,6 +112,8 @@ class VerbsTransport:
         self._by_number: list[dict[int, VerbsEndpoint]] = [{} for _ in devices]
         self._by_path: dict[PathKey, VerbsEndpoint] = {}
         self._spare: list[list[QueuePair]] = [[] for _ in devices]
+        #: Completions taken while paths were fenced, by NIC; the oldest come first.
+        self._aside: list[list[list[Completion]]] = [[] for _ in devices]
         self._draining: list[VerbsEndpoint] = []
         self._dirty: list[VerbsEndpoint] = []
         self._lending: list[VerbsEndpoint] = []
@@ -177,6 +181,8 @@ class VerbsTransport:
         except TransportError as exc:
             _log.warning("rank %d: %s; it is destroyed", self._rank, exc)
             endpoint.give_up_s = 0.0
+        # Many are fenced one after another: what each flushes makes room for the next.
+        self._set_aside(endpoint.nic)
 
     def has_unsent(self) -> bool:
         """Return False: a NIC takes every posted request."""
@@ -380,17 +386,31 @@ class VerbsTransport:
             if end.is_credit_due:
                 self._mark(end)
 
+    def _set_aside(self, nic: int) -> None:
+        """Take what has completed off the queue, and leave it for the next poll to work on."""
+        try:
+            while batch := self._devices[nic].completions():
+                self._aside[nic].append(batch)
+        except Exception as exc:  # the next poll meets it too, where all paths are fenced by then
+            _log.debug("rank %d: %s: %s", self._rank, self._devices[nic].name, exc)
+
     def _complete(self) -> None:
         for nic, device in enumerate(self._devices):
+            aside, self._aside[nic] = self._aside[nic], []
+            for batch in aside:
+                self._take_batch(nic, batch)
             batch = device.completions()
             while batch:
-                self._take_batch(nic, batch)
-                batch = device.completions() if len(batch) == BATCH else []
+                is_full = self._take_batch(nic, batch) or len(batch) == BATCH
+                batch = device.completions() if is_full else []
 
-    def _take_batch(self, nic: int, batch: list[Completion]) -> None:
+    def _take_batch(self, nic: int, batch: list[Completion]) -> bool:
+        """Act on completions; returns whether some failed, of which repeats were left out."""
+        has_failed = False
         ends = self._by_number[nic]
         fresh: dict[VerbsEndpoint, int] = {}
         for number, status, opcode, vendor_err, imm_data, qp_num in batch:
+            has_failed |= status != 0
             end = ends.get(qp_num)
             if end is None:  # of a probe, or of a queue pair that was destroyed
                 self._prober.on_completion(nic, qp_num, number, status, vendor_err)
@@ -407,6 +427,7 @@ class VerbsTransport:
         for end, count in fresh.items():
             if end.state in (State.LIVE, State.JOINING):
                 self._receive(end, count)
+        return has_failed
 
     def _receive(self, end: VerbsEndpoint, count: int) -> None:
         try:
@@ -489,7 +510,11 @@ class VerbsTransport:
                 "rank %d: %s: %s", self._rank, self._devices[rail].name, describe_event(number)
             )
             is_up = _PORT_EVENTS.get(event_name(number))
-            if is_up is not None:
+            if event_name(number) == _LOST_COMPLETIONS:
+                self._events.append(
+                    RailChanged(self._first_rail + rail, False, describe_event(number))
+                )
+            elif is_up is not None:
                 self._events.append(RailChanged(self._first_rail + rail, is_up))
 
     def _fail(self, end: VerbsEndpoint, status: str, detail: str) -> None:
@@ -549,6 +574,10 @@ class VerbsTransport:
             self._spare[end.nic].append(end.qp)
 
     def _destroy(self, end: VerbsEndpoint) -> None:
+        # The device may give its number to the next one.
+        self._aside[end.nic] = [
+            [each for each in batch if each[-1] != end.qp.number] for batch in self._aside[end.nic]
+        ]
         end.qp.close()
         self._forget(end)
 

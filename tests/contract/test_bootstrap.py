@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import queue
@@ -24,7 +25,7 @@ from r2ccl.bootstrap.launch import LocalJob
 from r2ccl.bootstrap.listener import Listener
 from r2ccl.bootstrap.session import MAX_FRAME_NBYTES, Frame
 from r2ccl.config import Config
-from r2ccl.errors import InvalidArgument, TransportTimeout
+from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 
 
 def join_all(
@@ -89,11 +90,89 @@ def test_a_missing_rank_is_named_on_all_others() -> None:
 
 def test_a_rank_without_rank_0_says_where_it_looked() -> None:
     with LocalJob(2) as job:
-        with socket.create_server(("127.0.0.1", 0)) as reserved:
-            port = str(reserved.getsockname()[1])
+        port = free_port()
         (error,) = join_all(job, {1: {"R2CC_PORT": port}}, ranks=[1])
     assert isinstance(error, TransportTimeout)
     assert f"127.0.0.1:{port}" in str(error)
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Return what makes the resolver refuse the first `n` questions with `code`, and count them."""
+    resolve = socket.getaddrinfo
+
+    def arrange(code: int, n: int = 1 << 30) -> None:
+        left = [n]
+
+        def answer(host: Any, *args: Any, **more: Any) -> Any:
+            if host == "head-node" and left[0] > 0:
+                left[0] -= 1
+                raise socket.gaierror(code, "the resolver's words")
+            return resolve("127.0.0.1" if host == "head-node" else host, *args, **more)
+
+        monkeypatch.setattr(socket, "getaddrinfo", answer)
+
+    return arrange
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        return str(reserved.getsockname()[1])
+
+
+def join_named(job: LocalJob, rank: int, **changes: str) -> BaseException | None:
+    env = {**job.environment(rank), "MASTER_ADDR": "head-node", **changes}
+    config = Config.from_env(env, init_timeout_s=1.0)
+    try:
+        connect(config, message_types=Number, nics_for=lambda *_: RAILS, env=env).close(0)
+    except R2cclError as exc:
+        return exc
+    return None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_that_does_not_exist_ends_init_at_once(
+    resolver: Callable[..., None], rank: int
+) -> None:
+    resolver(socket.EAI_NONAME)
+    began_s = time.monotonic()
+    with LocalJob(2) as job:
+        error = join_named(job, rank)
+    assert time.monotonic() < began_s + 0.9
+    assert isinstance(error, InvalidArgument)
+    assert f"rank {rank}: MASTER_ADDR='head-node' cannot be resolved (EAI_NONAME" in str(error)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [(socket.EAI_AGAIN, {}), (socket.EAI_NONAME, {"KUBERNETES_SERVICE_HOST": "10.96.0.1"})],
+)
+def test_a_name_that_does_not_come_in_time_is_in_the_timeout(
+    resolver: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+    rank: int,
+    code: int,
+    changes: dict[str, str],
+) -> None:
+    resolver(code)
+    with LocalJob(2) as job:
+        error = join_named(job, rank, **changes)
+    assert isinstance(error, TransportTimeout)
+    assert "head-node" in str(error)
+    assert "the resolver's words" in str(error)
+    said = [each for each in caplog.records if "cannot be resolved yet" in each.getMessage()]
+    assert len(said) == 1
+
+
+def test_a_name_that_comes_while_the_job_starts_is_waited_for(
+    resolver: Callable[..., None],
+) -> None:
+    resolver(socket.EAI_AGAIN, 2)
+    with LocalJob(2) as job, ThreadPoolExecutor(2) as pool:
+        port = free_port()
+        futures = [pool.submit(join_named, job, rank, R2CC_PORT=port) for rank in range(2)]
+        assert [future.result(15) for future in futures] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -393,7 +472,108 @@ def test_a_dial_goes_on_until_it_is_expected(start_job: Callable[..., Job]) -> N
     job.planes[1].accept_path(0, 0, 3)
     job.seen[0].wait_for(lambda: (1, 0, 3) in job.seen[0].paths)
     assert job.planes[1].rejections()["path not expected"] == 1
-    assert failures == ["closed during the handshake"]
+    host, port = job.planes[1].peers[1].rails[0]
+    (why,) = failures
+    assert why.startswith(f"{host}:{port} turned this rank away (closed during the handshake)")
+
+
+def exhausted(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_both_ends_tell_why_a_path_is_not_connected(
+    start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start_job(2)
+    job.wait_until_connected()
+    host, port = job.planes[1].peers[1].rails[0]
+    failed = threading.Event()
+    job.planes[0].dial_path(1, 0, 3, lambda _: failed.set())
+    assert failed.wait(WAIT_S)
+    turned_away, hint = job.planes[0].obstacles(1)
+    assert turned_away.startswith(f"rail 0: {host}:{port} turned this rank away")
+    assert hint == "see the log of the rank there"
+    (told,) = job.planes[1].obstacles(0)
+    assert "path not expected (1 times)" in told
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wire, "open_socket", exhausted)
+        failed.clear()
+        job.planes[0].dial_path(1, 0, 4, lambda _: failed.set())
+        assert failed.wait(WAIT_S)
+        used_up, hint = job.planes[0].obstacles(1)
+    assert used_up == f"rail 0: {host}:{port}: EMFILE: Too many open files"
+    assert "raise `ulimit -n`" in hint
+
+    job.planes[1].accept_path(0, 0, 4)
+    job.seen[0].wait_for(lambda: (1, 0, 4) in job.seen[0].paths)
+    assert job.planes[0].obstacles(1) == []
+
+
+def test_a_listener_without_a_descriptor_pauses_and_says_so(
+    start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = start_job(2)
+    job.wait_until_connected()
+    naccepts = [0]
+
+    def accept(self: socket.socket) -> Any:
+        naccepts[0] += 1
+        return exhausted()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", accept)
+        with socket.create_connection(job.planes[1].peers[1].rails[0], WAIT_S):
+            begun_s = time.monotonic()
+            reason = "accept failed: EMFILE: Too many open files"
+            while not (found := turned_away_by(job.planes[1], reason)) or found < 3:
+                time.sleep(0.01)
+            took_s = time.monotonic() - begun_s
+    assert naccepts[0] <= took_s / 0.1 + 2
+    lines = [each.getMessage() for each in caplog.records if reason in each.getMessage()]
+    assert len(lines) == 1
+    assert "raise `ulimit -n`" in lines[0]
+    assert reason in job.planes[1].obstacles(0)[0]
+
+
+def turned_away_by(plane: ControlPlane, reason: str) -> int:
+    return sum(n for each, n in plane.rejections().items() if each.startswith(reason))
+
+
+def test_rank_0_tells_all_why_it_let_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket.socket, "accept", exhausted)
+    with LocalJob(2) as job, socket.create_connection(job.listener.getsockname(), WAIT_S):
+        (error,) = join_all(job, {}, ranks=[0])
+    assert isinstance(error, TransportTimeout)
+    assert "ranks [1] have not arrived" in str(error)
+    assert "rank 0 turned connections away meanwhile: accept failed: EMFILE" in str(error)
+    assert "raise `ulimit -n`" in str(error)
+
+
+def test_a_rank_without_a_descriptor_says_so_in_its_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "open_socket", exhausted)
+    with LocalJob(2) as job:
+        (error,) = join_all(job, {}, ranks=[1])
+        where = "{}:{}".format(*job.listener.getsockname())
+    assert isinstance(error, TransportTimeout)
+    assert f"last attempt: {where}: EMFILE: Too many open files" in str(error)
+    assert "raise `ulimit -n`" in str(error)
+
+
+def test_a_peer_lost_for_want_of_a_descriptor_is_lost_for_that_reason(
+    start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start_job(2, peer_timeout_s=1.0)
+    job.wait_until_connected()
+    monkeypatch.setattr(wire, "open_socket", exhausted)
+    session = job.planes[0]._sessions[1]
+    job.planes[0].call_soon(lambda: [each.abort() for each in list(session._carriers.values())])
+    job.seen[0].wait_for(lambda: 1 in job.seen[0].lost)
+    assert "silent for" in job.seen[0].lost[1]
+    assert "; the last dial failed: 127.0.0." in job.seen[0].lost[1]
+    assert "EMFILE: Too many open files; " in job.seen[0].lost[1]
 
 
 def test_only_the_expected_epoch_gets_in(start_job: Callable[..., Job]) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -186,6 +189,46 @@ def test_another_users_folder_is_refused(tmp_path: Path) -> None:
         leader.publish()
 
 
+# -- names of rank 0 --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return what makes the resolver answer with an error."""
+
+    def answer(code: int) -> None:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise socket.gaierror(code, "the resolver's words")
+
+        monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+    return answer
+
+
+NAMED = {**TORCHRUN, "MASTER_ADDR": "head-node.invalid"}
+
+
+@pytest.mark.parametrize("code", [socket.EAI_NONAME, socket.EAI_NODATA, socket.EAI_FAIL])
+def test_a_name_that_does_not_exist_is_no_job_on_several_hosts(
+    resolver: Callable[[int], None], code: int
+) -> None:
+    resolver(code)
+    with pytest.raises(InvalidArgument, match=r"'head-node\.invalid' cannot be resolved \(EAI_"):
+        identify(config(NAMED), None, NAMED)
+
+
+@pytest.mark.parametrize(
+    ("code", "change"),
+    [(socket.EAI_AGAIN, {}), (socket.EAI_NONAME, {"KUBERNETES_SERVICE_HOST": "10.96.0.1"})],
+)
+def test_a_name_that_may_come_is_left_to_the_rendezvous(
+    resolver: Callable[[int], None], tmp_path: Path, code: int, change: dict[str, str]
+) -> None:
+    resolver(code)
+    env = {**NAMED, "XDG_RUNTIME_DIR": str(tmp_path), **change}
+    assert identify(config(env), None, env).address == "head-node.invalid"
+
+
 # -- rank 0's inherited socket ----------------------------------------------------------------
 
 
@@ -259,6 +302,73 @@ def test_a_communicator_carries_the_address_and_the_secret() -> None:
     assert {(i.address, i.port) for i in found} == {listener.getsockname()}
     secrets = {i.secret.current().hex() for i in found}  # type: ignore[union-attr]
     assert len(secrets) == 1
+    listener.close()
+
+
+class FakeMpi(ModuleType):
+    """mpi4py.MPI, built for an MPI that finds `nranks` ranks."""
+
+    Comm = FakeRank
+
+    def __init__(self, nranks: int) -> None:
+        super().__init__("mpi4py.MPI")
+        self.COMM_WORLD = FakeComm(nranks).as_seen_by(0)
+
+    def Get_library_version(self) -> str:
+        return "MPICH Version:      5.0.2\nMPICH ABI: 18:2:6\0"
+
+
+@pytest.fixture
+def lone_world(monkeypatch: pytest.MonkeyPatch) -> FakeRank:
+    """Give this process an mpi4py that sees one rank."""
+    package, mpi = ModuleType("mpi4py"), FakeMpi(1)
+    package.MPI = mpi  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mpi4py", package)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
+    return mpi.COMM_WORLD
+
+
+OTHER_LAUNCHERS = [
+    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "0"},
+    {"PMI_RANK": "2", "PMI_SIZE": "4"},
+    {"PMIX_RANK": "3"},
+    {"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "4"},
+]
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("env", OTHER_LAUNCHERS[:2] + OTHER_LAUNCHERS[3:])
+def test_a_rank_of_another_mpis_launcher_is_not_taken_for_a_job_of_one(
+    lone_world: FakeRank, env: dict[str, str], is_given: bool
+) -> None:
+    with pytest.raises(InvalidArgument, match="another MPI than mpi4py") as caught:
+        identify(Config(), lone_world if is_given else None, env)
+    assert all(f"{name}={env[name]}" in str(caught.value) for name in list(env)[:2])
+    assert "MPICH Version: 5.0.2" in str(caught.value)
+
+
+def test_a_rank_beyond_the_world_is_told_without_a_number_of_ranks(lone_world: FakeRank) -> None:
+    with pytest.raises(InvalidArgument, match="PMIX_RANK=3"):
+        identify(Config(), None, OTHER_LAUNCHERS[2])
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"PMIX_RANK": "0"},
+        # mpiexec of one MPI below that of another.
+        {
+            "OMPI_COMM_WORLD_RANK": "3",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "PMI_RANK": "0",
+            "PMI_SIZE": "1",
+        },
+    ],
+)
+def test_a_job_of_one_rank_is_left_alone(lone_world: FakeRank, env: dict[str, str]) -> None:
+    listener = identify(Config(), None, env).listener
+    assert listener is not None
     listener.close()
 
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from mpi import find_mpiexec
 
 from r2ccl.bootstrap.launch import LocalJob
 
@@ -247,3 +248,21 @@ def test_ranks_take_leave_in_order(start_ranks: Callable[..., list[Rank]]) -> No
         ranks[rank].wait_for("closed")
         assert ranks[rank].process.wait(WAIT_S) == 0
     assert [lost(rank) for rank in ranks] == [[], [], []]
+
+
+def test_the_launcher_of_another_mpi_does_not_make_a_job_of_one_rank() -> None:
+    """A real mpi4py, under the variables of a launcher it does not understand."""
+    pytest.importorskip("mpi4py")
+    find_mpiexec()  # which skips where this MPI cannot run
+    other = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import r2ccl; print(r2ccl.init().nranks)"],
+        env={**os.environ, **other},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0, done.stdout
+    assert "InvalidArgument" in done.stderr
+    assert "OMPI_COMM_WORLD_SIZE=4" in done.stderr
+    assert "is of another MPI than mpi4py" in done.stderr

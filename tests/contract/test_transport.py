@@ -3,19 +3,23 @@
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from r2ccl.errors import InternalError
 from r2ccl.testing.contract import CHECKS, Bench, Joined, pattern
+from r2ccl.testing.fakepyverbs import Fabric, installed
 from r2ccl.testing.probecontract import PROBE_CHECKS
 from r2ccl.transport.base import Arrived, Cleared, Failed, Fenced, Frame, Sent
+from r2ccl.transport.base import Joined as JoinedEvent
 from r2ccl.transport.mixed import MixedTransport
+from r2ccl.transport.registration import RegistrationCache
 from r2ccl.transport.sim import SimTransport
 from r2ccl.transport.simnet import Cut, End, SimNetwork, Timeline
 from r2ccl.transport.tcp import TcpTransport
-from r2ccl.types import Nic, PathKey
+from r2ccl.types import Nic, PathKey, ProbeKey
 
 
 class SimBench:
@@ -127,10 +131,68 @@ class MixedBench(TcpBench):
         ]
 
 
+class VerbsBench:
+    """Two ranks over RDMA NICs in memory; tests/rdma has the real ones."""
+
+    patience_s = 5.0
+    cross = None
+
+    def __init__(self) -> None:
+        self._fabric = Fabric()
+        self._held = ExitStack()
+        self._rooms = self._held.enter_context(installed(self._fabric))
+        self._newest: dict[int, tuple[Any, Any]] = {}
+        self.transports = [self._transport(rank) for rank in (0, 1)]
+
+    def _transport(self, rank: int) -> Any:
+        devices = [
+            self._rooms.device.Device(f"n{rank}r{rail}", 1, lambda: (0, "fe80::1"), fastpath="0")
+            for rail in (0, 1)
+        ]
+        cache = RegistrationCache([device.registrar for device in devices], 1 << 30)
+        return self._rooms.verbs.VerbsTransport(
+            rank, devices, cache, eager_nbytes=64, timeout=14, retry_cnt=7, probe_timeout_s=0.3
+        )
+
+    def endpoints(self, rail: int) -> tuple[Any, Any]:
+        low, high = self.transports
+        key = PathKey(1, rail)
+        self._newest[rail] = ends = low.offer(key), high.offer(PathKey(0, rail))
+        self._join(key, *ends)
+        return ends
+
+    def _join(self, key: PathKey | ProbeKey, caller: Any, answerer: Any) -> None:
+        answerer.join(caller.card, is_caller=False)
+        caller.join(answerer.card, is_caller=True)
+        assert JoinedEvent(key) in self.transports[0].poll(0.0)
+
+    def run(self) -> None:
+        """The fabric does it."""
+
+    def break_path(self, rail: int) -> None:
+        for end in self._newest[rail]:
+            end.qp.flush()
+
+    def join_probes(self) -> None:
+        low, high = self.transports
+        for rail in (0, 1):
+            key = ProbeKey(1, rail, rail)
+            self._join(key, low.offer(key), high.offer(ProbeKey(0, rail, rail)))
+
+    def silence(self, rail: int) -> None:
+        self._fabric.mute(f"n1r{rail}")
+
+    def close(self) -> None:
+        for transport in self.transports:
+            transport.close()
+        self._held.close()
+
+
 BENCHES: dict[str, Callable[[], Any]] = {
     "tcp": TcpBench,
     "mixed": MixedBench,
     "sim": SimBench,
+    "verbs, in memory": VerbsBench,
     "sim, silent": lambda: SimBench(is_loud=False),
 }
 

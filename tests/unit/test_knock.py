@@ -1,6 +1,7 @@
 """TCP's probes: which answers count, what is evidence and what is none, and by when."""
 
 import errno
+import os
 import select
 import socket
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from limits import no_descriptor_left
 
 from r2ccl.transport.base import Probed
 from r2ccl.transport.knock import Knocker
@@ -28,7 +30,9 @@ class Bench:
         self.far = self.held.enter_context(socket.create_server(("127.0.0.1", 0)))
         self.far.setblocking(False)
         self.targets: dict[PathKey, Any] = {PathKey(1, 0): self.far.getsockname()}
-        self.knocker = Knocker(self.epoll, self.sources, self.targets, TIMEOUT_S, lambda: self.now)
+        self.knocker = Knocker(
+            self.epoll, self.sources, self.targets, TIMEOUT_S, lambda: self.now, rank=0
+        )
 
     def refuse(self) -> None:
         self.far.close()
@@ -121,6 +125,54 @@ def test_a_network_that_cannot_be_reached_is_no_answer(
     probed = bench.ask(STRAIGHT)
     assert probed.is_answered is False
     assert "ENETUNREACH" in probed.detail
+
+
+def test_without_a_descriptor_there_is_no_verdict_and_one_line_in_the_log(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.silence()
+    bench.ask(CROSS)
+    caplog.clear()
+    with no_descriptor_left():
+        for key in (STRAIGHT, CROSS, STRAIGHT):
+            probed = bench.ask(key)
+            assert probed.is_answered is None
+            assert "EMFILE" in probed.detail
+    (record,) = caplog.records
+    assert "raise `ulimit -n`" in record.getMessage()
+    assert "rank 0: rail 0 to rank 1" in record.getMessage()
+
+
+def test_a_connect_that_could_not_be_made_leaves_the_next_one_to_find_an_answer(
+    bench: Bench,
+) -> None:
+    with no_descriptor_left():
+        bench.knocker.probe(STRAIGHT)
+    assert bench.outcome().is_answered is True
+
+
+def test_silence_proves_nothing_if_one_of_the_connects_was_not_made(bench: Bench) -> None:
+    bench.silence()
+    with no_descriptor_left():
+        bench.knocker.probe(STRAIGHT)
+    assert bench.outcome().is_answered is None
+    assert bench.ask(STRAIGHT).is_answered is False
+
+
+@pytest.mark.parametrize("call", ["bind", "connect_ex"])
+def test_no_local_port_is_no_verdict(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """As bind(2) and connect(2) say it when all of ip_local_port_range is taken."""
+    code = {"bind": errno.EADDRINUSE, "connect_ex": errno.EADDRNOTAVAIL}[call]
+
+    def refuse(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(socket.socket, call, refuse)
+    probed = bench.ask(STRAIGHT)
+    assert probed.is_answered is None
+    assert "ip_local_port_range" in probed.detail
 
 
 def test_between_rails_silence_is_evidence_only_where_there_was_an_answer_before(

@@ -70,6 +70,9 @@ class Control:
         self.connect: Callable[[int, int], None] = lambda peer, rail: None
         self.answer: Callable[[int, object], None] = lambda peer, message: None
 
+    def obstacles(self, peer: int) -> list[str]:
+        return []
+
     def dial_path(self, peer: int, rail: int, epoch: int) -> None:
         if peer in self.reached and epoch == 0:
             self.connect(peer, rail)
@@ -301,6 +304,15 @@ def test_long_lists_are_cut_in_words_and_whole_as_values() -> None:
     assert text.count("slice 5") == 8
     assert "and 4 more" in text
     assert len(pending.waits) == 12
+
+
+def test_an_init_that_times_out_says_what_kept_the_paths_from_being_connected() -> None:
+    world = World(reached=(1,))
+    why = "rail 0: 10.0.0.2:4711: EMFILE: Too many open files; raise `ulimit -n` (now 64)"
+    world.control.obstacles = lambda peer: [why]  # type: ignore[method-assign]
+    with pytest.raises(TransportTimeout) as caught:
+        world.engine.start()
+    assert f"path to rank 2 ({why})" in str(caught.value)
 
 
 def test_a_slow_peer_is_told_from_a_broken_network() -> None:

@@ -111,6 +111,31 @@ def test_it_takes_all_good_probes_in_a_row() -> None:
     assert quarantine.may_return(now)
 
 
+def test_a_probe_that_could_not_be_made_breaks_no_row_and_is_made_again() -> None:
+    quarantine = Quarantine(0.0)
+    quarantine.failed(10.0)
+    for answer in (quarantine.good, quarantine.unasked, quarantine.good, quarantine.good):
+        now = quarantine.next_s
+        assert not quarantine.may_return(now)
+        quarantine.asked()
+        answer(now)
+    assert quarantine.may_return(now)
+
+
+def test_probes_that_cannot_be_made_are_tried_ever_more_seldom_up_to_the_cap() -> None:
+    quarantine = Quarantine(0.0)
+    quarantine.failed(10.0)
+    pauses, now = [], quarantine.next_s
+    for _ in range(8):
+        quarantine.asked()
+        quarantine.unasked(now)
+        pauses.append(quarantine.next_s - now)
+        now = quarantine.next_s
+    assert pauses == sorted(pauses)
+    assert pauses[0] == pytest.approx(DEFAULT.spacing_s)
+    assert pauses[-1] == pytest.approx(DEFAULT.cap_s)
+
+
 def test_a_probe_under_way_is_not_asked_again() -> None:
     quarantine = Quarantine(0.0)
     quarantine.failed(1.0)
@@ -237,7 +262,7 @@ def test_a_flapping_rail_migrates_ever_more_seldom() -> None:
 
 events = st.lists(
     st.tuples(
-        st.sampled_from(["failed", "carrier_up", "good", "bad", "asked", "returned"]),
+        st.sampled_from(["failed", "carrier_up", "good", "bad", "unasked", "asked", "returned"]),
         st.floats(0.0, 100.0),
     ),
     max_size=60,

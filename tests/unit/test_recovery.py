@@ -14,7 +14,7 @@ from r2ccl.errors import (
     PeerLost,
     TransportError,
 )
-from r2ccl.joining import Offer
+from r2ccl.joining import Answer, Offer
 from r2ccl.progress import Progress
 from r2ccl.recovery import Leaving, PortUp, Recovery, Revoke, Spared
 from r2ccl.resilience.link import LinkReport
@@ -28,6 +28,8 @@ A, B = PathKey(1, 0), PathKey(1, 1)
 class Endpoint:
     card = b"card"
     is_closed = False
+
+    def join(self, card: bytes, is_caller: bool) -> None: ...
 
     def close(self) -> None:
         self.is_closed = True
@@ -102,6 +104,9 @@ class Control:
 
     def accept_path(self, peer: int, rail: int, epoch: int) -> None:
         self.accepted.append((peer, rail, epoch))
+
+    def obstacles(self, peer: int) -> list[str]:
+        return []
 
     def dial_path(self, peer: int, rail: int, epoch: int) -> None:
         self.dialed.append((peer, rail, epoch))
@@ -213,7 +218,8 @@ def test_channels_are_at_home_on_rails_that_join_and_elsewhere_only_without_them
 
 def test_a_port_that_goes_down_fails_its_paths_and_one_that_comes_up_calls() -> None:
     world = World(joined={1})
-    world.recovery.on_rail(RailChanged(1, False))
+    world.recovery.on_rail(RailChanged(1, False, "CQ_ERR (event 0)"))
+    assert world.recovery.paths[B].cause == "PORT_ERR: CQ_ERR (event 0)"
     assert world.transport.fenced == [B]
     world.repair(B)
     assert world.recovery.paths[B].cause.startswith("PORT_ERR")
@@ -366,6 +372,43 @@ def test_a_probe_that_cannot_be_asked_tells_nothing_about_its_path() -> None:
     world.transport.stuck.add(A)
     world.answer(A, None)
     assert world.recovery.paths[A].state is PathState.UP
+
+
+def test_a_probe_that_could_not_be_made_is_no_verdict_and_is_made_again() -> None:
+    """A descriptor was missing: neither the path in use nor the one that waits pays for it."""
+    world = World()
+    world.fail(B)
+    world.repair(B)
+    world.control.dialed.clear()
+    for is_answered in (True, None, True, True):
+        asked = len(world.transport.probed)
+        while len(world.transport.probed) == asked:
+            world.look(0.1)
+        world.answer(B, is_answered)
+    world.look(0.1)
+    assert world.control.dialed == [(1, 1, 1)]
+    assert world.recovery.paths[A].state is PathState.UP
+
+
+def test_what_keeps_paths_from_being_connected_can_be_read() -> None:
+    world = World(joined={1}, is_open=False)
+    world.control.obstacles = lambda peer: [f"rail 0: rank {peer} refused"]  # type: ignore[method-assign]
+
+    def refuse(key: PathKey | ProbeKey) -> Endpoint:
+        raise TransportError("mlx5_0 refused to make a queue pair: EMFILE")
+
+    world.transport.offer, offer = refuse, world.transport.offer  # type: ignore[method-assign]
+    world.look(3.0)
+    assert world.recovery.obstacles(1) == [
+        "rail 0: rank 1 refused",
+        "rail 1: mlx5_0 refused to make a queue pair: EMFILE",
+    ]
+    world.transport.offer = offer  # type: ignore[method-assign]
+    world.look(3.0)
+    call = [offer for offer in world.offers() if offer.via < 0][-1]
+    world.recovery.on_message(1, Answer(1, call.epoch, call.attempt, b"card"))
+    world.recovery.on_joined(Joined(B))
+    assert world.recovery.obstacles(1) == ["rail 0: rank 1 refused"]
 
 
 def test_whoever_asks_is_told_once() -> None:
