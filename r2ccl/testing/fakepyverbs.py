@@ -1,6 +1,6 @@
 """pyverbs and RDMA NICs in memory, with completion queues that overrun as a NIC's do.
 
-`installed` puts modules in pyverbs' place and loads the rooms that import it anew, so that
+`installed` puts modules in pyverbs' place and loads the modules that import it anew, so that
 `r2ccl.transport.verbs` runs as it is, unmodified, where there is no RDMA device and no pyverbs.
 All NICs of a `Fabric` reach each other. Of verbs it has what r2ccl uses: reliable queue pairs,
 writes with and without immediate data, flushes, one completion queue a device.
@@ -47,8 +47,8 @@ _ENUMS = {
     "IBV_WR_RDMA_WRITE": 0,
     "IBV_WR_RDMA_WRITE_WITH_IMM": _WITH_IMM,
 }
-#: Rooms that import pyverbs, or one that does.
-_ROOMS = ("device", "queuepair", "prober", "endpoint", "verbs")
+#: Modules that import pyverbs, or one that does.
+_IMPORTERS = ("device", "queuepair", "prober", "endpoint", "verbs")
 
 
 class FakePyverbsError(Exception):
@@ -362,20 +362,20 @@ class FakeQueuePair:
 
 @contextlib.contextmanager
 def installed(fabric: Fabric) -> Iterator[SimpleNamespace]:
-    """Put the fake in pyverbs' place; gives the rooms of `r2ccl.transport` that then see it.
+    """Put the fake in pyverbs' place; gives the modules of `r2ccl.transport` that then see it.
 
-    The rooms are loaded anew, and forgotten afterwards: classes of theirs that were imported before
+    They are loaded anew, and forgotten afterwards: classes of theirs that were imported before
     are others.
     """
-    rooms = [f"r2ccl.transport.{name}" for name in _ROOMS]
+    importers = [f"r2ccl.transport.{name}" for name in _IMPORTERS]
     modules = _modules(fabric)
-    names = [*rooms, *modules]
+    names = [*importers, *modules]
     held = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     package = importlib.import_module("r2ccl.transport")
-    shown = {name: getattr(package, name) for name in _ROOMS if hasattr(package, name)}
+    shown = {name: getattr(package, name) for name in _IMPORTERS if hasattr(package, name)}
     sys.modules.update(modules)
     try:
-        loaded = {name: importlib.import_module(f"r2ccl.transport.{name}") for name in _ROOMS}
+        loaded = {name: importlib.import_module(f"r2ccl.transport.{name}") for name in _IMPORTERS}
         # The descriptors of events are of another kind.
         loaded["device"]._EVENTS = "anon_inode:[eventfd]"  # type: ignore[attr-defined]
         yield SimpleNamespace(**loaded)
