@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -326,14 +327,23 @@ class Engine:
             self._control.call_later(_REST_S, self._send_rest)
 
     def call(self, fn: Callable[[], Any]) -> Any:
-        """Run ``fn()`` as the owner of the data loop."""
+        """Run ``fn()`` as the owner of the data loop; Ctrl-C in its midst ends the communicator.
+
+        What is half done then, in the transport's tables, would stay so.
+        """
         with self._owner:
-            return fn()
+            try:
+                return fn()
+            except Exception:
+                raise
+            except BaseException as exc:
+                self._give_up(exc)
+                raise
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Registered:
-        """Prepare `memory` with the transport."""
-        with self._owner:
-            return self._transport.register(memory)
+        """Prepare `memory` with the transport; Ctrl-C ends the communicator, as in `call`."""
+        registered: Registered = self.call(partial(self._transport.register, memory))
+        return registered
 
     def leave(self) -> None:
         """Collective: wait until every slice is confirmed here and everywhere."""

@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -143,10 +143,10 @@ def _assemble(
     wrap: Callable[[Transport], Transport] | None = None,
 ) -> Communicator:
     """Put a communicator together, `init`'s or one that was shrunk; owns `control`."""
+    opened: Transport | None = None
     try:
-        transport, relayed = _open_transport(control, config, hcas)
-        if wrap is not None:
-            transport = wrap(transport)
+        opened, relayed = _open_transport(control, config, hcas)
+        transport = opened if wrap is None else wrap(opened)
         ports = (Nic(hca.label, "", hca.index, hca.speed_mbps) for hca in hcas)
         return Communicator(
             control,
@@ -159,6 +159,8 @@ def _assemble(
             relayed=relayed,
         )
     except BaseException:
+        if opened is not None:
+            opened.close()
         control.close(0)
         raise
 
@@ -237,27 +239,32 @@ def _open_verbs(control: bootstrap.ControlPlane, config: Config, hcas: Sequence[
     from r2ccl.transport.registration import RegistrationCache
     from r2ccl.transport.verbs import VerbsTransport
 
-    devices = [
-        Device(
-            hca.name,
-            hca.port,
-            GidFinder(hca.name, hca.port, config.gid_index),
-            Neighbours(hca.index) if hca.index else None,
-            config.fastpath,
-            npeers=control.nranks - 1,
+    devices: list[Device] = []
+    with ExitStack() as opened:
+        for hca in hcas:
+            device = Device(
+                hca.name,
+                hca.port,
+                GidFinder(hca.name, hca.port, config.gid_index),
+                Neighbours(hca.index) if hca.index else None,
+                config.fastpath,
+                npeers=control.nranks - 1,
+            )
+            opened.callback(device.close)
+            devices.append(device)
+        registrars = [each.registrar for each in devices]
+        transport = VerbsTransport(
+            control.rank,
+            devices,
+            RegistrationCache(registrars, config.registration_limit_nbytes),
+            eager_nbytes=config.eager_nbytes,
+            timeout=config.ib_timeout,
+            retry_cnt=config.ib_retry_cnt,
+            probe_timeout_s=config.probe_timeout_s,
+            first_rail=len(control.nics),
         )
-        for hca in hcas
-    ]
-    return VerbsTransport(
-        control.rank,
-        devices,
-        RegistrationCache([each.registrar for each in devices], config.registration_limit_nbytes),
-        eager_nbytes=config.eager_nbytes,
-        timeout=config.ib_timeout,
-        retry_cnt=config.ib_retry_cnt,
-        probe_timeout_s=config.probe_timeout_s,
-        first_rail=len(control.nics),
-    )
+        opened.pop_all()
+    return transport
 
 
 def _with_faults(inner: Transport, *, rank: int, plan: FaultPlan | None) -> ReportingTransport:

@@ -27,6 +27,7 @@ from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.transport.depths import NCOMPLETIONS, completions, most_peers
 from r2ccl.transport.dmabuf import PdRegistrar
 from r2ccl.transport.layout import Nic, locate_nic, locate_qp
+from r2ccl.transport.mappings import kept_from_children
 
 if TYPE_CHECKING:
     from r2ccl.transport.fastpath import Poller, Poster
@@ -148,7 +149,8 @@ class Device:
 
     def _open(self) -> None:
         before = _device_fds()
-        self._open_parts()
+        with kept_from_children():
+            self._open_parts()
         self._descriptors = _device_fds() - before
 
     def _open_parts(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import numpy as np
@@ -177,9 +178,13 @@ class MixedTransport:
         return own + [fd for part in self._parts for fd in part.descriptors()]
 
     def close(self) -> None:
-        """Close every part."""
-        for part in self._parts:
-            part.close()
+        """Close every part, whatever those before it raise. Idempotent."""
+        with ExitStack() as steps:  # the last one first
+            steps.callback(self._close_descriptors)
+            for part in reversed(self._parts):
+                steps.callback(part.close)
+
+    def _close_descriptors(self) -> None:
         if not self._epoll.closed:
             self._epoll.close()
             self._wakeup.close()

@@ -18,7 +18,7 @@ its owner is freed    the index stops answering with it at once, in whatever thr
 its identity changed  `RegistrationCache.find` asks the driver, and drops it (device memory)
 it is evicted         room is needed, nobody uses it and no work is under way on it: the least
                       recently used goes first
-the cache is closed   with work under way that is refused
+the cache is closed   the NICs have stopped: also if work seems to be under way
 ====================  =======================================================================
 
 *Users and pins.* `RegistrationCache.register` adds a user and `Registration.close` takes one away;
@@ -28,7 +28,8 @@ A pin stands for work under way: it keeps the NICs' side and the owner alive, so
 request ever writes to memory that belongs to somebody else by now.
 
 Sees no pyverbs and no CUDA. One thread at a time, except that owners may die in any. Invariants: a
-pinned registration is registered on every NIC; `find` never answers with freed memory.
+pinned registration is registered on every NIC until the cache is closed; `find` never answers with
+freed memory; `close` works after Ctrl-C in the midst of any other method, or of itself.
 """
 
 from __future__ import annotations
@@ -308,21 +309,18 @@ class RegistrationCache:
             self._expire(self._dead.popleft())
 
     def close(self) -> None:
-        """End every registration, used or not; the NICs must have stopped.
+        """End every registration, in use or not; the NICs must have stopped.
 
-        Raises
-        ------
-        InternalError
-            Work is under way on some of them.
+        A pin may be left over: Ctrl-C can come between a pin and the work it is for. What Ctrl-C
+        left in no list is deregistered with its NIC's protection domain.
         """
         self._is_closed = True
-        self.drain()
-        everything = [*self._index, *self._leaving]
-        pinned = [each for each in everything if each._pins]
-        if pinned:
-            raise InternalError(f"registrations closed with work under way: {pinned}")
-        for each in everything:
-            self._end(each)
+        for kept in (self._index, self._leaving):
+            while kept:
+                self._release(kept.pop())
+        self._bases.clear()
+        self._dead.clear()
+        self.stats.nbytes = 0
 
     def __len__(self) -> int:
         """Count the registrations the NICs hold."""
@@ -413,6 +411,9 @@ class RegistrationCache:
             self._unindex(registration)
         else:
             self._leaving.remove(registration)
+        self._release(registration)
+
+    def _release(self, registration: Registration) -> None:
         regions, registration._regions = registration._regions, ()
         self.stats.nbytes -= registration.nbytes
         self.stats.expired += registration.is_expired

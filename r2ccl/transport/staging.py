@@ -120,7 +120,7 @@ class Staging:
         self._registrations.drain()
 
     def close(self) -> None:
-        """Deregister everything."""
+        """Deregister everything; the NICs must have stopped."""
         if self._on_device is not None:
             self._on_device.close()
         self._registrations.close()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import select
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, overload
 
 import numpy as np
@@ -204,18 +205,31 @@ class VerbsTransport:
         return own + [fd for device in self._devices for fd in device.descriptors()]
 
     def close(self) -> None:
-        """Destroy every queue pair, then close the devices."""
-        self._prober.close()
-        for ends, spare in zip(self._by_number, self._spare, strict=True):
-            for endpoint in list(ends.values()):
-                self._destroy(endpoint)
-            for qp in spare:
-                qp.close()
-            spare.clear()
+        """Destroy every queue pair, then close the devices. Idempotent.
+
+        Each step is taken whatever those before it raised, and again if Ctrl-C broke off an
+        earlier call: an open device outlives its communicator.
+        """
+        # First: nothing is posted to a queue pair that is destroyed.
         self._by_path.clear()
-        self._staging.close()
-        for device in self._devices:
-            device.close()
+        for ends in (self._dirty, self._lending, self._draining):
+            ends.clear()
+        with ExitStack() as steps:  # the last one first
+            steps.callback(self._close_descriptors)
+            for device in self._devices:
+                steps.callback(device.close)
+            steps.callback(self._staging.close)
+            steps.callback(self._destroy_all)
+            steps.callback(self._prober.close)
+
+    def _destroy_all(self) -> None:
+        for ends, spare in zip(self._by_number, self._spare, strict=True):
+            for qp in [*(end.qp for end in ends.values()), *spare]:
+                qp.close()
+            ends.clear()
+            spare.clear()
+
+    def _close_descriptors(self) -> None:
         if not self._epoll.closed:
             self._epoll.close()
             self._wakeup.close()

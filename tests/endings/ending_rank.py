@@ -4,7 +4,8 @@ Rank 1 is the one that ends. Rank 2 does not join what ranks 0 and 1 wait in, so
 when it happens; it calls a collective afterwards. All times are readings of the host's monotonic
 clock, which the ranks share.
 
-Argument: JSON with ``ending`` and ``moment``, as `test_endings_matrix` has them.
+Argument: JSON with ``ending`` and ``moment``, as `cells` has them, and ``scale``, by which all
+waits are longer than on a real processor.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import r2ccl
 from r2ccl.types import PathKey
 
 ENDS, ABSENT = 1, 2
-COUNT = 2_000_000
+#: A multiple of the number of ranks.
+COUNT = 2_100_000
 #: Seconds from init to the end, and from the end to rank 2's call.
 AFTER_S, ABSENT_S = 0.4, 0.3
 #: When it comes while the others shrink, who wait for it.
@@ -40,8 +42,8 @@ WATCHED_S = 0.3
 class Rank:
     """One rank: lives until the moment, ends or sees the end, and tells."""
 
-    def __init__(self, rank: int, ending: str, moment: str) -> None:
-        self.rank, self.ending, self.moment = rank, ending, moment
+    def __init__(self, rank: int, ending: str, moment: str, scale: float) -> None:
+        self.rank, self.ending, self.moment, self.scale = rank, ending, moment, scale
         self.ended_s = 0.0
         self.x = np.ones(COUNT, np.uint8)
         self.found: dict[str, Any] = {"rank": rank, "error": "", "text": "", "is_untouched": True}
@@ -57,7 +59,7 @@ class Rank:
         _stay()
         self.watch()
         # Threads and descriptors go a moment after who waited for them.
-        until_s = time.monotonic() + 2.0
+        until_s = time.monotonic() + 2.0 * self.scale
         while _held() != before and time.monotonic() < until_s:
             time.sleep(0.01)
         self.found["left"] = [] if _held() == before else [before, _held()]
@@ -80,27 +82,34 @@ class Rank:
         with r2ccl.init() as comm:
             self.comm = comm
             comm.allreduce(np.ones(1000))
+            # Over RDMA, slices then land in this memory itself.
+            registered = comm.register(self.x)
             comm.barrier()
+            self.found["rails"] = rails_in_use(comm)
             self.arm()
-            if self.rank == ABSENT:
+            if self.rank == ABSENT and self.moment != "flow":
                 if self.moment == "repair":
-                    _stop_for(AFTER_S + ABSENT_S)
+                    _stop_for((AFTER_S + ABSENT_S) * self.scale)
                 else:
-                    time.sleep(AFTER_S + (SHRINK_S if self.moment == "shrink" else ABSENT_S))
+                    self.sleep(AFTER_S + (SHRINK_S if self.moment == "shrink" else ABSENT_S))
                 comm.reduce(self.x)
             else:
                 getattr(self, f"in_{self.moment}")(comm)
+            registered.close()
         self.found["raised_s"] = time.monotonic()
+
+    def sleep(self, time_s: float) -> None:
+        time.sleep(time_s * self.scale)
 
     def in_idle(self, comm: r2ccl.Communicator) -> None:
         if self.rank == ENDS:
-            time.sleep(AFTER_S + 2.0)
+            self.sleep(AFTER_S + 2.0)
         comm.reduce(self.x)
 
     def in_call(self, comm: r2ccl.Communicator) -> None:
         if (self.ending, self.rank) == ("memory", ENDS):
             comm._host._scratch_like = self.no_memory  # type: ignore[method-assign]
-            time.sleep(AFTER_S)
+            self.sleep(AFTER_S)
         comm.reduce(self.x)
 
     def no_memory(self, array: Any) -> Any:
@@ -111,18 +120,24 @@ class Rank:
         comm.reduce(self.x, async_op=True).wait()
 
     def in_shrink(self, comm: r2ccl.Communicator) -> None:
-        time.sleep(AFTER_S / 4)  # it revokes, and others may not be out of the barrier yet
+        self.sleep(AFTER_S / 4)  # it revokes, and others may not be out of the barrier yet
         comm.shrink().close()
+
+    def in_flow(self, comm: r2ccl.Communicator) -> None:
+        """In one of many calls whose slices land in the memory that is watched."""
+        part = COUNT // comm.nranks
+        while True:
+            comm.allgather(self.x[comm.rank * part : (comm.rank + 1) * part], out=self.x)
 
     def in_repair(self, comm: r2ccl.Communicator) -> None:
         """In a call, while a path is fenced to a peer that is stopped and says nothing of it."""
         if self.rank == ENDS:
-            threading.Timer(AFTER_S / 2, self.break_path, (comm,)).start()
+            threading.Timer(AFTER_S / 2 * self.scale, self.break_path, (comm,)).start()
         comm.reduce(self.x)
 
     def break_path(self, comm: r2ccl.Communicator) -> None:
-        engine = comm._engine
-        engine.submit(engine.recovery.fail, PathKey(ABSENT, 0), "TEST: broken on purpose")
+        engine, path = comm._engine, PathKey(ABSENT, min(self.found["rails"]))
+        engine.submit(engine.recovery.fail, path, "TEST: broken on purpose")
 
     # The end
 
@@ -144,7 +159,7 @@ class Rank:
             act = lambda: self.send(signals[kind])  # noqa: E731
         else:
             return
-        timer = threading.Timer(AFTER_S, self.act, (act,))
+        timer = threading.Timer(AFTER_S * self.scale, self.act, (act,))
         timer.daemon = True
         timer.start()
 
@@ -171,8 +186,16 @@ class Rank:
     def watch(self) -> None:
         """See whether anybody still writes into the memory of a call that raised."""
         self.x[:] = PATTERN
-        time.sleep(WATCHED_S)
+        self.sleep(WATCHED_S)
         self.found["is_untouched"] = bool((self.x == PATTERN).all())
+
+
+def rails_in_use(comm: r2ccl.Communicator) -> dict[int, str]:
+    """Return the rails that links use now, with their names."""
+    senders = comm._engine.progress.senders.values()
+    routes = [link.route for link in senders if link.route is not None]
+    names = {rail.rail: rail.name for rail in comm.health().rails}
+    return {route.rail: names[route.rail] for route in routes}
 
 
 def _stay() -> None:
@@ -199,7 +222,9 @@ def _held() -> list[int]:
     return [len(names), threading.active_count(), children]
 
 
+def main(argument: str) -> None:
+    print(json.dumps(Rank(int(os.environ["RANK"]), **json.loads(argument)).run()), flush=True)
+
+
 if __name__ == "__main__":
-    plan = json.loads(sys.argv[1])
-    number = int(os.environ["RANK"])
-    print(json.dumps(Rank(number, plan["ending"], plan["moment"]).run()), flush=True)
+    main(sys.argv[1])

@@ -10,20 +10,23 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ending_rank import rails_in_use
 
 import r2ccl
 
 NCALLS = 20
 
 
-def main(kind: str) -> dict[str, Any]:
+def live(kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {"error": "", "child": None}
     try:
         with r2ccl.init() as comm:
             comm.allreduce(np.ones(100_000))
+            found["rails"] = rails_in_use(comm)
             child = os.fork() if comm.rank == 1 else 0
             if comm.rank == 1 and child == 0:
                 be_a_child(kind, comm)
@@ -46,6 +49,8 @@ def main(kind: str) -> dict[str, Any]:
 
 
 def be_a_child(kind: str, comm: r2ccl.Communicator) -> None:
+    # A mapping would keep the device open for as long as this child lives.
+    assert "/dev/infiniband/" not in Path("/proc/self/maps").read_text()
     if kind == "outlives":
         time.sleep(3.0)
         os._exit(0)
@@ -65,8 +70,12 @@ def be_a_child(kind: str, comm: r2ccl.Communicator) -> None:
         sys.exit(0)
 
 
-if __name__ == "__main__":
+def main(kind: str) -> None:
     try:
-        print(json.dumps(main(sys.argv[1])), flush=True)
+        print(json.dumps(live(kind)), flush=True)
     except SystemExit as exc:
         os._exit(exc.code if isinstance(exc.code, int) else 5)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

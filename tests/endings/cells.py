@@ -1,0 +1,98 @@
+"""Cells of the matrix of endings: who ends how and when, and what every rank must then have seen.
+
+`ending_rank` is one rank. Rank 1 ends: by a method called in another thread or in a signal handler,
+by Ctrl-C once or twice, by SIGTERM, for lack of memory, by SIGKILL. The last rank is absent from
+what the others wait in, except in ``flow``, where all run collectives.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from endings.jobs import Output, ended_s
+
+ENDS, ABSENT = 1, 2
+#: From the end to the last error; while others shrink, so much more.
+LIMIT_S, SHRINK_S = 1.0, 1.5
+
+METHODS = [f"{kind}_{place}" for kind in ("abort", "revoke") for place in ("thread", "handler")]
+CLOSES = ["close_thread", "close_handler"]
+SIGNALS = ["interrupt", "twice", "term", "kill"]
+#: Text of the error that the others raise.
+CAUSES = {
+    "abort": "rank 1 gave up: abort() was called",
+    "revoke": "rank 1 gave up: revoke() was called",
+    "close": "rank 1 gave up: close() was called while",
+    "interrupt": "KeyboardInterrupt",
+    "twice": "KeyboardInterrupt",
+    "term": "SystemExit",
+    "memory": "MemoryError('none for partial sums')",
+    "kill": "rank 1",
+}
+OWN = {"interrupt": "KeyboardInterrupt", "twice": "KeyboardInterrupt", "term": "SystemExit",
+       "memory": "MemoryError"}  # fmt: skip
+
+
+class Seen(NamedTuple):
+    """What the ranks that lived on found, when rank 1 ended, and what each rank logged."""
+
+    found: dict[int, dict[str, Any]]
+    ended_s: float
+    logs: list[str]
+
+    def __str__(self) -> str:
+        lines = [
+            f"rank {rank}: {each | {'after_s': each.get('raised_s', 0.0) - self.ended_s}}"
+            for rank, each in self.found.items()
+        ]
+        return "\n".join([*lines, *self.logs])
+
+
+def plan(ending: str, moment: str, scale: float = 1.0) -> str:
+    """Return the argument of `ending_rank`."""
+    return json.dumps({"ending": ending, "moment": moment, "scale": scale})
+
+
+def read(outputs: Sequence[Output], ending: str) -> Seen:
+    """Read what the ranks of a job wrote; all exit with 0, but one that is killed."""
+    found = {}
+    for rank, (code, out, err) in enumerate(outputs):
+        if (rank, ending) == (ENDS, "kill"):
+            assert code == -signal.SIGKILL
+        else:
+            assert code == 0, err
+            found[rank] = json.loads(out.splitlines()[-1])
+    times = [ended_s(output.out) for output in outputs]
+    ended = max([*times, *(each["ended_s"] for each in found.values())])
+    return Seen(found, ended, [output.err for output in outputs])
+
+
+def judge(seen: Seen, ending: str, moment: str, scale: float = 1.0) -> None:
+    """Assert that every rank ended in time, for the true reason, and left nothing behind."""
+    assert seen.ended_s, "rank 1 did not end"
+    kind = ending.partition("_")[0]
+    told, found = str(seen), dict(seen.found)
+    for rank, each in found.items():
+        assert each["is_untouched"], f"memory of rank {rank} was written after its error\n{told}"
+        assert not each["left"], f"rank {rank} left descriptors, threads or children\n{told}"
+    own = found.pop(ENDS, None)
+    if own is not None:
+        limit_s = LIMIT_S if moment != "idle" else 3.0
+        assert own["raised_s"] - seen.ended_s < limit_s * scale, told
+        assert own.get("took_s", 0.0) < LIMIT_S * scale, told
+        assert own["error"] == OWN.get(kind, "CommunicatorRevoked"), told
+    # A rank that comes later than the end raises when it comes.
+    absent = found.pop(ABSENT)
+    for each in (*found.values(), *([absent] if moment != "init" else [])):
+        assert each["error"] in ("CommunicatorRevoked", "PeerLost", "NoQuorum"), told
+        cause = "rank 1" if moment in ("init", "shrink") else CAUSES[kind]
+        assert cause in each["text"] or (moment == "shrink" and each is absent), told
+    if moment != "init":
+        found[ABSENT] = absent
+    # Ranks that shrink wait for the one that is absent.
+    limit_s = SHRINK_S + LIMIT_S if moment == "shrink" else LIMIT_S
+    for each in found.values():
+        assert each["raised_s"] - seen.ended_s < limit_s * scale, told

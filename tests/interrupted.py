@@ -1,0 +1,42 @@
+"""Ctrl-C before any line of the library, for tests that try all of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import r2ccl
+
+_LIBRARY = os.path.dirname(r2ccl.__file__)
+
+
+def at_line(number: int, fn: Callable[[], object]) -> bool:
+    """Call `fn` with Ctrl-C before line `number`, from 1, of the library's that it runs.
+
+    Returns whether it came: False, `fn` runs fewer lines.
+    """
+    left = number
+
+    def on_line(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+        return on_line
+
+    def on_call(frame: FrameType, event: str, _: Any) -> Any:
+        return on_line if frame.f_code.co_filename.startswith(_LIBRARY) else None
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        fn()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
