@@ -66,9 +66,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: GPUs of one node work on each other's memory: 1, 0 (through pinned host memory), auto: where
     #: they can.
     ipc: str = "auto"
-    #: Slices in GPU memory are reduced by a kernel that stays on the GPU: 1, 0, auto: where that
-    #: measures faster than to launch one for each.
-    resident: str = "auto"
     #: No progress for this long with work outstanding starts probes.
     suspicion_timeout_s: float = 0.5
     #: How long a probe may take to be answered.
@@ -120,7 +117,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in positive:
             if getattr(self, name) <= 0:
                 raise _bad(name, getattr(self, name), "a number above 0")
-        switches = dict.fromkeys(("fastpath", "balance", "ipc", "resident"), SWITCHES)
+        switches = dict.fromkeys(("fastpath", "balance", "ipc"), SWITCHES)
         allowed = {"mode": MODES, "algo": ALGOS, "fabric": FABRICS, **switches}
         for name, values in allowed.items():
             if getattr(self, name) not in values:

@@ -73,92 +73,37 @@ class Kernel:
     def run(
         self, nblocks: int, nthreads: int, values: Sequence[int], windows: Sequence[range]
     ) -> None:
-        """Run all threads to their ends; see `Grid`."""
-        grid = Grid(self, nblocks, nthreads, values, windows)
-        while grid.step():
-            pass
+        """Run all threads.
 
-
-class Grid:
-    """The threads of a launch, of which one at a time goes on.
-
-    Parameters
-    ----------
-    kernel : Kernel
-    nblocks, nthreads : int
-    values : sequence of int
-        The bits of the parameters.
-    windows : sequence of range
-        Addresses that may be read and written.
-
-    Attributes
-    ----------
-    now_ns : int
-        What ``%globaltimer`` reads: grows as threads sleep.
-    """
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        nblocks: int,
-        nthreads: int,
-        values: Sequence[int],
-        windows: Sequence[range],
-    ) -> None:
-        self.kernel, self.windows, self.now_ns = kernel, windows, 0
-        self.parameters = {
-            name: value for (_, name), value in zip(kernel.parameters, values, strict=True)
-        }
-        self.blocks = [
-            _Block({name: bytearray(size) for name, size in kernel.shared.items()})
-            for _ in range(nblocks)
-        ]
-        for number, block in enumerate(self.blocks):
-            block.threads = [
-                _Thread(self, block.shared, (thread, nthreads, number, nblocks)).run()
+        Parameters
+        ----------
+        nblocks, nthreads : int
+        values : sequence of int
+            The bits of the parameters.
+        windows : sequence of range
+            Addresses that may be read and written.
+        """
+        named = {name: value for (_, name), value in zip(self.parameters, values, strict=True)}
+        for block in range(nblocks):
+            shared = {name: bytearray(size) for name, size in self.shared.items()}
+            threads = [
+                _Thread(self, named, shared, windows, (thread, nthreads, block, nblocks)).run()
                 for thread in range(nthreads)
             ]
-
-    def step(self, choose: Callable[[int], int] = lambda count: 0) -> bool:
-        """Run one thread to where it may be interrupted; whether there is another.
-
-        ``choose(count)`` says which of `count` threads that can go on.
-        """
-        ready = [(block, each) for block in self.blocks for each in block.ready()]
-        if not ready:
-            return False
-        block, thread = ready[choose(len(ready))]
-        why = next(thread, None)
-        if why is None:
-            block.threads.remove(thread)
-        elif why == "barrier":
-            block.waiting.append(thread)
-        return True
-
-
-class _Block:
-    """Threads that share memory and barriers."""
-
-    def __init__(self, shared: dict[str, bytearray]) -> None:
-        self.shared = shared
-        self.threads: list[Generator[str]] = []
-        self.waiting: list[Generator[str]] = []
-
-    def ready(self) -> list[Generator[str]]:
-        """List the threads that can go on; a barrier opens when all have come to it."""
-        if len(self.waiting) == len(self.threads):
-            self.waiting = []
-        return [each for each in self.threads if each not in self.waiting]
+            while threads:  # each runs to the next barrier, or to its end
+                threads = [each for each in threads if next(each, None) is not None]
 
 
 class _Thread:
     """One thread and its registers."""
 
     def __init__(
-        self, grid: Grid, shared: dict[str, bytearray], place: tuple[int, int, int, int]
-    ) -> None:
-        self.grid = grid
-        self.kernel = grid.kernel
+        self, kernel: Kernel, parameters: dict[str, int], shared: dict[str, bytearray],
+        windows: Sequence[range], place: tuple[int, int, int, int],
+    ) -> None:  # fmt: skip
+        self.kernel = kernel
+        self.parameters = parameters
+        self.windows = windows
         self.registers: dict[str, Any] = dict(
             zip(("%tid.x", "%ntid.x", "%ctaid.x", "%nctaid.x"), place, strict=True)
         )
@@ -168,7 +113,7 @@ class _Thread:
             self.memory[name] = room
 
     def run(self) -> Generator[str]:
-        """Run to the end, stopping at barriers, and before each look at what others write."""
+        """Run to the end, stopping at barriers."""
         at = 0
         while True:
             guard, opcode, operands = self.kernel.instructions[at]
@@ -183,8 +128,6 @@ class _Thread:
             elif name == "bar":
                 yield "barrier"
             else:
-                if set(modifiers) & {"acquire", "release", "volatile"}:
-                    yield "look"
                 getattr(self, f"_{name}", self._unknown)(modifiers, operands)
 
     def _unknown(self, modifiers: list[str], operands: list[str]) -> None:
@@ -228,7 +171,7 @@ class _Thread:
         assert address % nbytes == 0, f"{address:#x} is not aligned to {nbytes} bytes"
         if address < _SHARED:
             last = address + nbytes - 1
-            assert any(address in each and last in each for each in self.grid.windows), hex(address)
+            assert any(address in each and last in each for each in self.windows), hex(address)
             return (ctypes.c_uint8 * nbytes).from_address(address)
         name = list(self.memory)[(address - _SHARED) >> 32]
         start = (address - _SHARED) & 0xFFFFFFFF
@@ -239,7 +182,7 @@ class _Thread:
     def _ld(self, modifiers: list[str], operands: list[str]) -> None:
         kind = modifiers[-1]
         if modifiers[0] == "param":
-            self.registers[operands[0]] = self.grid.parameters[operands[1].strip("[]")]
+            self.registers[operands[0]] = self.parameters[operands[1].strip("[]")]
             return
         nbytes = int(kind[1:]) // 8
         targets = operands[0].strip("{}").replace(",", " ").split()
@@ -255,23 +198,11 @@ class _Thread:
         data = b"".join((self._get(each) & mask).to_bytes(nbytes, "little") for each in sources)
         self._room(self._place(operands[0]), len(data))[:] = data
 
-    def _red(self, modifiers: list[str], operands: list[str]) -> None:
-        assert modifiers == ["release", "gpu", "global", "add", "u64"]
-        room = self._room(self._place(operands[0]), 8)
-        total = int.from_bytes(room, "little") + self._read(operands[1], "u64")
-        room[:] = (total & (1 << 64) - 1).to_bytes(8, "little")
-
-    def _nanosleep(self, modifiers: list[str], operands: list[str]) -> None:
-        self.grid.now_ns += self._read(operands[0], "u32")
-
     # Moves and conversions
 
     def _mov(self, modifiers: list[str], operands: list[str]) -> None:
         target, source = operands
-        if source == "%globaltimer":
-            self.grid.now_ns += 1
-            self.registers[target] = self.grid.now_ns
-        elif target.startswith("{"):
+        if target.startswith("{"):
             parts = target.strip("{}").replace(",", " ").split()
             bits = int(modifiers[0][1:]) // len(parts)
             for i, part in enumerate(parts):

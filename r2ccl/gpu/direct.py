@@ -30,7 +30,6 @@ travel; the gate only goes up, in the order of calls.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 
 import msgspec
 
@@ -47,7 +46,7 @@ from r2ccl.gpu.gate import LINE_NBYTES, Gated
 from r2ccl.gpu.offload import Kernels, Offload
 from r2ccl.gpu.operands import DeviceOperands, forms_of
 from r2ccl.gpu.standins import StandIns, nbytes_of
-from r2ccl.gpu.wired import Purpose, WiredMemory, aligned
+from r2ccl.gpu.wired import Purpose, WiredMemory
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.lowering import Layout, cleared
 
@@ -145,7 +144,10 @@ class Direct(Gated):
         self._memory.tidy()
         if self._detours is not None:
             self._detours.open()
-        self._prepare(tuple(forms_of(call.signature)))
+        for form in forms_of(call.signature):
+            if form not in self._prepared:
+                self._kernels.prepare(form)
+                self._prepared.add(form)
         self._arrays.make_ready(call)
 
     def begin(
@@ -230,29 +232,11 @@ class Direct(Gated):
         is_over = self._is_idle_in(timeout_s)
         if not is_over or not self._offload.drain(max(0.0, until_s - self._clock())):
             raise self._still("reduces", timeout_s)
-        self._offload.close(timeout_s)
+        self._offload.close()
         self._free()
         if self._detours is not None and not self._detours.close(timeout_s):
             raise self._still("copies through others", timeout_s)
         self._memory.close()
-
-    # Before the device waits
-
-    def _prepare(self, forms: Sequence[Form]) -> None:
-        """Load kernels; where all slices of a call take the same one, see if it had better stay."""
-        new = [form for form in forms if form not in self._prepared]
-        for form in new:
-            self._kernels.prepare(form)
-        setting, nbytes = self._config.resident, self._config.slice_nbytes
-        if len(forms) == len(new) == 1 and setting != "0":
-            pitch = aligned(nbytes)
-            first = self._memory.area(Purpose.SCRATCH, 3 * pitch)
-            places = (first, first + pitch, first + 2 * pitch)
-            self._offload.settle_on(
-                forms[0], self._nranks, places, nbytes,
-                setting=setting, timeout_s=self._config.timeout_s,
-            )  # fmt: skip
-        self._prepared.update(new)
 
     # What the host does
 

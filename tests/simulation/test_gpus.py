@@ -1,9 +1,8 @@
 """Collectives on device memory that NICs reach: exact under every fault, and in order on the GPU.
 
 The GPUs are fakes that run kernels late, in any order that streams and events allow, and fail on
-accesses, the NICs' too, that nothing orders. Slices are reduced by launched kernels, or by one that
-stays and may not come to run at any of its starts. ``R2CC_SIM_EXAMPLES`` of 20,000 or more cuts
-every path at every event.
+accesses, the NICs' too, that nothing orders. ``R2CC_SIM_EXAMPLES`` of 20,000 or more cuts every
+path at every event.
 """
 
 import contextlib
@@ -19,7 +18,6 @@ import pytest
 from r2ccl.executor import LaneRun
 from r2ccl.gpu.offload import Offload
 from r2ccl.gpu.operands import DeviceOperands
-from r2ccl.gpu.reducers import Launches, Posts
 from r2ccl.lowering import Step
 from r2ccl.schedule.ir import Kind
 from r2ccl.testing.fakedevice import FakeDevice
@@ -35,7 +33,7 @@ from r2ccl.testing.simulation import (
     Workload,
     simulate,
 )
-from r2ccl.testing.simulation.gpus import GpuNetwork, GpuPool, GpuRank, StayingRank
+from r2ccl.testing.simulation.gpus import GpuNetwork, GpuPool, GpuRank
 from r2ccl.types import ReduceOp
 
 PATHS = [(a, b, rail) for a, b in ((0, 1), (0, 2), (1, 2)) for rail in range(2)]
@@ -50,22 +48,10 @@ TREES = Workload(
 )
 
 
-SUMS = msgspec.structs.replace(RING, calls=(CallSpec(18, channels=2, is_in_place=False),))
-RANKS = {"launched": GpuRank, "resident": StayingRank}
-
-by_any_rank = pytest.mark.parametrize("rank_type", RANKS.values(), ids=RANKS)
+def run(workload: Workload, plan: Plan | None = None, seed: int = 0) -> Outcome:
+    return simulate(workload, plan, seed, network_type=GpuNetwork, rank_type=GpuRank)
 
 
-def run(
-    workload: Workload,
-    plan: Plan | None = None,
-    seed: int = 0,
-    rank_type: type[GpuRank] = GpuRank,
-) -> Outcome:
-    return simulate(workload, plan, seed, network_type=GpuNetwork, rank_type=rank_type)
-
-
-@by_any_rank
 @pytest.mark.parametrize("algorithm", SCHEDULES)
 @pytest.mark.parametrize(
     ("dtype", "op"),
@@ -73,7 +59,7 @@ def run(
      ("float32", ReduceOp.MIN), ("int64", ReduceOp.AVG)],
 )  # fmt: skip
 def test_every_schedule_has_the_bits_of_its_definition(
-    algorithm: str, dtype: str, op: ReduceOp, rank_type: type[GpuRank]
+    algorithm: str, dtype: str, op: ReduceOp
 ) -> None:
     collective = SCHEDULES[algorithm](4, 3).collective
     is_reduced = collective not in ("allgather", "broadcast")
@@ -82,41 +68,34 @@ def test_every_schedule_has_the_bits_of_its_definition(
         for count, is_in_place in ((60, True), (60, False), (4, False), (0, True))
     )
     workload = Workload(4, 2, calls, slice_nbytes=16, eager_nbytes=8)
-    outcome = run(workload, seed=len(algorithm), rank_type=rank_type)
+    outcome = run(workload, seed=len(algorithm))
     assert outcome.is_clean, outcome.errors
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
-@pytest.mark.parametrize(
-    ("workload", "rank_type"),
-    [(RING, GpuRank), (TREES, GpuRank), (RING, StayingRank), (SUMS, StayingRank),
-     (TREES, StayingRank)],
-    ids=["ring", "trees", "resident ring", "resident sums", "resident trees"],
-)  # fmt: skip
-def test_a_path_is_cut_at_every_event(workload: Workload, rank_type: type[GpuRank]) -> None:
-    for at in range(run(workload, rank_type=rank_type).nevents):
+@pytest.mark.parametrize("workload", [RING, TREES], ids=["ring", "trees"])
+def test_a_path_is_cut_at_every_event(workload: Workload) -> None:
+    for at in range(run(workload).nevents):
         for a, b, rail in PATHS if IS_THOROUGH else [PATHS[at % len(PATHS)]]:
             told = ((a, b), (a,), (), (b,))[at // len(PATHS) % 4]
             cut = CutPath(
                 at, a, b, rail, told, keep=at % 4, late_us=(0, 50, 500)[at % 3],
                 is_stall=at % 5 == 0, restore_us=400 * (at // len(PATHS) % 2),
             )  # fmt: skip
-            outcome = run(workload, Plan((cut,)), at, rank_type)
+            outcome = run(workload, Plan((cut,)), at)
             assert outcome.is_clean, (cut, outcome.errors)
 
 
-@by_any_rank
-def test_a_nic_goes_down_at_any_event(rank_type: type[GpuRank]) -> None:
-    for at in range(0, run(RING, rank_type=rank_type).nevents, 1 if IS_THOROUGH else 7):
+def test_a_nic_goes_down_at_any_event() -> None:
+    for at in range(0, run(RING).nevents, 1 if IS_THOROUGH else 7):
         down = NicDown(at, at % 3, at // 3 % 2, is_seen=at % 2 == 0, restore_us=300 * (at % 2))
-        assert run(RING, Plan((down,)), at, rank_type).is_clean, down
+        assert run(RING, Plan((down,)), at).is_clean, down
 
 
-@by_any_rank
-def test_calls_that_end_early_leave_their_memory_alone(rank_type: type[GpuRank]) -> None:
+def test_calls_that_end_early_leave_their_memory_alone() -> None:
     """Others must not wait for the dead rank, nor NICs or kernels touch what was given back."""
     for at in range(150, 500, 23):
-        outcome = run(RING, Plan((Kill(at, 1),)), at, rank_type)
+        outcome = run(RING, Plan((Kill(at, 1),)), at)
         assert all(outcome.errors[rank] is not None or outcome.ncalls[rank] for rank in (0, 2))
 
 
@@ -179,19 +158,6 @@ def _not_flushed() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(FakeDevice, "flush_remote_writes", return_value=None)
 
 
-def _not_held() -> contextlib.AbstractContextManager[Any]:
-    """Jobs are posted though launched work is under way, and the other way round."""
-
-    def issue(self: Offload) -> None:
-        while self._held:
-            number, work = self._held.popleft()
-            self._current = self._reducer_of(work)
-            self._flush()
-            self._current.issue(number, work)
-
-    return mock.patch.object(Offload, "_issue", issue)
-
-
 MISTAKES = {
     "sent before it is reduced": _sent_early,
     "believed done": _believed_done,
@@ -201,21 +167,15 @@ MISTAKES = {
 }
 
 
-@by_any_rank
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_found(mistake: str, rank_type: type[GpuRank]) -> None:
+def test_a_mistake_is_found(mistake: str) -> None:
     with MISTAKES[mistake](), pytest.raises(Violation):
-        _sweep(rank_type)
+        _sweep()
 
 
-def test_work_that_does_not_wait_for_another_reducer_is_found() -> None:
-    with _not_held(), pytest.raises(Violation):
-        _sweep(StayingRank)
-
-
-def _sweep(rank_type: type[GpuRank]) -> None:
+def _sweep() -> None:
     for seed, workload in itertools.product(range(20), (RING, TREES)):
-        run(workload, seed=seed, rank_type=rank_type)
+        run(workload, seed=seed)
 
 
 def _counted(counts: dict[str, int], owner: type, name: str) -> Any:
@@ -231,19 +191,8 @@ def _counted(counts: dict[str, int], owner: type, name: str) -> Any:
 
 def test_one_event_tells_of_several_kernels() -> None:
     counts: dict[str, int] = {}
-    with (
-        _counted(counts, Launches, "issue"),
-        _counted(counts, FakeDevice, "record"),
-    ):
+    with _counted(counts, Offload, "run"), _counted(counts, FakeDevice, "record"):
         assert run(RING).is_clean
     # Each of 3 ranks gets, on 2 channels, 2 chunks of 2 slices that it has to reduce.
-    assert counts["issue"] == 3 * 2 * 2 * 2
-    assert 0 < counts["record"] < counts["issue"]
-
-
-def test_a_resident_kernel_reduces_all_or_what_it_comes_to() -> None:
-    counts: dict[str, int] = {}
-    with _counted(counts, Posts, "issue"), _counted(counts, Posts, "take_back"):
-        for seed in range(20):
-            assert run(SUMS, seed=seed, rank_type=StayingRank).is_clean
-    assert counts["issue"] > 10 * counts["take_back"] > 0
+    assert counts["run"] == 3 * 2 * 2 * 2
+    assert 0 < counts["record"] < counts["run"]

@@ -50,21 +50,10 @@ ELSEWHERE = [
     for form in REPRESENTATIVE
 ]
 FORMS = [*(pytest.param(form, HOPPER, id=title(form)) for form in ALL), *ELSEWHERE]
-RESIDENT = [
-    pytest.param(form, target, id=f"{title(form)}-{target[0]}.{target[1]}")
-    for target in TARGETS
-    for form in (
-        Form(dtype_code=FLOAT32_CODE, op=ReduceOp.SUM, is_resident=True),
-        Form(
-            dtype_code=FLOAT16_CODE, op=ReduceOp.SUM, ninputs=8, is_divided=True, is_resident=True
-        ),
-    )
-]
 #: Those that have a kernel of their own.
 KERNELS = [
     *(pytest.param(form, HOPPER, id=title(form)) for form in dict.fromkeys(map(canonical, ALL))),
     *ELSEWHERE,
-    *RESIDENT,
 ]
 #: What combines two packed halves.
 PACKED = {
@@ -96,8 +85,7 @@ def test_text_is_that_of_a_kernel_at_the_speed_of_memory(
 
     assert f".version {TARGETS[target]}\n.target sm_{target[0]}{target[1]}\n" in text
     assert re.findall(r"\.entry (\w+)", text) == [made.entry] == [shared.name]
-    nblocks = 2 if form.is_resident else 4
-    assert re.findall(rf"\.maxntid 256\b.*\n\.minnctapersm {nblocks}\n", text)
+    assert re.findall(r"\.maxntid 256\b.*\n\.minnctapersm 4\n", text)
     vectors = r"{}\.global\.(v4\.[uf]32|v2\.[uf]64)\b"
     assert len(re.findall(vectors.format("ld"), text)) == units * form.ninputs
     assert len(re.findall(vectors.format("st"), text)) == units * form.noutputs

@@ -4,8 +4,7 @@
 `machine` what it asks of the machine: `primitives` for a GPU, `twins` for Numba's simulator. `ptx`
 compiles through `compiling` and keeps the result on disk, `operands` is what kernels are passed,
 `launch` works out the grid and gives them to a `Device`, `chain` takes any number of inputs.
-`resident` is a kernel that stays on the GPU, `mailbox` its host's side. Numba is imported only to
-compile.
+Numba is imported only to compile.
 
 Invariant: for two inputs the results have the bits of `r2ccl.kernels.host`; for more, those of the
 host's kernels applied from the left. Any NaN stays a NaN, but its bits may be others; of zeros with
@@ -17,7 +16,6 @@ from __future__ import annotations
 from r2ccl.kernels.cuda.chain import Step, chain
 from r2ccl.kernels.cuda.form import MOST, Form, canonical
 from r2ccl.kernels.cuda.launch import Launcher, nblocks_of
-from r2ccl.kernels.cuda.mailbox import Patience, Resident, nblocks_to_stay
 from r2ccl.kernels.cuda.operands import arguments
 from r2ccl.kernels.cuda.ptx import NTHREADS, TARGETS, Ptx, cache_directory, ptx_of, target_of
 
@@ -27,16 +25,13 @@ __all__ = [
     "TARGETS",
     "Form",
     "Launcher",
-    "Patience",
     "Ptx",
-    "Resident",
     "Step",
     "arguments",
     "cache_directory",
     "canonical",
     "chain",
     "nblocks_of",
-    "nblocks_to_stay",
     "ptx_of",
     "target_of",
 ]

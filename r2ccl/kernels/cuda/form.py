@@ -48,9 +48,6 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     has_table : bool
         The kernel reads the addresses of its inputs, then of its outputs, from memory when it runs,
         instead of being given them. If the first of them is 0, it does nothing.
-    is_resident : bool
-        The kernel stays on the GPU and takes jobs from a mailbox; see
-        `r2ccl.kernels.cuda.resident`.
 
     Raises
     ------
@@ -67,7 +64,6 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     is_divided: bool = False
     is_wide: bool = False
     has_table: bool = False
-    is_resident: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning."""
@@ -85,8 +81,6 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument(f"is_divided for op={self.op.name}: only a sum is averaged")
         if self.is_wide and self.dtype_code not in HALVES:
             raise InvalidArgument(f"is_wide for dtype {kind}: only float16 and bfloat16 have it")
-        if self.has_table and self.is_resident:
-            raise InvalidArgument("has_table and is_resident: a kernel that stays has a mailbox")
 
     @property
     def itemsize(self) -> int:
@@ -96,9 +90,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """Name of the kernel: of letters, digits and underscores, different for every form."""
-        flags = (
-            "is_scaled", "is_resumed", "is_divided", "is_wide", "has_table", "is_resident"
-        )  # fmt: skip
+        flags = ("is_scaled", "is_resumed", "is_divided", "is_wide", "has_table")
         said = "".join(f"_{flag.partition('_')[2]}" for flag in flags if getattr(self, flag))
         kind = f"{self.op.name.lower()}_{dtype_name(self.dtype_code)}"
         return f"r2ccl_{kind}_{self.ninputs}_{self.noutputs}{said}"

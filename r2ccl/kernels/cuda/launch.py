@@ -1,4 +1,4 @@
-"""How kernels are launched: loaded into a device once, with what grid; some of them to stay.
+"""How kernels are launched: loaded into a device once, and with what grid.
 
 Sees a `Device`, addresses and counts. Must not import Numba. Invariant: what a kernel computes does
 not depend on its grid, nor on where a buffer starts.
@@ -11,13 +11,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from r2ccl.device.base import Device, Kernel, Stream
 from r2ccl.errors import InvalidArgument
 from r2ccl.kernels.cuda.form import HALVES, Form, canonical
 from r2ccl.kernels.cuda.machine import VECTOR
-from r2ccl.kernels.cuda.mailbox import Patience, Resident, nblocks_to_stay
 from r2ccl.kernels.cuda.operands import arguments, check_addresses
 from r2ccl.kernels.cuda.ptx import NBLOCKS_AT_ONCE, NTHREADS, cache_directory, ptx_of
 from r2ccl.types import CallSignature, ReduceOp
@@ -108,51 +105,12 @@ class Launcher:
         ------
         InvalidArgument
             Other numbers of inputs or outputs than the form's, an address that is not aligned,
-            `nranks` out of range, or a form with a table or a mailbox.
+            `nranks` out of range, or a form with a table.
         InvalidArgument, TransportError
             As `prepare` and `Device.launch`.
         """
         check_addresses(form, sources, targets)
         self._launch(form, (*sources, *targets), count, stream, factor, nranks)
-
-    def stay(
-        self,
-        form: Form,
-        *,
-        nranks: int = 1,
-        nblocks: int | None = None,
-        patience: Patience | None = None,
-    ) -> Resident:
-        """Make a kernel that stays on the device and does what `launch` does with a form.
-
-        Parameters
-        ----------
-        form : Form
-            As for `launch`.
-        nranks : int
-            What a divided form divides by.
-        nblocks : int, optional
-            Blocks that it occupies; by default `nblocks_to_stay`.
-        patience : Patience, optional
-
-        Returns
-        -------
-        Resident
-            The caller's, to be closed. It does not run before a job is posted.
-
-        Raises
-        ------
-        InvalidArgument, TransportError
-            As `Resident`.
-        """
-        return Resident(
-            self._device,
-            self,
-            msgspec.structs.replace(form, is_resident=True),
-            nblocks=nblocks_to_stay(self._device.nsms) if nblocks is None else nblocks,
-            nranks=nranks,
-            patience=patience,
-        )
 
     def prepare_from_table(self, call: CallSignature, ninputs: int, noutputs: int) -> None:
         """Load the kernel that `launch_from_table` runs; see `prepare`."""
@@ -197,8 +155,6 @@ class Launcher:
         self, form: Form, addresses: tuple[int, ...], count: int, stream: Stream,
         factor: float, nranks: int,
     ) -> None:  # fmt: skip
-        if form.is_resident:
-            raise InvalidArgument(f"{form.name} stays on the GPU: start it with a Resident")
         given = arguments(form, addresses, count, factor=factor, nranks=nranks)
         if count:
             kernel = self.prepare(form)

@@ -39,21 +39,6 @@ INSTRUCTIONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-#: What a kernel that stays takes to talk to the host and among its blocks: result and operands.
-#: Words are of 64 bits, at an address and an offset; ``acquire`` sees all that was written before
-#: the ``release`` whose value it reads, by a thread of this GPU (``gpu``) or by anyone (``sys``);
-#: ``volatile`` is neither kept in registers nor cached. ``clock`` is in nanoseconds, ``sleep`` too.
-SYNCHRONIZATION: dict[str, tuple[str, ...]] = {
-    **{f"load.{order}": ("s64", "s64", "s64")
-       for order in ("acquire.sys", "acquire.gpu", "volatile")},
-    **{f"store.{order}": ("void", "s64", "s64", "s64")
-       for order in ("release.sys", "release.gpu", "volatile")},
-    "add.release.gpu": ("void", "s64", "s64", "s64"),
-    "clock": ("s64",),
-    "sleep": ("void", "u32"),
-}  # fmt: skip
-
-
 class Machine(Protocol):
     """Where the functions that kernels call come from."""
 
@@ -77,13 +62,9 @@ class Machine(Protocol):
         """Return ``store(address, offset, lane)``; what a lane holds besides it is left out."""
         ...
 
-    def synchronization(self, name: str) -> Function:
-        """Return one of `SYNCHRONIZATION`; it keeps its place among them, loads and stores."""
-        ...
-
     def routine(self, function: Function, result: str, *operands: str) -> Function:
         """Make a Python function of these types callable from a kernel."""
         ...
 
 
-__all__ = ["INSTRUCTIONS", "LANES", "SYNCHRONIZATION", "VECTOR", "Function", "Machine"]
+__all__ = ["INSTRUCTIONS", "LANES", "VECTOR", "Function", "Machine"]

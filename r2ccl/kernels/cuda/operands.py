@@ -71,19 +71,15 @@ def arguments(
     InvalidArgument
         `nranks` is out of range.
     """
-    return (
-        *[(address, ctypes.c_int64) for address in addresses],
-        (count * _layout(form).itemsize, ctypes.c_int64),
-        *numbers(form, factor, nranks),
-    )
-
-
-def numbers(form: Form, factor: float, nranks: int) -> tuple[Argument, Argument]:
-    """List the last arguments of every kernel; see `arguments`."""
     if not 1 <= nranks < 1 << 31:
         raise InvalidArgument(f"nranks={nranks}: allowed is 1 to {(1 << 31) - 1}")
     layout = _layout(form)
-    return (factor, layout.factor), (nranks, layout.divisor)
+    return (
+        *[(address, ctypes.c_int64) for address in addresses],
+        (count * layout.itemsize, ctypes.c_int64),
+        (factor, layout.factor),
+        (nranks, layout.divisor),
+    )
 
 
 class _Layout(NamedTuple):
@@ -103,4 +99,4 @@ def _layout(form: Form) -> _Layout:
     return _Layout(form.itemsize, form.itemsize // nparts, factor, divisor)
 
 
-__all__ = ["arguments", "check_addresses", "numbers"]
+__all__ = ["arguments", "check_addresses"]

@@ -24,13 +24,7 @@ from numba import types
 from numba.cuda import cgutils
 from numba.cuda.extending import intrinsic
 
-from r2ccl.kernels.cuda.machine import (
-    INSTRUCTIONS,
-    LANES,
-    SYNCHRONIZATION,
-    VECTOR,
-    Function,
-)
+from r2ccl.kernels.cuda.machine import INSTRUCTIONS, LANES, VECTOR, Function
 
 _TYPES: dict[str, Any] = {
     "u32": types.uint32,
@@ -41,7 +35,6 @@ _TYPES: dict[str, Any] = {
     "f64": types.float64,
     "f32x2": types.UniTuple(types.float32, 2),
     "f64x2": types.UniTuple(types.float64, 2),
-    "void": types.void,
 }
 #: How inline PTX names the register of an operand.
 _LETTERS = {
@@ -105,24 +98,6 @@ def instruction(name: str) -> Function:
 
     def generate(context: Any, builder: Any, _: Any, values: Sequence[Any]) -> Any:
         return _inline(context, builder, text, result, operands, values)
-
-    return _intrinsic(result(*operands), generate)
-
-
-def synchronization(name: str) -> Function:
-    """See `Machine`."""
-    result, *operands = (type_of(kind) for kind in SYNCHRONIZATION[name])
-    operation, _, order = name.partition(".")
-    if operation == "load":
-        return _access(f"ld.{order}.global.u64 $0, [$1];", result)
-    if operation == "store":
-        return _access(f"st.{order}.global.u64 [$0], $1;", result, types.int64)
-    if operation == "add":
-        return _access(f"red.{order}.global.add.u64 [$0], $1;", result, types.int64)
-    text = {"clock": "mov.u64 $0, %globaltimer;", "sleep": "nanosleep.u32 $0;"}[name]
-
-    def generate(context: Any, builder: Any, _: Any, values: Sequence[Any]) -> Any:
-        return _inline(context, builder, text, result, operands, values, is_ordered=True)
 
     return _intrinsic(result(*operands), generate)
 
@@ -255,9 +230,6 @@ def _nest(builder: Any, kind: Any, registers: Iterator[Any]) -> Any:
 def _intrinsic(signature: Any, generate: Function) -> Function:
     """Make an intrinsic of one signature; Numba wants each argument named."""
 
-    def nullary(typing_context: Any) -> Any:
-        return signature, generate
-
     def unary(typing_context: Any, a: Any) -> Any:
         return signature, generate
 
@@ -267,7 +239,7 @@ def _intrinsic(signature: Any, generate: Function) -> Function:
     def ternary(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
         return signature, generate
 
-    declared: Function = intrinsic((nullary, unary, binary, ternary)[len(signature.args)])
+    declared: Function = intrinsic((unary, binary, ternary)[len(signature.args) - 1])
     return declared
 
 
@@ -278,6 +250,5 @@ __all__ = [
     "routine",
     "store_element",
     "store_vector",
-    "synchronization",
     "type_of",
 ]

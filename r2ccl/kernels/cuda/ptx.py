@@ -29,9 +29,8 @@ _log = logging.getLogger(__name__)
 #: Threads of a block.
 NTHREADS = 256
 #: Blocks that a multiprocessor has room for at once, at least: 64 registers for each thread, so
-#: that none is spilled where ptxas would rather have more threads; 128 in a kernel that stays.
+#: that none is spilled where ptxas would rather have more threads.
 NBLOCKS_AT_ONCE = 4
-NBLOCKS_OF_RESIDENT = 2
 
 #: Compute capabilities that kernels are compiled for, and the oldest PTX ISA that has each. Numba
 #: writes the newest it knows, which drivers older than its compiler refuse; kernels need no more
@@ -172,8 +171,7 @@ def _compile(form: Form, target: tuple[int, int]) -> bytes:
     try:
         from r2ccl.kernels.cuda.compiling import compile_kernel  # imports Numba
 
-        nblocks = NBLOCKS_OF_RESIDENT if form.is_resident else NBLOCKS_AT_ONCE
-        text, entry = compile_kernel(form, target, (NTHREADS, nblocks))
+        text, entry = compile_kernel(form, target, (NTHREADS, NBLOCKS_AT_ONCE))
     except (ImportError, RuntimeError) as exc:  # a library of NVIDIA's compiler is not found
         raise TransportError(
             f"{form.name} cannot be compiled ({exc}): `pip install r2ccl[gpu]` brings the compiler",
@@ -191,7 +189,6 @@ def _tidy(text: str, entry: str, name: str, version: str) -> bytes:
 
 __all__ = [
     "NBLOCKS_AT_ONCE",
-    "NBLOCKS_OF_RESIDENT",
     "NTHREADS",
     "TARGETS",
     "Ptx",

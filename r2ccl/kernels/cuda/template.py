@@ -21,10 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from r2ccl.kernels.cuda import resident
 from r2ccl.kernels.cuda.arithmetic import arithmetic, lane_of, numbers_of
 from r2ccl.kernels.cuda.form import Form
-from r2ccl.kernels.cuda.machine import LANES, SYNCHRONIZATION, VECTOR, Function, Machine
+from r2ccl.kernels.cuda.machine import LANES, VECTOR, Function, Machine
 
 #: Reads that a thread has under way at once, if its inputs are so few: 8 of 16 bytes by 1,024
 #: threads are 128 KiB, over three times what 4.8 TB/s and 1 us ask of each of 132 multiprocessors.
@@ -54,13 +53,9 @@ def source(form: Form) -> str:
         "    thread = cuda.grid(1)",
         "    nthreads = cuda.gridsize(1)",
     ]
-    operands, work = _operands(form), _work(form)
-    if form.is_resident:
-        lines += resident.jobs([*operands, "nbytes"], work)
-    elif form.has_table:
-        lines += [*_look_up(operands), *work]
-    else:
-        lines += work
+    if form.has_table:
+        lines += _look_up(_operands(form))
+    lines += _work(form)
     return "\n".join(lines) + "\n"
 
 
@@ -68,10 +63,8 @@ def parameters(form: Form) -> list[str]:
     """Name a kernel's arguments of 64 bits.
 
     They are the addresses of the inputs, then of the outputs, or that of the table which has them,
-    and ``nbytes`` of each; or those of `r2ccl.kernels.cuda.resident`.
+    and ``nbytes`` of each.
     """
-    if form.is_resident:
-        return list(resident.PARAMETERS)
     return [*(["table"] if form.has_table else _operands(form)), "nbytes"]
 
 
@@ -106,7 +99,6 @@ def build(form: Form, machine: Machine, cuda: Any) -> Function:
         "load_element": machine.load_element(calls.lane, form.itemsize),
         "store_element": machine.store_element(calls.lane, form.itemsize),
         **{each: getattr(calls, each) for each in ("enter", "scale", "combine", "leave")},
-        **{name.replace(".", "_"): machine.synchronization(name) for name in SYNCHRONIZATION},
     }
     exec(compile(lines, name, "exec"), scope)
     for unit in _units(form):

@@ -9,7 +9,6 @@ Invariant: an access that a GPU would refuse, because its address is not aligned
 from __future__ import annotations
 
 import ctypes
-import time
 from fractions import Fraction
 from typing import Any
 
@@ -93,27 +92,6 @@ def store_element(lane: str, itemsize: int) -> Function:
         _memory(address + offset, stored, nregisters)[:] = np.asarray(value).astype(stored)
 
     return store
-
-
-def synchronization(name: str) -> Function:
-    """See `Machine`; one thread sees its own words in order anyway."""
-
-    def load(address: int, offset: int) -> int:
-        return int(_memory(address + offset, np.int64, 1)[0])
-
-    def store(address: int, offset: int, value: int) -> None:
-        _memory(address + offset, np.int64, 1)[0] = value
-
-    def add(address: int, offset: int, value: int) -> None:
-        store(address, offset, load(address, offset) + value)
-
-    def sleep(duration_ns: int) -> None:
-        time.sleep(duration_ns * 1e-9)
-
-    functions: dict[str, Function] = {
-        "load": load, "store": store, "add": add, "clock": time.monotonic_ns, "sleep": sleep
-    }  # fmt: skip
-    return functions[name.partition(".")[0]]
 
 
 def routine(function: Function, result: str, *operands: str) -> Function:
@@ -200,5 +178,4 @@ __all__ = [
     "routine",
     "store_element",
     "store_vector",
-    "synchronization",
 ]

@@ -39,7 +39,7 @@ Public. Sits beside the executor and imports down.
 from r2ccl.testing.fakedevice.device import FakeDevice
 from r2ccl.testing.fakedevice.gpu import FakeGpu
 from r2ccl.testing.fakedevice.guard import POISON
-from r2ccl.testing.fakedevice.kernels import FakeKernel, Grid, Until
+from r2ccl.testing.fakedevice.kernels import FakeKernel, Grid
 from r2ccl.testing.fakedevice.memory import Kind
 from r2ccl.testing.fakedevice.order import Misuse, Race, StillInUse, WrongOrder
 
@@ -53,6 +53,5 @@ __all__ = [
     "Misuse",
     "Race",
     "StillInUse",
-    "Until",
     "WrongOrder",
 ]

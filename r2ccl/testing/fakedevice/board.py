@@ -258,7 +258,7 @@ class Board:
             pass
 
     def step(self) -> bool:
-        """Run one operation, or a persistent kernel to its next wait; whether there was one."""
+        """Run one operation; return whether there was one."""
         ready = [each for each in self._streams if each.queue and each.queue[0].is_ready()]
         if not ready:
             return False
@@ -270,10 +270,10 @@ class Board:
         stream.last = Stamp(stream.actor, stream.time, operation.what)
         operation.touch(stream.last, stream.clock)
         self._guards[operation].check()
-        if operation.run(stream.last, stream.clock):
-            operation.is_over = True
-            stream.queue.popleft()
-            del self._guards[operation]
+        operation.run(stream.last, stream.clock)
+        operation.is_over = True
+        stream.queue.popleft()
+        del self._guards[operation]
         self._expose()
         return True
 
@@ -288,7 +288,7 @@ class Board:
                         if not operation.is_due():
                             break
                         operation.is_exposed = found = True
-                    if operation.is_open_ended:
+                    if operation.is_undeclared:
                         break
         for stream in self._streams:
             queue = tuple(stream.queue)

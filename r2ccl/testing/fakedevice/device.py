@@ -370,7 +370,7 @@ class FakeDevice(FakeProcess):
                 raise Misuse.of(f"a grid of {nblocks} blocks of {nthreads} threads")
             entry, fake = self._kernels[kernel]
             values = [_as_passed(value, kind) for value, kind in arguments]
-            grid = Grid(nblocks, nthreads, self._find, self._board.word_at)
+            grid = Grid(nblocks, nthreads, self._find)
             touched = ((), ()) if fake.touches is None else fake.touches(grid, *values)
             reads, writes = ([self._find(*each) for each in some] for some in touched)
             label, clock = self._enqueued(f"kernel {entry}", stream)

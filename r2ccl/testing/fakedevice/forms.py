@@ -13,16 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from r2ccl.device.base import Kernel
 from r2ccl.dtypes import CODES, dtype_of
 from r2ccl.kernels import divider, quiet_context, reducer
-from r2ccl.kernels.cuda import Form, Launcher, Patience, canonical, nblocks_to_stay
+from r2ccl.kernels.cuda import Form, Launcher, canonical
 from r2ccl.testing.fakedevice.device import FakeDevice
 from r2ccl.testing.fakedevice.kernels import FakeKernel, Grid, Touches
-from r2ccl.testing.fakedevice.staying import FakeResident, Whims, resident_kernel
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -38,55 +36,25 @@ class FakeLauncher(Launcher):
     device : FakeDevice
     is_wide : bool
         See `Launcher`.
-    whims : Whims
-        Of kernels that stay.
     """
 
-    def __init__(
-        self, device: FakeDevice, *, is_wide: bool = False, whims: Whims | None = None
-    ) -> None:
+    def __init__(self, device: FakeDevice, *, is_wide: bool = False) -> None:
         super().__init__(device, is_wide=is_wide, directory=Path())
         self._fake = device
-        self._whims = whims or Whims()
         self._prepared: dict[str, Kernel] = {}
 
     def prepare(self, form: Form) -> Kernel:
         """Have NumPy stand for the kernel of a form."""
         shared = canonical(form)
         if shared.name not in self._prepared:
-            self._fake.kernels.setdefault(shared.name, kernel_of(shared, self._whims))
+            self._fake.kernels.setdefault(shared.name, kernel_of(shared))
             self._prepared[shared.name] = self._fake.load(shared.name.encode(), shared.name)
         return self._prepared[shared.name]
 
-    def stay(
-        self,
-        form: Form,
-        *,
-        nranks: int = 1,
-        nblocks: int | None = None,
-        patience: Patience | None = None,
-    ) -> FakeResident:
-        """See `Launcher`."""
-        return FakeResident(
-            self._fake,
-            self,
-            msgspec.structs.replace(form, is_resident=True),
-            nblocks=nblocks_to_stay(self._fake.nsms) if nblocks is None else nblocks,
-            nranks=nranks,
-            patience=patience,
-        )
 
-
-def kernel_of(form: Form, whims: Whims | None = None) -> FakeKernel:
-    """Return what stands for the kernel of a canonical form, with whims if it stays."""
+def kernel_of(form: Form) -> FakeKernel:
+    """Return what stands for the kernel of a canonical form."""
     noperands = form.ninputs + form.noutputs
-
-    def do(grid: Grid, addresses: Sequence[int], nbytes: int, factor: float, divisor: int) -> None:
-        dtype = dtype_of(form.dtype_code)
-        sources = [grid.read(each, nbytes).view(dtype).copy() for each in addresses[: form.ninputs]]
-        result = quiet_context().run(combine, form, sources, factor, divisor)
-        for each in addresses[form.ninputs :]:
-            grid.write(each, nbytes)[:] = result.view(np.uint8)
 
     def run(grid: Grid, *given: Any) -> None:
         *addresses, nbytes, factor, divisor = given
@@ -95,10 +63,12 @@ def kernel_of(form: Form, whims: Whims | None = None) -> FakeKernel:
             addresses = [int(each) for each in table.view(np.int64)]
             if not addresses[0]:
                 return
-        do(grid, addresses, nbytes, factor, int(divisor))
+        dtype = dtype_of(form.dtype_code)
+        sources = [grid.read(each, nbytes).view(dtype).copy() for each in addresses[: form.ninputs]]
+        result = quiet_context().run(combine, form, sources, factor, int(divisor))
+        for each in addresses[form.ninputs :]:
+            grid.write(each, nbytes)[:] = result.view(np.uint8)
 
-    if form.is_resident:
-        return resident_kernel(do, noperands, whims or Whims())
     return FakeKernel(run, None if form.has_table else _touches_of(form))
 
 

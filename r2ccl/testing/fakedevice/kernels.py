@@ -6,7 +6,7 @@ which notes every access in the shadow, or holds it against what the kernel decl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,23 +14,10 @@ import msgspec
 
 from r2ccl.testing.fakedevice.memory import Bytes, Piece
 from r2ccl.testing.fakedevice.order import Access, Clock, Misuse, Stamp
-from r2ccl.testing.fakedevice.work import Operation, Word
+from r2ccl.testing.fakedevice.work import Operation
 
-_WORD_NBYTES = 4
-
-
-class Until(msgspec.Struct, frozen=True):
-    """What a persistent kernel yields: it goes on when the word is `value` or more.
-
-    The word is known from then on: of what hosts wrote to it before, the last value counts.
-    """
-
-    address: int
-    value: int
-
-
-#: A kernel in Python: ``run(grid, *values)``; a persistent one is a generator of `Until`.
-Run = Callable[..., Generator[Until, None, None] | None]
+#: A kernel in Python: ``run(grid, *values)``.
+Run = Callable[..., None]
 #: ``touches(grid, *values)``: (address, nbytes) of all it reads, and of all it writes.
 Touches = Callable[..., tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]]
 
@@ -41,8 +28,7 @@ class FakeKernel(msgspec.Struct, frozen=True):
     Parameters
     ----------
     run : callable
-        ``run(grid, *values)`` does at once what all blocks do; `grid` is a `Grid`. A generator
-        function is a persistent kernel: it runs from one `Until` to the next.
+        ``run(grid, *values)`` does at once what all blocks do; `grid` is a `Grid`.
     touches : callable, optional
         ``touches(grid, *values)`` returns what is read and what is written, as lists of (address,
         nbytes), before the kernel runs; it must write all of what it writes. Without it, memory is
@@ -62,14 +48,10 @@ class Grid:
     nblocks, nthreads : int
     """
 
-    def __init__(
-        self, nblocks: int, nthreads: int, find: Callable[[int, int], Piece],
-        word_at: Callable[[Piece], Word],
-    ) -> None:  # fmt: skip
+    def __init__(self, nblocks: int, nthreads: int, find: Callable[[int, int], Piece]) -> None:
         self.nblocks = nblocks
         self.nthreads = nthreads
         self._find = find
-        self._word_at = word_at
         self._declared: Operation | None = None
         self._now: tuple[Stamp, Clock] | None = None
 
@@ -82,18 +64,6 @@ class Grid:
     def write(self, address: int, nbytes: int) -> Bytes:
         """Return bytes to be written."""
         return self._reach(Access.WRITE, address, nbytes).view
-
-    def set_word(self, address: int, value: int) -> None:
-        """Write a word after all before it, as ``__threadfence_system()`` and a store do."""
-        stamp, clock = self._step()
-        place, word = self.word(address)
-        place.touch(Access.SET, stamp, clock)
-        word.set(value, clock)
-
-    def word(self, address: int) -> tuple[Piece, Word]:
-        """Return where a word is, and the word."""
-        place = self._find(address, _WORD_NBYTES)
-        return place, self._word_at(place)
 
     def hold_against(self, declared: Operation) -> None:
         """Refuse what is not among the pieces of an operation, whose accesses are noted."""
@@ -137,42 +107,14 @@ class Launch(Operation):
         self._kernel = kernel
         self._grid = grid
         self._values = values
-        self._steps: Generator[Until, None, None] | None = None
-        #: Where the word is that it waits for, the word, and for what value.
-        self._until: tuple[Piece, Word, int] | None = None
-        self.is_open_ended = kernel.touches is None
-        if not self.is_open_ended:
+        self.is_undeclared = kernel.touches is None
+        if not self.is_undeclared:
             grid.hold_against(self)
 
-    def is_ready(self) -> bool:
-        """Whether the word that it waits for is there."""
-        return self._until is None or self._until[1].has_reached(self._until[2])
-
-    def learn(self, clock: Clock) -> None:
-        """Know what those who wrote the word knew."""
-        super().learn(clock)
-        if self._until is not None:
-            self._until[1].learn(clock, self._until[2])
-
-    def touch(self, stamp: Stamp, clock: Clock) -> None:
-        """Note what it declared, or that it looked at a word."""
-        if self._until is not None:
-            self._until[0].touch(Access.WAIT, stamp, clock)
-        else:
-            super().touch(stamp, clock)
-
-    def run(self, stamp: Stamp, clock: Clock) -> bool:
-        """Run it to its end, or to the next word it waits for."""
+    def run(self, stamp: Stamp, clock: Clock) -> None:
+        """Run it."""
         with self._grid.running(stamp, clock):
-            if self._steps is None:
-                self._steps = self._kernel.run(self._grid, *self._values)
-            until = None if self._steps is None else next(self._steps, None)
-        if until is None:
-            return True
-        if not self.is_open_ended:
-            raise Misuse.of(f"{self.what} is persistent, and declared what it touches")
-        self._until = (*self._grid.word(until.address), until.value)
-        return False
+            self._kernel.run(self._grid, *self._values)
 
 
-__all__ = ["FakeKernel", "Grid", "Launch", "Run", "Touches", "Until"]
+__all__ = ["FakeKernel", "Grid", "Launch", "Run", "Touches"]

@@ -146,12 +146,6 @@ class FakeProcess:
             raise Misuse.of(f"{memory.size} bytes that {self._name} has not pinned")
         return place
 
-    def host_sees(self, word: npt.NDArray[Any]) -> None:
-        """Say that the host goes by the value of a word in pinned memory; work goes on."""
-        with self._called("host access"):
-            self._board.advance()
-            self._board.word_at(self._pinned(word)).learn_all(self._host.clock)
-
     def tell(self) -> Clock:
         """Return what the host knows: to `hear` in a process that it sends a message."""
         with self._called("tell"):

@@ -68,11 +68,6 @@ class Word:
         """Have `clock` know what whoever waited for `value` can rely on: its first writer."""
         join(clock, next(known for found, known in self._written if _is_at_least(found, value)))
 
-    def learn_all(self, clock: Clock) -> None:
-        """Have `clock` know what all its writers knew: who has it saw the last value."""
-        for _, known in self._written:
-            join(clock, known)
-
 
 def _is_at_least(value: int, other: int) -> bool:
     return (value - other) % _MODULUS < _HALF
@@ -93,8 +88,8 @@ class Operation:
         Words that it sets or waits for.
     """
 
-    #: Whether it may never end by itself, so that what comes after it is not under way.
-    is_open_ended = False
+    #: Whether what it touches is known only when it runs: until then nothing after it is guarded.
+    is_undeclared = False
 
     def __init__(
         self, what: str, clock: Clock, reads: Sequence[Piece] = (), writes: Sequence[Piece] = (),
@@ -129,9 +124,8 @@ class Operation:
         for piece in self.writes:
             piece.touch(Access.WRITE, stamp, clock)
 
-    def run(self, stamp: Stamp, clock: Clock) -> bool:
-        """Do it, or a part of it; whether it is over."""
-        return True
+    def run(self, stamp: Stamp, clock: Clock) -> None:
+        """Do it."""
 
     def reaches(self, piece: Piece) -> bool:
         """Whether it touches any of these bytes."""
@@ -144,11 +138,10 @@ class Copy(Operation):
     def __init__(self, what: str, clock: Clock, rows: Sequence[tuple[Piece, Piece]]) -> None:
         super().__init__(what, clock, [row[1] for row in rows], [row[0] for row in rows])
 
-    def run(self, stamp: Stamp, clock: Clock) -> bool:
+    def run(self, stamp: Stamp, clock: Clock) -> None:
         """Copy all rows."""
         for target, source in zip(self.writes, self.reads, strict=True):
             target.view[:] = source.view
-        return True
 
 
 class Record(Operation):
@@ -157,11 +150,10 @@ class Record(Operation):
     #: The step of its stream that it was; None: not yet.
     stamp: Stamp | None = None
 
-    def run(self, stamp: Stamp, clock: Clock) -> bool:
+    def run(self, stamp: Stamp, clock: Clock) -> None:
         """Keep what is known now for whoever waits."""
         self.clock = dict(clock)
         self.stamp = stamp
-        return True
 
 
 class WaitForRecord(Operation):
@@ -198,10 +190,9 @@ class SetWord(Operation):
         """Note it."""
         self._place.touch(Access.SET, stamp, clock)
 
-    def run(self, stamp: Stamp, clock: Clock) -> bool:
+    def run(self, stamp: Stamp, clock: Clock) -> None:
         """Set it: all that is known here is known to whoever waits for it."""
         self._word.set(self._value, clock)
-        return True
 
 
 class WaitForWord(Operation):

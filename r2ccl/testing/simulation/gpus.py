@@ -5,8 +5,8 @@ host to the fake, which fails on what no order allows: a slice sent before the k
 is known to be done, a landing place named while a kernel reads it. Kernels run late, in any order
 that streams and events allow.
 
-``simulate(..., network_type=GpuNetwork, rank_type=GpuRank)``, or ``StayingRank``. Invariant: as in
-`simulate`, equal workloads, plans and seeds give equal runs.
+``simulate(..., network_type=GpuNetwork, rank_type=GpuRank)``. Invariant: as in `simulate`, equal
+workloads, plans and seeds give equal runs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import numpy as np
 from r2ccl.device.views import address_of, is_device_view, view_of
 from r2ccl.executor import LandingPool, Operands, Place
 from r2ccl.gpu.offload import Offload
-from r2ccl.gpu.operands import DeviceOperands, forms_of
+from r2ccl.gpu.operands import DeviceOperands
 from r2ccl.lowering import cleared
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.fakedevice.forms import FakeLauncher
-from r2ccl.testing.fakedevice.staying import Whims
 from r2ccl.testing.simulation.checks import Violation
 from r2ccl.testing.simulation.data import Array
 from r2ccl.testing.simulation.rank import SimRank
@@ -32,8 +31,6 @@ from r2ccl.transport.simnet import Message, SimNetwork
 #: In landing places that nobody uses.
 _POISON = 0xA5
 _PATIENCE_S = 1.0
-#: A resident kernel is absent from one of its first so many starts on.
-_NSTARTS = 12
 
 
 class GpuNetwork(SimNetwork):
@@ -100,17 +97,13 @@ class GpuPool(LandingPool):
 class GpuRank(SimRank):
     """`SimRank` with a fake GPU; every other rank's reorders what NICs write."""
 
-    #: Whether a resident kernel reduces what one can; one that may not come to run some time.
-    has_resident = False
-
     def __init__(self, rank: int, network: GpuNetwork, *others: Any) -> None:
         super().__init__(rank, network, *others)
         seed = network.timeline.random.getrandbits(32)
         gpu = FakeGpu(seed, reorders_remote_writes=rank % 2 == 1)
         self.device = network.devices[rank] = FakeDevice(gpu, f"rank {rank}")
         self.pool = GpuPool(self.device)
-        launcher = FakeLauncher(self.device, whims=Whims(seed, absent_from=1 + seed % _NSTARTS))
-        self.offload = self.computer = Offload(self.device, launcher)
+        self.offload = self.computer = Offload(self.device, FakeLauncher(self.device))
         self._checker.bytes_of = network.bytes_of
         #: Input, output and scratch memory of the call, and what kind of elements they have.
         self._spaces: tuple[int, ...] = ()
@@ -125,9 +118,6 @@ class GpuRank(SimRank):
         layout = cleared(task.layout)
         scratch = self._put(np.zeros_like(output)) if layout.uses_scratch else second
         self._spaces = (first, second, scratch)
-        if self.has_resident:
-            for form in forms_of(task.signature):
-                self.offload.settle_on(form, self._work.workload.nranks, (), 0, setting="1")
         return DeviceOperands(
             layout,
             task.signature,
@@ -158,15 +148,9 @@ class GpuRank(SimRank):
         return address
 
 
-class StayingRank(GpuRank):
-    """`GpuRank` whose slices are reduced by a resident kernel."""
-
-    has_resident = True
-
-
 def _address_of(place: Place) -> int:
     assert isinstance(place, memoryview)
     return address_of(place)
 
 
-__all__ = ["GpuNetwork", "GpuPool", "GpuRank", "StayingRank"]
+__all__ = ["GpuNetwork", "GpuPool", "GpuRank"]
