@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -196,13 +197,16 @@ class Part:
     def fileno(self) -> int:
         return self._fd
 
-    def register_device(self, address: int, nbytes: int) -> Part:
+    def register_device(self, address: int, nbytes: int) -> Any:
         if self.refuses:
             raise TransportError("not here", status="HOST_ONLY")
         self.nheld += 1
-        return self
+        return SimpleNamespace(close=self._let_go)
 
     def close(self) -> None:
+        os.close(self._fd)
+
+    def _let_go(self) -> None:
         self.nheld -= 1
 
 
@@ -218,3 +222,4 @@ def test_every_part_that_has_rails_must_reach_it(nrails: int) -> None:
         assert nics.nheld == 1
         registered.close()
     assert nics.nheld == 0
+    mixed.close()
