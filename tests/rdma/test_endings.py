@@ -24,7 +24,7 @@ from r2ccl.testing.rdmalab import Shape
 
 #: Waits and limits are so many times longer than on sockets. The processor is emulated: a loop of
 #: Python takes 16 times as long as outside (3,000,000 additions: 1.9 s and 0.12 s), a wait takes no
-#: longer, and an end is made of both. The slowest took 0.9 s: on two cores, at a load of 10.
+#: longer, and an end is made of both. The slowest took 1.4 s: on two cores, at a load of 10.
 SCALE = 4.0
 TIMEOUT_S = 90.0
 NRANKS, NICS = 3, 1
