@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -776,7 +777,7 @@ class Communicator:
             self._engine.tell_why()
         self._ending.begin(deadline_s)
         # A call below the signal handler this runs in owns the data: wait for the goodbyes alone.
-        is_below = self._caller == threading.get_ident()
+        is_below = self._caller == get_ident()
         self._ending.wait(deadline_s + _BOUND_S, nsteps=2 if is_below else None)
 
     def _end_calls(self, deadline_s: float) -> None:
@@ -808,7 +809,7 @@ class Communicator:
         try:
             request = make(*given)
             if stream is None and not is_async and type(request.source) is Buffer:
-                self._in_turn(partial(self._host.carry_out, request))
+                self._in_turn(self._host.carry_out, request)
                 return request.result
             requests.check_op(request)
             if isinstance(request.source, DeviceBuffer):
@@ -832,8 +833,8 @@ class Communicator:
             self._on_call_error(exc)
             raise
 
-    def _in_turn(self, fn: Callable[[], None]) -> None:
-        """Do something after all that goes on asynchronously, and wait for it.
+    def _in_turn(self, fn: Callable[..., None], *args: Any) -> None:
+        """Do ``fn(*args)`` after all that goes on asynchronously, and wait for it.
 
         Raises
         ------
@@ -848,13 +849,13 @@ class Communicator:
                     "for each"
                 )
             try:
-                self._caller = threading.get_ident()
-                fn()
+                self._caller = get_ident()
+                fn(*args)
             finally:
                 self._caller = 0
                 self._turn.release()
             return
-        task = Task(fn)
+        task = Task(partial(fn, *args))
         try:
             self._worker.enqueue(task)
             task.wait()
