@@ -809,8 +809,18 @@ class Communicator:
         try:
             request = make(*given)
             if stream is None and not is_async and type(request.source) is Buffer:
-                self._in_turn(self._host.carry_out, request)
-                return request.result
+                if not self._worker.is_idle:
+                    self._in_turn(partial(self._host.carry_out, request))
+                    return request.result
+                if not self._turn.acquire(blocking=False):
+                    raise self._concurrent()
+                try:
+                    self._caller = get_ident()
+                    self._host.carry_out(request)
+                    return request.result
+                finally:
+                    self._caller = 0
+                    self._turn.release()
             requests.check_op(request)
             if isinstance(request.source, DeviceBuffer):
                 return self._on_device.start(request, stream, is_async)
@@ -833,8 +843,14 @@ class Communicator:
             self._on_call_error(exc)
             raise
 
-    def _in_turn(self, fn: Callable[..., None], *args: Any) -> None:
-        """Do ``fn(*args)`` after all that goes on asynchronously, and wait for it.
+    def _concurrent(self) -> ConcurrentCalls:
+        return ConcurrentCalls(
+            f"rank {self.rank}: a call while another one is under way, in another thread or below "
+            "a signal handler; allowed is one thread at a time, or a communicator for each"
+        )
+
+    def _in_turn(self, fn: Callable[[], None]) -> None:
+        """Do something after all that goes on asynchronously, and wait for it.
 
         Raises
         ------
@@ -843,19 +859,15 @@ class Communicator:
         """
         if self._worker.is_idle:
             if not self._turn.acquire(blocking=False):
-                raise ConcurrentCalls(
-                    f"rank {self.rank}: a call while another one is under way, in another thread "
-                    "or below a signal handler; allowed is one thread at a time, or a communicator "
-                    "for each"
-                )
+                raise self._concurrent()
             try:
                 self._caller = get_ident()
-                fn(*args)
+                fn()
             finally:
                 self._caller = 0
                 self._turn.release()
             return
-        task = Task(partial(fn, *args))
+        task = Task(fn)
         try:
             self._worker.enqueue(task)
             task.wait()
@@ -900,13 +912,13 @@ class Communicator:
             self._engine.revoke(f"a collective failed: {error!r}")
 
     def _require_open(self) -> None:
-        if self._is_forked:
-            raise CommunicatorRevoked(
-                f"rank {self.rank}: this process was forked from the one that made the "
-                "communicator, which alone can use it: start workers by spawn, or have them make "
-                "one of their own"
-            )
         if self._is_closed:
+            if self._is_forked:
+                raise CommunicatorRevoked(
+                    f"rank {self.rank}: this process was forked from the one that made the "
+                    "communicator, which alone can use it: start workers by spawn, or have them "
+                    "make one of their own"
+                )
             raise CommunicatorRevoked(f"rank {self.rank}: the communicator was closed")
         self._require_seen()
 

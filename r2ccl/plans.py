@@ -141,6 +141,7 @@ class Plans:
         self._nranks = nranks
         self._planner = Planner(fabric, config)
         self._config = config
+        self._measures = config.balance != "0"
         self._plans: dict[_Key, Plan] = {}
         #: Version of the health, the first collective planned with it, and how often measuring
         #: collectives come soon after that.
@@ -241,7 +242,7 @@ class Plans:
         Soon after the health has changed often, as it may change back; then as rarely as that costs
         no more than `_BUDGET` of the time, as predicted. All ranks see a health at the same call.
         """
-        if self.fabric.rates == UNMEASURED or self._config.balance == "0":
+        if not self._measures or self.fabric.rates == UNMEASURED:
             return False
         if health.version != self._since[0]:
             is_slow = any(0 < share < WHOLE for share in health.shares)
