@@ -140,17 +140,17 @@ class VerbsBench:
     def __init__(self) -> None:
         self._fabric = Fabric()
         self._held = ExitStack()
-        self._rooms = self._held.enter_context(installed(self._fabric))
+        self._loaded = self._held.enter_context(installed(self._fabric))
         self._newest: dict[int, tuple[Any, Any]] = {}
         self.transports = [self._transport(rank) for rank in (0, 1)]
 
     def _transport(self, rank: int) -> Any:
         devices = [
-            self._rooms.device.Device(f"n{rank}r{rail}", 1, lambda: (0, "fe80::1"), fastpath="0")
+            self._loaded.device.Device(f"n{rank}r{rail}", 1, lambda: (0, "fe80::1"), fastpath="0")
             for rail in (0, 1)
         ]
         cache = RegistrationCache([device.registrar for device in devices], 1 << 30)
-        return self._rooms.verbs.VerbsTransport(
+        return self._loaded.verbs.VerbsTransport(
             rank, devices, cache, eager_nbytes=64, timeout=14, retry_cnt=7, probe_timeout_s=0.3
         )
 

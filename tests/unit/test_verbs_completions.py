@@ -24,19 +24,19 @@ NSLICES = depths.NSENDS
 class Job:
     """Rank 0, and one transport that plays all its peers, over a NIC each."""
 
-    def __init__(self, rooms: Any, fabric: Fabric, npeers: int) -> None:
+    def __init__(self, loaded: Any, fabric: Fabric, npeers: int) -> None:
         self.fabric = fabric
         self.npeers = npeers
-        self._rooms = rooms
+        self._loaded = loaded
         self.near, self.far = self._open("near0"), self._open("far0")
         for peer in range(1, npeers + 1):
             self._connect(peer)
 
     def _open(self, name: str) -> Any:
-        device = self._rooms.device.Device(
+        device = self._loaded.device.Device(
             name, 1, lambda: (0, "fe80::1"), fastpath="0", npeers=self.npeers
         )
-        return self._rooms.verbs.VerbsTransport(
+        return self._loaded.verbs.VerbsTransport(
             0, [device], RegistrationCache([device.registrar], 1 << 30),
             eager_nbytes=64, timeout=14, retry_cnt=7, probe_timeout_s=1.0,
         )  # fmt: skip
