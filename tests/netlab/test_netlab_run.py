@@ -16,7 +16,7 @@ import pytest
 from r2ccl.cli import netlab as command
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing import Fault, FaultPlan
-from r2ccl.testing.netlab import Lab, LabError, clean, unavailable_reason
+from r2ccl.testing.netlab import Lab, LabError, clean, fabric, unavailable_reason
 
 RUN = Path("/run/netns")
 
@@ -213,18 +213,17 @@ def test_a_fault_that_cannot_be_applied_fails_rank_and_run(lab: Lab) -> None:
     plan = FaultPlan(
         map(
             Fault.parse,
-            ("isolate:node=0,peer=1,rail=0,at_op=0", "nic_down:node=1,rail=1,at_op=1"),
+            ("slow:node=0,rail=0,rate=20mbit,at_op=0", "nic_down:node=1,rail=1,at_op=1"),
         )
     )
-    subprocess.run(["ip", "-n", f"{lab.name}-sw", "link", "set", "n0r0", "nomaster"], check=True)
+    tc = ["tc", "-n", f"{lab.name}-n0"]
+    subprocess.run([*tc, "qdisc", "del", "dev", "rail0", "root"], check=True)
     try:
-        with pytest.raises(LabError, match=r"1 fault.*isolate.*refused"):
+        with pytest.raises(LabError, match=r"1 fault.*slow|1 fault.*tc"):
             lab.run([sys.executable, "-c", TOY_RANK], plan=plan, sink=quiet)
         assert plan.pending() == [plan.faults[0]]
     finally:
-        subprocess.run(
-            ["ip", "-n", f"{lab.name}-sw", "link", "set", "n0r0", "master", "br0"], check=True
-        )
+        subprocess.run([*tc, *fabric.nic_shaper(lab.shape, 0).split()], check=True)
         lab.restore()
 
 
