@@ -159,9 +159,11 @@ def _assemble(
             relayed=relayed,
         )
     except BaseException:
-        if opened is not None:
-            opened.close()
-        control.close(0)
+        try:
+            if opened is not None:
+                opened.close()
+        finally:
+            control.close(0)
         raise
 
 

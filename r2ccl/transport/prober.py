@@ -165,7 +165,7 @@ class ProbeEnd:
             try:
                 with kept_from_children():
                     self._qp = QP(self._pd, made, attr)
-            except PyverbsError as exc:
+            except (PyverbsError, OSError) as exc:
                 raise device.refusal("make a queue pair for a probe", exc) from exc
             self.qp_num = self._qp.qp_num
             self._on_made(self)
