@@ -1,7 +1,6 @@
 """The kernel's word on neighbours, from real tables in namespaces of the test's own."""
 
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,7 +8,7 @@ from functools import partial
 import pytest
 
 from r2ccl.testing.netlab import unavailable_reason
-from r2ccl.testing.netlab.namespaces import NamespaceSet, inside
+from r2ccl.testing.netlab.namespaces import NamespaceSet, inside, run_batch
 from r2ccl.topology.neighbours import Neighbours
 
 REASON = unavailable_reason()
@@ -20,7 +19,7 @@ BEYOND = "10.8.0.1"
 
 
 def ip(namespace: str, *words: str) -> None:
-    subprocess.run(["ip", "-n", namespace, *words], check=True, timeout=10)
+    run_batch(["ip", "-n", namespace], [" ".join(words)])
 
 
 @pytest.fixture

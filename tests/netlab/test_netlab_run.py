@@ -17,6 +17,7 @@ from r2ccl.cli import netlab as command
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing import Fault, FaultPlan
 from r2ccl.testing.netlab import Lab, LabError, clean, fabric, unavailable_reason
+from r2ccl.testing.netlab.namespaces import run_batch
 
 RUN = Path("/run/netns")
 
@@ -216,14 +217,14 @@ def test_a_fault_that_cannot_be_applied_fails_rank_and_run(lab: Lab) -> None:
             ("slow:node=0,rail=0,rate=20mbit,at_op=0", "nic_down:node=1,rail=1,at_op=1"),
         )
     )
-    tc = ["tc", "-n", f"{lab.name}-n0"]
-    subprocess.run([*tc, "qdisc", "del", "dev", "rail0", "root"], check=True)
+    tc = ["tc", "-n", lab.namespace(0)]
+    run_batch(tc, ["qdisc del dev rail0 root"])
     try:
         with pytest.raises(LabError, match=r"1 fault.*slow|1 fault.*tc"):
             lab.run([sys.executable, "-c", TOY_RANK], plan=plan, sink=quiet)
         assert plan.pending() == [plan.faults[0]]
     finally:
-        subprocess.run([*tc, *fabric.nic_shaper(lab.shape, 0).split()], check=True)
+        run_batch(tc, [fabric.nic_shaper(lab.shape, 0)])
         lab.restore()
 
 
