@@ -22,6 +22,11 @@ def describe(exc: BaseException) -> str:
     return describe_code(code)
 
 
+def name(exc: OSError) -> str:
+    """Return the name of the error's number, such as ``EMFILE``; EIO: it has none."""
+    return errno.errorcode.get(exc.errno or 0, "EIO")
+
+
 def describe_code(code: int) -> str:
     """Return name and text of an error number, and the advice if a resource is used up."""
     text, hint = decode(code), advice(code)
@@ -65,4 +70,4 @@ _ADVICE = {
     errno.EADDRINUSE: "no local port is free: " + _PORTS,
 }
 
-__all__ = ["advice", "decode", "describe", "describe_code", "is_exhaustion"]
+__all__ = ["advice", "decode", "describe", "describe_code", "is_exhaustion", "name"]

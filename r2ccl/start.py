@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from r2ccl.resilience.verdict import Finding, ProbeReply, ProbeRequest
 from r2ccl.rollcall import Calling
 from r2ccl.topology.hcas import GidFinder, Hca, list_hcas, select_hcas
 from r2ccl.topology.interfaces import discover
+from r2ccl.topology.names import NameFilter
 from r2ccl.topology.neighbours import Neighbours
 from r2ccl.transport.base import Transport
 from r2ccl.transport.mixed import MixedTransport, Part
@@ -88,8 +88,8 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
         require_main_thread()
     hcas: list[Hca] = []
 
-    def choose_nics(is_one_host: bool, control_address: str) -> tuple[Nic, ...]:
-        hcas.extend(_choose_hcas(config, is_one_host=is_one_host))
+    def choose_nics(nranks: int, is_one_host: bool, control_address: str) -> tuple[Nic, ...]:
+        hcas.extend(_choose_hcas(config, nranks, is_one_host=is_one_host))
         return discover(
             config,
             is_one_host=is_one_host,
@@ -131,7 +131,7 @@ def _exhaustion_explained(who: str) -> Iterator[None]:
             raise
         raise TransportError(
             f"{who}: init() cannot open what it needs: {oserrors.describe(exc)}",
-            status=errno.errorcode.get(exc.errno or 0, ""),
+            status=oserrors.name(exc),
         ) from exc
 
 
@@ -219,7 +219,7 @@ def _set_log_level(config: Config) -> None:
             logger.addHandler(logging.StreamHandler())
 
 
-def _choose_hcas(config: Config, *, is_one_host: bool) -> tuple[Hca, ...]:
+def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca, ...]:
     """Choose the RDMA ports of this rank; none on a single host, unless they are named."""
     if config.hca == "none" or (is_one_host and not config.hca):
         return ()
@@ -232,7 +232,24 @@ def _choose_hcas(config: Config, *, is_one_host: bool) -> tuple[Hca, ...]:
             )
         _log.warning("RDMA NICs are there, but no pyverbs: TCP is used; see docs/tuning.md")
         return ()
-    return chosen
+    if NameFilter(config.hca, variable="R2CC_HCA").is_selection:
+        return chosen
+    return tuple(hca for hca in chosen if _has_room(hca, nranks))
+
+
+def _has_room(hca: Hca, nranks: int) -> bool:
+    """Whether a port that nobody named can serve a job of so many ranks; says if not."""
+    from r2ccl.transport.device import room
+
+    npeers = room(hca.name)
+    if npeers >= nranks - 1:
+        return True
+    _log.warning(
+        "%s is not used: its completion queues have room for %d ranks, and the job has %d; "
+        "R2CC_HCA=none leaves out all, without this warning",
+        hca.label, npeers + 1, nranks,
+    )  # fmt: skip
+    return False
 
 
 def _open_verbs(control: bootstrap.ControlPlane, config: Config, hcas: Sequence[Hca]) -> Part:

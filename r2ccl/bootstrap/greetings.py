@@ -79,7 +79,7 @@ class Meeting(msgspec.Struct, frozen=True):
     peers: tuple[PeerInfo, ...]
 
 
-#: Opens this rank's listeners; takes (is_on_one_host, control_address).
+#: Opens this rank's listeners; takes (is_on_one_host, control_address); raises no OSError.
 Prepare = Callable[[bool, str], PeerInfo]
 
 

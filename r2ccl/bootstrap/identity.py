@@ -45,8 +45,7 @@ class Identity(msgspec.Struct):
     """What a process knows before it has met the others.
 
     ``address`` and ``port`` are rank 0's; ``listener`` is rank 0's socket there if it exists
-    already, and is owned by whoever holds the identity. ``is_name_awaited``: ``address`` may be a
-    name that does not exist yet.
+    already, and is owned by whoever holds the identity.
     """
 
     rank: int
@@ -55,7 +54,6 @@ class Identity(msgspec.Struct):
     port: int
     secret: SecretSource
     listener: socket.socket | None = None
-    is_name_awaited: bool = False
 
 
 def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identity:
@@ -77,7 +75,7 @@ def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identi
     """
     if comm is not None:
         mpi = sys.modules.get("mpi4py.MPI")
-        if mpi is not None and isinstance(comm, mpi.Comm):
+        if mpi is not None and isinstance(comm, mpi.Comm) and comm != mpi.COMM_SELF:
             _require_company(mpi, env)
         return _from_mpi(config, comm)
     given = [name for name in _ENV_VARIABLES if name in env]
@@ -109,6 +107,11 @@ def _comm_world(env: Mapping[str, str]) -> Any:
             f"an MPI launcher started this process, but mpi4py cannot be imported ({exc}): "
             "install r2ccl[mpi] for the same MPI"
         ) from exc
+    if not MPI.Is_initialized():
+        raise InvalidArgument(
+            "an MPI launcher started this process, but MPI is not initialised "
+            "(mpi4py.rc.initialize is False): call MPI.Init() before init()"
+        )
     _require_company(MPI, env)
     return MPI.COMM_WORLD
 
@@ -173,7 +176,7 @@ def _from_env(config: Config, env: Mapping[str, str]) -> Identity:
         )
     listener = _inherited_listener(env) if rank == 0 else None
     secret = _secret_source(config, env, rank, nranks, port)
-    return Identity(rank, nranks, address, port, secret, listener, naming.may_appear(env))
+    return Identity(rank, nranks, address, port, secret, listener)
 
 
 def _number(env: Mapping[str, str], name: str, instead: str = "") -> int:
@@ -214,7 +217,7 @@ def _secret_source(
     if nranks == 1:
         return GivenSecret(Secret(secrets.token_bytes(SECRET_NBYTES)))
     address = env["MASTER_ADDR"]
-    if env.get("LOCAL_WORLD_SIZE") == str(nranks) and _is_own_address(rank, address, env):
+    if env.get("LOCAL_WORLD_SIZE") == str(nranks) and _is_own_address(rank, address):
         return RuntimeFileSecret(env, address, port, is_leader=rank == 0)
     raise InvalidArgument(
         f"rank {rank}: no secret for a job on several hosts: give every rank the same one, "
@@ -223,14 +226,14 @@ def _secret_source(
     )
 
 
-def _is_own_address(rank: int, host: str, env: Mapping[str, str]) -> bool:
+def _is_own_address(rank: int, host: str) -> bool:
     """Whether a socket of this host can be bound to `host`; yes if that cannot be resolved yet."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     except UnicodeError as exc:
         raise naming.unresolvable(rank, host, exc) from exc
-    except socket.gaierror as exc:
-        if naming.is_passing(exc, is_awaited=naming.may_appear(env)):
+    except OSError as exc:
+        if naming.is_passing(exc):
             return True
         raise naming.unresolvable(rank, host, exc) from exc
     try:

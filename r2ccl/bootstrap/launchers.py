@@ -9,11 +9,14 @@ Must not import mpi4py: only a world that the caller, or this process, has open 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import msgspec
 
 from r2ccl.errors import InvalidArgument
+
+logger = logging.getLogger("r2ccl.bootstrap")
 
 #: The rank's variable of each family of launchers, and the one with the number of ranks. PMIx has
 #: none of its own; under Slurm, which starts ranks by PMIx too, the step has.
@@ -44,13 +47,18 @@ def is_launched(env: Mapping[str, str]) -> bool:
 def claims(env: Mapping[str, str]) -> list[Claim]:
     """Return what launchers say; several, where one was started below another.
 
-    Those that tell no number of ranks only if none does.
+    Those that tell no number of ranks only if none does. A rank beyond its number of ranks is of
+    two launchers, and says nothing. Open MPI's ranks are told by PMIx too, and under Slurm the step
+    then counts hosts.
     """
     found = []
     for rank, nranks in _VARIABLES.items():
-        if rank in env:
-            told = [f"{name}={env[name]}" for name in (rank, nranks) if name in env]
-            found.append(Claim(_number(env, rank), _number(env, nranks), ", ".join(told)))
+        if rank not in env or (rank == "PMIX_RANK" and "OMPI_COMM_WORLD_RANK" in env):
+            continue
+        told = [f"{name}={env[name]}" for name in (rank, nranks) if name in env]
+        claim = Claim(_number(env, rank), _number(env, nranks), ", ".join(told))
+        if claim.nranks < 0 or claim.rank < claim.nranks:
+            found.append(claim)
     return [claim for claim in found if claim.nranks >= 0] or found
 
 
@@ -68,12 +76,20 @@ def require_company(nranks: int, library: str, env: Mapping[str, str]) -> None:
     Raises
     ------
     InvalidArgument
-        It is alone, and every launcher of the environment says that it is not.
+        It is alone, and every launcher of the environment says that it is not. If only some say
+        so, that is logged: which of them started the other cannot be known.
     """
-    told = claims(env)
-    if nranks > 1 or not told or any(claim.fits(nranks) for claim in told):
+    odd = [claim for claim in claims(env) if not claim.fits(nranks)]
+    if nranks > 1 or not odd:
         return
-    quoted = "; ".join(claim.told for claim in told)
+    quoted = "; ".join(claim.told for claim in odd)
+    if len(odd) < len(claims(env)):
+        logger.warning(
+            "this is a job of one rank, though an MPI launcher tells of more (%s); if those ranks "
+            "are to be one job, start them with the launcher of mpi4py's MPI (%s) alone",
+            quoted, library,
+        )  # fmt: skip
+        return
     raise InvalidArgument(
         f"an MPI launcher started this process as one of several ranks ({quoted}), but mpi4py, "
         f"which uses {library}, sees this one alone: the launcher is of another MPI than mpi4py; "

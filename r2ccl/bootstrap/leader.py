@@ -150,7 +150,7 @@ class Leader:
 
     async def _find_own_address(self) -> str:
         identity = self._identity
-        name = LeaderName(0, identity.address, identity.port, is_awaited=identity.is_name_awaited)
+        name = LeaderName(0, identity.address, identity.port)
         give_up_at = monotonic() + self._timeout_s
         while True:
             try:

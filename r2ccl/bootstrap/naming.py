@@ -1,9 +1,9 @@
-"""The numeric address behind MASTER_ADDR: found, missing for good, or not there yet.
+"""The numeric address behind MASTER_ADDR: found, or not there yet.
 
-A resolver that says that there is no such name ends init at once: waiting would not change its
-answer. Two cases are tried again for as long as init waits: a resolver that cannot answer now
-(EAI_AGAIN), and, in a Kubernetes pod, a name that does not exist, because a headless service has
-names only of pods that are ready.
+A name that does not exist may do so a moment later: where containers and nodes come up with the
+job, their names do too. So it is asked for again for as long as init waits, and the first refusal
+is logged at once, for whoever mistyped it. Only what no waiting can change ends init: a name that
+is none by its spelling, and a resolver that says it will never answer.
 
 Invariant: an error that leaves this module names the rank, the name and the resolver's answer.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping
 
 from r2ccl import oserrors
 from r2ccl.bootstrap import wire
@@ -20,18 +19,9 @@ from r2ccl.errors import InvalidArgument
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
-#: Set by the kubelet in every container of a pod.
-_POD_VARIABLE = "KUBERNETES_SERVICE_HOST"
-
-#: getaddrinfo(3): the resolver had no answer, or lacked something to ask with.
-_TEMPORARY = frozenset((socket.EAI_AGAIN, socket.EAI_SYSTEM, socket.EAI_MEMORY))
-_MISSING = frozenset((socket.EAI_NONAME, socket.EAI_NODATA))
+#: getaddrinfo(3): what asking again cannot change.
+_FINAL = frozenset((socket.EAI_FAIL, socket.EAI_FAMILY, socket.EAI_SERVICE, socket.EAI_SOCKTYPE))
 _NAMES = {getattr(socket, name): name for name in dir(socket) if name.startswith("EAI_")}
-
-
-def may_appear(env: Mapping[str, str]) -> bool:
-    """Whether a name that does not exist may come into being while the job starts."""
-    return _POD_VARIABLE in env
 
 
 class LeaderName:
@@ -44,15 +34,12 @@ class LeaderName:
     name : str
         ``MASTER_ADDR``, a name or a numeric address.
     port : int
-    is_awaited : bool
-        See `may_appear`.
     """
 
-    def __init__(self, rank: int, name: str, port: int, *, is_awaited: bool) -> None:
+    def __init__(self, rank: int, name: str, port: int) -> None:
         self._rank = rank
         self._name = name
         self._port = port
-        self._is_awaited = is_awaited
         self._is_logged = False
 
     async def find(self) -> str:
@@ -61,21 +48,21 @@ class LeaderName:
         Raises
         ------
         InvalidArgument
-            There is no such name.
+            There cannot be such a name.
         OSError
-            There is no answer now; the first one is logged.
+            It has no address now; the first such answer is logged.
         """
         try:
             return await wire.resolve(self._name, self._port)
         except UnicodeError as exc:
             raise unresolvable(self._rank, self._name, exc) from exc
-        except socket.gaierror as exc:
-            if not is_passing(exc, is_awaited=self._is_awaited):
+        except OSError as exc:
+            if not is_passing(exc):
                 raise unresolvable(self._rank, self._name, exc) from exc
             self._log(exc)
             raise
 
-    def _log(self, exc: socket.gaierror) -> None:
+    def _log(self, exc: OSError) -> None:
         if self._is_logged:
             return
         self._is_logged = True
@@ -86,9 +73,9 @@ class LeaderName:
         )  # fmt: skip
 
 
-def is_passing(exc: socket.gaierror, *, is_awaited: bool) -> bool:
+def is_passing(exc: OSError) -> bool:
     """Whether the resolver may answer otherwise later."""
-    return exc.errno in _TEMPORARY or (is_awaited and exc.errno in _MISSING)
+    return not (isinstance(exc, socket.gaierror) and exc.errno in _FINAL)
 
 
 def unresolvable(rank: int, name: str, exc: OSError | UnicodeError) -> InvalidArgument:
@@ -106,4 +93,4 @@ def describe(exc: OSError | UnicodeError) -> str:
     return oserrors.describe(exc)
 
 
-__all__ = ["LeaderName", "describe", "is_passing", "may_appear", "unresolvable"]
+__all__ = ["LeaderName", "describe", "is_passing", "unresolvable"]

@@ -289,7 +289,8 @@ class Peer:
                     self._setting.secret, claim, target, source=source, timeout_s=_DIAL_TIMEOUT_S
                 )
                 return await self._adopt(sock)
-            except ConnectionRefusedError:
+            except ConnectionRefusedError as exc:
+                self._obstacle = wire.describe_failure(exc, target, _DIAL_TIMEOUT_S)
                 self._judge_refusal(target)
             except (OSError, HandshakeRejected) as exc:
                 self._obstacle = wire.describe_failure(exc, target, _DIAL_TIMEOUT_S)

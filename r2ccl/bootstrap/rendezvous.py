@@ -94,9 +94,7 @@ class _Member:
         self._prepare = prepare
         self._timeout_s = timeout_s
         self._last_failure = "no secret yet"
-        self._leader = LeaderName(
-            identity.rank, identity.address, identity.port, is_awaited=identity.is_name_awaited
-        )
+        self._leader = LeaderName(identity.rank, identity.address, identity.port)
 
     async def run(self) -> Meeting:
         """Join; closes the connection."""
@@ -123,7 +121,7 @@ class _Member:
         welcome = self._take(Welcome, await wire.receive_message(sock))
         try:
             info = self._prepare(welcome.is_on_one_host, str(sock.getsockname()[0]))
-        except (OSError, R2cclError) as exc:
+        except R2cclError as exc:
             await self._say(sock, Failed(str(exc)))
             raise
         await self._say(sock, Ready(info))

@@ -24,10 +24,10 @@ from r2ccl.bootstrap.loop import ControlLoop
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.bootstrap.rendezvous import meet
 from r2ccl.config import Config
-from r2ccl.errors import InvalidArgument
+from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.types import Nic
 
-NicsFor = Callable[[bool, str], tuple[Nic, ...]]
+NicsFor = Callable[[int, bool, str], tuple[Nic, ...]]
 HcasFor = Callable[[], tuple[str, ...]]
 
 _STOP_S = 1.0
@@ -52,9 +52,9 @@ def connect(
     message_types : type or union of types
         Tagged `msgspec.Struct` types the data plane will send, ``A | B | C``.
     nics_for : callable
-        Takes (is_on_one_host, control_address), returns at least one `Nic`; index i becomes the
-        local end of rail i. Ranks with more than others lose the surplus. Runs in the control
-        thread; must not block for long.
+        Takes (nranks, is_on_one_host, control_address), returns at least one `Nic`; index i
+        becomes the local end of rail i. Ranks with more than others lose the surplus. Runs in the
+        control thread; must not block for long.
     hcas_for : callable, optional
         Returns the names of the RDMA ports this rank could use; called after `nics_for`.
     comm : mpi4py.MPI.Comm, optional
@@ -73,7 +73,7 @@ def connect(
         Rank 0 went away meanwhile.
     """
     identity = identify(config, comm, os.environ if env is None else env)
-    listeners = _Listeners(identity.rank, config, nics_for, hcas_for)
+    listeners = _Listeners(identity, config, nics_for, hcas_for)
     rejections = Rejections(identity.rank)
     loop = ControlLoop(f"r2ccl-control-{identity.rank}")
     try:
@@ -130,9 +130,12 @@ def _build(
 class _Listeners:
     """Listening sockets of this rank, one per rail, then the control plane's; and probe ports."""
 
-    def __init__(self, rank: int, config: Config, nics_for: NicsFor, hcas_for: HcasFor) -> None:
+    def __init__(
+        self, identity: Identity, config: Config, nics_for: NicsFor, hcas_for: HcasFor
+    ) -> None:
         self.nics: tuple[Nic, ...] = ()
-        self._rank = rank
+        self._rank = identity.rank
+        self._nranks = identity.nranks
         self._config = config
         self._nics_for = nics_for
         self._hcas_for = hcas_for
@@ -141,9 +144,26 @@ class _Listeners:
         self._control: list[socket.socket] = []
 
     def open(self, is_on_one_host: bool, control_address: str) -> PeerInfo:
-        """Listen on every NIC and on the control address; say where."""
+        """Listen on every NIC and on the control address; say where.
+
+        Raises
+        ------
+        InvalidArgument
+            There is no NIC, or its address cannot be listened at.
+        TransportError
+            The NICs cannot be listed.
+        """
         control_address = self._config.control_address or control_address
-        self.nics = tuple(self._nics_for(is_on_one_host, control_address))
+        try:
+            self.nics = tuple(self._nics_for(self._nranks, is_on_one_host, control_address))
+            hcas = self._hcas_for()
+        except OSError as exc:
+            raise TransportError(
+                f"rank {self._rank}: the NICs of this host cannot be listed: "
+                f"{oserrors.describe(exc)}",
+                rank=self._rank,
+                status=oserrors.name(exc),
+            ) from exc
         if not self.nics:
             raise InvalidArgument(
                 f"rank {self._rank}: no rail: no usable interface was found; "
@@ -159,7 +179,7 @@ class _Listeners:
             control_addresses=tuple(map(_address, self._control)),
             rails=tuple(map(_address, self._rails)),
             probe_ports=tuple(_address(sock)[1] for sock in self._probes),
-            hcas=self._hcas_for(),
+            hcas=hcas,
             nlast_resorts=sum(nic.is_last_resort for nic in self.nics),
         )
 

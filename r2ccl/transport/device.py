@@ -17,7 +17,7 @@ import logging
 import os
 import select
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
@@ -27,7 +27,7 @@ from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.transport.depths import NCOMPLETIONS, completions, most_peers
 from r2ccl.transport.dmabuf import PdRegistrar
 from r2ccl.transport.layout import Nic, locate_nic, locate_qp
-from r2ccl.transport.mappings import kept_from_children
+from r2ccl.transport.mappings import keep_from_children
 
 if TYPE_CHECKING:
     from r2ccl.transport.fastpath import Poller, Poster
@@ -129,45 +129,44 @@ class Device:
         self._find_gid = find_gid
         self._neighbours = neighbours
         self._npeers = npeers
-        self.gid_index, self.gid = find_gid()
         #: Something happened to the port: its GIDs may have moved.
         self._is_stale = False
-        try:
-            self._open()
-        except PyverbsError as exc:
-            raise TransportError(
-                f"RDMA NIC {name} cannot be opened: {exc}; `r2ccl doctor` says more",
-                status="DEVICE",
-            ) from exc
-        #: What libibverbs calls this device, if the compiled path is taken.
-        self._nic = self._find_nic(fastpath)
-        self._poller = self._make_poller()
+        with ExitStack() as opened:
+            if neighbours is not None:
+                opened.callback(neighbours.close)
+            self.gid_index, self.gid = find_gid()
+            self._open(opened)
+            #: What libibverbs calls this device, if the compiled path is taken.
+            self._nic = self._find_nic(fastpath)
+            self._poller = self._make_poller()
+            self._opened = opened.pop_all()
 
     def descriptors(self) -> list[int]:
         """File descriptors of the open device."""
         return list(self._descriptors)
 
-    def _open(self) -> None:
+    def _open(self, opened: ExitStack) -> None:
         before = _device_fds()
-        with kept_from_children():
-            self._open_parts()
+        keep_from_children()
+        with _openable(self.name):
+            self.context, self.async_fd = _with_new_fd(lambda: Context(name=self.name))
+            opened.callback(self.context.close)
+            os.set_blocking(self.async_fd, False)
+            self._require_completions()
+            self.pd = PD(self.context)
+            opened.callback(self.pd.close)
+            #: Registers memory with this NIC; regions must be closed before the device is.
+            self.registrar = PdRegistrar(self.name, self.pd, _ACCESS)
+            self.channel, self.channel_fd = _with_new_fd(lambda: CompChannel(self.context))
+            opened.callback(self.channel.close)
+            self.cq = CQ(self.context, completions(self._npeers), None, self.channel)
+            opened.callback(self.cq.close)
         self._descriptors = _device_fds() - before
-
-    def _open_parts(self) -> None:
-        self.context, self.async_fd = _with_new_fd(lambda: Context(name=self.name))
-        os.set_blocking(self.async_fd, False)
-        self._require_completions()
-        self.pd = PD(self.context)
-        #: Registers memory with this NIC; regions must be closed before the device is.
-        self.registrar = PdRegistrar(self.name, self.pd, _ACCESS)
-        self.channel, self.channel_fd = _with_new_fd(lambda: CompChannel(self.context))
-        self.cq = CQ(self.context, completions(self._npeers), None, self.channel)
 
     def _require_completions(self) -> None:
         most = self.context.query_device().max_cqe
         needed = completions(self._npeers)
         if needed > most:
-            self.context.close()
             raise TransportError(
                 f"{self.name} has completion queues of {most} entries, and {self._npeers} peers "
                 f"need {needed}, {NCOMPLETIONS} each: use at most {most_peers(most) + 1} ranks, or "
@@ -318,12 +317,35 @@ class Device:
     def close(self) -> None:
         """Free everything; queue pairs and memory regions must be closed."""
         self._poller = self._nic = None
-        self.cq.close()
-        self.channel.close()
-        self.pd.close()
-        self.context.close()
-        if self._neighbours is not None:
-            self._neighbours.close()
+        self._opened.close()
+
+
+def room(name: str) -> int:
+    """Return how many peers the completion queue of a NIC can serve.
+
+    Raises
+    ------
+    TransportError
+        The NIC cannot be opened.
+    """
+    with _openable(name):
+        context = Context(name=name)
+        try:
+            return most_peers(context.query_device().max_cqe)
+        finally:
+            context.close()
+
+
+@contextmanager
+def _openable(name: str) -> Iterator[None]:
+    """Have a refusal by the driver name the NIC."""
+    try:
+        yield
+    except PyverbsError as exc:
+        raise TransportError(
+            f"RDMA NIC {name} cannot be opened: {exc}; `r2ccl doctor` says more",
+            status="DEVICE",
+        ) from exc
 
 
 def _without_repeats(completions: Iterable[Any]) -> Iterator[Any]:
@@ -370,4 +392,4 @@ _EVENTS = "anon_inode:[infinibandevent]"
 _DEVICES = "/dev/infiniband/"
 
 
-__all__ = ["BATCH", "Card", "Completion", "Device", "Neighbours", "e"]
+__all__ = ["BATCH", "Card", "Completion", "Device", "Neighbours", "e", "room"]

@@ -29,7 +29,6 @@ from r2ccl.clock import Clock
 from r2ccl.errors import TransportError
 from r2ccl.transport.base import Event, Joined, Probed
 from r2ccl.transport.device import Card, Device, e
-from r2ccl.transport.mappings import kept_from_children
 from r2ccl.transport.status import describe_status
 from r2ccl.types import ProbeKey
 
@@ -163,8 +162,7 @@ class ProbeEnd:
             attr = QPAttr(port_num=device.port)
             attr.qp_access_flags = e.IBV_ACCESS_REMOTE_WRITE
             try:
-                with kept_from_children():
-                    self._qp = QP(self._pd, made, attr)
+                self._qp = QP(self._pd, made, attr)
             except (PyverbsError, OSError) as exc:
                 raise device.refusal("make a queue pair for a probe", exc) from exc
             self.qp_num = self._qp.qp_num

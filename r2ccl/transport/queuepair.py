@@ -36,7 +36,6 @@ import numpy as np
 
 from r2ccl.transport.depths import NMESSAGES, NRECEIVES, NSENDS
 from r2ccl.transport.device import Card, Device, e
-from r2ccl.transport.mappings import kept_from_children
 from r2ccl.transport.regions import MemoryRegion, register_everywhere
 from r2ccl.transport.ring import ALIGN, COUNT_MODULUS, SendRing
 
@@ -152,8 +151,7 @@ class QueuePair:
         device = self._device
         cap = QPCap(max_send_wr=NSENDS, max_recv_wr=NRECEIVES + 1, max_send_sge=1, max_recv_sge=1)
         made = QPInitAttr(qp_type=e.IBV_QPT_RC, scq=device.cq, rcq=device.cq, cap=cap, sq_sig_all=0)
-        with kept_from_children():
-            self._qp = QP(device.pd, made, self._init_attr())
+        self._qp = QP(device.pd, made, self._init_attr())
         self._sge = SGE(self._outbox_address, 0, self._region.lkey)
         self._write = SendWR(
             opcode=e.IBV_WR_RDMA_WRITE_WITH_IMM, num_sge=1, sg=[self._sge], send_flags=0

@@ -17,7 +17,6 @@ wire at once; a landing place is written by this process alone, so closing the s
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import ipaddress
 import logging
@@ -29,6 +28,7 @@ from array import array
 from collections import deque
 from collections.abc import Mapping
 
+from r2ccl import oserrors
 from r2ccl.clock import Clock, monotonic
 from r2ccl.errors import InternalError
 from r2ccl.transport.base import (
@@ -385,7 +385,7 @@ class TcpTransport(Dialed):
         self._events.append(Failed(conn.path, status, detail))
 
     def _fail_os(self, conn: _Connection, exc: OSError) -> None:
-        self._fail(conn, errno.errorcode.get(exc.errno or 0, "EIO"), str(exc))
+        self._fail(conn, oserrors.name(exc), str(exc))
 
     # Reading
 

@@ -112,6 +112,8 @@ class VerbsTransport:
         self._prober = Prober(devices, probe_timeout_s, clock)
         self._by_number: list[dict[int, VerbsEndpoint]] = [{} for _ in devices]
         self._by_path: dict[PathKey, VerbsEndpoint] = {}
+        #: NICs whose completion queue lost some: what is under way there can no longer be told.
+        self._broken: set[int] = set()
         self._spare: list[list[QueuePair]] = [[] for _ in devices]
         #: Completions taken while paths were fenced, by NIC; the oldest come first.
         self._aside: list[list[list[Completion]]] = [[] for _ in devices]
@@ -144,6 +146,12 @@ class VerbsTransport:
         """See `Transport.offer`."""
         nic = (key.via if isinstance(key, ProbeKey) else key.rail) - self._first_rail
         device = self._devices[nic]
+        if nic in self._broken:
+            raise TransportError(
+                f"rank {self._rank}: {device.name} has lost completions and is of no use until "
+                "the job is started again",
+                rank=self._rank, peer=key.peer, rail=key.rail, status=_LOST_COMPLETIONS,
+            )  # fmt: skip
         if not device.is_active():
             raise TransportError(
                 f"rank {self._rank}: port {device.port} of {device.name} is not ACTIVE",
@@ -525,6 +533,7 @@ class VerbsTransport:
             )
             is_up = _PORT_EVENTS.get(event_name(number))
             if event_name(number) == _LOST_COMPLETIONS:
+                self._broken.add(rail)
                 self._events.append(
                     RailChanged(self._first_rail + rail, False, describe_event(number))
                 )

@@ -13,11 +13,9 @@ SCRIPT = """
     device = mmap.mmap(-1, 2 * mmap.PAGESIZE, flags=mmap.MAP_SHARED)
     device[:4] = b"bell"
     begin = ctypes.addressof(ctypes.c_char.from_buffer(device))
-    mapped = [set(), {(begin, begin + len(device))}]
-    mappings._mapped = lambda: mapped[min(len(calls.append(0) or calls), 2) - 1]
-    calls = []
-    with mappings.kept_from_children():
-        pass
+    mappings._mapped = lambda: iter([(begin, begin + len(device))])
+    mappings.keep_from_children()
+    mappings.keep_from_children()
     child = os.fork()
     if not child:
         is_replaced = device[:4] == bytes(4)

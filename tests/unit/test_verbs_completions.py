@@ -14,7 +14,7 @@ from r2ccl.testing.fakepyverbs import Fabric, installed
 from r2ccl.transport import depths
 from r2ccl.transport.base import Event, Failed, Fenced, Frame, Joined, RailChanged
 from r2ccl.transport.registration import RegistrationCache
-from r2ccl.types import PathKey
+from r2ccl.types import PathKey, ProbeKey
 
 NPEERS = 255
 #: As many as a send queue holds.
@@ -153,3 +153,45 @@ def test_a_queue_that_overran_takes_its_rail_out_of_use(start: Any) -> None:
     assert isinstance(changed, RailChanged)
     assert not changed.is_up
     assert "completion queue overflowed" in changed.why
+    for key in (PathKey(1, 0), ProbeKey(1, 0, 0)):
+        with pytest.raises(TransportError, match="has lost completions") as caught:
+            job.near.offer(key)
+        assert caught.value.status == "CQ_ERR"
+
+
+def test_room_of_a_nic_is_told_before_it_is_used() -> None:
+    fabric = Fabric(max_cqe=32767)
+    with installed(fabric) as loaded:
+        assert loaded.device.room("near0") == depths.most_peers(32767)
+
+
+class Watched:
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def knows(self, source: str, destination: str) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_device_that_does_not_open_or_close_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with installed(Fabric(max_cqe=1)) as loaded:
+        neighbours = Watched()
+        with pytest.raises(TransportError, match="use at most 1 ranks"):
+            loaded.device.Device("near0", 1, lambda: (0, "fe80::1"), neighbours, "0")
+        assert neighbours.is_closed
+    with installed(Fabric()) as loaded:
+        neighbours = Watched()
+
+        def refuse(_: object) -> None:
+            raise loaded.device.PyverbsError("busy")
+
+        monkeypatch.setattr(loaded.device.CQ, "close", refuse)
+        device = loaded.device.Device("near0", 1, lambda: (0, "fe80::1"), neighbours, "0")
+        with pytest.raises(loaded.device.PyverbsError, match="busy"):
+            device.close()
+        assert neighbours.is_closed
