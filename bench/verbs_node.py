@@ -39,9 +39,9 @@ from verbs_roles import Role, Side, role_of
 from r2ccl.config import Config
 from r2ccl.topology.hcas import GidFinder
 from r2ccl.transport.base import Arrived, Cleared, Confirmed, Joined, Sent
-from r2ccl.transport.device import Device
-from r2ccl.transport.registration import RegistrationCache
-from r2ccl.transport.verbs import VerbsTransport
+from r2ccl.transport.verbs.device import Device
+from r2ccl.transport.verbs.registration import RegistrationCache
+from r2ccl.transport.verbs.transport import VerbsTransport
 from r2ccl.types import PathKey
 
 _CONFIG = Config()
@@ -49,7 +49,7 @@ _CONFIG = Config()
 _TICK_S = 0.02
 _JOIN_TIMEOUT_S = 20.0
 #: Loaded only where it is used.
-_FASTPATH_MODULE = "r2ccl.transport.fastpath"
+_FASTPATH_MODULE = "r2ccl.transport.verbs.fastpath"
 
 
 class Node:

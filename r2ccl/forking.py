@@ -8,7 +8,7 @@ it, and the communicators are disabled. The parent's are as they were.
 Children made by fork and exec at once (`subprocess`) inherit nothing: all descriptors are
 close-on-exec. ``ibv_fork_init`` is not called: since Linux 5.12 the kernel copies pages that NICs
 use for the child when it forks, and says so (``IBV_FORK_UNNEEDED``). See docs/rdma.md. What is
-mapped of the NICs themselves is kept from children by `r2ccl.transport.mappings`.
+mapped of the NICs themselves is kept from children by `r2ccl.transport.verbs.mappings`.
 
 The table is one for the process, as forks are; owners leave it when nothing refers to them.
 """

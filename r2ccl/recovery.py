@@ -54,7 +54,7 @@ from r2ccl.resilience.verdict import Finding, Kind, ProbeReply, ProbeRequest, Ve
 from r2ccl.resilience.watch import Watch
 from r2ccl.routing import Routes
 from r2ccl.transport.base import Arrived, Failed, Fenced, Joined, Probed, RailChanged
-from r2ccl.transport.status import is_completion_status
+from r2ccl.transport.verbs.status import is_completion_status
 from r2ccl.types import BYPASS, PathKey, ProbeKey, rail_name
 
 if TYPE_CHECKING:

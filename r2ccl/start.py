@@ -29,7 +29,7 @@ from r2ccl.topology.names import NameFilter
 from r2ccl.topology.neighbours import Neighbours
 from r2ccl.transport.base import Transport
 from r2ccl.transport.mixed import MixedTransport, Part
-from r2ccl.transport.tcp import TcpTransport
+from r2ccl.transport.tcp.transport import TcpTransport
 from r2ccl.types import Nic, PathKey
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca
 
 def _has_room(hca: Hca, nranks: int) -> bool:
     """Whether a port that nobody named can serve a job of so many ranks; says if not."""
-    from r2ccl.transport.device import room
+    from r2ccl.transport.verbs.device import room
 
     npeers = room(hca.name)
     if npeers >= nranks - 1:
@@ -254,9 +254,9 @@ def _has_room(hca: Hca, nranks: int) -> bool:
 
 def _open_verbs(control: bootstrap.ControlPlane, config: Config, hcas: Sequence[Hca]) -> Part:
     """Open the RDMA ports all ranks use; their rails come after TCP's."""
-    from r2ccl.transport.device import Device
-    from r2ccl.transport.registration import RegistrationCache
-    from r2ccl.transport.verbs import VerbsTransport
+    from r2ccl.transport.verbs.device import Device
+    from r2ccl.transport.verbs.registration import RegistrationCache
+    from r2ccl.transport.verbs.transport import VerbsTransport
 
     devices: list[Device] = []
     with ExitStack() as opened:

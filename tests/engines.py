@@ -24,8 +24,8 @@ from r2ccl.resilience.health import Health
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.fakedevice.forms import FakeLauncher
 from r2ccl.testing.simulation.gpus import GpuNetwork
-from r2ccl.transport.sim import SimTransport
-from r2ccl.transport.simnet import Timeline
+from r2ccl.testing.simulation.network import Timeline
+from r2ccl.testing.simulation.transport import SimTransport
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 

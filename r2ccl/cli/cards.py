@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from r2ccl.topology.gpus import GpuFacts
-from r2ccl.transport.dmabuf import Route
+from r2ccl.transport.verbs.dmabuf import Route
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """Tries how NICs reach a GPU's memory: exports a dma-buf, registers an allocation with RDMA ports.
 
-All of it is the library's own way there (`r2ccl.transport.dmabuf`). Runs in the process that
+All of it is the library's own way there (`r2ccl.transport.verbs.dmabuf`). Runs in the process that
 `r2ccl.cli.gpuprobe` is in; must not be imported elsewhere. Invariant: no descriptor and no
 registration outlives the call that made it.
 """
@@ -15,9 +15,9 @@ import msgspec
 
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.topology.hcas import GidFinder
-from r2ccl.transport.cuda import CudaDriver
-from r2ccl.transport.dmabuf import DeviceMemory, DeviceRegion, Route
-from r2ccl.transport.regions import MemoryRegion, Registrar, close_all
+from r2ccl.transport.verbs.cuda import CudaDriver
+from r2ccl.transport.verbs.dmabuf import DeviceMemory, DeviceRegion, Route
+from r2ccl.transport.verbs.regions import MemoryRegion, Registrar, close_all
 
 
 def way_of(driver: CudaDriver, registrars: Sequence[Registrar], address: int) -> Route:
@@ -63,7 +63,7 @@ def open_nics(stack: ExitStack, labels: Sequence[str]) -> dict[str, Registrar | 
     dict of str to Registrar or str
         By label; a string says why a port could not be opened.
     """
-    from r2ccl.transport.device import Device  # imports pyverbs
+    from r2ccl.transport.verbs.device import Device  # imports pyverbs
 
     found: dict[str, Registrar | str] = {}
     for label in labels:

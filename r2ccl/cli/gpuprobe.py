@@ -32,9 +32,9 @@ from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.kernels.cuda.ptx import Ptx, cache_directory, ptx_of, target_of
 from r2ccl.topology.gpus import BindingsSource, GpuSource, find_gpus
-from r2ccl.transport.cuda import BindingsDriver, CudaDriver
-from r2ccl.transport.dmabuf import Route
-from r2ccl.transport.regions import Registrar
+from r2ccl.transport.verbs.cuda import BindingsDriver, CudaDriver
+from r2ccl.transport.verbs.dmabuf import Route
+from r2ccl.transport.verbs.regions import Registrar
 from r2ccl.types import ReduceOp
 
 #: One page of a GPU, so that the allocation begins and ends with a page of the host.

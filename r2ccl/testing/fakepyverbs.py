@@ -1,9 +1,9 @@
 """pyverbs and RDMA NICs in memory, with completion queues that overrun as a NIC's do.
 
 `installed` puts modules in pyverbs' place and loads the modules that import it anew, so that
-`r2ccl.transport.verbs` runs as it is, unmodified, where there is no RDMA device and no pyverbs.
-All NICs of a `Fabric` reach each other. Of verbs it has what r2ccl uses: reliable queue pairs,
-writes with and without immediate data, flushes, one completion queue a device.
+`r2ccl.transport.verbs.transport` runs as it is, unmodified, where there is no RDMA device and no
+pyverbs. All NICs of a `Fabric` reach each other. Of verbs it has what r2ccl uses: reliable queue
+pairs, writes with and without immediate data, flushes, one completion queue a device.
 
 A write is done when it is posted, or kept under way while its port is mute. A queue pair that goes
 to ERR completes every request that is under way, also those that asked for no completion. A

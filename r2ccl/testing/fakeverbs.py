@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.transport.layout import COMP_CHANNEL, CONTEXT, CQ, PD, QP, Nic
+from r2ccl.transport.verbs.layout import COMP_CHANNEL, CONTEXT, CQ, PD, QP, Nic
 
 Record = npt.NDArray[Any]
 
@@ -103,7 +103,7 @@ def rates(batch: int = 256, chain: int = 32, seconds: float = 0.2) -> Rates:
     """
     from numba import cfunc, types
 
-    from r2ccl.transport.fastpath import Poller, Poster
+    from r2ccl.transport.verbs.fastpath import Poller, Poster
 
     word = types.uint64
     compiled = cfunc(types.int32(word, types.int32, word))

@@ -1,1 +1,1 @@
-"""Ways to move a slice: `base` is the interface, one file an implementation beside it."""
+"""Ways to move a slice: `base` is the interface, beside it an implementation a package."""

@@ -26,7 +26,7 @@ import json, os, sys, threading, time
 import msgspec
 from r2ccl.bootstrap import connect
 from r2ccl.config import Config
-from r2ccl.transport.tcp import TcpTransport
+from r2ccl.transport.tcp.transport import TcpTransport
 from r2ccl.types import Nic, PathKey, ProbeKey
 
 class Text(msgspec.Struct, tag="text"):

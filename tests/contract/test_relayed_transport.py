@@ -19,11 +19,11 @@ from r2ccl.testing.contract import CHECKS, Bench, Joined, pattern
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.probecontract import PROBE_CHECKS
 from r2ccl.testing.simulation.gpus import GpuNetwork
+from r2ccl.testing.simulation.network import Cut, End, Timeline
 from r2ccl.testing.simulation.relays import CheckedRelay, SimPart
 from r2ccl.transport.base import Arrived, Cleared, Event, Fenced, Frame, Sent
 from r2ccl.transport.mixed import MixedTransport
 from r2ccl.transport.relayed import RelayedTransport
-from r2ccl.transport.simnet import Cut, End, Timeline
 from r2ccl.types import PathKey
 
 

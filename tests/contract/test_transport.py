@@ -12,13 +12,13 @@ from r2ccl.errors import InternalError
 from r2ccl.testing.contract import CHECKS, Bench, Joined, pattern
 from r2ccl.testing.fakepyverbs import Fabric, installed
 from r2ccl.testing.probecontract import PROBE_CHECKS
+from r2ccl.testing.simulation.network import Cut, End, SimNetwork, Timeline
+from r2ccl.testing.simulation.transport import SimTransport
 from r2ccl.transport.base import Arrived, Cleared, Failed, Fenced, Frame, Sent
 from r2ccl.transport.base import Joined as JoinedEvent
 from r2ccl.transport.mixed import MixedTransport
-from r2ccl.transport.registration import RegistrationCache
-from r2ccl.transport.sim import SimTransport
-from r2ccl.transport.simnet import Cut, End, SimNetwork, Timeline
-from r2ccl.transport.tcp import TcpTransport
+from r2ccl.transport.tcp.transport import TcpTransport
+from r2ccl.transport.verbs.registration import RegistrationCache
 from r2ccl.types import Nic, PathKey, ProbeKey
 
 

@@ -7,8 +7,8 @@ import numpy.ma
 from pyverbs.device import get_device_list
 
 import r2ccl.bootstrap.startup
-import r2ccl.transport.prober
-import r2ccl.transport.verbs
+import r2ccl.transport.verbs.probe
+import r2ccl.transport.verbs.transport
 
 __all__ = ["numpy", "r2ccl"]
 

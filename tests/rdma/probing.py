@@ -22,9 +22,9 @@ PROBE_TIMEOUT_S = 1.0
 
 def open_transport(rank: int, hcas: Sequence[Hca], fastpath: str = "0") -> Any:
     """Open a `VerbsTransport` over ports."""
-    from r2ccl.transport.device import Device
-    from r2ccl.transport.registration import RegistrationCache
-    from r2ccl.transport.verbs import VerbsTransport
+    from r2ccl.transport.verbs.device import Device
+    from r2ccl.transport.verbs.registration import RegistrationCache
+    from r2ccl.transport.verbs.transport import VerbsTransport
 
     devices = [
         Device(hca.name, hca.port, GidFinder(hca.name, hca.port), Neighbours(hca.index), fastpath)

@@ -10,7 +10,7 @@ import pytest
 from r2ccl.errors import TransportError
 from r2ccl.topology.hcas import GidFinder, Hca
 from r2ccl.topology.neighbours import Neighbours
-from r2ccl.transport.layout import locate_nic
+from r2ccl.transport.verbs.layout import locate_nic
 
 Open = Callable[[str], Any]
 
@@ -20,7 +20,7 @@ FLUSHED = 5
 @pytest.fixture
 def open_device(hcas: tuple[tuple[Hca, ...], ...]) -> Iterator[Open]:
     """Return what opens a port."""
-    from r2ccl.transport.device import Device
+    from r2ccl.transport.verbs.device import Device
 
     hca = hcas[0][0]
     made = []
@@ -38,7 +38,7 @@ def open_device(hcas: tuple[tuple[Hca, ...], ...]) -> Iterator[Open]:
 @pytest.fixture
 def open_pair(open_device: Open) -> Iterator[Callable[[str], tuple[Any, Any]]]:
     """Return what opens a port and makes a queue pair on it."""
-    from r2ccl.transport.queuepair import QueuePair
+    from r2ccl.transport.verbs.queuepair import QueuePair
 
     made = []
 
@@ -68,7 +68,7 @@ def test_it_is_not_taken_where_it_does_not_pay(open_pair: Any, fastpath: str) ->
 def test_an_unknown_device_is_left_to_pyverbs(
     open_pair: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from r2ccl.transport import device as room
+    from r2ccl.transport.verbs import device as room
 
     def expect_another(*objects: Any, async_fd: int, channel_fd: int) -> Any:
         return locate_nic(*objects, async_fd=async_fd, channel_fd=channel_fd + 1)
@@ -86,7 +86,7 @@ def test_an_unknown_device_is_left_to_pyverbs(
 def test_an_unknown_queue_pair_is_left_to_pyverbs(
     open_pair: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from r2ccl.transport import device as room
+    from r2ccl.transport.verbs import device as room
 
     def refuse(nic: Any, qp: Any) -> int:
         raise TransportError("no such thing", status="LAYOUT")
@@ -104,7 +104,7 @@ def test_a_flushed_queue_pair_tells_of_its_failure_and_both_markers(
     open_pair: Any, fastpath: str, most: int
 ) -> None:
     """Compiled, the dozens of receive requests are told once a call."""
-    from r2ccl.transport.queuepair import Work
+    from r2ccl.transport.verbs.queuepair import Work
 
     device, qp = open_pair(fastpath)
     qp.flush()

@@ -29,7 +29,7 @@ def two(hcas: Nodes) -> Iterator[TwoRanks]:
 def test_a_silent_port_is_noticed_in_time_and_joined_again_when_it_speaks(
     two: TwoRanks, lab: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from r2ccl.transport import prober
+    from r2ccl.transport.verbs import probe
 
     two.join(*STRAIGHT)
     gone, beside = STRAIGHT
@@ -43,7 +43,7 @@ def test_a_silent_port_is_noticed_in_time_and_joined_again_when_it_speaks(
         again = two.ask(gone)
         assert again.is_answered is False, "what was silent just now needs no connection to be so"
         assert probed.detail in again.detail, "it says what became of its connection"
-        monkeypatch.setattr(prober, "_SILENCE_S", 0.0)
+        monkeypatch.setattr(probe, "_SILENCE_S", 0.0)
         assert two.ask(gone).is_answered is None, "what was silent long ago does"
     two.joined.clear()
     two.until(lambda: gone in two.joined, "the connection, anew")
@@ -52,7 +52,7 @@ def test_a_silent_port_is_noticed_in_time_and_joined_again_when_it_speaks(
 
 @pytest.mark.parametrize("timeout_s", [1e-6, 0.06, 1.0, 3600.0])
 def test_all_tries_of_the_nic_fit_into_the_timeout(timeout_s: float) -> None:
-    from r2ccl.transport.prober import queue_pair_timeout
+    from r2ccl.transport.verbs.probe import queue_pair_timeout
 
     exponent = queue_pair_timeout(timeout_s)
     tries_s = 3 * 4.096e-6 * 2**exponent

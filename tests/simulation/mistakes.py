@@ -21,8 +21,8 @@ from r2ccl.resilience.path import PathState
 from r2ccl.routing import Routes
 from r2ccl.schedule.ir import Kind
 from r2ccl.testing.simulation.control import SimControl
-from r2ccl.transport.simnet import End, SimNetwork
-from r2ccl.transport.simnet import Kind as MessageKind
+from r2ccl.testing.simulation.network import End, SimNetwork
+from r2ccl.testing.simulation.network import Kind as MessageKind
 from r2ccl.types import PathKey
 
 Mistake = Callable[[], contextlib.AbstractContextManager[Any]]

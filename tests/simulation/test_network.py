@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from r2ccl.testing.simulation.network import Act, Cut, Fate, Kind, Message, SimNetwork, Timeline
+from r2ccl.testing.simulation.transport import SimTransport
 from r2ccl.transport.base import Arrived, Cleared, Event, Failed, Frame, Probed, Sent
-from r2ccl.transport.sim import SimTransport
-from r2ccl.transport.simnet import Act, Cut, Fate, Kind, Message, SimNetwork, Timeline
 from r2ccl.types import PathKey, ProbeKey
 
 TO_1, TO_0 = PathKey(1, 0), PathKey(0, 0)

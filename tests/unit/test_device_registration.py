@@ -13,12 +13,12 @@ import pytest
 
 from r2ccl.device.views import address_of, is_device_view, view_of
 from r2ccl.errors import InternalError, TransportError
+from r2ccl.testing.simulation.network import SimNetwork, Timeline
+from r2ccl.testing.simulation.transport import SimTransport
 from r2ccl.transport.mixed import MixedTransport
-from r2ccl.transport.registration import RegistrationCache
-from r2ccl.transport.sim import SimTransport
-from r2ccl.transport.simnet import SimNetwork, Timeline
-from r2ccl.transport.staging import Staging
-from r2ccl.transport.tcp import TcpTransport
+from r2ccl.transport.tcp.transport import TcpTransport
+from r2ccl.transport.verbs.registration import RegistrationCache
+from r2ccl.transport.verbs.staging import Staging
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 #: Where no processor can read: whoever touches the bytes dies.

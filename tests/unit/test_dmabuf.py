@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from r2ccl.errors import InvalidArgument, TransportError
-from r2ccl.transport.cuda import BindingsDriver
-from r2ccl.transport.dmabuf import DeviceMemory, DeviceRegion, PdRegistrar, Route
-from r2ccl.transport.registration import Registration, RegistrationCache
+from r2ccl.transport.verbs.cuda import BindingsDriver
+from r2ccl.transport.verbs.dmabuf import DeviceMemory, DeviceRegion, PdRegistrar, Route
+from r2ccl.transport.verbs.registration import Registration, RegistrationCache
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 #: A piece of a pool: its allocation begins and ends within pages.

@@ -36,7 +36,7 @@ from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
 from r2ccl.kernels.cuda.ptx import Ptx, ptx_of
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu, FakeKernel
-from r2ccl.transport.dmabuf import Route
+from r2ccl.transport.verbs.dmabuf import Route
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 NBYTES = 2 << 20
@@ -509,7 +509,9 @@ def test_ports_are_opened_by_their_labels_and_closed_with_the_stack(
         def close(self) -> None:
             opened.remove(self.which)
 
-    monkeypatch.setitem(sys.modules, "r2ccl.transport.device", SimpleNamespace(Device=NicDevice))
+    monkeypatch.setitem(
+        sys.modules, "r2ccl.transport.verbs.device", SimpleNamespace(Device=NicDevice)
+    )
     with ExitStack() as stack:
         found = open_nics(stack, ["mlx5_0:2", "mlx5_1:1"])
         assert opened == [("mlx5_0", 2)]

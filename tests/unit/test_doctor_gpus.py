@@ -12,7 +12,7 @@ from r2ccl.cli.diagnosis import Finding
 from r2ccl.cli.doctor import show
 from r2ccl.cli.gpus import examine_gpus
 from r2ccl.config import Config
-from r2ccl.transport.dmabuf import Route
+from r2ccl.transport.verbs.dmabuf import Route
 
 DMABUF = Route("dmabuf")
 NOT_EXPORTED = "cuMemGetHandleForAddressRange failed: CUDA_ERROR_NOT_SUPPORTED"

@@ -29,7 +29,7 @@ from r2ccl.resilience.shrinking import Shrinking
 from r2ccl.schedule.check import check
 from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
 from r2ccl.transport.base import Failed
-from r2ccl.transport.status import STATUSES
+from r2ccl.transport.verbs.status import STATUSES
 from r2ccl.types import PathKey
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,8 @@ from r2ccl.executor import Call, LandingPool, LaneRun
 from r2ccl.lowering import lower
 from r2ccl.progress import Progress
 from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
-from r2ccl.transport.sim import SimTransport
-from r2ccl.transport.simnet import SimNetwork, Timeline
+from r2ccl.testing.simulation.network import SimNetwork, Timeline
+from r2ccl.testing.simulation.transport import SimTransport
 from r2ccl.types import ReduceOp
 
 Array = npt.NDArray[Any]

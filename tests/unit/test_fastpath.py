@@ -12,8 +12,8 @@ import pytest
 
 from r2ccl.errors import TransportError
 from r2ccl.testing.fakeverbs import ASYNC_FD, CHANNEL_FD, FakeNic, rates
-from r2ccl.transport import layout
-from r2ccl.transport.fastpath import Poller, Poster
+from r2ccl.transport.verbs import layout
+from r2ccl.transport.verbs.fastpath import Poller, Poster
 
 OK, RETRY_EXCEEDED, FLUSHED = 0, 12, 5
 #: Numbers: of all receive requests, and of one that is alone.
@@ -362,7 +362,7 @@ def test_a_refusal_is_its_errno(device: Device, post: Callable[[Poster], None]) 
 _TWO_THREADS = """
 import ctypes, threading
 from r2ccl.testing.fakeverbs import FakeNic
-from r2ccl.transport.fastpath import Poster
+from r2ccl.transport.verbs.fastpath import Poster
 libc = ctypes.CDLL(None)
 wait = ctypes.cast(libc.pthread_barrier_wait, ctypes.c_void_p).value
 barrier = ctypes.create_string_buffer(64)

@@ -12,7 +12,7 @@ import pytest
 from limits import no_descriptor_left
 
 from r2ccl.transport.base import Probed
-from r2ccl.transport.knock import Knocker
+from r2ccl.transport.tcp.probe import Knocker
 from r2ccl.types import Nic, PathKey, ProbeKey
 
 TIMEOUT_S = 0.3

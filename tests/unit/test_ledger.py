@@ -24,9 +24,9 @@ from r2ccl.progress import Progress
 from r2ccl.recovery import Leaving
 from r2ccl.resilience.path import Announcement, PathState
 from r2ccl.rollcall import Calling
+from r2ccl.testing.simulation.network import SimNetwork, Timeline
+from r2ccl.testing.simulation.transport import SimTransport
 from r2ccl.transport.base import Event, Failed
-from r2ccl.transport.sim import SimTransport
-from r2ccl.transport.simnet import SimNetwork, Timeline
 from r2ccl.types import CallSignature, Collective, Nic, PathKey, ReduceOp
 
 COUNT = 30_000

@@ -27,8 +27,8 @@ from hypothesis.stateful import (
 )
 
 from r2ccl.errors import InternalError, InvalidArgument, TransportError
-from r2ccl.transport.lifetime import allocation_of
-from r2ccl.transport.registration import Registration, RegistrationCache
+from r2ccl.transport.verbs.lifetime import allocation_of
+from r2ccl.transport.verbs.registration import Registration, RegistrationCache
 
 LIMIT = 1 << 30
 

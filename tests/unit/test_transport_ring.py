@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 
 from r2ccl.errors import InternalError
-from r2ccl.transport import messages
 from r2ccl.transport.base import Frame
-from r2ccl.transport.messages import CLEAR, CONFIRM, EAGER, HEADER_NBYTES, Message, Token
-from r2ccl.transport.ring import ALIGN, COUNT_MODULUS, SendRing
+from r2ccl.transport.verbs import messages
+from r2ccl.transport.verbs.messages import CLEAR, CONFIRM, EAGER, HEADER_NBYTES, Message, Token
+from r2ccl.transport.verbs.ring import ALIGN, COUNT_MODULUS, SendRing
 
 
 @given(st.lists(st.one_of(st.integers(1, 700), st.just(None)), max_size=120), st.integers(1, 9))

@@ -4,8 +4,8 @@ import doctest
 
 import pytest
 
-from r2ccl.transport import status
-from r2ccl.transport.status import (
+from r2ccl.transport.verbs import status
+from r2ccl.transport.verbs.status import (
     EVENTS,
     STATUSES,
     describe_event,

@@ -11,14 +11,14 @@ import pytest
 
 from r2ccl.errors import TransportError
 from r2ccl.testing.fakepyverbs import Fabric, installed
-from r2ccl.transport import depths
 from r2ccl.transport.base import Event, Failed, Fenced, Frame, Joined, RailChanged
-from r2ccl.transport.registration import RegistrationCache
+from r2ccl.transport.verbs import queue_depths
+from r2ccl.transport.verbs.registration import RegistrationCache
 from r2ccl.types import PathKey, ProbeKey
 
 NPEERS = 255
 #: As many as a send queue holds.
-NSLICES = depths.NSENDS
+NSLICES = queue_depths.NSENDS
 
 
 class Job:
@@ -109,7 +109,7 @@ def test_fencing_every_path_drains_what_each_of_them_flushes(start: Any) -> None
     job.cq.nhighest = 0
     for peer in range(1, NPEERS + 1):
         job.near.fence(PathKey(peer, 0))
-    assert 100 < job.cq.nhighest <= depths.NCOMPLETIONS
+    assert 100 < job.cq.nhighest <= queue_depths.NCOMPLETIONS
     # One poll is enough, however many there are: the deadline of a fence is a second.
     assert paths_of(job.poll(1), Fenced) == list(range(1, NPEERS + 1))
 
@@ -120,20 +120,20 @@ def test_the_queue_has_an_entry_for_each_request_of_each_peer(start: Any) -> Non
         job.fill()
         qps = [qp for qp in job.fabric.qps.values() if qp.context.name == "near0"]
         assert sum(qp._cap.max_send_wr + qp._cap.max_recv_wr for qp in qps) <= job.cq.cqe
-        assert job.cq.cqe == depths.completions(npeers)
+        assert job.cq.cqe == queue_depths.completions(npeers)
 
 
 def test_the_pages_tell_the_number_of_the_code() -> None:
     pages = Path(__file__).parents[2] / "docs"
-    assert f"| {depths.NCOMPLETIONS} for each peer:" in (pages / "tuning.md").read_text()
-    assert f"`r2ccl/transport/depths.py`: {depths.NCOMPLETIONS} a peer" in (
+    assert f"| {queue_depths.NCOMPLETIONS} for each peer:" in (pages / "tuning.md").read_text()
+    assert f"`r2ccl/transport/verbs/queue_depths.py`: {queue_depths.NCOMPLETIONS} a peer" in (
         pages / "rdma.md"
     ).read_text().replace("\n", " ")
 
 
 def test_a_nic_with_too_few_entries_tells_how_many_ranks_it_has_room_for(start: Any) -> None:
     most = 32767  # Soft-RoCE's
-    nranks = depths.most_peers(most) + 1
+    nranks = queue_depths.most_peers(most) + 1
     start(nranks - 1, max_cqe=most)
     with pytest.raises(TransportError) as caught:
         start(nranks, max_cqe=most)
@@ -162,7 +162,7 @@ def test_a_queue_that_overran_takes_its_rail_out_of_use(start: Any) -> None:
 def test_room_of_a_nic_is_told_before_it_is_used() -> None:
     fabric = Fabric(max_cqe=32767)
     with installed(fabric) as loaded:
-        assert loaded.device.room("near0") == depths.most_peers(32767)
+        assert loaded.device.room("near0") == queue_depths.most_peers(32767)
 
 
 class Watched:

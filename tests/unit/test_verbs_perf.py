@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from r2ccl.transport.base import Arrived
-from r2ccl.transport.tcp import TcpTransport
+from r2ccl.transport.tcp.transport import TcpTransport
 from r2ccl.types import Nic, PathKey
 
 BENCH = Path(__file__).parents[2] / "bench"

@@ -16,7 +16,7 @@ from r2ccl.executor import LandingPool, LaneRun, Place
 from r2ccl.progress import Consumer, Progress
 from r2ccl.resilience.health import Health
 from r2ccl.resilience.link import Landing, SendLink, Slice
-from r2ccl.transport.simnet import Kind, Message
+from r2ccl.testing.simulation.network import Kind, Message
 
 Array = npt.NDArray[Any]
 

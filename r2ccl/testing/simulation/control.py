@@ -13,8 +13,8 @@ from typing import Protocol
 
 from r2ccl.bootstrap.messages import Codec, PeerDown
 from r2ccl.bootstrap.session import FrameReader, Session, SessionLimits
+from r2ccl.testing.simulation.network import Act, End, Kind, Message, SimNetwork, Wire
 from r2ccl.transport.base import Frame
-from r2ccl.transport.simnet import Act, End, Kind, Message, SimNetwork, Wire
 from r2ccl.types import BYPASS, PathKey, Way
 
 #: Heartbeats per peer timeout, as the real control plane has it.

@@ -24,9 +24,9 @@ from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.fakedevice.forms import FakeLauncher
 from r2ccl.testing.simulation.checks import Violation
 from r2ccl.testing.simulation.data import Array
+from r2ccl.testing.simulation.network import Message, SimNetwork
 from r2ccl.testing.simulation.rank import SimRank
 from r2ccl.testing.simulation.work import Task
-from r2ccl.transport.simnet import Message, SimNetwork
 
 #: In landing places that nobody uses.
 _POISON = 0xA5

@@ -25,10 +25,10 @@ from r2ccl.resilience.verdict import Finding, ProbeReply, ProbeRequest, Verdict
 from r2ccl.testing.simulation.checks import CheckedPool, CheckedProgress, CheckedRun, Checker
 from r2ccl.testing.simulation.control import SimControl
 from r2ccl.testing.simulation.data import Array
+from r2ccl.testing.simulation.network import End, SimNetwork
+from r2ccl.testing.simulation.transport import SimTransport
 from r2ccl.testing.simulation.work import Task, Work
 from r2ccl.transport.base import Transport
-from r2ccl.transport.sim import SimTransport
-from r2ccl.transport.simnet import End, SimNetwork
 
 _BUSY_TICK_S = 0.02
 _IDLE_TICK_S = 0.1

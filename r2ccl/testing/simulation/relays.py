@@ -17,10 +17,10 @@ import numpy as np
 from r2ccl.testing.fakedevice import FakeDevice
 from r2ccl.testing.simulation.checks import Violation
 from r2ccl.testing.simulation.gpus import GpuNetwork, GpuRank
+from r2ccl.testing.simulation.transport import SimTransport
 from r2ccl.transport.base import Transport
 from r2ccl.transport.relay import Relay, Slot
 from r2ccl.transport.relayed import RelayedTransport
-from r2ccl.transport.sim import SimTransport
 
 #: In slots that are free.
 _POISON = 0xB6

@@ -16,6 +16,17 @@ from r2ccl.errors import R2cclError
 from r2ccl.resilience.health import Health
 from r2ccl.resilience.verdict import Verdict
 from r2ccl.testing.simulation.checks import Checker, Violation
+from r2ccl.testing.simulation.network import (
+    DELIVER,
+    Act,
+    Cut,
+    Fate,
+    Kind,
+    Message,
+    SimNetwork,
+    Timeline,
+    Wire,
+)
 from r2ccl.testing.simulation.plan import (
     CutPath,
     Fault,
@@ -30,17 +41,6 @@ from r2ccl.testing.simulation.plan import (
 )
 from r2ccl.testing.simulation.rank import Phase, SimRank
 from r2ccl.testing.simulation.work import Work
-from r2ccl.transport.simnet import (
-    DELIVER,
-    Act,
-    Cut,
-    Fate,
-    Kind,
-    Message,
-    SimNetwork,
-    Timeline,
-    Wire,
-)
 
 MAX_EVENTS = 200_000
 #: After the last rank is done, late writes still get this long to do harm.

@@ -1,13 +1,13 @@
 """Polling and posting in compiled code, which holds no GIL and makes no object per request.
 
 What ``ibv_poll_cq``, ``ibv_post_send`` and ``ibv_post_recv`` are in C, calls through the context's
-table, Numba compiles here; records that the provider reads are filled in place. Addresses come
-from `r2ccl.transport.layout`, which verified them. Nothing is opened, changed or closed here: that
+table, Numba compiles here; records that the provider reads are filled in place. Addresses come from
+`r2ccl.transport.verbs.layout`, which verified them. Nothing is opened, changed or closed here: that
 stays with pyverbs.
 
 Importing this module imports Numba and loads three functions from its cache on disk (0.7 s; the
-first time it compiles them, 0.5 s more); so `r2ccl.transport.device` does it only when they are to
-be used. Must not import pyverbs.
+first time it compiles them, 0.5 s more); so `r2ccl.transport.verbs.device` does it only when they
+are to be used. Must not import pyverbs.
 
 CPU time on an EPYC, over a provider that does nothing (`r2ccl.testing.fakeverbs.rates`) and, in
 brackets, of pyverbs over the same: a completion 0.14 µs (1.6), an empty poll 0.24 (0.23), a receive
@@ -31,7 +31,7 @@ from llvmlite import ir  # type: ignore[import-untyped, unused-ignore]
 from numba import carray, njit, types
 from numba.extending import intrinsic, register_jitable
 
-from r2ccl.transport.layout import RECV_WR, SEND_WR, SGE, WC, Nic
+from r2ccl.transport.verbs.layout import RECV_WR, SEND_WR, SGE, WC, Nic
 
 _log = logging.getLogger(__name__)
 

@@ -8,8 +8,9 @@ leaves a torn slice; and a write that was under way when a path was cut may land
 (`Cut.late_s`) unless the receiver has fenced its end. Fencing takes time.
 
 Everything happens on a `Timeline`, one seeded heap of timed events; what it happens to is in
-`r2ccl.transport.simwire`, and `r2ccl.transport.sim` puts a `Transport` on top. Imports no socket,
-no thread and no real clock. Invariant: equal seeds and equal calls give equal traces.
+`r2ccl.testing.simulation.wire`, and `r2ccl.testing.simulation.transport` puts a `Transport` on top.
+Imports no socket, no thread and no real clock. Invariant: equal seeds and equal calls give equal
+traces.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from r2ccl.transport.base import Arrived, Cleared, Confirmed, Event, Failed, Frame, Sent
-from r2ccl.transport.simwire import (
+from r2ccl.testing.simulation.wire import (
     DELIVER,
     Act,
     Cut,
@@ -32,6 +32,7 @@ from r2ccl.transport.simwire import (
     Timeline,
     Wire,
 )
+from r2ccl.transport.base import Arrived, Cleared, Confirmed, Event, Failed, Frame, Sent
 from r2ccl.types import BYPASS, ProbeKey, Way
 
 

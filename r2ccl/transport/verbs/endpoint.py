@@ -1,7 +1,8 @@
 """One end of a path over verbs: its queue pair and everything under way on it.
 
-Moves nothing by itself: `r2ccl.transport.verbs` posts what waits here and takes what completes.
-Invariant: what is under way is released by `take_back`, and only once the NIC is done with it.
+Moves nothing by itself: `r2ccl.transport.verbs.transport` posts what waits here and takes what
+completes. Invariant: what is under way is released by `take_back`, and only once the NIC is done
+with it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from r2ccl.transport.base import Event, Frame
-from r2ccl.transport.depths import NLANDINGS, NMESSAGES
-from r2ccl.transport.messages import Token
-from r2ccl.transport.queuepair import QueuePair
-from r2ccl.transport.staging import Reach
+from r2ccl.transport.verbs.messages import Token
+from r2ccl.transport.verbs.queue_depths import NLANDINGS, NMESSAGES
+from r2ccl.transport.verbs.queuepair import QueuePair
+from r2ccl.transport.verbs.staging import Reach
 from r2ccl.types import PathKey
 
 #: Consumed messages, and the part of the ring they take, that are told at once, without a message

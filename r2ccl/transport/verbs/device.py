@@ -1,10 +1,10 @@
 """One RDMA NIC port, opened: context, protection domain, completion queue, async events.
 
-With `r2ccl.transport.queuepair` and `r2ccl.transport.prober` the only room that sees pyverbs.
-pyverbs holds the GIL in every call, so nothing here is called that could block: descriptors are
-polled first, and neighbours are known before queue pairs are connected to them. Completions are
-taken, and requests posted, by compiled code instead (`r2ccl.transport.fastpath`), if what that
-needs is found and verified.
+With `r2ccl.transport.verbs.queuepair` and `r2ccl.transport.verbs.probe` the only room that sees
+pyverbs. pyverbs holds the GIL in every call, so nothing here is called that could block:
+descriptors are polled first, and neighbours are known before queue pairs are connected to them.
+Completions are taken, and requests posted, by compiled code instead
+(`r2ccl.transport.verbs.fastpath`), if what that needs is found and verified.
 
 Invariant: what was opened is closed in the order verbs wants (queue pairs before the completion
 queue, memory regions before the domain), by `close`.
@@ -24,13 +24,13 @@ import msgspec
 
 from r2ccl import oserrors
 from r2ccl.errors import InvalidArgument, TransportError
-from r2ccl.transport.depths import NCOMPLETIONS, completions, most_peers
-from r2ccl.transport.dmabuf import PdRegistrar
-from r2ccl.transport.layout import Nic, locate_nic, locate_qp
-from r2ccl.transport.mappings import keep_from_children
+from r2ccl.transport.verbs.dmabuf import PdRegistrar
+from r2ccl.transport.verbs.layout import Nic, locate_nic, locate_qp
+from r2ccl.transport.verbs.mappings import keep_from_children
+from r2ccl.transport.verbs.queue_depths import NCOMPLETIONS, completions, most_peers
 
 if TYPE_CHECKING:
-    from r2ccl.transport.fastpath import Poller, Poster
+    from r2ccl.transport.verbs.fastpath import Poller, Poster
 
 _log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ class Device:
     def _make_poller(self) -> Poller | None:
         if self._nic is None:
             return None
-        from r2ccl.transport.fastpath import Poller  # loads Numba: 0.7 s
+        from r2ccl.transport.verbs.fastpath import Poller  # loads Numba: 0.7 s
 
         return Poller(self._nic, BATCH)
 
@@ -212,7 +212,7 @@ class Device:
         except TransportError as exc:
             _log.info("%s: pyverbs posts to queue pair %d: %s", self.name, qp.qp_num, exc)
             return None
-        from r2ccl.transport.fastpath import Poster
+        from r2ccl.transport.verbs.fastpath import Poster
 
         return Poster(self._nic, address, nothing, nreceives)
 

@@ -23,8 +23,8 @@ the cache is closed   the NICs have stopped: also if work seems to be under way
 
 *Users and pins.* `RegistrationCache.register` adds a user and `Registration.close` takes one away;
 without users a registration stays cached until one of the above. A registration whose owner has to
-be held (`r2ccl.transport.lifetime`) ends with its last user: the cache must not keep memory alive.
-A pin stands for work under way: it keeps the NICs' side and the owner alive, so that no work
+be held (`r2ccl.transport.verbs.lifetime`) ends with its last user: the cache must not keep memory
+alive. A pin stands for work under way: it keeps the NICs' side and the owner alive, so that no work
 request ever writes to memory that belongs to somebody else by now.
 
 Sees no pyverbs and no CUDA. One thread at a time, except that owners may die in any. Invariants: a
@@ -43,8 +43,8 @@ from typing import Any
 import msgspec
 
 from r2ccl.errors import InternalError, InvalidArgument, TransportError
-from r2ccl.transport.lifetime import Allocation, Lifetime
-from r2ccl.transport.regions import (
+from r2ccl.transport.verbs.lifetime import Allocation, Lifetime
+from r2ccl.transport.verbs.regions import (
     HostMemory,
     Memory,
     MemoryRegion,

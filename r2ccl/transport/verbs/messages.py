@@ -13,7 +13,7 @@ import struct
 from typing import NamedTuple
 
 from r2ccl.transport.base import Frame
-from r2ccl.transport.ring import ALIGN
+from r2ccl.transport.verbs.ring import ALIGN
 
 #: kind, flags, channel, nbytes, seq, ack, op, signature, credit, number, address, rkey
 _HEADER = struct.Struct("<BBHIQQQQIIQI")

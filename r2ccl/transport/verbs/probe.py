@@ -11,8 +11,8 @@ ports come within seconds, before it is joined anew. They get the same answer, s
 `_SILENCE_S`; after that there is no connection to ask by.
 
 An end makes its queue pair when that is first needed, so that one that finds no way to its peer
-costs nothing. Beside `r2ccl.transport.device` and `r2ccl.transport.queuepair` this room sees
-pyverbs.
+costs nothing. Beside `r2ccl.transport.verbs.device` and `r2ccl.transport.verbs.queuepair` this room
+sees pyverbs.
 
 Invariant: a probe that was asked is reported once; an end has a queue pair until it is discarded.
 """
@@ -28,11 +28,11 @@ import msgspec
 from r2ccl.clock import Clock
 from r2ccl.errors import TransportError
 from r2ccl.transport.base import Event, Joined, Probed
-from r2ccl.transport.device import Card, Device, e
-from r2ccl.transport.status import describe_status
+from r2ccl.transport.verbs.device import Card, Device, e
+from r2ccl.transport.verbs.status import describe_status
 from r2ccl.types import ProbeKey
 
-# Below r2ccl.transport.device, which sees to it that importing pyverbs changes nothing else.
+# Below r2ccl.transport.verbs.device, which sees to it that importing pyverbs changes nothing else.
 from pyverbs.pd import PD  # isort: skip
 from pyverbs.pyverbs_error import PyverbsError  # isort: skip
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr  # isort: skip

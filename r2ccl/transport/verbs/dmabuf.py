@@ -28,8 +28,8 @@ way. *Ordering.* SYNC_MEMOPS is set first: CUDA then finishes a copy before the 
 returns, and a NIC never reads what has not arrived yet.
 
 pyverbs is imported where it is first used, so that this module can be imported without it; CUDA is
-behind `r2ccl.transport.cuda`. Invariants: no descriptor outlives `DeviceMemory.register`; whatever
-changes or exports an allocation runs with its context current on the calling thread.
+behind `r2ccl.transport.verbs.cuda`. Invariants: no descriptor outlives `DeviceMemory.register`;
+whatever changes or exports an allocation runs with its context current on the calling thread.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from r2ccl.errors import InvalidArgument, TransportError
-from r2ccl.transport.cuda import CudaDriver
-from r2ccl.transport.lifetime import Allocation
-from r2ccl.transport.regions import MemoryRegion, Registrar, register_everywhere
+from r2ccl.transport.verbs.cuda import CudaDriver
+from r2ccl.transport.verbs.lifetime import Allocation
+from r2ccl.transport.verbs.regions import MemoryRegion, Registrar, register_everywhere
 
 #: Statuses that say "no room": ending registrations helps, another way would not.
 _NO_ROOM = ("ENOMEM", "ENOSPC", "CUDA_ERROR_OUT_OF_MEMORY")

@@ -1,7 +1,8 @@
 """What a simulated network is made of: time, messages, ends of connections, ways to break.
 
-State without behaviour, but for the clock; `r2ccl.transport.simnet` moves it. Imports no socket, no
-thread and no real clock. Invariant: equal seeds and equal calls give equal orders of events.
+State without behaviour, but for the clock; `r2ccl.testing.simulation.network` moves it. Imports no
+socket, no thread and no real clock. Invariant: equal seeds and equal calls give equal orders of
+events.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from r2ccl.transport.base import Event, Frame
 from r2ccl.types import PathKey
 
 if TYPE_CHECKING:
-    from r2ccl.transport.simnet import SimNetwork
+    from r2ccl.testing.simulation.network import SimNetwork
 
 
 class Timeline:

@@ -42,7 +42,7 @@ from r2ccl.transport.base import (
     Sent,
 )
 from r2ccl.transport.dialed import Dialed
-from r2ccl.transport.knock import Address, Knocker
+from r2ccl.transport.tcp.probe import Address, Knocker
 from r2ccl.transport.wakeup import Wakeup
 from r2ccl.types import Nic, PathKey, ProbeKey
 

@@ -1,6 +1,6 @@
 """Verbs transport: reliable queue pairs over RDMA NICs, one device a rail.
 
-Every device is a rail; a path is one queue pair (`r2ccl.transport.queuepair`). Slices go from
+Every device is a rail; a path is one queue pair (`r2ccl.transport.verbs.queuepair`). Slices go from
 registered memory into registered memory; memory that is not registered is copied through buffers
 that are. One completion queue a device is polled while there is work; when there is none, its
 channel and the device's async events wake an epoll.
@@ -24,7 +24,6 @@ import numpy as np
 
 from r2ccl.clock import Clock, monotonic
 from r2ccl.errors import TransportError
-from r2ccl.transport import messages
 from r2ccl.transport.base import (
     Arrived,
     Cleared,
@@ -37,16 +36,17 @@ from r2ccl.transport.base import (
     RailChanged,
     Sent,
 )
-from r2ccl.transport.cuda import BindingsDriver, CudaDriver
-from r2ccl.transport.device import BATCH, Completion, Device
-from r2ccl.transport.endpoint import Outgoing, Place, State, VerbsEndpoint
-from r2ccl.transport.messages import CLEAR, CONFIRM, EAGER, HEADER_NBYTES, Message, Token
-from r2ccl.transport.prober import ProbeEnd, Prober
-from r2ccl.transport.queuepair import QueuePair, Tag, Work
-from r2ccl.transport.registration import Registration, RegistrationCache
-from r2ccl.transport.ring import ALIGN, COUNT_MODULUS
-from r2ccl.transport.staging import Array, Staging
-from r2ccl.transport.status import describe_event, describe_status, event_name, status_name
+from r2ccl.transport.verbs import messages
+from r2ccl.transport.verbs.cuda import BindingsDriver, CudaDriver
+from r2ccl.transport.verbs.device import BATCH, Completion, Device
+from r2ccl.transport.verbs.endpoint import Outgoing, Place, State, VerbsEndpoint
+from r2ccl.transport.verbs.messages import CLEAR, CONFIRM, EAGER, HEADER_NBYTES, Message, Token
+from r2ccl.transport.verbs.probe import ProbeEnd, Prober
+from r2ccl.transport.verbs.queuepair import QueuePair, Tag, Work
+from r2ccl.transport.verbs.registration import Registration, RegistrationCache
+from r2ccl.transport.verbs.ring import ALIGN, COUNT_MODULUS
+from r2ccl.transport.verbs.staging import Array, Staging
+from r2ccl.transport.verbs.status import describe_event, describe_status, event_name, status_name
 from r2ccl.transport.wakeup import Wakeup
 from r2ccl.types import PathKey, ProbeKey
 

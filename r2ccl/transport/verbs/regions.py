@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from r2ccl.errors import TransportError
-from r2ccl.transport.lifetime import Allocation, allocation_of
+from r2ccl.transport.verbs.lifetime import Allocation, allocation_of
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class HostMemory:
     """`Memory` the processor addresses; its allocations end with their owners."""
 
     def locate(self, address: int, nbytes: int, owner: Any) -> Allocation:
-        """See `r2ccl.transport.lifetime.allocation_of`."""
+        """See `r2ccl.transport.verbs.lifetime.allocation_of`."""
         return allocation_of(address, nbytes, owner)
 
     def identity(self, address: int) -> int:

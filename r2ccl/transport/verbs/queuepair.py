@@ -3,7 +3,7 @@
 Two things travel on it, both as RDMA_WRITE_WITH_IMM, so that each wakes the peer once:
 
 - *messages* (headers, landing places, confirmations, eager payloads) into the peer's ring, whose
-  places the sender chooses (`r2ccl.transport.ring`);
+  places the sender chooses (`r2ccl.transport.verbs.ring`);
 - *slices* into the landing place their receiver named.
 
 The immediate data says which: two bits of kind, eight that the receiver drew for this life of the
@@ -11,9 +11,9 @@ path, then a ring offset, a landing place's number, or a count of consumed messa
 without payload).
 
 Receive requests carry no buffer: they are the right to be woken. There is one for every message,
-every landing place and every credit that can be under way, so the receiver is never not ready.
-Work requests are made once and refilled, pyverbs' and, where the device has them, those of the
-compiled path. With `r2ccl.transport.device` and `r2ccl.transport.prober` the only room that sees
+every landing place and every credit that can be under way, so the receiver is never not ready. Work
+requests are made once and refilled, pyverbs' and, where the device has them, those of the compiled
+path. With `r2ccl.transport.verbs.device` and `r2ccl.transport.verbs.probe` the only room that sees
 pyverbs.
 
 A queue pair has many lives: `reset` ends one, `renew` begins the next, with another packet
@@ -34,12 +34,12 @@ import socket
 import msgspec
 import numpy as np
 
-from r2ccl.transport.depths import NMESSAGES, NRECEIVES, NSENDS
-from r2ccl.transport.device import Card, Device, e
-from r2ccl.transport.regions import MemoryRegion, register_everywhere
-from r2ccl.transport.ring import ALIGN, COUNT_MODULUS, SendRing
+from r2ccl.transport.verbs.device import Card, Device, e
+from r2ccl.transport.verbs.queue_depths import NMESSAGES, NRECEIVES, NSENDS
+from r2ccl.transport.verbs.regions import MemoryRegion, register_everywhere
+from r2ccl.transport.verbs.ring import ALIGN, COUNT_MODULUS, SendRing
 
-# Below r2ccl.transport.device, which sees to it that importing pyverbs changes nothing else.
+# Below r2ccl.transport.verbs.device, which sees to it that importing pyverbs changes nothing else.
 from pyverbs.pyverbs_error import PyverbsError  # isort: skip
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr  # isort: skip
 from pyverbs.wr import SGE, RecvWR, SendWR  # isort: skip

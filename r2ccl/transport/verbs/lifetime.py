@@ -9,7 +9,7 @@ ones. An address alone cannot tell. What can:
 * the *owner*, the object whose life keeps the memory alive. `allocation_of` walks from a NumPy view
   to the array or object at its root, so that every view of an allocation finds the same one;
 * an *identity* that changes when an address is allocated anew (CUDA's buffer id), for memory no
-  Python object stands for (`r2ccl.transport.dmabuf`).
+  Python object stands for (`r2ccl.transport.verbs.dmabuf`).
 
 An owner is watched with a weak reference: its death is reported before its memory is freed. An
 object that could free or move its memory while it lives (``bytearray``, ``array.array``,

@@ -5,7 +5,8 @@ under way becomes one when its queue pair breaks, also those that asked for none
 the queue pairs to n peers has an entry for every request that can be under way on all of them: a
 port that dies breaks them all at once.
 
-Invariant: `completions` counts what `r2ccl.transport.queuepair` and `r2ccl.transport.prober` post.
+Invariant: `completions` counts what `r2ccl.transport.verbs.queuepair` and
+`r2ccl.transport.verbs.probe` post.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Transport` over a simulated network (`r2ccl.transport.simnet`), where writes are one-sided.
+"""`Transport` over a simulated network (`network`), where writes are one-sided.
 
 Imports no socket, no thread and no real clock. Invariant: an event is reported at the first poll
 after it happened, in order, and nothing of a path after its `Fenced`.
@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from r2ccl.errors import InternalError
+from r2ccl.testing.simulation.network import End, EndState, Kind, Message, SimNetwork
 from r2ccl.transport.base import Arrived, Event, Fenced, Frame, Probed, Sent
 from r2ccl.transport.dialed import Dialed, Unregistered
-from r2ccl.transport.simnet import End, EndState, Kind, Message, SimNetwork
 from r2ccl.types import PathKey, ProbeKey
 
 

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from r2ccl.device.views import address_of, is_device_view
 from r2ccl.errors import InternalError
-from r2ccl.transport.cuda import CudaDriver
-from r2ccl.transport.dmabuf import DeviceMemory
-from r2ccl.transport.registration import Registration, RegistrationCache
+from r2ccl.transport.verbs.cuda import CudaDriver
+from r2ccl.transport.verbs.dmabuf import DeviceMemory
+from r2ccl.transport.verbs.registration import Registration, RegistrationCache
 
 Array = npt.NDArray[np.uint8]
 _MIN_BUFFER_BITS = 12

@@ -1,7 +1,7 @@
 """The few calls of the CUDA driver that registering device memory takes.
 
-`CudaDriver` is what `r2ccl.transport.dmabuf` sees, `BindingsDriver` makes it of the driver's calls.
-Sees no NIC and no cache; memory and streams to run collectives on are `r2ccl.device`'s.
+`CudaDriver` is what `r2ccl.transport.verbs.dmabuf` sees, `BindingsDriver` makes it of the driver's
+calls. Sees no NIC and no cache; memory and streams to run collectives on are `r2ccl.device`'s.
 
 Invariant: a failed call raises `TransportError` whose ``status`` is the driver's own name for it.
 """

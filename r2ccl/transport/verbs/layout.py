@@ -1,9 +1,9 @@
 """How libibverbs lays out its structs, and where they are behind the objects of pyverbs.
 
-The compiled path (`r2ccl.transport.fastpath`) calls the functions of a context's table itself, as
-the inline functions of ``<infiniband/verbs.h>`` do, and needs the pointers that pyverbs keeps to
-itself. They are among the machine words of its objects; which one it is shows in what it points
-to. Every value that is known from elsewhere must be there too, or nothing is used.
+The compiled path (`r2ccl.transport.verbs.fastpath`) calls the functions of a context's table
+itself, as the inline functions of ``<infiniband/verbs.h>`` do, and needs the pointers that pyverbs
+keeps to itself. They are among the machine words of its objects; which one it is shows in what it
+points to. Every value that is known from elsewhere must be there too, or nothing is used.
 
 Imports no pyverbs and no Numba: it looks at objects it is given. Invariant: memory is read through
 ``/proc/self/mem``, which refuses what is not mapped where a pointer would end the process.
@@ -55,7 +55,7 @@ QP = _layout(
     64, context=(0, "u8"), pd=(16, "u8"), send_cq=(24, "u8"), recv_cq=(32, "u8"),
     qp_num=(52, "u4"), state=(56, "u4"), qp_type=(60, "u4"),
 )  # fmt: skip
-#: ``struct ibv_wc``: what `r2ccl.transport.device.Completion` tells of it, in that order.
+#: ``struct ibv_wc``: what `r2ccl.transport.verbs.device.Completion` tells of it, in that order.
 WC = _layout(
     48, wr_id=(0, "u8"), status=(8, "u4"), opcode=(12, "u4"), vendor_err=(16, "u4"),
     imm_data=(24, "u4"), qp_num=(28, "u4"),

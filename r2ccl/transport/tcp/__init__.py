@@ -1,0 +1,1 @@
+"""Paths over TCP: a socket each, and probes that are connections begun and never used."""
