@@ -22,7 +22,7 @@ from gpu_inputs import Inputs, differing, named
 from gpu_job import Answer, Broken, Command, Cut, Loop, Measured, Ready
 from gpu_peers import torch_view
 
-from r2ccl.resilience.health import WHOLE
+from r2ccl.failover.health.table import WHOLE
 
 #: The only GPU: CUDA_VISIBLE_DEVICES chooses it.
 _ORDINAL = 0

@@ -24,8 +24,8 @@ from r2ccl.errors import (
     TransportError,
     TransportTimeout,
 )
+from r2ccl.failover.migration.repairs import Repair
 from r2ccl.ledger import HealthReport, Pending
-from r2ccl.repair import Repair
 from r2ccl.start import init
 from r2ccl.types import ReduceOp
 

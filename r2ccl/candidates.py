@@ -35,6 +35,7 @@ from r2ccl.algos import (
 from r2ccl.algos.bandwidths import straggler_of
 from r2ccl.algos.packed_trees import Reach
 from r2ccl.errors import InvalidArgument
+from r2ccl.failover.health.table import WHOLE
 from r2ccl.flows import (
     Flows,
     carried,
@@ -42,7 +43,6 @@ from r2ccl.flows import (
     flows_of_rings,
     flows_of_trees,
 )
-from r2ccl.resilience.health import WHOLE
 from r2ccl.schedule.ir import Schedule
 from r2ccl.spread import Edge, EdgeAtHome, Placement
 

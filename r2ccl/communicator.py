@@ -23,8 +23,6 @@ from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.buffers import Buffer, as_buffer
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
-from r2ccl.council import Known
-from r2ccl.detector import places_of
 from r2ccl.device.arrays import DeviceBuffer
 from r2ccl.device.base import Device
 from r2ccl.dumping import SignalDump, require_main_thread, write_line
@@ -41,6 +39,13 @@ from r2ccl.errors import (
     TransportTimeout,
 )
 from r2ccl.executor import LandingPool
+from r2ccl.failover.diagnosis.driver import places_of
+from r2ccl.failover.diagnosis.verdict import Verdict
+from r2ccl.failover.health.driver import Known
+from r2ccl.failover.health.table import Health
+from r2ccl.failover.migration.repairs import Repair
+from r2ccl.failover.shrink.driver import Tidings, regroup
+from r2ccl.failover.shrink.protocol import Shrinking
 from r2ccl.gpu.calls import DeviceCalls
 from r2ccl.gpu.hardware import Hardware
 from r2ccl.hostcalls import HostCalls
@@ -48,12 +53,7 @@ from r2ccl.memory import RegisteredMemory
 from r2ccl.planner import Explanation
 from r2ccl.plans import Plans
 from r2ccl.prediction import Choice, Fabric
-from r2ccl.regroup import Tidings, regroup
-from r2ccl.repair import Repair
 from r2ccl.requests import Request
-from r2ccl.resilience.health import Health
-from r2ccl.resilience.shrinking import Shrinking
-from r2ccl.resilience.verdict import Verdict
 from r2ccl.schedule.ir import Schedule
 from r2ccl.topology.monitor import LinkMonitor
 from r2ccl.transport.base import Transport

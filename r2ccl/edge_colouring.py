@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
-from r2ccl.resilience.health import WHOLE
+from r2ccl.failover.health.table import WHOLE
 
 #: A vertex with an edge too many of one colour, and the colour it gave for that, -1: none.
 _Excess = tuple[int, int, int]

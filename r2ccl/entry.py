@@ -1,9 +1,9 @@
 """Entry: how a collective begins, whatever memory it is on: with which plan.
 
-All ranks enter a collective with the same health of all rails (`r2ccl.council`), so each finds the
-same schedule for itself. Must not see memory. Owned by whoever runs collectives. Invariant: a plan
-is that of the health which all ranks enter the collective with, so it is used for the next one or
-not at all.
+All ranks enter a collective with the same health of all rails (`r2ccl.failover.health.driver`), so
+each finds the same schedule for itself. Must not see memory. Owned by whoever runs collectives.
+Invariant: a plan is that of the health which all ranks enter the collective with, so it is used for
+the next one or not at all.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from r2ccl.engine import Engine
+from r2ccl.failover.health.table import Health
 from r2ccl.plans import GroupPlans, Plan, Plans
-from r2ccl.resilience.health import Health
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature
 

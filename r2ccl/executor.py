@@ -26,9 +26,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from r2ccl.failover.migration.link import Landing, RecvLink, SendLink
 from r2ccl.lowering import Lane, Layout, Step
 from r2ccl.progress import Progress
-from r2ccl.resilience.link import Landing, RecvLink, SendLink
 from r2ccl.schedule.ir import Kind
 
 Array = npt.NDArray[Any]

@@ -24,8 +24,8 @@ from r2ccl.algos import recursive_doubling, spanning_tree, tree
 from r2ccl.candidates import FAMILIES, Candidate, Terms, candidates, expand
 from r2ccl.collective_candidates import DISSEMINATIONS, collective_candidates, parted
 from r2ccl.config import Config
+from r2ccl.failover.health.table import Health
 from r2ccl.prediction import NOT_TREES, UNMEASURED, Choice, Fabric, Placed, predict, put
-from r2ccl.resilience.health import Health
 from r2ccl.schedule.ir import Schedule
 from r2ccl.spread import place
 from r2ccl.types import PARTED, CallSignature, Collective

@@ -22,10 +22,10 @@ from r2ccl import kernels
 from r2ccl.admission import admit
 from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
+from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.lowering import Layout, lower, renumbered
 from r2ccl.planner import Explanation, Planner
 from r2ccl.prediction import UNMEASURED, Choice, Fabric, Rates
-from r2ccl.resilience.health import WHOLE, Health
 from r2ccl.schedule.check import check
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, ReduceOp

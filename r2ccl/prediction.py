@@ -24,8 +24,8 @@ import msgspec
 
 from r2ccl.candidates import Candidate
 from r2ccl.config import Config
+from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.flows import Flows, flows_of
-from r2ccl.resilience.health import WHOLE, Health
 from r2ccl.schedule.ir import Schedule
 from r2ccl.spread import (
     Placement,

@@ -2,7 +2,8 @@
 
 `Progress.step` polls the transport, advances the link tables, hands slices to the collective that
 wants them (a `Consumer`), confirms what was consumed and flushes. It holds no thread and no lock:
-whoever calls it owns it (`r2ccl.engine`). Failures are handled beside it, in `r2ccl.recovery`.
+whoever calls it owns it (`r2ccl.engine`). Failures are handled beside it, in
+`r2ccl.failover.migration.driver`.
 
 Must not import sockets or verbs, and touches slices, never bytes. Invariant: a view given to the
 transport stays referenced by its link until the slice is released.
@@ -17,10 +18,10 @@ from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import InternalError
+from r2ccl.failover.migration.driver import Recovery, Revoke
+from r2ccl.failover.migration.link import Landing, LinkReport, RecvLink, SendLink, Slice
+from r2ccl.failover.migration.path import Path
 from r2ccl.ports import ControlPort
-from r2ccl.recovery import Recovery, Revoke
-from r2ccl.resilience.link import Landing, LinkReport, RecvLink, SendLink, Slice
-from r2ccl.resilience.path import Path
 from r2ccl.transport.base import (
     Arrived,
     Cleared,

@@ -1,8 +1,8 @@
 """Spread: on which rails the channels of a schedule travel, and how much each carries.
 
-A rail that is *home* to a channel is where its slices go while that is up, see `r2ccl.routing`.
-The links' channels are numbered so that number c is at home on ``homes[c % len(homes)]``: to choose
-a number is to choose a rail.
+A rail that is *home* to a channel is where its slices go while that is up, see
+`r2ccl.failover.migration.routes`. The links' channels are numbered so that number c is at home on
+``homes[c % len(homes)]``: to choose a number is to choose a rail.
 
 Rings: every hop of a channel on the same rail. A ring is as slow as its slowest channel, and a
 channel as its slowest hop. So the channels that are at home on a rail get the share of the work
@@ -28,8 +28,8 @@ from typing import NamedTuple, TypeAlias
 
 from r2ccl.edge_colouring import even_out
 from r2ccl.errors import InvalidArgument
+from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.flows import Flow, Flows, flows_of
-from r2ccl.resilience.health import WHOLE, Health
 from r2ccl.schedule.ir import Schedule
 
 
@@ -315,7 +315,8 @@ class _Ports:
         """Have a hop carry the channels of all homes, by their weights.
 
         One whose home is down goes whole to another that is up, the one whose detours are the
-        fewest for what it carries, as `r2ccl.routing` sends it. False: there is none.
+        fewest for what it carries, as `r2ccl.failover.migration.routes` sends it. False: there is
+        none.
         """
         low, high = self.ends(hop)
         left = {at: min(self.shares[low][at], self.shares[high][at]) for at in self.common(hop)}

@@ -15,13 +15,13 @@ from r2ccl.communicator import Communicator
 from r2ccl.config import DEBUG_LEVELS, Config
 from r2ccl.dumping import require_main_thread
 from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.failover.connector import Answer, Offer, Ready
+from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest
+from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
+from r2ccl.failover.migration.driver import Leaving, PortUp, Revoke, Spared
+from r2ccl.failover.migration.path import Announcement
+from r2ccl.failover.shrink.protocol import Message as Shrinking
 from r2ccl.gpu.hardware import CudaHardware
-from r2ccl.joining import Answer, Offer, Ready
-from r2ccl.recovery import Leaving, PortUp, Revoke, Spared
-from r2ccl.resilience.path import Announcement
-from r2ccl.resilience.rounds import Commit, Prepare, Promise, Report
-from r2ccl.resilience.shrinking import Message as Shrinking
-from r2ccl.resilience.verdict import Finding, ProbeReply, ProbeRequest
 from r2ccl.rollcall import Calling
 from r2ccl.topology.hcas import GidFinder, Hca, list_hcas, select_hcas
 from r2ccl.topology.interfaces import discover

@@ -15,12 +15,12 @@ from r2ccl.dtypes import CODES
 from r2ccl.engine import Engine
 from r2ccl.entry import Entry
 from r2ccl.errors import TransportError
+from r2ccl.failover.health.table import Health
 from r2ccl.gpu.bounce import DeviceCall
 from r2ccl.gpu.direct import Direct
 from r2ccl.gpu.directjoin import open_direct
 from r2ccl.plans import Plans
 from r2ccl.prediction import Fabric
-from r2ccl.resilience.health import Health
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.fakedevice.forms import FakeLauncher
 from r2ccl.testing.simulation.gpus import GpuNetwork

@@ -1,6 +1,6 @@
 """Healths for tests, by what differs from a whole network."""
 
-from r2ccl.resilience.health import Health, RailShare
+from r2ccl.failover.health.table import Health, RailShare
 
 
 def health(nranks: int = 4, nrails: int = 4, **shares: int) -> Health:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
+from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.gpu.nearness import Detour
 from r2ccl.gpu.wired import Own, Register
-from r2ccl.resilience.health import WHOLE, Health
 from r2ccl.transport.base import Registered
 from r2ccl.transport.relay import Relay
 from r2ccl.transport.relayed import RelayedTransport

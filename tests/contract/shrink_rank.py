@@ -22,7 +22,7 @@ import pytest
 
 import r2ccl
 from r2ccl.bootstrap.succession import Succession
-from r2ccl.resilience.shrinking import Shrinking
+from r2ccl.failover.shrink.protocol import Shrinking
 
 _IN_MID_CALL_S = 0.01
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from r2ccl.config import Config
-from r2ccl.repair import Repair
+from r2ccl.failover.migration.repairs import Repair
 from r2ccl.testing import Action, FaultPlan, Firing
 from r2ccl.testing.netlab import Lab
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 from netlab import steady
 
-from r2ccl.resilience.health import WHOLE
+from r2ccl.failover.health.table import WHOLE
 from r2ccl.testing import Action, Fault, FaultPlan
 from r2ccl.testing.netlab import Lab, unavailable_reason
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from r2ccl.joining import Answer, Joiner, Offer, Ready
+from r2ccl.failover.connector import Answer, Joiner, Offer, Ready
 from r2ccl.topology.hcas import GidFinder, Hca
 from r2ccl.topology.neighbours import Neighbours
 from r2ccl.transport.base import Joined, Probed

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import r2ccl
-from r2ccl.resilience.verdict import Kind
+from r2ccl.failover.diagnosis.verdict import Kind
 
 NICS = int(os.environ["R2CCL_RDMALAB_NICS"])
 COUNT = 200_000

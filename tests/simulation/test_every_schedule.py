@@ -16,7 +16,7 @@ import random
 import pytest
 
 from r2ccl.config import ALGOS
-from r2ccl.resilience.health import RailShare
+from r2ccl.failover.health.table import RailShare
 from r2ccl.testing.simulation import (
     PAIRS,
     SCHEDULES,

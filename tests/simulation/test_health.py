@@ -5,7 +5,7 @@ That no two ranks ever plan one collective from different versions is checked in
 
 import pytest
 
-from r2ccl.resilience.health import WHOLE
+from r2ccl.failover.health.table import WHOLE
 from r2ccl.testing.simulation import (
     CallSpec,
     CutPath,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from r2ccl.resilience.verdict import Kind
+from r2ccl.failover.diagnosis.verdict import Kind
 from r2ccl.testing.simulation import (
     CallSpec,
     CutPath,

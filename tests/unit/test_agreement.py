@@ -23,9 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r2ccl.errors import CommunicatorRevoked, InternalError, InvalidArgument
-from r2ccl.resilience.agreement import Action, Agreed, Agreement, Broadcast, Held, Late, Send
-from r2ccl.resilience.health import WHOLE, Findings, Health, RailShare
-from r2ccl.resilience.rounds import (
+from r2ccl.failover.health.protocol import Action, Agreed, Agreement, Broadcast, Held, Late, Send
+from r2ccl.failover.health.rounds import (
     AgreementLimits,
     Commit,
     Coordinator,
@@ -35,6 +34,7 @@ from r2ccl.resilience.rounds import (
     Promise,
     Report,
 )
+from r2ccl.failover.health.table import WHOLE, Findings, Health, RailShare
 
 NRAILS = 2
 NEVER_REST = AgreementLimits(rest_s=0.0)

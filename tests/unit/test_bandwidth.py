@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r2ccl.errors import InternalError
-from r2ccl.resilience.bandwidth import Balance, shares
-from r2ccl.resilience.health import WHOLE
-from r2ccl.resilience.trains import Meter
+from r2ccl.failover.bandwidth.protocol import Balance, shares
+from r2ccl.failover.bandwidth.trains import Meter
+from r2ccl.failover.health.table import WHOLE
 from r2ccl.schedule.chunks import cut
 
 MIB = 1 << 20

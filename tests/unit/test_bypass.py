@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from r2ccl.bypass import MAX_WAYS, PAUSE_S, ROUND_S, Bypasses
-from r2ccl.resilience.path import Path, PathState
+from r2ccl.failover.migration.bypass import MAX_WAYS, PAUSE_S, ROUND_S, Bypasses
+from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.types import BYPASS, PathKey, Way
 
 

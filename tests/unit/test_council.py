@@ -5,8 +5,8 @@ from collections import deque
 
 import pytest
 
-from r2ccl.council import Council
-from r2ccl.resilience.health import WHOLE, Health
+from r2ccl.failover.health.driver import Council
+from r2ccl.failover.health.table import WHOLE, Health
 
 #: The peer that rank 1 measures each rail by.
 TOWARD = {0: 2, 1: 2}
@@ -174,7 +174,7 @@ def test_a_round_that_takes_long_is_reported_with_who_is_missing(
 ) -> None:
     world = World()
     world.councils[0].doubt(0, 0)
-    with caplog.at_level(logging.WARNING, "r2ccl.council"):
+    with caplog.at_level(logging.WARNING, "r2ccl.failover.health.driver"):
         for _ in range(60):
             world.now += 0.02
             world.councils[0].tick(world.now)

@@ -7,9 +7,9 @@ import pytest
 
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.config import Config
-from r2ccl.detector import MAX_INQUIRIES, MAX_SERVED, Detector, places_of
-from r2ccl.resilience.path import Path, PathState
-from r2ccl.resilience.verdict import Finding, Kind, ProbeReply, ProbeRequest, Verdict
+from r2ccl.failover.diagnosis.driver import MAX_INQUIRIES, MAX_SERVED, Detector, places_of
+from r2ccl.failover.diagnosis.verdict import Finding, Kind, ProbeReply, ProbeRequest, Verdict
+from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.transport.base import Probed
 from r2ccl.types import Nic, PathKey, ProbeKey
 
@@ -282,7 +282,7 @@ def test_a_slow_peer_costs_one_probe_and_is_mentioned_once_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world = World()
-    with caplog.at_level(logging.WARNING, "r2ccl.detector"):
+    with caplog.at_level(logging.WARNING, "r2ccl.failover.diagnosis.driver"):
         for _ in range(3):
             world.now += 0.5
             for rail in (0, 1):

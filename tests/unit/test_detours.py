@@ -10,9 +10,9 @@ import pytest
 
 from r2ccl.device.views import view_of
 from r2ccl.errors import TransportError
+from r2ccl.failover.health.table import Health, RailShare
 from r2ccl.gpu.detours import Detours
 from r2ccl.gpu.nearness import Detour
-from r2ccl.resilience.health import Health, RailShare
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.transport.relay import Relay
 

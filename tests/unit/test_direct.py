@@ -15,8 +15,8 @@ from ranks import KINDS, TIMEOUT_S, meant, together
 
 from r2ccl.dtypes import CODES
 from r2ccl.errors import CommunicatorRevoked, TransportError, TransportTimeout
+from r2ccl.failover.migration.path import PathState
 from r2ccl.gpu.bounce import DeviceCall
-from r2ccl.resilience.path import PathState
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 

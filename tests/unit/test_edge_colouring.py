@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from r2ccl.algos import packed_trees
 from r2ccl.edge_colouring import even_out
-from r2ccl.resilience.health import WHOLE
+from r2ccl.failover.health.table import WHOLE
 
 Edges = list[tuple[int, int]]
 

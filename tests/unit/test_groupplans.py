@@ -8,9 +8,9 @@ import pytest
 from healths import health
 
 from r2ccl.config import Config
+from r2ccl.failover.health.table import Health
 from r2ccl.plans import GroupPlans
 from r2ccl.prediction import Fabric, Rates
-from r2ccl.resilience.health import Health
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 CALL = CallSignature(Collective.ALLREDUCE, 8, ReduceOp.SUM, 1 << 24)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from r2ccl.bootstrap.session import MAX_BODY_NBYTES
 from r2ccl.errors import InvalidArgument
-from r2ccl.resilience.health import WHOLE, Findings, Health, RailShare, to_share
+from r2ccl.failover.health.table import WHOLE, Findings, Health, RailShare, to_share
 
 NRANKS, NRAILS = 3, 2
 NEWS = st.builds(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from r2ccl.errors import TransportError
-from r2ccl.joining import Answer, Joiner, Offer, Ready, probe_keys
+from r2ccl.failover.connector import Answer, Joiner, Offer, Ready, probe_keys
 from r2ccl.transport.base import Joined
 from r2ccl.types import PathKey, ProbeKey
 

@@ -19,10 +19,10 @@ from r2ccl.config import Config
 from r2ccl.engine import Engine
 from r2ccl.errors import PeerLost, TransportTimeout
 from r2ccl.executor import Call, LandingPool, LaneRun
+from r2ccl.failover.migration.driver import Leaving
+from r2ccl.failover.migration.path import Announcement, PathState
 from r2ccl.lowering import lower
 from r2ccl.progress import Progress
-from r2ccl.recovery import Leaving
-from r2ccl.resilience.path import Announcement, PathState
 from r2ccl.rollcall import Calling
 from r2ccl.testing.simulation.network import SimNetwork, Timeline
 from r2ccl.testing.simulation.transport import SimTransport

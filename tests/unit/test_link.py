@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from r2ccl.errors import InternalError
-from r2ccl.resilience.link import LinkReport, RecvLink, SendLink, SliceState
+from r2ccl.failover.migration.link import LinkReport, RecvLink, SendLink, SliceState
 from r2ccl.types import PathKey
 
 A, B = PathKey(1, 0), PathKey(1, 1)
@@ -309,8 +309,8 @@ class Wire:
 class Links(RuleBasedStateMachine):
     """A link whose two halves choose their routes on their own, over paths that come and go.
 
-    The machine plays transport and owner as `r2ccl.progress` and `r2ccl.recovery` do, with every
-    step that can happen at its own time a rule of its own.
+    The machine plays transport and owner as `r2ccl.progress` and `r2ccl.failover.migration.driver`
+    do, with every step that can happen at its own time a rule of its own.
     """
 
     NPATHS = 3

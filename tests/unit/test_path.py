@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 
 from r2ccl.errors import InternalError
-from r2ccl.resilience.path import (
+from r2ccl.failover.migration.path import (
     TRANSITIONS,
     Action,
     Announcement,

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from r2ccl.algos import packed_trees
 from r2ccl.config import Config
+from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.planner import Planner
 from r2ccl.prediction import Fabric, Rates
-from r2ccl.resilience.health import WHOLE, Health
 from r2ccl.schedule.check import check
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, Collective, ReduceOp

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r2ccl.resilience.quarantine import DEFAULT, Policy, Quarantine
+from r2ccl.failover.failback.protocol import DEFAULT, Policy, Quarantine
 
 #: A policy without memory: K good probes and no more.
 FORGETFUL = Policy(hold_unit_s=1e-9)

@@ -14,11 +14,11 @@ from r2ccl.errors import (
     PeerLost,
     TransportError,
 )
-from r2ccl.joining import Answer, Offer
+from r2ccl.failover.connector import Answer, Offer
+from r2ccl.failover.migration.driver import Leaving, PortUp, Recovery, Revoke, Spared
+from r2ccl.failover.migration.link import LinkReport
+from r2ccl.failover.migration.path import Announcement, PathState
 from r2ccl.progress import Progress
-from r2ccl.recovery import Leaving, PortUp, Recovery, Revoke, Spared
-from r2ccl.resilience.link import LinkReport
-from r2ccl.resilience.path import Announcement, PathState
 from r2ccl.transport.base import Arrived, Event, Failed, Fenced, Frame, Joined, Probed, RailChanged
 from r2ccl.types import PathKey, ProbeKey, Way
 

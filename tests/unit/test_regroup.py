@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from r2ccl import regroup as room
 from r2ccl.bootstrap.messages import Goodbye
 from r2ccl.config import Config
 from r2ccl.errors import CommunicatorRevoked, NoQuorum, PeerLost, TransportTimeout
-from r2ccl.regroup import Building, Tidings, regroup
-from r2ccl.resilience.shrinking import Built, Done, Shrinking, View
+from r2ccl.failover.shrink import driver as room
+from r2ccl.failover.shrink.driver import Building, Tidings, regroup
+from r2ccl.failover.shrink.protocol import Built, Done, Shrinking, View
 
 PATIENCE_S = 0.3
 LONG_S = 20.0

@@ -1,6 +1,6 @@
 """The record of repairs: what belongs to which failure of which path."""
 
-from r2ccl.repair import RepairLog
+from r2ccl.failover.migration.repairs import RepairLog
 from r2ccl.types import PathKey
 
 A, B = PathKey(1, 0), PathKey(1, 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from r2ccl.resilience.path import PathState
-from r2ccl.routing import Routes
+from r2ccl.failover.migration.path import PathState
+from r2ccl.failover.migration.routes import Routes
 from r2ccl.types import PathKey
 
 PEER, NRAILS, LOST = 1, 4, 1

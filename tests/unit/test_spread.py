@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from r2ccl.algos import leaf_ring, packed_trees, ring
 from r2ccl.errors import InvalidArgument
+from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.planner import full_channels
-from r2ccl.resilience.health import WHOLE, Health
 from r2ccl.schedule.interpret import interpret
 from r2ccl.schedule.ir import Schedule
 from r2ccl.spread import place, place_edges, port_time

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r2ccl.resilience.inquiry import (
+from r2ccl.failover.diagnosis.protocol import (
     MAX_AUXILIARIES,
     Ask,
     AskRank,
@@ -19,7 +19,7 @@ from r2ccl.resilience.inquiry import (
     ThirdRank,
     choose_auxiliaries,
 )
-from r2ccl.resilience.verdict import (
+from r2ccl.failover.diagnosis.verdict import (
     HARD,
     MIRRORED,
     TABLE,

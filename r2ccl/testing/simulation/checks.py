@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.executor import LandingPool, LaneRun, Place
+from r2ccl.failover.health.table import Health
+from r2ccl.failover.migration.link import Landing, SendLink, Slice
 from r2ccl.progress import Consumer, Progress
-from r2ccl.resilience.health import Health
-from r2ccl.resilience.link import Landing, SendLink, Slice
 from r2ccl.testing.simulation.network import Kind, Message
 
 Array = npt.NDArray[Any]

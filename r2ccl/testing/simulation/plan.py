@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from r2ccl.resilience.health import RailShare
+from r2ccl.failover.health.table import RailShare
 from r2ccl.types import ReduceOp
 
 

@@ -16,12 +16,12 @@ from r2ccl.bootstrap.messages import Codec
 from r2ccl.config import Config
 from r2ccl.errors import InternalError, R2cclError, TransportTimeout
 from r2ccl.executor import Call, LandingPool, LaneRun, Operands
+from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest, Verdict
+from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
+from r2ccl.failover.health.table import Health
+from r2ccl.failover.migration.driver import Leaving, PortUp, Revoke, Spared
+from r2ccl.failover.migration.path import Announcement
 from r2ccl.progress import Computer
-from r2ccl.recovery import Leaving, PortUp, Revoke, Spared
-from r2ccl.resilience.health import Health
-from r2ccl.resilience.path import Announcement
-from r2ccl.resilience.rounds import Commit, Prepare, Promise, Report
-from r2ccl.resilience.verdict import Finding, ProbeReply, ProbeRequest, Verdict
 from r2ccl.testing.simulation.checks import CheckedPool, CheckedProgress, CheckedRun, Checker
 from r2ccl.testing.simulation.control import SimControl
 from r2ccl.testing.simulation.data import Array

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from r2ccl.errors import R2cclError
-from r2ccl.resilience.health import Health
-from r2ccl.resilience.verdict import Verdict
+from r2ccl.failover.diagnosis.verdict import Verdict
+from r2ccl.failover.health.table import Health
 from r2ccl.testing.simulation.checks import Checker, Violation
 from r2ccl.testing.simulation.network import (
     DELIVER,

@@ -12,11 +12,11 @@ import numpy as np
 from r2ccl import kernels
 from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
+from r2ccl.failover.health.table import Health
 from r2ccl.lowering import Layout, lower
 from r2ccl.planner import Planner
 from r2ccl.plans import Plans
 from r2ccl.prediction import Fabric
-from r2ccl.resilience.health import Health
 from r2ccl.schedule.ir import Schedule
 from r2ccl.spread import place, place_edges
 from r2ccl.testing.simulation import data

@@ -3,8 +3,8 @@
 The far NIC acknowledges such a write, whatever the process behind it does, or its silence uses up
 the retries. A queue pair serves one probe, one way: the rank that asks is its requester, and the
 end that is asked is never made ready to send. So a probe that is not answered breaks its own queue
-pair only, which is destroyed and joined anew (`r2ccl.joining`). All of them are in a protection
-domain without memory: there is nothing a peer could write into.
+pair only, which is destroyed and joined anew (`r2ccl.failover.connector`). All of them are in a
+protection domain without memory: there is nothing a peer could write into.
 
 What broke the connection of a probe is what breaks paths, so further questions about the same two
 ports come within seconds, before it is joined anew. They get the same answer, silence, for

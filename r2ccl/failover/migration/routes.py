@@ -3,10 +3,10 @@
 A channel is at *home* on one rail. While its home to a peer is down it rides another path, chosen
 so that the paths that are left are loaded in proportion to what they carry; it goes home as soon
 as its home is up, which fences nothing, because slices are known by number
-(`r2ccl.resilience.link`).
+(`r2ccl.failover.migration.link`).
 
 Must not import sockets or the control plane; owned by one caller at a time, like
-`r2ccl.recovery`. Invariant: a route is a path that is up, or None.
+`r2ccl.failover.migration.driver`. Invariant: a route is a path that is up, or None.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from r2ccl.repair import RepairLog
-from r2ccl.resilience.link import RecvLink, SendLink
-from r2ccl.resilience.path import Path, PathState, choose_routes
+from r2ccl.failover.migration.link import RecvLink, SendLink
+from r2ccl.failover.migration.path import Path, PathState, choose_routes
+from r2ccl.failover.migration.repairs import RepairLog
 from r2ccl.types import BYPASS, PathKey
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ stale, and a path comes back only under the next epoch's number, bound into its 
 An announcement that arrives while this end is FENCING is kept until the fence is done. The lower
 rank's announcement also proposes the new route of every channel that rode the path; the higher
 rank follows it as far as the proposed path is up there. Routes that differ are harmless: slices
-are known by number (`r2ccl.resilience.link`).
+are known by number (`r2ccl.failover.migration.link`).
 
 Pure tables: no I/O, no clock. Invariant: no action ever asks for the use of a path that is not UP.
 """
@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from r2ccl.errors import InternalError
-from r2ccl.resilience.link import LinkReport
+from r2ccl.failover.migration.link import LinkReport
 from r2ccl.types import PathKey
 
 

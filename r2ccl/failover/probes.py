@@ -3,15 +3,15 @@
 Rails that dial are asked without preparation. Those that join need a connection for each probe,
 made once the paths are up, and made anew after a probe that was not answered broke it.
 
-Must not import sockets or verbs; owned by one caller at a time, like `r2ccl.recovery`. Invariant:
-whoever asked is told, once.
+Must not import sockets or verbs; owned by one caller at a time, like
+`r2ccl.failover.migration.driver`. Invariant: whoever asked is told, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from r2ccl.joining import Joiner
+from r2ccl.failover.connector import Joiner
 from r2ccl.transport.base import Probed, Transport
 from r2ccl.types import ProbeKey
 

@@ -1,12 +1,13 @@
 """Failback: brings paths that failed back into use, not before they deserve it.
 
 One end of a path decides, the lower rank's: it probes the path's ports, over connections of their
-own, as `r2ccl.resilience.quarantine` asks, and connects the path once that says so. The other end
-only lets it in. A peer that no path leads to is another matter: then a doubtful path is better
+own, as `r2ccl.failover.failback.protocol` asks, and connects the path once that says so. The other
+end only lets it in. A peer that no path leads to is another matter: then a doubtful path is better
 than none, and is connected at once.
 
-Must not import sockets, verbs or threads; owned by one caller at a time, like `r2ccl.recovery`.
-Invariant: a path waits here or is being connected or is in use, never two of them.
+Must not import sockets, verbs or threads; owned by one caller at a time, like
+`r2ccl.failover.migration.driver`. Invariant: a path waits here or is being connected or is in use,
+never two of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 
 from r2ccl.clock import Clock
 from r2ccl.config import Config
-from r2ccl.resilience.quarantine import Policy, Quarantine
+from r2ccl.failover.failback.protocol import Policy, Quarantine
 from r2ccl.transport.base import Probed
 from r2ccl.types import PathKey, ProbeKey
 

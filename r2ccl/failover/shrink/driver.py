@@ -1,10 +1,10 @@
 """Regroup: from a communicator that lost ranks to the one its survivors go on with.
 
-`r2ccl.resilience.shrinking` says who agrees on whom, and when it is safe to go on; here it meets
-the old communicator's control plane, whose sessions between survivors outlive its data plane, and
-the clock. What others say may come before this rank knows of any failure, so `Tidings` listens from
-the communicator's first day. Only the old control plane says who is gone: one that a successor lost
-and the old control plane did not was late, and is met again.
+`r2ccl.failover.shrink.protocol` says who agrees on whom, and when it is safe to go on; here it
+meets the old communicator's control plane, whose sessions between survivors outlive its data plane,
+and the clock. What others say may come before this rank knows of any failure, so `Tidings` listens
+from the communicator's first day. Only the old control plane says who is gone: one that a successor
+lost and the old control plane did not was late, and is met again.
 
 The calling thread owns the table and connects the new communicator; the control thread only queues
 what it hears, and interrupts a connecting that has become pointless. This room does not know what a
@@ -28,7 +28,7 @@ from r2ccl.bootstrap.messages import Goodbye
 from r2ccl.bootstrap.succession import Succession
 from r2ccl.clock import monotonic
 from r2ccl.errors import CommunicatorRevoked, NoQuorum, PeerLost, TransportTimeout
-from r2ccl.resilience.shrinking import Built, Done, Message, Shrinking, Step, View
+from r2ccl.failover.shrink.protocol import Built, Done, Message, Shrinking, Step, View
 
 _log = logging.getLogger(__name__)
 

@@ -1,8 +1,9 @@
 """Detector: looks into every failed or suspect path until it has a verdict, and keeps it.
 
-`r2ccl.resilience.inquiry` says which questions to put; this room puts them: its own through the
-transport's probes, other ranks' by control message, and it answers theirs. It never decides that a
-path moves: hard evidence has moved it already (`r2ccl.recovery`), and a slow peer's stays.
+`r2ccl.failover.diagnosis.protocol` says which questions to put; this room puts them: its own
+through the transport's probes, other ranks' by control message, and it answers theirs. It never
+decides that a path moves: hard evidence has moved it already (`r2ccl.failover.migration.driver`),
+and a slow peer's stays.
 
 A failure is looked into at the next tick, when repairs under way are done: they come first. What
 another rank says is checked before it is used: a question about a rail there is none of, or about
@@ -25,10 +26,8 @@ import msgspec
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.clock import Clock
 from r2ccl.config import Config
-from r2ccl.ports import Post
-from r2ccl.resilience.inquiry import Action, Ask, Inquiry, choose_auxiliaries
-from r2ccl.resilience.path import Path, PathState
-from r2ccl.resilience.verdict import (
+from r2ccl.failover.diagnosis.protocol import Action, Ask, Inquiry, choose_auxiliaries
+from r2ccl.failover.diagnosis.verdict import (
     MIRRORED,
     Finding,
     Kind,
@@ -38,6 +37,8 @@ from r2ccl.resilience.verdict import (
     ProbeRequest,
     Verdict,
 )
+from r2ccl.failover.migration.path import Path, PathState
+from r2ccl.ports import Post
 from r2ccl.transport.base import Probed, Transport
 from r2ccl.types import Nic, PathKey, ProbeKey
 

@@ -58,8 +58,7 @@ from typing import TypeAlias
 import msgspec
 
 from r2ccl.errors import CommunicatorRevoked, InternalError, InvalidArgument
-from r2ccl.resilience.health import Health, RailShare
-from r2ccl.resilience.rounds import (
+from r2ccl.failover.health.rounds import (
     TO_COORDINATOR,
     AgreementLimits,
     Commit,
@@ -70,6 +69,7 @@ from r2ccl.resilience.rounds import (
     Promise,
     Report,
 )
+from r2ccl.failover.health.table import Health, RailShare
 
 #: The rank that merges what all report.
 COORDINATOR = 0

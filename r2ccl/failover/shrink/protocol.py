@@ -41,7 +41,7 @@ from typing import NamedTuple
 import msgspec
 
 from r2ccl.errors import InternalError
-from r2ccl.resilience.quorum import has_quorum
+from r2ccl.failover.shrink.quorum import has_quorum
 
 
 class View(msgspec.Struct, frozen=True, tag="shrink.view"):
@@ -99,7 +99,7 @@ class Shrinking:
     rank, nranks : int
         Of the communicator that is shrunk.
     quorum : {"majority", "any"}
-        See `r2ccl.resilience.quorum.has_quorum`.
+        See `r2ccl.failover.shrink.quorum.has_quorum`.
 
     Attributes
     ----------

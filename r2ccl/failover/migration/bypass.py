@@ -9,7 +9,8 @@ ways than the one before. The higher rank always lets one in.
 Where the last resort leads to the peer, only cross ways are tried, once, when slices wait: nobody
 has to carry for others what can go by itself. Beside RDMA any path of sockets is that last resort.
 
-Must not import sockets or the control plane; owned by one caller at a time, like `r2ccl.recovery`.
+Must not import sockets or the control plane; owned by one caller at a time, like
+`r2ccl.failover.migration.driver`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from itertools import chain, zip_longest
 from typing import Any
 
 from r2ccl.clock import Clock
+from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.ports import ControlPort
-from r2ccl.resilience.path import Path, PathState
 from r2ccl.types import BYPASS, PathKey, Way
 
 #: Ways given to the control plane at a time, of either kind.

@@ -3,10 +3,11 @@
 What this rank finds of a rail, its own or a peer's, goes in as a doubt (`doubt`) and is taken back
 when the rail carries again (`trust`); what its own rails were measured at goes in as shares
 (`weigh`). What all ranks plan a collective with comes out (`enter`).
-Between, `r2ccl.resilience.agreement` says what to send, and the control plane carries it.
+Between, `r2ccl.failover.health.protocol` says what to send, and the control plane carries it.
 
-Must not import sockets or threads; owned by one caller at a time, like `r2ccl.recovery`.
-Invariant: a rail doubted here is reported as down until it is trusted again.
+Must not import sockets or threads; owned by one caller at a time, like
+`r2ccl.failover.migration.driver`. Invariant: a rail doubted here is reported as down until it is
+trusted again.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from r2ccl.clock import Clock
-from r2ccl.ports import Post
-from r2ccl.resilience.agreement import (
+from r2ccl.failover.health.protocol import (
     Action,
     Agreed,
     Agreement,
@@ -26,8 +26,9 @@ from r2ccl.resilience.agreement import (
     Late,
     Send,
 )
-from r2ccl.resilience.health import WHOLE, Health, RailShare
-from r2ccl.resilience.rounds import Message
+from r2ccl.failover.health.rounds import Message
+from r2ccl.failover.health.table import WHOLE, Health, RailShare
+from r2ccl.ports import Post
 
 _log = logging.getLogger(__name__)
 

@@ -18,9 +18,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from r2ccl.bootstrap.messages import Goodbye
-from r2ccl.bypass import Bypasses
-from r2ccl.council import Council
-from r2ccl.detector import Detector
 from r2ccl.errors import (
     CommunicatorRevoked,
     CompletionError,
@@ -31,15 +28,17 @@ from r2ccl.errors import (
     RailDown,
     TransportError,
 )
-from r2ccl.failback import Failback
-from r2ccl.joining import Answer, Joiner, Offer, Ready, probe_keys
-from r2ccl.ports import ControlPort
-from r2ccl.probing import Probing
-from r2ccl.repair import Repair, RepairLog
-from r2ccl.resilience.bandwidth import Balance
-from r2ccl.resilience.health import Health
-from r2ccl.resilience.link import LinkReport, SendLink
-from r2ccl.resilience.path import (
+from r2ccl.failover.bandwidth.protocol import Balance
+from r2ccl.failover.connector import Answer, Joiner, Offer, Ready, probe_keys
+from r2ccl.failover.diagnosis.driver import Detector
+from r2ccl.failover.diagnosis.verdict import Finding, Kind, ProbeReply, ProbeRequest, Verdict
+from r2ccl.failover.failback.driver import Failback
+from r2ccl.failover.health.driver import Council
+from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
+from r2ccl.failover.health.table import Health
+from r2ccl.failover.migration.bypass import Bypasses
+from r2ccl.failover.migration.link import LinkReport, SendLink
+from r2ccl.failover.migration.path import (
     Action,
     Announcement,
     Path,
@@ -49,10 +48,11 @@ from r2ccl.resilience.path import (
     ended,
     step,
 )
-from r2ccl.resilience.rounds import Commit, Prepare, Promise, Report
-from r2ccl.resilience.verdict import Finding, Kind, ProbeReply, ProbeRequest, Verdict
-from r2ccl.resilience.watch import Watch
-from r2ccl.routing import Routes
+from r2ccl.failover.migration.repairs import Repair, RepairLog
+from r2ccl.failover.migration.routes import Routes
+from r2ccl.failover.migration.watch import Watch
+from r2ccl.failover.probes import Probing
+from r2ccl.ports import ControlPort
 from r2ccl.transport.base import Arrived, Failed, Fenced, Joined, Probed, RailChanged
 from r2ccl.transport.verbs.status import is_completion_status
 from r2ccl.types import BYPASS, PathKey, ProbeKey, rail_name

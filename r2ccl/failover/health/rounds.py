@@ -1,7 +1,7 @@
 """Rounds: the messages of the health agreement, and the two tables that give and take them.
 
 `Member` is what every rank keeps, `Coordinator` what rank 0 keeps beside. How they play together,
-and why no two ranks ever differ, is told in `r2ccl.resilience.agreement`.
+and why no two ranks ever differ, is told in `r2ccl.failover.health.protocol`.
 
 Pure tables: no I/O, no clock. Invariant: a promise given is kept until its commit.
 """
@@ -14,7 +14,7 @@ from typing import TypeAlias
 import msgspec
 
 from r2ccl.errors import InternalError, InvalidArgument
-from r2ccl.resilience.health import Findings, Health, RailShare
+from r2ccl.failover.health.table import Findings, Health, RailShare
 
 
 class Report(msgspec.Struct, frozen=True, tag="health.report"):

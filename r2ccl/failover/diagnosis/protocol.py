@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from r2ccl.resilience.verdict import (
+from r2ccl.failover.diagnosis.verdict import (
     HARD,
     MIRRORED,
     Finding,

@@ -2,11 +2,11 @@
 
 Theory of operation
 -------------------
-`r2ccl.resilience.trains` measures what a rail carries at one time. What counts is how the rails
-compare, and a time is hard on all of them or on none: a process that stalls, at either end, slows
-whatever is under way, and lets the backlog look like a burst afterwards. So rails are compared
-within short spells of time, each with the rails that count as whole and were busy in the same
-spell::
+`r2ccl.failover.bandwidth.trains` measures what a rail carries at one time. What counts is how the
+rails compare, and a time is hard on all of them or on none: a process that stalls, at either end,
+slows whatever is under way, and lets the backlog look like a burst afterwards. So rails are
+compared within short spells of time, each with the rails that count as whole and were busy in the
+same spell::
 
     spell       0     1     2     3     4
     rail 0     196   198    51   285         the process stalled in 2 and caught up in 3:
@@ -23,7 +23,7 @@ that its trains show at once when it recovers. One that carries too little to fo
 to be better with time (`Balance.estimates`), until it gets enough work to be measured again. What
 is measured is what a rail gives with the slices that links keep under way, the same for all rails.
 
-A *weight* is a rail's share of `r2ccl.resilience.health`, in sixteenths of what the best rail
+A *weight* is a rail's share of `r2ccl.failover.health.table`, in sixteenths of what the best rail
 gives: rails that were made unequal are told apart like those that became so. Where all rails of a
 rank are slow, none of them shows it. Once the network's rate is known (`set_nominal_rate`), those
 that count as whole do so only if their median is most of that rate: their *level* is what they gave
@@ -39,8 +39,8 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from r2ccl.resilience.health import WHOLE
-from r2ccl.resilience.trains import Meter, Train
+from r2ccl.failover.bandwidth.trains import Meter, Train
+from r2ccl.failover.health.table import WHOLE
 
 #: Length of a spell.
 _SPELL_S = 0.05

@@ -1,0 +1,1 @@
+"""What failed: local NIC, remote NIC, link or slow peer, asked from three points."""

@@ -1,0 +1,1 @@
+"""The survivors of a communicator agree on who they are and go on."""
