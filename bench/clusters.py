@@ -36,8 +36,8 @@ from r2ccl.config import Config
 from r2ccl.errors import ScheduleError
 from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.failover.migration.path import choose_routes
-from r2ccl.planner import Planner, best
-from r2ccl.prediction import Choice, Fabric, Rates
+from r2ccl.planning.cost_model import Choice, Fabric, Rates
+from r2ccl.planning.planner import Planner, best
 from r2ccl.schedule.check import check
 from r2ccl.schedule.graph import Ints
 from r2ccl.schedule.ir import Schedule

@@ -19,8 +19,8 @@ from r2ccl.algos import hierarchy, leaf_ring, packed_trees, r2cc, ring
 from r2ccl.algos.blend import Part, blend
 from r2ccl.config import Config
 from r2ccl.failover.health.table import Health, RailShare
-from r2ccl.planner import Planner, best
-from r2ccl.prediction import Fabric
+from r2ccl.planning.cost_model import Fabric
+from r2ccl.planning.planner import Planner, best
 from r2ccl.schedule import Schedule
 from r2ccl.schedule.cost import measure
 

@@ -50,9 +50,9 @@ from r2ccl.gpu.calls import DeviceCalls
 from r2ccl.gpu.hardware import Hardware
 from r2ccl.hostcalls import HostCalls
 from r2ccl.memory import RegisteredMemory
-from r2ccl.planner import Explanation
-from r2ccl.plans import Plans
-from r2ccl.prediction import Choice, Fabric
+from r2ccl.planning.cost_model import Choice, Fabric
+from r2ccl.planning.plan_cache import Plans
+from r2ccl.planning.planner import Explanation
 from r2ccl.requests import Request
 from r2ccl.schedule.ir import Schedule
 from r2ccl.topology.monitor import LinkMonitor

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.failover.migration.link import Landing, RecvLink, SendLink
-from r2ccl.lowering import Lane, Layout, Step
+from r2ccl.planning.lowering import Lane, Layout, Step
 from r2ccl.progress import Progress
 from r2ccl.schedule.ir import Kind
 

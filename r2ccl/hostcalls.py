@@ -15,14 +15,14 @@ import numpy.typing as npt
 
 from r2ccl import kernels
 from r2ccl.buffers import Buffer
-from r2ccl.calibration import calibrate
 from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
 from r2ccl.engine import Engine
 from r2ccl.entry import Entry
 from r2ccl.executor import Call, LandingPool, LaneRun
-from r2ccl.plans import Plan
-from r2ccl.prediction import Choice, Rates
+from r2ccl.planning.calibration import calibrate
+from r2ccl.planning.cost_model import Choice, Rates
+from r2ccl.planning.plan_cache import Plan
 from r2ccl.requests import Request
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, Collective, ReduceOp

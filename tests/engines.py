@@ -19,8 +19,8 @@ from r2ccl.failover.health.table import Health
 from r2ccl.gpu.bounce import DeviceCall
 from r2ccl.gpu.direct import Direct
 from r2ccl.gpu.directjoin import open_direct
-from r2ccl.plans import Plans
-from r2ccl.prediction import Fabric
+from r2ccl.planning.cost_model import Fabric
+from r2ccl.planning.plan_cache import Plans
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.fakedevice.forms import FakeLauncher
 from r2ccl.testing.simulation.gpus import GpuNetwork

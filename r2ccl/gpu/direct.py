@@ -48,7 +48,7 @@ from r2ccl.gpu.operands import DeviceOperands, forms_of
 from r2ccl.gpu.standins import StandIns, nbytes_of
 from r2ccl.gpu.wired import Purpose, WiredMemory
 from r2ccl.kernels.cuda.form import Form
-from r2ccl.lowering import Layout, cleared
+from r2ccl.planning.lowering import Layout, cleared
 
 
 class DirectJob(msgspec.Struct, eq=False):

@@ -11,7 +11,7 @@ from typing import Any
 from r2ccl.device.views import address_of, view_of
 from r2ccl.gpu.offload import Offload
 from r2ccl.kernels.cuda.form import Form
-from r2ccl.lowering import Layout, Step
+from r2ccl.planning.lowering import Layout, Step
 from r2ccl.schedule.ir import Kind, Space
 from r2ccl.types import REDUCTIONS, CallSignature, ReduceOp
 

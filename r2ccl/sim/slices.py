@@ -24,8 +24,8 @@ class Sizes(NamedTuple):
     nelements, itemsize : int
         Elements of the buffer, bytes of an element.
     slice_nbytes, nslices : int
-        Bytes of a slice, as `r2ccl.lowering.lower` cuts them, or slices of a chunk; the other
-        is 0.
+        Bytes of a slice, as `r2ccl.planning.lowering.lower` cuts them, or slices of a chunk; the
+        other is 0.
     """
 
     nelements: int

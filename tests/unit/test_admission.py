@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from r2ccl.admission import admit
 from r2ccl.algos import ring, tree
-from r2ccl.lowering import Layout, lower
+from r2ccl.planning.lowering import Layout, lower
+from r2ccl.planning.receive_window import admit
 from r2ccl.schedule.ir import Schedule
 
 SLICE = 1000

@@ -10,7 +10,7 @@ import pytest
 
 from r2ccl.algos import dissemination
 from r2ccl.errors import InvalidArgument
-from r2ccl.flows import carried, flows_of, flows_of_dissemination
+from r2ccl.planning.edge_loads import carried, flows_of, flows_of_dissemination
 from r2ccl.schedule.check import check
 from r2ccl.schedule.cost import measure
 from r2ccl.schedule.interpret import interpret

@@ -8,9 +8,9 @@ from fractions import Fraction
 import pytest
 
 from r2ccl.algos import recursive_doubling, ring
-from r2ccl.calibration import calibrate
-from r2ccl.prediction import Choice
-from r2ccl.spread import Placement
+from r2ccl.planning.calibration import calibrate
+from r2ccl.planning.cost_model import Choice
+from r2ccl.planning.placement import Placement
 
 LOAD = Fraction(3, 8)
 ALPHA_NS = 50_000

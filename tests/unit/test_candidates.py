@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r2ccl.candidates import FAMILIES, Terms, candidates, expand
 from r2ccl.config import ALGOS
-from r2ccl.flows import flows_of
+from r2ccl.planning.candidates import FAMILIES, Terms, candidates, expand
+from r2ccl.planning.edge_loads import flows_of
+from r2ccl.planning.placement import Placement
 from r2ccl.schedule.check import check
 from r2ccl.schedule.cost import measure
-from r2ccl.spread import Placement
 
 
 def terms(*rows: tuple[int, ...], teams: tuple[tuple[int, ...], ...] = ()) -> Terms:

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r2ccl.algos import packed_trees, tree
-from r2ccl.candidates import Terms
-from r2ccl.collective_candidates import collective_candidates, ring_order
 from r2ccl.errors import InvalidArgument
 from r2ccl.failover.health.table import WHOLE, Health
-from r2ccl.flows import flows_of
-from r2ccl.prediction import Fabric, Rates, put
+from r2ccl.planning.candidates import Terms
+from r2ccl.planning.collective_candidates import collective_candidates, ring_order
+from r2ccl.planning.cost_model import Fabric, Rates, put
+from r2ccl.planning.edge_loads import flows_of
 from r2ccl.schedule.check import check
 from r2ccl.schedule.cost import measure
 from r2ccl.types import PARTED, ROOTED, Collective

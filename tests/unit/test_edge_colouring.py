@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r2ccl.algos import packed_trees
-from r2ccl.edge_colouring import even_out
 from r2ccl.failover.health.table import WHOLE
+from r2ccl.planning.edge_colouring import even_out
 
 Edges = list[tuple[int, int]]
 

@@ -9,8 +9,8 @@ from healths import health
 
 from r2ccl.config import Config
 from r2ccl.failover.health.table import Health
-from r2ccl.plans import GroupPlans
-from r2ccl.prediction import Fabric, Rates
+from r2ccl.planning.cost_model import Fabric, Rates
+from r2ccl.planning.plan_cache import GroupPlans
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 CALL = CallSignature(Collective.ALLREDUCE, 8, ReduceOp.SUM, 1 << 24)

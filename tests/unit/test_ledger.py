@@ -21,7 +21,7 @@ from r2ccl.errors import PeerLost, TransportTimeout
 from r2ccl.executor import Call, LandingPool, LaneRun
 from r2ccl.failover.migration.driver import Leaving
 from r2ccl.failover.migration.path import Announcement, PathState
-from r2ccl.lowering import lower
+from r2ccl.planning.lowering import lower
 from r2ccl.progress import Progress
 from r2ccl.rollcall import Calling
 from r2ccl.testing.simulation.network import SimNetwork, Timeline

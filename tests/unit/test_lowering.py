@@ -5,7 +5,7 @@ import pytest
 from hypothesis import strategies as st
 
 from r2ccl.algos import recursive_doubling, ring
-from r2ccl.lowering import Layout, cleared, lower
+from r2ccl.planning.lowering import Layout, cleared, lower
 from r2ccl.schedule.ir import Kind, Op, RankProgram, Schedule, Space
 
 

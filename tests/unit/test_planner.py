@@ -13,10 +13,10 @@ from r2ccl.algos import optcc
 from r2ccl.algos.packed_trees import lower_bound
 from r2ccl.config import ALGOS, Config
 from r2ccl.failover.health.table import WHOLE, Health
-from r2ccl.planner import Planner
-from r2ccl.prediction import Choice, Fabric, Rates
+from r2ccl.planning.cost_model import Choice, Fabric, Rates
+from r2ccl.planning.placement import port_time
+from r2ccl.planning.planner import Planner
 from r2ccl.schedule.check import check
-from r2ccl.spread import port_time
 from r2ccl.types import ROOTED, CallSignature, Collective, ReduceOp
 
 MIB = 1 << 20

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from r2ccl.algos import packed_trees
 from r2ccl.config import Config
 from r2ccl.failover.health.table import WHOLE, Health
-from r2ccl.planner import Planner
-from r2ccl.prediction import Fabric, Rates
+from r2ccl.planning.cost_model import Fabric, Rates
+from r2ccl.planning.planner import Planner
 from r2ccl.schedule.check import check
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, Collective, ReduceOp

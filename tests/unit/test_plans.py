@@ -10,9 +10,9 @@ from r2ccl.algos import leaf_ring, ring
 from r2ccl.config import Config
 from r2ccl.errors import ScheduleError
 from r2ccl.failover.health.table import Health
-from r2ccl.planner import Planner
-from r2ccl.plans import Plan, Plans
-from r2ccl.prediction import Fabric, Rates
+from r2ccl.planning.cost_model import Fabric, Rates
+from r2ccl.planning.plan_cache import Plan, Plans
+from r2ccl.planning.planner import Planner
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 CALL = CallSignature(Collective.ALLREDUCE, 8, ReduceOp.SUM, 1 << 24)

@@ -33,8 +33,8 @@ from r2ccl.algos import (
 from r2ccl.config import AGREED, ALIASES, Config
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.path import TRANSITIONS, Action, PathEvent, PathState
-from r2ccl.planner import Planner
-from r2ccl.prediction import Fabric
+from r2ccl.planning.cost_model import Fabric
+from r2ccl.planning.planner import Planner
 from r2ccl.schedule.cost import measure, wire_nbytes
 from r2ccl.schedule.ir import Kind, Schedule
 from r2ccl.testing import faults

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from r2ccl.algos import leaf_ring, packed_trees, ring
 from r2ccl.errors import InvalidArgument
 from r2ccl.failover.health.table import WHOLE, Health
-from r2ccl.planner import full_channels
+from r2ccl.planning.placement import place, place_edges, port_time
+from r2ccl.planning.planner import full_channels
 from r2ccl.schedule.interpret import interpret
 from r2ccl.schedule.ir import Schedule
-from r2ccl.spread import place, place_edges, port_time
 
 
 @pytest.mark.parametrize("nchannels", [1, 3, 12])

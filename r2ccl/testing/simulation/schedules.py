@@ -85,7 +85,7 @@ def _trees_of_nodes(nranks: int, nchannels: int) -> Schedule:
     return hierarchy.wrap(packed_trees.allreduce(_uneven(len(teams)), nchannels), teams)
 
 
-#: All channels do the same: `r2ccl.spread.place` chooses rails and weights for them.
+#: All channels do the same: `r2ccl.planning.placement.place` chooses rails and weights for them.
 RINGS: dict[str, Maker] = {
     "ring": ring.allreduce,
     "ring/allgather": ring.allgather,
@@ -104,7 +104,8 @@ RINGS: dict[str, Maker] = {
     "hierarchy/ring": _ring_of_nodes,
 }
 
-#: Channels differ, in what they do or in their share: `r2ccl.spread.place_edges` chooses rails.
+#: Channels differ, in what they do or in their share: `r2ccl.planning.placement.place_edges`
+#: chooses rails.
 UNEVEN: dict[str, Maker] = {
     "ring/turning": _turning_rings,
     "double_binary_tree": _double_binary,

@@ -13,12 +13,12 @@ from r2ccl import kernels
 from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
 from r2ccl.failover.health.table import Health
-from r2ccl.lowering import Layout, lower
-from r2ccl.planner import Planner
-from r2ccl.plans import Plans
-from r2ccl.prediction import Fabric
+from r2ccl.planning.cost_model import Fabric
+from r2ccl.planning.lowering import Layout, lower
+from r2ccl.planning.placement import place, place_edges
+from r2ccl.planning.plan_cache import Plans
+from r2ccl.planning.planner import Planner
 from r2ccl.schedule.ir import Schedule
-from r2ccl.spread import place, place_edges
 from r2ccl.testing.simulation import data
 from r2ccl.testing.simulation.data import Array
 from r2ccl.testing.simulation.plan import CallSpec, Workload

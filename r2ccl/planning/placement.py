@@ -26,10 +26,10 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from r2ccl.edge_colouring import even_out
 from r2ccl.errors import InvalidArgument
 from r2ccl.failover.health.table import WHOLE, Health
-from r2ccl.flows import Flow, Flows, flows_of
+from r2ccl.planning.edge_colouring import even_out
+from r2ccl.planning.edge_loads import Flow, Flows, flows_of
 from r2ccl.schedule.ir import Schedule
 
 
@@ -119,7 +119,8 @@ def place_edges(
     Edges of nodes with few rails choose first, of those the heaviest; each takes the rail on which
     the busier of its two ports has least to do for what it can carry. Then edges leave the busiest
     port, or change places with others, as long as that helps; edges that all carry the same are
-    evened out (`r2ccl.edge_colouring`). One between nodes that share no home is left to routing.
+    evened out (`r2ccl.planning.edge_colouring`). One between nodes that share no home is left to
+    routing.
 
     Parameters
     ----------

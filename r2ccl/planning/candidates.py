@@ -36,15 +36,15 @@ from r2ccl.algos.bandwidths import straggler_of
 from r2ccl.algos.packed_trees import Reach
 from r2ccl.errors import InvalidArgument
 from r2ccl.failover.health.table import WHOLE
-from r2ccl.flows import (
+from r2ccl.planning.edge_loads import (
     Flows,
     carried,
     flows_of_dissemination,
     flows_of_rings,
     flows_of_trees,
 )
+from r2ccl.planning.placement import Edge, EdgeAtHome, Placement
 from r2ccl.schedule.ir import Schedule
-from r2ccl.spread import Edge, EdgeAtHome, Placement
 
 
 class Terms(NamedTuple):

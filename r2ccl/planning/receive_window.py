@@ -17,7 +17,7 @@ from collections import Counter
 
 import msgspec
 
-from r2ccl.lowering import Lane, Layout
+from r2ccl.planning.lowering import Lane, Layout
 
 
 def admit(layout: Layout, nhomes: int, nbytes: int) -> Layout:

@@ -19,13 +19,13 @@ from typing import NamedTuple
 import msgspec
 
 from r2ccl import kernels
-from r2ccl.admission import admit
 from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
 from r2ccl.failover.health.table import WHOLE, Health
-from r2ccl.lowering import Layout, lower, renumbered
-from r2ccl.planner import Explanation, Planner
-from r2ccl.prediction import UNMEASURED, Choice, Fabric, Rates
+from r2ccl.planning.cost_model import UNMEASURED, Choice, Fabric, Rates
+from r2ccl.planning.lowering import Layout, lower, renumbered
+from r2ccl.planning.planner import Explanation, Planner
+from r2ccl.planning.receive_window import admit
 from r2ccl.schedule.check import check
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, ReduceOp

@@ -4,10 +4,10 @@ It reads what all ranks share (the call, the configuration, the fabric with the 
 on, the agreed health) and nothing a rank measured for itself.
 
 While the data fits one eager slice, where latency decides, it is recursive doubling, dissemination
-or a binary tree.
-Above it every collective runs the candidate that is predicted to end first (`r2ccl.prediction`).
-``R2CC_ALGO`` names a family, ``R2CC_MODE`` bounds what there is to choose from. Where some nodes
-have no rail in common, only schedules whose neighbours have one are admissible.
+or a binary tree. Above it every collective runs the candidate that is predicted to end first
+(`r2ccl.planning.cost_model`). ``R2CC_ALGO`` names a family, ``R2CC_MODE`` bounds what there is to
+choose from. Where some nodes have no rail in common, only schedules whose neighbours have one are
+admissible.
 
 Invariant: equal arguments, equal choice. What is kept from call to call saves time and changes
 nothing.
@@ -21,13 +21,13 @@ from functools import partial
 from typing import NamedTuple
 
 from r2ccl.algos import recursive_doubling, spanning_tree, tree
-from r2ccl.candidates import FAMILIES, Candidate, Terms, candidates, expand
-from r2ccl.collective_candidates import DISSEMINATIONS, collective_candidates, parted
 from r2ccl.config import Config
 from r2ccl.failover.health.table import Health
-from r2ccl.prediction import NOT_TREES, UNMEASURED, Choice, Fabric, Placed, predict, put
+from r2ccl.planning.candidates import FAMILIES, Candidate, Terms, candidates, expand
+from r2ccl.planning.collective_candidates import DISSEMINATIONS, collective_candidates, parted
+from r2ccl.planning.cost_model import NOT_TREES, UNMEASURED, Choice, Fabric, Placed, predict, put
+from r2ccl.planning.placement import place
 from r2ccl.schedule.ir import Schedule
-from r2ccl.spread import place
 from r2ccl.types import PARTED, CallSignature, Collective
 
 
@@ -83,7 +83,7 @@ class Planner:
         """Choose for a call whose whole buffer has `nbytes` bytes.
 
         With `is_gauge`, what shows what the rails carry, if any schedule may run: see
-        `r2ccl.plans`.
+        `r2ccl.planning.plan_cache`.
         """
         is_small = nbytes <= self._config.eager_nbytes
         carried = self._carried(health)
@@ -153,8 +153,9 @@ class Planner:
         Parameters
         ----------
         families : iterable of str, optional
-            Names of `r2ccl.candidates`. Default: those that the settings allow, and that may be the
-            best for this health. Where none of them has a way it is the ring, then what bridges.
+            Names of `r2ccl.planning.candidates`. Default: those that the settings allow, and that
+            may be the best for this health. Where none of them has a way it is the ring, then what
+            bridges.
         """
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from r2ccl.prediction import Choice, Rates
+from r2ccl.planning.cost_model import Choice, Rates
 
 
 def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -> Rates:

@@ -8,7 +8,7 @@
 the detours of what is at home on a port that is down. A pipeline has to be filled and emptied: a
 chain of n ranks takes n - 1 slices for that; a tree its height, at the pace of ports that carry
 what they do on average, of which some is hidden where trees take turns (`_fill_of_trees`). alpha
-and beta were measured (`r2ccl.calibration`).
+and beta were measured (`r2ccl.planning.calibration`).
 
 Pure. Invariant: integers and fractions only, so that all ranks predict the same.
 """
@@ -22,12 +22,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from r2ccl.candidates import Candidate
 from r2ccl.config import Config
 from r2ccl.failover.health.table import WHOLE, Health
-from r2ccl.flows import Flows, flows_of
-from r2ccl.schedule.ir import Schedule
-from r2ccl.spread import (
+from r2ccl.planning.candidates import Candidate
+from r2ccl.planning.edge_loads import Flows, flows_of
+from r2ccl.planning.placement import (
     Placement,
     inlets,
     mean_time,
@@ -37,6 +36,7 @@ from r2ccl.spread import (
     port_time,
     ring_time,
 )
+from r2ccl.schedule.ir import Schedule
 
 
 class Rates(NamedTuple):
