@@ -25,7 +25,7 @@ from r2ccl.errors import (
     TransportTimeout,
 )
 from r2ccl.failover.migration.repairs import Repair
-from r2ccl.ledger import HealthReport, Pending
+from r2ccl.runtime.status import HealthReport, Pending
 from r2ccl.start import init
 from r2ccl.types import ReduceOp
 

@@ -17,18 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import numpy as np
 
-from r2ccl import forking, ledger, requests
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.bootstrap.messages import PeerInfo
-from r2ccl.buffers import Buffer, as_buffer
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
-from r2ccl.device.arrays import DeviceBuffer
 from r2ccl.device.base import Device
-from r2ccl.dumping import SignalDump, require_main_thread, write_line
-from r2ccl.ending import Ending
-from r2ccl.engine import Engine
-from r2ccl.entry import Entry
 from r2ccl.errors import (
     CommunicatorRevoked,
     ConcurrentCalls,
@@ -38,7 +31,6 @@ from r2ccl.errors import (
     TransportError,
     TransportTimeout,
 )
-from r2ccl.executor import LandingPool
 from r2ccl.failover.diagnosis.driver import places_of
 from r2ccl.failover.diagnosis.verdict import Verdict
 from r2ccl.failover.health.driver import Known
@@ -48,17 +40,25 @@ from r2ccl.failover.shrink.driver import Tidings, regroup
 from r2ccl.failover.shrink.protocol import Shrinking
 from r2ccl.gpu.calls import DeviceCalls
 from r2ccl.gpu.hardware import Hardware
-from r2ccl.hostcalls import HostCalls
-from r2ccl.memory import RegisteredMemory
 from r2ccl.planning.cost_model import Choice, Fabric
 from r2ccl.planning.plan_cache import Plans
 from r2ccl.planning.planner import Explanation
-from r2ccl.requests import Request
+from r2ccl.runtime import arguments, forking, status
+from r2ccl.runtime.arguments import Request
+from r2ccl.runtime.arrays.buffers import Buffer, as_buffer
+from r2ccl.runtime.arrays.cuda import DeviceBuffer
+from r2ccl.runtime.async_work import Task, Work, Worker
+from r2ccl.runtime.collectives import HostCalls
+from r2ccl.runtime.ending import Ending
+from r2ccl.runtime.engine import Engine
+from r2ccl.runtime.entry import Entry
+from r2ccl.runtime.executor import LandingPool
+from r2ccl.runtime.registered_memory import RegisteredMemory
+from r2ccl.runtime.signal_dump import SignalDump, require_main_thread, write_line
 from r2ccl.schedule.ir import Schedule
 from r2ccl.topology.monitor import LinkMonitor
 from r2ccl.transport.base import Transport
 from r2ccl.types import Nic, ReduceOp
-from r2ccl.work import Task, Work, Worker
 
 if TYPE_CHECKING:
     from r2ccl.gpu.ways import Way
@@ -227,7 +227,7 @@ class Communicator:
         may round differently (docs/fault-model.md). If the call raises, `out` is undefined.
         Calls of one communicator are carried out in their order, whatever they are asynchronous to.
         """
-        return self._start(stream, async_op, requests.allreduce, x, out, op)
+        return self._start(stream, async_op, arguments.allreduce, x, out, op)
 
     def allgather(
         self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False
@@ -260,7 +260,7 @@ class Communicator:
         -----
         *Collective*: all ranks. *Cost*: a ring that sends (n - 1)/n of `out` per rank.
         """
-        make = requests.allgather
+        make = arguments.allgather
         return self._start(stream, async_op, make, x, out, self.rank, self.nranks)
 
     def reduce_scatter(
@@ -306,7 +306,7 @@ class Communicator:
         *Collective*: all ranks. *Cost*: a ring that sends (n - 1)/n of `x` per rank, and memory of
         the size of `x` for partial sums, kept from call to call.
         """
-        make = requests.reduce_scatter
+        make = arguments.reduce_scatter
         return self._start(stream, async_op, make, x, out, op, self.rank, self.nranks)
 
     def broadcast(
@@ -349,7 +349,7 @@ class Communicator:
         above, a pipeline through all ranks in which each receives and sends the data once.
         """
         self._require_rank(root)
-        return self._start(stream, async_op, requests.broadcast, x, out, root)
+        return self._start(stream, async_op, arguments.broadcast, x, out, root)
 
     def reduce(
         self,
@@ -393,7 +393,7 @@ class Communicator:
         memory of the size of `x` for partial sums, kept from call to call.
         """
         self._require_rank(root)
-        return self._start(stream, async_op, requests.reduce, x, out, op, root, self.rank)
+        return self._start(stream, async_op, arguments.reduce, x, out, op, root, self.rank)
 
     def run_schedule(
         self,
@@ -438,7 +438,7 @@ class Communicator:
                 f"schedule of {schedule.collective} over {schedule.nranks} ranks; give an "
                 f"allreduce over {self.nranks}"
             )
-        return self._start(stream, async_op, requests.allreduce, x, out, op, schedule)
+        return self._start(stream, async_op, arguments.allreduce, x, out, op, schedule)
 
     def explain(self, nbytes: int) -> Explanation:
         """Compare the schedules that an allreduce of `nbytes` could run; ``str()`` is a table.
@@ -508,7 +508,7 @@ class Communicator:
         """Return what was repaired at this rank, oldest first: what moved where, when, why."""
         return tuple(self._engine.recovery.log.repairs)
 
-    def health(self) -> ledger.HealthReport:
+    def health(self) -> status.HealthReport:
         """Return the state of this rank's rails: to which peer since when, and why not.
 
         Notes
@@ -516,7 +516,7 @@ class Communicator:
         *Local*, in any thread, at once. ``str()`` of it is for people.
         """
         recovery = self._engine.recovery
-        return ledger.HealthReport(self.rank, monotonic(), ledger.rails(recovery, self._rails))
+        return status.HealthReport(self.rank, monotonic(), status.rails(recovery, self._rails))
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return what this rank last found to be wrong with each path; ``str()`` is for people.
@@ -545,7 +545,7 @@ class Communicator:
             return Known(self._whole, 0.0)
         return council.known
 
-    def pending(self) -> ledger.Pending:
+    def pending(self) -> status.Pending:
         """Return what this rank waits for: which ranks have not called, which links wait for whom.
 
         Notes
@@ -560,7 +560,7 @@ class Communicator:
         """Return the whole ledger as one line of JSON.
 
         The call under way, what it waits for, every path, link, peer and repair: the fields are
-        those of `r2ccl.ledger.Ledger`.
+        those of `r2ccl.runtime.status.Ledger`.
 
         Notes
         -----
@@ -568,7 +568,7 @@ class Communicator:
         """
         engine, control = self._engine, self._control
         peers = [info for info in control.peers if info.rank != self.rank]
-        read = ledger.read(
+        read = status.read(
             engine.pending(), engine.progress, engine.runs, engine.roll, peers, control.last_heard
         )
         return msgspec.json.encode(read).decode()
@@ -821,7 +821,7 @@ class Communicator:
                 finally:
                     self._caller = 0
                     self._turn.release()
-            requests.check_op(request)
+            arguments.check_op(request)
             if isinstance(request.source, DeviceBuffer):
                 return self._on_device.start(request, stream, is_async)
             if stream is not None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from r2ccl import bootstrap, oserrors
 from r2ccl.communicator import Communicator
 from r2ccl.config import DEBUG_LEVELS, Config
-from r2ccl.dumping import require_main_thread
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.failover.connector import Answer, Offer, Ready
 from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest
@@ -22,7 +21,8 @@ from r2ccl.failover.migration.driver import Leaving, PortUp, Revoke, Spared
 from r2ccl.failover.migration.path import Announcement
 from r2ccl.failover.shrink.protocol import Message as Shrinking
 from r2ccl.gpu.hardware import CudaHardware
-from r2ccl.rollcall import Calling
+from r2ccl.runtime.desync_check import Calling
+from r2ccl.runtime.signal_dump import require_main_thread
 from r2ccl.topology.hcas import GidFinder, Hca, list_hcas, select_hcas
 from r2ccl.topology.interfaces import discover
 from r2ccl.topology.names import NameFilter

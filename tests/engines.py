@@ -12,8 +12,6 @@ from ranks import TIMEOUT_S, Gathering, sizes_of, together
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.dtypes import CODES
-from r2ccl.engine import Engine
-from r2ccl.entry import Entry
 from r2ccl.errors import TransportError
 from r2ccl.failover.health.table import Health
 from r2ccl.gpu.bounce import DeviceCall
@@ -21,6 +19,8 @@ from r2ccl.gpu.direct import Direct
 from r2ccl.gpu.directjoin import open_direct
 from r2ccl.planning.cost_model import Fabric
 from r2ccl.planning.plan_cache import Plans
+from r2ccl.runtime.engine import Engine
+from r2ccl.runtime.entry import Entry
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.fakedevice.forms import FakeLauncher
 from r2ccl.testing.simulation.gpus import GpuNetwork

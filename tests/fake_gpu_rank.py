@@ -68,7 +68,7 @@ def main() -> None:
     import gpu_rank
 
     from r2ccl import start
-    from r2ccl.device import arrays
+    from r2ccl.runtime.arrays import cuda
 
     card = fake_card(gpu_card, int(os.environ["RANK"]))
 
@@ -79,7 +79,7 @@ def main() -> None:
 
     kernels: Any = None  # of ways through the host none runs
     start.CudaHardware = lambda: OneCard(card.device, kernels)
-    arrays._ordinal = lambda address: 0
+    cuda._ordinal = lambda address: 0
     gpu_rank.open_card = open_card
     if os.environ["RANK"] == os.environ.get("BENCH_SPOILED"):
         examine = card.examine

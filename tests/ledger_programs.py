@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 import r2ccl
-from r2ccl.ledger import Ledger
+from r2ccl.runtime.status import Ledger
 
 PATIENCE_S = 30.0
 

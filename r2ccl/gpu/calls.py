@@ -16,14 +16,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from r2ccl.device.arrays import DeviceBuffer, streams_of
 from r2ccl.device.base import Device, Event, Stream
-from r2ccl.device.streams import stream_of
 from r2ccl.errors import InvalidArgument, TransportError, TransportTimeout
 from r2ccl.gpu.bounce import DeviceCall
 from r2ccl.gpu.gate import HostPart
-from r2ccl.requests import Request
-from r2ccl.work import Task, Work, Worker
+from r2ccl.runtime.arguments import Request
+from r2ccl.runtime.arrays.cuda import DeviceBuffer, streams_of
+from r2ccl.runtime.arrays.streams import stream_of
+from r2ccl.runtime.async_work import Task, Work, Worker
 
 if TYPE_CHECKING:
     from r2ccl.gpu.ways import Kernels, Way
@@ -55,7 +55,7 @@ class _Card(NamedTuple):
 
 
 class Outcome:
-    """What a call does to device memory, also once the GPU is closed; `r2ccl.work.Effects`."""
+    """What a call does to device memory, also once the GPU is closed: its `Effects`."""
 
     def __init__(self, card: _Card, job: HostPart, stream: Stream, way: Way) -> None:
         self._card = card

@@ -36,10 +36,7 @@ import msgspec
 from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.device.base import Device, Event, Stream
-from r2ccl.engine import Engine
-from r2ccl.entry import Enter
 from r2ccl.errors import TransportError, TransportTimeout
-from r2ccl.executor import LandingPool, LaneRun
 from r2ccl.gpu.bounce import DeviceCall
 from r2ccl.gpu.detours import Detours
 from r2ccl.gpu.gate import LINE_NBYTES, Gated
@@ -49,6 +46,9 @@ from r2ccl.gpu.standins import StandIns, nbytes_of
 from r2ccl.gpu.wired import Purpose, WiredMemory
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.planning.lowering import Layout, cleared
+from r2ccl.runtime.engine import Engine
+from r2ccl.runtime.entry import Enter
+from r2ccl.runtime.executor import LandingPool, LaneRun
 
 
 class DirectJob(msgspec.Struct, eq=False):

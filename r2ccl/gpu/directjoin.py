@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.device.base import Device
-from r2ccl.engine import Engine
-from r2ccl.entry import Enter
 from r2ccl.errors import TransportError
 from r2ccl.gpu.detours import Detours
 from r2ccl.gpu.direct import Direct
 from r2ccl.gpu.gathering import Gather
 from r2ccl.gpu.offload import Kernels
 from r2ccl.gpu.wired import WiredMemory
+from r2ccl.runtime.engine import Engine
+from r2ccl.runtime.entry import Enter
 
 
 def open_direct(

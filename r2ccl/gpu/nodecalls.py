@@ -45,7 +45,7 @@ from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportError, T
 from r2ccl.gpu.bounce import DeviceCall
 from r2ccl.gpu.gate import WORD, Gated
 from r2ccl.gpu.noticeboard import NoticeBoard
-from r2ccl.progress import describe
+from r2ccl.runtime.progress import describe
 from r2ccl.types import CallSignature, Collective
 
 Array = npt.NDArray[Any]

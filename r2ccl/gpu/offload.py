@@ -60,7 +60,7 @@ class _Batch(NamedTuple):
 
 
 class Offload:
-    """Work on one stream of a device; `r2ccl.progress.Computer`.
+    """Work on one stream of a device; `r2ccl.runtime.progress.Computer`.
 
     Parameters
     ----------

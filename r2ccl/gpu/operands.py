@@ -17,7 +17,7 @@ from r2ccl.types import REDUCTIONS, CallSignature, ReduceOp
 
 
 class DeviceOperands:
-    """`r2ccl.executor.Operands` in device memory that the transport reaches.
+    """`r2ccl.runtime.executor.Operands` in device memory that the transport reaches.
 
     Parameters
     ----------

@@ -18,8 +18,6 @@ from typing import Any, Protocol
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.device.base import Device, Event, Stream
-from r2ccl.engine import Engine
-from r2ccl.entry import Enter, Entry
 from r2ccl.errors import TransportError
 from r2ccl.gpu import nodecalls, offload
 from r2ccl.gpu.bounce import Bounce, DeviceCall, HostRun
@@ -33,6 +31,8 @@ from r2ccl.gpu.nodecalls import MOST_RANKS, NodeCalls
 from r2ccl.gpu.nodejoin import join
 from r2ccl.gpu.noticeboard import NoticeBoard
 from r2ccl.gpu.tiers import Rails, TieredCalls
+from r2ccl.runtime.engine import Engine
+from r2ccl.runtime.entry import Enter, Entry
 from r2ccl.transport.relayed import RelayedTransport
 
 _log = logging.getLogger(__name__)

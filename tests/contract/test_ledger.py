@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from r2ccl import launch
-from r2ccl.ledger import Ledger
+from r2ccl.runtime.status import Ledger
 
 TIMEOUT_S = 90.0
 

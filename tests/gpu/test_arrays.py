@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from r2ccl.buffers import is_in_place, like, like_part, part_of
-from r2ccl.device.arrays import as_device_buffer, is_device_array, streams_of
 from r2ccl.device.bindings import Cuda
-from r2ccl.device.streams import LEGACY, PER_THREAD, stream_of
 from r2ccl.dtypes import BFLOAT16_CODE, DTYPES
 from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.runtime.arrays.buffers import is_in_place, like, like_part, part_of
+from r2ccl.runtime.arrays.cuda import as_device_buffer, is_device_array, streams_of
+from r2ccl.runtime.arrays.streams import LEGACY, PER_THREAD, stream_of
 
 try:
     CUDA = Cuda()

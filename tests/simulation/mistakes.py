@@ -12,13 +12,13 @@ from unittest import mock
 
 import msgspec
 
-from r2ccl.executor import LaneRun
 from r2ccl.failover.migration.driver import _ACTIONS, Recovery
 from r2ccl.failover.migration.link import Landing, LinkReport, RecvLink, SendLink, Slice, SliceState
 from r2ccl.failover.migration.path import PathState
 from r2ccl.failover.migration.routes import Routes
 from r2ccl.planning.lowering import Step
-from r2ccl.progress import Progress
+from r2ccl.runtime.executor import LaneRun
+from r2ccl.runtime.progress import Progress
 from r2ccl.schedule.ir import Kind
 from r2ccl.testing.simulation.control import SimControl
 from r2ccl.testing.simulation.network import End, SimNetwork

@@ -15,10 +15,10 @@ from unittest import mock
 import msgspec
 import pytest
 
-from r2ccl.executor import LaneRun
 from r2ccl.gpu.offload import Offload
 from r2ccl.gpu.operands import DeviceOperands
 from r2ccl.planning.lowering import Step
+from r2ccl.runtime.executor import LaneRun
 from r2ccl.schedule.ir import Kind
 from r2ccl.testing.fakedevice import FakeDevice
 from r2ccl.testing.simulation import (

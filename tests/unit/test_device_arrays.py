@@ -30,13 +30,13 @@ from lookalikes import (
     start_of,
 )
 
-from r2ccl.buffers import as_buffer, is_in_place, like, like_part, part_of
-from r2ccl.device import arrays
-from r2ccl.device.arrays import DeviceBuffer, as_device_buffer, is_device_array, streams_of
 from r2ccl.device.base import Stream
-from r2ccl.device.streams import LEGACY, PER_THREAD
 from r2ccl.dtypes import BFLOAT16_CODE, DTYPES
 from r2ccl.errors import InvalidArgument
+from r2ccl.runtime.arrays import cuda
+from r2ccl.runtime.arrays.buffers import as_buffer, is_in_place, like, like_part, part_of
+from r2ccl.runtime.arrays.cuda import DeviceBuffer, as_device_buffer, is_device_array, streams_of
+from r2ccl.runtime.arrays.streams import LEGACY, PER_THREAD
 
 #: What the driver says of every address.
 ORDINAL = 5
@@ -49,7 +49,7 @@ def _driver(monkeypatch: pytest.MonkeyPatch) -> None:
         assert address
         return ORDINAL
 
-    monkeypatch.setattr(arrays, "Cuda", lambda: SimpleNamespace(pointer_attribute=ask))
+    monkeypatch.setattr(cuda, "Cuda", lambda: SimpleNamespace(pointer_attribute=ask))
 
 
 def view(x: Any) -> DeviceBuffer:
@@ -470,8 +470,8 @@ class TestWhatIsADeviceArray:
     def test_no_library_is_imported(self) -> None:
         script = (
             "import sys, numpy as np\n"
-            "from r2ccl.device.arrays import is_device_array\n"
-            "from r2ccl.device.streams import stream_of\n"
+            "from r2ccl.runtime.arrays.cuda import is_device_array\n"
+            "from r2ccl.runtime.arrays.streams import stream_of\n"
             "is_device_array(bytearray(3)); stream_of(5, 1)\n"
             "print({'torch', 'cupy', 'numba', 'cuda'} & sys.modules.keys())"
         )

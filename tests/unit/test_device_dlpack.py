@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from lookalikes import CUDA, MANAGED, Producer
 
-from r2ccl.device import dlpack
-from r2ccl.device.streams import LEGACY
 from r2ccl.dtypes import BFLOAT16_CODE, DTYPES
 from r2ccl.errors import InvalidArgument
+from r2ccl.runtime.arrays import dlpack
+from r2ccl.runtime.arrays.streams import LEGACY
 
 VERSIONS = pytest.mark.parametrize("version", [(1, 0), (1, 7), None])
 

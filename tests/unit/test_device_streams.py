@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from r2ccl.device.base import Stream
-from r2ccl.device.streams import LEGACY, PER_THREAD, producer_stream, stream_of
 from r2ccl.errors import InvalidArgument
+from r2ccl.runtime.arrays.streams import LEGACY, PER_THREAD, producer_stream, stream_of
 
 DEFAULT = Stream(0xDEF)
 

@@ -9,14 +9,14 @@ import pytest
 from lookalikes import CUDA, Producer
 from ranks import TIMEOUT_S
 
-from r2ccl import requests
 from r2ccl.errors import TransportError, TransportTimeout
 from r2ccl.gpu.calls import DeviceCalls
 from r2ccl.gpu.gate import Gated
+from r2ccl.runtime import arguments
+from r2ccl.runtime.async_work import Worker
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.fakedevice.order import Misuse
 from r2ccl.types import ReduceOp
-from r2ccl.work import Worker
 
 
 class Ending(Gated):
@@ -71,7 +71,7 @@ def calls_of(device: FakeDevice, ways: Any, timeout_s: float = 5.0) -> DeviceCal
 def call(calls: DeviceCalls, device: FakeDevice, count: int = 10) -> Producer:
     """Call with an array of so many elements; return it, to be kept as long as its capsules are."""
     x = Producer(device.caller_memory(8 * count), (count,), dtype=(0, 64, 1), device=(CUDA, 0))
-    calls.start(requests.allreduce(x, None, ReduceOp.SUM), device.caller_stream(), False)
+    calls.start(arguments.allreduce(x, None, ReduceOp.SUM), device.caller_stream(), False)
     return x
 
 

@@ -9,8 +9,8 @@ import pytest
 
 import r2ccl
 from r2ccl.config import Config
-from r2ccl.dumping import SignalDump, write_line
 from r2ccl.errors import InvalidArgument
+from r2ccl.runtime.signal_dump import SignalDump, write_line
 
 
 def raise_signal() -> None:

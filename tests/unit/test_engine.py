@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from r2ccl.config import Config
-from r2ccl.engine import Engine
 from r2ccl.errors import CommunicatorRevoked, InternalError
-from r2ccl.executor import LaneRun
+from r2ccl.runtime.engine import Engine
+from r2ccl.runtime.executor import LaneRun
 
 
 class Still:

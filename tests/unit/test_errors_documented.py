@@ -20,12 +20,12 @@ import pytest
 
 import r2ccl
 from r2ccl import errors
-from r2ccl.buffers import as_buffer
 from r2ccl.config import Config
-from r2ccl.engine import Engine
 from r2ccl.failover.migration.link import SendLink
 from r2ccl.failover.shrink.driver import Tidings, regroup
 from r2ccl.failover.shrink.protocol import Shrinking
+from r2ccl.runtime.arrays.buffers import as_buffer
+from r2ccl.runtime.engine import Engine
 from r2ccl.schedule.check import check
 from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
 from r2ccl.transport.base import Failed

@@ -13,9 +13,9 @@ from r2ccl import kernels
 from r2ccl.algos import recursive_doubling, ring
 from r2ccl.config import Config
 from r2ccl.dtypes import CODES
-from r2ccl.executor import Call, LandingPool, LaneRun
 from r2ccl.planning.lowering import lower
-from r2ccl.progress import Progress
+from r2ccl.runtime.executor import Call, LandingPool, LaneRun
+from r2ccl.runtime.progress import Progress
 from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
 from r2ccl.testing.simulation.network import SimNetwork, Timeline
 from r2ccl.testing.simulation.transport import SimTransport

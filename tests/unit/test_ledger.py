@@ -12,18 +12,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from r2ccl import ledger
 from r2ccl.algos import ring
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.config import Config
-from r2ccl.engine import Engine
 from r2ccl.errors import PeerLost, TransportTimeout
-from r2ccl.executor import Call, LandingPool, LaneRun
 from r2ccl.failover.migration.driver import Leaving
 from r2ccl.failover.migration.path import Announcement, PathState
 from r2ccl.planning.lowering import lower
-from r2ccl.progress import Progress
-from r2ccl.rollcall import Calling
+from r2ccl.runtime import status
+from r2ccl.runtime.desync_check import Calling
+from r2ccl.runtime.engine import Engine
+from r2ccl.runtime.executor import Call, LandingPool, LaneRun
+from r2ccl.runtime.progress import Progress
 from r2ccl.testing.simulation.network import SimNetwork, Timeline
 from r2ccl.testing.simulation.transport import SimTransport
 from r2ccl.transport.base import Event, Failed
@@ -151,10 +151,10 @@ class World:
         engine = self.engine
         engine.run(SIGNATURE, lambda: self.lanes(engine.progress), frozenset({1, 2}))
 
-    def read(self) -> ledger.Ledger:
+    def read(self) -> status.Ledger:
         peers = [PeerInfo(rank, f"host{rank}/boot/7", 100 + rank, (), ()) for rank in (1, 2)]
         engine = self.engine
-        return ledger.read(
+        return status.read(
             engine.pending(), engine.progress, engine.runs, engine.roll, peers, lambda rank: 0.5
         )
 
@@ -173,7 +173,7 @@ def test_a_finished_call_is_in_the_books_to_the_byte() -> None:
     world.call()
     read = world.read()
     assert read.operations == ()
-    assert read.pending == ledger.Pending(0, "", read.now_s, read.now_s)
+    assert read.pending == status.Pending(0, "", read.now_s, read.now_s)
     # A ring of three sends and receives 2(n - 1)/n of the data, and no slice of it twice.
     share = 4 * COUNT * 4 // 3
     for name, peer in (("sent", 1), ("received", 2)):
@@ -196,13 +196,13 @@ def test_the_ledger_survives_json() -> None:
     world.call()
     read = world.read()
     text = msgspec.json.encode(read)
-    assert msgspec.json.decode(text, type=ledger.Ledger) == read
+    assert msgspec.json.decode(text, type=status.Ledger) == read
     assert json.loads(text)["nranks"] == 3
 
 
 def test_a_call_that_times_out_names_who_has_not_called_and_which_links_wait() -> None:
     world = ready(2)
-    read: list[ledger.Ledger] = []
+    read: list[status.Ledger] = []
     world.timeline.after(1.5, lambda: read.append(world.read()))
     with pytest.raises(TransportTimeout) as caught:
         world.call()
@@ -275,7 +275,7 @@ def test_health_shows_each_rail_with_the_evidence() -> None:
     world.timeline.now += 5.0
     key = PathKey(1, 1)
     world.engine.submit(world.engine.recovery.on_failed, Failed(key, "ECONNRESET", "reset"))
-    healthy, broken = ledger.rails(world.engine.recovery, NICS)
+    healthy, broken = status.rails(world.engine.recovery, NICS)
     assert (healthy.name, healthy.speed_mbps, healthy.state) == ("eth0", 100_000, "up")
     assert (broken.state, broken.nrepairs) == ("degraded", 1)
     to_1, to_2 = broken.paths
@@ -283,7 +283,7 @@ def test_health_shows_each_rail_with_the_evidence() -> None:
     assert to_1.since_s == world.timeline.now
     assert (to_2.state, to_2.cause) == ("up", "")
     assert to_2.since_s < 1.0
-    report = str(ledger.HealthReport(0, world.timeline.now + 2.0, (healthy, broken)))
+    report = str(status.HealthReport(0, world.timeline.now + 2.0, (healthy, broken)))
     assert "rail 0 (eth0): up\n" in report
     assert "to rank 1: fencing for 2.0 s (ECONNRESET: reset)" in report
 
@@ -298,8 +298,8 @@ def test_after_the_end_the_ledger_says_why() -> None:
 
 
 def test_long_lists_are_cut_in_words_and_whole_as_values() -> None:
-    waits = tuple(ledger.Wait(1, "slice", channel, 5, 0) for channel in range(12))
-    pending = ledger.Pending(0, "call 2, barrier()", 2.0, 1.0, {}, waits)
+    waits = tuple(status.Wait(1, "slice", channel, 5, 0) for channel in range(12))
+    pending = status.Pending(0, "call 2, barrier()", 2.0, 1.0, {}, waits)
     text = str(pending)
     assert text.count("slice 5") == 8
     assert "and 4 more" in text
@@ -316,7 +316,7 @@ def test_an_init_that_times_out_says_what_kept_the_paths_from_being_connected() 
 
 
 def test_a_slow_peer_is_told_from_a_broken_network() -> None:
-    pending = ledger.Pending(0, "call 2, barrier()", 2.0, 1.0, {}, (ledger.Wait(1, "slice"),), (1,))
+    pending = status.Pending(0, "call 2, barrier()", 2.0, 1.0, {}, (status.Wait(1, "slice"),), (1,))
     assert str(pending).endswith("the network is not at fault: the ports of ranks 1 answer")
 
 
@@ -342,18 +342,18 @@ def test_what_a_failure_set_in_motion_is_in_the_books() -> None:
 
 
 def test_nothing_blocked_is_said_so() -> None:
-    assert str(ledger.Pending(3, "", 1.0, 1.0)) == "rank 3 waits for nothing"
-    alone: Any = ledger.Pending(3, "call 1, barrier()", 1.5, 1.0)
+    assert str(status.Pending(3, "", 1.0, 1.0)) == "rank 3 waits for nothing"
+    alone: Any = status.Pending(3, "call 1, barrier()", 1.5, 1.0)
     assert "its own part" in str(alone)
 
 
 def test_every_field_of_a_dump_is_documented() -> None:
-    page = Path(__file__, "../../../docs/ledger.md").resolve().read_text(encoding="utf-8")
+    page = Path(__file__, "../../../docs/status.md").resolve().read_text(encoding="utf-8")
     table = page.split("<!-- table:ledger -->")[1].split("<!-- /table -->")[0]
     words = set(re.findall(r"`(\w+)`", table))
     cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("|")]
     first = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-    assert first == set(ledger.Ledger.__struct_fields__)
-    for kind in (ledger.Operation, ledger.LinkEntry, ledger.PeerEntry):
+    assert first == set(status.Ledger.__struct_fields__)
+    for kind in (status.Operation, status.LinkEntry, status.PeerEntry):
         said = {"rank", "peer", "channel"}
         assert set(kind.__struct_fields__) <= words | said, kind

@@ -309,8 +309,9 @@ class Wire:
 class Links(RuleBasedStateMachine):
     """A link whose two halves choose their routes on their own, over paths that come and go.
 
-    The machine plays transport and owner as `r2ccl.progress` and `r2ccl.failover.migration.driver`
-    do, with every step that can happen at its own time a rule of its own.
+    The machine plays transport and owner as `r2ccl.runtime.progress` and
+    `r2ccl.failover.migration.driver` do, with every step that can happen at its own time a rule of
+    its own.
     """
 
     NPATHS = 3

@@ -18,7 +18,7 @@ from r2ccl.failover.connector import Answer, Offer
 from r2ccl.failover.migration.driver import Leaving, PortUp, Recovery, Revoke, Spared
 from r2ccl.failover.migration.link import LinkReport
 from r2ccl.failover.migration.path import Announcement, PathState
-from r2ccl.progress import Progress
+from r2ccl.runtime.progress import Progress
 from r2ccl.transport.base import Arrived, Event, Failed, Fenced, Frame, Joined, Probed, RailChanged
 from r2ccl.types import PathKey, ProbeKey, Way
 

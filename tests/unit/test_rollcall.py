@@ -1,6 +1,6 @@
 """Who has called a collective is known to whoever waits, with few words."""
 
-from r2ccl.rollcall import Calling, RollCall
+from r2ccl.runtime.desync_check import Calling, RollCall
 
 
 class Ranks:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument, PeerLost, TransportTimeout
-from r2ccl.work import Work, Worker
+from r2ccl.runtime.async_work import Work, Worker
 
 
 class Gate:

@@ -58,7 +58,7 @@ from r2ccl.transport.verbs.status import is_completion_status
 from r2ccl.types import BYPASS, PathKey, ProbeKey, rail_name
 
 if TYPE_CHECKING:
-    from r2ccl.progress import Progress
+    from r2ccl.runtime.progress import Progress
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from r2ccl.failover.migration.repairs import RepairLog
 from r2ccl.types import BYPASS, PathKey
 
 if TYPE_CHECKING:
-    from r2ccl.progress import Progress
+    from r2ccl.runtime.progress import Progress
 
 
 class Routes:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.executor import LandingPool, LaneRun, Place
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.link import Landing, SendLink, Slice
-from r2ccl.progress import Consumer, Progress
+from r2ccl.runtime.executor import LandingPool, LaneRun, Place
+from r2ccl.runtime.progress import Consumer, Progress
 from r2ccl.testing.simulation.network import Kind, Message
 
 Array = npt.NDArray[Any]

@@ -1,8 +1,9 @@
 """One simulated rank: the real `Progress`, `Recovery` and `LaneRun`, driven as the engine does it.
 
 While the rank is in a call its own turns move the loop; between calls, and while it computes, the
-control plane's tick does, as in `r2ccl.engine`. What the engine's lock and threads guarantee holds
-here because there is one thread. Everything that goes through memory is watched by a `Checker`.
+control plane's tick does, as in `r2ccl.runtime.engine`. What the engine's lock and threads
+guarantee holds here because there is one thread. Everything that goes through memory is watched by
+a `Checker`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any
 from r2ccl.bootstrap.messages import Codec
 from r2ccl.config import Config
 from r2ccl.errors import InternalError, R2cclError, TransportTimeout
-from r2ccl.executor import Call, LandingPool, LaneRun, Operands
 from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest, Verdict
 from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.driver import Leaving, PortUp, Revoke, Spared
 from r2ccl.failover.migration.path import Announcement
-from r2ccl.progress import Computer
+from r2ccl.runtime.executor import Call, LandingPool, LaneRun, Operands
+from r2ccl.runtime.progress import Computer
 from r2ccl.testing.simulation.checks import CheckedPool, CheckedProgress, CheckedRun, Checker
 from r2ccl.testing.simulation.control import SimControl
 from r2ccl.testing.simulation.data import Array

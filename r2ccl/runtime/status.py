@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from r2ccl.bootstrap.messages import PeerInfo
-from r2ccl.executor import LaneRun
 from r2ccl.failover.migration.driver import Recovery
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.failover.migration.repairs import Repair
-from r2ccl.progress import Progress, describe
-from r2ccl.rollcall import RollCall
+from r2ccl.runtime.desync_check import RollCall
+from r2ccl.runtime.executor import LaneRun
+from r2ccl.runtime.progress import Progress, describe
 from r2ccl.types import Nic, PathKey, rail_name
 
 

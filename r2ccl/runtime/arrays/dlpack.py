@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from r2ccl.buffers import cannot_view
 from r2ccl.device.base import Stream
+from r2ccl.runtime.arrays.buffers import cannot_view
 
 #: kDLCUDAManaged (dlpack.h).
 MANAGED = 13

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from r2ccl.failover.migration.link import Landing, RecvLink, SendLink
 from r2ccl.planning.lowering import Lane, Layout, Step
-from r2ccl.progress import Progress
+from r2ccl.runtime.progress import Progress
 from r2ccl.schedule.ir import Kind
 
 Array = npt.NDArray[Any]

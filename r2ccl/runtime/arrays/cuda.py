@@ -2,7 +2,7 @@
 
 torch tensors are asked directly, all others through ``__cuda_array_interface__``, else through
 DLPack; what they say becomes a `DeviceBuffer`, or is refused with what was given and what is
-allowed. Parts, overlaps and outputs are those of `r2ccl.buffers`.
+allowed. Parts, overlaps and outputs are those of `r2ccl.runtime.arrays.buffers`.
 
 Must not import any array library; the driver is asked only which GPU an address is on, where nobody
 else knows. Invariant: a `DeviceBuffer` is C-contiguous, aligned, in native byte order, in memory a
@@ -10,7 +10,7 @@ GPU addresses, of an element type with a number, and keeps that memory alive.
 
 References
 ----------
-Numba, CUDA Array Interface, version 3; DLPack (`r2ccl.device.dlpack`).
+Numba, CUDA Array Interface, version 3; DLPack (`r2ccl.runtime.arrays.dlpack`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from r2ccl.buffers import cannot_view, type_name
-from r2ccl.device import dlpack
 from r2ccl.device.base import Stream
 from r2ccl.device.bindings import Cuda
-from r2ccl.device.streams import LEGACY, producer_stream, stream_of
 from r2ccl.dtypes import BFLOAT16_CODE, DTYPES, dtype_name, dtype_of, names
 from r2ccl.errors import InvalidArgument
-from r2ccl.libraries import Library, Torch, is_device_array, library_of, torch_of
+from r2ccl.runtime.arrays import dlpack
+from r2ccl.runtime.arrays.buffers import cannot_view, type_name
+from r2ccl.runtime.arrays.libraries import Library, Torch, is_device_array, library_of, torch_of
+from r2ccl.runtime.arrays.streams import LEGACY, producer_stream, stream_of
 
 #: NumPy's names, which torch and DLPack share, to numbers; bfloat16 also without ml_dtypes.
 _CODES = {dtype_name(code): code for code in (*DTYPES, BFLOAT16_CODE)}
@@ -74,7 +74,7 @@ class DeviceBuffer(msgspec.Struct, frozen=True, eq=False):
     capsule: Any = None
 
     def part(self, first: int, count: int) -> DeviceBuffer:
-        """See `r2ccl.buffers.Extent`."""
+        """See `r2ccl.runtime.arrays.buffers.Extent`."""
         return msgspec.structs.replace(
             self,
             address=self.address + first * self.itemsize,
@@ -83,7 +83,7 @@ class DeviceBuffer(msgspec.Struct, frozen=True, eq=False):
         )
 
     def overlaps(self, other: DeviceBuffer) -> bool:
-        """See `r2ccl.buffers.Extent`."""
+        """See `r2ccl.runtime.arrays.buffers.Extent`."""
         return (
             min(self.nbytes, other.nbytes) > 0
             and self.address < other.address + other.nbytes

@@ -27,11 +27,14 @@ import numpy.typing as npt
 from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.errors import CommunicatorRevoked, InternalError, R2cclError, TransportTimeout
-from r2ccl.executor import LaneRun
 from r2ccl.failover.health.driver import Council
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.driver import Leaving, Revoke
-from r2ccl.ledger import (
+from r2ccl.ports import ControlPort
+from r2ccl.runtime.desync_check import Calling, RollCall
+from r2ccl.runtime.executor import LaneRun
+from r2ccl.runtime.progress import Computer, Progress, describe
+from r2ccl.runtime.status import (
     Pending,
     Wait,
     absent,
@@ -39,9 +42,6 @@ from r2ccl.ledger import (
     waits_for_confirmation,
     waits_of_call,
 )
-from r2ccl.ports import ControlPort
-from r2ccl.progress import Computer, Progress, describe
-from r2ccl.rollcall import Calling, RollCall
 from r2ccl.transport.base import Registered, Transport
 
 _log = logging.getLogger(__name__)

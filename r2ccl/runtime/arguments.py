@@ -14,13 +14,13 @@ from typing import Any, TypeAlias
 import msgspec
 
 from r2ccl import kernels
-from r2ccl.buffers import Buffer, as_buffer, is_in_place, like, like_part, part_of
-from r2ccl.device.arrays import (
+from r2ccl.errors import InvalidArgument
+from r2ccl.runtime.arrays.buffers import Buffer, as_buffer, is_in_place, like, like_part, part_of
+from r2ccl.runtime.arrays.cuda import (
     DeviceBuffer,
     as_device_buffer,
     is_device_array,
 )
-from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import REDUCTIONS, CallSignature, Collective, ReduceOp
 

@@ -2,7 +2,7 @@
 
 `Progress.step` polls the transport, advances the link tables, hands slices to the collective that
 wants them (a `Consumer`), confirms what was consumed and flushes. It holds no thread and no lock:
-whoever calls it owns it (`r2ccl.engine`). Failures are handled beside it, in
+whoever calls it owns it (`r2ccl.runtime.engine`). Failures are handled beside it, in
 `r2ccl.failover.migration.driver`.
 
 Must not import sockets or verbs, and touches slices, never bytes. Invariant: a view given to the

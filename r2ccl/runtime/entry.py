@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from r2ccl.engine import Engine
 from r2ccl.failover.health.table import Health
 from r2ccl.planning.plan_cache import GroupPlans, Plan, Plans
+from r2ccl.runtime.engine import Engine
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature
 

@@ -14,16 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl import kernels
-from r2ccl.buffers import Buffer
 from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
-from r2ccl.engine import Engine
-from r2ccl.entry import Entry
-from r2ccl.executor import Call, LandingPool, LaneRun
 from r2ccl.planning.calibration import calibrate
 from r2ccl.planning.cost_model import Choice, Rates
 from r2ccl.planning.plan_cache import Plan
-from r2ccl.requests import Request
+from r2ccl.runtime.arguments import Request
+from r2ccl.runtime.arrays.buffers import Buffer
+from r2ccl.runtime.engine import Engine
+from r2ccl.runtime.entry import Entry
+from r2ccl.runtime.executor import Call, LandingPool, LaneRun
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, Collective, ReduceOp
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from r2ccl.buffers import cannot_view
 from r2ccl.device.base import Stream
 from r2ccl.errors import InvalidArgument
+from r2ccl.runtime.arrays.buffers import cannot_view
 
 #: CU_STREAM_LEGACY and CU_STREAM_PER_THREAD (cuda.h).
 LEGACY = Stream(1)

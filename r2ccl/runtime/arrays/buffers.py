@@ -2,8 +2,8 @@
 
 NumPy arrays, objects with the buffer protocol, and host tensors with DLPack become a `Buffer`;
 everything else is refused with what was given and what is allowed. Parts, overlaps and outputs are
-the same for memory on a GPU, which `r2ccl.device.arrays` views. Imports `dtypes`, `libraries` and
-`errors` of the library.
+the same for memory on a GPU, which `r2ccl.runtime.arrays.cuda` views. Imports `dtypes`, `libraries`
+and `errors` of the library.
 
 Invariant: a `Buffer` is C-contiguous, aligned, in native byte order, in host memory, of an element
 type with a number, and shares its memory with its owner.
@@ -19,7 +19,7 @@ import numpy as np
 
 from r2ccl.dtypes import BFLOAT16_CODE, CODES, dtype_name, dtype_of, names
 from r2ccl.errors import InvalidArgument
-from r2ccl.libraries import is_device_array, library_of, torch_of
+from r2ccl.runtime.arrays.libraries import is_device_array, library_of, torch_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
