@@ -38,7 +38,7 @@ from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.repairs import Repair
 from r2ccl.failover.shrink.driver import Tidings, regroup
 from r2ccl.failover.shrink.protocol import Shrinking
-from r2ccl.gpu.calls import DeviceCalls
+from r2ccl.gpu.collectives import DeviceCalls
 from r2ccl.gpu.hardware import Hardware
 from r2ccl.planning.cost_model import Choice, Fabric
 from r2ccl.planning.plan_cache import Plans
@@ -61,8 +61,8 @@ from r2ccl.transport.base import Transport
 from r2ccl.types import Nic, ReduceOp
 
 if TYPE_CHECKING:
-    from r2ccl.gpu.ways import Way
-    from r2ccl.transport.relayed import RelayedTransport
+    from r2ccl.gpu.backends import Way
+    from r2ccl.gpu.pxn.transport import RelayedTransport
 
 _log = logging.getLogger(__name__)
 
@@ -884,7 +884,7 @@ class Communicator:
         return self._plans.choose(nbytes, self._whole)
 
     def _find_ways(self, device: Device, kernels: Any) -> tuple[Way, ...]:
-        from r2ccl.gpu.ways import Ways  # with the kernels, which take 18 ms to import
+        from r2ccl.gpu.backends import Ways  # with the kernels, which take 18 ms to import
 
         homes, transport = self._engine.recovery.homes, self._engine.progress.transport
         ways = Ways(

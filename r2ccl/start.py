@@ -33,9 +33,9 @@ from r2ccl.transport.tcp.transport import TcpTransport
 from r2ccl.types import Nic, PathKey
 
 if TYPE_CHECKING:
+    from r2ccl.gpu.pxn.transport import RelayedTransport
     from r2ccl.testing.faults import FaultPlan
     from r2ccl.testing.reporting import ReportingTransport
-    from r2ccl.transport.relayed import RelayedTransport
 
 _log = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ def _open_transport(
         raise
     if find_spec("cuda") is None:
         return MixedTransport((tcp, verbs)), None
-    from r2ccl.transport.relayed import RelayedTransport
+    from r2ccl.gpu.pxn.transport import RelayedTransport
 
     relayed = RelayedTransport(verbs)
     return MixedTransport((tcp, relayed)), relayed

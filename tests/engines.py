@@ -14,9 +14,9 @@ from r2ccl.config import Config
 from r2ccl.dtypes import CODES
 from r2ccl.errors import TransportError
 from r2ccl.failover.health.table import Health
-from r2ccl.gpu.bounce import DeviceCall
-from r2ccl.gpu.direct import Direct
-from r2ccl.gpu.directjoin import open_direct
+from r2ccl.gpu.gpudirect import Direct
+from r2ccl.gpu.gpudirect_connect import open_direct
+from r2ccl.gpu.staged import DeviceCall
 from r2ccl.planning.cost_model import Fabric
 from r2ccl.planning.plan_cache import Plans
 from r2ccl.runtime.engine import Engine

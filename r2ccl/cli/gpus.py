@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from r2ccl.cli.cards import Card, CudaFacts
 from r2ccl.cli.diagnosis import Finding
 from r2ccl.config import Config
-from r2ccl.gpu.nodecalls import MOST_RANKS
+from r2ccl.gpu.peer import MOST_RANKS
 from r2ccl.kernels.cuda.ptx import TARGETS
 
 #: The first driver that can load a kernel ahead of its launch (cuFuncLoad: cudaTypedefs.h).

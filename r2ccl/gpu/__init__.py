@@ -1,9 +1,14 @@
-"""Collectives on GPU memory: which ways there are, what the device is given, what the host does.
+"""Collectives on GPU memory: which backends there are, what the device is given, what the host does.
 
-A call goes through `calls` and one of the `ways`. On the memory of a node's GPUs: `nodecalls`, with
-`nodejoin` and `noticeboard`; between such nodes: `tiers`. Over NICs: `direct`, with `directjoin`,
-`standins`, `wired`, `operands` and `offload`; near NICs first: `nearness`, `detours`. Through
-pinned memory: `bounce`, `windows`. All wait at a `gate`; `hardware` opens GPUs.
+A call goes through `collectives` and one of the `backends`:
 
-Importing this package imports none of them, nor a driver.
+===============  ==================================================================================
+`peer`           within a node, GPUs read and write each other's memory (CUDA IPC)
+`hierarchical`   within nodes by `peer`, between them by another
+`gpudirect`      NICs reach the memory of GPUs
+`staged`         through pinned host memory
+===============  ==================================================================================
+
+`nic_affinity` and `pxn` have traffic take the NICs near to GPUs; `hardware` opens GPUs. Importing
+this package imports none of them, nor a driver.
 """

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from r2ccl.device.views import address_of, view_of
-from r2ccl.gpu.offload import Offload
+from r2ccl.gpu.device_reduction import Offload
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.planning.lowering import Layout, Step
 from r2ccl.schedule.ir import Kind, Space

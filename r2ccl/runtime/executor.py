@@ -9,9 +9,9 @@ A slice that is to be reduced lands beside the user's memory and is reduced only
 slice can be sent again without having been added twice.
 
 What slices become is the business of the call's `Operands`. Those of host memory (`Call`) compute
-at once. Others give the work away (`r2ccl.gpu.offload`), where it is done in order; `Progress` says
-how far it is. A step that computes may follow one whose work was given away; one that has a
-transport read or write memory waits until the work is done.
+at once. Others give the work away (`r2ccl.gpu.device_reduction`), where it is done in order;
+`Progress` says how far it is. A step that computes may follow one whose work was given away; one
+that has a transport read or write memory waits until the work is done.
 
 Must not import sockets, threads or the clock. Invariant: memory is overwritten only after every
 step that reads it is done, and for a send that means released.

@@ -15,6 +15,7 @@ import pytest
 from contract.test_transport import TcpBench as SocketBench
 
 from r2ccl.device.views import address_of, view_of
+from r2ccl.gpu.pxn.transport import RelayedTransport
 from r2ccl.testing.contract import CHECKS, Bench, Joined, pattern
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.probecontract import PROBE_CHECKS
@@ -23,7 +24,6 @@ from r2ccl.testing.simulation.network import Cut, End, Timeline
 from r2ccl.testing.simulation.relays import CheckedRelay, SimPart
 from r2ccl.transport.base import Arrived, Cleared, Event, Fenced, Frame, Sent
 from r2ccl.transport.mixed import MixedTransport
-from r2ccl.transport.relayed import RelayedTransport
 from r2ccl.types import PathKey
 
 

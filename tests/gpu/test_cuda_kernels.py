@@ -13,7 +13,7 @@ from cuda_cases import FACTOR, NRANKS, Arena, Layout, host_fuses, others, pairs,
 from r2ccl.device.base import Event, Stream
 from r2ccl.device.driver import CudaDevice
 from r2ccl.dtypes import BFLOAT16_CODE, CODES, DTYPES, dtype_name
-from r2ccl.gpu.offload import Offload
+from r2ccl.gpu.device_reduction import Offload
 from r2ccl.kernels.cuda import Form, Launcher, canonical, chain
 from r2ccl.types import CallSignature, Collective, ReduceOp
 

@@ -15,7 +15,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from r2ccl.gpu.offload import Offload
+from r2ccl.gpu.device_reduction import Offload
 from r2ccl.gpu.operands import DeviceOperands
 from r2ccl.planning.lowering import Step
 from r2ccl.runtime.executor import LaneRun

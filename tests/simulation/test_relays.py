@@ -14,6 +14,8 @@ from unittest import mock
 import pytest
 
 from r2ccl.errors import TransportError
+from r2ccl.gpu.pxn.relay import Relay, Slot
+from r2ccl.gpu.pxn.transport import RelayedTransport
 from r2ccl.testing.simulation import (
     CallSpec,
     CutPath,
@@ -29,8 +31,6 @@ from r2ccl.testing.simulation.gpus import GpuNetwork
 from r2ccl.testing.simulation.relays import RelayRank
 from r2ccl.testing.simulation.run import MAX_EVENTS, World
 from r2ccl.transport.base import Sent
-from r2ccl.transport.relay import Relay, Slot
-from r2ccl.transport.relayed import RelayedTransport
 from r2ccl.types import ReduceOp
 
 PATHS = [(a, b, rail) for a, b in ((0, 1), (0, 2), (1, 2)) for rail in range(2)]

@@ -16,7 +16,7 @@ from r2ccl.clock import monotonic
 from r2ccl.device.base import Stream
 from r2ccl.dtypes import CODES
 from r2ccl.errors import PeerLost, TransportError, TransportTimeout
-from r2ccl.gpu.bounce import Bounce, DeviceCall
+from r2ccl.gpu.staged import Bounce, DeviceCall
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.types import CallSignature, Collective, ReduceOp
 

@@ -11,10 +11,10 @@ import pytest
 from r2ccl.device.views import view_of
 from r2ccl.errors import TransportError
 from r2ccl.failover.health.table import Health, RailShare
-from r2ccl.gpu.detours import Detours
-from r2ccl.gpu.nearness import Detour
+from r2ccl.gpu.nic_affinity import Detour
+from r2ccl.gpu.pxn.relay import Relay
+from r2ccl.gpu.pxn.routes import Detours
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
-from r2ccl.transport.relay import Relay
 
 NRAILS, SLOT_NBYTES, NSLOTS = 4, 256, 3
 VIA = {1: "0000:01:00.0", 2: "0000:01:00.0", 3: "0000:02:00.0"}

@@ -10,8 +10,8 @@ from lookalikes import CUDA, Producer
 from ranks import TIMEOUT_S
 
 from r2ccl.errors import TransportError, TransportTimeout
-from r2ccl.gpu.calls import DeviceCalls
-from r2ccl.gpu.gate import Gated
+from r2ccl.gpu.collectives import DeviceCalls
+from r2ccl.gpu.host_signal import Gated
 from r2ccl.runtime import arguments
 from r2ccl.runtime.async_work import Worker
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu

@@ -16,7 +16,7 @@ from ranks import KINDS, TIMEOUT_S, meant, together
 from r2ccl.dtypes import CODES
 from r2ccl.errors import CommunicatorRevoked, TransportError, TransportTimeout
 from r2ccl.failover.migration.path import PathState
-from r2ccl.gpu.bounce import DeviceCall
+from r2ccl.gpu.staged import DeviceCall
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
@@ -344,7 +344,7 @@ def test_a_call_that_was_prepared_waits_for_the_device_no_more() -> None:
 def test_many_allocations_are_forgotten_but_not_those_of_the_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("r2ccl.gpu.standins._MOST_ALLOCATIONS", 2)
+    monkeypatch.setattr("r2ccl.gpu.staging._MOST_ALLOCATIONS", 2)
     group = Group(2)
     group.open()
     mine = group.ranks[0]

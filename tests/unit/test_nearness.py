@@ -16,7 +16,7 @@ from ranks import Gathering, together
 from unit.machines.recorded import Recorded, record
 
 from r2ccl.errors import InvalidArgument, TransportError
-from r2ccl.gpu.nearness import Detour, Nearness, common_homes, explore
+from r2ccl.gpu.nic_affinity import Detour, Nearness, common_homes, explore
 from r2ccl.topology.affinity import Affinity
 from r2ccl.topology.gpus import GpuFacts
 from r2ccl.topology.machine import (

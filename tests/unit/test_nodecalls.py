@@ -28,10 +28,10 @@ from ranks import (
 from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
 from r2ccl.errors import InvalidArgument, PeerLost, TransportError, TransportTimeout
-from r2ccl.gpu.bounce import DeviceCall
-from r2ccl.gpu.nodecalls import NodeCalls
-from r2ccl.gpu.nodejoin import join
-from r2ccl.gpu.noticeboard import NoticeBoard
+from r2ccl.gpu.ipc_board import NoticeBoard
+from r2ccl.gpu.peer import NodeCalls
+from r2ccl.gpu.peer_connect import join
+from r2ccl.gpu.staged import DeviceCall
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.types import CallSignature, Collective, ReduceOp
 

@@ -17,7 +17,7 @@ import pytest
 
 from r2ccl.dtypes import CODES
 from r2ccl.errors import TransportError
-from r2ccl.gpu.offload import Offload
+from r2ccl.gpu.device_reduction import Offload
 from r2ccl.kernels.cuda import Form
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu, Race, WrongOrder
 from r2ccl.testing.fakedevice.forms import FakeLauncher

@@ -10,10 +10,12 @@ import pytest
 from r2ccl.clock import monotonic
 from r2ccl.device.views import address_of, view_of
 from r2ccl.errors import TransportError
+from r2ccl.gpu.pxn import transport
+from r2ccl.gpu.pxn.relay import Relay
+from r2ccl.gpu.pxn.transport import RelayedTransport
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.fakedevice.board import Board
 from r2ccl.testing.simulation.relays import CheckedRelay
-from r2ccl.transport import relayed
 from r2ccl.transport.base import (
     Arrived,
     Cleared,
@@ -25,8 +27,6 @@ from r2ccl.transport.base import (
     RailChanged,
     Sent,
 )
-from r2ccl.transport.relay import Relay
-from r2ccl.transport.relayed import RelayedTransport
 from r2ccl.types import PathKey
 
 PATH, OTHER = PathKey(1, 0), PathKey(2, 0)
@@ -90,7 +90,7 @@ class Inner:
 
 
 class Rig:
-    """A transport on both rails of which slices are relayed, and the memory of its caller."""
+    """A transport on both rails of which slices are transport, and the memory of its caller."""
 
     def __init__(self, nslots: int = 2, **gpu: Any) -> None:
         self.gpu = idle_gpu(**gpu)
@@ -512,7 +512,7 @@ def test_close_waits_for_the_copies(rig: Rig) -> None:
 def test_close_says_that_a_gpu_hangs(
     rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relayed, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(transport, "_PATIENCE_S", 0.01)
     word = rig.device.allocate(4)
     rig.device.write(word, np.zeros(4, np.uint8))
     rig.device.wait_word(rig.relay._inwards._stream, word, 1)

@@ -14,10 +14,10 @@ from ranks import TIMEOUT_S, Gathering, PlainKernels, data_of, get, put, togethe
 from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
 from r2ccl.errors import CommunicatorRevoked, PeerLost, TransportError
-from r2ccl.gpu.bounce import Bounce, DeviceCall
-from r2ccl.gpu.nodejoin import join
-from r2ccl.gpu.noticeboard import NoticeBoard
-from r2ccl.gpu.tiers import TieredCalls
+from r2ccl.gpu.hierarchical import TieredCalls
+from r2ccl.gpu.ipc_board import NoticeBoard
+from r2ccl.gpu.peer_connect import join
+from r2ccl.gpu.staged import Bounce, DeviceCall
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.types import CallSignature, Collective, ReduceOp
 

@@ -17,11 +17,11 @@ from unit.machines.recorded import record
 
 from r2ccl.dtypes import CODES
 from r2ccl.errors import R2cclError, TransportError
-from r2ccl.gpu.bounce import Bounce, DeviceCall
-from r2ccl.gpu.direct import Direct
-from r2ccl.gpu.nodecalls import NodeCalls
-from r2ccl.gpu.tiers import TieredCalls
-from r2ccl.gpu.ways import Way, Ways
+from r2ccl.gpu.backends import Way, Ways
+from r2ccl.gpu.gpudirect import Direct
+from r2ccl.gpu.hierarchical import TieredCalls
+from r2ccl.gpu.peer import NodeCalls
+from r2ccl.gpu.staged import Bounce, DeviceCall
 from r2ccl.runtime.collectives import HostCalls
 from r2ccl.runtime.executor import LandingPool
 from r2ccl.testing.fakedevice.forms import FakeLauncher

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import KINDS
 
-from r2ccl.gpu.windows import grid_of, windows
+from r2ccl.gpu.staged_windows import grid_of, windows
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 _BY_RANK = (Collective.ALLGATHER, Collective.REDUCE_SCATTER)

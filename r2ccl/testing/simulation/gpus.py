@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from r2ccl.device.views import address_of, is_device_view, view_of
-from r2ccl.gpu.offload import Offload
+from r2ccl.gpu.device_reduction import Offload
 from r2ccl.gpu.operands import DeviceOperands
 from r2ccl.planning.lowering import cleared
 from r2ccl.runtime.executor import LandingPool, Operands, Place

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from r2ccl.gpu.pxn.relay import Relay, Slot
+from r2ccl.gpu.pxn.transport import RelayedTransport
 from r2ccl.testing.fakedevice import FakeDevice
 from r2ccl.testing.simulation.checks import Violation
 from r2ccl.testing.simulation.gpus import GpuNetwork, GpuRank
 from r2ccl.testing.simulation.transport import SimTransport
 from r2ccl.transport.base import Transport
-from r2ccl.transport.relay import Relay, Slot
-from r2ccl.transport.relayed import RelayedTransport
 
 #: In slots that are free.
 _POISON = 0xB6

@@ -8,7 +8,7 @@ to change its rail without changing its place:
 =========  =====================================================================================
 dmabuf     the allocation is exported as a dma-buf, whose descriptor every NIC registers
 peermem    the device pointer is registered like host memory; the module nvidia_peermem resolves it
-staging    windows pass through pinned host memory instead (`r2ccl.gpu.bounce`)
+staging    windows pass through pinned host memory instead (`r2ccl.gpu.staged`)
 =========  =====================================================================================
 
 `Route` says which was taken and why those before it were not.

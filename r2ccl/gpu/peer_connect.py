@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
 from r2ccl.gpu.gathering import Gather
-from r2ccl.gpu.noticeboard import RANK_NBYTES, NoticeBoard, SharedFile
+from r2ccl.gpu.ipc_board import RANK_NBYTES, NoticeBoard, SharedFile
 
 _log = logging.getLogger(__name__)
 

@@ -2,13 +2,13 @@
 
 Theory of operation
 -------------------
-A call is cut into windows (`r2ccl.gpu.windows`). All the device has to do for all of them is given
-to one stream at the call: copy window 0 and 1 out, into two slots of pinned memory; wait for window
-0 to come back; copy it in; copy window 2 out into its slot; and so on. *Coming back* is a word in
-pinned memory, the gate, which counts windows: the host, in the communicator's worker, waits for a
-window's copy, runs the collective on the slot, and lets the gate go on. So the copies of one window
-overlap the collective of another, the caller's thread never waits, and everything on the device is
-ordered by what the driver sees.
+A call is cut into windows (`r2ccl.gpu.staged_windows`). All the device has to do for all of them is
+given to one stream at the call: copy window 0 and 1 out, into two slots of pinned memory; wait for
+window 0 to come back; copy it in; copy window 2 out into its slot; and so on. *Coming back* is a
+word in pinned memory, the gate, which counts windows: the host, in the communicator's worker, waits
+for a window's copy, runs the collective on the slot, and lets the gate go on. So the copies of one
+window overlap the collective of another, the caller's thread never waits, and everything on the
+device is ordered by what the driver sees.
 
 Nothing can wait for ever for want of a place in a queue of the hardware: what the gate waits for
 was given to the same stream before. A call that fails opens the gate for all its windows: what is
@@ -30,8 +30,8 @@ from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import TransportTimeout
-from r2ccl.gpu.gate import Gated
-from r2ccl.gpu.windows import Grid, Window, grid_of, windows
+from r2ccl.gpu.host_signal import Gated
+from r2ccl.gpu.staged_windows import Grid, Window, grid_of, windows
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, Collective
 

@@ -14,11 +14,11 @@ from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
-from r2ccl.gpu.detours import Detours
-from r2ccl.gpu.direct import Direct
+from r2ccl.gpu.device_reduction import Kernels
 from r2ccl.gpu.gathering import Gather
-from r2ccl.gpu.offload import Kernels
-from r2ccl.gpu.wired import WiredMemory
+from r2ccl.gpu.gpudirect import Direct
+from r2ccl.gpu.pxn.routes import Detours
+from r2ccl.gpu.registered_memory import WiredMemory
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.entry import Enter
 

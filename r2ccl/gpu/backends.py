@@ -1,9 +1,9 @@
 """Ways: how collectives on device memory can be carried out here, found out by all ranks together.
 
 From the best to the one that always works: kernels on the memory of all GPUs of a node
-(`r2ccl.gpu.nodecalls`), and the rails between several such nodes (`r2ccl.gpu.tiers`); slices from
-and to memory that NICs reach (`r2ccl.gpu.direct`); windows through pinned host memory
-(`r2ccl.gpu.bounce`). Nothing is believed of a machine, all is tried. Must not import links.
+(`r2ccl.gpu.peer`), and the rails between several such nodes (`r2ccl.gpu.hierarchical`); slices from
+and to memory that NICs reach (`r2ccl.gpu.gpudirect`); windows through pinned host memory
+(`r2ccl.gpu.staged`). Nothing is believed of a machine, all is tried. Must not import links.
 
 Invariant: all ranks have the same ways, in the same order.
 """
@@ -19,21 +19,21 @@ from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import TransportError
-from r2ccl.gpu import nodecalls, offload
-from r2ccl.gpu.bounce import Bounce, DeviceCall, HostRun
-from r2ccl.gpu.detours import Detours
-from r2ccl.gpu.direct import Direct
-from r2ccl.gpu.directjoin import open_direct
+from r2ccl.gpu import device_reduction, peer
 from r2ccl.gpu.gathering import Gather
+from r2ccl.gpu.gpudirect import Direct
+from r2ccl.gpu.gpudirect_connect import open_direct
 from r2ccl.gpu.hardware import Hardware
-from r2ccl.gpu.nearness import Detour, Nearness, common_homes, explore
-from r2ccl.gpu.nodecalls import MOST_RANKS, NodeCalls
-from r2ccl.gpu.nodejoin import join
-from r2ccl.gpu.noticeboard import NoticeBoard
-from r2ccl.gpu.tiers import Rails, TieredCalls
+from r2ccl.gpu.hierarchical import Rails, TieredCalls
+from r2ccl.gpu.ipc_board import NoticeBoard
+from r2ccl.gpu.nic_affinity import Detour, Nearness, common_homes, explore
+from r2ccl.gpu.peer import MOST_RANKS, NodeCalls
+from r2ccl.gpu.peer_connect import join
+from r2ccl.gpu.pxn.routes import Detours
+from r2ccl.gpu.pxn.transport import RelayedTransport
+from r2ccl.gpu.staged import Bounce, DeviceCall, HostRun
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.entry import Enter, Entry
-from r2ccl.transport.relayed import RelayedTransport
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _NSLOTS = 16
 
 
-class Kernels(nodecalls.Kernels, offload.Kernels, Protocol):
+class Kernels(peer.Kernels, device_reduction.Kernels, Protocol):
     """What gives a device its kernels, for every way; `r2ccl.kernels.cuda.Launcher`."""
 
 

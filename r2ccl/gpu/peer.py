@@ -42,9 +42,9 @@ from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportError, TransportTimeout
-from r2ccl.gpu.bounce import DeviceCall
-from r2ccl.gpu.gate import WORD, Gated
-from r2ccl.gpu.noticeboard import NoticeBoard
+from r2ccl.gpu.host_signal import WORD, Gated
+from r2ccl.gpu.ipc_board import NoticeBoard
+from r2ccl.gpu.staged import DeviceCall
 from r2ccl.runtime.progress import describe
 from r2ccl.types import CallSignature, Collective
 

@@ -1,8 +1,8 @@
 """Collectives on device memory: what is given to the device at the call, what the host does later.
 
 The caller's thread gives the device everything at once and goes on; the communicator's worker does
-the host's part. Which way a call takes was found out by `r2ccl.gpu.ways`. The caller's stream waits
-for the result unless a `Work` was asked for, which can order any stream after it.
+the host's part. Which way a call takes was found out by `r2ccl.gpu.backends`. The caller's stream
+waits for the result unless a `Work` was asked for, which can order any stream after it.
 
 Must not import links. Invariants: all ranks take the same way; arrays are kept alive until the
 device is done with them, whatever the caller does with its own references.
@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import InvalidArgument, TransportError, TransportTimeout
-from r2ccl.gpu.bounce import DeviceCall
-from r2ccl.gpu.gate import HostPart
+from r2ccl.gpu.host_signal import HostPart
+from r2ccl.gpu.staged import DeviceCall
 from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.cuda import DeviceBuffer, streams_of
 from r2ccl.runtime.arrays.streams import stream_of
 from r2ccl.runtime.async_work import Task, Work, Worker
 
 if TYPE_CHECKING:
-    from r2ccl.gpu.ways import Kernels, Way
+    from r2ccl.gpu.backends import Kernels, Way
 
 #: Gives the GPU of a number, and its kernels.
 OpenDevice: TypeAlias = "Callable[[int], tuple[Device, Kernels]]"

@@ -4,11 +4,11 @@ Theory of operation
 -------------------
 A call goes the way of one on host memory: the same plan, lanes, links and repairs. What differs is
 that its spaces are device memory which every NIC has registered, and that slices are reduced by
-kernels (`r2ccl.gpu.offload`). All the device is given at the call is to wait, on a stream of this
-room's own, for the gate: a word in pinned memory that counts calls. The host, in the communicator's
-worker, waits for what the caller's stream was given before, runs the collective to the end of its
-last kernel, and lets the gate go on. A call that fails opens the gate too: what is there then is
-worthless, the communicator has ended, and no stream hangs.
+kernels (`r2ccl.gpu.device_reduction`). All the device is given at the call is to wait, on a stream
+of this room's own, for the gate: a word in pinned memory that counts calls. The host, in the
+communicator's worker, waits for what the caller's stream was given before, runs the collective to
+the end of its last kernel, and lets the gate go on. A call that fails opens the gate too: what is
+there then is worthless, the communicator has ended, and no stream hangs.
 
 *What NICs wrote* may be read by a kernel of the caller that was launched before they did, and waits
 behind the gate. So the last work of every call is given to the device after the last completion was
@@ -19,7 +19,7 @@ anything that waits, because that may wait for the device. What only the plan kn
 schedules, more landing places than there ever were) is allocated in the worker instead.
 
 *Groups.* A call may be one of some ranks only, entered by what `begin` is given; see
-`r2ccl.gpu.tiers`.
+`r2ccl.gpu.hierarchical`.
 
 *Small calls* are for another way: `Direct.takes`.
 
@@ -37,13 +37,13 @@ from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import TransportError, TransportTimeout
-from r2ccl.gpu.bounce import DeviceCall
-from r2ccl.gpu.detours import Detours
-from r2ccl.gpu.gate import LINE_NBYTES, Gated
-from r2ccl.gpu.offload import Kernels, Offload
+from r2ccl.gpu.device_reduction import Kernels, Offload
+from r2ccl.gpu.host_signal import LINE_NBYTES, Gated
 from r2ccl.gpu.operands import DeviceOperands, forms_of
-from r2ccl.gpu.standins import StandIns, nbytes_of
-from r2ccl.gpu.wired import Purpose, WiredMemory
+from r2ccl.gpu.pxn.routes import Detours
+from r2ccl.gpu.registered_memory import Purpose, WiredMemory
+from r2ccl.gpu.staged import DeviceCall
+from r2ccl.gpu.staging import StandIns, nbytes_of
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.planning.lowering import Layout, cleared
 from r2ccl.runtime.engine import Engine
@@ -67,7 +67,7 @@ class DirectJob(msgspec.Struct, eq=False):
 
 
 class Direct(Gated):
-    """Collectives of one rank on the memory of one device; a `r2ccl.gpu.calls.Way`.
+    """Collectives of one rank on the memory of one device; a `r2ccl.gpu.collectives.Way`.
 
     Parameters
     ----------

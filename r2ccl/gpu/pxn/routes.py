@@ -1,9 +1,9 @@
 """Detours: through the memory of other GPUs to the NICs beside them, once a near NIC is lost.
 
-What `r2ccl.gpu.nearness` found to be the better way to a rail is opened when the near rails are not
-whole any more, here or at a rank that this one meets there: the other GPU, if this process sees it,
-slots in its memory, and the use of them on that rail (`r2ccl.transport.relayed`). Until then, and
-wherever that cannot be, slices go to the NIC directly, which is right, if slower.
+What `r2ccl.gpu.nic_affinity` found to be the better way to a rail is opened when the near rails are
+not whole any more, here or at a rank that this one meets there: the other GPU, if this process sees
+it, slots in its memory, and the use of them on that rail (`r2ccl.gpu.pxn.transport`). Until then,
+and wherever that cannot be, slices go to the NIC directly, which is right, if slower.
 
 Must not know schedules. Invariant: a detour is opened before the device is given anything that
 waits for the host, for opening it may wait for the device; each is tried once.
@@ -19,11 +19,11 @@ from typing import NamedTuple
 from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
 from r2ccl.failover.health.table import WHOLE, Health
-from r2ccl.gpu.nearness import Detour
-from r2ccl.gpu.wired import Own, Register
+from r2ccl.gpu.nic_affinity import Detour
+from r2ccl.gpu.pxn.relay import Relay
+from r2ccl.gpu.pxn.transport import RelayedTransport
+from r2ccl.gpu.registered_memory import Own, Register
 from r2ccl.transport.base import Registered
-from r2ccl.transport.relay import Relay
-from r2ccl.transport.relayed import RelayedTransport
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ That is the caller's arrays, registered with every NIC for as long as the call t
 NICs do not reach (of the stream-ordered pool, managed, not aligned to its elements) is copied,
 within the device, to and from memory that they do: which way all ranks take cannot depend on one
 rank's array. Partial sums that are no result of this rank's have memory of that kind too
-(`r2ccl.gpu.wired`).
+(`r2ccl.gpu.registered_memory`).
 
 Must not import links. Invariant: whether an allocation is reached is found out before the device is
 given anything that waits for the host, for finding out may wait for the device.
@@ -20,9 +20,9 @@ from typing import NamedTuple
 from r2ccl.device.base import Device
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import TransportError
-from r2ccl.gpu.bounce import DeviceCall
-from r2ccl.gpu.offload import Offload
-from r2ccl.gpu.wired import Purpose, WiredMemory
+from r2ccl.gpu.device_reduction import Offload
+from r2ccl.gpu.registered_memory import Purpose, WiredMemory
+from r2ccl.gpu.staged import DeviceCall
 from r2ccl.transport.base import Registered
 from r2ccl.types import CallSignature, Collective
 

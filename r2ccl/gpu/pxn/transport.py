@@ -44,6 +44,7 @@ import numpy.typing as npt
 
 from r2ccl.device.views import is_device_view
 from r2ccl.errors import TransportError
+from r2ccl.gpu.pxn.relay import Relay, Slot
 from r2ccl.transport.base import (
     Arrived,
     Endpoint,
@@ -55,7 +56,6 @@ from r2ccl.transport.base import (
     Sent,
 )
 from r2ccl.transport.mixed import Part
-from r2ccl.transport.relay import Relay, Slot
 from r2ccl.types import PathKey, ProbeKey
 
 _log = logging.getLogger(__name__)

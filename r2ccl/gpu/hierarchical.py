@@ -1,8 +1,8 @@
 """Tiers: allreduces among several nodes with several GPUs each.
 
-Within a node the GPUs work on each other's memory (`r2ccl.gpu.nodecalls`); between nodes, slices
-travel from and to it (`r2ccl.gpu.direct`), or windows pass through pinned memory
-(`r2ccl.gpu.bounce`). Member i of every node has part i of the data: it adds up its node's, the
+Within a node the GPUs work on each other's memory (`r2ccl.gpu.peer`); between nodes, slices
+travel from and to it (`r2ccl.gpu.gpudirect`), or windows pass through pinned memory
+(`r2ccl.gpu.staged`). Member i of every node has part i of the data: it adds up its node's, the
 members i of all nodes add up their sums, and each gives its node the result. So the rails carry
 every byte once a node, all of a node's ranks at once. In the stream's order, between ``ready`` and
 ``done`` of `NodeCalls`:
@@ -29,13 +29,13 @@ import msgspec
 
 from r2ccl.device.base import Event, Stream
 from r2ccl.dtypes import dtype_of
-from r2ccl.gpu.bounce import DeviceCall, Enter
-from r2ccl.gpu.nodecalls import MOST_RANKS, Between, NodeCalls, NodeJob, Notice
+from r2ccl.gpu.peer import MOST_RANKS, Between, NodeCalls, NodeJob, Notice
+from r2ccl.gpu.staged import DeviceCall, Enter
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
 class Rails(Protocol):
-    """A way between nodes: `r2ccl.gpu.direct.Direct`, `r2ccl.gpu.bounce.Bounce`."""
+    """A way between nodes: `r2ccl.gpu.gpudirect.Direct`, `r2ccl.gpu.staged.Bounce`."""
 
     def takes(self, call: DeviceCall, nranks: int) -> bool:
         """Whether a call of so many ranks is carried out; alike on all of them."""
