@@ -1,4 +1,4 @@
-"""Collectives on GPU memory: which backends there are, what the device is given, what the host does.
+"""Collectives on GPU memory: which backends there are, what GPUs are given, what the host does.
 
 A call goes through `collectives` and one of the `backends`:
 
