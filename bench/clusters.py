@@ -1,9 +1,9 @@
 """Simulate the planner's choices on random clusters with lost and slow NICs.
 
 For every drawn cluster the planner chooses, for an allreduce of a drawn size and for the other
-collectives; `r2ccl.sim` runs the choice, and for the allreduce every other candidate; a lower bound
-counts only bandwidth that a port can use. Reported: routes that do not exist, schedules that the
-checker refuses, time over the bound, over the best candidate, and predicted over simulated; the
+collectives; `r2ccl.flowsim` runs the choice, and for the allreduce every other candidate; a lower
+bound counts only bandwidth that a port can use. Reported: routes that do not exist, schedules that
+the checker refuses, time over the bound, over the best candidate, and predicted over simulated; the
 worst cases with the seeds that draw them again.
 
     python bench/clusters.py --count 200 --seed 1
@@ -36,12 +36,12 @@ from r2ccl.config import Config
 from r2ccl.errors import ScheduleError
 from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.failover.migration.path import choose_routes
+from r2ccl.flowsim import Network, Rails, simulate
 from r2ccl.planning.cost_model import Choice, Fabric, Rates
 from r2ccl.planning.planner import Planner, best
 from r2ccl.schedule.check import check
 from r2ccl.schedule.graph import Ints
 from r2ccl.schedule.ir import Schedule
-from r2ccl.sim import Network, Rails, simulate
 from r2ccl.types import CallSignature, Collective, PathKey, ReduceOp
 
 #: Latency and bandwidth of a NIC of 10 and of 100 Gbit/s.

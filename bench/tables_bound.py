@@ -12,8 +12,8 @@ from typing import NamedTuple, get_args
 from tables_rows import LOSSES, Row, fault_free, row_of, straggler, time_of
 
 from r2ccl.algos import leaf_ring, optcc, packed_trees, r2cc, ring
+from r2ccl.flowsim import Sharing
 from r2ccl.schedule import Schedule
-from r2ccl.sim import Sharing
 
 #: Trees and slices of the packing that every case is shown with.
 TREES, SLICES = 28, 96

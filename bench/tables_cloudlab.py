@@ -28,8 +28,8 @@ from degraded_cases import (
 from tables_rows import NBYTES, TOLERANCE, Row
 
 from r2ccl.algos import r2cc
+from r2ccl.flowsim import Network, simulate
 from r2ccl.schedule import Schedule
-from r2ccl.sim import Network, simulate
 
 _SLICES = 64
 

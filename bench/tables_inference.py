@@ -21,7 +21,7 @@ from tables_strategies import (
     model_s,
 )
 
-from r2ccl.sim.serving import Latency, Server, Transformer, latency
+from r2ccl.flowsim.serving import Latency, Server, Transformer, latency
 
 #: Of arXiv:2407.21783, table 3.
 MODELS = {

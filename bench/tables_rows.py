@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from r2ccl.algos import packed_trees
+from r2ccl.flowsim import Network, Program, Sharing, simulate
 from r2ccl.schedule import Schedule
-from r2ccl.sim import Network, Program, Sharing, simulate
 
 #: Of a whole node, in a unit that all of `LOSSES` divide.
 WHOLE = 24

@@ -30,10 +30,10 @@ from r2ccl.algos import (
     tree,
 )
 from r2ccl.algos.blend import blend
+from r2ccl.flowsim import Network, Program, Rails, compile_schedule, simulate
 from r2ccl.schedule import Schedule
 from r2ccl.schedule.cost import measure
 from r2ccl.schedule.graph import Ints
-from r2ccl.sim import Network, Program, Rails, compile_schedule, simulate
 
 NICS = 8
 

@@ -32,7 +32,7 @@ from tables_strategies import (
     smaller_s,
 )
 
-from r2ccl.sim.training import Job, compute_s, step
+from r2ccl.flowsim.training import Job, compute_s, step
 
 #: Published tokens/s of 2.7 billion parameters on 16 GPUs, with one NIC lost where not "none".
 PUBLISHED = {

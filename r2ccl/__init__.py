@@ -24,9 +24,9 @@ from r2ccl.errors import (
     TransportError,
     TransportTimeout,
 )
+from r2ccl.factory import init
 from r2ccl.failover.migration.repairs import Repair
 from r2ccl.runtime.status import HealthReport, Pending
-from r2ccl.start import init
 from r2ccl.types import ReduceOp
 
 SUM = ReduceOp.SUM

@@ -15,7 +15,7 @@ from lookalikes import CUDA, Producer
 from ranks import TIMEOUT_S, OneCard, get, put
 
 import r2ccl
-from r2ccl import start
+from r2ccl import factory
 from r2ccl.dtypes import CODES
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument, PeerLost, TransportError
 from r2ccl.testing import fail_at
@@ -33,7 +33,7 @@ class Card:
         self.stream = self.device.make_stream()
         kernels: Any = None  # between GPUs alone
         self.hardware = OneCard(self.device, kernels)
-        start.CudaHardware = lambda: self.hardware
+        factory.CudaHardware = lambda: self.hardware
 
     def array(self, values: Any) -> tuple[Producer, int]:
         """Put int64s into device memory; return the array, and where it is."""

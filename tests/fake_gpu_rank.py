@@ -67,7 +67,7 @@ def main() -> None:
     import gpu_card
     import gpu_rank
 
-    from r2ccl import start
+    from r2ccl import factory
     from r2ccl.runtime.arrays import cuda
 
     card = fake_card(gpu_card, int(os.environ["RANK"]))
@@ -78,7 +78,7 @@ def main() -> None:
         card.close()
 
     kernels: Any = None  # of ways through the host none runs
-    start.CudaHardware = lambda: OneCard(card.device, kernels)
+    factory.CudaHardware = lambda: OneCard(card.device, kernels)
     cuda._ordinal = lambda address: 0
     gpu_rank.open_card = open_card
     if os.environ["RANK"] == os.environ.get("BENCH_SPOILED"):

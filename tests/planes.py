@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from r2ccl.auth import Claim, Dialer
 from r2ccl.bootstrap import ControlPlane, connect
+from r2ccl.bootstrap.auth import Claim, Dialer
 from r2ccl.bootstrap.launch import LocalJob
 from r2ccl.config import Config
 from r2ccl.types import Nic

@@ -23,8 +23,8 @@ import socket
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from r2ccl.auth import Claim, HandshakeRejected, Purpose
 from r2ccl.bootstrap import wire
+from r2ccl.bootstrap.auth import Claim, HandshakeRejected, Purpose
 from r2ccl.bootstrap.listener import Handover
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.bootstrap.peer import Setting

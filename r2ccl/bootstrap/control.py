@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from r2ccl.auth import Claim, HandshakeRejected, Purpose, Secret
+from r2ccl.bootstrap.auth import Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.bypass import Forwarder
 from r2ccl.bootstrap.listener import Handover, Listener, Rejections
 from r2ccl.bootstrap.loop import ControlLoop

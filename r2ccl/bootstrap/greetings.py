@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from r2ccl.auth import Secret
+from r2ccl.bootstrap.auth import Secret
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.errors import InvalidArgument, PeerLost, R2cclError, TransportTimeout
 

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from r2ccl import oserrors
-from r2ccl.auth import SECRET_NBYTES, Secret
 from r2ccl.bootstrap import launchers, naming
+from r2ccl.bootstrap.auth import SECRET_NBYTES, Secret
 from r2ccl.bootstrap.secretfile import (
     GivenSecret,
     RuntimeFileSecret,

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from r2ccl.auth import SECRET_NBYTES
+from r2ccl.bootstrap.auth import SECRET_NBYTES
 from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
 from r2ccl.bootstrap.orphans import end_with
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from r2ccl import oserrors
-from r2ccl.auth import COMMUNICATOR_ID_NBYTES, Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap import naming, wire
+from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.greetings import (
     Failed,
     Greeting,

@@ -1,9 +1,9 @@
 """Let proved connections in and keep strangers out.
 
-Carries the accepting side of `r2ccl.auth`; what a connection is for, and whether it is welcome
-now, is for the *gate* of a `Listener` to say. Invariant: a socket leaves this module only after
-both sides have proved the secret; until then it costs bounded bytes, bounded time and one of a
-bounded number of places, and what a stranger sent has been compared, not parsed.
+Carries the accepting side of `r2ccl.bootstrap.auth`; what a connection is for, and whether it is
+welcome now, is for the *gate* of a `Listener` to say. Invariant: a socket leaves this module only
+after both sides have proved the secret; until then it costs bounded bytes, bounded time and one of
+a bounded number of places, and what a stranger sent has been compared, not parsed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from r2ccl import oserrors
-from r2ccl.auth import (
+from r2ccl.bootstrap.auth import (
     NONCE_NBYTES,
     OPENING_NBYTES,
     PROOF_NBYTES,

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from r2ccl.auth import Claim, HandshakeRejected, Purpose
 from r2ccl.bootstrap import bypass, wire
+from r2ccl.bootstrap.auth import Claim, HandshakeRejected, Purpose
 from r2ccl.bootstrap.listener import Handover, Unneeded
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.bootstrap.peer import Setting

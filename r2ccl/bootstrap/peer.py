@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from r2ccl.auth import Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap import wire
+from r2ccl.bootstrap.auth import Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.listener import Rejections
 from r2ccl.bootstrap.messages import Codec, Goodbye, PeerDown, PeerInfo
 from r2ccl.bootstrap.session import FrameError, FrameReader, Session, SessionLimits

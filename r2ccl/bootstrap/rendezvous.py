@@ -20,8 +20,8 @@ import asyncio
 import socket
 from typing import TypeVar
 
-from r2ccl.auth import COMMUNICATOR_ID_NBYTES, Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap import naming, wire
+from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.greetings import (
     Failed,
     Greeting,

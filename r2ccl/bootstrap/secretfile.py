@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from r2ccl.auth import SECRET_NBYTES, Secret
+from r2ccl.bootstrap.auth import SECRET_NBYTES, Secret
 from r2ccl.errors import InternalError, InvalidArgument
 
 _MAX_FILE_NBYTES = 256

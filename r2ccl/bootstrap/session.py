@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from r2ccl.auth import PROTOCOL_VERSION
+from r2ccl.bootstrap.auth import PROTOCOL_VERSION
 from r2ccl.errors import InternalError, InvalidArgument, R2cclError
 
 #: Longest frame on any carrier; a longer one ends the carrier that brought it.

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from r2ccl import oserrors
-from r2ccl.auth import COMMUNICATOR_ID_NBYTES, SECRET_NBYTES, Secret
 from r2ccl.bootstrap import wire
+from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, SECRET_NBYTES, Secret
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.bootstrap.greetings import Hello, Meeting
 from r2ccl.bootstrap.identity import Identity, host_id, identify

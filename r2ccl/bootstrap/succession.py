@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from r2ccl.auth import COMMUNICATOR_ID_NBYTES, Secret
 from r2ccl.bootstrap import wire
+from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Secret
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.bootstrap.loop import ControlLoop
 from r2ccl.bootstrap.messages import PeerInfo

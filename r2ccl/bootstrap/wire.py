@@ -1,7 +1,7 @@
 """TCP in an asyncio loop: open, listen, dial and prove, knock; exact reads and framed messages.
 
-Carries the dialing side of `r2ccl.auth` (`r2ccl.bootstrap.listener` has the other) and nothing
-above it. Invariant: a socket that `dial` returns belongs to someone who proved the secret.
+Carries the dialing side of `r2ccl.bootstrap.auth` (`r2ccl.bootstrap.listener` has the other) and
+nothing above it. Invariant: a socket that `dial` returns belongs to someone who proved the secret.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import struct
 
 from r2ccl import oserrors
-from r2ccl.auth import (
+from r2ccl.bootstrap.auth import (
     ANSWER_NBYTES,
     NONCE_NBYTES,
     OPENING_NBYTES,

@@ -28,7 +28,7 @@ from typing import Any
 
 from r2ccl.communicator import Communicator
 from r2ccl.errors import InvalidArgument
-from r2ccl.start import init
+from r2ccl.factory import init
 from r2ccl.types import ReduceOp
 
 #: CuPy's defaults, and the variables it reads them from.

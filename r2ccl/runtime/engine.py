@@ -24,13 +24,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from r2ccl.bootstrap.base import ControlPort
 from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.errors import CommunicatorRevoked, InternalError, R2cclError, TransportTimeout
 from r2ccl.failover.health.driver import Council
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.driver import Leaving, Revoke
-from r2ccl.ports import ControlPort
 from r2ccl.runtime.desync_check import Calling, RollCall
 from r2ccl.runtime.executor import LaneRun
 from r2ccl.runtime.progress import Computer, Progress, describe

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from r2ccl.bootstrap.base import ControlPort
 from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
@@ -21,7 +22,6 @@ from r2ccl.errors import InternalError
 from r2ccl.failover.migration.driver import Recovery, Revoke
 from r2ccl.failover.migration.link import Landing, LinkReport, RecvLink, SendLink, Slice
 from r2ccl.failover.migration.path import Path
-from r2ccl.ports import ControlPort
 from r2ccl.transport.base import (
     Arrived,
     Cleared,

@@ -19,8 +19,8 @@ import pytest
 from planes import RAILS, WAIT_S, Job, Number, Recorder, Text, environment, join, turn_away
 from planes import start_job as start_job  # the fixture
 
-from r2ccl.auth import PROOF_NBYTES, PROTOCOL_VERSION, Claim, Dialer, Purpose, Secret
 from r2ccl.bootstrap import ControlPlane, Goodbye, connect, wire
+from r2ccl.bootstrap.auth import PROOF_NBYTES, PROTOCOL_VERSION, Claim, Dialer, Purpose, Secret
 from r2ccl.bootstrap.launch import LocalJob
 from r2ccl.bootstrap.listener import Listener
 from r2ccl.bootstrap.session import MAX_FRAME_NBYTES, Frame

@@ -12,8 +12,8 @@ import pytest
 from planes import WAIT_S, Job, turn_away
 from planes import start_job as start_job  # the fixture
 
-from r2ccl.auth import Claim, Purpose
 from r2ccl.bootstrap import bypass
+from r2ccl.bootstrap.auth import Claim, Purpose
 from r2ccl.types import BYPASS, Way
 
 

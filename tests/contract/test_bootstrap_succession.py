@@ -12,8 +12,8 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from r2ccl.auth import Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap import ControlPlane, connect, wire
+from r2ccl.bootstrap.auth import Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.launch import LocalJob
 from r2ccl.bootstrap.succession import Succession, derive
 from r2ccl.config import Config

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r2ccl.auth import (
+from r2ccl.bootstrap.auth import (
     ANSWER_NBYTES,
     OPENING_NBYTES,
     PROOF_NBYTES,

@@ -7,7 +7,7 @@ import pytest
 
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument
-from r2ccl.start import _set_log_level
+from r2ccl.factory import _set_log_level
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 
 from r2ccl.algos import ring, tree
 from r2ccl.errors import InvalidArgument
+from r2ccl.flowsim import Change, Network, simulate
 from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
-from r2ccl.sim import Change, Network, simulate
 
 IN, OUT = Space.INPUT, Space.OUTPUT
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from r2ccl.sim.build import with_room
-from r2ccl.sim.loops import fair_queue, heaps, max_min
-from r2ccl.sim.loops.changes import reroute
-from r2ccl.sim.loops.jit import STAMP
-from r2ccl.sim.loops.state import HEAP, LANDING_DTYPE, NCOUNTS, State
+from r2ccl.flowsim.build import with_room
+from r2ccl.flowsim.loops import fair_queue, heaps, max_min
+from r2ccl.flowsim.loops.changes import reroute
+from r2ccl.flowsim.loops.jit import STAMP
+from r2ccl.flowsim.loops.state import HEAP, LANDING_DTYPE, NCOUNTS, State
 
 
 def state_with(**fields):

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.sim import Change, Network, network, simulation
+from r2ccl.flowsim import Change, Network, network, simulation
 
 WHOLE = Network.uniform(3, 2, 10.0)
 

@@ -6,8 +6,8 @@ import pytest
 
 from r2ccl.algos import ring, tree
 from r2ccl.errors import ScheduleError
+from r2ccl.flowsim import compile_schedule
 from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
-from r2ccl.sim import compile_schedule
 
 IN, OUT = Space.INPUT, Space.OUTPUT
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r2ccl.algos import recursive_doubling, ring, tree
+from r2ccl.flowsim import Change, Network, simulate
 from r2ccl.schedule.chunks import layout
 from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
-from r2ccl.sim import Change, Network, simulate
 
 #: Shared cores stall for longer than any one example needs.
 relaxed = settings(deadline=None, max_examples=150)

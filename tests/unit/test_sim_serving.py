@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.sim.serving import Latency, Server, Transformer, decode, latency, prefill
+from r2ccl.flowsim.serving import Latency, Server, Transformer, decode, latency, prefill
 
 MODEL = Transformer(nparameters=1e9, nlayers=10, hidden=100, kv_heads=4, head_size=25)
 SERVER = Server(nprocessors=8, flops_per_s=1e12, memory_bytes_per_s=1e10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from r2ccl.algos import packed_trees, ring, tree
-from r2ccl.sim import Network, simulate
+from r2ccl.flowsim import Network, simulate
 
 
 def networks(n):

@@ -10,9 +10,9 @@ import pytest
 
 from r2ccl.algos import recursive_doubling, ring, tree
 from r2ccl.errors import InvalidArgument, ScheduleError
+from r2ccl.flowsim import Change, Network, compile_schedule, simulate
 from r2ccl.schedule.cost import wire_nbytes
 from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
-from r2ccl.sim import Change, Network, compile_schedule, simulate
 
 #: Bytes/s.
 B = 1e6

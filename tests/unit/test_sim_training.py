@@ -8,8 +8,8 @@ import random
 import pytest
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.sim import training
-from r2ccl.sim.training import Job, compute_s, step
+from r2ccl.flowsim import training
+from r2ccl.flowsim.training import Job, compute_s, step
 
 
 def at_rate(rate: float, latency: float = 0.0) -> training.AllreduceTime:

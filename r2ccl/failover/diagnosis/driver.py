@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from r2ccl.bootstrap.base import Post
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.clock import Clock
 from r2ccl.config import Config
@@ -38,7 +39,6 @@ from r2ccl.failover.diagnosis.verdict import (
     Verdict,
 )
 from r2ccl.failover.migration.path import Path, PathState
-from r2ccl.ports import Post
 from r2ccl.transport.base import Probed, Transport
 from r2ccl.types import Nic, PathKey, ProbeKey
 

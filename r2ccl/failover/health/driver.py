@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from r2ccl.bootstrap.base import Post
 from r2ccl.clock import Clock
 from r2ccl.failover.health.protocol import (
     Action,
@@ -28,7 +29,6 @@ from r2ccl.failover.health.protocol import (
 )
 from r2ccl.failover.health.rounds import Message
 from r2ccl.failover.health.table import WHOLE, Health, RailShare
-from r2ccl.ports import Post
 
 _log = logging.getLogger(__name__)
 

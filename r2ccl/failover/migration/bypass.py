@@ -19,9 +19,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
+from r2ccl.bootstrap.base import ControlPort
 from r2ccl.clock import Clock
 from r2ccl.failover.migration.path import Path, PathState
-from r2ccl.ports import ControlPort
 from r2ccl.types import BYPASS, PathKey, Way
 
 #: Ways given to the control plane at a time, of either kind.

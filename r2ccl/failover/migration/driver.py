@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from r2ccl.bootstrap.base import ControlPort
 from r2ccl.bootstrap.messages import Goodbye
 from r2ccl.errors import (
     CommunicatorRevoked,
@@ -52,7 +53,6 @@ from r2ccl.failover.migration.repairs import Repair, RepairLog
 from r2ccl.failover.migration.routes import Routes
 from r2ccl.failover.migration.watch import Watch
 from r2ccl.failover.probes import Probing
-from r2ccl.ports import ControlPort
 from r2ccl.transport.base import Arrived, Failed, Fenced, Joined, Probed, RailChanged
 from r2ccl.transport.verbs.status import is_completion_status
 from r2ccl.types import BYPASS, PathKey, ProbeKey, rail_name

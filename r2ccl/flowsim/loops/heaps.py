@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.sim.loops.jit import inlined
-from r2ccl.sim.loops.state import HEAP, State
+from r2ccl.flowsim.loops.jit import inlined
+from r2ccl.flowsim.loops.state import HEAP, State
 
 Keys = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int32]

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from r2ccl.sim.loops.heaps import drop_first, push
-from r2ccl.sim.loops.jit import called, inlined
-from r2ccl.sim.loops.state import (
+from r2ccl.flowsim.loops.heaps import drop_first, push
+from r2ccl.flowsim.loops.jit import called, inlined
+from r2ccl.flowsim.loops.state import (
     BEGUN,
     FREE,
     INSTANT,

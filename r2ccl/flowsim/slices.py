@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from r2ccl.errors import InvalidArgument
+from r2ccl.flowsim.loops.state import CHUNK_DTYPE, Records
+from r2ccl.flowsim.program import Program
 from r2ccl.schedule.chunks import layout
-from r2ccl.sim.loops.state import CHUNK_DTYPE, Records
-from r2ccl.sim.program import Program
 
 
 class Sizes(NamedTuple):

@@ -7,7 +7,7 @@ A slice queues at its egress and its ingress port at once and has been sent when
 it. A port that is not what holds a slice up serves it early and has more for the others, so over
 several slices a link gets about its max-min fair share, without anyone computing it: an event costs
 some searches in heaps, and no look at other links. A single slice may be off; measured, against
-`r2ccl.sim.loops.max_min`, rings take the same time, double binary and packed trees over 8 nodes
+`r2ccl.flowsim.loops.max_min`, rings take the same time, double binary and packed trees over 8 nodes
 from 2.1 % less to 0.7 % more, 28 packed trees of 16 slices over 1,024 nodes 2.8 % less.
 
 Serving n slices at equal rates is fair queueing in the limit of small packets: with virtual time
@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from r2ccl.sim.loops.dataflow import (
+from r2ccl.flowsim.loops.dataflow import (
     begin,
     goes_on_a_wire,
     has_room,
@@ -33,10 +33,10 @@ from r2ccl.sim.loops.dataflow import (
     sent,
     wake,
 )
-from r2ccl.sim.loops.heaps import clear_time, set_time
-from r2ccl.sim.loops.jit import STAMP, Loop, called, compiled, inlined
-from r2ccl.sim.loops.seats import leave, sit
-from r2ccl.sim.loops.state import AWAY, BATCHES, BUSY, HEAP, IDLE, STARTING, State
+from r2ccl.flowsim.loops.heaps import clear_time, set_time
+from r2ccl.flowsim.loops.jit import STAMP, Loop, called, compiled, inlined
+from r2ccl.flowsim.loops.seats import leave, sit
+from r2ccl.flowsim.loops.state import AWAY, BATCHES, BUSY, HEAP, IDLE, STARTING, State
 
 
 @inlined

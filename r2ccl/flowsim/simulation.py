@@ -13,24 +13,24 @@ from typing import Literal, get_args
 import numpy as np
 
 from r2ccl.errors import InvalidArgument, ScheduleError
+from r2ccl.flowsim.build import Channels, build_state, channels_of, with_room
+from r2ccl.flowsim.loops import fair_queue, max_min
+from r2ccl.flowsim.loops.changes import reroute
+from r2ccl.flowsim.loops.state import BATCHES, PARKED, REDUCING, SLICES, Records, State
+from r2ccl.flowsim.network import Network
+from r2ccl.flowsim.outcome import Outcome, Use
+from r2ccl.flowsim.program import Program, compile_schedule
+from r2ccl.flowsim.routes import Floats, Rails, Routes, home_rails, timeline
+from r2ccl.flowsim.slices import Sizes, cut_chunks
 from r2ccl.schedule.ir import Kind, Schedule
-from r2ccl.sim.build import Channels, build_state, channels_of, with_room
-from r2ccl.sim.loops import fair_queue, max_min
-from r2ccl.sim.loops.changes import reroute
-from r2ccl.sim.loops.state import BATCHES, PARKED, REDUCING, SLICES, Records, State
-from r2ccl.sim.network import Network
-from r2ccl.sim.outcome import Outcome, Use
-from r2ccl.sim.program import Program, compile_schedule
-from r2ccl.sim.routes import Floats, Rails, Routes, home_rails, timeline
-from r2ccl.sim.slices import Sizes, cut_chunks
 
-#: How slices share ports; see `r2ccl.sim.loops.max_min` and `r2ccl.sim.loops.fair_queue`.
+#: How slices share ports; see `r2ccl.flowsim.loops.max_min` and `r2ccl.flowsim.loops.fair_queue`.
 Sharing = Literal["max_min", "fair_queue"]
 
 _LOOPS = {"max_min": max_min.run, "fair_queue": fair_queue.run}
 
-#: Too little to be seen in any figure (`r2ccl.sim.loops.max_min` says how little), and enough for
-#: slices that only rounding has set apart to end in one batch.
+#: Too little to be seen in any figure (`r2ccl.flowsim.loops.max_min` says how little), and enough
+#: for slices that only rounding has set apart to end in one batch.
 DEFAULT_TOLERANCE = 1e-3
 
 
@@ -66,7 +66,7 @@ def simulate(
     weights : sequence of int, optional
         Share of each channel; by default the schedule's.
     rails : callable, optional
-        Rails that links leave and enter by: see `r2ccl.sim.routes.Rails`. By default channel c
+        Rails that links leave and enter by: see `r2ccl.flowsim.routes.Rails`. By default channel c
         uses rail c, counted round and round. A link whose rail is dead makes a detour.
     node_ports : bool
         Whether a node is one port each way, with the bandwidth of all its rails: what schedules

@@ -20,11 +20,11 @@ executor reads: who sends what to whom, and what waits for what.
 
 from __future__ import annotations
 
-from r2ccl.sim.network import Change, Network
-from r2ccl.sim.outcome import Bottleneck, Outcome, Use
-from r2ccl.sim.program import Program, compile_schedule
-from r2ccl.sim.routes import Rails
-from r2ccl.sim.simulation import Sharing, simulate
+from r2ccl.flowsim.network import Change, Network
+from r2ccl.flowsim.outcome import Bottleneck, Outcome, Use
+from r2ccl.flowsim.program import Program, compile_schedule
+from r2ccl.flowsim.routes import Rails
+from r2ccl.flowsim.simulation import Sharing, simulate
 
 __all__ = [
     "Bottleneck",

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.schedule.graph import Ints
-from r2ccl.sim.loops.state import (
+from r2ccl.flowsim.loops.state import (
     AWAY,
     DONE_DTYPE,
     LANDING_DTYPE,
@@ -25,8 +24,9 @@ from r2ccl.sim.loops.state import (
     Records,
     State,
 )
-from r2ccl.sim.program import Program
-from r2ccl.sim.routes import Floats, Routes
+from r2ccl.flowsim.program import Program
+from r2ccl.flowsim.routes import Floats, Routes
+from r2ccl.schedule.graph import Ints
 
 
 class Channels(NamedTuple):

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.errors import InvalidArgument
+from r2ccl.flowsim.loops.state import FREE, NOWHERE
+from r2ccl.flowsim.network import Network
 from r2ccl.schedule.graph import Bools, Ints
-from r2ccl.sim.loops.state import FREE, NOWHERE
-from r2ccl.sim.network import Network
 
 Floats = npt.NDArray[np.float64]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from r2ccl.sim.routes import Floats
+from r2ccl.flowsim.routes import Floats
 
 
 class Use(NamedTuple):

@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from r2ccl.sim.loops.dataflow import (
+from r2ccl.flowsim.loops.dataflow import (
     begin,
     goes_on_a_wire,
     has_room,
@@ -34,10 +34,10 @@ from r2ccl.sim.loops.dataflow import (
     sent,
     wake,
 )
-from r2ccl.sim.loops.heaps import clear_time, drop_first, push, replace_first, set_time
-from r2ccl.sim.loops.jit import STAMP, Loop, called, compiled, inlined
-from r2ccl.sim.loops.seats import leave, sit
-from r2ccl.sim.loops.state import (
+from r2ccl.flowsim.loops.heaps import clear_time, drop_first, push, replace_first, set_time
+from r2ccl.flowsim.loops.jit import STAMP, Loop, called, compiled, inlined
+from r2ccl.flowsim.loops.seats import leave, sit
+from r2ccl.flowsim.loops.state import (
     BATCHES,
     BUSY,
     DIRTY,

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from numba import njit
 from numba.extending import register_jitable
 
-from r2ccl.sim.loops.state import State
+from r2ccl.flowsim.loops.state import State
 
 _log = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from r2ccl.flowsim.loops.state import MESSAGE_DTYPE, ROW_DTYPE, Records
 from r2ccl.schedule.arrays import ScheduleArrays, as_arrays
 from r2ccl.schedule.check import check_fields
 from r2ccl.schedule.events import match
 from r2ccl.schedule.graph import Ints
 from r2ccl.schedule.ir import Kind, Op, Schedule
-from r2ccl.sim.loops.state import MESSAGE_DTYPE, ROW_DTYPE, Records
 
 
 class Program(NamedTuple):

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.sim.loops.fair_queue import lift as leave_queues
-from r2ccl.sim.loops.fair_queue import place as join_queues
-from r2ccl.sim.loops.fair_queue import requeue, settle
-from r2ccl.sim.loops.jit import STAMP, called, compiled
-from r2ccl.sim.loops.max_min import lift, mark_dirty, place
-from r2ccl.sim.loops.state import BUSY, IDLE, NOWHERE, PARKED, STARTING, State
+from r2ccl.flowsim.loops.fair_queue import lift as leave_queues
+from r2ccl.flowsim.loops.fair_queue import place as join_queues
+from r2ccl.flowsim.loops.fair_queue import requeue, settle
+from r2ccl.flowsim.loops.jit import STAMP, called, compiled
+from r2ccl.flowsim.loops.max_min import lift, mark_dirty, place
+from r2ccl.flowsim.loops.state import BUSY, IDLE, NOWHERE, PARKED, STARTING, State
 
 Ports = npt.NDArray[np.int64]
 Rates = npt.NDArray[np.float64]

@@ -5,8 +5,8 @@ Compiled. Imports `state`. Invariant: a port is busy while somebody sits there.
 
 from __future__ import annotations
 
-from r2ccl.sim.loops.jit import inlined
-from r2ccl.sim.loops.state import AWAY, State
+from r2ccl.flowsim.loops.jit import inlined
+from r2ccl.flowsim.loops.state import AWAY, State
 
 
 @inlined

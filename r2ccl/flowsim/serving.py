@@ -24,7 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.sim.training import AllreduceTime
+from r2ccl.flowsim.training import AllreduceTime
 
 _ALLREDUCES_PER_LAYER = 2
 
