@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from r2ccl.algos import hierarchy, leaf_ring, packed_trees, r2cc, ring
+from r2ccl.algos import hierarchy, leaf_ring, packed_trees, r2cc_allreduce, ring
 from r2ccl.algos.blend import Part, blend
 from r2ccl.config import Config
 from r2ccl.failover.health.table import Health, RailShare
@@ -93,9 +93,9 @@ def cloudlab(chunks: Sequence[int] = tuple(PUBLISHED)) -> Iterator[Case]:
         yield Case(name, published(k), model_of(k), k=k, paper=PUBLISHED[k])
     k = 16
     # Nearly as `split` shares the data, and not so many that slices get small.
-    shared = hierarchy.wrap(r2cc.allreduce(LEFT, k, None, (6, 4)), MEMBERS)
-    share = r2cc.split(len(LEFT), LOST, k)
-    model = r2cc.time_of(len(LEFT), LOST, k, share) / _FLAT_RING
+    shared = hierarchy.wrap(r2cc_allreduce.allreduce(LEFT, k, None, (6, 4)), MEMBERS)
+    share = r2cc_allreduce.split(len(LEFT), LOST, k)
+    model = r2cc_allreduce.time_of(len(LEFT), LOST, k, share) / _FLAT_RING
     yield Case("R2CC-AllReduce among nodes", shared, model, k=k)
     k = 8
     leaves = hierarchy.wrap(leaf_ring.allreduce(LEFT, k, 8), MEMBERS)
@@ -154,7 +154,7 @@ def published(nchunks: int) -> Schedule:
     nchunks : int
         K.
     """
-    inner = r2cc.allreduce((NICS, NICS, NICS, NICS, NICS - 1), nchunks, Fraction(1))
+    inner = r2cc_allreduce.allreduce((NICS, NICS, NICS, NICS, NICS - 1), nchunks, Fraction(1))
     partial = hierarchy.wrap(inner, [(0,), (1,), (2,), (3,), MEMBERS[2]])
     tail = [part_of(partial, channel) for channel in range(partial.nchannels)]
     parts = [leaf_ring.part(_NRANKS, range(_NRANKS)), *tail]

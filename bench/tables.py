@@ -79,7 +79,7 @@ _TABLES = {
         (
             "T0 here is 2(P - 1)/P D/B, P = 6 ranks; schedules among nodes send less than that",
             "model of R2CC-AllReduce: 1 + PX(1 + 1/K)/(2(P - 1)(1 - X)), X = 1/3; among nodes: "
-            "max(T1, T2) + T3 of r2ccl.algos.r2cc, as if either ring had rails of its own",
+            "max(T1, T2) + T3 of r2ccl.algos.r2cc_allreduce, as if each ring had rails of its own",
         ),
     ),
     "netlab": _Named(

@@ -11,7 +11,7 @@ from typing import NamedTuple, get_args
 
 from tables_rows import LOSSES, Row, fault_free, row_of, straggler, time_of
 
-from r2ccl.algos import leaf_ring, optcc, packed_trees, r2cc, ring
+from r2ccl.algos import leaf_ring, optcc, packed_trees, r2cc_allreduce, ring
 from r2ccl.flowsim import Sharing
 from r2ccl.schedule import Schedule
 
@@ -135,8 +135,8 @@ def _beside_optcc(n: int, lost: Fraction) -> tuple[_Candidate, _Candidate]:
     k, bandwidths = _segments(n), straggler(n, lost)
     # The rings of all and of the healthy nodes share ports as their channels do.
     nchannels = ((1 - lost).numerator, lost.numerator or 1)
-    schedule = r2cc.allreduce(bandwidths, k, nchannels=nchannels)
-    model = r2cc.time_of(n, lost, k, r2cc.split(n, lost, k))
+    schedule = r2cc_allreduce.allreduce(bandwidths, k, nchannels=nchannels)
+    model = r2cc_allreduce.time_of(n, lost, k, r2cc_allreduce.split(n, lost, k))
     paper = "1.57" if (n, lost) == (8, Fraction(1, 2)) else ""
     leaves = leaf_ring.allreduce(bandwidths, k)
     return (

@@ -27,7 +27,7 @@ from degraded_cases import (
 )
 from tables_rows import NBYTES, TOLERANCE, Row
 
-from r2ccl.algos import r2cc
+from r2ccl.algos import r2cc_allreduce
 from r2ccl.flowsim import Network, simulate
 from r2ccl.schedule import Schedule
 
@@ -43,7 +43,7 @@ def cloudlab_rows(quick: bool) -> Iterator[Row]:
         yield _row(case, fault_free_s)
     for k in chunks:
         left = [NICS] * (len(LEFT) * 2 - 1) + [NICS - 1]
-        one_out = r2cc.allreduce(left, k, LOST, PUBLISHED_CHANNELS)
+        one_out = r2cc_allreduce.allreduce(left, k, LOST, PUBLISHED_CHANNELS)
         yield _row(Case("R2CC, one rank left out", one_out, None, k=k), fault_free_s)
 
 

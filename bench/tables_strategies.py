@@ -24,7 +24,7 @@ from r2ccl.algos import (
     leaf_ring,
     nested_rings,
     packed_trees,
-    r2cc,
+    r2cc_allreduce,
     recursive_doubling,
     ring,
     tree,
@@ -298,7 +298,7 @@ def _published(cluster: Cluster, alive: tuple[int, ...]) -> Iterator[_Run]:
     if alive.count(least) == 1:
         left = Fraction(least, min(each for each in alive if each > least))
         channels = (left.numerator, (1 - left).numerator)
-        yield _run(r2cc.allreduce(alive, TAIL_CHUNKS, nchannels=channels), 2)
+        yield _run(r2cc_allreduce.allreduce(alive, TAIL_CHUNKS, nchannels=channels), 2)
     if least < NICS:
         yield _run(nested_rings.allreduce(alive, 4), 4)
 
@@ -314,7 +314,7 @@ def _flat_r2cc(cluster: Cluster, alive: tuple[int, ...]) -> Schedule:
     left = range(slowest * size, (slowest + 1) * size)
     teams = sorted([*([r] for r in range(cluster.nranks) if r not in left), list(left)])
     bandwidths = [alive[slowest] if len(team) > 1 else max(alive) for team in teams]
-    inner = r2cc.allreduce(bandwidths, TAIL_CHUNKS, Fraction(1), (1, size))
+    inner = r2cc_allreduce.allreduce(bandwidths, TAIL_CHUNKS, Fraction(1), (1, size))
     tails = hierarchy.wrap(inner, teams)
     whole = ring.allreduce(cluster.nranks, NICS, _orders(cluster))
     parts = [part_of(whole, at) for at in range(NICS)] + [part_of(tails, at) for at in range(size)]
@@ -337,8 +337,12 @@ def model_s(cluster: Cluster, strategy: Strategy, lost: Lost, nbytes: int) -> fl
     balanced = whole * NICS / min(alive)
     if strategy == Strategy.R2CC and alive.count(min(alive)) == 1:
         left = Fraction(min(alive), sorted(alive)[1])
-        share = 1 - left if cluster.is_flat else r2cc.split(cluster.nranks, 1 - left, TAIL_CHUNKS)
-        factor = r2cc.time_of(cluster.nranks, 1 - left, TAIL_CHUNKS, share)
+        share = (
+            1 - left
+            if cluster.is_flat
+            else r2cc_allreduce.split(cluster.nranks, 1 - left, TAIL_CHUNKS)
+        )
+        factor = r2cc_allreduce.time_of(cluster.nranks, 1 - left, TAIL_CHUNKS, share)
         return min(balanced, float(factor) * unit * NICS / sorted(alive)[1])
     return balanced
 

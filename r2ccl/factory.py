@@ -10,7 +10,8 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from r2ccl import bootstrap, oserrors
+from r2ccl import bootstrap
+from r2ccl.errors import describe_os_error, errno_name, is_exhaustion
 from r2ccl.communicator import Communicator
 from r2ccl.config import DEBUG_LEVELS, Config
 from r2ccl.errors import InvalidArgument, TransportError
@@ -127,11 +128,11 @@ def _exhaustion_explained(who: str) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        if not oserrors.is_exhaustion(exc.errno):
+        if not is_exhaustion(exc.errno):
             raise
         raise TransportError(
-            f"{who}: init() cannot open what it needs: {oserrors.describe(exc)}",
-            status=oserrors.name(exc),
+            f"{who}: init() cannot open what it needs: {describe_os_error(exc)}",
+            status=errno_name(exc),
         ) from exc
 
 

@@ -18,7 +18,7 @@ from r2ccl.algos import (
     one_shot,
     optcc,
     packed_trees,
-    r2cc,
+    r2cc_allreduce,
     recursive_doubling,
     ring,
     tree,
@@ -64,7 +64,7 @@ PICTURES = {
         blend("leaf_ring", [leaf_ring.part(N, (0, 1, 2), [(3,)])], [Fraction(1)], [1]),
         "One segment, in which rank 3 relays",
     ),
-    "r2cc": of_quarter(r2cc.allreduce(QUARTER_LOST, 1, Fraction(1, 4))),
+    "r2cc": of_quarter(r2cc_allreduce.allreduce(QUARTER_LOST, 1, Fraction(1, 4))),
     "optcc": of_half(optcc.allreduce(HALF_LOST, 2)),
     "nested_rings": of_quarter(nested_rings.allreduce(QUARTER_LOST, 1)),
     "bridged_ring": Picture(

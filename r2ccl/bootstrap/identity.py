@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from r2ccl import oserrors
+from r2ccl.errors import is_exhaustion
 from r2ccl.bootstrap import launchers, naming
 from r2ccl.bootstrap.auth import SECRET_NBYTES, Secret
 from r2ccl.bootstrap.secretfile import (
@@ -240,7 +240,7 @@ def _is_own_address(rank: int, host: str) -> bool:
         with socket.socket(family, kind, proto) as sock:
             sock.bind(address)
     except OSError as exc:
-        if exc.errno != errno.EADDRNOTAVAIL and oserrors.is_exhaustion(exc.errno):
+        if exc.errno != errno.EADDRNOTAVAIL and is_exhaustion(exc.errno):
             raise
         return False
     return True

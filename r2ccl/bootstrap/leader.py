@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from r2ccl import oserrors
+from r2ccl.errors import decode_errno, exhaustion_advice, is_exhaustion
 from r2ccl.bootstrap import naming, wire
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.greetings import (
@@ -344,9 +344,9 @@ def _cannot_listen(host: str, port: int, exc: OSError) -> InvalidArgument:
         advice = (
             "another process has it (another job, or a second rank 0): set R2CC_PORT to a free one"
         )
-    elif code != errno.EADDRNOTAVAIL and oserrors.is_exhaustion(code):
-        advice = oserrors.advice(code)
-    return InvalidArgument(f"cannot listen at {host}:{port}: {oserrors.decode(code)}; {advice}")
+    elif code != errno.EADDRNOTAVAIL and is_exhaustion(code):
+        advice = exhaustion_advice(code)
+    return InvalidArgument(f"cannot listen at {host}:{port}: {decode_errno(code)}; {advice}")
 
 
 __all__ = ["VERDICT_MARGIN_S", "Leader"]

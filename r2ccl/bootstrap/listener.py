@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from r2ccl import oserrors
+from r2ccl.errors import describe_os_error
 from r2ccl.bootstrap.auth import (
     NONCE_NBYTES,
     OPENING_NBYTES,
@@ -182,7 +182,7 @@ class Listener:
             try:
                 sock, address = await loop.sock_accept(listener)
             except OSError as exc:
-                why = f"accept failed: {oserrors.describe(exc)}"
+                why = f"accept failed: {describe_os_error(exc)}"
                 self._rejections.add(why, listener.getsockname())
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue

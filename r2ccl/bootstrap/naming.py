@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import socket
 
-from r2ccl import oserrors
+from r2ccl.errors import describe_os_error
 from r2ccl.bootstrap import wire
 from r2ccl.errors import InvalidArgument
 
@@ -90,7 +90,7 @@ def describe(exc: OSError | UnicodeError) -> str:
     """Return the resolver's answer: ``EAI_NONAME: Name or service not known``."""
     if isinstance(exc, socket.gaierror):
         return f"{_NAMES.get(exc.errno, exc.errno)}: {exc.strerror}"
-    return oserrors.describe(exc)
+    return describe_os_error(exc)
 
 
 __all__ = ["LeaderName", "describe", "is_passing", "unresolvable"]

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from r2ccl import oserrors
+from r2ccl.errors import describe_os_error, errno_name
 from r2ccl.bootstrap import wire
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, SECRET_NBYTES, Secret
 from r2ccl.bootstrap.control import ControlPlane
@@ -160,9 +160,9 @@ class _Listeners:
         except OSError as exc:
             raise TransportError(
                 f"rank {self._rank}: the NICs of this host cannot be listed: "
-                f"{oserrors.describe(exc)}",
+                f"{describe_os_error(exc)}",
                 rank=self._rank,
-                status=oserrors.name(exc),
+                status=errno_name(exc),
             ) from exc
         if not self.nics:
             raise InvalidArgument(
@@ -209,7 +209,7 @@ class _Listeners:
         except OSError as exc:
             raise InvalidArgument(
                 f"rank {self._rank}: cannot listen at {address} ({what}): "
-                f"{oserrors.describe(exc)}; see R2CC_SOCKET_IFNAME and R2CC_CONTROL_ADDRESS"
+                f"{describe_os_error(exc)}; see R2CC_SOCKET_IFNAME and R2CC_CONTROL_ADDRESS"
             ) from exc
 
 

@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 
-from r2ccl import oserrors
+from r2ccl.errors import decode_errno, exhaustion_advice
 from r2ccl.bootstrap.auth import (
     ANSWER_NBYTES,
     NONCE_NBYTES,
@@ -88,7 +88,7 @@ def explain_failure(
     if isinstance(exc, TimeoutError) and exc.errno is None:
         return f"{where} gave no answer within {timeout_s:g} s", "look for a filter or a lost route"
     code = exc.errno or 0
-    return f"{where}: {oserrors.decode(code) if code else exc}", oserrors.advice(code)
+    return f"{where}: {decode_errno(code) if code else exc}", exhaustion_advice(code)
 
 
 def describe_failure(exc: OSError | HandshakeRejected, target: Address, timeout_s: float) -> str:

@@ -26,7 +26,7 @@ from r2ccl.algos import (
     optcc,
     packed_trees,
     port_packing,
-    r2cc,
+    r2cc_allreduce,
     recursive_doubling,
     ring,
     spanning_tree,
@@ -358,7 +358,7 @@ def _r2cc(terms: Terms) -> Iterator[Candidate]:
         # spread evenly (4 and 8 nodes: 1.21 and 1.19 of the ring's load, with a third as many 1.5).
         rest = max(1, round((1 - lost) * terms.nhomes))
         channels = (3 * rest, 6 * max(1, terms.nhomes - rest))
-        yield Candidate("r2cc", r2cc.allreduce(terms.bandwidths, _CHUNKS, None, channels))
+        yield Candidate("r2cc", r2cc_allreduce.allreduce(terms.bandwidths, _CHUNKS, None, channels))
 
 
 def _optcc(terms: Terms) -> Iterator[Candidate]:

@@ -19,7 +19,7 @@ import logging
 import socket
 import struct
 
-from r2ccl import oserrors
+from r2ccl.errors import describe_os_error, is_exhaustion
 from r2ccl.topology.netlink import (
     NDA_DST,
     NDMSG,
@@ -86,7 +86,7 @@ class Neighbours:
                 return True
             if exc.errno in _NO_WAY:
                 return False
-            if not oserrors.is_exhaustion(exc.errno):
+            if not is_exhaustion(exc.errno):
                 raise
             self._say_exhausted(destination, exc)
         return False
@@ -101,7 +101,7 @@ class Neighbours:
             _log.warning(
                 "the link-layer address of %s cannot be asked for now: %s; it is asked for again, "
                 "and this is not logged again",
-                destination, oserrors.describe(exc),
+                destination, describe_os_error(exc),
             )  # fmt: skip
 
     def _next_hop(self, to: _Address) -> _Address | None:

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from r2ccl.algos import leaf_ring, nested_rings, optcc, r2cc
+from r2ccl.algos import leaf_ring, nested_rings, optcc, r2cc_allreduce
 from r2ccl.algos.bandwidths import Straggler, require_positive, straggler_of
 from r2ccl.errors import InvalidArgument
 
@@ -35,7 +35,7 @@ def test_a_rank_without_bandwidth_is_refused(bandwidths: list[int]) -> None:
         leaf_ring.allreduce,
         nested_rings.allreduce,
         optcc.allreduce,
-        r2cc.allreduce,
+        r2cc_allreduce.allreduce,
     ):
         with pytest.raises(InvalidArgument, match="above 0"):
             call(bandwidths)

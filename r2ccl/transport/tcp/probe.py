@@ -23,7 +23,7 @@ import socket
 import struct
 from collections.abc import Mapping
 
-from r2ccl import oserrors
+from r2ccl.errors import decode_errno, describe_errno, is_exhaustion
 from r2ccl.clock import Clock
 from r2ccl.transport.base import Probed
 from r2ccl.types import Nic, PathKey, ProbeKey
@@ -190,7 +190,7 @@ class Knocker:
 
     def _not_made(self, probe: _Probe, code: int) -> None:
         """Note a connect for which something is used up here; the next one is made in its time."""
-        probe.unmade = oserrors.describe_code(code)
+        probe.unmade = describe_errno(code)
         if code in self._unmade:
             return
         self._unmade.add(code)
@@ -206,7 +206,7 @@ class Knocker:
             self._answered.add(probe.key)
             self._end(probe, True, "connected" if code == 0 else "refused")
             return
-        probe.detail = oserrors.decode(code)
+        probe.detail = decode_errno(code)
         if probe.nsent == _NKNOCKS and not probe.socks:
             self._end(probe, False, probe.detail)
 
@@ -254,12 +254,12 @@ def _connect(
     except OSError as exc:
         code = exc.errno or errno.EIO
         # bind(2) says EADDRNOTAVAIL of an address that is gone, and of ports EADDRINUSE.
-        return code, code == errno.EADDRNOTAVAIL or not oserrors.is_exhaustion(code)
+        return code, code == errno.EADDRNOTAVAIL or not is_exhaustion(code)
     try:
         code = sock.connect_ex(target)
     except OSError as exc:
         code = exc.errno or errno.EIO
-    return code, not oserrors.is_exhaustion(code)
+    return code, not is_exhaustion(code)
 
 
 __all__ = ["Address", "Knocker"]

@@ -28,7 +28,7 @@ from array import array
 from collections import deque
 from collections.abc import Mapping
 
-from r2ccl import oserrors
+from r2ccl.errors import errno_name
 from r2ccl.clock import Clock, monotonic
 from r2ccl.errors import InternalError
 from r2ccl.transport.base import (
@@ -385,7 +385,7 @@ class TcpTransport(Dialed):
         self._events.append(Failed(conn.path, status, detail))
 
     def _fail_os(self, conn: _Connection, exc: OSError) -> None:
-        self._fail(conn, oserrors.name(exc), str(exc))
+        self._fail(conn, errno_name(exc), str(exc))
 
     # Reading
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from r2ccl import oserrors
+from r2ccl.errors import describe_os_error
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.transport.verbs.dmabuf import PdRegistrar
 from r2ccl.transport.verbs.layout import Nic, locate_nic, locate_qp
@@ -271,7 +271,7 @@ class Device:
             raise TransportError(str(exc), status="NO_GID") from exc
         except OSError as exc:
             raise TransportError(
-                f"the address of {self.name} cannot be read now: {oserrors.describe(exc)}",
+                f"the address of {self.name} cannot be read now: {describe_os_error(exc)}",
                 status="NO_GID",
             ) from exc
         self._is_stale = False
