@@ -31,7 +31,7 @@ help: ## list the targets
 demo: $(VENV)/.demo ## train a small model over four rails a node and lose one on the way
 	@$(BIN)/python examples/train_digits.py
 
-test: $(VENV)/.test ## run the tests; TESTS="tests/unit/test_ring.py ..." runs those alone
+test: $(VENV)/.test ## run the tests; TESTS="tests/unit/algos ..." runs those alone
 	@TMPDIR=$$(mktemp -d) && export TMPDIR && trap 'rm -rf "$$TMPDIR"' EXIT || exit; status=0; \
 	$(if $(SHARED),$(BIN)/python -m pytest -n logical --maxprocesses 8 $(SHARED) || status=$$?;) \
 	$(if $(ALONE),$(ENTER) $(BIN)/python -m pytest $(ALONE) || status=$$?;) \

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planes import RAILS, WAIT_S, Job, Number, Recorder, Text, environment, join, turn_away
-from planes import start_job as start_job  # the fixture
+from support.planes import RAILS, WAIT_S, Job, Number, Recorder, Text, environment, join, turn_away
+from support.planes import start_job as start_job  # the fixture
 
 from r2ccl.bootstrap import ControlPlane, Goodbye, connect, wire
 from r2ccl.bootstrap.auth import PROOF_NBYTES, PROTOCOL_VERSION, Claim, Dialer, Purpose, Secret

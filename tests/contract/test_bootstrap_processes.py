@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from mpi import find_mpiexec
+from support.mpi import find_mpiexec
 
 from r2ccl.bootstrap.launch import LocalJob
 

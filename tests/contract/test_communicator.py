@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-import programs
 import pytest
+from support import programs
 
 import r2ccl
 from r2ccl import launch

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from limits import no_descriptor_left
+from support.limits import no_descriptor_left
 
 import r2ccl
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-import ledger_programs
 import msgspec
 import pytest
+from support import ledger_programs
 
 from r2ccl import launch
 from r2ccl.runtime.status import Ledger

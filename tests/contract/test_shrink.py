@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import localjobs
-import programs
 import pytest
+from support import localjobs, programs
 
 from r2ccl import launch
 from r2ccl.bootstrap.launch import LocalJob

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from device_cases import NBYTES, PTX, TIMEOUT_S, Bench, DeviceCases, random_bytes
+from support.device_cases import NBYTES, PTX, TIMEOUT_S, Bench, DeviceCases, random_bytes
 
 from r2ccl.device.bindings import Cuda
 from r2ccl.device.driver import CudaDevice
