@@ -36,7 +36,7 @@ def test_a_rail_lost_in_the_middle_changes_nothing() -> None:
 
 
 def test_no_stream_hangs_when_a_rank_dies(tmp_path: Path) -> None:
-    code = f"from support import device_programs; print(device_programs.dying(1, {str(tmp_path)!r}))"
+    code = f"from support.device_programs import dying; print(dying(1, {str(tmp_path)!r}))"
     env = {"PYTHONPATH": os.pathsep.join(sys.path)}
     with LocalJob(3) as job:
         argv = [sys.executable, "-c", code]
