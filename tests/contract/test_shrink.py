@@ -130,7 +130,7 @@ def wait_for_line(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdout.readline().strip() == line  # ends with the process, if it fails
 
 
-def test_a_stopped_rank_that_was_given_up_is_no_member_when_it_wakes() -> None:
+def test_a_stopped_rank_that_was_given_up_wakes_as_no_member() -> None:
     fates = {1: {"stops": 3}}
     with ranks(3, fates, settings={"peer_timeout_s": 1.0}) as started:
         survivors = [started[0], started[2]]
@@ -152,7 +152,7 @@ def test_a_rank_that_does_not_call_is_named() -> None:
     assert "(rank 0: it left; rank 2: it left)" in second
 
 
-def test_a_revoked_communicator_shrinks_to_all_its_ranks_and_leaves_nothing_open() -> None:
+def test_a_revoked_communicator_shrinks_to_all_without_leaks() -> None:
     found = launch(functools.partial(programs.shrink_again_and_again, 6), 3, timeout_s=TIMEOUT_S)
     assert found == [[]] * 3
 

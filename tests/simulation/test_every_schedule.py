@@ -108,9 +108,7 @@ MOMENTS = 200 if IS_THOROUGH else 10
 @LIMIT
 @pytest.mark.parametrize("is_seen", [True, False], ids=["carrier lost", "silent"])
 @pytest.mark.parametrize("algo", ALGOS)
-def test_a_schedule_made_for_one_failure_survives_the_next_and_a_third(
-    algo: str, is_seen: bool
-) -> None:
+def test_a_schedule_for_one_failure_survives_two_more(algo: str, is_seen: bool) -> None:
     """The planner makes it, in the form it has for the ports that are left."""
     calls = (CallSpec(12), CallSpec(96, algo, is_planned=True))
     workload = Workload(

@@ -20,7 +20,7 @@ def shares_rail(rails: list[set[int]]) -> bridged_ring.Reach:
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([{0}, {1}, {0, 1}]), min_size=3, max_size=20))
-def test_nodes_that_lost_either_rail_are_kept_apart_by_those_that_have_both(
+def test_nodes_with_both_rails_separate_nodes_that_lost_either(
     rails: list[set[int]],
 ) -> None:
     n = len(rails)

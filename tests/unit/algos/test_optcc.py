@@ -57,7 +57,7 @@ def test_floats_agree_bit_for_bit_on_all_ranks_and_in_both_modes(straggler: int)
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 16])
-def test_the_straggler_carries_the_data_once_and_the_others_evenly_the_rest(n: int) -> None:
+def test_the_straggler_sends_the_data_once_others_share_the_rest(n: int) -> None:
     of = [2] * n
     of[1] = 1
     schedule = optcc.allreduce(of, 4)

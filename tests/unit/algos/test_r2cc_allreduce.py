@@ -82,7 +82,7 @@ def test_no_other_share_is_sooner_by_the_model(n: int, nchunks: int, lost: Fract
     assert all(best <= r2cc_allreduce.time_of(n, lost, nchunks, share) for share in shares)
 
 
-def test_it_beats_the_ring_from_more_chunks_than_n_over_n_minus_two_on() -> None:
+def test_it_beats_the_ring_above_n_over_n_minus_two_chunks() -> None:
     lost = Fraction(1, 4)
     for n in range(3, 9):
         for nchunks in range(1, 6):

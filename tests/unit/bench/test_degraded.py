@@ -247,9 +247,7 @@ def run_table(
     return bench("tables").main()
 
 
-def test_a_table_shows_what_was_measured_beside_what_is_simulated(
-    bench, monkeypatch, tmp_path
-) -> None:
+def test_a_table_shows_measured_beside_simulated(bench, monkeypatch, tmp_path) -> None:
     path = saved(bench, tmp_path, measured_row())
     table = tmp_path / "table.json"
     assert run_table(bench, monkeypatch, "cloudlab", path, "--json", str(table)) == 0

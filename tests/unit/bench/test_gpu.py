@@ -178,7 +178,7 @@ def measured(bench: Any, kernels: Any, nrounds: int = 2) -> Any:
     return kernels.found
 
 
-def test_right_kernels_have_nothing_wrong_and_a_time_for_each_round(bench: Any, card: Any) -> None:
+def test_right_kernels_have_no_wrong_element_and_a_time_a_round(bench: Any, card: Any) -> None:
     kernels = kernels_on(bench, card)
     assert kernels.compile() == sum(len(group) for group in bench("gpu_forms").cases().values())
     found = measured(bench, kernels)

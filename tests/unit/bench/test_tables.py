@@ -63,7 +63,7 @@ def figures(results: Any, schedule: str, **wanted: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_no_simulation_is_faster_than_the_bound_or_called_measured(quick, name) -> None:
+def test_no_simulation_beats_the_bound_or_is_called_measured(quick, name) -> None:
     for row in quick(name):
         assert row["measured"] is None
         if "simulated" in row:
@@ -205,7 +205,7 @@ def test_nothing_about_training_and_serving_is_called_measured(quick, name) -> N
     assert all(row["measured"] is None and row["simulated"] > 0 for row in results)
 
 
-def test_without_failures_tokens_are_as_published_for_that_was_calibrated(quick) -> None:
+def test_without_failures_tokens_are_as_published(quick) -> None:
     [row] = figures(quick("r2ccl-training"), "flat ring", setting=TESTBED["setting"])
     assert row["simulated"] == pytest.approx(float(row["paper"]), rel=1e-9)
     assert row["model"] == pytest.approx(float(row["paper"]), rel=1e-9)
@@ -239,7 +239,7 @@ def test_overlap_hides_what_a_lost_nic_costs(quick) -> None:
         assert rows[1]["simulated"] > rows[0]["simulated"]
 
 
-def test_ten_failures_cost_more_than_one_and_packed_trees_less_than_the_published(quick) -> None:
+def test_ten_failures_cost_more_packed_trees_less_than_published(quick) -> None:
     overheads = {
         (name, case): figures(quick("r2ccl-training"), name, case=f"{case}, mean")[0]["overhead"]
         for name in ("R2CC-AllReduce", "packed trees", "auto")
@@ -284,7 +284,7 @@ def test_the_published_schedule_of_gpus_adds_up_everything(bench) -> None:
         check(strategies._flat_r2cc(strategies.PAIR, alive))
 
 
-def test_patterns_are_one_only_where_a_strategy_cannot_tell_them_apart(bench) -> None:
+def test_patterns_are_merged_only_where_a_strategy_cannot_tell(bench) -> None:
     strategies = bench("tables_strategies")
     lost = ((), (5,), (7, 0), (3, 6))
     assert strategies.canonical(strategies.Strategy.HOT_REPAIR, lost) == ((0, 1), (0, 3), (0,))

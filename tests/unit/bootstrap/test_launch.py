@@ -165,7 +165,7 @@ def test_a_rank_that_fails_ends_the_others(
     assert err.splitlines() == ["r2ccl launch: rank 1: signal SIGABRT"]
 
 
-def test_survivors_keep_going_if_they_are_let_and_the_dead_are_named(
+def test_survivors_may_keep_going_and_the_dead_are_named(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = (
@@ -183,7 +183,7 @@ def test_survivors_keep_going_if_they_are_let_and_the_dead_are_named(
     ]
 
 
-def test_a_job_that_keeps_going_is_ended_by_a_signal_all_the_same() -> None:
+def test_a_job_that_keeps_going_is_still_ended_by_a_signal() -> None:
     code = "print('ready')\ntime.sleep(60)"
     process = start_command("--keep-going", "-n", "2", *python(code))
     try:
@@ -239,7 +239,7 @@ def test_command_options_stay_the_commands() -> None:
     assert args.command[-5:] == ["prog", "-n", "5", "--tag", "x"]
 
 
-def test_lines_are_written_whole_and_tagged_once_a_second_rank_writes() -> None:
+def test_lines_are_whole_and_tagged_once_a_second_rank_writes() -> None:
     out = io.BytesIO()
     printer = LinePrinter("auto", out)
     printer.feed(0, "out", b"alone\npart")

@@ -179,7 +179,7 @@ def test_an_idle_carrier_speaks_every_heartbeat(pair: Pair) -> None:
     assert (spoken.count(0), spoken.count(1)) == (5, 5)
 
 
-def test_silence_counts_from_the_last_frame_less_what_was_excused(pair: Pair) -> None:
+def test_silence_counts_from_the_last_frame_less_the_excused(pair: Pair) -> None:
     pair.up(0)
     pair.now = 3.0
     assert pair.ends[0].silence_s(pair.now) == 3.0

@@ -231,7 +231,7 @@ def test_a_machine_without_a_gpu_is_healthy(
     assert "skipped gpus        none: there is no CUDA driver" in capsys.readouterr().out
 
 
-def test_ports_that_a_setting_does_not_name_are_not_registered_with(
+def test_ports_outside_the_setting_are_not_registered_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[Sequence[str]] = []

@@ -71,7 +71,7 @@ def test_what_a_process_said_before_it_failed_is_kept(code: str, error: str) -> 
     assert ended == Ended("here\n", error)
 
 
-def test_a_process_that_does_not_answer_is_killed_with_those_it_started(tmp_path: Path) -> None:
+def test_an_unresponsive_process_is_killed_with_its_children(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     script = f"exec 3> {tmp_path / 'pipe'}; echo x >&3; exec sleep 1000"
@@ -155,7 +155,7 @@ def test_nvidias_controllers_and_modules_are_found_in_files(tmp_path: Path) -> N
     assert facts.module == "closed kernel module 535.104.05"
 
 
-def test_the_cache_is_looked_at_where_it_would_be_made_and_not_made(tmp_path: Path) -> None:
+def test_the_cache_is_examined_at_its_place_without_being_made(tmp_path: Path) -> None:
     assert why_not_kept(tmp_path / "a" / "b") == ""
     assert list(tmp_path.iterdir()) == []
     assert "home" in why_not_kept(None)
@@ -232,7 +232,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         yield made
 
 
-def test_what_is_known_is_printed_before_each_thing_that_may_not_return(
+def test_known_facts_are_printed_before_each_call_that_may_hang(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.open()
@@ -259,7 +259,7 @@ def test_a_gpu_without_memory_is_closed_all_the_same(bench: Bench) -> None:
         FakeDevice(bench.cards[device.ordinal]).close()
 
 
-def test_kernels_are_compiled_once_for_a_kind_of_gpu_and_loaded_on_each(
+def test_kernels_are_compiled_once_a_gpu_kind_and_loaded_on_each(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     compiled: list[tuple[object, ...]] = []
@@ -424,7 +424,7 @@ def is_open(fd: int) -> bool:
     return True
 
 
-def test_an_export_is_of_whole_pages_and_its_descriptor_is_closed() -> None:
+def test_an_export_is_of_whole_pages_and_closes_its_descriptor() -> None:
     driver = Driver(BASE + 512)
     assert export_error(driver, driver.base) == ""
     assert driver.ranges == [(BASE, NBYTES + PAGE)]
@@ -458,7 +458,7 @@ def test_a_gpu_whose_driver_does_not_answer_leaves_the_others(bench: Bench) -> N
     assert bench.of("dmabuf_error") == ["is_rdma_capable failed: CUDA_ERROR_INVALID_VALUE"] * 2
 
 
-def test_the_way_is_the_one_the_library_takes_and_nothing_stays_registered() -> None:
+def test_the_way_is_the_librarys_and_nothing_stays_registered() -> None:
     driver, willing = Driver(BASE), Nic("mlx5_0")
     old, deaf = Nic("mlx5_1", dmabuf=errno.EOPNOTSUPP), Nic("mlx5_2", dmabuf=errno.EINVAL,
                                                            pointer=errno.EFAULT)  # fmt: skip
@@ -493,7 +493,7 @@ def test_a_nic_that_cannot_be_opened_is_none_that_reaches_memory(bench: Bench) -
     assert bench.of("route") == [refused, refused]
 
 
-def test_ports_are_opened_by_their_labels_and_closed_with_the_stack(
+def test_ports_are_opened_by_label_and_closed_with_the_stack(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opened: list[tuple[str, int]] = []

@@ -165,7 +165,7 @@ def test_gpus_that_are_hidden_on_purpose_are_no_matter() -> None:
     ],
     ids=["a driver without the package", "a kernel module without libcuda"],
 )
-def test_half_an_installation_is_a_warning_where_no_card_can_be_seen(facts: CudaFacts) -> None:
+def test_half_an_installation_is_a_warning_where_no_card_is_seen(facts: CudaFacts) -> None:
     (found,) = examine(facts).values()
     assert found.level == "warning"
     assert found.says.startswith("GPUs cannot be used: ")
@@ -200,7 +200,7 @@ def test_a_driver_too_old_to_load_kernels_is_an_error() -> None:
     assert "install a driver of CUDA 12.4" in found["kernels"].fix
 
 
-def test_a_gpu_that_another_process_has_alone_is_an_error_and_the_others_are_examined() -> None:
+def test_a_gpu_held_by_another_process_is_an_error_others_go_on() -> None:
     taken = "cuDevicePrimaryCtxRetain failed: CUDA_ERROR_DEVICE_UNAVAILABLE"
     found = examine(with_card(open_error=taken, ipc_error=None, kernel_error=None))
     assert found["gpu 1"].level == "error"
@@ -243,7 +243,7 @@ def test_kernels_that_cannot_be_kept_are_a_warning() -> None:
     assert "XDG_CACHE_HOME" in found["kernels"].fix
 
 
-def test_memory_that_no_other_process_can_map_goes_through_the_host() -> None:
+def test_memory_no_other_process_can_map_goes_through_the_host() -> None:
     refused = "cuIpcOpenMemHandle failed: CUDA_ERROR_MAP_FAILED"
     found = examine(with_card(ipc_error=refused), bounce_nbytes=32 << 20)
     assert found["ipc"].level == "warning"
@@ -263,7 +263,7 @@ def test_a_setting_that_rules_ipc_out_is_named() -> None:
 # NICs
 
 
-def test_an_export_that_fails_is_shown_with_its_status_and_peermem_stands_in() -> None:
+def test_a_failed_export_shows_its_status_and_peermem_stands_in() -> None:
     facts = msgspec.structs.replace(
         with_cards(
             has_dmabuf=False,
@@ -293,7 +293,7 @@ def test_without_a_nic_an_export_that_fails_costs_nothing() -> None:
     )
 
 
-def test_memory_that_one_nic_does_not_reach_is_a_warning_that_names_it() -> None:
+def test_memory_one_nic_does_not_reach_is_a_warning_naming_it() -> None:
     staging = Route("staging", (REFUSED,))
     nics = (("mlx5_0:1", DMABUF), ("mlx5_3:1", staging))
     found = examine(with_card(nics=nics, route=staging))
@@ -324,7 +324,7 @@ def test_a_nic_is_only_blamed_for_what_can_be_put_right(
     assert fix in found["nics"].fix
 
 
-def test_memory_that_nics_must_not_reach_is_not_said_to_be_exported_for_them() -> None:
+def test_memory_kept_from_nics_is_not_called_exported_for_them() -> None:
     found = examine(with_card(is_rdma_capable=False))
     assert found["dmabuf"].level == "skipped"
     assert "GPU 1: DMA_BUF_SUPPORTED is 1, IS_GPU_DIRECT_RDMA_CAPABLE 0" in found["dmabuf"].says

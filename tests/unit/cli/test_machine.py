@@ -76,7 +76,7 @@ def test_a_machine_without_nics_has_no_routes() -> None:
     assert found.says == "1 NUMA node, 0 GPUs, 0 NIC ports"
 
 
-def test_what_was_assumed_is_said_and_a_card_with_too_few_lanes_is_a_warning(
+def test_assumptions_are_said_and_too_few_lanes_are_a_warning(
     tmp_path: Path,
 ) -> None:
     recorded = record(tmp_path, "dgx_h100")
@@ -146,7 +146,7 @@ def test_a_write_that_fails_leaves_the_old_file(
     assert [each.read_text() for each in tmp_path.iterdir()] == ["what was there"]
 
 
-def test_the_command_writes_the_file_and_asks_no_more_than_it_takes(
+def test_the_command_writes_the_file_and_asks_only_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[bool] = []

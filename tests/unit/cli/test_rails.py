@@ -42,7 +42,7 @@ def about(name: str, findings: list[Finding]) -> Finding:
     return found
 
 
-def test_the_rails_shown_are_those_that_are_chosen_in_their_order() -> None:
+def test_the_rails_shown_are_those_chosen_in_their_order() -> None:
     interfaces = (DOCKER, ETH1, LO, ETH0)
     findings = examine(*interfaces)
     shown = [(each.check, each.says.split()[0]) for each in findings if each.level == "ok"]

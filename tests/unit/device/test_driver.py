@@ -300,9 +300,7 @@ def test_without_a_gpu_that_is_said(api: Script) -> None:
 
 
 @pytest.mark.parametrize("name", ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"])
-def test_a_device_that_cannot_be_opened_fails_with_the_drivers_status(
-    api: Script, name: str
-) -> None:
+def test_a_device_that_cannot_be_opened_has_the_drivers_status(api: Script, name: str) -> None:
     api.failures[name] = Result.CUDA_ERROR_INVALID_DEVICE
 
     with pytest.raises(TransportError, match=f"{name} failed") as caught:
@@ -313,7 +311,7 @@ def test_a_device_that_cannot_be_opened_fails_with_the_drivers_status(
 # Contexts
 
 
-def test_the_context_is_pushed_and_popped_where_another_is_current(
+def test_the_context_is_pushed_and_popped_over_a_current_one(
     api: Script, device: CudaDevice
 ) -> None:
     device.allocate(64)
@@ -367,7 +365,7 @@ def test_asking_an_event_takes_no_context(api: Script, device: CudaDevice) -> No
 
 
 @pytest.mark.parametrize(("lowest", "highest", "meant"), [(0, -5, -4), (0, -1, 0), (0, 0, 0)])
-def test_streams_that_wait_have_a_priority_of_their_own_where_there_are_several(
+def test_waiting_streams_have_a_priority_where_there_are_several(
     api: Script, device: CudaDevice, lowest: int, highest: int, meant: int
 ) -> None:
     api.results["cuCtxGetStreamPriorityRange"] = (lowest, highest)
@@ -446,7 +444,7 @@ def test_what_another_made_is_not_freed(api: Script, device: CudaDevice) -> None
     assert api.calls == []
 
 
-def test_pinned_memory_is_an_array_of_zeros_where_the_driver_put_it(
+def test_pinned_memory_is_an_array_of_zeros_at_the_drivers_place(
     api: Script, device: CudaDevice
 ) -> None:
     memory = device.allocate_pinned(256)
@@ -459,7 +457,7 @@ def test_pinned_memory_is_an_array_of_zeros_where_the_driver_put_it(
     assert api.work()[1:] == [("cuMemFreeHost", api.pinned.ctypes.data)]
 
 
-def test_memory_that_exists_is_pinned_and_has_the_drivers_address(
+def test_existing_memory_is_pinned_and_has_the_drivers_address(
     api: Script, device: CudaDevice
 ) -> None:
     at = api.pinned.ctypes.data
@@ -474,7 +472,7 @@ def test_memory_that_exists_is_pinned_and_has_the_drivers_address(
     ]
 
 
-def test_memory_that_the_device_cannot_address_is_not_left_pinned(
+def test_memory_the_device_cannot_address_is_not_left_pinned(
     api: Script, device: CudaDevice
 ) -> None:
     api.failures["cuMemHostGetDevicePointer"] = Result.CUDA_ERROR_INVALID_VALUE
@@ -551,7 +549,7 @@ def test_rows_are_copied_in_one_call(api: Script, device: CudaDevice) -> None:
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_rows_too_far_apart_for_the_hardware_are_copied_one_by_one(
+def test_rows_too_far_apart_for_the_hardware_are_copied_singly(
     api: Script, device: CudaDevice, side: int
 ) -> None:
     pitches = [64, 64]
@@ -720,7 +718,7 @@ def test_a_gpu_is_let_reach_its_peers_memory(api: Script, device: CudaDevice) ->
     assert api.current == [THEIRS]
 
 
-def test_that_another_library_let_it_reach_the_peer_is_no_failure(
+def test_peer_access_enabled_by_another_library_is_no_failure(
     api: Script, device: CudaDevice
 ) -> None:
     peer = peer_of(api)
@@ -772,7 +770,7 @@ def test_only_an_open_gpu_of_cudas_is_reached(api: Script, device: CudaDevice) -
         device.reach(other)
 
 
-def test_what_nics_write_to_memory_that_others_reach_is_flushed_for_all(
+def test_nic_writes_to_memory_others_reach_are_flushed_for_all(
     api: Script, device: CudaDevice
 ) -> None:
     peer = peer_of(api)
@@ -786,9 +784,7 @@ def test_what_nics_write_to_memory_that_others_reach_is_flushed_for_all(
     assert str(getattr(scope, "name", scope)) == "CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_ALL_DEVICES"
 
 
-def test_a_gpu_that_keeps_the_order_for_all_is_not_flushed_for_others(
-    api: Script, device: CudaDevice
-) -> None:
+def test_a_gpu_that_keeps_the_order_for_all_is_not_flushed(api: Script, device: CudaDevice) -> None:
     api.attributes["GPU_DIRECT_RDMA_WRITES_ORDERING"] = 200
     peer = peer_of(api)
 
@@ -822,7 +818,7 @@ def test_an_event_is_done_not_done_or_failed(api: Script, device: CudaDevice) ->
         device.is_done(Event(3))
 
 
-def test_a_wait_yields_first_and_then_pauses_no_longer_than_it_waited(
+def test_a_wait_yields_then_pauses_no_longer_than_it_waited(
     api: Script, device: CudaDevice, clock: Clock
 ) -> None:
     is_ready_after(api, 30)

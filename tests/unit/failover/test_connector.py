@@ -115,7 +115,7 @@ def test_both_ends_meet_whoever_begins(ranks: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("is_kicked", [True, False])
-def test_an_answerer_that_is_not_ready_tries_the_same_offer_again(is_kicked: bool) -> None:
+def test_an_answerer_that_is_not_ready_retries_the_same_offer(is_kicked: bool) -> None:
     pair = Pair()
     pair.transports[1].is_down = True
     pair.begin()
@@ -272,7 +272,7 @@ def test_the_asker_calls_whichever_rank_it_is(asker: int) -> None:
     assert not pair.mail, "it is joined"
 
 
-def test_both_ranks_ask_each_other_between_the_same_ports_at_once() -> None:
+def test_both_ranks_may_ask_between_the_same_ports_at_once() -> None:
     pair = Pair()
     begin_probe(pair, 0, rail=1, via=0)
     begin_probe(pair, 1, rail=0, via=1)
@@ -283,7 +283,7 @@ def test_both_ranks_ask_each_other_between_the_same_ports_at_once() -> None:
         assert {end.key for end in ends_of(pair, rank)} == {ProbeKey(1 - rank, 1 - rank, rank)}
 
 
-def test_one_probe_is_called_per_tick_and_paths_do_not_wait_for_it() -> None:
+def test_one_probe_is_called_a_tick_and_paths_do_not_wait_for_it() -> None:
     pair = Pair()
     for rail in (0, 1):
         begin_probe(pair, 0, rail, rail)
@@ -360,7 +360,7 @@ def test_what_brings_a_port_back_brings_its_probes_forward(reason: str) -> None:
     assert (offer.rail, offer.via) == (0, 1)
 
 
-def test_an_asked_rank_that_is_not_ready_answers_the_same_offer_later() -> None:
+def test_an_asked_rank_that_is_not_ready_answers_the_offer_later() -> None:
     pair = Pair()
     pair.transports[1].is_down = True
     begin_probe(pair, 0, rail=0, via=0)
@@ -404,7 +404,7 @@ def test_close_closes_the_ends_of_probes_too() -> None:
     assert all(end.is_closed for transport in pair.transports for end in transport.made)
 
 
-def test_probes_are_neither_called_nor_answered_while_a_path_is_under_repair() -> None:
+def test_paths_under_repair_call_and_answer_no_probes() -> None:
     pair = Pair()
     key = ProbeKey(1, 0, 0)
     pair.joiners[0].begin_probe(key)

@@ -13,7 +13,7 @@ from r2ccl.flowsim import Change, Network, network, simulation
 WHOLE = Network.uniform(3, 2, 10.0)
 
 
-def test_uniform_ports_are_as_fast_in_as_out_and_every_node_has_its_ranks() -> None:
+def test_uniform_ports_are_symmetric_and_nodes_have_their_ranks() -> None:
     pairs = Network.uniform(2, 3, 10.0, ranks_per_node=2)
     assert pairs.egress == pairs.ingress == ((10.0,) * 3,) * 2
     assert pairs.nodes == (0, 0, 1, 1)

@@ -51,7 +51,7 @@ def test_a_prefill_computes_parameters_and_pairs_of_tokens() -> None:
     assert prefill(MODEL, SERVER, 2, 50, free).compute_s == pytest.approx(2 * expected)
 
 
-def test_a_decode_step_reads_weights_and_what_is_kept_of_every_token() -> None:
+def test_a_decode_step_reads_the_weights_and_every_tokens_state() -> None:
     weights = 1e9 * 2 / 8
     kept = 3 * 50 * 2 * 10 * 25 * 2  # one head each of four processors, copied to four more
     found = decode(MODEL, SERVER, 3, 50, free).compute_s
@@ -63,7 +63,7 @@ def test_many_sequences_are_limited_by_operations() -> None:
     assert decode(MODEL, quick, 64, 1, free).compute_s == pytest.approx(2 * 1e9 * 64 / 8e12)
 
 
-def test_a_request_is_its_prefill_and_one_step_for_each_further_token() -> None:
+def test_a_request_is_its_prefill_and_a_step_a_further_token() -> None:
     found = latency(MODEL, SERVER, length=50, nsequences=3, allreduce_s=Asked())
     assert found.ttft_s == prefill(MODEL, SERVER, 1, 50, Asked()).time_s
     assert found.tpot_s == decode(MODEL, SERVER, 3, 50, Asked()).time_s

@@ -96,7 +96,7 @@ def test_a_ring_is_as_slow_as_its_slowest_node(kept, node_ports, sharing) -> Non
     assert outcome.bottleneck.node == 2
 
 
-def test_a_lost_rail_costs_its_share_where_channels_spread_over_the_others() -> None:
+def test_a_lost_rail_costs_its_share_where_channels_spread() -> None:
     """Three rails, two channels on each: those of the dead one go to one of the others each."""
     n, nbytes = 4, 6 * 4 * 4000
     schedule = ring.allreduce(n, 6)

@@ -396,7 +396,7 @@ def test_collectives_take_the_time_the_reference_says(name, data):
 
 @given(data=st.data())
 @settings(deadline=None, max_examples=25)
-def test_reductions_of_a_channel_take_turns_as_the_reference_says(data):
+def test_reductions_of_a_channel_take_turns_as_in_the_reference(data):
     """One link into each lane: with more, who of two that come together is first is open."""
     schedule = ring.allreduce(data.draw(st.integers(2, 5)), 2)
     network = data.draw(networks(schedule.nranks))
@@ -407,7 +407,7 @@ def test_reductions_of_a_channel_take_turns_as_the_reference_says(data):
 
 @given(st.data())
 @relaxed
-def test_fair_queues_carry_every_byte_and_no_port_more_than_it_can(data):
+def test_fair_queues_carry_every_byte_within_every_ports_rate(data):
     schedule = data.draw(schedules())
     network = msgspec.structs.replace(data.draw(networks(schedule.nranks)), changes=())
     nbytes, nslices = data.draw(st.integers(0, 200)), data.draw(st.integers(1, 4))

@@ -38,7 +38,7 @@ def test_a_network_that_keeps_up_leaves_the_last_bucket_exposed() -> None:
     assert found.exposed_s == pytest.approx(0.1)
 
 
-def test_a_network_that_does_not_keep_up_hides_what_runs_beside_the_backward() -> None:
+def test_a_slow_network_hides_what_runs_beside_the_backward() -> None:
     # The first of ten buckets is final 0.2 s into the backward of 2 s; then all follow, 4 s in all.
     found = step(Job(compute_s=3.0, gradient_nbytes=100, bucket_nbytes=10), at_rate(25.0))
     assert found.exposed_s == pytest.approx(4.0 - 1.8)
@@ -57,7 +57,7 @@ def test_finer_buckets_pay_the_latency_more_often() -> None:
     assert times[0].time_s < times[1].time_s
 
 
-def test_a_step_is_between_its_compute_and_everything_one_after_the_other() -> None:
+def test_a_step_is_between_its_compute_and_the_sum_of_its_parts() -> None:
     chance = random.Random(7)
     for _ in range(200):
         job = Job(

@@ -83,7 +83,7 @@ def used(error: TransportError) -> tuple[DeviceCalls, FakeDevice, Ending, Produc
     return calls, device, ways[1], call(calls, device)
 
 
-def test_what_may_wait_for_the_device_waits_for_all_earlier_calls_first() -> None:
+def test_waits_for_the_device_come_after_all_earlier_calls() -> None:
     """A call of another size is prepared once no stream waits for the worker any more."""
     device = FakeDevice(FakeGpu())
     way = Ending(device)

@@ -188,7 +188,7 @@ def test_of_a_divided_form_the_number_of_ranks_counts() -> None:
 
 
 @pytest.mark.parametrize("reorders", [True, False])
-def test_the_first_work_after_a_commit_is_preceded_by_a_flush_where_one_is_needed(
+def test_the_first_work_after_a_commit_follows_a_needed_flush(
     reorders: bool,
 ) -> None:
     bench = Bench(reorders=reorders)

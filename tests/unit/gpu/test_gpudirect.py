@@ -158,7 +158,7 @@ def test_a_caller_whose_stream_hangs_is_told() -> None:
     group.close()  # which frees events of work that nobody else asked for
 
 
-def test_kernels_of_a_call_that_fails_are_done_before_the_stream_goes_on(
+def test_kernels_of_a_failed_call_end_before_the_stream_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group = Group(2, 3)
@@ -180,7 +180,7 @@ def test_kernels_of_a_call_that_fails_are_done_before_the_stream_goes_on(
     group.close()
 
 
-def test_what_the_device_refuses_is_raised_and_harms_no_later_call() -> None:
+def test_a_refusal_of_the_device_is_raised_and_harms_no_more() -> None:
     group = Group(2)
     group.open()
     xs = [data_of(rank, 60, "int64") for rank in range(2)]
@@ -277,7 +277,7 @@ def test_the_smaller_array_may_be_the_own_part_of_the_larger(
     group.close()
 
 
-def test_of_a_call_that_cannot_have_its_places_no_registration_is_left() -> None:
+def test_a_call_without_its_places_leaves_no_registration() -> None:
     """The second of its arrays is refused, and there is no memory to stand in for it."""
     group = Group(2)
     group.open()
@@ -341,7 +341,7 @@ def test_a_call_that_was_prepared_waits_for_the_device_no_more() -> None:
     group.close()
 
 
-def test_many_allocations_are_forgotten_but_not_those_of_the_call(
+def test_many_allocations_are_forgotten_but_not_a_calls_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("r2ccl.gpu.staging._MOST_ALLOCATIONS", 2)
@@ -376,9 +376,7 @@ def test_ranks_that_do_not_hear_of_each_other_keep_nothing() -> None:
         each.device.close()
 
 
-def test_copies_through_other_gpus_of_a_call_that_fails_are_done_before_the_stream_goes_on() -> (
-    None
-):
+def test_copies_of_a_failed_call_end_before_the_stream_goes_on() -> None:
     group = Group(2)
     group.open()
     mine = group.ranks[0]
@@ -420,7 +418,7 @@ def test_memory_that_another_gpu_copies_to_is_kept() -> None:
         each.device.close()
 
 
-def test_a_call_that_finds_no_memory_on_its_way_ends_the_communicator() -> None:
+def test_a_call_without_memory_on_its_way_ends_the_communicator() -> None:
     """Its landing places are made in the loop: before anything is waited for, paths are fenced."""
     group = Group(2, bounce_nbytes=64)
     group.open()

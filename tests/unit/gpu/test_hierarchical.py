@@ -145,7 +145,7 @@ def test_when_the_rails_fail_no_stream_hangs_on_any_rank() -> None:
     cluster.close()
 
 
-def test_a_call_that_was_let_go_by_another_rank_lets_its_rails_go_too() -> None:
+def test_a_call_let_go_by_another_rank_lets_its_rails_go_too() -> None:
     """Words that another rank wrote do not count as done while the host's part is to come."""
     cluster = Cluster(2, 2, 0)
     lost = PeerLost(rank=0, peer=1, last_heard_s=0.0, why="for a test")

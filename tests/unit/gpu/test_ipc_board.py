@@ -51,7 +51,7 @@ def test_a_notice_is_kept_until_all_have_taken_it() -> None:
     assert (boards[1].read(0, 2) or b"").startswith(b"2")
 
 
-def test_a_file_that_cannot_be_mapped_is_reported_and_leaves_no_name(
+def test_a_file_that_cannot_be_mapped_is_reported_and_unlinked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On one rank alone, where anything but its report would have the others wait."""
@@ -102,7 +102,7 @@ def set_word(board: NoticeBoard, at: int, value: int) -> None:
 
 
 @pytest.mark.parametrize("base", [0, (1 << 32) - 8])
-def test_what_was_let_go_untruly_is_spoiled_and_what_was_true_is_not(base: int) -> None:
+def test_a_false_release_is_spoiled_and_a_true_one_is_not(base: int) -> None:
     boards = make_boards()
     for peer in range(NLOCAL):
         set_word(boards[0], boards[0].ready_at(peer), (base + 7) & 0xFFFFFFFF)

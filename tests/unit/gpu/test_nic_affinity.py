@@ -249,7 +249,7 @@ def test_a_nic_that_is_left_over_far_away_is_nobodys_home(trees: Trees) -> None:
     assert found[0].homes == ((2,), (0,), (3,), (3,))
 
 
-def test_a_gpu_that_its_nic_fills_has_no_use_for_another_far_away(trees: Trees) -> None:
+def test_a_gpu_that_its_nic_fills_has_no_use_for_a_far_one(trees: Trees) -> None:
     seats = [Seat(gpu, COMPUTE, trees("dgx_h100").read) for gpu in H100[:3]]
     assert explored([range(3)], seats)[0].homes == ((0,), (1,), (2,))
 
@@ -266,7 +266,7 @@ def test_a_gpu_that_its_nic_fills_has_no_use_for_another_far_away(trees: Trees) 
         RuntimeError("the bindings are of another driver"),
     ],
 )
-def test_a_rank_that_cannot_read_its_machine_keeps_only_its_host_from_knowing(
+def test_an_unreadable_machine_keeps_only_its_host_from_knowing(
     trees: Trees, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     seats = [Seat(gpu, NICS, trees("hgx_a100").read) for gpu in A100] * 2
@@ -475,7 +475,7 @@ def test_a_card_as_it_should_be_spoils_nothing() -> None:
     assert found[0].homes == ((0,), (1,), (0,), (1,))
 
 
-def test_parts_that_refer_to_each_other_in_a_circle_do_not_hold_anyone_up() -> None:
+def test_parts_that_refer_to_each_other_hold_no_one_up() -> None:
     machine = board(2, 2)
     pci = [msgspec.structs.replace(each, parent="0001:00:00.0") for each in machine.pci]
     seats = [seat._replace(read=lambda: msgspec.structs.replace(machine, pci=tuple(pci)))
@@ -611,7 +611,7 @@ FAILURES: list[Callable[[Seat], Seat]] = [
 
 @given(st.lists(st.sampled_from(FAILURES), min_size=6, max_size=6))
 @settings(max_examples=40, deadline=None)
-def test_whichever_ranks_fail_all_agree_and_hosts_that_are_well_know(
+def test_whichever_ranks_fail_all_agree_and_healthy_hosts_know(
     failures: list[Callable[[Seat], Seat]],
 ) -> None:
     seats = [fail(seat) for fail, seat in zip(failures, on_board(board(2, 2)) * 3, strict=True)]

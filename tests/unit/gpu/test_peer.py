@@ -218,7 +218,7 @@ def test_when_a_rank_dies_after_it_called_no_stream_hangs() -> None:
     node.close()
 
 
-def test_a_rank_ahead_does_not_hang_where_one_behind_writes_its_words_later() -> None:
+def test_a_rank_ahead_does_not_hang_when_one_behind_writes_late() -> None:
     """What was let go stays so: an older number that a slow stream writes takes nothing back."""
     node = Node(2)
     lost = PeerLost(rank=0, peer=2, last_heard_s=0.0, why="for a test")
@@ -245,7 +245,7 @@ def test_a_rank_ahead_does_not_hang_where_one_behind_writes_its_words_later() ->
     node.close()
 
 
-def test_a_kernel_reads_all_addresses_or_none_while_they_are_taken_back() -> None:
+def test_a_kernel_reads_all_addresses_or_none_when_taken_back() -> None:
     """It looks at the first alone: to find it, and another gone, would fail the whole GPU."""
     node = Node(2)
 

@@ -154,7 +154,7 @@ def blocked(mine: Rank) -> tuple[Any, Any]:
     return job, word.view(np.uint32)
 
 
-def test_work_of_the_caller_that_does_not_end_is_not_waited_for_for_ever() -> None:
+def test_endless_work_of_the_caller_is_not_waited_for_for_ever() -> None:
     mine = Rank(HostGroup(1), 0, timeout_s=0.2)
     job, word = blocked(mine)
     with pytest.raises(TransportTimeout, match="kernel that hangs"):
@@ -165,7 +165,7 @@ def test_work_of_the_caller_that_does_not_end_is_not_waited_for_for_ever() -> No
     mine.bounce.close(20.0)
 
 
-def test_the_end_of_the_communicator_ends_the_wait_for_the_device() -> None:
+def test_the_communicators_end_ends_the_wait_for_the_device() -> None:
     mine = Rank(HostGroup(1), 0)
     job, word = blocked(mine)
     mine.error = PeerLost(rank=0, peer=1, last_heard_s=0.0, why="for a test")
@@ -175,7 +175,7 @@ def test_the_end_of_the_communicator_ends_the_wait_for_the_device() -> None:
     mine.bounce.close(20.0)
 
 
-def test_a_device_that_refuses_half_of_a_call_is_reported_and_hangs_nothing() -> None:
+def test_a_device_that_refuses_half_a_call_is_reported() -> None:
     mine = Rank(HostGroup(1), 0)
     refused = TransportError("no", status="CUDA_ERROR_ILLEGAL_ADDRESS")
     copy, ncopies = mine.device.copy, 0

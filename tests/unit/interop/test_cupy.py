@@ -164,7 +164,7 @@ class TestCount:
                 call()
         assert recorder.asked == []
 
-    def test_the_first_elements_in_memory_are_not_the_first_in_fortran_order(
+    def test_fortran_order_begins_with_other_elements_than_memory(
         self, backend: Backend, recorder: Recorder
     ) -> None:
         x = np.zeros((4, 5), order="F")
@@ -239,7 +239,7 @@ class TestMeeting:
         with pytest.raises(InvalidArgument, match="launcher set WORLD_SIZE=3 and RANK=1"):
             init_process_group(NRANKS, 2)
 
-    def test_a_host_wins_over_a_launcher_whose_variables_are_put_back(
+    def test_a_host_beats_a_launcher_whose_variables_are_put_back(
         self, started: Started, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "node7", "R2CC_LISTEN_FD": "9"}

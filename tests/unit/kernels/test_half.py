@@ -160,7 +160,7 @@ def test_kernels_are_found_in_the_disk_cache_by_a_second_process(tmp_path: Path)
     assert run_with_cache(script, tmp_path) == "1 0"
 
 
-def test_without_a_writable_cache_kernels_are_compiled_and_it_is_logged() -> None:
+def test_without_a_cache_kernels_are_compiled_and_it_is_logged() -> None:
     script = (
         "import logging, numba; logging.basicConfig(level='INFO', format='%(message)s')\n"
         "from numba.core import caching; caching.CacheImpl._locator_classes = []\n"

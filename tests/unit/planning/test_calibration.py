@@ -38,7 +38,7 @@ def test_what_a_network_gives_is_found(beta: int) -> None:
     assert rates.beta == pytest.approx(beta, rel=0.01)
 
 
-def test_a_slow_network_is_measured_with_little_and_a_fast_one_with_much_data() -> None:
+def test_slow_networks_are_measured_with_less_data_than_fast() -> None:
     sizes: dict[int, list[int]] = {10**6: [], 10**9: []}
     for beta, seen in sizes.items():
         calibrate(network(beta, seen), choice)

@@ -45,7 +45,7 @@ def load(collective: Collective, rows: Rows) -> Fraction:
     st.sampled_from(COLLECTIVES),
     st.booleans(),
 )
-def test_every_candidate_is_right_and_its_flows_are_those_of_its_ops(
+def test_every_candidate_is_right_and_its_flows_are_its_ops(
     rows: Rows, collective: Collective, keeps_order: bool
 ) -> None:
     root = len(rows) - 1
@@ -114,7 +114,7 @@ def test_rooted_trees_are_flat_and_fit_the_room(n: int, ntrees: int, seed: int) 
 
 
 @pytest.mark.parametrize("ntrees", [1, 2, 5])
-def test_nodes_with_room_for_two_have_two_children_and_others_none(ntrees: int) -> None:
+def test_nodes_with_room_for_two_have_two_children_others_none(ntrees: int) -> None:
     """One node that lost a NIC of two bounds the trees; a chain through the others is no matter."""
     rooms = [2 * ntrees] * 60
     rooms[53] = ntrees

@@ -62,7 +62,7 @@ def test_an_empty_chunk_still_travels_and_is_eager() -> None:
         assert all(step.is_eager and step.nslices == 1 for step in empty)
 
 
-def test_dependencies_hold_by_slice_within_a_chunk_and_whole_between_chunks() -> None:
+def test_dependencies_hold_by_slice_in_chunks_and_whole_between() -> None:
     ops = (
         Op(Kind.RECV, 1, Space.OUTPUT, -1, Space.OUTPUT, 0),
         Op(Kind.SEND, 1, Space.OUTPUT, 0, Space.OUTPUT, -1, (0,)),

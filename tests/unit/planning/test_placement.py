@@ -18,7 +18,7 @@ from r2ccl.schedule.ir import Schedule
 
 
 @pytest.mark.parametrize("nchannels", [1, 3, 12])
-def test_on_a_whole_network_channels_keep_their_numbers_and_weigh_the_same(nchannels: int) -> None:
+def test_channels_of_a_whole_network_keep_numbers_and_weights(nchannels: int) -> None:
     placement = place(nchannels, range(4), health())
     assert placement.channels == tuple(range(nchannels))
     assert set(placement.weights) == {WHOLE}
@@ -65,7 +65,7 @@ tables = st.lists(st.integers(0, WHOLE), min_size=12, max_size=12)
 
 
 @given(tables, st.integers(1, 12))
-def test_each_links_channel_is_used_once_and_something_is_carried(
+def test_each_links_channel_is_used_once_and_carries_something(
     shares: list[int], nchannels: int
 ) -> None:
     placement = place(nchannels, [0, 1, 2, 3], Health(1, 4, bytes(shares)))

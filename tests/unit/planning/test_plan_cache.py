@@ -36,7 +36,7 @@ def test_a_plan_is_made_once_for_each_health() -> None:
     assert plans(CALL, lost, 5) is not first, "it was planned with other rates"
 
 
-def test_rails_are_measured_now_and_then_and_more_often_while_one_is_slow() -> None:
+def test_rails_are_measured_oftener_while_one_is_slow() -> None:
     """All ranks must do so in the same calls: the number of the call decides."""
     assert gauges(make(), health()) == list(range(96)), "a ring always shows it"
     soon = range(64)

@@ -61,7 +61,7 @@ def test_a_group_at_home_gives_a_slow_rail_less() -> None:
 
 
 @pytest.mark.parametrize("nhomes", [1, 2, 4])
-def test_each_rail_has_the_channels_that_can_spread_over_all_others(nhomes: int) -> None:
+def test_each_rail_has_channels_that_can_spread_over_all_others(nhomes: int) -> None:
     layout = make(homes=tuple(range(nhomes)), algo="ring")(CALL, health(nranks=8)).layout
     assert len(layout.lanes) == 3 * nhomes
 

@@ -54,7 +54,7 @@ def test_no_thread_is_made_for_nothing() -> None:
     assert threading.active_count() == before
 
 
-def test_an_error_is_told_before_who_waits_is_woken_and_ends_nothing_else() -> None:
+def test_an_error_is_told_before_waiters_wake_and_ends_no_more() -> None:
     errors: list[BaseException] = []
     worker = make(errors)
     task = worker.submit(fail)
@@ -67,7 +67,7 @@ def test_an_error_is_told_before_who_waits_is_woken_and_ends_nothing_else() -> N
     assert worker.close(10)
 
 
-def test_closing_refuses_what_has_not_begun_and_waits_for_what_has() -> None:
+def test_closing_refuses_what_has_not_begun_and_awaits_what_has() -> None:
     worker, gate = make(), Gate()
     first = worker.submit(gate)
     second = worker.submit(lambda: None)

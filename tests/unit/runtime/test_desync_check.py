@@ -39,7 +39,7 @@ def test_nothing_is_said_while_calls_make_progress() -> None:
     assert ranks.sent == []
 
 
-def test_a_call_that_stands_still_asks_once_and_only_who_has_called_answers() -> None:
+def test_a_stalled_call_asks_once_and_only_callers_answer() -> None:
     ranks = Ranks()
     ranks.call(0)
     ranks.call(2)
@@ -61,7 +61,7 @@ def test_who_calls_later_answers_then() -> None:
     assert not ranks.rolls[1].askers
 
 
-def test_a_rank_two_calls_behind_answers_with_the_call_that_was_asked_for() -> None:
+def test_a_rank_two_calls_behind_answers_for_the_call_asked() -> None:
     ranks = Ranks()
     ranks.ops = [2, 0, 2]
     ranks.look(0, 0.0)
@@ -72,7 +72,7 @@ def test_a_rank_two_calls_behind_answers_with_the_call_that_was_asked_for() -> N
     assert ranks.rolls[0].said[1] == 2
 
 
-def test_a_rank_that_is_behind_says_where_it_is_and_again_when_it_has_called() -> None:
+def test_a_rank_behind_says_where_it_is_and_again_when_it_called() -> None:
     ranks = Ranks()
     ranks.ops = [3, 1, 3]
     ranks.look(0, 0.0)

@@ -49,7 +49,7 @@ def test_two_dumps_of_one_signal_end_in_any_order() -> None:
         signal.signal(signal.SIGUSR1, former)
 
 
-def test_a_closed_dump_ends_in_another_thread_without_its_handler_doing_anything() -> None:
+def test_a_closed_dump_ends_in_another_thread_with_no_handler() -> None:
     calls: list[str] = []
     former = signal.signal(signal.SIGUSR1, lambda *_: calls.append("program"))
     try:
@@ -85,7 +85,7 @@ def test_a_signal_that_cannot_be_handled_is_refused() -> None:
         SignalDump(signal.SIGKILL, lambda: None)
 
 
-def test_init_in_another_thread_refuses_the_setting_before_it_meets_anyone() -> None:
+def test_init_in_another_thread_refuses_the_setting_beforehand() -> None:
     refused: list[str] = []
 
     def start() -> None:

@@ -200,7 +200,7 @@ def test_the_ledger_survives_json() -> None:
     assert json.loads(text)["nranks"] == 3
 
 
-def test_a_call_that_times_out_names_who_has_not_called_and_which_links_wait() -> None:
+def test_a_timed_out_call_names_missing_ranks_and_waiting_links() -> None:
     world = ready(2)
     read: list[status.Ledger] = []
     world.timeline.after(1.5, lambda: read.append(world.read()))
@@ -306,7 +306,7 @@ def test_long_lists_are_cut_in_words_and_whole_as_values() -> None:
     assert len(pending.waits) == 12
 
 
-def test_an_init_that_times_out_says_what_kept_the_paths_from_being_connected() -> None:
+def test_a_timed_out_init_says_what_kept_paths_from_connecting() -> None:
     world = World(reached=(1,))
     why = "rail 0: 10.0.0.2:4711: EMFILE: Too many open files; raise `ulimit -n` (now 64)"
     world.control.obstacles = lambda peer: [why]  # type: ignore[method-assign]

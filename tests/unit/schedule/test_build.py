@@ -20,7 +20,7 @@ def test_a_chunk_is_read_where_it_is() -> None:
     assert (program.held(0), program.held(1)) == (Space.OUTPUT, Space.INPUT)
 
 
-def test_ops_wait_for_what_they_read_and_for_the_readers_of_what_they_overwrite() -> None:
+def test_ops_wait_for_what_they_read_and_overwritten_readers() -> None:
     program = ProgramBuilder()
     program.recv_reduce(1, 0)
     program.recv_reduce(2, 0)
@@ -49,7 +49,7 @@ def test_ops_wait_for_what_they_are_told_to_beside() -> None:
     assert program.ops()[2].after == (0, 1)
 
 
-def test_only_a_receive_that_waits_for_a_send_can_prove_something() -> None:
+def test_only_a_receive_that_waits_for_a_send_can_be_a_proof() -> None:
     program = ProgramBuilder()
     program.recv(1, 0, is_proof=True)
     program.send(1, 1)

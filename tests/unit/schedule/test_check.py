@@ -142,7 +142,7 @@ def test_receiving_before_sending_on_both_sides_is_a_deadlock():
         check(exchange(program, other))
 
 
-def test_landing_in_what_is_being_sent_is_a_deadlock_without_spare_buffers():
+def test_landing_in_what_is_being_sent_deadlocks_without_spares():
     """Each names its landing place only when its own send is released: fine only with slots."""
     program = [send(1), recv(1, after=(0,))]
     other = [send(0), recv(0, after=(0,))]

@@ -71,7 +71,7 @@ def test_the_parts_of_all_channels_cover_every_chunk_in_order(count, shares, nch
 
 @relaxed
 @given(st.integers(0, 1 << 20), weights, weights, st.integers(1, 20), itemsizes)
-def test_an_elements_chunk_depends_neither_on_channels_nor_on_weights(
+def test_an_elements_chunk_depends_on_no_channel_and_no_weight(
     count, shares, others, nchunks, itemsize
 ):
     def chunk_starts(weights):
@@ -98,7 +98,7 @@ def test_a_layout_wants_one_weight_a_channel():
 
 @relaxed
 @given(counts, st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=9))
-def test_channels_of_different_numbers_of_chunks_cover_the_buffer(count, channels):
+def test_channels_of_unequal_chunk_counts_cover_the_buffer(count, channels):
     nchunks, shares = zip(*channels, strict=True)
     parts = layout(count, nchunks, shares)
     assert tuple(map(len, parts)) == nchunks
@@ -107,7 +107,7 @@ def test_channels_of_different_numbers_of_chunks_cover_the_buffer(count, channel
     assert not count or every[-1][1] == count
 
 
-def test_channels_of_different_numbers_of_chunks_share_those_they_have_in_common():
+def test_channels_of_unequal_chunk_counts_share_common_chunks():
     assert layout(12, [2, 4], [1, 2]) == (
         ((0, 2), (6, 8)),
         ((2, 4), (4, 6), (8, 10), (10, 12)),

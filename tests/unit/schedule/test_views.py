@@ -122,7 +122,7 @@ def test_the_reference_run_leaves_its_inputs_alone():
     assert all((a == b).all() for a, b in zip(inputs, kept, strict=True))
 
 
-def test_the_reference_run_reduces_locally_with_the_target_on_the_left():
+def test_the_reference_run_reduces_with_the_target_on_the_left():
     schedule = local_only(
         Op(Kind.COPY, -1, Space.INPUT, 0, Space.OUTPUT, 0),
         Op(Kind.COPY, -1, Space.INPUT, 0, Space.SCRATCH, 0),

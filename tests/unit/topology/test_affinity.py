@@ -60,7 +60,7 @@ def test_a_dgx_with_all_its_nics_in_use_still_does(load: Load) -> None:
     assert homes(Affinity(load("dgx_h100")).assign()) == list(zip(H100, COMPUTE, strict=True))
 
 
-def test_what_a_lost_nic_carried_goes_over_nvlink_to_the_gpu_beside_another(load: Load) -> None:
+def test_a_lost_nics_load_goes_over_nvlink_to_another_gpus_nic(load: Load) -> None:
     affinity = Affinity(load("dgx_h100"), ports=COMPUTE)
     routes = affinity.assign()
     after = affinity.reroute(routes, {"mlx5_0:1": 0})
@@ -91,7 +91,7 @@ def test_nvlink_beats_crossing_sockets(load: Load) -> None:
     assert "directly it would get 22.0 GB/s (SYS)" in moved[0].why
 
 
-def test_without_nvlink_the_same_machine_uses_the_near_socket_first(load: Load) -> None:
+def test_without_nvlink_the_machine_uses_the_near_socket_first(load: Load) -> None:
     machine = msgspec.structs.replace(load("dgx_h100"), nvlinks=())
     affinity = Affinity(machine, ports=COMPUTE)
     after = affinity.reroute(affinity.assign(), {"mlx5_0:1": 0})
@@ -276,7 +276,7 @@ def test_a_nic_is_left_to_the_gpu_beside_it(tmp_path: Path) -> None:
     assert [route.distance for route in routes] == [Distance.PXB, Distance.PIX]
 
 
-def test_a_far_nic_that_is_idle_is_better_than_a_near_one_that_is_busy(tmp_path: Path) -> None:
+def test_an_idle_far_nic_is_better_than_a_busy_near_one(tmp_path: Path) -> None:
     machine = write(tmp_path, PAIRS).read()
     moved = [
         msgspec.structs.replace(device, parent="") if device.bus_id == "0000:12:00.0" else device

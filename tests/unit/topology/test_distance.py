@@ -99,7 +99,7 @@ def test_a_way_names_all_it_passes(load: Load) -> None:
     assert len(way.hops) == 3
 
 
-def test_a_port_that_is_lost_is_not_reached_and_a_slow_one_slowly(load: Load) -> None:
+def test_a_lost_port_is_not_reached_and_a_slow_one_slowly(load: Load) -> None:
     speeds = {"mlx5_0:1": 0, "mlx5_1:1": 8_000}
     ways = Ways(Graph(load("hgx_a100"), speeds))
     assert ways.between(gpu("0000:07:00.0"), port("mlx5_0:1")) is None
@@ -234,7 +234,7 @@ def trees(draw: st.DrawFn) -> Machine:
 
 
 @given(trees())
-def test_a_way_is_as_wide_as_its_links_and_the_same_in_both_directions(machine: Machine) -> None:
+def test_a_way_is_as_wide_as_its_links_and_the_same_both_ways(machine: Machine) -> None:
     graph = Graph(machine)
     ways = Ways(graph)
     places = [gpu(each.bus_id) for each in machine.gpus] + [port(p.label) for p in machine.ports]

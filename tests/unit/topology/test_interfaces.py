@@ -95,7 +95,7 @@ def test_where_all_ranks_are_on_one_host_there_is_none() -> None:
     assert names(Config(), is_one_host=True, exclude_addresses=["127.0.0.1"]) == ["lo", "lo"]
 
 
-def test_beside_rdma_the_other_interfaces_are_rails_also_the_managements() -> None:
+def test_interfaces_beside_rdma_are_rails_managements_too() -> None:
     rdma = ["eth2", "ib0"]
     assert names(Config(), rdma_names=rdma, exclude_addresses=["10.0.9.1"]) == ["eth10"]
     every = ["eth2", "eth10", "ib0"]

@@ -222,7 +222,7 @@ def test_remarks_on_gpus_are_kept(dgx: Recorded) -> None:
 
 
 @pytest.mark.parametrize("has_device", [False, True])
-def test_software_rdma_is_where_its_interface_is_and_reaches_no_gpu(
+def test_software_rdma_is_at_its_interface_and_reaches_no_gpu(
     tmp_path: Path, has_device: bool
 ) -> None:
     recorded = record(tmp_path, "cloud_vm")

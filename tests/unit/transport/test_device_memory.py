@@ -176,7 +176,7 @@ def test_sockets_refuse() -> None:
     tcp.close()
 
 
-def test_simulated_nics_refuse_unless_their_network_reaches_devices() -> None:
+def test_simulated_nics_refuse_devices_their_network_misses() -> None:
     network = SimNetwork(Timeline(0), 2, 1)
     transport = SimTransport(network, 0)
     with pytest.raises(TransportError, match="passes through the host"):

@@ -116,7 +116,7 @@ def posted(nslices: int) -> Meter:
     return meter
 
 
-def test_a_train_is_what_came_between_confirmations_of_a_busy_rail() -> None:
+def test_a_train_is_what_a_busy_rail_confirmed_in_between() -> None:
     times = (7.0 + 0.01 * i for i in range(10))
     assert confirm(posted(10), times) == pytest.approx(MIB / 0.01)
 
@@ -206,7 +206,7 @@ def test_a_change_is_followed_within_a_second_of_traffic(
 
 @settings(max_examples=60, deadline=None)
 @given(rails, st.lists(st.floats(0.0, 10.0), min_size=3, max_size=3))
-def test_idle_time_and_short_operations_do_not_lower_the_estimate(
+def test_idle_time_and_short_operations_keep_the_estimate(
     shape: dict[str, float], gaps_s: list[float]
 ) -> None:
     job = Job([make_rail(shape)], window=4)
@@ -290,7 +290,7 @@ def test_a_process_that_stalls_makes_no_rail_slow(
         assert set(job.balance.weights.values()) == {WHOLE}
 
 
-def test_the_slow_end_of_a_long_operation_is_compared_with_nothing() -> None:
+def test_the_slow_end_of_a_long_operation_is_not_compared() -> None:
     """Two rails of four are slow: when the others are done, they are as good as each other."""
     fast = 0.1 * SECOND
     rails = [SimRail(steady(fast if rail < 2 else fast / 4)) for rail in range(4)]
@@ -337,7 +337,7 @@ def test_rails_that_give_most_of_the_networks_rate_are_whole() -> None:
 
 
 @pytest.mark.parametrize("slices", [128, 512])
-def test_with_one_of_four_rails_at_a_quarter_nearly_all_that_is_left_is_used(slices: int) -> None:
+def test_with_one_slow_rail_of_four_nearly_all_the_rest_is_used(slices: int) -> None:
     fast = 0.1 * SECOND
     job = four_rails(steady(fast / 4))
     even_s = job.operation(slices, [1, 1, 1, 1])
@@ -356,7 +356,7 @@ def test_equal_rails_keep_equal_weights_whatever_the_noise() -> None:
         assert set(job.balance.weights.values()) == {WHOLE}
 
 
-def test_a_rail_that_gets_too_little_to_be_measured_is_tried_again() -> None:
+def test_a_rail_too_little_used_to_be_measured_is_tried_again() -> None:
     job = four_rails(steady(0.1 * SECOND), noise_s=0.0)
     job.operation(400)
     slow = SimRail(steady(0.001 * SECOND))
@@ -372,7 +372,7 @@ def test_a_rail_that_gets_too_little_to_be_measured_is_tried_again() -> None:
         assert job.now < began_s + 30.0
 
 
-def test_a_rail_that_is_tried_again_is_taken_for_no_more_than_the_best() -> None:
+def test_a_rail_tried_again_counts_for_no_more_than_the_best() -> None:
     fast = 0.2 * SECOND
     job = Job([SimRail(steady(fast)), SimRail(steady(fast / 8))])
     job.operation(100, [8, 1])

@@ -168,7 +168,7 @@ def test_repairs_come_first_but_not_for_ever() -> None:
     assert [key for key, _ in world.asked] == [ProbeKey(1, 0, 0)]
 
 
-def test_a_cut_pair_is_found_with_the_help_of_third_ranks_and_told_to_the_peer() -> None:
+def test_a_cut_pair_is_found_by_third_ranks_and_told_to_the_peer() -> None:
     world = World()
     world.fail(A)
     world.tick()
@@ -195,7 +195,7 @@ def test_replies_that_never_come_end_the_inquiry_at_its_deadline() -> None:
     assert world.kinds() == {A: Kind.PEER}
 
 
-def test_a_reply_of_another_rank_or_to_another_question_is_ignored() -> None:
+def test_a_reply_of_another_rank_or_question_is_ignored() -> None:
     world = World()
     world.fail(A)
     world.tick()
@@ -230,7 +230,7 @@ def test_a_finding_that_comes_before_the_failure_is_kept_for_it() -> None:
     assert world.findings() == []
 
 
-def test_a_finding_of_an_earlier_epoch_or_an_unknown_rail_changes_nothing() -> None:
+def test_a_finding_of_an_old_epoch_or_unknown_rail_is_ignored() -> None:
     world = World()
     world.paths[A].epoch = 5
     world.detector.on_message(1, Finding(0, 3, Kind.LINK, ""))
@@ -243,7 +243,7 @@ def test_a_finding_of_an_earlier_epoch_or_an_unknown_rail_changes_nothing() -> N
 @pytest.mark.parametrize(
     "key", [ProbeKey(0, 0, 0), ProbeKey(9, 0, 0), ProbeKey(1, 2, 0), ProbeKey(1, 0, -1)]
 )
-def test_a_request_that_makes_no_sense_is_answered_with_could_not_be_asked(key: ProbeKey) -> None:
+def test_a_senseless_request_is_answered_with_could_not_be_asked(key: ProbeKey) -> None:
     world = World()
     world.detector.on_message(2, ProbeRequest(7, key))
     assert world.asked == []
@@ -252,7 +252,7 @@ def test_a_request_that_makes_no_sense_is_answered_with_could_not_be_asked(key: 
     assert (peer, reply.number, reply.key, reply.is_answered) == (2, 7, key, None)
 
 
-def test_a_rank_that_asks_too_much_at_once_is_put_off_and_others_are_not() -> None:
+def test_a_rank_that_asks_too_much_is_put_off_and_others_are_not() -> None:
     world = World()
     for number in range(MAX_SERVED + 1):
         world.detector.on_message(2, ProbeRequest(number, ProbeKey(1, 0, 0)))
@@ -278,7 +278,7 @@ def test_inquiries_beyond_the_limit_wait_for_one_to_end() -> None:
     assert set(world.kinds()) == set(world.paths)
 
 
-def test_a_slow_peer_costs_one_probe_and_is_mentioned_once_a_minute(
+def test_a_slow_peer_costs_one_probe_and_one_mention_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world = World()
@@ -357,7 +357,7 @@ def test_names_of_ports_are_those_a_user_knows() -> None:
     assert places.name(1, 2) == "rank 1 rail 2 (host1 mlx5_1:1)"
 
 
-def test_ranks_share_a_nic_if_host_and_address_or_rdma_port_are_the_same() -> None:
+def test_ranks_share_a_nic_by_host_and_address_or_rdma_port() -> None:
     def info(rank: int, host: str, address: str, hca: str) -> PeerInfo:
         return PeerInfo(rank, f"{host}/boot/net", 1, (), ((address, rank),), (hca,))
 

@@ -225,7 +225,7 @@ def test_the_hard_table_is_complete_but_for_no_evidence() -> None:
     assert is_port_status("CARRIER_DOWN")
 
 
-def test_a_ports_word_ends_an_inquiry_and_the_second_revises_the_verdict() -> None:
+def test_a_ports_word_ends_an_inquiry_and_the_second_revises_it() -> None:
     inquiry = inquire()
     inquiry.begin(0.0, "EOF: closed")
     inquiry.on_cause(0.1, "CARRIER_DOWN: no carrier", is_own=False)
@@ -319,7 +319,7 @@ def test_a_flow_that_is_stuck_though_the_rail_answers_moves() -> None:
     assert (run.kind, run.verdict.is_down) == (Kind.FLOW, True)
 
 
-def test_a_connection_that_broke_though_the_rail_answers_is_one_flow() -> None:
+def test_a_broken_connection_on_an_answering_rail_is_one_flow() -> None:
     assert Run(World(), cause="ECONNRESET: reset").kind is Kind.FLOW
 
 
@@ -386,7 +386,7 @@ def test_both_nics_dead_are_not_taken_for_the_rail() -> None:
     assert run.kind is Kind.LOCAL_NIC
 
 
-def test_a_path_that_could_not_be_probed_is_left_alone_unless_it_broke() -> None:
+def test_a_path_that_could_not_be_probed_stays_unless_it_broke() -> None:
     suspect = inquire(auxiliaries=(ThirdRank(2),))
     suspect.begin(0.0)
     assert suspect.take(0.1, ME, DIRECT, None, "no such rail") == []
@@ -405,7 +405,7 @@ def test_a_path_that_could_not_be_probed_is_left_alone_unless_it_broke() -> None
     assert (broken.verdict.kind, broken.verdict.is_down) == (Kind.REMOTE_NIC, True)
 
 
-def test_answers_that_are_missing_at_the_deadline_count_as_not_asked() -> None:
+def test_answers_missing_at_the_deadline_count_as_not_asked() -> None:
     inquiry = inquire(auxiliaries=(ThirdRank(2),))
     inquiry.begin(0.0, "EOF: closed")
     assert inquiry.tick(PATIENCE_S - 0.01) == []
@@ -478,7 +478,7 @@ def choose(nics: str, is_up: Callable[[PathKey], bool], *bad: Port) -> list[Auxi
     return choose_auxiliaries(ME, PATH, nics=nics, rails=range(3), is_up=is_up, bad=bad)
 
 
-def test_third_nics_come_first_one_rank_each_and_none_of_the_suspects() -> None:
+def test_third_nics_come_first_one_a_rank_and_no_suspect() -> None:
     # Ranks 2 and 3 share the suspects' NICs, 5 shares that of 4.
     assert choose("ABABCCD", lambda _: True) == [
         ThirdRank(4), ThirdRank(6), OtherRail(1), OtherRail(2),
@@ -501,7 +501,7 @@ def test_of_other_rails_the_neighbours_come_first() -> None:
     assert len(chosen) == 7
 
 
-def test_two_rails_with_a_way_between_them_in_one_direction_each_are_enough() -> None:
+def test_two_rails_with_a_one_way_passage_each_are_enough() -> None:
     # As with joined probes: from rail 1 to rail 0, and from rail 0 to rail 3, and no other way.
     inquiry = inquire(4, (OtherRail(1), OtherRail(3)))
     inquiry.begin(0.0)

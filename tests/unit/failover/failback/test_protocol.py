@@ -55,7 +55,7 @@ class Rail:
 
 
 @pytest.mark.parametrize("down_s", [0.05, 0.5, 5.0, 120.0])
-def test_the_first_failure_returns_well_within_a_second_of_the_carrier(down_s: float) -> None:
+def test_the_first_failure_returns_soon_after_the_carrier(down_s: float) -> None:
     rail = Rail()
     rail.run(600.0)
     rail.set(False)
@@ -67,7 +67,7 @@ def test_the_first_failure_returns_well_within_a_second_of_the_carrier(down_s: f
     assert rail.returns[0] - up_s < 0.3
 
 
-def test_without_a_carrier_event_the_cap_bounds_how_long_it_goes_unnoticed() -> None:
+def test_without_a_carrier_event_the_cap_bounds_the_delay() -> None:
     rail = Rail()
     rail.set(False)
     rail.run(60.0)
@@ -77,7 +77,7 @@ def test_without_a_carrier_event_the_cap_bounds_how_long_it_goes_unnoticed() -> 
     assert rail.returns[0] - up_s < DEFAULT.cap_s + 0.3
 
 
-def test_a_path_that_is_down_is_probed_for_ever_ever_more_seldom_up_to_the_cap() -> None:
+def test_a_down_path_is_probed_for_ever_ever_more_seldom() -> None:
     rail = Rail()
     rail.set(False)
     rail.run(1000.0)
@@ -111,7 +111,7 @@ def test_it_takes_all_good_probes_in_a_row() -> None:
     assert quarantine.may_return(now)
 
 
-def test_a_probe_that_could_not_be_made_breaks_no_row_and_is_made_again() -> None:
+def test_an_impossible_probe_breaks_no_row_and_is_made_again() -> None:
     quarantine = Quarantine(0.0)
     quarantine.failed(10.0)
     for answer in (quarantine.good, quarantine.unasked, quarantine.good, quarantine.good):
@@ -122,7 +122,7 @@ def test_a_probe_that_could_not_be_made_breaks_no_row_and_is_made_again() -> Non
     assert quarantine.may_return(now)
 
 
-def test_probes_that_cannot_be_made_are_tried_ever_more_seldom_up_to_the_cap() -> None:
+def test_impossible_probes_are_tried_ever_more_seldom() -> None:
     quarantine = Quarantine(0.0)
     quarantine.failed(10.0)
     pauses, now = [], quarantine.next_s
@@ -150,7 +150,7 @@ def test_a_probe_under_way_is_not_asked_again() -> None:
     assert quarantine.due(5.15)
 
 
-def test_each_failure_in_a_row_holds_longer_and_never_longer_than_the_cap() -> None:
+def test_each_failure_in_a_row_holds_longer_up_to_the_cap() -> None:
     rail = Rail()
     holds = []
     for _ in range(14):
@@ -203,7 +203,7 @@ def test_carrier_up_hurries_the_probes_and_forgives_nothing() -> None:
     assert rail.returns[-1] - up_s == pytest.approx(hold_s, abs=0.2)
 
 
-def test_a_break_in_quarantine_starts_the_hold_again_without_a_strike() -> None:
+def test_a_break_in_quarantine_restarts_the_hold_with_no_strike() -> None:
     rail = Rail()
     for _ in range(3):
         rail.fail_for(0.5, 5.0)
@@ -228,7 +228,7 @@ def test_good_probes_of_long_ago_do_not_count() -> None:
     assert quarantine.may_return(60.0)
 
 
-def test_a_path_may_be_used_before_its_time_and_remembers_its_strikes() -> None:
+def test_a_path_may_be_used_early_and_remembers_its_strikes() -> None:
     quarantine = Quarantine(0.0)
     for _ in range(3):
         quarantine.failed(1.0)

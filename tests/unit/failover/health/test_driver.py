@@ -102,7 +102,7 @@ def test_what_a_rank_measures_of_its_rails_all_ranks_plan_with() -> None:
     assert world.councils[0].known.health.degraded() == ()
 
 
-def test_a_rail_that_was_slow_and_went_down_is_slow_again_when_it_is_back() -> None:
+def test_a_slow_rail_that_went_down_is_slow_when_it_is_back() -> None:
     world = World()
     council = world.councils[1]
     shares = []
@@ -123,7 +123,7 @@ def test_a_rail_that_was_slow_and_went_down_is_slow_again_when_it_is_back() -> N
     assert shares == [4, 0, 0, 8, 16]
 
 
-def test_a_collective_waits_while_a_promise_holds_it_and_says_for_whom() -> None:
+def test_a_collective_held_by_a_promise_says_for_whom_it_waits() -> None:
     world = World()
     for council in world.councils:
         assert council.enter(1) is not None
@@ -139,7 +139,7 @@ def test_a_collective_waits_while_a_promise_holds_it_and_says_for_whom() -> None
     assert council.waits_for() == ()
 
 
-def test_collectives_started_while_nothing_was_under_way_are_in_the_promise() -> None:
+def test_collectives_started_in_idle_times_are_in_the_promise() -> None:
     """Of 1,000 calls that cost one comparison each, all count when a round begins."""
     world = World()
     for op in range(1, 1_001):
@@ -154,12 +154,12 @@ def test_collectives_started_while_nothing_was_under_way_are_in_the_promise() ->
     assert versions == [[0, 0, 1]] * 3
 
 
-def test_a_call_that_failed_before_any_byte_moved_may_be_entered_again() -> None:
+def test_a_call_that_failed_before_any_byte_may_be_entered_again() -> None:
     council = World().councils[0]
     assert council.enter(1) == council.enter(1)
 
 
-def test_nothing_starts_after_a_rank_is_lost_and_what_is_known_can_be_read() -> None:
+def test_after_a_lost_rank_nothing_starts_and_all_can_be_read() -> None:
     world = World()
     council = world.councils[1]
     council.peer_lost(0)

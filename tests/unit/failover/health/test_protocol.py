@@ -178,7 +178,7 @@ def play(world: World, schedule: bytes) -> World:
     rest_s=st.sampled_from([0.0, 0.02]),
     schedule=st.binary(max_size=100) | st.binary(min_size=300, max_size=600),
 )
-def test_no_two_ranks_plan_one_collective_from_different_versions(
+def test_no_two_ranks_plan_a_collective_from_different_versions(
     nranks: int, window: int, rest_s: float, schedule: bytes
 ) -> None:
     play(World(nranks, AgreementLimits(window=window, rest_s=rest_s)), schedule)
@@ -229,7 +229,7 @@ class SmallWorld(World):
         self.report(rank, news)
 
 
-def test_every_interleaving_of_two_ranks_two_reports_and_three_collectives() -> None:
+def test_every_interleaving_of_two_ranks_reports_and_collectives() -> None:
     first = pickle.dumps(SmallWorld())
     seen, todo, ends = {first}, [first], 0
     while todo:
@@ -401,7 +401,7 @@ def test_a_round_from_report_to_commit() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])
-def test_a_promise_allows_the_window_and_no_more_until_the_commit(window: int) -> None:
+def test_a_promise_allows_the_window_only_until_the_commit(window: int) -> None:
     agreement = make(1, window=window)
     agreement.start(1)
     agreement.on_message(0.0, 0, Prepare(next_health()))
@@ -416,7 +416,7 @@ def test_a_promise_allows_the_window_and_no_more_until_the_commit(window: int) -
     assert agreement.start(blocked).version == 1
 
 
-def test_all_ranks_hold_the_news_after_one_message_to_the_coordinator_and_one_back() -> None:
+def test_all_ranks_hold_the_news_after_one_round_trip() -> None:
     world = World(4)
     world.report(3, NEWS)
     world.deliver((3, 0))
@@ -457,7 +457,7 @@ def test_news_of_a_round_under_way_come_in_the_next_one_merged() -> None:
     assert world.ranks[0].held.version == 2, "three reports, one more round"
 
 
-def test_a_rail_that_is_back_before_the_round_ends_costs_no_further_plan_than_its_own() -> None:
+def test_a_rail_back_before_the_round_ends_costs_only_one_plan() -> None:
     world = World(3)
     world.report(1, NEWS)
     world.report(1, RailShare(1, 0, UP))
@@ -483,7 +483,7 @@ def test_ranks_far_apart_plan_alike() -> None:
     world.check_settled()
 
 
-def test_versions_that_begin_at_one_collective_leave_only_the_newest() -> None:
+def test_of_versions_that_begin_together_only_the_newest_is_left() -> None:
     world = World(2)
     for share in (DOWN, SLOW, UP, DOWN):
         world.report(1, RailShare(1, 0, share))
@@ -503,7 +503,7 @@ def test_a_communicator_may_begin_with_the_version_of_another() -> None:
     assert {agreement.held.version for agreement in world.ranks} == {58}
 
 
-def test_a_call_that_failed_before_any_byte_moved_starts_its_number_again() -> None:
+def test_a_call_that_failed_before_any_byte_keeps_its_number() -> None:
     agreement = make(1)
     agreement.start(1)
     agreement.on_message(0.0, 0, Prepare(next_health()))
@@ -512,7 +512,7 @@ def test_a_call_that_failed_before_any_byte_moved_starts_its_number_again() -> N
     assert agreement.started == 1
 
 
-def test_only_the_next_collective_starts_and_only_what_is_final_is_told() -> None:
+def test_only_the_next_collective_starts_and_only_final_is_told() -> None:
     agreement = make(1)
     with pytest.raises(InternalError, match="collective 2 started after 0"):
         agreement.start(2)
@@ -539,7 +539,7 @@ def test_rounds_rest_and_what_comes_meanwhile_is_merged() -> None:
     assert agreement.tick(11.5) == []
 
 
-def test_a_rail_that_flaps_without_end_does_not_starve_short_collectives() -> None:
+def test_an_endlessly_flapping_rail_does_not_starve_collectives() -> None:
     """Messages take 1 ms, collectives 0.1 ms, and a rank reports a change with each of them."""
     world = World(3, AgreementLimits())
     shares = itertools.cycle((DOWN, UP))
@@ -559,7 +559,7 @@ def test_a_rail_that_flaps_without_end_does_not_starve_short_collectives() -> No
     assert min(agreement.started for agreement in world.ranks) > 0.85 * attempts
 
 
-def test_without_any_rest_each_round_still_lets_every_rank_start_one_more() -> None:
+def test_each_round_lets_every_rank_start_one_more_without_rest() -> None:
     world = World(3)
     shares = itertools.cycle((DOWN, UP))
     while world.ranks[0].held.version < 50:
@@ -572,7 +572,7 @@ def test_without_any_rest_each_round_still_lets_every_rank_start_one_more() -> N
     assert min(agreement.started for agreement in world.ranks) >= 49
 
 
-def test_a_round_that_takes_long_names_who_has_not_promised_again_and_again() -> None:
+def test_a_long_round_keeps_naming_who_has_not_promised() -> None:
     agreement = make(0, nranks=4, late_s=1.0)
     agreement.on_message(5.0, 1, Report((NEWS,)))
     agreement.on_message(5.1, 2, Promise(1, 0))
@@ -706,7 +706,7 @@ def test_a_rank_does_not_report_what_does_not_exist() -> None:
         make(3)
 
 
-def test_collectives_may_be_counted_late_only_while_nothing_is_under_way() -> None:
+def test_collectives_are_counted_late_only_in_idle_times() -> None:
     member = Member(1, Health.whole(2, 1), 1)
     whole = member.steady
     assert whole is member.held

@@ -60,7 +60,7 @@ def test_a_rank_or_rail_that_does_not_exist_is_refused_by_name(rank: int, rail: 
 # Changing
 
 
-def test_a_change_is_the_next_version_and_leaves_the_old_one_alone() -> None:
+def test_a_change_is_the_next_version_and_keeps_the_old_one() -> None:
     before = whole()
     after = before.changed([RailShare(1, 1, 3)])
     assert (after.version, after.share(1, 1), after.config) == (1, 3, "abc")
@@ -114,7 +114,7 @@ def test_a_malformed_table_exists_neither_here_nor_from_the_wire(
         msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=Health)
 
 
-def test_a_large_table_is_a_byte_a_rail_and_fits_a_control_message() -> None:
+def test_a_large_table_takes_a_byte_a_rail_and_fits_a_message() -> None:
     health = Health.whole(1024, 8, "0123456789abcdef").changed([RailShare(1023, 7, 0)])
     encoded = msgspec.msgpack.encode(health)
     assert len(encoded) < 1024 * 8 + 100 < MAX_BODY_NBYTES
@@ -124,7 +124,7 @@ def test_a_large_table_is_a_byte_a_rail_and_fits_a_control_message() -> None:
 # Findings
 
 
-def test_the_worst_word_counts_and_each_is_taken_back_by_who_said_it() -> None:
+def test_the_worst_word_counts_and_its_speaker_takes_it_back() -> None:
     findings = Findings(whole())
     findings.note(0, [RailShare(2, 1, 4)])
     findings.note(1, [RailShare(2, 1, 0)])

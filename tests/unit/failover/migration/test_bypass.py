@@ -142,7 +142,7 @@ def test_ranks_are_asked_over_different_rails() -> None:
     assert {way.via for way in world.sought(1)[:4]} == {0, 1}
 
 
-def test_every_round_begins_with_other_cross_ways_and_all_are_tried() -> None:
+def test_every_round_begins_with_other_cross_ways_and_tries_all() -> None:
     world = World(2, 3)
     world.lose(1)
     firsts = []
@@ -227,7 +227,7 @@ def test_none_is_sought_while_there_is_one() -> None:
     assert world.control.dialed[-1][:2] == (1, 3)
 
 
-def test_beside_the_last_resort_only_cross_ways_are_tried_and_once() -> None:
+def test_beside_the_last_resort_only_cross_ways_are_tried_once() -> None:
     world = World(homes=(0, 1), last_resorts=(2,))
     world.lose(1, 0, 1)
     assert set(world.sought(1)) == {Way(0, 1, 1), Way(1, 1, 0)}

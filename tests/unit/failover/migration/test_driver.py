@@ -201,7 +201,7 @@ def routes_of(world: World) -> list[PathKey | None]:
     return [link.route for link in world.progress.senders.values()]
 
 
-def test_channels_are_at_home_on_rails_that_join_and_elsewhere_only_without_them() -> None:
+def test_channels_live_on_joining_rails_while_there_are_any() -> None:
     world = World(joined={1})
     assert world.control.dialed == [(1, 0, 0)]
     assert [type(message) for _, message in world.control.sent] == [Offer]
@@ -216,7 +216,7 @@ def test_channels_are_at_home_on_rails_that_join_and_elsewhere_only_without_them
     assert routes_of(world) == [B] * 4
 
 
-def test_a_port_that_goes_down_fails_its_paths_and_one_that_comes_up_calls() -> None:
+def test_a_port_going_down_fails_its_paths_one_coming_up_calls() -> None:
     world = World(joined={1})
     world.recovery.on_rail(RailChanged(1, False, "CQ_ERR (event 0)"))
     assert world.recovery.paths[B].cause == "PORT_ERR: CQ_ERR (event 0)"
@@ -231,7 +231,7 @@ def test_a_port_that_goes_down_fails_its_paths_and_one_that_comes_up_calls() -> 
     assert world.transport.probed[asked:] == [straight(B)]
 
 
-def test_a_silent_queue_pair_is_looked_into_and_moves_by_its_own_error_alone() -> None:
+def test_a_silent_queue_pair_moves_by_its_own_error_alone() -> None:
     world = World(joined={1})
     world.progress.recv_link(1, 0).post(None, 1, 0, None, 0)
     world.look(0.9)
@@ -273,14 +273,14 @@ def test_a_stale_connection_is_closed() -> None:
     assert world.recovery.paths[A].state is PathState.UP
 
 
-def test_a_second_connection_of_an_epoch_in_use_means_the_peers_end_is_not() -> None:
+def test_a_second_connection_in_a_used_epoch_voids_the_peers_end() -> None:
     world = World()
     assert world.open(0, 0).is_closed
     assert world.recovery.paths[A].state is PathState.FENCING
     assert "REDIALED" in world.recovery.paths[A].cause
 
 
-def test_what_was_consumed_without_a_route_is_confirmed_with_the_next() -> None:
+def test_slices_consumed_without_a_route_are_confirmed_later() -> None:
     world = World()
     link = world.progress.recv_link(1, 0)
     for rail in (A, B):
@@ -314,7 +314,7 @@ def test_a_report_that_brings_credits_wakes_the_call() -> None:
     assert call.ncalls >= 1
 
 
-def test_silence_is_probed_and_an_unanswered_probe_fails_the_path() -> None:
+def test_silence_is_probed_and_no_answer_fails_the_path() -> None:
     world = World()
     world.progress.recv(world.progress.recv_link(1, 0), None, None, 0)  # type: ignore[arg-type]
     world.look(0.4)
@@ -355,7 +355,7 @@ def test_a_probes_answer_is_void_when_the_path_moved_meanwhile() -> None:
     assert world.recovery.paths[B].state is PathState.UP
 
 
-def test_a_rank_that_waits_for_nothing_probes_nothing_unless_a_path_is_stuck() -> None:
+def test_an_idle_rank_probes_nothing_unless_a_path_is_stuck() -> None:
     world = World()
     world.progress.recv_link(1, 0)
     world.look(10.0)
@@ -365,7 +365,7 @@ def test_a_rank_that_waits_for_nothing_probes_nothing_unless_a_path_is_stuck() -
     assert set(world.transport.probed) == {straight(B)}
 
 
-def test_a_probe_that_cannot_be_asked_tells_nothing_about_its_path() -> None:
+def test_a_probe_that_cannot_be_asked_tells_nothing_of_its_path() -> None:
     world = World()
     world.progress.recv(world.progress.recv_link(1, 0), None, None, 0)  # type: ignore[arg-type]
     world.look(0.8)
@@ -374,7 +374,7 @@ def test_a_probe_that_cannot_be_asked_tells_nothing_about_its_path() -> None:
     assert world.recovery.paths[A].state is PathState.UP
 
 
-def test_a_probe_that_could_not_be_made_is_no_verdict_and_is_made_again() -> None:
+def test_an_impossible_probe_is_no_verdict_and_is_made_again() -> None:
     """A descriptor was missing: neither the path in use nor the one that waits pays for it."""
     world = World()
     world.fail(B)
@@ -435,7 +435,7 @@ def test_connections_of_probes_are_joined_after_the_paths() -> None:
     assert probes == [(0, 0), (0, 1), (1, 1), (1, 0)]
 
 
-def test_connections_of_probes_do_not_wait_for_a_path_that_does_not_come_up() -> None:
+def test_probe_connections_do_not_wait_for_a_path_that_is_down() -> None:
     world = World(joined={0, 1}, is_open=False)
     world.open(0, 0)
     world.look(4.9)
@@ -497,7 +497,7 @@ def test_a_peer_no_call_talks_to_is_not_given_up() -> None:
     assert world.recovery.error is None
 
 
-def test_a_rank_that_left_may_go_and_those_that_have_not_are_told() -> None:
+def test_a_rank_that_left_may_go_and_the_others_are_told() -> None:
     world = World(nranks=4)
     world.recovery.on_message(1, Leaving())
     world.recovery.on_message(3, Leaving())
@@ -521,7 +521,7 @@ def test_who_cannot_do_without_a_rank_tells_those_that_can() -> None:
     assert (to, message.kind, message.peer) == (3, "PeerLost", 1)
 
 
-def test_after_an_error_every_end_is_fenced_also_one_that_failed_unseen() -> None:
+def test_after_an_error_every_end_is_fenced_even_unseen_failures() -> None:
     """A path whose `Failed` is still on its way lets the peer's writes in until it is fenced."""
     world = World()
     world.transport.opened.discard(A)
@@ -554,7 +554,7 @@ def test_the_first_reason_wins() -> None:
     assert "rank 1 gave up: too late" in str(world.recovery.error)
 
 
-def test_who_hears_of_a_lost_rank_before_it_finds_out_itself_raises_the_same_error() -> None:
+def test_a_lost_rank_heard_of_or_found_raises_the_same_error() -> None:
     finder, hearer = World(nranks=3), World(nranks=3)
     finder.recovery.on_peer_lost(2, "its process is gone", 5.0)
     reason = finder.recovery.reason
@@ -566,13 +566,13 @@ def test_who_hears_of_a_lost_rank_before_it_finds_out_itself_raises_the_same_err
     assert "(rank 1 says: its process is gone; last seen in call 0)" in str(error)
 
 
-def test_a_rank_that_others_gave_up_is_not_told_that_it_lost_itself() -> None:
+def test_a_rank_given_up_by_others_is_not_told_it_lost_itself() -> None:
     world = World()
     world.recovery.on_message(1, Revoke("PeerLost", "silent", 1, peer=0))
     assert isinstance(world.recovery.error, CommunicatorRevoked)
 
 
-def test_no_healthy_rail_is_the_same_error_at_both_ends_of_the_pair() -> None:
+def test_no_healthy_rail_is_the_same_error_at_both_ends() -> None:
     world = World()
     world.fail(A)
     world.fail(B)
@@ -610,7 +610,7 @@ def test_every_call_seen_ahead_is_held_against_this_ranks(signatures: tuple[int,
     assert isinstance(world.recovery.error, InvalidArgument)
 
 
-def test_a_path_that_failed_is_not_dialed_before_its_probes_are_good() -> None:
+def test_a_failed_path_is_not_dialed_before_its_probes_are_good() -> None:
     world = World()
     dialed = len(world.control.dialed)
     world.fail(A)
@@ -656,7 +656,7 @@ def test_a_path_that_joins_is_brought_back_by_offers_alone() -> None:
     assert [(each.rail, each.epoch) for each in world.offers()[offers:] if each.via < 0] == [(0, 1)]
 
 
-def test_a_peer_without_any_path_is_dialed_at_once_whatever_happened_before() -> None:
+def test_a_peer_without_any_path_is_dialed_at_once() -> None:
     world = World()
     for epoch in range(1, 6):
         for key in (A, B):
@@ -668,7 +668,7 @@ def test_a_peer_without_any_path_is_dialed_at_once_whatever_happened_before() ->
         world.open(1, epoch)
 
 
-def test_a_path_that_failed_while_it_was_dialed_is_not_dialed_in_its_old_epoch() -> None:
+def test_a_path_that_failed_in_dialing_is_dialed_in_a_new_epoch() -> None:
     world = World()
     world.fail(A)
     world.repair(A)

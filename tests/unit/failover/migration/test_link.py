@@ -43,7 +43,7 @@ def test_credits_bound_eager_slices() -> None:
     assert link.can_post(True)
 
 
-def test_a_cleared_slice_needs_its_landing_place_and_takes_its_path_and_token() -> None:
+def test_a_cleared_slice_takes_its_landings_path_and_token() -> None:
     link = sender()
     assert not link.can_post(False)
     assert link.cleared(B, 0, 4, "token") is None
@@ -102,7 +102,7 @@ def test_retired_on_another_path_means_nothing() -> None:
     assert item.state is SliceState.RETIRED
 
 
-def test_a_fence_retires_and_voids_landing_places_of_its_path_only() -> None:
+def test_a_fence_retires_and_voids_only_its_paths_landing_places() -> None:
     link = sender()
     on_a, _ = post(link)
     link.route = B
@@ -159,7 +159,7 @@ def test_a_report_of_slices_never_posted() -> None:
         link.resume(A, LinkReport(0, 0, 2))
 
 
-def test_a_lost_cleared_slice_goes_where_it_is_named_again_even_before_the_report() -> None:
+def test_a_lost_cleared_slice_goes_to_its_new_landing_place() -> None:
     link = sender()
     link.cleared(A, 0, 4, None)
     item, _ = post(link, is_eager=False)
@@ -202,7 +202,7 @@ def want(link: RecvLink, *, is_eager: bool = True) -> Any:
     return link.post(None if is_eager else memoryview(bytearray(4)), 1, 0, None, 0)
 
 
-def test_delivery_is_in_order_and_waits_for_both_slice_and_landing() -> None:
+def test_delivery_is_in_order_and_awaits_slice_and_landing() -> None:
     link = receiver()
     assert link.arrived(1, b"1")
     assert (link.received, link.take()) == (0, None)
@@ -237,7 +237,7 @@ def test_the_report_has_what_came_early() -> None:
     assert link.report() == LinkReport(0, 1, 1, (2, 5))
 
 
-def test_landing_places_of_a_fenced_path_are_named_again_unless_their_slice_is_here() -> None:
+def test_landings_of_a_fenced_path_are_named_again_unless_filled() -> None:
     link = receiver()
     landings = [want(link, is_eager=False) for _ in range(3)]
     link.route = B
@@ -271,7 +271,7 @@ def test_no_early_confirmation_while_another_path_owes_a_slice(is_eager: bool) -
     assert link.early_ack(last) == 2
 
 
-def test_a_replay_is_not_confirmed_early_for_it_overtakes_what_is_queued() -> None:
+def test_a_replay_overtaking_the_queue_is_not_confirmed_early() -> None:
     """Slice 0 rides B; slice 1, lost on A, is named on B too and would get there first."""
     link = receiver()
     link.route = B

@@ -85,7 +85,7 @@ def test_an_announcement_while_fencing_waits_for_the_fence() -> None:
     assert path.state is PathState.DOWN
 
 
-def test_a_reported_failure_names_the_reporter_and_keeps_ones_own_cause() -> None:
+def test_a_reported_failure_names_its_reporter_and_our_own_cause() -> None:
     path = make(PathState.UP)
     announced(path, announcement(0, "EIO: cable"))
     assert path.cause == "reported by rank 1: EIO: cable"
@@ -196,7 +196,7 @@ class Pair:
                 assert path.state is PathState.UP
 
 
-def test_no_interleaving_resumes_before_both_fences_or_gets_stuck() -> None:
+def test_no_interleaving_sticks_or_resumes_before_both_fences() -> None:
     max_epoch = 4
     seen = {Pair(max_epoch).state()}
     frontier = list(seen)

@@ -50,7 +50,7 @@ def test_a_repair_nothing_waits_for_is_not_open() -> None:
     assert not log.open
 
 
-def test_the_sequel_of_a_failure_is_said_once_it_is_over_and_of_no_other() -> None:
+def test_a_failures_sequel_is_said_once_and_only_of_that_failure() -> None:
     log = RepairLog()
     log.failed(A, 0, "EIO", 1.0)
     assert log.sequel(A, 0) == ""
@@ -84,7 +84,7 @@ def test_a_path_that_fails_again_has_two_records() -> None:
     assert [r.restored_s for r in log.repairs] == [3.0, 5.0]
 
 
-def test_an_epoch_this_end_never_used_leaves_the_record_of_the_last_alone() -> None:
+def test_an_epoch_never_used_here_leaves_the_last_record_alone() -> None:
     """The peer's end came up and failed before this one was in use."""
     log = RepairLog()
     failed(log)

@@ -41,7 +41,7 @@ def detours(links: Any, channels: range) -> list[int]:
     )
 
 
-def test_the_channels_of_a_lost_rail_spread_evenly_over_the_others() -> None:
+def test_a_lost_rails_channels_spread_evenly_over_the_others() -> None:
     _, links = make_routes(list(range(12)))
     assert detours(links, range(12)) == [0, 2, 3]
 

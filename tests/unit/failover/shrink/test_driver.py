@@ -172,7 +172,7 @@ def test_connecting_that_does_not_end_is_ended_by_the_deadline() -> None:
     assert successor.said == ["revoke: shrink() is out of time"]
 
 
-def test_a_member_that_starts_over_ends_connecting_and_is_followed() -> None:
+def test_a_member_that_starts_over_ends_connecting_for_all() -> None:
     first, second = Successor(blocks=True), Successor()
     here = Survivor(first, second)
     here.hear(View((2,), b""))
@@ -214,7 +214,7 @@ def test_what_only_the_new_communicator_lost_is_met_again(
     ]  # fmt: skip
 
 
-def test_a_loss_that_the_old_control_plane_confirms_needs_no_other_attempt() -> None:
+def test_a_loss_the_old_control_plane_confirms_needs_one_attempt() -> None:
     first, second = Successor(failure=LOST), Successor()
     here = Survivor(first, second)
     here.hear(View((2,), b""))

@@ -276,9 +276,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @settings(max_examples=600, deadline=None)
 @given(nranks=st.integers(1, 6), seed=SEEDS)
-def test_survivors_go_on_together_or_raise_and_nobody_is_left_waiting(
-    nranks: int, seed: int
-) -> None:
+def test_survivors_go_on_together_or_raise_and_none_waits_on(nranks: int, seed: int) -> None:
     world = with_crashes(nranks, seed)
     world.check_agreement()
     assert set(world.life) <= {Life.DONE, Life.RAISED, Life.DEAD}, world.life

@@ -27,7 +27,7 @@ def test_a_majority_or_the_half_with_rank_0(nranks: int, alive: set[int], is_eno
 
 
 @pytest.mark.parametrize("nranks", range(1, 7))
-def test_of_two_groups_at_most_one_goes_on_and_of_two_halves_one_does(nranks: int) -> None:
+def test_at_most_one_of_two_groups_goes_on_and_one_of_two_halves(nranks: int) -> None:
     for sides in itertools.product((0, 1), repeat=nranks):
         groups = [[rank for rank in range(nranks) if sides[rank] == side] for side in (0, 1)]
         assert sum(has_quorum(nranks, group) for group in groups) == 1

@@ -107,7 +107,7 @@ def test_nothing_is_opened_while_the_near_rails_are_whole() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_near_rail_lost_at_either_end_opens_all_that_are_up_once(rank: int) -> None:
+def test_a_near_rail_lost_at_either_end_opens_all_that_are_up(rank: int) -> None:
     bench = Bench()
     bench.lose((rank, 0), (0, 2))
     assert sorted(bench.used.relays) == [1, 3]
@@ -125,7 +125,7 @@ def test_a_near_rail_lost_at_either_end_opens_all_that_are_up_once(rank: int) ->
     bench.close()
 
 
-def test_slots_are_in_the_memory_of_the_gpu_beside_the_nic_and_both_reach_each_other() -> None:
+def test_slots_are_beside_the_nic_and_both_gpus_reach_each_other() -> None:
     bench = Bench()
     bench.lose((0, 0))
     relay = bench.used.relays[3]
@@ -177,7 +177,7 @@ def test_rails_that_cannot_be_reached_are_not_waited_for() -> None:
     bench.close()
 
 
-def test_copies_are_waited_for_by_the_owner_of_the_loop_which_looks_at_them_too(
+def test_copies_are_waited_for_by_the_owner_of_the_loop_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench()

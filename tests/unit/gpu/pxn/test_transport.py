@@ -149,7 +149,7 @@ def rig() -> Rig:
 # Sending
 
 
-def test_a_slice_is_sent_from_its_slot_once_the_copy_is_known_to_be_done(rig: Rig) -> None:
+def test_a_slice_leaves_its_slot_once_the_copy_is_known_done(rig: Rig) -> None:
     view = rig.memory(16, value=7)
     rig.send(0, view)
     assert not rig.transport.poll(0.0)
@@ -234,7 +234,7 @@ def test_a_path_that_is_not_open_takes_no_slot(rig: Rig) -> None:
 # Receiving
 
 
-def test_a_slice_lands_in_a_slot_and_is_reported_once_it_is_in_its_region(rig: Rig) -> None:
+def test_a_slice_lands_in_a_slot_and_is_reported_in_its_region(rig: Rig) -> None:
     region = rig.memory()
     rig.want(0, region)
     event = rig.land(0, 5)
@@ -246,7 +246,7 @@ def test_a_slice_lands_in_a_slot_and_is_reported_once_it_is_in_its_region(rig: R
     assert rig.relay.nfree == 2
 
 
-def test_events_of_a_path_keep_their_order_and_others_do_not_wait(rig: Rig) -> None:
+def test_events_of_a_path_keep_their_order_and_others_go_on(rig: Rig) -> None:
     rig.want(0, rig.memory())
     landed = rig.land(0, 5)
     later: list[Event] = [
@@ -263,7 +263,7 @@ def test_events_of_a_path_keep_their_order_and_others_do_not_wait(rig: Rig) -> N
     assert rig.relay.nfree == 2
 
 
-def test_a_payload_that_is_held_outlives_the_poll_it_was_borrowed_for(rig: Rig) -> None:
+def test_a_held_payload_outlives_the_poll_it_was_borrowed_for(rig: Rig) -> None:
     rig.want(0, rig.memory())
     rig.land(0, 5)
     lent = bytearray(b"eager")
@@ -274,7 +274,7 @@ def test_a_payload_that_is_held_outlives_the_poll_it_was_borrowed_for(rig: Rig) 
     assert event.payload == b"eager"
 
 
-def test_no_slice_that_a_copy_could_lose_is_confirmed_by_the_inner_transport(rig: Rig) -> None:
+def test_no_slice_a_copy_could_lose_is_confirmed_by_the_inner(rig: Rig) -> None:
     rig.want(0, rig.memory(), ack=1)  # relayed
     rig.want(1, memoryview(bytearray(8)), ack=2)  # behind it
     rig.want(2, memoryview(bytearray(8)), path=OTHER, ack=3)
@@ -400,7 +400,7 @@ def test_a_relay_that_failed_is_used_no_more(rig: Rig) -> None:
     assert [named[2] for named in rig.inner.named] == [view]
 
 
-def test_a_slice_whose_copy_cannot_be_begun_has_not_arrived_but_others_have(rig: Rig) -> None:
+def test_a_slice_without_its_copy_is_missing_and_others_arrive(rig: Rig) -> None:
     rig.want(0, rig.memory())
     rig.want(1, memoryview(bytearray(8)))
     rig.land(0, 5)
@@ -411,7 +411,7 @@ def test_a_slice_whose_copy_cannot_be_begun_has_not_arrived_but_others_have(rig:
     assert events[1].frame.seq == 1  # type: ignore[union-attr]
 
 
-def test_a_copy_that_fails_later_is_the_failure_of_each_path_it_was_for(rig: Rig) -> None:
+def test_a_copy_that_fails_later_fails_each_path_it_was_for(rig: Rig) -> None:
     rig.want(0, rig.memory())
     rig.land(0, 5)
     rig.transport.poll(0.0)

@@ -114,7 +114,7 @@ class TestTheInterface:
             ({"stream": 0x5000, "version": 2}, 0x5000, 0x5000),
         ],
     )
-    def test_a_stream_in_it_is_where_a_call_goes_and_what_it_comes_after(
+    def test_a_stream_in_the_array_is_where_the_call_goes(
         self, entries: dict[str, Any], stream: int, after: int | None
     ) -> None:
         buffer = view(Interface(**entries))
@@ -211,7 +211,7 @@ class TestDlpack:
     def test_managed_memory_is_where_the_driver_says(self) -> None:
         assert view(Producer(device=(MANAGED, 0))).ordinal == ORDINAL
 
-    def test_the_legacy_stream_waits_for_the_producer_and_others_wait_for_it(self) -> None:
+    def test_the_legacy_stream_waits_for_the_producer_others_for_it(self) -> None:
         x = Producer()
         buffer = view(x)
         assert x.asked[0]["stream"] == LEGACY
@@ -544,7 +544,7 @@ class TestStreamsOfACall:
         assert streams_of(None, one, one) == (7, ())
         assert streams_of(None, one, other) == (7, (8,))
 
-    def test_with_a_stream_only_producers_that_ask_for_it_are_ordered_with(
+    def test_with_a_stream_only_producers_that_ask_are_ordered(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         imported(monkeypatch, Cupy(stream=0x5000))

@@ -77,7 +77,7 @@ def test_every_field_is_read_from_where_the_header_has_it(version: tuple[int, in
 
 
 @VERSIONS
-def test_no_strides_mean_c_order_and_no_pointer_means_no_elements(
+def test_no_strides_mean_c_order_no_pointer_means_no_elements(
     version: tuple[int, int] | None,
 ) -> None:
     tensor = dlpack.view(Producer(0, (3, 0), version=version), LEGACY)
@@ -113,7 +113,7 @@ def test_the_producer_is_told_the_stream_and_asked_for_no_copy() -> None:
 
 
 @VERSIONS
-def test_a_capsule_lives_as_long_as_the_tensor_and_is_let_go_unconsumed(
+def test_a_capsule_lives_as_long_as_its_tensor_unconsumed(
     version: tuple[int, int] | None,
 ) -> None:
     x = Producer(version=version)

@@ -123,7 +123,7 @@ def test_a_slot_that_earlier_work_still_reads_is_not_poisoned() -> None:
         assert bytes(slot) == bytes(b.data + 1)
 
 
-def test_what_waits_for_work_that_may_be_under_way_may_be_under_way_too() -> None:
+def test_a_waiter_for_work_that_may_be_under_way_may_be_so_too() -> None:
     b = Bench()
     slot, between = b.device.allocate_pinned(NBYTES), b.memory()
     b.device.copy(between, b.memory(b.data), NBYTES, b.first)
@@ -351,7 +351,7 @@ def test_words_are_compared_as_differences(found: int, wanted: int, passes: bool
     assert b.device.synchronize(b.done, 0.0) is passes
 
 
-def test_hosts_that_tell_each_other_nothing_know_nothing_of_each_other() -> None:
+def test_hosts_that_tell_each_other_nothing_know_nothing() -> None:
     for is_told in (True, False):
         b = Bench(are_hosts_one=False)
         shared = b.memory()
@@ -401,7 +401,7 @@ def touches_of_add(grid: Grid, out: int, left: int, right: int, nbytes: int) -> 
     return [(left, nbytes), (right, nbytes)], [(out, nbytes)]
 
 
-def test_a_kernel_that_declares_what_it_touches_is_guarded_like_a_copy() -> None:
+def test_a_kernel_that_declares_accesses_is_guarded_like_a_copy() -> None:
     b = Bench()
     kernel = load_add(b.device, touches_of_add)
     slot, out = b.device.allocate_pinned(NBYTES), b.device.allocate_pinned(NBYTES)
@@ -434,7 +434,7 @@ def test_a_kernel_reaches_no_more_than_it_declares() -> None:
         b.finish(b.first)
 
 
-def test_what_comes_after_a_kernel_that_declares_nothing_is_not_guarded_before_it() -> None:
+def test_work_after_an_undeclared_kernel_is_unguarded_before_it() -> None:
     b = Bench()
     kernel, slot, out = load_add(b.device), b.device.allocate_pinned(NBYTES), b.memory()
     slot[:] = b.data
@@ -627,7 +627,7 @@ def test_what_does_not_end_is_still_an_error_then() -> None:
         device.free_pinned(words)
 
 
-def test_closing_waits_for_the_streams_made_here_and_is_done_once() -> None:
+def test_closing_waits_for_the_streams_made_here_and_runs_once() -> None:
     b = Bench()
     b.device.copy(b.memory(), b.memory(), NBYTES, b.first)
 
@@ -658,7 +658,7 @@ def test_another_may_have_the_name_of_a_process_that_is_closed() -> None:
     again.close()
 
 
-def test_work_is_run_in_other_orders_with_other_seeds_and_in_one_with_one() -> None:
+def test_other_seeds_run_work_in_other_orders_one_seed_in_one() -> None:
     def order(seed: int) -> tuple[int, ...]:
         b = Bench(seed)
         ran: list[int] = []

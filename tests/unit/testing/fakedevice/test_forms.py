@@ -82,7 +82,7 @@ def test_a_table_is_read_when_the_kernel_runs() -> None:
         assert (bench.device.read(operands[2], left.nbytes).view(np.float32) == 3).all()
 
 
-def test_a_kernel_in_place_is_no_race_and_one_on_another_stream_is() -> None:
+def test_a_kernel_in_place_is_no_race_but_on_two_streams_it_is() -> None:
     bench = Bench()
     data = np.ones(COUNT, np.float32)
     left, right = bench.place(data), bench.place(data)

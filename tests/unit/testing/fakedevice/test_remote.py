@@ -116,7 +116,7 @@ def test_hosts_and_nics_see_what_nics_wrote_without_a_flush() -> None:
 
 
 @pytest.mark.parametrize("reorders", [False, True])
-def test_a_nic_writes_after_the_work_that_its_host_knows_to_be_over(reorders: bool) -> None:
+def test_a_nic_writes_after_the_work_its_host_knows_to_be_over(reorders: bool) -> None:
     for is_right in (True, False):
         for seed in range(40):
             b = Bench(seed, reorders_remote_writes=reorders)
@@ -149,7 +149,7 @@ def test_each_process_flushes_what_was_written_for_it() -> None:
         b.gpu.run()
 
 
-def test_memory_that_a_kernel_may_read_is_not_free_because_a_nic_wrote_it() -> None:
+def test_memory_a_kernel_may_read_stays_taken_after_a_nics_write() -> None:
     b = Bench(reorders_remote_writes=True)
     landing = b.memory()
     b.device.nic_write(landing, b.data)
@@ -251,7 +251,7 @@ def test_reaching_is_one_way() -> None:
         b.beside.copy(b.theirs, b.memory(), NBYTES, b.stream)
 
 
-def test_what_is_allocated_after_reaching_is_reached_and_a_gpu_reaches_itself() -> None:
+def test_later_allocations_are_reached_and_a_gpu_reaches_itself() -> None:
     b = Pair()
     b.device.reach(b.beside)
     b.device.reach(b.device)
@@ -280,7 +280,7 @@ def test_what_another_process_opened_is_not_reached() -> None:
         b.device.reach(FakeDevice(b.gpu.beside(), "rank 7"))
 
 
-def test_work_of_two_gpus_on_the_same_memory_is_ordered_by_the_host() -> None:
+def test_work_of_two_gpus_on_one_memory_is_ordered_by_the_host() -> None:
     for is_right in (True, False):
         for seed in range(40):
             b = Pair(seed)
@@ -337,7 +337,7 @@ WRONG: dict[str, Callable[[Pair, Any], object]] = {
 
 
 @pytest.mark.parametrize("act", WRONG.values(), ids=WRONG)
-def test_what_is_of_a_peer_is_the_peers_to_free_export_and_have_written(
+def test_peer_memory_is_the_peers_to_free_and_to_export(
     act: Callable[[Pair, Any], object],
 ) -> None:
     pages = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)

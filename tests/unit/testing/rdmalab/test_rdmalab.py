@@ -173,7 +173,7 @@ def test_a_user_who_is_not_root_is_told_what_to_install(monkeypatch: pytest.Monk
     assert not said
 
 
-def test_another_processor_is_refused_before_anything_is_installed(
+def test_another_processor_is_refused_before_any_installation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(packages.platform, "machine", lambda: "riscv64")
@@ -230,7 +230,7 @@ def test_output_status_environment_and_report_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("bare")
-def test_results_are_not_sent_where_the_machine_has_its_own_directory() -> None:
+def test_results_are_not_sent_where_the_machine_has_a_directory() -> None:
     with pytest.raises(RdmaLabError, match="/var/tmp of its own"):
         run("true", report=Path("/var/tmp/report"))
 
@@ -245,7 +245,7 @@ def test_the_deadline_ends_the_machine_and_all_its_processes(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("bare")
-def test_a_machine_that_does_not_boot_is_told_from_one_without_devices(
+def test_a_machine_that_does_not_boot_is_not_one_without_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(vm.sys, "executable", "false")

@@ -90,7 +90,7 @@ def test_silence_lasts_as_long_as_the_timeout(bench: Bench) -> None:
     assert bench.now >= TIMEOUT_S
 
 
-def test_connects_are_spread_over_the_timeout_and_one_answer_is_enough(bench: Bench) -> None:
+def test_connects_spread_over_the_timeout_and_one_answer_will_do(bench: Bench) -> None:
     bench.silence()
     bench.knocker.probe(STRAIGHT)
     assert bench.knocker.limit_s(5.0) == pytest.approx(TIMEOUT_S / 3)
@@ -127,7 +127,7 @@ def test_a_network_that_cannot_be_reached_is_no_answer(
     assert "ENETUNREACH" in probed.detail
 
 
-def test_without_a_descriptor_there_is_no_verdict_and_one_line_in_the_log(
+def test_without_a_descriptor_there_is_a_log_line_but_no_verdict(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.silence()
@@ -143,7 +143,7 @@ def test_without_a_descriptor_there_is_no_verdict_and_one_line_in_the_log(
     assert "rank 0: rail 0 to rank 1" in record.getMessage()
 
 
-def test_a_connect_that_could_not_be_made_leaves_the_next_one_to_find_an_answer(
+def test_an_impossible_connect_leaves_the_answer_to_the_next_one(
     bench: Bench,
 ) -> None:
     with no_descriptor_left():
@@ -151,7 +151,7 @@ def test_a_connect_that_could_not_be_made_leaves_the_next_one_to_find_an_answer(
     assert bench.outcome().is_answered is True
 
 
-def test_silence_proves_nothing_if_one_of_the_connects_was_not_made(bench: Bench) -> None:
+def test_silence_proves_nothing_if_a_connect_was_not_made(bench: Bench) -> None:
     bench.silence()
     with no_descriptor_left():
         bench.knocker.probe(STRAIGHT)
@@ -175,7 +175,7 @@ def test_no_local_port_is_no_verdict(
     assert "ip_local_port_range" in probed.detail
 
 
-def test_between_rails_silence_is_evidence_only_where_there_was_an_answer_before(
+def test_between_rails_silence_is_evidence_only_after_an_answer(
     bench: Bench,
 ) -> None:
     far = bench.targets[PathKey(1, 0)]

@@ -201,7 +201,7 @@ def route_of(registration: Registration) -> Route:
 # dma-buf
 
 
-def test_an_allocation_is_exported_once_and_registered_on_every_nic(bench: Bench) -> None:
+def test_an_allocation_is_exported_once_and_is_on_every_nic(bench: Bench) -> None:
     registration = bench.register()
 
     assert (registration.base, registration.nbytes) == (BASE, NBYTES)
@@ -213,7 +213,7 @@ def test_an_allocation_is_exported_once_and_registered_on_every_nic(bench: Bench
     assert route_of(registration) == Route("dmabuf")
 
 
-def test_a_nic_addresses_a_pointer_by_its_place_in_the_descriptor(bench: Bench) -> None:
+def test_a_nic_addresses_a_pointer_by_its_place_in_the_export(bench: Bench) -> None:
     registration = bench.register()
 
     for nic, region in enumerate(bench.verbs.open):
@@ -255,7 +255,7 @@ def test_closing_deregisters(bench: Bench) -> None:
 # Reallocation
 
 
-def test_memory_allocated_anew_at_the_same_address_is_not_mistaken_for_the_old(
+def test_memory_allocated_anew_at_an_address_is_not_the_old_one(
     bench: Bench,
 ) -> None:
     stale = bench.register()
@@ -280,7 +280,7 @@ def test_registering_memory_allocated_anew_replaces_the_old(bench: Bench) -> Non
     assert bench.cache.find(POINTER, 100) is fresh
 
 
-def test_freed_memory_is_not_found_and_keeps_its_regions_until_the_work_is_done(
+def test_freed_memory_is_not_found_but_keeps_regions_in_use(
     bench: Bench,
 ) -> None:
     registration = bench.register()
@@ -421,7 +421,7 @@ def test_a_refusal_is_remembered_for_as_long_as_the_allocation(bench: Bench) -> 
 
 
 @pytest.mark.parametrize("status", ["ENOMEM", "ENOSPC", "CUDA_ERROR_OUT_OF_MEMORY"])
-def test_without_room_idle_registrations_go_and_dmabuf_is_tried_again(
+def test_without_room_idle_registrations_go_dmabuf_is_retried(
     bench: Bench, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = 100 * PAGE
@@ -534,7 +534,7 @@ def test_the_context_of_an_allocation_is_pushed_and_popped(api: Api) -> None:
     ]
 
 
-def test_memory_without_a_context_gets_the_primary_one_of_its_device(api: Api) -> None:
+def test_memory_without_a_context_gets_its_devices_primary_one(api: Api) -> None:
     api.results["CU_POINTER_ATTRIBUTE_CONTEXT"] = (0,)
     driver = BindingsDriver()
 

@@ -266,7 +266,7 @@ def test_what_does_not_fit_stays_for_the_next_call(device: Device) -> None:
     assert [each[0] for each in poller.poll()] == [9, 10, 11]
 
 
-def test_of_a_drained_queue_pair_one_receive_and_every_marker_are_told(device: Device) -> None:
+def test_a_drained_queue_pair_tells_one_receive_and_every_marker(device: Device) -> None:
     device.waiting = [done(RECEIVE, FLUSHED)] * 100 + [
         done(MARKER, FLUSHED),
         done(MARKER + 9, FLUSHED),
@@ -299,7 +299,7 @@ def test_a_success_is_no_news_of_a_failure(device: Device) -> None:
     assert [each[1] for each in device.poller().poll()] == [0, 5]
 
 
-def test_flushes_of_different_lives_of_a_queue_pair_are_told_apart(device: Device) -> None:
+def test_flushes_of_a_queue_pairs_different_lives_are_told_apart(device: Device) -> None:
     device.waiting = [done(number, FLUSHED) for number in (1 << 44, 2 << 44) for _ in range(3)]
     assert [each[0] for each in device.poller().poll()] == [1 << 44, 2 << 44]
 

@@ -8,7 +8,7 @@ import textwrap
 
 SCRIPT = """
     import ctypes, mmap, os
-    from r2ccl.transport import mappings
+    from r2ccl.transport.verbs import mappings
 
     device = mmap.mmap(-1, 2 * mmap.PAGESIZE, flags=mmap.MAP_SHARED)
     device[:4] = b"bell"

@@ -131,7 +131,7 @@ def test_the_pages_tell_the_number_of_the_code() -> None:
     ).read_text().replace("\n", " ")
 
 
-def test_a_nic_with_too_few_entries_tells_how_many_ranks_it_has_room_for(start: Any) -> None:
+def test_a_nic_with_too_few_entries_tells_for_how_many_ranks(start: Any) -> None:
     most = 32767  # Soft-RoCE's
     nranks = queue_depths.most_peers(most) + 1
     start(nranks - 1, max_cqe=most)
@@ -176,7 +176,7 @@ class Watched:
         self.is_closed = True
 
 
-def test_a_device_that_does_not_open_or_close_leaves_nothing_open(
+def test_a_device_that_fails_to_open_or_close_leaves_none_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with installed(Fabric(max_cqe=1)) as loaded:

@@ -167,7 +167,7 @@ def test_an_array_over_foreign_memory_lives_as_long_as_that(cache: RegistrationC
     assert cache.find(address, 64) is None
 
 
-def test_of_an_array_above_the_limit_the_part_in_use_is_registered(nics: list[Nic]) -> None:
+def test_of_an_array_above_the_limit_the_used_part_is_registered(nics: list[Nic]) -> None:
     cache = RegistrationCache(nics, 1000)
     x = np.zeros(4096, np.uint8)
 
@@ -276,7 +276,7 @@ def test_a_freed_array_is_not_found_and_not_kept_alive(
         registration.pin()
 
 
-def test_memory_mapped_again_at_the_same_address_is_registered_anew(
+def test_memory_mapped_again_at_an_address_is_registered_anew(
     cache: RegistrationCache, nics: list[Nic]
 ) -> None:
     old, new = Owner(), Owner()
@@ -308,7 +308,7 @@ def test_an_owner_may_die_in_any_thread(cache: RegistrationCache, nics: list[Nic
     assert not any(nic.open for nic in nics)
 
 
-def test_a_pin_keeps_owner_and_registration_until_the_work_is_done(
+def test_a_pin_keeps_owner_and_registration_until_work_is_done(
     cache: RegistrationCache, nics: list[Nic]
 ) -> None:
     x = np.zeros(10)
@@ -361,7 +361,7 @@ def test_a_larger_registration_replaces_those_it_contains(
     assert open_ranges(nics[0]) == [(4096, 1000)]
 
 
-def test_memory_covered_for_another_owner_is_registered_for_itself(
+def test_memory_covered_for_another_owner_is_registered_anew(
     cache: RegistrationCache,
 ) -> None:
     a, b, inner = Owner(), Owner(), Owner()
@@ -386,7 +386,7 @@ def test_partial_overlap_leaves_both(cache: RegistrationCache) -> None:
     assert cache.find(1400, 1000) is None
 
 
-def test_a_dead_overlapping_registration_does_not_hide_a_live_one(
+def test_a_dead_overlapping_registration_hides_no_live_one(
     cache: RegistrationCache,
 ) -> None:
     living, dying = Owner(), Owner()
@@ -507,7 +507,7 @@ def test_a_failed_registration_hides_nothing(cache: RegistrationCache, nics: lis
     assert cache.find(4096, 100) is small
 
 
-def test_a_nic_that_is_gone_does_not_keep_the_others_from_deregistering(
+def test_a_nic_that_is_gone_does_not_stop_others_deregistering(
     cache: RegistrationCache, nics: list[Nic], caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.register(4096, 100, Owner())

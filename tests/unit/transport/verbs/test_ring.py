@@ -34,7 +34,7 @@ def test_unconsumed_places_never_overlap(steps: list[int | None], nmessages: int
         live.append((offset, step))
 
 
-def test_an_empty_ring_takes_the_largest_message_wherever_it_stands() -> None:
+def test_an_empty_ring_takes_the_largest_message_anywhere() -> None:
     ring = SendRing(1024, 4, 64)
     ring.take(100)
     ring.credit(1)
