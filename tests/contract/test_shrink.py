@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support import localjobs, programs
+from support.slow import slow_but
 
 from r2ccl import launch
 from r2ccl.bootstrap.launch import LocalJob
@@ -76,7 +77,9 @@ def check_finished(found: Mapping[int, Mapping[str, Any]]) -> None:
         assert each["names"] == sorted(found)
 
 
-@pytest.mark.parametrize(("nranks", "victim"), [(4, 2), (4, 0), (3, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("nranks", "victim"), slow_but([(4, 2), (3, 0)], [(4, 2), (4, 0), (3, 0), (2, 1)])
+)
 def test_survivors_of_a_death_in_mid_call_finish_the_job(nranks: int, victim: int) -> None:
     found = reports(nranks, {victim: {"dies": 3}})
     check_finished(found)
@@ -93,7 +96,7 @@ def test_one_death_after_another() -> None:
 
 
 @pytest.mark.parametrize("point", ["tell", "begin_building", "built", "go_on"])
-@pytest.mark.parametrize("second", [0, 4])
+@pytest.mark.parametrize("second", slow_but([0], [0, 4]))
 def test_a_death_in_the_middle_of_shrinking(point: str, second: int) -> None:
     check_finished(reports(5, {1: {"dies": 3}, second: {"dies": point}}))
 

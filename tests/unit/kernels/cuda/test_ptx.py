@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ needs_ptxas = pytest.mark.skipif(
 HOPPER = (9, 0)
 FLOAT16_CODE = CODES[np.dtype(np.float16)]
 FLOAT32_CODE = CODES[np.dtype(np.float32)]
-#: For the targets on which not everything is compiled: one form of each way through the template.
+#: One form of each way through the template: all that is compiled for other targets than HOPPER,
+#: and all that is compiled where slow tests are left out.
 REPRESENTATIVE = [
     Form(dtype_code=FLOAT32_CODE, op=ReduceOp.SUM),
     Form(dtype_code=FLOAT16_CODE, op=ReduceOp.SUM, is_scaled=True),
@@ -49,12 +51,16 @@ ELSEWHERE = [
     if target != HOPPER
     for form in REPRESENTATIVE
 ]
-FORMS = [*(pytest.param(form, HOPPER, id=title(form)) for form in ALL), *ELSEWHERE]
+
+
+def on_hopper(form: Form) -> Any:
+    is_quick = canonical(form) in map(canonical, REPRESENTATIVE)
+    return pytest.param(form, HOPPER, id=title(form), marks=() if is_quick else pytest.mark.slow)
+
+
+FORMS = [*map(on_hopper, ALL), *ELSEWHERE]
 #: Those that have a kernel of their own.
-KERNELS = [
-    *(pytest.param(form, HOPPER, id=title(form)) for form in dict.fromkeys(map(canonical, ALL))),
-    *ELSEWHERE,
-]
+KERNELS = [*map(on_hopper, dict.fromkeys(map(canonical, ALL))), *ELSEWHERE]
 #: What combines two packed halves.
 PACKED = {
     (FLOAT16_CODE, ReduceOp.SUM): r"add\.rn\.f16x2",
