@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.slow import slow_but
 
 from r2ccl.testing import Action, Fault, FaultPlan
 from r2ccl.testing.netlab import Lab, unavailable_reason
@@ -27,7 +28,9 @@ NODES, RAILS = 4, 4
 
 @pytest.mark.timeout(60 + 40 * RUNS)
 @pytest.mark.parametrize(
-    ("nbytes", "busy_s"), [(8 << 20, 0.0), (4 << 10, 0.3)], ids=["in a call", "in user code"]
+    ("nbytes", "busy_s"),
+    slow_but([(8 << 20, 0.0)], [(8 << 20, 0.0), (4 << 10, 0.3)]),
+    ids=["in a call", "in user code"],
 )
 def test_all_ranks_hear_of_a_carrier_that_is_gone(nbytes: int, busy_s: float) -> None:
     rng = random.Random(nbytes)

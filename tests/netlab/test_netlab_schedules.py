@@ -21,7 +21,10 @@ from r2ccl.testing.netlab import Lab, unavailable_reason
 from r2ccl.testing.simulation import SCHEDULES
 
 REASON = unavailable_reason()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no netlab here: {REASON}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(REASON is not None, reason=f"no netlab here: {REASON}"),
+]
 
 TESTS = Path(__file__).parents[1]
 NODES = RAILS = 4

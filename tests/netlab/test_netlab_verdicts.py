@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.slow import slow_but
 
 from r2ccl.testing import Action, Fault, FaultPlan
 from r2ccl.testing.netlab import Lab, unavailable_reason
@@ -59,7 +60,9 @@ def lab() -> Any:
 
 @pytest.mark.timeout(60 + 30 * RUNS)
 @pytest.mark.parametrize(
-    "kind", [Action.NIC_DOWN, Action.SWITCH_PORT_DOWN, Action.BLACKHOLE], ids=str
+    "kind",
+    slow_but([Action.BLACKHOLE], [Action.NIC_DOWN, Action.SWITCH_PORT_DOWN, Action.BLACKHOLE]),
+    ids=str,
 )
 def test_a_dead_nic_is_local_to_its_node_and_remote_to_its_peers(lab: Lab, kind: Action) -> None:
     rng = random.Random(kind.value)
