@@ -11,15 +11,21 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from r2ccl import bootstrap
-from r2ccl.errors import describe_os_error, errno_name, is_exhaustion
 from r2ccl.communicator import Communicator
 from r2ccl.config import DEBUG_LEVELS, Config
-from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.errors import (
+    InvalidArgument,
+    TransportError,
+    describe_os_error,
+    errno_name,
+    is_exhaustion,
+)
 from r2ccl.failover.connector import Answer, Offer, Ready
 from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest
+from r2ccl.failover.failover import PortUp
 from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
-from r2ccl.failover.migration.driver import Leaving, PortUp, Revoke, Spared
 from r2ccl.failover.migration.path import Announcement
+from r2ccl.failover.revocation import Leaving, Revoke, Spared
 from r2ccl.failover.shrink.protocol import Message as Shrinking
 from r2ccl.gpu.hardware import CudaHardware
 from r2ccl.runtime.desync_check import Calling

@@ -13,7 +13,6 @@ import os
 import socket
 import struct
 
-from r2ccl.errors import decode_errno, exhaustion_advice
 from r2ccl.bootstrap.auth import (
     ANSWER_NBYTES,
     NONCE_NBYTES,
@@ -23,6 +22,7 @@ from r2ccl.bootstrap.auth import (
     HandshakeRejected,
     Secret,
 )
+from r2ccl.errors import decode_errno, exhaustion_advice
 
 Address = tuple[str, int]
 

@@ -137,7 +137,7 @@ class Rank:
 
     def break_path(self, comm: r2ccl.Communicator) -> None:
         engine, path = comm._engine, PathKey(ABSENT, min(self.found["rails"]))
-        engine.submit(engine.recovery.fail, path, "TEST: broken on purpose")
+        engine.submit(engine._migration.fail, path, "TEST: broken on purpose")
 
     # The end
 

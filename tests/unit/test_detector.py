@@ -7,7 +7,8 @@ import pytest
 
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.config import Config
-from r2ccl.failover.diagnosis.driver import MAX_INQUIRIES, MAX_SERVED, Detector, places_of
+from r2ccl.failover.diagnosis.driver import MAX_INQUIRIES, MAX_SERVED, Detector
+from r2ccl.failover.diagnosis.port_map import port_map_of
 from r2ccl.failover.diagnosis.verdict import Finding, Kind, ProbeReply, ProbeRequest, Verdict
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.transport.base import Probed
@@ -350,7 +351,7 @@ def test_names_of_ports_are_those_a_user_knows() -> None:
         for rank in range(2)
     ]
     nics = Nic("eth1", "10.0.0.1"), Nic("eth2", "10.1.0.1"), Nic("mlx5_0:1", "")
-    places = places_of(0, peers, nics)
+    places = port_map_of(0, peers, nics)
     assert places.name(0, 1) == "rank 0 rail 1 (host0 eth2)"
     assert places.name(1, 0) == "rank 1 rail 0 (host1 10.0.0.1)"
     assert places.name(0, 2) == "rank 0 rail 2 (host0 mlx5_0:1)"
@@ -367,7 +368,7 @@ def test_ranks_share_a_nic_if_host_and_address_or_rdma_port_are_the_same() -> No
         info(2, "b", "10.0.0.1", "mlx5_0:1"),
         info(3, "a", "10.0.0.3", "mlx5_0:1"),
     ]
-    nics = places_of(0, peers, (Nic("eth1", "10.0.0.1"), Nic("mlx5_0:1", ""))).nics
+    nics = port_map_of(0, peers, (Nic("eth1", "10.0.0.1"), Nic("mlx5_0:1", ""))).nics
     groups = [
         [other for other in range(4) if nics(rail)[other] == nics(rail)[0]] for rail in (0, 1)
     ]

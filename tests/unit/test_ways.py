@@ -168,7 +168,7 @@ def test_tiers_of_any_size_mixed_with_calls_of_all_ranks(
     xs = [data_of(rank, 900) for rank in range(4)]
     for result in together(4, lambda rank: found[rank].allreduce(xs[rank])):
         np.testing.assert_array_equal(result, np.sum(xs, axis=0))
-    assert len({each.rank.engine.progress.op for each in found}) == 1
+    assert len({each.rank.engine.op for each in found}) == 1
     for each, first in zip(found, tiers, strict=True):
         each.ways = (first, *each.ways)
     close(found)
@@ -210,7 +210,7 @@ def test_members_use_the_rails_near_to_their_gpus(tmp_path: Path) -> None:
     for rank in group.ranks:
         routes = {
             link.route.rail
-            for (_, _), link in rank.engine.progress.senders.items()
+            for (_, _), link in rank.engine._links.senders.items()
             if link.route is not None
         }
         assert routes == {rank.rank % 2}

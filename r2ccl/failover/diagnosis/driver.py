@@ -24,15 +24,14 @@ from typing import NamedTuple
 import msgspec
 
 from r2ccl.bootstrap.base import Post
-from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.clock import Clock
 from r2ccl.config import Config
+from r2ccl.failover.diagnosis.port_map import PortMap, own_ports
 from r2ccl.failover.diagnosis.protocol import Action, Ask, Inquiry, choose_auxiliaries
 from r2ccl.failover.diagnosis.verdict import (
     MIRRORED,
     Finding,
     Kind,
-    Naming,
     Port,
     ProbeReply,
     ProbeRequest,
@@ -40,20 +39,9 @@ from r2ccl.failover.diagnosis.verdict import (
 )
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.transport.base import Probed, Transport
-from r2ccl.types import Nic, PathKey, ProbeKey
+from r2ccl.types import PathKey, ProbeKey
 
 _log = logging.getLogger(__name__)
-
-
-class Places(NamedTuple):
-    """Where the ranks' ports are, see `places_of`.
-
-    ``nics(rail)``: of every rank, its end of a rail; equal strings are one NIC. ``name(rank,
-    rail)``: what people call a port.
-    """
-
-    nics: Callable[[int], Sequence[str]]
-    name: Naming
 
 
 class _News:
@@ -110,6 +98,8 @@ class Detector:
         ``sequel(path, epoch)``: what was done about a failure, in words.
     on_verdict : callable
         Told of every verdict, also one that revises another.
+    port_map : PortMap, optional
+        Default: every rank has NICs of its own.
     """
 
     def __init__(
@@ -125,6 +115,7 @@ class Detector:
         clock: Clock,
         sequel: Callable[[PathKey, int], str],
         on_verdict: Callable[[Verdict], None],
+        port_map: PortMap | None = None,
     ) -> None:
         self._rank = rank
         self._nranks = nranks
@@ -136,9 +127,7 @@ class Detector:
         self._sequel = sequel
         self._on_verdict = on_verdict
         self._patience_s = config.probe_timeout_s + _REPLY_S
-        #: Until it is told better, every rank has NICs of its own.
-        alone = [str(each) for each in range(nranks)]
-        self.places = Places(lambda _: alone, _plain_name)
+        self._port_map = port_map or own_ports(nranks)
         self._news: dict[PathKey, _News] = {}
         self._open: dict[PathKey, _Case] = {}
         self._settled: dict[PathKey, _Case] = {}
@@ -280,13 +269,13 @@ class Detector:
             auxiliaries=choose_auxiliaries(
                 self._rank,
                 key,
-                nics=self.places.nics(key.rail),
+                nics=self._port_map.nics(key.rail),
                 rails=[rail for rail in rails if joins(rail) == joins(key.rail)],
                 is_up=self._is_up,
                 bad=self._bad(),
             ),
             rails=rails,
-            name=self.places.name,
+            name=self._port_map.name,
             patience_s=self._patience_s,
         )
         case = _Case(inquiry, self._paths[key], epoch, news is not None)
@@ -387,39 +376,6 @@ class Detector:
         return bad
 
 
-def places_of(rank: int, peers: Sequence[PeerInfo], nics: Sequence[Nic]) -> Places:
-    """Return NICs and names of ports as rank `rank` knows them.
-
-    Ranks of one host share a NIC if they gave the same address, or the same RDMA port, for a rail.
-
-    Parameters
-    ----------
-    rank : int
-    peers : sequence of PeerInfo
-        Of every rank.
-    nics : sequence of Nic
-        This rank's rails, by number: of its own ports the interface is known, of others' sockets
-        the address only.
-    """
-
-    def end(of: PeerInfo, rail: int) -> str:
-        addresses = [address for address, _ in of.rails]
-        return (*addresses, *of.hcas)[rail]
-
-    def nics_on(rail: int) -> Sequence[str]:
-        return [f"{info.host} {end(info, rail)}" for info in peers]
-
-    def name(of: int, rail: int) -> str:
-        what = nics[rail].name if of == rank else end(peers[of], rail)
-        return f"{_plain_name(of, rail)} ({peers[of].hostname} {what})"
-
-    return Places(nics_on, name)
-
-
-def _plain_name(rank: int, rail: int) -> str:
-    return f"rank {rank} rail {rail}"
-
-
 #: Inquiries at once; failures beyond wait, suspicions come again.
 MAX_INQUIRIES = 32
 #: Questions of one rank that are being answered at once: two inquiries' worth from each of its
@@ -437,4 +393,4 @@ _ECHO = "reported by rank "
 #: Characters of another rank's text that are kept, and of one's own that are sent.
 _TEXT_NCHARS = 500
 
-__all__ = ["MAX_INQUIRIES", "MAX_SERVED", "Detector", "Places", "places_of"]
+__all__ = ["MAX_INQUIRIES", "MAX_SERVED", "Detector"]

@@ -23,8 +23,8 @@ import socket
 import struct
 from collections.abc import Mapping
 
-from r2ccl.errors import decode_errno, describe_errno, is_exhaustion
 from r2ccl.clock import Clock
+from r2ccl.errors import decode_errno, describe_errno, is_exhaustion
 from r2ccl.transport.base import Probed
 from r2ccl.types import Nic, PathKey, ProbeKey
 

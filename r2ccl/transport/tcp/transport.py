@@ -28,9 +28,8 @@ from array import array
 from collections import deque
 from collections.abc import Mapping
 
-from r2ccl.errors import errno_name
 from r2ccl.clock import Clock, monotonic
-from r2ccl.errors import InternalError
+from r2ccl.errors import InternalError, errno_name
 from r2ccl.transport.base import (
     Arrived,
     Cleared,
