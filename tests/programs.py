@@ -261,7 +261,7 @@ def interrupted(victim: int) -> str:
                 return "KeyboardInterrupt"
         else:
             deadline = time.monotonic() + 30
-            while comm._engine.recovery.error is None and time.monotonic() < deadline:
+            while comm._engine.error is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             try:
                 comm.allreduce(np.ones(1 << 20))
@@ -281,7 +281,7 @@ def timed_out() -> str:
                 return str(exc)
         else:
             deadline = time.monotonic() + 10
-            while comm._engine.recovery.error is None and time.monotonic() < deadline:
+            while comm._engine.error is None and time.monotonic() < deadline:
                 time.sleep(0.01)
         comm.abort()
     return ""
