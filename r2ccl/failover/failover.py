@@ -22,7 +22,7 @@ from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.driver import Detector
 from r2ccl.failover.diagnosis.verdict import Finding, Kind, ProbeReply, ProbeRequest, Verdict
 from r2ccl.failover.failback.driver import Failback
-from r2ccl.failover.health.driver import Council
+from r2ccl.failover.health.driver import HealthAgreement
 from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.bypass import Bypasses
@@ -64,7 +64,10 @@ class Failover:
         self._control = context.control
         self._balance = links.balance
         self.revocation = Revocation(
-            context, links, fence_all=self.fence_all, no_rail=lambda peer: self._no_rail(peer, self._clock())
+            context,
+            links,
+            fence_all=self.fence_all,
+            no_rail=lambda peer: self._no_rail(peer, self._clock()),
         )
         self._joiner = Joiner(
             context.rank, context.transport, context.control.send, self._on_joined_path, self._clock
@@ -92,14 +95,14 @@ class Failover:
             bypasses=self._bypasses,
             share=self._port_share,
             look_into=self._look_into,
-            on_up=self._trust,
+            on_up=self._report_up,
         )
         self._watch = Watch(self._config.suspicion_timeout_s)
         self._join_by_s = 0.0
         #: Finds out what broke; the fail-stop baseline has none.
         self.detector = self._make_detector() if self._config.is_resilient else None
         #: Agrees with the others on what to plan with; nor has it that.
-        self.council = self._make_council() if self._config.is_resilient else None
+        self.agreement = self._make_agreement() if self._config.is_resilient else None
 
     def _make_bypasses(self) -> Bypasses:
         context = self._context
@@ -116,10 +119,10 @@ class Failover:
             clock=self._clock,
         )
 
-    def _make_council(self) -> Council:
+    def _make_agreement(self) -> HealthAgreement:
         nranks, nrails = self._context.nranks, self._context.nrails
         health = Health.whole(nranks, nrails, self._config.digest())
-        return Council(self._rank, health, control=self._control, clock=self._clock)
+        return HealthAgreement(self._rank, health, control=self._control, clock=self._clock)
 
     def _make_detector(self) -> Detector:
         return Detector(
@@ -197,7 +200,7 @@ class Failover:
             self.migration.fail(PathKey(peer, rail), cause)
         if self.detector is not None and not self.revocation.is_leaving:
             self.detector.port_down(rail, cause)
-        self._doubt(self._rank, rail)
+        self._report_down(self._rank, rail)
 
     def _port_up(self, rail: int) -> None:
         """Have the paths of a local port that came up probed soon, by whichever end does that."""
@@ -233,15 +236,17 @@ class Failover:
             self._joiner.kick(message.rail, peer)
         elif self.detector is not None and isinstance(message, ProbeRequest | ProbeReply | Finding):
             self.detector.on_message(peer, message)
-        elif self.council is not None and isinstance(message, Report | Prepare | Promise | Commit):
-            self.council.on_message(peer, message)
+        elif self.agreement is not None and isinstance(
+            message, Report | Prepare | Promise | Commit
+        ):
+            self.agreement.on_message(peer, message)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
         """The control plane gave `peer` up."""
         if self.revocation.spares(peer):
             return
-        if self.council is not None:
-            self.council.peer_lost(peer)
+        if self.agreement is not None:
+            self.agreement.peer_lost(peer)
         self.revocation.lose(peer, why, last_heard_s)
 
     # Time
@@ -267,10 +272,10 @@ class Failover:
                 self.detector.suspect(key)
         if self.detector is not None:
             self.detector.tick(now, is_calm=not self.migration.repairing)
-        if self.council is not None and not is_leaving:
-            self.council.tick(now)
+        if self.agreement is not None and not is_leaving:
+            self.agreement.tick(now)
             if self._balance is not None and self._balance.update(now):
-                self._weigh(self.council, self._balance)
+                self._report_bandwidth(self.agreement, self._balance)
         if self._bypasses is not None and not is_leaving:
             self._seek(self._bypasses, peers, now)
         for peer in peers:
@@ -341,25 +346,25 @@ class Failover:
         since_s = now - self.migration.cut_off_since[peer]
         return NoHealthyRail(rank=self._rank, peer=peer, since_s=since_s, causes=causes)
 
-    def _weigh(self, council: Council, balance: Balance) -> None:
+    def _report_bandwidth(self, agreement: HealthAgreement, balance: Balance) -> None:
         rates = {rail: round(rate / 1e6, 1) for rail, rate in balance.rates().items()}
         _log.info(
             "rank %d: rails carry %s sixteenths, measured at %s MB/s",
             self._rank, balance.weights, rates,
         )  # fmt: skip
-        council.weigh(balance.weights, balance.toward)
+        agreement.weigh(balance.weights, balance.toward)
 
     def _on_verdict(self, verdict: Verdict) -> None:
         """Doubt the port a verdict names; a peer's only if the peer itself did not name it."""
         peer, rail = verdict.path
         if verdict.kind is Kind.LOCAL_NIC:
-            self._doubt(self._rank, rail)
+            self._report_down(self._rank, rail)
         elif verdict.kind is Kind.REMOTE_NIC and verdict.readings:
-            self._doubt(peer, rail)
+            self._report_down(peer, rail)
 
-    def _doubt(self, rank: int, rail: int) -> None:
+    def _report_down(self, rank: int, rail: int) -> None:
         """Tell the others of a dead port, unless a path that is up shows that it carries."""
-        if self.council is None or self.revocation.is_leaving or self.is_over:
+        if self.agreement is None or self.revocation.is_leaving or self.is_over:
             return
         peers = self._peers if rank == self._rank else [rank]
         if not any(
@@ -367,15 +372,15 @@ class Failover:
             for peer in peers
             if not self._is_inside(peer)
         ):
-            self.council.doubt(rank, rail)
+            self.agreement.doubt(rank, rail)
 
-    def _trust(self, key: PathKey) -> None:
+    def _report_up(self, key: PathKey) -> None:
         """A path is up, so both its ports carry, unless it does not leave the node."""
-        if self.council is None or self.revocation.is_leaving or key.is_bypass:
+        if self.agreement is None or self.revocation.is_leaving or key.is_bypass:
             return
         if not self._is_inside(key.peer):
-            self.council.trust(self._rank, key.rail)
-            self.council.trust(*key)
+            self.agreement.trust(self._rank, key.rail)
+            self.agreement.trust(*key)
 
     def _is_inside(self, peer: int) -> bool:
         nodes = self._context.nodes
@@ -383,7 +388,7 @@ class Failover:
 
     def _port_share(self, rank: int, rail: int) -> float:
         """Share of its rate that a port carries, as far as this rank has heard."""
-        return 1.0 if self.council is None else self.council.known.health.share(rank, rail)
+        return 1.0 if self.agreement is None else self.agreement.known.health.share(rank, rail)
 
 
 #: Rounds of ways begun in one look: each takes file descriptors, and some of the loop's time.

@@ -30,7 +30,7 @@ from r2ccl.errors import CommunicatorRevoked, InternalError, R2cclError, Transpo
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.verdict import Verdict
 from r2ccl.failover.failover import Failover
-from r2ccl.failover.health.driver import Council, Known
+from r2ccl.failover.health.driver import HealthAgreement, Known
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.repairs import Repair
@@ -166,8 +166,8 @@ class Engine:
 
     def known_health(self) -> Known | None:
         """Return the newest health heard of; None: ranks agree on none."""
-        council = self._failover.council
-        return None if council is None else council.known
+        agreement = self._failover.agreement
+        return None if agreement is None else agreement.known
 
     def rails(self, nics: Sequence[Nic]) -> tuple[RailHealth, ...]:
         """Return the state of every rail; ``nics[i]`` is the local end of rail i."""
@@ -315,28 +315,28 @@ class Engine:
         R2cclError
             What ended the communicator, or TransportTimeout.
         """
-        council = self._failover.council
-        if council is None:
+        agreement = self._failover.agreement
+        if agreement is None:
             return None
         with self._owner:
             op = self._progress.op + 1
-            health = council.enter(op)
+            health = agreement.enter(op)
             if health is None:
-                health = self._await_health(council, op)
+                health = self._await_health(agreement, op)
         return health
 
-    def _await_health(self, council: Council, op: int) -> Health:
+    def _await_health(self, agreement: HealthAgreement, op: int) -> Health:
         found: list[Health] = []
 
         def has_entered() -> bool:
-            health = council.enter(op)
+            health = agreement.enter(op)
             if health is not None:
                 found.append(health)
             return health is not None
 
         def pending() -> Pending:
             doing = f"call {op}, before it is planned"
-            waits = tuple(Wait(peer, "agreement on the health") for peer in council.waits_for())
+            waits = tuple(Wait(peer, "agreement on the health") for peer in agreement.waits_for())
             return self._blocked(doing, waits=waits)
 
         self.check()

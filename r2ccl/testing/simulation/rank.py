@@ -156,8 +156,8 @@ class SimRank:
 
     def known_health(self) -> Health:
         """Return the newest health it has heard of."""
-        assert self.failover.council is not None
-        return self.failover.council.known.health
+        assert self.failover.agreement is not None
+        return self.failover.agreement.known.health
 
     def stop(self, duration_s: float) -> None:
         """Stand still, as SIGSTOP does it."""
@@ -313,8 +313,8 @@ class SimRank:
 
     def _enter(self) -> None:
         op = self.progress.op + 1
-        assert self.failover.council is not None
-        health = self.failover.council.enter(op)
+        assert self.failover.agreement is not None
+        health = self.failover.agreement.enter(op)
         if health is not None:
             self._checker.planned(self.rank, op, health, self._timeline.count)
             self._begin(health)
