@@ -19,7 +19,7 @@ from r2ccl.errors import NoHealthyRail
 from r2ccl.failover.bandwidth.protocol import Balance
 from r2ccl.failover.connector import Answer, Joiner, Offer, Ready, probe_keys
 from r2ccl.failover.context import RankContext
-from r2ccl.failover.diagnosis.driver import Detector
+from r2ccl.failover.diagnosis.driver import Diagnosis
 from r2ccl.failover.diagnosis.verdict import Finding, Kind, ProbeReply, ProbeRequest, Verdict
 from r2ccl.failover.failback.driver import Failback
 from r2ccl.failover.health.driver import HealthAgreement
@@ -100,7 +100,7 @@ class Failover:
         self._watch = Watch(self._config.suspicion_timeout_s)
         self._join_by_s = 0.0
         #: Finds out what broke; the fail-stop baseline has none.
-        self.detector = self._make_detector() if self._config.is_resilient else None
+        self.diagnosis = self._make_diagnosis() if self._config.is_resilient else None
         #: Agrees with the others on what to plan with; nor has it that.
         self.agreement = self._make_agreement() if self._config.is_resilient else None
 
@@ -124,8 +124,8 @@ class Failover:
         health = Health.whole(nranks, nrails, self._config.digest())
         return HealthAgreement(self._rank, health, control=self._control, clock=self._clock)
 
-    def _make_detector(self) -> Detector:
-        return Detector(
+    def _make_diagnosis(self) -> Diagnosis:
+        return Diagnosis(
             self._rank,
             self._context.nranks,
             paths=self._links.on_rails,
@@ -198,8 +198,8 @@ class Failover:
         """Fail the paths of a local port, and say why, also of those that failed before it did."""
         for peer in self._peers:
             self.migration.fail(PathKey(peer, rail), cause)
-        if self.detector is not None and not self.revocation.is_leaving:
-            self.detector.port_down(rail, cause)
+        if self.diagnosis is not None and not self.revocation.is_leaving:
+            self.diagnosis.port_down(rail, cause)
         self._report_down(self._rank, rail)
 
     def _port_up(self, rail: int) -> None:
@@ -234,8 +234,10 @@ class Failover:
         elif isinstance(message, PortUp):
             self.failback.port_up(PathKey(peer, message.rail))
             self._joiner.kick(message.rail, peer)
-        elif self.detector is not None and isinstance(message, ProbeRequest | ProbeReply | Finding):
-            self.detector.on_message(peer, message)
+        elif self.diagnosis is not None and isinstance(
+            message, ProbeRequest | ProbeReply | Finding
+        ):
+            self.diagnosis.on_message(peer, message)
         elif self.agreement is not None and isinstance(
             message, Report | Prepare | Promise | Commit
         ):
@@ -268,10 +270,10 @@ class Failover:
             # A queue pair that is broken says so itself, but not that its peer is only slow.
             if not self._transport.joins(key.rail):
                 self._probe(key)
-            if self.detector is not None:
-                self.detector.suspect(key)
-        if self.detector is not None:
-            self.detector.tick(now, is_calm=not self.migration.repairing)
+            if self.diagnosis is not None:
+                self.diagnosis.suspect(key)
+        if self.diagnosis is not None:
+            self.diagnosis.tick(now, is_calm=not self.migration.repairing)
         if self.agreement is not None and not is_leaving:
             self.agreement.tick(now)
             if self._balance is not None and self._balance.update(now):
@@ -334,8 +336,8 @@ class Failover:
 
     def _look_into(self, key: PathKey, epoch: int, cause: str, *, is_own: bool) -> None:
         # While all ranks leave, those that are done first close their ends.
-        if self.detector is not None and not self.revocation.is_leaving and not key.is_bypass:
-            self.detector.failed(key, epoch, cause, is_own=is_own)
+        if self.diagnosis is not None and not self.revocation.is_leaving and not key.is_bypass:
+            self.diagnosis.failed(key, epoch, cause, is_own=is_own)
 
     def _no_rail(self, peer: int, now: float) -> NoHealthyRail | None:
         """Make the error of a peer no path leads to; None: one does."""

@@ -161,8 +161,8 @@ class Engine:
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return what was last found to be wrong with each path."""
-        detector = self._failover.detector
-        return () if detector is None else detector.verdicts()
+        diagnosis = self._failover.diagnosis
+        return () if diagnosis is None else diagnosis.verdicts()
 
     def known_health(self) -> Known | None:
         """Return the newest health heard of; None: ranks agree on none."""
@@ -650,8 +650,8 @@ class Engine:
         self, doing: str, missing: dict[int, int] | None = None, waits: tuple[Wait, ...] = ()
     ) -> Pending:
         rank, now = self.rank, self._clock()
-        detector = self._failover.detector
-        slow = detector.slow_since(self._since_s) if detector is not None else ()
+        diagnosis = self._failover.diagnosis
+        slow = diagnosis.slow_since(self._since_s) if diagnosis is not None else ()
         return Pending(rank, doing, now, self._since_s, missing or {}, waits, slow)
 
 

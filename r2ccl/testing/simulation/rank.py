@@ -151,8 +151,8 @@ class SimRank:
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return what it last found to be wrong with each path."""
-        assert self.failover.detector is not None
-        return self.failover.detector.verdicts()
+        assert self.failover.diagnosis is not None
+        return self.failover.diagnosis.verdicts()
 
     def known_health(self) -> Health:
         """Return the newest health it has heard of."""
