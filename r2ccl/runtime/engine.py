@@ -35,7 +35,7 @@ from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.repairs import Repair
 from r2ccl.failover.revocation import Leaving, Revoke
-from r2ccl.runtime.desync_check import Calling, RollCall
+from r2ccl.runtime.desync_check import Calling, DesyncCheck
 from r2ccl.runtime.executor import LaneRun
 from r2ccl.runtime.progress import Computer, Progress, describe
 from r2ccl.runtime.status import (
@@ -137,7 +137,7 @@ class Engine:
         #: After an error: no path is in use any more.
         self._is_settled = False
         #: Who has called what, and the lanes of the collective under way.
-        self._roll = RollCall(context.peers, self.config.suspicion_timeout_s, control.send)
+        self._desync = DesyncCheck(context.peers, self.config.suspicion_timeout_s, control.send)
         self._runs: Sequence[LaneRun] = ()
         self._call = _Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", self._pending_call)
         self._waiting: _Patience | None = None
@@ -183,7 +183,7 @@ class Engine:
         last_heard : callable
             Rank to the clock's reading of its last sign of life.
         """
-        pending, ops = self.pending(), last_ops(self._links.paths, self._roll)
+        pending, ops = self.pending(), last_ops(self._links.paths, self._desync)
         held = self._failover.failback.held()
         op, signature, left = self.op, self._progress.signature, self._runs
         doing = Operation(op, describe(signature), tuple(run.remaining for run in left))
@@ -282,7 +282,7 @@ class Engine:
             self._progress.step()
 
     def _on_calling(self, peer: int, op: int) -> None:
-        self._roll.on_calling(peer, op, self._progress.op)
+        self._desync.on_calling(peer, op, self._progress.op)
 
     # Called by the user's thread
 
@@ -376,8 +376,8 @@ class Engine:
                 consumers = {at: run for run in runs for at in run.channels}
                 progress.begin(signature, consumers, computer)
                 self._runs = runs
-                if self._roll.askers:
-                    self._roll.called(progress.op)
+                if self._desync.askers:
+                    self._desync.called(progress.op)
                 self.check()
                 for run in runs:
                     run.advance()
@@ -525,7 +525,7 @@ class Engine:
             if self._runs:
                 activity = sum(path.activity for path in self._links.paths.values())
                 is_late = now >= deadline - patience.timeout_s / 2
-                self._roll.look(now, self._progress.op, activity, is_late, self._absent)
+                self._desync.look(now, self._progress.op, activity, is_late, self._absent)
         self.check()
         if now >= deadline:
             raise _timeout(patience)
@@ -639,12 +639,12 @@ class Engine:
         )
 
     def _pending_leave(self) -> Pending:
-        ops = last_ops(self._links.paths, self._roll)
+        ops = last_ops(self._links.paths, self._desync)
         waited = ops.keys() - self._revocation.left
         return self._blocked("close()", {peer: ops[peer] for peer in waited})
 
     def _absent(self) -> dict[int, int]:
-        return absent(self._links.paths, self._roll, self._progress.op)
+        return absent(self._links.paths, self._desync, self._progress.op)
 
     def _blocked(
         self, doing: str, missing: dict[int, int] | None = None, waits: tuple[Wait, ...] = ()

@@ -20,7 +20,7 @@ from r2ccl.failover.health.driver import Known
 from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.failover.migration.repairs import Repair
-from r2ccl.runtime.desync_check import RollCall
+from r2ccl.runtime.desync_check import DesyncCheck
 from r2ccl.runtime.executor import LaneRun
 from r2ccl.types import Nic, PathKey, rail_name
 
@@ -290,7 +290,7 @@ def waits_for_confirmation(links: Links, *, is_eager_too: bool) -> tuple[Wait, .
     )
 
 
-def last_ops(paths: Mapping[PathKey, Path], roll: RollCall) -> dict[int, int]:
+def last_ops(paths: Mapping[PathKey, Path], roll: DesyncCheck) -> dict[int, int]:
     """Peer to the last collective it was seen in, by its slices or its own word; 0: none."""
     found = dict(roll.said)
     for key, path in paths.items():
@@ -298,7 +298,7 @@ def last_ops(paths: Mapping[PathKey, Path], roll: RollCall) -> dict[int, int]:
     return found
 
 
-def absent(paths: Mapping[PathKey, Path], roll: RollCall, op: int) -> dict[int, int]:
+def absent(paths: Mapping[PathKey, Path], roll: DesyncCheck, op: int) -> dict[int, int]:
     """Peers not seen in collective `op`, or later, and where they were seen last."""
     return {peer: seen for peer, seen in last_ops(paths, roll).items() if seen < op}
 
