@@ -354,7 +354,7 @@ class Failover:
             "rank %d: rails carry %s sixteenths, measured at %s MB/s",
             self._rank, balance.weights, rates,
         )  # fmt: skip
-        agreement.weigh(balance.weights, balance.toward)
+        agreement.report_bandwidth(balance.weights, balance.toward)
 
     def _on_verdict(self, verdict: Verdict) -> None:
         """Doubt the port a verdict names; a peer's only if the peer itself did not name it."""
@@ -374,15 +374,15 @@ class Failover:
             for peer in peers
             if not self._is_inside(peer)
         ):
-            self.agreement.doubt(rank, rail)
+            self.agreement.report_down(rank, rail)
 
     def _report_up(self, key: PathKey) -> None:
         """A path is up, so both its ports carry, unless it does not leave the node."""
         if self.agreement is None or self.revocation.is_leaving or key.is_bypass:
             return
         if not self._is_inside(key.peer):
-            self.agreement.trust(self._rank, key.rail)
-            self.agreement.trust(*key)
+            self.agreement.report_up(self._rank, key.rail)
+            self.agreement.report_up(*key)
 
     def _is_inside(self, peer: int) -> bool:
         nodes = self._context.nodes

@@ -290,17 +290,17 @@ def waits_for_confirmation(links: Links, *, is_eager_too: bool) -> tuple[Wait, .
     )
 
 
-def last_ops(paths: Mapping[PathKey, Path], roll: DesyncCheck) -> dict[int, int]:
+def last_ops(paths: Mapping[PathKey, Path], desync: DesyncCheck) -> dict[int, int]:
     """Peer to the last collective it was seen in, by its slices or its own word; 0: none."""
-    found = dict(roll.said)
+    found = dict(desync.said)
     for key, path in paths.items():
         found[key.peer] = max(found[key.peer], path.op)
     return found
 
 
-def absent(paths: Mapping[PathKey, Path], roll: DesyncCheck, op: int) -> dict[int, int]:
+def absent(paths: Mapping[PathKey, Path], desync: DesyncCheck, op: int) -> dict[int, int]:
     """Peers not seen in collective `op`, or later, and where they were seen last."""
-    return {peer: seen for peer, seen in last_ops(paths, roll).items() if seen < op}
+    return {peer: seen for peer, seen in last_ops(paths, desync).items() if seen < op}
 
 
 def path_entries(links: Links) -> tuple[PathEntry, ...]:

@@ -54,7 +54,7 @@ class World:
 def test_what_one_rank_doubts_all_ranks_know_and_when() -> None:
     world = World()
     world.now = 7.0
-    world.agreements[2].doubt(2, 1)
+    world.agreements[2].report_down(2, 1)
     world.deliver()
     for agreement in world.agreements:
         assert agreement.known.health.share(2, 1) == 0
@@ -64,15 +64,15 @@ def test_what_one_rank_doubts_all_ranks_know_and_when() -> None:
 def test_a_doubt_is_told_once_and_taken_back_once() -> None:
     world = World()
     agreement = world.agreements[1]
-    agreement.trust(1, 0)
+    agreement.report_up(1, 0)
     assert not world.queue, "there is nothing to take back"
     for _ in range(2):
-        agreement.doubt(1, 0)
+        agreement.report_down(1, 0)
     assert len(world.queue) == 1
     world.deliver()
     world.now += 1.0
     for _ in range(2):
-        agreement.trust(1, 0)
+        agreement.report_up(1, 0)
     assert len(world.queue) == 1
     world.deliver()
     assert world.versions() == [2, 2, 2]
@@ -82,24 +82,24 @@ def test_a_doubt_is_told_once_and_taken_back_once() -> None:
 def test_who_else_doubts_a_rail_must_take_it_back_too() -> None:
     world = World()
     for agreement in world.agreements[1:]:
-        agreement.doubt(1, 0)
+        agreement.report_down(1, 0)
     world.deliver()
     world.now += 1.0
     world.agreements[0].tick(world.now)
-    world.agreements[1].trust(1, 0)
+    world.agreements[1].report_up(1, 0)
     world.deliver()
     assert world.agreements[0].known.health.share(1, 0) == 0
 
 
 def test_what_a_rank_measures_of_its_rails_all_ranks_plan_with() -> None:
     world = World()
-    world.agreements[1].weigh({0: 16, 1: 4}, TOWARD)
+    world.agreements[1].report_bandwidth({0: 16, 1: 4}, TOWARD)
     world.deliver()
     assert [agreement.known.health.share(1, 1) for agreement in world.agreements] == [4, 4, 4]
-    world.agreements[1].weigh({0: 16, 1: 4}, TOWARD)
+    world.agreements[1].report_bandwidth({0: 16, 1: 4}, TOWARD)
     assert not world.queue, "nothing is new"
     world.now += 1.0
-    world.agreements[1].weigh({0: 16, 1: 16}, TOWARD)
+    world.agreements[1].report_bandwidth({0: 16, 1: 16}, TOWARD)
     world.deliver()
     assert world.agreements[0].known.health.degraded() == ()
 
@@ -109,11 +109,11 @@ def test_a_rail_that_was_slow_and_went_down_is_slow_again_when_it_is_back() -> N
     agreement = world.agreements[1]
     shares = []
     for news in (
-        lambda: agreement.weigh({0: 16, 1: 4}, TOWARD),
-        lambda: agreement.doubt(1, 1),
-        lambda: agreement.weigh({0: 16, 1: 8}, TOWARD),
-        lambda: agreement.trust(1, 1),
-        lambda: agreement.weigh({0: 16, 1: 16}, TOWARD),
+        lambda: agreement.report_bandwidth({0: 16, 1: 4}, TOWARD),
+        lambda: agreement.report_down(1, 1),
+        lambda: agreement.report_bandwidth({0: 16, 1: 8}, TOWARD),
+        lambda: agreement.report_up(1, 1),
+        lambda: agreement.report_bandwidth({0: 16, 1: 16}, TOWARD),
     ):
         news()
         world.deliver()
@@ -129,7 +129,7 @@ def test_a_collective_waits_while_a_promise_holds_it_and_says_for_whom() -> None
     world = World()
     for agreement in world.agreements:
         assert agreement.enter(1) is not None
-    world.agreements[0].doubt(0, 0)  # the coordinator has promised; nobody else has yet
+    world.agreements[0].report_down(0, 0)  # the coordinator has promised; nobody else has yet
     agreement = world.agreements[0]
     assert agreement.enter(2) is not None
     assert agreement.enter(3) is None
@@ -148,7 +148,7 @@ def test_collectives_started_while_nothing_was_under_way_are_in_the_promise() ->
         for agreement in world.agreements:
             assert agreement.enter(op) is not None
     world.agreements[0].enter(1_001)
-    world.agreements[2].doubt(2, 0)
+    world.agreements[2].report_down(2, 0)
     world.deliver()
     plans = [
         [agreement.enter(op) for op in (1_001, 1_002, 1_003)] for agreement in world.agreements[1:]
@@ -168,7 +168,7 @@ def test_nothing_starts_after_a_rank_is_lost_and_what_is_known_can_be_read() -> 
     agreement = world.agreements[1]
     agreement.peer_lost(0)
     assert agreement.enter(1) is None
-    agreement.doubt(1, 0)
+    agreement.report_down(1, 0)
     assert not world.queue
     assert agreement.known.health.version == 0
 
@@ -177,7 +177,7 @@ def test_a_round_that_takes_long_is_reported_with_who_is_missing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world = World()
-    world.agreements[0].doubt(0, 0)
+    world.agreements[0].report_down(0, 0)
     with caplog.at_level(logging.WARNING, "r2ccl.failover.health.driver"):
         for _ in range(60):
             world.now += 0.02

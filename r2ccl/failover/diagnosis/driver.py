@@ -59,7 +59,7 @@ class _News:
 class _Case:
     """An path_diagnosis about `epoch` of its path; `has_failed`: it is more than a suspicion."""
 
-    __slots__ = ("activity", "epoch", "has_failed", "path_diagnosis", "numbers", "said")
+    __slots__ = ("activity", "epoch", "has_failed", "numbers", "path_diagnosis", "said")
 
     def __init__(
         self, path_diagnosis: PathDiagnosis, path: Path, epoch: int, has_failed: bool

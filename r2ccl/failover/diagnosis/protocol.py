@@ -369,8 +369,8 @@ __all__ = [
     "Ask",
     "AskRank",
     "Auxiliary",
-    "PathDiagnosis",
     "OtherRail",
+    "PathDiagnosis",
     "ThirdRank",
     "choose_auxiliaries",
 ]

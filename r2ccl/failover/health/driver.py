@@ -95,19 +95,19 @@ class HealthAgreement:
 
     # What this rank finds
 
-    def doubt(self, rank: int, rail: int) -> None:
+    def report_down(self, rank: int, rail: int) -> None:
         """Report that `rail` of `rank` carries nothing; once."""
         if (rank, rail) not in self._down:
             self._down.add((rank, rail))
             self._report([(rank, rail)])
 
-    def trust(self, rank: int, rail: int) -> None:
+    def report_up(self, rank: int, rail: int) -> None:
         """Take back that it is down, if this rank said so."""
         if (rank, rail) in self._down:
             self._down.remove((rank, rail))
             self._report([(rank, rail)])
 
-    def weigh(self, weights: Mapping[int, int], toward: Mapping[int, int]) -> None:
+    def report_bandwidth(self, weights: Mapping[int, int], toward: Mapping[int, int]) -> None:
         """Report what this rank's rails carry, of those that carry anything.
 
         Parameters
