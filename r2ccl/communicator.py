@@ -554,18 +554,18 @@ class Communicator:
         return self._engine.pending()
 
     def dump(self) -> str:
-        """Return the whole ledger as one line of JSON.
+        """Return the whole status as one line of JSON.
 
         The call under way, what it waits for, every path, link, peer and repair: the fields are
-        those of `r2ccl.runtime.status.Ledger`.
+        those of `r2ccl.runtime.status.Status`.
 
         Notes
         -----
         *Local*, in any thread, at once.
         """
         peers = [info for info in self._control.peers if info.rank != self.rank]
-        ledger = self._engine.ledger(peers, self._control.last_heard)
-        return msgspec.json.encode(ledger).decode()
+        read = self._engine.status(peers, self._control.last_heard)
+        return msgspec.json.encode(read).decode()
 
     def dump_on_signal(self, signum: int = signal.SIGUSR1) -> None:
         """Write `dump` to stderr, or to ``R2CC_DUMP_FILE``, whenever `signum` comes.

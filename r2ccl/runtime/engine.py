@@ -40,10 +40,10 @@ from r2ccl.runtime.executor import LaneRun
 from r2ccl.runtime.progress import Computer, Progress, describe
 from r2ccl.runtime.status import (
     Held,
-    Ledger,
     Operation,
     Pending,
     RailHealth,
+    Status,
     Wait,
     absent,
     agreed,
@@ -173,7 +173,7 @@ class Engine:
         """Return the state of every rail; ``nics[i]`` is the local end of rail i."""
         return rails(self._links.on_rails, self.repairs(), nics)
 
-    def ledger(self, peers: Iterable[PeerInfo], last_heard: Callable[[int], float]) -> Ledger:
+    def status(self, peers: Iterable[PeerInfo], last_heard: Callable[[int], float]) -> Status:
         """Read what is under way and waited for.
 
         Parameters
@@ -187,7 +187,7 @@ class Engine:
         held = self._failover.failback.held()
         op, signature, left = self.op, self._progress.signature, self._runs
         doing = Operation(op, describe(signature), tuple(run.remaining for run in left))
-        return Ledger(
+        return Status(
             rank=self.rank,
             nranks=self.nranks,
             now_s=pending.now_s,

@@ -1,4 +1,4 @@
-"""The ledger: what a rank has under way and what it waits for, as values and in words.
+"""What a rank has under way and what it waits for, as values and in words.
 
 Read in any thread, also by a signal handler, and without a lock, so that a loop that hangs does
 not keep it from being read: each table is copied in one step, and numbers that belong together may
@@ -247,7 +247,7 @@ class Held(msgspec.Struct, frozen=True):
     hold_s: float
 
 
-class Ledger(msgspec.Struct, frozen=True):
+class Status(msgspec.Struct, frozen=True):
     """Everything one rank has under way; ``error`` is what ended the communicator, if anything."""
 
     rank: int
@@ -407,7 +407,7 @@ __all__ = [
     "Agreed",
     "HealthReport",
     "Held",
-    "Ledger",
+    "Status",
     "LinkEntry",
     "Operation",
     "PathEntry",
