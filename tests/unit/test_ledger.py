@@ -151,7 +151,7 @@ class World:
 
     def read(self) -> status.Status:
         peers = [PeerInfo(rank, f"host{rank}/boot/7", 100 + rank, (), ()) for rank in (1, 2)]
-        return self.engine.ledger(peers, lambda rank: 0.5)
+        return self.engine.status(peers, lambda rank: 0.5)
 
 
 def ready(*joined: int) -> World:
