@@ -37,7 +37,7 @@ from r2ccl.failover.diagnosis.verdict import Verdict
 from r2ccl.failover.health.driver import Known
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.repairs import Repair
-from r2ccl.failover.shrink.driver import Tidings, regroup
+from r2ccl.failover.shrink.driver import EventQueue, regroup
 from r2ccl.failover.shrink.protocol import Shrinking
 from r2ccl.gpu.collectives import DeviceCalls
 from r2ccl.gpu.hardware import Hardware
@@ -49,7 +49,7 @@ from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.buffers import Buffer, as_buffer
 from r2ccl.runtime.arrays.cuda import DeviceBuffer
 from r2ccl.runtime.async_work import Task, Work, Worker
-from r2ccl.runtime.collectives import HostCalls
+from r2ccl.runtime.collectives import HostCollectives
 from r2ccl.runtime.ending import Ending
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.entry import Entry
@@ -138,7 +138,7 @@ class Communicator:
         self._plans = Plans(self.rank, self.nranks, fabric, config)
         pool = LandingPool(transport.allocate)
         self._entry = Entry(self._engine, self._plans, self._whole)
-        self._host = HostCalls(self._engine, self._entry, pool)
+        self._host = HostCollectives(self._engine, self._entry, pool)
         self._worker = Worker(f"r2ccl-worker-{self.rank}", self._turn, self._on_call_error)
         self._on_device = DeviceCalls(
             self.rank,
@@ -152,7 +152,7 @@ class Communicator:
             f"r2ccl-ending-{self.rank}",
             (self._end_calls, control.close, self._end_data),
         )
-        self._tidings = Tidings(self._engine)
+        self._event_queue = EventQueue(self._engine)
 
     def connect(self) -> None:
         """Start the control plane and connect every rail; `r2ccl.init` calls it."""
@@ -161,7 +161,7 @@ class Communicator:
             forking.hold(self, Communicator._descriptors, Communicator._disable)
             if self.config.dump_signal:
                 self.dump_on_signal(signal.Signals[self.config.dump_signal])
-            self._control.start(self._tidings)
+            self._control.start(self._event_queue)
             self._monitor = self._watch_carriers()
             self._engine.start()
             if self._is_measured():
@@ -613,7 +613,7 @@ class Communicator:
             self.abort("close() was called while a collective was under way")
             return
         if self._is_closed:
-            self._tidings.end("close() was called")
+            self._event_queue.end("close() was called")
             self._free(_LEAVE_S)
             return
         self._is_closed = True
@@ -644,7 +644,7 @@ class Communicator:
         self._is_closed = True
         if not self._is_left and not self._is_forked:
             self._engine.revoke(why)
-            self._tidings.end(why)
+            self._event_queue.end(why)
         self._free(_ABORT_S)
 
     def revoke(self, why: str = "revoke() was called") -> None:
@@ -707,7 +707,7 @@ class Communicator:
         self._is_closed = True
         leave_s = _ABORT_S
         try:
-            successor = regroup(table, self._tidings, self._control, self._assemble)
+            successor = regroup(table, self._event_queue, self._control, self._assemble)
             leave_s = _LEAVE_S
         finally:
             self._free(leave_s)

@@ -338,7 +338,7 @@ def does_not_shrink() -> str:
         comm.barrier()
     if comm.rank == 1:
         deadline = time.monotonic() + 40
-        while len(comm._tidings._news) < 4 and time.monotonic() < deadline:
+        while len(comm._event_queue._news) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)  # two Views, and two Goodbyes when the others have given up
     try:
         comm.shrink()

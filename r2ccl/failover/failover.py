@@ -17,7 +17,7 @@ import msgspec
 from r2ccl.bootstrap.messages import Goodbye
 from r2ccl.errors import NoHealthyRail
 from r2ccl.failover.bandwidth.protocol import Balance
-from r2ccl.failover.connector import Answer, Joiner, Offer, Ready, probe_keys
+from r2ccl.failover.connector import Answer, Connector, Offer, Ready, probe_keys
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.driver import Diagnosis
 from r2ccl.failover.diagnosis.verdict import Finding, Kind, ProbeReply, ProbeRequest, Verdict
@@ -30,7 +30,7 @@ from r2ccl.failover.migration.driver import NO_CARRIER, PORT_ERR, Migration
 from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import Announcement, Path, PathState
 from r2ccl.failover.migration.watch import Watch
-from r2ccl.failover.probes import Probing
+from r2ccl.failover.probes import Probes
 from r2ccl.failover.revocation import Leaving, Revocation, Revoke, Spared
 from r2ccl.transport.base import Joined, Probed, RailChanged
 from r2ccl.types import PathKey, ProbeKey
@@ -69,19 +69,19 @@ class Failover:
             fence_all=self.fence_all,
             no_rail=lambda peer: self._no_rail(peer, self._clock()),
         )
-        self._joiner = Joiner(
+        self._connector = Connector(
             context.rank, context.transport, context.control.send, self._on_joined_path, self._clock
         )
         needed = probe_keys(self._peers, context.joined) if self._config.is_resilient else ()
         #: Signs of life, for whoever asks.
-        self.probing = Probing(context.transport, self._joiner, needed)
+        self.probes = Probes(context.transport, self._connector, needed)
         #: Ways round where rails do not lead; the fail-stop baseline has none.
         self._bypasses = self._make_bypasses() if context.has_bypasses else None
         #: Brings back what failed.
         self.failback = Failback(
             self._config,
             self._clock,
-            ask=self.probing.ask,
+            ask=self.probes.ask,
             connect=self._connect,
             is_alone=lambda peer: not self.migration.up(peer),
         )
@@ -90,7 +90,7 @@ class Failover:
             context,
             links,
             revocation=self.revocation,
-            joiner=self._joiner,
+            connector=self._connector,
             failback=self.failback,
             bypasses=self._bypasses,
             share=self._port_share,
@@ -131,7 +131,7 @@ class Failover:
             paths=self._links.on_rails,
             transport=self._transport,
             control=self._control,
-            ask=self.probing.ask,
+            ask=self.probes.ask,
             config=self._config,
             clock=self._clock,
             sequel=self.migration.log.sequel,
@@ -153,12 +153,12 @@ class Failover:
 
     def fence_all(self) -> None:
         """Begin to take every path out of use; whoever steps the loop sees when they are."""
-        self._joiner.close()
+        self._connector.close()
         self.migration.fence_all()
 
     def obstacles(self, peer: int) -> list[str]:
         """Say why paths to `peer` are not up, as far as this end knows; any thread."""
-        return [*self._control.obstacles(peer), *self._joiner.obstacles(peer)]
+        return [*self._control.obstacles(peer), *self._connector.obstacles(peer)]
 
     def set_nominal_rate(self, rate: int) -> None:
         """Set the rate of a whole rail, in bytes/s."""
@@ -178,7 +178,7 @@ class Failover:
     def on_rail(self, event: RailChanged) -> None:
         """The device of a rail says that its port changed."""
         if event.is_up:
-            self._joiner.kick(event.rail)
+            self._connector.kick(event.rail)
             self._port_up(event.rail)
         else:
             why = event.why or "the port of the RDMA NIC is down"
@@ -186,13 +186,13 @@ class Failover:
 
     def on_joined(self, event: Joined) -> None:
         """An end this rank called with has proved itself, or not."""
-        self._joiner.on_joined(event)
+        self._connector.on_joined(event)
         if isinstance(event.key, ProbeKey) and not event.error:
             self.failback.hurry(PathKey(event.key.peer, event.key.rail))
 
     def on_probed(self, event: Probed) -> None:
         """Tell who asked for a sign of life."""
-        self.probing.on_probed(event, is_over=self.is_over)
+        self.probes.on_probed(event, is_over=self.is_over)
 
     def _port_down(self, rail: int, cause: str) -> None:
         """Fail the paths of a local port, and say why, also of those that failed before it did."""
@@ -230,10 +230,10 @@ class Failover:
         elif self.is_over:
             return
         elif isinstance(message, Offer | Answer | Ready):
-            self._joiner.on_message(peer, message)
+            self._connector.on_message(peer, message)
         elif isinstance(message, PortUp):
             self.failback.port_up(PathKey(peer, message.rail))
-            self._joiner.kick(message.rail, peer)
+            self._connector.kick(message.rail, peer)
         elif self.diagnosis is not None and isinstance(
             message, ProbeRequest | ProbeReply | Finding
         ):
@@ -261,10 +261,10 @@ class Failover:
         # Else an eager slice that no other one follows would be waited for without end.
         self._links.confirm_all()
         self._transport.flush()
-        if self.probing.unjoined and (self.migration.is_whole or now >= self._join_by_s):
+        if self.probes.unjoined and (self.migration.is_whole or now >= self._join_by_s):
             # Once the paths are up, or as many as will be.
-            self.probing.join()
-        self._joiner.tick(now, is_calm=is_calm)
+            self.probes.join()
+        self._connector.tick(now, is_calm=is_calm)
         self.failback.tick(now)
         for key in self._watch.look(now, self._watched()):
             # A queue pair that is broken says so itself, but not that its peer is only slow.
@@ -309,7 +309,7 @@ class Failover:
 
     def _probe(self, key: PathKey) -> None:
         path = self._links.paths[key]
-        self.probing.ask(
+        self.probes.ask(
             ProbeKey(key.peer, key.rail, key.rail),
             partial(self._probed, path, path.epoch, path.activity),
         )

@@ -35,7 +35,7 @@ _INT64 = CODES[np.dtype(np.int64)]
 _UINT8 = CODES[np.dtype(np.uint8)]
 
 
-class HostCalls:
+class HostCollectives:
     """Host memory's part of a communicator.
 
     Parameters
@@ -150,4 +150,4 @@ class HostCalls:
         return self._scratch[: array.nbytes].view(array.dtype)
 
 
-__all__ = ["HostCalls"]
+__all__ = ["HostCollectives"]

@@ -24,7 +24,7 @@ def ask(comm: r2ccl.Communicator, key: ProbeKey) -> bool | None:
     """Ask, and wait for the answer; the control thread moves the loop."""
     engine: Any = comm._engine
     told: list[Any] = []
-    engine.call(lambda: engine._failover.probing.ask(key, told.append))
+    engine.call(lambda: engine._failover.probes.ask(key, told.append))
     give_up = time.monotonic() + PATIENCE_S
     while not told:
         assert time.monotonic() < give_up, f"no word about {key}"

@@ -23,7 +23,7 @@ from r2ccl import errors
 from r2ccl.config import Config
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.migration.link import SendLink
-from r2ccl.failover.shrink.driver import Tidings, regroup
+from r2ccl.failover.shrink.driver import EventQueue, regroup
 from r2ccl.failover.shrink.protocol import Shrinking
 from r2ccl.runtime.arrays.buffers import as_buffer
 from r2ccl.runtime.engine import Engine
@@ -320,10 +320,10 @@ def peer_dies() -> None:
 def all_the_others_are_lost() -> None:
     alone: Any = SimpleNamespace(rank=0, nranks=3, setting=SimpleNamespace(config=Config()))
     quiet: Any = Still()
-    tidings = Tidings(quiet)
+    event_queue = EventQueue(quiet)
     for peer in (1, 2):
-        tidings.on_peer_lost(peer, "its process died", 0.1)
-    regroup(Shrinking(0, 3), tidings, alone, quiet.make)
+        event_queue.on_peer_lost(peer, "its process died", 0.1)
+    regroup(Shrinking(0, 3), event_queue, alone, quiet.make)
 
 
 def call_after_the_end() -> None:

@@ -418,7 +418,7 @@ def test_whoever_asks_is_told_once() -> None:
     told: list[Probed] = []
     key = ProbeKey(1, 0, 1)
     for _ in range(2):
-        world.failover.probing.ask(key, told.append)
+        world.failover.probes.ask(key, told.append)
     event = Probed(key, True, "")
     world.failover.on_probed(event)
     assert told == [event, event]

@@ -22,7 +22,7 @@ from r2ccl.gpu.gpudirect import Direct
 from r2ccl.gpu.hierarchical import TieredCalls
 from r2ccl.gpu.peer import NodeCalls
 from r2ccl.gpu.staged import Bounce, DeviceCall
-from r2ccl.runtime.collectives import HostCalls
+from r2ccl.runtime.collectives import HostCollectives
 from r2ccl.runtime.executor import LandingPool
 from r2ccl.testing.fakedevice.forms import FakeLauncher
 from r2ccl.topology.machine import Machine
@@ -36,7 +36,9 @@ class Caller:
 
     def __init__(self, rank: Rank, machine: Machine | None, labels: list[str]) -> None:
         self.rank = rank
-        host = HostCalls(rank.engine, rank.entry, LandingPool(lambda n: np.empty(n, np.uint8)))
+        host = HostCollectives(
+            rank.engine, rank.entry, LandingPool(lambda n: np.empty(n, np.uint8))
+        )
         kernels = FakeLauncher(rank.device)
         hardware = OneCard(rank.device, kernels, machine)
         ways = Ways(

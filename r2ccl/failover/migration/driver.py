@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from r2ccl.errors import CompletionError, RailDown, TransportError
-from r2ccl.failover.connector import Joiner
+from r2ccl.failover.connector import Connector
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.failback.driver import Failback
 from r2ccl.failover.migration.bypass import Bypasses
@@ -51,7 +51,7 @@ class Migration:
     links : Links
     revocation : Revocation
         Whether the communicator has ended.
-    joiner : Joiner
+    connector : Connector
         Connects what two ends join by exchanging cards.
     failback : Failback
         Told which paths failed and which are up.
@@ -71,7 +71,7 @@ class Migration:
         links: Links,
         *,
         revocation: Revocation,
-        joiner: Joiner,
+        connector: Connector,
         failback: Failback,
         bypasses: Bypasses | None,
         share: Callable[[int, int], float],
@@ -86,7 +86,7 @@ class Migration:
         self._links = links
         self._paths = links.paths
         self._revocation = revocation
-        self._joiner = joiner
+        self._connector = connector
         self._failback = failback
         self._bypasses = bypasses
         self._port_share = share
@@ -300,7 +300,7 @@ class Migration:
             return  # dialed again when it is needed
         # What may still be connecting is of the epoch that has just ended.
         if self._transport.joins(rail):
-            self._joiner.cancel(path.key)
+            self._connector.cancel(path.key)
         else:
             self._control.cancel_path(peer, rail)
         self._failback.failed(path.key)
@@ -310,7 +310,7 @@ class Migration:
         peer, rail = key
         epoch = self._paths[key].epoch
         if not key.is_bypass and self._transport.joins(rail):
-            self._joiner.begin(key, epoch)
+            self._connector.begin(key, epoch)
         elif self._rank < peer:
             self._control.dial_path(peer, rail, epoch)
         else:

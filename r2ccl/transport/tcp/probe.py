@@ -53,7 +53,7 @@ class _Probe:
         self.unmade = ""
 
 
-class Knocker:
+class TcpProber:
     """The probes of one transport.
 
     Parameters
@@ -262,4 +262,4 @@ def _connect(
     return code, not is_exhaustion(code)
 
 
-__all__ = ["Address", "Knocker"]
+__all__ = ["Address", "TcpProber"]
