@@ -108,7 +108,7 @@ class TcpProber:
             self._done.append(Probed(key, None, "this transport knows no such rail or rank"))
             return
         self._probes[key] = probe = _Probe(key)
-        self._knock(probe, self._clock())
+        self._send_probe(probe, self._clock())
 
     def on_ready(self, fd: int) -> None:
         """Take the outcome of the connect `fd`; any other descriptor is ignored."""
@@ -131,7 +131,7 @@ class TcpProber:
                 if probe.nsent == _NKNOCKS:
                     self._end(probe, False, probe.detail or "no answer to any connect")
                 else:
-                    self._knock(probe, now)
+                    self._send_probe(probe, now)
         done, self._done = self._done, []
         return done
 
@@ -154,7 +154,7 @@ class TcpProber:
             self._drop(probe)
         self._done.clear()
 
-    def _knock(self, probe: _Probe, now: float) -> None:
+    def _send_probe(self, probe: _Probe, now: float) -> None:
         key = probe.key
         probe.nsent += 1
         probe.due_s = now + self._interval_s
