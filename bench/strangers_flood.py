@@ -21,7 +21,7 @@ _HELD = 64
 _LOOK_EVERY = 100
 
 
-def knock(target: tuple[str, int]) -> socket.socket:
+def probe_port(target: tuple[str, int]) -> socket.socket:
     """Begin a connection; the kernels go on with it."""
     sock = socket.socket()
     sock.setblocking(False)
@@ -39,7 +39,7 @@ def main() -> None:
     held: deque[socket.socket] = deque()
     count = 0
     while count % _LOOK_EVERY or not select.select([sys.stdin], [], [], 0)[0]:
-        held.append(knock(targets[count % len(targets)]))
+        held.append(probe_port(targets[count % len(targets)]))
         if len(held) > _HELD:
             held.popleft().close()
         count += 1

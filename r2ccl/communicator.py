@@ -31,12 +31,13 @@ from r2ccl.errors import (
     TransportError,
     TransportTimeout,
 )
-from r2ccl.failover.diagnosis.driver import places_of
+from r2ccl.failover.context import RankContext
+from r2ccl.failover.diagnosis.port_map import port_map_of
 from r2ccl.failover.diagnosis.verdict import Verdict
 from r2ccl.failover.health.driver import Known
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.repairs import Repair
-from r2ccl.failover.shrink.driver import Tidings, regroup
+from r2ccl.failover.shrink.driver import EventQueue, regroup
 from r2ccl.failover.shrink.protocol import Shrinking
 from r2ccl.gpu.collectives import DeviceCalls
 from r2ccl.gpu.hardware import Hardware
@@ -48,7 +49,7 @@ from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.buffers import Buffer, as_buffer
 from r2ccl.runtime.arrays.cuda import DeviceBuffer
 from r2ccl.runtime.async_work import Task, Work, Worker
-from r2ccl.runtime.collectives import HostCalls
+from r2ccl.runtime.collectives import HostCollectives
 from r2ccl.runtime.ending import Ending
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.entry import Entry
@@ -117,23 +118,27 @@ class Communicator:
         self._caller = 0
         self._monitor: LinkMonitor | None = None
         self._signal_dump: SignalDump | None = None
-        self._engine = Engine(
+        nodes = _nodes(control.peers)
+        context = RankContext(
             self.rank,
             self.nranks,
-            transport=transport,
-            control=control,
-            config=config,
-            clock=monotonic,
+            transport,
+            control,
+            config,
+            monotonic,
             nwires=control.nwires,
             last_resorts=control.last_resorts,
+            nodes=nodes,
+            hosts=[info.hostname for info in control.peers],
+            port_map=port_map_of(self.rank, control.peers, self._rails),
         )
+        self._engine = Engine(context, control)
         self._whole = Health.whole(self.nranks, self._nrails, config.digest())
-        self._engine.recovery.nodes = _nodes(control.peers)
-        fabric = Fabric(self._engine.recovery.homes, control.nwires, self._engine.recovery.nodes)
+        fabric = Fabric(context.homes, control.nwires, nodes)
         self._plans = Plans(self.rank, self.nranks, fabric, config)
         pool = LandingPool(transport.allocate)
         self._entry = Entry(self._engine, self._plans, self._whole)
-        self._host = HostCalls(self._engine, self._entry, pool)
+        self._host = HostCollectives(self._engine, self._entry, pool)
         self._worker = Worker(f"r2ccl-worker-{self.rank}", self._turn, self._on_call_error)
         self._on_device = DeviceCalls(
             self.rank,
@@ -147,11 +152,7 @@ class Communicator:
             f"r2ccl-ending-{self.rank}",
             (self._end_calls, control.close, self._end_data),
         )
-        self._tidings = Tidings(self._engine)
-        self._engine.recovery.hosts = [info.hostname for info in control.peers]
-        if self._engine.recovery.detector is not None:
-            places = places_of(self.rank, control.peers, self._rails)
-            self._engine.recovery.detector.places = places
+        self._event_queue = EventQueue(self._engine)
 
     def connect(self) -> None:
         """Start the control plane and connect every rail; `r2ccl.init` calls it."""
@@ -160,7 +161,7 @@ class Communicator:
             forking.hold(self, Communicator._descriptors, Communicator._disable)
             if self.config.dump_signal:
                 self.dump_on_signal(signal.Signals[self.config.dump_signal])
-            self._control.start(self._tidings)
+            self._control.start(self._event_queue)
             self._monitor = self._watch_carriers()
             self._engine.start()
             if self._is_measured():
@@ -455,7 +456,7 @@ class Communicator:
     @property
     def ncalls(self) -> int:
         """Collectives so far; `r2ccl.init` makes some too, where it measures the network."""
-        return self._engine.progress.op
+        return self._engine.op
 
     def register(self, x: Any) -> RegisteredMemory:
         """Have slices of `x` travel from and to its own memory, without a copy.
@@ -506,7 +507,7 @@ class Communicator:
 
     def repairs(self) -> tuple[Repair, ...]:
         """Return what was repaired at this rank, oldest first: what moved where, when, why."""
-        return tuple(self._engine.recovery.log.repairs)
+        return self._engine.repairs()
 
     def health(self) -> status.HealthReport:
         """Return the state of this rank's rails: to which peer since when, and why not.
@@ -515,8 +516,8 @@ class Communicator:
         -----
         *Local*, in any thread, at once. ``str()`` of it is for people.
         """
-        recovery = self._engine.recovery
-        return status.HealthReport(self.rank, monotonic(), status.rails(recovery, self._rails))
+        rails = self._engine.rails(self._rails)
+        return status.HealthReport(self.rank, monotonic(), rails)
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return what this rank last found to be wrong with each path; ``str()`` is for people.
@@ -527,8 +528,7 @@ class Communicator:
         -----
         *Local*, in any thread, at once.
         """
-        detector = self._engine.recovery.detector
-        return () if detector is None else detector.verdicts()
+        return self._engine.verdicts()
 
     def known_health(self) -> Known:
         """Return the newest health of all ranks' rails this one has heard of, and since when.
@@ -540,10 +540,7 @@ class Communicator:
         -----
         *Local*, in any thread, at once.
         """
-        council = self._engine.recovery.council
-        if council is None:
-            return Known(self._whole, 0.0)
-        return council.known
+        return self._engine.known_health() or Known(self._whole, 0.0)
 
     def pending(self) -> status.Pending:
         """Return what this rank waits for: which ranks have not called, which links wait for whom.
@@ -557,20 +554,17 @@ class Communicator:
         return self._engine.pending()
 
     def dump(self) -> str:
-        """Return the whole ledger as one line of JSON.
+        """Return the whole status as one line of JSON.
 
         The call under way, what it waits for, every path, link, peer and repair: the fields are
-        those of `r2ccl.runtime.status.Ledger`.
+        those of `r2ccl.runtime.status.Status`.
 
         Notes
         -----
         *Local*, in any thread, at once.
         """
-        engine, control = self._engine, self._control
-        peers = [info for info in control.peers if info.rank != self.rank]
-        read = status.read(
-            engine.pending(), engine.progress, engine.runs, engine.roll, peers, control.last_heard
-        )
+        peers = [info for info in self._control.peers if info.rank != self.rank]
+        read = self._engine.status(peers, self._control.last_heard)
         return msgspec.json.encode(read).decode()
 
     def dump_on_signal(self, signum: int = signal.SIGUSR1) -> None:
@@ -619,7 +613,7 @@ class Communicator:
             self.abort("close() was called while a collective was under way")
             return
         if self._is_closed:
-            self._tidings.end("close() was called")
+            self._event_queue.end("close() was called")
             self._free(_LEAVE_S)
             return
         self._is_closed = True
@@ -632,7 +626,7 @@ class Communicator:
                     rank=self.rank,
                     status="TIMEOUT",
                 )
-            if self._engine.recovery.error is None:
+            if self._engine.error is None:
                 self._in_turn(self._engine.leave)
                 self._is_left = True
         finally:
@@ -650,7 +644,7 @@ class Communicator:
         self._is_closed = True
         if not self._is_left and not self._is_forked:
             self._engine.revoke(why)
-            self._tidings.end(why)
+            self._event_queue.end(why)
         self._free(_ABORT_S)
 
     def revoke(self, why: str = "revoke() was called") -> None:
@@ -708,12 +702,12 @@ class Communicator:
         if self.config.dump_signal:
             require_main_thread()
         table = Shrinking(self.rank, self.nranks, quorum)
-        if self._engine.recovery.error is None:
+        if self._engine.error is None:
             self._engine.revoke("shrink() was called")
         self._is_closed = True
         leave_s = _ABORT_S
         try:
-            successor = regroup(table, self._tidings, self._control, self._assemble)
+            successor = regroup(table, self._event_queue, self._control, self._assemble)
             leave_s = _LEAVE_S
         finally:
             self._free(leave_s)
@@ -782,7 +776,7 @@ class Communicator:
 
     def _end_calls(self, deadline_s: float) -> None:
         """Have what goes on asynchronously end, and free the devices."""
-        if not self._worker.is_idle and self._engine.recovery.error is None:
+        if not self._worker.is_idle and self._engine.error is None:
             self._engine.revoke("left while asynchronous calls were under way")
         if not self._worker.close(deadline_s):
             _log.error("rank %d: an asynchronous call did not end; its memory is kept", self.rank)
@@ -886,7 +880,6 @@ class Communicator:
     def _find_ways(self, device: Device, kernels: Any) -> tuple[Way, ...]:
         from r2ccl.gpu.backends import Ways  # with the kernels, which take 18 ms to import
 
-        homes, transport = self._engine.recovery.homes, self._engine.progress.transport
         ways = Ways(
             self._engine,
             self._entry,
@@ -894,7 +887,7 @@ class Communicator:
             config=self.config,
             nodes=_members(self._control.peers),
             gather=self._gather,
-            labels=[self._rails[at].name for at in homes if transport.joins(at)],
+            labels=[self._rails[at].name for at in self._engine.joined],
             hardware=self._hardware,
             relayed=self._relayed,
         )
@@ -908,7 +901,7 @@ class Communicator:
 
     def _on_call_error(self, error: BaseException) -> None:
         """A call failed outside the engine: the others must not wait for this rank."""
-        if self._engine.recovery.error is None:
+        if self._engine.error is None:
             self._engine.revoke(f"a collective failed: {error!r}")
 
     def _require_open(self) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 
-from r2ccl.errors import is_exhaustion
 from r2ccl.bootstrap import launchers, naming
 from r2ccl.bootstrap.auth import SECRET_NBYTES, Secret
 from r2ccl.bootstrap.secretfile import (
@@ -28,7 +27,7 @@ from r2ccl.bootstrap.secretfile import (
     read_secret_file,
 )
 from r2ccl.config import Config
-from r2ccl.errors import InvalidArgument
+from r2ccl.errors import InvalidArgument, is_exhaustion
 
 #: Descriptor of a listening socket that rank 0 inherits from its launcher.
 LISTEN_FD_VARIABLE = "R2CC_LISTEN_FD"

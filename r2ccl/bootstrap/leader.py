@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from r2ccl.errors import decode_errno, exhaustion_advice, is_exhaustion
 from r2ccl.bootstrap import naming, wire
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.greetings import (
@@ -38,7 +37,14 @@ from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.bootstrap.naming import LeaderName
 from r2ccl.clock import monotonic
 from r2ccl.config import AGREED
-from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
+from r2ccl.errors import (
+    InvalidArgument,
+    R2cclError,
+    TransportTimeout,
+    decode_errno,
+    exhaustion_advice,
+    is_exhaustion,
+)
 
 logger = logging.getLogger("r2ccl.bootstrap")
 

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from r2ccl.errors import describe_os_error
 from r2ccl.bootstrap.auth import (
     NONCE_NBYTES,
     OPENING_NBYTES,
@@ -28,6 +27,7 @@ from r2ccl.bootstrap.auth import (
 )
 from r2ccl.bootstrap.wire import HANDSHAKE_TIMEOUT_S, Address, Visitor, receive_exactly
 from r2ccl.clock import Clock, monotonic
+from r2ccl.errors import describe_os_error
 
 logger = logging.getLogger("r2ccl.bootstrap")
 

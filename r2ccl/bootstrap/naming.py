@@ -13,9 +13,8 @@ from __future__ import annotations
 import logging
 import socket
 
-from r2ccl.errors import describe_os_error
 from r2ccl.bootstrap import wire
-from r2ccl.errors import InvalidArgument
+from r2ccl.errors import InvalidArgument, describe_os_error
 
 logger = logging.getLogger("r2ccl.bootstrap")
 

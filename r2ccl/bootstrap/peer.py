@@ -394,7 +394,7 @@ class Peer:
                 await self._is_dark.wait()
                 pause = _FIRST_PAUSE_S
             try:
-                await wire.knock(target, source=source, timeout_s=_DIAL_TIMEOUT_S)
+                await wire.probe_port(target, source=source, timeout_s=_DIAL_TIMEOUT_S)
             except ConnectionRefusedError:
                 self._judge_refusal(target)
             except OSError as exc:

@@ -13,7 +13,6 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from r2ccl.errors import describe_os_error, errno_name
 from r2ccl.bootstrap import wire
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, SECRET_NBYTES, Secret
 from r2ccl.bootstrap.control import ControlPlane
@@ -24,7 +23,7 @@ from r2ccl.bootstrap.loop import ControlLoop
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.bootstrap.rendezvous import meet
 from r2ccl.config import Config
-from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.errors import InvalidArgument, TransportError, describe_os_error, errno_name
 from r2ccl.types import Nic
 
 NicsFor = Callable[[int, bool, str], tuple[Nic, ...]]

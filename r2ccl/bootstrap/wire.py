@@ -1,4 +1,4 @@
-"""TCP in an asyncio loop: open, listen, dial and prove, knock; exact reads and framed messages.
+"""TCP in an asyncio loop: listen, dial and prove, probe a port; exact reads and framed messages.
 
 Carries the dialing side of `r2ccl.bootstrap.auth` (`r2ccl.bootstrap.listener` has the other) and
 nothing above it. Invariant: a socket that `dial` returns belongs to someone who proved the secret.
@@ -13,7 +13,6 @@ import os
 import socket
 import struct
 
-from r2ccl.errors import decode_errno, exhaustion_advice
 from r2ccl.bootstrap.auth import (
     ANSWER_NBYTES,
     NONCE_NBYTES,
@@ -23,6 +22,7 @@ from r2ccl.bootstrap.auth import (
     HandshakeRejected,
     Secret,
 )
+from r2ccl.errors import decode_errno, exhaustion_advice
 
 Address = tuple[str, int]
 
@@ -266,7 +266,7 @@ def close_hard(sock: socket.socket) -> None:
     sock.close()
 
 
-async def knock(target: Address, *, source: str = "", timeout_s: float) -> None:
+async def probe_port(target: Address, *, source: str = "", timeout_s: float) -> None:
     """Ask the kernel at `target` whether anyone listens there, and hang up.
 
     Raises
@@ -290,10 +290,10 @@ __all__ = [
     "describe_failure",
     "dial",
     "explain_failure",
-    "knock",
     "limit_silence",
     "listen",
     "open_socket",
+    "probe_port",
     "prove",
     "reach",
     "receive_exactly",

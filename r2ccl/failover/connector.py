@@ -128,7 +128,7 @@ class _Attempt:
             self.endpoint = None
 
 
-class Joiner:
+class Connector:
     """The paths and probes of one rank that are on their way up.
 
     Parameters
@@ -391,4 +391,4 @@ def _via(key: PathKey | ProbeKey) -> int:
     return key.via if isinstance(key, ProbeKey) else _NO_PROBE
 
 
-__all__ = ["Answer", "Joiner", "Offer", "Ready", "probe_keys"]
+__all__ = ["Answer", "Connector", "Offer", "Ready", "probe_keys"]

@@ -1,4 +1,4 @@
-"""Probing: signs of life of ports, asked for by whoever wonders, answered once to each.
+"""Probes: signs of life of ports, asked for by whoever wonders, answered once to each.
 
 Rails that dial are asked without preparation. Those that join need a connection for each probe,
 made once the paths are up, and made anew after a probe that was not answered broke it.
@@ -11,28 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from r2ccl.failover.connector import Joiner
+from r2ccl.failover.connector import Connector
 from r2ccl.transport.base import Probed, Transport
 from r2ccl.types import ProbeKey
 
 
-class Probing:
+class Probes:
     """The probes of one rank.
 
     Parameters
     ----------
     transport : Transport
-    joiner : Joiner
+    connector : Connector
         Makes the connections.
     unjoined : iterable of ProbeKey
         Probes that need one.
     """
 
     def __init__(
-        self, transport: Transport, joiner: Joiner, unjoined: Iterable[ProbeKey] = ()
+        self, transport: Transport, connector: Connector, unjoined: Iterable[ProbeKey] = ()
     ) -> None:
         self._transport = transport
-        self._joiner = joiner
+        self._connector = connector
         #: Those whose connection nobody has begun to make.
         self.unjoined = list(unjoined)
         #: Who is to be told what became of a probe.
@@ -49,18 +49,18 @@ class Probing:
         """Begin to make the connections of `unjoined`."""
         unjoined, self.unjoined = self.unjoined, []
         for key in unjoined:
-            self._joiner.begin_probe(key)
+            self._connector.begin_probe(key)
 
     def on_probed(self, event: Probed, *, is_over: bool = False) -> None:
         """Tell who asked; `is_over`: nothing is joined any more."""
         key = event.key
         if not is_over and self._transport.joins(key.rail):
             if event.is_answered is False:
-                self._joiner.begin_probe(key)
+                self._connector.begin_probe(key)
             elif event.is_answered is None and key.via == key.rail:
-                self._joiner.hurry(key)
+                self._connector.hurry(key)
         for on_answer in self._asking.pop(key, ()):
             on_answer(event)
 
 
-__all__ = ["Probing"]
+__all__ = ["Probes"]

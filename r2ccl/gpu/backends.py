@@ -19,6 +19,7 @@ from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import TransportError
+from r2ccl.failover.health.table import Health
 from r2ccl.gpu import device_reduction, peer
 from r2ccl.gpu.gathering import Gather
 from r2ccl.gpu.gpudirect import Direct
@@ -124,8 +125,8 @@ class Ways:
         relayed: RelayedTransport | None = None,
     ) -> None:
         self._engine = engine
-        self._rank = engine.progress.rank
-        self._nranks = engine.progress.nranks
+        self._rank = engine.rank
+        self._nranks = engine.nranks
         self._entry = entry
         self._run = run
         self._config = config
@@ -259,16 +260,22 @@ class Ways:
         """Return the rails near to the GPUs of a group; none where nothing is known of any."""
         if near is None:
             return []
-        homes = self._engine.recovery.homes
+        homes = self._engine.homes
         return [homes[at] for at in common_homes([near.homes[rank] for rank in group])]
 
     def _detours(
         self, device: Device, near: Nearness | None, group: Sequence[int], homes: Sequence[int]
     ) -> Detours | None:
         """Return the detours of a rank that meets a group on some rails, if there can be any."""
-        council, rails = self._engine.recovery.council, self._engine.recovery.homes
-        if near is None or not near.detours or self._relayed is None or council is None:
+        rails, known_health = self._engine.homes, self._engine.known_health
+        if near is None or not near.detours or self._relayed is None or known_health() is None:
             return None
+
+        def health() -> Health:
+            known = known_health()
+            assert known is not None, "asked above: it agrees from the start or never"
+            return known.health
+
         return Detours(
             device,
             self._rank,
@@ -276,10 +283,10 @@ class Ways:
             group,
             homes,
             transport=self._relayed,
-            register=self._engine.progress.transport.register_device,
+            register=self._engine.register_device,
             own=self._engine.call,
             open_peer=self._hardware.open_peer,
-            health=lambda: council.known.health,
+            health=health,
             slot_nbytes=self._config.slice_nbytes,
             nslots=_NSLOTS,
         )

@@ -49,6 +49,7 @@ from r2ccl.planning.lowering import Layout, cleared
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.entry import Enter
 from r2ccl.runtime.executor import LandingPool, LaneRun
+from r2ccl.runtime.progress import Progress
 
 
 class DirectJob(msgspec.Struct, eq=False):
@@ -97,7 +98,7 @@ class Direct(Gated):
         config: Config,
         clock: Clock,
     ) -> None:
-        super().__init__(device, engine.progress.rank, nlines=2)
+        super().__init__(device, engine.rank, nlines=2)
         self._kernels = kernels
         self._engine = engine
         self._enter = enter
@@ -105,7 +106,7 @@ class Direct(Gated):
         self._detours = detours
         self._config = config
         self._clock = clock
-        self._nranks = engine.progress.nranks
+        self._nranks = engine.nranks
         self._pool = LandingPool(memory.place)
         self._offload = Offload(device, kernels)
         #: A word that only gives the device something to do last.
@@ -265,11 +266,11 @@ class Direct(Gated):
             (source, output, scratch),
             nranks=self._nranks,
             offload=self._offload,
-            is_gauge=plan.is_gauge,
+            is_bandwidth_sample=plan.is_bandwidth_sample,
         )
 
-        def make() -> list[LaneRun]:
-            return [LaneRun(lane, operands, engine.progress, self._pool) for lane in layout.lanes]
+        def make(progress: Progress) -> list[LaneRun]:
+            return [LaneRun(lane, operands, progress, self._pool) for lane in layout.lanes]
 
         engine.run(plan.signature, make, layout.peers, self._offload)
 

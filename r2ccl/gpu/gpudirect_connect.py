@@ -50,7 +50,7 @@ def open_direct(
     try:
         memory = WiredMemory(
             device,
-            engine.progress.transport.register_device,
+            engine.register_device,
             engine.call,
             config.bounce_nbytes,
         )

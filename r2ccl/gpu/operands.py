@@ -28,11 +28,11 @@ class DeviceOperands:
         Addresses of input, output and scratch memory, by `Space`.
     nranks : int
     offload : Offload
-    is_gauge : bool
+    is_bandwidth_sample : bool
     """
 
     __slots__ = (
-        "_by_kind", "_nranks", "_offload", "_spaces", "is_gauge", "layout", "views",
+        "_by_kind", "_nranks", "_offload", "_spaces", "is_bandwidth_sample", "layout", "views",
     )  # fmt: skip
 
     def __init__(
@@ -43,10 +43,10 @@ class DeviceOperands:
         *,
         nranks: int,
         offload: Offload,
-        is_gauge: bool,
+        is_bandwidth_sample: bool,
     ) -> None:
         self.layout = layout
-        self.is_gauge = is_gauge
+        self.is_bandwidth_sample = is_bandwidth_sample
         self._spaces = spaces
         self._nranks = nranks
         self._offload = offload

@@ -118,7 +118,7 @@ class Choice(NamedTuple):
     flows: Flows | None = None
 
     @property
-    def is_gauge(self) -> bool:
+    def is_bandwidth_sample(self) -> bool:
         """Whether its slices show what rails carry: one peer sends to a port, and all the time."""
         return self.schedule.name in _GAUGES and not self.is_among_nodes
 

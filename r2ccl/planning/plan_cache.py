@@ -23,9 +23,8 @@ from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
 from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.planning.cost_model import UNMEASURED, Choice, Fabric, Rates
-from r2ccl.planning.lowering import Layout, lower, renumbered
+from r2ccl.planning.lowering import Layout, limit_windows, lower, renumbered
 from r2ccl.planning.planner import Explanation, Planner
-from r2ccl.planning.receive_window import admit
 from r2ccl.schedule.check import check
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, ReduceOp
@@ -43,7 +42,7 @@ class Plan(NamedTuple):
         ``reduce(left, right, out)``.
     finish : callable or None
         What AVG does to the finished result.
-    is_gauge : bool
+    is_bandwidth_sample : bool
         Whether its slices show what the rails carry.
     """
 
@@ -51,7 +50,7 @@ class Plan(NamedTuple):
     layout: Layout
     reduce: kernels.Reducer
     finish: kernels.Divider | None
-    is_gauge: bool
+    is_bandwidth_sample: bool
 
 
 class GroupPlans:
@@ -103,7 +102,7 @@ class GroupPlans:
             found = plan._replace(
                 layout=renumbered(plan.layout, self._members, self._channel),
                 finish=kernels.divider(call.dtype, self._nranks) if is_mean else None,
-                is_gauge=False,
+                is_bandwidth_sample=False,
             )
             if len(self._renumbered) >= _KEPT:
                 self._renumbered.pop(next(iter(self._renumbered)))
@@ -187,11 +186,13 @@ class Plans:
         ScheduleError
             The user's schedule is wrong.
         """
-        is_gauge = op is not None and own is None and self._is_gauge(call, health, op)
-        key = (health.version, call, is_gauge, own)
+        is_bandwidth_sample = (
+            op is not None and own is None and self._is_bandwidth_sample(call, health, op)
+        )
+        key = (health.version, call, is_bandwidth_sample, own)
         found = self._plans.get(key)
         if found is None:
-            found = self._make(call, health, is_gauge, own)
+            found = self._make(call, health, is_bandwidth_sample, own)
             if len(self._plans) >= _KEPT:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = found
@@ -206,13 +207,15 @@ class Plans:
         return self._planner.explain(nbytes, health)
 
     def _make(
-        self, call: CallSignature, health: Health, is_gauge: bool, own: Schedule | None
+        self, call: CallSignature, health: Health, is_bandwidth_sample: bool, own: Schedule | None
     ) -> Plan:
         op = kernels.check_op(call.dtype, ReduceOp(call.op))
         itemsize = dtype_of(call.dtype).itemsize
         nbytes = call.count * itemsize
         if own is None:
-            choice = self._planner.plan(call, nbytes, health, is_gauge=is_gauge)
+            choice = self._planner.plan(
+                call, nbytes, health, is_bandwidth_sample=is_bandwidth_sample
+            )
             # What is placed edge by edge was made for this health; a ring is the same for all.
             self._check(choice.schedule, health.version if choice.placement.edges else 0)
         else:
@@ -232,11 +235,13 @@ class Plans:
             channels=placement.channels,
             numbers=placement.numbers(self._rank),
         )
-        layout = admit(layout, len(self.fabric.homes), self.fabric.inlet_nbytes)
+        layout = limit_windows(layout, len(self.fabric.homes), self.fabric.inlet_nbytes)
         finish = kernels.divider(call.dtype, self._nranks) if op is ReduceOp.AVG else None
-        return Plan(call.pack(), layout, kernels.reducer(call.dtype, op), finish, choice.is_gauge)
+        return Plan(
+            call.pack(), layout, kernels.reducer(call.dtype, op), finish, choice.is_bandwidth_sample
+        )
 
-    def _is_gauge(self, call: CallSignature, health: Health, op: int) -> bool:
+    def _is_bandwidth_sample(self, call: CallSignature, health: Health, op: int) -> bool:
         """Return whether this collective is one that measures the rails, whatever else is faster.
 
         Soon after the health has changed often, as it may change back; then as rarely as that costs
@@ -261,10 +266,10 @@ class Plans:
     def _period(self, call: CallSignature, health: Health) -> int:
         nbytes = call.count * dtype_of(call.dtype).itemsize
         chosen, gauge = (
-            self._planner.plan(call, nbytes, health, is_gauge=is_gauge)
-            for is_gauge in (False, True)
+            self._planner.plan(call, nbytes, health, is_bandwidth_sample=is_bandwidth_sample)
+            for is_bandwidth_sample in (False, True)
         )
-        if chosen.is_gauge or not chosen.predicted_ns:
+        if chosen.is_bandwidth_sample or not chosen.predicted_ns:
             return 0
         extra = Fraction(gauge.predicted_ns, chosen.predicted_ns) - 1
         return max(1, min(_RAREST, ceil(_GAUGES * extra / _BUDGET)))

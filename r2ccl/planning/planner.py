@@ -78,26 +78,26 @@ class Planner:
         self._placed: dict[_Key, list[Placed]] = {}
 
     def plan(
-        self, call: CallSignature, nbytes: int, health: Health, *, is_gauge: bool = False
+        self, call: CallSignature, nbytes: int, health: Health, *, is_bandwidth_sample: bool = False
     ) -> Choice:
         """Choose for a call whose whole buffer has `nbytes` bytes.
 
-        With `is_gauge`, what shows what the rails carry, if any schedule may run: see
+        With `is_bandwidth_sample`, what shows what the rails carry, if any schedule may run: see
         `r2ccl.planning.plan_cache`.
         """
         is_small = nbytes <= self._config.eager_nbytes
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)
         if call.collective == Collective.ALLREDUCE and not is_small:
-            is_ring = is_gauge and self._config.algo == "auto"
+            is_ring = is_bandwidth_sample and self._config.algo == "auto"
             found = self.compare(nbytes, health, ("ring",) if is_ring else None)
-            gauges = [each for each in found if each.is_gauge] if is_ring else []
+            gauges = [each for each in found if each.is_bandwidth_sample] if is_ring else []
             return _expanded(best(gauges or found), terms)
         if is_small or call.collective == Collective.BARRIER:
             return self._small(call, terms, carried)
         placed = self._placed_for(call, terms, carried)
         found = [predict(each, nbytes, self.fabric, self._config) for each in placed]
-        gauges = [each for each in found if each.is_gauge] if is_gauge else []
+        gauges = [each for each in found if each.is_bandwidth_sample] if is_bandwidth_sample else []
         return best(gauges or found)
 
     def _small(self, call: CallSignature, terms: Terms, health: Health) -> Choice:

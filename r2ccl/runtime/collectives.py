@@ -24,6 +24,7 @@ from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.entry import Entry
 from r2ccl.runtime.executor import Call, LandingPool, LaneRun
+from r2ccl.runtime.progress import Progress
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -34,7 +35,7 @@ _INT64 = CODES[np.dtype(np.int64)]
 _UINT8 = CODES[np.dtype(np.uint8)]
 
 
-class HostCalls:
+class HostCollectives:
     """Host memory's part of a communicator.
 
     Parameters
@@ -68,13 +69,13 @@ class HostCalls:
         assert isinstance(output, Buffer)
         if call.collective == Collective.ALLGATHER:
             if not request.is_in_place:
-                at = self._engine.progress.rank * source.count
+                at = self._engine.rank * source.count
                 output.array[at : at + source.count] = source.array
             self.run(call, output.array, output.array)
         elif call.collective == Collective.REDUCE_SCATTER:
             sums = self._scratch_like(source.array)
             self.run(call, source.array, sums)
-            at = self._engine.progress.rank * output.count
+            at = self._engine.rank * output.count
             output.array[:] = sums[at : at + output.count]
         else:
             self.run(call, source.array, output.array, request.schedule)
@@ -91,7 +92,7 @@ class HostCalls:
 
     def gather(self, mine: bytes) -> list[bytes]:
         """Tell all ranks something, and return what each says; all say as many bytes."""
-        rank, nranks = self._engine.progress.rank, self._engine.progress.nranks
+        rank, nranks = self._engine.rank, self._engine.nranks
         all_bytes = np.zeros((nranks, len(mine)), np.uint8)
         all_bytes[rank] = np.frombuffer(mine, np.uint8)
         flat = all_bytes.reshape(-1)
@@ -128,10 +129,16 @@ class HostCalls:
 
     def _run_quietly(self, plan: Plan, source: Array, output: Array) -> None:
         layout = plan.layout
-        call = Call(layout, source, output, plan.reduce, plan.finish, is_gauge=plan.is_gauge)
-        progress = self._engine.progress
+        call = Call(
+            layout,
+            source,
+            output,
+            plan.reduce,
+            plan.finish,
+            is_bandwidth_sample=plan.is_bandwidth_sample,
+        )
 
-        def make() -> list[LaneRun]:
+        def make(progress: Progress) -> list[LaneRun]:
             return [LaneRun(lane, call, progress, self._pool) for lane in layout.lanes]
 
         self._engine.run(plan.signature, make, layout.peers)
@@ -143,4 +150,4 @@ class HostCalls:
         return self._scratch[: array.nbytes].view(array.dtype)
 
 
-__all__ = ["HostCalls"]
+__all__ = ["HostCollectives"]

@@ -20,7 +20,7 @@ class Calling(msgspec.Struct, frozen=True, tag="calling"):
     op: int
 
 
-class RollCall:
+class DesyncCheck:
     """What this rank and its peers told each other.
 
     Parameters
@@ -83,4 +83,4 @@ class RollCall:
         self._send(peer, Calling(op))
 
 
-__all__ = ["Calling", "RollCall"]
+__all__ = ["Calling", "DesyncCheck"]

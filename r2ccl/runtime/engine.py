@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -25,24 +25,39 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.bootstrap.base import ControlPort
-from r2ccl.clock import Clock
-from r2ccl.config import Config
+from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.errors import CommunicatorRevoked, InternalError, R2cclError, TransportTimeout
-from r2ccl.failover.health.driver import Council
+from r2ccl.failover.context import RankContext
+from r2ccl.failover.diagnosis.verdict import Verdict
+from r2ccl.failover.failover import Failover
+from r2ccl.failover.health.driver import HealthAgreement, Known
 from r2ccl.failover.health.table import Health
-from r2ccl.failover.migration.driver import Leaving, Revoke
-from r2ccl.runtime.desync_check import Calling, RollCall
+from r2ccl.failover.migration.links import Links
+from r2ccl.failover.migration.repairs import Repair
+from r2ccl.failover.revocation import Leaving, Revoke
+from r2ccl.runtime.desync_check import Calling, DesyncCheck
 from r2ccl.runtime.executor import LaneRun
 from r2ccl.runtime.progress import Computer, Progress, describe
 from r2ccl.runtime.status import (
+    Held,
+    Operation,
     Pending,
+    RailHealth,
+    Status,
     Wait,
     absent,
+    agreed,
     last_ops,
+    link_entries,
+    path_entries,
+    peer_entries,
+    rails,
+    spelled,
     waits_for_confirmation,
     waits_of_call,
 )
-from r2ccl.transport.base import Registered, Transport
+from r2ccl.transport.base import Registered
+from r2ccl.types import Nic
 
 _log = logging.getLogger(__name__)
 
@@ -83,35 +98,32 @@ class _Patience(NamedTuple):
 
 
 class Engine:
-    """Runs one rank's `Progress`; implements the control plane's handler."""
+    """Runs one rank's data loop; implements the control plane's handler.
 
-    def __init__(
-        self,
-        rank: int,
-        nranks: int,
-        *,
-        transport: Transport,
-        control: BackgroundControl,
-        config: Config,
-        clock: Clock,
-        nwires: int = 1,
-        last_resorts: frozenset[int] = frozenset(),
-    ) -> None:
-        self.progress = Progress(
-            rank,
-            nranks,
-            transport=transport,
-            control=control,
-            config=config,
-            clock=clock,
-            nwires=nwires,
-            last_resorts=last_resorts,
-        )
-        self.recovery = self.progress.recovery
-        self._transport = transport
+    Parameters
+    ----------
+    context : RankContext
+    control : BackgroundControl
+        The context's.
+    """
+
+    def __init__(self, context: RankContext, control: BackgroundControl) -> None:
+        self.rank = context.rank
+        self.nranks = context.nranks
+        self.config = context.config
+        #: Rails channels are at home on.
+        self.homes = context.homes
+        #: Those of them whose ends the transport connects itself: RDMA NICs.
+        self.joined = context.joined
+        self._peers_of_job = context.peers
+        self._transport = context.transport
         self._control = control
-        self._config = config
-        self._clock = clock
+        self._clock = context.clock
+        self._links = Links(context)
+        self._failover = Failover(context, self._links)
+        self._migration = self._failover.migration
+        self._revocation = self._failover.revocation
+        self._progress = Progress(context, self._links, self._failover)
         self._owner = threading.Lock()
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._sleeping = False
@@ -125,11 +137,71 @@ class Engine:
         #: After an error: no path is in use any more.
         self._is_settled = False
         #: Who has called what, and the lanes of the collective under way.
-        self.roll = RollCall(self.recovery.peers, config.suspicion_timeout_s, control.send)
-        self.runs: Sequence[LaneRun] = ()
-        self._call = _Patience(config.timeout_s, "R2CC_TIMEOUT_S", self._pending_call)
+        self._desync = DesyncCheck(context.peers, self.config.suspicion_timeout_s, control.send)
+        self._runs: Sequence[LaneRun] = ()
+        self._call = _Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", self._pending_call)
         self._waiting: _Patience | None = None
         self._since_s = 0.0
+
+    # Asked in any thread, at once
+
+    @property
+    def op(self) -> int:
+        """Number of the collective that runs, or ran last."""
+        return self._progress.op
+
+    @property
+    def error(self) -> R2cclError | None:
+        """What ended the communicator."""
+        return self._revocation.error
+
+    def repairs(self) -> tuple[Repair, ...]:
+        """Return what was repaired, oldest first."""
+        return tuple(self._migration.log.repairs.copy())
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Return what was last found to be wrong with each path."""
+        diagnosis = self._failover.diagnosis
+        return () if diagnosis is None else diagnosis.verdicts()
+
+    def known_health(self) -> Known | None:
+        """Return the newest health heard of; None: ranks agree on none."""
+        agreement = self._failover.agreement
+        return None if agreement is None else agreement.known
+
+    def rails(self, nics: Sequence[Nic]) -> tuple[RailHealth, ...]:
+        """Return the state of every rail; ``nics[i]`` is the local end of rail i."""
+        return rails(self._links.on_rails, self.repairs(), nics)
+
+    def status(self, peers: Iterable[PeerInfo], last_heard: Callable[[int], float]) -> Status:
+        """Read what is under way and waited for.
+
+        Parameters
+        ----------
+        peers : iterable of PeerInfo
+            Every other rank.
+        last_heard : callable
+            Rank to the clock's reading of its last sign of life.
+        """
+        pending, ops = self.pending(), last_ops(self._links.paths, self._desync)
+        held = self._failover.failback.held()
+        op, signature, left = self.op, self._progress.signature, self._runs
+        doing = Operation(op, describe(signature), tuple(run.remaining for run in left))
+        return Status(
+            rank=self.rank,
+            nranks=self.nranks,
+            now_s=pending.now_s,
+            error="" if self.error is None else str(self.error),
+            pending=pending,
+            operations=(doing,) if left else (),
+            paths=path_entries(self._links),
+            links=link_entries(self._links),
+            peers=peer_entries(peers, last_heard, ops),
+            repairs=self.repairs(),
+            health=agreed(self.known_health()),
+            verdicts=spelled(self.verdicts()),
+            held=tuple(Held(*key, hold_s) for key, hold_s in held.items()),
+        )
 
     # Called in the control thread
 
@@ -138,15 +210,15 @@ class Engine:
         if isinstance(message, Calling):
             self.submit(self._on_calling, peer, message.op)
         else:
-            self.submit(self.recovery.on_message, peer, message)
+            self.submit(self._failover.on_message, peer, message)
 
     def on_path(self, peer: int, rail: int, epoch: int, sock: Any) -> None:
         """Take an authenticated connection."""
-        self.submit(self.recovery.on_opened, peer, rail, epoch, sock)
+        self.submit(self._migration.on_opened, peer, rail, epoch, sock)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
         """Give `peer` up."""
-        self.submit(self.recovery.on_peer_lost, peer, why, last_heard_s)
+        self.submit(self._failover.on_peer_lost, peer, why, last_heard_s)
 
     def on_tick(self, now: float) -> None:
         """Keep the loop going while no call does."""
@@ -154,7 +226,7 @@ class Engine:
 
     def on_carrier(self, rail: int, is_up: bool) -> None:
         """The local NIC of `rail` changed."""
-        self.submit(self.recovery.on_carrier, rail, is_up)
+        self.submit(self._failover.on_carrier, rail, is_up)
 
     def submit(self, fn: Callable[..., None], *args: Any) -> None:
         """Have the owner of the loop run ``fn(*args)``, or run it here if there is none."""
@@ -170,9 +242,9 @@ class Engine:
             try:
                 if self._is_calling:
                     self._is_calling = False
-                    self._fail(CommunicatorRevoked(f"rank {self.progress.rank}: interrupted"))
+                    self._fail(CommunicatorRevoked(f"rank {self.rank}: interrupted"))
                 self._drain()
-                self.progress.advance()
+                self._progress.advance()
             except R2cclError as exc:
                 self._fail(exc)
             except Exception as exc:
@@ -188,11 +260,11 @@ class Engine:
 
     def _background(self, now: float) -> None:
         """One round on behalf of a rank that is not in a call (or, harmless, of one that is)."""
-        if self.recovery.error is None:
-            self.progress.step()
-            self.recovery.tick(now, self._peers)
-        elif not (self._is_settled or self.recovery.is_quiet):
-            self.progress.step()
+        if self._revocation.error is None:
+            self._progress.step()
+            self._failover.tick(now, self._peers)
+        elif not (self._is_settled or self._migration.is_quiet):
+            self._progress.step()
 
     def _send_rest(self) -> None:
         """Send what sockets did not take of a call that is over; eager ones are over at once."""
@@ -206,32 +278,32 @@ class Engine:
             self._control.call_later(_REST_S, self._send_rest)
 
     def _step_once(self) -> None:
-        if self.recovery.error is None:
-            self.progress.step()
+        if self._revocation.error is None:
+            self._progress.step()
 
     def _on_calling(self, peer: int, op: int) -> None:
-        self.roll.on_calling(peer, op, self.progress.op)
+        self._desync.on_calling(peer, op, self._progress.op)
 
     # Called by the user's thread
 
     def start(self) -> None:
         """Connect every path; returns when all are up, or some to each peer at the deadline."""
         with self._owner:
-            self.recovery.start()
-            give_up = self._clock() + self._config.connect_timeout_s
+            self._failover.start()
+            give_up = self._clock() + self.config.connect_timeout_s
 
             def is_connected() -> bool:
-                if self.recovery.is_whole:
+                if self._migration.is_whole:
                     return True
                 is_late = self._clock() >= give_up
-                return is_late and all(map(self.recovery.up, self.recovery.peers))
+                return is_late and all(map(self._migration.up, self._peers_of_job))
 
             self._wait(is_connected, self._patience(self._pending_init))
 
     def set_nominal_rate(self, rate: int) -> None:
         """Set the rate of a whole rail, in bytes/s."""
         with self._owner:
-            self.recovery.set_nominal_rate(rate)
+            self._failover.set_nominal_rate(rate)
 
     def enter(self) -> Health | None:
         """Start the next collective; returns the health to plan it with, None: there is none.
@@ -243,38 +315,38 @@ class Engine:
         R2cclError
             What ended the communicator, or TransportTimeout.
         """
-        council = self.recovery.council
-        if council is None:
+        agreement = self._failover.agreement
+        if agreement is None:
             return None
         with self._owner:
-            op = self.progress.op + 1
-            health = council.enter(op)
+            op = self._progress.op + 1
+            health = agreement.enter(op)
             if health is None:
-                health = self._await_health(council, op)
+                health = self._await_health(agreement, op)
         return health
 
-    def _await_health(self, council: Council, op: int) -> Health:
+    def _await_health(self, agreement: HealthAgreement, op: int) -> Health:
         found: list[Health] = []
 
         def has_entered() -> bool:
-            health = council.enter(op)
+            health = agreement.enter(op)
             if health is not None:
                 found.append(health)
             return health is not None
 
         def pending() -> Pending:
             doing = f"call {op}, before it is planned"
-            waits = tuple(Wait(peer, "agreement on the health") for peer in council.waits_for())
+            waits = tuple(Wait(peer, "agreement on the health") for peer in agreement.waits_for())
             return self._blocked(doing, waits=waits)
 
         self.check()
-        self._wait(has_entered, _Patience(self._config.timeout_s, "R2CC_TIMEOUT_S", pending))
+        self._wait(has_entered, _Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending))
         return found[0]
 
     def run(
         self,
         signature: int,
-        make: Callable[[], Sequence[LaneRun]],
+        make: Callable[[Progress], Sequence[LaneRun]],
         peers: frozenset[int],
         computer: Computer | None = None,
     ) -> None:
@@ -284,7 +356,7 @@ class Engine:
         ----------
         signature : int
         make : callable
-            Returns the call's lanes. Their links may be new, so they are made by the loop's owner.
+            Returns the call's lanes. Their links may be new, so the loop's owner has them made.
         peers : frozenset of int
         computer : Computer, optional
             Does the work that the lanes give away.
@@ -296,16 +368,16 @@ class Engine:
         """
         with self._owner:
             self.check()
+            progress = self._progress
             self._peers = peers
-            progress = self.progress
             self._is_calling = is_calling = True
             try:
-                runs = make()
+                runs = make(progress)
                 consumers = {at: run for run in runs for at in run.channels}
                 progress.begin(signature, consumers, computer)
-                self.runs = runs
-                if self.roll.askers:
-                    self.roll.called(progress.op)
+                self._runs = runs
+                if self._desync.askers:
+                    self._desync.called(progress.op)
                 self.check()
                 for run in runs:
                     run.advance()
@@ -316,7 +388,7 @@ class Engine:
                 self._give_up(exc)
                 raise
             finally:
-                self.runs = ()
+                self._runs = ()
                 progress.finish()
                 self._peers = frozenset()
                 self._is_calling = is_calling and not self._is_settled
@@ -345,34 +417,38 @@ class Engine:
         registered: Registered = self.call(partial(self._transport.register, memory))
         return registered
 
+    def register_device(self, address: int, nbytes: int) -> Registered:
+        """Prepare device memory with the transport."""
+        return self._transport.register_device(address, nbytes)
+
     def leave(self) -> None:
         """Collective: wait until every slice is confirmed here and everywhere."""
-        peers = frozenset(self.recovery.peers)
+        peers = frozenset(self._peers_of_job)
         with self._owner:
             self.check()
-            self.progress.confirm_all()
-            self.progress.advance()
-            self._wait(self.progress.is_drained, self._patience(self._pending_drain))
-            self.recovery.is_leaving = True
+            self._links.confirm_all()
+            self._progress.advance()
+            self._wait(self._links.is_drained, self._patience(self._pending_drain))
+            self._revocation.is_leaving = True
             self._control.broadcast(Leaving())
-            self._wait(lambda: self.recovery.left >= peers, self._patience(self._pending_leave))
+            self._wait(lambda: self._revocation.left >= peers, self._patience(self._pending_leave))
 
     def revoke(self, why: str) -> None:
         """End the communicator everywhere, from any thread, and from a signal handler."""
-        message = Revoke("CommunicatorRevoked", why, self.progress.rank)
-        if self.recovery.error is None:
+        message = Revoke("CommunicatorRevoked", why, self.rank)
+        if self._revocation.error is None:
             # At once: who owns the loop may be this very thread, below the handler.
             self._control.broadcast(message)
-        error = CommunicatorRevoked(f"rank {self.progress.rank}: {why}")
-        self.submit(self.recovery.end, error, message)
+        error = CommunicatorRevoked(f"rank {self.rank}: {why}")
+        self.submit(self._revocation.end, error, message)
 
     def tell_why(self) -> None:
         """Tell all ranks, before this one leaves, what ended the communicator, if anything did.
 
         Goodbyes of those that have heard may overtake the word of the one that ended it.
         """
-        if self.recovery.reason is not None:
-            self._control.broadcast(self.recovery.reason)
+        if self._revocation.reason is not None:
+            self._control.broadcast(self._revocation.reason)
 
     def descriptors(self) -> list[int]:
         """Descriptors in use; read where nothing else runs, as in the child of a fork."""
@@ -383,7 +459,7 @@ class Engine:
         if not self._owner.acquire(timeout=_LAST_CALL_S):
             _log.error(
                 "rank %d: a call did not end within %g s; its transport is kept",
-                self.progress.rank, _LAST_CALL_S,
+                self.rank, _LAST_CALL_S,
             )  # fmt: skip
             return
         try:
@@ -393,19 +469,19 @@ class Engine:
 
     def check(self) -> None:
         """Raise what ended the communicator: first a copy of it, then `CommunicatorRevoked`."""
-        error = self.recovery.error
+        error = self._revocation.error
         if error is None:
             return
         if not self._has_raised:
             self._has_raised = True
             raise _without_frames(error)
         raise CommunicatorRevoked(
-            f"rank {self.progress.rank}: the communicator was revoked: {error}", reason=error
+            f"rank {self.rank}: the communicator was revoked: {error}", reason=error
         ) from error
 
     def _wait(self, is_done: Callable[[], bool], patience: _Patience) -> None:
         """Run the loop until `is_done`; the owner's lock is held."""
-        clock, progress = self._clock, self.progress
+        clock, progress = self._clock, self._progress
         self._since_s = clock()
         deadline = self._since_s + patience.timeout_s
         self._waiting = patience
@@ -418,8 +494,8 @@ class Engine:
                     progress.advance()
                 if progress.step():
                     idle_since = 0.0
-                    if self.recovery.error is None:
-                        if self.recovery.repairing:
+                    if self._revocation.error is None:
+                        if self._migration.repairing:
                             # The control thread carries the announcements: a busy loop would
                             # have it wait for the GIL, 5 ms at a time.
                             time.sleep(_GIVE_WAY_S)
@@ -428,7 +504,7 @@ class Engine:
                 self._look(now, deadline, patience)
                 if not idle_since:
                     idle_since = now
-                if now - idle_since < self._config.spin_s:
+                if now - idle_since < self.config.spin_s:
                     os.sched_yield()
                 elif progress.is_computing:
                     # No descriptor tells that a kernel has ended: look, and let others run.
@@ -445,11 +521,11 @@ class Engine:
     def _look(self, now: float, deadline: float, patience: _Patience) -> None:
         if now >= self._next_tick:
             self._next_tick = now + _TICK_S
-            self.recovery.tick(now, self._peers)
-            if self.runs:
-                activity = sum(path.activity for path in self.recovery.paths.values())
+            self._failover.tick(now, self._peers)
+            if self._runs:
+                activity = sum(path.activity for path in self._links.paths.values())
                 is_late = now >= deadline - patience.timeout_s / 2
-                self.roll.look(now, self.progress.op, activity, is_late, self._absent)
+                self._desync.look(now, self._progress.op, activity, is_late, self._absent)
         self.check()
         if now >= deadline:
             raise _timeout(patience)
@@ -459,13 +535,13 @@ class Engine:
         try:
             # The inbox is looked at after the flag is set: a later message sees it and wakes.
             if not self._inbox:
-                self.progress.step(timeout_s)
+                self._progress.step(timeout_s)
         finally:
             self._sleeping = False
 
     def _broken(self, cause: Exception) -> InternalError:
         error = InternalError(
-            f"rank {self.progress.rank}: the data loop failed with {cause!r}; please report it, "
+            f"rank {self.rank}: the data loop failed with {cause!r}; please report it, "
             "with the stack that the log has"
         )
         error.__cause__ = cause
@@ -483,13 +559,13 @@ class Engine:
                     self._has_raised = True
                     self._fail(exc)
                 else:
-                    rank = self.progress.rank
+                    rank = self.rank
                     self._fail(CommunicatorRevoked(f"rank {rank}: interrupted by {exc!r}"))
                 self._settle(is_sound)
                 return
             except BaseException as again:
                 is_sound = False
-                _log.debug("rank %d: %r while a call ends", self.progress.rank, again)
+                _log.debug("rank %d: %r while a call ends", self.rank, again)
 
     def _settle(self, is_sound: bool) -> None:
         """Go on until no path is in use.
@@ -499,37 +575,37 @@ class Engine:
         """
         if self._is_settled:
             return
-        self.recovery.fence_all()
+        self._failover.fence_all()
         if not (is_sound and self._comes_to_rest()):
             try:
                 self._transport.close()
             except Exception:
-                _log.exception("rank %d: not all of the transport was freed", self.progress.rank)
+                _log.exception("rank %d: not all of the transport was freed", self.rank)
         self._is_settled = True
-        self.progress.forget()
+        self._progress.forget()
 
     def _comes_to_rest(self) -> bool:
-        recovery, clock = self.recovery, self._clock
+        clock = self._clock
         give_up_s = clock() + _SETTLE_S
         try:
-            while not recovery.is_quiet:
+            while not self._migration.is_quiet:
                 if clock() >= give_up_s:
-                    _log.error("rank %d: paths did not come to rest", self.progress.rank)
+                    _log.error("rank %d: paths did not come to rest", self.rank)
                     return False
-                self.progress.step(_GIVE_WAY_S)
+                self._progress.step(_GIVE_WAY_S)
         except Exception:
-            _log.exception("rank %d: the data loop failed in its end", self.progress.rank)
+            _log.exception("rank %d: the data loop failed in its end", self.rank)
             return False
         return True
 
     def _fail(self, exc: R2cclError) -> None:
         """End the communicator, if it has not ended, because of an error found here."""
-        if self.recovery.error is not None:
+        if self._revocation.error is not None:
             return
         if isinstance(exc, InternalError):
-            _log.error("rank %d: %s", self.progress.rank, exc, exc_info=exc)
-        message = Revoke(type(exc).__name__, str(exc), self.progress.rank)
-        self.recovery.revoke(message, error=_without_frames(exc))
+            _log.error("rank %d: %s", self.rank, exc, exc_info=exc)
+        message = Revoke(type(exc).__name__, str(exc), self.rank)
+        self._revocation.revoke(message, error=_without_frames(exc))
 
     # What is waited for; called in any thread
 
@@ -539,41 +615,43 @@ class Engine:
         if waiting is not None:
             return waiting.pending()
         now = self._clock()
-        return Pending(self.progress.rank, "", now, now)
+        return Pending(self.rank, "", now, now)
 
     def _patience(self, pending: Callable[[], Pending]) -> _Patience:
         """Those of init() and close()."""
-        return _Patience(self._config.init_timeout_s, "R2CC_INIT_TIMEOUT_S", pending)
+        return _Patience(self.config.init_timeout_s, "R2CC_INIT_TIMEOUT_S", pending)
 
     def _pending_init(self) -> Pending:
-        alone = [peer for peer in self.recovery.peers if not self.recovery.up(peer)]
-        waits = (Wait(peer, "path", why="; ".join(self.recovery.obstacles(peer))) for peer in alone)
+        alone = [peer for peer in self._peers_of_job if not self._migration.up(peer)]
+        waits = (
+            Wait(peer, "path", why="; ".join(self._failover.obstacles(peer))) for peer in alone
+        )
         return self._blocked("init()", waits=tuple(waits))
 
     def _pending_call(self) -> Pending:
-        progress = self.progress
+        progress = self._progress
         doing = f"call {progress.op}, {describe(progress.signature)}"
-        return self._blocked(doing, self._absent(), waits_of_call(progress, self.runs))
+        return self._blocked(doing, self._absent(), waits_of_call(self._links, self._runs))
 
     def _pending_drain(self) -> Pending:
         return self._blocked(
-            "close()", waits=waits_for_confirmation(self.progress, is_eager_too=True)
+            "close()", waits=waits_for_confirmation(self._links, is_eager_too=True)
         )
 
     def _pending_leave(self) -> Pending:
-        ops = last_ops(self.recovery, self.roll)
-        waited = ops.keys() - self.recovery.left
+        ops = last_ops(self._links.paths, self._desync)
+        waited = ops.keys() - self._revocation.left
         return self._blocked("close()", {peer: ops[peer] for peer in waited})
 
     def _absent(self) -> dict[int, int]:
-        return absent(self.recovery, self.roll, self.progress.op)
+        return absent(self._links.paths, self._desync, self._progress.op)
 
     def _blocked(
         self, doing: str, missing: dict[int, int] | None = None, waits: tuple[Wait, ...] = ()
     ) -> Pending:
-        rank, now = self.progress.rank, self._clock()
-        detector = self.recovery.detector
-        slow = detector.slow_since(self._since_s) if detector is not None else ()
+        rank, now = self.rank, self._clock()
+        diagnosis = self._failover.diagnosis
+        slow = diagnosis.slow_since(self._since_s) if diagnosis is not None else ()
         return Pending(rank, doing, now, self._since_s, missing or {}, waits, slow)
 
 

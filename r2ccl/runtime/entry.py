@@ -47,7 +47,7 @@ class Entry:
             As `Plans`.
         """
         health = self._engine.enter() or self._whole
-        return self._plans(call, health, self._engine.progress.op, own)
+        return self._plans(call, health, self._engine.op, own)
 
     def among(self, members: tuple[int, ...], homes: Sequence[int] = ()) -> Enter:
         """Return what enters allreduces of some ranks, while all others enter theirs.
@@ -66,13 +66,13 @@ class Entry:
         callable
             As this object, but there are no schedules of the caller's own.
         """
-        progress = self._engine.progress
+        engine = self._engine
         plans = GroupPlans(
-            progress.rank,
+            engine.rank,
             members,
-            progress.nranks,
+            engine.nranks,
             self._plans.fabric,
-            progress.config,
+            engine.config,
             homes=homes,
         )
 

@@ -51,7 +51,7 @@ class Operands(Protocol):
         ...
 
     @property
-    def is_gauge(self) -> bool:
+    def is_bandwidth_sample(self) -> bool:
         """Whether its slices show what the rails carry."""
         ...
 
@@ -88,11 +88,11 @@ class Call:
         ``reduce(left, right, out)``.
     finish : callable or None
         Applied to every finished slice of the result (AVG).
-    is_gauge : bool
+    is_bandwidth_sample : bool
         Whether its slices show what the rails carry: no other peer sends where one of them goes.
     """
 
-    __slots__ = ("finish", "is_gauge", "layout", "output", "reduce", "spaces", "views")
+    __slots__ = ("finish", "is_bandwidth_sample", "layout", "output", "reduce", "spaces", "views")
 
     def __init__(
         self,
@@ -102,10 +102,10 @@ class Call:
         reduce: Reducer,
         finish: Divider | None,
         *,
-        is_gauge: bool = True,
+        is_bandwidth_sample: bool = True,
     ) -> None:
         self.layout = layout
-        self.is_gauge = is_gauge
+        self.is_bandwidth_sample = is_bandwidth_sample
         self.output = output
         self.reduce = reduce
         self.finish = finish
@@ -207,13 +207,13 @@ class LaneRun:
 
     __slots__ = (
         "_begun", "_call", "_computing", "_done", "_inbound", "_local", "_outbound", "_pool",
-        "_progress", "_receivers", "_retired", "_steps", "_used", "channels", "is_gauge",
+        "_progress", "_receivers", "_retired", "_steps", "_used", "channels", "is_bandwidth_sample",
         "remaining",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, call: Operands, progress: Progress, pool: LandingPool) -> None:
         self._call = call
-        self.is_gauge = call.is_gauge
+        self.is_bandwidth_sample = call.is_bandwidth_sample
         self._progress = progress
         self._pool = pool
         self._steps = lane.steps

@@ -1,4 +1,4 @@
-"""The ledger: what a rank has under way and what it waits for, as values and in words.
+"""What a rank has under way and what it waits for, as values and in words.
 
 Read in any thread, also by a signal handler, and without a lock, so that a loop that hangs does
 not keep it from being read: each table is copied in one step, and numbers that belong together may
@@ -9,17 +9,19 @@ No I/O. Invariant: reading changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from r2ccl.bootstrap.messages import PeerInfo
-from r2ccl.failover.migration.driver import Recovery
+from r2ccl.failover.diagnosis.verdict import Verdict
+from r2ccl.failover.health.driver import Known
+from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.failover.migration.repairs import Repair
-from r2ccl.runtime.desync_check import RollCall
+from r2ccl.runtime.desync_check import DesyncCheck
 from r2ccl.runtime.executor import LaneRun
-from r2ccl.runtime.progress import Progress, describe
 from r2ccl.types import Nic, PathKey, rail_name
 
 
@@ -245,7 +247,7 @@ class Held(msgspec.Struct, frozen=True):
     hold_s: float
 
 
-class Ledger(msgspec.Struct, frozen=True):
+class Status(msgspec.Struct, frozen=True):
     """Everything one rank has under way; ``error`` is what ended the communicator, if anything."""
 
     rank: int
@@ -263,10 +265,10 @@ class Ledger(msgspec.Struct, frozen=True):
     held: tuple[Held, ...]
 
 
-def waits_of_call(progress: Progress, runs: Iterable[LaneRun]) -> tuple[Wait, ...]:
+def waits_of_call(links: Links, runs: Iterable[LaneRun]) -> tuple[Wait, ...]:
     """What a collective waits for, link by link."""
     found = []
-    for (peer, channel), receiver in progress.receivers.copy().items():
+    for (peer, channel), receiver in links.receivers.copy().items():
         seq = receiver.delivered
         landing = receiver.landings.get(seq)
         if landing is not None:
@@ -276,97 +278,65 @@ def waits_of_call(progress: Progress, runs: Iterable[LaneRun]) -> tuple[Wait, ..
         for sender, is_eager in run.stalled():
             what = "free slot" if is_eager else "landing place"
             found.append(Wait(sender.peer, what, sender.channel, sender.posted))
-    return (*found, *waits_for_confirmation(progress, is_eager_too=False))
+    return (*found, *waits_for_confirmation(links, is_eager_too=False))
 
 
-def waits_for_confirmation(progress: Progress, *, is_eager_too: bool) -> tuple[Wait, ...]:
+def waits_for_confirmation(links: Links, *, is_eager_too: bool) -> tuple[Wait, ...]:
     """Links with slices the peer has not confirmed; of eager ones a call does not wait for it."""
     return tuple(
         Wait(peer, "confirmation", channel, link.confirmed)
-        for (peer, channel), link in progress.senders.copy().items()
+        for (peer, channel), link in links.senders.copy().items()
         if any(is_eager_too or not item.is_eager for item in link.outstanding.copy())
     )
 
 
-def last_ops(recovery: Recovery, roll: RollCall) -> dict[int, int]:
+def last_ops(paths: Mapping[PathKey, Path], desync: DesyncCheck) -> dict[int, int]:
     """Peer to the last collective it was seen in, by its slices or its own word; 0: none."""
-    found = dict(roll.said)
-    for key, path in recovery.paths.items():
+    found = dict(desync.said)
+    for key, path in paths.items():
         found[key.peer] = max(found[key.peer], path.op)
     return found
 
 
-def absent(recovery: Recovery, roll: RollCall, op: int) -> dict[int, int]:
+def absent(paths: Mapping[PathKey, Path], desync: DesyncCheck, op: int) -> dict[int, int]:
     """Peers not seen in collective `op`, or later, and where they were seen last."""
-    return {peer: seen for peer, seen in last_ops(recovery, roll).items() if seen < op}
+    return {peer: seen for peer, seen in last_ops(paths, desync).items() if seen < op}
 
 
-def read(
-    pending: Pending,
-    progress: Progress,
-    runs: Sequence[LaneRun],
-    roll: RollCall,
-    peers: Iterable[PeerInfo],
-    last_heard: Callable[[int], float],
-) -> Ledger:
-    """Read everything.
-
-    Parameters
-    ----------
-    pending : Pending
-    progress : Progress
-    runs : sequence of LaneRun
-        Of the collective under way; empty if there is none.
-    roll : RollCall
-    peers : iterable of PeerInfo
-        Every other rank.
-    last_heard : callable
-        Rank to the clock's reading of its last sign of life.
-    """
-    recovery = progress.recovery
-    ops = last_ops(recovery, roll)
-    left = tuple(run.remaining for run in runs)
-    return Ledger(
-        rank=progress.rank,
-        nranks=progress.nranks,
-        now_s=pending.now_s,
-        error="" if recovery.error is None else str(recovery.error),
-        pending=pending,
-        operations=(Operation(progress.op, describe(progress.signature), left),) if runs else (),
-        paths=tuple(_path(path) for path in recovery.paths.values() if _is_shown(path)),
-        links=_links(progress),
-        peers=tuple(_peer(each, last_heard(each.rank), ops[each.rank]) for each in peers),
-        repairs=tuple(recovery.log.repairs.copy()),
-        health=_agreed(recovery),
-        verdicts=_verdicts(recovery),
-        held=tuple(Held(*key, hold_s) for key, hold_s in recovery.failback.held().items()),
-    )
+def path_entries(links: Links) -> tuple[PathEntry, ...]:
+    """List the paths: all on rails, and the bypasses that were ever in use."""
+    return tuple(_path(path) for path in links.paths.values() if _is_shown(path))
 
 
-def _agreed(recovery: Recovery) -> Agreed | None:
-    if recovery.council is None:
+def peer_entries(
+    peers: Iterable[PeerInfo], last_heard: Callable[[int], float], ops: Mapping[int, int]
+) -> tuple[PeerEntry, ...]:
+    """List the peers; `ops` are the last collectives they were seen in."""
+    return tuple(_peer(each, last_heard(each.rank), ops[each.rank]) for each in peers)
+
+
+def agreed(known: Known | None) -> Agreed | None:
+    """Spell the health that all ranks plan with, or will."""
+    if known is None:
         return None
-    health, since_s = recovery.council.known
+    health, since_s = known
     rails = range(health.nrails)
     shares = (tuple(health.share(rank, rail) for rail in rails) for rank in range(health.nranks))
     return Agreed(health.version, since_s, tuple(shares))
 
 
-def _verdicts(recovery: Recovery) -> tuple[str, ...]:
-    if recovery.detector is None:
-        return ()
-    return tuple(
-        f"rail {verdict.path.rail} to rank {verdict.path.peer}: {verdict}"
-        for verdict in recovery.detector.verdicts()
-    )
+def spelled(verdicts: Iterable[Verdict]) -> tuple[str, ...]:
+    """Spell verdicts, each with the path it is about."""
+    return tuple(f"rail {each.path.rail} to rank {each.path.peer}: {each}" for each in verdicts)
 
 
 def _peer(info: PeerInfo, heard_s: float, last_op: int) -> PeerEntry:
     return PeerEntry(info.rank, info.hostname, info.pid, heard_s, last_op)
 
 
-def _links(progress: Progress) -> tuple[LinkEntry, ...]:
-    receivers = progress.receivers.copy()
+def link_entries(links: Links) -> tuple[LinkEntry, ...]:
+    """List the links, both ways in one entry."""
+    receivers = links.receivers.copy()
     return tuple(
         LinkEntry(
             peer,
@@ -380,22 +350,22 @@ def _links(progress: Progress) -> tuple[LinkEntry, ...]:
             receiver.consumed,
             receiver.duplicates,
         )
-        for (peer, channel), sender in progress.senders.copy().items()
+        for (peer, channel), sender in links.senders.copy().items()
         if (receiver := receivers.get((peer, channel))) is not None
     )
 
 
-def rails(recovery: Recovery, nics: Sequence[Nic]) -> tuple[RailHealth, ...]:
-    """Every rail of this rank; ``nics[i]`` is the local end of rail i."""
-    repairs = recovery.log.repairs.copy()
-    found = []
+def rails(
+    on_rails: Mapping[PathKey, Path], repairs: Iterable[Repair], nics: Sequence[Nic]
+) -> tuple[RailHealth, ...]:
+    """Every rail of this rank, by its paths; ``nics[i]`` is the local end of rail i."""
+    found, repaired = [], Counter(repair.rail for repair in repairs)
     for rail, nic in enumerate(nics):
-        entries = tuple(_path(recovery.paths[PathKey(peer, rail)]) for peer in recovery.peers)
+        entries = tuple(_path(path) for key, path in on_rails.items() if key.rail == rail)
         up = sum(entry.state == PathState.UP.value for entry in entries)
         state = "up" if up == len(entries) else "degraded" if up else "down"
-        nrepairs = sum(repair.rail == rail for repair in repairs)
         found.append(
-            RailHealth(rail, nic.name, nic.address, nic.speed_mbps, state, entries, nrepairs)
+            RailHealth(rail, nic.name, nic.address, nic.speed_mbps, state, entries, repaired[rail])
         )
     return tuple(found)
 
@@ -437,18 +407,22 @@ __all__ = [
     "Agreed",
     "HealthReport",
     "Held",
-    "Ledger",
     "LinkEntry",
     "Operation",
     "PathEntry",
     "PeerEntry",
     "Pending",
     "RailHealth",
+    "Status",
     "Wait",
     "absent",
+    "agreed",
     "last_ops",
+    "link_entries",
+    "path_entries",
+    "peer_entries",
     "rails",
-    "read",
+    "spelled",
     "waits_for_confirmation",
     "waits_of_call",
 ]

@@ -137,7 +137,7 @@ class Rank:
 
     def break_path(self, comm: r2ccl.Communicator) -> None:
         engine, path = comm._engine, PathKey(ABSENT, min(self.found["rails"]))
-        engine.submit(engine.recovery.fail, path, "TEST: broken on purpose")
+        engine.submit(engine._migration.fail, path, "TEST: broken on purpose")
 
     # The end
 
@@ -192,7 +192,7 @@ class Rank:
 
 def rails_in_use(comm: r2ccl.Communicator) -> dict[int, str]:
     """Return the rails that links use now, with their names."""
-    senders = comm._engine.progress.senders.values()
+    senders = comm._engine._links.senders.values()
     routes = [link.route for link in senders if link.route is not None]
     names = {rail.rail: rail.name for rail in comm.health().rails}
     return {route.rail: names[route.rail] for route in routes}

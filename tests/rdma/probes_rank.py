@@ -24,7 +24,7 @@ def ask(comm: r2ccl.Communicator, key: ProbeKey) -> bool | None:
     """Ask, and wait for the answer; the control thread moves the loop."""
     engine: Any = comm._engine
     told: list[Any] = []
-    engine.call(lambda: engine.recovery.probing.ask(key, told.append))
+    engine.call(lambda: engine._failover.probes.ask(key, told.append))
     give_up = time.monotonic() + PATIENCE_S
     while not told:
         assert time.monotonic() < give_up, f"no word about {key}"
@@ -53,7 +53,7 @@ def main() -> None:
         comm.allreduce(pids)
         if rank == 0:
             engine: Any = comm._engine
-            first = engine.recovery.nrails - NICS  # rails of TCP come before
+            first = engine._failover.nrails - NICS  # rails of TCP come before
             keys = [ProbeKey(1, first + nic, first + nic) for nic in range(NICS)]
             report: dict[str, Any] = {
                 "joined": {nic: ask_until_answered(comm, key) for nic, key in enumerate(keys)}

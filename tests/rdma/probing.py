@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from r2ccl.failover.connector import Answer, Joiner, Offer, Ready
+from r2ccl.failover.connector import Answer, Connector, Offer, Ready
 from r2ccl.topology.hcas import GidFinder, Hca
 from r2ccl.topology.neighbours import Neighbours
 from r2ccl.transport.base import Joined, Probed
@@ -43,20 +43,20 @@ class TwoRanks:
     def __init__(self, ports: Sequence[Sequence[Hca]]) -> None:
         self.transports = [open_transport(rank, ports[rank]) for rank in (0, 1)]
         self.mail: deque[tuple[int, int, Offer | Answer | Ready]] = deque()
-        self.joiners = [self._joiner(rank) for rank in (0, 1)]
+        self.joiners = [self._connector(rank) for rank in (0, 1)]
         self.joined: list[ProbeKey] = []
         self.probed: list[Probed] = []
         #: Longest time the loop stood still, with Python's lock held.
         self.longest_s = 0.0
 
-    def _joiner(self, rank: int) -> Joiner:
+    def _connector(self, rank: int) -> Connector:
         def send(peer: int, message: Any) -> None:
             self.mail.append((rank, peer, message))
 
         def use(*_: object) -> None:
             raise AssertionError("there are no paths here")
 
-        return Joiner(rank, self.transports[rank], send, use, time.monotonic)
+        return Connector(rank, self.transports[rank], send, use, time.monotonic)
 
     def turn(self) -> None:
         """One round of both ranks; a probe of rank 0 that failed is joined anew."""
@@ -64,17 +64,17 @@ class TwoRanks:
         while self.mail:
             sender, receiver, message = self.mail.popleft()
             self.joiners[receiver].on_message(sender, message)
-        for joiner, transport in zip(self.joiners, self.transports, strict=True):
-            joiner.tick(time.monotonic())
+        for connector, transport in zip(self.joiners, self.transports, strict=True):
+            connector.tick(time.monotonic())
             for event in transport.poll(0.0):
                 if isinstance(event, Joined):
-                    joiner.on_joined(event)
+                    connector.on_joined(event)
                     if not event.error:
                         self.joined.append(event.key)
                 elif isinstance(event, Probed):
                     self.probed.append(event)
                     if event.is_answered is False:
-                        joiner.begin_probe(event.key)
+                        connector.begin_probe(event.key)
         self.longest_s = max(self.longest_s, time.monotonic() - began)
         time.sleep(0.001)
 
@@ -105,8 +105,8 @@ class TwoRanks:
 
     def close(self) -> None:
         """Free everything."""
-        for joiner, transport in zip(self.joiners, self.transports, strict=True):
-            joiner.close()
+        for connector, transport in zip(self.joiners, self.transports, strict=True):
+            connector.close()
             transport.close()
 
 

@@ -158,7 +158,7 @@ class Run:
 
     def routes(self) -> list[int]:
         """Return the rails that carry the channels to the other node now."""
-        senders = self.comm._engine.progress.senders
+        senders = self.comm._engine._links.senders
         far = self.comm.nranks // NODES
         return sorted(
             {link.route.rail - self.first for (peer, _), link in senders.items()
@@ -192,7 +192,7 @@ class Run:
 
 def paths_of(comm: r2ccl.Communicator) -> dict[Any, str]:
     """Return the state of every path of this rank."""
-    return {key: path.state.value for key, path in comm._engine.recovery.on_rails.items()}
+    return {key: path.state.value for key, path in comm._engine._links.on_rails.items()}
 
 
 def random_cuts(run: Run, rounds: int) -> None:

@@ -36,7 +36,7 @@ SETTINGS = {
     "quarantine_cap_s": 0.0,
 }
 PATIENCE_S = 40.0
-#: Two rounds of an inquiry, at one end and then at the other.
+#: Two rounds of an path_diagnosis, at one end and then at the other.
 REVISION_S = 10.0
 
 Undo = Callable[[], object]

@@ -12,13 +12,14 @@ from unittest import mock
 
 import msgspec
 
-from r2ccl.failover.migration.driver import _ACTIONS, Recovery
+from r2ccl.failover.failover import Failover
+from r2ccl.failover.migration.driver import _ACTIONS, Migration
 from r2ccl.failover.migration.link import Landing, LinkReport, RecvLink, SendLink, Slice, SliceState
+from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import PathState
 from r2ccl.failover.migration.routes import Routes
 from r2ccl.planning.lowering import Step
 from r2ccl.runtime.executor import LaneRun
-from r2ccl.runtime.progress import Progress
 from r2ccl.schedule.ir import Kind
 from r2ccl.testing.simulation.control import SimControl
 from r2ccl.testing.simulation.network import End, SimNetwork
@@ -41,7 +42,7 @@ def _without(owner: type, method: str, inner: type, silenced: str) -> Mistake:
 
 @contextlib.contextmanager
 def _replaced(owner: type, method: str, wrong: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method, also where `Recovery` keeps it as the answer to an action."""
+    """Replace a method, also where `Migration` keeps it as the answer to an action."""
     original = getattr(owner, method)
     actions = {action: wrong for action, fn in _ACTIONS.items() if fn is original}
     with mock.patch.object(owner, method, wrong), mock.patch.dict(_ACTIONS, actions):
@@ -99,7 +100,7 @@ def _reduced_as_it_comes() -> contextlib.AbstractContextManager[Any]:
     original = LaneRun._is_ready
 
     def is_ready(self: LaneRun, step: Step, k: int) -> bool:
-        if not self._progress.recovery.log.repairs:
+        if not self._progress._repairs.repairs:
             return original(self, step, k)
         after = list(step.after)
         if step.kind is Kind.RECV_REDUCE:
@@ -118,7 +119,7 @@ def _divided_when_replayed() -> contextlib.AbstractContextManager[Any]:
     original = LaneRun._use
 
     def use(self: LaneRun, cursor: Any, index: int, step: Step, data: Any) -> None:
-        if step.kind is Kind.RECV_REDUCE and self._progress.recovery.log.repairs:
+        if step.kind is Kind.RECV_REDUCE and self._progress._repairs.repairs:
             step = msgspec.structs.replace(step, is_final=True)
         original(self, cursor, index, step, data)
 
@@ -137,47 +138,46 @@ def _early_slices_unreported() -> contextlib.AbstractContextManager[Any]:
 def _only_known_routes_watched() -> contextlib.AbstractContextManager[Any]:
     """Silence is looked for only where this end's own routes and slices are."""
 
-    def has_work(self: Recovery, key: PathKey) -> bool:
-        for sender in self._senders(key.peer):
+    def has_work(self: Failover, key: PathKey) -> bool:
+        for sender in self._links.senders_to(key.peer):
             if any(item.path == key and not item.is_eager for item in sender.outstanding):
                 return True
         return any(
             (receiver.route if landing.region is None else landing.path) == key
-            for (peer, _), receiver in self._progress.receivers.items()
-            if peer == key.peer
+            for receiver in self._links.receivers_from(key.peer)
             for landing in receiver.landings.values()
         )
 
-    def watched(self: Recovery) -> Iterator[tuple[PathKey, int, bool]]:
-        for key, path in self.paths.items():
+    def watched(self: Failover) -> Iterator[tuple[PathKey, int, bool]]:
+        for key, path in self._links.paths.items():
             if path.state is PathState.UP:
                 yield key, path.activity, has_work(self, key)
 
-    return mock.patch.object(Recovery, "_watched", watched)
+    return mock.patch.object(Failover, "_watched", watched)
 
 
 def _stuck_paths_unwatched() -> contextlib.AbstractContextManager[Any]:
     """A path on which nothing is waited for may swallow confirmations for ever."""
 
-    def watched(self: Recovery) -> Iterator[tuple[PathKey, int, bool]]:
-        waited_for = self._waited_for()
-        for key, path in self.paths.items():
+    def watched(self: Failover) -> Iterator[tuple[PathKey, int, bool]]:
+        waited_for = self._links.awaited_peers()
+        for key, path in self._links.paths.items():
             if path.state is PathState.UP:
                 yield key, path.activity, key.peer in waited_for
 
-    return mock.patch.object(Recovery, "_watched", watched)
+    return mock.patch.object(Failover, "_watched", watched)
 
 
 def _alone_since_last_call() -> contextlib.AbstractContextManager[Any]:
     """The time without a path counts from the last look, not from the loss."""
-    original = Recovery._fence
+    original = Migration._fence
 
-    def fence(self: Recovery, path: Any) -> None:
-        before = dict(self._alone_since)
+    def fence(self: Migration, path: Any) -> None:
+        before = dict(self.cut_off_since)
         original(self, path)
-        self._alone_since = before
+        self.cut_off_since = before
 
-    return _replaced(Recovery, "_fence", fence)
+    return _replaced(Migration, "_fence", fence)
 
 
 def _epoch_welcome_once() -> contextlib.AbstractContextManager[Any]:
@@ -195,8 +195,8 @@ def _epoch_welcome_once() -> contextlib.AbstractContextManager[Any]:
 def _never_confirmed_again() -> Iterator[None]:
     """What could not be confirmed for want of a route is not confirmed later either."""
     with (
-        _without(Routes, "_set_going", Progress, "confirm_all")(),
-        _without(Recovery, "tick", Progress, "confirm_all")(),
+        _without(Routes, "_set_going", Links, "confirm_all")(),
+        _without(Failover, "tick", Links, "confirm_all")(),
     ):
         yield
 
@@ -232,7 +232,7 @@ MISTAKES: dict[str, Mistake] = {
     "divided when replayed": _divided_when_replayed,
     "early slices unreported": _early_slices_unreported,
     "confirmations lost without a route": _never_confirmed_again,
-    "credits of a report unnoticed": _without(Recovery, "_resume", Progress, "touch_channel"),
+    "credits of a report unnoticed": _without(Migration, "_resume", Links, "touch_channel"),
     "only known routes watched": _only_known_routes_watched,
     "stuck paths unwatched": _stuck_paths_unwatched,
     "epoch welcome once": _epoch_welcome_once,

@@ -13,6 +13,7 @@ from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.dtypes import CODES
 from r2ccl.errors import TransportError
+from r2ccl.failover.context import RankContext
 from r2ccl.failover.health.table import Health
 from r2ccl.gpu.gpudirect import Direct
 from r2ccl.gpu.gpudirect_connect import open_direct
@@ -85,11 +86,13 @@ class Rank:
         group.network.devices[rank] = self.device
         self.transport = SharedSim(group.network, rank)
         self.transport.lock = group.lock
-        self.engine = Engine(
-            rank, group.nranks, transport=self.transport, control=NoControl(),
-            config=group.config, clock=group.network.timeline, nwires=2,
+        control: Any = NoControl()
+        context = RankContext(
+            rank, group.nranks, self.transport, control, group.config, group.network.timeline,
+            nwires=2,
         )  # fmt: skip
-        fabric = Fabric(self.engine.recovery.homes, 2)
+        self.engine = Engine(context, control)
+        fabric = Fabric(self.engine.homes, 2)
         whole = Health.whole(self.nranks, 2, group.config.digest())
         self.plans = Plans(self.rank, self.nranks, fabric, group.config)
         self.entry = Entry(self.engine, self.plans, whole)
@@ -181,7 +184,7 @@ class Group:
         self.ranks = [Rank(self, rank, seed + rank) for rank in range(nranks)]
         for wire in self.network.wires.values():
             for rank, end in zip(wire.pair, self.network.connect(wire), strict=True):
-                self.ranks[rank].engine.recovery.on_opened(end.path.peer, wire.rail, 0, end)
+                self.ranks[rank].engine._migration.on_opened(end.path.peer, wire.rail, 0, end)
 
     def card(self, rank: int, seed: int) -> FakeGpu:
         """Return a GPU, on one board with the others of the node."""

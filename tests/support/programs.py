@@ -261,7 +261,7 @@ def interrupted(victim: int) -> str:
                 return "KeyboardInterrupt"
         else:
             deadline = time.monotonic() + 30
-            while comm._engine.recovery.error is None and time.monotonic() < deadline:
+            while comm._engine.error is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             try:
                 comm.allreduce(np.ones(1 << 20))
@@ -281,7 +281,7 @@ def timed_out() -> str:
                 return str(exc)
         else:
             deadline = time.monotonic() + 10
-            while comm._engine.recovery.error is None and time.monotonic() < deadline:
+            while comm._engine.error is None and time.monotonic() < deadline:
                 time.sleep(0.01)
         comm.abort()
     return ""
@@ -338,7 +338,7 @@ def does_not_shrink() -> str:
         comm.barrier()
     if comm.rank == 1:
         deadline = time.monotonic() + 40
-        while len(comm._tidings._news) < 4 and time.monotonic() < deadline:
+        while len(comm._event_queue._news) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)  # two Views, and two Goodbyes when the others have given up
     try:
         comm.shrink()

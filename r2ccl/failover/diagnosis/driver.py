@@ -1,4 +1,4 @@
-"""Detector: looks into every failed or suspect path until it has a verdict, and keeps it.
+"""Diagnosis: looks into every failed or suspect path until it has a verdict, and keeps it.
 
 `r2ccl.failover.diagnosis.protocol` says which questions to put; this room puts them: its own
 through the transport's probes, other ranks' by control message, and it answers theirs. It never
@@ -9,8 +9,9 @@ A failure is looked into at the next tick, when repairs under way are done: they
 another rank says is checked before it is used: a question about a rail there is none of, or about
 the very rank it is put to, is answered with "could not be asked".
 
-Must not import sockets, verbs or threads. Invariants: one inquiry a path at a time and at most
-`MAX_INQUIRIES` in all; every question a rank puts is answered, or counts as unanswerable in time.
+Must not import sockets, verbs or threads. Invariants: one path_diagnosis a path at a time and at
+most `MAX_DIAGNOSES` in all; every question a rank puts is answered, or counts as unanswerable in
+time.
 """
 
 from __future__ import annotations
@@ -24,15 +25,14 @@ from typing import NamedTuple
 import msgspec
 
 from r2ccl.bootstrap.base import Post
-from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.clock import Clock
 from r2ccl.config import Config
-from r2ccl.failover.diagnosis.protocol import Action, Ask, Inquiry, choose_auxiliaries
+from r2ccl.failover.diagnosis.port_map import PortMap, own_ports
+from r2ccl.failover.diagnosis.protocol import Action, Ask, PathDiagnosis, choose_auxiliaries
 from r2ccl.failover.diagnosis.verdict import (
     MIRRORED,
     Finding,
     Kind,
-    Naming,
     Port,
     ProbeReply,
     ProbeRequest,
@@ -40,20 +40,9 @@ from r2ccl.failover.diagnosis.verdict import (
 )
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.transport.base import Probed, Transport
-from r2ccl.types import Nic, PathKey, ProbeKey
+from r2ccl.types import PathKey, ProbeKey
 
 _log = logging.getLogger(__name__)
-
-
-class Places(NamedTuple):
-    """Where the ranks' ports are, see `places_of`.
-
-    ``nics(rail)``: of every rank, its end of a rail; equal strings are one NIC. ``name(rank,
-    rail)``: what people call a port.
-    """
-
-    nics: Callable[[int], Sequence[str]]
-    name: Naming
 
 
 class _News:
@@ -68,12 +57,14 @@ class _News:
 
 
 class _Case:
-    """An inquiry about `epoch` of its path; `has_failed`: it is more than a suspicion."""
+    """An path_diagnosis about `epoch` of its path; `has_failed`: it is more than a suspicion."""
 
-    __slots__ = ("activity", "epoch", "has_failed", "inquiry", "numbers", "said")
+    __slots__ = ("activity", "epoch", "has_failed", "numbers", "path_diagnosis", "said")
 
-    def __init__(self, inquiry: Inquiry, path: Path, epoch: int, has_failed: bool) -> None:
-        self.inquiry = inquiry
+    def __init__(
+        self, path_diagnosis: PathDiagnosis, path: Path, epoch: int, has_failed: bool
+    ) -> None:
+        self.path_diagnosis = path_diagnosis
         self.epoch = epoch
         self.has_failed = has_failed
         self.activity = path.activity
@@ -91,7 +82,7 @@ class _Asked(NamedTuple):
     case: _Case
 
 
-class Detector:
+class Diagnosis:
     """Verdicts of one rank; owned by one caller at a time, like `Recovery`.
 
     Parameters
@@ -110,6 +101,8 @@ class Detector:
         ``sequel(path, epoch)``: what was done about a failure, in words.
     on_verdict : callable
         Told of every verdict, also one that revises another.
+    port_map : PortMap, optional
+        Default: every rank has NICs of its own.
     """
 
     def __init__(
@@ -125,6 +118,7 @@ class Detector:
         clock: Clock,
         sequel: Callable[[PathKey, int], str],
         on_verdict: Callable[[Verdict], None],
+        port_map: PortMap | None = None,
     ) -> None:
         self._rank = rank
         self._nranks = nranks
@@ -136,9 +130,7 @@ class Detector:
         self._sequel = sequel
         self._on_verdict = on_verdict
         self._patience_s = config.probe_timeout_s + _REPLY_S
-        #: Until it is told better, every rank has NICs of its own.
-        alone = [str(each) for each in range(nranks)]
-        self.places = Places(lambda _: alone, _plain_name)
+        self._port_map = port_map or own_ports(nranks)
         self._news: dict[PathKey, _News] = {}
         self._open: dict[PathKey, _Case] = {}
         self._settled: dict[PathKey, _Case] = {}
@@ -171,7 +163,7 @@ class Detector:
         is_known = case is not None and case.epoch == epoch
         if case is not None and is_known and (case.has_failed or key in self._open):
             case.has_failed = True
-            case.inquiry.on_cause(self._clock(), cause, is_own=is_own)
+            case.path_diagnosis.on_cause(self._clock(), cause, is_own=is_own)
             self._go_on(case)
             return
         news = self._news.get(key)
@@ -192,20 +184,20 @@ class Detector:
             if key in self._news:
                 self._news[key].own_cause = cause
             elif case is not None:
-                case.inquiry.on_cause(now, cause, is_own=True)
+                case.path_diagnosis.on_cause(now, cause, is_own=True)
                 self._go_on(case)
 
     def suspect(self, key: PathKey) -> None:
         """Look into the silence of a path in use; it is suspected again if there is no room now."""
-        if key not in self._open and key not in self._news and len(self._open) < MAX_INQUIRIES:
+        if key not in self._open and key not in self._news and len(self._open) < MAX_DIAGNOSES:
             self._begin(key, self._paths[key].epoch)
 
     def tick(self, now: float, *, is_calm: bool) -> None:
         """End rounds that are overdue, and begin to look into failures; `is_calm`: none repairs."""
         for case in list(self._open.values()):
-            self._go_on(case, case.inquiry.tick(now))
+            self._go_on(case, case.path_diagnosis.tick(now))
         for key, news in list(self._news.items()):
-            if len(self._open) >= MAX_INQUIRIES:
+            if len(self._open) >= MAX_DIAGNOSES:
                 break
             if is_calm or now >= news.since_s + _GIVE_WAY_S:
                 del self._news[key]
@@ -252,7 +244,9 @@ class Detector:
         case = asked.case
         case.numbers.discard(reply.number)
         detail = reply.detail[:_TEXT_NCHARS]
-        actions = case.inquiry.take(self._clock(), peer, reply.key, reply.is_answered, detail)
+        actions = case.path_diagnosis.take(
+            self._clock(), peer, reply.key, reply.is_answered, detail
+        )
         self._go_on(case, actions)
 
     def _on_finding(self, key: PathKey, finding: Finding) -> None:
@@ -261,7 +255,7 @@ class Detector:
         finding = Finding(finding.rail, finding.epoch, finding.kind, finding.text[:_TEXT_NCHARS])
         case = self._open.get(key) or self._settled.get(key)
         if case is not None and case.epoch == finding.epoch and case.has_failed:
-            case.inquiry.on_finding(self._clock(), finding)
+            case.path_diagnosis.on_finding(self._clock(), finding)
             self._go_on(case, is_told=True)
         elif case is None or case.epoch < finding.epoch or not case.has_failed:
             self._early[key] = finding
@@ -274,38 +268,38 @@ class Detector:
             self._forget_questions(stale)
         joins = self._transport.joins
         rails = range(self._transport.nrails)
-        inquiry = Inquiry(
+        path_diagnosis = PathDiagnosis(
             self._rank,
             key,
             auxiliaries=choose_auxiliaries(
                 self._rank,
                 key,
-                nics=self.places.nics(key.rail),
+                nics=self._port_map.nics(key.rail),
                 rails=[rail for rail in rails if joins(rail) == joins(key.rail)],
                 is_up=self._is_up,
                 bad=self._bad(),
             ),
             rails=rails,
-            name=self.places.name,
+            name=self._port_map.name,
             patience_s=self._patience_s,
         )
-        case = _Case(inquiry, self._paths[key], epoch, news is not None)
+        case = _Case(path_diagnosis, self._paths[key], epoch, news is not None)
         self._settled.pop(key, None)
         self._open[key] = case
         now = self._clock()
         if news is None:
-            self._go_on(case, inquiry.begin(now))
+            self._go_on(case, path_diagnosis.begin(now))
             return
-        actions = inquiry.begin(now, news.own_cause, news.peers_cause)
+        actions = path_diagnosis.begin(now, news.own_cause, news.peers_cause)
         finding = self._early.pop(key, None)
-        if finding is not None and finding.epoch == epoch and inquiry.verdict is None:
-            inquiry.on_finding(now, finding)
+        if finding is not None and finding.epoch == epoch and path_diagnosis.verdict is None:
+            path_diagnosis.on_finding(now, finding)
             self._go_on(case, is_told=True)
         self._go_on(case, actions)
 
     def _go_on(self, case: _Case, actions: Sequence[Action] = (), *, is_told: bool = False) -> None:
         """Put further questions, or give the verdict out; `is_told`: the peer found it."""
-        verdict = case.inquiry.verdict
+        verdict = case.path_diagnosis.verdict
         if verdict is None:
             for action in actions:
                 self._put(case, action)
@@ -323,7 +317,7 @@ class Detector:
         self._control.send(action.rank, ProbeRequest(self._nasked, action.key))
 
     def _on_probed(self, case: _Case, event: Probed) -> None:
-        key = case.inquiry.path
+        key = case.path_diagnosis.path
         if self._open.get(key) is not case:
             return
         path = self._paths[key]
@@ -333,7 +327,7 @@ class Detector:
             self._forget_questions(case)
             return
         is_stuck = self._is_up(key) and self._transport.is_stuck(key)
-        actions = case.inquiry.take(
+        actions = case.path_diagnosis.take(
             self._clock(), self._rank, event.key, event.is_answered, event.detail, is_stuck=is_stuck
         )
         self._go_on(case, actions)
@@ -387,42 +381,9 @@ class Detector:
         return bad
 
 
-def places_of(rank: int, peers: Sequence[PeerInfo], nics: Sequence[Nic]) -> Places:
-    """Return NICs and names of ports as rank `rank` knows them.
-
-    Ranks of one host share a NIC if they gave the same address, or the same RDMA port, for a rail.
-
-    Parameters
-    ----------
-    rank : int
-    peers : sequence of PeerInfo
-        Of every rank.
-    nics : sequence of Nic
-        This rank's rails, by number: of its own ports the interface is known, of others' sockets
-        the address only.
-    """
-
-    def end(of: PeerInfo, rail: int) -> str:
-        addresses = [address for address, _ in of.rails]
-        return (*addresses, *of.hcas)[rail]
-
-    def nics_on(rail: int) -> Sequence[str]:
-        return [f"{info.host} {end(info, rail)}" for info in peers]
-
-    def name(of: int, rail: int) -> str:
-        what = nics[rail].name if of == rank else end(peers[of], rail)
-        return f"{_plain_name(of, rail)} ({peers[of].hostname} {what})"
-
-    return Places(nics_on, name)
-
-
-def _plain_name(rank: int, rail: int) -> str:
-    return f"rank {rank} rail {rail}"
-
-
 #: Inquiries at once; failures beyond wait, suspicions come again.
-MAX_INQUIRIES = 32
-#: Questions of one rank that are being answered at once: two inquiries' worth from each of its
+MAX_DIAGNOSES = 32
+#: Questions of one rank that are being answered at once: two path_diagnoses' worth from each of its
 #: rails, with eight of them.
 MAX_SERVED = 64
 #: Beside a probe's time: a control message to a rank in user code, which looks at its transport
@@ -437,4 +398,4 @@ _ECHO = "reported by rank "
 #: Characters of another rank's text that are kept, and of one's own that are sent.
 _TEXT_NCHARS = 500
 
-__all__ = ["MAX_INQUIRIES", "MAX_SERVED", "Detector", "Places", "places_of"]
+__all__ = ["MAX_DIAGNOSES", "MAX_SERVED", "Diagnosis"]

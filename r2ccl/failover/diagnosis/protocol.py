@@ -1,4 +1,4 @@
-"""Inquiry: which questions to put about one path, until they give a `Verdict`.
+"""PathDiagnosis: which questions to put about one path, until they give a `Verdict`.
 
 Theory of operation
 -------------------
@@ -88,7 +88,7 @@ Action = Ask | AskRank
 Auxiliary = ThirdRank | OtherRail
 
 
-class Inquiry:
+class PathDiagnosis:
     """One suspicion, or one failure, being looked into.
 
     Parameters
@@ -310,7 +310,7 @@ def choose_auxiliaries(
     is_up: Callable[[PathKey], bool],
     bad: Collection[Port] = (),
 ) -> list[Auxiliary]:
-    """List auxiliaries for an inquiry of rank `me`, best first.
+    """List auxiliaries for an path_diagnosis of rank `me`, best first.
 
     Third ranks before other rails, those in use before those that are not. One rank a NIC, and none
     of the two NICs in question, which ranks of one host may share. Ranks above `me` come first, so
@@ -359,7 +359,7 @@ def _neighbours(rail: int, rails: Collection[int]) -> list[int]:
     return [other for other in dict.fromkeys(near) if other != rail]
 
 
-#: Auxiliaries of one inquiry, and of one round.
+#: Auxiliaries of one path_diagnosis, and of one round.
 MAX_AUXILIARIES = 4
 _PER_ROUND = 2
 
@@ -369,8 +369,8 @@ __all__ = [
     "Ask",
     "AskRank",
     "Auxiliary",
-    "Inquiry",
     "OtherRail",
+    "PathDiagnosis",
     "ThirdRank",
     "choose_auxiliaries",
 ]

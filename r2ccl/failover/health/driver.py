@@ -1,13 +1,12 @@
-"""Council: one rank's seat in the health agreement; the tables of `r2ccl.resilience`, applied.
+"""One rank's part in the agreement of all ranks on which rails are down or slow.
 
-What this rank finds of a rail, its own or a peer's, goes in as a doubt (`doubt`) and is taken back
-when the rail carries again (`trust`); what its own rails were measured at goes in as shares
-(`weigh`). What all ranks plan a collective with comes out (`enter`).
-Between, `r2ccl.failover.health.protocol` says what to send, and the control plane carries it.
+What this rank finds of a rail, its own or a peer's, goes in: it is down (`report_down`), it carries
+again (`report_up`), this is what it was measured at (`report_bandwidth`). What all ranks plan a
+collective with comes out (`enter`). Between, `r2ccl.failover.health.protocol` says what to send,
+and the control plane carries it.
 
-Must not import sockets or threads; owned by one caller at a time, like
-`r2ccl.failover.migration.driver`. Invariant: a rail doubted here is reported as down until it is
-trusted again.
+Must not import sockets or threads; owned by one caller at a time. Invariant: a rail that was
+reported down here is so until it is reported up.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Known(NamedTuple):
     since_s: float
 
 
-class Council:
+class HealthAgreement:
     """The agreement of one rank, with a control plane and a clock.
 
     Parameters
@@ -61,7 +60,7 @@ class Council:
         self.known = Known(health, clock())
         #: What this rank says of rails that are not whole: those that are down, of any rank, and
         #: the shares of its own that are slow.
-        self._doubted: set[tuple[int, int]] = set()
+        self._down: set[tuple[int, int]] = set()
         self._weights: dict[tuple[int, int], int] = {}
         self._toward: dict[int, int] = {}
         #: While nothing is under way a collective costs one comparison: the agreement is told of
@@ -96,19 +95,19 @@ class Council:
 
     # What this rank finds
 
-    def doubt(self, rank: int, rail: int) -> None:
+    def report_down(self, rank: int, rail: int) -> None:
         """Report that `rail` of `rank` carries nothing; once."""
-        if (rank, rail) not in self._doubted:
-            self._doubted.add((rank, rail))
+        if (rank, rail) not in self._down:
+            self._down.add((rank, rail))
             self._report([(rank, rail)])
 
-    def trust(self, rank: int, rail: int) -> None:
-        """Take a doubt of this rank back, if there is one."""
-        if (rank, rail) in self._doubted:
-            self._doubted.remove((rank, rail))
+    def report_up(self, rank: int, rail: int) -> None:
+        """Take back that it is down, if this rank said so."""
+        if (rank, rail) in self._down:
+            self._down.remove((rank, rail))
             self._report([(rank, rail)])
 
-    def weigh(self, weights: Mapping[int, int], toward: Mapping[int, int]) -> None:
+    def report_bandwidth(self, weights: Mapping[int, int], toward: Mapping[int, int]) -> None:
         """Report what this rank's rails carry, of those that carry anything.
 
         Parameters
@@ -122,7 +121,7 @@ class Council:
         changed = [key for key, share in news.items() if self._weights.get(key, WHOLE) != share]
         self._weights |= news
         self._toward |= toward
-        audible = [key for key in changed if key not in self._doubted]
+        audible = [key for key in changed if key not in self._down]
         if audible:
             self._report(audible)
 
@@ -131,7 +130,7 @@ class Council:
         self._event(lambda: self._agreement.report(self._clock(), words))
 
     def _word(self, key: tuple[int, int]) -> RailShare:
-        if key in self._doubted:
+        if key in self._down:
             return RailShare(*key, 0)
         if key in self._weights:
             return RailShare(*key, self._weights[key], self._toward[key[1]])
@@ -193,4 +192,4 @@ class Council:
                     )  # fmt: skip
 
 
-__all__ = ["Council", "Known"]
+__all__ = ["HealthAgreement", "Known"]

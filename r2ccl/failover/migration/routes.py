@@ -13,15 +13,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from r2ccl.failover.migration.link import RecvLink, SendLink
-from r2ccl.failover.migration.path import Path, PathState, choose_routes
+from r2ccl.failover.migration.links import Links
+from r2ccl.failover.migration.path import PathState, choose_routes
 from r2ccl.failover.migration.repairs import RepairLog
 from r2ccl.types import BYPASS, PathKey
-
-if TYPE_CHECKING:
-    from r2ccl.runtime.progress import Progress
 
 
 class Routes:
@@ -29,10 +26,8 @@ class Routes:
 
     Parameters
     ----------
-    progress : Progress
-        Its links are routed.
-    paths : mapping of PathKey to Path
-        Read, never changed.
+    links : Links
+        Those that are routed, over its paths.
     nrails : int
     homes : sequence of int
         Rails channels are at home on: channel c on ``homes[c % len(homes)]``. The others are the
@@ -45,16 +40,15 @@ class Routes:
 
     def __init__(
         self,
-        progress: Progress,
-        paths: Mapping[PathKey, Path],
+        links: Links,
         *,
         nrails: int,
         homes: Sequence[int],
         share: Callable[[PathKey], float],
         log: RepairLog,
     ) -> None:
-        self._progress = progress
-        self._paths = paths
+        self._links = links
+        self._paths = links.paths
         self._nrails = nrails
         self._homes = homes
         self._share = share
@@ -81,7 +75,7 @@ class Routes:
 
     def lose(self, key: PathKey) -> None:
         """`key` is down: what rides it has no route."""
-        for (peer, channel), link in self._progress.senders.items():
+        for (peer, channel), link in self._links.senders.items():
             if link.route == key:
                 self._set(peer, channel, None)
 
@@ -113,7 +107,7 @@ class Routes:
             self._set(peer, channel, key)
         for channel in self._channels(peer):
             self._set_going(
-                self._progress.senders[peer, channel], self._progress.receivers[peer, channel]
+                self._links.senders[peer, channel], self._links.receivers[peer, channel]
             )
         return {channel: key.rail for channel, key in routes.items()}
 
@@ -121,12 +115,12 @@ class Routes:
         if sender.route is None:
             return
         # What was consumed while there was no route could not be confirmed then.
-        self._progress.confirm_all((receiver,))
+        self._links.confirm_all((receiver,))
         for landing in receiver.unnamed():
-            self._progress.name(receiver, landing)
+            self._links.name(receiver, landing)
         for item in sender.waiting():
             self._log.replayed(item.lost_on, len(item.view))
-            self._progress.write_again(sender, item, None)
+            self._links.write(sender, item, None, is_replay=True)
 
     def _home(self, peer: int, channel: int) -> PathKey | None:
         key = PathKey(peer, self._home_rail(channel))
@@ -145,7 +139,7 @@ class Routes:
         unrouted: list[int] = []
         detours: Counter[PathKey] = Counter()
         at_home: Counter[PathKey] = Counter()
-        for (other, channel), link in self._progress.senders.items():
+        for (other, channel), link in self._links.senders.items():
             if other != peer:
                 continue
             if link.route is None:
@@ -162,11 +156,11 @@ class Routes:
         return self._share(key) * (1.0 if key.rail in self._homes else _LAST_RESORT_WEIGHT)
 
     def _set(self, peer: int, channel: int, key: PathKey | None) -> None:
-        self._progress.senders[peer, channel].route = key
-        self._progress.receivers[peer, channel].route = key
+        self._links.senders[peer, channel].route = key
+        self._links.receivers[peer, channel].route = key
 
     def _channels(self, peer: int) -> list[int]:
-        return [channel for to, channel in self._progress.senders if to == peer]
+        return [channel for to, channel in self._links.senders if to == peer]
 
 
 #: So small that every path on a home rail is fuller before a channel goes elsewhere, and that a

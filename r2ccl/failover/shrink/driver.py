@@ -2,9 +2,9 @@
 
 `r2ccl.failover.shrink.protocol` says who agrees on whom, and when it is safe to go on; here it
 meets the old communicator's control plane, whose sessions between survivors outlive its data plane,
-and the clock. What others say may come before this rank knows of any failure, so `Tidings` listens
-from the communicator's first day. Only the old control plane says who is gone: one that a successor
-lost and the old control plane did not was late, and is met again.
+and the clock. What others say may come before this rank knows of any failure, so `EventQueue`
+listens from the communicator's first day. Only the old control plane says who is gone: one that a
+successor lost and the old control plane did not was late, and is met again.
 
 The calling thread owns the table and connects the new communicator; the control thread only queues
 what it hears, and interrupts a connecting that has become pointless. This room does not know what a
@@ -82,7 +82,7 @@ class Building:
             self._revoke(why)
 
 
-class Tidings:
+class EventQueue:
     """Handler of a control plane: keeps what concerns shrinking, passes the rest on.
 
     Parameters
@@ -177,7 +177,7 @@ class Tidings:
 
 def regroup(
     table: Shrinking,
-    tidings: Tidings,
+    event_queue: EventQueue,
     control: ControlPlane,
     make: Callable[[ControlPlane, tuple[int, ...]], _S],
 ) -> _S:
@@ -190,7 +190,7 @@ def regroup(
     ----------
     table : Shrinking
         A fresh one.
-    tidings : Tidings
+    event_queue : EventQueue
         The handler of `control` since its start.
     control : ControlPlane
         The old one, running. Its data plane must not be used any more.
@@ -208,7 +208,7 @@ def regroup(
     TransportError
         No rail can be opened again.
     """
-    attempt = _Regrouping(table, tidings, control, make)
+    attempt = _Regrouping(table, event_queue, control, make)
     try:
         return attempt.run()
     finally:
@@ -219,12 +219,12 @@ class _Regrouping(Generic[_S]):
     def __init__(
         self,
         table: Shrinking,
-        tidings: Tidings,
+        event_queue: EventQueue,
         control: ControlPlane,
         make: Callable[[ControlPlane, tuple[int, ...]], _S],
     ) -> None:
         self._table = table
-        self._tidings = tidings
+        self._event_queue = event_queue
         self._control = control
         self._make = make
         self._timeout_s = control.setting.config.init_timeout_s
@@ -243,7 +243,7 @@ class _Regrouping(Generic[_S]):
             if step is Step.GO_ON:
                 return self._go_on()
             # What is known already may change the step, and a step costs more than a look.
-            news = self._tidings.take(0.0)
+            news = self._event_queue.take(0.0)
             if news is not None:
                 self._hear(news)
             elif step is Step.STOP:
@@ -292,7 +292,7 @@ class _Regrouping(Generic[_S]):
         successor = self._make(self._succession.make(cards, self._table.attempt), members)
         building = Building(members, self._give_up_at, successor.revoke)
         try:
-            with self._tidings.during(building):
+            with self._event_queue.during(building):
                 successor.connect()
         except (PeerLost, CommunicatorRevoked) as exc:
             # Whoever is gone will be heard of here, and that decides. But one that was only late
@@ -315,7 +315,7 @@ class _Regrouping(Generic[_S]):
 
     def _wait(self) -> None:
         until = min(self._give_up_at, self._retry_at)
-        news = self._tidings.take(max(0.0, until - monotonic()))
+        news = self._event_queue.take(max(0.0, until - monotonic()))
         if news is not None:
             self._hear(news)
         elif until == self._retry_at:
@@ -345,4 +345,4 @@ class _Regrouping(Generic[_S]):
             self._held = None
 
 
-__all__ = ["Building", "News", "Successor", "Tidings", "regroup"]
+__all__ = ["Building", "EventQueue", "News", "Successor", "regroup"]

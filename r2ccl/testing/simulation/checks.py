@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from r2ccl.failover.context import RankContext
+from r2ccl.failover.failover import Failover
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.link import Landing, SendLink, Slice
+from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.runtime.executor import LandingPool, LaneRun, Place
-from r2ccl.runtime.progress import Consumer, Progress
+from r2ccl.runtime.progress import Progress
 from r2ccl.testing.simulation.network import Kind, Message
 
 Array = npt.NDArray[Any]
@@ -98,11 +101,27 @@ class Checker:
                 raise Violation(f"memory of {what} was written after it was given back")
 
 
-class CheckedProgress(Progress):
-    """`Progress` that shows its checker what is posted and released."""
+class CheckedLinks(Links):
+    """`Links` that show their checker what is released."""
 
-    def __init__(self, checker: Checker, rank: int, nranks: int, **parts: Any) -> None:
-        super().__init__(rank, nranks, **parts)
+    def __init__(self, checker: Checker, context: RankContext) -> None:
+        super().__init__(context)
+        self._checker = checker
+
+    def release(self, slices: list[Slice]) -> None:
+        """Give slices back."""
+        for item in slices:
+            self._checker.released[id(item.view)] = item.view
+        super().release(slices)
+
+
+class CheckedProgress(Progress):
+    """`Progress` that shows its checker what is posted and delivered."""
+
+    def __init__(
+        self, checker: Checker, context: RankContext, links: Links, failover: Failover
+    ) -> None:
+        super().__init__(context, links, failover)
         self._checker = checker
 
     def send(
@@ -111,12 +130,6 @@ class CheckedProgress(Progress):
         """Post a slice."""
         self._checker.posted(self.rank, link, view)
         super().send(link, view, is_eager, consumer, index)
-
-    def release(self, slices: list[Slice]) -> None:
-        """Give slices back."""
-        for item in slices:
-            self._checker.released[id(item.view)] = item.view
-        super().release(slices)
 
     def delivered(self, peer: int, channel: int, landing: Landing, payload: Any) -> None:
         """Show a delivered slice."""
@@ -163,4 +176,4 @@ class CheckedPool(LandingPool):
         super().give(place if place.base is not None else place[:])
 
 
-__all__ = ["CheckedPool", "CheckedProgress", "CheckedRun", "Checker", "Violation"]
+__all__ = ["CheckedLinks", "CheckedPool", "CheckedProgress", "CheckedRun", "Checker", "Violation"]

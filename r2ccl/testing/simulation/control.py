@@ -238,7 +238,7 @@ class SimControl:
             return
         patience = self._timeline.now + _EARLY_S
         delay = 3 * self._network.delay()
-        self._timeline.after(delay, self._knock, key, number, _FIRST_PAUSE_S, wire, patience)
+        self._timeline.after(delay, self._try_dial, key, number, _FIRST_PAUSE_S, wire, patience)
 
     def _if_current(self, key: PathKey, number: int, ways: tuple[Way, ...]) -> None:
         if self._is_current(key, number):
@@ -259,7 +259,7 @@ class SimControl:
         if wire.is_up:
             patience = self._timeline.now + _EARLY_S
             delay = 3 * self._network.delay()
-            self._timeline.after(delay, self._knock, key, number, pause_s, wire, patience)
+            self._timeline.after(delay, self._try_dial, key, number, pause_s, wire, patience)
         elif not is_again:
             self._timeline.after(_SYN_AGAIN_S, self._dial, key, number, pause_s, True)
         else:
@@ -272,7 +272,7 @@ class SimControl:
         doubled = min(2 * pause_s, _MAX_PAUSE_S)
         self._timeline.after(spent_s + pause_s, self._dial, key, number, doubled)
 
-    def _knock(
+    def _try_dial(
         self, key: PathKey, number: int, pause_s: float, wire: Wire, patience: float
     ) -> None:
         """The handshake reaches the other side, which waits a little for the epoch asked for."""
@@ -289,7 +289,7 @@ class SimControl:
             )
         elif self._timeline.now < patience:
             retry = self._network.delay()
-            self._timeline.after(20 * retry, self._knock, key, number, pause_s, wire, patience)
+            self._timeline.after(20 * retry, self._try_dial, key, number, pause_s, wire, patience)
         else:
             self._again(key, number, pause_s, 0.0)
 

@@ -124,7 +124,7 @@ class GpuRank(SimRank):
             self._spaces,
             nranks=self._work.workload.nranks,
             offload=self.offload,
-            is_gauge=True,
+            is_bandwidth_sample=True,
         )
 
     def output(self) -> Array:
@@ -135,7 +135,7 @@ class GpuRank(SimRank):
 
     def retire(self, what: str) -> None:
         """Free the call's memory: whoever still reads or writes it is found."""
-        if self.recovery.error is not None:
+        if self.revocation.error is not None:
             self.offload.drain(_PATIENCE_S)  # as `Direct` does: kernels wait for nothing
         for address in dict.fromkeys(self._spaces):
             self.device.free_caller_memory(address)

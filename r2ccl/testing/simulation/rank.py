@@ -1,4 +1,4 @@
-"""One simulated rank: the real `Progress`, `Recovery` and `LaneRun`, driven as the engine does it.
+"""One simulated rank: the real `Progress`, `Failover` and `LaneRun`, driven as the engine does it.
 
 While the rank is in a call its own turns move the loop; between calls, and while it computes, the
 control plane's tick does, as in `r2ccl.runtime.engine`. What the engine's lock and threads
@@ -16,14 +16,22 @@ from typing import Any
 from r2ccl.bootstrap.messages import Codec
 from r2ccl.config import Config
 from r2ccl.errors import InternalError, R2cclError, TransportTimeout
+from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest, Verdict
+from r2ccl.failover.failover import Failover, PortUp
 from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
 from r2ccl.failover.health.table import Health
-from r2ccl.failover.migration.driver import Leaving, PortUp, Revoke, Spared
 from r2ccl.failover.migration.path import Announcement
+from r2ccl.failover.revocation import Leaving, Revoke, Spared
 from r2ccl.runtime.executor import Call, LandingPool, LaneRun, Operands
 from r2ccl.runtime.progress import Computer
-from r2ccl.testing.simulation.checks import CheckedPool, CheckedProgress, CheckedRun, Checker
+from r2ccl.testing.simulation.checks import (
+    CheckedLinks,
+    CheckedPool,
+    CheckedProgress,
+    CheckedRun,
+    Checker,
+)
 from r2ccl.testing.simulation.control import SimControl
 from r2ccl.testing.simulation.data import Array
 from r2ccl.testing.simulation.network import End, SimNetwork
@@ -99,17 +107,22 @@ class SimRank:
             Codec(_MESSAGES),
             peer_timeout_s=config.peer_timeout_s,
         )
-        self.progress = CheckedProgress(
-            checker,
+        context = RankContext(
             rank,
             network.nranks,
-            transport=self.transport,
-            control=self.control,
-            config=config,
-            clock=self._timeline,
+            self.transport,
+            self.control,
+            config,
+            self._timeline,
             nwires=network.nrails,
         )
-        self.recovery = self.progress.recovery
+        self.homes = context.homes
+        self.peers = context.peers
+        self.links = CheckedLinks(checker, context)
+        self.failover = Failover(context, self.links)
+        self.migration = self.failover.migration
+        self.revocation = self.failover.revocation
+        self.progress = CheckedProgress(checker, context, self.links, self.failover)
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._is_turn_planned = False
         self._ticked_at = 0.0
@@ -132,19 +145,19 @@ class SimRank:
 
     def start(self) -> None:
         """Connect; the rest follows by itself."""
-        self.recovery.start()
+        self.failover.start()
         self._deadline = self._timeline.now + self._config.init_timeout_s
         self._tick_after(_BUSY_TICK_S)
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return what it last found to be wrong with each path."""
-        assert self.recovery.detector is not None
-        return self.recovery.detector.verdicts()
+        assert self.failover.diagnosis is not None
+        return self.failover.diagnosis.verdicts()
 
     def known_health(self) -> Health:
         """Return the newest health it has heard of."""
-        assert self.recovery.council is not None
-        return self.recovery.council.known.health
+        assert self.failover.agreement is not None
+        return self.failover.agreement.known.health
 
     def stop(self, duration_s: float) -> None:
         """Stand still, as SIGSTOP does it."""
@@ -168,20 +181,20 @@ class SimRank:
 
     def on_message(self, peer: int, message: object) -> None:
         """Take a message of `peer`."""
-        self.submit(self.recovery.on_message, peer, message)
+        self.submit(self.failover.on_message, peer, message)
 
     def on_path(self, peer: int, rail: int, epoch: int, endpoint: End) -> None:
         """Take a connection."""
-        self.submit(self.recovery.on_opened, peer, rail, epoch, endpoint)
+        self.submit(self.migration.on_opened, peer, rail, epoch, endpoint)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
         """Give `peer` up."""
-        self.submit(self.recovery.on_peer_lost, peer, why, last_heard_s)
+        self.submit(self.failover.on_peer_lost, peer, why, last_heard_s)
 
     def on_carrier(self, rail: int, is_up: bool) -> None:
         """The local NIC of `rail` changed."""
         if not self.is_dead:
-            self.submit(self.recovery.on_carrier, rail, is_up)
+            self.submit(self.failover.on_carrier, rail, is_up)
 
     def submit(self, fn: Callable[..., None], *args: Any) -> None:
         """Have the owner of the loop run ``fn(*args)``."""
@@ -211,10 +224,10 @@ class SimRank:
         except InternalError:
             raise
         except R2cclError as exc:
-            if self.recovery.error is None:
+            if self.revocation.error is None:
                 text = str(exc)
-                self.recovery.revoke(Revoke(type(exc).__name__, text, self.rank), error=exc)
-        if self.recovery.error is not None:
+                self.revocation.revoke(Revoke(type(exc).__name__, text, self.rank), error=exc)
+        if self.revocation.error is not None:
             self._give_up()
 
     def _drain(self) -> None:
@@ -226,10 +239,10 @@ class SimRank:
 
     def _look(self) -> None:
         now = self._timeline.now
-        if now >= self._next_look and self.recovery.error is None:
+        if now >= self._next_look and self.revocation.error is None:
             self._next_look = now + _BUSY_TICK_S
-            self.recovery.tick(now, self._peers)
-        if now >= self._deadline and self.recovery.error is None:
+            self.failover.tick(now, self._peers)
+        if now >= self._deadline and self.revocation.error is None:
             raise TransportTimeout(f"rank {self.rank}: gave up in {self.phase}", rank=self.rank)
 
     def _tick_after(self, delay_s: float) -> None:
@@ -246,21 +259,21 @@ class SimRank:
         self._tick_after(_BUSY_TICK_S if self.phase in WAITING else _IDLE_TICK_S)
 
     def _background(self, now: float) -> None:
-        if self.recovery.error is None:
+        if self.revocation.error is None:
             self.progress.step()
-            self.recovery.tick(now, self._peers)
+            self.failover.tick(now, self._peers)
         elif self.phase is not Phase.DONE:
             self.progress.step()
 
     # The rank's own thread
 
     def _finish_if_done(self) -> None:
-        if self.recovery.error is not None:
+        if self.revocation.error is not None:
             return
         if self.phase is Phase.CONNECTING:
-            if all(self.transport.is_open(key) for key in self.recovery.on_rails) or (
+            if all(self.transport.is_open(key) for key in self.links.on_rails) or (
                 self._timeline.now >= self._config.connect_timeout_s
-                and all(map(self.recovery.up, self.recovery.peers))
+                and all(map(self.migration.up, self.peers))
             ):
                 self._compute()
         elif self.phase is Phase.ENTERING:
@@ -281,7 +294,7 @@ class SimRank:
             self._call()
 
     def _call(self) -> None:
-        if self.is_dead or self.recovery.error is not None:
+        if self.is_dead or self.revocation.error is not None:
             return
         if self.is_stopped:
             self._timeline.after(_IDLE_TICK_S, self._call)
@@ -289,7 +302,7 @@ class SimRank:
         if self.ncalls == len(self._work.calls):
             self.phase = Phase.LEAVING
             self._deadline = self._timeline.now + self._config.init_timeout_s
-            self.progress.confirm_all()
+            self.links.confirm_all()
             self.progress.advance()
             self._wake()
             return
@@ -300,15 +313,15 @@ class SimRank:
 
     def _enter(self) -> None:
         op = self.progress.op + 1
-        assert self.recovery.council is not None
-        health = self.recovery.council.enter(op)
+        assert self.failover.agreement is not None
+        health = self.failover.agreement.enter(op)
         if health is not None:
             self._checker.planned(self.rank, op, health, self._timeline.count)
             self._begin(health)
 
     def _begin(self, health: Health) -> None:
         self.phase = Phase.CALLING
-        task = self._work.task(self.ncalls, self.rank, self.recovery.homes, health)
+        task = self._work.task(self.ncalls, self.rank, self.homes, health)
         self._task = task
         call = self.operands(task)
         layout, progress = call.layout, self.progress
@@ -350,8 +363,8 @@ class SimRank:
         self._compute()
 
     def _leave(self) -> None:
-        if self.progress.is_drained():
-            left = self.recovery.left
+        if self.links.is_drained():
+            left = self.revocation.left
             if self.rank not in left:
                 left.add(self.rank)
                 self.control.broadcast(Leaving())
@@ -363,9 +376,9 @@ class SimRank:
         if self.phase is Phase.DONE:
             return
         self.phase = Phase.FENCING
-        if self.recovery.is_quiet:
+        if self.migration.is_quiet:
             self.phase = Phase.DONE
-            self.error = self.recovery.error
+            self.error = self.revocation.error
             self._network.note("raised", self.rank, type(self.error).__name__)
             if self._task is not None:
                 self.retire(f"rank {self.rank}, after its error")

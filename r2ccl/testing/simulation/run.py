@@ -195,7 +195,7 @@ class World:
             self.network.nmessages,
             self.timeline.now,
             self.network.trace,
-            sum(len(rank.recovery.log.repairs) for rank in self.ranks),
+            sum(len(rank.migration.log.repairs) for rank in self.ranks),
             self.network.nbypasses,
             tuple(rank.verdicts() for rank in self.ranks),
             tuple(rank.known_health() for rank in self.ranks),
@@ -275,7 +275,7 @@ class World:
             f"rank {r.rank} {r.phase.value} (call {r.ncalls}, "
             + " ".join(
                 f"{key.peer}/{key.rail}:{path.state.value}:{path.epoch}"
-                for key, path in r.recovery.paths.items()
+                for key, path in r.links.paths.items()
             )
             + ")"
             for r in self.ranks

@@ -23,8 +23,8 @@ import socket
 import struct
 from collections.abc import Mapping
 
-from r2ccl.errors import decode_errno, describe_errno, is_exhaustion
 from r2ccl.clock import Clock
+from r2ccl.errors import decode_errno, describe_errno, is_exhaustion
 from r2ccl.transport.base import Probed
 from r2ccl.types import Nic, PathKey, ProbeKey
 
@@ -53,7 +53,7 @@ class _Probe:
         self.unmade = ""
 
 
-class Knocker:
+class TcpProber:
     """The probes of one transport.
 
     Parameters
@@ -108,7 +108,7 @@ class Knocker:
             self._done.append(Probed(key, None, "this transport knows no such rail or rank"))
             return
         self._probes[key] = probe = _Probe(key)
-        self._knock(probe, self._clock())
+        self._send_probe(probe, self._clock())
 
     def on_ready(self, fd: int) -> None:
         """Take the outcome of the connect `fd`; any other descriptor is ignored."""
@@ -131,7 +131,7 @@ class Knocker:
                 if probe.nsent == _NKNOCKS:
                     self._end(probe, False, probe.detail or "no answer to any connect")
                 else:
-                    self._knock(probe, now)
+                    self._send_probe(probe, now)
         done, self._done = self._done, []
         return done
 
@@ -154,7 +154,7 @@ class Knocker:
             self._drop(probe)
         self._done.clear()
 
-    def _knock(self, probe: _Probe, now: float) -> None:
+    def _send_probe(self, probe: _Probe, now: float) -> None:
         key = probe.key
         probe.nsent += 1
         probe.due_s = now + self._interval_s
@@ -262,4 +262,4 @@ def _connect(
     return code, not is_exhaustion(code)
 
 
-__all__ = ["Address", "Knocker"]
+__all__ = ["Address", "TcpProber"]

@@ -28,9 +28,8 @@ from array import array
 from collections import deque
 from collections.abc import Mapping
 
-from r2ccl.errors import errno_name
 from r2ccl.clock import Clock, monotonic
-from r2ccl.errors import InternalError
+from r2ccl.errors import InternalError, errno_name
 from r2ccl.transport.base import (
     Arrived,
     Cleared,
@@ -42,7 +41,7 @@ from r2ccl.transport.base import (
     Sent,
 )
 from r2ccl.transport.dialed import Dialed
-from r2ccl.transport.tcp.probe import Address, Knocker
+from r2ccl.transport.tcp.probe import Address, TcpProber
 from r2ccl.transport.wakeup import Wakeup
 from r2ccl.types import Nic, PathKey, ProbeKey
 
@@ -184,7 +183,7 @@ class TcpTransport(Dialed):
         #: Those whose sockets took no more.
         self._waiting: set[_Connection] = set()
         self._events: list[Event] = []
-        self._knocker = Knocker(self._epoll, sources, targets, probe_timeout_s, clock, rank=rank)
+        self._prober = TcpProber(self._epoll, sources, targets, probe_timeout_s, clock, rank=rank)
         #: Where FIONREAD writes its answer.
         self._unread = array("i", [0])
 
@@ -245,28 +244,28 @@ class TcpTransport(Dialed):
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Read and write what is ready; sleeps up to `timeout_s` if nothing is."""
-        if self._knocker.is_busy:
-            timeout_s = self._knocker.limit_s(timeout_s)
+        if self._prober.is_busy:
+            timeout_s = self._prober.limit_s(timeout_s)
         for fd, mask in self._epoll.poll(0 if self._events else timeout_s):
             conn = self._by_fd.get(fd)
             if conn is None:
                 if fd == self._wakeup.number:
                     self._wakeup.clear()
                 else:
-                    self._knocker.on_ready(fd)
+                    self._prober.on_ready(fd)
                 continue
             if mask & (_IN | _BROKEN):
                 self._read(conn)
             if mask & _OUT and conn.path in self._by_path:
                 self._write(conn)
-        if self._knocker.is_busy:
-            self._events += self._knocker.advance()
+        if self._prober.is_busy:
+            self._events += self._prober.advance()
         events, self._events = self._events, []
         return events
 
     def limit_s(self, timeout_s: float) -> float:
         """See `Part.limit_s`: probes have deadlines."""
-        return self._knocker.limit_s(timeout_s)
+        return self._prober.limit_s(timeout_s)
 
     def fileno(self) -> int:
         """Descriptor of all the sockets' events."""
@@ -303,18 +302,18 @@ class TcpTransport(Dialed):
 
     def probe(self, key: ProbeKey) -> None:
         """Begin to connect, on sockets of their own; see `Transport.probe`."""
-        self._knocker.probe(key)
+        self._prober.probe(key)
 
     def descriptors(self) -> list[int]:
         """See `Transport.descriptors`."""
         if self._epoll.closed:
             return []
         own = (self._epoll.fileno(), self._wakeup.number)
-        return [*own, *self._by_fd, *self._knocker.descriptors()]
+        return [*own, *self._by_fd, *self._prober.descriptors()]
 
     def close(self) -> None:
         """Close every socket."""
-        self._knocker.close()
+        self._prober.close()
         for path in list(self._by_path):
             self._discard(path)
         if not self._epoll.closed:

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from r2ccl.errors import describe_os_error
-from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.errors import InvalidArgument, TransportError, describe_os_error
 from r2ccl.transport.verbs.dmabuf import PdRegistrar
 from r2ccl.transport.verbs.layout import Nic, locate_nic, locate_qp
 from r2ccl.transport.verbs.mappings import keep_from_children

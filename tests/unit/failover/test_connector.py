@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from r2ccl.errors import TransportError
-from r2ccl.failover.connector import Answer, Joiner, Offer, Ready, probe_keys
+from r2ccl.failover.connector import Answer, Connector, Offer, Ready, probe_keys
 from r2ccl.transport.base import Joined
 from r2ccl.types import PathKey, ProbeKey
 
@@ -60,9 +60,9 @@ class Pair:
         self.mail: deque[tuple[int, int, Any]] = deque()
         self.up: list[dict[tuple[int, int], Endpoint]] = [{}, {}]
         self.transports = [Transport(rank) for rank in (0, 1)]
-        self.joiners = [self._joiner(rank) for rank in (0, 1)]
+        self.joiners = [self._connector(rank) for rank in (0, 1)]
 
-    def _joiner(self, rank: int) -> Joiner:
+    def _connector(self, rank: int) -> Connector:
         def send(peer: int, message: object) -> None:
             self.mail.append((rank, peer, message))
 
@@ -71,7 +71,7 @@ class Pair:
             self.up[rank][rail, epoch] = endpoint
 
         transport: Any = self.transports[rank]
-        return Joiner(rank, transport, send, use, lambda: self.now)
+        return Connector(rank, transport, send, use, lambda: self.now)
 
     def begin(self, epoch: int = 0, rail: int = 0, ranks: tuple[int, ...] = (0, 1)) -> None:
         for rank in ranks:
@@ -87,15 +87,15 @@ class Pair:
         while self.mail or any(transport.proofs for transport in self.transports):
             if self.mail:
                 self.deliver()
-            for joiner, transport in zip(self.joiners, self.transports, strict=True):
+            for connector, transport in zip(self.joiners, self.transports, strict=True):
                 proofs, transport.proofs = transport.proofs, []
                 for key in proofs:
-                    joiner.on_joined(Joined(key, error))
+                    connector.on_joined(Joined(key, error))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        for joiner in self.joiners:
-            joiner.tick(self.now)
+        for connector in self.joiners:
+            connector.tick(self.now)
 
     def check(self, epoch: int = 0, rail: int = 0) -> None:
         """Both ends are in use, joined to each other, and every other one is closed."""
@@ -230,8 +230,8 @@ def test_close_closes_every_end() -> None:
     pair = Pair()
     pair.begin()
     pair.deliver()
-    for joiner in pair.joiners:
-        joiner.close()
+    for connector in pair.joiners:
+        connector.close()
     assert all(end.is_closed for transport in pair.transports for end in transport.made)
 
 
@@ -399,8 +399,8 @@ def test_close_closes_the_ends_of_probes_too() -> None:
     begin_probe(pair, 0, rail=0, via=0)
     pair.pass_time(0.02)
     pair.deliver()
-    for joiner in pair.joiners:
-        joiner.close()
+    for connector in pair.joiners:
+        connector.close()
     assert all(end.is_closed for transport in pair.transports for end in transport.made)
 
 

@@ -22,7 +22,7 @@ from r2ccl.gpu.gpudirect import Direct
 from r2ccl.gpu.hierarchical import TieredCalls
 from r2ccl.gpu.peer import NodeCalls
 from r2ccl.gpu.staged import Bounce, DeviceCall
-from r2ccl.runtime.collectives import HostCalls
+from r2ccl.runtime.collectives import HostCollectives
 from r2ccl.runtime.executor import LandingPool
 from r2ccl.testing.fakedevice.forms import FakeLauncher
 from r2ccl.topology.machine import Machine
@@ -36,7 +36,9 @@ class Caller:
 
     def __init__(self, rank: Rank, machine: Machine | None, labels: list[str]) -> None:
         self.rank = rank
-        host = HostCalls(rank.engine, rank.entry, LandingPool(lambda n: np.empty(n, np.uint8)))
+        host = HostCollectives(
+            rank.engine, rank.entry, LandingPool(lambda n: np.empty(n, np.uint8))
+        )
         kernels = FakeLauncher(rank.device)
         hardware = OneCard(rank.device, kernels, machine)
         ways = Ways(
@@ -168,7 +170,7 @@ def test_tiers_of_any_size_mixed_with_calls_of_all_ranks(
     xs = [data_of(rank, 900) for rank in range(4)]
     for result in together(4, lambda rank: found[rank].allreduce(xs[rank])):
         np.testing.assert_array_equal(result, np.sum(xs, axis=0))
-    assert len({each.rank.engine.progress.op for each in found}) == 1
+    assert len({each.rank.engine.op for each in found}) == 1
     for each, first in zip(found, tiers, strict=True):
         each.ways = (first, *each.ways)
     close(found)
@@ -210,7 +212,7 @@ def test_members_use_the_rails_near_to_their_gpus(tmp_path: Path) -> None:
     for rank in group.ranks:
         routes = {
             link.route.rail
-            for (_, _), link in rank.engine.progress.senders.items()
+            for (_, _), link in rank.engine._links.senders.items()
             if link.route is not None
         }
         assert routes == {rank.rank % 2}

@@ -429,7 +429,7 @@ def test_a_call_without_memory_on_its_way_ends_the_communicator() -> None:
     mine.device.refusals["allocate"] = "CUDA_ERROR_OUT_OF_MEMORY"
     with pytest.raises(TransportError, match="OUT_OF_MEMORY"):
         mine.direct.finish(job)
-    assert mine.engine.recovery.error is not None
-    assert all(path.state is not PathState.UP for path in mine.engine.recovery.paths.values())
+    assert mine.engine.error is not None
+    assert all(path.state is not PathState.UP for path in mine.engine._links.paths.values())
     with pytest.raises(CommunicatorRevoked, match="OUT_OF_MEMORY"):
         mine.engine.check()

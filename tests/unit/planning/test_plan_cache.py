@@ -24,7 +24,7 @@ def make(**settings: str) -> Plans:
 
 
 def gauges(plans: Plans, of: Health, ops: range = range(96)) -> list[int]:
-    return [op for op in ops if plans(CALL, of, op).is_gauge]
+    return [op for op in ops if plans(CALL, of, op).is_bandwidth_sample]
 
 
 def test_a_plan_is_made_once_for_each_health() -> None:
@@ -59,7 +59,8 @@ def test_in_the_long_run_measuring_costs_a_hundredth_of_the_time(of: Health) -> 
     planner = Planner(plans.fabric, Config())
     nbytes = CALL.count * 4
     usual, ring_ = (
-        planner.plan(CALL, nbytes, of, is_gauge=is_gauge).predicted_ns for is_gauge in (False, True)
+        planner.plan(CALL, nbytes, of, is_bandwidth_sample=is_sample).predicted_ns
+        for is_sample in (False, True)
     )
     plans(CALL, of, 0)
     ngauges = len(gauges(plans, of, ops))
@@ -83,7 +84,7 @@ def test_a_users_schedule_is_checked_and_kept() -> None:
     plans, mine = make(), leaf_ring.allreduce([3, 4, 4, 4], 4, 4)
     plan = plans(CALL, health(), 5, mine)
     assert plans(CALL, health(), 7, mine) is plan
-    assert not plan.is_gauge
+    assert not plan.is_bandwidth_sample
     whole = ring.allreduce(4, 1)
     half = replace(whole, generate=lambda rank: (whole.generate(rank)[0][:3],))
     with pytest.raises(ScheduleError):

@@ -33,7 +33,7 @@ def test_a_group_runs_what_is_best_and_measures_nothing() -> None:
     """Its slices do not show what rails carry, so it has no turns in which it is a ring."""
     lost = health(nranks=8, r0n3=0)
     found, named = (make(**each)(CALL, lost) for each in ({}, {"algo": "ring"}))
-    assert not found.is_gauge
+    assert not found.is_bandwidth_sample
     assert found.layout.lanes != named.layout.lanes
 
 

@@ -82,9 +82,9 @@ def test_what_was_asked_before_changes_no_choice(data: st.DataObject) -> None:
         used.explain(nbytes, of)
     collective = data.draw(st.sampled_from(Collective))
     nbytes = data.draw(st.sampled_from([100, 128 << 10, MIB, 64 * MIB]))
-    for is_gauge in (False, True):
+    for is_bandwidth_sample in (False, True):
         one, other = (
-            planner.plan(call(collective, 1), nbytes, of, is_gauge=is_gauge)
+            planner.plan(call(collective, 1), nbytes, of, is_bandwidth_sample=is_bandwidth_sample)
             for planner in (fresh, used)
         )
         assert (one.placement, one.slice_nbytes) == (other.placement, other.slice_nbytes)
@@ -95,8 +95,9 @@ def test_several_ranks_a_node_measure_rails_with_a_flat_ring() -> None:
     nodes = [0, 0, 1, 1, 2, 2, 3, 3]
     of = health(8, 4, r0n0=0, r0n1=0)
     planner = Planner(Fabric(range(4), 4, nodes, RATES), Config())
-    assert not planner.plan(call(Collective.ALLREDUCE), 64 * MIB, of).is_gauge
-    assert planner.plan(call(Collective.ALLREDUCE), 64 * MIB, of, is_gauge=True).is_gauge
+    assert not planner.plan(call(Collective.ALLREDUCE), 64 * MIB, of).is_bandwidth_sample
+    choice = planner.plan(call(Collective.ALLREDUCE), 64 * MIB, of, is_bandwidth_sample=True)
+    assert choice.is_bandwidth_sample
 
 
 def test_small_parted_calls_have_one_channel_whatever_is_lost() -> None:
@@ -141,11 +142,10 @@ def test_rails_that_are_one_wire_lose_no_bandwidth() -> None:
 def test_now_and_then_a_ring_shows_what_the_rails_carry() -> None:
     fabric = Fabric(range(4), 4, (), RATES)
     sum_, lost = call(Collective.ALLREDUCE), health(r1n0=0)
-    assert (
-        Planner(fabric, Config()).plan(sum_, 64 * MIB, lost, is_gauge=True).schedule.name == "ring"
-    )
+    choice = Planner(fabric, Config()).plan(sum_, 64 * MIB, lost, is_bandwidth_sample=True)
+    assert choice.schedule.name == "ring"
     named = Config(algo="packed_trees")
-    kept = Planner(fabric, named).plan(sum_, 64 * MIB, lost, is_gauge=True)
+    kept = Planner(fabric, named).plan(sum_, 64 * MIB, lost, is_bandwidth_sample=True)
     assert kept.schedule.name == "packed_trees"
 
 

@@ -69,8 +69,9 @@ def test_every_collective_is_bridged_whatever_is_lost(
     planner = Planner(fabric, Config(mode=mode, algo=algo))
     for collective, nbytes in product(Collective, (100, 64 * MIB)):
         call = CallSignature(collective, 0, ReduceOp.SUM, 0, len(nodes) - 1)
-        for is_gauge in (False, True):
-            schedule = planner.plan(call, nbytes, health, is_gauge=is_gauge).schedule
+        for is_sample in (False, True):
+            choice = planner.plan(call, nbytes, health, is_bandwidth_sample=is_sample)
+            schedule = choice.schedule
             check(schedule)
             assert not without_a_way(schedule, rows, nodes)
 

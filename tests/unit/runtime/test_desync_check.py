@@ -1,6 +1,6 @@
 """Who has called a collective is known to whoever waits, with few words."""
 
-from r2ccl.runtime.desync_check import Calling, RollCall
+from r2ccl.runtime.desync_check import Calling, DesyncCheck
 
 
 class Ranks:
@@ -10,7 +10,7 @@ class Ranks:
         self.ops = [0, 0, 0]
         self.sent: list[tuple[int, int, int]] = []
         self.rolls = [
-            RollCall([peer for peer in range(3) if peer != rank], 0.5, self.sender(rank))
+            DesyncCheck([peer for peer in range(3) if peer != rank], 0.5, self.sender(rank))
             for rank in range(3)
         ]
 

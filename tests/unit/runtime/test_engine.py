@@ -10,8 +10,10 @@ import pytest
 
 from r2ccl.config import Config
 from r2ccl.errors import CommunicatorRevoked, InternalError
+from r2ccl.failover.context import RankContext
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import LaneRun
+from r2ccl.runtime.progress import Progress
 
 
 class Still:
@@ -36,10 +38,8 @@ class Still:
 def make_engine() -> tuple[Engine, Still]:
     still = Still()
     stand_in: Any = still
-    engine = Engine(
-        0, 3, transport=stand_in, control=stand_in, config=Config(), clock=lambda: 0.0
-    )  # fmt: skip
-    return engine, still
+    context = RankContext(0, 3, stand_in, stand_in, Config(), lambda: 0.0)
+    return Engine(context, stand_in), still
 
 
 def test_lanes_are_made_by_the_owner_of_the_loop() -> None:
@@ -47,7 +47,7 @@ def test_lanes_are_made_by_the_owner_of_the_loop() -> None:
     engine, still = make_engine()
     done: list[str] = []
 
-    def make() -> list[LaneRun]:
+    def make(_: Progress) -> list[LaneRun]:
         engine.submit(done.append, "in between")
         assert done == []
         return []
@@ -71,10 +71,10 @@ def test_a_failure_in_the_background_ends_the_communicator(
         engine.submit(fail)
     assert any(record.exc_info for record in caplog.records)
     with pytest.raises(InternalError, match=r"rank 0: the data loop failed.*dictionary") as caught:
-        engine.run(0, list, frozenset({1}))
+        engine.run(0, lambda _: [], frozenset({1}))
     assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.raises(CommunicatorRevoked):
-        engine.run(0, list, frozenset({1}))
+        engine.run(0, lambda _: [], frozenset({1}))
 
 
 class Kernels:
@@ -109,11 +109,11 @@ def test_nobody_sleeps_while_kernels_are_under_way() -> None:
 
         @property
         def remaining(self) -> int:
-            return 1 - engine.progress.computed
+            return 1 - engine._progress.computed
 
         def advance(self) -> None: ...
 
     run: Any = Run()
-    engine.run(0, lambda: [run], frozenset(), Kernels(50))
+    engine.run(0, lambda _: [run], frozenset(), Kernels(50))
     assert slept == [0.0] * 50
-    assert not engine.progress.is_computing
+    assert not engine._progress.is_computing

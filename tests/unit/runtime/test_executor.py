@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import strategies as st
+from support.datapaths import DataPath
 
 from r2ccl import kernels
 from r2ccl.algos import recursive_doubling, ring
@@ -15,7 +16,6 @@ from r2ccl.config import Config
 from r2ccl.dtypes import CODES
 from r2ccl.planning.lowering import lower
 from r2ccl.runtime.executor import Call, LandingPool, LaneRun
-from r2ccl.runtime.progress import Progress
 from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
 from r2ccl.testing.simulation.network import SimNetwork, Timeline
 from r2ccl.testing.simulation.transport import SimTransport
@@ -44,7 +44,7 @@ class Group:
         network = SimNetwork(self.timeline, nranks, 2)
         self.transports = [SimTransport(network, rank) for rank in range(nranks)]
         self.ranks = [
-            Progress(
+            DataPath(
                 rank,
                 nranks,
                 transport=self.transports[rank],
@@ -57,7 +57,7 @@ class Group:
         self.pools = [LandingPool(allocate) for _ in range(nranks)]
         for wire in network.wires.values():
             for rank, end in zip(wire.pair, network.connect(wire), strict=True):
-                self.ranks[rank].recovery.on_opened(end.path.peer, wire.rail, 0, end)
+                self.ranks[rank].migration.on_opened(end.path.peer, wire.rail, 0, end)
 
     def run(
         self,
@@ -68,7 +68,8 @@ class Group:
         finish: Callable[[Array], Any] | None = None,
     ) -> None:
         runs = []
-        for rank, progress in enumerate(self.ranks):
+        for rank, path in enumerate(self.ranks):
+            progress = path.progress
             layout = lower(
                 schedule.program(rank),
                 sources[rank].size,
@@ -84,13 +85,15 @@ class Group:
             progress.advance()
             runs += mine
         for _ in range(100_000):
-            for progress in self.ranks:
-                progress.step()
+            for path in self.ranks:
+                path.progress.step()
             if not any(run.remaining for run in runs):
                 break
-            assert self.timeline.step() or any(p.step() for p in self.ranks), "nothing moves"
-        for progress in self.ranks:
-            progress.finish()
+            assert self.timeline.step() or any(p.progress.step() for p in self.ranks), (
+                "nothing moves"
+            )
+        for path in self.ranks:
+            path.progress.finish()
 
 
 def data(nranks: int, count: int, dtype: str = "float32") -> list[Array]:
@@ -206,14 +209,14 @@ def test_local_ops_and_scratch() -> None:
 def test_landing_places_under_way_are_bounded_by_the_depth(depth: int) -> None:
     group = Group(3, slice_nbytes=8, eager_nbytes=0, landing_depth=depth)
     most = 0
-    original = group.ranks[0].recv
+    original = group.ranks[0].progress.recv
 
     def recv(link: Any, region: Any, consumer: Any, index: int, is_last: bool) -> None:
         nonlocal most
         original(link, region, consumer, index, is_last)
         most = max(most, len(link.landings))
 
-    group.ranks[0].recv = recv  # type: ignore[method-assign]
+    group.ranks[0].progress.recv = recv  # type: ignore[method-assign]
     sources = data(3, 300)
     group.run(ring.allreduce(3), sources, sources)
     assert most == depth

@@ -11,13 +11,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from support.datapaths import DataPath
 
 from r2ccl.algos import ring
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.config import Config
 from r2ccl.errors import PeerLost, TransportTimeout
-from r2ccl.failover.migration.driver import Leaving
+from r2ccl.failover.context import RankContext
 from r2ccl.failover.migration.path import Announcement, PathState
+from r2ccl.failover.revocation import Leaving
 from r2ccl.planning.lowering import lower
 from r2ccl.runtime import status
 from r2ccl.runtime.desync_check import Calling
@@ -44,7 +46,7 @@ class Quiet:
 class Driven(SimTransport):
     """Lets time pass, and the other ranks do their part, while its owner waits."""
 
-    others: Sequence[Progress] = ()
+    others: Sequence[DataPath] = ()
 
     def poll(self, timeout_s: float) -> list[Event]:
         timeline = self._network.timeline
@@ -53,7 +55,7 @@ class Driven(SimTransport):
         while not passed:
             timeline.step()
             for other in self.others:
-                other.step()
+                other.progress.step()
         return super().poll(timeout_s)
 
     def wake(self) -> None: ...
@@ -96,11 +98,11 @@ class World:
         self.transport = Driven(self.network, 0)
         self.control = Control(set(joined), set(reached))
         self.others = [
-            Progress(
+            DataPath(
                 rank,
                 3,
-                transport=SimTransport(self.network, rank),  # type: ignore[arg-type]
-                control=Quiet(),  # type: ignore[arg-type]
+                transport=SimTransport(self.network, rank),
+                control=Quiet(),
                 config=self.config,
                 clock=self.timeline,
             )
@@ -108,26 +110,22 @@ class World:
         ]
         self.transport.others = self.others
         self.control.connect = self.connect
+        control: Any = self.control
         self.engine = Engine(
-            0,
-            3,
-            transport=self.transport,  # type: ignore[arg-type]
-            control=self.control,  # type: ignore[arg-type]
-            config=self.config,
-            clock=self.timeline,
+            RankContext(0, 3, self.transport, control, self.config, self.timeline), control
         )
         self.control.answer = self.engine.on_message
 
     def connect(self, peer: int, rail: int) -> None:
         mine, theirs = self.network.connect(self.network.wire(0, peer, rail))
         self.engine.on_path(peer, rail, 0, mine)
-        self.others[peer - 1].recovery.on_opened(0, rail, 0, theirs)
+        self.others[peer - 1].migration.on_opened(0, rail, 0, theirs)
 
     def connect_others(self) -> None:
         for rail in (0, 1):
             ends = self.network.connect(self.network.wire(1, 2, rail))
             for other, peer, end in zip(self.others, (2, 1), ends, strict=True):
-                other.recovery.on_opened(peer, rail, 0, end)
+                other.migration.on_opened(peer, rail, 0, end)
 
     def lanes(self, progress: Progress) -> list[LaneRun]:
         layout = lower(
@@ -140,7 +138,7 @@ class World:
         return [LaneRun(lane, call, progress, pool) for lane in layout.lanes]
 
     def join(self, rank: int) -> None:
-        progress = self.others[rank - 1]
+        progress = self.others[rank - 1].progress
         runs = self.lanes(progress)
         progress.begin(SIGNATURE, dict(enumerate(runs)))
         for run in runs:
@@ -149,14 +147,11 @@ class World:
 
     def call(self) -> None:
         engine = self.engine
-        engine.run(SIGNATURE, lambda: self.lanes(engine.progress), frozenset({1, 2}))
+        engine.run(SIGNATURE, self.lanes, frozenset({1, 2}))
 
-    def read(self) -> status.Ledger:
+    def read(self) -> status.Status:
         peers = [PeerInfo(rank, f"host{rank}/boot/7", 100 + rank, (), ()) for rank in (1, 2)]
-        engine = self.engine
-        return status.read(
-            engine.pending(), engine.progress, engine.runs, engine.roll, peers, lambda rank: 0.5
-        )
+        return self.engine.status(peers, lambda rank: 0.5)
 
 
 def ready(*joined: int) -> World:
@@ -196,13 +191,13 @@ def test_the_ledger_survives_json() -> None:
     world.call()
     read = world.read()
     text = msgspec.json.encode(read)
-    assert msgspec.json.decode(text, type=status.Ledger) == read
+    assert msgspec.json.decode(text, type=status.Status) == read
     assert json.loads(text)["nranks"] == 3
 
 
 def test_a_timed_out_call_names_missing_ranks_and_waiting_links() -> None:
     world = ready(2)
-    read: list[status.Ledger] = []
+    read: list[status.Status] = []
     world.timeline.after(1.5, lambda: read.append(world.read()))
     with pytest.raises(TransportTimeout) as caught:
         world.call()
@@ -254,7 +249,7 @@ def test_init_names_the_ranks_it_has_no_path_to() -> None:
 
 def test_close_names_the_links_that_are_not_confirmed() -> None:
     world = ready()
-    progress = world.engine.progress
+    progress = world.engine._progress
     link = progress.send_link(1, 0)
     progress.send(link, memoryview(b"abc"), True, None, 0)  # type: ignore[arg-type]
     expected = r"close\(\).*confirmation 0 of channel 0 from rank 1.*R2CC_INIT_TIMEOUT_S"
@@ -274,8 +269,8 @@ def test_health_shows_each_rail_with_the_evidence() -> None:
     world = ready(1, 2)
     world.timeline.now += 5.0
     key = PathKey(1, 1)
-    world.engine.submit(world.engine.recovery.on_failed, Failed(key, "ECONNRESET", "reset"))
-    healthy, broken = status.rails(world.engine.recovery, NICS)
+    world.engine.submit(world.engine._migration.on_failed, Failed(key, "ECONNRESET", "reset"))
+    healthy, broken = world.engine.rails(NICS)
     assert (healthy.name, healthy.speed_mbps, healthy.state) == ("eth0", 100_000, "up")
     assert (broken.state, broken.nrepairs) == ("degraded", 1)
     to_1, to_2 = broken.paths
@@ -290,9 +285,9 @@ def test_health_shows_each_rail_with_the_evidence() -> None:
 
 def test_after_the_end_the_ledger_says_why() -> None:
     world = ready()
-    world.engine.submit(world.engine.recovery.on_peer_lost, 2, "its process died", 0.1)
+    world.engine.submit(world.engine._failover.on_peer_lost, 2, "its process died", 0.1)
     read = world.read()
-    assert isinstance(world.engine.recovery.error, PeerLost)
+    assert isinstance(world.engine.error, PeerLost)
     assert "lost rank 2" in read.error
     assert {path.cause for path in read.paths} == {"the communicator ended"}
 
@@ -322,9 +317,8 @@ def test_a_slow_peer_is_told_from_a_broken_network() -> None:
 
 def test_what_a_failure_set_in_motion_is_in_the_books() -> None:
     world = ready(1, 2)
-    recovery = world.engine.recovery
     world.engine.on_carrier(1, False)
-    while any(path.state is PathState.FENCING for path in recovery.paths.values()):
+    while any(path.state is PathState.FENCING for path in world.engine._links.paths.values()):
         assert world.timeline.step()
         world.engine.on_tick(world.timeline.now)
     for peer in (1, 2):
@@ -348,12 +342,12 @@ def test_nothing_blocked_is_said_so() -> None:
 
 
 def test_every_field_of_a_dump_is_documented() -> None:
-    page = Path(__file__, "../../../../docs/status.md").resolve().read_text(encoding="utf-8")
+    page = Path(__file__, "../../../../../docs/ledger.md").resolve().read_text(encoding="utf-8")
     table = page.split("<!-- table:ledger -->")[1].split("<!-- /table -->")[0]
     words = set(re.findall(r"`(\w+)`", table))
     cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("|")]
     first = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-    assert first == set(status.Ledger.__struct_fields__)
+    assert first == set(status.Status.__struct_fields__)
     for kind in (status.Operation, status.LinkEntry, status.PeerEntry):
         said = {"rank", "peer", "channel"}
         assert set(kind.__struct_fields__) <= words | said, kind

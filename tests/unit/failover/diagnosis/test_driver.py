@@ -1,4 +1,4 @@
-"""The detector's own decisions: when it asks whom, what it answers, and what it keeps."""
+"""The diagnosis's own decisions: when it asks whom, what it answers, and what it keeps."""
 
 import logging
 from collections.abc import Callable
@@ -7,7 +7,8 @@ import pytest
 
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.config import Config
-from r2ccl.failover.diagnosis.driver import MAX_INQUIRIES, MAX_SERVED, Detector, places_of
+from r2ccl.failover.diagnosis.driver import MAX_DIAGNOSES, MAX_SERVED, Diagnosis
+from r2ccl.failover.diagnosis.port_map import port_map_of
 from r2ccl.failover.diagnosis.verdict import Finding, Kind, ProbeReply, ProbeRequest, Verdict
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.transport.base import Probed
@@ -46,7 +47,7 @@ class World:
         }
         for path in self.paths.values():
             path.state = PathState.UP
-        self.detector = Detector(
+        self.diagnosis = Diagnosis(
             0,
             nranks,
             paths=self.paths,
@@ -68,11 +69,11 @@ class World:
     def fail(self, key: PathKey, cause: str = "EIO: gone", *, is_own: bool = True) -> None:
         epoch = self.paths[key].epoch
         self.paths[key].state = PathState.DOWN
-        self.detector.failed(key, epoch, cause, is_own=is_own)
+        self.diagnosis.failed(key, epoch, cause, is_own=is_own)
 
     def tick(self, seconds: float = 0.0, *, is_calm: bool = True) -> None:
         self.now += seconds
-        self.detector.tick(self.now, is_calm=is_calm)
+        self.diagnosis.tick(self.now, is_calm=is_calm)
 
     def answer(self, is_answered: Callable[[ProbeKey], bool | None]) -> None:
         """Answer every probe this rank has asked for so far."""
@@ -86,10 +87,10 @@ class World:
             if isinstance(message, ProbeRequest):
                 told = is_answered(peer, message.key)
                 reply = ProbeReply(message.number, message.key, told, "")
-                self.detector.on_message(peer, reply)
+                self.diagnosis.on_message(peer, reply)
 
     def kinds(self) -> dict[PathKey, Kind]:
-        return {verdict.path: verdict.kind for verdict in self.detector.verdicts()}
+        return {verdict.path: verdict.kind for verdict in self.diagnosis.verdicts()}
 
     def findings(self) -> list[tuple[int, Kind]]:
         return [(peer, each.kind) for peer, each in self.sent if isinstance(each, Finding)]
@@ -119,7 +120,7 @@ def not_told_apart() -> World:
 def test_a_ports_word_that_comes_late_names_it_at_both_ends() -> None:
     world = not_told_apart()
     assert world.kinds() == {A: Kind.PATH}
-    world.detector.port_down(0, CARRIER)
+    world.diagnosis.port_down(0, CARRIER)
     assert world.kinds() == {A: Kind.LOCAL_NIC}
     assert world.findings() == [(1, Kind.LOCAL_NIC)]
 
@@ -127,7 +128,7 @@ def test_a_ports_word_that_comes_late_names_it_at_both_ends() -> None:
 def test_a_ports_word_is_worth_more_than_what_came_before_it() -> None:
     world = World()
     world.fail(A, "LOC_QP_OP_ERR: gone")
-    world.detector.port_down(0, CARRIER)
+    world.diagnosis.port_down(0, CARRIER)
     world.tick()
     assert world.kinds() == {A: Kind.LOCAL_NIC}
     assert world.asked == []
@@ -136,9 +137,9 @@ def test_a_ports_word_is_worth_more_than_what_came_before_it() -> None:
 def test_a_finding_says_more_than_a_path_that_was_not_told_apart() -> None:
     world = not_told_apart()
     finding = Finding(0, 0, Kind.LOCAL_NIC, "CARRIER_DOWN")
-    world.detector.on_message(1, finding)
+    world.diagnosis.on_message(1, finding)
     assert world.kinds() == {A: Kind.REMOTE_NIC}
-    world.detector.on_message(1, Finding(0, 0, Kind.LINK, "something else"))
+    world.diagnosis.on_message(1, Finding(0, 0, Kind.LINK, "something else"))
     assert world.kinds() == {A: Kind.REMOTE_NIC}
 
 
@@ -202,11 +203,11 @@ def test_a_reply_of_another_rank_or_question_is_ignored() -> None:
     world.answer(lambda key: False)
     world.answer(lambda key: True)
     peer, request = next((p, m) for p, m in world.sent if isinstance(m, ProbeRequest) and p == 2)
-    world.detector.on_message(3, ProbeReply(request.number, request.key, True, ""))
-    world.detector.on_message(peer, ProbeReply(request.number, ProbeKey(3, 1, 1), True, ""))
-    world.detector.on_message(peer, ProbeReply(99, request.key, True, ""))
+    world.diagnosis.on_message(3, ProbeReply(request.number, request.key, True, ""))
+    world.diagnosis.on_message(peer, ProbeReply(request.number, ProbeKey(3, 1, 1), True, ""))
+    world.diagnosis.on_message(peer, ProbeReply(99, request.key, True, ""))
     assert world.kinds() == {}
-    world.detector.on_message(peer, ProbeReply(request.number, request.key, True, ""))
+    world.diagnosis.on_message(peer, ProbeReply(request.number, request.key, True, ""))
     assert world.kinds() == {A: Kind.LINK}
 
 
@@ -214,7 +215,7 @@ def test_a_finding_settles_what_is_open_and_is_not_sent_back() -> None:
     world = World()
     world.fail(A)
     world.tick()
-    world.detector.on_message(1, Finding(0, 0, Kind.LOCAL_NIC, "x" * 10_000))
+    world.diagnosis.on_message(1, Finding(0, 0, Kind.LOCAL_NIC, "x" * 10_000))
     assert world.kinds() == {A: Kind.REMOTE_NIC}
     assert world.findings() == []
     assert len(str(world.told[0])) < 1_000
@@ -222,7 +223,7 @@ def test_a_finding_settles_what_is_open_and_is_not_sent_back() -> None:
 
 def test_a_finding_that_comes_before_the_failure_is_kept_for_it() -> None:
     world = World()
-    world.detector.on_message(1, Finding(0, 0, Kind.LINK, "found"))
+    world.diagnosis.on_message(1, Finding(0, 0, Kind.LINK, "found"))
     assert world.kinds() == {}
     world.fail(A)
     world.tick()
@@ -233,8 +234,8 @@ def test_a_finding_that_comes_before_the_failure_is_kept_for_it() -> None:
 def test_a_finding_of_an_old_epoch_or_unknown_rail_is_ignored() -> None:
     world = World()
     world.paths[A].epoch = 5
-    world.detector.on_message(1, Finding(0, 3, Kind.LINK, ""))
-    world.detector.on_message(1, Finding(9, 5, Kind.LINK, ""))
+    world.diagnosis.on_message(1, Finding(0, 3, Kind.LINK, ""))
+    world.diagnosis.on_message(1, Finding(9, 5, Kind.LINK, ""))
     world.fail(A)
     world.tick()
     assert world.kinds() == {}
@@ -245,7 +246,7 @@ def test_a_finding_of_an_old_epoch_or_unknown_rail_is_ignored() -> None:
 )
 def test_a_senseless_request_is_answered_with_could_not_be_asked(key: ProbeKey) -> None:
     world = World()
-    world.detector.on_message(2, ProbeRequest(7, key))
+    world.diagnosis.on_message(2, ProbeRequest(7, key))
     assert world.asked == []
     ((peer, reply),) = world.sent
     assert isinstance(reply, ProbeReply)
@@ -255,25 +256,25 @@ def test_a_senseless_request_is_answered_with_could_not_be_asked(key: ProbeKey) 
 def test_a_rank_that_asks_too_much_is_put_off_and_others_are_not() -> None:
     world = World()
     for number in range(MAX_SERVED + 1):
-        world.detector.on_message(2, ProbeRequest(number, ProbeKey(1, 0, 0)))
-    world.detector.on_message(3, ProbeRequest(0, ProbeKey(1, 0, 0)))
+        world.diagnosis.on_message(2, ProbeRequest(number, ProbeKey(1, 0, 0)))
+    world.diagnosis.on_message(3, ProbeRequest(0, ProbeKey(1, 0, 0)))
     assert len(world.asked) == MAX_SERVED + 1
     assert [(peer, reply.number) for peer, reply in world.sent] == [(2, MAX_SERVED)]  # type: ignore[attr-defined]
     world.answer(lambda key: True)
     assert len(world.sent) == MAX_SERVED + 2
-    world.detector.on_message(2, ProbeRequest(0, ProbeKey(1, 0, 0)))
+    world.diagnosis.on_message(2, ProbeRequest(0, ProbeKey(1, 0, 0)))
     assert len(world.asked) == 1
 
 
 def test_inquiries_beyond_the_limit_wait_for_one_to_end() -> None:
-    world = World(nranks=MAX_INQUIRIES)
+    world = World(nranks=MAX_DIAGNOSES)
     for key in world.paths:
         world.fail(key)
     world.tick()
-    assert len(world.asked) == MAX_INQUIRIES
+    assert len(world.asked) == MAX_DIAGNOSES
     world.answer(lambda key: True)
     world.tick()
-    assert len(world.kinds()) == MAX_INQUIRIES
+    assert len(world.kinds()) == MAX_DIAGNOSES
     world.answer(lambda key: True)
     assert set(world.kinds()) == set(world.paths)
 
@@ -286,7 +287,7 @@ def test_a_slow_peer_costs_one_probe_and_one_mention_a_minute(
         for _ in range(3):
             world.now += 0.5
             for rail in (0, 1):
-                world.detector.suspect(PathKey(1, rail))
+                world.diagnosis.suspect(PathKey(1, rail))
             assert len(world.asked) == 2
             world.answer(lambda key: True)
     assert world.kinds() == {A: Kind.PEER_SLOW, PathKey(1, 1): Kind.PEER_SLOW}
@@ -299,10 +300,10 @@ def test_who_is_slow_is_known_and_from_when_on() -> None:
     world = World()
     world.now = 5.0
     for key in (A, PathKey(2, 0)):
-        world.detector.suspect(key)
+        world.diagnosis.suspect(key)
     world.answer(lambda key: True)
-    assert world.detector.slow_since(5.0) == (1, 2)
-    assert world.detector.slow_since(5.1) == ()
+    assert world.diagnosis.slow_since(5.0) == (1, 2)
+    assert world.diagnosis.slow_since(5.1) == ()
 
 
 def test_a_verdict_says_what_was_done_about_it() -> None:
@@ -310,12 +311,12 @@ def test_a_verdict_says_what_was_done_about_it() -> None:
     world.fail(A, CARRIER)
     world.tick()
     assert world.told[0].sequel == "moved from 0 in epoch 0"
-    assert world.detector.verdicts() == tuple(world.told)
+    assert world.diagnosis.verdicts() == tuple(world.told)
 
 
 def test_a_path_that_moves_again_before_the_answer_was_not_slow() -> None:
     world = World()
-    world.detector.suspect(A)
+    world.diagnosis.suspect(A)
     world.paths[A].activity += 1
     world.answer(lambda key: True)
     assert world.kinds() == {}
@@ -324,7 +325,7 @@ def test_a_path_that_moves_again_before_the_answer_was_not_slow() -> None:
 def test_a_stuck_flow_is_told_from_a_slow_peer() -> None:
     world = World()
     world.wire.stuck = True
-    world.detector.suspect(A)
+    world.diagnosis.suspect(A)
     world.answer(lambda key: True)
     assert world.kinds() == {A: Kind.FLOW}
 
@@ -350,7 +351,7 @@ def test_names_of_ports_are_those_a_user_knows() -> None:
         for rank in range(2)
     ]
     nics = Nic("eth1", "10.0.0.1"), Nic("eth2", "10.1.0.1"), Nic("mlx5_0:1", "")
-    places = places_of(0, peers, nics)
+    places = port_map_of(0, peers, nics)
     assert places.name(0, 1) == "rank 0 rail 1 (host0 eth2)"
     assert places.name(1, 0) == "rank 1 rail 0 (host1 10.0.0.1)"
     assert places.name(0, 2) == "rank 0 rail 2 (host0 mlx5_0:1)"
@@ -367,7 +368,7 @@ def test_ranks_share_a_nic_by_host_and_address_or_rdma_port() -> None:
         info(2, "b", "10.0.0.1", "mlx5_0:1"),
         info(3, "a", "10.0.0.3", "mlx5_0:1"),
     ]
-    nics = places_of(0, peers, (Nic("eth1", "10.0.0.1"), Nic("mlx5_0:1", ""))).nics
+    nics = port_map_of(0, peers, (Nic("eth1", "10.0.0.1"), Nic("mlx5_0:1", ""))).nics
     groups = [
         [other for other in range(4) if nics(rail)[other] == nics(rail)[0]] for rail in (0, 1)
     ]

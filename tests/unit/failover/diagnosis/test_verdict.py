@@ -14,8 +14,8 @@ from r2ccl.failover.diagnosis.protocol import (
     Ask,
     AskRank,
     Auxiliary,
-    Inquiry,
     OtherRail,
+    PathDiagnosis,
     ThirdRank,
     choose_auxiliaries,
 )
@@ -88,14 +88,14 @@ class World(msgspec.Struct, frozen=True):
         )
 
 
-def inquire(nrails: int = 2, auxiliaries: tuple[Auxiliary, ...] = ()) -> Inquiry:
-    return Inquiry(
+def inquire(nrails: int = 2, auxiliaries: tuple[Auxiliary, ...] = ()) -> PathDiagnosis:
+    return PathDiagnosis(
         ME, PATH, auxiliaries=auxiliaries, rails=range(nrails), name=name, patience_s=PATIENCE_S
     )
 
 
 class Run:
-    """An inquiry in a world; answers come in an order of its own, or not at all."""
+    """An path_diagnosis in a world; answers come in an order of its own, or not at all."""
 
     def __init__(
         self, world: World, *, auxiliaries: list[Auxiliary] | None = None, seed: int = 0,
@@ -105,12 +105,12 @@ class Run:
         self.chosen = (world.auxiliaries() if auxiliaries is None else auxiliaries)[
             :MAX_AUXILIARIES
         ]
-        self.inquiry = inquire(world.nrails, tuple(self.chosen))
+        self.path_diagnosis = inquire(world.nrails, tuple(self.chosen))
         self.asked: list[tuple[int, ProbeKey]] = []
         self.now = 100.0
         order = random.Random(seed)
-        waiting = self.inquiry.begin(self.now, cause)
-        while self.inquiry.verdict is None:
+        waiting = self.path_diagnosis.begin(self.now, cause)
+        while self.path_diagnosis.verdict is None:
             new = [(a.rank, a.key) if isinstance(a, AskRank) else (ME, a.key) for a in waiting]
             self.asked += new
             order.shuffle(new)
@@ -118,14 +118,14 @@ class Run:
             for asker, key in new:
                 if asker == ME or world.replies(asker):
                     self.now += 0.001
-                    waiting += self.inquiry.take(
+                    waiting += self.path_diagnosis.take(
                         self.now, asker, key, world.probe(asker, key), is_stuck=is_stuck
                     )
-            if self.inquiry.verdict is None and not waiting:
-                assert self.now < self.inquiry.deadline_s < self.now + 1
-                self.now = self.inquiry.deadline_s
-                waiting = self.inquiry.tick(self.now)
-        self.verdict = self.inquiry.verdict
+            if self.path_diagnosis.verdict is None and not waiting:
+                assert self.now < self.path_diagnosis.deadline_s < self.now + 1
+                self.now = self.path_diagnosis.deadline_s
+                waiting = self.path_diagnosis.tick(self.now)
+        self.verdict = self.path_diagnosis.verdict
         self.kind = self.verdict.kind
 
 
@@ -208,14 +208,14 @@ def test_an_answer_of_the_other_end_is_an_answer() -> None:
 def test_a_port_that_says_it_is_down_needs_no_probe(
     own: str, peers: str, kind: Kind, where: str
 ) -> None:
-    inquiry = inquire()
-    assert inquiry.begin(5.0, own, peers) == []
-    verdict = inquiry.verdict
+    path_diagnosis = inquire()
+    assert path_diagnosis.begin(5.0, own, peers) == []
+    verdict = path_diagnosis.verdict
     assert verdict is not None
     assert (verdict.kind, verdict.where, verdict.when_s) == (kind, where, 5.0)
     assert verdict.is_down
     assert verdict.readings == ()
-    assert inquiry.deadline_s == float("inf")
+    assert path_diagnosis.deadline_s == float("inf")
 
 
 def test_the_hard_table_is_complete_but_for_no_evidence() -> None:
@@ -226,49 +226,49 @@ def test_the_hard_table_is_complete_but_for_no_evidence() -> None:
 
 
 def test_a_ports_word_ends_an_inquiry_and_the_second_revises_it() -> None:
-    inquiry = inquire()
-    inquiry.begin(0.0, "EOF: closed")
-    inquiry.on_cause(0.1, "CARRIER_DOWN: no carrier", is_own=False)
-    assert inquiry.verdict is not None
-    assert inquiry.verdict.kind is Kind.REMOTE_NIC
-    assert inquiry.take(0.2, ME, DIRECT, True) == []
-    inquiry.on_cause(0.3, "EOF: nothing new", is_own=True)
-    assert inquiry.verdict.kind is Kind.REMOTE_NIC
-    inquiry.on_cause(0.4, "CARRIER_DOWN: no carrier", is_own=True)
-    assert (inquiry.verdict.kind, inquiry.verdict.when_s) == (Kind.RAIL, 0.4)
+    path_diagnosis = inquire()
+    path_diagnosis.begin(0.0, "EOF: closed")
+    path_diagnosis.on_cause(0.1, "CARRIER_DOWN: no carrier", is_own=False)
+    assert path_diagnosis.verdict is not None
+    assert path_diagnosis.verdict.kind is Kind.REMOTE_NIC
+    assert path_diagnosis.take(0.2, ME, DIRECT, True) == []
+    path_diagnosis.on_cause(0.3, "EOF: nothing new", is_own=True)
+    assert path_diagnosis.verdict.kind is Kind.REMOTE_NIC
+    path_diagnosis.on_cause(0.4, "CARRIER_DOWN: no carrier", is_own=True)
+    assert (path_diagnosis.verdict.kind, path_diagnosis.verdict.when_s) == (Kind.RAIL, 0.4)
 
 
 def test_a_ports_word_corrects_what_probes_made_of_it() -> None:
     run = Run(World(cuts=cut(ME, PEER)))
     assert run.kind is Kind.LINK
-    run.inquiry.on_cause(run.now, "EOF: closed", is_own=True)
-    assert run.inquiry.verdict is run.verdict
-    run.inquiry.on_cause(run.now, "CARRIER_DOWN: no carrier", is_own=True)
-    assert run.inquiry.verdict is not None
-    assert run.inquiry.verdict.kind is Kind.LOCAL_NIC
+    run.path_diagnosis.on_cause(run.now, "EOF: closed", is_own=True)
+    assert run.path_diagnosis.verdict is run.verdict
+    run.path_diagnosis.on_cause(run.now, "CARRIER_DOWN: no carrier", is_own=True)
+    assert run.path_diagnosis.verdict is not None
+    assert run.path_diagnosis.verdict.kind is Kind.LOCAL_NIC
 
 
 def test_a_suspicion_that_becomes_a_failure_is_no_slow_peer() -> None:
-    inquiry = inquire()
-    inquiry.begin(0.0)
-    inquiry.on_cause(0.1, "ECONNRESET: reset", is_own=True)
-    assert inquiry.verdict is None
-    inquiry.take(0.2, ME, DIRECT, True)
-    assert inquiry.verdict is not None
-    assert inquiry.verdict.kind is Kind.FLOW
+    path_diagnosis = inquire()
+    path_diagnosis.begin(0.0)
+    path_diagnosis.on_cause(0.1, "ECONNRESET: reset", is_own=True)
+    assert path_diagnosis.verdict is None
+    path_diagnosis.take(0.2, ME, DIRECT, True)
+    assert path_diagnosis.verdict is not None
+    assert path_diagnosis.verdict.kind is Kind.FLOW
 
 
 @pytest.mark.parametrize("kind", Kind)
 def test_the_other_ends_finding_is_taken_over_mirrored(kind: Kind) -> None:
-    inquiry = inquire()
-    inquiry.begin(0.0, "EOF: closed")
-    inquiry.on_finding(0.1, Finding(RAIL, 3, kind, "as it says"))
+    path_diagnosis = inquire()
+    path_diagnosis.begin(0.0, "EOF: closed")
+    path_diagnosis.on_finding(0.1, Finding(RAIL, 3, kind, "as it says"))
     if kind in MIRRORED:
-        assert inquiry.verdict is not None
-        assert inquiry.verdict.kind is MIRRORED[kind]
-        assert inquiry.verdict.evidence == ("EOF: closed", "found by rank 1: as it says")
+        assert path_diagnosis.verdict is not None
+        assert path_diagnosis.verdict.kind is MIRRORED[kind]
+        assert path_diagnosis.verdict.evidence == ("EOF: closed", "found by rank 1: as it says")
     else:
-        assert inquiry.verdict is None
+        assert path_diagnosis.verdict is None
     assert all(MIRRORED[MIRRORED[each]] is each for each in MIRRORED)
 
 
@@ -406,42 +406,42 @@ def test_a_path_that_could_not_be_probed_stays_unless_it_broke() -> None:
 
 
 def test_answers_missing_at_the_deadline_count_as_not_asked() -> None:
-    inquiry = inquire(auxiliaries=(ThirdRank(2),))
-    inquiry.begin(0.0, "EOF: closed")
-    assert inquiry.tick(PATIENCE_S - 0.01) == []
-    assert inquiry.verdict is None
-    assert inquiry.tick(PATIENCE_S)
-    assert inquiry.tick(2 * PATIENCE_S) == []
-    assert inquiry.verdict is not None
+    path_diagnosis = inquire(auxiliaries=(ThirdRank(2),))
+    path_diagnosis.begin(0.0, "EOF: closed")
+    assert path_diagnosis.tick(PATIENCE_S - 0.01) == []
+    assert path_diagnosis.verdict is None
+    assert path_diagnosis.tick(PATIENCE_S)
+    assert path_diagnosis.tick(2 * PATIENCE_S) == []
+    assert path_diagnosis.verdict is not None
     # Not even the own probes ended: the peer did not answer on any rail, nor did its session.
-    assert inquiry.verdict.kind is Kind.PEER
-    assert {reading.is_answered for reading in inquiry.verdict.readings} == {None}
+    assert path_diagnosis.verdict.kind is Kind.PEER
+    assert {reading.is_answered for reading in path_diagnosis.verdict.readings} == {None}
 
 
 def test_an_answer_nobody_waits_for_changes_nothing() -> None:
-    inquiry = inquire(auxiliaries=(ThirdRank(2),))
-    inquiry.begin(0.0)
-    assert inquiry.take(0.1, 2, DIRECT, False) == []
-    assert inquiry.take(0.1, ME, ProbeKey(5, RAIL, RAIL), False) == []
-    assert inquiry.verdict is None
-    questions = inquiry.take(0.2, ME, DIRECT, False)
-    assert inquiry.take(0.3, ME, DIRECT, True) == []
-    assert inquiry.verdict is None
+    path_diagnosis = inquire(auxiliaries=(ThirdRank(2),))
+    path_diagnosis.begin(0.0)
+    assert path_diagnosis.take(0.1, 2, DIRECT, False) == []
+    assert path_diagnosis.take(0.1, ME, ProbeKey(5, RAIL, RAIL), False) == []
+    assert path_diagnosis.verdict is None
+    questions = path_diagnosis.take(0.2, ME, DIRECT, False)
+    assert path_diagnosis.take(0.3, ME, DIRECT, True) == []
+    assert path_diagnosis.verdict is None
     assert AskRank(2, DIRECT) in questions
     assert Ask(ProbeKey(2, RAIL, RAIL)) in questions
 
 
 def test_contradictory_answers_end_with_what_was_reached() -> None:
     # Rank 3 gets through to the remote port where rank 2 did not: an answer is a fact.
-    inquiry = inquire(1, (ThirdRank(2), ThirdRank(3)))
-    inquiry.begin(0.0)
-    inquiry.take(0.1, ME, DIRECT, False)
-    inquiry.take(0.2, 2, DIRECT, False)
-    inquiry.take(0.2, ME, ProbeKey(2, RAIL, RAIL), True)
-    assert inquiry.verdict is None
-    inquiry.take(0.3, 3, DIRECT, True)
-    assert inquiry.verdict is not None
-    assert inquiry.verdict.kind is Kind.LINK
+    path_diagnosis = inquire(1, (ThirdRank(2), ThirdRank(3)))
+    path_diagnosis.begin(0.0)
+    path_diagnosis.take(0.1, ME, DIRECT, False)
+    path_diagnosis.take(0.2, 2, DIRECT, False)
+    path_diagnosis.take(0.2, ME, ProbeKey(2, RAIL, RAIL), True)
+    assert path_diagnosis.verdict is None
+    path_diagnosis.take(0.3, 3, DIRECT, True)
+    assert path_diagnosis.verdict is not None
+    assert path_diagnosis.verdict.kind is Kind.LINK
 
 
 # What the user reads, and what travels
@@ -503,16 +503,16 @@ def test_of_other_rails_the_neighbours_come_first() -> None:
 
 def test_two_rails_with_a_one_way_passage_each_are_enough() -> None:
     # As with joined probes: from rail 1 to rail 0, and from rail 0 to rail 3, and no other way.
-    inquiry = inquire(4, (OtherRail(1), OtherRail(3)))
-    inquiry.begin(0.0)
-    for action in inquiry.take(0.1, ME, DIRECT, False):
+    path_diagnosis = inquire(4, (OtherRail(1), OtherRail(3)))
+    path_diagnosis.begin(0.0)
+    for action in path_diagnosis.take(0.1, ME, DIRECT, False):
         if isinstance(action, Ask):
             peer, rail, via = action.key
             has_way = rail == via or (rail, via) in ((0, 1), (3, 0))
             is_reached = Port(peer, rail) != REMOTE
-            inquiry.take(0.2, ME, action.key, is_reached if has_way else None)
-    assert inquiry.verdict is not None
-    assert inquiry.verdict.kind is Kind.REMOTE_NIC
+            path_diagnosis.take(0.2, ME, action.key, is_reached if has_way else None)
+    assert path_diagnosis.verdict is not None
+    assert path_diagnosis.verdict.kind is Kind.REMOTE_NIC
 
 
 def test_ranks_do_not_all_ask_the_same_one() -> None:
@@ -550,7 +550,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 def is_true(run: Run) -> bool:
-    """Whether the verdict is what the world, which the inquiry cannot see, is like."""
+    """Whether the verdict is what the world, which the path_diagnosis cannot see, is like."""
     world, kind = run.world, run.kind
     if kind is Kind.PEER_SLOW:
         return world.reaches(LOCAL, REMOTE)

@@ -1,10 +1,11 @@
-"""Recovery's own decisions, with a transport and a control plane that only take notes."""
+"""What failover decides by itself, with a transport and a control plane that only take notes."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
+from support.datapaths import DataPath
 
 from r2ccl.config import Config
 from r2ccl.errors import (
@@ -15,10 +16,10 @@ from r2ccl.errors import (
     TransportError,
 )
 from r2ccl.failover.connector import Answer, Offer
-from r2ccl.failover.migration.driver import Leaving, PortUp, Recovery, Revoke, Spared
+from r2ccl.failover.failover import PortUp
 from r2ccl.failover.migration.link import LinkReport
 from r2ccl.failover.migration.path import Announcement, PathState
-from r2ccl.runtime.progress import Progress
+from r2ccl.failover.revocation import Leaving, Revoke, Spared
 from r2ccl.transport.base import Arrived, Event, Failed, Fenced, Frame, Joined, Probed, RailChanged
 from r2ccl.types import PathKey, ProbeKey, Way
 
@@ -140,36 +141,37 @@ class World:
         self.transport = Notes()
         self.transport.joined = joined or set()
         self.control = Control()
-        self.progress = Progress(
+        path = DataPath(
             0,
             nranks,
-            transport=self.transport,  # type: ignore[arg-type]
+            transport=self.transport,
             control=self.control,
             config=Config(mode=mode, no_rail_timeout_s=5.0, eager_slots=4),
             clock=lambda: self.now,
         )
-        self.recovery: Recovery = self.progress.recovery
-        self.recovery.start()
+        self.progress, self.links, self.failover = path.progress, path.links, path.failover
+        self.migration, self.revocation = path.migration, path.revocation
+        self.failover.start()
         for rail in (0, 1):
             if is_open:
                 self.open(rail, 0)
 
     def open(self, rail: int, epoch: int) -> Endpoint:
         endpoint = Endpoint()
-        self.recovery.on_opened(1, rail, epoch, endpoint)
+        self.migration.on_opened(1, rail, epoch, endpoint)
         return endpoint
 
     def fail(self, key: PathKey) -> None:
-        self.recovery.on_failed(Failed(key, "EIO", "gone"))
+        self.migration.on_failed(Failed(key, "EIO", "gone"))
 
     def repair(self, key: PathKey, *reports: LinkReport) -> None:
-        self.recovery.on_fenced(Fenced(key))
-        epoch = self.recovery.paths[key].epoch
-        self.recovery.on_message(1, Announcement(key.rail, epoch, "EIO", reports))
+        self.migration.on_fenced(Fenced(key))
+        epoch = self.links.paths[key].epoch
+        self.failover.on_message(1, Announcement(key.rail, epoch, "EIO", reports))
 
     def answer(self, key: PathKey, is_answered: bool | None) -> None:
         """Have the transport report what became of the probe of a path."""
-        self.recovery.on_probed(Probed(straight(key), is_answered, "because"))
+        self.failover.on_probed(Probed(straight(key), is_answered, "because"))
 
     def heal(self, key: PathKey, nprobes: int = 3) -> None:
         """Answer the probes of a path that failed."""
@@ -188,7 +190,7 @@ class World:
     def look(self, seconds: float, peers: frozenset[int] = frozenset({1})) -> None:
         for _ in range(round(seconds / 0.1)):
             self.now += 0.1
-            self.recovery.tick(self.now, peers)
+            self.failover.tick(self.now, peers)
 
 
 def test_the_lower_rank_dials() -> None:
@@ -198,7 +200,7 @@ def test_the_lower_rank_dials() -> None:
 
 
 def routes_of(world: World) -> list[PathKey | None]:
-    return [link.route for link in world.progress.senders.values()]
+    return [link.route for link in world.links.senders.values()]
 
 
 def test_channels_live_on_joining_rails_while_there_are_any() -> None:
@@ -218,15 +220,15 @@ def test_channels_live_on_joining_rails_while_there_are_any() -> None:
 
 def test_a_port_going_down_fails_its_paths_one_coming_up_calls() -> None:
     world = World(joined={1})
-    world.recovery.on_rail(RailChanged(1, False, "CQ_ERR (event 0)"))
-    assert world.recovery.paths[B].cause == "PORT_ERR: CQ_ERR (event 0)"
+    world.failover.on_rail(RailChanged(1, False, "CQ_ERR (event 0)"))
+    assert world.links.paths[B].cause == "PORT_ERR: CQ_ERR (event 0)"
     assert world.transport.fenced == [B]
     world.repair(B)
-    assert world.recovery.paths[B].cause.startswith("PORT_ERR")
+    assert world.links.paths[B].cause.startswith("PORT_ERR")
     world.look(3.0)
     world.answer(B, False)
     asked = len(world.transport.probed)
-    world.recovery.on_rail(RailChanged(1, True))
+    world.failover.on_rail(RailChanged(1, True))
     world.look(0.1)
     assert world.transport.probed[asked:] == [straight(B)]
 
@@ -237,9 +239,9 @@ def test_a_silent_queue_pair_moves_by_its_own_error_alone() -> None:
     world.look(0.9)
     assert straight(B) in world.transport.probed
     world.answer(B, False)
-    assert world.recovery.paths[B].state is PathState.UP
+    assert world.links.paths[B].state is PathState.UP
     world.fail(B)
-    assert world.recovery.paths[B].state is PathState.FENCING
+    assert world.links.paths[B].state is PathState.FENCING
 
 
 def test_a_failed_path_is_fenced_announced_repaired_and_redialed() -> None:
@@ -249,17 +251,17 @@ def test_a_failed_path_is_fenced_announced_repaired_and_redialed() -> None:
     world.fail(A)
     assert world.transport.fenced == [A]
     assert world.announcements() == []
-    assert world.progress.senders[1, 0].route is None
-    world.recovery.on_fenced(Fenced(A))
+    assert world.links.senders[1, 0].route is None
+    world.migration.on_fenced(Fenced(A))
     (announcement,) = world.announcements()
     assert announcement.routes == {0: 1, 2: 1}
     assert [report.channel for report in announcement.links] == [0, 1, 2, 3]
-    world.recovery.on_message(1, Announcement(0, 0, "EIO", ()))
-    assert {link.route for link in world.progress.senders.values()} == {B}
+    world.failover.on_message(1, Announcement(0, 0, "EIO", ()))
+    assert {link.route for link in world.links.senders.values()} == {B}
     world.heal(A)
     assert world.control.dialed[-1] == (1, 0, 1)
     world.open(0, 1)
-    assert [link.route for link in world.progress.senders.values()] == [A, B, A, B]
+    assert [link.route for link in world.links.senders.values()] == [A, B, A, B]
     assert world.transport.fenced == [A], "going home fences nothing"
 
 
@@ -268,16 +270,16 @@ def test_a_stale_connection_is_closed() -> None:
     world.fail(A)
     world.repair(A)
     assert world.open(0, 0).is_closed
-    assert world.recovery.paths[A].state is PathState.DOWN
+    assert world.links.paths[A].state is PathState.DOWN
     assert not world.open(0, 1).is_closed
-    assert world.recovery.paths[A].state is PathState.UP
+    assert world.links.paths[A].state is PathState.UP
 
 
 def test_a_second_connection_in_a_used_epoch_voids_the_peers_end() -> None:
     world = World()
     assert world.open(0, 0).is_closed
-    assert world.recovery.paths[A].state is PathState.FENCING
-    assert "REDIALED" in world.recovery.paths[A].cause
+    assert world.links.paths[A].state is PathState.FENCING
+    assert "REDIALED" in world.links.paths[A].cause
 
 
 def test_slices_consumed_without_a_route_are_confirmed_later() -> None:
@@ -285,11 +287,11 @@ def test_slices_consumed_without_a_route_are_confirmed_later() -> None:
     link = world.progress.recv_link(1, 0)
     for rail in (A, B):
         world.fail(rail)
-        world.recovery.on_fenced(Fenced(rail))
+        world.migration.on_fenced(Fenced(rail))
     link.consumed = link.delivered = link.received = link.posted = 3
-    world.progress.confirm_all()
+    world.links.confirm_all()
     assert world.transport.confirmed == []
-    world.recovery.on_message(1, Announcement(1, 0, "EIO", ()))
+    world.failover.on_message(1, Announcement(1, 0, "EIO", ()))
     world.open(1, 1)
     assert world.transport.confirmed == [(B, 0, 3)]
 
@@ -323,10 +325,10 @@ def test_silence_is_probed_and_no_answer_fails_the_path() -> None:
     assert world.transport.probed == [straight(A), straight(B)]
     world.answer(A, False)
     world.answer(B, True)
-    assert world.recovery.paths[A].state is PathState.FENCING
-    assert world.recovery.paths[A].cause.startswith("PROBE_UNANSWERED")
-    assert "because" in world.recovery.paths[A].cause
-    assert world.recovery.paths[B].state is PathState.UP
+    assert world.links.paths[A].state is PathState.FENCING
+    assert world.links.paths[A].cause.startswith("PROBE_UNANSWERED")
+    assert "because" in world.links.paths[A].cause
+    assert world.links.paths[B].state is PathState.UP
 
 
 @pytest.mark.parametrize("is_stuck", [True, False])
@@ -338,21 +340,21 @@ def test_an_answered_probe_moves_only_a_stuck_flow(is_stuck: bool) -> None:
         world.transport.stuck.add(A)
     world.answer(A, True)
     expected = PathState.FENCING if is_stuck else PathState.UP
-    assert world.recovery.paths[A].state is expected
+    assert world.links.paths[A].state is expected
 
 
 def test_a_probes_answer_is_void_when_the_path_moved_meanwhile() -> None:
     world = World()
     world.progress.recv(world.progress.recv_link(1, 0), None, None, 0)  # type: ignore[arg-type]
     world.look(0.8)
-    world.recovery.paths[A].activity += 1
+    world.links.paths[A].activity += 1
     world.answer(A, False)
-    assert world.recovery.paths[A].state is PathState.UP
+    assert world.links.paths[A].state is PathState.UP
     world.fail(B)
     world.repair(B)
     world.open(1, 1)
     world.answer(B, False)
-    assert world.recovery.paths[B].state is PathState.UP
+    assert world.links.paths[B].state is PathState.UP
 
 
 def test_an_idle_rank_probes_nothing_unless_a_path_is_stuck() -> None:
@@ -371,7 +373,7 @@ def test_a_probe_that_cannot_be_asked_tells_nothing_of_its_path() -> None:
     world.look(0.8)
     world.transport.stuck.add(A)
     world.answer(A, None)
-    assert world.recovery.paths[A].state is PathState.UP
+    assert world.links.paths[A].state is PathState.UP
 
 
 def test_an_impossible_probe_is_no_verdict_and_is_made_again() -> None:
@@ -387,7 +389,7 @@ def test_an_impossible_probe_is_no_verdict_and_is_made_again() -> None:
         world.answer(B, is_answered)
     world.look(0.1)
     assert world.control.dialed == [(1, 1, 1)]
-    assert world.recovery.paths[A].state is PathState.UP
+    assert world.links.paths[A].state is PathState.UP
 
 
 def test_what_keeps_paths_from_being_connected_can_be_read() -> None:
@@ -399,16 +401,16 @@ def test_what_keeps_paths_from_being_connected_can_be_read() -> None:
 
     world.transport.offer, offer = refuse, world.transport.offer  # type: ignore[method-assign]
     world.look(3.0)
-    assert world.recovery.obstacles(1) == [
+    assert world.failover.obstacles(1) == [
         "rail 0: rank 1 refused",
         "rail 1: mlx5_0 refused to make a queue pair: EMFILE",
     ]
     world.transport.offer = offer  # type: ignore[method-assign]
     world.look(3.0)
     call = [offer for offer in world.offers() if offer.via < 0][-1]
-    world.recovery.on_message(1, Answer(1, call.epoch, call.attempt, b"card"))
-    world.recovery.on_joined(Joined(B))
-    assert world.recovery.obstacles(1) == ["rail 0: rank 1 refused"]
+    world.failover.on_message(1, Answer(1, call.epoch, call.attempt, b"card"))
+    world.failover.on_joined(Joined(B))
+    assert world.failover.obstacles(1) == ["rail 0: rank 1 refused"]
 
 
 def test_whoever_asks_is_told_once() -> None:
@@ -416,11 +418,11 @@ def test_whoever_asks_is_told_once() -> None:
     told: list[Probed] = []
     key = ProbeKey(1, 0, 1)
     for _ in range(2):
-        world.recovery.probing.ask(key, told.append)
+        world.failover.probes.ask(key, told.append)
     event = Probed(key, True, "")
-    world.recovery.on_probed(event)
+    world.failover.on_probed(event)
     assert told == [event, event]
-    world.recovery.on_probed(Probed(key, False, ""))
+    world.failover.on_probed(Probed(key, False, ""))
     assert told == [event, event]
 
 
@@ -448,13 +450,13 @@ def test_a_probe_that_broke_its_connection_is_joined_anew() -> None:
     world = World(joined={0, 1})
     world.look(0.5)
     key = straight(A)
-    world.recovery.on_joined(Joined(key))
+    world.failover.on_joined(Joined(key))
     before = len(world.offers())
     for is_answered in (True, None):
-        world.recovery.on_probed(Probed(key, is_answered, ""))
+        world.failover.on_probed(Probed(key, is_answered, ""))
         world.look(0.1)
     assert len(world.offers()) == before
-    world.recovery.on_probed(Probed(key, False, "no answer"))
+    world.failover.on_probed(Probed(key, False, "no answer"))
     world.look(0.1)
     (again,) = world.offers()[before:]
     assert (again.rail, again.via) == (0, 0)
@@ -481,9 +483,9 @@ def test_no_rail_counts_from_the_loss_not_from_the_last_call() -> None:
     world.fail(A)
     world.fail(B)
     world.look(4.9)
-    assert world.recovery.error is None
+    assert world.revocation.error is None
     world.look(0.3)
-    error = world.recovery.error
+    error = world.revocation.error
     assert isinstance(error, NoHealthyRail)
     assert set(error.causes) == {0, 1}
     assert isinstance(world.control.sent[-1][1], Revoke)
@@ -494,15 +496,15 @@ def test_a_peer_no_call_talks_to_is_not_given_up() -> None:
     world.fail(A)
     world.fail(B)
     world.look(20.0, frozenset())
-    assert world.recovery.error is None
+    assert world.revocation.error is None
 
 
 def test_a_rank_that_left_may_go_and_the_others_are_told() -> None:
     world = World(nranks=4)
-    world.recovery.on_message(1, Leaving())
-    world.recovery.on_message(3, Leaving())
-    world.recovery.on_peer_lost(1, "silent", 5.0)
-    assert world.recovery.error is None
+    world.failover.on_message(1, Leaving())
+    world.failover.on_message(3, Leaving())
+    world.failover.on_peer_lost(1, "silent", 5.0)
+    assert world.revocation.error is None
     assert world.control.sent[-1:] == [(2, Spared(1))]
     assert [to for to, each in world.control.sent if isinstance(each, Spared)] == [2]
 
@@ -510,12 +512,12 @@ def test_a_rank_that_left_may_go_and_the_others_are_told() -> None:
 def test_who_cannot_do_without_a_rank_tells_those_that_can() -> None:
     """Whichever comes first, the loss or the news that another rank lives on with it."""
     world = World(nranks=4)
-    world.recovery.on_message(2, Spared(1))
-    world.recovery.on_peer_lost(1, "silent", 5.0)
-    assert isinstance(world.recovery.error, PeerLost)
+    world.failover.on_message(2, Spared(1))
+    world.failover.on_peer_lost(1, "silent", 5.0)
+    assert isinstance(world.revocation.error, PeerLost)
     revokes = [(to, each) for to, each in world.control.sent if isinstance(each, Revoke)]
     assert [(to, each.kind, each.peer) for to, each in revokes] == [(-1, "PeerLost", 1)]
-    world.recovery.on_message(3, Spared(1))
+    world.failover.on_message(3, Spared(1))
     to, message = world.control.sent[-1]
     assert isinstance(message, Revoke)
     assert (to, message.kind, message.peer) == (3, "PeerLost", 1)
@@ -525,19 +527,19 @@ def test_after_an_error_every_end_is_fenced_even_unseen_failures() -> None:
     """A path whose `Failed` is still on its way lets the peer's writes in until it is fenced."""
     world = World()
     world.transport.opened.discard(A)
-    world.recovery.on_peer_lost(1, "silent", 5.0)
-    assert isinstance(world.recovery.error, PeerLost)
+    world.failover.on_peer_lost(1, "silent", 5.0)
+    assert isinstance(world.revocation.error, PeerLost)
     assert sorted(world.transport.fenced) == [A, B]
-    assert not world.recovery.is_quiet
-    world.recovery.on_fenced(Fenced(A))
-    assert not world.recovery.is_quiet
-    world.recovery.on_fenced(Fenced(B))
-    assert world.recovery.is_quiet
+    assert not world.migration.is_quiet
+    world.migration.on_fenced(Fenced(A))
+    assert not world.migration.is_quiet
+    world.migration.on_fenced(Fenced(B))
+    assert world.migration.is_quiet
 
 
 def test_after_an_error_nothing_is_opened_announced_or_dialed() -> None:
     world = World()
-    world.recovery.on_peer_lost(1, "silent", 5.0)
+    world.failover.on_peer_lost(1, "silent", 5.0)
     before = (len(world.control.sent), len(world.control.dialed))
     world.fail(A)
     world.repair(A)
@@ -548,19 +550,19 @@ def test_after_an_error_nothing_is_opened_announced_or_dialed() -> None:
 
 def test_the_first_reason_wins() -> None:
     world = World()
-    world.recovery.on_message(1, Revoke("TransportTimeout", "too late", 1))
-    world.recovery.on_peer_lost(1, "silent", 5.0)
-    assert isinstance(world.recovery.error, CommunicatorRevoked)
-    assert "rank 1 gave up: too late" in str(world.recovery.error)
+    world.failover.on_message(1, Revoke("TransportTimeout", "too late", 1))
+    world.failover.on_peer_lost(1, "silent", 5.0)
+    assert isinstance(world.revocation.error, CommunicatorRevoked)
+    assert "rank 1 gave up: too late" in str(world.revocation.error)
 
 
 def test_a_lost_rank_heard_of_or_found_raises_the_same_error() -> None:
     finder, hearer = World(nranks=3), World(nranks=3)
-    finder.recovery.on_peer_lost(2, "its process is gone", 5.0)
-    reason = finder.recovery.reason
+    finder.failover.on_peer_lost(2, "its process is gone", 5.0)
+    reason = finder.revocation.reason
     assert reason is not None
-    hearer.recovery.on_message(1, msgspec.structs.replace(reason, rank=1))
-    error = hearer.recovery.error
+    hearer.failover.on_message(1, msgspec.structs.replace(reason, rank=1))
+    error = hearer.revocation.error
     assert isinstance(error, PeerLost)
     assert (error.peer, error.last_heard_s) == (2, None)
     assert "(rank 1 says: its process is gone; last seen in call 0)" in str(error)
@@ -568,22 +570,22 @@ def test_a_lost_rank_heard_of_or_found_raises_the_same_error() -> None:
 
 def test_a_rank_given_up_by_others_is_not_told_it_lost_itself() -> None:
     world = World()
-    world.recovery.on_message(1, Revoke("PeerLost", "silent", 1, peer=0))
-    assert isinstance(world.recovery.error, CommunicatorRevoked)
+    world.failover.on_message(1, Revoke("PeerLost", "silent", 1, peer=0))
+    assert isinstance(world.revocation.error, CommunicatorRevoked)
 
 
 def test_no_healthy_rail_is_the_same_error_at_both_ends() -> None:
     world = World()
     world.fail(A)
     world.fail(B)
-    world.recovery.on_message(1, Revoke("NoHealthyRail", "none", 1, peer=0))
-    assert isinstance(world.recovery.error, NoHealthyRail)
+    world.failover.on_message(1, Revoke("NoHealthyRail", "none", 1, peer=0))
+    assert isinstance(world.revocation.error, NoHealthyRail)
 
 
 def test_the_baseline_does_not_migrate() -> None:
     world = World(mode="0")
     world.fail(A)
-    error = world.recovery.error
+    error = world.revocation.error
     assert isinstance(error, TransportError)
     assert (error.peer, error.rail, error.status) == (1, 0, "EIO")
     assert world.announcements() == []
@@ -591,9 +593,9 @@ def test_the_baseline_does_not_migrate() -> None:
 
 def test_to_the_baseline_a_peer_that_leaves_first_has_not_failed() -> None:
     world = World(mode="0")
-    world.recovery.is_leaving = True
+    world.revocation.is_leaving = True
     world.fail(A)
-    assert world.recovery.error is None
+    assert world.revocation.error is None
     assert world.transport.fenced == [A]
 
 
@@ -605,9 +607,9 @@ def test_every_call_seen_ahead_is_held_against_this_ranks(signatures: tuple[int,
         for seq, signature in enumerate(signatures)
     ]
     world.progress.step()
-    assert world.recovery.error is None
+    assert world.revocation.error is None
     world.progress.begin(7, {})
-    assert isinstance(world.recovery.error, InvalidArgument)
+    assert isinstance(world.revocation.error, InvalidArgument)
 
 
 def test_a_failed_path_is_not_dialed_before_its_probes_are_good() -> None:
@@ -673,7 +675,7 @@ def test_a_path_that_failed_in_dialing_is_dialed_in_a_new_epoch() -> None:
     world.fail(A)
     world.repair(A)
     world.heal(A)
-    world.recovery.on_message(1, Announcement(0, 1, "EIO", ()))
+    world.failover.on_message(1, Announcement(0, 1, "EIO", ()))
     assert world.control.cancelled[-1] == (1, 0)
     dialed = len(world.control.dialed)
     world.heal(A)
@@ -688,21 +690,21 @@ def test_the_peers_port_that_came_up_is_probed_at_once() -> None:
         world.look(1.0)
         world.answer(A, False)
     world.transport.probed.clear()
-    world.recovery.on_message(1, PortUp(0))
+    world.failover.on_message(1, PortUp(0))
     world.look(0.1)
     assert world.transport.probed == [straight(A)]
 
 
 def test_carrier_events() -> None:
     world = World()
-    world.recovery.on_carrier(1, False)
+    world.failover.on_carrier(1, False)
     assert world.transport.fenced == [B]
-    assert "CARRIER_DOWN" in world.recovery.paths[B].cause
-    world.recovery.on_carrier(1, True)
+    assert "CARRIER_DOWN" in world.links.paths[B].cause
+    world.failover.on_carrier(1, True)
     assert world.control.kicked == [1]
 
 
 def test_a_message_about_a_rail_that_does_not_exist_is_ignored() -> None:
     world = World()
-    world.recovery.on_message(1, Announcement(9, 0, "EIO", ()))
-    assert world.recovery.error is None
+    world.failover.on_message(1, Announcement(9, 0, "EIO", ()))
+    assert world.revocation.error is None

@@ -23,14 +23,12 @@ def make_routes(channels: list[int]) -> tuple[Routes, Any]:
         },
         confirm_all=lambda links: None,
     )
-    paths: Any = {
+    links.paths = {
         PathKey(PEER, rail): SimpleNamespace(state=PathState.DOWN if rail == LOST else PathState.UP)
         for rail in range(NRAILS)
     }
     log: Any = None
-    routes = Routes(
-        links, paths, nrails=NRAILS, homes=range(NRAILS), share=lambda key: 1.0, log=log
-    )
+    routes = Routes(links, nrails=NRAILS, homes=range(NRAILS), share=lambda key: 1.0, log=log)
     routes.go_home(PEER)
     return routes, links
 

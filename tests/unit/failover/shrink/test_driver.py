@@ -13,7 +13,7 @@ from r2ccl.bootstrap.messages import Goodbye
 from r2ccl.config import Config
 from r2ccl.errors import CommunicatorRevoked, NoQuorum, PeerLost, TransportTimeout
 from r2ccl.failover.shrink import driver as room
-from r2ccl.failover.shrink.driver import Building, Tidings, regroup
+from r2ccl.failover.shrink.driver import Building, EventQueue, regroup
 from r2ccl.failover.shrink.protocol import Built, Done, Shrinking, View
 
 PATIENCE_S = 0.3
@@ -64,17 +64,17 @@ class Survivor:
     """Rank 0 of three whose rank 2 is lost; the test speaks for rank 1."""
 
     def __init__(self, *successors: Successor) -> None:
-        self.tidings = Tidings(Handler())
+        self.event_queue = EventQueue(Handler())
         self.successors = list(successors)
         self.sent: list[object] = []
         setting = SimpleNamespace(config=Config(init_timeout_s=PATIENCE_S))
         self.control: Any = SimpleNamespace(
             rank=0, nranks=3, setting=setting, broadcast=self.sent.append
         )
-        self.tidings.on_peer_lost(2, "dead", 0.0)
+        self.event_queue.on_peer_lost(2, "dead", 0.0)
 
     def hear(self, message: object) -> None:
-        self.tidings.on_message(1, message)
+        self.event_queue.on_message(1, message)
 
     def make(self, plane: object, members: tuple[int, ...]) -> Successor:
         made = self.successors.pop(0)
@@ -82,7 +82,7 @@ class Survivor:
         return made
 
     def regroup(self, quorum: str = "majority") -> Successor:
-        return regroup(Shrinking(0, 3, quorum), self.tidings, self.control, self.make)
+        return regroup(Shrinking(0, 3, quorum), self.event_queue, self.control, self.make)
 
 
 @pytest.fixture(autouse=True)
@@ -108,13 +108,13 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def test_what_concerns_shrinking_is_kept_and_the_rest_passed_on() -> None:
     handler = Handler()
-    tidings = Tidings(handler)
-    tidings.on_message(1, View((), b""))
-    tidings.on_message(1, "data")
-    tidings.on_message(1, Goodbye())
-    tidings.on_peer_lost(2, "silent", 1.0)
-    tidings.on_tick(5.0)
-    assert [tidings.take(0.0) for _ in range(4)] == [
+    event_queue = EventQueue(handler)
+    event_queue.on_message(1, View((), b""))
+    event_queue.on_message(1, "data")
+    event_queue.on_message(1, Goodbye())
+    event_queue.on_peer_lost(2, "silent", 1.0)
+    event_queue.on_tick(5.0)
+    assert [event_queue.take(0.0) for _ in range(4)] == [
         (1, View((), b"")), (1, "it left"), (2, "silent"), None,
     ]  # fmt: skip
     assert handler.calls == [(1, "data"), (1, Goodbye()), (2, "silent", 1.0), (5.0,)]
@@ -162,7 +162,7 @@ def test_connecting_that_does_not_end_is_ended_by_the_deadline() -> None:
 
     def tick() -> None:
         assert successor.is_connecting.wait(LONG_S)
-        here.tidings.on_tick(time.monotonic() + PATIENCE_S)
+        here.event_queue.on_tick(time.monotonic() + PATIENCE_S)
 
     ticking = threading.Thread(target=tick)
     ticking.start()
@@ -179,7 +179,7 @@ def test_a_member_that_starts_over_ends_connecting_for_all() -> None:
 
     def die() -> None:
         assert first.is_connecting.wait(LONG_S)
-        here.tidings.on_peer_lost(1, "dead too", 0.0)
+        here.event_queue.on_peer_lost(1, "dead too", 0.0)
 
     dying = threading.Thread(target=die)
     dying.start()
@@ -221,7 +221,7 @@ def test_a_loss_the_old_control_plane_confirms_needs_one_attempt() -> None:
 
     def confirm() -> None:
         assert first.is_connecting.wait(LONG_S)
-        here.tidings.on_peer_lost(1, "dead too", 0.0)
+        here.event_queue.on_peer_lost(1, "dead too", 0.0)
 
     confirming = threading.Thread(target=confirm)
     confirming.start()
@@ -244,10 +244,10 @@ def test_one_that_does_not_come_to_the_next_attempt_is_named(
 
 def test_too_few_are_told_at_once() -> None:
     here = Survivor()
-    here.tidings.on_peer_lost(1, "dead too", 0.0)
+    here.event_queue.on_peer_lost(1, "dead too", 0.0)
     begin = time.monotonic()
     with pytest.raises(NoQuorum) as caught:
-        regroup(Shrinking(0, 3), here.tidings, here.control, here.make)
+        regroup(Shrinking(0, 3), here.event_queue, here.control, here.make)
     assert time.monotonic() - begin < PATIENCE_S
     assert caught.value.gone == {1: "dead too", 2: "dead"}
     assert caught.value.alive == (0,)

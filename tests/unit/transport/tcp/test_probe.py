@@ -12,7 +12,7 @@ import pytest
 from support.limits import no_descriptor_left
 
 from r2ccl.transport.base import Probed
-from r2ccl.transport.tcp.probe import Knocker
+from r2ccl.transport.tcp.probe import TcpProber
 from r2ccl.types import Nic, PathKey, ProbeKey
 
 TIMEOUT_S = 0.3
@@ -20,7 +20,7 @@ STRAIGHT, CROSS = ProbeKey(1, 0, 0), ProbeKey(1, 0, 1)
 
 
 class Bench:
-    """A knocker on a clock that only the test moves, and one far port."""
+    """A prober on a clock that only the test moves, and one far port."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -30,7 +30,7 @@ class Bench:
         self.far = self.held.enter_context(socket.create_server(("127.0.0.1", 0)))
         self.far.setblocking(False)
         self.targets: dict[PathKey, Any] = {PathKey(1, 0): self.far.getsockname()}
-        self.knocker = Knocker(
+        self.prober = TcpProber(
             self.epoll, self.sources, self.targets, TIMEOUT_S, lambda: self.now, rank=0
         )
 
@@ -45,8 +45,8 @@ class Bench:
 
     def look(self, wait_s: float = 0.0) -> list[Probed]:
         for fd, _ in self.epoll.poll(wait_s):
-            self.knocker.on_ready(fd)
-        return self.knocker.advance()
+            self.prober.on_ready(fd)
+        return self.prober.advance()
 
     def outcome(self) -> Probed:
         """Let time pass, step by step, until the one probe is over."""
@@ -54,12 +54,12 @@ class Bench:
             assert self.now <= TIMEOUT_S, "too late"
             self.now += TIMEOUT_S / 12
         (probed,) = found
-        assert not self.knocker.is_busy
+        assert not self.prober.is_busy
         return probed
 
     def ask(self, key: ProbeKey) -> Probed:
         self.now = 0.0
-        self.knocker.probe(key)
+        self.prober.probe(key)
         return self.outcome()
 
 
@@ -67,7 +67,7 @@ class Bench:
 def bench() -> Iterator[Bench]:
     made = Bench()
     yield made
-    made.knocker.close()
+    made.prober.close()
     made.epoll.close()
     made.held.close()
 
@@ -92,8 +92,8 @@ def test_silence_lasts_as_long_as_the_timeout(bench: Bench) -> None:
 
 def test_connects_spread_over_the_timeout_and_one_answer_will_do(bench: Bench) -> None:
     bench.silence()
-    bench.knocker.probe(STRAIGHT)
-    assert bench.knocker.limit_s(5.0) == pytest.approx(TIMEOUT_S / 3)
+    bench.prober.probe(STRAIGHT)
+    assert bench.prober.limit_s(5.0) == pytest.approx(TIMEOUT_S / 3)
     assert not bench.look()
     bench.targets[PathKey(1, 0)] = bench.far.getsockname()
     assert bench.outcome().is_answered is True
@@ -147,14 +147,14 @@ def test_an_impossible_connect_leaves_the_answer_to_the_next_one(
     bench: Bench,
 ) -> None:
     with no_descriptor_left():
-        bench.knocker.probe(STRAIGHT)
+        bench.prober.probe(STRAIGHT)
     assert bench.outcome().is_answered is True
 
 
 def test_silence_proves_nothing_if_a_connect_was_not_made(bench: Bench) -> None:
     bench.silence()
     with no_descriptor_left():
-        bench.knocker.probe(STRAIGHT)
+        bench.prober.probe(STRAIGHT)
     assert bench.outcome().is_answered is None
     assert bench.ask(STRAIGHT).is_answered is False
 
@@ -206,16 +206,16 @@ def test_between_rails_the_nic_is_chosen_not_only_the_address(
 
 def test_one_probe_at_a_time_of_a_key_and_any_number_of_keys(bench: Bench) -> None:
     for key in (STRAIGHT, CROSS, STRAIGHT, CROSS):
-        bench.knocker.probe(key)
+        bench.prober.probe(key)
     found: list[Probed] = []
-    while bench.knocker.is_busy:
+    while bench.prober.is_busy:
         found += bench.look(0.02)
     assert sorted(each.key for each in found) == [STRAIGHT, CROSS]
 
 
 def test_a_late_look_counts_answers_that_wait_before_the_time(bench: Bench) -> None:
     """This process stood still for an hour: the kernel has had the answer all along."""
-    bench.knocker.probe(STRAIGHT)
+    bench.prober.probe(STRAIGHT)
     bench.now = 3600.0
     (probed,) = bench.look(1.0)
     assert probed.is_answered is True
@@ -223,15 +223,15 @@ def test_a_late_look_counts_answers_that_wait_before_the_time(bench: Bench) -> N
 
 def test_a_late_look_does_not_shorten_what_is_still_to_be_tried(bench: Bench) -> None:
     bench.silence()
-    bench.knocker.probe(STRAIGHT)
+    bench.prober.probe(STRAIGHT)
     bench.now = 3600.0
     assert bench.look() == []
-    assert bench.knocker.limit_s(5.0) == pytest.approx(TIMEOUT_S / 3)
+    assert bench.prober.limit_s(5.0) == pytest.approx(TIMEOUT_S / 3)
 
 
 def test_closing_drops_what_is_under_way(bench: Bench) -> None:
     bench.silence()
-    bench.knocker.probe(STRAIGHT)
-    bench.knocker.close()
-    assert not bench.knocker.is_busy
+    bench.prober.probe(STRAIGHT)
+    bench.prober.close()
+    assert not bench.prober.is_busy
     assert bench.look() == []

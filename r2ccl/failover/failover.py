@@ -1,0 +1,399 @@
+"""What a rank does about failures: every event comes in here and goes to the concept it concerns.
+
+Events come from the transport, the control plane, the link monitor and the clock (`tick`). Owned
+by one caller at a time, and never blocks.
+
+Invariant: after an error no path is open, so no peer can write into memory of a call that raised.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+
+import msgspec
+
+from r2ccl.bootstrap.messages import Goodbye
+from r2ccl.errors import NoHealthyRail
+from r2ccl.failover.bandwidth.protocol import Balance
+from r2ccl.failover.connector import Answer, Connector, Offer, Ready, probe_keys
+from r2ccl.failover.context import RankContext
+from r2ccl.failover.diagnosis.driver import Diagnosis
+from r2ccl.failover.diagnosis.verdict import Finding, Kind, ProbeReply, ProbeRequest, Verdict
+from r2ccl.failover.failback.driver import Failback
+from r2ccl.failover.health.driver import HealthAgreement
+from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
+from r2ccl.failover.health.table import Health
+from r2ccl.failover.migration.bypass import Bypasses
+from r2ccl.failover.migration.driver import NO_CARRIER, PORT_ERR, Migration
+from r2ccl.failover.migration.links import Links
+from r2ccl.failover.migration.path import Announcement, Path, PathState
+from r2ccl.failover.migration.watch import Watch
+from r2ccl.failover.probes import Probes
+from r2ccl.failover.revocation import Leaving, Revocation, Revoke, Spared
+from r2ccl.transport.base import Joined, Probed, RailChanged
+from r2ccl.types import PathKey, ProbeKey
+
+_log = logging.getLogger(__name__)
+
+
+class PortUp(msgspec.Struct, frozen=True, tag="port_up"):
+    """Control message: the sender's port of `rail` came up; its paths are worth a probe."""
+
+    rail: int
+
+
+class Failover:
+    """The failover of one rank, put together.
+
+    Parameters
+    ----------
+    context : RankContext
+    links : Links
+    """
+
+    def __init__(self, context: RankContext, links: Links) -> None:
+        self._context = context
+        self._links = links
+        self._rank = context.rank
+        self._peers = context.peers
+        self._config = context.config
+        self._clock = context.clock
+        self._transport = context.transport
+        self._control = context.control
+        self._balance = links.balance
+        self.revocation = Revocation(
+            context,
+            links,
+            fence_all=self.fence_all,
+            no_rail=lambda peer: self._no_rail(peer, self._clock()),
+        )
+        self._connector = Connector(
+            context.rank, context.transport, context.control.send, self._on_joined_path, self._clock
+        )
+        needed = probe_keys(self._peers, context.joined) if self._config.is_resilient else ()
+        #: Signs of life, for whoever asks.
+        self.probes = Probes(context.transport, self._connector, needed)
+        #: Ways round where rails do not lead; the fail-stop baseline has none.
+        self._bypasses = self._make_bypasses() if context.has_bypasses else None
+        #: Brings back what failed.
+        self.failback = Failback(
+            self._config,
+            self._clock,
+            ask=self.probes.ask,
+            connect=self._connect,
+            is_alone=lambda peer: not self.migration.up(peer),
+        )
+        #: Moves slices off paths that fail.
+        self.migration = Migration(
+            context,
+            links,
+            revocation=self.revocation,
+            connector=self._connector,
+            failback=self.failback,
+            bypasses=self._bypasses,
+            share=self._port_share,
+            look_into=self._look_into,
+            on_up=self._report_up,
+        )
+        self._watch = Watch(self._config.suspicion_timeout_s)
+        self._join_by_s = 0.0
+        #: Finds out what broke; the fail-stop baseline has none.
+        self.diagnosis = self._make_diagnosis() if self._config.is_resilient else None
+        #: Agrees with the others on what to plan with; nor has it that.
+        self.agreement = self._make_agreement() if self._config.is_resilient else None
+
+    def _make_bypasses(self) -> Bypasses:
+        context = self._context
+        return Bypasses(
+            context.rank,
+            context.nranks,
+            paths=self._links.paths,
+            homes=context.homes,
+            sockets=[rail for rail in range(context.nrails) if rail not in context.joined],
+            last_resorts=context.last_resorts,
+            fabric=self._config.fabric,
+            share=self._port_share,
+            control=self._control,
+            clock=self._clock,
+        )
+
+    def _make_agreement(self) -> HealthAgreement:
+        nranks, nrails = self._context.nranks, self._context.nrails
+        health = Health.whole(nranks, nrails, self._config.digest())
+        return HealthAgreement(self._rank, health, control=self._control, clock=self._clock)
+
+    def _make_diagnosis(self) -> Diagnosis:
+        return Diagnosis(
+            self._rank,
+            self._context.nranks,
+            paths=self._links.on_rails,
+            transport=self._transport,
+            control=self._control,
+            ask=self.probes.ask,
+            config=self._config,
+            clock=self._clock,
+            sequel=self.migration.log.sequel,
+            on_verdict=self._on_verdict,
+            port_map=self._context.port_map,
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the communicator has ended, with an error."""
+        return self.revocation.error is not None
+
+    def start(self) -> None:
+        """Have every path connected; connections of probes come after."""
+        self._join_by_s = self._clock() + self._config.connect_timeout_s
+        self.migration.start()
+        if self._bypasses is not None:
+            self._bypasses.start()
+
+    def fence_all(self) -> None:
+        """Begin to take every path out of use; whoever steps the loop sees when they are."""
+        self._connector.close()
+        self.migration.fence_all()
+
+    def obstacles(self, peer: int) -> list[str]:
+        """Say why paths to `peer` are not up, as far as this end knows; any thread."""
+        return [*self._control.obstacles(peer), *self._connector.obstacles(peer)]
+
+    def set_nominal_rate(self, rate: int) -> None:
+        """Set the rate of a whole rail, in bytes/s."""
+        if self._balance is not None:
+            self._balance.set_nominal_rate(rate)
+
+    # Events of ports and probes
+
+    def on_carrier(self, rail: int, is_up: bool) -> None:
+        """The local NIC of `rail` lost or found its carrier."""
+        if is_up:
+            self._control.kick(rail)
+            self._port_up(rail)
+        else:
+            self._port_down(rail, f"{NO_CARRIER}: the local NIC of the rail has no carrier")
+
+    def on_rail(self, event: RailChanged) -> None:
+        """The device of a rail says that its port changed."""
+        if event.is_up:
+            self._connector.kick(event.rail)
+            self._port_up(event.rail)
+        else:
+            why = event.why or "the port of the RDMA NIC is down"
+            self._port_down(event.rail, f"{PORT_ERR}: {why}")
+
+    def on_joined(self, event: Joined) -> None:
+        """An end this rank called with has proved itself, or not."""
+        self._connector.on_joined(event)
+        if isinstance(event.key, ProbeKey) and not event.error:
+            self.failback.hurry(PathKey(event.key.peer, event.key.rail))
+
+    def on_probed(self, event: Probed) -> None:
+        """Tell who asked for a sign of life."""
+        self.probes.on_probed(event, is_over=self.is_over)
+
+    def _port_down(self, rail: int, cause: str) -> None:
+        """Fail the paths of a local port, and say why, also of those that failed before it did."""
+        for peer in self._peers:
+            self.migration.fail(PathKey(peer, rail), cause)
+        if self.diagnosis is not None and not self.revocation.is_leaving:
+            self.diagnosis.port_down(rail, cause)
+        self._report_down(self._rank, rail)
+
+    def _port_up(self, rail: int) -> None:
+        """Have the paths of a local port that came up probed soon, by whichever end does that."""
+        for peer in self._peers:
+            key = PathKey(peer, rail)
+            if self._links.paths[key].state is PathState.UP:
+                continue
+            if self._rank < peer:
+                self.failback.port_up(key)
+            else:
+                self._control.send(peer, PortUp(rail))
+
+    # Control messages
+
+    def on_message(self, peer: int, message: object) -> None:
+        """Take a message of `peer`."""
+        if isinstance(message, Announcement):
+            self.migration.on_announced(peer, message)
+        elif isinstance(message, Leaving):
+            self.revocation.left.add(peer)
+        elif isinstance(message, Goodbye):
+            self.revocation.on_goodbye(peer)
+        elif isinstance(message, Revoke):
+            self.revocation.on_revoke(message)
+        elif isinstance(message, Spared):
+            self.revocation.on_spared(peer, message.rank)
+        elif self.is_over:
+            return
+        elif isinstance(message, Offer | Answer | Ready):
+            self._connector.on_message(peer, message)
+        elif isinstance(message, PortUp):
+            self.failback.port_up(PathKey(peer, message.rail))
+            self._connector.kick(message.rail, peer)
+        elif self.diagnosis is not None and isinstance(
+            message, ProbeRequest | ProbeReply | Finding
+        ):
+            self.diagnosis.on_message(peer, message)
+        elif self.agreement is not None and isinstance(
+            message, Report | Prepare | Promise | Commit
+        ):
+            self.agreement.on_message(peer, message)
+
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+        """The control plane gave `peer` up."""
+        if self.revocation.spares(peer):
+            return
+        if self.agreement is not None:
+            self.agreement.peer_lost(peer)
+        self.revocation.lose(peer, why, last_heard_s)
+
+    # Time
+
+    def tick(self, now: float, peers: frozenset[int]) -> None:
+        """Look for silence; `peers` are those the running call talks to."""
+        if self.is_over:
+            return
+        is_calm, is_leaving = not self.migration.repairing, self.revocation.is_leaving
+        # Else an eager slice that no other one follows would be waited for without end.
+        self._links.confirm_all()
+        self._transport.flush()
+        if self.probes.unjoined and (self.migration.is_whole or now >= self._join_by_s):
+            # Once the paths are up, or as many as will be.
+            self.probes.join()
+        self._connector.tick(now, is_calm=is_calm)
+        self.failback.tick(now)
+        for key in self._watch.look(now, self._watched()):
+            # A queue pair that is broken says so itself, but not that its peer is only slow.
+            if not self._transport.joins(key.rail):
+                self._probe(key)
+            if self.diagnosis is not None:
+                self.diagnosis.suspect(key)
+        if self.diagnosis is not None:
+            self.diagnosis.tick(now, is_calm=not self.migration.repairing)
+        if self.agreement is not None and not is_leaving:
+            self.agreement.tick(now)
+            if self._balance is not None and self._balance.update(now):
+                self._report_bandwidth(self.agreement, self._balance)
+        if self._bypasses is not None and not is_leaving:
+            self._seek(self._bypasses, peers, now)
+        for peer in peers:
+            error = self._no_rail(peer, now)
+            if error is not None and error.since_s > self._config.no_rail_timeout_s:
+                self.revocation.give_up(error, "NoHealthyRail", peer)
+                return
+
+    def _watched(self) -> Iterator[tuple[PathKey, int, bool]]:
+        awaited = self._links.awaited_peers()
+        # The kernel alone watches a bypass.
+        for key, path in self._links.on_rails.items():
+            if path.state is PathState.UP:
+                # A confirmation that does not get through is missed by the peer alone, which
+                # cannot tell if its own end of the path never came up.
+                is_due = key.peer in awaited or self._transport.is_stuck(key)
+                yield key, path.activity, is_due
+
+    def _seek(self, bypasses: Bypasses, peers: frozenset[int], now: float) -> None:
+        """Look for ways round to peers no path leads to, once all rails that will come up are."""
+        wanted = peers | self._links.awaited_peers()
+        if now >= self._join_by_s:
+            wanted |= self.migration.cut_off
+        nbegun = 0
+        for peer in wanted:
+            nbegun += bypasses.seek(peer)
+            if nbegun == _MOST_SEEKS:
+                break
+
+    def _probe(self, key: PathKey) -> None:
+        path = self._links.paths[key]
+        self.probes.ask(
+            ProbeKey(key.peer, key.rail, key.rail),
+            partial(self._probed, path, path.epoch, path.activity),
+        )
+
+    def _probed(self, path: Path, epoch: int, activity: int, event: Probed) -> None:
+        """Act on a probe: unanswered, the path is gone; answered, only a stuck flow moves."""
+        if path.epoch != epoch or path.activity != activity or event.is_answered is None:
+            return
+        if not event.is_answered:
+            cause = f"no progress, and the peer's kernel does not answer ({event.detail})"
+            self.migration.fail(path.key, f"PROBE_UNANSWERED: {cause}")
+        elif self._transport.is_stuck(path.key):
+            self.migration.fail(
+                path.key, "FLOW_STUCK: the rail answers, this flow only retransmits"
+            )
+
+    # What the parts tell each other
+
+    def _connect(self, key: PathKey) -> None:
+        self.migration.connect(key)
+
+    def _on_joined_path(self, peer: int, rail: int, epoch: int, endpoint: object) -> None:
+        self.migration.on_opened(peer, rail, epoch, endpoint)
+
+    def _look_into(self, key: PathKey, epoch: int, cause: str, *, is_own: bool) -> None:
+        # While all ranks leave, those that are done first close their ends.
+        if self.diagnosis is not None and not self.revocation.is_leaving and not key.is_bypass:
+            self.diagnosis.failed(key, epoch, cause, is_own=is_own)
+
+    def _no_rail(self, peer: int, now: float) -> NoHealthyRail | None:
+        """Make the error of a peer no path leads to; None: one does."""
+        if self.migration.up(peer):
+            return None
+        on_rails = self._links.on_rails
+        causes = {key.rail: path.cause for key, path in on_rails.items() if key.peer == peer}
+        since_s = now - self.migration.cut_off_since[peer]
+        return NoHealthyRail(rank=self._rank, peer=peer, since_s=since_s, causes=causes)
+
+    def _report_bandwidth(self, agreement: HealthAgreement, balance: Balance) -> None:
+        rates = {rail: round(rate / 1e6, 1) for rail, rate in balance.rates().items()}
+        _log.info(
+            "rank %d: rails carry %s sixteenths, measured at %s MB/s",
+            self._rank, balance.weights, rates,
+        )  # fmt: skip
+        agreement.report_bandwidth(balance.weights, balance.toward)
+
+    def _on_verdict(self, verdict: Verdict) -> None:
+        """Doubt the port a verdict names; a peer's only if the peer itself did not name it."""
+        peer, rail = verdict.path
+        if verdict.kind is Kind.LOCAL_NIC:
+            self._report_down(self._rank, rail)
+        elif verdict.kind is Kind.REMOTE_NIC and verdict.readings:
+            self._report_down(peer, rail)
+
+    def _report_down(self, rank: int, rail: int) -> None:
+        """Tell the others of a dead port, unless a path that is up shows that it carries."""
+        if self.agreement is None or self.revocation.is_leaving or self.is_over:
+            return
+        peers = self._peers if rank == self._rank else [rank]
+        if not any(
+            self._links.paths[PathKey(peer, rail)].state is PathState.UP
+            for peer in peers
+            if not self._is_inside(peer)
+        ):
+            self.agreement.report_down(rank, rail)
+
+    def _report_up(self, key: PathKey) -> None:
+        """A path is up, so both its ports carry, unless it does not leave the node."""
+        if self.agreement is None or self.revocation.is_leaving or key.is_bypass:
+            return
+        if not self._is_inside(key.peer):
+            self.agreement.report_up(self._rank, key.rail)
+            self.agreement.report_up(*key)
+
+    def _is_inside(self, peer: int) -> bool:
+        nodes = self._context.nodes
+        return bool(nodes) and nodes[peer] == nodes[self._rank]
+
+    def _port_share(self, rank: int, rail: int) -> float:
+        """Share of its rate that a port carries, as far as this rank has heard."""
+        return 1.0 if self.agreement is None else self.agreement.known.health.share(rank, rail)
+
+
+#: Rounds of ways begun in one look: each takes file descriptors, and some of the loop's time.
+_MOST_SEEKS = 4
+
+__all__ = ["Failover", "PortUp"]
