@@ -342,7 +342,7 @@ def test_nothing_blocked_is_said_so() -> None:
 
 
 def test_every_field_of_a_dump_is_documented() -> None:
-    page = Path(__file__, "../../../../../docs/ledger.md").resolve().read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/ledger.md").read_text(encoding="utf-8")
     table = page.split("<!-- table:ledger -->")[1].split("<!-- /table -->")[0]
     words = set(re.findall(r"`(\w+)`", table))
     cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("|")]
