@@ -13,13 +13,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.slow import slow_but
 
 from r2ccl.testing import Action, Fault, FaultPlan
 from r2ccl.testing.netlab import Lab, unavailable_reason
 
 REASON = unavailable_reason()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no netlab here: {REASON}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(REASON is not None, reason=f"no netlab here: {REASON}"),
+]
 
 RUNS = int(os.environ.get("R2CC_CAMPAIGN_RUNS", "2"))
 ROOT = Path(__file__).parents[2]
@@ -28,9 +30,7 @@ NODES, RAILS = 4, 4
 
 @pytest.mark.timeout(60 + 40 * RUNS)
 @pytest.mark.parametrize(
-    ("nbytes", "busy_s"),
-    slow_but([(8 << 20, 0.0)], [(8 << 20, 0.0), (4 << 10, 0.3)]),
-    ids=["in a call", "in user code"],
+    ("nbytes", "busy_s"), [(8 << 20, 0.0), (4 << 10, 0.3)], ids=["in a call", "in user code"]
 )
 def test_all_ranks_hear_of_a_carrier_that_is_gone(nbytes: int, busy_s: float) -> None:
     rng = random.Random(nbytes)

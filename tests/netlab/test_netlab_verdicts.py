@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.slow import slow_but
 
 from r2ccl.testing import Action, Fault, FaultPlan
 from r2ccl.testing.netlab import Lab, unavailable_reason
 
 REASON = unavailable_reason()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no netlab here: {REASON}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(REASON is not None, reason=f"no netlab here: {REASON}"),
+]
 
 RUNS = int(os.environ.get("R2CC_CAMPAIGN_RUNS", "2"))
 ROOT = Path(__file__).parents[2]
@@ -60,9 +62,7 @@ def lab() -> Any:
 
 @pytest.mark.timeout(60 + 30 * RUNS)
 @pytest.mark.parametrize(
-    "kind",
-    slow_but([Action.BLACKHOLE], [Action.NIC_DOWN, Action.SWITCH_PORT_DOWN, Action.BLACKHOLE]),
-    ids=str,
+    "kind", [Action.NIC_DOWN, Action.SWITCH_PORT_DOWN, Action.BLACKHOLE], ids=str
 )
 def test_a_dead_nic_is_local_to_its_node_and_remote_to_its_peers(lab: Lab, kind: Action) -> None:
     rng = random.Random(kind.value)

@@ -80,7 +80,10 @@ def test_the_bypass_is_cut_at_every_event_and_another_way_found(at: int) -> None
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
-@pytest.mark.parametrize("busy_ms", [(8000, 8000), (8000, 0), (0, 8000)])
+@pytest.mark.parametrize(
+    "busy_ms",
+    [(8000, 8000), *(pytest.param(b, marks=pytest.mark.slow) for b in ((8000, 0), (0, 8000)))],
+)
 def test_ranks_that_compute_find_a_way_meanwhile(busy_ms: tuple[int, int]) -> None:
     """Longer than no path may lead to a peer: its loss must not end the next call."""
     workload = msgspec.structs.replace(PAIR, calls=PAIR.calls * 2, busy_ms=busy_ms)

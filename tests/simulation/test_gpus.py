@@ -73,8 +73,9 @@ def test_every_schedule_has_the_bits_of_its_definition(
     assert outcome.is_clean, outcome.errors
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
-@pytest.mark.parametrize("workload", slow_but([RING], [RING, TREES]), ids=["ring", "trees"])
+@pytest.mark.parametrize("workload", [RING, TREES], ids=["ring", "trees"])
 def test_a_path_is_cut_at_every_event(workload: Workload) -> None:
     for at in range(run(workload).nevents):
         for a, b, rail in PATHS if IS_THOROUGH else [PATHS[at % len(PATHS)]]:

@@ -36,3 +36,13 @@ def test_folders_of_unit_tests_mirror_the_packages() -> None:
     folders = {file.relative_to(UNIT).parent for file in FILES if file.is_relative_to(UNIT)}
     packages = {file.relative_to(ROOT / "r2ccl").parent for file in ROOT.rglob("r2ccl/**/*.py")}
     assert folders - packages == BESIDE
+
+
+@pytest.mark.parametrize("folder", ["unit", "contract"])
+def test_a_slow_case_of_a_unit_or_contract_test_has_a_quick_one(folder: str) -> None:
+    """Whole tests, and files, are marked elsewhere only."""
+    for file in FILES:
+        if file.is_relative_to(ROOT / "tests" / folder):
+            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+            assert "@pytest.mark.slow" not in lines, file
+            assert "pytestmark = pytest.mark.slow" not in lines, file
