@@ -6,6 +6,6 @@ a random source. Invariant: every `Schedule` the library builds is one that `che
 
 from __future__ import annotations
 
-from r2ccl.schedule.ir import Cost, Kind, Op, RankProgram, Schedule, Space
+from r2ccl.schedule.ir import Cost, Op, OpKind, RankProgram, Schedule, Space
 
-__all__ = ["Cost", "Kind", "Op", "RankProgram", "Schedule", "Space"]
+__all__ = ["Cost", "Op", "OpKind", "RankProgram", "Schedule", "Space"]

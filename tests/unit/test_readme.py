@@ -32,11 +32,11 @@ from r2ccl.algos import (
 )
 from r2ccl.config import AGREED, ALIASES, Config
 from r2ccl.failover.health.table import Health
-from r2ccl.failover.migration.path import TRANSITIONS, Action, PathEvent, PathState
+from r2ccl.failover.migration.path import TRANSITIONS, PathAction, PathEvent, PathState
 from r2ccl.planning.cost_model import Fabric
 from r2ccl.planning.planner import Planner
 from r2ccl.schedule.cost import measure, wire_nbytes
-from r2ccl.schedule.ir import Kind, Schedule
+from r2ccl.schedule.ir import OpKind, Schedule
 from r2ccl.testing import faults
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -272,7 +272,7 @@ def test_the_path_table_is_the_one_that_runs() -> None:
             state, event, following, actions = cells
             shown[PathState(state), PathEvent(event)] = (
                 PathState(following),
-                tuple(Action(name.strip()) for name in actions.split(",")),
+                tuple(PathAction(name.strip()) for name in actions.split(",")),
             )
     assert shown == TRANSITIONS
 
@@ -341,7 +341,7 @@ def busiest_port(schedule: Schedule, bandwidths: tuple[int, ...]) -> Fraction:
     total = sum(schedule.weights)
     times = []
     for rank, bandwidth in enumerate(bandwidths):
-        for kinds in ({Kind.SEND}, {Kind.RECV, Kind.RECV_REDUCE}):
+        for kinds in ({OpKind.SEND}, {OpKind.RECV, OpKind.RECV_REDUCE}):
             moved = sum(
                 Fraction(weight * sum(op.kind in kinds for op in ops), total * nchunks)
                 for weight, nchunks, ops in zip(
