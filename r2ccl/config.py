@@ -100,7 +100,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: str = ""
     #: Address the control plane binds and announces; empty: derived from the rendezvous.
     control_address: str = ""
-    #: JSON file with a FaultPlan (testing).
+    #: ``module:function`` that puts a transport around the one in use; empty: none.
+    transport_wrapper: str = ""
+    #: JSON file with a fault plan, for a wrapper that has faults strike (testing).
     fault_plan: str = ""
     #: SIGUSR1 or SIGUSR2: the signal that makes a rank write its status; empty: none.
     dump_signal: str = ""

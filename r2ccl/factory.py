@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -34,15 +35,13 @@ from r2ccl.topology.hcas import GidFinder, Hca, list_hcas, select_hcas
 from r2ccl.topology.interfaces import discover
 from r2ccl.topology.names import NameFilter
 from r2ccl.topology.neighbours import Neighbours
-from r2ccl.transport.base import Transport
+from r2ccl.transport.base import Transport, TransportWrapper, WrappedTransport
 from r2ccl.transport.mixed import MixedTransport, Part
 from r2ccl.transport.tcp.transport import TcpTransport
 from r2ccl.types import Nic, PathKey
 
 if TYPE_CHECKING:
     from r2ccl.gpu.pxn.transport import RelayedTransport
-    from r2ccl.testing.faults import FaultPlan
-    from r2ccl.testing.reporting import ReportingTransport
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +54,9 @@ MESSAGES: Any = (
 )  # fmt: skip
 
 
-def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) -> Communicator:
+def init(
+    comm: Any = None, *, faults: TransportWrapper | None = None, **settings: Any
+) -> Communicator:
     """Meet the other ranks and connect every rail.
 
     Parameters
@@ -64,8 +65,9 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
         Its ranks are the communicator's. Default: the torchrun-style environment (``RANK``,
         ``WORLD_SIZE``, ``MASTER_ADDR`` ...), as `r2ccl launch` and torchrun set it, or the world
         of the MPI launcher the process was started by.
-    faults : FaultPlan, optional
-        Faults to inject (testing); default: the plan in ``R2CC_FAULT_PLAN``, if any.
+    faults : r2ccl.testing.FaultPlan, optional
+        Faults to inject (testing): anything that puts a transport around another. Default: what
+        ``R2CC_TRANSPORT_WRAPPER`` names, if anything.
     **settings
         Fields of `Config`, winning over their ``R2CC_*`` variables.
 
@@ -112,12 +114,13 @@ def init(comm: Any = None, *, faults: FaultPlan | None = None, **settings: Any) 
             hcas_for=lambda: tuple(hca.label for hca in hcas),
             comm=comm,
         )
-    wrapped: list[ReportingTransport] = []
+    wrapped: list[WrappedTransport] = []
 
     def wrap(inner: Transport) -> Transport:
-        if faults is None and not config.fault_plan:
+        put_around = faults.wrap if faults is not None else _named_wrapper(config)
+        if put_around is None:
             return inner
-        wrapped.append(_with_faults(inner, rank=control.rank, plan=faults))
+        wrapped.append(put_around(inner, control.rank))
         return wrapped[0]
 
     with _exhaustion_explained(f"rank {control.rank}"):
@@ -293,11 +296,23 @@ def _open_verbs(control: bootstrap.ControlPlane, config: Config, hcas: Sequence[
     return transport
 
 
-def _with_faults(inner: Transport, *, rank: int, plan: FaultPlan | None) -> ReportingTransport:
-    """Wrap `inner` so that it reports its slices to whoever injects the faults."""
-    from r2ccl.testing.reporting import ReportingTransport
-
-    return ReportingTransport(inner, rank, plan, os.environ)
+def _named_wrapper(config: Config) -> Callable[[Transport, int], WrappedTransport] | None:
+    """Import what ``R2CC_TRANSPORT_WRAPPER`` names; None: nothing."""
+    name = config.transport_wrapper
+    if not name and config.fault_plan:
+        raise InvalidArgument(
+            f"R2CC_FAULT_PLAN={config.fault_plan} is set, but no R2CC_TRANSPORT_WRAPPER that has "
+            "its faults strike: set r2ccl.testing.fault_plan:wrap_by_env, or unset the plan"
+        )
+    try:
+        found: Callable[[Transport, int], WrappedTransport] | None = (
+            pkgutil.resolve_name(name) if name else None
+        )
+    except (ImportError, AttributeError, ValueError) as exc:
+        raise InvalidArgument(
+            f"R2CC_TRANSPORT_WRAPPER={name!r} cannot be imported ({exc}): give `module:function`"
+        ) from exc
+    return found
 
 
 __all__ = ["init"]

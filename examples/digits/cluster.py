@@ -29,6 +29,9 @@ _INIT_TIMEOUT_S = 30
 #: Of the NICs' counters.
 SAMPLE_S = 0.05
 
+#: Has the faults of a plan strike where there is no netlab.
+_WRAPPER = "r2ccl.testing.fault_plan:wrap_by_env"
+
 _SETTINGS = {
     # Else each of the ranks starts a thread a core, and sums differ with their number.
     **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "BLIS", "VECLIB")},
@@ -96,12 +99,12 @@ class Loopback:
         with tempfile.TemporaryDirectory(prefix="r2ccl-demo-") as folder:
             file = Path(folder, "plan.json")
             file.write_bytes(plan.to_json())
-            faults = {"R2CC_FAULT_PLAN": str(file)} if plan.faults else {}
+            faults = {"R2CC_TRANSPORT_WRAPPER": _WRAPPER, "R2CC_FAULT_PLAN": str(file)}
             # As many channels as in the netlab; left alone, loopback would use one rail for all.
             rails = {"R2CC_RAILS": str(RAILS), "R2CC_CHANNELS": str(RAILS * (RAILS - 1))}
             ranks = subprocess.Popen(
                 [*launch, "--", *argv],
-                env={**os.environ, **_SETTINGS, **rails, **faults},
+                env={**os.environ, **_SETTINGS, **rails, **(faults if plan.faults else {})},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

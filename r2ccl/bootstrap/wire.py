@@ -1,4 +1,4 @@
-"""TCP in an asyncio loop: open, listen, dial and prove, probe a port; exact reads and framed messages.
+"""TCP in an asyncio loop: listen, dial and prove, probe a port; exact reads and framed messages.
 
 Carries the dialing side of `r2ccl.bootstrap.auth` (`r2ccl.bootstrap.listener` has the other) and
 nothing above it. Invariant: a socket that `dial` returns belongs to someone who proved the secret.

@@ -13,7 +13,8 @@ from typing import NoReturn
 
 from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument
-from r2ccl.testing.faults import Action, Fault, FaultPlan
+from r2ccl.testing.fault_plan import FaultPlan
+from r2ccl.testing.faults import Action, Fault
 from r2ccl.testing.netlab import Lab, LabError, RankResult, Shape, clean, ensure_privileged
 from r2ccl.testing.netlab.fabric import FABRICS
 

@@ -23,9 +23,8 @@ from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
 from r2ccl.failover.health.table import WHOLE, Health
 from r2ccl.planning.cost_model import UNMEASURED, Choice, Fabric, Rates
-from r2ccl.planning.lowering import Layout, lower, renumbered
+from r2ccl.planning.lowering import Layout, limit_windows, lower, renumbered
 from r2ccl.planning.planner import Explanation, Planner
-from r2ccl.planning.receive_window import admit
 from r2ccl.schedule.check import check
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, ReduceOp
@@ -236,7 +235,7 @@ class Plans:
             channels=placement.channels,
             numbers=placement.numbers(self._rank),
         )
-        layout = admit(layout, len(self.fabric.homes), self.fabric.inlet_nbytes)
+        layout = limit_windows(layout, len(self.fabric.homes), self.fabric.inlet_nbytes)
         finish = kernels.divider(call.dtype, self._nranks) if op is ReduceOp.AVG else None
         return Plan(
             call.pack(), layout, kernels.reducer(call.dtype, op), finish, choice.is_bandwidth_sample

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from r2ccl.clock import monotonic
-from r2ccl.errors import InvalidArgument, TransportTimeout
-from r2ccl.testing.faults import Fault, FaultPlan
+from r2ccl.errors import TransportTimeout
+from r2ccl.testing.faults import Fault, Firing
 
 #: A netlink request takes less than a millisecond; seconds mean that the lab is gone.
 ANSWER_TIMEOUT_S = 10.0
@@ -44,12 +45,26 @@ class Applied(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+class Record(Protocol):
+    """A plan, as far as a reporter sees it."""
+
+    faults: tuple[Fault, ...]
+
+    def claim(self, indices: Sequence[int]) -> None:
+        """Say which faults this process sees fired."""
+        ...
+
+    def record(self, index: int, time_s: float, applied_s: float) -> Firing:
+        """Note that a fault was applied, and when."""
+        ...
+
+
 class FaultReporter:
     """Reports one rank's progress to whoever applies the faults.
 
     Parameters
     ----------
-    plan : FaultPlan
+    plan : Record
         Only faults triggered by this rank's operations count, and it records when they fired;
         those with `at_s` are the lab's.
     rank : int
@@ -58,7 +73,7 @@ class FaultReporter:
         the caller cuts a loopback rail: ``lambda due: cut(due.fault.rail)``.
     """
 
-    def __init__(self, plan: FaultPlan, rank: int, apply: Callable[[Due], None]) -> None:
+    def __init__(self, plan: Record, rank: int, apply: Callable[[Due], None]) -> None:
         self._rank = rank
         self._apply = apply
         self._plan = plan
@@ -71,54 +86,6 @@ class FaultReporter:
         self._pending = deque(sorted(mine, key=lambda item: item[:3]))
         self._next: tuple[float, float] = _NEVER
         self._advance()
-
-    @classmethod
-    def from_env(
-        cls,
-        env: Mapping[str, str],
-        *,
-        apply: Callable[[Due], None] | None = None,
-    ) -> FaultReporter | None:
-        """Make the reporter that the environment asks for; None where it asks for none.
-
-        Parameters
-        ----------
-        env : mapping
-            ``R2CC_FAULT_PLAN`` is the plan's file and ``RANK`` this rank. With
-            ``R2CC_FAULT_SOCKET`` the lab behind it applies the faults.
-        apply : callable, optional
-            Applies the faults where there is no lab.
-
-        Raises
-        ------
-        InvalidArgument
-            The plan cannot be read, ``RANK`` is missing, or nobody is there to apply it.
-        """
-        path = env.get("R2CC_FAULT_PLAN")
-        if not path:
-            return None
-        plan = FaultPlan.load(path)
-        try:
-            rank = int(env["RANK"])
-        except (KeyError, ValueError) as exc:
-            raise InvalidArgument(
-                f"R2CC_FAULT_PLAN={path} needs this process's number in RANK, "
-                f"which is {env.get('RANK')!r}"
-            ) from exc
-        address = env.get("R2CC_FAULT_SOCKET")
-        if address:
-            return cls(plan, rank, LabClient(address))
-        if apply is None:
-            raise InvalidArgument(
-                f"R2CC_FAULT_PLAN={path} is set, but nobody applies it here: "
-                "run under `r2ccl netlab`, which sets R2CC_FAULT_SOCKET, or unset it"
-            )
-        for fault in plan.faults:
-            if fault.at_op is None:
-                raise InvalidArgument(
-                    f"fault {fault}: without a lab only faults by at_op can be applied"
-                )
-        return cls(plan, rank, apply)
 
     @property
     def is_done(self) -> bool:
@@ -187,4 +154,12 @@ def _not_applied(due: Due, why: str) -> TransportTimeout:
     )
 
 
-__all__ = ["ANSWER_TIMEOUT_S", "MESSAGE_NBYTES", "Applied", "Due", "FaultReporter", "LabClient"]
+__all__ = [
+    "ANSWER_TIMEOUT_S",
+    "MESSAGE_NBYTES",
+    "Applied",
+    "Due",
+    "FaultReporter",
+    "LabClient",
+    "Record",
+]

@@ -9,14 +9,14 @@ Invariant: with no fault left, a call costs one comparison more than the inner t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.testing.faults import Action, FaultPlan
+from r2ccl.testing.faults import Action
 from r2ccl.testing.faults_reporter import Due, FaultReporter
 from r2ccl.transport.base import Endpoint, Event, Failed, Frame, Registered, Transport
 from r2ccl.types import PathKey, ProbeKey
@@ -28,14 +28,14 @@ class ReportingTransport:
     Parameters
     ----------
     inner : Transport
-    rank : int
-    plan : FaultPlan or None
-        None: the plan that `env` names.
-    env : mapping
+    make_reporter : callable
+        Takes what applies a fault of this rank; returns who is told of its slices, None: nobody.
     """
 
     def __init__(
-        self, inner: Transport, rank: int, plan: FaultPlan | None, env: Mapping[str, str]
+        self,
+        inner: Transport,
+        make_reporter: Callable[[Callable[[Due], None]], FaultReporter | None],
     ) -> None:
         self.nrails = inner.nrails
         self._inner = inner
@@ -47,11 +47,7 @@ class ReportingTransport:
         self._silent: set[PathKey] = set()
         self._injected: list[Event] = []
         self._open: set[PathKey] = set()
-        self._reporter = (
-            FaultReporter(plan, rank, self._cut)
-            if plan is not None
-            else FaultReporter.from_env(env, apply=self._cut)
-        )
+        self._reporter = make_reporter(self._cut)
 
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False

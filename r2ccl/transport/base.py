@@ -310,6 +310,22 @@ class Transport(Protocol):
         ...
 
 
+class WrappedTransport(Transport, Protocol):
+    """A transport around another."""
+
+    def begin(self, first_op: int) -> None:
+        """From collective `first_op` on the communicator is its user's."""
+        ...
+
+
+class TransportWrapper(Protocol):
+    """Puts a transport around the one in use, such as one that has faults strike."""
+
+    def wrap(self, inner: Transport, rank: int) -> WrappedTransport:
+        """Return the transport of `rank`, which owns `inner`."""
+        ...
+
+
 __all__ = [
     "Arrived",
     "Cleared",
@@ -325,4 +341,6 @@ __all__ = [
     "Registered",
     "Sent",
     "Transport",
+    "TransportWrapper",
+    "WrappedTransport",
 ]

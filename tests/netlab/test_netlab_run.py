@@ -24,8 +24,8 @@ RUN = Path("/run/netns")
 #: Posts 4 operations of 5 slices each as the communicator would, and says when each was reached.
 TOY_RANK = """
 import os, time
-from r2ccl.testing import FaultReporter
-reporter = FaultReporter.from_env(os.environ)
+from r2ccl.testing import reporter_from_env
+reporter = reporter_from_env(os.environ)
 for op in range(4):
     for step in range(5):
         reporter.at(op, step)

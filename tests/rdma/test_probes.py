@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rdma.probes import PATIENCE_S, PROBE_TIMEOUT_S, TwoRanks, ip, silent
+from rdma.probing import PATIENCE_S, PROBE_TIMEOUT_S, TwoRanks, ip, silent
 
 from r2ccl.testing.rdmalab import Shape
 from r2ccl.topology.hcas import Hca, list_hcas

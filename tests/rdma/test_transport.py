@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from rdma.probes import open_transport, silent
+from rdma.probing import open_transport, silent
 
 from r2ccl.errors import TransportError
 from r2ccl.testing.contract import CHECKS, Bench, Side, pattern

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from r2ccl.errors import InvalidArgument, TransportTimeout
-from r2ccl.testing import Action, Fault, FaultPlan, FaultReporter, fail_at
+from r2ccl.testing import Action, Fault, FaultPlan, FaultReporter, fail_at, reporter_from_env
 from r2ccl.testing.faults_reporter import Applied, Due, LabClient
 
 
@@ -176,7 +176,7 @@ def test_reporter_fires_at_the_first_step_reported_past_its_own() -> None:
 
 
 def test_environment_without_a_plan_means_no_reporter() -> None:
-    assert FaultReporter.from_env({}) is None
+    assert reporter_from_env({}) is None
 
 
 def test_environment_that_nobody_can_serve_is_refused(tmp_path: Path) -> None:
@@ -184,19 +184,19 @@ def test_environment_that_nobody_can_serve_is_refused(tmp_path: Path) -> None:
     path.write_bytes(FaultPlan([nic_down(at_op=1)]).to_json())
     env = {"R2CC_FAULT_PLAN": str(path), "RANK": "1"}
     with pytest.raises(InvalidArgument, match="r2ccl netlab"):
-        FaultReporter.from_env(env)
+        reporter_from_env(env)
     with pytest.raises(InvalidArgument, match="RANK"):
-        FaultReporter.from_env({**env, "RANK": "one"})
+        reporter_from_env({**env, "RANK": "one"})
     path.write_bytes(FaultPlan([nic_down(at_s=1.0)]).to_json())
     with pytest.raises(InvalidArgument, match="only faults by at_op"):
-        FaultReporter.from_env(env, apply=Recorder())
+        reporter_from_env(env, apply=Recorder())
 
 
 def test_a_function_applies_faults_where_there_is_no_lab(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(FaultPlan([nic_down(at_op=0)]).to_json())
     recorder = Recorder()
-    reporter = FaultReporter.from_env({"R2CC_FAULT_PLAN": str(path), "RANK": "1"}, apply=recorder)
+    reporter = reporter_from_env({"R2CC_FAULT_PLAN": str(path), "RANK": "1"}, apply=recorder)
     assert reporter is not None
     reporter.at(0, 0)
     assert recorder.calls == [(0, 0, 0)]

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.failover.shrink.quorum import has_quorum
+from r2ccl.failover.shrink.protocol import has_quorum
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r2ccl.errors import InternalError, InvalidArgument
-from r2ccl.failover.shrink.protocol import Built, Done, Message, Shrinking, Step, View
-from r2ccl.failover.shrink.quorum import has_quorum
+from r2ccl.failover.shrink.protocol import Built, Done, Message, Shrinking, Step, View, has_quorum
 
 _encode = msgspec.msgpack.encode
 _decode = msgspec.msgpack.Decoder(Message).decode

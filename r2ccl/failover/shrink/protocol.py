@@ -36,12 +36,41 @@ both have the same set and attempt.
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from typing import NamedTuple
 
 import msgspec
 
-from r2ccl.errors import InternalError
-from r2ccl.failover.shrink.quorum import has_quorum
+from r2ccl.errors import InternalError, InvalidArgument
+
+
+def has_quorum(nranks: int, alive: Collection[int], quorum: str = "majority") -> bool:
+    """Whether the ranks `alive` of `nranks` may go on without the others.
+
+    Others may be alive behind a partition and ask the same, so that at most one group is allowed
+    to: one of more than half of the ranks, or the half with rank 0.
+
+    Parameters
+    ----------
+    nranks : int
+    alive : collection of int
+        The ranks that go on.
+    quorum : {"majority", "any"}
+        "any" allows every group, for those who know that no other is left.
+
+    Raises
+    ------
+    InvalidArgument
+        An unknown `quorum`, or ranks that do not exist.
+    """
+    if quorum not in ("majority", "any"):
+        raise InvalidArgument(f"quorum={quorum!r}; allowed is 'majority' or 'any'")
+    ranks = set(alive)
+    if not ranks <= set(range(nranks)):
+        raise InvalidArgument(f"ranks {sorted(ranks)} alive; there are 0 to {nranks - 1}")
+    if quorum == "any":
+        return bool(ranks)
+    return 2 * len(ranks) > nranks or (2 * len(ranks) == nranks and 0 in ranks)
 
 
 class View(msgspec.Struct, frozen=True, tag="shrink.view"):
@@ -99,7 +128,7 @@ class Shrinking:
     rank, nranks : int
         Of the communicator that is shrunk.
     quorum : {"majority", "any"}
-        See `r2ccl.failover.shrink.quorum.has_quorum`.
+        See `has_quorum`.
 
     Attributes
     ----------
@@ -250,4 +279,4 @@ class Shrinking:
         )
 
 
-__all__ = ["Built", "Done", "Message", "Shrinking", "Step", "View"]
+__all__ = ["Built", "Done", "Message", "Shrinking", "Step", "View", "has_quorum"]

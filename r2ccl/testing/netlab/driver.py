@@ -21,7 +21,8 @@ from typing import NamedTuple
 import msgspec
 
 from r2ccl.clock import monotonic
-from r2ccl.testing.faults import Fault, FaultPlan, Firing
+from r2ccl.testing.fault_plan import FaultPlan
+from r2ccl.testing.faults import Fault, Firing
 from r2ccl.testing.faults_reporter import MESSAGE_NBYTES, Applied, Due
 from r2ccl.testing.netlab.namespaces import LabError
 
@@ -74,7 +75,11 @@ class PlanRun:
     @property
     def environment(self) -> dict[str, str]:
         """What a rank needs in order to report."""
-        return {"R2CC_FAULT_PLAN": str(self._file), "R2CC_FAULT_SOCKET": str(self._path)}
+        return {
+            "R2CC_TRANSPORT_WRAPPER": "r2ccl.testing.fault_plan:wrap_by_env",
+            "R2CC_FAULT_PLAN": str(self._file),
+            "R2CC_FAULT_SOCKET": str(self._path),
+        }
 
     def fire(self, index: int) -> None:
         """Apply a fault of the plan and record it; nothing happens after the run's end."""

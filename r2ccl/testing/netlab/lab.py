@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.testing.faults import Action, Fault, FaultPlan, Firing
+from r2ccl.testing.fault_plan import FaultPlan
+from r2ccl.testing.faults import Action, Fault, Firing
 from r2ccl.testing.netlab import fabric
 from r2ccl.testing.netlab.driver import Driver, PlanRun
 from r2ccl.testing.netlab.environment import rank_environment
