@@ -228,6 +228,12 @@ def test_each_extra_is_explained() -> None:
     assert given == set(extras)
 
 
+def test_terms_of_our_own_are_few_and_each_has_a_relative() -> None:
+    terms = body(text_of("docs/concepts.md"), "terms")
+    assert len(terms) < 25
+    assert [cells[0] for cells in terms if not all(cells)] == []
+
+
 # Settings
 
 
