@@ -1,6 +1,6 @@
 """Schedules as values: the IR, its checker, its cost, its printer.
 
-This room imports `errors`, `msgspec` and NumPy; it never sees a socket, a thread, the clock or
+This package imports `errors`, `msgspec` and NumPy; it never sees a socket, a thread, the clock or
 a random source. Invariant: every `Schedule` the library builds is one that `check` accepts.
 """
 
