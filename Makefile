@@ -125,8 +125,8 @@ chaos: $(VENV)/.test ## random jobs under random faults on random netlabs; SECON
 	if [ $$status -eq 69 ]; then echo "chaos: skipped: for the reason above"; exit 0; fi; \
 	exit $$status
 
-pictures: $(VENV)/.core ## draw the pictures of the schedules anew: docs/pictures/
-	@$(BIN)/python docs/pictures/draw.py
+pictures: $(VENV)/.core ## draw the schedules and the packages anew: docs/pictures/
+	@$(BIN)/python docs/pictures/draw.py && $(BIN)/python docs/pictures/packages.py
 
 clean: ## remove what make made
 	rm -rf $(VENV) out build *.egg-info

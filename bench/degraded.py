@@ -45,7 +45,7 @@ from degraded_report import (
 )
 from rich.console import Console
 
-from r2ccl.testing.netlab import Lab, LabError, Shape, ensure_privileged
+from r2ccl.testing.netlab import Lab, LabError, LabShape, ensure_privileged
 
 WHATS = ("cloudlab", "straggler", "planner")
 
@@ -160,8 +160,8 @@ class _Default(NamedTuple):
     rate: int
     rounds: int
     nbytes: int = 0
-    queue: str = Shape().latency
-    buffer: str = Shape().buffer
+    queue: str = LabShape().latency
+    buffer: str = LabShape().buffer
     quick_nbytes: int = 16 << 20
     quick_rounds: int = 2
 
@@ -232,7 +232,7 @@ def main() -> int:
         "burst": _BURST,
         "queue": args.queue,
         "buffer": args.buffer,
-        "mtu": Shape().mtu,
+        "mtu": LabShape().mtu,
         "rounds": args.rounds,
     }
     out.print("  ".join(f"{name}={value}" for name, value in setting.items()))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from r2ccl.algos import hierarchy, leaf_ring, packed_trees, r2cc_allreduce, ring
-from r2ccl.algos.blend import Part, blend
+from r2ccl.algos.blend import BlendPart, blend
 from r2ccl.config import Config
 from r2ccl.failover.health.table import Health, RailShare
 from r2ccl.planning.cost_model import Fabric
@@ -162,9 +162,9 @@ def published(nchunks: int) -> Schedule:
     return msgspec.structs.replace(schedule, cost=measure(schedule))
 
 
-def part_of(schedule: Schedule, channel: int) -> Part:
+def part_of(schedule: Schedule, channel: int) -> BlendPart:
     """Make one channel of a schedule part of a blend, which has to be measured anew."""
-    return Part(
+    return BlendPart(
         nchunks=schedule.nchunks[channel],
         steps=schedule.cost.steps,
         # Of the busiest rank: a schedule does not say what each does.

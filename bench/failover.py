@@ -43,7 +43,7 @@ from rich.console import Console
 from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.testing import Action, Fault, Firing
-from r2ccl.testing.netlab import Lab, LabError, Shape, ensure_privileged
+from r2ccl.testing.netlab import Lab, LabError, LabShape, ensure_privileged
 
 KINDS = tuple(action for action in Action if action not in (Action.RESTORE, Action.KILL))
 
@@ -256,7 +256,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="2 runs, 8 MiB: under a minute")
     parser.add_argument("--faults", type=parse_faults, default=KINDS, help=", ".join(KINDS))
     parser.add_argument("--rate", type=int, default=200, metavar="MBIT", help="of each NIC")
-    parser.add_argument("--queue", default=Shape().latency, help="bound of a NIC's queue, tc's way")
+    parser.add_argument(
+        "--queue", default=LabShape().latency, help="bound of a NIC's queue, tc's way"
+    )
     parser.add_argument("--nbytes", type=parse_size, help="of each operation (default 16M)")
     parser.add_argument("--seed", type=int, default=1, help="of targets and moments")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the results")

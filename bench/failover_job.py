@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from r2ccl.testing.netlab import Job, Lab
+from r2ccl.testing.netlab import Lab, LabJob
 
 #: How long anything that is waited for may take, and a job altogether.
 _PATIENCE_S = 60.0
@@ -45,7 +45,7 @@ class Cluster:
         self._is_over = False
         self._words: list[str] = []
         program = str(Path(__file__).with_name("failover_rank.py"))
-        self._job: Job = lab.start([sys.executable, program, str(nbytes)])
+        self._job: LabJob = lab.start([sys.executable, program, str(nbytes)])
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 

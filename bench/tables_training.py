@@ -32,7 +32,7 @@ from tables_strategies import (
     smaller_s,
 )
 
-from r2ccl.flowsim.training import Job, compute_s, step
+from r2ccl.flowsim.training import TrainingJob, compute_s, step
 
 #: Published tokens/s of 2.7 billion parameters on 16 GPUs, with one NIC lost where not "none".
 PUBLISHED = {
@@ -75,8 +75,8 @@ class _Setting(NamedTuple):
     cluster: Cluster
     ngpus: int
     ntokens: int
-    simulated: Job
-    model: Job
+    simulated: TrainingJob
+    model: TrainingJob
 
 
 class _Times(NamedTuple):
@@ -101,8 +101,8 @@ def _testbed(batch: int, bucket_nbytes: int) -> _Setting:
     ntokens, nbytes = batch * _LENGTH, int(_SMALL * _ITEMSIZE)
     step_s = ntokens / PUBLISHED["none"]
 
-    def job(allreduce: float) -> Job:
-        return Job(
+    def job(allreduce: float) -> TrainingJob:
+        return TrainingJob(
             compute_s=step_s - allreduce,
             gradient_nbytes=nbytes,
             bucket_nbytes=bucket_nbytes,
@@ -121,11 +121,11 @@ def _large(ngpus: int) -> _Setting:
     ntokens = _LARGE_TOKENS * ngpus // _LARGE_GPUS
     testbed = _testbed(BATCH, 0)
 
-    def job(calibrated: Job) -> Job:
+    def job(calibrated: TrainingJob) -> TrainingJob:
         operations = compute_s(_SMALL, testbed.ntokens, 1.0)
         rate = operations / calibrated.compute_s / testbed.ngpus
         seconds = compute_s(_LARGE, ntokens, rate * ngpus)
-        return Job(compute_s=seconds, gradient_nbytes=int(_LARGE * _ITEMSIZE))
+        return TrainingJob(compute_s=seconds, gradient_nbytes=int(_LARGE * _ITEMSIZE))
 
     jobs = (job(testbed.simulated), job(testbed.model))
     return _Setting("6.7B", Cluster(ngpus // NICS), ngpus, ntokens, *jobs)
@@ -134,7 +134,9 @@ def _large(ngpus: int) -> _Setting:
 def _times(setting: _Setting, strategy: Strategy, lost: Lost) -> _Times:
     pattern = canonical(strategy, lost)
 
-    def time_s(job: Job, allreduce: Callable[[Cluster, Strategy, Lost, int], float]) -> float:
+    def time_s(
+        job: TrainingJob, allreduce: Callable[[Cluster, Strategy, Lost, int], float]
+    ) -> float:
         return step(job, partial(allreduce, setting.cluster, strategy, pattern)).time_s
 
     return _Times(time_s(setting.simulated, allreduce_s), time_s(setting.model, model_s))
@@ -172,7 +174,7 @@ def _smaller(setting: _Setting) -> _Times:
     """Let all GPUs but one do the same batch."""
     more = setting.ngpus / (setting.ngpus - 1)
 
-    def time_s(job: Job, allreduce: Callable[[Cluster, int], float]) -> float:
+    def time_s(job: TrainingJob, allreduce: Callable[[Cluster, int], float]) -> float:
         slower = msgspec.structs.replace(job, compute_s=more * job.compute_s)
         return step(slower, partial(allreduce, setting.cluster)).time_s
 

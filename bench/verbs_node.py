@@ -39,7 +39,7 @@ from verbs_roles import Role, Side, role_of
 from r2ccl.config import Config
 from r2ccl.topology.hcas import GidFinder
 from r2ccl.transport.base import Arrived, Cleared, Confirmed, Joined, Sent
-from r2ccl.transport.verbs.device import Device
+from r2ccl.transport.verbs.device import RdmaDevice
 from r2ccl.transport.verbs.registration import RegistrationCache
 from r2ccl.transport.verbs.transport import VerbsTransport
 from r2ccl.types import PathKey
@@ -68,7 +68,7 @@ class Node:
     def __init__(self, offer: Offer) -> None:
         self._node = offer.node
         devices = [
-            Device(name, port, GidFinder(name, port, gid_index), fastpath=offer.fastpath)
+            RdmaDevice(name, port, GidFinder(name, port, gid_index), fastpath=offer.fastpath)
             for name, port, gid_index in offer.ports
         ]
         # Where it cannot be had the device says why and goes on without.

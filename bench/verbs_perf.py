@@ -52,7 +52,7 @@ from verbs_report import (
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.fakeverbs import rates
-from r2ccl.testing.rdmalab import Shape
+from r2ccl.testing.rdmalab import MachineShape
 from r2ccl.topology.hcas import choose_gid, list_hcas
 
 #: Values of `Offer.fastpath` by what `--fastpath` calls them.
@@ -78,7 +78,7 @@ def choose_pairs(near: str, far: str, nrails: int) -> list[perftest.Pair]:
     active = {hca.name: hca for hca in list_hcas() if hca.state == "ACTIVE"}
     if not active:
         raise Unavailable("there is no ACTIVE RDMA port here; `make bench-rdma` makes some")
-    shape = Shape.from_environment(os.environ)
+    shape = MachineShape.from_environment(os.environ)
     if near:
         sides = [near.split(","), (far or near).split(",")]
     elif shape is not None:

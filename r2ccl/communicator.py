@@ -557,7 +557,7 @@ class Communicator:
         """Return the whole status as one line of JSON.
 
         The call under way, what it waits for, every path, link, peer and repair: the fields are
-        those of `r2ccl.runtime.status.Status`.
+        those of `r2ccl.runtime.status.RankStatus`.
 
         Notes
         -----

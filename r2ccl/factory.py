@@ -21,7 +21,7 @@ from r2ccl.errors import (
     errno_name,
     is_exhaustion,
 )
-from r2ccl.failover.connector import Answer, Offer, Ready
+from r2ccl.failover.connector import Answer, EndpointReady, Offer
 from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest
 from r2ccl.failover.failover import PortUp
 from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
@@ -36,7 +36,7 @@ from r2ccl.topology.interfaces import discover
 from r2ccl.topology.names import NameFilter
 from r2ccl.topology.neighbours import Neighbours
 from r2ccl.transport.base import Transport, TransportWrapper, WrappedTransport
-from r2ccl.transport.mixed import MixedTransport, Part
+from r2ccl.transport.mixed import MixedTransport, TransportPart
 from r2ccl.transport.tcp.transport import TcpTransport
 from r2ccl.types import Nic, PathKey
 
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 #: Everything ranks say to each other, beside what bootstrap itself does.
 MESSAGES: Any = (
-    Announcement | Revoke | PortUp | Leaving | Spared | Calling | Offer | Answer | Ready
+    Announcement | Revoke | PortUp | Leaving | Spared | Calling | Offer | Answer | EndpointReady
     | ProbeRequest | ProbeReply | Finding
     | Report | Prepare | Promise | Commit
     | Shrinking
@@ -262,16 +262,18 @@ def _has_room(hca: Hca, nranks: int) -> bool:
     return False
 
 
-def _open_verbs(control: bootstrap.ControlPlane, config: Config, hcas: Sequence[Hca]) -> Part:
+def _open_verbs(
+    control: bootstrap.ControlPlane, config: Config, hcas: Sequence[Hca]
+) -> TransportPart:
     """Open the RDMA ports all ranks use; their rails come after TCP's."""
-    from r2ccl.transport.verbs.device import Device
+    from r2ccl.transport.verbs.device import RdmaDevice
     from r2ccl.transport.verbs.registration import RegistrationCache
     from r2ccl.transport.verbs.transport import VerbsTransport
 
-    devices: list[Device] = []
+    devices: list[RdmaDevice] = []
     with ExitStack() as opened:
         for hca in hcas:
-            device = Device(
+            device = RdmaDevice(
                 hca.name,
                 hca.port,
                 GidFinder(hca.name, hca.port, config.gid_index),

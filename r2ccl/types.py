@@ -66,7 +66,7 @@ def rail_name(rail: int) -> str:
 class PathKey(NamedTuple):
     """One rail between this rank and ``peer``: what fails, is fenced and migrates.
 
-    Rail `BYPASS` is none of the rails: see `Way`.
+    Rail `BYPASS` is none of the rails: see `BypassWay`.
     """
 
     peer: int
@@ -78,7 +78,7 @@ class PathKey(NamedTuple):
         return self.rail == BYPASS
 
 
-class Way(NamedTuple):
+class BypassWay(NamedTuple):
     """How a bypass may go: from this rank's port of rail `via` to rank `to`'s port of rail `rail`.
 
     To the peer itself between ports of different rails, on a fabric that joins them; or to a third
@@ -147,12 +147,12 @@ __all__ = [
     "BYPASS",
     "REDUCTIONS",
     "ROOTED",
+    "BypassWay",
     "CallSignature",
     "Collective",
     "Nic",
     "PathKey",
     "ProbeKey",
     "ReduceOp",
-    "Way",
     "rail_name",
 ]

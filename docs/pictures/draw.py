@@ -30,6 +30,9 @@ from r2ccl.schedule.ir import Schedule
 FOLDER = Path(__file__).parent
 N = 4
 
+#: Pictures in this folder that other programs draw.
+OTHERS = frozenset({"packages"})
+
 #: Rank 3 has lost a quarter, or half, of its bandwidth.
 QUARTER_LOST, HALF_LOST = (4, 4, 4, 3), (2, 2, 2, 1)
 
@@ -90,7 +93,7 @@ def drawn(name: str) -> str:
 def main() -> None:
     """Write all files, and remove those of pictures that are no more."""
     for path in FOLDER.glob("*.svg"):
-        if path.stem not in PICTURES:
+        if path.stem not in OTHERS.union(PICTURES):
             path.unlink()
     for name in PICTURES:
         (FOLDER / f"{name}.svg").write_text(drawn(name), encoding="utf-8")

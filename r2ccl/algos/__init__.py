@@ -1,6 +1,6 @@
 """Algorithms: pure functions from (ranks, channels) to a `Schedule`, one file each.
 
-This room imports `schedule` and `errors`; it never sees a socket, a thread, the clock or a
+This package imports `schedule` and `errors`; it never sees a socket, a thread, the clock or a
 random source. Invariant: equal arguments give equal schedules on every rank.
 """
 

@@ -1,6 +1,6 @@
 """Blends: several ways of doing one allreduce at the same time, each over its share of the data.
 
-Channels of one schedule need not do the same: here each `Part` is what one channel does, and a
+Channels of one schedule need not do the same: here each `BlendPart` is what one channel does, and a
 blend gives every part its share of the buffer. Ranks that have little to do in one part can do more
 in another, so that all of them end together. How large the shares must be for that is the business
 of whoever blends.
@@ -20,7 +20,7 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.ir import Cost, Op, Schedule
 
 
-class Part(NamedTuple):
+class BlendPart(NamedTuple):
     """An allreduce over one channel.
 
     Attributes
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 def blend(
-    name: str, parts: Sequence[Part], shares: Sequence[Fraction], nchannels: Sequence[int]
+    name: str, parts: Sequence[BlendPart], shares: Sequence[Fraction], nchannels: Sequence[int]
 ) -> Schedule:
     """Build the allreduce of all `parts`.
 
@@ -53,7 +53,7 @@ def blend(
     ----------
     name : str
         Who chose the parts.
-    parts : sequence of Part
+    parts : sequence of BlendPart
         Of the same ranks.
     shares : sequence of Fraction
         Of the data, one a part, adding up to 1. A part with share 0 is left out.
@@ -110,4 +110,4 @@ def _busiest(loads: Sequence[Sequence[Fraction]]) -> Fraction:
     return max(sum(each, Fraction(0)) for each in zip(*loads, strict=True))
 
 
-__all__ = ["Part", "blend"]
+__all__ = ["BlendPart", "blend"]

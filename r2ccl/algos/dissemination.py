@@ -27,7 +27,7 @@ from r2ccl.schedule.build import ProgramBuilder
 from r2ccl.schedule.ir import Cost, Op, Schedule, Space
 
 
-class Step(NamedTuple):
+class Stride(NamedTuple):
     """Distance that parts travel in one step, and their number."""
 
     distance: int
@@ -62,10 +62,10 @@ def reduce_scatter(nranks: int, nchannels: int = 1) -> Schedule:
     return _schedule("reduce_scatter", nranks, nchannels, _reduce_scatter_ops)
 
 
-def steps_of(nranks: int) -> list[Step]:
+def steps_of(nranks: int) -> list[Stride]:
     """Return the steps of the allgather."""
     distances = [1 << k for k in range((nranks - 1).bit_length())]
-    return [Step(each, min(each, nranks - each)) for each in distances]
+    return [Stride(each, min(each, nranks - each)) for each in distances]
 
 
 def _schedule(
@@ -131,4 +131,4 @@ def _add_reduce_scatter(program: ProgramBuilder, nranks: int, rank: int) -> None
             program.recv_reduce(behind, (rank + part) % nranks, is_final=is_final)
 
 
-__all__ = ["Step", "allgather", "allreduce", "reduce_scatter", "steps_of"]
+__all__ = ["Stride", "allgather", "allreduce", "reduce_scatter", "steps_of"]

@@ -32,7 +32,7 @@ import msgspec
 from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.build import ProgramBuilder
 from r2ccl.schedule.cost import measure
-from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
+from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 
 #: By node and channel, what is sent and received.
 Carried: TypeAlias = Mapping[tuple[int, int], tuple[Fraction, Fraction]]
@@ -149,7 +149,7 @@ def _lead(inner: Sequence[Op], others: Sequence[int], leaders: Sequence[int]) ->
     for chunk in _by_completion(inner):
         after = tuple(writers[chunk])
         ops += [
-            Op(Kind.SEND, other, Space.OUTPUT, chunk, Space.OUTPUT, -1, after) for other in others
+            Op(OpKind.SEND, other, Space.OUTPUT, chunk, Space.OUTPUT, -1, after) for other in others
         ]
     return tuple(ops)
 

@@ -43,7 +43,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple, TypeVar
 
-from r2ccl.algos.blend import Part, blend
+from r2ccl.algos.blend import BlendPart, blend
 from r2ccl.algos.ring import Seat, seat_of
 from r2ccl.algos.roles import choose, deal
 from r2ccl.errors import InvalidArgument
@@ -91,7 +91,7 @@ def allreduce(bandwidths: Sequence[int], nsegments: int = 16, nchannels: int = 1
     return blend("leaf_ring", [part(n, chosen.core, relays)], [Fraction(1)], [nchannels])
 
 
-def part(nranks: int, core: Sequence[int], relays: Sequence[Sequence[int]] = ((),)) -> Part:
+def part(nranks: int, core: Sequence[int], relays: Sequence[Sequence[int]] = ((),)) -> BlendPart:
     """Make the allreduce of `nranks` ranks over a ring of some of them.
 
     Parameters
@@ -105,7 +105,7 @@ def part(nranks: int, core: Sequence[int], relays: Sequence[Sequence[int]] = (()
 
     Returns
     -------
-    Part
+    BlendPart
         As many chunks as segments times ranks of the core.
 
     Raises
@@ -129,7 +129,7 @@ def part(nranks: int, core: Sequence[int], relays: Sequence[Sequence[int]] = (()
         leaf: nchunks + size * number for leaf, number in nrelayed.items()
     }
     loads = tuple(Fraction(nsent[rank], nchunks) for rank in range(nranks))
-    return Part(
+    return BlendPart(
         nchunks=nchunks,
         steps=_steps(size, leaves, segments),
         sent=loads,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
+from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 
 
 def allreduce(nranks: int, nchannels: int = 1) -> Schedule:
@@ -55,26 +55,26 @@ def allreduce(nranks: int, nchannels: int = 1) -> Schedule:
 def _program(n: int, rank: int) -> tuple[Op, ...]:
     own, out, scratch = Space.INPUT, Space.OUTPUT, Space.SCRATCH
     if n == 1:
-        return (Op(Kind.COPY, -1, own, 0, out, 0, (), True),)
+        return (Op(OpKind.COPY, -1, own, 0, out, 0, (), True),)
     # Everybody starts with another peer, so that nobody gets all messages at once.
     peers = [(rank + distance) % n for distance in range(1, n)]
-    ops = [Op(Kind.SEND, peer, own, 0, out, -1) for peer in peers]
+    ops = [Op(OpKind.SEND, peer, own, 0, out, -1) for peer in peers]
     for peer in range(n - 1, rank, -1):
         if peer == n - 1:
-            ops.append(Op(Kind.RECV, peer, out, -1, scratch, 0))
+            ops.append(Op(OpKind.RECV, peer, out, -1, scratch, 0))
         else:
-            ops.append(Op(Kind.RECV_REDUCE, peer, scratch, 0, scratch, 0, (len(ops) - 1,)))
+            ops.append(Op(OpKind.RECV_REDUCE, peer, scratch, 0, scratch, 0, (len(ops) - 1,)))
     if rank == n - 1:
-        ops.append(Op(Kind.COPY, -1, own, 0, scratch, 0))
+        ops.append(Op(OpKind.COPY, -1, own, 0, scratch, 0))
     else:
-        ops.append(Op(Kind.REDUCE, -1, own, 0, scratch, 0, (len(ops) - 1,), rank == 0))
+        ops.append(Op(OpKind.REDUCE, -1, own, 0, scratch, 0, (len(ops) - 1,), rank == 0))
     sent = tuple(range(n - 1))
     for peer in range(rank - 1, -1, -1):
         is_first = peer == rank - 1
         after = (*(sent if is_first else ()), len(ops) - 1)
-        ops.append(Op(Kind.RECV, peer, out, -1, out, 0, after))
-        ops.append(Op(Kind.REDUCE, -1, out, 0, scratch, 0, (len(ops) - 1,), peer == 0))
-    ops.append(Op(Kind.COPY, -1, scratch, 0, out, 0, (*sent, len(ops) - 1)))
+        ops.append(Op(OpKind.RECV, peer, out, -1, out, 0, after))
+        ops.append(Op(OpKind.REDUCE, -1, out, 0, scratch, 0, (len(ops) - 1,), peer == 0))
+    ops.append(Op(OpKind.COPY, -1, scratch, 0, out, 0, (*sent, len(ops) - 1)))
     return tuple(ops)
 
 

@@ -34,7 +34,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from r2ccl.algos.bandwidths import straggler_of
-from r2ccl.algos.blend import Part, blend
+from r2ccl.algos.blend import BlendPart, blend
 from r2ccl.algos.ring import Seat, add_allgather, add_reduce_scatter, seat_of
 from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.build import ProgramBuilder
@@ -76,7 +76,7 @@ def allreduce(bandwidths: Sequence[int], nsegments: int = 1, nchannels: int = 1)
     return blend("optcc", [_part(n, healthy, nsegments)], [Fraction(1)], [nchannels])
 
 
-def _part(nranks: int, ring: tuple[int, ...], nsegments: int) -> Part:
+def _part(nranks: int, ring: tuple[int, ...], nsegments: int) -> BlendPart:
     size = len(ring)
     # A ring of one has nothing to do meanwhile, and gains nothing by waiting.
     segments = [
@@ -88,7 +88,7 @@ def _part(nranks: int, ring: tuple[int, ...], nsegments: int) -> Part:
     of_healthy = Fraction(nranks + size - 2, size)
     loads = tuple(of_healthy if rank in ring else Fraction(1) for rank in range(nranks))
     straggler = next((rank for rank in range(nranks) if rank not in ring), -1)
-    return Part(
+    return BlendPart(
         nchunks=nsegments * size,
         steps=_steps(nranks, segments),
         sent=loads,

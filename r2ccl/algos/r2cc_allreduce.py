@@ -40,7 +40,7 @@ from fractions import Fraction
 
 from r2ccl.algos import leaf_ring
 from r2ccl.algos.bandwidths import straggler_of
-from r2ccl.algos.blend import Part, blend
+from r2ccl.algos.blend import BlendPart, blend
 from r2ccl.algos.ring import Seat, add_allgather, add_reduce_scatter, seat_of
 from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.build import ProgramBuilder
@@ -120,13 +120,13 @@ def time_of(nranks: int, lost: Fraction, nchunks: int, share: Fraction) -> Fract
     return max(of_all, of_healthy) + share / left * (1 + Fraction(1, nchunks))
 
 
-def _partial(nranks: int, straggler: int, nchunks: int) -> Part:
+def _partial(nranks: int, straggler: int, nchunks: int) -> BlendPart:
     """Make the allreduce of the healthy ranks, the first of which helps, with its tail."""
     ring = tuple(rank for rank in range(nranks) if rank != straggler)
     size = len(ring)
     of_healthy = Fraction(2 * (size - 1), size) + 1
     loads = tuple(Fraction(1) if rank == straggler else of_healthy for rank in range(nranks))
-    return Part(
+    return BlendPart(
         nchunks=nchunks * size,
         steps=max(2 * (size - 1), 1) + size,
         sent=loads,

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
+from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 
 
 def allreduce(nranks: int, nchannels: int = 1) -> Schedule:
@@ -63,11 +63,11 @@ def _program(n: int, rank: int) -> tuple[Op, ...]:
     doublings = n.bit_length() - 1
     extra = n - (1 << doublings)
     if n == 1:
-        return (Op(Kind.COPY, -1, Space.INPUT, 0, Space.OUTPUT, 0, (), True),)
+        return (Op(OpKind.COPY, -1, Space.INPUT, 0, Space.OUTPUT, 0, (), True),)
     if rank < 2 * extra and rank % 2:
         return (
             _send(rank - 1, Space.INPUT),
-            Op(Kind.RECV, rank - 1, Space.OUTPUT, -1, Space.OUTPUT, 0, (0,)),
+            Op(OpKind.RECV, rank - 1, Space.OUTPUT, -1, Space.OUTPUT, 0, (0,)),
         )
     held, ops = Space.INPUT, []
     if rank < 2 * extra:
@@ -88,11 +88,11 @@ def _program(n: int, rank: int) -> tuple[Op, ...]:
 
 
 def _send(peer: int, space: Space, after: tuple[int, ...] = ()) -> Op:
-    return Op(Kind.SEND, peer, space, 0, Space.OUTPUT, -1, after)
+    return Op(OpKind.SEND, peer, space, 0, Space.OUTPUT, -1, after)
 
 
 def _reduce(peer: int, space: Space, after: tuple[int, ...], is_final: bool) -> Op:
-    return Op(Kind.RECV_REDUCE, peer, space, 0, Space.OUTPUT, 0, after, is_final)
+    return Op(OpKind.RECV_REDUCE, peer, space, 0, Space.OUTPUT, 0, after, is_final)
 
 
 __all__ = ["allreduce"]

@@ -1,7 +1,7 @@
 """Meet, prove who you are, and stay in touch: rendezvous and the control plane.
 
 For the data plane: `connect`, and then what `r2ccl.bootstrap.control` describes. For users:
-`r2ccl.bootstrap.launch.launch`. This room imports no other of its level (topology is passed in),
+`r2ccl.bootstrap.launch.launch`. This package imports no other of its level (topology is passed in),
 and only it and the transports see sockets. Its parts, in the order a job meets them: ``launch``,
 ``identity`` and ``secretfile`` (who am I), ``startup`` and ``rendezvous`` (who are the others),
 ``wire`` and ``listener`` (authenticated connections), ``session``, ``peer``, ``paths`` and

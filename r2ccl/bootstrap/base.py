@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from r2ccl.types import Way
+from r2ccl.types import BypassWay
 
 
 class Post(Protocol):
@@ -35,7 +35,7 @@ class ControlPort(Post, Protocol):
         """Connect until it succeeds."""
         ...
 
-    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[Way]) -> None:
+    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
         """Connect by the first of `ways` that works, if one does; as rail `BYPASS`."""
         ...
 

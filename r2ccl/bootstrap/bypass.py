@@ -28,7 +28,7 @@ from r2ccl.bootstrap.auth import Claim, HandshakeRejected, Purpose
 from r2ccl.bootstrap.listener import Handover
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.bootstrap.peer import Setting
-from r2ccl.types import PathKey, Way
+from r2ccl.types import BypassWay, PathKey
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
@@ -94,7 +94,7 @@ async def dial(
     setting: Setting,
     key: PathKey,
     epoch: int,
-    ways: Sequence[Way],
+    ways: Sequence[BypassWay],
     room: asyncio.Semaphore,
 ) -> socket.socket:
     """Connect to ``key.peer`` by the first of `ways` that works; attempts wait for `room`.
@@ -106,7 +106,7 @@ async def dial(
     """
     data = Claim(Purpose.DATA, setting.communicator_id, setting.rank, key.peer, key.rail, epoch)
 
-    async def attempt(way: Way) -> socket.socket:
+    async def attempt(way: BypassWay) -> socket.socket:
         async with room, asyncio.timeout(_CONNECT_TIMEOUT_S):
             sock = await wire.reach(peers[way.to].rails[way.rail], setting.nics[way.via].address)
             if way.to != key.peer:

@@ -33,7 +33,7 @@ from r2ccl.bootstrap.peer import Peer, PeerState, Setting
 from r2ccl.clock import Clock, monotonic
 from r2ccl.config import Config
 from r2ccl.errors import InternalError, InvalidArgument
-from r2ccl.types import BYPASS, Nic, PathKey, Way
+from r2ccl.types import BYPASS, BypassWay, Nic, PathKey
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
@@ -310,7 +310,7 @@ class ControlPlane:
         guarded = None if on_failed is None else functools.partial(self._guard, on_failed)
         self._do(lambda: self._paths.dial(key, epoch, guarded) if self._is_open(peer) else None)
 
-    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[Way]) -> None:
+    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
         """Connect to `peer` by the first of `ways` that works, as its path of rail `BYPASS`.
 
         Tries each once; replaces an earlier dial of the same peer.

@@ -44,7 +44,7 @@ class Table(msgspec.Struct, frozen=True, tag="table"):
     peers: tuple[PeerInfo, ...]
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class MeetingFailed(msgspec.Struct, frozen=True, tag="failed"):
     """It cannot work, and why; the text goes into the error every rank raises.
 
     ``lost`` is the rank that left meanwhile, on ``host``, if that is the reason.
@@ -66,7 +66,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
         return TransportTimeout(text, rank=rank) if self.is_timeout else InvalidArgument(text)
 
 
-Greeting = Hello | Welcome | Ready | Table | Failed
+Greeting = Hello | Welcome | Ready | Table | MeetingFailed
 _decoder: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _T = TypeVar("_T")
 
@@ -123,10 +123,10 @@ def expect(kind: type[_T], body: bytes) -> _T:
 
 
 __all__ = [
-    "Failed",
     "Greeting",
     "Hello",
     "Meeting",
+    "MeetingFailed",
     "Prepare",
     "Ready",
     "Table",

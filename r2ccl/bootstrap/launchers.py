@@ -27,7 +27,7 @@ _VARIABLES = {
 }
 
 
-class Claim(msgspec.Struct, frozen=True):
+class LauncherClaim(msgspec.Struct, frozen=True):
     """Rank and number of ranks by the environment; -1: not told. ``told`` quotes the variables."""
 
     rank: int
@@ -44,7 +44,7 @@ def is_launched(env: Mapping[str, str]) -> bool:
     return any(name in env for name in _VARIABLES)
 
 
-def claims(env: Mapping[str, str]) -> list[Claim]:
+def claims(env: Mapping[str, str]) -> list[LauncherClaim]:
     """Return what launchers say; several, where one was started below another.
 
     Those that tell no number of ranks only if none does. A rank beyond its number of ranks is of
@@ -56,7 +56,7 @@ def claims(env: Mapping[str, str]) -> list[Claim]:
         if rank not in env or (rank == "PMIX_RANK" and "OMPI_COMM_WORLD_RANK" in env):
             continue
         told = [f"{name}={env[name]}" for name in (rank, nranks) if name in env]
-        claim = Claim(_number(env, rank), _number(env, nranks), ", ".join(told))
+        claim = LauncherClaim(_number(env, rank), _number(env, nranks), ", ".join(told))
         if claim.nranks < 0 or claim.rank < claim.nranks:
             found.append(claim)
     return [claim for claim in found if claim.nranks >= 0] or found
@@ -105,4 +105,4 @@ def _number(env: Mapping[str, str], name: str) -> int:
         return -1
 
 
-__all__ = ["Claim", "claims", "is_launched", "require_company"]
+__all__ = ["LauncherClaim", "claims", "is_launched", "require_company"]

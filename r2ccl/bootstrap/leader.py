@@ -19,10 +19,10 @@ import msgspec
 from r2ccl.bootstrap import naming, wire
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.greetings import (
-    Failed,
     Greeting,
     Hello,
     Meeting,
+    MeetingFailed,
     Prepare,
     Ready,
     Table,
@@ -272,7 +272,7 @@ class Leader:
         if isinstance(message, Ready):
             guest.info = message.info
         else:
-            text = message.text if isinstance(message, Failed) else "out of step"
+            text = message.text if isinstance(message, MeetingFailed) else "out of step"
             self._faults.append(f"rank {guest.hello.rank} failed: {text}")
 
     async def _tell_everyone(self, message: Greeting) -> None:
@@ -286,27 +286,27 @@ class Leader:
         except TimeoutError:
             logger.debug("rank 0 could not tell everyone: %s", message)
 
-    def _account_of(self, error: R2cclError) -> Failed:
+    def _account_of(self, error: R2cclError) -> MeetingFailed:
         if len(self._faults) == len(self._left) > 0:
             first = self._left[0]
             why = f"pid {first.pid}: its connection to rank 0 ended"
-            return Failed(why, lost=first.rank, host=_name(first))
-        return Failed(str(error))
+            return MeetingFailed(why, lost=first.rank, host=_name(first))
+        return MeetingFailed(str(error))
 
-    def _account_of_timeout(self) -> Failed:
+    def _account_of_timeout(self) -> MeetingFailed:
         if self._faults:
-            return Failed("; ".join(self._faults))
+            return MeetingFailed("; ".join(self._faults))
         present = {0, *self._guests}
         missing = [rank for rank in range(self._identity.nranks) if rank not in present]
         where = f"{self._identity.address}:{self._identity.port}"
         if not missing:
             silent = [guest.hello.rank for guest in self._guests.values() if guest.info is None]
-            return Failed(
+            return MeetingFailed(
                 f"ranks {silent} arrived at rank 0 ({where}) but did not open their listeners "
                 f"within {self._timeout_s:g} s: look at their logs",
                 is_timeout=True,
             )
-        return Failed(
+        return MeetingFailed(
             f"ranks {missing} have not arrived at rank 0 ({where}) within {self._timeout_s:g} s: "
             f"{self._turned_away()}look at their logs, or raise R2CC_INIT_TIMEOUT_S to wait longer",
             is_timeout=True,

@@ -20,7 +20,7 @@ from r2ccl.bootstrap.auth import Claim, HandshakeRejected, Purpose
 from r2ccl.bootstrap.listener import Handover, Unneeded
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.bootstrap.peer import Setting
-from r2ccl.types import BYPASS, PathKey, Way
+from r2ccl.types import BYPASS, BypassWay, PathKey
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
@@ -118,7 +118,7 @@ class Paths:
         self._dials[key] = entry
         self._start_dial(key, entry)
 
-    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[Way]) -> None:
+    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
         """Connect by the first of `ways` that works, if one does; replaces an earlier dial."""
         key = PathKey(peer, BYPASS)
         self._stop_dial(key)
@@ -183,7 +183,7 @@ class Paths:
         self._failures.pop(key, None)
         self._on_path(key.peer, key.rail, entry.epoch, sock)
 
-    async def _try_ways(self, key: PathKey, entry: _Dial, ways: Sequence[Way]) -> None:
+    async def _try_ways(self, key: PathKey, entry: _Dial, ways: Sequence[BypassWay]) -> None:
         try:
             sock = await bypass.dial(self._peers, self._setting, key, entry.epoch, ways, self._room)
         except OSError as exc:

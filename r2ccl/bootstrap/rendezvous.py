@@ -10,8 +10,8 @@ whether all ranks share a host::
     Ready(PeerInfo)                   ->  waits for all
                                       <-  Table(peers), all with the same number of rails
 
-Whatever goes wrong on any rank becomes ``Failed``, which rank 0 tells everyone, so that all ranks
-raise the same error. Runs in the control thread. Invariant: it ends by its deadline.
+Whatever goes wrong on any rank becomes ``MeetingFailed``, which rank 0 tells everyone, so that all
+ranks raise the same error. Runs in the control thread. Invariant: it ends by its deadline.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import TypeVar
 from r2ccl.bootstrap import naming, wire
 from r2ccl.bootstrap.auth import COMMUNICATOR_ID_NBYTES, Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.greetings import (
-    Failed,
     Greeting,
     Hello,
     Meeting,
+    MeetingFailed,
     Prepare,
     Ready,
     Table,
@@ -122,7 +122,7 @@ class _Member:
         try:
             info = self._prepare(welcome.is_on_one_host, str(sock.getsockname()[0]))
         except R2cclError as exc:
-            await self._say(sock, Failed(str(exc)))
+            await self._say(sock, MeetingFailed(str(exc)))
             raise
         await self._say(sock, Ready(info))
         table = self._take(Table, await wire.receive_message(sock))
@@ -164,7 +164,7 @@ class _Member:
 
     def _take(self, kind: type[_T], body: bytes) -> _T:
         message = decode(body)
-        if isinstance(message, Failed):
+        if isinstance(message, MeetingFailed):
             raise message.error(self._hello.rank)
         return expect(kind, body)
 

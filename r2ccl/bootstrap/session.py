@@ -56,7 +56,7 @@ class FrameError(R2cclError):
         self.reason = reason
 
 
-class Frame(NamedTuple):
+class SessionFrame(NamedTuple):
     """What travels: a message (``seq`` from 1 on), or a heartbeat (``seq`` 0, empty ``body``)."""
 
     seq: int
@@ -76,7 +76,7 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[Frame]:
+    def feed(self, data: bytes) -> list[SessionFrame]:
         """Take bytes, return the frames they complete.
 
         Raises
@@ -92,7 +92,9 @@ class FrameReader:
             _check_header(nbytes, version, kind, seq)
             if len(self._buffer) - at < nbytes:
                 break
-            frames.append(Frame(seq, ack, bytes(self._buffer[at + _HEADER.size : at + nbytes])))
+            frames.append(
+                SessionFrame(seq, ack, bytes(self._buffer[at + _HEADER.size : at + nbytes]))
+            )
             at += nbytes
         del self._buffer[:at]
         return frames
@@ -195,7 +197,7 @@ class Session:
             for other in self._carriers.values():
                 other.is_behind = True
 
-    def receive(self, carrier: int, frame: Frame, now: float) -> list[bytes]:
+    def receive(self, carrier: int, frame: SessionFrame, now: float) -> list[bytes]:
         """Take a frame from `carrier`; return the messages it makes deliverable, in order.
 
         Raises
@@ -297,17 +299,17 @@ class Session:
         if now >= self._ack_at and not due:
             due = [self._freshest()]
         for number in due:
-            self._speak(number, Frame(0, self._delivered, b""), now, frames)
+            self._speak(number, SessionFrame(0, self._delivered, b""), now, frames)
 
     def _emit(
         self, number: int, seqs: Iterable[int], now: float, frames: list[tuple[int, bytes]]
     ) -> None:
         for seq in seqs:
             body = self._unacked[seq - self._acked - 1]
-            self._speak(number, Frame(seq, self._delivered, body), now, frames)
+            self._speak(number, SessionFrame(seq, self._delivered, body), now, frames)
 
     def _speak(
-        self, number: int, frame: Frame, now: float, frames: list[tuple[int, bytes]]
+        self, number: int, frame: SessionFrame, now: float, frames: list[tuple[int, bytes]]
     ) -> None:
         self._carriers[number].spoke_at = now
         self._ack_at = float("inf")  # every frame acknowledges
@@ -334,7 +336,7 @@ class Session:
         is_open = self._sent > self._acked
         self._resend_at = now + self._resend_s if is_open else float("inf")
 
-    def _take_message(self, frame: Frame) -> list[bytes]:
+    def _take_message(self, frame: SessionFrame) -> list[bytes]:
         if frame.seq != self._delivered + 1:
             self._keep_early(frame)
             return []
@@ -346,7 +348,7 @@ class Session:
             ready.append(body)
         return ready
 
-    def _keep_early(self, frame: Frame) -> None:
+    def _keep_early(self, frame: SessionFrame) -> None:
         is_wanted = frame.seq > self._delivered and frame.seq not in self._early
         nbytes = _HEADER.size + len(frame.body)  # so that empty messages are bounded too
         if is_wanted and self._early_nbytes + nbytes <= self._limits.early_nbytes:
@@ -357,9 +359,9 @@ class Session:
 __all__ = [
     "MAX_BODY_NBYTES",
     "MAX_FRAME_NBYTES",
-    "Frame",
     "FrameError",
     "FrameReader",
     "Session",
+    "SessionFrame",
     "SessionLimits",
 ]

@@ -1,7 +1,7 @@
 """The command ``r2ccl``: one module per subcommand, imported when the command line is parsed.
 
 A subcommand's module has ``add_parser(subparsers)``, which sets ``run``, a callable that takes the
-parsed arguments and returns the exit status. Nothing imports this room.
+parsed arguments and returns the exit status. Nothing imports this package.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from r2ccl.topology.gpus import GpuFacts
-from r2ccl.transport.verbs.dmabuf import Route
+from r2ccl.transport.verbs.dmabuf import DeviceMemoryRoute
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,8 +39,8 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     ipc_error: str | None = None
     is_rdma_capable: bool = False
     dmabuf_error: str | None = None
-    nics: tuple[tuple[str, Route], ...] = ()
-    route: Route | None = None
+    nics: tuple[tuple[str, DeviceMemoryRoute], ...] = ()
+    route: DeviceMemoryRoute | None = None
 
 
 class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):

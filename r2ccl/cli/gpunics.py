@@ -16,23 +16,23 @@ import msgspec
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.topology.hcas import GidFinder
 from r2ccl.transport.verbs.cuda import CudaDriver
-from r2ccl.transport.verbs.dmabuf import DeviceMemory, DeviceRegion, Route
+from r2ccl.transport.verbs.dmabuf import DeviceMemory, DeviceMemoryRoute, DeviceRegion
 from r2ccl.transport.verbs.regions import MemoryRegion, Registrar, close_all
 
 
-def way_of(driver: CudaDriver, registrars: Sequence[Registrar], address: int) -> Route:
+def way_of(driver: CudaDriver, registrars: Sequence[Registrar], address: int) -> DeviceMemoryRoute:
     """Register the allocation at `address` with one NIC or several, and end that again.
 
     Returns
     -------
-    Route
+    DeviceMemoryRoute
         The way it was done; ``staging`` where it could not be done, with the reason.
     """
     memory = DeviceMemory(driver)
     try:
         regions = memory.register(registrars, memory.locate(address, 1, None))
     except TransportError as exc:
-        return Route("staging", (str(exc),))
+        return DeviceMemoryRoute("staging", (str(exc),))
     close_all(registrars, regions)
     first = regions[0]
     assert isinstance(first, DeviceRegion)
@@ -63,13 +63,13 @@ def open_nics(stack: ExitStack, labels: Sequence[str]) -> dict[str, Registrar | 
     dict of str to Registrar or str
         By label; a string says why a port could not be opened.
     """
-    from r2ccl.transport.verbs.device import Device  # imports pyverbs
+    from r2ccl.transport.verbs.device import RdmaDevice  # imports pyverbs
 
     found: dict[str, Registrar | str] = {}
     for label in labels:
         name, _, port = label.rpartition(":")
         try:
-            device = Device(name, int(port), GidFinder(name, int(port)), fastpath="0")
+            device = RdmaDevice(name, int(port), GidFinder(name, int(port)), fastpath="0")
         except (InvalidArgument, TransportError) as exc:
             found[label] = str(exc)
             continue

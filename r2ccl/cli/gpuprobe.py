@@ -33,7 +33,7 @@ from r2ccl.kernels.cuda.form import Form
 from r2ccl.kernels.cuda.ptx import Ptx, cache_directory, ptx_of, target_of
 from r2ccl.topology.gpus import BindingsSource, GpuSource, find_gpus
 from r2ccl.transport.verbs.cuda import BindingsDriver, CudaDriver
-from r2ccl.transport.verbs.dmabuf import Route
+from r2ccl.transport.verbs.dmabuf import DeviceMemoryRoute
 from r2ccl.transport.verbs.regions import Registrar
 from r2ccl.types import ReduceOp
 
@@ -242,7 +242,7 @@ def try_registering(
     refusals = {label: nic for label, nic in nics.items() if isinstance(nic, str)}
     for place, device, address in opened:
         journal.begin(f"registering memory of GPU {device.ordinal} with NICs")
-        routes = [(label, Route("staging", (why,))) for label, why in refusals.items()]
+        routes = [(label, DeviceMemoryRoute("staging", (why,))) for label, why in refusals.items()]
         routes += [(label, way_of(driver, [nic], address)) for label, nic in able.items()]
         together = routes[0][1] if refusals else way_of(driver, [*able.values()], address)
         journal.learn_of(place, nics=tuple(routes), route=together)

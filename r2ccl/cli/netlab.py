@@ -15,7 +15,7 @@ from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.fault_plan import FaultPlan
 from r2ccl.testing.faults import Action, Fault
-from r2ccl.testing.netlab import Lab, LabError, RankResult, Shape, clean, ensure_privileged
+from r2ccl.testing.netlab import Lab, LabError, LabShape, RankResult, clean, ensure_privileged
 from r2ccl.testing.netlab.fabric import FABRICS
 
 #: What timeout(1) returns for a command it had to end; sysexits.h for a wrong command line.
@@ -45,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    default = Shape()
+    default = LabShape()
     parser.add_argument("--nodes", type=int, default=default.nodes)
     parser.add_argument("--rails", type=int, default=default.rails, help="NICs on each node")
     parser.add_argument("--rate", default=default.rate, help="of each NIC (default %(default)s)")
@@ -98,9 +98,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.enter:
         ensure_privileged()
         _become(command)
-    shape = {name: getattr(args, name) for name in Shape.__struct_fields__}
+    shape = {name: getattr(args, name) for name in LabShape.__struct_fields__}
     plan = _plan(args)
-    plan.check(nodes=args.nodes, rails=args.rails, ranks_per_node=Shape(**shape).ranks_per_node)
+    plan.check(nodes=args.nodes, rails=args.rails, ranks_per_node=LabShape(**shape).ranks_per_node)
     ensure_privileged()
     with Lab(**shape) as lab:
         start = monotonic()

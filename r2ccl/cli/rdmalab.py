@@ -1,6 +1,6 @@
 """``r2ccl rdmalab``: run a program on Soft-RoCE devices in a virtual machine.
 
-Turns a command line into a `Shape`, a `Machine` and a run; adds nothing else.
+Turns a command line into a `MachineShape`, a `VirtualMachine` and a run; adds nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.testing.rdmalab import Machine, RdmaLabError, Shape, VmResult, prepare, run
+from r2ccl.testing.rdmalab import MachineShape, RdmaLabError, VirtualMachine, VmResult, prepare, run
 
 #: As netlab's; from timeout(1) and sysexits.h.
 _EXIT_TIMED_OUT = 124
@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    shape, machine = Shape(), Machine()
+    shape, machine = MachineShape(), VirtualMachine()
     parser.add_argument("--nodes", type=int, default=shape.nodes)
     parser.add_argument("--nics", type=int, default=shape.nics, help="RDMA devices on each node")
     parser.add_argument("--cpus", type=int, default=machine.cpus)
@@ -59,8 +59,8 @@ def main(args: argparse.Namespace) -> int:
     """
     try:
         command = _command(args)
-        shape = Shape(nodes=args.nodes, nics=args.nics)
-        machine = Machine(cpus=args.cpus, memory=args.memory, is_kvm=args.kvm)
+        shape = MachineShape(nodes=args.nodes, nics=args.nics)
+        machine = VirtualMachine(cpus=args.cpus, memory=args.memory, is_kvm=args.kvm)
     except InvalidArgument as exc:
         return _refuse(exc, _EXIT_USAGE)
     try:

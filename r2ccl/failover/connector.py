@@ -4,7 +4,7 @@ The lower rank calls: it makes its end and offers its card; the higher rank make
 to the offered one and answers; the caller joins in turn, proves the way there and back, says so,
 and both take the path into use::
 
-    caller    Offer(card) ->              join, hello ... Joined    Ready ->   use
+    caller    Offer(card) ->              join, hello ... Joined    EndpointReady ->   use
     answerer              join, Answer(card) ->                              use
 
 Whatever goes wrong, the caller begins again with fresh ends, after a pause that doubles, for as
@@ -73,7 +73,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     via: int = _NO_PROBE
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class EndpointReady(msgspec.Struct, frozen=True, tag="ready"):
     """Control message: the caller has proved the path and uses it."""
 
     rail: int
@@ -257,11 +257,11 @@ class Connector:
             if isinstance(key, ProbeKey):
                 yield key, attempt
 
-    def on_message(self, peer: int, message: Offer | Answer | Ready) -> None:
+    def on_message(self, peer: int, message: Offer | Answer | EndpointReady) -> None:
         """Take a message of `peer`; a stale one changes nothing."""
         rails = {message.rail}
         key: PathKey | ProbeKey = PathKey(peer, message.rail)
-        if not isinstance(message, Ready) and message.via != _NO_PROBE:
+        if not isinstance(message, EndpointReady) and message.via != _NO_PROBE:
             # What is the sender's own port is the far one here.
             key = ProbeKey(peer, message.via, message.rail)
             rails.add(message.via)
@@ -291,7 +291,7 @@ class Connector:
         elif isinstance(key, ProbeKey):
             del self._attempts[key]  # the transport has it in use
         elif self._rank < key.peer:
-            self._send(key.peer, Ready(key.rail, attempt.epoch, attempt.number))
+            self._send(key.peer, EndpointReady(key.rail, attempt.epoch, attempt.number))
             self._hand_over(key, attempt)
 
     def _begin_again(self, key: PathKey, attempt: _Attempt) -> None:
@@ -347,11 +347,11 @@ class Connector:
         self._send(key.peer, Answer(key.rail, attempt.epoch, attempt.number, card, _via(key)))
 
     def _on_reply(
-        self, key: PathKey | ProbeKey, attempt: _Attempt, message: Answer | Ready
+        self, key: PathKey | ProbeKey, attempt: _Attempt, message: Answer | EndpointReady
     ) -> None:
         if attempt.endpoint is None:
             return
-        if isinstance(message, Ready):
+        if isinstance(message, EndpointReady):
             assert isinstance(key, PathKey)
             self._hand_over(key, attempt)
             return
@@ -391,4 +391,4 @@ def _via(key: PathKey | ProbeKey) -> int:
     return key.via if isinstance(key, ProbeKey) else _NO_PROBE
 
 
-__all__ = ["Answer", "Connector", "Offer", "Ready", "probe_keys"]
+__all__ = ["Answer", "Connector", "EndpointReady", "Offer", "probe_keys"]

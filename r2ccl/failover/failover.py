@@ -17,10 +17,10 @@ import msgspec
 from r2ccl.bootstrap.messages import Goodbye
 from r2ccl.errors import NoHealthyRail
 from r2ccl.failover.bandwidth.protocol import Balance
-from r2ccl.failover.connector import Answer, Connector, Offer, Ready, probe_keys
+from r2ccl.failover.connector import Answer, Connector, EndpointReady, Offer, probe_keys
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.driver import Diagnosis
-from r2ccl.failover.diagnosis.verdict import Finding, Kind, ProbeReply, ProbeRequest, Verdict
+from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest, Verdict, VerdictKind
 from r2ccl.failover.failback.driver import Failback
 from r2ccl.failover.health.driver import HealthAgreement
 from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
@@ -229,7 +229,7 @@ class Failover:
             self.revocation.on_spared(peer, message.rank)
         elif self.is_over:
             return
-        elif isinstance(message, Offer | Answer | Ready):
+        elif isinstance(message, Offer | Answer | EndpointReady):
             self._connector.on_message(peer, message)
         elif isinstance(message, PortUp):
             self.failback.port_up(PathKey(peer, message.rail))
@@ -359,9 +359,9 @@ class Failover:
     def _on_verdict(self, verdict: Verdict) -> None:
         """Doubt the port a verdict names; a peer's only if the peer itself did not name it."""
         peer, rail = verdict.path
-        if verdict.kind is Kind.LOCAL_NIC:
+        if verdict.kind is VerdictKind.LOCAL_NIC:
             self._report_down(self._rank, rail)
-        elif verdict.kind is Kind.REMOTE_NIC and verdict.readings:
+        elif verdict.kind is VerdictKind.REMOTE_NIC and verdict.readings:
             self._report_down(peer, rail)
 
     def _report_down(self, rank: int, rail: int) -> None:

@@ -21,11 +21,11 @@ from r2ccl.flowsim.loops.state import (
     REDUCER_DTYPE,
     SEAT_DTYPE,
     WAITER_DTYPE,
+    FlowState,
     Records,
-    State,
 )
 from r2ccl.flowsim.program import Program
-from r2ccl.flowsim.routes import Floats, Routes
+from r2ccl.flowsim.routes import Floats, PortRoutes
 from r2ccl.schedule.graph import Ints
 
 
@@ -71,11 +71,11 @@ def build_state(
     program: Program,
     channels: Channels,
     chunks: Records,
-    routes: Routes,
+    routes: PortRoutes,
     table: Floats,
     *,
     tolerance: float,
-) -> State:
+) -> FlowState:
     """Make the state at time 0, when every rail has what `table` says: (2, nnodes, nrails)."""
     links = _links(program, channels, routes, table)
     local = _locals(program, channels, chunks)
@@ -86,7 +86,7 @@ def build_state(
     nwaiters, nheap = 2 * nlinks + local.size, max(nlinks, nports)
     seats = np.zeros(2 * nlinks, SEAT_DTYPE)
     seats["next"] = AWAY
-    return State(
+    return FlowState(
         rows=program.rows,
         after=program.after,
         messages=program.messages,
@@ -135,7 +135,7 @@ def _with_nobody(count: int, dtype: np.dtype[np.void], *fields: str) -> Records:
     return records
 
 
-def with_room(state: State) -> State:
+def with_room(state: FlowState) -> FlowState:
     """Give the landings twice the room."""
     room = state.landings.shape[1]
     grown = np.empty((2, 2 * room), LANDING_DTYPE)
@@ -144,7 +144,7 @@ def with_room(state: State) -> State:
     return state._replace(landings=grown, landing_first=np.zeros(2, np.int64))
 
 
-def _links(program: Program, channels: Channels, routes: Routes, table: Floats) -> Records:
+def _links(program: Program, channels: Channels, routes: PortRoutes, table: Floats) -> Records:
     _, _, dst, first, end = program.links[channels.rows].T
     links = np.zeros(channels.links.size, LINK_DTYPE)
     links["op_base"] = channels.op_bases[channels.links]

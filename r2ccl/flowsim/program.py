@@ -21,7 +21,7 @@ from r2ccl.schedule.arrays import ScheduleArrays, as_arrays
 from r2ccl.schedule.check import check_fields
 from r2ccl.schedule.events import match
 from r2ccl.schedule.graph import Ints
-from r2ccl.schedule.ir import Kind, Op, Schedule
+from r2ccl.schedule.ir import Op, OpKind, Schedule
 
 
 class Program(NamedTuple):
@@ -104,15 +104,15 @@ def _rows(arrays: ScheduleArrays) -> Records:
     rows["after"] = arrays.offsets
     rows["chunk"][:-1] = arrays.chunks()
     rows["kind"][:-1] = kind
-    rows["is_direct"][:-1] = kind == Kind.RECV
-    rows["is_reducing"][:-1] = np.isin(kind, (Kind.RECV_REDUCE, Kind.REDUCE))
-    rows["is_local"][:-1] = np.isin(kind, (Kind.COPY, Kind.REDUCE))
+    rows["is_direct"][:-1] = kind == OpKind.RECV
+    rows["is_reducing"][:-1] = np.isin(kind, (OpKind.RECV_REDUCE, OpKind.REDUCE))
+    rows["is_local"][:-1] = np.isin(kind, (OpKind.COPY, OpKind.REDUCE))
     return rows
 
 
 def _links(ops: npt.NDArray[np.void], other: Ints, lane: Ints, nranks: int) -> tuple[Records, Ints]:
     """List the messages link by link, and the links."""
-    sends = np.flatnonzero(ops["kind"] == Kind.SEND)
+    sends = np.flatnonzero(ops["kind"] == OpKind.SEND)
     key = lane[sends] * nranks + ops["peer"][sends]
     order = np.argsort(key, kind="stable")  # stable: the order of a link is the program's
     sends, key = sends[order], key[order]

@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float64]
 Rails = Callable[[Ints, Ints, Ints], tuple[Ints, Ints]]
 
 
-class Routes(NamedTuple):
+class PortRoutes(NamedTuple):
     """Where links go on a network.
 
     Parameters
@@ -154,4 +154,4 @@ def timeline(network: Network) -> list[tuple[float, Floats]]:
     return found
 
 
-__all__ = ["Floats", "Rails", "Routes", "home_rails", "timeline"]
+__all__ = ["Floats", "PortRoutes", "Rails", "home_rails", "timeline"]

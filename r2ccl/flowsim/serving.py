@@ -89,7 +89,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         _require_positive(self)
 
 
-class Phase(NamedTuple):
+class ServingPhase(NamedTuple):
     """Seconds of a prefill or of one decode step."""
 
     compute_s: float
@@ -122,7 +122,7 @@ class Latency(NamedTuple):
 
 def prefill(
     model: Transformer, server: Server, nprompts: int, length: int, allreduce_s: AllreduceTime
-) -> Phase:
+) -> ServingPhase:
     """Work through prompts of `length` tokens each, together.
 
     Two operations a parameter and token; and in every layer, for each pair of a token and one
@@ -133,12 +133,12 @@ def prefill(
     npairs = ntokens * length / 2
     attention = 4 * model.nlayers * model.hidden * npairs
     compute = (dense + attention) / (server.nprocessors * server.flops_per_s)
-    return Phase(compute, _communication_s(model, ntokens, allreduce_s))
+    return ServingPhase(compute, _communication_s(model, ntokens, allreduce_s))
 
 
 def decode(
     model: Transformer, server: Server, nsequences: int, context: int, allreduce_s: AllreduceTime
-) -> Phase:
+) -> ServingPhase:
     """Make one token of each of `nsequences`, which have `context` tokens before it."""
     weights = model.nparameters * model.itemsize / server.nprocessors
     # A head is not cut: more processors than heads hold copies.
@@ -147,7 +147,7 @@ def decode(
     kept = nsequences * context * model.kv_heads * head / nholders
     operations = 2 * model.nparameters * nsequences / server.nprocessors
     compute = max((weights + kept) / server.memory_bytes_per_s, operations / server.flops_per_s)
-    return Phase(compute, _communication_s(model, nsequences, allreduce_s))
+    return ServingPhase(compute, _communication_s(model, nsequences, allreduce_s))
 
 
 def latency(
@@ -176,4 +176,4 @@ def _require_positive(values: Transformer | Server) -> None:
             raise InvalidArgument(f"serving: {name}={value}; allowed is above 0")
 
 
-__all__ = ["Latency", "Phase", "Server", "Transformer", "decode", "latency", "prefill"]
+__all__ = ["Latency", "Server", "ServingPhase", "Transformer", "decode", "latency", "prefill"]

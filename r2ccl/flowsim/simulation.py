@@ -16,13 +16,13 @@ from r2ccl.errors import InvalidArgument, ScheduleError
 from r2ccl.flowsim.build import Channels, build_state, channels_of, with_room
 from r2ccl.flowsim.loops import fair_queue, max_min
 from r2ccl.flowsim.loops.changes import reroute
-from r2ccl.flowsim.loops.state import BATCHES, PARKED, REDUCING, SLICES, Records, State
+from r2ccl.flowsim.loops.state import BATCHES, PARKED, REDUCING, SLICES, FlowState, Records
 from r2ccl.flowsim.network import Network
 from r2ccl.flowsim.outcome import Outcome, Use
 from r2ccl.flowsim.program import Program, compile_schedule
-from r2ccl.flowsim.routes import Floats, Rails, Routes, home_rails, timeline
+from r2ccl.flowsim.routes import Floats, PortRoutes, Rails, home_rails, timeline
 from r2ccl.flowsim.slices import Sizes, cut_chunks
-from r2ccl.schedule.ir import Kind, Schedule
+from r2ccl.schedule.ir import OpKind, Schedule
 
 #: How slices share ports; see `r2ccl.flowsim.loops.max_min` and `r2ccl.flowsim.loops.fair_queue`.
 Sharing = Literal["max_min", "fair_queue"]
@@ -129,8 +129,8 @@ def simulate(
 
 
 def _run(
-    state: State, routes: Routes, moments: list[tuple[float, Floats]], sharing: Sharing
-) -> State:
+    state: FlowState, routes: PortRoutes, moments: list[tuple[float, Floats]], sharing: Sharing
+) -> FlowState:
     """Go from one change of the network to the next, until all is done or nothing happens."""
     ends = [*(time_s for time_s, _ in moments[1:]), math.inf]
     for (time_s, table), until in zip(moments, ends, strict=True):
@@ -144,7 +144,7 @@ def _run(
     return state
 
 
-def _is_over(state: State) -> bool:
+def _is_over(state: FlowState) -> bool:
     return bool(
         np.all(state.links["delivery"] == state.links["end"])
         and np.all(state.locals["slice"] == state.locals["nslices"])
@@ -152,7 +152,7 @@ def _is_over(state: State) -> bool:
     )
 
 
-def _outcome(state: State, routes: Routes, moments: list[tuple[float, Floats]]) -> Outcome:
+def _outcome(state: FlowState, routes: PortRoutes, moments: list[tuple[float, Floats]]) -> Outcome:
     time_s = float(state.clock[0])
     shape = (2, routes.network.nnodes, routes.ports_per_node)
     times = [min(moment, time_s) for moment, _ in moments] + [time_s]
@@ -169,10 +169,10 @@ def _outcome(state: State, routes: Routes, moments: list[tuple[float, Floats]]) 
 
 def _routes(
     program: Program, channels: Channels, network: Network, rails: Rails | None, node_ports: bool
-) -> Routes:
+) -> PortRoutes:
     src, dst = program.links[channels.rows, 1], program.links[channels.rows, 2]
     homes = home_rails(network, rails, src, dst, channels.links)
-    return Routes(network, src, dst, *homes, node_ports)
+    return PortRoutes(network, src, dst, *homes, node_ports)
 
 
 def _check_sizes(nbytes: int, itemsize: int, slice_nbytes: int, nslices: int) -> None:
@@ -198,7 +198,7 @@ def _wrong(name: str, value: object, allowed: str) -> InvalidArgument:
 
 
 def _waits_for_ever(
-    program: Program, channels: Channels, chunks: Records, routes: Routes, state: State
+    program: Program, channels: Channels, chunks: Records, routes: PortRoutes, state: FlowState
 ) -> InvalidArgument | ScheduleError:
     """Say what the simulation cannot go on for."""
     parked = np.flatnonzero(state.links["state"] == PARKED)
@@ -218,7 +218,7 @@ def _waits_for_ever(
             row = int(rows[undone[0]])
             rank = int(np.searchsorted(starts, row, side="right")) - 1
             index = row - int(starts[rank])
-            kind = Kind(int(program.rows["kind"][row]))
+            kind = OpKind(int(program.rows["kind"][row]))
             return ScheduleError(
                 f"{kind.name} of chunk {chunk[undone[0]]}: slice {done[undone[0]]} waits for ever; "
                 "r2ccl.schedule.check says for what",

@@ -29,7 +29,7 @@ AllreduceTime = Callable[[int], float]
 _BACKWARD = 2 / 3
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingJob(msgspec.Struct, frozen=True, kw_only=True):
     """What one step computes and what it reduces.
 
     Parameters
@@ -69,7 +69,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(min(size, self.gradient_nbytes - start) for start in starts)
 
 
-class Step(NamedTuple):
+class TrainingStep(NamedTuple):
     """What a step takes.
 
     Attributes
@@ -91,12 +91,12 @@ class Step(NamedTuple):
         return self.compute_s + self.exposed_s
 
 
-def step(job: Job, allreduce_s: AllreduceTime) -> Step:
+def step(job: TrainingJob, allreduce_s: AllreduceTime) -> TrainingStep:
     """Run one step.
 
     Parameters
     ----------
-    job : Job
+    job : TrainingJob
     allreduce_s : callable
         Asked once for every bucket.
 
@@ -104,8 +104,8 @@ def step(job: Job, allreduce_s: AllreduceTime) -> Step:
     --------
     Of three buckets that take 2 s each, the first is final after a third of a backward of 6 s:
 
-    >>> step(Job(compute_s=9.0, gradient_nbytes=3, bucket_nbytes=1), lambda nbytes: 2.0)
-    Step(compute_s=9.0, communication_s=6.0, exposed_s=2.0)
+    >>> step(TrainingJob(compute_s=9.0, gradient_nbytes=3, bucket_nbytes=1), lambda nbytes: 2.0)
+    TrainingStep(compute_s=9.0, communication_s=6.0, exposed_s=2.0)
     """
     backward_s = _BACKWARD * job.compute_s / job.nmicrobatches
     final_nbytes, free_s, total_s = 0, 0.0, 0.0
@@ -117,7 +117,7 @@ def step(job: Job, allreduce_s: AllreduceTime) -> Step:
         taken_s = allreduce_s(nbytes)
         free_s = max(free_s, final_s) + taken_s
         total_s += taken_s
-    return Step(job.compute_s, total_s, max(0.0, free_s - job.compute_s))
+    return TrainingStep(job.compute_s, total_s, max(0.0, free_s - job.compute_s))
 
 
 def compute_s(nparameters: float, ntokens: int, flops_per_s: float) -> float:
@@ -149,4 +149,4 @@ def _wrong(name: str, value: object, allowed: str) -> InvalidArgument:
     return InvalidArgument(f"training: {name}={value}; allowed is {allowed}")
 
 
-__all__ = ["AllreduceTime", "Job", "Step", "compute_s", "step"]
+__all__ = ["AllreduceTime", "TrainingJob", "TrainingStep", "compute_s", "step"]

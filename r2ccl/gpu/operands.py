@@ -12,7 +12,7 @@ from r2ccl.device.views import address_of, view_of
 from r2ccl.gpu.device_reduction import Offload
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.planning.lowering import Layout, Step
-from r2ccl.schedule.ir import Kind, Space
+from r2ccl.schedule.ir import OpKind, Space
 from r2ccl.types import REDUCTIONS, CallSignature, ReduceOp
 
 
@@ -60,12 +60,12 @@ class DeviceOperands:
             return 0
         out = self._at(step.dst_space, lo)
         sources: tuple[int, ...]
-        if step.kind is Kind.RECV_REDUCE:
+        if step.kind is OpKind.RECV_REDUCE:
             mine, theirs = self._at(step.src_space, lo), address_of(received)
             sources = (theirs, mine) if step.is_left else (mine, theirs)
-        elif step.kind is Kind.REDUCE:
+        elif step.kind is OpKind.REDUCE:
             sources = (out, self._at(step.src_space, lo))
-        elif step.kind is Kind.COPY:
+        elif step.kind is OpKind.COPY:
             sources = (self._at(step.src_space, lo),)
         else:
             sources = (out,)

@@ -17,7 +17,7 @@ import numpy as np
 
 from r2ccl.algos import dissemination
 from r2ccl.schedule.arrays import as_arrays
-from r2ccl.schedule.ir import Kind, Schedule
+from r2ccl.schedule.ir import OpKind, Schedule
 
 
 class Flow(NamedTuple):
@@ -54,7 +54,7 @@ def carried(flows: Flows) -> dict[tuple[int, int], tuple[Fraction, Fraction]]:
 def flows_of(schedule: Schedule) -> Flows:
     """Add up what every edge carries; generates all ranks' ops."""
     ops = as_arrays(schedule).ops
-    sends = ops[ops["kind"] == Kind.SEND]
+    sends = ops[ops["kind"] == OpKind.SEND]
     common = math.lcm(*schedule.nchunks)
     units = [
         weight * (common // nchunks)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from r2ccl.schedule.chunks import Range, layout
-from r2ccl.schedule.ir import Kind, Op, RankProgram, Space
+from r2ccl.schedule.ir import Op, OpKind, RankProgram, Space
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
@@ -24,7 +24,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     one). ``is_left`` says that what is received is the left operand.
     """
 
-    kind: Kind
+    kind: OpKind
     peer: int
     src_space: Space
     dst_space: Space
@@ -40,7 +40,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
         return len(self.cuts) - 1
 
 
-class Way(NamedTuple):
+class LinkSteps(NamedTuple):
     """One link of a lane, by its peer and the links' channel: the steps it sees, in order.
 
     ``depth`` bounds the landing places a receiver names ahead on it.
@@ -59,8 +59,8 @@ class Lane(msgspec.Struct, frozen=True):
     """
 
     steps: tuple[Step, ...]
-    sends: tuple[Way, ...]
-    recvs: tuple[Way, ...]
+    sends: tuple[LinkSteps, ...]
+    recvs: tuple[LinkSteps, ...]
     locals: tuple[int, ...]
     nslices: int
     channels: tuple[int, ...]
@@ -131,7 +131,7 @@ def lower(
 def renumbered(layout: Layout, ranks: Sequence[int], channel: Callable[[int], int]) -> Layout:
     """Return a layout of other ranks and links: number i is ``ranks[i]``, ``channel(i)``."""
 
-    def way(old: Way) -> Way:
+    def way(old: LinkSteps) -> LinkSteps:
         return old._replace(peer=ranks[old.peer], channel=channel(old.channel))
 
     def step(old: Step) -> Step:
@@ -201,16 +201,16 @@ def _lane(steps: tuple[Step, ...], channels: Mapping[int, int]) -> Lane:
     recvs: dict[int, list[int]] = {}
     local: list[int] = []
     for index, step in enumerate(steps):
-        if step.kind == Kind.SEND:
+        if step.kind == OpKind.SEND:
             sends.setdefault(step.peer, []).append(index)
-        elif step.kind in (Kind.RECV, Kind.RECV_REDUCE):
+        elif step.kind in (OpKind.RECV, OpKind.RECV_REDUCE):
             recvs.setdefault(step.peer, []).append(index)
         else:
             local.append(index)
     return Lane(
         steps,
-        tuple(Way(peer, channels[peer], tuple(order)) for peer, order in sends.items()),
-        tuple(Way(peer, channels[peer], tuple(order)) for peer, order in recvs.items()),
+        tuple(LinkSteps(peer, channels[peer], tuple(order)) for peer, order in sends.items()),
+        tuple(LinkSteps(peer, channels[peer], tuple(order)) for peer, order in recvs.items()),
         tuple(local),
         sum(step.nslices for step in steps),
         tuple(sorted(set(channels.values()))),
@@ -260,4 +260,4 @@ def _bounded(lane: Lane, nhomes: int, depths: dict[int, int]) -> Lane:
     return msgspec.structs.replace(lane, recvs=recvs)
 
 
-__all__ = ["Lane", "Layout", "Step", "Way", "cleared", "lower", "renumbered", "limit_windows"]
+__all__ = ["Lane", "Layout", "LinkSteps", "Step", "cleared", "limit_windows", "lower", "renumbered"]

@@ -39,11 +39,11 @@ from r2ccl.runtime.desync_check import Calling, DesyncCheck
 from r2ccl.runtime.executor import LaneRun
 from r2ccl.runtime.progress import Computer, Progress, describe
 from r2ccl.runtime.status import (
-    Held,
+    HeldPath,
     Operation,
     Pending,
     RailHealth,
-    Status,
+    RankStatus,
     Wait,
     absent,
     agreed,
@@ -173,7 +173,7 @@ class Engine:
         """Return the state of every rail; ``nics[i]`` is the local end of rail i."""
         return rails(self._links.on_rails, self.repairs(), nics)
 
-    def status(self, peers: Iterable[PeerInfo], last_heard: Callable[[int], float]) -> Status:
+    def status(self, peers: Iterable[PeerInfo], last_heard: Callable[[int], float]) -> RankStatus:
         """Read what is under way and waited for.
 
         Parameters
@@ -187,7 +187,7 @@ class Engine:
         held = self._failover.failback.held()
         op, signature, left = self.op, self._progress.signature, self._runs
         doing = Operation(op, describe(signature), tuple(run.remaining for run in left))
-        return Status(
+        return RankStatus(
             rank=self.rank,
             nranks=self.nranks,
             now_s=pending.now_s,
@@ -200,7 +200,7 @@ class Engine:
             repairs=self.repairs(),
             health=agreed(self.known_health()),
             verdicts=spelled(self.verdicts()),
-            held=tuple(Held(*key, hold_s) for key, hold_s in held.items()),
+            held=tuple(HeldPath(*key, hold_s) for key, hold_s in held.items()),
         )
 
     # Called in the control thread

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from r2ccl.failover.migration.link import Landing, RecvLink, SendLink
 from r2ccl.planning.lowering import Lane, Layout, Step
 from r2ccl.runtime.progress import Progress
-from r2ccl.schedule.ir import Kind
+from r2ccl.schedule.ir import OpKind
 
 Array = npt.NDArray[Any]
 Place = npt.NDArray[np.uint8] | memoryview
@@ -117,7 +117,7 @@ class Call:
         """See `Operands`."""
         out = self.spaces[step.dst_space][lo:hi]
         kind = step.kind
-        if kind is Kind.RECV_REDUCE:
+        if kind is OpKind.RECV_REDUCE:
             if hi > lo:
                 mine = self.spaces[step.src_space][lo:hi]
                 if step.is_eager:
@@ -128,10 +128,10 @@ class Call:
                     self.reduce(theirs, mine, out)
                 else:
                     self.reduce(mine, theirs, out)
-        elif kind is Kind.RECV:
+        elif kind is OpKind.RECV:
             if received is not None and hi > lo:
                 out[:] = np.frombuffer(received, out.dtype)
-        elif kind is Kind.REDUCE:
+        elif kind is OpKind.REDUCE:
             self.reduce(out, self.spaces[step.src_space][lo:hi], out)
         elif step.src_space != step.dst_space:
             np.copyto(out, self.spaces[step.src_space][lo:hi])
@@ -251,7 +251,7 @@ class LaneRun:
             # It is in this rank's memory, so the peer's is free: waiting for the reduction would
             # deadlock two ranks that exchange a chunk and reduce it in place.
             self._progress.consume(cursor.link, False)
-            data: Any = cursor.places.popleft() if step.kind == Kind.RECV_REDUCE else None
+            data: Any = cursor.places.popleft() if step.kind == OpKind.RECV_REDUCE else None
         else:
             data = payload
         if not cursor.held and self._is_ready(step, self._used[index]):
@@ -336,7 +336,7 @@ class LaneRun:
                 region = None
             elif cursor.under_way >= cursor.depth:
                 return
-            elif step.kind == Kind.RECV_REDUCE:
+            elif step.kind == OpKind.RECV_REDUCE:
                 region = self._place(cursor, step, cursor.k)
             elif self._is_ready(step, cursor.k):
                 size = self._call.layout.itemsize
@@ -434,6 +434,6 @@ class LaneRun:
 
 
 #: Steps that have the transport read or write memory.
-_MOVES = frozenset((Kind.SEND, Kind.RECV))
+_MOVES = frozenset((OpKind.SEND, OpKind.RECV))
 
 __all__ = ["Call", "LandingPool", "LaneRun", "Operands", "Place"]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from r2ccl.transport.base import Registered
 
 
-class Owner(Protocol):
+class LoopOwner(Protocol):
     """Whoever may touch the transport."""
 
     def call(self, fn: Callable[[], Any]) -> Any:
@@ -22,7 +22,7 @@ class Owner(Protocol):
 class RegisteredMemory:
     """What `Communicator.register` returns: a context manager, or `close` it by hand."""
 
-    def __init__(self, owner: Owner, registered: Registered) -> None:
+    def __init__(self, owner: LoopOwner, registered: Registered) -> None:
         self._owner = owner
         self._registered: Registered | None = registered
 
@@ -39,4 +39,4 @@ class RegisteredMemory:
         self.close()
 
 
-__all__ = ["Owner", "RegisteredMemory"]
+__all__ = ["LoopOwner", "RegisteredMemory"]

@@ -228,7 +228,7 @@ class HealthReport(msgspec.Struct, frozen=True):
         return "\n".join(lines)
 
 
-class Agreed(msgspec.Struct, frozen=True):
+class AgreedHealth(msgspec.Struct, frozen=True):
     """The newest health of all ranks' rails this one has heard of, and since when.
 
     ``shares[rank]`` has what each rail of a rank carries, in sixteenths; 0: it is down.
@@ -239,7 +239,7 @@ class Agreed(msgspec.Struct, frozen=True):
     shares: tuple[tuple[int, ...], ...]
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldPath(msgspec.Struct, frozen=True):
     """A path that failed and is not used yet: how long it has to be good without a break."""
 
     peer: int
@@ -247,7 +247,7 @@ class Held(msgspec.Struct, frozen=True):
     hold_s: float
 
 
-class Status(msgspec.Struct, frozen=True):
+class RankStatus(msgspec.Struct, frozen=True):
     """Everything one rank has under way; ``error`` is what ended the communicator, if anything."""
 
     rank: int
@@ -260,9 +260,9 @@ class Status(msgspec.Struct, frozen=True):
     links: tuple[LinkEntry, ...]
     peers: tuple[PeerEntry, ...]
     repairs: tuple[Repair, ...]
-    health: Agreed | None
+    health: AgreedHealth | None
     verdicts: tuple[str, ...]
-    held: tuple[Held, ...]
+    held: tuple[HeldPath, ...]
 
 
 def waits_of_call(links: Links, runs: Iterable[LaneRun]) -> tuple[Wait, ...]:
@@ -315,14 +315,14 @@ def peer_entries(
     return tuple(_peer(each, last_heard(each.rank), ops[each.rank]) for each in peers)
 
 
-def agreed(known: Known | None) -> Agreed | None:
+def agreed(known: Known | None) -> AgreedHealth | None:
     """Spell the health that all ranks plan with, or will."""
     if known is None:
         return None
     health, since_s = known
     rails = range(health.nrails)
     shares = (tuple(health.share(rank, rail) for rail in rails) for rank in range(health.nranks))
-    return Agreed(health.version, since_s, tuple(shares))
+    return AgreedHealth(health.version, since_s, tuple(shares))
 
 
 def spelled(verdicts: Iterable[Verdict]) -> tuple[str, ...]:
@@ -404,16 +404,16 @@ def _listed(items: list[str]) -> str:
 _SHOWN = 8
 
 __all__ = [
-    "Agreed",
+    "AgreedHealth",
     "HealthReport",
-    "Held",
+    "HeldPath",
     "LinkEntry",
     "Operation",
     "PathEntry",
     "PeerEntry",
     "Pending",
     "RailHealth",
-    "Status",
+    "RankStatus",
     "Wait",
     "absent",
     "agreed",

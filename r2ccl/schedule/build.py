@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from r2ccl.schedule.ir import Kind, Op, Space
+from r2ccl.schedule.ir import Op, OpKind, Space
 
 #: The caller's memory, INPUT and OUTPUT, or SCRATCH; and a chunk of it.
 _Place = tuple[bool, int]
@@ -47,7 +47,7 @@ class ProgramBuilder:
         """Give `peer` a chunk."""
         source = self.held(chunk)
         waits = self._reading(source, chunk)
-        return self._add(Op(Kind.SEND, peer, source, chunk, Space.OUTPUT, -1, _all(waits, after)))
+        return self._add(Op(OpKind.SEND, peer, source, chunk, Space.OUTPUT, -1, _all(waits, after)))
 
     def recv(
         self,
@@ -61,8 +61,8 @@ class ProgramBuilder:
         """Have a chunk of `peer` replace this rank's; see `Op.is_proof`."""
         waits = _all(self._writing(space, chunk), after)
         # Without a send to prove there is nothing the mark could say.
-        proves = is_proof and any(self._ops[index].kind == Kind.SEND for index in waits)
-        op = Op(Kind.RECV, peer, Space.OUTPUT, -1, space, chunk, waits, False, proves)
+        proves = is_proof and any(self._ops[index].kind == OpKind.SEND for index in waits)
+        op = Op(OpKind.RECV, peer, Space.OUTPUT, -1, space, chunk, waits, False, proves)
         return self._add(op)
 
     def recv_reduce(
@@ -71,7 +71,7 @@ class ProgramBuilder:
         """Add a chunk of `peer` to this rank's."""
         source = self.held(chunk)
         waits = _all(self._writing(Space.OUTPUT, chunk), after)
-        op = Op(Kind.RECV_REDUCE, peer, source, chunk, Space.OUTPUT, chunk, waits, is_final)
+        op = Op(OpKind.RECV_REDUCE, peer, source, chunk, Space.OUTPUT, chunk, waits, is_final)
         return self._add(op)
 
     def copy(
@@ -79,12 +79,12 @@ class ProgramBuilder:
     ) -> int:
         """Copy this rank's own chunk from one space to another."""
         waits = _all(self._reading(source, chunk), self._writing(target, chunk))
-        return self._add(Op(Kind.COPY, -1, source, chunk, target, chunk, waits, is_final))
+        return self._add(Op(OpKind.COPY, -1, source, chunk, target, chunk, waits, is_final))
 
     def reduce(self, chunk: int, source: Space, *, is_final: bool = False) -> int:
         """Add this rank's own chunk in `source` to the one in OUTPUT."""
         waits = _all(self._reading(source, chunk), self._writing(Space.OUTPUT, chunk))
-        return self._add(Op(Kind.REDUCE, -1, source, chunk, Space.OUTPUT, chunk, waits, is_final))
+        return self._add(Op(OpKind.REDUCE, -1, source, chunk, Space.OUTPUT, chunk, waits, is_final))
 
     def _reading(self, space: Space, chunk: int) -> list[int]:
         """Note that the op to come reads a chunk; return what it must wait for."""

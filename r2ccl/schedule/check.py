@@ -21,7 +21,7 @@ from r2ccl.schedule.conditions import conditions_of
 from r2ccl.schedule.events import build_events, check_slices, error_at, match
 from r2ccl.schedule.graph import Bools, Ints
 from r2ccl.schedule.hazards import check_hazards
-from r2ccl.schedule.ir import Kind, Schedule, Space
+from r2ccl.schedule.ir import OpKind, Schedule, Space
 from r2ccl.schedule.replay import replay
 
 AnyInts = npt.NDArray[np.signedinteger[Any]]
@@ -60,15 +60,15 @@ def check_fields(schedule: Schedule, arrays: ScheduleArrays) -> None:
     """
     ops = arrays.ops
     kind, peer, src, dst = ops["kind"], ops["peer"], ops["src"], ops["dst"]
-    reads, writes = kind != Kind.RECV, kind != Kind.SEND
-    is_local = (kind == Kind.COPY) | (kind == Kind.REDUCE)
+    reads, writes = kind != OpKind.RECV, kind != OpKind.SEND
+    is_local = (kind == OpKind.COPY) | (kind == OpKind.REDUCE)
     # A channel that is none has been refused when the arrays were made.
     nchunks = np.array(schedule.nchunks)[ops["channel"]]
     owner = np.repeat(np.arange(ops.size), np.diff(arrays.offsets))
     repeats = np.zeros(owner.size, np.bool_)
     repeats[1:] = (owner[1:] == owner[:-1]) & (arrays.after[1:] <= arrays.after[:-1])
     rules: list[tuple[Bools, str]] = [
-        (_outside(kind, len(Kind)), f"kind must be 0 to {len(Kind) - 1}"),
+        (_outside(kind, len(OpKind)), f"kind must be 0 to {len(OpKind) - 1}"),
         (is_local & (peer != -1), "a local op has peer -1"),
         (~is_local & _outside(peer, schedule.nranks), f"peer must be below {schedule.nranks}"),
         (~is_local & (peer == ops["rank"]), "peer must be another rank"),
@@ -81,7 +81,7 @@ def check_fields(schedule: Schedule, arrays: ScheduleArrays) -> None:
         (_outside(ops["dst_space"], len(Space)), "dst_space must be a Space"),
         (writes & (ops["dst_space"] == Space.INPUT), "INPUT is the caller's: write to OUTPUT"),
         (~writes & ops["final"], "a SEND writes nothing that could be final"),
-        (ops["proof"] & (ops["kind"] != Kind.RECV), "only a RECV can be a proof"),
+        (ops["proof"] & (ops["kind"] != OpKind.RECV), "only a RECV can be a proof"),
         (
             _any(owner, _outside(arrays.after, ops["index"][owner]), ops.size),
             "after must name earlier ops of the same program",

@@ -17,7 +17,7 @@ from r2ccl.schedule.arrays import as_arrays
 from r2ccl.schedule.check import check_fields
 from r2ccl.schedule.chunks import layout
 from r2ccl.schedule.events import build_events, match
-from r2ccl.schedule.ir import Cost, Kind, Schedule
+from r2ccl.schedule.ir import Cost, OpKind, Schedule
 
 
 def measure(schedule: Schedule) -> Cost:
@@ -32,8 +32,8 @@ def measure(schedule: Schedule) -> Cost:
     check_fields(schedule, arrays)
     events = build_events(arrays, match(arrays))
     ops = arrays.ops
-    is_send = ops["kind"] == Kind.SEND
-    is_receive = (ops["kind"] == Kind.RECV) | (ops["kind"] == Kind.RECV_REDUCE)
+    is_send = ops["kind"] == OpKind.SEND
+    is_receive = (ops["kind"] == OpKind.RECV) | (ops["kind"] == OpKind.RECV_REDUCE)
     return Cost(
         events.steps,
         _busiest(schedule, ops[is_send]),
@@ -88,7 +88,7 @@ def wire_nbytes(
     nbytes = sizes[firsts[arrays.ops["channel"]] + arrays.chunks()] * itemsize
     kind = arrays.ops["kind"]
     totals = []
-    for kinds in ((Kind.SEND,), (Kind.RECV, Kind.RECV_REDUCE)):
+    for kinds in ((OpKind.SEND,), (OpKind.RECV, OpKind.RECV_REDUCE)):
         total = np.zeros(schedule.nranks, np.int64)
         chosen = np.isin(kind, kinds)
         np.add.at(total, arrays.ops["rank"][chosen], nbytes[chosen])

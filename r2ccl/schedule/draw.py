@@ -24,7 +24,7 @@ from r2ccl.schedule.arrays import ScheduleArrays, as_arrays
 from r2ccl.schedule.check import check_fields
 from r2ccl.schedule.events import END, LAND, build_events, match
 from r2ccl.schedule.graph import Bools, topological_levels
-from r2ccl.schedule.ir import Kind, Schedule
+from r2ccl.schedule.ir import OpKind, Schedule
 from r2ccl.schedule.shapes import Point
 
 #: Panels of a picture before it gets longer than what one looks at.
@@ -53,14 +53,14 @@ class _Move(NamedTuple):
     sink: int
     landed: int
     done: int
-    kind: Kind
+    kind: OpKind
     is_final: bool
     chunks: tuple[int, ...]
 
     @property
     def is_sum(self) -> bool:
         """Something is added."""
-        return self.kind in (Kind.RECV_REDUCE, Kind.REDUCE)
+        return self.kind in (OpKind.RECV_REDUCE, OpKind.REDUCE)
 
 
 class _Place(NamedTuple):
@@ -151,13 +151,13 @@ def _moves(arrays: ScheduleArrays) -> tuple[list[_Move], int]:
     weight = events.is_message.astype(np.int64)
     times = topological_levels(3 * arrays.ops.size, events.source, events.target, weight)
     steps, level = times.distance.reshape(-1, 3), times.level.reshape(-1, 3)[:, END]
-    found: dict[tuple[int, int, int, int, int, Kind, bool], list[int]] = {}
+    found: dict[tuple[int, int, int, int, int, OpKind, bool], list[int]] = {}
     for op in np.argsort(level, kind="stable").tolist():
         row = arrays.ops[op]
-        kind, done = Kind(int(row["kind"])), int(steps[op, END])
-        if kind == Kind.SEND:
+        kind, done = OpKind(int(row["kind"])), int(steps[op, END])
+        if kind == OpKind.SEND:
             continue
-        landed = done if kind in (Kind.COPY, Kind.REDUCE) else int(steps[op, LAND])
+        landed = done if kind in (OpKind.COPY, OpKind.REDUCE) else int(steps[op, LAND])
         key = (
             int(row["channel"]), int(row["peer"]), int(row["rank"]), landed, done, kind,
             bool(row["final"]),
@@ -255,11 +255,11 @@ def _free(begin: Point, end: Point, label: str, taken: Sequence[tuple[Point, flo
     return places[0]
 
 
-def _mark(kind: Kind, at: Point, ink: str, *, is_final: bool) -> str:
+def _mark(kind: OpKind, at: Point, ink: str, *, is_final: bool) -> str:
     """Draw what is done with what came; where it just replaces what was, the arrow says it."""
-    if kind == Kind.COPY:
+    if kind == OpKind.COPY:
         return shapes.square(at, ink)
-    return "" if kind == Kind.RECV else shapes.plus(at, ink, is_filled=is_final)
+    return "" if kind == OpKind.RECV else shapes.plus(at, ink, is_filled=is_final)
 
 
 def _heading(
@@ -272,8 +272,8 @@ def _heading(
         f"{_count(schedule.nranks, 'rank')}, {_count(schedule.nchannels, 'channel')} of {each}, "
         f"{_count(nsteps, 'step')}"
     )
-    is_send = arrays.ops["kind"] == Kind.SEND
-    is_receive = np.isin(arrays.ops["kind"], (Kind.RECV, Kind.RECV_REDUCE))
+    is_send = arrays.ops["kind"] == OpKind.SEND
+    is_receive = np.isin(arrays.ops["kind"], (OpKind.RECV, OpKind.RECV_REDUCE))
     sent, received = (_loads(schedule, arrays, chosen) for chosen in (is_send, is_receive))
     load = f"Every rank sends and receives {sent[0]} times the data"
     if len({*sent, *received}) > 1:
@@ -309,13 +309,13 @@ def _legend(schedule: Schedule, shown: Sequence[Sequence[_Move]]) -> tuple[list[
     if max(schedule.nchunks[: len(shown)]) > 1:
         entries.append((shapes.badge(at, "0", grey), 20, "chunk"))
     if False in sums:
-        entries.append((_mark(Kind.REDUCE, at, grey, is_final=False), 20, "added"))
+        entries.append((_mark(OpKind.REDUCE, at, grey, is_final=False), 20, "added"))
     if True in sums:
-        entries.append((_mark(Kind.REDUCE, at, grey, is_final=True), 20, "sum complete"))
+        entries.append((_mark(OpKind.REDUCE, at, grey, is_final=True), 20, "sum complete"))
     if any(move.landed < move.done for move in moves):
         entries.append((shapes.dots((0, 0), (24, 0), grey), 30, "landed, not added yet"))
-    if any(move.kind == Kind.COPY for move in moves):
-        entries.append((_mark(Kind.COPY, at, grey, is_final=False), 18, "copied"))
+    if any(move.kind == OpKind.COPY for move in moves):
+        entries.append((_mark(OpKind.COPY, at, grey, is_final=False), 18, "copied"))
     if schedule.nchannels > len(shown):
         left_out = _count(schedule.nchannels - len(shown), "channel")
         entries.append(("", 0, f"{left_out} more, not shown"))

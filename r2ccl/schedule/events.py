@@ -36,7 +36,7 @@ import numpy as np
 from r2ccl.errors import ScheduleError
 from r2ccl.schedule.arrays import ScheduleArrays
 from r2ccl.schedule.graph import Bools, Ints, find_cycle, strong_components, topological_levels
-from r2ccl.schedule.ir import Kind
+from r2ccl.schedule.ir import OpKind
 
 BEGIN, LAND, END = 0, 1, 2
 
@@ -80,8 +80,8 @@ def match(arrays: ScheduleArrays) -> Ints:
         An op without its counterpart, or a pair on different chunks.
     """
     ops = arrays.ops
-    is_send = ops["kind"] == Kind.SEND
-    is_receive = (ops["kind"] == Kind.RECV) | (ops["kind"] == Kind.RECV_REDUCE)
+    is_send = ops["kind"] == OpKind.SEND
+    is_receive = (ops["kind"] == OpKind.RECV) | (ops["kind"] == OpKind.RECV_REDUCE)
     link = _links(arrays)
     sends, receives = np.flatnonzero(is_send), np.flatnonzero(is_receive)
     # Stable: the ops of a link stay in program order, as they are in the arrays.
@@ -138,7 +138,7 @@ def check_slices(arrays: ScheduleArrays, events: Events) -> None:
     """
     nnodes = 3 * arrays.ops.size
     node = np.arange(nnodes)
-    is_receive = np.isin(arrays.ops["kind"], (Kind.RECV, Kind.RECV_REDUCE))
+    is_receive = np.isin(arrays.ops["kind"], (OpKind.RECV, OpKind.RECV_REDUCE))
     node[3 * np.flatnonzero(is_receive) + LAND] += END - LAND
     source, target = node[events.source], node[events.target]
     keep = source != target
@@ -173,7 +173,7 @@ def replay_order(arrays: ScheduleArrays, events: Events) -> tuple[Ints, Ints]:
         Level at which each op acts: a SEND hands its data over when it begins, the others do
         their work when they end.
     """
-    is_send = arrays.ops["kind"] == Kind.SEND
+    is_send = arrays.ops["kind"] == OpKind.SEND
     level = events.level.reshape(-1, 3)
     moment = np.where(is_send, level[:, BEGIN], level[:, END])
     return np.lexsort((moment, arrays.chunks(), arrays.ops["channel"])), moment
@@ -183,7 +183,7 @@ def error_at(arrays: ScheduleArrays, op: int, message: str) -> ScheduleError:
     """Make the error that names rank, channel, index and chunk of op number `op`."""
     row = arrays.ops[op]
     kind = int(row["kind"])
-    name = Kind(kind).name if kind in set(Kind) else f"kind {kind}"
+    name = OpKind(kind).name if kind in set(OpKind) else f"kind {kind}"
     return ScheduleError(
         f"{name} of chunk {arrays.chunks()[op]}: {message}",
         rank=int(row["rank"]),
@@ -197,8 +197,8 @@ def _edges(arrays: ScheduleArrays, other: Ints) -> tuple[Ints, Ints, Bools, Bool
     every = np.arange(ops.size)
     chunk = arrays.chunks()
     waiting, waited = arrays.waits()
-    receives = np.flatnonzero(np.isin(ops["kind"], (Kind.RECV, Kind.RECV_REDUCE)))
-    lands = receives[ops["kind"][receives] == Kind.RECV]
+    receives = np.flatnonzero(np.isin(ops["kind"], (OpKind.RECV, OpKind.RECV_REDUCE)))
+    lands = receives[ops["kind"][receives] == OpKind.RECV]
     sends = other[receives]
     # Receives of one link, one behind the other in program order.
     link = _links(arrays)[receives]
@@ -227,7 +227,7 @@ def _links(arrays: ScheduleArrays) -> Ints:
     ops = arrays.ops
     # Not the ranks alone: one without ops is still a peer.
     nranks = int(max(ops["rank"].max(initial=0), ops["peer"].max(initial=0))) + 1
-    is_send = ops["kind"] == Kind.SEND
+    is_send = ops["kind"] == OpKind.SEND
     source = np.where(is_send, ops["rank"], ops["peer"]).astype(np.int64)
     sink = np.where(is_send, ops["peer"], ops["rank"])
     return (ops["channel"] * np.int64(nranks) + source) * nranks + sink
@@ -245,7 +245,7 @@ def _unmatched(arrays: ScheduleArrays, link: Ints, sends: Ints, receives: Ints) 
 
 def _describe(arrays: ScheduleArrays, op: int) -> str:
     row = arrays.ops[op]
-    return f"{Kind(int(row['kind'])).name} (rank {row['rank']}, op {row['index']})"
+    return f"{OpKind(int(row['kind'])).name} (rank {row['rank']}, op {row['index']})"
 
 
 def _deadlock(arrays: ScheduleArrays, circle: list[int]) -> ScheduleError:

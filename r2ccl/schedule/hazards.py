@@ -20,7 +20,7 @@ import numpy as np
 from r2ccl.schedule.arrays import ScheduleArrays
 from r2ccl.schedule.events import Events, error_at, replay_order
 from r2ccl.schedule.graph import Ints
-from r2ccl.schedule.ir import Kind, Space
+from r2ccl.schedule.ir import OpKind, Space
 
 #: Channel, chunk, rank, space: one piece of memory.
 Place = tuple[int, int, int, int]
@@ -46,12 +46,12 @@ def check_hazards(arrays: ScheduleArrays, other: Ints, events: Events) -> None:
     for op, (chunk, channel, rank, kind, src_space, dst_space) in zip(
         order.tolist(), fields, strict=True
     ):
-        if kind != Kind.RECV:
+        if kind != OpKind.RECV:
             place = (channel, chunk, rank, src_space or Space.OUTPUT)
             if place in written:
                 waits.require(written[place], op, "reads")
             readers.setdefault(place, []).append(op)
-        if kind != Kind.SEND:
+        if kind != OpKind.SEND:
             place = (channel, chunk, rank, dst_space)
             for earlier in readers.pop(place, ()):
                 if earlier != op:
@@ -71,7 +71,7 @@ class _Waits:
         self._offsets = arrays.offsets.data
         self._other = other.data
         self._moment = moment.data
-        is_receive = np.isin(arrays.ops["kind"], (Kind.RECV, Kind.RECV_REDUCE))
+        is_receive = np.isin(arrays.ops["kind"], (OpKind.RECV, OpKind.RECV_REDUCE))
         self._is_receive = is_receive.view(np.uint8).data
 
     def require(self, earlier: int, later: int, verb: str) -> None:
@@ -79,18 +79,19 @@ class _Waits:
         if self._is_ordered(earlier, later):
             return
         row = self._arrays.ops[earlier]
+        kind = OpKind(int(row["kind"])).name
         raise error_at(
             self._arrays,
             later,
-            f"{verb} memory that op {row['index']} ({Kind(int(row['kind'])).name}) uses, in place "
-            "or out of place, and does not wait for it; name it in after",
+            f"{verb} memory that op {row['index']} ({kind}) uses, in place or out of place, and "
+            "does not wait for it; name it in after",
         )
 
     def require_proof(self, op: int) -> None:
         """Raise unless the message `op` receives proves that the SENDs it waits for arrived."""
         for i in range(self._offsets[op], self._offsets[op + 1]):
             send = self._waited[i]
-            if self._arrays.ops["kind"][send] != Kind.SEND:
+            if self._arrays.ops["kind"][send] != OpKind.SEND:
                 continue
             if not self._is_ordered(self._other[send], self._other[op]):
                 raise error_at(

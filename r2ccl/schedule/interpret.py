@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from r2ccl.errors import InvalidArgument, ScheduleError
 from r2ccl.schedule.chunks import layout
-from r2ccl.schedule.ir import Kind, Op, Schedule, Space
+from r2ccl.schedule.ir import Op, OpKind, Schedule, Space
 
 Array = npt.NDArray[Any]
 
@@ -122,12 +122,12 @@ class _Machine:
         op, rank, channel = task.op, task.rank, task.channel
         if any((rank, channel, i) not in self._done for i in op.after):
             return False
-        is_receive = op.kind in (Kind.RECV, Kind.RECV_REDUCE)
+        is_receive = op.kind in (OpKind.RECV, OpKind.RECV_REDUCE)
         if is_receive and task.ticket not in self._messages:
             return False
         where = slice(*self._chunks[channel][op.chunk])
         source = self.memories[rank][op.src_space][where]
-        if op.kind == Kind.SEND:
+        if op.kind == OpKind.SEND:
             self._messages[task.ticket] = source.copy()
         else:
             received = self._messages.pop(task.ticket) if is_receive else source
@@ -141,11 +141,11 @@ class _Machine:
 
 def _result(task: _Task, source: Array, target: Array, received: Array, reduce: Reduce) -> Array:
     op = task.op
-    if op.kind == Kind.RECV:
+    if op.kind == OpKind.RECV:
         return received
-    if op.kind == Kind.RECV_REDUCE:
+    if op.kind == OpKind.RECV_REDUCE:
         return reduce(received, source) if op.peer < task.rank else reduce(source, received)
-    if op.kind == Kind.REDUCE:
+    if op.kind == OpKind.REDUCE:
         return reduce(target, source)
     return source
 
@@ -157,7 +157,7 @@ def _tasks(schedule: Schedule) -> list[_Task]:
     for rank in range(schedule.nranks):
         for channel, ops in enumerate(schedule.program(rank).channels):
             for index, op in enumerate(ops):
-                is_send = op.kind == Kind.SEND
+                is_send = op.kind == OpKind.SEND
                 ends = (rank, op.peer) if is_send else (op.peer, rank)
                 position = posted.get((is_send, *ends, channel), 0)
                 posted[is_send, *ends, channel] = position + 1

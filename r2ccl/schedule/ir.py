@@ -37,7 +37,7 @@ from r2ccl.errors import InvalidArgument
 PARTED = frozenset({"allgather", "reduce_scatter"})
 
 
-class Kind(enum.IntEnum):
+class OpKind(enum.IntEnum):
     """What an op does; ``received`` is what the matching SEND of ``peer`` carries."""
 
     #: Read ``src``, give it to ``peer``.
@@ -65,7 +65,7 @@ class Op(msgspec.Struct, frozen=True, gc=False):
 
     Parameters
     ----------
-    kind : Kind
+    kind : OpKind
     peer : int
         The other rank; -1 for COPY and REDUCE.
     src_space, src : Space, int
@@ -84,7 +84,7 @@ class Op(msgspec.Struct, frozen=True, gc=False):
         named as soon as they are retired; the checker proves it.
     """
 
-    kind: Kind
+    kind: OpKind
     peer: int
     src_space: Space
     src: int
@@ -224,4 +224,4 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         return RankProgram(rank, self.nranks, self.nparts, self.nchunks, self.weights, channels)
 
 
-__all__ = ["PARTED", "Cost", "Kind", "Op", "RankProgram", "Schedule", "Space"]
+__all__ = ["PARTED", "Cost", "Op", "OpKind", "RankProgram", "Schedule", "Space"]

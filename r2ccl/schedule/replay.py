@@ -21,10 +21,10 @@ from r2ccl.schedule.arrays import ScheduleArrays
 from r2ccl.schedule.conditions import Conditions
 from r2ccl.schedule.events import Events, error_at, replay_order
 from r2ccl.schedule.graph import Ints
-from r2ccl.schedule.ir import Kind, Schedule, Space
+from r2ccl.schedule.ir import OpKind, Schedule, Space
 
 
-class Held(NamedTuple):
+class HeldChunk(NamedTuple):
     """What a chunk of memory, or a message, holds.
 
     ``expression`` is its number, ``contributions`` the set of ranks in it as bits, ``is_final``
@@ -89,18 +89,18 @@ class _Lane:
         self._mode = "in place" if in_place else "out of place"
         self._every = (1 << nranks) - 1
         self._input = Space.OUTPUT if in_place else Space.INPUT
-        self._memory: dict[Place, Held] = {}
+        self._memory: dict[Place, HeldChunk] = {}
         # Operands to number; a contribution, which has none, is (its bits, -1).
         self._expressions: dict[tuple[int, int], int] = {}
         for rank in range(nranks):
             initial = conditions.initial(rank, chunk)
             if initial:
                 leaf = self._expressions.setdefault((initial, -1), len(self._expressions))
-                self._memory[rank, self._input] = Held(leaf, initial, False)
+                self._memory[rank, self._input] = HeldChunk(leaf, initial, False)
 
     def run(self, members: Ints, other: Ints) -> None:
         """Replay the ops, then compare with what is wanted."""
-        messages: dict[int, Held] = {}
+        messages: dict[int, HeldChunk] = {}
         rows = self._arrays.ops[members]
         columns = ("rank", "kind", "peer", "src_space", "dst_space", "final")
         fields = zip(*(rows[name].tolist() for name in columns), strict=True)
@@ -109,14 +109,14 @@ class _Lane:
             pairs, fields, strict=True
         ):
             source = (rank, src_space or self._input)
-            if kind == Kind.SEND:
+            if kind == OpKind.SEND:
                 messages[op] = self._read(op, source)
                 continue
-            if kind == Kind.RECV:
+            if kind == OpKind.RECV:
                 held = messages.pop(partner)
-            elif kind == Kind.COPY:
+            elif kind == OpKind.COPY:
                 held = self._read(op, source)
-            elif kind == Kind.REDUCE:
+            elif kind == OpKind.REDUCE:
                 held = self._reduce(op, self._read(op, (rank, dst_space)), self._read(op, source))
             else:
                 sides = (self._read(op, source), messages.pop(partner))
@@ -124,7 +124,7 @@ class _Lane:
             self._memory[rank, dst_space] = self._mark(op, held, final)
         self._compare()
 
-    def _read(self, op: int, place: Place) -> Held:
+    def _read(self, op: int, place: Place) -> HeldChunk:
         held = self._memory.get(place)
         if held is None:
             raise error_at(
@@ -132,7 +132,7 @@ class _Lane:
             )
         return held
 
-    def _reduce(self, op: int, left: Held, right: Held) -> Held:
+    def _reduce(self, op: int, left: HeldChunk, right: HeldChunk) -> HeldChunk:
         if left.is_final or right.is_final:
             raise error_at(self._arrays, op, f"reduces what is complete already ({self._mode})")
         twice = left.contributions & right.contributions
@@ -142,9 +142,9 @@ class _Lane:
             )
         pair = (left.expression, right.expression)
         number = self._expressions.setdefault(pair, len(self._expressions))
-        return Held(number, left.contributions | right.contributions, False)
+        return HeldChunk(number, left.contributions | right.contributions, False)
 
-    def _mark(self, op: int, held: Held, final: bool) -> Held:
+    def _mark(self, op: int, held: HeldChunk, final: bool) -> HeldChunk:
         is_due = (
             self._conditions.is_reduction
             and held.contributions == self._every

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.schedule.ir import Kind, Op, Schedule, Space
+from r2ccl.schedule.ir import Op, OpKind, Schedule, Space
 
 #: Ranks side by side before a table gets wider than a terminal.
 DEFAULT_RANKS = 4
@@ -80,18 +80,18 @@ def table(schedule: Schedule, ranks: Sequence[int] | None = None, channel: int =
 
 
 def _cell(op: Op, rank: int) -> str:
-    if op.kind not in set(Kind):
+    if op.kind not in set(OpKind):
         return repr(op)
     source, target = _memory(op.src_space, op.src), _memory(op.dst_space, op.dst)
     received = f"from {op.peer}"
-    if op.kind == Kind.SEND:
+    if op.kind == OpKind.SEND:
         text = f"to {op.peer}: {source}"
-    elif op.kind == Kind.RECV:
+    elif op.kind == OpKind.RECV:
         text = f"{target} = {received}"
-    elif op.kind == Kind.RECV_REDUCE:
+    elif op.kind == OpKind.RECV_REDUCE:
         left, right = (received, source) if op.peer < rank else (source, received)
         text = f"{target} = {left} + {right}"
-    elif op.kind == Kind.COPY:
+    elif op.kind == OpKind.COPY:
         text = f"{target} = {source}"
     else:
         text = f"{target} = {target} + {source}"

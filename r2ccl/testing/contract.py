@@ -110,7 +110,7 @@ class Side:
         self.transport.fence(self.path)
 
 
-class Joined:
+class JoinedPair:
     """A connection and its two sides."""
 
     def __init__(self, bench: Bench, rail: int = 0) -> None:
@@ -190,7 +190,7 @@ def pattern(nbytes: int, salt: int = 0) -> bytearray:
 
 def check_eager(bench: Bench) -> None:
     """An eager slice arrives with its frame and payload, also an empty one."""
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     for seq, nbytes in enumerate((64, 1, 0, 63)):
         pair.a.send(seq, pattern(nbytes, seq), ack=seq)
     arrived = pair.until_count(pair.b, Arrived, 4)
@@ -202,7 +202,7 @@ def check_eager(bench: Bench) -> None:
 
 def check_cleared(bench: Bench) -> None:
     """A cleared slice lands in its region and nowhere else, whatever its size."""
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     for seq, nbytes in enumerate((1, 65, 4096, (1 << 20) + 3)):
         region = bytearray(nbytes)
         token = pair.cleared(region, seq)
@@ -217,7 +217,7 @@ def check_cleared(bench: Bench) -> None:
 
 def check_confirmations_ride_along(bench: Bench) -> None:
     """What a frame confirms reaches the peer, whichever call brought it."""
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     token = pair.cleared(bytearray(100))
     pair.a.send(0, pattern(100), token, ack=5)
     pair.a.send(1, pattern(10), ack=6)
@@ -234,7 +234,7 @@ def check_confirmations_ride_along(bench: Bench) -> None:
 
 def check_early_confirmation(bench: Bench) -> None:
     """What the transport confirmed by itself has arrived, and says so, whatever comes next."""
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     region = bytearray(300_000)
     pair.b.want(0, region, ack=1)
     token = pair.until_count(pair.a, Cleared)[0].token
@@ -251,7 +251,7 @@ def check_early_confirmation(bench: Bench) -> None:
 
 def check_order(bench: Bench) -> None:
     """Cleared slices arrive in the order they were sent, all of them."""
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     regions = [bytearray(5_000) for _ in range(8)]
     tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
     for seq, token in enumerate(tokens):
@@ -263,7 +263,7 @@ def check_order(bench: Bench) -> None:
 
 def check_both_ways(bench: Bench) -> None:
     """Eager and cleared slices and confirmations cross each other unharmed."""
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     region = bytearray(200_000)
     token = pair.cleared(region)
     for seq in range(20):
@@ -283,7 +283,7 @@ def check_both_ways(bench: Bench) -> None:
 
 def check_both_ways_full(bench: Bench) -> None:
     """Both sides have more to say than the other has room for, and more whenever they read."""
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     talkers = Talker(pair.a, salt=0), Talker(pair.b, salt=100)
     give_up = time.monotonic() + bench.patience_s
 
@@ -302,7 +302,7 @@ def check_both_ways_full(bench: Bench) -> None:
 
 def check_view_is_free_when_sent(bench: Bench) -> None:
     """After `Sent` the view may hold something else."""
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     region = bytearray(300_000)
     data = pattern(300_000)
     token = pair.cleared(region)
@@ -315,7 +315,7 @@ def check_view_is_free_when_sent(bench: Bench) -> None:
 
 def check_replay(bench: Bench) -> None:
     """A replay arrives once, like any slice, and may come before what was queued earlier."""
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     regions = [bytearray(50_000) for _ in range(3)]
     tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
     pair.a.send(0, pattern(50_000, 0), tokens[0])
@@ -329,7 +329,7 @@ def check_replay(bench: Bench) -> None:
 
 def check_paths_are_apart(bench: Bench) -> None:
     """Two rails between the same ranks do not mix, and one goes on when the other is fenced."""
-    first, second = Joined(bench, 0), Joined(bench, 1)
+    first, second = JoinedPair(bench, 0), JoinedPair(bench, 1)
     # One transport serves both: a poll through either pair brings the events of both.
     second.a.events, second.b.events = first.a.events, first.b.events
     second.b.payloads = first.b.payloads
@@ -347,7 +347,7 @@ def check_paths_are_apart(bench: Bench) -> None:
 
 def check_break(bench: Bench) -> None:
     """A broken path reports `Failed` once at each end; until fenced, calls on it do nothing."""
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     pair.a.send(0, pattern(10))
     pair.until_count(pair.b, Arrived)
     bench.break_path(0)
@@ -369,7 +369,7 @@ def check_break(bench: Bench) -> None:
 
 def check_fence_is_last(bench: Bench) -> None:
     """`Fenced` is the last event of a path, once."""
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     for seq in range(5):
         pair.a.send(seq, pattern(60))
         pair.b.send(seq, pattern(60))
@@ -385,7 +385,7 @@ def check_fence_is_last(bench: Bench) -> None:
 
 def check_fence_keeps_writes_out(bench: Bench) -> None:
     """After `Fenced` no write changes a region named before, sent earlier or later."""
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     regions = [bytearray(100_000) for _ in range(2)]
     tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
     pair.a.send(0, pattern(100_000), tokens[0])
@@ -401,7 +401,7 @@ def check_fence_keeps_writes_out(bench: Bench) -> None:
 
 def check_fence_frees_the_view(bench: Bench) -> None:
     """After `Fenced` at the sender its view is read no more: no new byte of it travels."""
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     region = bytearray(400_000)
     data = pattern(400_000)
     pair.a.send(0, data, pair.cleared(region))
@@ -415,13 +415,13 @@ def check_fence_frees_the_view(bench: Bench) -> None:
 
 def check_reopen(bench: Bench) -> None:
     """A fenced path can be opened again, and brings nothing of its former life."""
-    old = Joined(bench)
+    old = JoinedPair(bench)
     region = bytearray(1_000)
     token = old.cleared(region)
     for side in (old.a, old.b):
         side.fence()
         old.until_count(side, Fenced)
-    new = Joined(bench)
+    new = JoinedPair(bench)
     new.b.want(0, bytearray(500))
     assert new.until_count(new.a, Cleared)[0].nbytes == 500
     new.a.send(7, pattern(40))
@@ -455,7 +455,7 @@ def check_unknown_path(bench: Bench) -> None:
 
 def check_idle_path_is_not_stuck(bench: Bench) -> None:
     """A path that moved everything is not stuck."""
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     assert pair.a.transport.is_open(pair.a.path)
     pair.a.send(0, pattern(64))
     pair.until_count(pair.b, Arrived)
@@ -483,4 +483,4 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
     check_idle_path_is_not_stuck,
 )
 
-__all__ = ["CHECKS", "Bench", "Joined", "Side", "pattern"]
+__all__ = ["CHECKS", "Bench", "JoinedPair", "Side", "pattern"]

@@ -2,8 +2,8 @@
 
 `installed` puts modules in pyverbs' place and loads the modules that import it anew, so that
 `r2ccl.transport.verbs.transport` runs as it is, unmodified, where there is no RDMA device and no
-pyverbs. All NICs of a `Fabric` reach each other. Of verbs it has what r2ccl uses: reliable queue
-pairs, writes with and without immediate data, flushes, one completion queue a device.
+pyverbs. All NICs of a `FakeFabric` reach each other. Of verbs it has what r2ccl uses: reliable
+queue pairs, writes with and without immediate data, flushes, one completion queue a device.
 
 A write is done when it is posted, or kept under way while its port is mute. A queue pair that goes
 to ERR completes every request that is under way, also those that asked for no completion. A
@@ -59,7 +59,7 @@ class Completion(SimpleNamespace):
     """An ``ibv_wc``."""
 
 
-class Fabric:
+class FakeFabric:
     """The NICs of a test, by name.
 
     Parameters
@@ -99,7 +99,7 @@ class Fabric:
 class FakeContext:
     """pyverbs.device.Context."""
 
-    def __init__(self, fabric: Fabric, name: str) -> None:
+    def __init__(self, fabric: FakeFabric, name: str) -> None:
         self.fabric = fabric
         self.name = name
         self.is_mute = False
@@ -361,7 +361,7 @@ class FakeQueuePair:
 
 
 @contextlib.contextmanager
-def installed(fabric: Fabric) -> Iterator[SimpleNamespace]:
+def installed(fabric: FakeFabric) -> Iterator[SimpleNamespace]:
     """Put the fake in pyverbs' place; gives the modules of `r2ccl.transport` that then see it.
 
     They are loaded anew, and forgotten afterwards: classes of theirs that were imported before
@@ -387,7 +387,7 @@ def installed(fabric: Fabric) -> Iterator[SimpleNamespace]:
             setattr(package, name, module)
 
 
-def _modules(fabric: Fabric) -> dict[str, ModuleType]:
+def _modules(fabric: FakeFabric) -> dict[str, ModuleType]:
     contents: dict[str, dict[str, Any]] = {
         "addr": dict.fromkeys(("GID", "AHAttr", "GlobalRoute"), FakeAttributes),
         "cq": {"CQ": FakeCompletionQueue, "CompChannel": FakeChannel},
@@ -410,4 +410,4 @@ def _modules(fabric: Fabric) -> dict[str, ModuleType]:
     return found
 
 
-__all__ = ["Fabric", "FakeCompletionQueue", "FakeContext", "FakeQueuePair", "installed"]
+__all__ = ["FakeCompletionQueue", "FakeContext", "FakeFabric", "FakeQueuePair", "installed"]

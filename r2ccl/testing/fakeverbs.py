@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.transport.verbs.layout import COMP_CHANNEL, CONTEXT, CQ, PD, QP, Nic
+from r2ccl.transport.verbs.layout import COMP_CHANNEL, CONTEXT, CQ, PD, QP, ProviderNic
 
 Record = npt.NDArray[Any]
 
@@ -68,17 +68,17 @@ class FakeNic:
         )  # fmt: skip
         return _holder(self.records["qp"], qp_num=number, qp_state=_IN_INIT, qp_type=_RC)
 
-    def located(self) -> Nic:
+    def located(self) -> ProviderNic:
         """What finding it must come to, but for the provider."""
         table = self.records["context"][0]
-        return Nic(
+        return ProviderNic(
             context=self.address("context"), pd=self.address("pd"), cq=self.address("cq"),
             poll_cq=int(table["poll_cq"]), post_send=int(table["post_send"]),
             post_recv=int(table["post_recv"]), provider="",
         )  # fmt: skip
 
 
-class Rates(msgspec.Struct, frozen=True):
+class ProviderRates(msgspec.Struct, frozen=True):
     """Seconds of one processor for calls of the compiled path, the provider's own left out.
 
     ``completion_s`` is a completion's share of a full batch, its tuple included; ``receive_s`` a
@@ -91,7 +91,7 @@ class Rates(msgspec.Struct, frozen=True):
     receive_s: float
 
 
-def rates(batch: int = 256, chain: int = 32, seconds: float = 0.2) -> Rates:
+def rates(batch: int = 256, chain: int = 32, seconds: float = 0.2) -> ProviderRates:
     """Measure the compiled path over functions that do next to nothing.
 
     Parameters
@@ -113,7 +113,7 @@ def rates(batch: int = 256, chain: int = 32, seconds: float = 0.2) -> Rates:
     quiet.make_qp(1)
     poster = Poster(quiet.located(), quiet.address("qp"), (0, 0, 0), chain)
     source, target = (1 << 46, 1 << 20, 7), (1 << 45, 8)
-    return Rates(
+    return ProviderRates(
         empty_poll_s=_time_of(Poller(quiet.located(), batch).poll, seconds),
         completion_s=_time_of(Poller(full.located(), batch).poll, seconds) / batch,
         write_s=_time_of(lambda: poster.write(1 << 54, 2, 3, source, target), seconds),
@@ -145,4 +145,4 @@ def _holder(record: Record, **shown: int) -> Any:
     return kind.from_buffer(record.view(np.uint8).data)  # type: ignore[attr-defined]
 
 
-__all__ = ["ASYNC_FD", "CHANNEL_FD", "CMD_FD", "FakeNic", "Rates", "rates"]
+__all__ = ["ASYNC_FD", "CHANNEL_FD", "CMD_FD", "FakeNic", "ProviderRates", "rates"]

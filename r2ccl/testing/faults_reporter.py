@@ -45,7 +45,7 @@ class Applied(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Record(Protocol):
+class PlanRecord(Protocol):
     """A plan, as far as a reporter sees it."""
 
     faults: tuple[Fault, ...]
@@ -64,7 +64,7 @@ class FaultReporter:
 
     Parameters
     ----------
-    plan : Record
+    plan : PlanRecord
         Only faults triggered by this rank's operations count, and it records when they fired;
         those with `at_s` are the lab's.
     rank : int
@@ -73,7 +73,7 @@ class FaultReporter:
         the caller cuts a loopback rail: ``lambda due: cut(due.fault.rail)``.
     """
 
-    def __init__(self, plan: Record, rank: int, apply: Callable[[Due], None]) -> None:
+    def __init__(self, plan: PlanRecord, rank: int, apply: Callable[[Due], None]) -> None:
         self._rank = rank
         self._apply = apply
         self._plan = plan
@@ -161,5 +161,5 @@ __all__ = [
     "Due",
     "FaultReporter",
     "LabClient",
-    "Record",
+    "PlanRecord",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from r2ccl.testing.contract import Bench, Joined, pattern
+from r2ccl.testing.contract import Bench, JoinedPair, pattern
 from r2ccl.transport.base import Arrived, Failed, Fenced, Probed
 from r2ccl.types import ProbeKey
 
@@ -58,12 +58,12 @@ def check_probe_of_a_port_that_is_gone(bench: Bench) -> None:
 def check_probe_survives_the_fence(bench: Bench) -> None:
     """Neither a fenced path nor a broken one is what a probe travels on."""
     bench.join_probes()
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     for side in (pair.a, pair.b):
         side.fence()
         pair.until_count(side, Fenced)
     assert ask(bench, STRAIGHT[0]).is_answered is True
-    Joined(bench, 1)
+    JoinedPair(bench, 1)
     bench.break_path(1)
     assert ask(bench, STRAIGHT[0]).is_answered is True
 
@@ -71,7 +71,7 @@ def check_probe_survives_the_fence(bench: Bench) -> None:
 def check_probes_disturb_nothing(bench: Bench) -> None:
     """Slices of a path pass while it is probed, and one probe at a time is under way."""
     bench.join_probes()
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     regions = [bytearray(50_000) for _ in range(8)]
     tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
     for seq, token in enumerate(tokens):

@@ -1,6 +1,6 @@
 """What the machine has: its NICs as rails, and the news about them.
 
-Netlink and the enumeration of interfaces and RDMA devices live here and nowhere else. This room
+Netlink and the enumeration of interfaces and RDMA devices live here and nowhere else. This package
 must not import transports, bootstrap or anything above them; it hands out values (`Nic`, `Hca`,
 `LinkEvent`). What is near to a GPU is in modules of its own, which are not imported here, for most
 ranks need none of them: `sysfs`, `gpus` and `nccl_xml` give a `machine`, `affinity` chooses NICs.

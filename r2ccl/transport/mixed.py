@@ -20,7 +20,7 @@ from r2ccl.transport.wakeup import Wakeup
 from r2ccl.types import BYPASS, PathKey, ProbeKey
 
 
-class Part(Transport, Protocol):
+class TransportPart(Transport, Protocol):
     """A transport that can be waited for together with others."""
 
     def fileno(self) -> int:
@@ -53,12 +53,12 @@ class MixedTransport:
 
     Parameters
     ----------
-    parts : sequence of Part
+    parts : sequence of TransportPart
         Rails in this order; a part numbers its paths by the rails of the whole. The first one, of
         sockets, has the bypasses too.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[TransportPart]) -> None:
         self.nrails = sum(part.nrails for part in parts)
         self._parts = parts
         rails = (part for part in parts for _ in range(part.nrails))
@@ -196,4 +196,4 @@ class MixedTransport:
         return events
 
 
-__all__ = ["MixedTransport", "Part"]
+__all__ = ["MixedTransport", "TransportPart"]

@@ -23,7 +23,7 @@ from r2ccl.bootstrap import ControlPlane, Goodbye, connect, wire
 from r2ccl.bootstrap.auth import PROOF_NBYTES, PROTOCOL_VERSION, Claim, Dialer, Purpose, Secret
 from r2ccl.bootstrap.launch import LocalJob
 from r2ccl.bootstrap.listener import Listener
-from r2ccl.bootstrap.session import MAX_FRAME_NBYTES, Frame
+from r2ccl.bootstrap.session import MAX_FRAME_NBYTES, SessionFrame
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 
@@ -711,7 +711,7 @@ def test_a_claim_that_is_proved_but_wrong_stays_outside(
     ("data", "reason"),
     [
         (
-            (MAX_FRAME_NBYTES + 1).to_bytes(4, "big") + Frame(1, 0, b"").pack()[4:],
+            (MAX_FRAME_NBYTES + 1).to_bytes(4, "big") + SessionFrame(1, 0, b"").pack()[4:],
             "oversized frame",
         ),
         (b"\xff" * 100, "wrong frame version"),

@@ -14,10 +14,10 @@ from support.planes import start_job as start_job  # the fixture
 
 from r2ccl.bootstrap import bypass
 from r2ccl.bootstrap.auth import Claim, Purpose
-from r2ccl.types import BYPASS, Way
+from r2ccl.types import BYPASS, BypassWay
 
 
-def connect(job: Job, epoch: int, *ways: Way, low: int = 0, high: int = 1) -> None:
+def connect(job: Job, epoch: int, *ways: BypassWay, low: int = 0, high: int = 1) -> None:
     job.planes[high].accept_path(low, BYPASS, epoch)
     job.planes[low].dial_bypass(high, epoch, ways)
     job.seen[low].wait_for(lambda: (high, BYPASS, epoch) in job.seen[low].paths)
@@ -33,7 +33,7 @@ def ends(job: Job, epoch: int, low: int = 0, high: int = 1) -> tuple[socket.sock
 
 def test_a_cross_way_joins_ports_of_different_rails(start_job: Callable[..., Job]) -> None:
     job = start_job(2)
-    connect(job, 4, Way(0, 1, 1))
+    connect(job, 4, BypassWay(0, 1, 1))
     left, right = ends(job, 4)
     assert left.getsockname()[0] == "127.0.0.1"
     assert left.getpeername() == right.getsockname() == job.planes[0].peers[1].rails[1]
@@ -47,7 +47,7 @@ def test_a_third_rank_forwards_both_ways_until_one_end_closes(
     start_job: Callable[..., Job],
 ) -> None:
     job = start_job(3)
-    connect(job, 0, Way(1, 2, 1))
+    connect(job, 0, BypassWay(1, 2, 1))
     left, right = ends(job, 0)
     assert left.getpeername() == job.planes[0].peers[2].rails[1]
     payload = bytes(range(256)) * (1 << 12)
@@ -72,7 +72,7 @@ def test_a_dead_way_does_not_hold_up_the_others(start_job: Callable[..., Job]) -
     # Nobody listens at rank 2's first rail any more; its second one works.
     victim = job.planes[2]._listener._sockets[0]
     victim.close()
-    connect(job, 0, Way(0, 2, 0), Way(1, 2, 1))
+    connect(job, 0, BypassWay(0, 2, 0), BypassWay(1, 2, 1))
     left, right = ends(job, 0)
     right.sendall(b"here")
     assert left.recv(100) == b"here"
@@ -81,8 +81,8 @@ def test_a_dead_way_does_not_hold_up_the_others(start_job: Callable[..., Job]) -
 def test_an_end_of_an_older_epoch_is_not_let_in(start_job: Callable[..., Job]) -> None:
     job = start_job(2)
     job.planes[1].accept_path(0, BYPASS, 2)
-    job.planes[0].dial_bypass(1, 1, [Way(0, 1, 1)])
-    job.planes[0].call_later(0.2, lambda: job.planes[0].dial_bypass(1, 2, [Way(0, 1, 1)]))
+    job.planes[0].dial_bypass(1, 1, [BypassWay(0, 1, 1)])
+    job.planes[0].call_later(0.2, lambda: job.planes[0].dial_bypass(1, 2, [BypassWay(0, 1, 1)]))
     job.seen[1].wait_for(lambda: (0, BYPASS, 2) in job.seen[1].paths)
     assert len(job.seen[1].paths) == 1
     assert job.planes[1].rejections()["path of an older epoch"] == 1
@@ -114,9 +114,9 @@ def test_a_rank_forwards_a_bounded_number(
 ) -> None:
     monkeypatch.setattr(bypass, "MAX_FORWARDED", 1)
     job = start_job(4)
-    connect(job, 0, Way(0, 3, 0))
+    connect(job, 0, BypassWay(0, 3, 0))
     job.planes[2].accept_path(0, BYPASS, 0)
-    job.planes[0].dial_bypass(2, 0, [Way(0, 3, 0), Way(0, 1, 0)])
+    job.planes[0].dial_bypass(2, 0, [BypassWay(0, 3, 0), BypassWay(0, 1, 0)])
     job.seen[2].wait_for(lambda: (0, BYPASS, 0) in job.seen[2].paths)
     assert job.planes[3].rejections()["too many connections to forward"] == 1
 

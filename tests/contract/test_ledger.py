@@ -10,7 +10,7 @@ import pytest
 from support import ledger_programs
 
 from r2ccl import launch
-from r2ccl.runtime.status import Status
+from r2ccl.runtime.status import RankStatus
 
 TIMEOUT_S = 90.0
 
@@ -29,7 +29,7 @@ def test_a_signal_in_mid_call_dumps_the_ledger_and_no_more(tmp_path: Path) -> No
     assert first
     assert second
     (line,) = text.splitlines()
-    read = msgspec.json.decode(line, type=Status)
+    read = msgspec.json.decode(line, type=RankStatus)
     assert read.rank == 0
     assert [operation.op for operation in read.operations] == [2]
     assert read.pending.absent == {1: 1}

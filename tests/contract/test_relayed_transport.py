@@ -16,7 +16,7 @@ from contract.test_transport import TcpBench as SocketBench
 
 from r2ccl.device.views import address_of, view_of
 from r2ccl.gpu.pxn.transport import RelayedTransport
-from r2ccl.testing.contract import CHECKS, Bench, Joined, pattern
+from r2ccl.testing.contract import CHECKS, Bench, JoinedPair, pattern
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.probecontract import PROBE_CHECKS
 from r2ccl.testing.simulation.gpus import GpuNetwork
@@ -200,7 +200,7 @@ def test_the_checks_relay() -> None:
 
     for rank in (0, 1):
         bench.relays[rank].take = count(rank)  # type: ignore[method-assign]
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     regions = [bytearray(5_000) for _ in range(8)]
     tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
     for seq, token in enumerate(tokens):
@@ -217,7 +217,7 @@ def test_a_mixed_transport_stays_awake_while_a_slice_is_copied() -> None:
     """Nothing but the GPU moves after the slice has landed: no descriptor tells of its end."""
     bench = RelayedBench(((), (0, 1)))
     silent = os.eventfd(0, os.EFD_NONBLOCK)
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     part = pair.b.transport._transport
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimPart, "fileno", lambda self: silent)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from r2ccl.errors import InternalError
-from r2ccl.testing.contract import CHECKS, Bench, Joined, pattern
-from r2ccl.testing.fakepyverbs import Fabric, installed
+from r2ccl.testing.contract import CHECKS, Bench, JoinedPair, pattern
+from r2ccl.testing.fakepyverbs import FakeFabric, installed
 from r2ccl.testing.probecontract import PROBE_CHECKS
 from r2ccl.testing.simulation.network import Cut, End, SimNetwork, Timeline
 from r2ccl.testing.simulation.transport import SimTransport
@@ -138,7 +138,7 @@ class VerbsBench:
     cross = None
 
     def __init__(self) -> None:
-        self._fabric = Fabric()
+        self._fabric = FakeFabric()
         self._held = ExitStack()
         self._loaded = self._held.enter_context(installed(self._fabric))
         self._newest: dict[int, tuple[Any, Any]] = {}
@@ -224,7 +224,7 @@ def test_the_contract_notices_a_fence_that_is_none() -> None:
 def test_a_slice_confirmed_early_survives_a_reset() -> None:
     """The kernel gives what it has counted even after RST, and `Arrived` comes before `Failed`."""
     bench = TcpBench()
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     region = bytearray(300_000)
     pair.b.want(0, region, ack=1)
     token = pair.until_count(pair.a, Cleared)[0].token
@@ -244,7 +244,7 @@ def test_a_slice_confirmed_early_survives_a_reset() -> None:
 
 def test_the_simulator_refuses_the_use_of_a_fenced_path() -> None:
     bench = SimBench()
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     pair.a.fence()
     pair.until_count(pair.a, Fenced)
     pair.settle()
@@ -254,7 +254,7 @@ def test_the_simulator_refuses_the_use_of_a_fenced_path() -> None:
 
 def test_the_simulator_overwrites_a_payload_kept_too_long() -> None:
     bench = SimBench()
-    pair = Joined(bench)
+    pair = JoinedPair(bench)
     pair.a.transport.isend(pair.a.path, Frame(0, 0, 0, 0, 0), memoryview(pattern(8)), None)
     pair.a.transport.flush()
     bench.run()

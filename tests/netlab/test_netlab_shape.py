@@ -5,7 +5,7 @@ import re
 import pytest
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.testing.netlab import Shape, fabric
+from r2ccl.testing.netlab import LabShape, fabric
 
 
 @pytest.mark.parametrize(
@@ -26,11 +26,11 @@ from r2ccl.testing.netlab import Shape, fabric
 )
 def test_a_shape_out_of_range_is_refused_with_what_is_allowed(field: str, value: object) -> None:
     with pytest.raises(InvalidArgument, match=f"{field}=.*allowed is"):
-        Shape(**{field: value})  # type: ignore[arg-type]
+        LabShape(**{field: value})  # type: ignore[arg-type]
 
 
 def test_no_two_interfaces_share_an_index_across_a_veth() -> None:
-    shape = Shape(nodes=fabric.MAX_NODES, rails=fabric.MAX_RAILS)
+    shape = LabShape(nodes=fabric.MAX_NODES, rails=fabric.MAX_RAILS)
     lines = fabric.switch_lines(shape, [f"ns{node}" for node in range(shape.nodes)])
     in_switch, in_node = [], set()
     for line in lines:
@@ -43,7 +43,7 @@ def test_no_two_interfaces_share_an_index_across_a_veth() -> None:
 
 
 def test_names_fit_the_kernels_fifteen_bytes() -> None:
-    last = Shape(nodes=fabric.MAX_NODES, rails=fabric.MAX_RAILS)
+    last = LabShape(nodes=fabric.MAX_NODES, rails=fabric.MAX_RAILS)
     assert len(fabric.port_name(last.nodes - 1, last.rails - 1)) <= 15
     assert len(fabric.nic_name(last.rails - 1)) <= 15
 
@@ -62,9 +62,9 @@ def test_names_fit_the_kernels_fifteen_bytes() -> None:
 def test_a_queue_holds_what_its_rate_sends_in_its_latency(
     rate: str, latency: str, limit: int
 ) -> None:
-    shape = Shape(rate=rate, latency=latency, buffer="1ms")
+    shape = LabShape(rate=rate, latency=latency, buffer="1ms")
     assert fabric.nic_shaper(shape, 0).endswith(
         f"dev rail0 root tbf rate {rate} burst 256kb limit {limit}"
     )
-    shape = Shape(rate=rate, latency="1ms", buffer=latency)
+    shape = LabShape(rate=rate, latency="1ms", buffer=latency)
     assert fabric.port_shaper(shape, 2, 0).endswith(f"burst 256kb limit {limit}")

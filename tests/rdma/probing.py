@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from r2ccl.failover.connector import Answer, Connector, Offer, Ready
+from r2ccl.failover.connector import Answer, Connector, EndpointReady, Offer
 from r2ccl.topology.hcas import GidFinder, Hca
 from r2ccl.topology.neighbours import Neighbours
 from r2ccl.transport.base import Joined, Probed
@@ -22,12 +22,14 @@ PROBE_TIMEOUT_S = 1.0
 
 def open_transport(rank: int, hcas: Sequence[Hca], fastpath: str = "0") -> Any:
     """Open a `VerbsTransport` over ports."""
-    from r2ccl.transport.verbs.device import Device
+    from r2ccl.transport.verbs.device import RdmaDevice
     from r2ccl.transport.verbs.registration import RegistrationCache
     from r2ccl.transport.verbs.transport import VerbsTransport
 
     devices = [
-        Device(hca.name, hca.port, GidFinder(hca.name, hca.port), Neighbours(hca.index), fastpath)
+        RdmaDevice(
+            hca.name, hca.port, GidFinder(hca.name, hca.port), Neighbours(hca.index), fastpath
+        )
         for hca in hcas
     ]
     cache = RegistrationCache([device.registrar for device in devices], 1 << 30)
@@ -42,7 +44,7 @@ class TwoRanks:
 
     def __init__(self, ports: Sequence[Sequence[Hca]]) -> None:
         self.transports = [open_transport(rank, ports[rank]) for rank in (0, 1)]
-        self.mail: deque[tuple[int, int, Offer | Answer | Ready]] = deque()
+        self.mail: deque[tuple[int, int, Offer | Answer | EndpointReady]] = deque()
         self.joiners = [self._connector(rank) for rank in (0, 1)]
         self.joined: list[ProbeKey] = []
         self.probed: list[Probed] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from r2ccl.testing.rdmalab import Shape
+from r2ccl.testing.rdmalab import MachineShape
 from r2ccl.testing.rdmalab.guest import missing_ports
 from r2ccl.topology.hcas import Gid, Hca, choose_gid, list_hcas
 
@@ -95,7 +95,7 @@ def pair(hcas: tuple[tuple[Hca, ...], ...]) -> Iterator[tuple[Endpoint, Endpoint
 
 
 @pytest.fixture
-def carrier(lab: Shape) -> Iterator[Callable[[str], None]]:
+def carrier(lab: MachineShape) -> Iterator[Callable[[str], None]]:
     """Take the last rail's interface of node 1 down and up; it is up again afterwards."""
     name = lab.netdev(1, lab.nics - 1)
 
@@ -108,7 +108,7 @@ def carrier(lab: Shape) -> Iterator[Callable[[str], None]]:
 
 
 def test_there_is_a_device_for_every_nic_and_it_is_active(
-    lab: Shape, hcas: tuple[tuple[Hca, ...], ...]
+    lab: MachineShape, hcas: tuple[tuple[Hca, ...], ...]
 ) -> None:
     assert [len(node) for node in hcas] == [lab.nics] * lab.nodes
     assert missing_ports(lab, list_hcas()) == []
@@ -118,7 +118,7 @@ def test_there_is_a_device_for_every_nic_and_it_is_active(
         assert addresses == [f"::ffff:{lab.address(node, rail)}" for rail in range(lab.nics)]
 
 
-def test_making_the_devices_again_changes_nothing(lab: Shape) -> None:
+def test_making_the_devices_again_changes_nothing(lab: MachineShape) -> None:
     from r2ccl.testing.rdmalab.guest import main
 
     before = list_hcas()
@@ -151,7 +151,7 @@ def test_a_write_with_immediate_arrives_whole(pair: tuple[Endpoint, Endpoint]) -
 
 
 def test_a_port_reports_that_its_carrier_is_lost_and_found(
-    lab: Shape, carrier: Callable[[str], None]
+    lab: MachineShape, carrier: Callable[[str], None]
 ) -> None:
     from pyverbs import enums as e
     from pyverbs.device import Context

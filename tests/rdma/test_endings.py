@@ -20,7 +20,7 @@ from endings import cells
 from endings.jobs import Output, ended_s
 from support.forked_ranks import ForkedRanks
 
-from r2ccl.testing.rdmalab import Shape
+from r2ccl.testing.rdmalab import MachineShape
 
 #: Waits and limits are so many times longer than on sockets. The processor is emulated: a loop of
 #: Python takes 16 times as long as outside (3,000,000 additions: 1.9 s and 0.12 s), a wait takes no
@@ -42,12 +42,12 @@ CELLS = [
 
 
 @pytest.fixture(scope="module")
-def ranks(lab: Shape) -> Iterator[ForkedRanks]:
+def ranks(lab: MachineShape) -> Iterator[ForkedRanks]:
     with ForkedRanks([ENDING, FORK], ["rdma.preloaded"]) as forked:
         yield forked
 
 
-def run(ranks: ForkedRanks, lab: Shape, script: Path, argument: str) -> list[Output]:
+def run(ranks: ForkedRanks, lab: MachineShape, script: Path, argument: str) -> list[Output]:
     """Run a job of three ranks on two nodes."""
     environments = [
         {
@@ -75,7 +75,7 @@ def require_verbs(found: dict[int, dict[str, Any]]) -> None:
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(("ending", "moment"), CELLS)
-def test_an_end(ranks: ForkedRanks, lab: Shape, ending: str, moment: str) -> None:
+def test_an_end(ranks: ForkedRanks, lab: MachineShape, ending: str, moment: str) -> None:
     outputs = run(ranks, lab, ENDING, cells.plan(ending, moment, SCALE))
     seen = cells.read(outputs, ending)
     delays = [f"{each['raised_s'] - seen.ended_s:.2f}" for each in seen.found.values()]
@@ -86,7 +86,7 @@ def test_an_end(ranks: ForkedRanks, lab: Shape, ending: str, moment: str) -> Non
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("kind", ["unwinds", "outlives"])
-def test_a_child_harms_nobody(ranks: ForkedRanks, lab: Shape, kind: str) -> None:
+def test_a_child_harms_nobody(ranks: ForkedRanks, lab: MachineShape, kind: str) -> None:
     outputs = run(ranks, lab, FORK, kind)
     is_killed = kind == "outlives"
     found = {}

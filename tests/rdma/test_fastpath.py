@@ -20,14 +20,14 @@ FLUSHED = 5
 @pytest.fixture
 def open_device(hcas: tuple[tuple[Hca, ...], ...]) -> Iterator[Open]:
     """Return what opens a port."""
-    from r2ccl.transport.verbs.device import Device
+    from r2ccl.transport.verbs.device import RdmaDevice
 
     hca = hcas[0][0]
     made = []
 
     def opened(fastpath: str) -> Any:
         find_gid = GidFinder(hca.name, hca.port)
-        made.append(Device(hca.name, hca.port, find_gid, Neighbours(hca.index), fastpath))
+        made.append(RdmaDevice(hca.name, hca.port, find_gid, Neighbours(hca.index), fastpath))
         return made[-1]
 
     yield opened
@@ -104,13 +104,13 @@ def test_a_flushed_queue_pair_tells_its_failure_and_both_markers(
     open_pair: Any, fastpath: str, most: int
 ) -> None:
     """Compiled, the dozens of receive requests are told once a call."""
-    from r2ccl.transport.verbs.queuepair import Work
+    from r2ccl.transport.verbs.queuepair import RequestKind
 
     device, qp = open_pair(fastpath)
     qp.flush()
     told: list[tuple[int, ...]] = []
     give_up = time.monotonic() + 30
-    while sum(qp.work_of(each[0]) is Work.MARKER for each in told) < 2:
+    while sum(qp.work_of(each[0]) is RequestKind.MARKER for each in told) < 2:
         assert time.monotonic() < give_up, told
         told += device.completions()
     assert {(each[1], each[5]) for each in told} == {(FLUSHED, qp.number)}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from r2ccl.testing.rdmalab import Shape
+from r2ccl.testing.rdmalab import MachineShape
 
 #: Rounds of random cuts; ``make test-rdma`` sets more.
 ROUNDS = int(os.environ.get("R2CC_RDMA_ROUNDS", "6"))
@@ -18,14 +18,14 @@ PROGRAM = Path(__file__).with_name("repair_rank.py")
 
 
 @pytest.fixture(autouse=True)
-def _all_links_whole(lab: Shape) -> Iterator[None]:
+def _all_links_whole(lab: MachineShape) -> Iterator[None]:
     """Whatever a test that fails leaves: neither the next one here nor other tests meet it."""
     mend(lab)
     yield
     mend(lab)
 
 
-def mend(lab: Shape) -> None:
+def mend(lab: MachineShape) -> None:
     for node in range(lab.nodes):
         for nic in range(lab.nics):
             subprocess.run(["ip", "link", "set", lab.netdev(node, nic), "up"], check=True)
@@ -60,7 +60,7 @@ def spread(values: Iterable[float]) -> str:
 
 
 @pytest.mark.timeout(700)
-def test_a_nic_dies_at_any_moment_on_either_side(lab: Shape, tmp_path: Path) -> None:
+def test_a_nic_dies_at_any_moment_on_either_side(lab: MachineShape, tmp_path: Path) -> None:
     reports = run("random", tmp_path, ROUNDS)
     assert {report["nsums"] for report in reports} == {2 + 4 * ROUNDS}
     repairs = repairs_of(reports)
@@ -73,7 +73,7 @@ def test_a_nic_dies_at_any_moment_on_either_side(lab: Shape, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(700)
-def test_a_wire_swallows_everything_and_no_port_says_so(lab: Shape, tmp_path: Path) -> None:
+def test_a_wire_swallows_everything_and_no_port_says_so(lab: MachineShape, tmp_path: Path) -> None:
     rounds = max(1, ROUNDS // 2)
     reports = run("swallow", tmp_path, rounds)
     assert {report["nsums"] for report in reports} == {2 + 8 * rounds}
@@ -98,14 +98,16 @@ def test_a_wire_swallows_everything_and_no_port_says_so(lab: Shape, tmp_path: Pa
 
 
 @pytest.mark.timeout(400)
-def test_traffic_returns_to_a_restored_nic(lab: Shape, tmp_path: Path) -> None:
+def test_traffic_returns_to_a_restored_nic(lab: MachineShape, tmp_path: Path) -> None:
     """Two NICs one after another, then the first back and the third down."""
     notes = run("several", tmp_path)[0]["notes"]
     assert [note["routes"] for note in notes] == [[1, 2], [2], [0]]
 
 
 @pytest.mark.timeout(400)
-def test_tcp_is_the_last_resort_and_rdma_takes_over_again(lab: Shape, tmp_path: Path) -> None:
+def test_tcp_is_the_last_resort_and_rdma_takes_over_again(
+    lab: MachineShape, tmp_path: Path
+) -> None:
     without, after = run("everything", tmp_path)[0]["notes"]
     assert all(rail < 0 for rail in without["routes"]), "TCP's rails come before RDMA's"
     assert after["routes"] == [0, 1, 2]

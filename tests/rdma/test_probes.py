@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rdma.probing import PATIENCE_S, PROBE_TIMEOUT_S, TwoRanks, ip, silent
 
-from r2ccl.testing.rdmalab import Shape
+from r2ccl.testing.rdmalab import MachineShape
 from r2ccl.topology.hcas import Hca, list_hcas
 from r2ccl.types import ProbeKey
 
@@ -27,7 +27,7 @@ def two(hcas: Nodes) -> Iterator[TwoRanks]:
 
 
 def test_a_silent_port_is_noticed_in_time_and_joined_again(
-    two: TwoRanks, lab: Shape, monkeypatch: pytest.MonkeyPatch
+    two: TwoRanks, lab: MachineShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from r2ccl.transport.verbs import probe
 
@@ -144,7 +144,7 @@ def test_probes_on_one_fabric_tell_a_dead_nic_from_a_dead_link(
 
 
 @pytest.mark.timeout(300)
-def test_a_communicator_joins_its_probes_by_itself(lab: Shape, tmp_path: Path) -> None:
+def test_a_communicator_joins_its_probes_by_itself(lab: MachineShape, tmp_path: Path) -> None:
     """Also between ranks of which one is stopped."""
     report = tmp_path / "report.json"
     done = subprocess.run(

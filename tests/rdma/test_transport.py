@@ -10,7 +10,7 @@ from rdma.probing import open_transport, silent
 
 from r2ccl.errors import TransportError
 from r2ccl.testing.contract import CHECKS, Bench, Side, pattern
-from r2ccl.testing.contract import Joined as Pair
+from r2ccl.testing.contract import JoinedPair as Pair
 from r2ccl.testing.probecontract import PROBE_CHECKS
 from r2ccl.topology.hcas import Hca
 from r2ccl.transport.base import Arrived, Cleared, Failed, Fenced, Joined, Sent

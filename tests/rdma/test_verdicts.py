@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from r2ccl.testing.rdmalab import Shape
+from r2ccl.testing.rdmalab import MachineShape
 
 ROUNDS = int(os.environ.get("R2CC_RDMA_ROUNDS", "6"))
 PROGRAM = Path(__file__).with_name("verdicts_rank.py")
@@ -22,7 +22,9 @@ NRANKS = 3
 Rounds = list[dict[str, Any]]
 
 
-def run(kind: str, lab: Shape, folder: Path, first: int = 0, rounds: int = ROUNDS) -> list[Rounds]:
+def run(
+    kind: str, lab: MachineShape, folder: Path, first: int = 0, rounds: int = ROUNDS
+) -> list[Rounds]:
     """Run a rank on each node, from round `first` on; return by rank what it wrote, if it did."""
     if lab.nodes < NRANKS:
         pytest.skip(f"a lab of {NRANKS} nodes is needed: r2ccl rdmalab --nodes {NRANKS} --nics 2")
@@ -44,7 +46,9 @@ def by_round(reports: list[Rounds]) -> list[Rounds]:
 
 
 @pytest.mark.timeout(1000)
-def test_a_dead_nic_is_local_to_its_node_and_remote_to_others(lab: Shape, tmp_path: Path) -> None:
+def test_a_dead_nic_is_local_to_its_node_and_remote_to_others(
+    lab: MachineShape, tmp_path: Path
+) -> None:
     for each in by_round(run("nic_down", lab, tmp_path)):
         node, nic = each[0]["node"], each[0]["nic"]
         others = [rank for rank in range(NRANKS) if rank != node]
@@ -55,7 +59,9 @@ def test_a_dead_nic_is_local_to_its_node_and_remote_to_others(lab: Shape, tmp_pa
 
 
 @pytest.mark.timeout(1000)
-def test_a_nic_that_swallows_everything_is_told_from_its_peers(lab: Shape, tmp_path: Path) -> None:
+def test_a_nic_that_swallows_everything_is_told_from_its_peers(
+    lab: MachineShape, tmp_path: Path
+) -> None:
     for each in by_round(run("hole", lab, tmp_path)):
         node, nic = each[0]["node"], each[0]["nic"]
         print(f"hole: node {node}, NIC {nic}: {[report['found'] for report in each]}")
@@ -68,7 +74,9 @@ def test_a_nic_that_swallows_everything_is_told_from_its_peers(lab: Shape, tmp_p
 
 
 @pytest.mark.timeout(1000)
-def test_two_nics_that_do_not_reach_each_other_are_a_link(lab: Shape, tmp_path: Path) -> None:
+def test_two_nics_that_do_not_reach_each_other_are_a_link(
+    lab: MachineShape, tmp_path: Path
+) -> None:
     for each in by_round(run("isolate", lab, tmp_path)):
         nic = each[0]["nic"]
         print(f"isolate: nodes 1 and 2, NIC {nic}: {[report['found'] for report in each]}")
@@ -77,7 +85,7 @@ def test_two_nics_that_do_not_reach_each_other_are_a_link(lab: Shape, tmp_path: 
 
 
 @pytest.mark.timeout(1000)
-def test_a_stopped_process_is_slow_and_nothing_moves(lab: Shape, tmp_path: Path) -> None:
+def test_a_stopped_process_is_slow_and_nothing_moves(lab: MachineShape, tmp_path: Path) -> None:
     for each in by_round(run("stop", lab, tmp_path)):
         victim = each[0]["node"]
         print(f"stop: rank {victim}: {[report['found'] for report in each]}")
@@ -89,7 +97,7 @@ def test_a_stopped_process_is_slow_and_nothing_moves(lab: Shape, tmp_path: Path)
 
 
 @pytest.mark.timeout(1000)
-def test_a_killed_process_is_lost_to_both_others(lab: Shape, tmp_path: Path) -> None:
+def test_a_killed_process_is_lost_to_both_others(lab: MachineShape, tmp_path: Path) -> None:
     for turn in range(ROUNDS):
         folder = tmp_path / str(turn)
         folder.mkdir()

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import r2ccl
-from r2ccl.failover.diagnosis.verdict import Kind
+from r2ccl.failover.diagnosis.verdict import VerdictKind
 
 NICS = int(os.environ["R2CCL_RDMALAB_NICS"])
 COUNT = 200_000
@@ -167,7 +167,7 @@ class Run:
         self.until(lambda: lost() <= judged())
         # An end that could not tell may hear better from the other.
         give_up = time.monotonic() + REVISION_S
-        while any(v.kind is Kind.PATH and v.when_s > since_s for v in self.comm.verdicts()):
+        while any(v.kind is VerdictKind.PATH and v.when_s > since_s for v in self.comm.verdicts()):
             if time.monotonic() > give_up:
                 return
             time.sleep(0.02)

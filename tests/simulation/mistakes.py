@@ -20,10 +20,9 @@ from r2ccl.failover.migration.path import PathState
 from r2ccl.failover.migration.routes import Routes
 from r2ccl.planning.lowering import Step
 from r2ccl.runtime.executor import LaneRun
-from r2ccl.schedule.ir import Kind
+from r2ccl.schedule.ir import OpKind
 from r2ccl.testing.simulation.control import SimControl
-from r2ccl.testing.simulation.network import End, SimNetwork
-from r2ccl.testing.simulation.network import Kind as MessageKind
+from r2ccl.testing.simulation.network import End, MessageKind, SimNetwork
 from r2ccl.types import PathKey
 
 Mistake = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -90,7 +89,7 @@ def _overwritten_while_sent() -> contextlib.AbstractContextManager[Any]:
     original = LaneRun._is_ready
 
     def is_ready(self: LaneRun, step: Step, k: int) -> bool:
-        return step.kind is Kind.RECV_REDUCE or original(self, step, k)
+        return step.kind is OpKind.RECV_REDUCE or original(self, step, k)
 
     return mock.patch.object(LaneRun, "_is_ready", is_ready)
 
@@ -103,11 +102,11 @@ def _reduced_as_it_comes() -> contextlib.AbstractContextManager[Any]:
         if not self._progress._repairs.repairs:
             return original(self, step, k)
         after = list(step.after)
-        if step.kind is Kind.RECV_REDUCE:
-            after = [each for each in after if self._steps[each[0]].kind is not Kind.RECV_REDUCE]
+        if step.kind is OpKind.RECV_REDUCE:
+            after = [each for each in after if self._steps[each[0]].kind is not OpKind.RECV_REDUCE]
         else:  # waits for all that is added, whichever comes last
             for index, _, _ in after:
-                if self._steps[index].kind is Kind.RECV_REDUCE:
+                if self._steps[index].kind is OpKind.RECV_REDUCE:
                     after.extend(self._steps[index].after)
         return original(self, msgspec.structs.replace(step, after=tuple(after)), k)
 
@@ -119,7 +118,7 @@ def _divided_when_replayed() -> contextlib.AbstractContextManager[Any]:
     original = LaneRun._use
 
     def use(self: LaneRun, cursor: Any, index: int, step: Step, data: Any) -> None:
-        if step.kind is Kind.RECV_REDUCE and self._progress._repairs.repairs:
+        if step.kind is OpKind.RECV_REDUCE and self._progress._repairs.repairs:
             step = msgspec.structs.replace(step, is_final=True)
         original(self, cursor, index, step, data)
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from support.slow import slow_but
 
-from r2ccl.testing.simulation import CallSpec, CutPath, NicDown, Plan, Workload, simulate
+from r2ccl.testing.simulation import CallSpec, CutPath, FailurePlan, NicDown, Workload, simulate
 
 IS_THOROUGH = int(os.environ.get("R2CC_SIM_EXAMPLES", "0")) >= 20_000
 STEP = 1 if IS_THOROUGH else 3
@@ -46,7 +46,7 @@ def test_a_pair_is_left_apart_at_every_event(
     nbypassed = 0
     for at in range(0, simulate(struck).nevents, STEP):
         faults = apart(at, (0, 7, 40)[at % 3], is_seen, keep=at % 4)
-        outcome = simulate(struck, Plan(faults), seed=at)
+        outcome = simulate(struck, FailurePlan(faults), seed=at)
         assert outcome.is_clean, (faults, outcome.errors)
         assert outcome.time_s < BOUND_S, (faults, outcome.time_s)
         nbypassed += outcome.nbypasses > 0
@@ -58,7 +58,7 @@ def test_a_pair_is_left_apart_at_every_event(
 def test_two_ranks_alone_go_across_at_every_event() -> None:
     for at in range(0, simulate(PAIR).nevents, STEP):
         faults = apart(at, at % 5, is_seen=at % 2 == 0)
-        outcome = simulate(PAIR, Plan(faults), seed=at)
+        outcome = simulate(PAIR, FailurePlan(faults), seed=at)
         assert outcome.is_clean, (faults, outcome.errors)
 
 
@@ -70,12 +70,12 @@ def test_the_bypass_is_cut_at_every_event_and_another_way_found(at: int) -> None
         4, 2, (CallSpec(48, channels=2),), slice_nbytes=8, eager_nbytes=0, fabric="rail"
     )
     first = apart(at, 0, is_seen=True)
-    end = simulate(workload, Plan(first), seed=at).nevents
+    end = simulate(workload, FailurePlan(first), seed=at).nevents
     legs = [(0, 2, 1), (0, 3, 1), (1, 2, 0), (1, 3, 0)]
     for second in range(at, min(end, at + 400), 1 if IS_THOROUGH else 5):
         a, b, rail = legs[second // STEP % 4]
         cut = CutPath(second, a, b, rail, (a, b) if second % 2 else (), keep=second % 3)
-        outcome = simulate(workload, Plan((*first, cut)), seed=second)
+        outcome = simulate(workload, FailurePlan((*first, cut)), seed=second)
         assert outcome.is_clean, (second, cut, outcome.errors)
 
 
@@ -89,12 +89,12 @@ def test_ranks_that_compute_find_a_way_meanwhile(busy_ms: tuple[int, int]) -> No
     workload = msgspec.structs.replace(PAIR, calls=PAIR.calls * 2, busy_ms=busy_ms)
     for at in range(0, simulate(workload).nevents, 17 if IS_THOROUGH else 71):
         faults = apart(at, at % 5, is_seen=True)
-        outcome = simulate(workload, Plan(faults), seed=at)
+        outcome = simulate(workload, FailurePlan(faults), seed=at)
         assert outcome.is_clean, (faults, outcome.errors)
 
 
 def test_without_any_way_the_call_ends_and_says_so() -> None:
     for fabric in ("rail", "none"):
         workload = msgspec.structs.replace(PAIR, fabric=fabric)
-        outcome = simulate(workload, Plan(apart(80, 0, is_seen=True)))
+        outcome = simulate(workload, FailurePlan(apart(80, 0, is_seen=True)))
         assert [type(error).__name__ for error in outcome.errors] == ["NoHealthyRail"] * 2

@@ -10,7 +10,7 @@ import os
 import pytest
 from support.slow import slow_but
 
-from r2ccl.testing.simulation import CallSpec, CutPath, NicDown, Plan, Workload, simulate
+from r2ccl.testing.simulation import CallSpec, CutPath, FailurePlan, NicDown, Workload, simulate
 
 CLEARED = Workload(calls=(CallSpec(27),), slice_nbytes=8, eager_nbytes=0)
 EAGER = Workload(
@@ -52,7 +52,7 @@ def test_a_path_is_cut_at_every_event(workload: Workload, who: str) -> None:
                 is_stall=at % 5 == 0,
                 restore_us=restore_us,
             )
-            outcome = simulate(workload, Plan((cut,)), seed=at)
+            outcome = simulate(workload, FailurePlan((cut,)), seed=at)
             assert outcome.is_clean, (cut, outcome.errors)
             assert outcome.time_s < BOUND_S, (cut, outcome.time_s)
 
@@ -63,7 +63,7 @@ def test_a_nic_goes_down_at_every_event(is_seen: bool) -> None:
     step = 1 if IS_THOROUGH else 3
     for at in range(0, simulate(CLEARED).nevents, step):
         down = NicDown(at, at % 3, at // 3 % 3, is_seen, keep=at % 3, restore_us=300 * (at % 2))
-        outcome = simulate(CLEARED, Plan((down,)), seed=at)
+        outcome = simulate(CLEARED, FailurePlan((down,)), seed=at)
         assert outcome.is_clean, (down, outcome.errors)
         assert outcome.time_s < BOUND_S, (down, outcome.time_s)
 
@@ -85,5 +85,5 @@ def test_the_path_moved_to_is_cut_at_every_event_of_the_repair(
                 CutPath(first, 0, 1, 0, (first % 2,), keep=first % 3, restore_us=first_us),
                 CutPath(second, 0, 1, rail, (0, 1), keep=second % 3, restore_us=second_us),
             )
-            outcome = simulate(workload, Plan(cuts), seed=second)
+            outcome = simulate(workload, FailurePlan(cuts), seed=second)
             assert outcome.is_clean, (cuts, outcome.errors)

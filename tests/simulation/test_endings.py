@@ -6,11 +6,11 @@ from r2ccl.errors import CommunicatorRevoked, NoHealthyRail, PeerLost, Transport
 from r2ccl.testing.simulation import (
     CallSpec,
     CutPath,
+    FailurePlan,
     Kill,
     Lose,
     NicDown,
     Noise,
-    Plan,
     Stop,
     Workload,
     simulate,
@@ -30,7 +30,7 @@ def test_all_rails_of_a_pair_dead(told: tuple[int, ...], is_loud: bool) -> None:
     workload = Workload(calls=TWICE, is_loud=is_loud, fabric="none")
     for at in range(CONNECTED, 900, 60):
         cuts = tuple(CutPath(at + 20 * rail, 0, 1, rail, told, keep=rail) for rail in range(3))
-        outcome = simulate(workload, Plan(cuts), seed=at)
+        outcome = simulate(workload, FailurePlan(cuts), seed=at)
         zero, one, two = outcome.errors
         assert isinstance(zero, NoHealthyRail)
         assert isinstance(one, NoHealthyRail)
@@ -49,7 +49,9 @@ def test_a_rank_that_dies_after_its_goodbye_owes_confirmations() -> None:
     )  # fmt: skip
     down = NicDown(273, 1, 1, keep=1, late_us=100)
     for at in range(380, 400):
-        outcome = simulate(workload, Plan((down, Kill(at, 1)), Noise(lose=30, late_ms=1)), seed=1)
+        outcome = simulate(
+            workload, FailurePlan((down, Kill(at, 1)), Noise(lose=30, late_ms=1)), seed=1
+        )
         assert outcome.time_s < PEER_TIMEOUT_S + 1.0
         for error in (outcome.errors[0], outcome.errors[2]):
             assert error is None or isinstance(error, PeerLost | CommunicatorRevoked)
@@ -67,7 +69,7 @@ def test_a_loss_that_only_some_ranks_survive_ends_those_too() -> None:
     )  # fmt: skip
     down = NicDown(196, 0, 1, keep=2)
     for at in range(410, 425):
-        outcome = simulate(workload, Plan((down, Kill(at, 0)), Noise(lose=30)), seed=35419)
+        outcome = simulate(workload, FailurePlan((down, Kill(at, 0)), Noise(lose=30)), seed=35419)
         assert outcome.time_s < PEER_TIMEOUT_S + 1.0
         for error in outcome.errors[1:]:
             assert error is None or isinstance(error, PeerLost | CommunicatorRevoked)
@@ -75,7 +77,7 @@ def test_a_loss_that_only_some_ranks_survive_ends_those_too() -> None:
 
 def test_no_rail_from_the_start() -> None:
     cuts = tuple(CutPath(0, 0, 1, rail) for rail in range(3))
-    outcome = simulate(Workload(fabric="none"), Plan(cuts))
+    outcome = simulate(Workload(fabric="none"), FailurePlan(cuts))
     assert all(
         isinstance(error, NoHealthyRail | TransportTimeout | CommunicatorRevoked)
         for error in outcome.errors
@@ -87,7 +89,7 @@ def test_no_rail_from_the_start() -> None:
 def test_a_killed_rank_is_lost_for_all(dead: int, is_loud: bool) -> None:
     workload = Workload(calls=TWICE, is_loud=is_loud)
     for at in range(0, 1_500, 60):
-        outcome = simulate(workload, Plan((Kill(at, dead),)), seed=at)
+        outcome = simulate(workload, FailurePlan((Kill(at, dead),)), seed=at)
         survivors = [error for rank, error in enumerate(outcome.errors) if rank != dead]
         assert all(isinstance(error, PeerLost) for error in survivors), (at, outcome.errors)
         assert [error.peer for error in survivors] == [dead, dead]  # type: ignore[union-attr]
@@ -97,7 +99,7 @@ def test_a_killed_rank_is_lost_for_all(dead: int, is_loud: bool) -> None:
 def test_a_killed_rank_behind_a_noisy_control_plane() -> None:
     noise = Noise(lose=30, repeat=20, late=50, late_ms=50)
     for at in range(200, 1_200, 100):
-        plan = Plan((Kill(at, 1), CutPath(at, 0, 2, 0, restore_us=1_000)), noise)
+        plan = FailurePlan((Kill(at, 1), CutPath(at, 0, 2, 0, restore_us=1_000)), noise)
         outcome = simulate(Workload(calls=TWICE), plan, seed=at)
         assert isinstance(outcome.errors[0], PeerLost)
         assert isinstance(outcome.errors[2], PeerLost)
@@ -110,7 +112,7 @@ def test_memory_of_a_call_that_raised_is_left_alone() -> None:
             CutPath(at, 0, 1, rail, (0, 1), keep=6, late_us=6_000_000) for rail in range(3)
         )
         cuts += (CutPath(at + 40, 1, 2, 0, keep=6, late_us=5_500_000),)
-        outcome = simulate(Workload(calls=TWICE, fabric="none"), Plan(cuts), seed=at)
+        outcome = simulate(Workload(calls=TWICE, fabric="none"), FailurePlan(cuts), seed=at)
         assert all(outcome.errors)
 
 
@@ -118,13 +120,13 @@ def test_memory_of_a_call_that_raised_is_left_alone() -> None:
 def test_a_stopped_rank_goes_on(stopped: int) -> None:
     """A stop longer than the suspicion and shorter than the peer timeout loses no path."""
     for at in range(CONNECTED, 900, 50):
-        outcome = simulate(Workload(calls=TWICE), Plan((Stop(at, stopped, 2_000),)), seed=at)
+        outcome = simulate(Workload(calls=TWICE), FailurePlan((Stop(at, stopped, 2_000),)), seed=at)
         assert outcome.is_clean
         assert outcome.repairs == 0
 
 
 def test_a_rank_stopped_too_long_is_lost() -> None:
-    outcome = simulate(Workload(calls=TWICE), Plan((Stop(400, 1, 20_000),)))
+    outcome = simulate(Workload(calls=TWICE), FailurePlan((Stop(400, 1, 20_000),)))
     assert isinstance(outcome.errors[0], PeerLost)
     assert isinstance(outcome.errors[2], PeerLost)
     assert outcome.errors[1] is not None
@@ -134,7 +136,7 @@ def test_every_message_lost_once() -> None:
     """A lost control frame is sent again; a lost data frame breaks its connection."""
     workload = Workload(calls=(CallSpec(60),))
     for number in range(simulate(workload).nmessages):
-        outcome = simulate(workload, Plan((Lose(number),)), seed=number)
+        outcome = simulate(workload, FailurePlan((Lose(number),)), seed=number)
         assert outcome.is_clean, number
 
 
@@ -142,6 +144,6 @@ def test_a_computing_rank_keeps_its_paths_and_answers_failures() -> None:
     """Rank 0 computes for 2 s; a path between the others and it fails and is repaired then."""
     workload = Workload(calls=TWICE, busy_ms=(2_000, 0, 0))
     for at in range(CONNECTED, 700, 25):
-        outcome = simulate(workload, Plan((CutPath(at, 0, 1, at % 3, (1,)),)), seed=at)
+        outcome = simulate(workload, FailurePlan((CutPath(at, 0, 1, at % 3, (1,)),)), seed=at)
         assert outcome.is_clean
         assert outcome.repairs in (0, 2)

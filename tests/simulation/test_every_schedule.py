@@ -23,9 +23,9 @@ from r2ccl.testing.simulation import (
     SCHEDULES,
     CallSpec,
     CutPath,
+    FailurePlan,
     Fault,
     NicDown,
-    Plan,
     Workload,
     simulate,
 )
@@ -65,7 +65,7 @@ def test_a_rail_is_cut_at_every_event(schedule: str) -> None:
         repairs = 0
         for at in range(clean.began[1], clean.nevents):
             fault = breakage(at, nranks)
-            outcome = simulate(workload, Plan((fault,)), seed=at)
+            outcome = simulate(workload, FailurePlan((fault,)), seed=at)
             assert outcome.is_clean, (fault, outcome.errors)
             repairs += outcome.repairs
         assert repairs > clean.nevents // 2, "hardly a cut was noticed: the test shows nothing"
@@ -89,7 +89,7 @@ def test_every_operation_and_element_type_survives_a_cut(schedule: str) -> None:
         clean = simulate(workload)
         assert clean.is_clean
         at = draw.randrange(clean.began[1], clean.nevents)
-        outcome = simulate(workload, Plan((breakage(at, workload.nranks),)), seed=at)
+        outcome = simulate(workload, FailurePlan((breakage(at, workload.nranks),)), seed=at)
         assert outcome.is_clean, (workload, at, outcome.errors)
         repairs += outcome.repairs
     assert repairs > len(PAIRS) // 2, "hardly a cut was noticed: the test shows nothing"
@@ -116,7 +116,7 @@ def test_a_schedule_for_one_failure_survives_two_more(algo: str, is_seen: bool) 
         4, 3, calls, slice_nbytes=16, eager_nbytes=0, busy_ms=(700,) * 4, slow=(SLOW,)
     )
     first = NicDown(simulate(workload).began[1] - 1, *FIRST)
-    before = simulate(workload, Plan((first,)))
+    before = simulate(workload, FailurePlan((first,)))
     assert before.is_clean
     assert before.plans[2].share(*FIRST) == 0, "the call was planned before all knew"
     begin, end = before.began[2], before.nevents
@@ -128,7 +128,7 @@ def test_a_schedule_for_one_failure_survives_two_more(algo: str, is_seen: bool) 
             NicDown(at, *SECOND, is_seen, keep=at % 3),
             NicDown(at + gap, *THIRD, is_seen, late_us=at % 7 * 100),
         )
-        outcome = simulate(workload, Plan(faults))
+        outcome = simulate(workload, FailurePlan(faults))
         assert outcome.is_clean, (faults, outcome.errors)
         assert outcome.began[2] == before.began[2], "runs of one seed differ before the fault"
         repairs += outcome.repairs - before.repairs

@@ -20,16 +20,16 @@ from r2ccl.gpu.device_reduction import Offload
 from r2ccl.gpu.operands import DeviceOperands
 from r2ccl.planning.lowering import Step
 from r2ccl.runtime.executor import LaneRun
-from r2ccl.schedule.ir import Kind
+from r2ccl.schedule.ir import OpKind
 from r2ccl.testing.fakedevice import FakeDevice
 from r2ccl.testing.simulation import (
     SCHEDULES,
     CallSpec,
     CutPath,
+    FailurePlan,
     Kill,
     NicDown,
-    Outcome,
-    Plan,
+    SimOutcome,
     Violation,
     Workload,
     simulate,
@@ -49,7 +49,7 @@ TREES = Workload(
 )
 
 
-def run(workload: Workload, plan: Plan | None = None, seed: int = 0) -> Outcome:
+def run(workload: Workload, plan: FailurePlan | None = None, seed: int = 0) -> SimOutcome:
     return simulate(workload, plan, seed, network_type=GpuNetwork, rank_type=GpuRank)
 
 
@@ -84,20 +84,20 @@ def test_a_path_is_cut_at_every_event(workload: Workload) -> None:
                 at, a, b, rail, told, keep=at % 4, late_us=(0, 50, 500)[at % 3],
                 is_stall=at % 5 == 0, restore_us=400 * (at // len(PATHS) % 2),
             )  # fmt: skip
-            outcome = run(workload, Plan((cut,)), at)
+            outcome = run(workload, FailurePlan((cut,)), at)
             assert outcome.is_clean, (cut, outcome.errors)
 
 
 def test_a_nic_goes_down_at_any_event() -> None:
     for at in range(0, run(RING).nevents, 1 if IS_THOROUGH else 7):
         down = NicDown(at, at % 3, at // 3 % 2, is_seen=at % 2 == 0, restore_us=300 * (at % 2))
-        assert run(RING, Plan((down,)), at).is_clean, down
+        assert run(RING, FailurePlan((down,)), at).is_clean, down
 
 
 def test_calls_that_end_early_leave_their_memory_alone() -> None:
     """Others must not wait for the dead rank, nor NICs or kernels touch what was given back."""
     for at in range(150, 500, 23):
-        outcome = run(RING, Plan((Kill(at, 1),)), at)
+        outcome = run(RING, FailurePlan((Kill(at, 1),)), at)
         assert all(outcome.errors[rank] is not None or outcome.ncalls[rank] for rank in (0, 2))
 
 
@@ -105,7 +105,7 @@ def _sent_early() -> contextlib.AbstractContextManager[Any]:
     """Sends follow kernels that are only launched."""
 
     def is_ready(self: LaneRun, step: Step, k: int) -> bool:
-        is_early = step.kind is Kind.SEND
+        is_early = step.kind is OpKind.SEND
         for index, is_by_slice, is_proved in step.after:
             needed = k + 1 if is_by_slice else self._steps[index].nslices
             done = (self._retired if is_proved else self._done)[index]

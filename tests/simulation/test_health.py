@@ -9,9 +9,9 @@ from r2ccl.failover.health.table import WHOLE
 from r2ccl.testing.simulation import (
     CallSpec,
     CutPath,
+    FailurePlan,
     NicDown,
     Noise,
-    Plan,
     Stop,
     Workload,
     simulate,
@@ -25,7 +25,7 @@ MOMENTS = range(700, 1_500, 200)
 @pytest.mark.parametrize("at", MOMENTS)
 @pytest.mark.parametrize("is_seen", [True, False], ids=["carrier lost", "silent"])
 def test_every_rank_hears_of_a_dead_port_and_plans_without_it(at: int, is_seen: bool) -> None:
-    outcome = simulate(WORKLOAD, Plan((NicDown(at, 2, RAIL, is_seen),)), seed=at)
+    outcome = simulate(WORKLOAD, FailurePlan((NicDown(at, 2, RAIL, is_seen),)), seed=at)
     assert outcome.is_clean
     assert len({health.version for health in outcome.known}) == 1
     assert all(health.share(2, RAIL) == 0 for health in outcome.known)
@@ -38,7 +38,7 @@ def test_every_rank_hears_of_a_dead_port_and_plans_without_it(at: int, is_seen: 
 @pytest.mark.parametrize("at", MOMENTS)
 def test_a_rail_that_is_back_is_whole_again_for_all(at: int) -> None:
     down = NicDown(at, 2, RAIL, restore_us=200_000)
-    outcome = simulate(WORKLOAD, Plan((down,)), seed=at)
+    outcome = simulate(WORKLOAD, FailurePlan((down,)), seed=at)
     assert outcome.is_clean
     for health in outcome.known:
         assert health.version == 2
@@ -48,7 +48,7 @@ def test_a_rail_that_is_back_is_whole_again_for_all(at: int) -> None:
 
 def test_a_cut_pair_and_a_slow_rank_are_no_news_for_the_plan() -> None:
     for fault in (CutPath(900, 0, 1, RAIL), Stop(900, 3, 2_000)):
-        outcome = simulate(WORKLOAD, Plan((fault,)), seed=1)
+        outcome = simulate(WORKLOAD, FailurePlan((fault,)), seed=1)
         assert outcome.is_clean
         assert {health.version for health in outcome.known} == {0}
 
@@ -62,7 +62,7 @@ def test_calls_in_close_succession_agree_despite_a_noisy_control() -> None:
             NicDown(at, 2, RAIL, restore_us=5_000),
             NicDown(at + 100, 0, 2, restore_us=3_000),
         )
-        outcome = simulate(workload, Plan(faults, noise), seed=at)
+        outcome = simulate(workload, FailurePlan(faults, noise), seed=at)
         assert outcome.is_clean
         versions |= {health.version for health in outcome.plans.values()}
     assert len(versions) > 1, "no plan changed in the midst of the calls: the test shows nothing"

@@ -5,9 +5,9 @@ import pytest
 from simulation.families import FAMILIES
 from simulation.mistakes import MISTAKES
 
-from r2ccl.testing.simulation import CutPath, Noise, Plan, Violation, Workload, simulate
+from r2ccl.testing.simulation import CutPath, FailurePlan, Noise, Violation, Workload, simulate
 
-PLAN = Plan((CutPath(300, 0, 1, 0, (0,), keep=1, restore_us=500),), Noise(lose=10, late=30))
+PLAN = FailurePlan((CutPath(300, 0, 1, 0, (0,), keep=1, restore_us=500),), Noise(lose=10, late=30))
 
 
 def test_same_seed_same_trace() -> None:
@@ -23,11 +23,11 @@ def test_other_seed_other_trace() -> None:
 
 
 def test_a_plan_does_something() -> None:
-    assert simulate(Workload(), Plan(), seed=7).repairs == 0
+    assert simulate(Workload(), FailurePlan(), seed=7).repairs == 0
     assert simulate(Workload(), PLAN, seed=7).repairs == 2
 
 
-def is_right(workload: Workload, plan: Plan, seed: int) -> bool:
+def is_right(workload: Workload, plan: FailurePlan, seed: int) -> bool:
     try:
         return simulate(workload, plan, seed, max_events=30_000).is_clean
     except Violation:

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from r2ccl.testing.simulation.network import Act, Cut, Fate, Kind, Message, SimNetwork, Timeline
+from r2ccl.testing.simulation.network import (
+    Act,
+    Cut,
+    Fate,
+    MessageKind,
+    SimMessage,
+    SimNetwork,
+    Timeline,
+)
 from r2ccl.testing.simulation.transport import SimTransport
 from r2ccl.transport.base import Arrived, Cleared, Event, Failed, Frame, Probed, Sent
 from r2ccl.types import PathKey, ProbeKey
@@ -50,7 +58,7 @@ class Two:
         return [[e.status for e in events if isinstance(e, Failed)] for events in self.events]
 
 
-def fate_of(number: int, fate: Fate) -> Callable[[Message], Fate]:
+def fate_of(number: int, fate: Fate) -> Callable[[SimMessage], Fate]:
     return lambda message: fate if message.number == number else Fate(Act.DELIVER)
 
 
@@ -167,7 +175,7 @@ def test_small_messages_overtake_queued_writes() -> None:
     two.zero.isend(TO_1, Frame(0, 1, 0, 0, 0), memoryview(region), memoryview(bytearray(100_000)))
     two.eager(2)
     two.run()
-    assert kinds == [Kind.CONFIRM, Kind.EAGER, Kind.WRITE]
+    assert kinds == [MessageKind.CONFIRM, MessageKind.EAGER, MessageKind.WRITE]
 
 
 class Three:

@@ -18,13 +18,13 @@ from r2ccl.testing.simulation import (
     SCHEDULES,
     CallSpec,
     CutPath,
+    FailurePlan,
     Fault,
     Hold,
     Kill,
     Lose,
     NicDown,
     Noise,
-    Plan,
     Stop,
     Workload,
     simulate,
@@ -98,7 +98,7 @@ def faults(draw: st.DrawFn, workload: Workload, safe_rail: int) -> Fault:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[Workload, Plan, int]:
+def jobs(draw: st.DrawFn) -> tuple[Workload, FailurePlan, int]:
     workload = draw(workloads())
     safe_rail = draw(st.integers(0, workload.nrails - 1))
     several = st.lists(faults(workload, safe_rail), min_size=1, max_size=8)
@@ -111,7 +111,7 @@ def jobs(draw: st.DrawFn) -> tuple[Workload, Plan, int]:
             late_ms=st.sampled_from([1, 20, 200]),
         )
     )
-    return workload, Plan(tuple(draw(several)), noise), draw(st.integers(0, 1 << 16))
+    return workload, FailurePlan(tuple(draw(several)), noise), draw(st.integers(0, 1 << 16))
 
 
 LIMIT = pytest.mark.timeout(120 if EXAMPLES <= 1_000 else 7_200)
@@ -125,7 +125,7 @@ random_plans = hypothesis.settings(
 @LIMIT
 @random_plans
 @hypothesis.given(jobs())
-def test_every_job_ends_with_the_exact_result(job: tuple[Workload, Plan, int]) -> None:
+def test_every_job_ends_with_the_exact_result(job: tuple[Workload, FailurePlan, int]) -> None:
     workload, plan, seed = job
     outcome = simulate(workload, plan, seed)
     assert outcome.is_clean, (outcome.errors, outcome.ncalls)
@@ -135,13 +135,13 @@ def test_every_job_ends_with_the_exact_result(job: tuple[Workload, Plan, int]) -
 @random_plans
 @hypothesis.given(jobs(), EVENTS, st.integers(0, 3))
 def test_a_death_beside_all_else_ends_every_survivor_in_time(
-    job: tuple[Workload, Plan, int], at: int, rank: int
+    job: tuple[Workload, FailurePlan, int], at: int, rank: int
 ) -> None:
     """Rank 0, which coordinates the agreement, dies as often as any other."""
     workload, plan, seed = job
     victim = rank % workload.nranks
     faults = (*plan.faults, Kill(at, victim))
-    outcome = simulate(workload, Plan(faults, plan.noise), seed)
+    outcome = simulate(workload, FailurePlan(faults, plan.noise), seed)
     survivors = [other for other in range(workload.nranks) if other != victim]
     for survivor in survivors:
         error = outcome.errors[survivor]

@@ -20,10 +20,10 @@ from r2ccl.gpu.pxn.transport import RelayedTransport
 from r2ccl.testing.simulation import (
     CallSpec,
     CutPath,
+    FailurePlan,
     Kill,
     NicDown,
-    Outcome,
-    Plan,
+    SimOutcome,
     Violation,
     Workload,
     simulate,
@@ -82,20 +82,20 @@ RANKS = (RelayRank, OneRail, Wide, Late)
 
 def run(
     workload: Workload,
-    plan: Plan | None = None,
+    plan: FailurePlan | None = None,
     seed: int = 0,
     rank_type: type[RelayRank] = RelayRank,
-) -> Outcome:
+) -> SimOutcome:
     return simulate(workload, plan, seed, network_type=GpuNetwork, rank_type=rank_type)
 
 
-def plan_of_cut(at: int, a: int, b: int, rail: int) -> Plan:
+def plan_of_cut(at: int, a: int, b: int, rail: int) -> FailurePlan:
     told = ((a, b), (a,), (), (b,))[at // len(PATHS) % 4]
     cut = CutPath(
         at, a, b, rail, told, keep=at % 4, late_us=(0, 50, 500)[at % 3],
         is_stall=at % 5 == 0, restore_us=400 * (at // len(PATHS) % 2),
     )  # fmt: skip
-    return Plan((cut,))
+    return FailurePlan((cut,))
 
 
 @pytest.mark.parametrize("rank_type", RANKS)
@@ -125,14 +125,14 @@ def test_a_path_is_cut_at_every_event(workload: Workload) -> None:
 def test_a_nic_goes_down_at_any_event() -> None:
     for at in range(0, run(RING).nevents, 1 if IS_THOROUGH else 7):
         down = NicDown(at, at % 3, at // 3 % 2, is_seen=at % 2 == 0, restore_us=300 * (at % 2))
-        assert run(RING, Plan((down,)), at, RANKS[at % len(RANKS)]).is_clean, down
+        assert run(RING, FailurePlan((down,)), at, RANKS[at % len(RANKS)]).is_clean, down
 
 
 @pytest.mark.parametrize("rank_type", RANKS)
 def test_calls_that_end_early_leave_their_memory_alone(rank_type: type[RelayRank]) -> None:
     """No copy may read or write what was given back, nor keep others waiting."""
     for at in range(150, 500, 23):
-        outcome = run(RING, Plan((Kill(at, 1),)), at, rank_type)
+        outcome = run(RING, FailurePlan((Kill(at, 1),)), at, rank_type)
         assert all(outcome.errors[rank] is not None or outcome.ncalls[rank] for rank in (0, 2))
 
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from r2ccl.failover.diagnosis.verdict import Kind
+from r2ccl.failover.diagnosis.verdict import VerdictKind
 from r2ccl.testing.simulation import (
     CallSpec,
     CutPath,
+    FailurePlan,
     Fault,
     NicDown,
     Noise,
-    Outcome,
-    Plan,
+    SimOutcome,
     Stop,
     Workload,
     simulate,
@@ -26,7 +26,7 @@ QUIET = Noise()
 SEEDS = pytest.mark.parametrize("at", MOMENTS)
 
 
-def kinds(outcome: Outcome) -> dict[tuple[int, PathKey], Kind]:
+def kinds(outcome: SimOutcome) -> dict[tuple[int, PathKey], VerdictKind]:
     """What (rank, path) was found to be."""
     assert outcome.is_clean, outcome.errors
     return {
@@ -36,14 +36,14 @@ def kinds(outcome: Outcome) -> dict[tuple[int, PathKey], Kind]:
     }
 
 
-def run(at: int, *faults: Fault, noise: Noise = QUIET) -> Outcome:
-    return simulate(WORKLOAD, Plan(faults, noise), seed=at)
+def run(at: int, *faults: Fault, noise: Noise = QUIET) -> SimOutcome:
+    return simulate(WORKLOAD, FailurePlan(faults, noise), seed=at)
 
 
-def star(rank: int, peers: set[int]) -> dict[tuple[int, PathKey], Kind]:
+def star(rank: int, peers: set[int]) -> dict[tuple[int, PathKey], VerdictKind]:
     """Paths of `rank`, whose port is dead, to `peers`, as it and they see them."""
-    found = {(rank, PathKey(peer, RAIL)): Kind.LOCAL_NIC for peer in peers}
-    return found | {(peer, PathKey(rank, RAIL)): Kind.REMOTE_NIC for peer in peers}
+    found = {(rank, PathKey(peer, RAIL)): VerdictKind.LOCAL_NIC for peer in peers}
+    return found | {(peer, PathKey(rank, RAIL)): VerdictKind.REMOTE_NIC for peer in peers}
 
 
 @SEEDS
@@ -64,14 +64,17 @@ def test_a_dead_port_is_named_over_a_noisy_control_plane(at: int) -> None:
 @SEEDS
 def test_one_unreachable_pair_is_a_link_fault_at_both_ends(at: int) -> None:
     outcome = run(at, CutPath(at, 0, 1, RAIL))
-    assert kinds(outcome) == {(0, PathKey(1, RAIL)): Kind.LINK, (1, PathKey(0, RAIL)): Kind.LINK}
+    assert kinds(outcome) == {
+        (0, PathKey(1, RAIL)): VerdictKind.LINK,
+        (1, PathKey(0, RAIL)): VerdictKind.LINK,
+    }
 
 
 @SEEDS
 def test_all_ports_of_a_rail_at_once_are_the_rail(at: int) -> None:
     outcome = run(at, *(NicDown(at, rank, RAIL, is_seen=False) for rank in range(4)))
     found = kinds(outcome)
-    assert set(found.values()) == {Kind.RAIL}
+    assert set(found.values()) == {VerdictKind.RAIL}
     assert {path.rail for _, path in found} == {RAIL}
 
 
@@ -79,7 +82,7 @@ def test_all_ports_of_a_rail_at_once_are_the_rail(at: int) -> None:
 def test_a_stopped_process_is_slow_and_nothing_moves(at: int) -> None:
     outcome = run(at, Stop(at, 3, 2_000))
     found = kinds(outcome)
-    assert set(found.values()) == {Kind.PEER_SLOW}
+    assert set(found.values()) == {VerdictKind.PEER_SLOW}
     # Who waits for a rank that waits itself calls that one slow.
     assert 3 in {path.peer for _, path in found}
     assert outcome.repairs == 0

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 import r2ccl
-from r2ccl.runtime.status import Status
+from r2ccl.runtime.status import RankStatus
 
 PATIENCE_S = 30.0
 
@@ -28,8 +28,8 @@ def until(is_true: Callable[[], Any], what: str) -> Any:
     return found
 
 
-def ledger_of(comm: r2ccl.Communicator) -> Status:
-    return msgspec.json.decode(comm.dump(), type=Status)
+def ledger_of(comm: r2ccl.Communicator) -> RankStatus:
+    return msgspec.json.decode(comm.dump(), type=RankStatus)
 
 
 def stopped_peer(victim: int) -> tuple[str, bool]:

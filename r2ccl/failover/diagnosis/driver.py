@@ -32,11 +32,11 @@ from r2ccl.failover.diagnosis.protocol import Action, Ask, PathDiagnosis, choose
 from r2ccl.failover.diagnosis.verdict import (
     MIRRORED,
     Finding,
-    Kind,
     Port,
     ProbeReply,
     ProbeRequest,
     Verdict,
+    VerdictKind,
 )
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.transport.base import Probed, Transport
@@ -374,9 +374,9 @@ class Diagnosis:
         """Ports that verdicts call down, as long as their path is not back."""
         bad = set()
         for key, verdict in self._verdicts.items():
-            if verdict.kind is Kind.LOCAL_NIC and not self._is_up(key):
+            if verdict.kind is VerdictKind.LOCAL_NIC and not self._is_up(key):
                 bad.add(Port(self._rank, key.rail))
-            elif verdict.kind is Kind.REMOTE_NIC and not self._is_up(key):
+            elif verdict.kind is VerdictKind.REMOTE_NIC and not self._is_up(key):
                 bad.add(Port(*key))
         return bad
 

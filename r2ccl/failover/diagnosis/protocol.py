@@ -37,11 +37,11 @@ from r2ccl.failover.diagnosis.verdict import (
     HARD,
     MIRRORED,
     Finding,
-    Kind,
     Naming,
     Port,
     Reading,
     Verdict,
+    VerdictKind,
     arrange,
     describe,
     is_port_status,
@@ -160,7 +160,7 @@ class PathDiagnosis:
     def on_finding(self, now: float, finding: Finding) -> None:
         """Take the other end's verdict on the same path, unless this end told more apart."""
         kind = MIRRORED.get(finding.kind)
-        if kind is not None and (self.verdict is None or self.verdict.kind is Kind.PATH):
+        if kind is not None and (self.verdict is None or self.verdict.kind is VerdictKind.PATH):
             self._causes.append(f"found by rank {self.path.peer}: {finding.text}")
             self._settle(kind, now)
 
@@ -213,26 +213,26 @@ class PathDiagnosis:
             return self._ask([*self._next_auxiliaries(), *self._about_peer()], now)
         assert kind is not None
         # That the link between two working ports is at fault cannot be unsaid by further answers.
-        if kind is not Kind.LINK and self._waits():
+        if kind is not VerdictKind.LINK and self._waits():
             return []
-        if kind in (Kind.PATH, Kind.RAIL) and self._auxiliaries:
+        if kind in (VerdictKind.PATH, VerdictKind.RAIL) and self._auxiliaries:
             more = self._ask(self._next_auxiliaries(), now)
             if more:
                 return more
         self._settle(kind, now)
         return []
 
-    def _judge(self) -> Kind | None:
+    def _judge(self) -> VerdictKind | None:
         """What the answers say so far; None: the first one asks for more."""
         columns = arrange(self._readings, self._local, self._remote)
         if columns.direct:
-            return Kind.FLOW if self._causes or self._is_stuck else Kind.PEER_SLOW
+            return VerdictKind.FLOW if self._causes or self._is_stuck else VerdictKind.PEER_SLOW
         if columns.direct is None and not self._causes:
-            return Kind.PATH
+            return VerdictKind.PATH
         if not self._has_round:
             return None
         if not self._has_replied and not self._is_peer_reached():
-            return Kind.PEER
+            return VerdictKind.PEER
         # A path that broke counts as one that does not answer, also if it could not be asked.
         return judge(columns._replace(direct=False))
 
@@ -286,8 +286,8 @@ class PathDiagnosis:
             self._settle(kind, now)
         return True
 
-    def _settle(self, kind: Kind, now: float) -> None:
-        is_asked_in_vain = kind is Kind.PATH and not self._has_round and not self._causes
+    def _settle(self, kind: VerdictKind, now: float) -> None:
+        is_asked_in_vain = kind is VerdictKind.PATH and not self._has_round and not self._causes
         self.verdict = Verdict(
             kind=kind,
             path=self.path,
@@ -295,7 +295,7 @@ class PathDiagnosis:
             evidence=(*self._causes, *describe(self._readings, self._name)),
             readings=tuple(self._readings),
             when_s=now,
-            is_down=kind is not Kind.PEER_SLOW and not is_asked_in_vain,
+            is_down=kind is not VerdictKind.PEER_SLOW and not is_asked_in_vain,
         )
         self._open.clear()
         self.deadline_s = float("inf")

@@ -43,7 +43,7 @@ import msgspec
 from r2ccl.types import PathKey, ProbeKey
 
 
-class Kind(enum.Enum):
+class VerdictKind(enum.Enum):
     """What is at fault, seen from the rank that judges."""
 
     LOCAL_NIC = "local_nic"
@@ -81,7 +81,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    kind : Kind
+    kind : VerdictKind
     path : PathKey
     where : str
         The part, by name.
@@ -96,7 +96,7 @@ class Verdict(msgspec.Struct, frozen=True):
         What was done about it, if its owner has added that.
     """
 
-    kind: Kind
+    kind: VerdictKind
     path: PathKey
     where: str
     evidence: tuple[str, ...]
@@ -131,7 +131,7 @@ class Finding(msgspec.Struct, frozen=True, tag="finding"):
 
     rail: int
     epoch: int
-    kind: Kind
+    kind: VerdictKind
     text: str
 
 
@@ -145,13 +145,13 @@ class Columns(NamedTuple):
 
 
 #: Rows are tried in order; None matches anything. Without a match: PATH.
-TABLE: tuple[tuple[Columns, Kind], ...] = (
-    (Columns(True, None, None, None), Kind.PEER_SLOW),
-    (Columns(False, False, True, None), Kind.REMOTE_NIC),
-    (Columns(False, True, False, None), Kind.LOCAL_NIC),
-    (Columns(False, True, True, None), Kind.LINK),
-    (Columns(False, False, False, True), Kind.LOCAL_NIC),
-    (Columns(False, False, False, None), Kind.RAIL),
+TABLE: tuple[tuple[Columns, VerdictKind], ...] = (
+    (Columns(True, None, None, None), VerdictKind.PEER_SLOW),
+    (Columns(False, False, True, None), VerdictKind.REMOTE_NIC),
+    (Columns(False, True, False, None), VerdictKind.LOCAL_NIC),
+    (Columns(False, True, True, None), VerdictKind.LINK),
+    (Columns(False, False, False, True), VerdictKind.LOCAL_NIC),
+    (Columns(False, False, False, None), VerdictKind.RAIL),
 )
 
 #: Statuses by which a port speaks of itself.
@@ -159,30 +159,30 @@ PORT_STATUSES = frozenset({"CARRIER_DOWN", "PORT_ERR"})
 
 #: (own port says it is down, the peer's does) -> kind. Both at once: what is between them, for a
 #: switch without power takes the carrier of every port that is plugged into it.
-HARD: dict[tuple[bool, bool], Kind] = {
-    (True, False): Kind.LOCAL_NIC,
-    (False, True): Kind.REMOTE_NIC,
-    (True, True): Kind.RAIL,
+HARD: dict[tuple[bool, bool], VerdictKind] = {
+    (True, False): VerdictKind.LOCAL_NIC,
+    (False, True): VerdictKind.REMOTE_NIC,
+    (True, True): VerdictKind.RAIL,
 }
 
 #: How each kind reads, after the name of the part.
-WORDS: dict[Kind, str] = {
-    Kind.LOCAL_NIC: "local NIC, its cable or switch port",
-    Kind.REMOTE_NIC: "remote NIC, its cable or switch port",
-    Kind.LINK: "link between two NICs that work",
-    Kind.RAIL: "rail, its switch",
-    Kind.PEER_SLOW: "slow, its ports answer; nothing moves",
-    Kind.FLOW: "one connection, the ports answer",
-    Kind.PATH: "path, not told apart",
-    Kind.PEER: "dead or cut off, every rail and its session are silent",
+WORDS: dict[VerdictKind, str] = {
+    VerdictKind.LOCAL_NIC: "local NIC, its cable or switch port",
+    VerdictKind.REMOTE_NIC: "remote NIC, its cable or switch port",
+    VerdictKind.LINK: "link between two NICs that work",
+    VerdictKind.RAIL: "rail, its switch",
+    VerdictKind.PEER_SLOW: "slow, its ports answer; nothing moves",
+    VerdictKind.FLOW: "one connection, the ports answer",
+    VerdictKind.PATH: "path, not told apart",
+    VerdictKind.PEER: "dead or cut off, every rail and its session are silent",
 }
 
 #: What one end's finding is for the other; other kinds are no news for it.
-MIRRORED: dict[Kind, Kind] = {
-    Kind.LOCAL_NIC: Kind.REMOTE_NIC,
-    Kind.REMOTE_NIC: Kind.LOCAL_NIC,
-    Kind.LINK: Kind.LINK,
-    Kind.RAIL: Kind.RAIL,
+MIRRORED: dict[VerdictKind, VerdictKind] = {
+    VerdictKind.LOCAL_NIC: VerdictKind.REMOTE_NIC,
+    VerdictKind.REMOTE_NIC: VerdictKind.LOCAL_NIC,
+    VerdictKind.LINK: VerdictKind.LINK,
+    VerdictKind.RAIL: VerdictKind.RAIL,
 }
 
 #: Name of a rank's port of a rail, such as ``node 2 eth3``.
@@ -194,13 +194,13 @@ def is_port_status(cause: str) -> bool:
     return cause.partition(":")[0] in PORT_STATUSES
 
 
-def judge(columns: Columns) -> Kind:
+def judge(columns: Columns) -> VerdictKind:
     """Look `columns` up in `TABLE`."""
     for row, kind in TABLE:
         cells = zip(row, columns, strict=True)
         if all(cell is None or cell is seen for cell, seen in cells):
             return kind
-    return Kind.PATH
+    return VerdictKind.PATH
 
 
 def arrange(readings: Iterable[Reading], local: Port, remote: Port) -> Columns:
@@ -233,16 +233,16 @@ def working(readings: Iterable[Reading]) -> set[Port]:
     return {port for r in readings if r.is_answered for port in (r.asker, r.target)}
 
 
-def place(kind: Kind, me: int, path: PathKey, name: Naming) -> str:
+def place(kind: VerdictKind, me: int, path: PathKey, name: Naming) -> str:
     """Name the part that `kind` puts at fault on `path` of rank `me`."""
     local, remote = name(me, path.rail), name(path.peer, path.rail)
-    if kind is Kind.LOCAL_NIC:
+    if kind is VerdictKind.LOCAL_NIC:
         return local
-    if kind is Kind.REMOTE_NIC:
+    if kind is VerdictKind.REMOTE_NIC:
         return remote
-    if kind is Kind.RAIL:
+    if kind is VerdictKind.RAIL:
         return f"rail {path.rail}"
-    if kind in (Kind.PEER, Kind.PEER_SLOW):
+    if kind in (VerdictKind.PEER, VerdictKind.PEER_SLOW):
         return f"rank {path.peer}"
     return f"{local} - {remote}"
 
@@ -285,13 +285,13 @@ __all__ = [
     "WORDS",
     "Columns",
     "Finding",
-    "Kind",
     "Naming",
     "Port",
     "ProbeReply",
     "ProbeRequest",
     "Reading",
     "Verdict",
+    "VerdictKind",
     "arrange",
     "describe",
     "is_port_status",

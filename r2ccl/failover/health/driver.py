@@ -19,10 +19,10 @@ from r2ccl.bootstrap.base import Post
 from r2ccl.clock import Clock
 from r2ccl.failover.health.protocol import (
     Action,
-    Agreed,
     Agreement,
     Broadcast,
-    Held,
+    HealthAgreed,
+    HealthKnown,
     Late,
     Send,
 )
@@ -176,9 +176,9 @@ class HealthAgreement:
                     self._control.send(action.peer, action.message)
                 case Broadcast():
                     self._control.broadcast(action.message)
-                case Held():
+                case HealthKnown():
                     self.known = Known(action.health, self._clock())
-                case Agreed():
+                case HealthAgreed():
                     _log.info(
                         "rank %d: health version %d holds from collective %d on; degraded ranks: "
                         "%s",

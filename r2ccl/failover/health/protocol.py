@@ -88,13 +88,13 @@ class Broadcast(msgspec.Struct, frozen=True):
     message: Message
 
 
-class Held(msgspec.Struct, frozen=True):
+class HealthKnown(msgspec.Struct, frozen=True):
     """Action: this rank knows `health` from now on; it does not plan with it yet."""
 
     health: Health
 
 
-class Agreed(msgspec.Struct, frozen=True):
+class HealthAgreed(msgspec.Struct, frozen=True):
     """Action: this rank plans with `version` from `first_op` on; what waited may start."""
 
     version: int
@@ -108,7 +108,7 @@ class Late(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
-Action: TypeAlias = Send | Broadcast | Held | Agreed | Late
+Action: TypeAlias = Send | Broadcast | HealthKnown | HealthAgreed | Late
 
 
 class Agreement:
@@ -267,7 +267,7 @@ class Agreement:
                 return self._on_promise(now, peer, message)
             case Commit():
                 done = self._member.commit(message)
-                return [Agreed(message.version, message.first_op)] if done else []
+                return [HealthAgreed(message.version, message.first_op)] if done else []
 
     def _on_report(self, now: float, peer: int, message: Report) -> list[Action]:
         assert self._coordinator is not None
@@ -279,7 +279,7 @@ class Agreement:
         if promise is None:
             return []
         self._looked_at, self._waited_s = now, 0.0
-        return [Held(message.health), *self._to_coordinator(now, promise)]
+        return [HealthKnown(message.health), *self._to_coordinator(now, promise)]
 
     def _on_promise(self, now: float, peer: int, message: Promise) -> list[Action]:
         assert self._coordinator is not None
@@ -323,10 +323,10 @@ class Agreement:
 __all__ = [
     "COORDINATOR",
     "Action",
-    "Agreed",
     "Agreement",
     "Broadcast",
-    "Held",
+    "HealthAgreed",
+    "HealthKnown",
     "Late",
     "Send",
 ]

@@ -22,7 +22,7 @@ from typing import Any
 from r2ccl.bootstrap.base import ControlPort
 from r2ccl.clock import Clock
 from r2ccl.failover.migration.path import Path, PathState
-from r2ccl.types import BYPASS, PathKey, Way
+from r2ccl.types import BYPASS, BypassWay, PathKey
 
 #: Ways given to the control plane at a time, of either kind.
 MAX_WAYS = 32
@@ -125,16 +125,16 @@ class Bypasses:
     def _is_up(self, peer: int, rails: Collection[int]) -> bool:
         return any(self._paths[PathKey(peer, rail)].state is PathState.UP for rail in rails)
 
-    def _ways(self, peer: int, nrounds: int, *, with_forwarders: bool) -> list[Way]:
+    def _ways(self, peer: int, nrounds: int, *, with_forwarders: bool) -> list[BypassWay]:
         """Return ways to `peer`, the likelier ones first, both kinds in turn."""
-        cross: list[Way] = [] if self._fabric == "rail" else self._cross_ways(peer, nrounds)
-        others: list[Way] = []
+        cross: list[BypassWay] = [] if self._fabric == "rail" else self._cross_ways(peer, nrounds)
+        others: list[BypassWay] = []
         if with_forwarders and self._fabric != "full":
             others = self._forwarders(peer, nrounds)
         pairs = zip_longest(cross[:MAX_WAYS], others[:MAX_WAYS])
         return [way for way in chain.from_iterable(pairs) if way is not None]
 
-    def _cross_ways(self, peer: int, nrounds: int) -> list[Way]:
+    def _cross_ways(self, peer: int, nrounds: int) -> list[BypassWay]:
         rails = self._crossed
         lit = {
             key.rail
@@ -142,18 +142,18 @@ class Bypasses:
             if path.state is PathState.UP and not key.is_bypass
         }
 
-        def likelihood(way: Way) -> tuple[bool, bool]:
+        def likelihood(way: BypassWay) -> tuple[bool, bool]:
             return (
                 not self._is_carrying(peer, way.rail),
                 not self._is_carrying(self._rank, way.via) or way.via not in lit,
             )
 
-        ways = [Way(via, peer, rail) for via in rails for rail in rails if via != rail]
+        ways = [BypassWay(via, peer, rail) for via in rails for rail in rails if via != rail]
         ways.sort(key=likelihood)
         # A way may work at first, and then not; and there may be more than a round has time for.
         return _turned(ways, nrounds * (MAX_WAYS if len(ways) > MAX_WAYS else 1))
 
-    def _forwarders(self, peer: int, nrounds: int) -> list[Way]:
+    def _forwarders(self, peer: int, nrounds: int) -> list[BypassWay]:
         """Return ways through ranks this one reaches; first those `peer` should reach, by one rail.
 
         A path may be up only because nobody has missed anything on it yet, so ranks are asked over
@@ -161,8 +161,8 @@ class Bypasses:
         """
         # Pairs begin at different ranks, and each round after those of the one before.
         first = self._rank + peer + 1 + nrounds * MAX_WAYS
-        joined: list[tuple[int, int, Way]] = []
-        doubtful: list[tuple[int, int, Way]] = []
+        joined: list[tuple[int, int, BypassWay]] = []
+        doubtful: list[tuple[int, int, BypassWay]] = []
         for number in range(self._nranks):
             rank = (first + number) % self._nranks
             if rank in (self._rank, peer):
@@ -174,7 +174,9 @@ class Bypasses:
             rails = _turned(rails, number + nrounds)
             rails.sort(key=lambda at, rank=rank: not self._carries_both(rank, at))  # type: ignore[misc]
             found = joined if is_joined else doubtful
-            found += [(turn, number, Way(rail, rank, rail)) for turn, rail in enumerate(rails)]
+            found += [
+                (turn, number, BypassWay(rail, rank, rail)) for turn, rail in enumerate(rails)
+            ]
             if len({way.to for *_, way in joined}) >= MAX_WAYS:
                 break
         return [way for *_, way in (*sorted(joined), *sorted(doubtful))]

@@ -19,9 +19,9 @@ from r2ccl.failover.migration.bypass import Bypasses
 from r2ccl.failover.migration.link import LinkReport
 from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import (
-    Action,
     Announcement,
     Path,
+    PathAction,
     PathEvent,
     PathState,
     announced,
@@ -228,7 +228,7 @@ class Migration:
 
     # Actions of the path table
 
-    def _apply(self, path: Path, actions: tuple[Action, ...]) -> None:
+    def _apply(self, path: Path, actions: tuple[PathAction, ...]) -> None:
         if path.state in (PathState.FENCING, PathState.FENCED):
             self.repairing.add(path.key)
         else:
@@ -337,12 +337,12 @@ class Migration:
         return max(1, min(self._port_share(self._rank, key.rail), self._port_share(*key)))
 
 
-_ACTIONS: dict[Action, Callable[[Migration, Path], None]] = {
-    Action.FENCE: Migration._fence,
-    Action.ANNOUNCE: Migration._announce,
-    Action.RESUME: Migration._resume,
-    Action.REDIAL: Migration._redial,
-    Action.USE: Migration._use,
+_ACTIONS: dict[PathAction, Callable[[Migration, Path], None]] = {
+    PathAction.FENCE: Migration._fence,
+    PathAction.ANNOUNCE: Migration._announce,
+    PathAction.RESUME: Migration._resume,
+    PathAction.REDIAL: Migration._redial,
+    PathAction.USE: Migration._use,
 }
 
 

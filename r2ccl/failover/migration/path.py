@@ -59,7 +59,7 @@ class PathEvent(enum.Enum):
     OPENED = "opened"
 
 
-class Action(enum.Enum):
+class PathAction(enum.Enum):
     """What the owner of the table must do, in the order given."""
 
     FENCE = "fence"
@@ -112,10 +112,10 @@ class Path:
         self.nbytes_received = 0
 
 
-S, E, A = PathState, PathEvent, Action
+S, E, A = PathState, PathEvent, PathAction
 
 #: (state, event) -> (next state, actions); pairs that are missing change nothing.
-TRANSITIONS: dict[tuple[PathState, PathEvent], tuple[PathState, tuple[Action, ...]]] = {
+TRANSITIONS: dict[tuple[PathState, PathEvent], tuple[PathState, tuple[PathAction, ...]]] = {
     (S.UP, E.FAILED): (S.FENCING, (A.FENCE,)),
     (S.UP, E.ANNOUNCED): (S.FENCING, (A.FENCE,)),
     (S.FENCING, E.FENCED): (S.FENCED, (A.ANNOUNCE,)),
@@ -125,7 +125,7 @@ TRANSITIONS: dict[tuple[PathState, PathEvent], tuple[PathState, tuple[Action, ..
 }
 
 
-def step(path: Path, event: PathEvent) -> tuple[Action, ...]:
+def step(path: Path, event: PathEvent) -> tuple[PathAction, ...]:
     """Advance `path` by one event and return what to do.
 
     After RESUME the owner calls `ended` to begin the next epoch.
@@ -139,7 +139,7 @@ def step(path: Path, event: PathEvent) -> tuple[Action, ...]:
     return actions
 
 
-def announced(path: Path, announcement: Announcement) -> tuple[Action, ...]:
+def announced(path: Path, announcement: Announcement) -> tuple[PathAction, ...]:
     """Take the peer's announcement; a stale one changes nothing.
 
     Raises
@@ -199,9 +199,9 @@ def choose_routes(
 
 __all__ = [
     "TRANSITIONS",
-    "Action",
     "Announcement",
     "Path",
+    "PathAction",
     "PathEvent",
     "PathState",
     "announced",

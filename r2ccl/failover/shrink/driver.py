@@ -28,7 +28,7 @@ from r2ccl.bootstrap.messages import Goodbye
 from r2ccl.bootstrap.succession import Succession
 from r2ccl.clock import monotonic
 from r2ccl.errors import CommunicatorRevoked, NoQuorum, PeerLost, TransportTimeout
-from r2ccl.failover.shrink.protocol import Built, Done, Message, Shrinking, Step, View
+from r2ccl.failover.shrink.protocol import Built, Done, Message, Shrinking, ShrinkStep, View
 
 _log = logging.getLogger(__name__)
 
@@ -240,22 +240,22 @@ class _Regrouping(Generic[_S]):
         """Do what the table says, until it says that it is over."""
         while True:
             step = self._table.step
-            if step is Step.GO_ON:
+            if step is ShrinkStep.GO_ON:
                 return self._go_on()
             # What is known already may change the step, and a step costs more than a look.
             news = self._event_queue.take(0.0)
             if news is not None:
                 self._hear(news)
-            elif step is Step.STOP:
+            elif step is ShrinkStep.STOP:
                 raise NoQuorum(
                     rank=self._control.rank,
                     nranks=self._control.nranks,
                     alive=self._table.alive,
                     gone=self._table.gone,
                 )
-            elif step is Step.TELL:
+            elif step is ShrinkStep.TELL:
                 self._tell()
-            elif step is Step.BUILD:
+            elif step is ShrinkStep.BUILD:
                 self._build()
             else:
                 self._wait()

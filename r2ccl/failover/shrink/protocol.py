@@ -110,7 +110,7 @@ def _terms(message: Message) -> _Terms:
     return _Terms(message.gone, message.attempt)
 
 
-class Step(enum.Enum):
+class ShrinkStep(enum.Enum):
     """What a rank has to do next."""
 
     TELL = "tell"  #: send `Shrinking.tell`'s View to all
@@ -192,17 +192,17 @@ class Shrinking:
     # What to do
 
     @property
-    def step(self) -> Step:
+    def step(self) -> ShrinkStep:
         """What to do next; look again after every event."""
         if self._may_go_on():
-            return Step.GO_ON
+            return ShrinkStep.GO_ON
         if not has_quorum(self.nranks, self.alive, self._quorum):
-            return Step.STOP
+            return ShrinkStep.STOP
         if self._told != self._now():
-            return Step.TELL
+            return ShrinkStep.TELL
         if self._begun != self._told and not self.undecided():
-            return Step.BUILD
-        return Step.WAIT
+            return ShrinkStep.BUILD
+        return ShrinkStep.WAIT
 
     def tell(self, card: bytes) -> View:
         """Return what all others have to hear now; `card` is where this rank is met for it."""
@@ -214,7 +214,7 @@ class Shrinking:
 
         What was built before is in use nowhere, from here on for certain: drop it.
         """
-        if self.step is not Step.BUILD:
+        if self.step is not ShrinkStep.BUILD:
             raise InternalError(f"rank {self.rank}: nothing to build at {self.step}")
         self._begun = self._told
         self._held = None
@@ -279,4 +279,4 @@ class Shrinking:
         )
 
 
-__all__ = ["Built", "Done", "Message", "Shrinking", "Step", "View", "has_quorum"]
+__all__ = ["Built", "Done", "Message", "ShrinkStep", "Shrinking", "View", "has_quorum"]

@@ -20,14 +20,14 @@ from r2ccl.flowsim.loops.fair_queue import place as join_queues
 from r2ccl.flowsim.loops.fair_queue import requeue, settle
 from r2ccl.flowsim.loops.jit import STAMP, called, compiled
 from r2ccl.flowsim.loops.max_min import lift, mark_dirty, place
-from r2ccl.flowsim.loops.state import BUSY, IDLE, NOWHERE, PARKED, STARTING, State
+from r2ccl.flowsim.loops.state import BUSY, IDLE, NOWHERE, PARKED, STARTING, FlowState
 
 Ports = npt.NDArray[np.int64]
 Rates = npt.NDArray[np.float64]
 
 
 @called
-def _take_off(s: State, link: int, bandwidths: Rates, is_fair: bool) -> None:
+def _take_off(s: FlowState, link: int, bandwidths: Rates, is_fair: bool) -> None:
     """Take a link off the wire, with what it must send by its new ports."""
     me = s.links[link]
     if is_fair:
@@ -43,7 +43,7 @@ def _take_off(s: State, link: int, bandwidths: Rates, is_fair: bool) -> None:
 
 
 @called
-def _move(s: State, bandwidths: Rates, ports: Ports, is_fair: bool) -> int:
+def _move(s: FlowState, bandwidths: Rates, ports: Ports, is_fair: bool) -> int:
     """Give links their new ports; list those on the wire in ``rested``, return their number."""
     count = 0
     for link in range(s.links.size):
@@ -63,7 +63,7 @@ def _move(s: State, bandwidths: Rates, ports: Ports, is_fair: bool) -> int:
 
 
 @called
-def _set_bandwidths(s: State, bandwidths: Rates, is_fair: bool) -> None:
+def _set_bandwidths(s: FlowState, bandwidths: Rates, is_fair: bool) -> None:
     for port in range(s.ports.size):
         if not is_fair and s.ports[port].bandwidth != bandwidths[port]:
             mark_dirty(s, port)
@@ -71,7 +71,7 @@ def _set_bandwidths(s: State, bandwidths: Rates, is_fair: bool) -> None:
 
 
 @called
-def _reroute(s: State, bandwidths: Rates, ports: Ports, is_fair: bool) -> None:
+def _reroute(s: FlowState, bandwidths: Rates, ports: Ports, is_fair: bool) -> None:
     if is_fair:  # with what the ports had until now
         for port in range(s.ports.size):
             settle(s, port)
@@ -92,7 +92,7 @@ def _reroute(s: State, bandwidths: Rates, ports: Ports, is_fair: bool) -> None:
 
 
 def _entry(stamp: int) -> Callable[..., Any]:
-    def reroute(s: State, time: float, bandwidths: Rates, ports: Ports, is_fair: bool) -> None:
+    def reroute(s: FlowState, time: float, bandwidths: Rates, ports: Ports, is_fair: bool) -> None:
         _ = stamp
         s.clock[0] = time
         _reroute(s, bandwidths, ports, is_fair)
@@ -102,6 +102,6 @@ def _entry(stamp: int) -> Callable[..., Any]:
 
 #: ``reroute(state, time, bandwidths, ports, is_fair)``: what ports have, and which two every link
 #: uses, (2, nlinks), from `time` on.
-reroute: Callable[[State, float, Rates, Ports, bool], None] = compiled(_entry(STAMP))
+reroute: Callable[[FlowState, float, Rates, Ports, bool], None] = compiled(_entry(STAMP))
 
 __all__ = ["reroute"]

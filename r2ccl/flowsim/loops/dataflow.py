@@ -27,12 +27,12 @@ from r2ccl.flowsim.loops.state import (
     SLICES,
     STARTING,
     WOKEN,
-    State,
+    FlowState,
 )
 
 
 @inlined
-def slice_nbytes(s: State, chunk: int, number: int) -> int:
+def slice_nbytes(s: FlowState, chunk: int, number: int) -> int:
     """Size of slice `number` of a chunk."""
     me = s.chunks[chunk]
     if number < me.nslices - 1:
@@ -43,7 +43,7 @@ def slice_nbytes(s: State, chunk: int, number: int) -> int:
 
 
 @inlined
-def _is_ready(s: State, row: int, me: Any, number: int, waiter: int) -> bool:
+def _is_ready(s: FlowState, row: int, me: Any, number: int, waiter: int) -> bool:
     """Whether slice `number` of an op of `me`'s channel may happen; else queue the waiter."""
     chunk = s.rows[row].chunk
     for i in range(s.rows[row].after, s.rows[row + 1].after):
@@ -61,7 +61,7 @@ def _is_ready(s: State, row: int, me: Any, number: int, waiter: int) -> bool:
 
 
 @inlined
-def _finish_slice(s: State, op: int) -> None:
+def _finish_slice(s: FlowState, op: int) -> None:
     """One more slice of an op is done: wake who waited for it."""
     done = s.done[op]
     done.slices += 1
@@ -80,7 +80,7 @@ def _finish_slice(s: State, op: int) -> None:
 
 
 @inlined
-def _advance(s: State, link: int) -> None:
+def _advance(s: FlowState, link: int) -> None:
     """List a link whose next slice may go."""
     me = s.links[link]
     if me.message == me.end:
@@ -95,7 +95,7 @@ def _advance(s: State, link: int) -> None:
 
 
 @inlined
-def _act(s: State, row: int, me: Any, number: int, waiter: int) -> bool:
+def _act(s: FlowState, row: int, me: Any, number: int, waiter: int) -> bool:
     """Do a slice, or set its reduction going; if the lane is reducing, queue the waiter."""
     op = me.op_base + row
     if s.reduction_rate == 0 or not s.rows[row].is_reducing:
@@ -119,7 +119,7 @@ def _act(s: State, row: int, me: Any, number: int, waiter: int) -> bool:
 
 
 @inlined
-def _deliver(s: State, link: int) -> None:
+def _deliver(s: FlowState, link: int) -> None:
     """Give landed slices to their ops, in order, until one must wait."""
     me = s.links[link]
     waiter = s.links.size + link
@@ -140,7 +140,7 @@ def _deliver(s: State, link: int) -> None:
 
 
 @inlined
-def _land(s: State, link: int) -> None:
+def _land(s: FlowState, link: int) -> None:
     """Release the slice at its sender and hand it over at its receiver."""
     me = s.links[link]
     row = s.messages[me.landing].send
@@ -155,7 +155,7 @@ def _land(s: State, link: int) -> None:
 
 
 @inlined
-def sent(s: State, link: int) -> None:
+def sent(s: FlowState, link: int) -> None:
     """The link's slice has left the wire."""
     me = s.links[link]
     s.counts[SLICES] += 1
@@ -179,7 +179,7 @@ def sent(s: State, link: int) -> None:
 
 
 @inlined
-def _work(s: State, number: int) -> None:
+def _work(s: FlowState, number: int) -> None:
     """Do slices of a local op until one must wait."""
     me = s.locals[number]
     waiter = 2 * s.links.size + number
@@ -192,7 +192,7 @@ def _work(s: State, number: int) -> None:
 
 
 @inlined
-def _resume(s: State, waiter: int) -> None:
+def _resume(s: FlowState, waiter: int) -> None:
     """Let a waiter look again."""
     nlinks = s.links.size
     if waiter < nlinks:
@@ -204,7 +204,7 @@ def _resume(s: State, waiter: int) -> None:
 
 
 @called
-def wake(s: State) -> None:
+def wake(s: FlowState) -> None:
     """Let everyone go on who may, until nobody can."""
     while s.counts[WOKEN] > 0:
         s.counts[WOKEN] -= 1
@@ -212,7 +212,7 @@ def wake(s: State) -> None:
 
 
 @called
-def begin(s: State) -> None:
+def begin(s: FlowState) -> None:
     """Let everyone look for the first time, once."""
     if s.counts[BEGUN] > 0:
         return
@@ -225,13 +225,13 @@ def begin(s: State) -> None:
 
 
 @inlined
-def has_room(s: State) -> bool:
+def has_room(s: FlowState) -> bool:
     """Whether every link could send a slice and its landing still be noted."""
     return bool(max(s.landing_count[0], s.landing_count[1]) + s.links.size <= s.landings.shape[1])
 
 
 @inlined
-def next_time(s: State, transmission: float) -> float:
+def next_time(s: FlowState, transmission: float) -> float:
     """When something happens next, given when the next transmission ends."""
     if s.counts[INSTANT] > 0:
         now: float = s.clock[0]
@@ -246,7 +246,7 @@ def next_time(s: State, transmission: float) -> float:
 
 
 @called
-def land_and_reduce(s: State) -> None:
+def land_and_reduce(s: FlowState) -> None:
     """Do all that is due and is no transmission."""
     now = s.clock[0]
     for way in range(2):
@@ -273,7 +273,7 @@ def land_and_reduce(s: State) -> None:
 
 
 @inlined
-def goes_on_a_wire(s: State, link: int) -> bool:
+def goes_on_a_wire(s: FlowState, link: int) -> bool:
     """Size up a link's next slice; one that takes no time, or has no way, is dealt with here."""
     me = s.links[link]
     chunk = me.chunk_base + s.rows[s.messages[me.message].send].chunk

@@ -36,11 +36,11 @@ from r2ccl.flowsim.loops.dataflow import (
 from r2ccl.flowsim.loops.heaps import clear_time, set_time
 from r2ccl.flowsim.loops.jit import STAMP, Loop, called, compiled, inlined
 from r2ccl.flowsim.loops.seats import leave, sit
-from r2ccl.flowsim.loops.state import AWAY, BATCHES, BUSY, HEAP, IDLE, STARTING, State
+from r2ccl.flowsim.loops.state import AWAY, BATCHES, BUSY, HEAP, IDLE, STARTING, FlowState
 
 
 @inlined
-def settle(s: State, port: int) -> None:
+def settle(s: FlowState, port: int) -> None:
     """Let the port's virtual time reach the present."""
     here = s.ports[port]
     if here.count == 0:
@@ -51,7 +51,7 @@ def settle(s: State, port: int) -> None:
 
 
 @inlined
-def requeue(s: State, port: int) -> None:
+def requeue(s: FlowState, port: int) -> None:
     """Note when the port will have served its next slice."""
     here = s.ports[port]
     if here.count == 0:
@@ -62,7 +62,7 @@ def requeue(s: State, port: int) -> None:
 
 
 @inlined
-def _join(s: State, seat: int, port: int, nbytes: float) -> None:
+def _join(s: FlowState, seat: int, port: int, nbytes: float) -> None:
     settle(s, port)
     mark = s.ports[port].virtual + nbytes
     s.seats[seat].mark = mark
@@ -74,7 +74,7 @@ def _join(s: State, seat: int, port: int, nbytes: float) -> None:
 
 
 @inlined
-def place(s: State, link: int) -> None:
+def place(s: FlowState, link: int) -> None:
     """Put a link on the wire, with ``left`` bytes to send."""
     me = s.links[link]
     me.state = BUSY
@@ -84,7 +84,7 @@ def place(s: State, link: int) -> None:
 
 
 @inlined
-def _part_left(s: State, seat: int, port: int) -> float:
+def _part_left(s: FlowState, seat: int, port: int) -> float:
     """Bytes that the port has not served yet; get up."""
     if s.seats[seat].next == AWAY:
         return 0.0
@@ -96,7 +96,7 @@ def _part_left(s: State, seat: int, port: int) -> float:
 
 
 @inlined
-def lift(s: State, link: int) -> None:
+def lift(s: FlowState, link: int) -> None:
     """Take a link off the wire; ``left`` says how much it has not sent."""
     me = s.links[link]
     me.state = IDLE
@@ -105,7 +105,7 @@ def lift(s: State, link: int) -> None:
 
 
 @called
-def _start(s: State) -> None:
+def _start(s: FlowState) -> None:
     """Queue the slices that may go."""
     for i in range(s.counts[STARTING]):
         link = s.starting[i]
@@ -116,7 +116,7 @@ def _start(s: State) -> None:
 
 
 @inlined
-def _serve(s: State, port: int) -> None:
+def _serve(s: FlowState, port: int) -> None:
     """End the slices that the port has served."""
     settle(s, port)
     here = s.ports[port]
@@ -133,7 +133,7 @@ def _serve(s: State, port: int) -> None:
 
 
 @called
-def _run(s: State, until: float) -> bool:
+def _run(s: FlowState, until: float) -> bool:
     begin(s)
     while True:
         _start(s)
@@ -151,7 +151,7 @@ def _run(s: State, until: float) -> bool:
 
 
 def _entry(stamp: int) -> Callable[..., Any]:
-    def run_fair_queue(s: State, until: float) -> bool:
+    def run_fair_queue(s: FlowState, until: float) -> bool:
         _ = stamp
         done: bool = _run(s, until)
         return done

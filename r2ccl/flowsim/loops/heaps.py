@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.flowsim.loops.jit import inlined
-from r2ccl.flowsim.loops.state import HEAP, State
+from r2ccl.flowsim.loops.state import HEAP, FlowState
 
 Keys = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int32]
@@ -49,13 +49,13 @@ def drop_first(keys: Keys, numbers: Numbers, count: int) -> None:
 
 
 @inlined
-def _place(s: State, at: int, key: float, number: int) -> None:
+def _place(s: FlowState, at: int, key: float, number: int) -> None:
     s.heap_key[at], s.heap[at] = key, number
     s.heap_at[number] = at
 
 
 @inlined
-def _sift(s: State, start: int, key: float, number: int) -> None:
+def _sift(s: FlowState, start: int, key: float, number: int) -> None:
     """Find the place of an entry that is to lie around `start`."""
     at = start
     while at > 0 and s.heap_key[(at - 1) >> 1] > key:
@@ -75,7 +75,7 @@ def _sift(s: State, start: int, key: float, number: int) -> None:
 
 
 @inlined
-def set_time(s: State, number: int, time: float) -> None:
+def set_time(s: FlowState, number: int, time: float) -> None:
     """Let the next thing happen to `number` at `time`, instead of when it would have."""
     at = s.heap_at[number]
     if at < 0:
@@ -85,7 +85,7 @@ def set_time(s: State, number: int, time: float) -> None:
 
 
 @inlined
-def clear_time(s: State, number: int) -> None:
+def clear_time(s: FlowState, number: int) -> None:
     """Let nothing happen to `number`."""
     at = s.heap_at[number]
     if at < 0:

@@ -3,8 +3,8 @@
 Imports Numba (about 0.5 s). Invariant: a loop found in Numba's cache on disk is the one that the
 sources say. Numba itself looks at the file of the function that Python calls and at no other.
 
-Numba counts references to arrays, and would do so for all arrays of a `State` at every call, ten
-times the cost of what is called. Loops make no arrays and keep none, so it is told not to, with
+Numba counts references to arrays, and would do so for all arrays of a `FlowState` at every call,
+ten times the cost of what is called. Loops make no arrays and keep none, so it is told not to, with
 ``_nrt=False``.
 """
 
@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 from numba import njit
 from numba.extending import register_jitable
 
-from r2ccl.flowsim.loops.state import State
+from r2ccl.flowsim.loops.state import FlowState
 
 _log = logging.getLogger(__name__)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 #: Runs until a time and returns whether it got there; False: the landings need more room.
-Loop = Callable[[State, float], bool]
+Loop = Callable[[FlowState, float], bool]
 
 #: Changes with any source of this room. A number that a function closes over is part of its key
 #: in the cache.
@@ -36,7 +36,7 @@ STAMP = zlib.crc32(b"".join(p.read_bytes() for p in sorted(Path(__file__).parent
 def inlined(function: _F) -> _F:
     """Make `function` part of the compiled loops that call it; in Python it stays what it is.
 
-    A call that is not inlined copies some hundred words: the addresses and shapes of a `State`.
+    A call that is not inlined copies some hundred words: the addresses and shapes of a `FlowState`.
     """
     made: _F = register_jitable(forceinline=True, _nrt=False)(function)
     return made

@@ -47,12 +47,12 @@ from r2ccl.flowsim.loops.state import (
     RESTING,
     SHARINGS,
     STARTING,
-    State,
+    FlowState,
 )
 
 
 @inlined
-def mark_dirty(s: State, port: int) -> None:
+def mark_dirty(s: FlowState, port: int) -> None:
     """Who sits at `port`, or what it carries, has changed."""
     if not s.ports[port].is_dirty:
         s.ports[port].is_dirty = True
@@ -61,7 +61,7 @@ def mark_dirty(s: State, port: int) -> None:
 
 
 @inlined
-def place(s: State, link: int) -> None:
+def place(s: FlowState, link: int) -> None:
     """Put a link on the wire, with ``left`` bytes to send."""
     me = s.links[link]
     me.state = BUSY
@@ -74,7 +74,7 @@ def place(s: State, link: int) -> None:
 
 
 @inlined
-def lift(s: State, link: int) -> None:
+def lift(s: FlowState, link: int) -> None:
     """Take a link off the wire; ``left`` says how much it has not sent."""
     me = s.links[link]
     me.left = max(0.0, me.left - (s.clock[0] - me.since) * me.rate)
@@ -87,7 +87,7 @@ def lift(s: State, link: int) -> None:
 
 
 @called
-def _start(s: State) -> None:
+def _start(s: FlowState) -> None:
     """Send the slices that may go; take links off the wire that have none."""
     now = s.clock[0]
     for i in range(s.counts[STARTING]):
@@ -109,14 +109,14 @@ def _start(s: State) -> None:
 
 
 @inlined
-def _is_ending(s: State, at: int) -> bool:
+def _is_ending(s: FlowState, at: int) -> bool:
     me = s.links[s.heap[at]]
     left = (s.heap_key[at] - s.clock[0]) * me.rate
     return bool(left <= s.tolerance * me.size)
 
 
 @called
-def _finish(s: State) -> None:
+def _finish(s: FlowState) -> None:
     """End the slices that are due."""
     now = s.clock[0]
     count = 0
@@ -145,7 +145,7 @@ def _finish(s: State) -> None:
 
 
 @called
-def _gather(s: State) -> tuple[int, int]:
+def _gather(s: FlowState) -> tuple[int, int]:
     """List the ports, and the links there, that dirty ports are joined to by links."""
     s.counts[SHARINGS] += 1
     stamp = s.counts[SHARINGS]
@@ -181,7 +181,7 @@ def _gather(s: State) -> tuple[int, int]:
 
 
 @called
-def _fill(s: State, nports: int) -> None:
+def _fill(s: FlowState, nports: int) -> None:
     """Give links their shares: those at the port that can give the least, first."""
     count = 0
     for i in range(nports):
@@ -203,7 +203,7 @@ def _fill(s: State, nports: int) -> None:
 
 
 @inlined
-def _hand_out(s: State, port: int, share: float) -> None:
+def _hand_out(s: FlowState, port: int, share: float) -> None:
     seat = s.ports[port].head
     while seat >= 0:
         me = s.links[seat >> 1]
@@ -217,7 +217,7 @@ def _hand_out(s: State, port: int, share: float) -> None:
 
 
 @called
-def _share(s: State) -> None:
+def _share(s: FlowState) -> None:
     """Give new rates where they may have changed."""
     if s.counts[DIRTY] == 0:
         return
@@ -235,7 +235,7 @@ def _share(s: State) -> None:
 
 
 @called
-def _run(s: State, until: float) -> bool:
+def _run(s: FlowState, until: float) -> bool:
     begin(s)
     while True:
         _start(s)
@@ -253,7 +253,7 @@ def _run(s: State, until: float) -> bool:
 
 
 def _entry(stamp: int) -> Callable[..., Any]:
-    def run_max_min(s: State, until: float) -> bool:
+    def run_max_min(s: FlowState, until: float) -> bool:
         _ = stamp
         done: bool = _run(s, until)
         return done

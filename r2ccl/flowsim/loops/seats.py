@@ -6,11 +6,11 @@ Compiled. Imports `state`. Invariant: a port is busy while somebody sits there.
 from __future__ import annotations
 
 from r2ccl.flowsim.loops.jit import inlined
-from r2ccl.flowsim.loops.state import AWAY, State
+from r2ccl.flowsim.loops.state import AWAY, FlowState
 
 
 @inlined
-def sit(s: State, seat: int, port: int, previous: int) -> None:
+def sit(s: FlowState, seat: int, port: int, previous: int) -> None:
     """Sit down behind `previous`; -1: in front."""
     here = s.ports[port]
     if here.count == 0:
@@ -30,7 +30,7 @@ def sit(s: State, seat: int, port: int, previous: int) -> None:
 
 
 @inlined
-def leave(s: State, seat: int, port: int) -> None:
+def leave(s: FlowState, seat: int, port: int) -> None:
     """Get up."""
     here = s.ports[port]
     previous, following = s.seats[seat].previous, s.seats[seat].next

@@ -25,7 +25,7 @@ Records: TypeAlias = npt.NDArray[Any]
 #: An op, of every channel that runs it.
 ROW_DTYPE = np.dtype(
     [
-        ("after", np.int32),  # first place in `State.after`; the next row's is behind the last
+        ("after", np.int32),  # first place in `FlowState.after`; the next row's is behind the last
         ("chunk", np.int32),
         ("kind", np.uint8),  # a Kind, not for loops
         ("is_direct", np.bool_),  # lands in memory that must have been released
@@ -127,14 +127,14 @@ FREE, NOWHERE = -2, -1
 #: Instead of a seat's neighbour.
 AWAY = -2
 
-#: Places in `State.counts`: lengths of the lists of that name, of the two heaps, and numbers.
+#: Places in `FlowState.counts`: lengths of the lists of that name, of the two heaps, and numbers.
 STARTING, RESTED, INSTANT, WOKEN, DIRTY, HEAP, REDUCING, SHARINGS, BATCHES, SLICES, BEGUN = range(
     11
 )
 NCOUNTS = 11
 
 
-class State(NamedTuple):
+class FlowState(NamedTuple):
     """The schedule, the network, and how far it has come.
 
     Heaps are arrays of keys beside arrays of numbers. Of the two entries along the first axis of
@@ -178,9 +178,36 @@ class State(NamedTuple):
 
 
 __all__ = [
-    "AWAY", "BATCHES", "BEGUN", "BUSY", "CHUNK_DTYPE", "DIRTY", "DONE_DTYPE", "FREE", "HEAP",
-    "IDLE", "INSTANT", "LANDING_DTYPE", "LINK_DTYPE", "LOCAL_DTYPE", "MESSAGE_DTYPE", "NCOUNTS",
-    "NOWHERE", "PARKED", "PORT_DTYPE", "REDUCER_DTYPE", "REDUCING", "RESTED", "RESTING",
-    "ROW_DTYPE", "SEAT_DTYPE", "SHARINGS", "SLICES", "STARTING", "WAITER_DTYPE", "WOKEN",
-    "Records", "State",
+    "AWAY",
+    "BATCHES",
+    "BEGUN",
+    "BUSY",
+    "CHUNK_DTYPE",
+    "DIRTY",
+    "DONE_DTYPE",
+    "FREE",
+    "HEAP",
+    "IDLE",
+    "INSTANT",
+    "LANDING_DTYPE",
+    "LINK_DTYPE",
+    "LOCAL_DTYPE",
+    "MESSAGE_DTYPE",
+    "NCOUNTS",
+    "NOWHERE",
+    "PARKED",
+    "PORT_DTYPE",
+    "REDUCER_DTYPE",
+    "REDUCING",
+    "RESTED",
+    "RESTING",
+    "ROW_DTYPE",
+    "SEAT_DTYPE",
+    "SHARINGS",
+    "SLICES",
+    "STARTING",
+    "WAITER_DTYPE",
+    "WOKEN",
+    "FlowState",
+    "Records",
 ]  # fmt: skip

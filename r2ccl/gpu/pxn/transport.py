@@ -1,8 +1,8 @@
 """A transport whose slices take the way through another GPU's memory: NCCL's PXN.
 
-`RelayedTransport` is a `Part` around another one. On rails it was told to, slices of device memory
-are copied to a slot of a `Relay`, beside the NIC, and sent from there, or land there and are copied
-on; all else passes unchanged. Must not import sockets, verbs or a device's driver.
+`RelayedTransport` is a `TransportPart` around another one. On rails it was told to, slices of
+device memory are copied to a slot of a `Relay`, beside the NIC, and sent from there, or land there
+and are copied on; all else passes unchanged. Must not import sockets, verbs or a device's driver.
 
 Theory of operation
 -------------------
@@ -55,7 +55,7 @@ from r2ccl.transport.base import (
     Registered,
     Sent,
 )
-from r2ccl.transport.mixed import Part
+from r2ccl.transport.mixed import TransportPart
 from r2ccl.types import PathKey, ProbeKey
 
 _log = logging.getLogger(__name__)
@@ -126,11 +126,11 @@ class _Way:
 
 
 class RelayedTransport:
-    """`Part` around another, some of whose slices are relayed.
+    """`TransportPart` around another, some of whose slices are relayed.
 
     Parameters
     ----------
-    inner : Part
+    inner : TransportPart
         Owned. All memory concerned is registered with its NICs: the slices', and the slots'.
 
     Notes
@@ -138,7 +138,7 @@ class RelayedTransport:
     Until `use` is called, and after what was under way when a use ended, calls only pass.
     """
 
-    def __init__(self, inner: Part) -> None:
+    def __init__(self, inner: TransportPart) -> None:
         self.nrails = inner.nrails
         self._inner = inner
         self._relays: dict[int, Relay] = {}
@@ -415,15 +415,15 @@ class RelayedTransport:
         self._inner.probe(key)
 
     def fileno(self) -> int:
-        """See `Part.fileno`."""
+        """See `TransportPart.fileno`."""
         return self._inner.fileno()
 
     def arm(self) -> None:
-        """See `Part.arm`."""
+        """See `TransportPart.arm`."""
         self._inner.arm()
 
     def limit_s(self, timeout_s: float) -> float:
-        """See `Part.limit_s`: nothing sleeps while copies are under way."""
+        """See `TransportPart.limit_s`: nothing sleeps while copies are under way."""
         return 0.0 if self.is_busy else self._inner.limit_s(timeout_s)
 
     def descriptors(self) -> list[int]:

@@ -40,7 +40,7 @@ from r2ccl.testing.fakedevice.device import FakeDevice
 from r2ccl.testing.fakedevice.gpu import FakeGpu
 from r2ccl.testing.fakedevice.guard import POISON
 from r2ccl.testing.fakedevice.kernels import FakeKernel, Grid
-from r2ccl.testing.fakedevice.memory import Kind
+from r2ccl.testing.fakedevice.memory import MemoryKind
 from r2ccl.testing.fakedevice.order import Misuse, Race, StillInUse, WrongOrder
 
 __all__ = [
@@ -49,7 +49,7 @@ __all__ = [
     "FakeGpu",
     "FakeKernel",
     "Grid",
-    "Kind",
+    "MemoryKind",
     "Misuse",
     "Race",
     "StillInUse",

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from r2ccl.clock import Clock as Time
 from r2ccl.testing.fakedevice.guard import Guard
-from r2ccl.testing.fakedevice.memory import AddressSpace, Piece, Span
+from r2ccl.testing.fakedevice.memory import AddressSpace, MemoryPiece, Span
 from r2ccl.testing.fakedevice.order import (
     Access,
     Clock,
@@ -29,7 +29,7 @@ from r2ccl.testing.fakedevice.order import (
     WrongOrder,
     join,
 )
-from r2ccl.testing.fakedevice.work import Operation, Word
+from r2ccl.testing.fakedevice.work import FakeOperation, Word
 
 #: How likely a poll runs one operation more.
 _ONE_MORE = 0.7
@@ -76,7 +76,7 @@ class FakeStream:
         self.card = card
         self.handle = handle
         self.is_callers = is_callers
-        self.queue: deque[Operation] = deque()
+        self.queue: deque[FakeOperation] = deque()
         self.clock: Clock = {}
         self.time = 0
         #: The last step it took.
@@ -109,7 +109,7 @@ class Board:
         self._names: set[tuple[int, str]] = set()
         self._hosts: dict[str, Host] = {}
         self._streams: list[FakeStream] = []
-        self._guards: dict[Operation, Guard] = {}
+        self._guards: dict[FakeOperation, Guard] = {}
         self._words: list[Word] = []
         self._ncards = 0
         self._nactors = 0
@@ -209,14 +209,14 @@ class Board:
             if word.piece.span.is_host and word.has_changed:
                 word.note(self._known_around(word.piece))
 
-    def _known_around(self, piece: Piece) -> Clock:
+    def _known_around(self, piece: MemoryPiece) -> Clock:
         """Return what the hosts know that reach some bytes."""
         known: Clock = {}
         for place in self.space.sharing(piece):
             join(known, self._hosts[place.span.owner].release())
         return known
 
-    def word_at(self, piece: Piece) -> Word:
+    def word_at(self, piece: MemoryPiece) -> Word:
         """Return the word of four bytes."""
         for word in self._words:
             if word.piece.overlaps(piece):
@@ -239,7 +239,7 @@ class Board:
 
     # Work
 
-    def enqueue(self, stream: FakeStream, operation: Operation) -> None:
+    def enqueue(self, stream: FakeStream, operation: FakeOperation) -> None:
         """Give a stream something to do."""
         stream.queue.append(operation)
         self._guards[operation] = Guard(operation)
@@ -298,7 +298,7 @@ class Board:
                     later = set(queue[place:])
                     guard.take(other for other in self._pending() if other not in later)
 
-    def _pending(self) -> Iterator[Operation]:
+    def _pending(self) -> Iterator[FakeOperation]:
         for stream in self._streams:
             yield from stream.queue
 
@@ -312,7 +312,7 @@ class Board:
                 for operation in stream.queue
             ]
 
-    def touch(self, access: Access, piece: Piece, host: Host, stamp: Stamp) -> None:
+    def touch(self, access: Access, piece: MemoryPiece, host: Host, stamp: Stamp) -> None:
         """Note an access of a host, or of a NIC for it, which is over for it at once.
 
         Raises
@@ -329,13 +329,13 @@ class Board:
 
     # The end of things
 
-    def users(self, span: Span) -> list[Operation]:
+    def users(self, span: Span) -> list[FakeOperation]:
         """Return what has not run and reaches a span by its own addresses."""
         return [
             each
             for each in self._pending()
             if any(piece.span is span for piece in each.pieces)
-            or (span.has_memory and each.reaches(Piece(span, 0, span.nbytes)))
+            or (span.has_memory and each.reaches(MemoryPiece(span, 0, span.nbytes)))
         ]
 
     def check_idle(self, span: Span, host: Host, doing: str) -> None:

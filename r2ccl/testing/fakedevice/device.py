@@ -17,12 +17,12 @@ from r2ccl.device.base import Argument, Device, Event, Kernel, Stream
 from r2ccl.errors import TransportError
 from r2ccl.testing.fakedevice.gpu import FakeGpu
 from r2ccl.testing.fakedevice.kernels import FakeKernel, Grid, Launch
-from r2ccl.testing.fakedevice.memory import Bytes, Kind, Piece
+from r2ccl.testing.fakedevice.memory import Bytes, MemoryKind, MemoryPiece
 from r2ccl.testing.fakedevice.order import Clock, Misuse, StillInUse, caller, join
 from r2ccl.testing.fakedevice.process import FakeProcess, refusal
 from r2ccl.testing.fakedevice.work import (
     Copy,
-    Operation,
+    FakeOperation,
     Record,
     SetWord,
     WaitForRecord,
@@ -122,12 +122,14 @@ class FakeDevice(FakeProcess):
     def allocate(self, nbytes: int) -> int:
         """See `Device`; it holds no zeros."""
         with self._called("allocate"):
-            return self._board.space.allocate(self._name, self._card, nbytes, Kind.DEVICE).address
+            return self._board.space.allocate(
+                self._name, self._card, nbytes, MemoryKind.DEVICE
+            ).address
 
     def free(self, address: int) -> None:
         """See `Device`."""
         with self._called("free"):
-            self._retire(self._own(address, Kind.DEVICE), "free")
+            self._retire(self._own(address, MemoryKind.DEVICE), "free")
 
     def allocate_pinned(self, nbytes: int) -> Bytes:
         """See `Device`."""
@@ -137,7 +139,7 @@ class FakeDevice(FakeProcess):
     def free_pinned(self, memory: Bytes) -> None:
         """See `Device`."""
         with self._called("free_pinned"):
-            self._retire(self._own(memory.ctypes.data, Kind.PINNED), "free_pinned")
+            self._retire(self._own(memory.ctypes.data, MemoryKind.PINNED), "free_pinned")
 
     def pin(self, memory: Bytes) -> int:
         """See `Device`; the address is never the host's."""
@@ -148,9 +150,9 @@ class FakeDevice(FakeProcess):
         """See `Device`."""
         with self._called("unpin"):
             place = self._board.space.at_host(self._name, memory.ctypes.data, memory.nbytes)
-            if place is None or place.offset or place.span.kind is not Kind.REGISTERED:
+            if place is None or place.offset or place.span.kind is not MemoryKind.REGISTERED:
                 raise Misuse.of(f"{memory.nbytes} bytes that {self._name} has not pinned")
-            self._retire(self._own(place.span.address, Kind.REGISTERED), "unpin")
+            self._retire(self._own(place.span.address, MemoryKind.REGISTERED), "unpin")
 
     # Between GPUs and processes
 
@@ -171,7 +173,7 @@ class FakeDevice(FakeProcess):
             span = self._find(address, 1).span
             if span.card != self._card and not span.is_host:
                 raise Misuse.of(f"{span} is of another GPU, which exports it")
-            if span.kind is not Kind.DEVICE:
+            if span.kind is not MemoryKind.DEVICE:
                 kind = span.kind.value
                 raise TransportError(f"{kind} has no IPC handle", status="NO_IPC")
             handle = span.number.to_bytes(_HANDLE_NBYTES, "little")
@@ -193,7 +195,7 @@ class FakeDevice(FakeProcess):
     def unmap(self, address: int) -> None:
         """See `Device`."""
         with self._called("unmap"):
-            self._retire(self._own(address, Kind.MAPPED), "unmap")
+            self._retire(self._own(address, MemoryKind.MAPPED), "unmap")
 
     def buffer_id(self, address: int) -> int:
         """See `Device`."""
@@ -301,13 +303,13 @@ class FakeDevice(FakeProcess):
             what = self._enqueued(f"wait for {value} in {place}", stream)
             self._give(stream, WaitForWord(*what, place, self._board.word_at(place), value))
 
-    def _word(self, address: int) -> Piece:
+    def _word(self, address: int) -> MemoryPiece:
         if not self.waits_on_memory:
             raise refusal("a stream's word", "CUDA_ERROR_NOT_SUPPORTED")
         if address % _WORD_NBYTES:
             raise Misuse.of(f"a word at {address:#x} is not aligned")
         place = self._find(address, _WORD_NBYTES)
-        if place.span.kind is Kind.MANAGED:
+        if place.span.kind is MemoryKind.MANAGED:
             raise Misuse.of(f"a word in {place.span}")
         return place
 
@@ -342,7 +344,7 @@ class FakeDevice(FakeProcess):
             ]
             self._copy(f"copy of {nrows} rows from {source:#x} to {target:#x}", rows, stream)
 
-    def _copy(self, what: str, rows: list[tuple[Piece, Piece]], stream: Stream) -> None:
+    def _copy(self, what: str, rows: list[tuple[MemoryPiece, MemoryPiece]], stream: Stream) -> None:
         if any(target.overlaps(source) for target, _ in rows for _, source in rows):
             raise Misuse.of(f"a {what} overlaps itself")
         self._give(stream, Copy(*self._enqueued(what, stream), rows))
@@ -380,7 +382,7 @@ class FakeDevice(FakeProcess):
         """Say what is enqueued where, and what the host knows now."""
         return f"{what}, on {self._stream(stream)}, enqueued at {caller()}", self._host.release()
 
-    def _give(self, stream: Stream, operation: Operation) -> None:
+    def _give(self, stream: Stream, operation: FakeOperation) -> None:
         self._board.enqueue(self._stream(stream), operation)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from r2ccl.clock import Clock as Time
 from r2ccl.clock import monotonic
 from r2ccl.testing.fakedevice.board import Board, Host
 from r2ccl.testing.fakedevice.kernels import FakeKernel
-from r2ccl.testing.fakedevice.memory import Piece
+from r2ccl.testing.fakedevice.memory import MemoryPiece
 from r2ccl.testing.fakedevice.order import Access, Stamp
 
 
@@ -95,7 +95,7 @@ class FakeGpu:
 
     # What NICs write
 
-    def touch_remotely(self, piece: Piece, host: Host, what: str) -> None:
+    def touch_remotely(self, piece: MemoryPiece, host: Host, what: str) -> None:
         """Note a write of a NIC, whose completion a host has seen; see `Board.touch`."""
         stamp = host.step(what)
         if self.reorders_remote_writes and not piece.span.is_host:

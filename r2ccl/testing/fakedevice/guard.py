@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from r2ccl.testing.fakedevice.memory import Piece
+from r2ccl.testing.fakedevice.memory import MemoryPiece
 from r2ccl.testing.fakedevice.order import Race
-from r2ccl.testing.fakedevice.work import Operation
+from r2ccl.testing.fakedevice.work import FakeOperation
 
 #: What a host finds where the GPU is about to write.
 POISON = 0xA5
@@ -25,10 +25,10 @@ class Guard:
 
     Parameters
     ----------
-    operation : Operation
+    operation : FakeOperation
     """
 
-    def __init__(self, operation: Operation) -> None:
+    def __init__(self, operation: FakeOperation) -> None:
         self._operation = operation
         self._sources = [each for each in operation.reads if each.span.is_host]
         self._targets = [
@@ -36,20 +36,20 @@ class Guard:
             for each in operation.writes
             if each.span.is_host and not any(each.overlaps(read) for read in operation.reads)
         ]
-        self._seen: list[tuple[Piece, bytes]] = []
-        self._poisoned: list[Piece] = []
+        self._seen: list[tuple[MemoryPiece, bytes]] = []
+        self._poisoned: list[MemoryPiece] = []
 
     @property
     def is_wanted(self) -> bool:
         """Whether there is memory that is not guarded yet."""
         return bool(self._sources or self._targets)
 
-    def take(self, others: Iterable[Operation]) -> None:
+    def take(self, others: Iterable[FakeOperation]) -> None:
         """Guard what no other operation that may run first still needs or writes.
 
         Parameters
         ----------
-        others : iterable of Operation
+        others : iterable of FakeOperation
             All that have not run and do not come after this one in its stream.
         """
         others = tuple(others)

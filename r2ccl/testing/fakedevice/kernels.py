@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from r2ccl.testing.fakedevice.memory import Bytes, Piece
+from r2ccl.testing.fakedevice.memory import Bytes, MemoryPiece
 from r2ccl.testing.fakedevice.order import Access, Clock, Misuse, Stamp
-from r2ccl.testing.fakedevice.work import Operation
+from r2ccl.testing.fakedevice.work import FakeOperation
 
 #: A kernel in Python: ``run(grid, *values)``.
 Run = Callable[..., None]
@@ -48,11 +48,13 @@ class Grid:
     nblocks, nthreads : int
     """
 
-    def __init__(self, nblocks: int, nthreads: int, find: Callable[[int, int], Piece]) -> None:
+    def __init__(
+        self, nblocks: int, nthreads: int, find: Callable[[int, int], MemoryPiece]
+    ) -> None:
         self.nblocks = nblocks
         self.nthreads = nthreads
         self._find = find
-        self._declared: Operation | None = None
+        self._declared: FakeOperation | None = None
         self._now: tuple[Stamp, Clock] | None = None
 
     def read(self, address: int, nbytes: int) -> Bytes:
@@ -65,7 +67,7 @@ class Grid:
         """Return bytes to be written."""
         return self._reach(Access.WRITE, address, nbytes).view
 
-    def hold_against(self, declared: Operation) -> None:
+    def hold_against(self, declared: FakeOperation) -> None:
         """Refuse what is not among the pieces of an operation, whose accesses are noted."""
         self._declared = declared
 
@@ -83,7 +85,7 @@ class Grid:
             raise Misuse.of("a kernel's memory is used while the kernel does not run")
         return self._now
 
-    def _reach(self, access: Access, address: int, nbytes: int) -> Piece:
+    def _reach(self, access: Access, address: int, nbytes: int) -> MemoryPiece:
         stamp, clock = self._step()
         piece = self._find(address, nbytes)
         declared = self._declared
@@ -96,12 +98,12 @@ class Grid:
         return piece
 
 
-class Launch(Operation):
+class Launch(FakeOperation):
     """A kernel's run."""
 
     def __init__(
         self, what: str, clock: Clock, kernel: FakeKernel, grid: Grid, values: Sequence[Any],
-        reads: Sequence[Piece], writes: Sequence[Piece],
+        reads: Sequence[MemoryPiece], writes: Sequence[MemoryPiece],
     ) -> None:  # fmt: skip
         super().__init__(what, clock, reads, writes)
         self._kernel = kernel

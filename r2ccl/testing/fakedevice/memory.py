@@ -35,7 +35,7 @@ _PAGE = 4096
 _UNWRITTEN = 0xC5
 
 
-class Kind(enum.Enum):
+class MemoryKind(enum.Enum):
     """How a range of addresses came to be."""
 
     DEVICE = "device memory"
@@ -48,7 +48,7 @@ class Kind(enum.Enum):
     @property
     def is_host(self) -> bool:
         """Whether the host can reach it."""
-        return self in (Kind.PINNED, Kind.REGISTERED)
+        return self in (MemoryKind.PINNED, MemoryKind.REGISTERED)
 
 
 class Span:
@@ -60,7 +60,7 @@ class Span:
         The process.
     card : int
         Number of the card whose memory it is; of host memory, of the one it was made for.
-    kind : Kind
+    kind : MemoryKind
     address : int
         Where the GPU finds it.
     memory : ndarray of uint8
@@ -74,7 +74,7 @@ class Span:
     """
 
     def __init__(
-        self, owner: str, card: int, kind: Kind, address: int, memory: Bytes, shadow: Shadow,
+        self, owner: str, card: int, kind: MemoryKind, address: int, memory: Bytes, shadow: Shadow,
         position: int, number: int, is_callers: bool = False,
     ) -> None:  # fmt: skip
         self.owner = owner
@@ -105,13 +105,13 @@ class Span:
     @property
     def has_memory(self) -> bool:
         """Whether the bytes go when it goes."""
-        return self.kind not in (Kind.REGISTERED, Kind.MAPPED)
+        return self.kind not in (MemoryKind.REGISTERED, MemoryKind.MAPPED)
 
     def __str__(self) -> str:
         return f"{self.nbytes} bytes of {self.kind.value} at {self.address:#x} of {self.owner}"
 
 
-class Piece(msgspec.Struct, frozen=True):
+class MemoryPiece(msgspec.Struct, frozen=True):
     """Some bytes of a span."""
 
     span: Span
@@ -128,13 +128,13 @@ class Piece(msgspec.Struct, frozen=True):
         """Where it begins in the shadow."""
         return self.span.position + self.offset
 
-    def overlaps(self, other: Piece) -> bool:
+    def overlaps(self, other: MemoryPiece) -> bool:
         """Whether they share bytes."""
         return self.span.shadow is other.span.shadow and max(self.position, other.position) < min(
             self.position + self.nbytes, other.position + other.nbytes
         )
 
-    def covers(self, other: Piece) -> bool:
+    def covers(self, other: MemoryPiece) -> bool:
         """Whether all bytes of `other` are in it."""
         return (
             self.span.shadow is other.span.shadow
@@ -167,7 +167,7 @@ class AddressSpace:
         self._host: dict[tuple[int, int], Shadow] = {}
 
     def allocate(
-        self, owner: str, card: int, nbytes: int, kind: Kind, *, is_callers: bool = False
+        self, owner: str, card: int, nbytes: int, kind: MemoryKind, *, is_callers: bool = False
     ) -> Span:
         """Make device memory."""
         if nbytes < 1:
@@ -185,7 +185,7 @@ class AddressSpace:
         memory = room[start : start + nbytes]
         address = memory.ctypes.data
         shadow = self._host.setdefault((0, 0), Shadow())
-        return self._add(owner, card, Kind.PINNED, address, memory, shadow, address)
+        return self._add(owner, card, MemoryKind.PINNED, address, memory, shadow, address)
 
     def pin(self, owner: str, card: int, memory: Bytes) -> Span:
         """Give all GPUs of a process an address for host memory."""
@@ -200,13 +200,13 @@ class AddressSpace:
         shadow = self._host.setdefault(backing, Shadow())
         flat = memory.reshape(-1).view(np.uint8)
         address = self._reserve(flat.size)
-        return self._add(owner, card, Kind.REGISTERED, address, flat, shadow, position)
+        return self._add(owner, card, MemoryKind.REGISTERED, address, flat, shadow, position)
 
     def map(self, owner: str, card: int, source: Span) -> Span:
         """Give a card in another process an address for device memory."""
         address = self._reserve(source.nbytes)
         span = self._add(
-            owner, card, Kind.MAPPED, address, source.memory, source.shadow, source.position
+            owner, card, MemoryKind.MAPPED, address, source.memory, source.shadow, source.position
         )  # fmt: skip
         span.source = source
         source.nmappings += 1
@@ -218,7 +218,7 @@ class AddressSpace:
         return address
 
     def _add(
-        self, owner: str, card: int, kind: Kind, address: int, memory: Bytes, shadow: Shadow,
+        self, owner: str, card: int, kind: MemoryKind, address: int, memory: Bytes, shadow: Shadow,
         position: int, is_callers: bool = False,
     ) -> Span:  # fmt: skip
         self._nspans += 1
@@ -228,17 +228,17 @@ class AddressSpace:
 
     def remove(self, span: Span, why: str) -> None:
         """Take addresses back; memory that no other span reaches is filled with what is wrong."""
-        whole = Piece(span, 0, span.nbytes)
+        whole = MemoryPiece(span, 0, span.nbytes)
         self._spans.remove(span)
         self._gone.append((span.address, span.address + span.nbytes - 1, f"{span}, {why}"))
         if span.source is not None:
             span.source.nmappings -= 1
-        elif not any(Piece(each, 0, each.nbytes).overlaps(whole) for each in self._spans):
+        elif not any(MemoryPiece(each, 0, each.nbytes).overlaps(whole) for each in self._spans):
             span.shadow.forget(span.position, span.nbytes)
             if span.has_memory:
                 span.memory.fill(_UNWRITTEN)
 
-    def find(self, owner: str, cards: Container[int], address: int, nbytes: int) -> Piece:
+    def find(self, owner: str, cards: Container[int], address: int, nbytes: int) -> MemoryPiece:
         """Return what a GPU finds at an address for a process: its own memory, that of `cards`."""
         index = bisect.bisect_right(self._spans, address, key=lambda each: each.address) - 1
         span = self._spans[index] if index >= 0 else None
@@ -251,7 +251,7 @@ class AddressSpace:
             raise Misuse.of(f"{span} is of a GPU that this one was not let reach")
         if nbytes < 0 or address + nbytes > span.address + span.nbytes:
             raise Misuse.of(f"{nbytes} bytes at {address:#x} reach beyond {span}")
-        return Piece(span, address - span.address, nbytes)
+        return MemoryPiece(span, address - span.address, nbytes)
 
     def _memory_of(self, address: int) -> str:
         """Say what was, or is, at an address."""
@@ -264,12 +264,12 @@ class AddressSpace:
                 return f": that is the host's address of {span}"
         return ""
 
-    def at_host(self, owner: str, address: int, nbytes: int) -> Piece | None:
+    def at_host(self, owner: str, address: int, nbytes: int) -> MemoryPiece | None:
         """Return what a process has pinned at an address of the host."""
         for span in self.of(owner):
             offset = address - span.memory.ctypes.data
             if span.is_host and 0 <= offset <= span.nbytes - nbytes:
-                return Piece(span, offset, nbytes)
+                return MemoryPiece(span, offset, nbytes)
         return None
 
     def of(self, owner: str) -> list[Span]:
@@ -277,12 +277,12 @@ class AddressSpace:
         found = [span for span in self._spans if span.owner == owner]
         return sorted(found, key=lambda span: -span.number)
 
-    def sharing(self, piece: Piece) -> list[Piece]:
+    def sharing(self, piece: MemoryPiece) -> list[MemoryPiece]:
         """Return how each process reaches some bytes."""
         return [
-            Piece(span, piece.position - span.position, piece.nbytes)
+            MemoryPiece(span, piece.position - span.position, piece.nbytes)
             for span in self._spans
-            if Piece(span, 0, span.nbytes).covers(piece)
+            if MemoryPiece(span, 0, span.nbytes).covers(piece)
         ]
 
 
@@ -307,4 +307,4 @@ def as_bytes(view: npt.NDArray[Any]) -> Bytes:
     return view.reshape(-1).view(np.uint8)
 
 
-__all__ = ["AddressSpace", "Bytes", "Kind", "Piece", "Span", "as_bytes"]
+__all__ = ["AddressSpace", "Bytes", "MemoryKind", "MemoryPiece", "Span", "as_bytes"]

@@ -17,7 +17,7 @@ from r2ccl.device.base import Stream
 from r2ccl.errors import TransportError
 from r2ccl.testing.fakedevice.board import FakeStream
 from r2ccl.testing.fakedevice.gpu import FakeGpu
-from r2ccl.testing.fakedevice.memory import Bytes, Kind, Piece, Span, as_bytes
+from r2ccl.testing.fakedevice.memory import Bytes, MemoryKind, MemoryPiece, Span, as_bytes
 from r2ccl.testing.fakedevice.order import Access, Clock, Misuse, caller, join
 
 #: CU_STREAM_LEGACY, CU_STREAM_PER_THREAD.
@@ -54,10 +54,10 @@ class FakeProcess:
 
     # What is there
 
-    def _find(self, address: int, nbytes: int) -> Piece:
+    def _find(self, address: int, nbytes: int) -> MemoryPiece:
         return self._board.space.find(self._name, self._reached, address, nbytes)
 
-    def _own(self, address: int, kind: Kind) -> Span:
+    def _own(self, address: int, kind: MemoryKind) -> Span:
         """Return what begins at `address` and was made here."""
         span = self._find(address, 0).span
         if (
@@ -107,10 +107,10 @@ class FakeProcess:
         with self._called("caller_stream"):
             return self._new_stream(is_callers=True)
 
-    def caller_memory(self, nbytes: int, kind: Kind = Kind.DEVICE) -> int:
+    def caller_memory(self, nbytes: int, kind: MemoryKind = MemoryKind.DEVICE) -> int:
         """Allocate as the library's caller does: device memory, of a pool, or managed."""
         with self._called("caller_memory"):
-            if kind.is_host or kind is Kind.MAPPED:
+            if kind.is_host or kind is MemoryKind.MAPPED:
                 raise Misuse.of(f"{kind.value} is not what a caller allocates on a device")
             space, card = self._board.space, self._card
             return space.allocate(self._name, card, nbytes, kind, is_callers=True).address
@@ -135,11 +135,11 @@ class FakeProcess:
         with self._called("host access"):
             self._touch(access, self._pinned(view))
 
-    def _touch(self, access: Access, place: Piece) -> None:
+    def _touch(self, access: Access, place: MemoryPiece) -> None:
         what = f"the host of {self._name}, which {access.value} {place} at {caller()}"
         self._board.touch(access, place, self._host, self._host.step(what))
 
-    def _pinned(self, view: npt.NDArray[Any]) -> Piece:
+    def _pinned(self, view: npt.NDArray[Any]) -> MemoryPiece:
         memory = as_bytes(view)
         place = self._board.space.at_host(self._name, memory.ctypes.data, memory.size)
         if place is None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from r2ccl.testing.fakedevice.memory import Piece
+from r2ccl.testing.fakedevice.memory import MemoryPiece
 from r2ccl.testing.fakedevice.order import Access, Clock, Stamp, join
 
 _MODULUS, _HALF = 1 << 32, 1 << 31
@@ -26,13 +26,13 @@ class Word:
 
     Parameters
     ----------
-    piece : Piece
+    piece : MemoryPiece
         Its four bytes.
     clock : Clock
         What those know who may have written it until now.
     """
 
-    def __init__(self, piece: Piece, clock: Clock) -> None:
+    def __init__(self, piece: MemoryPiece, clock: Clock) -> None:
         self.piece = piece
         #: Values, in the order they were written, with what their writers knew.
         self._written = [(self.value, clock)]
@@ -73,7 +73,7 @@ def _is_at_least(value: int, other: int) -> bool:
     return (value - other) % _MODULUS < _HALF
 
 
-class Operation:
+class FakeOperation:
     """Something a stream was given.
 
     Parameters
@@ -82,9 +82,9 @@ class Operation:
         What it is and where it was enqueued, for messages.
     clock : Clock
         What the host knew then.
-    reads, writes : sequence of Piece
+    reads, writes : sequence of MemoryPiece
         What it touches.
-    words : sequence of Piece
+    words : sequence of MemoryPiece
         Words that it sets or waits for.
     """
 
@@ -92,9 +92,13 @@ class Operation:
     is_undeclared = False
 
     def __init__(
-        self, what: str, clock: Clock, reads: Sequence[Piece] = (), writes: Sequence[Piece] = (),
-        words: Sequence[Piece] = (),
-    ) -> None:  # fmt: skip
+        self,
+        what: str,
+        clock: Clock,
+        reads: Sequence[MemoryPiece] = (),
+        writes: Sequence[MemoryPiece] = (),
+        words: Sequence[MemoryPiece] = (),
+    ) -> None:
         self.what = what
         self.clock = clock
         self.reads = tuple(each for each in reads if each.nbytes)
@@ -127,15 +131,17 @@ class Operation:
     def run(self, stamp: Stamp, clock: Clock) -> None:
         """Do it."""
 
-    def reaches(self, piece: Piece) -> bool:
+    def reaches(self, piece: MemoryPiece) -> bool:
         """Whether it touches any of these bytes."""
         return any(each.overlaps(piece) for each in self.pieces)
 
 
-class Copy(Operation):
+class Copy(FakeOperation):
     """Copies; a row each."""
 
-    def __init__(self, what: str, clock: Clock, rows: Sequence[tuple[Piece, Piece]]) -> None:
+    def __init__(
+        self, what: str, clock: Clock, rows: Sequence[tuple[MemoryPiece, MemoryPiece]]
+    ) -> None:
         super().__init__(what, clock, [row[1] for row in rows], [row[0] for row in rows])
 
     def run(self, stamp: Stamp, clock: Clock) -> None:
@@ -144,7 +150,7 @@ class Copy(Operation):
             target.view[:] = source.view
 
 
-class Record(Operation):
+class Record(FakeOperation):
     """What an event stands for: all of the stream before it."""
 
     #: The step of its stream that it was; None: not yet.
@@ -156,7 +162,7 @@ class Record(Operation):
         self.stamp = stamp
 
 
-class WaitForRecord(Operation):
+class WaitForRecord(FakeOperation):
     """Wait for what an event stood for when this was enqueued."""
 
     def __init__(self, what: str, clock: Clock, record: Record) -> None:
@@ -177,10 +183,10 @@ class WaitForRecord(Operation):
         join(clock, self._record.clock)
 
 
-class SetWord(Operation):
+class SetWord(FakeOperation):
     """Write a word for others to wait for."""
 
-    def __init__(self, what: str, clock: Clock, place: Piece, word: Word, value: int) -> None:
+    def __init__(self, what: str, clock: Clock, place: MemoryPiece, word: Word, value: int) -> None:
         super().__init__(what, clock, words=[place])
         self._place = place
         self._word = word
@@ -195,10 +201,10 @@ class SetWord(Operation):
         self._word.set(self._value, clock)
 
 
-class WaitForWord(Operation):
+class WaitForWord(FakeOperation):
     """Wait until a word is something, or more."""
 
-    def __init__(self, what: str, clock: Clock, place: Piece, word: Word, value: int) -> None:
+    def __init__(self, what: str, clock: Clock, place: MemoryPiece, word: Word, value: int) -> None:
         super().__init__(what, clock, words=[place])
         self._place = place
         self._word = word
@@ -220,7 +226,7 @@ class WaitForWord(Operation):
 
 __all__ = [
     "Copy",
-    "Operation",
+    "FakeOperation",
     "Record",
     "SetWord",
     "WaitForRecord",

@@ -8,19 +8,19 @@ Imports `topology`, errors and clock below it; nothing of the library imports th
 command line.
 """
 
-from r2ccl.testing.netlab.fabric import Shape
+from r2ccl.testing.netlab.fabric import LabShape
 from r2ccl.testing.netlab.lab import Lab
 from r2ccl.testing.netlab.namespaces import LabError, clean
 from r2ccl.testing.netlab.privilege import ensure_privileged, unavailable_reason
-from r2ccl.testing.netlab.ranks import Job, RankProcess, RankResult
+from r2ccl.testing.netlab.ranks import LabJob, RankProcess, RankResult
 
 __all__ = [
-    "Job",
     "Lab",
     "LabError",
+    "LabJob",
+    "LabShape",
     "RankProcess",
     "RankResult",
-    "Shape",
     "clean",
     "ensure_privileged",
     "unavailable_reason",

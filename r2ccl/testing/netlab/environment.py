@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from r2ccl.testing.netlab.fabric import Shape, nic_name
+from r2ccl.testing.netlab.fabric import LabShape, nic_name
 
 #: Namespaces have their ports to themselves, so these never clash.
 MASTER_PORT = 29500
 R2CC_PORT = 29501
 
 
-def rank_environment(shape: Shape, node: int, local_rank: int, secret: Path) -> dict[str, str]:
+def rank_environment(shape: LabShape, node: int, local_rank: int, secret: Path) -> dict[str, str]:
     """Return the variables of one rank.
 
     Parameters
     ----------
-    shape : Shape
+    shape : LabShape
     node, local_rank : int
     secret : Path
         File with the job's secret, readable by its owner only.

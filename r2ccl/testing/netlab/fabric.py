@@ -1,6 +1,6 @@
 """The cluster a lab stands for, as values: names, addresses, and the iproute2 lines that build it.
 
-No I/O: everything here is text made from a `Shape`. Invariant: the two ends of a veth never have
+No I/O: everything here is text made from a `LabShape`. Invariant: the two ends of a veth never have
 the same interface index, because the kernel reports a lost carrier at once only where they differ
 (measured: 0.3 ms against 822 ms).
 
@@ -38,7 +38,7 @@ _SIZE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?(k|m|g)?b")
 _TIME = re.compile(r"[1-9][0-9]*(\.[0-9]+)?(s|ms|us)")
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class LabShape(msgspec.Struct, frozen=True, kw_only=True):
     """Size and properties of a lab.
 
     Parameters
@@ -169,7 +169,7 @@ NODE_SYSCTLS = {
 SWITCH_SYSCTLS = {**NODE_SYSCTLS, "net/ipv4/ip_forward": "1"}
 
 
-def switch_lines(shape: Shape, namespaces: list[str]) -> Iterator[str]:
+def switch_lines(shape: LabShape, namespaces: list[str]) -> Iterator[str]:
     """``ip -batch`` lines, run in the switch: bridges, and a veth into each of `namespaces`."""
     yield "link set lo up"
     yield f"link add {_MANAGEMENT_BRIDGE} type bridge mcast_snooping 0"
@@ -201,7 +201,7 @@ def switch_lines(shape: Shape, namespaces: list[str]) -> Iterator[str]:
             yield f"link set {port} master {bridge_name(rail)} up"
 
 
-def node_lines(shape: Shape, node: int) -> Iterator[str]:
+def node_lines(shape: LabShape, node: int) -> Iterator[str]:
     """``ip -batch`` lines, run in a node: addresses, and routes that keep each rail to itself."""
     yield "link set lo up"
     yield f"addr add {shape.management_address(node)}/24 dev {MANAGEMENT_NIC}"
@@ -216,7 +216,7 @@ def node_lines(shape: Shape, node: int) -> Iterator[str]:
         yield from rail_routes(shape, node, rail)
 
 
-def rail_routes(shape: Shape, node: int, rail: int) -> Iterator[str]:
+def rail_routes(shape: LabShape, node: int, rail: int) -> Iterator[str]:
     """Lines for the routes that a NIC loses by going down and the kernel does not bring back."""
     source = shape.address(node, rail)
     device = f"dev {nic_name(rail)} src {source} table {_table(rail)}"
@@ -225,17 +225,17 @@ def rail_routes(shape: Shape, node: int, rail: int) -> Iterator[str]:
         yield f"route replace default via {_gateway(rail)} {device}"
 
 
-def nic_shaper(shape: Shape, rail: int, *, rate: str = "", verb: str = "add") -> str:
+def nic_shaper(shape: LabShape, rail: int, *, rate: str = "", verb: str = "add") -> str:
     """``tc -batch`` line that shapes what a node sends, to the lab's rate unless given."""
     return _shaper(shape, nic_name(rail), rate or shape.rate, verb, shape.latency)
 
 
-def port_shaper(shape: Shape, node: int, rail: int, *, rate: str = "", verb: str = "add") -> str:
+def port_shaper(shape: LabShape, node: int, rail: int, *, rate: str = "", verb: str = "add") -> str:
     """``tc -batch`` line that shapes what the switch sends to a node's NIC."""
     return _shaper(shape, port_name(node, rail), rate or shape.rate, verb, shape.buffer)
 
 
-def _shaper(shape: Shape, device: str, rate: str, verb: str, stay: str) -> str:
+def _shaper(shape: LabShape, device: str, rate: str, verb: str, stay: str) -> str:
     # Not tbf's own `latency`: that adds the burst to the queue, and so the time the burst takes.
     limit = max(_MIN_QUEUE_NBYTES, int(_bits_per_s(rate) * _seconds(stay) / 8))
     return f"qdisc {verb} dev {device} root tbf rate {rate} burst {shape.burst} limit {limit}"
@@ -271,7 +271,7 @@ __all__ = [
     "MAX_RAILS",
     "NODE_SYSCTLS",
     "SWITCH_SYSCTLS",
-    "Shape",
+    "LabShape",
     "bridge_index",
     "bridge_name",
     "nic_index",

@@ -15,9 +15,9 @@ from r2ccl.clock import monotonic
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.faults import Action, Fault, Firing, check_fits
 from r2ccl.testing.netlab.driver import Driver
-from r2ccl.testing.netlab.fabric import Shape
-from r2ccl.testing.netlab.nicfaults import Hold, NicFaults
-from r2ccl.testing.netlab.ranks import Job
+from r2ccl.testing.netlab.fabric import LabShape
+from r2ccl.testing.netlab.nicfaults import FaultHold, NicFaults
+from r2ccl.testing.netlab.ranks import LabJob
 
 #: Mean interval between the changes of a flap that does not say.
 FLAP_MEAN_S = 0.1
@@ -28,7 +28,7 @@ class Injector:
 
     Parameters
     ----------
-    shape : Shape
+    shape : LabShape
     nics : NicFaults
     driver : Driver
         Runs what comes later: the end of a fault, the next change of a flap.
@@ -37,7 +37,11 @@ class Injector:
     """
 
     def __init__(
-        self, shape: Shape, nics: NicFaults, driver: Driver, find_job: Callable[[], Job | None]
+        self,
+        shape: LabShape,
+        nics: NicFaults,
+        driver: Driver,
+        find_job: Callable[[], LabJob | None],
     ) -> None:
         self._shape = shape
         self._nics = nics
@@ -67,11 +71,11 @@ class Injector:
             intervals = random.Random(fault.seed or 0)
             self._schedule_flap(hold, intervals, is_up=True)
 
-    def _undo(self, hold: Hold) -> None:
+    def _undo(self, hold: FaultHold) -> None:
         with self._lock:
             self._nics.undo(hold)
 
-    def _schedule_flap(self, hold: Hold, intervals: random.Random, *, is_up: bool) -> None:
+    def _schedule_flap(self, hold: FaultHold, intervals: random.Random, *, is_up: bool) -> None:
         def change() -> None:
             with self._lock:
                 if self._nics.is_held(hold):

@@ -19,7 +19,7 @@ from r2ccl.testing.faults import Action, Fault, Firing
 from r2ccl.testing.netlab import fabric
 from r2ccl.testing.netlab.driver import Driver, PlanRun
 from r2ccl.testing.netlab.environment import rank_environment
-from r2ccl.testing.netlab.fabric import Shape
+from r2ccl.testing.netlab.fabric import LabShape
 from r2ccl.testing.netlab.injector import Injector
 from r2ccl.testing.netlab.namespaces import (
     LabError,
@@ -29,7 +29,7 @@ from r2ccl.testing.netlab.namespaces import (
     write_sysctls,
 )
 from r2ccl.testing.netlab.nicfaults import NicFaults
-from r2ccl.testing.netlab.ranks import Job, RankProcess, RankResult, spawn
+from r2ccl.testing.netlab.ranks import LabJob, RankProcess, RankResult, spawn
 
 _T = TypeVar("_T")
 
@@ -51,7 +51,7 @@ class Lab:
     Parameters
     ----------
     **shape
-        The fields of `Shape`: ``nodes``, ``rails``, ``rate``, ``fabric``, ``mtu``, ``burst``,
+        The fields of `LabShape`: ``nodes``, ``rails``, ``rate``, ``fabric``, ``mtu``, ``burst``,
         ``latency``, ``buffer``, ``ranks_per_node``.
 
     Raises
@@ -69,8 +69,8 @@ class Lab:
     """
 
     def __init__(self, **shape: Any) -> None:
-        self.shape = Shape(**shape)
-        self._job: Job | None = None
+        self.shape = LabShape(**shape)
+        self._job: LabJob | None = None
         self._stack = contextlib.ExitStack()
         try:
             self._build()
@@ -193,7 +193,7 @@ class Lab:
         *,
         env: Mapping[str, str] | None = None,
         plan: FaultPlan | None = None,
-    ) -> Job:
+    ) -> LabJob:
         """Start a program as `run` does, with pipes to each rank's stdin and stdout.
 
         The plan's clock starts here. One job at a time; close it before the next.
@@ -259,12 +259,12 @@ class Lab:
         plan: FaultPlan | None,
         *,
         is_interactive: bool,
-    ) -> Job:
+    ) -> LabJob:
         if self._job is not None:
             raise InvalidArgument("netlab: a job is running in this lab; close it first")
         with contextlib.ExitStack() as on_failure:
             run = self._prepare(plan) if plan is not None else None
-            job = self._job = Job(lambda: self._forget(run))
+            job = self._job = LabJob(lambda: self._forget(run))
             on_failure.callback(job.close)
             for rank in range(self.shape.nranks):
                 node, local = divmod(rank, self.shape.ranks_per_node)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from r2ccl.testing.faults import Action, Fault
 from r2ccl.testing.netlab import fabric
-from r2ccl.testing.netlab.fabric import Shape
+from r2ccl.testing.netlab.fabric import LabShape
 from r2ccl.testing.netlab.namespaces import LabError, inside, run_batch
 from r2ccl.topology import netlink
 from r2ccl.topology.netlink import RouteSocket
@@ -39,7 +39,7 @@ class Target(NamedTuple):
     peer: int | None
 
 
-class Hold:
+class FaultHold:
     """One fault in force; an object, so that two equal faults stay two."""
 
     def __init__(self, fault: Fault) -> None:
@@ -55,18 +55,18 @@ class NicFaults:
 
     Parameters
     ----------
-    shape : Shape
+    shape : LabShape
     switch : str
         Namespace of the switch.
     nodes : list of str
         Namespace of each node.
     """
 
-    def __init__(self, shape: Shape, switch: str, nodes: list[str]) -> None:
+    def __init__(self, shape: LabShape, switch: str, nodes: list[str]) -> None:
         self._shape = shape
         self._switch = switch
         self._nodes = nodes
-        self._holds: dict[Target, list[Hold]] = {}
+        self._holds: dict[Target, list[FaultHold]] = {}
         self._sockets = {name: inside(name, RouteSocket) for name in (switch, *nodes)}
         self._do: dict[Action, Callable[[Fault, int, int], None]] = {
             Action.NIC_DOWN: self._nic_down,
@@ -92,7 +92,7 @@ class NicFaults:
         for each in self._sockets.values():
             each.close()
 
-    def apply(self, fault: Fault) -> Hold:
+    def apply(self, fault: Fault) -> FaultHold:
         """Put a fault in force; it is when this returns.
 
         Raises
@@ -100,16 +100,16 @@ class NicFaults:
         LabError
             The kernel refused.
         """
-        hold = Hold(fault)
+        hold = FaultHold(fault)
         self._change(self._do, hold)
         self._holds.setdefault(hold.target, []).append(hold)
         return hold
 
-    def is_held(self, hold: Hold) -> bool:
+    def is_held(self, hold: FaultHold) -> bool:
         """Whether a fault lasts: whether it is not undone, though a later one may hide it."""
         return hold in self._holds.get(hold.target, ())
 
-    def undo(self, hold: Hold) -> None:
+    def undo(self, hold: FaultHold) -> None:
         """Take one fault back; nothing happens where that was done before."""
         if not self.is_held(hold):
             return
@@ -127,12 +127,14 @@ class NicFaults:
             if node in (None, hold.fault.node, hold.fault.peer) and rail in (None, hold.fault.rail):
                 self.undo(hold)
 
-    def set_flapping(self, hold: Hold, *, is_up: bool) -> None:
+    def set_flapping(self, hold: FaultHold, *, is_up: bool) -> None:
         """Move a flapping NIC without ending its flap; nothing happens where a later fault is."""
         if self._holds[hold.target][-1] is hold:
             self._change(self._undo if is_up else self._do, hold)
 
-    def _change(self, table: dict[Action, Callable[[Fault, int, int], None]], hold: Hold) -> None:
+    def _change(
+        self, table: dict[Action, Callable[[Fault, int, int], None]], hold: FaultHold
+    ) -> None:
         fault = hold.fault
         assert fault.node is not None
         assert fault.rail is not None
@@ -218,4 +220,4 @@ def _set_link(route: RouteSocket, index: int, *, is_up: bool) -> None:
     route.transact(netlink.RTM_NEWLINK, body)
 
 
-__all__ = ["Hold", "NicFaults"]
+__all__ = ["FaultHold", "NicFaults"]

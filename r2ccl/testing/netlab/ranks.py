@@ -1,6 +1,6 @@
 """The processes of one run: started in their node's namespace, watched, ended by a deadline.
 
-Must not know about faults. Invariant: `Job.close` leaves no rank alive. What a rank started and
+Must not know about faults. Invariant: `LabJob.close` leaves no rank alive. What a rank started and
 left behind in the background ends with the lab.
 """
 
@@ -61,7 +61,7 @@ class RankProcess(msgspec.Struct, eq=False):
         return self.popen.pid
 
 
-class Job:
+class LabJob:
     """The ranks of one run; a context manager that ends them on leaving.
 
     Parameters
@@ -245,4 +245,4 @@ def _signal_group(popen: subprocess.Popen[bytes], number: signal.Signals) -> Non
             os.killpg(popen.pid, number)
 
 
-__all__ = ["TERM_GRACE_S", "Job", "RankProcess", "RankResult", "spawn"]
+__all__ = ["TERM_GRACE_S", "LabJob", "RankProcess", "RankResult", "spawn"]

@@ -11,13 +11,13 @@ imports this package but the command line.
 """
 
 from r2ccl.testing.rdmalab.packages import prepare, unavailable_reason
-from r2ccl.testing.rdmalab.shape import RdmaLabError, Shape
-from r2ccl.testing.rdmalab.vm import Machine, VmResult, run
+from r2ccl.testing.rdmalab.shape import MachineShape, RdmaLabError
+from r2ccl.testing.rdmalab.vm import VirtualMachine, VmResult, run
 
 __all__ = [
-    "Machine",
+    "MachineShape",
     "RdmaLabError",
-    "Shape",
+    "VirtualMachine",
     "VmResult",
     "prepare",
     "run",

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from r2ccl.errors import R2cclError
 from r2ccl.testing.rdmalab.shape import (
+    MachineShape,
     RdmaLabError,
-    Shape,
     address_lines,
     device_lines,
     link_lines,
@@ -33,7 +33,7 @@ _PORTS_TIMEOUT_S = 30.0
 _POLL_S = 0.05
 
 
-def set_up(shape: Shape) -> None:
+def set_up(shape: MachineShape) -> None:
     """Make the lab's devices, those that are not there yet.
 
     Raises
@@ -52,7 +52,7 @@ def set_up(shape: Shape) -> None:
     _await_ports(shape)
 
 
-def missing_ports(shape: Shape, hcas: Iterable[Hca]) -> list[str]:
+def missing_ports(shape: MachineShape, hcas: Iterable[Hca]) -> list[str]:
     """Return the lab's devices that cannot be used yet, each with what it lacks."""
     found = {each.name: each for each in hcas}
     missing = []
@@ -68,7 +68,7 @@ def missing_ports(shape: Shape, hcas: Iterable[Hca]) -> list[str]:
     return missing
 
 
-def _await_ports(shape: Shape) -> None:
+def _await_ports(shape: MachineShape) -> None:
     give_up = time.monotonic() + _PORTS_TIMEOUT_S
     while missing := missing_ports(shape, list_hcas()):
         if time.monotonic() > give_up:
@@ -106,7 +106,7 @@ def _write(path: Path, value: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 0, 1 where the machine refused, 2 for usage."""
-    default = Shape()
+    default = MachineShape()
     parser = argparse.ArgumentParser(
         prog="python -m r2ccl.testing.rdmalab.guest", description="Make a lab's RDMA devices here."
     )
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nics", type=int, default=default.nics, help="RDMA devices a node")
     args = parser.parse_args(argv)
     try:
-        set_up(Shape(nodes=args.nodes, nics=args.nics))
+        set_up(MachineShape(nodes=args.nodes, nics=args.nics))
     except R2cclError as exc:
         print(f"r2ccl rdmalab, inside: {exc}", file=sys.stderr)
         return 2 if isinstance(exc, ValueError) else 1

@@ -1,6 +1,6 @@
 """What a lab has, as values: names, addresses, and the lines for ip and rdma that make it.
 
-No I/O: everything here is text made from a `Shape`.
+No I/O: everything here is text made from a `MachineShape`.
 
 ::
 
@@ -45,7 +45,7 @@ class RdmaLabError(R2cclError):
     """The machine, or the one inside it, did not do what a lab needs; says what and why."""
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
     """Size of a lab.
 
     Parameters
@@ -100,7 +100,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return ((node, rail) for rail in range(self.nics) for node in range(self.nodes))
 
 
-def link_lines(shape: Shape, present: Collection[str]) -> Iterator[str]:
+def link_lines(shape: MachineShape, present: Collection[str]) -> Iterator[str]:
     """Yield what ``ip -batch`` makes the interfaces with; those in `present` are left as they are.
 
     Nothing is given an address here: see `address_lines`.
@@ -121,7 +121,7 @@ def link_lines(shape: Shape, present: Collection[str]) -> Iterator[str]:
             yield f"link set {port} mtu {MTU} master br{rail} up"
 
 
-def address_lines(shape: Shape) -> Iterator[str]:
+def address_lines(shape: MachineShape) -> Iterator[str]:
     """Yield what ``ip -batch`` gives the interfaces their addresses with and takes them up."""
     for node, rail in shape.places():
         name = shape.netdev(node, rail)
@@ -129,7 +129,7 @@ def address_lines(shape: Shape) -> Iterator[str]:
         yield f"link set {name} mtu {MTU} up"
 
 
-def device_lines(shape: Shape, present: Collection[str]) -> Iterator[str]:
+def device_lines(shape: MachineShape, present: Collection[str]) -> Iterator[str]:
     """Yield what ``rdma -b`` makes the RDMA devices with, less those in `present`."""
     for node, rail in shape.places():
         name = shape.device(node, rail)
@@ -137,7 +137,7 @@ def device_lines(shape: Shape, present: Collection[str]) -> Iterator[str]:
             yield f"link add {name} type rxe netdev {shape.netdev(node, rail)}"
 
 
-def sysctls(shape: Shape) -> dict[str, str]:
+def sysctls(shape: MachineShape) -> dict[str, str]:
     """Return the settings under ``/proc/sys`` that let a machine talk to itself by its NICs."""
     netdevs = [shape.netdev(node, rail) for node, rail in shape.places()]
     return {
@@ -151,8 +151,8 @@ __all__ = [
     "MARK",
     "MTU",
     "REPORT",
+    "MachineShape",
     "RdmaLabError",
-    "Shape",
     "address_lines",
     "device_lines",
     "link_lines",

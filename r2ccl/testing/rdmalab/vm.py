@@ -24,7 +24,7 @@ import msgspec
 
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.rdmalab.packages import find_kernel, unavailable_reason, virtme
-from r2ccl.testing.rdmalab.shape import REPORT, RdmaLabError, Shape
+from r2ccl.testing.rdmalab.shape import REPORT, MachineShape, RdmaLabError
 
 #: Where this copy of r2ccl is imported from.
 _IMPORTS = Path(__file__).parents[3]
@@ -50,7 +50,7 @@ exec "$@" 3<&-
 _BOOTED, _READY, _STATUS = "booted", "ready", "status"
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
+class VirtualMachine(msgspec.Struct, frozen=True, kw_only=True):
     """The virtual machine's size.
 
     Parameters
@@ -96,8 +96,8 @@ class VmResult(msgspec.Struct, frozen=True, kw_only=True):
 def run(
     command: Sequence[str],
     *,
-    shape: Shape,
-    machine: Machine | None = None,
+    shape: MachineShape,
+    machine: VirtualMachine | None = None,
     timeout_s: float = 900.0,
     report: Path | None = None,
     environment: Mapping[str, str] | None = None,
@@ -110,9 +110,9 @@ def run(
     command : sequence of str
         Runs as root in the current directory, with this process's environment and the lab's
         variables; without limit of locked memory.
-    shape : Shape
+    shape : MachineShape
         The devices made before it starts.
-    machine : Machine, optional
+    machine : VirtualMachine, optional
     timeout_s : float
         For everything, the boot included.
     report : Path, optional
@@ -133,7 +133,7 @@ def run(
     reason = unavailable_reason()
     if reason is not None:
         raise RdmaLabError(reason)
-    machine = machine or Machine()
+    machine = machine or VirtualMachine()
     if machine.is_kvm and not os.access("/dev/kvm", os.R_OK | os.W_OK):
         raise RdmaLabError("KVM was asked for, and /dev/kvm cannot be opened; go without it")
     for path in (Path.cwd(), Path(tempfile.gettempdir()), *([report] if report else [])):
@@ -153,7 +153,7 @@ def run(
 
 
 def guest_script(
-    command: Sequence[str], shape: Shape, environment: Mapping[str, str], private: Path
+    command: Sequence[str], shape: MachineShape, environment: Mapping[str, str], private: Path
 ) -> str:
     """Return the shell script that the machine runs as soon as it is up.
 
@@ -232,7 +232,7 @@ def _started(private: Path, argv: Sequence[str]) -> Iterator[subprocess.Popen[by
             process.stdout.close()
 
 
-def _virtme_command(script: Path, machine: Machine) -> list[str]:
+def _virtme_command(script: Path, machine: VirtualMachine) -> list[str]:
     kernel, runner = find_kernel(), virtme()
     assert kernel is not None
     assert runner is not None
@@ -280,4 +280,4 @@ def _print(data: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-__all__ = ["Machine", "VmResult", "guest_script", "run"]
+__all__ = ["VirtualMachine", "VmResult", "guest_script", "run"]

@@ -19,7 +19,7 @@ from r2ccl.failover.migration.link import Landing, SendLink, Slice
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.runtime.executor import LandingPool, LaneRun, Place
 from r2ccl.runtime.progress import Progress
-from r2ccl.testing.simulation.network import Kind, Message
+from r2ccl.testing.simulation.network import MessageKind, SimMessage
 
 Array = npt.NDArray[Any]
 
@@ -65,9 +65,9 @@ class Checker:
         if self.bytes_of(rank, found) != self.sent[(*key, landing.seq)]:
             raise Violation(f"link {key} delivered wrong bytes as slice {landing.seq}")
 
-    def read(self, message: Message) -> None:
+    def read(self, message: SimMessage) -> None:
         """Refuse a read of memory that was given back; a `SimNetwork.on_read`."""
-        is_own_memory = message.kind is Kind.WRITE and not message.is_copied
+        is_own_memory = message.kind is MessageKind.WRITE and not message.is_copied
         if is_own_memory and id(message.view) in self.released:
             frame = message.frame
             raise Violation(

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from r2ccl.bootstrap.messages import Codec, PeerDown
 from r2ccl.bootstrap.session import FrameReader, Session, SessionLimits
-from r2ccl.testing.simulation.network import Act, End, Kind, Message, SimNetwork, Wire
+from r2ccl.testing.simulation.network import Act, End, MessageKind, SimMessage, SimNetwork, Wire
 from r2ccl.transport.base import Frame
-from r2ccl.types import BYPASS, PathKey, Way
+from r2ccl.types import BYPASS, BypassWay, PathKey
 
 #: Heartbeats per peer timeout, as the real control plane has it.
 _BEATS_PER_TIMEOUT = 5
@@ -32,7 +32,7 @@ _STAGGER_S = 0.02
 _SYN_AGAIN_S = 1.0
 
 
-class Host(Protocol):
+class ControlHost(Protocol):
     """The rank a control plane belongs to."""
 
     rank: int
@@ -58,8 +58,8 @@ class SimControl:
     Parameters
     ----------
     network : SimNetwork
-        Its `route` hook sees every frame, as a message of `Kind.CONTROL`.
-    host : Host
+        Its `route` hook sees every frame, as a message of `MessageKind.CONTROL`.
+    host : ControlHost
     codec : Codec
     peer_timeout_s : float
     """
@@ -67,7 +67,7 @@ class SimControl:
     def __init__(
         self,
         network: SimNetwork,
-        host: Host,
+        host: ControlHost,
         codec: Codec,
         *,
         peer_timeout_s: float,
@@ -153,7 +153,7 @@ class SimControl:
     def _carry(self, peer: int, carrier: int, data: bytes) -> None:
         network = self._network
         end = _ControlEnd(self._host.rank, peer)
-        message = Message(Kind.CONTROL, end, Frame(carrier, 0, 0, 0, 0), None)  # type: ignore[arg-type]
+        message = SimMessage(MessageKind.CONTROL, end, Frame(carrier, 0, 0, 0, 0), None)  # type: ignore[arg-type]
         fate = network.number(message)
         network.note("control", self._host.rank, peer, carrier, len(data), fate.act.value)
         if fate.act in (Act.DROP, Act.CUT):
@@ -206,7 +206,7 @@ class SimControl:
         """Connect until it works or another dial replaces this one."""
         self._start_dial(PathKey(peer, rail), epoch)
 
-    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[Way]) -> None:
+    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
         """Connect by the first of `ways` that works, if one does."""
         key = PathKey(peer, BYPASS)
         self._ndials += 1
@@ -228,7 +228,7 @@ class SimControl:
         """Say nothing: what keeps paths from being connected is the test's own doing."""
         return []
 
-    def _try_ways(self, key: PathKey, number: int, ways: tuple[Way, ...]) -> None:
+    def _try_ways(self, key: PathKey, number: int, ways: tuple[BypassWay, ...]) -> None:
         if not ways:
             self._dials.pop(key, None)
             return
@@ -240,7 +240,7 @@ class SimControl:
         delay = 3 * self._network.delay()
         self._timeline.after(delay, self._try_dial, key, number, _FIRST_PAUSE_S, wire, patience)
 
-    def _if_current(self, key: PathKey, number: int, ways: tuple[Way, ...]) -> None:
+    def _if_current(self, key: PathKey, number: int, ways: tuple[BypassWay, ...]) -> None:
         if self._is_current(key, number):
             self._try_ways(key, number, ways)
 
@@ -324,4 +324,4 @@ class _ControlEnd:
         self.path = PathKey(peer, -1)
 
 
-__all__ = ["Host", "SimControl"]
+__all__ = ["ControlHost", "SimControl"]

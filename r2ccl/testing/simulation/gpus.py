@@ -24,9 +24,9 @@ from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.fakedevice.forms import FakeLauncher
 from r2ccl.testing.simulation.checks import Violation
 from r2ccl.testing.simulation.data import Array
-from r2ccl.testing.simulation.network import Message, SimNetwork
+from r2ccl.testing.simulation.network import SimMessage, SimNetwork
 from r2ccl.testing.simulation.rank import SimRank
-from r2ccl.testing.simulation.work import Task
+from r2ccl.testing.simulation.work import SimTask
 
 #: In landing places that nobody uses.
 _POISON = 0xA5
@@ -48,7 +48,7 @@ class GpuNetwork(SimNetwork):
             return bytes(view)
         return self.devices[rank].read(address_of(view), len(view)).tobytes()
 
-    def move(self, message: Message, start: int, end: int) -> None:
+    def move(self, message: SimMessage, start: int, end: int) -> None:
         """See `SimNetwork.move`."""
         assert message.region is not None
         assert message.view is not None
@@ -60,7 +60,7 @@ class GpuNetwork(SimNetwork):
         else:
             target[:] = data
 
-    def copy_of(self, message: Message) -> memoryview:
+    def copy_of(self, message: SimMessage) -> memoryview:
         """See `SimNetwork.copy_of`."""
         assert message.view is not None
         return memoryview(self.bytes_of(message.end.rank, message.view))
@@ -109,7 +109,7 @@ class GpuRank(SimRank):
         self._spaces: tuple[int, ...] = ()
         self._like = np.empty(0)
 
-    def operands(self, task: Task) -> Operands:
+    def operands(self, task: SimTask) -> Operands:
         """Make the memory of the next call, in the GPU."""
         source, output = self._work.memory(self.ncalls, self.rank)
         self._like = output

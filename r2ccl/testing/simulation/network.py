@@ -26,14 +26,14 @@ from r2ccl.testing.simulation.wire import (
     End,
     EndState,
     Fate,
-    Kind,
-    Message,
-    Piece,
+    MessageKind,
+    SimMessage,
     Timeline,
     Wire,
+    WirePiece,
 )
 from r2ccl.transport.base import Arrived, Cleared, Confirmed, Event, Failed, Frame, Sent
-from r2ccl.types import BYPASS, ProbeKey, Way
+from r2ccl.types import BYPASS, BypassWay, ProbeKey
 
 
 class SimNetwork:
@@ -90,9 +90,9 @@ class SimNetwork:
         #: Whether its NICs move slices of device memory: `move` and `copy_of` must know how.
         self.reaches_devices = False
         #: The one hook through which every message goes, control messages included.
-        self.route: Callable[[Message], Fate] = lambda message: DELIVER
+        self.route: Callable[[SimMessage], Fate] = lambda message: DELIVER
         #: Told of every read of a sender's view, before it happens.
-        self.on_read: Callable[[Message], None] = lambda message: None
+        self.on_read: Callable[[SimMessage], None] = lambda message: None
         self.trace: list[tuple[Any, ...]] = []
         self.nmessages = 0
         #: Connections made round the rails.
@@ -112,7 +112,7 @@ class SimNetwork:
         """Return what connects ranks `a` and `b` on `rail`."""
         return self.wires[min(a, b), max(a, b), rail]
 
-    def bypass(self, rank: int, peer: int, way: Way) -> Wire | None:
+    def bypass(self, rank: int, peer: int, way: BypassWay) -> Wire | None:
         """Return what connects `rank` to `peer` by `way` now, None if nothing does."""
         pair = (min(rank, peer), max(rank, peer))
         if way.to == peer:
@@ -146,7 +146,7 @@ class SimNetwork:
         """Add a line to the trace."""
         self.trace.append((self.timeline.now, *what))
 
-    def number(self, message: Message) -> Fate:
+    def number(self, message: SimMessage) -> Fate:
         """Count a message and ask the hook what becomes of it."""
         message.number = self.nmessages
         self.nmessages += 1
@@ -202,7 +202,7 @@ class SimNetwork:
         arrival = self.timeline.now + cut.late_s
         for number, piece in enumerate(flight):
             piece.is_lost = True
-            again = Piece(piece.message, piece.is_last)
+            again = WirePiece(piece.message, piece.is_last)
             if number < cut.keep:
                 arrival += self.overhead_s
                 self._launch(end, again, arrival)
@@ -279,7 +279,7 @@ class SimNetwork:
         for piece in end.flight:
             # It has left this NIC: from here on it no longer depends on this rank's memory.
             message = piece.message
-            if message.kind is Kind.WRITE and message.view is not None:
+            if message.kind is MessageKind.WRITE and message.view is not None:
                 message.view = self.copy_of(message)
                 message.is_copied = True
         for queue in (end.queued, end.small, end.bulk, end.held, end.acks):
@@ -314,16 +314,16 @@ class SimNetwork:
         extra = fate.delay_s if fate.act is Act.DELAY else 0.0
         self._send(end, message, extra)
 
-    def _send(self, end: End, message: Message, extra_s: float) -> None:
+    def _send(self, end: End, message: SimMessage, extra_s: float) -> None:
         now = self.timeline.now
         duration = self.overhead_s + message.nbytes / self.bandwidth
         arrival = max(now + self.delay() + extra_s, end.clear_at)
-        if message.kind is Kind.WRITE:
-            self._fly(end, Piece(message, False), arrival + duration / 2)
-        self._fly(end, Piece(message, True), arrival + duration)
+        if message.kind is MessageKind.WRITE:
+            self._fly(end, WirePiece(message, False), arrival + duration / 2)
+        self._fly(end, WirePiece(message, True), arrival + duration)
         self.timeline.after(duration, self.pump, end)
 
-    def _fly(self, end: End, piece: Piece, arrival: float) -> None:
+    def _fly(self, end: End, piece: WirePiece, arrival: float) -> None:
         if end.is_broken:
             self._starve(end)
         elif not end.wire.is_up:
@@ -331,12 +331,12 @@ class SimNetwork:
         else:
             self._launch(end, piece, arrival)
 
-    def _launch(self, end: End, piece: Piece, arrival: float) -> None:
+    def _launch(self, end: End, piece: WirePiece, arrival: float) -> None:
         end.clear_at = arrival
         end.flight.append(piece)
         self.timeline.after(arrival - self.timeline.now, self._land, end, piece)
 
-    def _land(self, end: End, piece: Piece) -> None:
+    def _land(self, end: End, piece: WirePiece) -> None:
         """A piece reaches the other end."""
         if piece.is_lost:
             return
@@ -350,15 +350,15 @@ class SimNetwork:
         else:
             self.take(other, piece)
 
-    def refuse(self, end: End, piece: Piece) -> None:
+    def refuse(self, end: End, piece: WirePiece) -> None:
         """A piece for a fenced end changes nothing there."""
         self._reset(end.other)
 
-    def take(self, end: End, piece: Piece) -> None:
+    def take(self, end: End, piece: WirePiece) -> None:
         """Do what a piece says, at the end it arrived at."""
         message = piece.message
         assert end.transport is not None
-        if message.kind is Kind.WRITE:
+        if message.kind is MessageKind.WRITE:
             self.write(message, piece.is_last)
             if not piece.is_last:
                 return
@@ -367,7 +367,7 @@ class SimNetwork:
             message.end.unacked.discard(message)
         self.note("land", message.kind.value, end.rank, end.path, message.frame.channel,
                   message.frame.seq)  # fmt: skip
-        is_confirmed = message.kind is Kind.WRITE and self._confirm_early(end, message.frame)
+        is_confirmed = message.kind is MessageKind.WRITE and self._confirm_early(end, message.frame)
         end.transport.report(self._event(end, message, is_confirmed))
 
     def _confirm_early(self, end: End, frame: Frame) -> bool:
@@ -376,12 +376,12 @@ class SimNetwork:
         if not ack or end.state is not EndState.LIVE:
             return False
         confirmation = Frame(frame.channel, 0, ack, 0, 0)
-        end.small.append(Message(Kind.CONFIRM, end, confirmation, None))
+        end.small.append(SimMessage(MessageKind.CONFIRM, end, confirmation, None))
         if not end.is_busy:
             self.pump(end)
         return True
 
-    def write(self, message: Message, is_last: bool) -> None:
+    def write(self, message: SimMessage, is_last: bool) -> None:
         """Move half a cleared slice from the sender's memory to its landing place."""
         region, view = message.region, message.view
         assert region is not None
@@ -394,32 +394,32 @@ class SimNetwork:
             message.began_s = self.timeline.now
             self.move(message, 0, half)
 
-    def move(self, message: Message, start: int, end: int) -> None:
+    def move(self, message: SimMessage, start: int, end: int) -> None:
         """Move bytes of a cleared slice; a network whose NICs reach other memory does it there."""
         assert message.region is not None
         assert message.view is not None
         message.region[start:end] = message.view[start:end]
 
-    def copy_of(self, message: Message) -> memoryview:
+    def copy_of(self, message: SimMessage) -> memoryview:
         """Return what a slice under way holds, in memory of the network's own; as `move`."""
         assert message.view is not None
         return memoryview(bytes(message.view))
 
-    def _event(self, end: End, message: Message, is_confirmed: bool) -> Event:
+    def _event(self, end: End, message: SimMessage, is_confirmed: bool) -> Event:
         frame = message.frame
-        if message.kind is Kind.WRITE:
+        if message.kind is MessageKind.WRITE:
             return Arrived(end.path, frame, None, message.began_s, is_confirmed)
-        if message.kind is Kind.EAGER:
+        if message.kind is MessageKind.EAGER:
             assert message.view is not None
             self.on_read(message)
             assert end.transport is not None
             return Arrived(end.path, frame, end.transport.lend(message.view), self.timeline.now)
-        if message.kind is Kind.CLEAR:
+        if message.kind is MessageKind.CLEAR:
             assert message.view is not None
             return Cleared(end.path, frame, len(message.view), message.view)
         return Confirmed(end.path, frame.channel, frame.ack)
 
-    def _acknowledge(self, message: Message) -> None:
+    def _acknowledge(self, message: SimMessage) -> None:
         """The sender's NIC learns that a write arrived, and reads its view no more."""
         end = message.end
         if end.state is EndState.FENCED or end.is_broken:
@@ -441,8 +441,8 @@ __all__ = [
     "End",
     "EndState",
     "Fate",
-    "Kind",
-    "Message",
+    "MessageKind",
+    "SimMessage",
     "SimNetwork",
     "Timeline",
     "Wire",

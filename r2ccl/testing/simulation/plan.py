@@ -125,7 +125,7 @@ class Noise(msgspec.Struct, frozen=True):
 Fault = CutPath | NicDown | Stop | Kill | Lose | Hold
 
 
-class Plan(msgspec.Struct, frozen=True):
+class FailurePlan(msgspec.Struct, frozen=True):
     """Everything that goes wrong in a run."""
 
     faults: tuple[Fault, ...] = ()
@@ -135,13 +135,13 @@ class Plan(msgspec.Struct, frozen=True):
 __all__ = [
     "CallSpec",
     "CutPath",
+    "FailurePlan",
     "Fault",
     "Hold",
     "Kill",
     "Lose",
     "NicDown",
     "Noise",
-    "Plan",
     "Stop",
     "Workload",
 ]

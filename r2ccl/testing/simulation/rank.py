@@ -36,7 +36,7 @@ from r2ccl.testing.simulation.control import SimControl
 from r2ccl.testing.simulation.data import Array
 from r2ccl.testing.simulation.network import End, SimNetwork
 from r2ccl.testing.simulation.transport import SimTransport
-from r2ccl.testing.simulation.work import Task, Work
+from r2ccl.testing.simulation.work import SimTask, SimWork
 from r2ccl.transport.base import Transport
 
 _BUSY_TICK_S = 0.02
@@ -47,7 +47,7 @@ _STALL_S = 0.05
 _TURN_S = 10e-6
 
 
-class Phase(enum.Enum):
+class RankPhase(enum.Enum):
     """What the rank's own thread does."""
 
     CONNECTING = "connecting"
@@ -67,7 +67,13 @@ _MESSAGES: Any = (
     | Report | Prepare | Promise | Commit
 )  # fmt: skip
 
-WAITING = (Phase.CONNECTING, Phase.ENTERING, Phase.CALLING, Phase.LEAVING, Phase.FENCING)
+WAITING = (
+    RankPhase.CONNECTING,
+    RankPhase.ENTERING,
+    RankPhase.CALLING,
+    RankPhase.LEAVING,
+    RankPhase.FENCING,
+)
 
 
 class SimRank:
@@ -78,18 +84,18 @@ class SimRank:
     rank : int
     network : SimNetwork
     config : Config
-    work : Work
+    work : SimWork
         What it is to do.
     checker : Checker
     """
 
     def __init__(
-        self, rank: int, network: SimNetwork, config: Config, work: Work, checker: Checker
+        self, rank: int, network: SimNetwork, config: Config, work: SimWork, checker: Checker
     ) -> None:
         self.rank = rank
         self.is_stopped = False
         self.is_dead = False
-        self.phase = Phase.CONNECTING
+        self.phase = RankPhase.CONNECTING
         self.error: R2cclError | None = None
         self.ncalls = 0
         self._network = network
@@ -130,7 +136,7 @@ class SimRank:
         self._deadline = 0.0
         self._peers: frozenset[int] = frozenset()
         self._runs: list[LaneRun] = []
-        self._task: Task | None = None
+        self._task: SimTask | None = None
         #: Input, output and scratch memory of the call.
         self._arrays: tuple[Array, ...] = ()
 
@@ -262,7 +268,7 @@ class SimRank:
         if self.revocation.error is None:
             self.progress.step()
             self.failover.tick(now, self._peers)
-        elif self.phase is not Phase.DONE:
+        elif self.phase is not RankPhase.DONE:
             self.progress.step()
 
     # The rank's own thread
@@ -270,22 +276,22 @@ class SimRank:
     def _finish_if_done(self) -> None:
         if self.revocation.error is not None:
             return
-        if self.phase is Phase.CONNECTING:
+        if self.phase is RankPhase.CONNECTING:
             if all(self.transport.is_open(key) for key in self.links.on_rails) or (
                 self._timeline.now >= self._config.connect_timeout_s
                 and all(map(self.migration.up, self.peers))
             ):
                 self._compute()
-        elif self.phase is Phase.ENTERING:
+        elif self.phase is RankPhase.ENTERING:
             self._enter()
-        elif self.phase is Phase.CALLING:
+        elif self.phase is RankPhase.CALLING:
             if not any(run.remaining for run in self._runs):
                 self._return()
-        elif self.phase is Phase.LEAVING:
+        elif self.phase is RankPhase.LEAVING:
             self._leave()
 
     def _compute(self) -> None:
-        self.phase = Phase.COMPUTING
+        self.phase = RankPhase.COMPUTING
         self._peers = frozenset()
         busy_s = self._work.busy_s(self.rank)
         if busy_s:
@@ -300,14 +306,14 @@ class SimRank:
             self._timeline.after(_IDLE_TICK_S, self._call)
             return
         if self.ncalls == len(self._work.calls):
-            self.phase = Phase.LEAVING
+            self.phase = RankPhase.LEAVING
             self._deadline = self._timeline.now + self._config.init_timeout_s
             self.links.confirm_all()
             self.progress.advance()
             self._wake()
             return
         self._drain()
-        self.phase = Phase.ENTERING
+        self.phase = RankPhase.ENTERING
         self._deadline = self._timeline.now + self._config.timeout_s
         self._enter()
 
@@ -320,7 +326,7 @@ class SimRank:
             self._begin(health)
 
     def _begin(self, health: Health) -> None:
-        self.phase = Phase.CALLING
+        self.phase = RankPhase.CALLING
         task = self._work.task(self.ncalls, self.rank, self.homes, health)
         self._task = task
         call = self.operands(task)
@@ -337,7 +343,7 @@ class SimRank:
 
     # Its memory
 
-    def operands(self, task: Task) -> Operands:
+    def operands(self, task: SimTask) -> Operands:
         """Make the memory of the next call."""
         source, output = self._work.memory(self.ncalls, self.rank)
         call = Call(task.layout, source, output, *self._work.arithmetic(task))
@@ -369,19 +375,19 @@ class SimRank:
                 left.add(self.rank)
                 self.control.broadcast(Leaving())
             if len(left) == self._network.nranks:
-                self.phase = Phase.DONE
+                self.phase = RankPhase.DONE
 
     def _give_up(self) -> None:
         """Raise out of the call, once no peer can write into its memory any more."""
-        if self.phase is Phase.DONE:
+        if self.phase is RankPhase.DONE:
             return
-        self.phase = Phase.FENCING
+        self.phase = RankPhase.FENCING
         if self.migration.is_quiet:
-            self.phase = Phase.DONE
+            self.phase = RankPhase.DONE
             self.error = self.revocation.error
             self._network.note("raised", self.rank, type(self.error).__name__)
             if self._task is not None:
                 self.retire(f"rank {self.rank}, after its error")
 
 
-__all__ = ["Phase", "SimRank"]
+__all__ = ["RankPhase", "SimRank"]

@@ -21,33 +21,33 @@ from r2ccl.testing.simulation.network import (
     Act,
     Cut,
     Fate,
-    Kind,
-    Message,
+    MessageKind,
+    SimMessage,
     SimNetwork,
     Timeline,
     Wire,
 )
 from r2ccl.testing.simulation.plan import (
     CutPath,
+    FailurePlan,
     Fault,
     Hold,
     Kill,
     Lose,
     NicDown,
     Noise,
-    Plan,
     Stop,
     Workload,
 )
-from r2ccl.testing.simulation.rank import Phase, SimRank
-from r2ccl.testing.simulation.work import Work
+from r2ccl.testing.simulation.rank import RankPhase, SimRank
+from r2ccl.testing.simulation.work import SimWork
 
 MAX_EVENTS = 200_000
 #: After the last rank is done, late writes still get this long to do harm.
 _AFTERMATH_S = 0.05
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class SimOutcome(msgspec.Struct, frozen=True):
     """How a run ended.
 
     Attributes
@@ -100,13 +100,13 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def simulate(
     workload: Workload,
-    plan: Plan | None = None,
+    plan: FailurePlan | None = None,
     seed: int = 0,
     *,
     network_type: type[SimNetwork] = SimNetwork,
     rank_type: type[SimRank] = SimRank,
     max_events: int = MAX_EVENTS,
-) -> Outcome:
+) -> SimOutcome:
     """Run `workload` under `plan`.
 
     Raises
@@ -115,7 +115,7 @@ def simulate(
         A promise was broken, or nothing moves any more; the message has seed, plan and the end
         of the trace.
     """
-    world = World(workload, plan or Plan(), seed, network_type, rank_type)
+    world = World(workload, plan or FailurePlan(), seed, network_type, rank_type)
     return world.run(max_events)
 
 
@@ -125,14 +125,14 @@ class World:
     def __init__(
         self,
         workload: Workload,
-        plan: Plan,
+        plan: FailurePlan,
         seed: int,
         network_type: type[SimNetwork],
         rank_type: type[SimRank],
     ) -> None:
         self.plan = plan
         self.seed = seed
-        self.work = Work(workload)
+        self.work = SimWork(workload)
         self.checker = Checker()
         self.timeline = Timeline(seed)
         config = self.work.config
@@ -155,7 +155,7 @@ class World:
         timed = [fault for fault in plan.faults if not isinstance(fault, Lose | Hold)]
         self._faults = sorted(timed, key=lambda fault: -fault.at)
 
-    def run(self, max_events: int) -> Outcome:
+    def run(self, max_events: int) -> SimOutcome:
         """Run to the end."""
         controls = {rank.rank: rank.control for rank in self.ranks}
         try:
@@ -177,7 +177,7 @@ class World:
                 self._apply(self._faults.pop())
             if not timeline.step() or timeline.count > max_events:
                 raise Violation(f"no progress after {timeline.count} events: {self._phases()}")
-            if living[-1].phase is Phase.DONE or living[-1].is_dead:
+            if living[-1].phase is RankPhase.DONE or living[-1].is_dead:
                 living.pop()
         end = timeline.now + self._aftermath_s()
         while timeline.now < end and timeline.step():
@@ -187,8 +187,8 @@ class World:
         late = [f.late_us for f in self.plan.faults if isinstance(f, CutPath | NicDown)]
         return max(late, default=0) / 1e6 + _AFTERMATH_S if self.plan.faults else 0.0
 
-    def _outcome(self) -> Outcome:
-        return Outcome(
+    def _outcome(self) -> SimOutcome:
+        return SimOutcome(
             tuple(None if rank.is_dead else rank.error for rank in self.ranks),
             tuple(rank.ncalls for rank in self.ranks),
             self.timeline.count,
@@ -246,14 +246,14 @@ class World:
 
         self.timeline.after(after_us / 1e6, restore)
 
-    def _route(self, message: Message) -> Fate:
+    def _route(self, message: SimMessage) -> Fate:
         number = message.number
         if number in self._lost:
             return Fate(Act.DROP)
         if number in self._held:
             return Fate(Act.DELAY, self._held[number])
         noise = self.plan.noise
-        if message.kind is Kind.CONTROL and noise is not _SILENCE:
+        if message.kind is MessageKind.CONTROL and noise is not _SILENCE:
             return self._disturb(noise)
         return DELIVER
 
@@ -294,7 +294,7 @@ def _cut(fault: CutPath | NicDown, told: tuple[int, ...]) -> Cut:
     return Cut(told, fault.keep, fault.late_us / 1e6, fault.is_stall)
 
 
-_SILENCE = Plan().noise
+_SILENCE = FailurePlan().noise
 _TAIL = 25
 
-__all__ = ["MAX_EVENTS", "Outcome", "World", "simulate"]
+__all__ = ["MAX_EVENTS", "SimOutcome", "World", "simulate"]

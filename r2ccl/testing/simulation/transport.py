@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from r2ccl.errors import InternalError
-from r2ccl.testing.simulation.network import End, EndState, Kind, Message, SimNetwork
+from r2ccl.testing.simulation.network import End, EndState, MessageKind, SimMessage, SimNetwork
 from r2ccl.transport.base import Arrived, Event, Fenced, Frame, Probed, Sent
 from r2ccl.transport.dialed import Dialed, Unregistered
 from r2ccl.types import PathKey, ProbeKey
@@ -83,7 +83,9 @@ class SimTransport(Dialed):
         end = self._live(path)
         if end is None:
             return
-        message = Message(Kind.EAGER if token is None else Kind.WRITE, end, frame, view)
+        message = SimMessage(
+            MessageKind.EAGER if token is None else MessageKind.WRITE, end, frame, view
+        )
         message.region = token
         if token is None:
             self.report(Sent(path, frame.channel, frame.seq))
@@ -97,21 +99,21 @@ class SimTransport(Dialed):
         if end is not None:
             if ack:
                 end.early[frame.channel, frame.seq] = ack
-            self._queue(end, Message(Kind.CLEAR, end, frame, region), False)
+            self._queue(end, SimMessage(MessageKind.CLEAR, end, frame, region), False)
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
         """Confirm the peer's slices of `channel` below `ack`."""
         end = self._live(path)
         if end is not None:
             frame = Frame(channel, 0, ack, 0, 0)
-            self._queue(end, Message(Kind.CONFIRM, end, frame, None), False)
+            self._queue(end, SimMessage(MessageKind.CONFIRM, end, frame, None), False)
 
     def flush(self) -> None:
         """Hand what was queued to the network; nothing leaves before."""
         dirty, self._dirty = self._dirty, []
         for end in dirty:
             for message, is_replay in end.queued:
-                if message.kind is not Kind.WRITE:
+                if message.kind is not MessageKind.WRITE:
                     end.small.append(message)
                 elif is_replay:  # the interface lets it overtake other replays too
                     end.bulk.appendleft(message)
@@ -202,7 +204,7 @@ class SimTransport(Dialed):
             raise InternalError(f"rank {self._rank}: {path} used after it was fenced")
         return end if end is not None and end.state is EndState.LIVE else None
 
-    def _queue(self, end: End, message: Message, is_replay: bool) -> None:
+    def _queue(self, end: End, message: SimMessage, is_replay: bool) -> None:
         if not end.queued:
             self._dirty.append(end)
         end.queued.append((message, is_replay))

@@ -57,7 +57,7 @@ class Timeline:
         return True
 
 
-class Kind(enum.Enum):
+class MessageKind(enum.Enum):
     """What a message is; all but CONTROL travel on a path."""
 
     EAGER = "eager"
@@ -113,14 +113,14 @@ class Cut(msgspec.Struct, frozen=True):
     is_stall: bool = False
 
 
-class Message:
+class SimMessage:
     """One thing on the wire; ``number`` counts all of a network's messages."""
 
     __slots__ = (
         "began_s", "end", "frame", "is_copied", "kind", "nbytes", "number", "region", "view",
     )  # fmt: skip
 
-    def __init__(self, kind: Kind, end: End, frame: Frame, view: memoryview | None) -> None:
+    def __init__(self, kind: MessageKind, end: End, frame: Frame, view: memoryview | None) -> None:
         self.kind = kind
         self.end = end
         self.frame = frame
@@ -128,24 +128,24 @@ class Message:
         self.region: memoryview | None = None
         #: It has left the sender's memory: ``view`` is the network's own.
         self.is_copied = False
-        self.nbytes = len(view) if view is not None and kind is not Kind.CLEAR else 0
+        self.nbytes = len(view) if view is not None and kind is not MessageKind.CLEAR else 0
         self.number = -1
         self.began_s = 0.0
 
 
-class Piece:
+class WirePiece:
     """Half of a write, or a whole small message, on its way."""
 
     __slots__ = ("is_last", "is_lost", "message")
 
-    def __init__(self, message: Message, is_last: bool) -> None:
+    def __init__(self, message: SimMessage, is_last: bool) -> None:
         self.message = message
         self.is_last = is_last
         #: It will not arrive, at least not as this.
         self.is_lost = False
 
 
-class Owner(Protocol):
+class EndOwner(Protocol):
     """The transport an end was given to."""
 
     def report(self, event: Event) -> None:
@@ -207,7 +207,7 @@ class End:
         self.rank = rank
         self.path = PathKey(sum(wire.pair) - rank, wire.rail)
         self.other: End = self
-        self.transport: Owner | None = None
+        self.transport: EndOwner | None = None
         self.state = EndState.NEW
         #: The connection lost something for good.
         self.is_broken = False
@@ -217,14 +217,14 @@ class End:
         self.is_busy = False
         #: Earliest time the next message may arrive at the other end: order is kept.
         self.clear_at = 0.0
-        self.queued: list[tuple[Message, bool]] = []
-        self.small: deque[Message] = deque()
-        self.bulk: deque[Message] = deque()
-        self.flight: deque[Piece] = deque()
-        self.held: deque[Piece] = deque()
-        self.acks: list[Message] = []
-        self.backlog: list[Piece] = []
-        self.unacked: set[Message] = set()
+        self.queued: list[tuple[SimMessage, bool]] = []
+        self.small: deque[SimMessage] = deque()
+        self.bulk: deque[SimMessage] = deque()
+        self.flight: deque[WirePiece] = deque()
+        self.held: deque[WirePiece] = deque()
+        self.acks: list[SimMessage] = []
+        self.backlog: list[WirePiece] = []
+        self.unacked: set[SimMessage] = set()
         #: What may be confirmed once a slice (channel, seq) has landed, before its owner knows.
         self.early: dict[tuple[int, int], int] = {}
 
@@ -238,12 +238,12 @@ __all__ = [
     "Act",
     "Cut",
     "End",
+    "EndOwner",
     "EndState",
     "Fate",
-    "Kind",
-    "Message",
-    "Owner",
-    "Piece",
+    "MessageKind",
+    "SimMessage",
     "Timeline",
     "Wire",
+    "WirePiece",
 ]

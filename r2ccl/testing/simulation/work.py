@@ -26,7 +26,7 @@ from r2ccl.testing.simulation.schedules import RINGS, SCHEDULES
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
-class Task(NamedTuple):
+class SimTask(NamedTuple):
     """What one rank does in one call."""
 
     schedule: Schedule
@@ -34,7 +34,7 @@ class Task(NamedTuple):
     layout: Layout
 
 
-class Work:
+class SimWork:
     """What the ranks of one `Workload` do.
 
     Parameters
@@ -47,13 +47,13 @@ class Work:
         self.calls = workload.calls
         self.config = _config(workload)
 
-    def task(self, call: int, rank: int, homes: Sequence[int], health: Health) -> Task:
+    def task(self, call: int, rank: int, homes: Sequence[int], health: Health) -> SimTask:
         """Return what `rank` does, with its schedule placed as the planner does it."""
         spec = self.calls[call]
         make = _planned if spec.is_planned else _chosen
         return make(spec, rank, tuple(homes), self._seen(health), self.config)
 
-    def arithmetic(self, task: Task) -> tuple[kernels.Reducer, kernels.Divider | None]:
+    def arithmetic(self, task: SimTask) -> tuple[kernels.Reducer, kernels.Divider | None]:
         """Return what reduces slices, and what finishes those of the result."""
         code, op = task.signature.dtype, ReduceOp(task.signature.op)
         is_mean = op is ReduceOp.AVG
@@ -66,7 +66,7 @@ class Work:
         source = data.draw(spec.dtype, spec.count, call, rank).copy()
         return source, source if spec.is_in_place else np.empty_like(source)
 
-    def result(self, call: int, rank: int, task: Task, output: Array) -> tuple[bytes, bytes]:
+    def result(self, call: int, rank: int, task: SimTask, output: Array) -> tuple[bytes, bytes]:
         """Return what `rank` has of what it is promised, and what it must have."""
         spec = self.calls[call]
         found = output[data.part(task.schedule, rank, spec.count)].tobytes()
@@ -88,7 +88,7 @@ class Work:
 @functools.lru_cache(maxsize=4096)
 def _chosen(
     spec: CallSpec, rank: int, homes: tuple[int, ...], health: Health, config: Config
-) -> Task:
+) -> SimTask:
     """Place the schedule that the call names; it is the same whatever the health says."""
     schedule = _schedule(spec.algorithm, health.nranks, spec.channels)
     if spec.algorithm in RINGS:
@@ -106,13 +106,13 @@ def _chosen(
         channels=placement.channels,
         numbers=placement.numbers(rank),
     )
-    return Task(schedule, signature, layout)
+    return SimTask(schedule, signature, layout)
 
 
 @functools.lru_cache(maxsize=4096)
 def _planned(
     spec: CallSpec, rank: int, homes: tuple[int, ...], health: Health, config: Config
-) -> Task:
+) -> SimTask:
     """Have the planner make the call's schedule, for the health agreed on."""
     config = msgspec.structs.replace(config, algo=spec.algorithm)
     fabric = Fabric(homes, health.nrails)
@@ -120,7 +120,7 @@ def _planned(
     call = CallSignature(Collective.ALLREDUCE, code, spec.op, spec.count)
     nbytes = spec.count * dtype_of(code).itemsize
     schedule = Planner(fabric, config).plan(call, nbytes, health).schedule
-    return Task(schedule, call, Plans(rank, health.nranks, fabric, config)(call, health).layout)
+    return SimTask(schedule, call, Plans(rank, health.nranks, fabric, config)(call, health).layout)
 
 
 @functools.lru_cache(maxsize=256)
@@ -149,4 +149,4 @@ def _config(workload: Workload) -> Config:
     )
 
 
-__all__ = ["Task", "Work"]
+__all__ = ["SimTask", "SimWork"]

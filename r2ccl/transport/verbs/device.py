@@ -24,7 +24,7 @@ import msgspec
 
 from r2ccl.errors import InvalidArgument, TransportError, describe_os_error
 from r2ccl.transport.verbs.dmabuf import PdRegistrar
-from r2ccl.transport.verbs.layout import Nic, locate_nic, locate_qp
+from r2ccl.transport.verbs.layout import ProviderNic, locate_nic, locate_qp
 from r2ccl.transport.verbs.mappings import keep_from_children
 from r2ccl.transport.verbs.queue_depths import NCOMPLETIONS, completions, most_peers
 
@@ -70,7 +70,7 @@ BATCH = 256
 Completion = tuple[int, int, int, int, int, int]
 
 
-class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class EndpointInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What the peer must know of an end to connect a queue pair to the one it has."""
 
     qp_num: int
@@ -80,10 +80,10 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     mtu: int
 
 
-_AnyCard = TypeVar("_AnyCard", bound=Card)
+_AnyCard = TypeVar("_AnyCard", bound=EndpointInfo)
 
 
-class Neighbours(Protocol):
+class NeighbourTable(Protocol):
     """What the kernel knows of the neighbours beyond an interface."""
 
     def knows(self, source: str, destination: str) -> bool:
@@ -95,7 +95,7 @@ class Neighbours(Protocol):
         ...
 
 
-class Device:
+class RdmaDevice:
     """An open port of an RDMA NIC.
 
     Parameters
@@ -105,7 +105,7 @@ class Device:
     port : int
     find_gid : callable
         Returns (index, GID) under which peers address the port; asked again after its events.
-    neighbours : Neighbours, optional
+    neighbours : NeighbourTable, optional
         Of the port's interface. Owned. None on InfiniBand, where the subnet manager knows them.
     fastpath : str
         ``"1"``: polls and posts by compiled code. ``"auto"``: unless the kernel plays the NIC,
@@ -121,7 +121,7 @@ class Device:
 
     def __init__(
         self, name: str, port: int, find_gid: Callable[[], tuple[int, str]],
-        neighbours: Neighbours | None = None, fastpath: str = "auto", npeers: int = _NPEERS,
+        neighbours: NeighbourTable | None = None, fastpath: str = "auto", npeers: int = _NPEERS,
     ) -> None:  # fmt: skip
         self.name = name
         self.port = port
@@ -173,7 +173,7 @@ class Device:
                 status="CQ_ENTRIES",
             )
 
-    def _find_nic(self, fastpath: str) -> Nic | None:
+    def _find_nic(self, fastpath: str) -> ProviderNic | None:
         if fastpath == "0":
             return None
         try:
@@ -303,7 +303,7 @@ class Device:
             )
         return remote
 
-    def address(self, remote: Card) -> Any:
+    def address(self, remote: EndpointInfo) -> Any:
         """Return the way from this port to that of `remote`, for a queue pair's attributes."""
         gid = ipaddress.IPv6Address(remote.gid).exploded  # pyverbs takes no shorthand
         route = GlobalRoute(dgid=GID(gid), sgid_index=self.gid_index)
@@ -391,4 +391,4 @@ _EVENTS = "anon_inode:[infinibandevent]"
 _DEVICES = "/dev/infiniband/"
 
 
-__all__ = ["BATCH", "Card", "Completion", "Device", "Neighbours", "e", "room"]
+__all__ = ["BATCH", "Completion", "EndpointInfo", "NeighbourTable", "RdmaDevice", "e", "room"]

@@ -11,7 +11,7 @@ peermem    the device pointer is registered like host memory; the module nvidia_
 staging    windows pass through pinned host memory instead (`r2ccl.gpu.staged`)
 =========  =====================================================================================
 
-`Route` says which was taken and why those before it were not.
+`DeviceMemoryRoute` says which was taken and why those before it were not.
 
 *Whole allocations.* Memory pools hand out pieces of 512 bytes, and BAR space is scarce, so the
 allocation around a pointer is registered and found again by its base. Memory of the stream-ordered
@@ -70,7 +70,7 @@ class DmabufRegistrar(Protocol):
         ...
 
 
-class Route(msgspec.Struct, frozen=True):
+class DeviceMemoryRoute(msgspec.Struct, frozen=True):
     """Which way to a device allocation was taken.
 
     Parameters
@@ -94,7 +94,7 @@ class DeviceRegion(msgspec.Struct):
     lkey: int
     rkey: int
     iova_base: int
-    route: Route
+    route: DeviceMemoryRoute
     region: MemoryRegion
 
     def close(self) -> None:
@@ -237,7 +237,7 @@ class DeviceMemory:
                     raise TransportError(f"{method}: {exc}", status="ENOMEM") from exc
                 reasons.append(f"{method}: {exc}")
                 continue
-            route = Route(method, tuple(reasons))
+            route = DeviceMemoryRoute(method, tuple(reasons))
             return tuple(
                 DeviceRegion(each.lkey, each.rkey, iova_base, route, each) for each in regions
             )
@@ -303,9 +303,9 @@ def _pyverbs_mr() -> Any:
 
 __all__ = [
     "DeviceMemory",
+    "DeviceMemoryRoute",
     "DeviceRegion",
     "DmabufRegistrar",
     "PdRegistrar",
-    "Route",
     "VerbsRegion",
 ]

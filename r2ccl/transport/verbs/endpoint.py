@@ -24,7 +24,7 @@ _CREDIT_EVERY = NMESSAGES // 4
 _CREDIT_PART = 4
 
 
-class State(enum.Enum):
+class EndpointState(enum.Enum):
     """Where an end is in its life."""
 
     JOINING = "joining"
@@ -33,7 +33,7 @@ class State(enum.Enum):
     DRAINING = "draining"
 
 
-class Place:
+class LandingPlace:
     """A landing place: what the slice in it will be, and where."""
 
     __slots__ = ("frame", "reach", "region")
@@ -76,9 +76,9 @@ class VerbsEndpoint:
         self.nic = nic
         self.qp = qp
         self.card = qp.card
-        self.state = State.JOINING
+        self.state = EndpointState.JOINING
         #: Landing places by number; numbers not in use.
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, LandingPlace] = {}
         self.numbers = deque(range(NLANDINGS))
         #: What waits for room: messages (header and payload), landing places for a number, slices.
         self.small: deque[tuple[bytearray, bytes | memoryview]] = deque()
@@ -157,4 +157,4 @@ class VerbsEndpoint:
         self.writing.clear()
 
 
-__all__ = ["Outgoing", "Place", "State", "VerbsEndpoint"]
+__all__ = ["EndpointState", "LandingPlace", "Outgoing", "VerbsEndpoint"]

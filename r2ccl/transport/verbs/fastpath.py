@@ -31,7 +31,7 @@ from llvmlite import ir  # type: ignore[import-untyped, unused-ignore]
 from numba import carray, njit, types
 from numba.extending import intrinsic, register_jitable
 
-from r2ccl.transport.verbs.layout import RECV_WR, SEND_WR, SGE, WC, Nic
+from r2ccl.transport.verbs.layout import RECV_WR, SEND_WR, SGE, WC, ProviderNic
 
 _log = logging.getLogger(__name__)
 
@@ -164,12 +164,12 @@ class Poller:
 
     Parameters
     ----------
-    nic : Nic
+    nic : ProviderNic
     capacity : int
         Completions returned by one call at most.
     """
 
-    def __init__(self, nic: Nic, capacity: int) -> None:
+    def __init__(self, nic: ProviderNic, capacity: int) -> None:
         self._wcs = np.zeros(capacity, WC)
         self._queue = np.array([(nic.poll_cq, nic.cq, self._wcs.ctypes.data, capacity)], _QUEUE)
         self._at = self._queue.ctypes.data
@@ -196,7 +196,7 @@ class Poster:
 
     Parameters
     ----------
-    nic : Nic
+    nic : ProviderNic
     qp : int
         Address of its ``ibv_qp``.
     nothing : (int, int, int)
@@ -205,7 +205,9 @@ class Poster:
         Most receive requests posted at once.
     """
 
-    def __init__(self, nic: Nic, qp: int, nothing: tuple[int, int, int], nreceives: int) -> None:
+    def __init__(
+        self, nic: ProviderNic, qp: int, nothing: tuple[int, int, int], nreceives: int
+    ) -> None:
         self._nic = nic
         self._qp = qp
         self._send = np.zeros(1, _SEND)

@@ -72,7 +72,7 @@ RECV_WR = _layout(32, wr_id=(0, "u8"), next=(8, "u8"), sg_list=(16, "u8"), num_s
 _WORD = struct.Struct("N")
 
 
-class Nic(msgspec.Struct, frozen=True):
+class ProviderNic(msgspec.Struct, frozen=True):
     """An open device as libibverbs sees it: addresses of its structs and of its functions.
 
     ``provider`` is the file that the functions are in, empty if they are in none.
@@ -92,7 +92,7 @@ class Nic(msgspec.Struct, frozen=True):
         return Path(self.provider).name.startswith(("librxe", "libsiw"))
 
 
-def locate_nic(context: Any, pd: Any, cq: Any, *, async_fd: int, channel_fd: int) -> Nic:
+def locate_nic(context: Any, pd: Any, cq: Any, *, async_fd: int, channel_fd: int) -> ProviderNic:
     """Find what is behind three objects of pyverbs.
 
     Parameters
@@ -124,10 +124,10 @@ def locate_nic(context: Any, pd: Any, cq: Any, *, async_fd: int, channel_fd: int
         files = {_file_of_code(name, address) for name, address in functions.items()}
     if len(files) != 1:
         raise _mismatch(f"the functions of one table are in {sorted(files)}")
-    return Nic(context=context_at, pd=pd_at, cq=cq_at, provider=files.pop(), **functions)
+    return ProviderNic(context=context_at, pd=pd_at, cq=cq_at, provider=files.pop(), **functions)
 
 
-def locate_qp(nic: Nic, qp: Any) -> int:
+def locate_qp(nic: ProviderNic, qp: Any) -> int:
     """Return the address of what is behind a new queue pair of pyverbs.
 
     Raises
@@ -237,7 +237,7 @@ __all__ = [
     "SEND_WR",
     "SGE",
     "WC",
-    "Nic",
+    "ProviderNic",
     "locate_nic",
     "locate_qp",
 ]

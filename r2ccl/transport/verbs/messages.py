@@ -4,7 +4,7 @@ A message may wait for room in the peer's ring while the peer waits for credits 
 header is written when its message is queued, but for the credit, which is stamped into it when it
 leaves.
 
-Pure. Invariant: what `Message.read` returns fits the ring it was read from.
+Pure. Invariant: what `VerbsMessage.read` returns fits the ring it was read from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CREDIT_MASK = 0xFFFFFFFF
 Token = tuple[int, int, int]
 
 
-class Message(NamedTuple):
+class VerbsMessage(NamedTuple):
     """A header, read.
 
     ``nbytes`` is the slice's length: of the payload behind the header if the kind is EAGER, of
@@ -44,7 +44,7 @@ class Message(NamedTuple):
     size: int
 
     @classmethod
-    def read(cls, ring: memoryview, offset: int, max_payload_nbytes: int) -> Message | None:
+    def read(cls, ring: memoryview, offset: int, max_payload_nbytes: int) -> VerbsMessage | None:
         """Read the message at `offset` of `ring`; None if it makes no sense."""
         if offset + HEADER_NBYTES > len(ring):
             return None
@@ -60,7 +60,7 @@ class Message(NamedTuple):
 
 
 def write(kind: int, frame: Frame, nbytes: int, token: Token) -> bytearray:
-    """Write a header, without its credit; see `Message`."""
+    """Write a header, without its credit; see `VerbsMessage`."""
     number, address, rkey = token
     header = bytearray(HEADER_NBYTES)
     _HEADER.pack_into(
@@ -75,4 +75,4 @@ def stamp(header: bytearray, credit: int) -> None:
     _CREDIT.pack_into(header, _CREDIT_OFFSET, credit & _CREDIT_MASK)
 
 
-__all__ = ["CLEAR", "CONFIRM", "EAGER", "HEADER_NBYTES", "Message", "Token", "stamp", "write"]
+__all__ = ["CLEAR", "CONFIRM", "EAGER", "HEADER_NBYTES", "Token", "VerbsMessage", "stamp", "write"]

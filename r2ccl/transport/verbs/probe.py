@@ -28,7 +28,7 @@ import msgspec
 from r2ccl.clock import Clock
 from r2ccl.errors import TransportError
 from r2ccl.transport.base import Event, Joined, Probed
-from r2ccl.transport.verbs.device import Card, Device, e
+from r2ccl.transport.verbs.device import EndpointInfo, RdmaDevice, e
 from r2ccl.transport.verbs.status import describe_status
 from r2ccl.types import ProbeKey
 
@@ -57,7 +57,7 @@ class ProbeEnd:
         The end is on the port of rail ``via``, also at the rank that is asked.
     nic : int
         Number of that port within its transport.
-    device : Device
+    device : RdmaDevice
     pd : PD
     timeout : int
         Of the queue pair, in verbs' own unit.
@@ -69,7 +69,7 @@ class ProbeEnd:
         self,
         key: ProbeKey,
         nic: int,
-        device: Device,
+        device: RdmaDevice,
         pd: PD,
         timeout: int,
         on_made: Callable[[ProbeEnd], None],
@@ -102,12 +102,12 @@ class ProbeEnd:
         self._made()
         port = self._device.query()
         return msgspec.msgpack.encode(
-            Card(self.qp_num, self._psn, self._device.gid, port.lid, port.active_mtu)
+            EndpointInfo(self.qp_num, self._psn, self._device.gid, port.lid, port.active_mtu)
         )
 
     def join(self, card: bytes, is_caller: bool) -> None:
         """See `Endpoint.join`."""
-        remote = self._device.read_card(card, Card)
+        remote = self._device.read_card(card, EndpointInfo)
         qp = self._made()
         try:
             if is_caller:
@@ -169,7 +169,7 @@ class ProbeEnd:
             self._on_made(self)
         return self._qp
 
-    def _attributes(self, remote: Card) -> QPAttr:
+    def _attributes(self, remote: EndpointInfo) -> QPAttr:
         device = self._device
         attr = QPAttr(port_num=device.port)
         attr.ah_attr = device.address(remote)
@@ -187,7 +187,7 @@ class Prober:
 
     Parameters
     ----------
-    devices : sequence of Device
+    devices : sequence of RdmaDevice
         To be closed after this.
     timeout_s : float
         Of a probe.
@@ -199,7 +199,7 @@ class Prober:
         A device refused.
     """
 
-    def __init__(self, devices: Sequence[Device], timeout_s: float, clock: Clock) -> None:
+    def __init__(self, devices: Sequence[RdmaDevice], timeout_s: float, clock: Clock) -> None:
         self._devices = devices
         self._timeout_s = timeout_s
         self._clock = clock
@@ -322,7 +322,7 @@ class Prober:
             self._lost[key] = self._clock(), detail
 
 
-def _make_domain(device: Device) -> PD:
+def _make_domain(device: RdmaDevice) -> PD:
     try:
         return PD(device.context)
     except PyverbsError as exc:

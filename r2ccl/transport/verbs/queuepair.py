@@ -11,10 +11,10 @@ path, then a ring offset, a landing place's number, or a count of consumed messa
 without payload).
 
 Receive requests carry no buffer: they are the right to be woken. There is one for every message,
-every landing place and every credit that can be under way, so the receiver is never not ready. Work
-requests are made once and refilled, pyverbs' and, where the device has them, those of the compiled
-path. With `r2ccl.transport.verbs.device` and `r2ccl.transport.verbs.probe` the only room that sees
-pyverbs.
+every landing place and every credit that can be under way, so the receiver is never not ready.
+RequestKind requests are made once and refilled, pyverbs' and, where the device has them, those of
+the compiled path. With `r2ccl.transport.verbs.device` and `r2ccl.transport.verbs.probe` the only
+room that sees pyverbs.
 
 A queue pair has many lives: `reset` ends one, `renew` begins the next, with another packet
 sequence number, another mark and another life in the numbers of its requests. It is destroyed only
@@ -34,7 +34,7 @@ import socket
 import msgspec
 import numpy as np
 
-from r2ccl.transport.verbs.device import Card, Device, e
+from r2ccl.transport.verbs.device import EndpointInfo, RdmaDevice, e
 from r2ccl.transport.verbs.queue_depths import NMESSAGES, NRECEIVES, NSENDS
 from r2ccl.transport.verbs.regions import MemoryRegion, register_everywhere
 from r2ccl.transport.verbs.ring import ALIGN, COUNT_MODULUS, SendRing
@@ -74,7 +74,7 @@ class Tag(enum.IntEnum):
 _TAGS = frozenset(Tag)
 
 
-class Work(enum.IntEnum):
+class RequestKind(enum.IntEnum):
     """What a completed request was; the upper bits of its number."""
 
     MESSAGE = 0
@@ -83,7 +83,7 @@ class Work(enum.IntEnum):
     HELLO = 3
 
 
-class PathCard(Card, frozen=True, array_like=True):
+class PathEndpointInfo(EndpointInfo, frozen=True, array_like=True):
     """What the peer must know of an end of a path: also its mark, and where its ring is."""
 
     mark: int
@@ -96,7 +96,7 @@ class QueuePair:
 
     Parameters
     ----------
-    device : Device
+    device : RdmaDevice
     ring_nbytes : int
         Room for messages under way, one way.
     timeout, retry_cnt : int
@@ -108,7 +108,9 @@ class QueuePair:
         The device refused.
     """
 
-    def __init__(self, device: Device, *, ring_nbytes: int, timeout: int, retry_cnt: int) -> None:
+    def __init__(
+        self, device: RdmaDevice, *, ring_nbytes: int, timeout: int, retry_cnt: int
+    ) -> None:
         self._device = device
         self._timeout = timeout
         self._retry_cnt = retry_cnt
@@ -173,21 +175,21 @@ class QueuePair:
         """Forget the last life, post the receives of this one, describe it."""
         self._mark = secrets.randbits(_MARK_BITS)
         self._psn = secrets.randbits(24)
-        self._remote: PathCard | None = None
+        self._remote: PathEndpointInfo | None = None
         self._ring = SendRing(self._ring_nbytes, NMESSAGES, ALIGN)
         #: Requests posted and, in order, retired; and posted since one asked for a completion.
         self.posted = 0
         self.retired = 0
         self._unsignaled = 0
-        self._receive.wr_id = self._numbered(Work.MESSAGE, 0)
+        self._receive.wr_id = self._numbered(RequestKind.MESSAGE, 0)
         if self._poster is not None:
-            self._poster.number_receives(self._numbered(Work.MESSAGE, 0))
-        self._marker.wr_id = self._numbered(Work.MARKER, 0)
+            self._poster.number_receives(self._numbered(RequestKind.MESSAGE, 0))
+        self._marker.wr_id = self._numbered(RequestKind.MARKER, 0)
         self._post_receives(NRECEIVES)
         port = self._device.query()
         self._mtu = port.active_mtu
         self.card = msgspec.msgpack.encode(
-            PathCard(
+            PathEndpointInfo(
                 self._qp.qp_num, self._psn, self._device.gid, port.lid, port.active_mtu,
                 self._mark, self._memory.ctypes.data, self._region.rkey,
             )
@@ -208,7 +210,7 @@ class QueuePair:
         TransportError
             The card makes no sense, its end is not a known neighbour yet, or the device refused.
         """
-        remote = self._device.read_card(card, PathCard)
+        remote = self._device.read_card(card, PathEndpointInfo)
         attr = self._init_attr()
         attr.ah_attr = self._device.address(remote)
         attr.path_mtu = min(remote.mtu, self._mtu)
@@ -233,7 +235,7 @@ class QueuePair:
             The device refused.
         """
         assert self._remote is not None
-        self._hello.wr_id = self._number(Work.HELLO)
+        self._hello.wr_id = self._number(RequestKind.HELLO)
         self._hello.set_wr_rdma(self._remote.ring_rkey, self._remote.ring_address)
         self._send(self._hello)
 
@@ -258,7 +260,7 @@ class QueuePair:
         remote = self._remote
         assert remote is not None
         self._post(
-            Work.MESSAGE, self._imm(Tag.MESSAGE, offset // ALIGN),
+            RequestKind.MESSAGE, self._imm(Tag.MESSAGE, offset // ALIGN),
             (self._outbox_address + offset, nbytes, self._region.lkey),
             (remote.ring_address + offset, remote.ring_rkey),
         )  # fmt: skip
@@ -271,7 +273,7 @@ class QueuePair:
 
         Returns the request's count, as its completion will tell it; `has_room` must hold.
         """
-        self._post(Work.SLICE, self._imm(Tag.SLICE, number), source, target)
+        self._post(RequestKind.SLICE, self._imm(Tag.SLICE, number), source, target)
         return self.posted
 
     def write_credit(self, count: int) -> bool:
@@ -280,7 +282,7 @@ class QueuePair:
             return False
         assert self._remote is not None
         self._post(
-            Work.MESSAGE, self._imm(Tag.CREDIT, count % COUNT_MODULUS),
+            RequestKind.MESSAGE, self._imm(Tag.CREDIT, count % COUNT_MODULUS),
             (self._outbox_address, 0, self._region.lkey),
             (self._remote.ring_address, self._remote.ring_rkey),
         )  # fmt: skip
@@ -311,15 +313,15 @@ class QueuePair:
         return Tag(imm >> 30), imm % COUNT_MODULUS
 
     @staticmethod
-    def work_of(number: int) -> Work:
+    def work_of(number: int) -> RequestKind:
         """Return what the request of this number was."""
-        return Work(number >> _WORK_SHIFT)
+        return RequestKind(number >> _WORK_SHIFT)
 
     def owns(self, number: int) -> bool:
         """Whether the request of this number is of this life."""
         return number >> _COUNT_BITS & _LIFE_MASK == self._life
 
-    def retire(self, number: int) -> tuple[Work, int]:
+    def retire(self, number: int) -> tuple[RequestKind, int]:
         """Take the number of a completed send request; returns what it was, and its count."""
         count = number & _COUNT_MASK
         self.retired = max(self.retired, count)
@@ -341,7 +343,7 @@ class QueuePair:
             self._qp.post_recv(self._marker)
             self._qp.modify(QPAttr(qp_state=e.IBV_QPS_ERR), e.IBV_QP_STATE)
             self._write.send_flags = e.IBV_SEND_SIGNALED
-            self._write.wr_id = self._number(Work.MARKER)
+            self._write.wr_id = self._number(RequestKind.MARKER)
             self._sge.length = 0
             self._qp.post_send(self._write)
         except PyverbsError as exc:
@@ -368,11 +370,11 @@ class QueuePair:
             request.close()
 
     def _post(
-        self, work: Work, imm: int, source: tuple[int, int, int], target: tuple[int, int]
+        self, work: RequestKind, imm: int, source: tuple[int, int, int], target: tuple[int, int]
     ) -> None:
         number = self._number(work)
         self._unsignaled += 1
-        is_signaled = work is Work.SLICE or self._unsignaled >= _SIGNAL_EVERY
+        is_signaled = work is RequestKind.SLICE or self._unsignaled >= _SIGNAL_EVERY
         flags = e.IBV_SEND_SIGNALED if is_signaled else 0
         if is_signaled:
             self._unsignaled = 0
@@ -401,11 +403,11 @@ class QueuePair:
         for _ in range(count):
             self._qp.post_recv(self._receive)
 
-    def _number(self, work: Work) -> int:
+    def _number(self, work: RequestKind) -> int:
         self.posted += 1
         return self._numbered(work, self.posted)
 
-    def _numbered(self, work: Work, count: int) -> int:
+    def _numbered(self, work: RequestKind, count: int) -> int:
         return (work << _LIFE_BITS | self._life) << _COUNT_BITS | count
 
     def _imm(self, tag: Tag, value: int) -> int:
@@ -413,4 +415,4 @@ class QueuePair:
         return socket.htonl(tag << 30 | self._remote.mark * COUNT_MODULUS | value)
 
 
-__all__ = ["PathCard", "QueuePair", "Tag", "Work"]
+__all__ = ["PathEndpointInfo", "QueuePair", "RequestKind", "Tag"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Status(NamedTuple):
+class CompletionStatus(NamedTuple):
     """One ``ibv_wc_status``: its name without ``IBV_WC_``, what it means, what to do next."""
 
     name: str
@@ -40,90 +40,98 @@ _REGISTRATION = (
 )
 
 #: ``ibv_wc_status`` by number.
-STATUSES: dict[int, Status] = {
-    0: Status("SUCCESS", "the work request is done", "nothing is wrong"),
-    1: Status(
+STATUSES: dict[int, CompletionStatus] = {
+    0: CompletionStatus("SUCCESS", "the work request is done", "nothing is wrong"),
+    1: CompletionStatus(
         "LOC_LEN_ERR",
         "a message was longer than the receive posted for it, or than the port's limit",
         _REPORT,
     ),
-    2: Status(
+    2: CompletionStatus(
         "LOC_QP_OP_ERR",
         "the local queue pair cannot execute the request: wrong operation, flag or size; Soft-RoCE "
         "also says so of requests under way when a queue pair breaks",
         _REPORT,
     ),
-    3: Status("LOC_EEC_OP_ERR", "a local end-to-end context refused the request", _NOT_USED),
-    4: Status(
+    3: CompletionStatus(
+        "LOC_EEC_OP_ERR", "a local end-to-end context refused the request", _NOT_USED
+    ),
+    4: CompletionStatus(
         "LOC_PROT_ERR",
         "a buffer of the request is not covered by a valid registration on this rank",
         _REGISTRATION,
     ),
-    5: Status(
+    5: CompletionStatus(
         "WR_FLUSH_ERR",
         "the queue pair was in its error state before the request was executed",
         "this is an effect: look for the first failure of the same rail, here or at the peer",
     ),
-    6: Status("MW_BIND_ERR", "a memory window could not be bound", _NOT_USED),
-    7: Status(
+    6: CompletionStatus("MW_BIND_ERR", "a memory window could not be bound", _NOT_USED),
+    7: CompletionStatus(
         "BAD_RESP_ERR",
         "the peer's NIC answered with an opcode that does not fit the request",
         "compare driver and firmware of both NICs, and look for corruption on the wire",
     ),
-    8: Status(
+    8: CompletionStatus(
         "LOC_ACCESS_ERR",
         "an incoming write with immediate met memory of this rank it may not write to",
         _REGISTRATION,
     ),
-    9: Status(
+    9: CompletionStatus(
         "REM_INV_REQ_ERR",
         "the peer's NIC refused the message: an operation its queue pair does not allow, or one "
         "too long for its receive",
         _REPORT,
     ),
-    10: Status(
+    10: CompletionStatus(
         "REM_ACCESS_ERR",
         "the peer's NIC refused the address: wrong remote key, outside of the registration, or "
         "registered without remote write",
         _REGISTRATION,
     ),
-    11: Status(
+    11: CompletionStatus(
         "REM_OP_ERR",
         "the peer's NIC could not complete the operation for a reason of its own",
         "the cause is in the log and the asynchronous events of the peer",
     ),
-    12: Status(
+    12: CompletionStatus(
         "RETRY_EXC_ERR",
         "no acknowledgement from the peer's NIC, however often the packet was sent again",
         "the peer's NIC, cable or switch port is down, or its process is gone; on a path that "
         "never worked compare the GIDs (type, subnet, VLAN) and let UDP port 4791 pass; under "
         "congestion raise R2CC_IB_TIMEOUT or R2CC_IB_RETRY_CNT",
     ),
-    13: Status(
+    13: CompletionStatus(
         "RNR_RETRY_EXC_ERR",
         "the peer's NIC is there, but had no receive posted for too long",
         "see whether the peer's process is stopped or starved of processor time",
     ),
-    14: Status("LOC_RDD_VIOL_ERR", "two local domains of reliable datagrams differ", _NOT_USED),
-    15: Status("REM_INV_RD_REQ_ERR", "the peer refused a reliable datagram", _NOT_USED),
-    16: Status(
+    14: CompletionStatus(
+        "LOC_RDD_VIOL_ERR", "two local domains of reliable datagrams differ", _NOT_USED
+    ),
+    15: CompletionStatus("REM_INV_RD_REQ_ERR", "the peer refused a reliable datagram", _NOT_USED),
+    16: CompletionStatus(
         "REM_ABORT_ERR",
         "the peer's side aborted the operation",
         "the cause is in the log and the asynchronous events of the peer",
     ),
-    17: Status("INV_EECN_ERR", "the number of an end-to-end context is invalid", _NOT_USED),
-    18: Status("INV_EEC_STATE_ERR", "an end-to-end context is in the wrong state", _NOT_USED),
-    19: Status("FATAL_ERR", "the device cannot go on with its transport", _DRIVER),
-    20: Status(
+    17: CompletionStatus(
+        "INV_EECN_ERR", "the number of an end-to-end context is invalid", _NOT_USED
+    ),
+    18: CompletionStatus(
+        "INV_EEC_STATE_ERR", "an end-to-end context is in the wrong state", _NOT_USED
+    ),
+    19: CompletionStatus("FATAL_ERR", "the device cannot go on with its transport", _DRIVER),
+    20: CompletionStatus(
         "RESP_TIMEOUT_ERR",
         "the peer did not answer a request in time",
         "see whether the peer's NIC is up and its process runs",
     ),
-    21: Status(
+    21: CompletionStatus(
         "GENERAL_ERR", "an error the other statuses do not describe", f"{_DRIVER} (vendor code)"
     ),
-    22: Status("TM_ERR", "tag matching failed", _NOT_USED),
-    23: Status(
+    22: CompletionStatus("TM_ERR", "tag matching failed", _NOT_USED),
+    23: CompletionStatus(
         "TM_RNDV_INCOMPLETE", "a rendezvous of tag matching was left to software", _NOT_USED
     ),
 }
@@ -213,7 +221,7 @@ __all__ = [
     "EVENTS",
     "STATUSES",
     "AsyncEvent",
-    "Status",
+    "CompletionStatus",
     "describe_event",
     "describe_status",
     "event_name",

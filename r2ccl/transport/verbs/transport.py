@@ -38,11 +38,11 @@ from r2ccl.transport.base import (
 )
 from r2ccl.transport.verbs import messages
 from r2ccl.transport.verbs.cuda import BindingsDriver, CudaDriver
-from r2ccl.transport.verbs.device import BATCH, Completion, Device
-from r2ccl.transport.verbs.endpoint import Outgoing, Place, State, VerbsEndpoint
-from r2ccl.transport.verbs.messages import CLEAR, CONFIRM, EAGER, HEADER_NBYTES, Message, Token
+from r2ccl.transport.verbs.device import BATCH, Completion, RdmaDevice
+from r2ccl.transport.verbs.endpoint import EndpointState, LandingPlace, Outgoing, VerbsEndpoint
+from r2ccl.transport.verbs.messages import CLEAR, CONFIRM, EAGER, HEADER_NBYTES, Token, VerbsMessage
 from r2ccl.transport.verbs.probe import ProbeEnd, Prober
-from r2ccl.transport.verbs.queuepair import QueuePair, Tag, Work
+from r2ccl.transport.verbs.queuepair import QueuePair, RequestKind, Tag
 from r2ccl.transport.verbs.registration import Registration, RegistrationCache
 from r2ccl.transport.verbs.ring import ALIGN, COUNT_MODULUS
 from r2ccl.transport.verbs.staging import Array, Staging
@@ -70,7 +70,7 @@ class VerbsTransport:
     ----------
     rank : int
         This rank, for error messages.
-    devices : sequence of Device
+    devices : sequence of RdmaDevice
         One a rail. Owned.
     registrations : RegistrationCache
         Over the same devices, in the same order.
@@ -88,7 +88,7 @@ class VerbsTransport:
     def __init__(
         self,
         rank: int,
-        devices: Sequence[Device],
+        devices: Sequence[RdmaDevice],
         registrations: RegistrationCache,
         *,
         eager_nbytes: int,
@@ -167,7 +167,7 @@ class VerbsTransport:
 
     def open(self, path: PathKey, endpoint: VerbsEndpoint) -> None:
         """Take a joined endpoint into use as `path`."""
-        endpoint.state = State.LIVE
+        endpoint.state = EndpointState.LIVE
         self._by_path[path] = endpoint
         held, endpoint.held = endpoint.held, []
         self._events += held
@@ -181,7 +181,7 @@ class VerbsTransport:
         endpoint = self._by_path.pop(path, None)
         if endpoint is None:
             return
-        endpoint.state = State.DRAINING
+        endpoint.state = EndpointState.DRAINING
         endpoint.give_up_s = self._clock() + _DRAIN_TIMEOUT_S
         endpoint.forget_waiting()
         self._draining.append(endpoint)
@@ -285,7 +285,7 @@ class VerbsTransport:
         dirty, self._dirty = self._dirty, []
         for end in dirty:
             end.is_dirty = False
-            if end.state is State.LIVE:
+            if end.state is EndpointState.LIVE:
                 try:
                     self._post(end)
                 except TransportError as exc:
@@ -325,7 +325,7 @@ class VerbsTransport:
         reach = self._staging.reach(region, end.nic)
         # What the slice will say of itself; it carries no confirmation of the opposite link.
         expected = Frame(frame.channel, frame.seq, 0, frame.op, frame.signature)
-        end.places[number] = Place(expected, region, reach)
+        end.places[number] = LandingPlace(expected, region, reach)
         token = (number, reach.address, reach.rkey)
         self._queue(end, CLEAR, frame, len(region), token)
 
@@ -447,7 +447,7 @@ class VerbsTransport:
             else:
                 self._on_sent(end, number)
         for end, count in fresh.items():
-            if end.state in (State.LIVE, State.JOINING):
+            if end.state in (EndpointState.LIVE, EndpointState.JOINING):
                 self._receive(end, count)
         return has_failed
 
@@ -459,11 +459,11 @@ class VerbsTransport:
 
     def _on_sent(self, end: VerbsEndpoint, number: int) -> None:
         work, count = end.qp.retire(number)
-        if work is Work.SLICE:
+        if work is RequestKind.SLICE:
             frame, reach = end.writing.pop(count)
             self._staging.release(reach)
             self._report(end, Sent(end.path, frame.channel, frame.seq))
-        elif work is Work.HELLO:
+        elif work is RequestKind.HELLO:
             self._events.append(Joined(end.path))
         if end.has_waiting or end.is_credit_due:
             self._mark(end)
@@ -493,7 +493,7 @@ class VerbsTransport:
                 self._mark(end)
 
     def _on_message(self, end: VerbsEndpoint, offset: int) -> None:
-        message = Message.read(end.qp.inbox, offset, self._eager_nbytes)
+        message = VerbsMessage.read(end.qp.inbox, offset, self._eager_nbytes)
         if message is None:
             self._fail(end, "EBADMSG", f"the message at offset {offset} makes no sense")
             return
@@ -513,16 +513,16 @@ class VerbsTransport:
             self._report(end, Confirmed(end.path, frame.channel, frame.ack))
 
     def _on_error(self, end: VerbsEndpoint, number: int, status: int, vendor_err: int) -> None:
-        if end.state is State.DRAINING:
-            if QueuePair.work_of(number) is Work.MARKER:
+        if end.state is EndpointState.DRAINING:
+            if QueuePair.work_of(number) is RequestKind.MARKER:
                 end.markers += 1
                 if end.markers == 2:
                     self._drained(end)
             return
         detail = describe_status(status, vendor_err)
-        if end.state is State.JOINING:
+        if end.state is EndpointState.JOINING:
             self._events.append(Joined(end.path, detail))
-            end.state = State.FAILED
+            end.state = EndpointState.FAILED
         else:
             self._fail(end, status_name(status), detail)
 
@@ -541,8 +541,8 @@ class VerbsTransport:
                 self._events.append(RailChanged(self._first_rail + rail, is_up))
 
     def _fail(self, end: VerbsEndpoint, status: str, detail: str) -> None:
-        if end.state is State.LIVE:
-            end.state = State.FAILED
+        if end.state is EndpointState.LIVE:
+            end.state = EndpointState.FAILED
             self._events.append(Failed(end.path, status, detail))
 
     def _reap(self) -> None:
@@ -610,11 +610,11 @@ class VerbsTransport:
             self._staging.release(reach)
 
     def _report(self, end: VerbsEndpoint, event: Event) -> None:
-        (end.held if end.state is State.JOINING else self._events).append(event)
+        (end.held if end.state is EndpointState.JOINING else self._events).append(event)
 
     def _live(self, path: PathKey) -> VerbsEndpoint | None:
         end = self._by_path.get(path)
-        return end if end is not None and end.state is State.LIVE else None
+        return end if end is not None and end.state is EndpointState.LIVE else None
 
     def _mark(self, end: VerbsEndpoint) -> None:
         if not end.is_dirty:

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from r2ccl.algos.blend import Part, blend
+from r2ccl.algos.blend import BlendPart, blend
 from r2ccl.algos.leaf_ring import part
 from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.check import check
@@ -17,7 +17,7 @@ from r2ccl.schedule.interpret import interpret
 HALF, THIRD = Fraction(1, 2), Fraction(1, 3)
 
 
-def parts(n: int = 4) -> list[Part]:
+def parts(n: int = 4) -> list[BlendPart]:
     return [part(n, range(n)), part(n, range(1, n), [(), (0,)])]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r2ccl.algos import leaf_ring, packed_trees
-from r2ccl.algos.blend import Part, blend
+from r2ccl.algos.blend import BlendPart, blend
 from r2ccl.algos.roles import Roles, choose, deal
 from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.check import check
@@ -22,7 +22,7 @@ bandwidths = st.lists(st.sampled_from([1, 3, 4, 6, 7, 8, 8, 8]), min_size=1, max
 
 
 @st.composite
-def parts(draw: st.DrawFn) -> Part:
+def parts(draw: st.DrawFn) -> BlendPart:
     """Any core, up to three leaves, up to nine segments in which any of them relay."""
     order = draw(st.integers(1, 8).flatmap(lambda n: st.permutations(range(n))))
     nleaves = draw(st.integers(0, min(3, len(order) - 1)))
@@ -34,13 +34,13 @@ def parts(draw: st.DrawFn) -> Part:
     return leaf_ring.part(len(order), core, draw(st.lists(relays, min_size=1, max_size=9)))
 
 
-def alone(part: Part) -> Schedule:
+def alone(part: BlendPart) -> Schedule:
     return blend("leaf_ring", [part], [Fraction(1)], [1])
 
 
 @settings(deadline=None, max_examples=60)
 @given(parts())
-def test_any_part_is_accepted_and_costs_what_it_says(part: Part) -> None:
+def test_any_part_is_accepted_and_costs_what_it_says(part: BlendPart) -> None:
     schedule = alone(part)
     check(schedule)
     assert measure(schedule) == schedule.cost
@@ -48,7 +48,7 @@ def test_any_part_is_accepted_and_costs_what_it_says(part: Part) -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(parts(), st.booleans())
-def test_any_part_sums(part: Part, in_place: bool) -> None:
+def test_any_part_sums(part: BlendPart, in_place: bool) -> None:
     n = len(part.sent)
     inputs = [np.random.default_rng(rank).integers(-999, 999, 100) for rank in range(n)]
     for output in interpret(alone(part), inputs, np.add, in_place):
@@ -57,7 +57,7 @@ def test_any_part_sums(part: Part, in_place: bool) -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(parts())
-def test_floats_agree_bit_for_bit_on_all_ranks_and_in_both_modes(part: Part) -> None:
+def test_floats_agree_bit_for_bit_on_all_ranks_and_in_both_modes(part: BlendPart) -> None:
     inputs = [
         (np.random.default_rng(rank).standard_normal(64) * 10.0**rank).astype(np.float32)
         for rank in range(len(part.sent))
@@ -87,7 +87,7 @@ def test_many_ranks(n: int, nsegments: int) -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(parts())
-def test_every_rank_carries_what_its_part_says(part: Part) -> None:
+def test_every_rank_carries_what_its_part_says(part: BlendPart) -> None:
     count = part.nchunks << 12
     schedule = alone(part)
     for found, said in zip(

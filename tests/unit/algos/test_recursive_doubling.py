@@ -8,7 +8,7 @@ import pytest
 from r2ccl.algos import recursive_doubling
 from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.interpret import interpret
-from r2ccl.schedule.ir import Kind
+from r2ccl.schedule.ir import OpKind
 
 SIZES = range(1, 34)
 
@@ -70,7 +70,7 @@ def test_average_divides_exactly_once(n):
 def test_extra_ranks_send_once_and_receive_once(n, folded):
     schedule = recursive_doubling.allreduce(n)
     kinds = [[op.kind for op in schedule.program(rank).channels[0]] for rank in range(n)]
-    extras = [rank for rank in range(n) if kinds[rank] == [Kind.SEND, Kind.RECV]]
+    extras = [rank for rank in range(n) if kinds[rank] == [OpKind.SEND, OpKind.RECV]]
     assert extras == [2 * i + 1 for i in range(folded)]
 
 

@@ -10,7 +10,7 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.check import check
 from r2ccl.schedule.cost import measure
 from r2ccl.schedule.interpret import interpret
-from r2ccl.schedule.ir import Kind, Space
+from r2ccl.schedule.ir import OpKind, Space
 
 SIZES = [*range(1, 18), 32, 64]
 
@@ -71,8 +71,8 @@ def test_channels_may_run_in_different_orders():
     assert all((output == sum(inputs)).all() for output in outputs)
     for order, ops in zip(orders, schedule.program(3).channels, strict=True):
         at = order.index(3)
-        assert {op.peer for op in ops if op.kind == Kind.SEND} == {order[(at + 1) % 5]}
-        assert {op.peer for op in ops if op.kind != Kind.SEND} == {order[at - 1]}
+        assert {op.peer for op in ops if op.kind == OpKind.SEND} == {order[(at + 1) % 5]}
+        assert {op.peer for op in ops if op.kind != OpKind.SEND} == {order[at - 1]}
 
 
 def test_an_order_equal_to_the_default_changes_nothing():
@@ -101,8 +101,8 @@ def test_the_shape_is_a_reduce_scatter_then_an_allgather(n):
         [ops] = ring.allreduce(n).program(rank).channels
         kinds = [op.kind for op in ops]
         half = 2 * (n - 1)
-        assert kinds[:half] == [Kind.SEND, Kind.RECV_REDUCE] * (n - 1)
-        assert kinds[half:] == [Kind.SEND, Kind.RECV] * (n - 1)
+        assert kinds[:half] == [OpKind.SEND, OpKind.RECV_REDUCE] * (n - 1)
+        assert kinds[half:] == [OpKind.SEND, OpKind.RECV] * (n - 1)
         assert [i for i, op in enumerate(ops) if op.is_final] == [half - 1]
         assert ops[0].src_space == Space.INPUT
 

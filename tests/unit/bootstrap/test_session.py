@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from r2ccl.bootstrap.session import (
     MAX_BODY_NBYTES,
     MAX_FRAME_NBYTES,
-    Frame,
     FrameError,
     FrameReader,
     Session,
+    SessionFrame,
     SessionLimits,
 )
 from r2ccl.errors import InvalidArgument
@@ -23,7 +23,7 @@ from r2ccl.errors import InvalidArgument
 LIMITS = SessionLimits(window=8, early_nbytes=256)
 
 
-def unpack(data: bytes) -> Frame:
+def unpack(data: bytes) -> SessionFrame:
     (frame,) = FrameReader().feed(data)
     return frame
 
@@ -196,9 +196,9 @@ def test_the_memory_for_early_messages_is_bounded() -> None:
     session = Session(0.0, LIMITS)
     session.carrier_up(0, 0.0)
     for seq in range(2, 1000):
-        assert session.receive(0, Frame(seq, 0, b"x" * 40), 0.0) == []
+        assert session.receive(0, SessionFrame(seq, 0, b"x" * 40), 0.0) == []
     assert session._early_nbytes <= LIMITS.early_nbytes
-    delivered = session.receive(0, Frame(1, 0, b"first"), 0.0)
+    delivered = session.receive(0, SessionFrame(1, 0, b"first"), 0.0)
     assert delivered[0] == b"first"
     assert 1 < len(delivered) <= 256 // 40 + 1
 
@@ -206,7 +206,7 @@ def test_the_memory_for_early_messages_is_bounded() -> None:
 def test_an_acknowledgement_of_the_unsent_is_refused(pair: Pair) -> None:
     pair.up(0)
     with pytest.raises(FrameError, match="unsent"):
-        pair.ends[0].receive(0, Frame(0, 1, b""), 0.0)
+        pair.ends[0].receive(0, SessionFrame(0, 1, b""), 0.0)
 
 
 def test_a_message_that_fits_no_frame_is_refused(pair: Pair) -> None:
@@ -259,8 +259,8 @@ def test_any_drop_repeat_reorder_and_cut_ends_in_exactly_once(
 
 @given(st.integers(0, 2**32), st.lists(st.binary(max_size=40), max_size=20))
 def test_frames_survive_any_cut_of_the_byte_stream(seed: int, bodies: list[bytes]) -> None:
-    frames = [Frame(seq, 0, body) for seq, body in enumerate(bodies, start=1)]
-    frames.append(Frame(0, 7, b""))
+    frames = [SessionFrame(seq, 0, body) for seq, body in enumerate(bodies, start=1)]
+    frames.append(SessionFrame(0, 7, b""))
     stream = b"".join(frame.pack() for frame in frames)
     chance, reader, found = random.Random(seed), FrameReader(), []
     while stream:
@@ -270,7 +270,7 @@ def test_frames_survive_any_cut_of_the_byte_stream(seed: int, bodies: list[bytes
     assert found == frames
 
 
-HEADER = Frame(1, 0, b"x").pack()
+HEADER = SessionFrame(1, 0, b"x").pack()
 
 
 @pytest.mark.parametrize(

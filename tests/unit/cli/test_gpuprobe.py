@@ -36,7 +36,7 @@ from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
 from r2ccl.kernels.cuda.ptx import Ptx, ptx_of
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu, FakeKernel
-from r2ccl.transport.verbs.dmabuf import Route
+from r2ccl.transport.verbs.dmabuf import DeviceMemoryRoute
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 NBYTES = 2 << 20
@@ -462,7 +462,7 @@ def test_the_way_is_the_librarys_and_nothing_stays_registered() -> None:
     driver, willing = Driver(BASE), Nic("mlx5_0")
     old, deaf = Nic("mlx5_1", dmabuf=errno.EOPNOTSUPP), Nic("mlx5_2", dmabuf=errno.EINVAL,
                                                            pointer=errno.EFAULT)  # fmt: skip
-    assert way_of(driver, [willing], BASE) == Route("dmabuf")
+    assert way_of(driver, [willing], BASE) == DeviceMemoryRoute("dmabuf")
     assert way_of(driver, [willing, old], BASE).method == "peermem"
     staged = way_of(driver, [willing, deaf], BASE)
     assert staged.method == "staging"
@@ -488,8 +488,11 @@ def test_every_gpu_is_tried_with_every_nic_and_with_all_of_them(bench: Bench) ->
 def test_a_nic_that_cannot_be_opened_is_none_that_reaches_memory(bench: Bench) -> None:
     nics: Any = {"mlx5_0:1": Nic("mlx5_0"), "mlx5_1:1": "cannot be opened"}
     try_registering(bench.journal, bench.open(), Driver(), nics)
-    refused = Route("staging", ("cannot be opened",))
-    assert dict(bench.of("nics")[0]) == {"mlx5_0:1": Route("dmabuf"), "mlx5_1:1": refused}
+    refused = DeviceMemoryRoute("staging", ("cannot be opened",))
+    assert dict(bench.of("nics")[0]) == {
+        "mlx5_0:1": DeviceMemoryRoute("dmabuf"),
+        "mlx5_1:1": refused,
+    }
     assert bench.of("route") == [refused, refused]
 
 
@@ -530,7 +533,7 @@ def test_everything_is_tried_in_turn_and_closed(
     gpuprobe.try_all(bench.journal, ["mlx5_0:1"])
     for name in ("open_error", "kernel_error", "ipc_error", "dmabuf_error"):
         assert bench.of(name) == ["", ""]
-    assert bench.of("route") == [Route("dmabuf")] * 2
+    assert bench.of("route") == [DeviceMemoryRoute("dmabuf")] * 2
     assert '"doing":"closing the GPUs"' in capsys.readouterr().out.splitlines()[-1]
     for ordinal, gpu in enumerate(bench.cards):  # the name is free again
         FakeDevice(gpu, ordinal=ordinal).close()

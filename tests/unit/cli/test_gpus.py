@@ -12,11 +12,11 @@ from r2ccl.cli.diagnosis import Finding
 from r2ccl.cli.doctor import show
 from r2ccl.cli.gpus import examine_gpus
 from r2ccl.config import Config
-from r2ccl.transport.verbs.dmabuf import Route
+from r2ccl.transport.verbs.dmabuf import DeviceMemoryRoute
 
-DMABUF = Route("dmabuf")
+DMABUF = DeviceMemoryRoute("dmabuf")
 NOT_EXPORTED = "cuMemGetHandleForAddressRange failed: CUDA_ERROR_NOT_SUPPORTED"
-PEERMEM = Route("peermem", (f"dmabuf: {NOT_EXPORTED}",))
+PEERMEM = DeviceMemoryRoute("peermem", (f"dmabuf: {NOT_EXPORTED}",))
 REFUSED = "dmabuf: mlx5_3 takes no dma-buf; peermem: the kernel does not know device pointers"
 
 CARD = Card(
@@ -294,7 +294,7 @@ def test_without_a_nic_an_export_that_fails_costs_nothing() -> None:
 
 
 def test_memory_one_nic_does_not_reach_is_a_warning_naming_it() -> None:
-    staging = Route("staging", (REFUSED,))
+    staging = DeviceMemoryRoute("staging", (REFUSED,))
     nics = (("mlx5_0:1", DMABUF), ("mlx5_3:1", staging))
     found = examine(with_card(nics=nics, route=staging))
     assert found["nics"].level == "warning"
@@ -316,7 +316,7 @@ def test_memory_one_nic_does_not_reach_is_a_warning_naming_it() -> None:
 def test_a_nic_is_only_blamed_for_what_can_be_put_right(
     reason: str, is_rdma_capable: bool, level: str, fix: str
 ) -> None:
-    staging = Route("staging", (reason,))
+    staging = DeviceMemoryRoute("staging", (reason,))
     nics = (("mlx5_3:1", staging),)
     found = examine(with_cards(nics=nics, route=staging, is_rdma_capable=is_rdma_capable))
     assert found["nics"].level == level

@@ -28,7 +28,7 @@ from r2ccl.failover.shrink.protocol import Shrinking
 from r2ccl.runtime.arrays.buffers import as_buffer
 from r2ccl.runtime.engine import Engine
 from r2ccl.schedule.check import check
-from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
+from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 from r2ccl.transport.base import Failed
 from r2ccl.transport.verbs.status import STATUSES
 from r2ccl.types import PathKey
@@ -260,7 +260,7 @@ def launched_rank_dies() -> None:
 
 def wrong_schedule() -> None:
     def sends_only(rank: int) -> tuple[tuple[Op, ...], ...]:
-        return ((Op(Kind.SEND, 1 - rank, Space.INPUT, 0, Space.OUTPUT, -1, ()),),)
+        return ((Op(OpKind.SEND, 1 - rank, Space.INPUT, 0, Space.OUTPUT, -1, ()),),)
 
     check(
         Schedule(

@@ -24,8 +24,9 @@ MAX_NBYTES = 60_000
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def load_pictures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pictures_draw", DOCS / "pictures/draw.py")
+def load_pictures(name: str = "draw") -> ModuleType:
+    path = DOCS / f"pictures/{name}.py"
+    spec = importlib.util.spec_from_file_location(f"pictures_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -34,6 +35,7 @@ def load_pictures() -> ModuleType:
 
 
 PICTURES = load_pictures()
+PACKAGES = load_pictures("packages")
 
 
 def words(picture: str) -> list[str]:
@@ -74,8 +76,30 @@ def test_what_is_drawn_for_the_docs_is_right(name: str) -> None:
 
 def test_every_picture_is_shown_and_none_is_left_over() -> None:
     shown = re.findall(r"\]\(pictures/(\w+)\.svg\)", (DOCS / "algorithms.md").read_text("utf-8"))
-    there = [path.stem for path in (DOCS / "pictures").glob("*.svg")]
+    there = {path.stem for path in (DOCS / "pictures").glob("*.svg")} - PICTURES.OTHERS
     assert sorted(shown) == sorted(there) == sorted(PICTURES.PICTURES), "run `make pictures`"
+
+
+# That of the packages
+
+
+def test_the_picture_of_the_packages_is_what_the_code_imports() -> None:
+    assert PACKAGES.FILE.read_text(encoding="utf-8") == PACKAGES.drawn(), "run `make pictures`"
+    assert "](pictures/packages.svg)" in (DOCS / "architecture.md").read_text("utf-8")
+
+
+def test_the_picture_of_the_packages_has_a_box_for_each() -> None:
+    folder = DOCS.parent / "r2ccl"
+    found = {path.stem for path in folder.glob("[!_]*.py")}
+    found |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    names = [name for layer in PACKAGES.layers() for name in layer]
+    assert sorted(names) == sorted(found)
+    assert found <= set(words(PACKAGES.drawn()))
+
+
+def test_arrows_that_others_imply_are_left_out_and_no_other() -> None:
+    edges = {"a": frozenset("bcd"), "b": frozenset("c"), "c": frozenset(), "d": frozenset()}
+    assert PACKAGES.reduced(edges) == {**edges, "a": frozenset("bd")}
 
 
 # What a picture shows

@@ -32,11 +32,11 @@ from r2ccl.algos import (
 )
 from r2ccl.config import AGREED, ALIASES, Config
 from r2ccl.failover.health.table import Health
-from r2ccl.failover.migration.path import TRANSITIONS, Action, PathEvent, PathState
+from r2ccl.failover.migration.path import TRANSITIONS, PathAction, PathEvent, PathState
 from r2ccl.planning.cost_model import Fabric
 from r2ccl.planning.planner import Planner
 from r2ccl.schedule.cost import measure, wire_nbytes
-from r2ccl.schedule.ir import Kind, Schedule
+from r2ccl.schedule.ir import OpKind, Schedule
 from r2ccl.testing import faults
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -98,9 +98,18 @@ def run_script(folder: Path, code: str) -> str:
 # Snippets
 
 
-def test_the_first_snippet_loses_a_rail_and_prints_the_right_sum(tmp_path: Path) -> None:
+def test_the_first_snippet_sums_an_array_over_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "sum.py").write_text(blocks(text_of("README.md"), "python")[0], encoding="utf-8")
+    command = [sys.executable, "-W", "error", str(tmp_path / "sum.py")]
+    launch = f"from r2ccl.cli import main; main({['launch', '-n', '2', '--', *command]})"
+    written = run_script(tmp_path, launch)
+    for rank in (0, 1):
+        assert f"rank {rank} of 2: every element is 3.0" in written
+
+
+def test_the_second_snippet_loses_a_rail_and_sums_right(tmp_path: Path) -> None:
     readme = text_of("README.md")
-    written = run_script(tmp_path, blocks(readme, "python")[0]).splitlines()
+    written = run_script(tmp_path, blocks(readme, "python")[1]).splitlines()
     shown = blocks(readme, "")[0].splitlines()
     assert written[0] == "every element is 1 + 2 + 3: True"
     assert sorted(written) == sorted(shown)
@@ -145,8 +154,16 @@ def test_files_named_exist(page: Path) -> None:
 
 
 @by_name
+def test_files_named_without_their_folder_exist(page: Path) -> None:
+    names = set(re.findall(r"`([\w-]+\.py)`", page.read_text(encoding="utf-8")))
+    folders = ("r2ccl", "tests", "docs", "bench", "examples")
+    known = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    assert sorted(names - known - {"sum.py", "lose_a_rail.py", "script.py"}) == []
+
+
+@by_name
 def test_modules_named_exist(page: Path) -> None:
-    for name in re.findall(r"`(r2ccl(?:\.\w+)+)(?:\(.*?\))?`", page.read_text(encoding="utf-8")):
+    for name in set(re.findall(r"\br2ccl(?:\.[A-Za-z_]\w*)+\b", page.read_text(encoding="utf-8"))):
         parts = name.split(".")
         assert resolves(parts), name
 
@@ -178,7 +195,7 @@ def test_every_page_of_the_docs_is_reached_from_the_readme() -> None:
     assert [page.name for page in DOCS if f"(docs/{page.name})" not in readme] == []
 
 
-# README against pyproject.toml
+# README and docs/architecture.md against pyproject.toml
 
 
 def test_the_picture_shows_the_layers_that_are_checked() -> None:
@@ -189,7 +206,7 @@ def test_the_picture_shows_the_layers_that_are_checked() -> None:
         if contract["type"] == "layers"
         for layer in contract["layers"]
     ]
-    picture = blocks(text_of("README.md").split("<!-- layers -->")[1], "")[0]
+    picture = blocks(text_of("docs/architecture.md").split("<!-- layers -->")[1], "")[0]
     drawn = [
         {name.strip() for name in re.split(r"\s{2,}", line)[0].split("|")}
         for line in picture.splitlines()
@@ -209,6 +226,12 @@ def test_each_extra_is_explained() -> None:
     given = {name.strip("`") for name, _ in list(rows(section))[1:]}
     extras = tomllib.loads(text_of("pyproject.toml"))["project"]["optional-dependencies"]
     assert given == set(extras)
+
+
+def test_terms_of_our_own_are_few_and_each_has_a_relative() -> None:
+    terms = body(text_of("docs/concepts.md"), "terms")
+    assert len(terms) < 25
+    assert [cells[0] for cells in terms if not all(cells)] == []
 
 
 # Settings
@@ -272,7 +295,7 @@ def test_the_path_table_is_the_one_that_runs() -> None:
             state, event, following, actions = cells
             shown[PathState(state), PathEvent(event)] = (
                 PathState(following),
-                tuple(Action(name.strip()) for name in actions.split(",")),
+                tuple(PathAction(name.strip()) for name in actions.split(",")),
             )
     assert shown == TRANSITIONS
 
@@ -341,7 +364,7 @@ def busiest_port(schedule: Schedule, bandwidths: tuple[int, ...]) -> Fraction:
     total = sum(schedule.weights)
     times = []
     for rank, bandwidth in enumerate(bandwidths):
-        for kinds in ({Kind.SEND}, {Kind.RECV, Kind.RECV_REDUCE}):
+        for kinds in ({OpKind.SEND}, {OpKind.RECV, OpKind.RECV_REDUCE}):
             moved = sum(
                 Fraction(weight * sum(op.kind in kinds for op in ops), total * nchunks)
                 for weight, nchunks, ops in zip(

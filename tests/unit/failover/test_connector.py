@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from r2ccl.errors import TransportError
-from r2ccl.failover.connector import Answer, Connector, Offer, Ready, probe_keys
+from r2ccl.failover.connector import Answer, Connector, EndpointReady, Offer, probe_keys
 from r2ccl.transport.base import Joined
 from r2ccl.types import PathKey, ProbeKey
 
@@ -205,7 +205,7 @@ def test_replies_to_an_earlier_attempt_change_nothing() -> None:
     pair.pass_time(3.0)  # and comes too late
     pair.settle()
     pair.check()
-    pair.joiners[1].on_message(0, Ready(0, 0, 1))
+    pair.joiners[1].on_message(0, EndpointReady(0, 0, 1))
     pair.check()
 
 

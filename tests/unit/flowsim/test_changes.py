@@ -7,7 +7,7 @@ import pytest
 from r2ccl.algos import ring, tree
 from r2ccl.errors import InvalidArgument
 from r2ccl.flowsim import Change, Network, simulate
-from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
+from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 
 IN, OUT = Space.INPUT, Space.OUTPUT
 
@@ -17,8 +17,8 @@ both_ways = pytest.mark.parametrize("sharing", ["max_min", "fair_queue"])
 def flows(nchannels, nranks=2):
     """Rank 0 sends its share to rank 1 on every channel."""
     programs = (
-        ((Op(Kind.SEND, 1, IN, 0, OUT, -1),),) * nchannels,
-        ((Op(Kind.RECV, 0, OUT, -1, OUT, 0),),) * nchannels,
+        ((Op(OpKind.SEND, 1, IN, 0, OUT, -1),),) * nchannels,
+        ((Op(OpKind.RECV, 0, OUT, -1, OUT, 0),),) * nchannels,
         *[((),) * nchannels] * (nranks - 2),
     )
     return Schedule(

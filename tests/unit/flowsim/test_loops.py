@@ -9,12 +9,12 @@ from r2ccl.flowsim.build import with_room
 from r2ccl.flowsim.loops import fair_queue, heaps, max_min
 from r2ccl.flowsim.loops.changes import reroute
 from r2ccl.flowsim.loops.jit import STAMP
-from r2ccl.flowsim.loops.state import HEAP, LANDING_DTYPE, NCOUNTS, State
+from r2ccl.flowsim.loops.state import HEAP, LANDING_DTYPE, NCOUNTS, FlowState
 
 
 def state_with(**fields):
     """A state of nothing but some fields."""
-    return State(*[None] * len(State._fields))._replace(**fields)
+    return FlowState(*[None] * len(FlowState._fields))._replace(**fields)
 
 
 def test_landings_keep_their_order_when_they_get_more_room() -> None:

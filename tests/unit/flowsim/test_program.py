@@ -7,7 +7,7 @@ import pytest
 from r2ccl.algos import ring, tree
 from r2ccl.errors import ScheduleError
 from r2ccl.flowsim import compile_schedule
-from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
+from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 
 IN, OUT = Space.INPUT, Space.OUTPUT
 
@@ -24,7 +24,7 @@ def schedule_of(*programs, nchunks=(1,)):
 
 
 def said(program, channel, rank):
-    """Kind, chunk and ``after`` of the ops of one rank's channel."""
+    """OpKind, chunk and ``after`` of the ops of one rank's channel."""
     starts = program.starts[program.shapes[channel]]
     found = []
     for row in range(starts[rank], starts[rank + 1]):
@@ -83,11 +83,11 @@ def test_links_list_their_messages_in_program_order() -> None:
 
 
 def send(peer, chunk=0, after=()):
-    return Op(Kind.SEND, peer, IN, chunk, OUT, -1, after)
+    return Op(OpKind.SEND, peer, IN, chunk, OUT, -1, after)
 
 
 def recv(peer, chunk=0, after=()):
-    return Op(Kind.RECV, peer, OUT, -1, OUT, chunk, after)
+    return Op(OpKind.RECV, peer, OUT, -1, OUT, chunk, after)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from r2ccl.algos import recursive_doubling, ring, tree
 from r2ccl.errors import InvalidArgument, ScheduleError
 from r2ccl.flowsim import Change, Network, compile_schedule, simulate
 from r2ccl.schedule.cost import wire_nbytes
-from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
+from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 
 #: Bytes/s.
 B = 1e6
@@ -23,15 +23,15 @@ both_ways = pytest.mark.parametrize("sharing", ["max_min", "fair_queue"])
 
 
 def send(peer, after=(), chunk=0):
-    return Op(Kind.SEND, peer, IN, chunk, OUT, -1, after)
+    return Op(OpKind.SEND, peer, IN, chunk, OUT, -1, after)
 
 
 def recv(peer, after=(), chunk=0):
-    return Op(Kind.RECV, peer, OUT, -1, OUT, chunk, after)
+    return Op(OpKind.RECV, peer, OUT, -1, OUT, chunk, after)
 
 
 def recv_reduce(peer, after=(), chunk=0):
-    return Op(Kind.RECV_REDUCE, peer, IN, chunk, OUT, chunk, after)
+    return Op(OpKind.RECV_REDUCE, peer, IN, chunk, OUT, chunk, after)
 
 
 def schedule_of(*programs, nchunks=(), weights=()):
@@ -193,7 +193,8 @@ def test_reductions_follow_their_slices_one_at_a_time(nslices, rate) -> None:
 
 def test_local_reductions_take_time_and_copies_none() -> None:
     local = tuple(
-        Op(kind, -1, IN, 0, OUT, 0, after) for kind, after in ((Kind.COPY, ()), (Kind.REDUCE, (0,)))
+        Op(kind, -1, IN, 0, OUT, 0, after)
+        for kind, after in ((OpKind.COPY, ()), (OpKind.REDUCE, (0,)))
     )
     network = Network.uniform(1, 1, 10.0, reduction_rate=20.0)
     assert simulate(schedule_of((local,)), 100, network, nslices=4).time_s == pytest.approx(5)

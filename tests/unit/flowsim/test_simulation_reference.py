@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from r2ccl.algos import recursive_doubling, ring, tree
 from r2ccl.flowsim import Change, Network, simulate
 from r2ccl.schedule.chunks import layout
-from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
+from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 
 #: Shared cores stall for longer than any one example needs.
 relaxed = settings(deadline=None, max_examples=150)
@@ -68,10 +68,10 @@ class Reference:
         for rank, channels in enumerate(self.ops):
             for channel, ops in enumerate(channels):
                 for index, op in enumerate(ops):
-                    if op.kind == Kind.SEND:
+                    if op.kind == OpKind.SEND:
                         key = (channel, rank, op.peer)
                         wires.setdefault(key, Wire(rank, op.peer, channel)).sends.append(index)
-                    elif op.kind in (Kind.RECV, Kind.RECV_REDUCE):
+                    elif op.kind in (OpKind.RECV, OpKind.RECV_REDUCE):
                         key = (channel, op.peer, rank)
                         wires.setdefault(key, Wire(op.peer, rank, channel)).receives.append(index)
         return [wires[key] for key in sorted(wires)]
@@ -154,7 +154,7 @@ class Reference:
         for rank, channels in enumerate(self.ops):
             for channel, ops in enumerate(channels):
                 for index, op in enumerate(ops):
-                    if op.kind in (Kind.COPY, Kind.REDUCE):
+                    if op.kind in (OpKind.COPY, OpKind.REDUCE):
                         has_moved |= self._work(rank, channel, index)
         for lane, queue in self.queues.items():
             if queue and not any(each[1] == lane for each in self.reductions):
@@ -171,7 +171,7 @@ class Reference:
         theirs, _ = self.at(wire, wire.receives, wire.nsent)
         if not self.is_ready(wire.src, wire.channel, index, k):
             return False
-        is_landing = self.ops[wire.dst][wire.channel][theirs].kind == Kind.RECV
+        is_landing = self.ops[wire.dst][wire.channel][theirs].kind == OpKind.RECV
         if is_landing and not self.is_ready(wire.dst, wire.channel, theirs, k):
             return False
         wire.size = wire.left = Fraction(self.slices(wire.src, wire.channel, index)[k])
@@ -205,7 +205,7 @@ class Reference:
         if not self.is_ready(wire.dst, wire.channel, index, k):
             return False
         wire.ndelivered += 1
-        is_reduced = self.ops[wire.dst][wire.channel][index].kind == Kind.RECV_REDUCE
+        is_reduced = self.ops[wire.dst][wire.channel][index].kind == OpKind.RECV_REDUCE
         self._finish(wire.dst, wire.channel, index, k, is_reduced)
         return True
 
@@ -216,7 +216,7 @@ class Reference:
         if not self.is_ready(rank, channel, index, k):
             return False
         self.done[rank, channel, index, "begun"] += 1
-        is_reduced = self.ops[rank][channel][index].kind == Kind.REDUCE
+        is_reduced = self.ops[rank][channel][index].kind == OpKind.REDUCE
         self._finish(rank, channel, index, k, is_reduced)
         return True
 
@@ -315,8 +315,8 @@ def schedules(draw):
     def add(rank, channel, kind, peer, chunk):
         ops = programs[rank][channel]
         after = tuple(i for i in range(len(ops)) if draw(st.integers(0, 2)) == 0)
-        src = -1 if kind == Kind.RECV else chunk
-        dst = -1 if kind == Kind.SEND else chunk
+        src = -1 if kind == OpKind.RECV else chunk
+        dst = -1 if kind == OpKind.SEND else chunk
         ops.append(Op(kind, peer, Space.INPUT, src, Space.OUTPUT, dst, after))
 
     for _ in range(draw(st.integers(1, 14))):
@@ -325,10 +325,10 @@ def schedules(draw):
         src = draw(st.integers(0, nranks - 1))
         dst = (src + draw(st.integers(0, nranks - 1))) % nranks
         if src == dst:
-            add(src, channel, draw(st.sampled_from([Kind.COPY, Kind.REDUCE])), -1, chunk)
+            add(src, channel, draw(st.sampled_from([OpKind.COPY, OpKind.REDUCE])), -1, chunk)
         else:
-            add(src, channel, Kind.SEND, dst, chunk)
-            add(dst, channel, draw(st.sampled_from([Kind.RECV, Kind.RECV_REDUCE])), src, chunk)
+            add(src, channel, OpKind.SEND, dst, chunk)
+            add(dst, channel, draw(st.sampled_from([OpKind.RECV, OpKind.RECV_REDUCE])), src, chunk)
     weights = [draw(st.integers(1, 3)) for _ in range(nchannels)]
     return schedule_of(programs, nchunks, weights)
 

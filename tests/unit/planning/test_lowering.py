@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from r2ccl.algos import recursive_doubling, ring
 from r2ccl.planning.lowering import Layout, cleared, lower
-from r2ccl.schedule.ir import Kind, Op, RankProgram, Schedule, Space
+from r2ccl.schedule.ir import Op, OpKind, RankProgram, Schedule, Space
 
 
 def layouts(schedule: Schedule, count: int, **sizes: int) -> list[Layout]:
@@ -64,9 +64,9 @@ def test_an_empty_chunk_still_travels_and_is_eager() -> None:
 
 def test_dependencies_hold_by_slice_in_chunks_and_whole_between() -> None:
     ops = (
-        Op(Kind.RECV, 1, Space.OUTPUT, -1, Space.OUTPUT, 0),
-        Op(Kind.SEND, 1, Space.OUTPUT, 0, Space.OUTPUT, -1, (0,)),
-        Op(Kind.SEND, 1, Space.OUTPUT, 1, Space.OUTPUT, -1, (0,)),
+        Op(OpKind.RECV, 1, Space.OUTPUT, -1, Space.OUTPUT, 0),
+        Op(OpKind.SEND, 1, Space.OUTPUT, 0, Space.OUTPUT, -1, (0,)),
+        Op(OpKind.SEND, 1, Space.OUTPUT, 1, Space.OUTPUT, -1, (0,)),
     )
     layout = lower(
         RankProgram(0, 2, 1, (2,), (1,), (ops,)), 100, 4, slice_nbytes=64, eager_nbytes=0
@@ -98,7 +98,7 @@ def test_peers_lane_totals_and_scratch() -> None:
         assert lane.nslices == sum(step.nslices for step in lane.steps)
         indices = [i for way in (*lane.sends, *lane.recvs) for i in way.steps]
         assert sorted([*indices, *lane.locals]) == list(range(len(lane.steps)))
-    copy = Op(Kind.COPY, -1, Space.INPUT, 0, Space.SCRATCH, 0)
+    copy = Op(OpKind.COPY, -1, Space.INPUT, 0, Space.SCRATCH, 0)
     program = RankProgram(0, 1, 1, (1,), (1,), ((copy,),))
     assert lower(program, 3, 4, slice_nbytes=64, eager_nbytes=0).uses_scratch
 

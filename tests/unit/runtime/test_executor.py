@@ -16,7 +16,7 @@ from r2ccl.config import Config
 from r2ccl.dtypes import CODES
 from r2ccl.planning.lowering import lower
 from r2ccl.runtime.executor import Call, LandingPool, LaneRun
-from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
+from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 from r2ccl.testing.simulation.network import SimNetwork, Timeline
 from r2ccl.testing.simulation.transport import SimTransport
 from r2ccl.types import ReduceOp
@@ -188,9 +188,9 @@ def test_avg_divides_every_element_once(algorithm: Any, nranks: int) -> None:
 
 def test_local_ops_and_scratch() -> None:
     ops = (
-        Op(Kind.COPY, -1, Space.INPUT, 0, Space.SCRATCH, 0),
-        Op(Kind.COPY, -1, Space.INPUT, 0, Space.OUTPUT, 0),
-        Op(Kind.REDUCE, -1, Space.SCRATCH, 0, Space.OUTPUT, 0, (0, 1), True),
+        Op(OpKind.COPY, -1, Space.INPUT, 0, Space.SCRATCH, 0),
+        Op(OpKind.COPY, -1, Space.INPUT, 0, Space.OUTPUT, 0),
+        Op(OpKind.REDUCE, -1, Space.SCRATCH, 0, Space.OUTPUT, 0, (0, 1), True),
     )
     schedule = Schedule(
         name="local",

@@ -149,7 +149,7 @@ class World:
         engine = self.engine
         engine.run(SIGNATURE, self.lanes, frozenset({1, 2}))
 
-    def read(self) -> status.Status:
+    def read(self) -> status.RankStatus:
         peers = [PeerInfo(rank, f"host{rank}/boot/7", 100 + rank, (), ()) for rank in (1, 2)]
         return self.engine.status(peers, lambda rank: 0.5)
 
@@ -191,13 +191,13 @@ def test_the_ledger_survives_json() -> None:
     world.call()
     read = world.read()
     text = msgspec.json.encode(read)
-    assert msgspec.json.decode(text, type=status.Status) == read
+    assert msgspec.json.decode(text, type=status.RankStatus) == read
     assert json.loads(text)["nranks"] == 3
 
 
 def test_a_timed_out_call_names_missing_ranks_and_waiting_links() -> None:
     world = ready(2)
-    read: list[status.Status] = []
+    read: list[status.RankStatus] = []
     world.timeline.after(1.5, lambda: read.append(world.read()))
     with pytest.raises(TransportTimeout) as caught:
         world.call()
@@ -347,7 +347,7 @@ def test_every_field_of_a_dump_is_documented() -> None:
     words = set(re.findall(r"`(\w+)`", table))
     cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("|")]
     first = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-    assert first == set(status.Status.__struct_fields__)
+    assert first == set(status.RankStatus.__struct_fields__)
     for kind in (status.Operation, status.LinkEntry, status.PeerEntry):
         said = {"rank", "peer", "channel"}
         assert set(kind.__struct_fields__) <= words | said, kind

@@ -7,7 +7,7 @@ import pytest
 from r2ccl.errors import ScheduleError
 from r2ccl.schedule.build import ProgramBuilder
 from r2ccl.schedule.check import check
-from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
+from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 
 
 def test_a_chunk_is_read_where_it_is() -> None:
@@ -16,7 +16,7 @@ def test_a_chunk_is_read_where_it_is() -> None:
     program.send(1, 0)
     program.recv(1, 0)
     program.send(2, 0)
-    assert [op.src_space for op in program.ops() if op.kind == Kind.SEND] == [0, 1]
+    assert [op.src_space for op in program.ops() if op.kind == OpKind.SEND] == [0, 1]
     assert (program.held(0), program.held(1)) == (Space.OUTPUT, Space.INPUT)
 
 
@@ -67,7 +67,7 @@ def test_what_it_writes_passes_the_checker_and_less_would_not() -> None:
     def schedule(is_whole: bool) -> Schedule:
         def generate(rank: int) -> tuple[tuple[Op, ...], ...]:
             send, reduce = exchange(ProgramBuilder(), 1 - rank)
-            bare = Op(Kind.RECV_REDUCE, 1 - rank, Space.INPUT, 0, Space.OUTPUT, 0, (), True)
+            bare = Op(OpKind.RECV_REDUCE, 1 - rank, Space.INPUT, 0, Space.OUTPUT, 0, (), True)
             return ((send, reduce if is_whole else bare),)
 
         return Schedule(

@@ -11,22 +11,22 @@ from r2ccl.algos import recursive_doubling, ring
 from r2ccl.errors import InvalidArgument, ScheduleError
 from r2ccl.schedule import conditions
 from r2ccl.schedule.check import check
-from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
+from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 
 IN, OUT, SCRATCH = Space.INPUT, Space.OUTPUT, Space.SCRATCH
 FREE = Cost(0, 0, 0, 0)
 
 
 def send(peer, chunk=0, space=IN, after=()):
-    return Op(Kind.SEND, peer, space, chunk, OUT, -1, after)
+    return Op(OpKind.SEND, peer, space, chunk, OUT, -1, after)
 
 
 def recv(peer, chunk=0, space=OUT, after=()):
-    return Op(Kind.RECV, peer, IN, -1, space, chunk, after)
+    return Op(OpKind.RECV, peer, IN, -1, space, chunk, after)
 
 
 def reduce(peer, chunk=0, source=IN, target=OUT, after=(), is_final=False):
-    return Op(Kind.RECV_REDUCE, peer, source, chunk, target, chunk, after, is_final)
+    return Op(OpKind.RECV_REDUCE, peer, source, chunk, target, chunk, after, is_final)
 
 
 def local(kind, source, target, chunk=0, after=(), is_final=False):
@@ -104,14 +104,14 @@ def test_data_added_twice_is_refused():
     program = [
         send(0),
         reduce(0, after=(0,), is_final=True),
-        local(Kind.REDUCE, IN, OUT, after=(1,), is_final=True),
+        local(OpKind.REDUCE, IN, OUT, after=(1,), is_final=True),
     ]
     with pytest.raises(ScheduleError, match="complete already"):
         check(exchange(None, program))
     program[1:] = [
         reduce(0, target=SCRATCH, after=(0,), is_final=True),
-        local(Kind.COPY, IN, OUT, after=(1,)),
-        local(Kind.REDUCE, IN, OUT, after=(2,)),
+        local(OpKind.COPY, IN, OUT, after=(1,)),
+        local(OpKind.REDUCE, IN, OUT, after=(2,)),
     ]
     with pytest.raises(ScheduleError, match="adds rank 1's data twice"):
         check(exchange(None, program))
@@ -119,18 +119,18 @@ def test_data_added_twice_is_refused():
 
 def test_a_copy_onto_itself_is_harmless_but_waits_its_turn():
     final = [send(0), reduce(0, after=(0,), is_final=True)]
-    check(exchange(None, [*final, local(Kind.COPY, OUT, OUT, after=(1,))]))
+    check(exchange(None, [*final, local(OpKind.COPY, OUT, OUT, after=(1,))]))
     with pytest.raises(ScheduleError, match="does not wait"):
-        check(exchange(None, [*final, local(Kind.COPY, OUT, OUT)]))
+        check(exchange(None, [*final, local(OpKind.COPY, OUT, OUT)]))
 
 
 def test_scratch_detours_are_followed():
     """Rank 1 reduces beside its output, then copies."""
     program = [
         send(0),
-        local(Kind.COPY, IN, SCRATCH),
+        local(OpKind.COPY, IN, SCRATCH),
         reduce(0, source=SCRATCH, target=SCRATCH, after=(1,), is_final=True),
-        local(Kind.COPY, SCRATCH, OUT, after=(0, 2)),
+        local(OpKind.COPY, SCRATCH, OUT, after=(0, 2)),
     ]
     check(exchange(None, program))
 
@@ -165,7 +165,7 @@ def test_messages_order_what_they_carry_across_ranks():
     round_trip = by_hand(
         [
             send(1),
-            local(Kind.COPY, IN, SCRATCH, after=(0,)),
+            local(OpKind.COPY, IN, SCRATCH, after=(0,)),
             send(1, space=SCRATCH, after=(1,)),
             # Arrives only after rank 1 got the copy, so the copy's read of INPUT is over.
             recv(1, after=(0,)),
@@ -201,7 +201,7 @@ def test_chunks_on_a_link_arrive_in_the_order_sent():
 
 
 BROADCAST = (
-    [send(1), local(Kind.COPY, IN, OUT, after=(0,))],
+    [send(1), local(OpKind.COPY, IN, OUT, after=(0,))],
     [recv(0), send(2, space=OUT, after=(0,))],
     [recv(1)],
 )
@@ -211,8 +211,8 @@ REDUCE = (
     [send(1)],
 )
 ALLGATHER = (
-    [send(1, 0), local(Kind.COPY, IN, OUT, 0, after=(0,)), recv(1, 1)],
-    [send(0, 1), local(Kind.COPY, IN, OUT, 1, after=(0,)), recv(0, 0)],
+    [send(1, 0), local(OpKind.COPY, IN, OUT, 0, after=(0,)), recv(1, 1)],
+    [send(0, 1), local(OpKind.COPY, IN, OUT, 1, after=(0,)), recv(0, 0)],
 )
 REDUCE_SCATTER = (
     [send(1, 1), reduce(1, 0, is_final=True)],
@@ -333,13 +333,13 @@ def test_each_channel_has_its_own_number_of_chunks():
 
 def test_a_proof_that_proves_nothing_is_refused():
     """Rank 1 may send its data before it has received rank 0's: no landing place may rely on it."""
-    receive = Op(Kind.RECV, 1, OUT, -1, OUT, 0, (0,), False, True)
+    receive = Op(OpKind.RECV, 1, OUT, -1, OUT, 0, (0,), False, True)
     wrong = exchange([send(1), receive], [send(0), reduce(0, after=(0,), is_final=True)])
     with pytest.raises(ScheduleError, match="is_proof is wrong here"):
         check(wrong)
 
 
 def test_only_a_receive_can_be_a_proof():
-    claims = Op(Kind.RECV_REDUCE, 1, IN, 0, OUT, 0, (0,), True, True)
+    claims = Op(OpKind.RECV_REDUCE, 1, IN, 0, OUT, 0, (0,), True, True)
     with pytest.raises(ScheduleError, match="only a RECV can be a proof"):
         check(exchange([send(1), claims], None))

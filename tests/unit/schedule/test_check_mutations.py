@@ -19,7 +19,7 @@ from r2ccl.schedule.arrays import as_arrays
 from r2ccl.schedule.check import check
 from r2ccl.schedule.cost import measure
 from r2ccl.schedule.events import match
-from r2ccl.schedule.ir import Kind, Op, Schedule, Space
+from r2ccl.schedule.ir import Op, OpKind, Schedule, Space
 
 Programs = list[list[Op]]
 Mutant = tuple[str, Programs]
@@ -29,7 +29,7 @@ SCHEDULES = {
     for algorithm, sizes in ((ring, (1, 2, 3, 4)), (recursive_doubling, (1, 2, 3, 4, 5)))
     for n in sizes
 }
-LOCAL = (Kind.COPY, Kind.REDUCE)
+LOCAL = (OpKind.COPY, OpKind.REDUCE)
 
 
 def programs_of(schedule: Schedule) -> Programs:
@@ -57,7 +57,7 @@ def messages(schedule: Schedule) -> Iterator[tuple[tuple[int, int], tuple[int, i
     arrays = as_arrays(schedule)
     where = [(int(row["rank"]), int(row["index"])) for row in arrays.ops]
     for i, other in enumerate(match(arrays).tolist()):
-        if other >= 0 and arrays.ops["kind"][i] == Kind.SEND:
+        if other >= 0 and arrays.ops["kind"][i] == OpKind.SEND:
             yield where[i], where[other]
 
 
@@ -152,7 +152,7 @@ def wrong_space(schedule: Schedule) -> Iterator[Mutant]:
 def wrong_kind(schedule: Schedule) -> Iterator[Mutant]:
     """The bare kind, and the kind with every field made to fit it."""
     for rank, i, op in sites(schedule):
-        for kind in (*Kind, 5, -1):
+        for kind in (*OpKind, 5, -1):
             if kind == op.kind:
                 continue
             yield changed(schedule, rank, i, kind=kind)
@@ -165,9 +165,9 @@ def wrong_kind(schedule: Schedule) -> Iterator[Mutant]:
                     kind=kind,
                     peer=-1 if kind in LOCAL else peer,
                     src_space=space,
-                    src=-1 if kind == Kind.RECV else op.chunk,
+                    src=-1 if kind == OpKind.RECV else op.chunk,
                     dst_space=Space.OUTPUT,
-                    dst=-1 if kind == Kind.SEND else op.chunk,
+                    dst=-1 if kind == OpKind.SEND else op.chunk,
                 )
 
 
@@ -205,7 +205,7 @@ def link_pairs(program: list[Op]) -> Iterator[tuple[int, int]]:
     """Neighbouring ops of one directed link."""
     last: dict[tuple[bool, int], int] = {}
     for i, op in enumerate(program):
-        link = (op.kind == Kind.SEND, op.peer)
+        link = (op.kind == OpKind.SEND, op.peer)
         if op.peer >= 0 and link in last:
             yield last[link], i
         last[link] = i

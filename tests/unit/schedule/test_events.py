@@ -11,7 +11,7 @@ from r2ccl.errors import ScheduleError
 from r2ccl.schedule.arrays import as_arrays
 from r2ccl.schedule.events import BEGIN, END, LAND, build_events, check_slices, match
 from r2ccl.schedule.graph import find_cycle, strong_components, topological_levels
-from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
+from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 
 #: Shared cores stall for longer than any one example needs.
 relaxed = settings(deadline=None)
@@ -20,8 +20,8 @@ IN, OUT = Space.INPUT, Space.OUTPUT
 
 
 def op(kind, peer, chunk, after=()):
-    src = -1 if kind == Kind.RECV else chunk
-    dst = -1 if kind == Kind.SEND else chunk
+    src = -1 if kind == OpKind.RECV else chunk
+    dst = -1 if kind == OpKind.SEND else chunk
     return Op(kind, peer, IN, src, OUT, dst, tuple(after))
 
 
@@ -73,15 +73,15 @@ def is_stuck(programs, nchunks, nslices):
             if k:
                 for event in (BEGIN, LAND, END):
                     wait((i, event, k), (i, event, k - 1))
-            if kind == Kind.RECV:
+            if kind == OpKind.RECV:
                 wait((i, LAND, k), (i, BEGIN, k))
-            if kind in (Kind.RECV, Kind.RECV_REDUCE):
+            if kind in (OpKind.RECV, OpKind.RECV_REDUCE):
                 wait((i, END, k), (i, LAND, k))
                 wait((i, LAND, k), (other[i], BEGIN, k))
                 wait((other[i], END, k), (i, LAND, k))
                 if k:
                     wait((i, LAND, k), (i, END, k - 1))
-        if kind in (Kind.RECV, Kind.RECV_REDUCE):
+        if kind in (OpKind.RECV, OpKind.RECV_REDUCE):
             if (rank, peer) in queue:
                 wait((i, LAND, 0), (queue[rank, peer], END, last))
             queue[rank, peer] = i
@@ -122,9 +122,9 @@ def random_programs(draw):
         )
         for rank in range(nranks)
     ]
-    cargo: dict[tuple[int, int], list[tuple[int, Kind]]] = {}
+    cargo: dict[tuple[int, int], list[tuple[int, OpKind]]] = {}
     for link in links:
-        kind = draw(st.sampled_from([Kind.RECV, Kind.RECV_REDUCE]))
+        kind = draw(st.sampled_from([OpKind.RECV, OpKind.RECV_REDUCE]))
         cargo.setdefault(link, []).append((draw(st.integers(0, nchunks - 1)), kind))
     for rank, side in enumerate(sides):
         queues = {
@@ -134,7 +134,7 @@ def random_programs(draw):
         for i, (is_send, peer) in enumerate(side):
             chunk, kind = next(queues[is_send, peer])
             after = draw(st.sets(st.integers(0, i - 1), max_size=2)) if i else ()
-            programs[rank].append(op(Kind.SEND if is_send else kind, peer, chunk, sorted(after)))
+            programs[rank].append(op(OpKind.SEND if is_send else kind, peer, chunk, sorted(after)))
     return programs, nchunks
 
 
@@ -153,16 +153,16 @@ def test_deadlocks_are_found_exactly(drawn):
 #: only when all of its chunk 0 has landed at rank 0: but it cannot, with scratch for one slice.
 SLICE_DEADLOCK = [
     [
-        op(Kind.RECV, 2, 1),
-        op(Kind.SEND, 1, 0, (0,)),
-        op(Kind.RECV_REDUCE, 1, 0, (1,)),
+        op(OpKind.RECV, 2, 1),
+        op(OpKind.SEND, 1, 0, (0,)),
+        op(OpKind.RECV_REDUCE, 1, 0, (1,)),
     ],
     [
-        op(Kind.SEND, 0, 0),
-        op(Kind.SEND, 2, 1, (0,)),
-        op(Kind.RECV_REDUCE, 0, 0, (0,)),
+        op(OpKind.SEND, 0, 0),
+        op(OpKind.SEND, 2, 1, (0,)),
+        op(OpKind.RECV_REDUCE, 0, 0, (0,)),
     ],
-    [op(Kind.RECV, 1, 1), op(Kind.SEND, 0, 1, (0,))],
+    [op(OpKind.RECV, 1, 1), op(OpKind.SEND, 0, 1, (0,))],
 ]
 
 

@@ -15,7 +15,7 @@ from r2ccl.schedule import show
 from r2ccl.schedule.arrays import as_arrays
 from r2ccl.schedule.cost import measure, wire_nbytes
 from r2ccl.schedule.interpret import interpret
-from r2ccl.schedule.ir import Cost, Kind, Op, Schedule, Space
+from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 from r2ccl.schedule.show import summary, table
 
 
@@ -94,8 +94,8 @@ def test_the_table_shows_every_op_of_the_ranks_asked_for():
 def test_the_table_shows_local_ops_and_nonsense_alike():
     text = table(
         local_only(
-            Op(Kind.COPY, -1, Space.INPUT, 0, Space.SCRATCH, 0),
-            Op(Kind.REDUCE, -1, Space.SCRATCH, 0, Space.OUTPUT, 0, (0,)),
+            Op(OpKind.COPY, -1, Space.INPUT, 0, Space.SCRATCH, 0),
+            Op(OpKind.REDUCE, -1, Space.SCRATCH, 0, Space.OUTPUT, 0, (0,)),
             Op(9, -1, 7, 0, Space.OUTPUT, 0),
         )
     )
@@ -124,9 +124,9 @@ def test_the_reference_run_leaves_its_inputs_alone():
 
 def test_the_reference_run_reduces_with_the_target_on_the_left():
     schedule = local_only(
-        Op(Kind.COPY, -1, Space.INPUT, 0, Space.OUTPUT, 0),
-        Op(Kind.COPY, -1, Space.INPUT, 0, Space.SCRATCH, 0),
-        Op(Kind.REDUCE, -1, Space.SCRATCH, 0, Space.OUTPUT, 0, (0, 1)),
+        Op(OpKind.COPY, -1, Space.INPUT, 0, Space.OUTPUT, 0),
+        Op(OpKind.COPY, -1, Space.INPUT, 0, Space.SCRATCH, 0),
+        Op(OpKind.REDUCE, -1, Space.SCRATCH, 0, Space.OUTPUT, 0, (0, 1)),
     )
     [result] = interpret(schedule, [np.array([5.0])], lambda left, right: 10 * left + right)
     assert result == 55.0

@@ -9,7 +9,7 @@ from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.config import Config
 from r2ccl.failover.diagnosis.driver import MAX_DIAGNOSES, MAX_SERVED, Diagnosis
 from r2ccl.failover.diagnosis.port_map import port_map_of
-from r2ccl.failover.diagnosis.verdict import Finding, Kind, ProbeReply, ProbeRequest, Verdict
+from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest, Verdict, VerdictKind
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.transport.base import Probed
 from r2ccl.types import Nic, PathKey, ProbeKey
@@ -89,10 +89,10 @@ class World:
                 reply = ProbeReply(message.number, message.key, told, "")
                 self.diagnosis.on_message(peer, reply)
 
-    def kinds(self) -> dict[PathKey, Kind]:
+    def kinds(self) -> dict[PathKey, VerdictKind]:
         return {verdict.path: verdict.kind for verdict in self.diagnosis.verdicts()}
 
-    def findings(self) -> list[tuple[int, Kind]]:
+    def findings(self) -> list[tuple[int, VerdictKind]]:
         return [(peer, each.kind) for peer, each in self.sent if isinstance(each, Finding)]
 
 
@@ -100,10 +100,10 @@ def test_a_ports_own_word_is_a_verdict_without_a_question() -> None:
     world = World()
     world.fail(A, CARRIER)
     world.tick()
-    assert world.kinds() == {A: Kind.LOCAL_NIC}
+    assert world.kinds() == {A: VerdictKind.LOCAL_NIC}
     assert world.asked == []
-    assert world.findings() == [(1, Kind.LOCAL_NIC)]
-    assert [verdict.kind for verdict in world.told] == [Kind.LOCAL_NIC]
+    assert world.findings() == [(1, VerdictKind.LOCAL_NIC)]
+    assert [verdict.kind for verdict in world.told] == [VerdictKind.LOCAL_NIC]
 
 
 def not_told_apart() -> World:
@@ -119,10 +119,10 @@ def not_told_apart() -> World:
 
 def test_a_ports_word_that_comes_late_names_it_at_both_ends() -> None:
     world = not_told_apart()
-    assert world.kinds() == {A: Kind.PATH}
+    assert world.kinds() == {A: VerdictKind.PATH}
     world.diagnosis.port_down(0, CARRIER)
-    assert world.kinds() == {A: Kind.LOCAL_NIC}
-    assert world.findings() == [(1, Kind.LOCAL_NIC)]
+    assert world.kinds() == {A: VerdictKind.LOCAL_NIC}
+    assert world.findings() == [(1, VerdictKind.LOCAL_NIC)]
 
 
 def test_a_ports_word_is_worth_more_than_what_came_before_it() -> None:
@@ -130,17 +130,17 @@ def test_a_ports_word_is_worth_more_than_what_came_before_it() -> None:
     world.fail(A, "LOC_QP_OP_ERR: gone")
     world.diagnosis.port_down(0, CARRIER)
     world.tick()
-    assert world.kinds() == {A: Kind.LOCAL_NIC}
+    assert world.kinds() == {A: VerdictKind.LOCAL_NIC}
     assert world.asked == []
 
 
 def test_a_finding_says_more_than_a_path_that_was_not_told_apart() -> None:
     world = not_told_apart()
-    finding = Finding(0, 0, Kind.LOCAL_NIC, "CARRIER_DOWN")
+    finding = Finding(0, 0, VerdictKind.LOCAL_NIC, "CARRIER_DOWN")
     world.diagnosis.on_message(1, finding)
-    assert world.kinds() == {A: Kind.REMOTE_NIC}
-    world.diagnosis.on_message(1, Finding(0, 0, Kind.LINK, "something else"))
-    assert world.kinds() == {A: Kind.REMOTE_NIC}
+    assert world.kinds() == {A: VerdictKind.REMOTE_NIC}
+    world.diagnosis.on_message(1, Finding(0, 0, VerdictKind.LINK, "something else"))
+    assert world.kinds() == {A: VerdictKind.REMOTE_NIC}
 
 
 def test_what_the_peer_only_repeats_is_no_evidence_of_its_own() -> None:
@@ -148,7 +148,7 @@ def test_what_the_peer_only_repeats_is_no_evidence_of_its_own() -> None:
     world.fail(A, CARRIER)
     world.fail(A, f"reported by rank 0: {CARRIER}", is_own=False)
     world.tick()
-    assert world.kinds() == {A: Kind.LOCAL_NIC}
+    assert world.kinds() == {A: VerdictKind.LOCAL_NIC}
 
 
 def test_a_later_word_of_the_other_port_revises_the_verdict() -> None:
@@ -156,8 +156,8 @@ def test_a_later_word_of_the_other_port_revises_the_verdict() -> None:
     world.fail(A, CARRIER)
     world.tick()
     world.fail(A, CARRIER, is_own=False)
-    assert world.kinds() == {A: Kind.RAIL}
-    assert [verdict.kind for verdict in world.told] == [Kind.LOCAL_NIC, Kind.RAIL]
+    assert world.kinds() == {A: VerdictKind.RAIL}
+    assert [verdict.kind for verdict in world.told] == [VerdictKind.LOCAL_NIC, VerdictKind.RAIL]
 
 
 def test_repairs_come_first_but_not_for_ever() -> None:
@@ -179,8 +179,8 @@ def test_a_cut_pair_is_found_by_third_ranks_and_told_to_the_peer() -> None:
     assert (1, ProbeKey(0, 0, 0)) in requests
     world.answer(lambda key: True)
     world.reply(lambda peer, key: peer != 1)
-    assert world.kinds() == {A: Kind.LINK}
-    assert world.findings() == [(1, Kind.LINK)]
+    assert world.kinds() == {A: VerdictKind.LINK}
+    assert world.findings() == [(1, VerdictKind.LINK)]
 
 
 def test_replies_that_never_come_end_the_inquiry_at_its_deadline() -> None:
@@ -193,7 +193,7 @@ def test_replies_that_never_come_end_the_inquiry_at_its_deadline() -> None:
     world.tick(0.4)
     world.answer(lambda key: False)
     world.tick(0.4)
-    assert world.kinds() == {A: Kind.PEER}
+    assert world.kinds() == {A: VerdictKind.PEER}
 
 
 def test_a_reply_of_another_rank_or_question_is_ignored() -> None:
@@ -208,34 +208,34 @@ def test_a_reply_of_another_rank_or_question_is_ignored() -> None:
     world.diagnosis.on_message(peer, ProbeReply(99, request.key, True, ""))
     assert world.kinds() == {}
     world.diagnosis.on_message(peer, ProbeReply(request.number, request.key, True, ""))
-    assert world.kinds() == {A: Kind.LINK}
+    assert world.kinds() == {A: VerdictKind.LINK}
 
 
 def test_a_finding_settles_what_is_open_and_is_not_sent_back() -> None:
     world = World()
     world.fail(A)
     world.tick()
-    world.diagnosis.on_message(1, Finding(0, 0, Kind.LOCAL_NIC, "x" * 10_000))
-    assert world.kinds() == {A: Kind.REMOTE_NIC}
+    world.diagnosis.on_message(1, Finding(0, 0, VerdictKind.LOCAL_NIC, "x" * 10_000))
+    assert world.kinds() == {A: VerdictKind.REMOTE_NIC}
     assert world.findings() == []
     assert len(str(world.told[0])) < 1_000
 
 
 def test_a_finding_that_comes_before_the_failure_is_kept_for_it() -> None:
     world = World()
-    world.diagnosis.on_message(1, Finding(0, 0, Kind.LINK, "found"))
+    world.diagnosis.on_message(1, Finding(0, 0, VerdictKind.LINK, "found"))
     assert world.kinds() == {}
     world.fail(A)
     world.tick()
-    assert world.kinds() == {A: Kind.LINK}
+    assert world.kinds() == {A: VerdictKind.LINK}
     assert world.findings() == []
 
 
 def test_a_finding_of_an_old_epoch_or_unknown_rail_is_ignored() -> None:
     world = World()
     world.paths[A].epoch = 5
-    world.diagnosis.on_message(1, Finding(0, 3, Kind.LINK, ""))
-    world.diagnosis.on_message(1, Finding(9, 5, Kind.LINK, ""))
+    world.diagnosis.on_message(1, Finding(0, 3, VerdictKind.LINK, ""))
+    world.diagnosis.on_message(1, Finding(9, 5, VerdictKind.LINK, ""))
     world.fail(A)
     world.tick()
     assert world.kinds() == {}
@@ -290,7 +290,7 @@ def test_a_slow_peer_costs_one_probe_and_one_mention_a_minute(
                 world.diagnosis.suspect(PathKey(1, rail))
             assert len(world.asked) == 2
             world.answer(lambda key: True)
-    assert world.kinds() == {A: Kind.PEER_SLOW, PathKey(1, 1): Kind.PEER_SLOW}
+    assert world.kinds() == {A: VerdictKind.PEER_SLOW, PathKey(1, 1): VerdictKind.PEER_SLOW}
     assert world.findings() == []
     (record,) = caplog.records
     assert record.getMessage().startswith("rank 0: rail 0 to rank 1: rank 1: slow")
@@ -327,7 +327,7 @@ def test_a_stuck_flow_is_told_from_a_slow_peer() -> None:
     world.wire.stuck = True
     world.diagnosis.suspect(A)
     world.answer(lambda key: True)
-    assert world.kinds() == {A: Kind.FLOW}
+    assert world.kinds() == {A: VerdictKind.FLOW}
 
 
 def test_a_path_that_fails_again_gets_a_verdict_of_its_own() -> None:
@@ -338,10 +338,10 @@ def test_a_path_that_fails_again_gets_a_verdict_of_its_own() -> None:
     world.paths[A].epoch = 1
     world.fail(A, CARRIER)
     world.tick()
-    assert world.kinds() == {A: Kind.LOCAL_NIC}
+    assert world.kinds() == {A: VerdictKind.LOCAL_NIC}
     world.asked = first
     world.answer(lambda key: True)
-    assert world.kinds() == {A: Kind.LOCAL_NIC}, "an answer about the epoch before"
+    assert world.kinds() == {A: VerdictKind.LOCAL_NIC}, "an answer about the epoch before"
 
 
 def test_names_of_ports_are_those_a_user_knows() -> None:

@@ -26,11 +26,11 @@ from r2ccl.failover.diagnosis.verdict import (
     WORDS,
     Columns,
     Finding,
-    Kind,
     Port,
     ProbeReply,
     ProbeRequest,
     Reading,
+    VerdictKind,
     arrange,
     is_port_status,
     judge,
@@ -150,31 +150,31 @@ def test_the_table_is_the_one_documented() -> None:
 @pytest.mark.parametrize(
     ("seen", "kind"),
     [
-        ((True, None, None, None), Kind.PEER_SLOW),
-        ((True, False, False, None), Kind.PEER_SLOW),
-        ((False, False, True, None), Kind.REMOTE_NIC),
-        ((False, True, False, True), Kind.LOCAL_NIC),
-        ((False, True, True, None), Kind.LINK),
-        ((False, False, False, None), Kind.RAIL),
-        ((False, False, False, True), Kind.LOCAL_NIC),
-        ((False, None, True, None), Kind.PATH),
-        ((False, None, False, None), Kind.PATH),
-        ((False, True, None, None), Kind.PATH),
-        ((False, False, None, True), Kind.PATH),
-        ((None, True, True, None), Kind.PATH),
+        ((True, None, None, None), VerdictKind.PEER_SLOW),
+        ((True, False, False, None), VerdictKind.PEER_SLOW),
+        ((False, False, True, None), VerdictKind.REMOTE_NIC),
+        ((False, True, False, True), VerdictKind.LOCAL_NIC),
+        ((False, True, True, None), VerdictKind.LINK),
+        ((False, False, False, None), VerdictKind.RAIL),
+        ((False, False, False, True), VerdictKind.LOCAL_NIC),
+        ((False, None, True, None), VerdictKind.PATH),
+        ((False, None, False, None), VerdictKind.PATH),
+        ((False, True, None, None), VerdictKind.PATH),
+        ((False, False, None, True), VerdictKind.PATH),
+        ((None, True, True, None), VerdictKind.PATH),
     ],
 )
-def test_rows(seen: tuple[bool | None, ...], kind: Kind) -> None:
+def test_rows(seen: tuple[bool | None, ...], kind: VerdictKind) -> None:
     assert judge(Columns(*seen)) is kind
 
 
 def test_every_kind_has_its_words_and_its_place() -> None:
-    assert set(WORDS) == set(Kind)
-    assert place(Kind.LOCAL_NIC, ME, PATH, name) == "node 0 eth0"
-    assert place(Kind.REMOTE_NIC, ME, PATH, name) == "node 1 eth0"
-    assert place(Kind.LINK, ME, PATH, name) == "node 0 eth0 - node 1 eth0"
-    assert place(Kind.RAIL, ME, PATH, name) == "rail 0"
-    assert place(Kind.PEER, ME, PATH, name) == "rank 1"
+    assert set(WORDS) == set(VerdictKind)
+    assert place(VerdictKind.LOCAL_NIC, ME, PATH, name) == "node 0 eth0"
+    assert place(VerdictKind.REMOTE_NIC, ME, PATH, name) == "node 1 eth0"
+    assert place(VerdictKind.LINK, ME, PATH, name) == "node 0 eth0 - node 1 eth0"
+    assert place(VerdictKind.RAIL, ME, PATH, name) == "rail 0"
+    assert place(VerdictKind.PEER, ME, PATH, name) == "rank 1"
 
 
 def test_silence_counts_only_if_somebody_vouches_for_its_witness() -> None:
@@ -189,7 +189,7 @@ def test_an_answer_of_the_other_end_is_an_answer() -> None:
     back = Reading(REMOTE, LOCAL, True)
     assert arrange([Reading(LOCAL, REMOTE, None), back], LOCAL, REMOTE).direct is True
     one_way = arrange([Reading(LOCAL, REMOTE, False), back], LOCAL, REMOTE)
-    assert judge(one_way) is Kind.LINK
+    assert judge(one_way) is VerdictKind.LINK
 
 
 # Hard evidence
@@ -198,15 +198,15 @@ def test_an_answer_of_the_other_end_is_an_answer() -> None:
 @pytest.mark.parametrize(
     ("own", "peers", "kind", "where"),
     [
-        ("CARRIER_DOWN: no carrier", "", Kind.LOCAL_NIC, "node 0 eth0"),
-        ("PORT_ERR: the port is down", "", Kind.LOCAL_NIC, "node 0 eth0"),
-        ("", "CARRIER_DOWN: no carrier", Kind.REMOTE_NIC, "node 1 eth0"),
-        ("EOF: closed", "PORT_ERR: the port is down", Kind.REMOTE_NIC, "node 1 eth0"),
-        ("PORT_ERR: down", "PORT_ERR: down", Kind.RAIL, "rail 0"),
+        ("CARRIER_DOWN: no carrier", "", VerdictKind.LOCAL_NIC, "node 0 eth0"),
+        ("PORT_ERR: the port is down", "", VerdictKind.LOCAL_NIC, "node 0 eth0"),
+        ("", "CARRIER_DOWN: no carrier", VerdictKind.REMOTE_NIC, "node 1 eth0"),
+        ("EOF: closed", "PORT_ERR: the port is down", VerdictKind.REMOTE_NIC, "node 1 eth0"),
+        ("PORT_ERR: down", "PORT_ERR: down", VerdictKind.RAIL, "rail 0"),
     ],
 )
 def test_a_port_that_says_it_is_down_needs_no_probe(
-    own: str, peers: str, kind: Kind, where: str
+    own: str, peers: str, kind: VerdictKind, where: str
 ) -> None:
     path_diagnosis = inquire()
     assert path_diagnosis.begin(5.0, own, peers) == []
@@ -230,22 +230,22 @@ def test_a_ports_word_ends_an_inquiry_and_the_second_revises_it() -> None:
     path_diagnosis.begin(0.0, "EOF: closed")
     path_diagnosis.on_cause(0.1, "CARRIER_DOWN: no carrier", is_own=False)
     assert path_diagnosis.verdict is not None
-    assert path_diagnosis.verdict.kind is Kind.REMOTE_NIC
+    assert path_diagnosis.verdict.kind is VerdictKind.REMOTE_NIC
     assert path_diagnosis.take(0.2, ME, DIRECT, True) == []
     path_diagnosis.on_cause(0.3, "EOF: nothing new", is_own=True)
-    assert path_diagnosis.verdict.kind is Kind.REMOTE_NIC
+    assert path_diagnosis.verdict.kind is VerdictKind.REMOTE_NIC
     path_diagnosis.on_cause(0.4, "CARRIER_DOWN: no carrier", is_own=True)
-    assert (path_diagnosis.verdict.kind, path_diagnosis.verdict.when_s) == (Kind.RAIL, 0.4)
+    assert (path_diagnosis.verdict.kind, path_diagnosis.verdict.when_s) == (VerdictKind.RAIL, 0.4)
 
 
 def test_a_ports_word_corrects_what_probes_made_of_it() -> None:
     run = Run(World(cuts=cut(ME, PEER)))
-    assert run.kind is Kind.LINK
+    assert run.kind is VerdictKind.LINK
     run.path_diagnosis.on_cause(run.now, "EOF: closed", is_own=True)
     assert run.path_diagnosis.verdict is run.verdict
     run.path_diagnosis.on_cause(run.now, "CARRIER_DOWN: no carrier", is_own=True)
     assert run.path_diagnosis.verdict is not None
-    assert run.path_diagnosis.verdict.kind is Kind.LOCAL_NIC
+    assert run.path_diagnosis.verdict.kind is VerdictKind.LOCAL_NIC
 
 
 def test_a_suspicion_that_becomes_a_failure_is_no_slow_peer() -> None:
@@ -255,11 +255,11 @@ def test_a_suspicion_that_becomes_a_failure_is_no_slow_peer() -> None:
     assert path_diagnosis.verdict is None
     path_diagnosis.take(0.2, ME, DIRECT, True)
     assert path_diagnosis.verdict is not None
-    assert path_diagnosis.verdict.kind is Kind.FLOW
+    assert path_diagnosis.verdict.kind is VerdictKind.FLOW
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_the_other_ends_finding_is_taken_over_mirrored(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", VerdictKind)
+def test_the_other_ends_finding_is_taken_over_mirrored(kind: VerdictKind) -> None:
     path_diagnosis = inquire()
     path_diagnosis.begin(0.0, "EOF: closed")
     path_diagnosis.on_finding(0.1, Finding(RAIL, 3, kind, "as it says"))
@@ -288,15 +288,15 @@ SHAPES = [
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
-        ({"dead_nics": frozenset({LOCAL})}, Kind.LOCAL_NIC),
-        ({"dead_nics": frozenset({REMOTE})}, Kind.REMOTE_NIC),
-        ({"cuts": cut(ME, PEER)}, Kind.LINK),
-        ({"dead_switches": frozenset({RAIL})}, Kind.RAIL),
-        ({"dead_hosts": frozenset({PEER})}, Kind.PEER),
+        ({"dead_nics": frozenset({LOCAL})}, VerdictKind.LOCAL_NIC),
+        ({"dead_nics": frozenset({REMOTE})}, VerdictKind.REMOTE_NIC),
+        ({"cuts": cut(ME, PEER)}, VerdictKind.LINK),
+        ({"dead_switches": frozenset({RAIL})}, VerdictKind.RAIL),
+        ({"dead_hosts": frozenset({PEER})}, VerdictKind.PEER),
     ],
 )
 def test_one_fault_is_named(
-    nranks: int, nrails: int, is_full: bool, fault: dict[str, object], kind: Kind, cause: str
+    nranks: int, nrails: int, is_full: bool, fault: dict[str, object], kind: VerdictKind, cause: str
 ) -> None:
     world = World(nranks, nrails, is_full, **fault)  # type: ignore[arg-type]
     run = Run(world, cause=cause)
@@ -309,24 +309,24 @@ def test_a_stopped_peer_is_slow_and_costs_one_probe(
     nranks: int, nrails: int, is_full: bool
 ) -> None:
     run = Run(World(nranks, nrails, is_full, stopped=frozenset({PEER})))
-    assert run.kind is Kind.PEER_SLOW
+    assert run.kind is VerdictKind.PEER_SLOW
     assert not run.verdict.is_down
     assert run.asked == [(ME, DIRECT)]
 
 
 def test_a_flow_that_is_stuck_though_the_rail_answers_moves() -> None:
     run = Run(World(), is_stuck=True)
-    assert (run.kind, run.verdict.is_down) == (Kind.FLOW, True)
+    assert (run.kind, run.verdict.is_down) == (VerdictKind.FLOW, True)
 
 
 def test_a_broken_connection_on_an_answering_rail_is_one_flow() -> None:
-    assert Run(World(), cause="ECONNRESET: reset").kind is Kind.FLOW
+    assert Run(World(), cause="ECONNRESET: reset").kind is VerdictKind.FLOW
 
 
 def test_a_stopped_peer_behind_a_dead_nic_is_not_taken_for_dead() -> None:
     world = World(dead_nics=frozenset({REMOTE}), stopped=frozenset({PEER}))
     run = Run(world)
-    assert run.kind is Kind.REMOTE_NIC
+    assert run.kind is VerdictKind.REMOTE_NIC
     # Another rail of it answers: nobody waits until the process does.
     assert run.now < 100.0 + PATIENCE_S
 
@@ -344,14 +344,14 @@ def test_a_stopped_peer_behind_a_dead_nic_is_not_taken_for_dead() -> None:
     ],
 )
 def test_without_an_auxiliary_the_path_is_all_that_can_be_named(fault: dict[str, object]) -> None:
-    assert Run(World(2, 2, False, **fault)).kind is Kind.PATH  # type: ignore[arg-type]
+    assert Run(World(2, 2, False, **fault)).kind is VerdictKind.PATH  # type: ignore[arg-type]
 
 
 def test_two_ranks_and_one_rail_a_silent_peer_is_dead_or_cut_off() -> None:
     dead = World(2, 1, dead_hosts=frozenset({PEER}))
-    assert Run(dead).kind is Kind.PEER
+    assert Run(dead).kind is VerdictKind.PEER
     unplugged = World(2, 1, dead_nics=frozenset({REMOTE}))
-    assert Run(unplugged).kind is Kind.PATH
+    assert Run(unplugged).kind is VerdictKind.PATH
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
@@ -363,7 +363,7 @@ def test_another_auxiliary_takes_the_place_of_dead_ones(is_stopped: bool) -> Non
         stopped=useless if is_stopped else frozenset(),
     )  # fmt: skip
     run = Run(world)
-    assert run.kind is Kind.REMOTE_NIC
+    assert run.kind is VerdictKind.REMOTE_NIC
     assert {asker for asker, _ in run.asked} == {ME, PEER, 2, 3, 4, 5}
 
 
@@ -372,18 +372,18 @@ def test_a_silent_auxiliary_alone_does_not_accuse_the_remote_nic() -> None:
     world = World(
         4, 2, dead_nics=frozenset({Port(2, RAIL)}), cuts=cut(ME, PEER), stopped=frozenset({3})
     )
-    assert Run(world).kind is Kind.PATH
+    assert Run(world).kind is VerdictKind.PATH
 
 
 def test_a_dead_other_rail_does_not_accuse_the_local_nic() -> None:
     # The other rail reaches the remote port; that the peer's end of it is silent proves nothing.
     world = World(2, 2, True, dead_nics=frozenset({Port(PEER, 1)}), cuts=cut(ME, PEER))
-    assert Run(world).kind is Kind.PATH
+    assert Run(world).kind is VerdictKind.PATH
 
 
 def test_both_nics_dead_are_not_taken_for_the_rail() -> None:
     run = Run(World(4, 2, dead_nics=frozenset({LOCAL, REMOTE})))
-    assert run.kind is Kind.LOCAL_NIC
+    assert run.kind is VerdictKind.LOCAL_NIC
 
 
 def test_a_path_that_could_not_be_probed_stays_unless_it_broke() -> None:
@@ -391,7 +391,7 @@ def test_a_path_that_could_not_be_probed_stays_unless_it_broke() -> None:
     suspect.begin(0.0)
     assert suspect.take(0.1, ME, DIRECT, None, "no such rail") == []
     assert suspect.verdict is not None
-    assert (suspect.verdict.kind, suspect.verdict.is_down) == (Kind.PATH, False)
+    assert (suspect.verdict.kind, suspect.verdict.is_down) == (VerdictKind.PATH, False)
 
     broken = inquire(auxiliaries=(ThirdRank(2),))
     broken.begin(0.0, "RETRY_EXC_ERR: no acknowledgement")
@@ -402,7 +402,7 @@ def test_a_path_that_could_not_be_probed_stays_unless_it_broke() -> None:
     broken.take(0.2, ME, ProbeKey(PEER, 1, 1), True)
     assert AskRank(PEER, ProbeKey(ME, RAIL, RAIL)) in questions  # and not waited for
     assert broken.verdict is not None
-    assert (broken.verdict.kind, broken.verdict.is_down) == (Kind.REMOTE_NIC, True)
+    assert (broken.verdict.kind, broken.verdict.is_down) == (VerdictKind.REMOTE_NIC, True)
 
 
 def test_answers_missing_at_the_deadline_count_as_not_asked() -> None:
@@ -414,7 +414,7 @@ def test_answers_missing_at_the_deadline_count_as_not_asked() -> None:
     assert path_diagnosis.tick(2 * PATIENCE_S) == []
     assert path_diagnosis.verdict is not None
     # Not even the own probes ended: the peer did not answer on any rail, nor did its session.
-    assert path_diagnosis.verdict.kind is Kind.PEER
+    assert path_diagnosis.verdict.kind is VerdictKind.PEER
     assert {reading.is_answered for reading in path_diagnosis.verdict.readings} == {None}
 
 
@@ -441,7 +441,7 @@ def test_contradictory_answers_end_with_what_was_reached() -> None:
     assert path_diagnosis.verdict is None
     path_diagnosis.take(0.3, 3, DIRECT, True)
     assert path_diagnosis.verdict is not None
-    assert path_diagnosis.verdict.kind is Kind.LINK
+    assert path_diagnosis.verdict.kind is VerdictKind.LINK
 
 
 # What the user reads, and what travels
@@ -462,7 +462,7 @@ def test_the_verdict_reads_with_its_evidence_and_its_sequel() -> None:
     [
         ProbeRequest(7, ProbeKey(1, 2, 3)),
         ProbeReply(7, ProbeKey(1, 2, 3), None, "no such rail"),
-        Finding(2, 5, Kind.RAIL, "text"),
+        Finding(2, 5, VerdictKind.RAIL, "text"),
     ],
 )
 def test_messages_survive_the_wire(message: ProbeRequest | ProbeReply | Finding) -> None:
@@ -512,7 +512,7 @@ def test_two_rails_with_a_one_way_passage_each_are_enough() -> None:
             is_reached = Port(peer, rail) != REMOTE
             path_diagnosis.take(0.2, ME, action.key, is_reached if has_way else None)
     assert path_diagnosis.verdict is not None
-    assert path_diagnosis.verdict.kind is Kind.REMOTE_NIC
+    assert path_diagnosis.verdict.kind is VerdictKind.REMOTE_NIC
 
 
 def test_ranks_do_not_all_ask_the_same_one() -> None:
@@ -552,22 +552,22 @@ def worlds(draw: st.DrawFn) -> World:
 def is_true(run: Run) -> bool:
     """Whether the verdict is what the world, which the path_diagnosis cannot see, is like."""
     world, kind = run.world, run.kind
-    if kind is Kind.PEER_SLOW:
+    if kind is VerdictKind.PEER_SLOW:
         return world.reaches(LOCAL, REMOTE)
-    if kind is Kind.LINK:
+    if kind is VerdictKind.LINK:
         return world.works(LOCAL) and world.works(REMOTE) and bool(world.cuts)
-    if kind is Kind.LOCAL_NIC:
+    if kind is VerdictKind.LOCAL_NIC:
         return LOCAL in world.dead_nics and RAIL not in world.dead_switches
-    if kind is Kind.REMOTE_NIC:
+    if kind is VerdictKind.REMOTE_NIC:
         return RAIL not in world.dead_switches and not world.works(REMOTE)
-    if kind is Kind.PEER:
+    if kind is VerdictKind.PEER:
         rails = range(world.nrails)
         is_silent = not any(world.reaches(Port(ME, v), Port(PEER, v)) for v in rails)
         return not world.replies(PEER) and is_silent
     asked = {(Port(asker, key.via), Port(key.peer, key.rail)) for asker, key in run.asked}
     on_rail = [(a, b) for a, b in asked if a.rail == b.rail == RAIL]
     reached = [pair for pair in on_rail if world.reaches(*pair) and world.replies(pair[0].rank)]
-    return not reached if kind is Kind.RAIL else kind is Kind.PATH
+    return not reached if kind is VerdictKind.RAIL else kind is VerdictKind.PATH
 
 
 @settings(max_examples=800, deadline=None)
@@ -575,13 +575,13 @@ def is_true(run: Run) -> bool:
 def test_whatever_is_broken_the_verdict_is_never_wrong(world: World, seed: int, cause: str) -> None:
     run = Run(world, seed=seed, cause=cause)
     assert len(run.asked) == len(set(run.asked)) <= 2 + world.nrails + 5 * MAX_AUXILIARIES // 2
-    if run.kind is Kind.FLOW:
+    if run.kind is VerdictKind.FLOW:
         assert cause
         assert world.reaches(LOCAL, REMOTE)
         return
     assert is_true(run), run.verdict
-    assert (run.kind is Kind.PEER_SLOW) == (world.reaches(LOCAL, REMOTE) and not cause)
-    assert run.verdict.is_down == (run.kind is not Kind.PEER_SLOW)
+    assert (run.kind is VerdictKind.PEER_SLOW) == (world.reaches(LOCAL, REMOTE) and not cause)
+    assert run.verdict.is_down == (run.kind is not VerdictKind.PEER_SLOW)
     assert run.kind is Run(world, seed=seed + 1, cause=cause).kind
 
 
@@ -596,11 +596,11 @@ def test_with_one_sound_third_rank_the_true_cause_is_named(
     is_local_dead: bool, is_remote_dead: bool, is_peer_stopped: bool, is_full: bool
 ) -> None:
     expected = {
-        (True, False): {Kind.LOCAL_NIC},
-        (False, True): {Kind.REMOTE_NIC},
-        (False, False): {Kind.LINK},
+        (True, False): {VerdictKind.LOCAL_NIC},
+        (False, True): {VerdictKind.REMOTE_NIC},
+        (False, False): {VerdictKind.LINK},
         # One third rank alone cannot show that the switch works.
-        (True, True): {Kind.LOCAL_NIC, Kind.RAIL},
+        (True, True): {VerdictKind.LOCAL_NIC, VerdictKind.RAIL},
     }[is_local_dead, is_remote_dead]
     suspects = {LOCAL: is_local_dead, REMOTE: is_remote_dead}
     for states in itertools.product((HEALTHY, DEAD, STOPPED), repeat=3):
@@ -617,4 +617,4 @@ def test_with_one_sound_third_rank_the_true_cause_is_named(
         )  # fmt: skip
         assert run.kind in expected, run.verdict
         if states[:2] == (HEALTHY, HEALTHY):  # asked in the same round, they vouch for each other
-            assert run.kind is min(expected, key=lambda kind: kind is Kind.RAIL)
+            assert run.kind is min(expected, key=lambda kind: kind is VerdictKind.RAIL)

@@ -23,7 +23,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r2ccl.errors import CommunicatorRevoked, InternalError, InvalidArgument
-from r2ccl.failover.health.protocol import Action, Agreed, Agreement, Broadcast, Held, Late, Send
+from r2ccl.failover.health.protocol import (
+    Action,
+    Agreement,
+    Broadcast,
+    HealthAgreed,
+    HealthKnown,
+    Late,
+    Send,
+)
 from r2ccl.failover.health.rounds import (
     AgreementLimits,
     Commit,
@@ -138,9 +146,9 @@ class World:
                 case Late(version, ranks):
                     waits_for = self.ranks[rank].waits_for()
                     assert (version, ranks) == (self.ranks[rank].held.version, waits_for)
-                case Held(health):
+                case HealthKnown(health):
                     assert health == self.ranks[rank].held
-                case Agreed():
+                case HealthAgreed():
                     assert self.ranks[rank].may_start(self.ranks[rank].started + 1)
         self._ask(rank)
 
@@ -386,17 +394,23 @@ def test_a_round_from_report_to_commit() -> None:
     first, second = make(0), make(1)
     assert second.report(0.0, [NEWS]) == [Send(0, Report((NEWS,)))]
     health = next_health()
-    assert first.on_message(0.0, 1, Report((NEWS,))) == [Broadcast(Prepare(health)), Held(health)]
+    assert first.on_message(0.0, 1, Report((NEWS,))) == [
+        Broadcast(Prepare(health)),
+        HealthKnown(health),
+    ]
     first_held, second_held = first.held, second.held
     assert (first_held, second_held.version) == (health, 0)
     for op in (1, 2, 3):
         second.start(op)
-    assert second.on_message(0.0, 0, Prepare(health)) == [Held(health), Send(0, Promise(1, 3))]
+    assert second.on_message(0.0, 0, Prepare(health)) == [
+        HealthKnown(health),
+        Send(0, Promise(1, 3)),
+    ]
     assert (second.held, second.waits_for(), first.waits_for()) == (health, (0,), (1, 2))
     assert first.on_message(0.0, 1, Promise(1, 3)) == []
     commit = Commit(1, 5)
-    assert first.on_message(0.0, 2, Promise(1, 0)) == [Broadcast(commit), Agreed(1, 5)]
-    assert second.on_message(0.0, 0, commit) == [Agreed(1, 5)]
+    assert first.on_message(0.0, 2, Promise(1, 0)) == [Broadcast(commit), HealthAgreed(1, 5)]
+    assert second.on_message(0.0, 0, commit) == [HealthAgreed(1, 5)]
     assert [second.start(op).version for op in (4, 5, 6)] == [0, 1, 1]
 
 
@@ -429,7 +443,7 @@ def test_one_rank_alone_agrees_with_itself_at_once() -> None:
     agreement = make(0, nranks=1)
     agreement.start(1)
     actions = agreement.report(0.0, [RailShare(0, 1, SLOW)])
-    assert actions == [Held(agreement.held), Agreed(1, 3)]
+    assert actions == [HealthKnown(agreement.held), HealthAgreed(1, 3)]
     assert [agreement.start(op).version for op in (2, 3)] == [0, 1]
 
 
@@ -534,7 +548,7 @@ def test_rounds_rest_and_what_comes_meanwhile_is_merged() -> None:
     assert agreement.report(10.2, [RailShare(0, 1, SLOW)]) == []
     assert agreement.tick(10.4) == []
     assert agreement.held.version == 1
-    assert [type(action) for action in agreement.tick(10.5)] == [Held, Agreed]
+    assert [type(action) for action in agreement.tick(10.5)] == [HealthKnown, HealthAgreed]
     assert (agreement.held.version, agreement.held.shares) == (2, bytes([UP, SLOW]))
     assert agreement.tick(11.5) == []
 

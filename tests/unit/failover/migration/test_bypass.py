@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from r2ccl.failover.migration.bypass import MAX_WAYS, PAUSE_S, ROUND_S, Bypasses
 from r2ccl.failover.migration.path import Path, PathState
-from r2ccl.types import BYPASS, PathKey, Way
+from r2ccl.types import BYPASS, BypassWay, PathKey
 
 
 class Control:
     """A control plane that remembers what was dialed and let in."""
 
     def __init__(self) -> None:
-        self.dialed: list[tuple[int, int, list[Way]]] = []
+        self.dialed: list[tuple[int, int, list[BypassWay]]] = []
         self.cancelled: list[tuple[int, int]] = []
         self.accepted: list[tuple[int, int, int]] = []
 
-    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[Way]) -> None:
+    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
         self.dialed.append((peer, epoch, list(ways)))
 
     def cancel_path(self, peer: int, rail: int) -> None:
@@ -71,7 +71,7 @@ class World:
             self.paths[PathKey(peer, rail)].state = PathState.DOWN
             self.bypasses.lost(PathKey(peer, rail))
 
-    def sought(self, peer: int) -> list[Way]:
+    def sought(self, peer: int) -> list[BypassWay]:
         """Seek; return the ways that were dialed, none if it was not."""
         before = len(self.control.dialed)
         has_begun = self.bypasses.seek(peer)
@@ -152,7 +152,7 @@ def test_every_round_begins_with_other_cross_ways_and_tries_all() -> None:
     assert len(set(firsts)) == 6
     many = World(2, 8)
     many.lose(1)
-    seen: set[Way] = set()
+    seen: set[BypassWay] = set()
     for _ in range(2):
         seen |= set(many.sought(1))
         many.now += ROUND_S
@@ -186,7 +186,7 @@ def test_a_port_that_died_in_silence_does_not_hide_the_others() -> None:
     world = World(3, fabric="rail")
     world.lose(1)
     world.dead = {(0, 0)}  # the path to rank 2 over it is up: nothing was missed on it yet
-    assert world.sought(1)[-1] == Way(0, 2, 0)
+    assert world.sought(1)[-1] == BypassWay(0, 2, 0)
 
 
 def test_pairs_ask_different_ranks_and_rounds_go_on_with_others() -> None:
@@ -230,7 +230,7 @@ def test_none_is_sought_while_there_is_one() -> None:
 def test_beside_the_last_resort_only_cross_ways_are_tried_once() -> None:
     world = World(homes=(0, 1), last_resorts=(2,))
     world.lose(1, 0, 1)
-    assert set(world.sought(1)) == {Way(0, 1, 1), Way(1, 1, 0)}
+    assert set(world.sought(1)) == {BypassWay(0, 1, 1), BypassWay(1, 1, 0)}
     world.now += ROUND_S
     assert not world.sought(1)
     world.paths[PathKey(1, 0)].state = PathState.UP

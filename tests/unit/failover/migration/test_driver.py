@@ -21,7 +21,7 @@ from r2ccl.failover.migration.link import LinkReport
 from r2ccl.failover.migration.path import Announcement, PathState
 from r2ccl.failover.revocation import Leaving, Revoke, Spared
 from r2ccl.transport.base import Arrived, Event, Failed, Fenced, Frame, Joined, Probed, RailChanged
-from r2ccl.types import PathKey, ProbeKey, Way
+from r2ccl.types import BypassWay, PathKey, ProbeKey
 
 A, B = PathKey(1, 0), PathKey(1, 1)
 
@@ -95,7 +95,7 @@ class Control:
         self.accepted: list[tuple[int, int, int]] = []
         self.kicked: list[int] = []
         self.cancelled: list[tuple[int, int]] = []
-        self.bypassed: list[tuple[int, int, list[Way]]] = []
+        self.bypassed: list[tuple[int, int, list[BypassWay]]] = []
 
     def send(self, peer: int, message: object) -> None:
         self.sent.append((peer, message))
@@ -112,7 +112,7 @@ class Control:
     def dial_path(self, peer: int, rail: int, epoch: int) -> None:
         self.dialed.append((peer, rail, epoch))
 
-    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[Way]) -> None:
+    def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
         self.bypassed.append((peer, epoch, list(ways)))
 
     def cancel_path(self, peer: int, rail: int) -> None:

@@ -8,9 +8,9 @@ import pytest
 from r2ccl.errors import InternalError
 from r2ccl.failover.migration.path import (
     TRANSITIONS,
-    Action,
     Announcement,
     Path,
+    PathAction,
     PathEvent,
     PathState,
     announced,
@@ -71,17 +71,21 @@ def test_an_announcement_from_the_future_is_a_broken_invariant(state: PathState)
 
 def test_a_second_announcement_of_an_epoch_changes_nothing() -> None:
     path = make(PathState.UP)
-    assert announced(path, announcement(0)) == (Action.FENCE,)
+    assert announced(path, announcement(0)) == (PathAction.FENCE,)
     assert announced(path, announcement(0)) == ()
     assert path.state is PathState.FENCING
 
 
 def test_an_announcement_while_fencing_waits_for_the_fence() -> None:
     path = make(PathState.UP)
-    assert step(path, PathEvent.FAILED) == (Action.FENCE,)
+    assert step(path, PathEvent.FAILED) == (PathAction.FENCE,)
     assert announced(path, announcement(0)) == ()
     assert path.state is PathState.FENCING
-    assert step(path, PathEvent.FENCED) == (Action.ANNOUNCE, Action.RESUME, Action.REDIAL)
+    assert step(path, PathEvent.FENCED) == (
+        PathAction.ANNOUNCE,
+        PathAction.RESUME,
+        PathAction.REDIAL,
+    )
     assert path.state is PathState.DOWN
 
 
@@ -177,14 +181,14 @@ class Pair:
             elif path.epoch == epoch and path.state is PathState.UP:
                 self.apply(end, step(path, PathEvent.FAILED))  # the peer dialed again
 
-    def apply(self, end: int, actions: tuple[Action, ...]) -> None:
+    def apply(self, end: int, actions: tuple[PathAction, ...]) -> None:
         path, peer = self.ends[end], self.ends[1 - end]
         for action in actions:
-            if action is Action.ANNOUNCE:
+            if action is PathAction.ANNOUNCE:
                 assert path.state not in (PathState.UP, PathState.FENCING)
                 self.has_announced[end] = path.epoch
                 self.sent[1 - end].append(path.epoch)
-            elif action is Action.RESUME:
+            elif action is PathAction.RESUME:
                 # What rule 1 asks for: nothing of this epoch is in use at the other end, ever.
                 assert self.has_announced[1 - end] >= path.epoch
                 assert peer.epoch > path.epoch or peer.state in (
@@ -192,7 +196,7 @@ class Pair:
                     PathState.DOWN,
                 )
                 ended(path)
-            elif action is Action.USE:
+            elif action is PathAction.USE:
                 assert path.state is PathState.UP
 
 

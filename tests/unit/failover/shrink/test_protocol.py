@@ -21,7 +21,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r2ccl.errors import InternalError, InvalidArgument
-from r2ccl.failover.shrink.protocol import Built, Done, Message, Shrinking, Step, View, has_quorum
+from r2ccl.failover.shrink.protocol import (
+    Built,
+    Done,
+    Message,
+    Shrinking,
+    ShrinkStep,
+    View,
+    has_quorum,
+)
 
 _encode = msgspec.msgpack.encode
 _decode = msgspec.msgpack.Decoder(Message).decode
@@ -166,16 +174,16 @@ class World:
 
     def act(self, rank: int) -> None:
         table = self.tables[rank]
-        while (step := table.step) is Step.TELL:
+        while (step := table.step) is ShrinkStep.TELL:
             self.puzzled.discard(rank)
             self.say(rank, table.tell(self.card(rank, rank)))
-        if step is Step.BUILD:
+        if step is ShrinkStep.BUILD:
             cards = table.begin_building()
             assert list(cards) == table.alive
             for peer in set(cards) - {rank}:  # nobody is looked for where it was before
                 assert cards[peer] == self.card(peer, rank)
             self.life[rank] = Life.BUILDING
-        elif step is Step.GO_ON:
+        elif step is ShrinkStep.GO_ON:
             done = table.go_on()
             self.chosen[rank] = done.gone
             self.attempts[rank] = done.attempt
@@ -183,7 +191,7 @@ class World:
             self.puzzled.discard(rank)
             self.life[rank] = Life.DONE
             self.farewell(rank)
-        elif step is Step.STOP:
+        elif step is ShrinkStep.STOP:
             self.give_up(rank)
 
     def card(self, rank: int, seen_by: int) -> bytes:
@@ -366,22 +374,22 @@ def test_the_schedules_find_mistakes(mistake: type[Shrinking]) -> None:
 def test_who_is_waited_for_is_known() -> None:
     table = Shrinking(0, 4)
     table.lost(3, "dead")
-    assert table.step is Step.TELL
+    assert table.step is ShrinkStep.TELL
     table.tell(b"")
     table.heard(1, View((3,), b"one"))
-    assert table.step is Step.WAIT
+    assert table.step is ShrinkStep.WAIT
     assert table.absent() == [2]
     table.heard(2, View((), b"two"))
     assert (table.absent(), table.undecided()) == ([], [2])
     table.heard(2, View((3,), b"two"))
-    assert table.step is Step.BUILD
+    assert table.step is ShrinkStep.BUILD
     assert table.begin_building() == {0: b"", 1: b"one", 2: b"two"}
-    assert table.step is Step.WAIT
+    assert table.step is ShrinkStep.WAIT
     assert table.built() == Built((3,))
     table.heard(1, Built((3,)))
-    assert (table.step, table.unbuilt()) == (Step.WAIT, [2])
+    assert (table.step, table.unbuilt()) == (ShrinkStep.WAIT, [2])
     table.heard(2, Built((3,)))
-    assert table.step is Step.GO_ON
+    assert table.step is ShrinkStep.GO_ON
     assert table.go_on() == Done((3,))
 
 
@@ -389,7 +397,7 @@ def test_one_that_was_given_up_ends_without_a_quorum() -> None:
     woken = Shrinking(2, 3)
     for peer in (0, 1):
         woken.heard(peer, View((2,), b""))
-    assert woken.step is Step.STOP
+    assert woken.step is ShrinkStep.STOP
     assert woken.gone == dict.fromkeys((0, 1), "it has given this rank up")
 
 
@@ -402,14 +410,14 @@ def test_one_that_could_not_build_has_all_meet_again() -> None:
     table.heard(1, View((2,), b"one"))
     table.begin_building()
     table.not_built()
-    assert (table.step, table.tell(b"")) == (Step.TELL, View((2,), b"", attempt=1))
-    assert (table.step, table.undecided()) == (Step.WAIT, [1])
+    assert (table.step, table.tell(b"")) == (ShrinkStep.TELL, View((2,), b"", attempt=1))
+    assert (table.step, table.undecided()) == (ShrinkStep.WAIT, [1])
     table.heard(1, View((2,), b"again", attempt=1))
     assert table.begin_building() == {0: b"", 1: b"again"}
     assert table.built() == Built((2,), attempt=1)
     table.not_built()  # it did
     table.heard(1, Done((2,), attempt=0))  # of what nobody here has built
-    assert table.step is Step.WAIT
+    assert table.step is ShrinkStep.WAIT
     table.heard(1, Done((2,), attempt=1))
     assert table.go_on() == Done((2,), attempt=1)
 
@@ -421,7 +429,7 @@ def test_one_that_has_built_follows_another_that_could_not() -> None:
     table.begin_building()
     table.built()
     table.heard(1, View((), b"again", attempt=1))
-    assert (table.step, table.tell(b"")) == (Step.TELL, View((), b"", attempt=1))
+    assert (table.step, table.tell(b"")) == (ShrinkStep.TELL, View((), b"", attempt=1))
     assert table.begin_building() == {0: b"", 1: b"again"}
 
 

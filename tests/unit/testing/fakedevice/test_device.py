@@ -26,7 +26,7 @@ from r2ccl.testing.fakedevice import (
     FakeGpu,
     FakeKernel,
     Grid,
-    Kind,
+    MemoryKind,
     Misuse,
     Race,
     StillInUse,
@@ -485,7 +485,7 @@ def misuses(b: Bench) -> dict[str, Callable[[], object]]:
         "a grid of 0 blocks of 32 threads": lambda: device.launch(kernel, 0, 32, b.first, []),
         "is no kernel of rank 1": lambda: b.peer.launch(kernel, 1, 32, Stream(1), []),
         "there are two processes called rank 1": lambda: FakeDevice(b.gpu, "rank 1"),
-        "is not what a caller allocates": lambda: device.caller_memory(8, Kind.PINNED),
+        "is not what a caller allocates": lambda: device.caller_memory(8, MemoryKind.PINNED),
         "0 bytes were asked for": lambda: device.allocate(0),
         "an array that is not contiguous": lambda: device.host_reads(words[::2]),
     }
@@ -516,8 +516,8 @@ def test_the_processor_cannot_use_an_address_of_device_memory() -> None:
 @pytest.mark.parametrize(
     ("act", "status"),
     [
-        (lambda b: b.device.export(b.device.caller_memory(8, Kind.POOLED)), "NO_IPC"),
-        (lambda b: b.device.export(b.device.caller_memory(8, Kind.MANAGED)), "NO_IPC"),
+        (lambda b: b.device.export(b.device.caller_memory(8, MemoryKind.POOLED)), "NO_IPC"),
+        (lambda b: b.device.export(b.device.caller_memory(8, MemoryKind.MANAGED)), "NO_IPC"),
         (lambda b: b.device.map(b.device.export(b.memory())[0]), "CUDA_ERROR_INVALID_CONTEXT"),
         (lambda b: b.device.map(bytes(64)), "CUDA_ERROR_INVALID_HANDLE"),
         (lambda b: b.device.load(b".entry other", "add"), "CUDA_ERROR_NOT_FOUND"),

@@ -14,36 +14,36 @@ import pytest
 
 from r2ccl.cli import rdmalab as command
 from r2ccl.errors import InvalidArgument
-from r2ccl.testing.rdmalab import Machine, RdmaLabError, Shape, VmResult, packages, vm
+from r2ccl.testing.rdmalab import MachineShape, RdmaLabError, VirtualMachine, VmResult, packages, vm
 from r2ccl.testing.rdmalab.guest import missing_ports
 from r2ccl.testing.rdmalab.packages import Need, find_kernel, fits
 from r2ccl.testing.rdmalab.shape import address_lines, device_lines, link_lines, sysctls
 from r2ccl.topology.hcas import Gid, Hca
 
-# Shape
+# MachineShape
 
 
 def test_a_lab_describes_itself_to_the_programs_in_it() -> None:
-    shape = Shape(nodes=4, nics=2)
-    assert Shape.from_environment(shape.environment()) == shape
-    assert Shape.from_environment({}) is None
+    shape = MachineShape(nodes=4, nics=2)
+    assert MachineShape.from_environment(shape.environment()) == shape
+    assert MachineShape.from_environment({}) is None
 
 
 @pytest.mark.parametrize("wrong", [{"nodes": 0}, {"nics": 0}, {"nodes": 99}, {"nics": 99}])
 def test_sizes_out_of_range_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(InvalidArgument, match="allowed is 1 to"):
-        Shape(**wrong)
+        MachineShape(**wrong)
 
 
 def test_two_nodes_are_joined_by_cables() -> None:
-    assert list(link_lines(Shape(nodes=2, nics=2), ())) == [
+    assert list(link_lines(MachineShape(nodes=2, nics=2), ())) == [
         "link add n0r0 type veth peer name n1r0",
         "link add n0r1 type veth peer name n1r1",
     ]
 
 
 def test_more_nodes_meet_in_a_bridge_for_each_rail() -> None:
-    lines = list(link_lines(Shape(nodes=3, nics=2), ()))
+    lines = list(link_lines(MachineShape(nodes=3, nics=2), ()))
     assert [line for line in lines if "type bridge" in line] == [
         "link add br0 type bridge",
         "link add br1 type bridge",
@@ -55,7 +55,7 @@ def test_more_nodes_meet_in_a_bridge_for_each_rail() -> None:
 
 
 def test_each_nic_has_an_address_of_its_rail_and_a_device() -> None:
-    shape = Shape(nodes=2, nics=2)
+    shape = MachineShape(nodes=2, nics=2)
     assert list(address_lines(shape))[-2:] == [
         "address replace 10.51.0.2/24 dev n1r1",
         "link set n1r1 mtu 9000 up",
@@ -68,7 +68,7 @@ def test_each_nic_has_an_address_of_its_rail_and_a_device() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 def test_what_is_there_is_not_made_again(nodes: int) -> None:
-    shape = Shape(nodes=nodes, nics=2)
+    shape = MachineShape(nodes=nodes, nics=2)
     made = [line.split() for line in link_lines(shape, ())]
     present = {words[i + 1] for words in made for i, w in enumerate(words) if w in ("add", "name")}
     assert not [line for line in link_lines(shape, present) if "link add" in line]
@@ -81,7 +81,7 @@ def test_ports_that_cannot_be_used_yet_are_named() -> None:
         table = tuple(Gid(i, "RoCE v2", gid) for i, gid in enumerate(gids))
         return Hca(name, 1, name[4:], "Ethernet", state, 10_000, -1, table)
 
-    shape = Shape(nodes=2, nics=2)
+    shape = MachineShape(nodes=2, nics=2)
     good = port("rxe_n0r0", "ACTIVE", "fe80::1", "::ffff:10.50.0.1")
     assert missing_ports(
         shape, [good, port("rxe_n1r0", "DOWN"), port("rxe_n0r1", "ACTIVE", "fe80::1")]
@@ -189,7 +189,7 @@ def test_another_processor_is_refused_before_any_installation(
 @pytest.mark.parametrize("wrong", [{"cpus": 0}, {"memory": "4"}, {"memory": "much"}])
 def test_a_machine_of_no_size_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument):
-        Machine(**wrong)  # type: ignore[arg-type]
+        VirtualMachine(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def run(script: str, timeout_s: float = 20.0, **more: object) -> tuple[VmResult,
     pieces: list[bytes] = []
     result = vm.run(
         ["sh", "-c", script],
-        shape=Shape(nodes=2, nics=3),
+        shape=MachineShape(nodes=2, nics=3),
         timeout_s=timeout_s,
         sink=pieces.append,
         **more,  # type: ignore[arg-type]
@@ -349,5 +349,5 @@ def test_the_command_passes_the_exit_status_on(
     monkeypatch.setattr(command, "run", record)
     assert command.main(parsed("--nodes", "4", "--memory", "1G", "--", "echo", "--x")) == status
     assert given["argv"] == ["echo", "--x"]
-    assert given["shape"] == Shape(nodes=4, nics=3)
-    assert given["machine"] == Machine(memory="1G")
+    assert given["shape"] == MachineShape(nodes=4, nics=3)
+    assert given["machine"] == VirtualMachine(memory="1G")

@@ -15,7 +15,7 @@ import pytest
 
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.transport.verbs.cuda import BindingsDriver
-from r2ccl.transport.verbs.dmabuf import DeviceMemory, DeviceRegion, PdRegistrar, Route
+from r2ccl.transport.verbs.dmabuf import DeviceMemory, DeviceMemoryRoute, DeviceRegion, PdRegistrar
 from r2ccl.transport.verbs.registration import Registration, RegistrationCache
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -192,7 +192,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return made
 
 
-def route_of(registration: Registration) -> Route:
+def route_of(registration: Registration) -> DeviceMemoryRoute:
     region = registration.keys(0)
     assert isinstance(region, DeviceRegion)
     return region.route
@@ -210,7 +210,7 @@ def test_an_allocation_is_exported_once_and_is_on_every_nic(bench: Bench) -> Non
         "export_dmabuf", "dmabuf pd0", "dmabuf pd1",
     ]  # fmt: skip
     assert [bench.is_open(fd) for fd in bench.driver.fds] == [False]
-    assert route_of(registration) == Route("dmabuf")
+    assert route_of(registration) == DeviceMemoryRoute("dmabuf")
 
 
 def test_a_nic_addresses_a_pointer_by_its_place_in_the_export(bench: Bench) -> None:
@@ -342,7 +342,7 @@ def test_a_nic_without_dmabuf_is_named(bench: Bench) -> None:
 
     cache = RegistrationCache([bench.nics[0], Plain()], LIMIT, memory=bench.memory)
 
-    assert route_of(cache.register(POINTER, 100, None)) == Route(
+    assert route_of(cache.register(POINTER, 100, None)) == DeviceMemoryRoute(
         "peermem", ("dmabuf: old0 takes no dma-buf",)
     )
 
@@ -414,7 +414,7 @@ def test_a_refusal_is_remembered_for_as_long_as_the_allocation(bench: Bench) -> 
     bench.driver.allocations = {BASE: (NBYTES, 42)}
     bench.driver.no_attributes.clear()
 
-    assert route_of(bench.register()) == Route("dmabuf")
+    assert route_of(bench.register()) == DeviceMemoryRoute("dmabuf")
 
 
 # Room
@@ -439,7 +439,7 @@ def test_without_room_idle_registrations_go_dmabuf_is_retried(
 
     registration = bench.register()
 
-    assert route_of(registration) == Route("dmabuf")
+    assert route_of(registration) == DeviceMemoryRoute("dmabuf")
     assert not idle.is_open
 
 
@@ -452,7 +452,7 @@ def test_without_room_and_nothing_idle_it_is_an_error_for_now(bench: Bench) -> N
     assert caught.value.status == "ENOMEM"
     assert not bench.verbs.open
     bench.verbs.refusals.clear()
-    assert route_of(bench.register()) == Route("dmabuf")
+    assert route_of(bench.register()) == DeviceMemoryRoute("dmabuf")
 
 
 def test_the_cap_holds_for_device_memory_too(bench: Bench) -> None:

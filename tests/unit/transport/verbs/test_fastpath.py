@@ -161,7 +161,7 @@ def test_records_lie_as_a_compiler_lays_them_out(record: np.dtype[Any], compiled
 # Finding what is behind pyverbs
 
 
-def locate(nic: FakeNic) -> layout.Nic:
+def locate(nic: FakeNic) -> layout.ProviderNic:
     return layout.locate_nic(nic.context, nic.pd, nic.cq, async_fd=ASYNC_FD, channel_fd=CHANNEL_FD)
 
 
@@ -242,7 +242,7 @@ def test_the_kernel_playing_the_nic_is_known_by_the_provider(
 ) -> None:
     nic = device.nic.located()
     fields = {name: getattr(nic, name) for name in nic.__struct_fields__}
-    assert layout.Nic(**{**fields, "provider": provider}).is_software is is_software
+    assert layout.ProviderNic(**{**fields, "provider": provider}).is_software is is_software
 
 
 # Polling

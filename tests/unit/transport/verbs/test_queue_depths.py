@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from r2ccl.errors import TransportError
-from r2ccl.testing.fakepyverbs import Fabric, installed
+from r2ccl.testing.fakepyverbs import FakeFabric, installed
 from r2ccl.transport.base import Event, Failed, Fenced, Frame, Joined, RailChanged
 from r2ccl.transport.verbs import queue_depths
 from r2ccl.transport.verbs.registration import RegistrationCache
@@ -24,7 +24,7 @@ NSLICES = queue_depths.NSENDS
 class Job:
     """Rank 0, and one transport that plays all its peers, over a NIC each."""
 
-    def __init__(self, loaded: Any, fabric: Fabric, npeers: int) -> None:
+    def __init__(self, loaded: Any, fabric: FakeFabric, npeers: int) -> None:
         self.fabric = fabric
         self.npeers = npeers
         self._loaded = loaded
@@ -76,7 +76,7 @@ def start() -> Iterator[Any]:
     with ExitStack() as stack:
 
         def begin(npeers: int, **limits: int) -> Job:
-            fabric = Fabric(**limits)
+            fabric = FakeFabric(**limits)
             job = Job(stack.enter_context(installed(fabric)), fabric, npeers)
             stack.callback(job.close)
             return job
@@ -160,7 +160,7 @@ def test_a_queue_that_overran_takes_its_rail_out_of_use(start: Any) -> None:
 
 
 def test_room_of_a_nic_is_told_before_it_is_used() -> None:
-    fabric = Fabric(max_cqe=32767)
+    fabric = FakeFabric(max_cqe=32767)
     with installed(fabric) as loaded:
         assert loaded.device.room("near0") == queue_depths.most_peers(32767)
 
@@ -179,12 +179,12 @@ class Watched:
 def test_a_device_that_fails_to_open_or_close_leaves_none_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with installed(Fabric(max_cqe=1)) as loaded:
+    with installed(FakeFabric(max_cqe=1)) as loaded:
         neighbours = Watched()
         with pytest.raises(TransportError, match="use at most 1 ranks"):
             loaded.device.Device("near0", 1, lambda: (0, "fe80::1"), neighbours, "0")
         assert neighbours.is_closed
-    with installed(Fabric()) as loaded:
+    with installed(FakeFabric()) as loaded:
         neighbours = Watched()
 
         def refuse(_: object) -> None:

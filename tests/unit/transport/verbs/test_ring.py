@@ -7,7 +7,7 @@ from hypothesis import given
 from r2ccl.errors import InternalError
 from r2ccl.transport.base import Frame
 from r2ccl.transport.verbs import messages
-from r2ccl.transport.verbs.messages import CLEAR, CONFIRM, EAGER, HEADER_NBYTES, Message, Token
+from r2ccl.transport.verbs.messages import CLEAR, CONFIRM, EAGER, HEADER_NBYTES, Token, VerbsMessage
 from r2ccl.transport.verbs.ring import ALIGN, COUNT_MODULUS, SendRing
 
 
@@ -79,13 +79,13 @@ def test_a_header_carries_the_credit_it_was_stamped_with_last(kind: int) -> None
         ring = bytes(ALIGN) + bytes(header) + bytes(ALIGN)
         size = 2 * ALIGN if kind == EAGER else ALIGN
         assert len(header) == HEADER_NBYTES
-        read = Message.read(memoryview(ring), ALIGN, 64)
-        assert read == Message(kind, frame, 64, credit, token, size)
+        read = VerbsMessage.read(memoryview(ring), ALIGN, 64)
+        assert read == VerbsMessage(kind, frame, 64, credit, token, size)
 
 
 def test_what_a_header_says_of_credits_wraps() -> None:
     header = messages.write(CONFIRM, Frame(0, 0, 1, 0, 0), 0, (0, 0, 0))
     messages.stamp(header, 2**32 + 9)
-    read = Message.read(memoryview(header), 0, 64)
+    read = VerbsMessage.read(memoryview(header), 0, 64)
     assert read is not None
     assert read.credit == 9
