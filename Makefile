@@ -7,19 +7,23 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # matplotlib's cache of fonts: in .venv, so that no home is needed.
 export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/matplotlib
-# What `make test` runs: folders, files or file::test each. Those that measure, as all in network
-# namespaces do, have the machine to themselves.
-TESTS ?= tests/unit tests/contract tests/simulation tests/endings tests/netlab tests/rdma tests/gpu
-ALONE = $(filter tests/endings% tests/netlab% tests/rdma% tests/gpu%,$(TESTS))
-SHARED = $(filter-out $(ALONE),$(TESTS))
+# Tests to run: folders, files or file::test each. By default `make test` runs those of every folder
+# that are not marked as slow; what TESTS names it runs in full.
+TESTS ?=
+FOLDERS := $(addprefix tests/,unit contract simulation endings netlab rdma gpu)
+# Those that measure, as all in network namespaces do, have the machine to themselves.
+ALONE = $(filter tests/endings% tests/netlab% tests/rdma% tests/gpu%,$(or $(TESTS),$(FOLDERS)))
+SHARED = $(filter-out $(ALONE),$(or $(TESTS),$(FOLDERS)))
 
 # pyverbs is compiled for the distribution's own Python, so the tests on ibverbs run under that one.
 RDMA_PYTHON ?= /usr/bin/python3
 RDMA_VENV := $(VENV)/rdma
 RDMA_BIN := $(RDMA_VENV)/bin
 
-.PHONY: help demo test test-rdma fresh lint bench bench-degraded bench-rdma bench-gpu simulate campaign chaos pictures clean
+.PHONY: help demo test test-slow test-all test-rdma fresh lint bench bench-degraded bench-rdma bench-gpu simulate campaign chaos pictures clean
 .DEFAULT_GOAL := help
+# Tests and benches measure.
+.NOTPARALLEL:
 
 # Runs a command where it may make network namespaces: as it is for root, in a user namespace for
 # others. Where neither is allowed the tests that need it skip, saying why.
@@ -31,12 +35,22 @@ help: ## list the targets
 demo: $(VENV)/.demo ## train a small model over four rails a node and lose one on the way
 	@$(BIN)/python examples/train_digits.py
 
-test: $(VENV)/.test ## run the tests; TESTS="tests/unit/test_ring.py ..." runs those alone
-	@TMPDIR=$$(mktemp -d) && export TMPDIR && trap 'rm -rf "$$TMPDIR"' EXIT || exit; status=0; \
-	$(if $(SHARED),$(BIN)/python -m pytest -n logical --maxprocesses 8 $(SHARED) || status=$$?;) \
-	$(if $(ALONE),$(ENTER) $(BIN)/python -m pytest $(ALONE) || status=$$?;) \
-	[ $$status -eq 0 ] && echo "make test: all passed" || echo "make test: FAILED, see above"; \
+test: $(VENV)/.test ## run the tests but the slow ones, in 6 minutes; TESTS="tests/unit/algos ..." runs those
+	@$(call pytest,$(if $(TESTS),,-m "not slow"))
+
+test-slow: $(VENV)/.test ## run the tests that `make test` leaves out
+	@$(call pytest,-m slow)
+
+test-all: test test-slow ## run every test, the slow ones last
+
+# Runs $(SHARED) on all cores, then $(ALONE) one by one, with the options given.
+define pytest
+TMPDIR=$$(mktemp -d) && export TMPDIR && trap 'rm -rf "$$TMPDIR"' EXIT || exit; status=0; \
+	$(if $(SHARED),$(BIN)/python -m pytest $(1) -n logical --maxprocesses 8 $(SHARED) || status=$$?;) \
+	$(if $(ALONE),$(ENTER) $(BIN)/python -m pytest $(1) $(ALONE) || status=$$?;) \
+	[ $$status -eq 0 ] && echo "make $@: all passed" || echo "make $@: FAILED, see above"; \
 	exit $$status
+endef
 
 fresh: ## try the commands of the README on bare machines of 15 kinds; FRESH="user ..." tries those
 	@$(PYTHON) tests/fresh/matrix.py $(FRESH)

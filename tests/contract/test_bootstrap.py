@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planes import RAILS, WAIT_S, Job, Number, Recorder, Text, environment, join, turn_away
-from planes import start_job as start_job  # the fixture
+from support.planes import RAILS, WAIT_S, Job, Number, Recorder, Text, environment, join, turn_away
+from support.planes import start_job as start_job  # the fixture
 
 from r2ccl.bootstrap import ControlPlane, Goodbye, connect, wire
 from r2ccl.bootstrap.auth import PROOF_NBYTES, PROTOCOL_VERSION, Claim, Dialer, Purpose, Secret
@@ -559,7 +559,7 @@ def test_a_rank_without_a_descriptor_says_so_in_its_timeout(
     assert "raise `ulimit -n`" in str(error)
 
 
-def test_a_peer_lost_for_want_of_a_descriptor_is_lost_for_that_reason(
+def test_a_peer_lost_for_want_of_a_descriptor_says_so(
     start_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = start_job(2, peer_timeout_s=1.0)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from planes import WAIT_S, Job, turn_away
-from planes import start_job as start_job  # the fixture
+from support.planes import WAIT_S, Job, turn_away
+from support.planes import start_job as start_job  # the fixture
 
 from r2ccl.bootstrap import bypass
 from r2ccl.bootstrap.auth import Claim, Purpose

@@ -164,7 +164,7 @@ def test_a_linked_folder_is_refused(tmp_path: Path) -> None:
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_a_linked_file_is_refused_by_readers_and_replaced_by_the_leader(tmp_path: Path) -> None:
+def test_a_linked_secret_file_is_refused_the_leader_replaces_it(tmp_path: Path) -> None:
     leader, member = sources(tmp_path)
     leader.publish()
     (file,) = (tmp_path / "r2ccl").iterdir()
@@ -354,7 +354,7 @@ OTHER_LAUNCHERS = [
 
 @pytest.mark.parametrize("is_given", [True, False])
 @pytest.mark.parametrize("env", OTHER_LAUNCHERS[:2] + OTHER_LAUNCHERS[3:])
-def test_a_rank_of_another_mpis_launcher_is_not_taken_for_a_job_of_one(
+def test_a_rank_of_another_mpis_launcher_is_no_job_of_one(
     lone_world: FakeRank, env: dict[str, str], is_given: bool
 ) -> None:
     with pytest.raises(InvalidArgument, match="another MPI than mpi4py") as caught:
@@ -363,7 +363,7 @@ def test_a_rank_of_another_mpis_launcher_is_not_taken_for_a_job_of_one(
     assert "MPICH Version: 5.0.2" in str(caught.value)
 
 
-def test_a_rank_beyond_the_world_is_told_without_a_number_of_ranks(lone_world: FakeRank) -> None:
+def test_a_rank_beyond_the_world_is_told_without_the_world_size(lone_world: FakeRank) -> None:
     with pytest.raises(InvalidArgument, match="PMIX_RANK=3"):
         identify(Config(), None, OTHER_LAUNCHERS[2])
 

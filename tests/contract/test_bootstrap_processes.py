@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from mpi import find_mpiexec
+from support.mpi import find_mpiexec
 
 from r2ccl.bootstrap.launch import LocalJob
 
@@ -176,7 +176,7 @@ def test_a_killed_rank_is_lost_quickly_on_all_others(
     assert lost(ranks[b]) == lost(ranks[a]) == [victim]
 
 
-def test_a_stopped_rank_is_not_lost_and_its_kernel_answers_probes(
+def test_a_stopped_rank_is_not_lost_its_kernel_answers_probes(
     start_ranks: Callable[..., list[Rank]],
 ) -> None:
     ranks = start_ranks(3, R2CC_PEER_TIMEOUT_S="4")
@@ -250,7 +250,7 @@ def test_ranks_take_leave_in_order(start_ranks: Callable[..., list[Rank]]) -> No
     assert [lost(rank) for rank in ranks] == [[], [], []]
 
 
-def test_the_launcher_of_another_mpi_does_not_make_a_job_of_one_rank() -> None:
+def test_the_launcher_of_another_mpi_makes_no_job_of_one_rank() -> None:
     """A real mpi4py, under the variables of a launcher it does not understand."""
     pytest.importorskip("mpi4py")
     find_mpiexec()  # which skips where this MPI cannot run

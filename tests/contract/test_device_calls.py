@@ -12,9 +12,9 @@ import signal
 import sys
 from pathlib import Path
 
-import device_programs as programs
-import localjobs
 import pytest
+from support import device_programs as programs
+from support import localjobs
 
 from r2ccl import launch
 from r2ccl.bootstrap.launch import LocalJob
@@ -36,7 +36,7 @@ def test_a_rail_lost_in_the_middle_changes_nothing() -> None:
 
 
 def test_no_stream_hangs_when_a_rank_dies(tmp_path: Path) -> None:
-    code = f"import device_programs as programs; print(programs.dying(1, {str(tmp_path)!r}))"
+    code = f"from support.device_programs import dying; print(dying(1, {str(tmp_path)!r}))"
     env = {"PYTHONPATH": os.pathsep.join(sys.path)}
     with LocalJob(3) as job:
         argv = [sys.executable, "-c", code]

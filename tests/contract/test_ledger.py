@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-import ledger_programs
 import msgspec
 import pytest
+from support import ledger_programs
 
 from r2ccl import launch
 from r2ccl.runtime.status import RankStatus
@@ -15,7 +15,7 @@ from r2ccl.runtime.status import RankStatus
 TIMEOUT_S = 90.0
 
 
-def test_another_thread_is_told_which_rank_is_missing_while_the_call_blocks() -> None:
+def test_another_thread_learns_which_rank_is_missing() -> None:
     run = functools.partial(ledger_programs.stopped_peer, 1)
     (text, *_), *_ = outcomes = launch(run, 3, timeout_s=TIMEOUT_S)
     assert "ranks [1] have not called it (rank 1 was last seen in call 1)" in text
@@ -23,7 +23,7 @@ def test_another_thread_is_told_which_rank_is_missing_while_the_call_blocks() ->
     assert [is_right for _, is_right in outcomes] == [True] * 3
 
 
-def test_a_signal_in_mid_call_dumps_the_ledger_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_signal_in_mid_call_dumps_the_ledger_and_no_more(tmp_path: Path) -> None:
     run = functools.partial(ledger_programs.dumped_by_signal, str(tmp_path))
     (_, first), (text, second) = launch(run, 2, timeout_s=TIMEOUT_S)
     assert first
@@ -55,7 +55,7 @@ def test_the_timeouts_message_names_the_rank_that_did_not_join(victim: int) -> N
         assert "R2CC_TIMEOUT_S" in text
 
 
-def test_a_rail_that_came_back_is_up_and_its_failure_is_remembered() -> None:
+def test_a_rail_that_came_back_is_up_with_its_failure_remembered() -> None:
     (states, causes), _ = launch(ledger_programs.health_after_a_loss, 2, timeout_s=TIMEOUT_S)
     assert states == ["up", "up"]
     assert causes == ["ENETDOWN: cut by the fault plan", ""]

@@ -213,7 +213,7 @@ def test_the_checks_relay() -> None:
     bench.close()
 
 
-def test_a_mixed_transport_does_not_sleep_while_a_slice_is_copied() -> None:
+def test_a_mixed_transport_stays_awake_while_a_slice_is_copied() -> None:
     """Nothing but the GPU moves after the slice has landed: no descriptor tells of its end."""
     bench = RelayedBench(((), (0, 1)))
     silent = os.eventfd(0, os.EFD_NONBLOCK)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import localjobs
+from support import localjobs
 
 from r2ccl.bootstrap.launch import LocalJob
 

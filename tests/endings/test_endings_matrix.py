@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from endings import cells, jobs
 from endings.cells import CLOSES, METHODS, SIGNALS
+from support.slow import slow_but
 
 SCRIPT = Path(__file__).with_name("ending_rank.py")
 
@@ -19,10 +20,24 @@ CELLS = [
     *((ending, "flow") for ending in ("abort_thread", "interrupt", "twice", "kill")),
     ("memory", "call"),
 ]  # fmt: skip
+#: Each way to end, and each moment, once.
+QUICK = [
+    ("abort_handler", "idle"),
+    ("revoke_thread", "async"),
+    ("abort_thread", "repair"),
+    ("revoke_handler", "call"),
+    ("close_thread", "call"),
+    ("close_handler", "shrink"),
+    ("interrupt", "init"),
+    ("twice", "flow"),
+    ("term", "repair"),
+    ("kill", "call"),
+    ("memory", "call"),
+]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("ending", "moment"), CELLS)
+@pytest.mark.parametrize(("ending", "moment"), slow_but(QUICK, CELLS))
 def test_an_end(ending: str, moment: str) -> None:
     outputs = jobs.run(SCRIPT, cells.plan(ending, moment), nranks=3)
     cells.judge(cells.read(outputs, ending), ending, moment)

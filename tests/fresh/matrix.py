@@ -37,8 +37,9 @@ USERS = {"root": 0, "alice": 54321, "bob": 54322}
 
 #: About a hundred tests: processes, sockets, shared folders, caches on disk, namespaces.
 TESTS = (
-    "tests/unit/test_launch.py tests/unit/test_examples.py tests/unit/test_kernels_half.py "
-    "tests/contract/test_bootstrap_processes.py tests/netlab/test_netlab_run.py"
+    "tests/unit/bootstrap/test_launch.py tests/unit/docs/test_examples.py "
+    "tests/unit/kernels/test_half.py tests/contract/test_bootstrap_processes.py "
+    "tests/netlab/test_netlab_run.py"
 )
 
 #: capabilities(7) that containers are given as a rule; CAP_NET_ADMIN and CAP_SYS_ADMIN are not

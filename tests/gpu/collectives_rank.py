@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from device_cases import TIMEOUT_S, Bench
+from support.device_cases import TIMEOUT_S, Bench
 
 import r2ccl
 from r2ccl.device.driver import CudaDevice

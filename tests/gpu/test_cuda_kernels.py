@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_cases import FACTOR, NRANKS, Arena, Layout, host_fuses, others, pairs, title
+from support.cuda_cases import FACTOR, NRANKS, Arena, Layout, host_fuses, others, pairs, title
 
 from r2ccl.device.base import Event, Stream
 from r2ccl.device.driver import CudaDevice

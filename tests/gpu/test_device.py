@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from device_cases import NBYTES, PTX, TIMEOUT_S, Bench, DeviceCases, random_bytes
+from support.device_cases import NBYTES, PTX, TIMEOUT_S, Bench, DeviceCases, random_bytes
 
 from r2ccl.device.bindings import Cuda
 from r2ccl.device.driver import CudaDevice
@@ -156,7 +156,7 @@ class TestCudaDevice(DeviceCases):
                 cuda.call("cuMemFreeAsync", address, 0)
         assert caught.value.status == "NO_IPC"
 
-    def test_closing_waits_no_longer_than_it_may_and_can_be_tried_again(self) -> None:
+    def test_closing_is_bounded_and_can_be_tried_again(self) -> None:
         device = CudaDevice(ORDINAL, close_timeout_s=0.05)
         words = device.allocate_pinned(4096).view(np.uint32)
         device.wait_word(device.make_stream(), words.ctypes.data, 1)

@@ -12,7 +12,7 @@ import sys
 import time
 
 import numpy as np
-import programs
+from support import programs
 
 import r2ccl
 from r2ccl.types import BYPASS

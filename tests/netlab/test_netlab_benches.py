@@ -13,6 +13,9 @@ from r2ccl.testing.netlab import unavailable_reason
 ROOT = Path(__file__).parents[2]
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module", autouse=True)
 def possible() -> None:
     reason = unavailable_reason()

@@ -131,7 +131,7 @@ def test_a_dead_nic_is_seen_by_its_owner_and_by_nobody_else(
     assert reaches(lab, (1, 0), (0, 1))
 
 
-def test_what_belongs_to_a_dead_nic_does_not_leave_through_another(lab: Lab) -> None:
+def test_a_dead_nics_traffic_does_not_leave_through_another(lab: Lab) -> None:
     lab.apply(fault(Action.NIC_DOWN))
     before = lab.counters()[1, 1][0]
     assert not reaches(lab, (1, 0), (0, 1), SILENCE_S)
@@ -211,7 +211,7 @@ def test_a_fault_with_a_duration_undoes_itself(lab: Lab, monitors: list[LinkMoni
     assert next_event(monitors[1], is_up=True).time >= firing.time_s + 0.1
 
 
-def test_of_two_faults_of_one_nic_the_end_of_either_leaves_the_other(
+def test_ending_one_of_two_faults_of_a_nic_leaves_the_other(
     lab: Lab, monitors: list[LinkMonitor]
 ) -> None:
     def pass_by(duration_s: float) -> None:

@@ -13,7 +13,10 @@ from r2ccl.testing import Action, Fault, FaultPlan
 from r2ccl.testing.netlab import Lab, unavailable_reason
 
 REASON = unavailable_reason()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no netlab here: {REASON}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(REASON is not None, reason=f"no netlab here: {REASON}"),
+]
 
 RATE_MBPS = 100
 NBYTES = 8 << 20

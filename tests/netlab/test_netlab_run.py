@@ -103,7 +103,7 @@ def test_output_streams_with_the_node_in_front(lab: Lab) -> None:
     )
 
 
-def test_ranks_that_hang_are_ended_by_the_deadline_with_their_children(lab: Lab) -> None:
+def test_ranks_that_hang_are_ended_with_their_children(lab: Lab) -> None:
     script = '[ $RANK = 1 ] || exit 3; sleep 600 & echo $!; trap "" TERM; wait; sleep 600'
     results = lab.run(["sh", "-c", script], timeout_s=0.3, sink=quiet)
     assert [result.returncode for result in results] == [3, -signal.SIGKILL, 3, 3]
@@ -119,7 +119,7 @@ def test_the_deadline_ends_ranks_that_never_stop_talking(lab: Lab) -> None:
     assert len(lines) > 100
 
 
-def test_a_background_child_that_keeps_talking_does_not_hold_up_the_run(lab: Lab) -> None:
+def test_a_background_child_that_talks_does_not_hold_up_the_run(lab: Lab) -> None:
     start = time.monotonic()
     lab.run(["sh", "-c", "yes & exit 0"], timeout_s=30, sink=quiet)
     assert time.monotonic() - start < 20
@@ -201,7 +201,7 @@ def test_kill_and_stop_by_time_and_by_step(lab: Lab) -> None:
     assert times[10] - times[9] >= 0.3
 
 
-def test_a_timed_fault_strikes_after_its_time_and_not_after_the_run(lab: Lab) -> None:
+def test_a_timed_fault_strikes_in_its_time_and_not_after_the_run(lab: Lab) -> None:
     plan = FaultPlan(map(Fault.parse, ("kill:rank=0,at_s=0.2", "nic_down:node=0,rail=0,at_s=5")))
     start = time.monotonic()
     results = lab.run(["sh", "-c", "[ $RANK != 0 ] || exec sleep 60"], plan=plan)
@@ -246,7 +246,7 @@ def test_a_lab_whose_guard_was_killed_still_cleans_up() -> None:
     assert namespaces_of(lab.name) == []
 
 
-def test_a_child_that_inherited_the_guards_pipe_does_not_hold_up_closing() -> None:
+def test_a_child_with_the_guards_pipe_does_not_hold_up_closing() -> None:
     lab = Lab(nodes=1, rails=1)
     pipe = lab._set._guard.stdin
     assert pipe is not None

@@ -21,7 +21,10 @@ from r2ccl.testing.netlab import Lab, unavailable_reason
 from r2ccl.testing.simulation import SCHEDULES
 
 REASON = unavailable_reason()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no netlab here: {REASON}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(REASON is not None, reason=f"no netlab here: {REASON}"),
+]
 
 TESTS = Path(__file__).parents[1]
 NODES = RAILS = 4
@@ -110,28 +113,26 @@ def require_exact(reports: list[dict[str, Any]]) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("algo", ALGOS)
-def test_every_schedule_gives_exact_results_while_nics_go_and_come_back(
-    lab: Lab, algo: str
-) -> None:
+def test_every_schedule_is_exact_while_nics_go_and_come_back(lab: Lab, algo: str) -> None:
     reports = run_job(lab, ALLREDUCES * ROUNDS, R2CC_ALGO=algo)
     require_exact(reports)
     assert all(report["digests"] == reports[0]["digests"] for report in reports[1:])
 
 
 @pytest.mark.timeout(120)
-def test_schedules_that_are_named_give_exact_results_while_nics_go_and_come_back(lab: Lab) -> None:
+def test_named_schedules_are_exact_while_nics_go_and_come_back(lab: Lab) -> None:
     require_exact(run_job(lab, BY_NAME))
 
 
 @pytest.mark.timeout(120)
-def test_the_other_collectives_give_exact_results_while_nics_go_and_come_back(
+def test_other_collectives_are_exact_while_nics_go_and_come_back(
     lab: Lab,
 ) -> None:
     require_exact(run_job(lab, OTHERS * ROUNDS))
 
 
 @pytest.mark.timeout(120)
-def test_ranks_that_share_nodes_get_exact_results_while_nics_go_and_come_back() -> None:
+def test_ranks_sharing_nodes_are_exact_while_nics_come_and_go() -> None:
     with Lab(nodes=NODES, rails=RAILS, rate="1gbit", ranks_per_node=2) as lab:
         reports = run_job(lab, ALLREDUCES * ROUNDS, R2CC_ALGO="packed_trees")
     require_exact(reports)

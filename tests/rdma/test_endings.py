@@ -18,7 +18,7 @@ import endings
 import pytest
 from endings import cells
 from endings.jobs import Output, ended_s
-from forked_ranks import ForkedRanks
+from support.forked_ranks import ForkedRanks
 
 from r2ccl.testing.rdmalab import MachineShape
 

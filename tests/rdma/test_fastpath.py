@@ -100,7 +100,7 @@ def test_an_unknown_queue_pair_is_left_to_pyverbs(
 
 
 @pytest.mark.parametrize(("fastpath", "most"), [("0", 1000), ("1", 10)])
-def test_a_flushed_queue_pair_tells_of_its_failure_and_both_markers(
+def test_a_flushed_queue_pair_tells_its_failure_and_both_markers(
     open_pair: Any, fastpath: str, most: int
 ) -> None:
     """Compiled, the dozens of receive requests are told once a call."""

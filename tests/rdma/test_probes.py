@@ -26,7 +26,7 @@ def two(hcas: Nodes) -> Iterator[TwoRanks]:
     made.close()
 
 
-def test_a_silent_port_is_noticed_in_time_and_joined_again_when_it_speaks(
+def test_a_silent_port_is_noticed_in_time_and_joined_again(
     two: TwoRanks, lab: MachineShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from r2ccl.transport.verbs import probe
@@ -75,7 +75,7 @@ def test_a_port_that_goes_down_is_noticed_at_either_end(two: TwoRanks, node: int
     assert two.ask(STRAIGHT[0]).is_answered is True
 
 
-def test_between_cables_nothing_is_joined_and_nothing_waits_for_it(two: TwoRanks) -> None:
+def test_between_cables_nothing_is_joined_and_nothing_waits(two: TwoRanks) -> None:
     cross = ProbeKey(1, 0, 1)
     two.joiners[0].begin_probe(cross)
     two.join(*STRAIGHT)
@@ -123,7 +123,7 @@ def _await_ports(names: list[list[str]]) -> list[list[Hca]]:
         time.sleep(0.05)  # sysfs tells no news
 
 
-def test_on_one_fabric_the_probes_tell_a_dead_remote_nic_from_a_dead_link(
+def test_probes_on_one_fabric_tell_a_dead_nic_from_a_dead_link(
     fabric: list[list[Hca]],
 ) -> None:
     two = TwoRanks(fabric)

@@ -169,7 +169,7 @@ def give_up_unfenced(side: Side) -> None:
 
 
 @pytest.mark.parametrize("is_fenced", [True, False])
-def test_without_the_fence_a_late_write_lands_in_memory_used_again(
+def test_without_the_fence_a_late_write_lands_in_reused_memory(
     bench: VerbsBench, is_fenced: bool
 ) -> None:
     """The receiver gives a path up; the sender, who does not know yet, writes over it once more.

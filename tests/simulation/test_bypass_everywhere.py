@@ -7,6 +7,7 @@ import os
 
 import msgspec
 import pytest
+from support.slow import slow_but
 
 from r2ccl.testing.simulation import CallSpec, CutPath, FailurePlan, NicDown, Workload, simulate
 
@@ -34,8 +35,10 @@ def apart(at: int, gap: int, is_seen: bool, keep: int = 0) -> tuple[NicDown, Nic
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 240)
 @pytest.mark.parametrize("is_seen", [True, False], ids=["seen", "silent"])
-@pytest.mark.parametrize("fabric", ["full", "rail"])
-@pytest.mark.parametrize("workload", [CLEARED, EAGER, TREES], ids=["cleared", "eager", "trees"])
+@pytest.mark.parametrize("fabric", slow_but(["rail"], ["full", "rail"]))
+@pytest.mark.parametrize(
+    "workload", slow_but([CLEARED], [CLEARED, EAGER, TREES]), ids=["cleared", "eager", "trees"]
+)
 def test_a_pair_is_left_apart_at_every_event(
     workload: Workload, fabric: str, is_seen: bool
 ) -> None:
@@ -60,7 +63,7 @@ def test_two_ranks_alone_go_across_at_every_event() -> None:
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
-@pytest.mark.parametrize("at", [120, 300])
+@pytest.mark.parametrize("at", slow_but([120], [120, 300]))
 def test_the_bypass_is_cut_at_every_event_and_another_way_found(at: int) -> None:
     """Ranks 2 and 3 both forward; each path that one of them needs for it is cut in turn."""
     workload = Workload(
@@ -77,7 +80,10 @@ def test_the_bypass_is_cut_at_every_event_and_another_way_found(at: int) -> None
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
-@pytest.mark.parametrize("busy_ms", [(8000, 8000), (8000, 0), (0, 8000)])
+@pytest.mark.parametrize(
+    "busy_ms",
+    [(8000, 8000), *(pytest.param(b, marks=pytest.mark.slow) for b in ((8000, 0), (0, 8000)))],
+)
 def test_ranks_that_compute_find_a_way_meanwhile(busy_ms: tuple[int, int]) -> None:
     """Longer than no path may lead to a peer: its loss must not end the next call."""
     workload = msgspec.structs.replace(PAIR, calls=PAIR.calls * 2, busy_ms=busy_ms)

@@ -8,6 +8,7 @@ import itertools
 import os
 
 import pytest
+from support.slow import slow_but
 
 from r2ccl.testing.simulation import CallSpec, CutPath, FailurePlan, NicDown, Workload, simulate
 
@@ -33,7 +34,9 @@ def told_to(who: str, a: int, b: int, at: int) -> tuple[int, ...]:
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
 @pytest.mark.parametrize("who", ["both", "one", "nobody"])
-@pytest.mark.parametrize("workload", [CLEARED, EAGER, TREES], ids=["cleared", "eager", "trees"])
+@pytest.mark.parametrize(
+    "workload", slow_but([EAGER], [CLEARED, EAGER, TREES]), ids=["cleared", "eager", "trees"]
+)
 def test_a_path_is_cut_at_every_event(workload: Workload, who: str) -> None:
     for at in range(simulate(workload).nevents):
         restores_us = (0, 400) if IS_THOROUGH else (400 * (at // len(PATHS) % 2),)
@@ -66,7 +69,9 @@ def test_a_nic_goes_down_at_every_event(is_seen: bool) -> None:
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
-@pytest.mark.parametrize(("first_us", "second_us"), [(0, 0), (300, 0), (0, 300), (300, 300)])
+@pytest.mark.parametrize(
+    ("first_us", "second_us"), slow_but([(300, 0)], [(0, 0), (300, 0), (0, 300), (300, 300)])
+)
 def test_the_path_moved_to_is_cut_at_every_event_of_the_repair(
     first_us: int, second_us: int
 ) -> None:

@@ -41,7 +41,7 @@ def test_all_rails_of_a_pair_dead(told: tuple[int, ...], is_loud: bool) -> None:
         assert NO_RAIL_TIMEOUT_S < outcome.time_s < NO_RAIL_TIMEOUT_S + 3 * 0.7
 
 
-def test_a_rank_that_dies_after_it_said_good_bye_owes_its_confirmations() -> None:
+def test_a_rank_that_dies_after_its_goodbye_owes_confirmations() -> None:
     """Found at random: two survivors waited for a rank that had all its data, and died."""
     workload = Workload(
         nranks=3, nrails=2, calls=(CallSpec(0, channels=6, is_in_place=False),), slice_nbytes=32,

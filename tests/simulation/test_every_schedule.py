@@ -14,6 +14,7 @@ import os
 import random
 
 import pytest
+from support.slow import slow_but
 
 from r2ccl.config import ALGOS
 from r2ccl.failover.health.table import RailShare
@@ -55,7 +56,7 @@ def breakage(at: int, nranks: int) -> Fault:
 
 
 @LIMIT
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_but(["ring", "packed_trees"], SCHEDULES))
 def test_a_rail_is_cut_at_every_event(schedule: str) -> None:
     for nranks in (4,) if schedule in FOUR else SIZES:
         workload = job(schedule, nranks)
@@ -71,7 +72,7 @@ def test_a_rail_is_cut_at_every_event(schedule: str) -> None:
 
 
 @LIMIT
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_but(["ring"], SCHEDULES))
 def test_every_operation_and_element_type_survives_a_cut(schedule: str) -> None:
     """In every other run slices are eager, in every third input and output are different memory."""
     draw = random.Random(schedule)
@@ -107,10 +108,8 @@ MOMENTS = 200 if IS_THOROUGH else 10
 
 @LIMIT
 @pytest.mark.parametrize("is_seen", [True, False], ids=["carrier lost", "silent"])
-@pytest.mark.parametrize("algo", ALGOS)
-def test_a_schedule_made_for_one_failure_survives_the_next_and_a_third(
-    algo: str, is_seen: bool
-) -> None:
+@pytest.mark.parametrize("algo", slow_but(["packed_trees"], ALGOS))
+def test_a_schedule_for_one_failure_survives_two_more(algo: str, is_seen: bool) -> None:
     """The planner makes it, in the form it has for the ports that are left."""
     calls = (CallSpec(12), CallSpec(96, algo, is_planned=True))
     workload = Workload(

@@ -14,6 +14,7 @@ from unittest import mock
 
 import msgspec
 import pytest
+from support.slow import slow_but
 
 from r2ccl.gpu.device_reduction import Offload
 from r2ccl.gpu.operands import DeviceOperands
@@ -52,7 +53,7 @@ def run(workload: Workload, plan: FailurePlan | None = None, seed: int = 0) -> S
     return simulate(workload, plan, seed, network_type=GpuNetwork, rank_type=GpuRank)
 
 
-@pytest.mark.parametrize("algorithm", SCHEDULES)
+@pytest.mark.parametrize("algorithm", slow_but(["ring", "packed_trees"], SCHEDULES))
 @pytest.mark.parametrize(
     ("dtype", "op"),
     [("int64", ReduceOp.SUM), ("float32", ReduceOp.SUM), ("float32", ReduceOp.AVG),
@@ -72,6 +73,7 @@ def test_every_schedule_has_the_bits_of_its_definition(
     assert outcome.is_clean, outcome.errors
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
 @pytest.mark.parametrize("workload", [RING, TREES], ids=["ring", "trees"])
 def test_a_path_is_cut_at_every_event(workload: Workload) -> None:

@@ -53,7 +53,7 @@ def test_a_cut_pair_and_a_slow_rank_are_no_news_for_the_plan() -> None:
         assert {health.version for health in outcome.known} == {0}
 
 
-def test_calls_that_follow_each_other_closely_agree_over_a_noisy_control_plane() -> None:
+def test_calls_in_close_succession_agree_despite_a_noisy_control() -> None:
     workload = Workload(nranks=4, calls=(CallSpec(60),) * 12)
     noise = Noise(lose=20, repeat=20, late=30, late_ms=5)
     versions = set()

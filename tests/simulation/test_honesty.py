@@ -42,7 +42,7 @@ def test_a_mistake_is_found(mistake: str) -> None:
         assert not all(is_right(workload, plan, seed) for seed, plan in enumerate(plans))
 
 
-def test_another_order_of_additions_shows_in_the_bits_of_floats_alone() -> None:
+def test_another_order_of_additions_shows_in_floats_alone() -> None:
     workload, plans = FAMILIES["reduced as it comes"]
     (call,) = workload.calls
     with MISTAKES["reduced as it comes"]():

@@ -62,7 +62,7 @@ def fate_of(number: int, fate: Fate) -> Callable[[SimMessage], Fate]:
     return lambda message: fate if message.number == number else Fate(Act.DELIVER)
 
 
-def test_a_dropped_message_breaks_its_path_and_the_sender_learns_of_it_late() -> None:
+def test_a_dropped_message_breaks_its_path_late_at_the_sender() -> None:
     two = Two()
     two.network.route = fate_of(1, Fate(Act.DROP))
     for seq in range(4):

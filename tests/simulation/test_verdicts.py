@@ -48,7 +48,7 @@ def star(rank: int, peers: set[int]) -> dict[tuple[int, PathKey], VerdictKind]:
 
 @SEEDS
 @pytest.mark.parametrize("is_seen", [True, False], ids=["carrier lost", "silent"])
-def test_a_dead_port_is_local_to_its_owner_and_remote_to_all_others(at: int, is_seen: bool) -> None:
+def test_a_dead_port_is_local_to_its_owner_and_remote_to_others(at: int, is_seen: bool) -> None:
     outcome = run(at, NicDown(at, 2, RAIL, is_seen))
     # Silence is noticed where there is traffic: between neighbours of the ring.
     assert kinds(outcome) == star(2, {0, 1, 3} if is_seen else {1, 3})
@@ -62,7 +62,7 @@ def test_a_dead_port_is_named_over_a_noisy_control_plane(at: int) -> None:
 
 
 @SEEDS
-def test_one_pair_that_does_not_reach_each_other_is_a_link_at_both_ends(at: int) -> None:
+def test_one_unreachable_pair_is_a_link_fault_at_both_ends(at: int) -> None:
     outcome = run(at, CutPath(at, 0, 1, RAIL))
     assert kinds(outcome) == {
         (0, PathKey(1, RAIL)): VerdictKind.LINK,

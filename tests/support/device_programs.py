@@ -1,0 +1,276 @@
+"""What ranks run in tests on arrays in the memory of a (fake) GPU."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.lookalikes import CUDA, Producer
+from support.ranks import TIMEOUT_S, OneCard, get, put
+
+import r2ccl
+from r2ccl import factory
+from r2ccl.dtypes import CODES
+from r2ccl.errors import CommunicatorRevoked, InvalidArgument, PeerLost, TransportError
+from r2ccl.testing import fail_at
+from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
+from r2ccl.types import CallSignature, Collective
+
+WINDOWS = 32 << 10
+
+
+class Card:
+    """A rank's GPU; `r2ccl.init` finds it."""
+
+    def __init__(self, seed: int) -> None:
+        self.device = FakeDevice(FakeGpu(seed), f"process {os.getpid()}")
+        self.stream = self.device.make_stream()
+        kernels: Any = None  # between GPUs alone
+        self.hardware = OneCard(self.device, kernels)
+        factory.CudaHardware = lambda: self.hardware
+
+    def array(self, values: Any) -> tuple[Producer, int]:
+        """Put int64s into device memory; return the array, and where it is."""
+        address = put(self.device, self.stream, values)
+        return Producer(address, (len(values),), dtype=(0, 64, 1), device=(CUDA, 0)), address
+
+    def get(self, address: int, count: int) -> Any:
+        return get(self.device, self.stream, address, count)
+
+
+def values_of(rank: int, count: int) -> Any:
+    return np.random.default_rng((rank, count)).integers(-99, 99, count)
+
+
+def collectives(counts: tuple[int, ...]) -> list[str]:
+    """Every collective on device memory, of sizes from none to many windows; what was wrong."""
+    card, wrong = Card(int(os.environ["RANK"])), []
+    with r2ccl.init(bounce_nbytes=WINDOWS) as comm:
+        rank, nranks = comm.rank, comm.nranks
+        for count in counts:
+            xs = [values_of(each, count * nranks) for each in range(nranks)]
+            total = np.sum(xs, axis=0)
+            own = slice(rank * count, (rank + 1) * count)
+            mean = np.trunc(total / nranks).astype(np.int64)
+            cases = [
+                ("allreduce", (r2ccl.SUM,), xs[rank], total),
+                ("allreduce", (r2ccl.AVG,), xs[rank], mean),
+                ("reduce_scatter", (r2ccl.SUM,), xs[rank], total[own]),
+                ("allgather", (), xs[rank][:count], np.concatenate([x[:count] for x in xs])),
+                ("broadcast", (nranks - 1,), xs[rank], xs[-1]),
+                (
+                    "reduce",
+                    (r2ccl.SUM, nranks - 1),
+                    xs[rank],
+                    total if rank == nranks - 1 else None,
+                ),
+            ]
+            for name, arguments, mine, meant in cases:
+                for is_async in (False, True):
+                    x, at = card.array(mine)
+                    out, target = card.array(
+                        np.full(count * nranks if meant is None else len(meant), -1)
+                    )
+                    given = getattr(comm, name)(
+                        x, out, *arguments, stream=card.stream, async_op=is_async
+                    )
+                    if is_async:
+                        given.order()
+                        given = given.wait(TIMEOUT_S)
+                    if given is not (None if meant is None else out):
+                        wrong.append(f"{name} of {count} returned {given}")
+                    if meant is not None and not np.array_equal(
+                        card.get(target, len(meant)), meant
+                    ):
+                        wrong.append(f"{name} of {count}, {is_async=}")
+                    if not np.array_equal(card.get(at, len(mine)), mine):
+                        wrong.append(f"{name} of {count} changed its input")
+            x, at = card.array(xs[rank])
+            comm.allreduce(x, stream=card.stream)
+            if not np.array_equal(card.get(at, len(total)), total):
+                wrong.append(f"allreduce of {count} in place")
+    return wrong
+
+
+def losing_a_rail(count: int) -> tuple[bool, int]:
+    """Allreduce windows, a rail of which is cut in the middle; exact, and how many repairs."""
+    card = Card(3)
+    with (
+        fail_at(rank=1, rail=0, op=5, step=1) as plan,
+        r2ccl.init(faults=plan, bounce_nbytes=WINDOWS, slice_nbytes=4096, eager_nbytes=0) as comm,
+    ):
+        x, at = card.array(values_of(comm.rank, count))
+        comm.allreduce(x, stream=card.stream)
+        total = np.sum([values_of(rank, count) for rank in range(comm.nranks)], axis=0)
+        return np.array_equal(card.get(at, count), total), len(comm.repairs())
+
+
+def dying(victim: int, room: str) -> str:
+    """One rank dies while the others' calls are under way; what they are told, when not hung.
+
+    Each leaves a file in `room` when it has called.
+    """
+    card = Card(4)
+    comm = r2ccl.init(bounce_nbytes=WINDOWS)
+    x, _ = card.array(values_of(comm.rank, 100_000))
+    comm.allreduce(x, stream=card.stream)
+    if comm.rank == victim:
+        while len(os.listdir(room)) < comm.nranks - 1:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+    works = [comm.allreduce(x, stream=card.stream, async_op=True) for _ in range(3)]
+    for work in works:
+        work.order(card.stream)
+    Path(room, str(comm.rank)).touch()
+    with pytest.raises((PeerLost, CommunicatorRevoked)) as caught:
+        works[0].wait(TIMEOUT_S)
+    # What its stream was given after the calls is reached.
+    done = card.device.make_event()
+    card.device.record(done, card.stream)
+    assert card.device.synchronize(done, TIMEOUT_S)
+    with pytest.raises(CommunicatorRevoked):
+        comm.allreduce(x, stream=card.stream)
+    comm.abort()
+    return str(caught.value)
+
+
+def unseen_failure() -> str:
+    """A call on device memory fails, and nobody waits for it: the next call says so."""
+    card = Card(5)
+    comm = r2ccl.init(bounce_nbytes=WINDOWS)
+    x, _ = card.array(values_of(comm.rank, 100))
+    comm.allreduce(x, stream=card.stream)
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(0.2)
+        comm.revoke("for a test")
+    else:
+        comm.allreduce(x, stream=card.stream)
+    with pytest.raises(CommunicatorRevoked) as caught:
+        comm.barrier()
+    comm.close()
+    return str(caught.value)
+
+
+def asked_after_close() -> list[str]:
+    """A handle is asked once its communicator is closed, and with it the GPU; what was wrong."""
+    card, wrong = Card(int(os.environ["RANK"])), []
+    with r2ccl.init(bounce_nbytes=WINDOWS) as comm:
+        x, at = card.array(values_of(comm.rank, 1000))
+        work = comm.allreduce(x, stream=card.stream, async_op=True)
+        total = np.sum([values_of(rank, 1000) for rank in range(comm.nranks)], axis=0)
+        work.order()
+        if not np.array_equal(card.get(at, 1000), total):
+            wrong.append("the result")
+    if not work.is_done():
+        wrong.append("close() left a call")
+    if work.wait(0.0) is not x or work.order() is not x:
+        wrong.append("wait() gives the array")
+    return wrong
+
+
+def broken_card() -> str:
+    """Rank 1's GPU cannot be opened: all ranks are told, and none waits for it."""
+    mine = Card(7).hardware
+    if os.environ["RANK"] == "1":
+
+        def refuse(ordinal: int) -> Any:
+            raise TransportError("the driver is broken, for a test", status="NO_CUDA")
+
+        mine.open = refuse
+    comm = r2ccl.init(bounce_nbytes=WINDOWS)
+    x = Producer(0x7000, (100,), dtype=(0, 64, 1), device=(CUDA, 0))
+
+    def call() -> None:
+        comm.barrier()  # all have come out of init()
+        comm.allreduce(x)
+
+    with pytest.raises((TransportError, CommunicatorRevoked)) as caught:
+        call()
+    comm.abort()
+    return str(caught.value)
+
+
+def wrong_arguments() -> list[str]:
+    """Mistakes around devices and streams; each is refused and harms nothing."""
+    card, said = Card(6), []
+    with r2ccl.init(bounce_nbytes=WINDOWS) as comm:
+        x, at = card.array(values_of(comm.rank, 10))
+        other = Producer(at, (10,), dtype=(0, 64, 1), device=(CUDA, 3))
+        host = np.arange(10)
+        comm.allreduce(x, stream=card.stream)
+        for arguments, keywords in (
+            ((host,), {"stream": card.stream}),
+            ((x, host), {"stream": card.stream}),
+            ((host, x), {}),
+            ((x,), {"stream": "fast"}),
+            ((other,), {"stream": card.stream}),
+            ((x, None, 99), {"stream": card.stream}),
+        ):
+            with pytest.raises(InvalidArgument) as caught:
+                comm.allreduce(*arguments, **keywords)
+            said.append(str(caught.value))
+        comm.allreduce(x, stream=card.stream)
+        total = np.sum([values_of(rank, 10) for rank in range(comm.nranks)], axis=0)
+        assert np.array_equal(card.get(at, 10), total * comm.nranks)
+    return said
+
+
+def asynchronous_on_the_host(ncalls: int) -> list[str]:
+    """Calls that go on, mixed with calls that do not: carried out in their order."""
+    wrong = []
+    with r2ccl.init() as comm:
+        arrays = [np.full(1000, comm.rank + at, np.float64) for at in range(ncalls)]
+        works = []
+        for at, array in enumerate(arrays):
+            if at % 3 == 2:
+                comm.allreduce(array)
+            else:
+                works.append(comm.allreduce(array, async_op=True))
+        comm.barrier()
+        for at, array in enumerate(arrays):
+            meant = sum(rank + at for rank in range(comm.nranks))
+            if not (array == meant).all():
+                wrong.append(f"call {at}: {array[0]}, not {meant}")
+        if not all(work.is_done() for work in works):
+            wrong.append("not all were done after a barrier")
+        begun = time.monotonic()
+        if works[0].wait() is not arrays[0] or time.monotonic() - begun > TIMEOUT_S:
+            wrong.append("wait() gives the array")
+        works.append(comm.broadcast(arrays[0], root=0, async_op=True))
+    if not works[-1].is_done():
+        wrong.append("close() left a call")
+    return wrong
+
+
+def allreduces_among_some(count: int) -> tuple[bool, int]:
+    """Even and odd ranks reduce among themselves at the same time, a rail is cut in the middle."""
+    int64, rounds = CODES[np.dtype(np.int64)], 4
+    with (
+        fail_at(rank=1, rail=0, op=2, step=3) as plan,
+        r2ccl.init(faults=plan, slice_nbytes=4096, eager_nbytes=0) as comm,
+    ):
+        group = tuple(range(comm.rank % 2, comm.nranks, 2))
+        enter, is_right = comm._entry.among(group), True
+
+        def run(call: CallSignature, x: Any) -> None:
+            comm._host.run_plan(enter(call, None), x, x)
+
+        for op in (r2ccl.SUM, r2ccl.AVG) * (rounds // 2):
+            x = 1000 * values_of(comm.rank, count)
+            call = CallSignature(Collective.ALLREDUCE, int64, op, count)
+            comm._in_turn(functools.partial(run, call, x))
+            total = np.sum([1000 * values_of(rank, count) for rank in group], axis=0)
+            if op is r2ccl.AVG:
+                total = np.trunc(total / comm.nranks).astype(np.int64)
+            is_right &= np.array_equal(x, total)
+        everything = values_of(comm.rank, count)
+        comm.allreduce(everything)
+        total = np.sum([values_of(rank, count) for rank in range(comm.nranks)], axis=0)
+        return is_right and np.array_equal(everything, total), len(comm.repairs())

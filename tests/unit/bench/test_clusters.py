@@ -1,0 +1,88 @@
+"""The study of random clusters: a slice of it, and that its verdicts can be trusted."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support.slow import slow_but
+
+from r2ccl.algos import ring
+from r2ccl.types import Collective
+
+BENCH = Path(__file__).parents[3] / "bench"
+
+
+@pytest.fixture
+def clusters(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCH))
+    spec = importlib.util.spec_from_file_location("clusters", BENCH / "clusters.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "clusters", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("ranks_per_node", slow_but([2], [1, 2]))
+def test_choices_have_routes_and_come_close_to_the_bound(
+    clusters: ModuleType, ranks_per_node: int
+) -> None:
+    for number in range(12):
+        drawn = clusters.draw(11, number, ranks_per_node, 12)
+        row = clusters.examine(drawn, has_others=True)
+        assert not row["without_route"], row["is"]
+        assert not row["refused"], row["is"]
+        assert row["over_best"] < 1.25, row["is"]
+        if drawn.nbytes >= clusters.LARGE_NBYTES:
+            assert row["over_bound"] < 1.3, row["is"]
+
+
+def test_a_draw_is_the_same_again(clusters: ModuleType) -> None:
+    assert clusters.draw(3, 7, 1, 64) == clusters.draw(3, 7, 1, 64)
+    assert clusters.draw(3, 7, 1, 64) != clusters.draw(3, 8, 1, 64)
+
+
+def test_messages_without_a_rail_are_counted(clusters: ModuleType) -> None:
+    rows = ((16, 0), (0, 16), (16, 16))
+    apart = clusters.Cluster("", rows, 1, clusters.FABRICS[0], 1 << 20)
+    assert clusters.without_route(ring.allreduce(3), apart) > 0
+    assert clusters.is_joined(rows)
+    assert not clusters.is_joined(rows[:2])
+
+
+def test_the_bound_counts_what_a_port_can_use(clusters: ModuleType) -> None:
+    """Rail 1 of node 0 meets nobody."""
+    rows = ((16, 16), (16, 0), (16, 0))
+    drawn = clusters.Cluster("", rows, 1, clusters.FABRICS[0], 1 << 20)
+    beta = clusters.FABRICS[0].beta
+    assert list(map(sum, drawn.usable)) == [beta, beta, beta]
+    assert drawn.bound_s(Collective.ALLREDUCE, 3 * beta) == pytest.approx(4)
+    assert drawn.bound_s(Collective.BROADCAST, 3 * beta) == pytest.approx(3)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ((0, 2), (0, 14), (0, 8)),  # one rail, and no edge to spare
+        ((16, 0), (16, 16), (0, 16)),
+    ],
+)
+def test_rails_without_an_edge_to_spare_have_a_bound(
+    clusters: ModuleType, rows: tuple[tuple[int, ...], ...]
+) -> None:
+    drawn = clusters.Cluster("", rows, 1, clusters.FABRICS[0], 1 << 20)
+    whole = clusters.FABRICS[0].beta
+    for collective in Collective:
+        if collective != Collective.BARRIER:
+            assert drawn.bound_s(collective, whole) > 0
+
+
+def test_the_bound_of_two_whole_rails_in_a_chain(clusters: ModuleType) -> None:
+    chain = clusters.Cluster("", ((16, 0), (16, 16), (0, 16)), 1, clusters.FABRICS[0], 1)
+    whole = clusters.FABRICS[0].beta
+    assert chain.bound_s(Collective.ALLREDUCE, whole) == pytest.approx(1)

@@ -1,0 +1,365 @@
+"""The tables' figures: simulated, against the lower bound, the closed forms and the papers."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from r2ccl.algos import packed_trees
+from r2ccl.schedule.check import check
+
+BENCH = Path(__file__).parents[3] / "bench"
+TABLES = ["bound", "optcc", "cloudlab", "multi-failure"]
+USES = ["r2ccl-training", "r2ccl-inference"]
+
+#: What a tolerance of 0.01 of a slice may take off a time.
+ROUNDING = 1e-3
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import a module of the benches."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the quick form of a table saves; each runs once."""
+    saved: dict[str, Any] = {}
+
+    def run(name: str) -> Any:
+        if name not in saved:
+            path = tmp_path_factory.mktemp("tables") / "table.json"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.syspath_prepend(str(BENCH))
+                arguments = ["bench/tables.py", "--table", name, "--quick", "--json", str(path)]
+                patch.setattr("sys.argv", arguments)
+                assert importlib.import_module("tables").main() == 0
+            saved[name] = json.loads(path.read_text())["results"]
+        return saved[name]
+
+    return run
+
+
+def figures(results: Any, schedule: str, **wanted: Any) -> list[Any]:
+    """The rows of a schedule or a strategy, at least one."""
+    found = [
+        row
+        for row in results
+        if row.get("schedule", row.get("strategy")) == schedule
+        and all(row[key] == wanted[key] for key in wanted)
+    ]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_no_simulation_beats_the_bound_or_is_called_measured(quick, name) -> None:
+    for row in quick(name):
+        assert row["measured"] is None
+        if "simulated" in row:
+            assert row["simulated"] >= row["bound"] * (1 - ROUNDING)
+            assert row["over_bound"] == pytest.approx(row["simulated"] / row["bound"])
+
+
+def test_measured_and_simulated_have_columns_of_their_own(bench, capsys) -> None:
+    rows = bench("tables_rows")
+    fields = {"table": "bound", "case": "1/2", "schedule": "ring", "n": 8, "slices": 4}
+    times = {"bound": 1.125, "simulated": 1.25, "over_bound": 1.25 / 1.125}
+    shown = [rows.Row(**fields, **times), rows.Row(**fields, **times, measured=1.375)]
+    rows.print_rows(Console(width=160), "made", shown, [])
+    heading, first, second = (
+        [cell.strip() for cell in line.strip("┃│").replace("│", "┃").split("┃")]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(("┃", "│"))
+    )
+    assert [row[heading.index("simulated")] for row in (first, second)] == ["1.250", "1.250"]
+    assert [row[heading.index("measured")] for row in (first, second)] == ["not measured", "1.375"]
+
+
+def test_packed_trees_are_close_to_the_bound(quick, bench) -> None:
+    limit = bench("tables_bound").limit
+    assert (limit(Fraction(1, 3)), limit(Fraction(1, 2))) == (1.03, 1.05)
+    for schedule in ("packed trees", "packed trees, cheapest"):
+        found = figures(quick("bound"), schedule)
+        assert {(row["n"], row["case"]) for row in found} == {
+            (n, lost) for n in (8, 16) for lost in ("1/3", "1/2")
+        }
+        assert all(row["over_bound"] <= limit(Fraction(row["case"])) for row in found)
+
+
+@pytest.mark.parametrize(("lost", "trees", "slices"), [("1/3", 28, 96), ("1/2", 4, 160)])
+def test_packed_trees_of_64_nodes_are_close_to_the_bound(bench, lost, trees, slices) -> None:
+    rows = bench("tables_rows")
+    bandwidths = rows.straggler(64, Fraction(lost))
+    time = rows.time_of(packed_trees.allreduce(bandwidths, trees), bandwidths, slices)
+    limit = bench("tables_bound").limit(Fraction(lost))
+    assert time <= limit * float(packed_trees.lower_bound(bandwidths))
+
+
+def test_a_setting_that_is_too_coarse_is_not_called_cheapest(bench, monkeypatch) -> None:
+    bound = bench("tables_bound")
+    monkeypatch.setattr(bound, "_GRID", [(4, 8), (4, 64)])
+    *_, row = bound.packed_rows(8, Fraction(1, 2))
+    assert (row.schedule, row.trees, row.slices) == ("packed trees, cheapest", 4, 64)
+    monkeypatch.setattr(bound, "_GRID", [(4, 8), (4, 16)])
+    *_, row = bound.packed_rows(8, Fraction(1, 2))
+    assert (row.schedule, row.trees, row.slices) == ("packed trees, finest tried", 4, 16)
+    assert row.over_bound > 1.05
+
+
+def test_balance_is_a_ring_as_slow_as_the_straggler(quick) -> None:
+    for row in figures(quick("bound"), "ring, Balance"):
+        assert row["simulated"] == pytest.approx(float(1 / (1 - Fraction(row["case"]))), rel=1e-3)
+
+
+def test_optcc_takes_what_its_paper_says(quick) -> None:
+    for row in figures(quick("optcc"), "OptCC", n=8):
+        exact = Fraction(row["k"] + 1, row["k"]) * 2 / Fraction(14, 8)  # l (k + 1)/k, l = 2
+        assert row["model"] == pytest.approx(float(exact))
+        assert row["over_model"] == pytest.approx(1, abs=0.03)
+    for row in figures(quick("optcc"), "OptCC", n=16, k=64):
+        assert row["simulated"] <= 1.06
+
+
+def test_cloudlab_is_as_the_published_model_says(quick) -> None:
+    results = quick("cloudlab")
+    assert figures(results, "ring, Balance")[0]["simulated"] == pytest.approx(1.5, abs=0.05)
+    published = figures(results, "R2CC-AllReduce, published")
+    for row in published:
+        assert row["over_model"] == pytest.approx(1, abs=0.01)
+        assert row["simulated"] == pytest.approx(float(row["paper"]), rel=0.02)
+    [packed] = figures(results, "packed trees among nodes")
+    assert packed["simulated"] < min(row["simulated"] for row in published)
+
+
+def test_the_published_model_is_that_of_six_ranks(bench) -> None:
+    model_of = bench("tables_cloudlab").model_of
+    assert [float(model_of(k)) for k in (1, 2, 4, 8, 16)] == [1.6, 1.45, 1.375, 1.3375, 1.31875]
+
+
+@pytest.mark.parametrize("nchunks", [1, 3])
+def test_the_published_schedule_adds_up_everything(bench, nchunks) -> None:
+    check(bench("tables_cloudlab").published(nchunks))
+
+
+def test_packed_trees_outlive_several_failures(quick) -> None:
+    patterns = [row for row in quick("multi-failure") if row["table"] == "multi-failure pattern"]
+    times = [
+        {key.removesuffix(", sim/bound"): row[key] for key in row if key.endswith("sim/bound")}
+        for row in patterns
+    ]
+    packed = [each.pop("packed trees") for each in times]
+    assert len(packed) == 5
+    assert statistics.median(packed) <= 1.08
+    for ours, others in zip(packed, times, strict=True):
+        assert ours <= 1.03 * min(others.values())
+
+
+def test_rows_of_several_failures_are_of_patterns(quick) -> None:
+    results = quick("multi-failure")
+    by_number = {row["number"]: row for row in results if "number" in row}
+    for schedule in ("packed trees", "leaf ring", "nested rings", "ring, Balance"):
+        middle, worst = figures(results, schedule)
+        ratios = sorted(row[f"{schedule}, sim/bound"] for row in by_number.values())
+        assert middle["over_bound"] == ratios[2]
+        assert worst["over_bound"] == ratios[-1]
+        for row in (middle, worst):
+            own = by_number[int(row["case"].split()[-1])]
+            assert row["bound"] == own["bound"]
+            assert row["over_bound"] == own[f"{schedule}, sim/bound"]
+
+
+def test_patterns_depend_on_seed_and_number_alone(bench) -> None:
+    failures = bench("tables_failures")
+    drawn = [failures.draw(1, number) for number in range(500)]
+    assert drawn[7] == failures.draw(1, 7)
+    assert len(set(drawn)) == 500
+    assert failures.draw(2, 7) != drawn[7]
+    lost = [failures.NICS - alive for pattern in drawn for alive in pattern]
+    for nics, chance in enumerate(failures.PROBABILITIES):
+        assert lost.count(nics) / len(lost) == pytest.approx(chance, abs=0.02)
+
+
+def test_processes_find_what_one_finds(bench) -> None:
+    failures = bench("tables_failures")
+    assert failures.judge_all(3, [4, 5], 2) == failures.judge_all(3, [4, 5], 1)
+
+
+TESTBED = {"setting": "2.7B, 128 sequences", "case": "1 NIC"}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_nothing_about_training_and_serving_is_called_measured(quick, name) -> None:
+    results = quick(name)
+    assert results
+    assert all(row["measured"] is None and row["simulated"] > 0 for row in results)
+
+
+def test_without_failures_tokens_are_as_published(quick) -> None:
+    [row] = figures(quick("r2ccl-training"), "flat ring", setting=TESTBED["setting"])
+    assert row["simulated"] == pytest.approx(float(row["paper"]), rel=1e-9)
+    assert row["model"] == pytest.approx(float(row["paper"]), rel=1e-9)
+
+
+def test_strategies_have_the_published_order(quick) -> None:
+    names = ["R2CC-AllReduce", "Balance", "HotRepair", "AdapCC"]
+    rows = [figures(quick("r2ccl-training"), name, **TESTBED)[0] for name in names]
+    for column in ("paper", "model", "simulated"):
+        tokens = [float(row[column]) for row in rows]
+        assert tokens == sorted(tokens, reverse=True)
+        assert tokens[0] < 314618
+
+
+def test_one_lost_nic_costs_auto_less_than_a_percent_of_a_step(quick) -> None:
+    results = quick("r2ccl-training")
+    [row] = figures(results, "auto", **TESTBED)
+    assert 0 <= row["overhead"] < 1
+    assert row["simulated"] > 314618
+    assert figures(results, "auto", setting="6.7B", case="1 NIC")[0]["overhead"] < 1
+
+
+def test_overlap_hides_what_a_lost_nic_costs(quick) -> None:
+    for name in ("HotRepair", "Balance", "R2CC-AllReduce", "auto"):
+        rows = [
+            figures(quick("r2ccl-training"), name, setting=f"2.7B, 128 sequences{suffix}")[-1]
+            for suffix in ("", ", overlapped")
+        ]
+        assert rows[1]["case"] == "1 NIC"
+        assert rows[1]["overhead"] < 0.1
+        assert rows[1]["simulated"] > rows[0]["simulated"]
+
+
+def test_ten_failures_cost_more_packed_trees_less_than_published(quick) -> None:
+    overheads = {
+        (name, case): figures(quick("r2ccl-training"), name, case=f"{case}, mean")[0]["overhead"]
+        for name in ("R2CC-AllReduce", "packed trees", "auto")
+        for case in ("1 NIC", "10 NICs")
+    }
+    for name in ("R2CC-AllReduce", "packed trees", "auto"):
+        assert overheads[name, "1 NIC"] < overheads[name, "10 NICs"]
+    for case in ("1 NIC", "10 NICs"):
+        assert overheads["packed trees", case] < overheads["R2CC-AllReduce", case] / 2
+        assert overheads["auto", case] <= overheads["packed trees", case]
+
+
+def test_serving_loses_less_than_published(quick) -> None:
+    results = quick("r2ccl-inference")
+    for quantity in ("TTFT, ms", "TPOT, ms"):
+        ours, r2cc, balance, hot_repair = (
+            figures(results, name, case="1 NIC", quantity=quantity)[0]
+            for name in ("auto", "R2CC-AllReduce", "Balance", "HotRepair")
+        )
+        assert 0 <= ours["overhead"] < 1
+        assert r2cc["overhead"] < 3
+        assert ours["simulated"] < r2cc["simulated"] <= balance["simulated"]
+        assert balance["simulated"] < hot_repair["simulated"]
+
+
+def test_closed_forms_are_close_to_what_is_simulated(bench) -> None:
+    strategies = bench("tables_strategies")
+    for strategy in strategies.Strategy:
+        for lost in ((), ((0,),), ((0, 1),), ((0,), (0,))):
+            pattern = strategies.canonical(strategy, lost)
+            nbytes = 1 << 30
+            simulated, model = (
+                time_of(strategies.PAIR, strategy, pattern, nbytes)
+                for time_of in (strategies.allreduce_s, strategies.model_s)
+            )
+            assert model * (1 - ROUNDING) <= simulated <= 1.02 * model
+
+
+def test_the_published_schedule_of_gpus_adds_up_everything(bench) -> None:
+    strategies = bench("tables_strategies")
+    for alive in ((8, 7), (6, 8)):
+        check(strategies._flat_r2cc(strategies.PAIR, alive))
+
+
+def test_patterns_are_merged_only_where_a_strategy_cannot_tell(bench) -> None:
+    strategies = bench("tables_strategies")
+    lost = ((), (5,), (7, 0), (3, 6))
+    assert strategies.canonical(strategies.Strategy.HOT_REPAIR, lost) == ((0, 1), (0, 3), (0,))
+    assert strategies.canonical(strategies.Strategy.BALANCE, lost) == ((0, 1), (0, 1), (0,))
+
+
+def test_a_lost_nic_s_channels_move_to_the_next_one_alive(bench) -> None:
+    strategies = bench("tables_strategies")
+    backups = strategies.PAIR.backups(((0, 1, 7),))
+    assert backups[0].tolist() == [2, 2, 2, 3, 4, 5, 6, 2]
+    assert backups[1].tolist() == list(range(8))
+
+
+def test_draws_depend_on_seed_and_number_alone_and_grow(bench) -> None:
+    training = bench("tables_training")
+    drawn = [training.draw(1, number, 64) for number in range(100)]
+    assert drawn[7] == training.draw(1, 7, 64) != training.draw(2, 7, 64)
+    assert len(set(drawn)) == 100
+    assert all(len(set(nics)) == 10 and 0 <= min(nics) <= max(nics) < 512 for nics in drawn)
+    before, after = (training.by_node(drawn[7][:count], 64) for count in (4, 10))
+    assert all(set(few) <= set(many) for few, many in zip(before, after, strict=True))
+    assert sum(map(len, after)) == 10
+
+
+def test_at_any_time_as_many_nics_are_away_as_their_lives_say(bench) -> None:
+    training = bench("tables_training")
+    away = [len(training.draw_any_time(1, number, 64)) for number in range(300)]
+    assert statistics.fmean(away) == pytest.approx(512 * 48 / 20_048, rel=0.15)
+
+
+def test_processes_find_the_steps_that_one_finds(bench) -> None:
+    training, strategies = bench("tables_training"), bench("tables_strategies")
+    setting = training._large(32)
+    tasks = [(strategies.Strategy.BALANCE, ((0,),)), (strategies.Strategy.LEAF, ((0,),))]
+    alone, spread = (
+        training._map(setting, tasks, argparse.Namespace(jobs=jobs, mpi=False)) for jobs in (1, 2)
+    )
+    assert alone == spread
+
+
+@pytest.mark.parametrize("name", ["optcc", "r2ccl-inference"])
+def test_a_plot_has_a_line_a_row_and_points_that_are_numbers(quick, bench, tmp_path, name) -> None:
+    plots = bench("tables_plot")
+    axis, lines = plots.lines_of(quick(name))
+    assert axis == ("T/T0" if name == "optcc" else "% above the time without failures")
+    assert len(lines) == len([row for row in quick(name) if "simulated" in row])
+    assert all("simulated" in line.figures and "measured" not in line.figures for line in lines)
+    plots.plot(tmp_path / "made" / "table.png", "a table", quick(name))
+    assert (tmp_path / "made" / "table.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_nothing_is_simulated_in_vain(bench, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    arguments = ["bench/tables.py", "--table", "bound", "--plot", "table.png"]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(ImportError, match=r"r2ccl\[demo\]"):
+        bench("tables").main()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--table multi-failure --patterns 0",
+        "--table r2ccl-training --patterns 0",
+        "--table r2ccl-inference --seed 1",
+        "--table multi-failure --jobs 0",
+        "--table multi-failure --first -1",
+        "--table optcc --mpi",
+        "--table bound --seed 1",
+        "--table none",
+        "--quick",
+    ],
+)
+def test_other_arguments_are_refused(bench, monkeypatch, capsys, arguments) -> None:
+    monkeypatch.setattr("sys.argv", ["bench/tables.py", *arguments.split()])
+    with pytest.raises(SystemExit):
+        bench("tables").parse_arguments()
+    assert "error: " in capsys.readouterr().err

@@ -1,0 +1,250 @@
+"""Ranks start with the right environment, end within bounded time, and report the first failure."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+
+from r2ccl.bootstrap.launch import LocalJob, describe_exit, launch
+from r2ccl.cli.launch import LinePrinter, add_parser
+from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
+
+WAIT_S = 20.0
+
+
+def environ(name: str) -> partial[object]:
+    return partial(eval, f"__import__('os').environ.get({name!r})")
+
+
+def by_rank(expression: str) -> partial[object]:
+    """Evaluate `expression` with ``rank`` in every process."""
+    return partial(eval, f"(lambda rank: {expression})(int(__import__('os').environ['RANK']))")
+
+
+def test_results_come_back_by_rank() -> None:
+    assert launch(by_rank("rank * 10"), 3, timeout_s=WAIT_S) == [0, 10, 20]
+
+
+def test_extra_variables_reach_every_rank() -> None:
+    found = launch(environ("SOME_NAME"), 2, timeout_s=WAIT_S, env={"SOME_NAME": "x", "RANK": "9"})
+    assert found == ["x", "x"]
+
+
+def test_the_parents_environment_is_left_alone() -> None:
+    before = dict(os.environ)
+    secrets = launch(environ("R2CC_SECRET"), 2, timeout_s=WAIT_S)
+    assert len(set(secrets)) == 1
+    assert len(secrets[0]) == 64
+    assert dict(os.environ) == before
+
+
+def test_the_first_exception_comes_back_with_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        launch(by_rank("1 // (rank - 1)"), 2, timeout_s=WAIT_S)
+    assert "rank 1" in str(caught.value.__cause__)
+    assert "Traceback" in str(caught.value.__cause__)
+
+
+def test_a_rank_that_dies_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("r2ccl.bootstrap.launch._FAILURE_GRACE_S", 0.2)
+    dies = by_rank(
+        "__import__('os').kill(__import__('os').getpid(), 9) if rank == 1 "
+        "else __import__('time').sleep(60)"
+    )
+    started = time.monotonic()
+    with pytest.raises(R2cclError, match=r"rank 1 .* SIGKILL"):
+        launch(dies, 2, timeout_s=WAIT_S)
+    assert time.monotonic() - started < WAIT_S / 2
+
+
+def test_a_timeout_names_who_is_late() -> None:
+    sleeps = by_rank("__import__('time').sleep(60 * (rank == 1))")
+    with pytest.raises(TransportTimeout, match=r"ranks \[1\]"):
+        launch(sleeps, 2, timeout_s=5.0)  # time enough to start, on a busy machine
+
+
+@pytest.mark.parametrize("nranks", [0, -1])
+def test_at_least_one_rank(nranks: int) -> None:
+    with pytest.raises(InvalidArgument, match="at least 1"):
+        launch(os.getpid, nranks)
+
+
+def test_a_function_that_cannot_travel_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="cannot be sent"):
+        launch(lambda: None, 1)
+
+
+def test_the_port_is_taken_before_any_rank_runs() -> None:
+    with LocalJob(2) as job:
+        port = int(job.environment(1)["R2CC_PORT"])
+        assert job.listener.getsockname() == ("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("status", "text"), [(3, "exit status 3"), (-9, "SIGKILL"), (None, "still running")]
+)
+def test_exit_statuses_are_spelled_out(status: int | None, text: str) -> None:
+    assert text in describe_exit(status)
+
+
+# -- the command ----------------------------------------------------------------------------
+
+
+def start_command(*args: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "r2ccl", "launch", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def run_command(*args: str) -> tuple[int, bytes, bytes]:
+    process = start_command(*args)
+    try:
+        out, err = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def python(code: str) -> Sequence[str]:
+    start = "import os, sys, time; rank = int(os.environ['RANK'])\n"
+    return ("--", sys.executable, "-c", start + code)
+
+
+def test_the_command_runs_every_rank_and_tags_their_lines() -> None:
+    code = "print('here', os.environ['WORLD_SIZE'], os.environ['NAME'])"
+    status, out, _ = run_command("-n", "3", "--env", "NAME=v", "--tag", "always", *python(code))
+    assert status == 0
+    assert sorted(out.splitlines()) == [b"[%d] here 3 v" % rank for rank in range(3)]
+
+
+def test_the_secret_is_in_no_command_line() -> None:
+    code = (
+        "lines = open('/proc/self/cmdline').read() + open(f'/proc/{os.getppid()}/cmdline').read()\n"
+        "print(os.environ['R2CC_SECRET'] in lines, len(os.environ['R2CC_SECRET']))"
+    )
+    assert run_command("-n", "1", *python(code))[1] == b"False 64\n"
+
+
+def test_the_exit_status_is_the_first_failures() -> None:
+    status, _, err = run_command("-n", "2", *python("sys.exit(7 if rank else 0)"))
+    assert status == 7
+    assert b"rank 1: exit status 7" in err
+
+
+def run_here(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *args: str
+) -> tuple[int, str, str]:
+    """Run the command in this process, where those that are left soon lose its patience."""
+    monkeypatch.setattr("r2ccl.cli.launch._FAILURE_GRACE_S", 0.1)
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    parsed = parser.parse_args(["launch", *args])
+    status = parsed.run(parsed)
+    return (status, *capfd.readouterr())
+
+
+def test_a_rank_that_fails_ends_the_others(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = "rank == 1 and os.abort()\ntime.sleep(60)"
+    started = time.monotonic()
+    status, _, err = run_here(monkeypatch, capfd, "-n", "2", *python(code))
+    assert time.monotonic() - started < WAIT_S
+    assert status == 128 + signal.SIGABRT
+    assert err.splitlines() == ["r2ccl launch: rank 1: signal SIGABRT"]
+
+
+def test_survivors_may_keep_going_and_the_dead_are_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = (
+        "rank == 1 and os.kill(os.getpid(), 9)\n"
+        "time.sleep(1)  # ten times what the others are granted else\n"
+        "rank == 2 and sys.exit(3)\nprint('finished', rank)"
+    )
+    args = ("--keep-going", "-n", "4", "--tag", "never", *python(code))
+    status, out, err = run_here(monkeypatch, capfd, *args)
+    assert status == 128 + signal.SIGKILL
+    assert sorted(out.splitlines()) == ["finished 0", "finished 3"]
+    assert err.splitlines() == [
+        "r2ccl launch: rank 1: signal SIGKILL",
+        "r2ccl launch: rank 2: exit status 3",
+    ]
+
+
+def test_a_job_that_keeps_going_is_still_ended_by_a_signal() -> None:
+    code = "print('ready')\ntime.sleep(60)"
+    process = start_command("--keep-going", "-n", "2", *python(code))
+    try:
+        assert process.stdout is not None
+        assert b"ready" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_an_interrupt_reaches_every_rank_once() -> None:
+    code = (
+        "import signal\nseen = []\nsignal.signal(signal.SIGINT, lambda *_: seen.append(1))\n"
+        "print('ready')\nwhile not seen: time.sleep(0.01)\n"
+        "time.sleep(0.3)\nprint('seen', len(seen))\n"
+    )
+    process = start_command("-n", "2", "--tag", "always", *python(code))
+    try:
+        assert process.stdout is not None
+        first = {process.stdout.readline() for _ in range(2)}
+        assert first == {b"[0] ready\n", b"[1] ready\n"}
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+    assert sorted(out.splitlines()) == [b"[0] seen 1", b"[1] seen 1"]
+    assert process.returncode == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("-n", "2"), b"no command given"),
+        (("-n", "0", "--", "true"), b"at least 1"),
+        (("-n", "1", "--env", "X", "--", "true"), b"NAME=VALUE"),
+        (("-n", "1", "--", "/nowhere/program"), b"cannot run"),
+    ],
+)
+def test_wrong_command_lines_are_explained(args: Sequence[str], text: bytes) -> None:
+    status, _, err = run_command(*args)
+    assert status == 2
+    assert text in err
+    assert b"Traceback" not in err
+
+
+def test_command_options_stay_the_commands() -> None:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    args = parser.parse_args(["launch", "-n", "2", "--", "prog", "-n", "5", "--tag", "x"])
+    assert (args.nranks, args.tag) == (2, "auto")
+    assert args.command[-5:] == ["prog", "-n", "5", "--tag", "x"]
+
+
+def test_lines_are_whole_and_tagged_once_a_second_rank_writes() -> None:
+    out = io.BytesIO()
+    printer = LinePrinter("auto", out)
+    printer.feed(0, "out", b"alone\npart")
+    printer.feed(1, "out", b"other\n")
+    printer.feed(0, "out", b"ial\n")
+    printer.feed(1, "err", b"no newline")
+    printer.finish(1, "err")
+    assert out.getvalue() == b"alone\n[1] other\n[0] partial\n[1] no newline\n"

@@ -1,0 +1,97 @@
+"""The examples run as their first lines say, and the demo ends as it promises."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from support.mpi import find_mpiexec
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples"
+LAUNCH = (sys.executable, "-m", "r2ccl", "launch", "-n", "3", "--")
+
+
+def run(*argv: str | Path, cwd: Path = ROOT) -> str:
+    """Run a command that must succeed; return what it wrote."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        list(map(str, argv)),
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def load(name: str) -> ModuleType:
+    """Import one of the demo's modules from its file."""
+    spec = importlib.util.spec_from_file_location(f"demo_{name}", EXAMPLES / f"digits/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("0*.py")), ids=lambda path: path.name)
+def test_numbered_examples_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 60
+
+
+def test_allreduce_sums_over_all_ranks() -> None:
+    assert "3 ranks: every element is 6, the last rank is 2" in run(
+        *LAUNCH, sys.executable, EXAMPLES / "01_allreduce.py"
+    )
+
+
+def test_a_lost_rail_changes_no_sum_and_is_reported() -> None:
+    written = run(sys.executable, EXAMPLES / "02_lose_a_rail.py")
+    assert "every element is 6" in written
+    assert "cut by the fault plan; moved channel" in written
+
+
+def test_mpi_ranks_become_ranks() -> None:
+    pytest.importorskip("mpi4py")
+    written = run(find_mpiexec(), "-n", "2", sys.executable, EXAMPLES / "03_mpi.py")
+    assert "2 ranks of MPI: the same sum" in written
+
+
+def test_demo_on_loopback_loses_a_rail_and_no_bit(tmp_path: Path) -> None:
+    demo = EXAMPLES / "train_digits.py"
+    written = run(sys.executable, demo, "--epochs", "1", "--loopback", cwd=tmp_path)
+    # Whichever end is first to notice: the one that was cut, or its peer.
+    assert re.search(r"evidence +(ENETDOWN|EOF|ECONNRESET|EPIPE): ", written), written
+    assert written.rstrip().splitlines()[-1].startswith("OK: a NIC died in mid-allreduce")
+
+
+def test_gradient_of_the_demo_is_that_of_its_loss() -> None:
+    rank = load("rank")
+    rank.LAYERS = (5, 7, 6, 3)
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal(rank.nweights())
+    x, labels = rng.standard_normal((4, 5)), np.array([0, 2, 1, 2])
+    gradient, unused = np.empty_like(weights), np.empty_like(weights)
+    rank.backpropagate(weights, gradient, x, labels)
+    for index in range(0, len(weights), 5):
+        step = np.zeros_like(weights)
+        step[index] = 1e-6
+        up = rank.backpropagate(weights + step, unused, x, labels)
+        down = rank.backpropagate(weights - step, unused, x, labels)
+        assert (up - down) / 2e-6 == pytest.approx(gradient[index], abs=1e-6)
+
+
+def test_gradient_of_the_demo_is_as_large_as_promised() -> None:
+    rank = load("rank")
+    assert rank.initial_weights().nbytes >= 16 << 20

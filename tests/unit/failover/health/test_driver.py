@@ -1,0 +1,186 @@
+"""Councils of several ranks, with a control plane that delivers when it is told to."""
+
+import logging
+from collections import deque
+
+import pytest
+
+from r2ccl.failover.health.driver import HealthAgreement
+from r2ccl.failover.health.table import WHOLE, Health
+
+#: The peer that rank 1 measures each rail by.
+TOWARD = {0: 2, 1: 2}
+
+
+class Mail:
+    """One rank's control plane: a queue to every other rank."""
+
+    def __init__(self, world: "World", rank: int) -> None:
+        self._world = world
+        self._rank = rank
+
+    def send(self, peer: int, message: object) -> None:
+        self._world.queue.append((self._rank, peer, message))
+
+    def broadcast(self, message: object) -> None:
+        for peer in range(len(self._world.agreements)):
+            if peer != self._rank:
+                self.send(peer, message)
+
+
+class World:
+    def __init__(self, nranks: int = 3, nrails: int = 2) -> None:
+        self.now = 0.0
+        self.queue: deque[tuple[int, int, object]] = deque()
+        whole = Health.whole(nranks, nrails, "same")
+        self.agreements: list[HealthAgreement] = []
+        for rank in range(nranks):
+            mail = Mail(self, rank)
+            self.agreements.append(
+                HealthAgreement(rank, whole, control=mail, clock=lambda: self.now)
+            )
+
+    def deliver(self, most: int = 1_000) -> None:
+        while self.queue and most:
+            source, target, message = self.queue.popleft()
+            self.agreements[target].on_message(source, message)  # type: ignore[arg-type]
+            most -= 1
+        assert most or not self.queue, "the ranks talk without end"
+
+    def versions(self) -> list[int]:
+        return [agreement.known.health.version for agreement in self.agreements]
+
+
+def test_what_one_rank_doubts_all_ranks_know_and_when() -> None:
+    world = World()
+    world.now = 7.0
+    world.agreements[2].report_down(2, 1)
+    world.deliver()
+    for agreement in world.agreements:
+        assert agreement.known.health.share(2, 1) == 0
+        assert agreement.known.since_s == 7.0
+
+
+def test_a_doubt_is_told_once_and_taken_back_once() -> None:
+    world = World()
+    agreement = world.agreements[1]
+    agreement.report_up(1, 0)
+    assert not world.queue, "there is nothing to take back"
+    for _ in range(2):
+        agreement.report_down(1, 0)
+    assert len(world.queue) == 1
+    world.deliver()
+    world.now += 1.0
+    for _ in range(2):
+        agreement.report_up(1, 0)
+    assert len(world.queue) == 1
+    world.deliver()
+    assert world.versions() == [2, 2, 2]
+    assert world.agreements[0].known.health.share(1, 0) == WHOLE
+
+
+def test_who_else_doubts_a_rail_must_take_it_back_too() -> None:
+    world = World()
+    for agreement in world.agreements[1:]:
+        agreement.report_down(1, 0)
+    world.deliver()
+    world.now += 1.0
+    world.agreements[0].tick(world.now)
+    world.agreements[1].report_up(1, 0)
+    world.deliver()
+    assert world.agreements[0].known.health.share(1, 0) == 0
+
+
+def test_what_a_rank_measures_of_its_rails_all_ranks_plan_with() -> None:
+    world = World()
+    world.agreements[1].report_bandwidth({0: 16, 1: 4}, TOWARD)
+    world.deliver()
+    assert [agreement.known.health.share(1, 1) for agreement in world.agreements] == [4, 4, 4]
+    world.agreements[1].report_bandwidth({0: 16, 1: 4}, TOWARD)
+    assert not world.queue, "nothing is new"
+    world.now += 1.0
+    world.agreements[1].report_bandwidth({0: 16, 1: 16}, TOWARD)
+    world.deliver()
+    assert world.agreements[0].known.health.degraded() == ()
+
+
+def test_a_slow_rail_that_went_down_is_slow_when_it_is_back() -> None:
+    world = World()
+    agreement = world.agreements[1]
+    shares = []
+    for news in (
+        lambda: agreement.report_bandwidth({0: 16, 1: 4}, TOWARD),
+        lambda: agreement.report_down(1, 1),
+        lambda: agreement.report_bandwidth({0: 16, 1: 8}, TOWARD),
+        lambda: agreement.report_up(1, 1),
+        lambda: agreement.report_bandwidth({0: 16, 1: 16}, TOWARD),
+    ):
+        news()
+        world.deliver()
+        world.now += 1.0
+        for each in world.agreements:
+            each.tick(world.now)
+        world.deliver()
+        shares.append(world.agreements[2].known.health.share(1, 1))
+    assert shares == [4, 0, 0, 8, 16]
+
+
+def test_a_collective_held_by_a_promise_says_for_whom_it_waits() -> None:
+    world = World()
+    for agreement in world.agreements:
+        assert agreement.enter(1) is not None
+    world.agreements[0].report_down(0, 0)  # the coordinator has promised; nobody else has yet
+    agreement = world.agreements[0]
+    assert agreement.enter(2) is not None
+    assert agreement.enter(3) is None
+    assert agreement.waits_for() == (1, 2)
+    world.deliver()
+    health = agreement.enter(3)
+    assert health is not None
+    assert health.share(0, 0) == 0
+    assert agreement.waits_for() == ()
+
+
+def test_collectives_started_in_idle_times_are_in_the_promise() -> None:
+    """Of 1,000 calls that cost one comparison each, all count when a round begins."""
+    world = World()
+    for op in range(1, 1_001):
+        for agreement in world.agreements:
+            assert agreement.enter(op) is not None
+    world.agreements[0].enter(1_001)
+    world.agreements[2].report_down(2, 0)
+    world.deliver()
+    plans = [
+        [agreement.enter(op) for op in (1_001, 1_002, 1_003)] for agreement in world.agreements[1:]
+    ]
+    plans.append([plans[0][0], *(world.agreements[0].enter(op) for op in (1_002, 1_003))])
+    versions = [[health.version for health in each if health is not None] for each in plans]
+    assert versions == [[0, 0, 1]] * 3
+
+
+def test_a_call_that_failed_before_any_byte_may_be_entered_again() -> None:
+    agreement = World().agreements[0]
+    assert agreement.enter(1) == agreement.enter(1)
+
+
+def test_after_a_lost_rank_nothing_starts_and_all_can_be_read() -> None:
+    world = World()
+    agreement = world.agreements[1]
+    agreement.peer_lost(0)
+    assert agreement.enter(1) is None
+    agreement.report_down(1, 0)
+    assert not world.queue
+    assert agreement.known.health.version == 0
+
+
+def test_a_round_that_takes_long_is_reported_with_who_is_missing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World()
+    world.agreements[0].report_down(0, 0)
+    with caplog.at_level(logging.WARNING, "r2ccl.failover.health.driver"):
+        for _ in range(60):
+            world.now += 0.02
+            world.agreements[0].tick(world.now)
+    (record,) = caplog.records
+    assert "missing: ranks [1, 2]" in record.getMessage()

@@ -1,0 +1,219 @@
+"""The ways of calls on device memory: found alike by all ranks, the best that all can go first.
+
+Ranks are threads with engines of their own, on one simulated network; the GPUs of a node, one a
+rank, are fakes of one machine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engines import Group, Rank
+from support.machines.recorded import record
+from support.ranks import TIMEOUT_S, OneCard, together
+
+from r2ccl.dtypes import CODES
+from r2ccl.errors import R2cclError, TransportError
+from r2ccl.gpu.backends import Way, Ways
+from r2ccl.gpu.gpudirect import Direct
+from r2ccl.gpu.hierarchical import TieredCalls
+from r2ccl.gpu.peer import NodeCalls
+from r2ccl.gpu.staged import Bounce, DeviceCall
+from r2ccl.runtime.collectives import HostCollectives
+from r2ccl.runtime.executor import LandingPool
+from r2ccl.testing.fakedevice.forms import FakeLauncher
+from r2ccl.topology.machine import Machine
+from r2ccl.types import CallSignature, Collective, ReduceOp
+
+INT64 = CODES[np.dtype(np.int64)]
+
+
+class Caller:
+    """A rank whose calls go the ways that were found."""
+
+    def __init__(self, rank: Rank, machine: Machine | None, labels: list[str]) -> None:
+        self.rank = rank
+        host = HostCollectives(
+            rank.engine, rank.entry, LandingPool(lambda n: np.empty(n, np.uint8))
+        )
+        kernels = FakeLauncher(rank.device)
+        hardware = OneCard(rank.device, kernels, machine)
+        ways = Ways(
+            rank.engine, rank.entry, host.run_plan, config=rank.group.config,
+            nodes=rank.group.nodes, gather=rank.gather, labels=labels, hardware=hardware,
+        )  # fmt: skip
+        self.ways: tuple[Way, ...] = ways.find(rank.device, kernels)
+        self.taken: list[type] = []
+
+    def begin(self, x: Any, op: ReduceOp = ReduceOp.SUM, address: int = 0) -> tuple[Way, Any, int]:
+        """Begin an allreduce in place; return its way, the job, and where the result will be."""
+        address = address or self.rank.put(x)
+        signature = CallSignature(Collective.ALLREDUCE, CODES[x.dtype], op, x.size)
+        call = DeviceCall(signature, address, address)
+        way = next(each for each in self.ways if each.takes(call))
+        self.taken.append(type(way))
+        if not way.is_prepared(call):
+            way.prepare(call)
+        assert way.is_prepared(call)
+        job, done = way.begin(call, self.rank.stream)
+        self.rank.device.wait(self.rank.stream, done)
+        way.recycle(done)
+        return way, job, address
+
+    def allreduce(self, x: Any, op: ReduceOp = ReduceOp.SUM) -> Any:
+        way, job, address = self.begin(x, op)
+        assert job.error is None
+        way.finish(job)
+        return self.rank.get(address, x)
+
+    def close(self) -> None:
+        for way in self.ways:
+            way.close(TIMEOUT_S)
+        assert self.rank.transport.nheld == 0
+        self.rank.device.close()
+
+
+def callers(group: Group, machine: Machine | None = None, labels: Any = ()) -> list[Caller]:
+    found: list[Caller] = together(
+        group.nranks, lambda rank: Caller(group.ranks[rank], machine, list(labels))
+    )
+    return found
+
+
+def close(found: list[Caller]) -> None:
+    together(len(found), lambda rank: found[rank].close())
+
+
+def data_of(rank: int, count: int) -> Any:
+    return np.random.default_rng(rank).integers(-1000, 1000, count)
+
+
+@pytest.mark.parametrize(
+    ("nranks", "nlocal", "settings", "reaches", "meant"),
+    [
+        (1, 1, {}, True, [Bounce]),
+        (2, 2, {}, True, [NodeCalls, Bounce]),
+        (2, 2, {"ipc": "0"}, True, [Direct, Bounce]),
+        (2, 2, {"ipc": "0"}, False, [Bounce]),
+        (2, 1, {}, True, [Direct, Bounce]),
+        (4, 2, {}, True, [TieredCalls, Direct, Bounce]),
+        (4, 2, {}, False, [TieredCalls, Bounce]),
+    ],
+)
+def test_the_best_that_all_can_go_comes_first(
+    nranks: int, nlocal: int, settings: dict[str, str], reaches: bool, meant: list[type]
+) -> None:
+    group = Group(nranks, 0, nlocal, **settings)
+    # One rank that cannot is enough.
+    group.ranks[-1].transport.refuses = lambda address: not reaches
+    found = callers(group)
+    assert [[type(way) for way in each.ways] for each in found] == [meant] * nranks
+    xs = [data_of(rank, 700) for rank in range(nranks)]
+    for result in together(nranks, lambda rank: found[rank].allreduce(xs[rank])):
+        np.testing.assert_array_equal(result, np.sum(xs, axis=0))
+    assert [each.taken for each in found] == [meant[:1]] * nranks
+    close(found)
+
+
+def test_what_was_demanded_and_cannot_be_is_an_error_of_all() -> None:
+    group = Group(2, 0, 1, ipc="1")
+
+    def find(rank: int) -> None:
+        with pytest.raises(TransportError, match="1 to 1 ranks on a host"):
+            Caller(group.ranks[rank], None, [])
+
+    together(2, find)
+
+
+def test_what_was_found_is_freed_if_the_rest_cannot_be_made() -> None:
+    """On one rank alone, of which the others learn when it ends the communicator."""
+    group = Group(4, 0, 2)
+    group.ranks[1].device.refusals["pin"] = "CUDA_ERROR_OUT_OF_MEMORY"
+
+    def find(rank: int) -> Caller | None:
+        if rank != 1:
+            return Caller(group.ranks[rank], None, [])
+        with pytest.raises(TransportError, match="OUT_OF_MEMORY"):
+            Caller(group.ranks[rank], None, [])
+        return None
+
+    found = together(4, find)
+    assert group.ranks[1].transport.nheld == 0, "no NIC may keep memory that is freed"
+    group.ranks[1].device.close()
+    close([each for each in found if each is not None])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX])
+@pytest.mark.parametrize("reaches", [True, False], ids=["direct", "bounce"])
+def test_tiers_of_any_size_mixed_with_calls_of_all_ranks(
+    reaches: bool, op: ReduceOp, seed: int
+) -> None:
+    """Parts differ, are empty, or too small for the NICs; ranks count collectives all the same."""
+    group = Group(4, seed, 2)
+    group.ranks[0].transport.refuses = lambda address: not reaches
+    found = callers(group)
+    for count in (0, 1, 3, 16, 33, 61, 200, 1001):
+        xs = [data_of(rank + seed, count) for rank in range(4)]
+        results = together(4, lambda rank, xs=xs: found[rank].allreduce(xs[rank], op))  # type: ignore[misc]
+        meant = np.max(xs, axis=0) if op is ReduceOp.MAX else np.sum(xs, axis=0)
+        for result in results:
+            np.testing.assert_array_equal(
+                result, np.trunc(meant / 4).astype(np.int64) if op is ReduceOp.AVG else meant
+            )
+    tiers = [each.ways[0] for each in found]
+    for each in found:
+        each.ways = each.ways[1:]
+    xs = [data_of(rank, 900) for rank in range(4)]
+    for result in together(4, lambda rank: found[rank].allreduce(xs[rank])):
+        np.testing.assert_array_equal(result, np.sum(xs, axis=0))
+    assert len({each.rank.engine.op for each in found}) == 1
+    for each, first in zip(found, tiers, strict=True):
+        each.ways = (first, *each.ways)
+    close(found)
+
+
+def test_tiers_over_nics_that_fail_let_all_streams_go() -> None:
+    group = Group(4, 0, 2)
+    found = callers(group)
+    x = np.arange(2000)
+
+    def body(rank: int) -> None:
+        mine = found[rank]
+        way, job, address = mine.begin(x)
+        way.finish(job)
+        begun = [mine.begin(x, address=address) for _ in range(2)]
+        mine.rank.engine.revoke("for a test")
+        for way, job, _ in begun:
+            with pytest.raises(R2cclError):
+                way.finish(job)
+        done = mine.rank.device.make_event()
+        mine.rank.device.record(done, mine.rank.stream)
+        assert mine.rank.device.synchronize(done, TIMEOUT_S)
+
+    together(4, body)
+    close(found)
+
+
+def test_members_use_the_rails_near_to_their_gpus(tmp_path: Path) -> None:
+    """Two GPUs of a DGX and the NICs beside them: member i travels on rail i alone."""
+    gpus = ("0000:1b:00.0", "0000:43:00.0")
+    group = Group(4, 0, 2)
+    for rank in group.ranks:
+        rank.device._gpu.bus_id = gpus[rank.rank % 2]
+    machine = record(tmp_path, "dgx_h100").read()
+    found = callers(group, machine, ("mlx5_0:1", "mlx5_3:1"))
+    xs = [data_of(rank, 5000) for rank in range(4)]
+    for result in together(4, lambda rank: found[rank].allreduce(xs[rank])):
+        np.testing.assert_array_equal(result, np.sum(xs, axis=0))
+    for rank in group.ranks:
+        routes = {
+            link.route.rail
+            for (_, _), link in rank.engine._links.senders.items()
+            if link.route is not None
+        }
+        assert routes == {rank.rank % 2}
+    close(found)

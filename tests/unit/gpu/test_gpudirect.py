@@ -1,0 +1,435 @@
+"""Collectives on device memory over NICs that reach it: right, in order, and hanging no stream.
+
+Ranks are threads with engines of their own, on one simulated network; their GPUs are fakes that run
+work late, in any order that streams, events and words allow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engines import Group
+from support.ranks import KINDS, TIMEOUT_S, meant, together
+
+from r2ccl.dtypes import CODES
+from r2ccl.errors import CommunicatorRevoked, TransportError, TransportTimeout
+from r2ccl.failover.migration.path import PathState
+from r2ccl.gpu.staged import DeviceCall
+from r2ccl.types import CallSignature, Collective, ReduceOp
+
+
+def data_of(rank: int, count: int, dtype: str) -> Any:
+    return np.random.default_rng(rank).integers(-1000, 1000, count).astype(dtype)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("count", [0, 3, 300])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_collective_of_any_size(kind: Collective, count: int, seed: int) -> None:
+    nranks, root = 3, 1
+    group = Group(nranks, seed)
+    group.open()
+    dtype = "int64" if seed else "float32"
+    op = ReduceOp.SUM if seed % 2 else ReduceOp.MAX
+    xs = [data_of(rank, count, dtype) for rank in range(nranks)]
+
+    def body(rank: int) -> Any:
+        return group.ranks[rank].run(kind, xs[rank], op, root, in_place=seed > 1)
+
+    for rank, result in enumerate(together(nranks, body)):
+        np.testing.assert_array_equal(result, meant(kind, xs, op, root, rank))
+    group.close()
+
+
+def test_a_mean_is_divided_once() -> None:
+    group = Group(3)
+    group.open()
+    xs = [data_of(rank, 100, "float32") for rank in range(3)]
+
+    def body(rank: int) -> Any:
+        mine = group.ranks[rank]
+        return mine.run(Collective.ALLREDUCE, xs[rank], ReduceOp.AVG, 0, in_place=True)
+
+    total = np.sum(xs, axis=0)
+    for result in together(3, body):
+        np.testing.assert_array_equal(result, total / np.float32(3))
+    group.close()
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_arrays_that_nics_do_not_reach_are_copied(
+    kind: Collective, in_place: bool, offset: int
+) -> None:
+    """One rank's are refused, or do not begin at an element: the others' go as they are."""
+    nranks, root = 3, 1
+    group = Group(nranks, 5)
+    group.open()
+    xs = [data_of(rank, 90, "int64") for rank in range(nranks)]
+    odd = group.ranks[1]
+    if not offset:
+        odd.transport.refuses = lambda address: address in odd.arrays
+
+    def body(rank: int) -> Any:
+        shift = offset * (rank == 1)
+        mine = group.ranks[rank]
+        return mine.run(kind, xs[rank], ReduceOp.SUM, root, in_place=in_place, offset=shift)
+
+    for rank, result in enumerate(together(nranks, body)):
+        np.testing.assert_array_equal(result, meant(kind, xs, ReduceOp.SUM, root, rank))
+    group.close()
+
+
+def test_an_array_that_is_refused_when_it_is_used_is_copied_too() -> None:
+    """There was room for it at the call, and is none any more."""
+    group = Group(2)
+    group.open()
+    xs = [data_of(rank, 200, "int64") for rank in range(2)]
+    call = CallSignature(Collective.ALLREDUCE, CODES[xs[0].dtype], ReduceOp.SUM, 200)
+
+    def body(rank: int) -> Any:
+        mine = group.ranks[rank]
+        place = mine.put(xs[rank])
+        job = mine.begin(call, place, place)
+        if rank == 0:
+            mine.transport.refuses = lambda address: address in mine.arrays
+        mine.direct.finish(job)
+        return mine.get(place, xs[rank])
+
+    for result in together(2, body):
+        np.testing.assert_array_equal(result, xs[0] + xs[1])
+    group.close()
+
+
+def test_calls_back_to_back_keep_their_order() -> None:
+    """All are given to the device before the first is carried out, on one array."""
+    nranks, ncalls = 2, 6
+    group = Group(nranks)
+    group.open()
+    call = CallSignature(Collective.ALLREDUCE, CODES[np.dtype(np.int64)], ReduceOp.SUM, 60)
+
+    def body(rank: int) -> Any:
+        mine = group.ranks[rank]
+        data = np.full(60, rank + 1)
+        place = mine.put(data)
+        first = mine.begin(call, place, place)
+        mine.direct.finish(first)
+        jobs = [mine.begin(call, place, place) for _ in range(ncalls - 1)]
+        for job in jobs:
+            mine.direct.finish(job)
+        return mine.get(place, data)
+
+    for result in together(nranks, body):
+        np.testing.assert_array_equal(result, np.full(60, 3 * nranks ** (ncalls - 1)))
+    group.close()
+
+
+def test_a_call_that_fails_lets_the_stream_go_on() -> None:
+    group = Group(2)
+    group.open()
+    call = CallSignature(Collective.ALLREDUCE, CODES[np.dtype(np.int64)], ReduceOp.SUM, 300)
+    mine = group.ranks[0]
+    place = mine.put(np.arange(300))
+    job = mine.begin(call, place, place)
+    mine.engine.revoke("for a test")
+    with pytest.raises(CommunicatorRevoked, match="for a test"):
+        mine.direct.finish(job)
+    with pytest.raises(CommunicatorRevoked, match="for a test"):
+        mine.direct.examine(job)
+    mine.get(place, np.arange(300))
+    group.close()
+
+
+def test_a_caller_whose_stream_hangs_is_told() -> None:
+    group = Group(2, timeout_s=0.2)
+    group.open()
+    mine = group.ranks[0]
+    call = CallSignature(Collective.ALLREDUCE, CODES[np.dtype(np.int64)], ReduceOp.SUM, 300)
+    place = mine.put(np.arange(300))
+    word = mine.device.allocate_pinned(64)
+    mine.device.wait_word(mine.stream, int(word.ctypes.data), 1)
+    job = mine.begin(call, place, place)
+    with pytest.raises(TransportTimeout, match="given before"):
+        mine.direct.finish(job)
+    word.view(np.uint32)[0] = 1
+    group.close()  # which frees events of work that nobody else asked for
+
+
+def test_kernels_of_a_failed_call_end_before_the_stream_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = Group(2, 3)
+    group.open()
+    mine = group.ranks[0]
+    call = CallSignature(Collective.ALLREDUCE, CODES[np.dtype(np.int64)], ReduceOp.SUM, 300)
+    place, other = mine.put(np.arange(300)), mine.put(np.zeros(300, np.int64))
+
+    def run(*given: Any) -> None:
+        for _ in range(8):
+            mine.direct._offload.copy(place, other, 2400)
+        raise CommunicatorRevoked("for a test")
+
+    monkeypatch.setattr(mine.engine, "run", run)
+    job = mine.begin(call, place, place)
+    with pytest.raises(CommunicatorRevoked, match="for a test"):
+        mine.direct.finish(job)
+    mine.device.write(place, np.zeros(300, np.int64))  # the caller has it back
+    group.close()
+
+
+def test_a_refusal_of_the_device_is_raised_and_harms_no_more() -> None:
+    group = Group(2)
+    group.open()
+    xs = [data_of(rank, 60, "int64") for rank in range(2)]
+    call = CallSignature(Collective.ALLREDUCE, CODES[xs[0].dtype], ReduceOp.SUM, 60)
+
+    def body(rank: int) -> Any:
+        mine = group.ranks[rank]
+        place = mine.put(xs[rank])
+        mine.device.refusals["wait_word"] = "CUDA_ERROR_UNKNOWN"
+        job, done = mine.direct.begin(DeviceCall(call, place, place), mine.stream)
+        mine.direct.recycle(done)
+        assert isinstance(job.error, TransportError)
+        with pytest.raises(TransportError, match="CUDA_ERROR_UNKNOWN"):
+            mine.direct.finish(job)
+        del mine.device.refusals["wait_word"]
+        mine.direct.finish(mine.begin(call, place, place))
+        return mine.get(place, xs[rank])
+
+    for result in together(2, body):
+        np.testing.assert_array_equal(result, xs[0] + xs[1])
+    group.close()
+
+
+def test_all_ranks_take_the_way_or_none_does() -> None:
+    group = Group(3)
+    group.ranks[1].transport.refuses = lambda address: True
+    found = together(3, lambda rank: group.ranks[rank].open())
+    assert found == ["rank 1: this memory moves"] * 3
+    for each in group.ranks:
+        each.device.close()
+
+
+def test_small_calls_are_left_to_others() -> None:
+    group = Group(2, eager_nbytes=64)
+    group.open()
+    direct = group.ranks[0].direct
+
+    def call(count: int) -> CallSignature:
+        return CallSignature(Collective.ALLREDUCE, CODES[np.dtype(np.int64)], ReduceOp.SUM, count)
+
+    assert not direct.takes(DeviceCall(call(0), 0, 0))
+    assert not direct.takes(DeviceCall(call(16), 0, 0))
+    assert direct.takes(DeviceCall(call(17), 0, 0))
+    group.close()
+
+
+@pytest.mark.parametrize("slice_nbytes", [100, 6])
+def test_slices_need_not_be_whole_elements(slice_nbytes: int) -> None:
+    group = Group(2, slice_nbytes=slice_nbytes)
+    group.open()
+    xs = [data_of(rank, 60, "int64") for rank in range(2)]
+
+    def body(rank: int) -> Any:
+        mine = group.ranks[rank]
+        return mine.run(Collective.ALLREDUCE, xs[rank], ReduceOp.SUM, 0, in_place=True)
+
+    for result in together(2, body):
+        np.testing.assert_array_equal(result, xs[0] + xs[1])
+    group.close()
+
+
+@pytest.mark.parametrize("is_reached", [True, False])
+@pytest.mark.parametrize("kind", [Collective.ALLGATHER, Collective.REDUCE_SCATTER])
+def test_the_smaller_array_may_be_the_own_part_of_the_larger(
+    kind: Collective, is_reached: bool
+) -> None:
+    nranks, width = 3, 40
+    group = Group(nranks, 2)
+    group.open()
+    is_gather = kind == Collective.ALLGATHER
+    count = width if is_gather else width * nranks
+    xs = [data_of(rank, count, "int64") for rank in range(nranks)]
+    call = CallSignature(kind, CODES[xs[0].dtype], ReduceOp.SUM, width * nranks)
+
+    def body(rank: int) -> Any:
+        mine = group.ranks[rank]
+        own = slice(rank * width, (rank + 1) * width)
+        data = np.full(width * nranks, 77)
+        data[own if is_gather else slice(None)] = xs[rank]
+        whole = mine.put(data)
+        part = whole + 8 * own.start
+        if not is_reached:
+            mine.transport.refuses = lambda address: address == whole
+        mine.direct.finish(mine.begin(call, *((part, whole) if is_gather else (whole, part))))
+        found = mine.get(whole, data)
+        if is_gather:
+            return found
+        data[own] = found[own]
+        np.testing.assert_array_equal(found, data)
+        return found[own]
+
+    for rank, result in enumerate(together(nranks, body)):
+        np.testing.assert_array_equal(result, meant(kind, xs, ReduceOp.SUM, 0, rank))
+    group.close()
+
+
+def test_a_call_without_its_places_leaves_no_registration() -> None:
+    """The second of its arrays is refused, and there is no memory to stand in for it."""
+    group = Group(2)
+    group.open()
+    mine = group.ranks[0]
+    call = CallSignature(Collective.BROADCAST, CODES[np.dtype(np.int64)], ReduceOp.SUM, 300)
+    source, output = mine.put(np.arange(300)), mine.put(np.zeros(300, np.int64))
+    job = mine.begin(call, source, output)
+    nheld = mine.transport.nheld
+    mine.transport.refuses = lambda address: address == output
+    mine.device.refusals["allocate"] = "CUDA_ERROR_OUT_OF_MEMORY"
+    with pytest.raises(TransportError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        mine.direct.finish(job)
+    assert mine.transport.nheld == nheld
+    mine.get(output, np.arange(300))
+    group.close()
+
+
+class LateDetours:
+    """Detours that become due at some time."""
+
+    are_due = False
+    nopened = 0
+
+    def open(self) -> None:
+        self.are_due = False
+        self.nopened += 1
+
+    def drain(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+
+def test_a_call_that_was_prepared_waits_for_the_device_no_more() -> None:
+    """It is part of one whose stream waits for the host already, and rails are lost meanwhile."""
+    group = Group(2)
+    group.open()
+    xs = [data_of(rank, 60, "int64") for rank in range(2)]
+    call = CallSignature(Collective.ALLREDUCE, CODES[xs[0].dtype], ReduceOp.SUM, 60)
+    detours: list[Any] = [LateDetours(), LateDetours()]
+
+    def body(rank: int) -> Any:
+        mine = group.ranks[rank]
+        mine.direct._detours = detours[rank]
+        place = mine.put(xs[rank])
+        given = DeviceCall(call, place, place)
+        mine.direct.prepare(given)
+        detours[rank].are_due, detours[rank].nopened = True, 0
+        job, done = mine.direct.begin(given, mine.stream, mine.entry)
+        assert not detours[rank].nopened
+        mine.device.wait(mine.stream, done)
+        mine.direct.recycle(done)
+        mine.direct.finish(job)
+        mine.direct.finish(mine.begin(call, place, place))
+        assert detours[rank].nopened == 1
+        return mine.get(place, xs[rank])
+
+    for result in together(2, body):
+        np.testing.assert_array_equal(result, 2 * (xs[0] + xs[1]))
+    group.close()
+
+
+def test_many_allocations_are_forgotten_but_not_a_calls_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("r2ccl.gpu.staging._MOST_ALLOCATIONS", 2)
+    group = Group(2)
+    group.open()
+    mine = group.ranks[0]
+    code = CODES[np.dtype(np.int64)]
+    places = [mine.put(np.arange(60)) for _ in range(3)]
+    mine.direct.prepare(
+        DeviceCall(CallSignature(Collective.ALLREDUCE, code, 0, 60), places[0], places[1])
+    )
+    call = DeviceCall(CallSignature(Collective.BROADCAST, code, 0, 60), places[1], places[2])
+    mine.direct.prepare(call)
+    with mine.direct._arrays.lent(call, mine.direct._offload) as lent:
+        assert lent == (places[1], places[2])
+    mine.get(places[2], np.arange(60))
+    group.close()
+
+
+def test_ranks_that_do_not_hear_of_each_other_keep_nothing() -> None:
+    group = Group(2)
+    mine = group.ranks[0]
+
+    def gather(said: bytes) -> Any:
+        raise CommunicatorRevoked("for a test")
+
+    mine.gather = gather  # type: ignore[method-assign]
+    with pytest.raises(CommunicatorRevoked, match="for a test"):
+        mine.open()
+    assert mine.transport.nheld == 0
+    for each in group.ranks:
+        each.device.close()
+
+
+def test_copies_of_a_failed_call_end_before_the_stream_goes_on() -> None:
+    group = Group(2)
+    group.open()
+    mine = group.ranks[0]
+    call = CallSignature(Collective.ALLREDUCE, CODES[np.dtype(np.int64)], ReduceOp.SUM, 300)
+    place = mine.put(np.arange(300))
+    waited: list[bool] = []
+
+    class Copying(LateDetours):
+        def drain(self, timeout_s: float) -> bool:
+            waited.append(mine.direct._is_gate_at(job.number))
+            return True
+
+    mine.direct._detours = Copying()  # type: ignore[assignment]
+    job = mine.begin(call, place, place)
+    mine.engine.revoke("for a test")
+    with pytest.raises(CommunicatorRevoked, match="for a test"):
+        mine.direct.finish(job)
+    assert waited == [False]
+    mine.get(place, np.arange(300))
+    group.close()
+
+
+def test_memory_that_another_gpu_copies_to_is_kept() -> None:
+    group = Group(2)
+    group.open()
+    mine = group.ranks[0]
+
+    class Hanging(LateDetours):
+        def close(self, timeout_s: float) -> bool:
+            return False
+
+    mine.direct._detours = Hanging()  # type: ignore[assignment]
+    nheld = mine.transport.nheld
+    with pytest.raises(TransportTimeout, match="its memory is kept"):
+        mine.direct.close(TIMEOUT_S)
+    assert mine.transport.nheld == nheld
+    group.ranks[1].direct.close(TIMEOUT_S)
+    for each in group.ranks:
+        each.device.close()
+
+
+def test_a_call_without_memory_on_its_way_ends_the_communicator() -> None:
+    """Its landing places are made in the loop: before anything is waited for, paths are fenced."""
+    group = Group(2, bounce_nbytes=64)
+    group.open()
+    mine = group.ranks[0]
+    call = CallSignature(Collective.ALLREDUCE, CODES[np.dtype(np.int64)], ReduceOp.SUM, 300)
+    place = mine.put(np.arange(300))
+    job = mine.begin(call, place, place)
+    mine.device.refusals["allocate"] = "CUDA_ERROR_OUT_OF_MEMORY"
+    with pytest.raises(TransportError, match="OUT_OF_MEMORY"):
+        mine.direct.finish(job)
+    assert mine.engine.error is not None
+    assert all(path.state is not PathState.UP for path in mine.engine._links.paths.values())
+    with pytest.raises(CommunicatorRevoked, match="OUT_OF_MEMORY"):
+        mine.engine.check()

@@ -1,0 +1,170 @@
+"""What ranks of one node tell each other is read whole, in order, and never overwritten unread."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.gpu.ipc_board import NOTICE_NBYTES, RANK_NBYTES, NoticeBoard, SharedFile
+
+NLOCAL = 3
+
+
+def make_boards() -> list[NoticeBoard]:
+    memory = np.zeros(NLOCAL * RANK_NBYTES, np.uint8)
+    return [NoticeBoard(memory, index, NLOCAL) for index in range(NLOCAL)]
+
+
+def word(board: NoticeBoard, at: int) -> int:
+    return int(board.memory[at : at + 4].view(np.uint32)[0])
+
+
+def test_notices_are_read_by_number() -> None:
+    boards = make_boards()
+    assert boards[0].read(1, 1) is None
+    boards[1].post(1, b"first")
+    boards[1].post(2, b"second")
+    assert (boards[0].read(1, 1) or b"").startswith(b"first")
+    assert (boards[2].read(1, 2) or b"").startswith(b"second")
+    assert boards[0].read(1, 3) is None
+    assert boards[0].read(2, 1) is None
+
+
+def test_a_notice_is_kept_until_all_have_taken_it() -> None:
+    boards = make_boards()
+    number = 1
+    while boards[0].may_post(number):
+        boards[0].post(number, b"%d" % number)
+        number += 1
+    assert number > 2
+    for board in boards[:2]:
+        board.take(1)
+        assert not boards[0].may_post(number)
+    boards[2].take(1)
+    assert boards[0].may_post(number)
+    assert not boards[0].may_post(number + 1)
+    assert (boards[1].read(0, 2) or b"").startswith(b"2")
+
+
+def test_a_file_that_cannot_be_mapped_is_reported_and_unlinked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On one rank alone, where anything but its report would have the others wait."""
+    monkeypatch.setattr("r2ccl.gpu.ipc_board._ROOM", tmp_path)
+    _, name = SharedFile.create(RANK_NBYTES)
+
+    def refuse(*_: object) -> None:
+        raise OSError(12, "no memory, for a test")
+
+    monkeypatch.setattr("mmap.mmap", refuse)
+    with pytest.raises(TransportError, match="no memory"):
+        SharedFile.open(name, RANK_NBYTES)
+    SharedFile.forget(name)
+    SharedFile.forget(name)
+    with pytest.raises(TransportError, match="no memory"):
+        SharedFile.create(RANK_NBYTES)
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_wrap() -> None:
+    boards = make_boards()
+    near = (1 << 32) - 2
+    for board in boards:
+        board.take(near - 1)
+    for number in range(near, near + 5):
+        assert boards[0].may_post(number)
+        boards[0].post(number, struct.pack("<Q", number))
+        assert boards[1].read(0, number + 1) is None
+        found = boards[1].read(0, number)
+        assert found is not None
+        assert struct.unpack_from("<Q", found) == (number,)
+        for board in boards:
+            board.take(number)
+
+
+def test_words_are_apart_and_release_never_goes_back() -> None:
+    boards = make_boards()
+    places = [place(peer) for peer in range(NLOCAL) for place in
+              (boards[0].ready_at, boards[0].done_at)]  # fmt: skip
+    assert len({at // 64 for at in places}) == len(places)
+    boards[0].memory[places[0] : places[0] + 4].view(np.uint32)[0] = 9
+    boards[1].release(5)
+    assert [word(boards[0], at) for at in places] == [9, 5, 5, 5, 5, 5]
+
+
+def set_word(board: NoticeBoard, at: int, value: int) -> None:
+    board.memory[at : at + 4].view(np.uint32)[0] = value
+
+
+@pytest.mark.parametrize("base", [0, (1 << 32) - 8])
+def test_a_false_release_is_spoiled_and_a_true_one_is_not(base: int) -> None:
+    boards = make_boards()
+    for peer in range(NLOCAL):
+        set_word(boards[0], boards[0].ready_at(peer), (base + 7) & 0xFFFFFFFF)
+        set_word(boards[0], boards[0].done_at(peer), (base + 6 - peer) & 0xFFFFFFFF)
+    assert not any(board.is_spoiled(base + 9) for board in boards)
+    boards[1].release(base + 9)
+    boards[2].release(base + 9)
+    for board in boards:
+        assert [board.is_spoiled(base + number) for number in range(3, 8)] == [
+            False, False, True, True, True
+        ]  # fmt: skip
+
+
+def test_a_notice_that_does_not_fit_is_refused() -> None:
+    boards = make_boards()
+    boards[0].post(1, bytes(NOTICE_NBYTES))
+    with pytest.raises(InvalidArgument, match="at most"):
+        boards[0].post(2, bytes(NOTICE_NBYTES + 1))
+
+
+def shared_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("r2ccl-*")}
+
+
+def test_a_shared_file_is_one_memory_and_has_no_name_afterwards() -> None:
+    before = shared_files()
+    mine, name = SharedFile.create(8192)
+    assert len(shared_files() - before) == 1
+    theirs = SharedFile.open(name, 8192)
+    SharedFile.forget(name)
+    assert shared_files() == before
+    assert not mine.memory.any()
+    mine.memory[5000] = 7
+    assert theirs.memory[5000] == 7
+    with pytest.raises(TransportError, match="cannot open"):
+        SharedFile.open(name, 8192)
+
+
+def test_a_file_of_another_size_or_name_is_refused() -> None:
+    made, name = SharedFile.create(4096)
+    try:
+        assert made.memory.size == 4096
+        with pytest.raises(TransportError, match="4096 bytes"):
+            SharedFile.open(name, 8192)
+        with pytest.raises(InvalidArgument, match="3 bytes"):
+            SharedFile.open(b"abc", 4096)
+    finally:
+        SharedFile.forget(name)
+
+
+def test_only_its_owner_may_read_a_shared_file() -> None:
+    _, name = SharedFile.create(4096)
+    try:
+        mode = (Path("/dev/shm") / f"r2ccl-{name.hex()}").stat().st_mode
+        assert mode & 0o777 == 0o600
+    finally:
+        SharedFile.forget(name)
+
+
+def test_a_file_there_is_no_room_for_leaves_nothing() -> None:
+    before = shared_files()
+    room = os.statvfs("/dev/shm")
+    with pytest.raises(TransportError, match="more room"):
+        SharedFile.create(room.f_blocks * room.f_frsize * 4)
+    assert shared_files() == before

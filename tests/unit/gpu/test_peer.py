@@ -1,0 +1,283 @@
+"""Collectives among GPUs that share a node: right in every order of work, and never hanging.
+
+Ranks are threads, each with a process of its own on one fake GPU, which runs work late, in any
+order that streams, events and words allow, and finds two that should have been ordered.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from support.ranks import (
+    KINDS,
+    TIMEOUT_S,
+    Gathering,
+    PlainKernels,
+    data_of,
+    get,
+    meant,
+    put,
+    sizes_of,
+    together,
+)
+
+from r2ccl.clock import monotonic
+from r2ccl.dtypes import CODES
+from r2ccl.errors import InvalidArgument, PeerLost, TransportError, TransportTimeout
+from r2ccl.gpu.ipc_board import NoticeBoard
+from r2ccl.gpu.peer import NodeCalls
+from r2ccl.gpu.peer_connect import join
+from r2ccl.gpu.staged import DeviceCall
+from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
+from r2ccl.types import CallSignature, Collective, ReduceOp
+
+INT64 = CODES[np.dtype(np.int64)]
+
+
+class Node:
+    """Ranks on one GPU."""
+
+    def __init__(self, nranks: int, seed: int = 0, timeout_s: float = TIMEOUT_S) -> None:
+        self.nranks = nranks
+        self.errors: list[BaseException | None] = [None] * nranks
+        gpu = FakeGpu(seed)
+        self.devices = [FakeDevice(gpu, f"rank {rank}") for rank in range(nranks)]
+        self.streams = [device.make_stream() for device in self.devices]
+        gathering = Gathering(nranks)
+
+        def enter(rank: int) -> NodeCalls:
+            device = self.devices[rank]
+            board = join(device, rank, [range(nranks)], lambda mine: gathering(rank, mine))
+            assert isinstance(board, NoticeBoard), board
+            return NodeCalls(
+                device,
+                PlainKernels(device),
+                board,
+                range(nranks),
+                check=lambda: self._check(rank),
+                clock=monotonic,
+                sleep=time.sleep,
+                timeout_s=timeout_s,
+            )
+
+        self.calls: list[NodeCalls] = together(nranks, enter)
+
+    def _check(self, rank: int) -> None:
+        error = self.errors[rank]
+        if error is not None:
+            raise error
+
+    def begin(self, rank: int, call: DeviceCall) -> Any:
+        """Begin a call, with the caller's stream waiting for it."""
+        self.calls[rank].prepare(call)
+        job, done = self.calls[rank].begin(call, self.streams[rank])
+        self.devices[rank].wait(self.streams[rank], done)
+        return job
+
+    def run(
+        self, rank: int, kind: Collective, x: Any, op: ReduceOp, root: int, *, in_place: bool
+    ) -> Any:
+        """Run a collective from device memory to device memory; return the result."""
+        device, stream = self.devices[rank], self.streams[rank]
+        count, whole = sizes_of(kind, x.size, self.nranks)
+        source, output = put(device, stream, x), put(device, stream, np.full(count, -1))
+        has_output = kind != Collective.REDUCE or rank == root
+        if in_place and count == x.size:
+            output = source
+        signature = CallSignature(kind, INT64, op, whole, root)
+        job = self.begin(rank, DeviceCall(signature, source, output * has_output))
+        assert job.error is None
+        self.calls[rank].finish(job)
+        return get(device, stream, output, count) if has_output else None
+
+    def close(self) -> None:
+        together(self.nranks, lambda rank: self.calls[rank].close(TIMEOUT_S))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("count", [0, 4, 40, 1000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_collective_of_any_size(kind: Collective, count: int, seed: int) -> None:
+    nranks = 2 + seed % 3
+    count -= count % nranks
+    node, root = Node(nranks, seed), 1
+    xs = [data_of(rank, count) for rank in range(nranks)]
+    op = ReduceOp.SUM if seed % 2 else ReduceOp.MAX
+    results = together(
+        nranks, lambda rank: node.run(rank, kind, xs[rank], op, root, in_place=seed > 2)
+    )
+    for rank, result in enumerate(results):
+        np.testing.assert_array_equal(result, meant(kind, xs, op, root, rank))
+    node.close()
+
+
+def allreduce_of(count: int) -> CallSignature:
+    return CallSignature(Collective.ALLREDUCE, INT64, ReduceOp.SUM, count)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_back_to_back_on_the_same_memory(seed: int) -> None:
+    nranks, ncalls, count = 3, 20, 30
+    node = Node(nranks, seed)
+
+    def body(rank: int) -> Any:
+        place = put(node.devices[rank], node.streams[rank], np.full(count, rank + 1))
+        jobs = [
+            node.begin(rank, DeviceCall(allreduce_of(count), place, place)) for _ in range(ncalls)
+        ]
+        for job in jobs:
+            node.calls[rank].finish(job)
+        return get(node.devices[rank], node.streams[rank], place, count)
+
+    for result in together(nranks, body):
+        np.testing.assert_array_equal(result, np.full(count, 6 * 3 ** (ncalls - 1)))
+    node.close()
+
+
+def test_a_rank_many_calls_ahead_waits_and_loses_nothing() -> None:
+    """More calls than notices are kept: the one ahead may not overwrite what is not read."""
+    nranks, ncalls = 2, 150
+    node = Node(nranks)
+
+    def body(rank: int) -> Any:
+        place = put(node.devices[rank], node.streams[rank], np.full(4, 1))
+        late = threading.Event()
+        jobs: list[Any] = []
+
+        def finish() -> None:
+            if rank == 1:
+                time.sleep(0.2)
+            for at in range(ncalls):
+                while len(jobs) <= at:
+                    late.wait(0.001)
+                node.calls[rank].finish(jobs[at])
+
+        worker = threading.Thread(target=finish)
+        worker.start()
+        for _ in range(ncalls):
+            jobs.append(node.begin(rank, DeviceCall(allreduce_of(4), place, place)))
+        worker.join(TIMEOUT_S)
+        assert not worker.is_alive()
+        return [job.error for job in jobs if job.error is not None]
+
+    assert together(nranks, body) == [[], []]
+    node.close()
+
+
+def test_ranks_that_call_different_things_are_told_so() -> None:
+    node = Node(2)
+
+    def body(rank: int) -> str:
+        place = put(node.devices[rank], node.streams[rank], np.arange(8))
+        job = node.begin(rank, DeviceCall(allreduce_of(8 - rank), place, place))
+        with pytest.raises(InvalidArgument) as caught:
+            node.calls[rank].finish(job)
+        return str(caught.value)
+
+    for text in together(2, body):
+        assert "count=8" in text
+        assert "count=7" in text
+    node.close()
+
+
+def test_a_rank_that_does_not_call_is_named() -> None:
+    node = Node(2, timeout_s=0.2)
+    place = put(node.devices[0], node.streams[0], np.arange(8))
+    job = node.begin(0, DeviceCall(allreduce_of(8), place, place))
+    with pytest.raises(TransportTimeout, match="rank 1 has not called"):
+        node.calls[0].finish(job)
+    node.close()
+
+
+def test_when_a_rank_dies_after_it_called_no_stream_hangs() -> None:
+    """Its stream never says that its input is there; the others' are let go by their hosts."""
+    node = Node(3)
+    lost = PeerLost(rank=0, peer=2, last_heard_s=0.0, why="for a test")
+    word = node.devices[2].allocate_pinned(64)
+    node.devices[2].wait_word(node.streams[2], int(word.ctypes.data), 1)
+
+    def body(rank: int) -> Any:
+        place = put(node.devices[rank], node.streams[rank], np.arange(30))
+        job = node.begin(rank, DeviceCall(allreduce_of(30), place, place))
+        if rank == 2:
+            return None
+        if rank == 0:
+            time.sleep(0.1)
+            node.errors[:2] = [lost, lost]
+        with pytest.raises(PeerLost):
+            node.calls[rank].finish(job)
+        assert node.devices[rank].synchronize(job.done, TIMEOUT_S)
+        return None
+
+    together(3, body)
+    word.view(np.uint32)[0] = 1
+    node.close()
+
+
+def test_a_rank_ahead_does_not_hang_when_one_behind_writes_late() -> None:
+    """What was let go stays so: an older number that a slow stream writes takes nothing back."""
+    node = Node(2)
+    lost = PeerLost(rank=0, peer=2, last_heard_s=0.0, why="for a test")
+    places = [put(node.devices[rank], node.streams[rank], np.arange(30)) for rank in range(2)]
+    calls = [DeviceCall(allreduce_of(30), place, place) for place in places]
+    words = [device.allocate_pinned(64) for device in node.devices]
+
+    def block(rank: int) -> None:
+        node.devices[rank].wait_word(node.streams[rank], int(words[rank].ctypes.data), 1)
+
+    block(1)
+    ahead = [node.begin(0, calls[0])]
+    block(0)
+    ahead.append(node.begin(0, calls[0]))
+    behind = node.begin(1, calls[1])
+    node.errors = [lost, lost]
+    node.calls[0].finish(ahead[0])  # the next one's watch is its too
+    for rank, job in ((0, ahead[1]), (1, behind)):
+        with pytest.raises(PeerLost):
+            node.calls[rank].finish(job)
+    for rank, job in ((1, behind), (0, ahead[1])):
+        words[rank].view(np.uint32)[0] = 1
+        assert node.devices[rank].synchronize(job.done, 2.0)
+    node.close()
+
+
+def test_a_kernel_reads_all_addresses_or_none_when_taken_back() -> None:
+    """It looks at the first alone: to find it, and another gone, would fail the whole GPU."""
+    node = Node(2)
+
+    def body(rank: int) -> None:
+        place = put(node.devices[rank], node.streams[rank], np.arange(8))
+        node.calls[rank].finish(node.begin(rank, DeviceCall(allreduce_of(8), place, place)))
+
+    together(2, body)
+    for calls in node.calls:
+        table = calls._table_of(1)
+        first, *others = table[:4].tolist()
+        assert all((first, *others))
+        calls._let_go(PeerLost(rank=0, peer=1, last_heard_s=0.0, why="for a test"))
+        assert table[:4].tolist() == [0, *others]
+    node.close()
+
+
+def test_memory_that_cannot_be_exported_is_reported() -> None:
+    node = Node(2)
+    place = int(node.devices[0].allocate_pinned(80).ctypes.data)
+    job, _ = node.calls[0].begin(DeviceCall(allreduce_of(10), place, place), node.streams[0])
+    assert isinstance(job.error, TransportError)
+    with pytest.raises(TransportError, match="no IPC handle"):
+        node.calls[0].finish(job)
+    node.close()
+
+
+def test_all_do_without_if_one_cannot() -> None:
+    gpu, other = FakeGpu(), FakeGpu()
+    devices = [FakeDevice(gpu, "rank 0"), FakeDevice(gpu, "rank 1"), FakeDevice(other, "rank 2")]
+    gathering = Gathering(3)
+    answers = together(
+        3, lambda rank: join(devices[rank], rank, [range(3)], lambda mine: gathering(rank, mine))
+    )
+    assert all(isinstance(answer, str) and answer for answer in answers)

@@ -1,0 +1,205 @@
+"""The PTX of every kernel: what is in it, and, run by an interpreter, what it calculates."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.cuda_cases import FACTOR, NRANKS, Arena, Layout, host_fuses, others, pairs, title
+from support.ptx_machine import Kernel
+
+from r2ccl.dtypes import BFLOAT16_CODE, CODES, DTYPES, dtype_name
+from r2ccl.kernels.cuda import TARGETS, Form, arguments, canonical, ptx_of
+from r2ccl.kernels.cuda.template import units_at_once
+from r2ccl.types import ReduceOp
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("numba_cuda") is None,
+    reason="numba-cuda is not installed: `pip install numba-cuda[cu13]`, which needs no GPU",
+)
+needs_ptxas = pytest.mark.skipif(
+    shutil.which("ptxas") is None, reason="no ptxas in PATH; it comes with the CUDA toolkit"
+)
+
+HOPPER = (9, 0)
+FLOAT16_CODE = CODES[np.dtype(np.float16)]
+FLOAT32_CODE = CODES[np.dtype(np.float32)]
+#: One form of each way through the template: all that is compiled for other targets than HOPPER,
+#: and all that is compiled where slow tests are left out.
+REPRESENTATIVE = [
+    Form(dtype_code=FLOAT32_CODE, op=ReduceOp.SUM),
+    Form(dtype_code=FLOAT16_CODE, op=ReduceOp.SUM, is_scaled=True),
+    Form(dtype_code=BFLOAT16_CODE, op=ReduceOp.PROD),
+    Form(dtype_code=BFLOAT16_CODE, op=ReduceOp.SUM, ninputs=8, noutputs=8, is_wide=True),
+    Form(dtype_code=0, op=ReduceOp.MIN, ninputs=4),
+    Form(dtype_code=8, op=ReduceOp.MAX),
+    Form(dtype_code=4, op=ReduceOp.SUM, is_divided=True),
+    Form(dtype_code=18, op=ReduceOp.PROD),
+    Form(dtype_code=FLOAT32_CODE, op=ReduceOp.SUM, ninputs=8, noutputs=8, has_table=True),
+    Form(dtype_code=FLOAT32_CODE, op=ReduceOp.SUM, ninputs=1),
+]
+ALL = (*pairs(), *others())
+ELSEWHERE = [
+    pytest.param(form, target, id=f"{title(form)}-{target[0]}.{target[1]}")
+    for target in TARGETS
+    if target != HOPPER
+    for form in REPRESENTATIVE
+]
+
+
+def on_hopper(form: Form) -> Any:
+    is_quick = canonical(form) in map(canonical, REPRESENTATIVE)
+    return pytest.param(form, HOPPER, id=title(form), marks=() if is_quick else pytest.mark.slow)
+
+
+FORMS = [*map(on_hopper, ALL), *ELSEWHERE]
+#: Those that have a kernel of their own.
+KERNELS = [*map(on_hopper, dict.fromkeys(map(canonical, ALL))), *ELSEWHERE]
+#: What combines two packed halves.
+PACKED = {
+    (FLOAT16_CODE, ReduceOp.SUM): r"add\.rn\.f16x2",
+    (FLOAT16_CODE, ReduceOp.PROD): r"mul\.rn\.f16x2",
+    (FLOAT16_CODE, ReduceOp.MIN): r"min\.NaN\.f16x2",
+    (FLOAT16_CODE, ReduceOp.MAX): r"max\.NaN\.f16x2",
+    (BFLOAT16_CODE, ReduceOp.SUM): r"0x3F803F80; fma\.rn\.bf16x2",
+    (BFLOAT16_CODE, ReduceOp.PROD): r"0x80008000; fma\.rn\.bf16x2",
+    (BFLOAT16_CODE, ReduceOp.MIN): r"min\.NaN\.bf16x2",
+    (BFLOAT16_CODE, ReduceOp.MAX): r"max\.NaN\.bf16x2",
+}
+NBLOCKS = NTHREADS = 2
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ptx")
+
+
+@pytest.mark.parametrize(("form", "target"), KERNELS)
+def test_text_is_that_of_a_kernel_at_the_speed_of_memory(
+    form: Form, target: tuple[int, int], cache: Path
+) -> None:
+    made = ptx_of(form, target, cache)
+    text, shared = made.text.decode(), canonical(form)
+    at_once = units_at_once(shared)
+    units = at_once + (at_once > 1)  # those of a round, and what is left over, one by one
+
+    assert f".version {TARGETS[target]}\n.target sm_{target[0]}{target[1]}\n" in text
+    assert re.findall(r"\.entry (\w+)", text) == [made.entry] == [shared.name]
+    assert re.findall(r"\.maxntid 256\b.*\n\.minnctapersm 4\n", text)
+    vectors = r"{}\.global\.(v4\.[uf]32|v2\.[uf]64)\b"
+    assert len(re.findall(vectors.format("ld"), text)) == units * form.ninputs
+    assert len(re.findall(vectors.format("st"), text)) == units * form.noutputs
+    assert not re.findall(r"\.local|\bcall\b|\.nc\b|\.ftz|\.approx|\.full|\.common", text)
+
+
+@pytest.mark.parametrize(("form", "target"), KERNELS)
+def test_floating_point_instructions_say_how_they_round(
+    form: Form, target: tuple[int, int], cache: Path
+) -> None:
+    text, shared = ptx_of(form, target, cache).text.decode(), canonical(form)
+    kind = dtype_name(shared.dtype_code)
+    is_product_or_sum = shared.op in (ReduceOp.SUM, ReduceOp.PROD) and form.ninputs > 1
+
+    assert not re.findall(r"\b(?:add|sub|mul|div|fma)\.b?f\d\w*", text)
+    # Two steps are one only where that is what is wanted.
+    is_fused = kind.startswith("complex") or (kind == "bfloat16" and is_product_or_sum)
+    assert bool(re.findall(r"\bfma\.", text)) == (is_fused and not shared.is_wide)
+
+
+@pytest.mark.parametrize(("form", "target"), KERNELS)
+def test_halves_are_combined_in_pairs_unless_in_float32(
+    form: Form, target: tuple[int, int], cache: Path
+) -> None:
+    text = ptx_of(form, target, cache).text.decode()
+    shared = canonical(form)
+    packed = PACKED.get((shared.dtype_code, shared.op))
+    if packed is None or form.ninputs == 1:
+        assert "16x2" not in text or form.is_scaled or form.is_divided
+    elif shared.is_wide:
+        assert re.findall(r"cvt\.rn\.b?f16x2\.f32", text)
+        assert not re.findall(packed, text)
+    else:
+        assert re.findall(packed, text)
+
+
+@pytest.mark.parametrize(("form", "target"), FORMS)
+def test_arguments_are_those_of_a_launch(form: Form, target: tuple[int, int], cache: Path) -> None:
+    kernel = Kernel(ptx_of(form, target, cache).text.decode())
+    addresses = [0] if form.has_table else [0] * (form.ninputs + form.noutputs)
+
+    given = arguments(form, addresses, 1)
+
+    letters = {"i": "u32", "I": "u32", "l": "u64", "L": "u64", "f": "f32", "d": "f64"}
+    assert [kind for kind, _ in kernel.parameters] == [letters[kind._type_] for _, kind in given]
+
+
+@pytest.mark.parametrize(("form", "target"), FORMS)
+def test_interpreted_it_has_the_bits_of_the_host(
+    form: Form, target: tuple[int, int], cache: Path
+) -> None:
+    if dtype_name(canonical(form).dtype_code).startswith("complex") and not host_fuses():
+        pytest.skip("NumPy on this processor rounds complex products at other places")
+    kernel = Kernel(ptx_of(form, target, cache).text.decode())
+    per_vector = max(1, 16 // DTYPES[form.dtype_code].itemsize)
+    many = 5 * NBLOCKS * NTHREADS * per_vector + 3
+    for seed, layout in enumerate(
+        (
+            Layout(many, offsets=(1,), in_place=0),
+            Layout(4 * NBLOCKS * NTHREADS + 7, offsets=(0, 1), in_place=form.ninputs - 1),
+            Layout(0),
+        )
+    ):
+        assert interpret(kernel, Arena(form, layout, seed)) == []
+
+
+@needs_ptxas
+@pytest.mark.parametrize(("form", "target"), KERNELS)
+def test_no_register_is_spilled(
+    form: Form, target: tuple[int, int], cache: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "kernel.ptx"
+    path.write_bytes(ptx_of(form, target, cache).text)
+
+    run = subprocess.run(
+        ["ptxas", "-v", f"-arch=sm_{target[0]}{target[1]}", path, "-o", tmp_path / "kernel.cubin"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in run.stderr
+
+
+def test_a_table_that_nobody_filled_is_no_work(cache: Path) -> None:
+    form = Form(dtype_code=FLOAT32_CODE, op=ReduceOp.SUM, ninputs=4, noutputs=2, has_table=True)
+    kernel = Kernel(ptx_of(form, (9, 0), cache).text.decode())
+    table = np.zeros(6, np.int64)
+    given = arguments(form, [table.ctypes.data], 10_000)
+    values = [int.from_bytes(bytes(kind(value)), "little") for value, kind in given]
+    # Anything but the table is out of bounds.
+    window = range(table.ctypes.data, table.ctypes.data + table.nbytes)
+    kernel.run(NBLOCKS, NTHREADS, values, [window])
+
+
+def interpret(kernel: Kernel, arena: Arena) -> list[str]:
+    """Run a kernel on a copy of the arena; say what is wrong afterwards."""
+    form = arena.form
+    memory = arena.placed()
+    base = memory.ctypes.data
+    addresses = [base + place for place in (*arena.sources, *arena.targets)]
+    table = np.array(addresses, np.int64)
+    given = arguments(
+        form,
+        [table.ctypes.data] if form.has_table else addresses,
+        arena.layout.count,
+        factor=FACTOR,
+        nranks=NRANKS,
+    )
+    values = [int.from_bytes(bytes(kind(value)), "little") for value, kind in given]
+    windows = [range(each.ctypes.data, each.ctypes.data + each.nbytes) for each in (memory, table)]
+    kernel.run(NBLOCKS, NTHREADS, values, windows)
+    return arena.complaints(memory)

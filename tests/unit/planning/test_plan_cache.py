@@ -1,0 +1,91 @@
+"""What a rank does in calls of one shape: kept, checked, and now and then a measurement."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+from support.healths import health
+
+from r2ccl.algos import leaf_ring, ring
+from r2ccl.config import Config
+from r2ccl.errors import ScheduleError
+from r2ccl.failover.health.table import Health
+from r2ccl.planning.cost_model import Fabric, Rates
+from r2ccl.planning.plan_cache import Plan, Plans
+from r2ccl.planning.planner import Planner
+from r2ccl.types import CallSignature, Collective, ReduceOp
+
+CALL = CallSignature(Collective.ALLREDUCE, 8, ReduceOp.SUM, 1 << 24)
+RATES = Rates(100_000, 25_000_000)
+
+
+def make(**settings: str) -> Plans:
+    return Plans(1, 4, Fabric(range(4), 4, (), RATES), Config(**settings))  # type: ignore[arg-type]
+
+
+def gauges(plans: Plans, of: Health, ops: range = range(96)) -> list[int]:
+    return [op for op in ops if plans(CALL, of, op).is_bandwidth_sample]
+
+
+def test_a_plan_is_made_once_for_each_health() -> None:
+    plans, lost = make(), health(r1n0=0)
+    first = plans(CALL, lost, 5)
+    assert plans(CALL, lost, 6) is first
+    assert plans(CALL, health(), 5) is not first
+    plans.measured(RATES)
+    assert plans(CALL, lost, 5) is not first, "it was planned with other rates"
+
+
+def test_rails_are_measured_oftener_while_one_is_slow() -> None:
+    """All ranks must do so in the same calls: the number of the call decides."""
+    assert gauges(make(), health()) == list(range(96)), "a ring always shows it"
+    soon = range(64)
+    assert gauges(make(), health(r1n0=0), soon) == [0, 1, 2, 48, 49, 50]
+    slow = gauges(make(), health(r1n0=4), soon)
+    assert slow == [op for op in soon if op % 16 < 3]
+    assert gauges(make(algo="packed_trees"), health(r1n0=0)) == [], "what is named runs always"
+
+
+def test_the_count_begins_when_the_health_changes() -> None:
+    plans = make()
+    plans(CALL, health(), 99)
+    assert gauges(plans, health(r1n0=0), range(100, 164)) == [100, 101, 102, 148, 149, 150]
+
+
+@pytest.mark.parametrize("of", [health(r1n0=0), health(r1n0=1), health(r1n0=4, r2n0=1)], ids=str)
+def test_in_the_long_run_measuring_costs_a_hundredth_of_the_time(of: Health) -> None:
+    plans = make()
+    ops = range(64, 64 + 4096)
+    planner = Planner(plans.fabric, Config())
+    nbytes = CALL.count * 4
+    usual, ring_ = (
+        planner.plan(CALL, nbytes, of, is_bandwidth_sample=is_sample).predicted_ns
+        for is_sample in (False, True)
+    )
+    plans(CALL, of, 0)
+    ngauges = len(gauges(plans, of, ops))
+    assert ngauges > 0
+    assert ngauges * (ring_ - usual) <= 0.011 * len(ops) * usual + 3 * (ring_ - usual)
+
+
+def test_slices_that_may_overrun_a_port_are_asked_for() -> None:
+    def is_eager(plan: Plan) -> set[bool]:
+        return {
+            step.is_eager for lane in plan.layout.lanes for step in lane.steps if step.peer >= 0
+        }
+
+    trees = make(algo="packed_trees")
+    little = CallSignature(Collective.ALLREDUCE, 8, ReduceOp.SUM, 24 << 10)
+    assert is_eager(trees(CALL, health())) == {False}
+    assert is_eager(trees(little, health())) == {True}
+
+
+def test_a_users_schedule_is_checked_and_kept() -> None:
+    plans, mine = make(), leaf_ring.allreduce([3, 4, 4, 4], 4, 4)
+    plan = plans(CALL, health(), 5, mine)
+    assert plans(CALL, health(), 7, mine) is plan
+    assert not plan.is_bandwidth_sample
+    whole = ring.allreduce(4, 1)
+    half = replace(whole, generate=lambda rank: (whole.generate(rank)[0][:3],))
+    with pytest.raises(ScheduleError):
+        plans(CALL, health(), 5, half)

@@ -1,0 +1,25 @@
+"""Neighbours of a machine that has used something up; tests/netlab has the kernel's own answers."""
+
+import socket
+
+import pytest
+from support.limits import no_descriptor_left
+
+from r2ccl.topology.neighbours import Neighbours
+
+#: TEST-NET-1 (RFC 5737): nobody's address, so the kernel has to ask for it.
+NOBODY = "192.0.2.1"
+
+
+def test_a_neighbour_that_cannot_be_asked_for_is_not_known_yet(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    neighbours = Neighbours(socket.if_nametoindex("lo"))
+    try:
+        with no_descriptor_left():
+            assert [neighbours.knows("127.0.0.1", NOBODY) for _ in range(3)] == [False] * 3
+    finally:
+        neighbours.close()
+    (record,) = caplog.records
+    assert NOBODY in record.getMessage()
+    assert "EMFILE" in record.getMessage()
