@@ -46,7 +46,9 @@ def by_round(reports: list[Rounds]) -> list[Rounds]:
 
 
 @pytest.mark.timeout(1000)
-def test_a_dead_nic_is_local_to_its_node_and_remote_to_others(lab: MachineShape, tmp_path: Path) -> None:
+def test_a_dead_nic_is_local_to_its_node_and_remote_to_others(
+    lab: MachineShape, tmp_path: Path
+) -> None:
     for each in by_round(run("nic_down", lab, tmp_path)):
         node, nic = each[0]["node"], each[0]["nic"]
         others = [rank for rank in range(NRANKS) if rank != node]
