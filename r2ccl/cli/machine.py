@@ -15,7 +15,7 @@ from r2ccl.cli.diagnosis import Finding
 from r2ccl.errors import InvalidArgument
 from r2ccl.topology.affinity import Affinity, Route, host_routes
 from r2ccl.topology.machine import Machine
-from r2ccl.topology.nccl_xml_writer import format_xml
+from r2ccl.topology.nccl_xml import format_xml
 
 #: How a remark ends that something can be done about (`r2ccl.topology.sysfs`).
 _RESEAT = "reseat the card"
