@@ -1,4 +1,4 @@
-"""Ways: how collectives on device memory can be carried out here, found out by all ranks together.
+"""BackendSelector: how collectives on device memory can be carried out here, found out by all ranks together.
 
 From the best to the one that always works: kernels on the memory of all GPUs of a node
 (`r2ccl.gpu.peer`), and the rails between several such nodes (`r2ccl.gpu.hierarchical`); slices from
@@ -21,17 +21,17 @@ from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import TransportError
 from r2ccl.gpu import device_reduction, peer
 from r2ccl.gpu.gathering import Gather
-from r2ccl.gpu.gpudirect import Direct
-from r2ccl.gpu.gpudirect_connect import open_direct
+from r2ccl.gpu.gpudirect import GpuDirectBackend
+from r2ccl.gpu.gpudirect_connect import connect_gpudirect
 from r2ccl.gpu.hardware import Hardware
-from r2ccl.gpu.hierarchical import Rails, TieredCalls
+from r2ccl.gpu.hierarchical import HierarchicalBackend, InterNodeBackend
 from r2ccl.gpu.ipc_board import NoticeBoard
 from r2ccl.gpu.nic_affinity import Detour, Nearness, common_homes, explore
-from r2ccl.gpu.peer import MOST_RANKS, NodeCalls
+from r2ccl.gpu.peer import MOST_RANKS, PeerBackend
 from r2ccl.gpu.peer_connect import join
 from r2ccl.gpu.pxn.routes import Detours
 from r2ccl.gpu.pxn.transport import RelayedTransport
-from r2ccl.gpu.staged import Bounce, DeviceCall, HostRun
+from r2ccl.gpu.staged import DeviceCall, HostRun, StagedBackend
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.entry import Enter, Entry
 
@@ -45,10 +45,10 @@ class Kernels(peer.Kernels, device_reduction.Kernels, Protocol):
     """What gives a device its kernels, for every way; `r2ccl.kernels.cuda.Launcher`."""
 
 
-class Way(Protocol):
-    """How collectives on device memory are carried out: `Bounce`, `NodeCalls`, `Direct`."""
+class GpuBackend(Protocol):
+    """How collectives on device memory are carried out: `StagedBackend`, `PeerBackend`, `GpuDirectBackend`."""
 
-    def takes(self, call: DeviceCall) -> bool:
+    def supports(self, call: DeviceCall) -> bool:
         """Whether it carries out this call; alike on all ranks."""
         ...
 
@@ -61,7 +61,7 @@ class Way(Protocol):
         ...
 
     def begin(self, call: DeviceCall, stream: Stream) -> tuple[Any, Event]:
-        """Give the device its part of a call that is prepared; see `Bounce.begin`."""
+        """Give the device its part of a call that is prepared; see `StagedBackend.begin`."""
         ...
 
     def finish(self, job: Any) -> None:
@@ -89,7 +89,7 @@ class Way(Protocol):
         ...
 
 
-class Ways:
+class BackendSelector:
     """Finds the ways of one rank.
 
     Parameters
@@ -107,7 +107,7 @@ class Ways:
         Names of the RDMA ports that channels are at home on, in the order of rails; none: sockets.
     hardware : Hardware
     relayed : RelayedTransport or None
-        The part of the transport that takes detours, if any.
+        The part of the transport that supports detours, if any.
     """
 
     def __init__(
@@ -135,13 +135,13 @@ class Ways:
         self._hardware = hardware
         self._relayed = relayed
 
-    def find(self, device: Device, kernels: Kernels) -> tuple[Way, ...]:
+    def select(self, device: Device, kernels: Kernels) -> tuple[GpuBackend, ...]:
         """Find out with all ranks which ways their calls can take.
 
         Returns
         -------
-        tuple of Way
-            The best first; the last takes all calls. To be closed in this order.
+        tuple of GpuBackend
+            The best first; the last supports all calls. To be closed in this order.
 
         Raises
         ------
@@ -186,7 +186,7 @@ class Ways:
                     each.close(self._config.timeout_s)
                 raise
         members = self._nodes[0]
-        return NodeCalls(device, kernels, board, members, **self._waiting()), self._bounce(device)
+        return PeerBackend(device, kernels, board, members, **self._waiting()), self._bounce(device)
 
     def _why_apart(self) -> str:
         """Say what is known, alike on all ranks, to keep GPUs from each other's memory."""
@@ -201,12 +201,12 @@ class Ways:
 
     def _over_rails(
         self, device: Device, kernels: Kernels, detours: Detours | None = None
-    ) -> tuple[Direct | Bounce, ...]:
+    ) -> tuple[GpuDirectBackend | StagedBackend, ...]:
         """Return the ways of calls in which GPUs do not work on each other's memory."""
         bounce = self._bounce(device)
         if self._nranks == 1:
             return (bounce,)
-        direct = open_direct(
+        direct = connect_gpudirect(
             device,
             kernels,
             engine=self._engine,
@@ -227,11 +227,11 @@ class Ways:
         device: Device,
         kernels: Kernels,
         board: NoticeBoard,
-        rails: Sequence[Rails],
+        rails: Sequence[InterNodeBackend],
         enter: Enter,
-    ) -> TieredCalls:
+    ) -> HierarchicalBackend:
         members = next(node for node in self._nodes if self._rank in node)
-        return TieredCalls(
+        return HierarchicalBackend(
             device,
             kernels,
             board,
@@ -284,8 +284,8 @@ class Ways:
             nslots=_NSLOTS,
         )
 
-    def _bounce(self, device: Device) -> Bounce:
-        return Bounce(
+    def _bounce(self, device: Device) -> StagedBackend:
+        return StagedBackend(
             device,
             self._rank,
             self._nranks,
@@ -307,4 +307,4 @@ class Ways:
         }
 
 
-__all__ = ["Kernels", "Way", "Ways"]
+__all__ = ["BackendSelector", "GpuBackend", "Kernels"]

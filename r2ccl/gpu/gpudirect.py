@@ -14,14 +14,14 @@ there then is worthless, the communicator has ended, and no stream hangs.
 behind the gate. So the last work of every call is given to the device after the last completion was
 polled, and the gate opens once that work is known to be done.
 
-*What a call needs* of memory and of kernels is made in `Direct.prepare`, before the device is given
+*What a call needs* of memory and of kernels is made in `GpuDirectBackend.prepare`, before the device is given
 anything that waits, because that may wait for the device. What only the plan knows (scratch of some
 schedules, more landing places than there ever were) is allocated in the worker instead.
 
 *Groups.* A call may be one of some ranks only, entered by what `begin` is given; see
 `r2ccl.gpu.hierarchical`.
 
-*Small calls* are for another way: `Direct.takes`.
+*Small calls* are for another way: `GpuDirectBackend.supports`.
 
 Must not import a transport but its interface. Invariants: memory is registered while slices of it
 travel; the gate only goes up, in the order of calls.
@@ -51,7 +51,7 @@ from r2ccl.runtime.entry import Enter
 from r2ccl.runtime.executor import LandingPool, LaneRun
 
 
-class DirectJob(msgspec.Struct, eq=False):
+class GpuDirectJob(msgspec.Struct, eq=False):
     """The host's part of a call.
 
     ``enter`` enters it; ``before`` is done when earlier work on its arrays is; ``number`` is the
@@ -66,8 +66,8 @@ class DirectJob(msgspec.Struct, eq=False):
     error: BaseException | None = None
 
 
-class Direct(Gated):
-    """Collectives of one rank on the memory of one device; a `r2ccl.gpu.collectives.Way`.
+class GpuDirectBackend(Gated):
+    """Collectives of one rank on the memory of one device; a `r2ccl.gpu.collectives.GpuBackend`.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class Direct(Gated):
     memory : WiredMemory
         Owned.
     detours : Detours or None
-        Ways to far NICs; owned.
+        BackendSelector to far NICs; owned.
     config : Config
     clock : Clock
     """
@@ -116,7 +116,7 @@ class Direct(Gated):
         #: Layouts of plans, and what they become here.
         self._cleared: dict[int, tuple[Layout, Layout]] = {}
 
-    def takes(self, call: DeviceCall, nranks: int = 0) -> bool:
+    def supports(self, call: DeviceCall, nranks: int = 0) -> bool:
         """Whether a call of so many ranks, 0: all, is large enough for this way; alike on them.
 
         Where a rank's part is one eager slice, a window's two copies through pinned memory cost
@@ -125,7 +125,7 @@ class Direct(Gated):
         return nbytes_of(call.signature) > self._config.eager_nbytes * (nranks or self._nranks)
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """See `Way`."""
+        """See `GpuBackend`."""
         is_detour_due = self._detours is not None and self._detours.are_due
         return (
             not is_detour_due
@@ -134,7 +134,7 @@ class Direct(Gated):
         )
 
     def prepare(self, call: DeviceCall) -> None:
-        """See `Way`; opens detours, loads kernels, makes memory: for a new size, array, operation.
+        """See `GpuBackend`; opens detours, loads kernels, makes memory: for a new size, array, operation.
 
         Raises
         ------
@@ -152,7 +152,7 @@ class Direct(Gated):
 
     def begin(
         self, call: DeviceCall, stream: Stream, enter: Enter | None = None, widest: int = 0
-    ) -> tuple[DirectJob, Event]:
+    ) -> tuple[GpuDirectJob, Event]:
         """Have the device wait for the call's end; the caller's `stream` is not touched but read.
 
         Parameters
@@ -166,14 +166,14 @@ class Direct(Gated):
 
         Returns
         -------
-        DirectJob
+        GpuDirectJob
             For `finish` or `abandon`, one of which must follow, in the order of `begin`. Its
             ``error`` says what could not be given.
         Event
             Done when the result is there. To be given back with `recycle`.
         """
         done = self.take_event()
-        job = DirectJob(call, enter or self._enter, self.take_event(), self._number)
+        job = GpuDirectJob(call, enter or self._enter, self.take_event(), self._number)
         try:
             self._follow(stream, job.before)
             self._number += 1
@@ -184,7 +184,7 @@ class Direct(Gated):
             job.error = exc
         return job, done
 
-    def finish(self, job: DirectJob) -> None:
+    def finish(self, job: GpuDirectJob) -> None:
         """Run the collective, and let the device go on; in the worker.
 
         Raises
@@ -212,7 +212,7 @@ class Direct(Gated):
         finally:
             self._end(job)
 
-    def abandon(self, job: DirectJob, error: BaseException) -> None:
+    def abandon(self, job: GpuDirectJob, error: BaseException) -> None:
         """Let the stream go on without `finish`: the call has failed elsewhere."""
         job.error = job.error or error
         if not job.is_over:
@@ -240,19 +240,19 @@ class Direct(Gated):
 
     # What the host does
 
-    def _carry_out(self, job: DirectJob) -> None:
+    def _carry_out(self, job: GpuDirectJob) -> None:
         with self._arrays.lent(job.call, self._offload) as places:
             self._settle()
             self._run(job, *places)
         self._offload.mark(self._last_word, 0)
         self._settle()
 
-    def _end(self, job: DirectJob) -> None:
+    def _end(self, job: GpuDirectJob) -> None:
         self._open_gate(job.number)
         self._events.append(job.before)
         job.is_over = True
 
-    def _run(self, job: DirectJob, source: int, output: int) -> None:
+    def _run(self, job: GpuDirectJob, source: int, output: int) -> None:
         engine, signature = self._engine, job.call.signature
         plan = job.enter(signature, job.call.schedule)
         layout = self._cleared_of(plan.layout)
@@ -310,4 +310,4 @@ _LOOK_S = 0.05
 _FAILED_S = 5.0
 _MOST_LAYOUTS = 256
 
-__all__ = ["Direct", "DirectJob"]
+__all__ = ["GpuDirectBackend", "GpuDirectJob"]

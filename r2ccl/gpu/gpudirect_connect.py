@@ -16,14 +16,14 @@ from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
 from r2ccl.gpu.device_reduction import Kernels
 from r2ccl.gpu.gathering import Gather
-from r2ccl.gpu.gpudirect import Direct
+from r2ccl.gpu.gpudirect import GpuDirectBackend
 from r2ccl.gpu.pxn.routes import Detours
 from r2ccl.gpu.registered_memory import WiredMemory
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.entry import Enter
 
 
-def open_direct(
+def connect_gpudirect(
     device: Device,
     kernels: Kernels,
     *,
@@ -33,12 +33,12 @@ def open_direct(
     clock: Clock,
     gather: Gather,
     detours: Detours | None = None,
-) -> Direct | str:
+) -> GpuDirectBackend | str:
     """Find out together whether all ranks' NICs reach their GPUs' memory.
 
     Returns
     -------
-    Direct or str
+    GpuDirectBackend or str
         On all ranks the way, or on all of them why there is none.
 
     Notes
@@ -63,7 +63,7 @@ def open_direct(
             if reason:
                 return f"rank {rank}: {reason}"
         assert memory is not None
-        direct = Direct(
+        direct = GpuDirectBackend(
             device,
             kernels,
             engine=engine,
@@ -85,4 +85,4 @@ def _exchanged(why: str, gather: Gather) -> Iterator[str]:
 
 _REASON_NBYTES = 400
 
-__all__ = ["open_direct"]
+__all__ = ["connect_gpudirect"]

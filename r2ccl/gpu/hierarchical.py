@@ -3,17 +3,17 @@
 Within a node the GPUs work on each other's memory (`r2ccl.gpu.peer`); between nodes, slices
 travel from and to it (`r2ccl.gpu.gpudirect`), or windows pass through pinned memory
 (`r2ccl.gpu.staged`). Member i of every node has part i of the data: it adds up its node's, the
-members i of all nodes add up their sums, and each gives its node the result. So the rails carry
+members i of all nodes add up their sums, and each gives its node the result. So the backends carry
 every byte once a node, all of a node's ranks at once. In the stream's order, between ``ready`` and
-``done`` of `NodeCalls`:
+``done`` of `PeerBackend`:
 
 ::
 
     kernel: the node's sum of part i, into this rank's output
-    part i over the rails, among the members i of all nodes
+    part i over the backends, among the members i of all nodes
     kernel: part i to the outputs of the other ranks of the node
 
-Parts differ by some elements, or are empty. What all ranks must do alike, as the way over the rails
+Parts differ by some elements, or are empty. What all ranks must do alike, as the way over the backends
 and the number of collectives there, follows from the widest part.
 
 Must not import links. Invariant: of an array that others of the node read and write, nothing but
@@ -29,24 +29,24 @@ import msgspec
 
 from r2ccl.device.base import Event, Stream
 from r2ccl.dtypes import dtype_of
-from r2ccl.gpu.peer import MOST_RANKS, Between, NodeCalls, NodeJob, Notice
+from r2ccl.gpu.peer import MOST_RANKS, InterNodeJob, Notice, PeerBackend, PeerJob
 from r2ccl.gpu.staged import DeviceCall, Enter
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
-class Rails(Protocol):
-    """A way between nodes: `r2ccl.gpu.gpudirect.Direct`, `r2ccl.gpu.staged.Bounce`."""
+class InterNodeBackend(Protocol):
+    """A way between nodes: `r2ccl.gpu.gpudirect.GpuDirectBackend`, `r2ccl.gpu.staged.StagedBackend`."""
 
-    def takes(self, call: DeviceCall, nranks: int) -> bool:
+    def supports(self, call: DeviceCall, nranks: int) -> bool:
         """Whether a call of so many ranks is carried out; alike on all of them."""
         ...
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """See `Way`."""
+        """See `GpuBackend`."""
         ...
 
     def prepare(self, call: DeviceCall) -> None:
-        """See `Way`."""
+        """See `GpuBackend`."""
         ...
 
     def begin(
@@ -72,67 +72,72 @@ class Rails(Protocol):
 _SECOND = MOST_RANKS + 1
 
 
-class TieredCalls(NodeCalls):
+class HierarchicalBackend(PeerBackend):
     """The allreduces of one rank, its node's GPUs first.
 
     Parameters
     ----------
-    rails : sequence of Rails
-        The first that takes a call has it; the last takes all. Borrowed.
+    backends : sequence of InterNodeBackend
+        The first that supports a call has it; the last supports all. Borrowed.
     enter : callable
         Enters an allreduce among the ranks that have this rank's place in their nodes, in which
         AVG divides by the number of all ranks.
     nnodes : int
     **others
-        Of `NodeCalls`.
+        Of `PeerBackend`.
     """
 
     _heads = (0, _SECOND)
 
     def __init__(
-        self, *others: Any, rails: Sequence[Rails], enter: Enter, nnodes: int, **named: Any
+        self,
+        *others: Any,
+        backends: Sequence[InterNodeBackend],
+        enter: Enter,
+        nnodes: int,
+        **named: Any,
     ) -> None:
         super().__init__(*others, **named)
-        self._rails = rails
+        self._backends = backends
         self._enter = enter
         self._nnodes = nnodes
 
-    def takes(self, call: DeviceCall) -> bool:
+    def supports(self, call: DeviceCall) -> bool:
         """Whether a call can be carried out: an allreduce, not by a schedule of the caller's."""
-        return super().takes(call) and call.signature.collective == Collective.ALLREDUCE
+        return super().supports(call) and call.signature.collective == Collective.ALLREDUCE
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """See `Way`."""
-        part, rails = self._between(call)
-        return super().is_prepared(call) and rails.is_prepared(part)
+        """See `GpuBackend`."""
+        part, backends = self._between(call)
+        return super().is_prepared(call) and backends.is_prepared(part)
 
     def prepare(self, call: DeviceCall) -> None:
-        """See `Way`; loads the kernels, and prepares what lies between the nodes."""
+        """See `GpuBackend`; loads the kernels, and prepares what lies between the nodes."""
         super().prepare(call)
-        part, rails = self._between(call)
-        rails.prepare(part)
+        part, backends = self._between(call)
+        backends.prepare(part)
 
     def _load(self, call: CallSignature) -> None:
         self._kernels.prepare_from_table(_summed(call), self._nlocal, 1)
         self._kernels.prepare_from_table(_summed(call), 1, self._nlocal - 1)
 
-    def _work(self, job: NodeJob) -> None:
+    def _work(self, job: PeerJob) -> None:
         call, table = job.call.signature, self._table_of(job.number)
         self._launch(_summed(call), self._nlocal, 1, table)
-        part, rails = self._between(job.call)
+        part, backends = self._between(job.call)
         widest = self._share_of(call, at=0).length
-        given, done = rails.begin(part, self._stream, self._enter, widest)
-        job.between = Between(rails, given)
+        given, done = backends.begin(part, self._stream, self._enter, widest)
+        job.between = InterNodeJob(backends, given)
         self._device.wait(self._stream, done)
-        rails.recycle(done)
+        backends.recycle(done)
         if given.error is not None:
             raise given.error
         self._launch(_summed(call), 1, self._nlocal - 1, table[_SECOND:])
 
-    def _between(self, call: DeviceCall) -> tuple[DeviceCall, Rails]:
-        """Return what this rank does between the nodes, and which rails carry it."""
+    def _between(self, call: DeviceCall) -> tuple[DeviceCall, InterNodeBackend]:
+        """Return what this rank does between the nodes, and which backends carry it."""
         mine, widest = (self._part_of(call, at) for at in (self._at, 0))
-        return mine, next(each for each in self._rails if each.takes(widest, self._nnodes))
+        return mine, next(each for each in self._backends if each.supports(widest, self._nnodes))
 
     def _part_of(self, call: DeviceCall, at: int) -> DeviceCall:
         signature = call.signature
@@ -140,11 +145,11 @@ class TieredCalls(NodeCalls):
         place = call.output + share.start * dtype_of(signature.dtype).itemsize
         return DeviceCall(msgspec.structs.replace(signature, count=share.length), place, place)
 
-    def _meanwhile(self, job: NodeJob) -> None:
+    def _meanwhile(self, job: PeerJob) -> None:
         assert job.between is not None
-        job.between.way.finish(job.between.job)
+        job.between.backend.finish(job.between.job)
 
-    def _fill(self, job: NodeJob, notices: Sequence[Notice]) -> None:
+    def _fill(self, job: PeerJob, notices: Sequence[Notice]) -> None:
         call = job.call.signature
         at = self._share_of(call).start * dtype_of(call.dtype).itemsize
         sources, outputs = self._addresses(job, notices)
@@ -157,14 +162,14 @@ class TieredCalls(NodeCalls):
     def _let_go(self, error: BaseException) -> None:
         for job in tuple(self._jobs):
             if job.between is not None:
-                job.between.way.abandon(job.between.job, error)
+                job.between.backend.abandon(job.between.job, error)
         super()._let_go(error)
 
 
 def _summed(call: CallSignature) -> CallSignature:
-    """Return the call without the division of AVG, which comes after the rails."""
+    """Return the call without the division of AVG, which comes after the backends."""
     op = ReduceOp.SUM if call.op == ReduceOp.AVG else call.op
     return msgspec.structs.replace(call, op=op)
 
 
-__all__ = ["Rails", "TieredCalls"]
+__all__ = ["HierarchicalBackend", "InterNodeBackend"]

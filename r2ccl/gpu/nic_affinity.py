@@ -262,7 +262,7 @@ def _excess(machine: Machine) -> str:
 def _depth(parents: Mapping[str, str]) -> int:
     """Return how many devices lead to the one that is farthest down, itself included.
 
-    Ways are followed a little beyond what is allowed, for they may be circles.
+    BackendSelector are followed a little beyond what is allowed, for they may be circles.
     """
     at, depth = set(parents), 0
     while at and depth <= _MOST_DEPTH:

@@ -90,14 +90,14 @@ class Notice(NamedTuple):
         return cls(signature, _Place(*places[:3]), _Place(*places[3:]))
 
 
-class Between(NamedTuple):
-    """The part of a call between the nodes: its way, and that way's job."""
+class InterNodeJob(NamedTuple):
+    """The part of a call between the nodes: its backend, and that backend's job."""
 
-    way: Any
+    backend: Any
     job: Any
 
 
-class NodeJob(msgspec.Struct, eq=False):
+class PeerJob(msgspec.Struct, eq=False):
     """The host's part of a call.
 
     ``between`` is what other ways do of it, where there are several nodes; ``error`` is what
@@ -107,7 +107,7 @@ class NodeJob(msgspec.Struct, eq=False):
     call: DeviceCall
     number: int
     done: Event
-    between: Between | None = None
+    between: InterNodeJob | None = None
     error: BaseException | None = None
 
 
@@ -137,7 +137,7 @@ class Kernels(Protocol):
         ...
 
 
-class NodeCalls(Gated):
+class PeerBackend(Gated):
     """The collectives of one rank on the memory of all ranks of its node.
 
     Parameters
@@ -189,8 +189,8 @@ class NodeCalls(Gated):
         #: What kernels were loaded for.
         self._prepared: set[tuple[int, int, int]] = set()
         #: Calls that the worker or the device may not be done with. The caller's thread adds to
-        #: them, the worker alone takes from them.
-        self._jobs: list[NodeJob] = []
+        #: them, the worker alone supports from them.
+        self._jobs: list[PeerJob] = []
         #: What let the streams go, if anything did: no call can be right any more.
         self._broken: BaseException | None = None
         #: Handles and bases of this rank's allocations, by number.
@@ -198,16 +198,16 @@ class NodeCalls(Gated):
         #: Allocations of other ranks, by rank and the number their process gave them.
         self._mapped: dict[tuple[int, int], int] = {}
 
-    def takes(self, call: DeviceCall) -> bool:
+    def supports(self, call: DeviceCall) -> bool:
         """Whether a call can be carried out: any but by a schedule of the caller's own."""
         return call.schedule is None
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """See `Way`."""
+        """See `GpuBackend`."""
         return _kernels_of(call) in self._prepared
 
     def prepare(self, call: DeviceCall) -> None:
-        """See `Way`; loads the kernels of a call.
+        """See `GpuBackend`; loads the kernels of a call.
 
         Raises
         ------
@@ -217,12 +217,12 @@ class NodeCalls(Gated):
         self._load(call.signature)
         self._prepared.add(_kernels_of(call))
 
-    def begin(self, call: DeviceCall, stream: Stream) -> tuple[NodeJob, Event]:
+    def begin(self, call: DeviceCall, stream: Stream) -> tuple[PeerJob, Event]:
         """Give the stream all the device has to do; the caller's `stream` is not touched but read.
 
         Returns
         -------
-        NodeJob
+        PeerJob
             For `finish`, which must follow, in the order of `begin`. Its ``error`` says what could
             not be given.
         Event
@@ -230,7 +230,7 @@ class NodeCalls(Gated):
         """
         number = self._number + 1
         done = self.take_event()
-        job = NodeJob(call, number, done)
+        job = PeerJob(call, number, done)
         try:
             notice = self._notice_of(call)
             self._await_room(number)
@@ -244,7 +244,7 @@ class NodeCalls(Gated):
             job.error = exc
         return job, done
 
-    def finish(self, job: NodeJob) -> None:
+    def finish(self, job: PeerJob) -> None:
         """Fill the table once all have called, open the gate, and watch the device; in the worker.
 
         Raises
@@ -281,7 +281,7 @@ class NodeCalls(Gated):
             self._let_go(exc)
             raise
 
-    def examine(self, job: NodeJob) -> None:
+    def examine(self, job: PeerJob) -> None:
         """Raise what spoiled a call that the device is done with, if anything did.
 
         Raises
@@ -322,7 +322,7 @@ class NodeCalls(Gated):
         """Have the kernels of a call loaded."""
         self._kernels.prepare_from_table(call, *_operands(call.collective, self._nlocal))
 
-    def _give(self, job: NodeJob, done: Event, stream: Stream) -> None:
+    def _give(self, job: PeerJob, done: Event, stream: Stream) -> None:
         device, own, board, word = self._device, self._stream, self._board, job.number & WORD
         self._follow(stream, done)
         device.write_word(own, self._words + board.ready_at(self._at), word)
@@ -335,7 +335,7 @@ class NodeCalls(Gated):
             device.wait_word(own, self._words + board.done_at(at), word)
         device.record(done, own)
 
-    def _work(self, job: NodeJob) -> None:
+    def _work(self, job: PeerJob) -> None:
         """Give the stream what lies between the inputs' being there and the result."""
         call = job.call.signature
         ninputs, noutputs = _operands(call.collective, self._nlocal)
@@ -348,7 +348,7 @@ class NodeCalls(Gated):
                 call, ninputs, noutputs, int(table.ctypes.data), length, self._nlocal, self._stream
             )
 
-    def _meanwhile(self, job: NodeJob) -> None:
+    def _meanwhile(self, job: PeerJob) -> None:
         """Do what the host must do while the device works; the gate is open."""
 
     def _share_of(self, call: CallSignature, at: int | None = None) -> _Share:
@@ -416,7 +416,7 @@ class NodeCalls(Gated):
                     "collective, dtype, op, root, count and schedule"
                 )
 
-    def _fill(self, job: NodeJob, notices: Sequence[Notice]) -> None:
+    def _fill(self, job: PeerJob, notices: Sequence[Notice]) -> None:
         """Write the addresses this rank's kernel works on."""
         call = job.call.signature
         share, itemsize = self._share_of(call), dtype_of(call.dtype).itemsize
@@ -438,7 +438,7 @@ class NodeCalls(Gated):
             addresses = [address + at for address in (*sources, *outputs)]
         self._table_of(job.number)[: len(addresses)] = addresses
 
-    def _addresses(self, job: NodeJob, notices: Sequence[Notice]) -> tuple[list[int], list[int]]:
+    def _addresses(self, job: PeerJob, notices: Sequence[Notice]) -> tuple[list[int], list[int]]:
         """Where all ranks' inputs and outputs are for this process."""
         sources = [self._address(at, notice.source) for at, notice in enumerate(notices)]
         outputs = [self._address(at, notice.output) for at, notice in enumerate(notices)]
@@ -455,7 +455,7 @@ class NodeCalls(Gated):
             base = self._mapped[key] = self._device.map(place.handle)
         return base + place.offset
 
-    def _watch(self, job: NodeJob, until_s: float) -> None:
+    def _watch(self, job: PeerJob, until_s: float) -> None:
         """Wait for the device, unless another call follows, whose watch is this one's too."""
         while job.number == self._number and not self._device.synchronize(job.done, _LOOK_S):
             self._check()
@@ -515,4 +515,4 @@ def _operands(collective: int, nranks: int) -> tuple[int, int]:
 
 _TABLE_NBYTES = 3 * MOST_RANKS * 8
 
-__all__ = ["MOST_RANKS", "Between", "Kernels", "NodeCalls", "NodeJob", "Notice"]
+__all__ = ["MOST_RANKS", "InterNodeJob", "Kernels", "Notice", "PeerBackend", "PeerJob"]

@@ -1,4 +1,4 @@
-"""Bounce buffers: collectives on device memory over rails that reach host memory alone.
+"""StagedBackend buffers: collectives on device memory over rails that reach host memory alone.
 
 Theory of operation
 -------------------
@@ -66,8 +66,8 @@ class _Rows(NamedTuple):
     number: int
 
 
-class Job(msgspec.Struct, eq=False):
-    """The part of a call that the host has to do; for one `Bounce.run`."""
+class StagedJob(msgspec.Struct, eq=False):
+    """The part of a call that the host has to do; for one `StagedBackend.run`."""
 
     call: DeviceCall
     enter: Enter
@@ -78,7 +78,7 @@ class Job(msgspec.Struct, eq=False):
     error: BaseException | None = None
 
 
-class Bounce(Gated):
+class StagedBackend(Gated):
     """The bounce buffers of one communicator on one device.
 
     Parameters
@@ -121,20 +121,20 @@ class Bounce(Gated):
         #: Windows given to the stream since the beginning.
         self._given = 0
 
-    def takes(self, call: DeviceCall, nranks: int = 0) -> bool:
+    def supports(self, call: DeviceCall, nranks: int = 0) -> bool:
         """Whether a call can be carried out: every one."""
         return True
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """See `Way`: every call is."""
+        """See `GpuBackend`: every call is."""
         return True
 
     def prepare(self, call: DeviceCall) -> None:
-        """See `Way`: there is nothing to do."""
+        """See `GpuBackend`: there is nothing to do."""
 
     def begin(
         self, call: DeviceCall, stream: Stream, enter: Enter | None = None, widest: int = 0
-    ) -> tuple[Job, Event]:
+    ) -> tuple[StagedJob, Event]:
         """Give the device all it has to do; the caller's `stream` is not touched but read.
 
         Parameters
@@ -148,7 +148,7 @@ class Bounce(Gated):
 
         Returns
         -------
-        Job
+        StagedJob
             For `finish` or `abandon`, one of which must follow, in the order of `begin`. Its
             ``error`` says what could not be given.
         Event
@@ -157,7 +157,7 @@ class Bounce(Gated):
         done = self.take_event()
         itemsize = dtype_of(call.signature.dtype).itemsize
         grid = grid_of(call.signature, itemsize, self._nranks, self._slot_nbytes, widest)
-        job = Job(call, enter or self._enter, grid, [])
+        job = StagedJob(call, enter or self._enter, grid, [])
         try:
             self._follow(stream, done)
             self._give(job, itemsize)
@@ -166,12 +166,12 @@ class Bounce(Gated):
             job.error = exc
         return job, done
 
-    def abandon(self, job: Job, error: BaseException) -> None:
+    def abandon(self, job: StagedJob, error: BaseException) -> None:
         """Let the stream go on, `finish` or not: the call has failed elsewhere."""
         job.error = job.error or error
         self._end(job)
 
-    def finish(self, job: Job) -> None:
+    def finish(self, job: StagedJob) -> None:
         """Run the collective of every window once it has been copied out; in the worker.
 
         Raises
@@ -196,7 +196,7 @@ class Bounce(Gated):
             # A failed call too: no stream may hang.
             self._end(job)
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: StagedJob) -> None:
         if job.windows:
             self._open_gate(job.windows[-1][2])
         self._events += [event for _, event, _ in job.windows]
@@ -220,7 +220,7 @@ class Bounce(Gated):
 
     # What the device does
 
-    def _give(self, job: Job, itemsize: int) -> None:
+    def _give(self, job: StagedJob, itemsize: int) -> None:
         """Two copies out, then in turns one in and one out."""
         ahead = list(windows(job.call.signature, job.grid))
         first = self._given
@@ -232,7 +232,7 @@ class Bounce(Gated):
                 number = first + at + _NSLOTS + 1
                 self._give_out(job, ahead[at + _NSLOTS], number, itemsize)
 
-    def _give_out(self, job: Job, window: Window, number: int, itemsize: int) -> None:
+    def _give_out(self, job: StagedJob, window: Window, number: int, itemsize: int) -> None:
         """Copy what the collective of `window` reads to its slot."""
         rows = self._rows_read(job.call.signature)
         if rows.number and window.length:
@@ -249,7 +249,7 @@ class Bounce(Gated):
         self._given = number
         job.windows.append((window, event, number))
 
-    def _give_in(self, job: Job, window: Window, number: int, itemsize: int) -> None:
+    def _give_in(self, job: StagedJob, window: Window, number: int, itemsize: int) -> None:
         """Copy the result of `window` from its slot, once the gate is there."""
         self._wait_at_gate(number)
         rows = self._rows_written(job.call)
@@ -294,7 +294,7 @@ class Bounce(Gated):
             return _Rows(self._rank, 1)
         return _Rows(0, int(call.output != 0))
 
-    def _sums_at(self, job: Job, window: Window) -> int:
+    def _sums_at(self, job: StagedJob, window: Window) -> int:
         """Where in a slot the result is, in elements."""
         kind = job.call.signature.collective
         is_apart = kind in (Collective.REDUCE_SCATTER, Collective.REDUCE)
@@ -315,7 +315,7 @@ class Bounce(Gated):
                     status="TIMEOUT",
                 )
 
-    def _run_window(self, window: Window, number: int, job: Job) -> None:
+    def _run_window(self, window: Window, number: int, job: StagedJob) -> None:
         dtype = dtype_of(window.call.dtype)
         slot = self._slots[number % _NSLOTS]
         data = slot[: window.call.count * dtype.itemsize].view(dtype)
@@ -330,4 +330,4 @@ class Bounce(Gated):
 #: CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far.
 _MAX_PITCH = (1 << 31) - 1
 
-__all__ = ["Bounce", "DeviceCall", "Enter", "HostRun", "Job"]
+__all__ = ["DeviceCall", "Enter", "HostRun", "StagedBackend", "StagedJob"]

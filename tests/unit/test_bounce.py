@@ -16,7 +16,7 @@ from r2ccl.clock import monotonic
 from r2ccl.device.base import Stream
 from r2ccl.dtypes import CODES
 from r2ccl.errors import PeerLost, TransportError, TransportTimeout
-from r2ccl.gpu.staged import Bounce, DeviceCall
+from r2ccl.gpu.staged import DeviceCall, StagedBackend
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -32,7 +32,7 @@ class Rank:
         self.device = FakeDevice(FakeGpu(seed), f"rank {rank}", is_strict=True)
         self.stream = self.device.make_stream()
         self.error: BaseException | None = None
-        self.bounce = Bounce(
+        self.bounce = StagedBackend(
             self.device,
             rank,
             group.nranks,

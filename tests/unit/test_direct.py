@@ -221,9 +221,9 @@ def test_small_calls_are_left_to_others() -> None:
     def call(count: int) -> CallSignature:
         return CallSignature(Collective.ALLREDUCE, CODES[np.dtype(np.int64)], ReduceOp.SUM, count)
 
-    assert not direct.takes(DeviceCall(call(0), 0, 0))
-    assert not direct.takes(DeviceCall(call(16), 0, 0))
-    assert direct.takes(DeviceCall(call(17), 0, 0))
+    assert not direct.supports(DeviceCall(call(0), 0, 0))
+    assert not direct.supports(DeviceCall(call(16), 0, 0))
+    assert direct.supports(DeviceCall(call(17), 0, 0))
     group.close()
 
 

@@ -29,7 +29,7 @@ from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
 from r2ccl.errors import InvalidArgument, PeerLost, TransportError, TransportTimeout
 from r2ccl.gpu.ipc_board import NoticeBoard
-from r2ccl.gpu.peer import NodeCalls
+from r2ccl.gpu.peer import PeerBackend
 from r2ccl.gpu.peer_connect import join
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
@@ -49,11 +49,11 @@ class Node:
         self.streams = [device.make_stream() for device in self.devices]
         gathering = Gathering(nranks)
 
-        def enter(rank: int) -> NodeCalls:
+        def enter(rank: int) -> PeerBackend:
             device = self.devices[rank]
             board = join(device, rank, [range(nranks)], lambda mine: gathering(rank, mine))
             assert isinstance(board, NoticeBoard), board
-            return NodeCalls(
+            return PeerBackend(
                 device,
                 PlainKernels(device),
                 board,
@@ -64,7 +64,7 @@ class Node:
                 timeout_s=timeout_s,
             )
 
-        self.calls: list[NodeCalls] = together(nranks, enter)
+        self.calls: list[PeerBackend] = together(nranks, enter)
 
     def _check(self, rank: int) -> None:
         error = self.errors[rank]
@@ -219,7 +219,7 @@ def test_when_a_rank_dies_after_it_called_no_stream_hangs() -> None:
 
 
 def test_a_rank_ahead_does_not_hang_where_one_behind_writes_its_words_later() -> None:
-    """What was let go stays so: an older number that a slow stream writes takes nothing back."""
+    """What was let go stays so: an older number that a slow stream writes supports nothing back."""
     node = Node(2)
     lost = PeerLost(rank=0, peer=2, last_heard_s=0.0, why="for a test")
     places = [put(node.devices[rank], node.streams[rank], np.arange(30)) for rank in range(2)]

@@ -14,10 +14,10 @@ from ranks import TIMEOUT_S, Gathering, PlainKernels, data_of, get, put, togethe
 from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
 from r2ccl.errors import CommunicatorRevoked, PeerLost, TransportError
-from r2ccl.gpu.hierarchical import TieredCalls
+from r2ccl.gpu.hierarchical import HierarchicalBackend
 from r2ccl.gpu.ipc_board import NoticeBoard
 from r2ccl.gpu.peer_connect import join
-from r2ccl.gpu.staged import Bounce, DeviceCall
+from r2ccl.gpu.staged import DeviceCall, StagedBackend
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -39,12 +39,12 @@ class Cluster:
         self.streams = [device.make_stream() for device in self.devices]
         gathering = Gathering(self.nranks)
 
-        def enter(rank: int) -> TieredCalls:
+        def enter(rank: int) -> HierarchicalBackend:
             device, node = self.devices[rank], rank % nnodes
             board = join(device, rank, self.nodes, lambda mine: gathering(rank, mine))
             assert isinstance(board, NoticeBoard), board
             group = self.groups[board.index]
-            rails = Bounce(
+            rails = StagedBackend(
                 device,
                 rank,
                 self.nranks,
@@ -56,7 +56,7 @@ class Cluster:
                 timeout_s=TIMEOUT_S,
             )
             self.rails[rank] = rails
-            return TieredCalls(
+            return HierarchicalBackend(
                 device,
                 PlainKernels(device),
                 board,
@@ -71,8 +71,8 @@ class Cluster:
             )
 
         #: By rank, what is closed after its calls.
-        self.rails: dict[int, Bounce] = {}
-        self.calls: list[TieredCalls] = together(self.nranks, enter)
+        self.rails: dict[int, StagedBackend] = {}
+        self.calls: list[HierarchicalBackend] = together(self.nranks, enter)
 
     def _check(self, rank: int) -> None:
         error = self.errors[rank]

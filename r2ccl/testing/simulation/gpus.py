@@ -136,7 +136,7 @@ class GpuRank(SimRank):
     def retire(self, what: str) -> None:
         """Free the call's memory: whoever still reads or writes it is found."""
         if self.recovery.error is not None:
-            self.offload.drain(_PATIENCE_S)  # as `Direct` does: kernels wait for nothing
+            self.offload.drain(_PATIENCE_S)  # as `GpuDirectBackend` does: kernels wait for nothing
         for address in dict.fromkeys(self._spaces):
             self.device.free_caller_memory(address)
         self._spaces = ()
