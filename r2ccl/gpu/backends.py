@@ -25,10 +25,10 @@ from r2ccl.gpu.gpudirect import GpuDirectBackend
 from r2ccl.gpu.gpudirect_connect import connect_gpudirect
 from r2ccl.gpu.hardware import Hardware
 from r2ccl.gpu.hierarchical import HierarchicalBackend, InterNodeBackend
-from r2ccl.gpu.ipc_board import NoticeBoard
+from r2ccl.gpu.ipc_board import IpcBoard
 from r2ccl.gpu.nic_affinity import Detour, Nearness, common_homes, explore
 from r2ccl.gpu.peer import MOST_RANKS, PeerBackend
-from r2ccl.gpu.peer_connect import join
+from r2ccl.gpu.peer_connect import connect_peers
 from r2ccl.gpu.pxn.routes import Detours
 from r2ccl.gpu.pxn.transport import RelayedTransport
 from r2ccl.gpu.staged import DeviceCall, HostRun, StagedBackend
@@ -160,7 +160,7 @@ class BackendSelector:
                 status="NO_STREAM_WAIT",
             )
         why = self._why_apart()
-        board = why or join(device, self._rank, self._nodes, self._gather)
+        board = why or connect_peers(device, self._rank, self._nodes, self._gather)
         if isinstance(board, str) and self._config.ipc == "1":
             raise TransportError(
                 f"rank {self._rank}: GPUs do not reach each other's memory ({board}), and "
@@ -226,7 +226,7 @@ class BackendSelector:
         self,
         device: Device,
         kernels: Kernels,
-        board: NoticeBoard,
+        board: IpcBoard,
         rails: Sequence[InterNodeBackend],
         enter: Enter,
     ) -> HierarchicalBackend:

@@ -29,7 +29,7 @@ import msgspec
 
 from r2ccl.device.base import Event, Stream
 from r2ccl.dtypes import dtype_of
-from r2ccl.gpu.peer import MOST_RANKS, InterNodeJob, Notice, PeerBackend, PeerJob
+from r2ccl.gpu.peer import MOST_RANKS, InterNodeJob, CallInfo, PeerBackend, PeerJob
 from r2ccl.gpu.staged import DeviceCall, Enter
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -149,10 +149,10 @@ class HierarchicalBackend(PeerBackend):
         assert job.between is not None
         job.between.backend.finish(job.between.job)
 
-    def _fill(self, job: PeerJob, notices: Sequence[Notice]) -> None:
+    def _fill(self, job: PeerJob, infos: Sequence[CallInfo]) -> None:
         call = job.call.signature
         at = self._share_of(call).start * dtype_of(call.dtype).itemsize
-        sources, outputs = self._addresses(job, notices)
+        sources, outputs = self._addresses(job, infos)
         mine = outputs[self._at] + at
         others = [address + at for i, address in enumerate(outputs) if i != self._at]
         table = self._table_of(job.number)

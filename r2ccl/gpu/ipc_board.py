@@ -1,19 +1,19 @@
-"""A notice board: memory that the ranks of one node share, to tell each other where arrays are.
+"""A message board: memory that the ranks of one node share, to tell each other where arrays are.
 
 Every rank has a page of its own: counters of the host, words that its GPU's stream writes, and a
-ring of notices. Only it writes there, until something breaks. A notice is posted before its number
-is; whoever reads the number first reads the notice whole.
+ring of messages. Only it writes there, until something breaks. A message is posted before its number
+is; whoever reads the number first reads the message whole.
 
 ::
 
-    posted   number of the newest notice            written by the host
-    taken    newest notice of all others it read    written by the host
+    posted   number of the newest message            written by the host
+    taken    newest message of all others it read    written by the host
     ready    newest call whose input is there       written by its stream
     done     newest call it has finished            written by its stream
     broken   whether its host wrote words of streams, and from which call on they are not true
 
 The memory is a file that has a name only until all have opened it, readable by its owner alone.
-Sees no device. Invariant: a notice is overwritten only after every rank has taken it.
+Sees no device. Invariant: a message is overwritten only after every rank has taken it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _POSTED, _TAKEN, _READY, _DONE, _BROKEN = 0, 1 * _LINE, 2 * _LINE, 3 * _LINE, 4 
 _SPOILED = _BROKEN + 4
 _RING_AT = 5 * _LINE
 _DEPTH = 64
-NOTICE_NBYTES = 192
+MESSAGE_NBYTES = 192
 _PAGE = 4096
 #: Bytes of one rank's page, whole pages of memory.
-RANK_NBYTES = -(-(_RING_AT + _DEPTH * NOTICE_NBYTES) // _PAGE) * _PAGE
+RANK_NBYTES = -(-(_RING_AT + _DEPTH * MESSAGE_NBYTES) // _PAGE) * _PAGE
 _WORD = 0xFFFFFFFF
 
 
-class NoticeBoard:
+class IpcBoard:
     """One rank's view of the board.
 
     Parameters
@@ -65,33 +65,33 @@ class NoticeBoard:
         self._words = memory.view(np.uint32).reshape(nlocal, -1)
 
     def may_post(self, number: int) -> bool:
-        """Whether every rank has taken the notice that `number` overwrites."""
+        """Whether every rank has taken the message that `number` overwrites."""
         return all(
             _is_reached(int(self._words[peer, _TAKEN // 4]), number - _DEPTH)
             for peer in range(self.nlocal)
         )
 
-    def post(self, number: int, notice: bytes) -> None:
-        """Post notice `number`; `may_post` holds."""
-        if len(notice) > NOTICE_NBYTES:
-            raise InvalidArgument(f"a notice of {len(notice)} bytes; at most {NOTICE_NBYTES}")
-        at = self._notice_at(self.index, number)
-        self.memory[at : at + len(notice)] = np.frombuffer(notice, np.uint8)
+    def post(self, number: int, message: bytes) -> None:
+        """Post message `number`; `may_post` holds."""
+        if len(message) > MESSAGE_NBYTES:
+            raise InvalidArgument(f"a message of {len(message)} bytes; at most {MESSAGE_NBYTES}")
+        at = self._message_at(self.index, number)
+        self.memory[at : at + len(message)] = np.frombuffer(message, np.uint8)
         # Stores of one thread are seen in their order on x86; the call between them is a fence
         # where they are not: it takes and releases a lock.
         _FENCE()
         self._words[self.index, _POSTED // 4] = number & _WORD
 
     def read(self, peer: int, number: int) -> bytes | None:
-        """Return notice `number` of `peer`, None if it is not there yet."""
+        """Return message `number` of `peer`, None if it is not there yet."""
         if not _is_reached(int(self._words[peer, _POSTED // 4]), number):
             return None
         _FENCE()
-        at = self._notice_at(peer, number)
-        return self.memory[at : at + NOTICE_NBYTES].tobytes()
+        at = self._message_at(peer, number)
+        return self.memory[at : at + MESSAGE_NBYTES].tobytes()
 
     def take(self, number: int) -> None:
-        """Say that notices of all ranks up to `number` were read."""
+        """Say that messages of all ranks up to `number` were read."""
         self._words[self.index, _TAKEN // 4] = number & _WORD
 
     def ready_at(self, peer: int) -> int:
@@ -139,8 +139,8 @@ class NoticeBoard:
             for page in self._words
         )
 
-    def _notice_at(self, peer: int, number: int) -> int:
-        return peer * RANK_NBYTES + _RING_AT + number % _DEPTH * NOTICE_NBYTES
+    def _message_at(self, peer: int, number: int) -> int:
+        return peer * RANK_NBYTES + _RING_AT + number % _DEPTH * MESSAGE_NBYTES
 
 
 class SharedFile:
@@ -238,4 +238,4 @@ def _make_fence() -> Callable[[], None]:
 
 _FENCE = _make_fence()
 
-__all__ = ["NOTICE_NBYTES", "RANK_NBYTES", "NoticeBoard", "SharedFile"]
+__all__ = ["MESSAGE_NBYTES", "RANK_NBYTES", "IpcBoard", "SharedFile"]

@@ -16,9 +16,9 @@ arrays are: it finds their addresses in a table, which the host fills later. In 
     done[me] = n
     wait for done[all]     my input was read, my output is whole
 
-The words are on a `NoticeBoard`, in memory that all processes of the node and their GPUs share; on
+The words are on a `IpcBoard`, in memory that all processes of the node and their GPUs share; on
 it ranks also post where their arrays are. The host's part, in the communicator's worker, is to
-read the notices, map the others' allocations (once each), fill the table, open the gate, and watch
+read the infos, map the others' allocations (once each), fill the table, open the gate, and watch
 until the device is done: if a rank dies meanwhile, the words are written for it, so that no stream
 hangs, and the communicator ends.
 
@@ -43,7 +43,7 @@ from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportError, TransportTimeout
 from r2ccl.gpu.host_signal import WORD, Gated
-from r2ccl.gpu.ipc_board import NoticeBoard
+from r2ccl.gpu.ipc_board import IpcBoard
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.runtime.progress import describe
 from r2ccl.types import CallSignature, Collective
@@ -52,7 +52,7 @@ Array = npt.NDArray[Any]
 
 #: Kernels read and write 16 bytes at once; parts begin at multiples.
 _VECTOR_NBYTES = 16
-#: Calls whose tables are kept apart: more than can be under way before a notice is overwritten.
+#: Calls whose tables are kept apart: more than can be under way before a info is overwritten.
 _NTABLES = 64
 #: Most ranks of a node: operands of one kernel.
 MOST_RANKS = 8
@@ -61,10 +61,10 @@ _AHEAD = 1 << 20
 _POLL_S = 20e-6
 _LOOK_S = 0.05
 
-_NOTICE = struct.Struct("<QQ64sQQ64sQ")
+_CALL_INFO = struct.Struct("<QQ64sQQ64sQ")
 
 
-class _Place(NamedTuple):
+class _ArrayHandle(NamedTuple):
     """Where one array of a rank is."""
 
     allocation: int
@@ -72,22 +72,22 @@ class _Place(NamedTuple):
     offset: int
 
 
-class Notice(NamedTuple):
+class CallInfo(NamedTuple):
     """What a rank says of its call: the packed signature, its input, its output."""
 
     signature: int
-    source: _Place
-    output: _Place
+    source: _ArrayHandle
+    output: _ArrayHandle
 
     def pack(self) -> bytes:
         """Spell it for the board."""
-        return _NOTICE.pack(self.signature, *self.source, *self.output)
+        return _CALL_INFO.pack(self.signature, *self.source, *self.output)
 
     @classmethod
-    def unpack(cls, packed: bytes) -> Notice:
+    def unpack(cls, packed: bytes) -> CallInfo:
         """Invert `pack`."""
-        signature, *places = _NOTICE.unpack_from(packed)
-        return cls(signature, _Place(*places[:3]), _Place(*places[3:]))
+        signature, *places = _CALL_INFO.unpack_from(packed)
+        return cls(signature, _ArrayHandle(*places[:3]), _ArrayHandle(*places[3:]))
 
 
 class InterNodeJob(NamedTuple):
@@ -144,7 +144,7 @@ class PeerBackend(Gated):
     ----------
     device : Device
     kernels : Kernels
-    board : NoticeBoard
+    board : IpcBoard
         Shared by all ranks of the node, in their order.
     members : sequence of int
         The ranks of the node, as the communicator numbers them.
@@ -164,7 +164,7 @@ class PeerBackend(Gated):
         self,
         device: Device,
         kernels: Kernels,
-        board: NoticeBoard,
+        board: IpcBoard,
         members: Sequence[int],
         *,
         check: Callable[[], None],
@@ -232,14 +232,14 @@ class PeerBackend(Gated):
         done = self.take_event()
         job = PeerJob(call, number, done)
         try:
-            notice = self._notice_of(call)
+            info = self._info_of(call)
             self._await_room(number)
             self._number = number
             self._jobs.append(job)
             self._give(job, done, stream)
             if self._broken is not None:  # this rank's words say nothing of this call
                 raise self._broken
-            self._board.post(number, notice.pack())
+            self._board.post(number, info.pack())
         except Exception as exc:
             job.error = exc
         return job, done
@@ -263,12 +263,12 @@ class PeerBackend(Gated):
             if error is not None:
                 raise error
             until_s = self._clock() + self._timeout_s
-            notices = [self._read(at, job.number, until_s) for at in range(self._nlocal)]
-            self._require_same(notices)
+            infos = [self._read(at, job.number, until_s) for at in range(self._nlocal)]
+            self._require_same(infos)
             while not self._board.has_done(self._at, job.number - _NTABLES):
                 self._device.is_done(job.done)  # raises if it failed
                 self._pause(job.number, until_s, "the GPU is far behind")
-            self._fill(job, notices)
+            self._fill(job, infos)
             self._board.take(job.number)
             self._open_gate(job.number)
             self._meanwhile(job)
@@ -366,21 +366,21 @@ class PeerBackend(Gated):
 
     # What the host does
 
-    def _notice_of(self, call: DeviceCall) -> Notice:
+    def _info_of(self, call: DeviceCall) -> CallInfo:
         source = self._place_of(call.source, call.signature.count)
         output = self._place_of(call.output, call.signature.count)
-        return Notice(call.signature.pack(), source, output)
+        return CallInfo(call.signature.pack(), source, output)
 
-    def _place_of(self, address: int, count: int) -> _Place:
+    def _place_of(self, address: int, count: int) -> _ArrayHandle:
         if not address or not count:
-            return _Place(0, b"", 0)
+            return _ArrayHandle(0, b"", 0)
         allocation = self._device.buffer_id(address)
         known = self._exported.get(allocation)
         if known is None:
             handle, offset = self._device.export(address)
             known = self._exported[allocation] = (handle, address - offset)
         handle, base = known
-        return _Place(allocation, handle, address - base)
+        return _ArrayHandle(allocation, handle, address - base)
 
     def _await_room(self, number: int) -> None:
         """Wait, at the call, for ranks that are many calls behind."""
@@ -388,12 +388,12 @@ class PeerBackend(Gated):
         while not self._board.may_post(number):
             self._pause(number, until_s, "ranks of this node are far behind")
 
-    def _read(self, at: int, number: int, until_s: float) -> Notice:
+    def _read(self, at: int, number: int, until_s: float) -> CallInfo:
         packed = self._board.read(at, number)
         while packed is None:
             self._pause(number, until_s, f"rank {self._members[at]} has not called")
             packed = self._board.read(at, number)
-        return Notice.unpack(packed)
+        return CallInfo.unpack(packed)
 
     def _pause(self, number: int, until_s: float, why: str) -> None:
         self._check()
@@ -406,23 +406,23 @@ class PeerBackend(Gated):
             )
         self._sleep(_POLL_S)
 
-    def _require_same(self, notices: Sequence[Notice]) -> None:
-        mine = notices[self._at].signature
-        for peer, notice in zip(self._members, notices, strict=True):
-            if notice.signature != mine:
+    def _require_same(self, infos: Sequence[CallInfo]) -> None:
+        mine = infos[self._at].signature
+        for peer, info in zip(self._members, infos, strict=True):
+            if info.signature != mine:
                 raise InvalidArgument(
                     f"call differs between ranks: rank {self._rank} called {describe(mine)}, rank "
-                    f"{peer} called {describe(notice.signature)}; all ranks must pass the same "
+                    f"{peer} called {describe(info.signature)}; all ranks must pass the same "
                     "collective, dtype, op, root, count and schedule"
                 )
 
-    def _fill(self, job: PeerJob, notices: Sequence[Notice]) -> None:
+    def _fill(self, job: PeerJob, infos: Sequence[CallInfo]) -> None:
         """Write the addresses this rank's kernel works on."""
         call = job.call.signature
         share, itemsize = self._share_of(call), dtype_of(call.dtype).itemsize
         if not share.length:
             return
-        sources, outputs = self._addresses(job, notices)
+        sources, outputs = self._addresses(job, infos)
         row = self._at * share.width * itemsize
         at = share.start * itemsize
         kind = call.collective
@@ -438,14 +438,14 @@ class PeerBackend(Gated):
             addresses = [address + at for address in (*sources, *outputs)]
         self._table_of(job.number)[: len(addresses)] = addresses
 
-    def _addresses(self, job: PeerJob, notices: Sequence[Notice]) -> tuple[list[int], list[int]]:
+    def _addresses(self, job: PeerJob, infos: Sequence[CallInfo]) -> tuple[list[int], list[int]]:
         """Where all ranks' inputs and outputs are for this process."""
-        sources = [self._address(at, notice.source) for at, notice in enumerate(notices)]
-        outputs = [self._address(at, notice.output) for at, notice in enumerate(notices)]
+        sources = [self._address(at, info.source) for at, info in enumerate(infos)]
+        outputs = [self._address(at, info.output) for at, info in enumerate(infos)]
         sources[self._at], outputs[self._at] = job.call.source, job.call.output
         return sources, outputs
 
-    def _address(self, peer: int, place: _Place) -> int:
+    def _address(self, peer: int, place: _ArrayHandle) -> int:
         """Where an array of `peer` is for this process; mapped if it was not yet."""
         if not place.allocation or peer == self._at:
             return 0
@@ -515,4 +515,4 @@ def _operands(collective: int, nranks: int) -> tuple[int, int]:
 
 _TABLE_NBYTES = 3 * MOST_RANKS * 8
 
-__all__ = ["MOST_RANKS", "InterNodeJob", "Kernels", "Notice", "PeerBackend", "PeerJob"]
+__all__ = ["MOST_RANKS", "InterNodeJob", "Kernels", "CallInfo", "PeerBackend", "PeerJob"]

@@ -16,17 +16,17 @@ from collections.abc import Sequence
 from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
 from r2ccl.gpu.gathering import Gather
-from r2ccl.gpu.ipc_board import RANK_NBYTES, NoticeBoard, SharedFile
+from r2ccl.gpu.ipc_board import RANK_NBYTES, IpcBoard, SharedFile
 
 _log = logging.getLogger(__name__)
 
-_CARD = struct.Struct("<?64s16s")
+_OFFER = struct.Struct("<?64s16s")
 _PROBE_NBYTES = 256
 
 
-def join(
+def connect_peers(
     device: Device, rank: int, nodes: Sequence[Sequence[int]], gather: Gather
-) -> NoticeBoard | str:
+) -> IpcBoard | str:
     """Find out together whether the GPUs of every node reach each other's memory.
 
     Parameters
@@ -39,7 +39,7 @@ def join(
 
     Returns
     -------
-    NoticeBoard or str
+    IpcBoard or str
         The board of this rank's node, or why no node has one.
 
     Notes
@@ -54,44 +54,44 @@ def join(
         device.free(probe)
     if file is None:
         return why
-    return NoticeBoard(file.memory, members.index(rank), len(members))
+    return IpcBoard(file.memory, members.index(rank), len(members))
 
 
 def _offer(
     device: Device, rank: int, members: Sequence[int], probe: int, gather: Gather
 ) -> tuple[str, SharedFile | None]:
-    why, card, file, name = "", _CARD.pack(False, b"", b""), None, b""
+    why, offer, file, name = "", _OFFER.pack(False, b"", b""), None, b""
     try:
         handle, _ = device.export(probe)
         if rank == members[0]:
             file, name = SharedFile.create(len(members) * RANK_NBYTES)
-        card = _CARD.pack(True, handle, name)
+        offer = _OFFER.pack(True, handle, name)
     except TransportError as exc:
         why = str(exc)
     try:
-        return _agree(device, rank, members, card, file, why, gather)
+        return _agree(device, rank, members, offer, file, why, gather)
     finally:
         if name:
             SharedFile.forget(name)
 
 
 def _agree(
-    device: Device, rank: int, members: Sequence[int], card: bytes, file: SharedFile | None,
+    device: Device, rank: int, members: Sequence[int], offer: bytes, file: SharedFile | None,
     why: str, gather: Gather,
 ) -> tuple[str, SharedFile | None]:  # fmt: skip
-    cards = [_CARD.unpack(each) for each in gather(card)]
-    if all(is_able for is_able, _, _ in cards):
+    offers = [_OFFER.unpack(each) for each in gather(offer)]
+    if all(is_able for is_able, _, _ in offers):
         try:
             # Once, to see that it can be done.
             for peer in members:
                 if peer != rank:
-                    device.unmap(device.map(cards[peer][1]))
+                    device.unmap(device.map(offers[peer][1]))
             if rank != members[0]:
-                file = SharedFile.open(cards[members[0]][2], len(members) * RANK_NBYTES)
+                file = SharedFile.open(offers[members[0]][2], len(members) * RANK_NBYTES)
         except TransportError as exc:
             why = str(exc)
     elif not why:
-        why = f"rank {[is_able for is_able, _, _ in cards].index(False)} cannot, see its log"
+        why = f"rank {[is_able for is_able, _, _ in offers].index(False)} cannot, see its log"
     answers = gather(bytes([not why]))
     # Nobody frees what others still map: that all are through says the next message.
     gather(b"\0")
@@ -101,4 +101,4 @@ def _agree(
     return why or f"rank {refusing[0]} cannot, see its log", None
 
 
-__all__ = ["join"]
+__all__ = ["connect_peers"]

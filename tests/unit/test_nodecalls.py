@@ -28,9 +28,9 @@ from ranks import (
 from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
 from r2ccl.errors import InvalidArgument, PeerLost, TransportError, TransportTimeout
-from r2ccl.gpu.ipc_board import NoticeBoard
+from r2ccl.gpu.ipc_board import IpcBoard
 from r2ccl.gpu.peer import PeerBackend
-from r2ccl.gpu.peer_connect import join
+from r2ccl.gpu.peer_connect import connect_peers
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.types import CallSignature, Collective, ReduceOp
@@ -51,8 +51,8 @@ class Node:
 
         def enter(rank: int) -> PeerBackend:
             device = self.devices[rank]
-            board = join(device, rank, [range(nranks)], lambda mine: gathering(rank, mine))
-            assert isinstance(board, NoticeBoard), board
+            board = connect_peers(device, rank, [range(nranks)], lambda mine: gathering(rank, mine))
+            assert isinstance(board, IpcBoard), board
             return PeerBackend(
                 device,
                 PlainKernels(device),
@@ -278,6 +278,9 @@ def test_all_do_without_if_one_cannot() -> None:
     devices = [FakeDevice(gpu, "rank 0"), FakeDevice(gpu, "rank 1"), FakeDevice(other, "rank 2")]
     gathering = Gathering(3)
     answers = together(
-        3, lambda rank: join(devices[rank], rank, [range(3)], lambda mine: gathering(rank, mine))
+        3,
+        lambda rank: connect_peers(
+            devices[rank], rank, [range(3)], lambda mine: gathering(rank, mine)
+        ),
     )
     assert all(isinstance(answer, str) and answer for answer in answers)

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from r2ccl.errors import InvalidArgument, TransportError
-from r2ccl.gpu.ipc_board import NOTICE_NBYTES, RANK_NBYTES, NoticeBoard, SharedFile
+from r2ccl.gpu.ipc_board import MESSAGE_NBYTES, RANK_NBYTES, IpcBoard, SharedFile
 
 NLOCAL = 3
 
 
-def make_boards() -> list[NoticeBoard]:
+def make_boards() -> list[IpcBoard]:
     memory = np.zeros(NLOCAL * RANK_NBYTES, np.uint8)
-    return [NoticeBoard(memory, index, NLOCAL) for index in range(NLOCAL)]
+    return [IpcBoard(memory, index, NLOCAL) for index in range(NLOCAL)]
 
 
-def word(board: NoticeBoard, at: int) -> int:
+def word(board: IpcBoard, at: int) -> int:
     return int(board.memory[at : at + 4].view(np.uint32)[0])
 
 
@@ -97,7 +97,7 @@ def test_words_are_apart_and_release_never_goes_back() -> None:
     assert [word(boards[0], at) for at in places] == [9, 5, 5, 5, 5, 5]
 
 
-def set_word(board: NoticeBoard, at: int, value: int) -> None:
+def set_word(board: IpcBoard, at: int, value: int) -> None:
     board.memory[at : at + 4].view(np.uint32)[0] = value
 
 
@@ -118,9 +118,9 @@ def test_what_was_let_go_untruly_is_spoiled_and_what_was_true_is_not(base: int) 
 
 def test_a_notice_that_does_not_fit_is_refused() -> None:
     boards = make_boards()
-    boards[0].post(1, bytes(NOTICE_NBYTES))
+    boards[0].post(1, bytes(MESSAGE_NBYTES))
     with pytest.raises(InvalidArgument, match="at most"):
-        boards[0].post(2, bytes(NOTICE_NBYTES + 1))
+        boards[0].post(2, bytes(MESSAGE_NBYTES + 1))
 
 
 def shared_files() -> set[str]:

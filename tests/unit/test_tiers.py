@@ -15,8 +15,8 @@ from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
 from r2ccl.errors import CommunicatorRevoked, PeerLost, TransportError
 from r2ccl.gpu.hierarchical import HierarchicalBackend
-from r2ccl.gpu.ipc_board import NoticeBoard
-from r2ccl.gpu.peer_connect import join
+from r2ccl.gpu.ipc_board import IpcBoard
+from r2ccl.gpu.peer_connect import connect_peers
 from r2ccl.gpu.staged import DeviceCall, StagedBackend
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.types import CallSignature, Collective, ReduceOp
@@ -32,17 +32,17 @@ class Cluster:
         self.nodes = [range(node, self.nranks, nnodes) for node in range(nnodes)]
         self.groups = [HostGroup(nnodes) for _ in range(nlocal)]
         self.errors: list[BaseException | None] = [None] * self.nranks
-        cards = [FakeGpu(seed + node) for node in range(nnodes)]
+        offers = [FakeGpu(seed + node) for node in range(nnodes)]
         self.devices = [
-            FakeDevice(cards[rank % nnodes], f"rank {rank}") for rank in range(self.nranks)
+            FakeDevice(offers[rank % nnodes], f"rank {rank}") for rank in range(self.nranks)
         ]
         self.streams = [device.make_stream() for device in self.devices]
         gathering = Gathering(self.nranks)
 
         def enter(rank: int) -> HierarchicalBackend:
             device, node = self.devices[rank], rank % nnodes
-            board = join(device, rank, self.nodes, lambda mine: gathering(rank, mine))
-            assert isinstance(board, NoticeBoard), board
+            board = connect_peers(device, rank, self.nodes, lambda mine: gathering(rank, mine))
+            assert isinstance(board, IpcBoard), board
             group = self.groups[board.index]
             rails = StagedBackend(
                 device,
