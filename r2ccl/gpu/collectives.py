@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import InvalidArgument, TransportError, TransportTimeout
-from r2ccl.gpu.host_signal import HostPart
+from r2ccl.gpu.host_signal import HostJob
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.cuda import DeviceBuffer, streams_of
@@ -58,7 +58,7 @@ class DeviceOutcome:
     """What a call does to device memory, also once the GPU is closed: its `Effects`."""
 
     def __init__(
-        self, active: _ActiveDevice, job: HostPart, stream: Stream, backend: GpuBackend
+        self, active: _ActiveDevice, job: HostJob, stream: Stream, backend: GpuBackend
     ) -> None:
         self._active = active
         self._job = job
@@ -206,7 +206,7 @@ class DeviceCollectives:
 
     def _begin(
         self, backend: GpuBackend, call: DeviceCall, stream: Stream
-    ) -> tuple[Task, HostPart, Event]:
+    ) -> tuple[Task, HostJob, Event]:
         """Give the device its part, and the worker the host's."""
         job, done = backend.begin(call, stream)
         # Also of a call that could not be begun: what was begun of it must end.

@@ -38,7 +38,7 @@ from r2ccl.config import Config
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import TransportError, TransportTimeout
 from r2ccl.gpu.device_reduction import Kernels, Offload
-from r2ccl.gpu.host_signal import LINE_NBYTES, Gated
+from r2ccl.gpu.host_signal import LINE_NBYTES, SignalledStream
 from r2ccl.gpu.operands import DeviceOperands, forms_of
 from r2ccl.gpu.pxn.routes import Detours
 from r2ccl.gpu.registered_memory import Purpose, WiredMemory
@@ -66,7 +66,7 @@ class GpuDirectJob(msgspec.Struct, eq=False):
     error: BaseException | None = None
 
 
-class GpuDirectBackend(Gated):
+class GpuDirectBackend(SignalledStream):
     """Collectives of one rank on the memory of one device; a `r2ccl.gpu.collectives.GpuBackend`.
 
     Parameters
@@ -178,7 +178,7 @@ class GpuDirectBackend(Gated):
             self._follow(stream, job.before)
             self._number += 1
             job.number = self._number
-            self._wait_at_gate(job.number)
+            self._wait_for_signal(job.number)
             self._device.record(done, self._stream)
         except Exception as exc:
             job.error = exc
@@ -227,15 +227,15 @@ class GpuDirectBackend(Gated):
             A device still works on it: memory was not freed.
         """
         # Of calls that nobody finished.
-        self._open_gate(self._number)
+        self._signal(self._number)
         until_s = self._clock() + timeout_s
         is_over = self._is_idle_in(timeout_s)
         if not is_over or not self._offload.drain(max(0.0, until_s - self._clock())):
-            raise self._still("reduces", timeout_s)
+            raise self._still_busy("reduces", timeout_s)
         self._offload.close()
         self._free()
         if self._detours is not None and not self._detours.close(timeout_s):
-            raise self._still("copies through others", timeout_s)
+            raise self._still_busy("copies through others", timeout_s)
         self._memory.close()
 
     # What the host does
@@ -248,7 +248,7 @@ class GpuDirectBackend(Gated):
         self._settle()
 
     def _end(self, job: GpuDirectJob) -> None:
-        self._open_gate(job.number)
+        self._signal(job.number)
         self._events.append(job.before)
         job.is_over = True
 

@@ -22,13 +22,13 @@ LINE_NBYTES = 64
 WORD = 0xFFFFFFFF
 
 
-class HostPart(Protocol):
+class HostJob(Protocol):
     """What the host has to do of a call; ``error`` is what spoiled the call, if anything did."""
 
     error: BaseException | None
 
 
-class Gated:
+class SignalledStream:
     """A stream, its events and its gate; a base class.
 
     Parameters
@@ -45,11 +45,11 @@ class Gated:
         self._rank = rank
         self._stream = device.make_stream(waits=True)
         self._pinned = device.allocate_pinned(nlines * LINE_NBYTES)
-        self._gate = self._pinned.view(np.uint32)[:1]
+        self._signal_word = self._pinned.view(np.uint32)[:1]
         self._events: list[Event] = []
 
     def examine(self, job: Any) -> None:
-        """Raise what spoiled a call that the device is done with, if anything did; a `HostPart`."""
+        """Raise what spoiled a call that the device is done with, if anything did; a `HostJob`."""
         if job.error is not None:
             raise job.error
 
@@ -72,17 +72,17 @@ class Gated:
         self._device.record(event, stream)
         self._device.wait(self._stream, event)
 
-    def _wait_at_gate(self, number: int) -> None:
+    def _wait_for_signal(self, number: int) -> None:
         """Have the stream wait until the gate is open for `number`."""
         self._device.wait_word(self._stream, int(self._pinned.ctypes.data), number & WORD)
 
-    def _open_gate(self, number: int) -> None:
+    def _signal(self, number: int) -> None:
         """Open the gate for `number`, unless it is open for more: calls may be abandoned early."""
-        if not 0 < (int(self._gate[0]) - number) & WORD < 1 << 31:
-            self._gate[0] = number & WORD
+        if not 0 < (int(self._signal_word[0]) - number) & WORD < 1 << 31:
+            self._signal_word[0] = number & WORD
 
-    def _is_gate_at(self, number: int) -> bool:
-        return int(self._gate[0]) == number & WORD
+    def _is_signalled(self, number: int) -> bool:
+        return int(self._signal_word[0]) == number & WORD
 
     def _is_idle_in(self, timeout_s: float) -> bool:
         """Wait until the stream has done all it was given; whether it has."""
@@ -91,7 +91,7 @@ class Gated:
         self.recycle(last)
         return is_over
 
-    def _still(self, works: str, timeout_s: float) -> TransportTimeout:
+    def _still_busy(self, works: str, timeout_s: float) -> TransportTimeout:
         """Make the error of a device that still `works`."""
         return TransportTimeout(
             f"rank {self._rank}: the GPU still {works} after {timeout_s:g} s: its memory is kept; "
@@ -108,4 +108,4 @@ class Gated:
         self._device.free_pinned(self._pinned)
 
 
-__all__ = ["LINE_NBYTES", "WORD", "Gated", "HostPart"]
+__all__ = ["LINE_NBYTES", "WORD", "SignalledStream", "HostJob"]

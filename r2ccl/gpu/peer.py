@@ -42,7 +42,7 @@ from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportError, TransportTimeout
-from r2ccl.gpu.host_signal import WORD, Gated
+from r2ccl.gpu.host_signal import WORD, SignalledStream
 from r2ccl.gpu.ipc_board import IpcBoard
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.runtime.progress import describe
@@ -137,7 +137,7 @@ class Kernels(Protocol):
         ...
 
 
-class PeerBackend(Gated):
+class PeerBackend(SignalledStream):
     """The collectives of one rank on the memory of all ranks of its node.
 
     Parameters
@@ -270,7 +270,7 @@ class PeerBackend(Gated):
                 self._pause(job.number, until_s, "the GPU is far behind")
             self._fill(job, infos)
             self._board.take(job.number)
-            self._open_gate(job.number)
+            self._signal(job.number)
             self._meanwhile(job)
             self._watch(job, until_s)
             if self._device.is_done(job.done):
@@ -305,10 +305,10 @@ class PeerBackend(Gated):
         TransportTimeout
             The device still works on it; nothing was freed.
         """
-        if not self._is_gate_at(self._number):
+        if not self._is_signalled(self._number):
             self._let_go(CommunicatorRevoked(f"rank {self._rank}: closed before it was done"))
         if not self._is_idle_in(timeout_s):
-            raise self._still("works", timeout_s)
+            raise self._still_busy("works", timeout_s)
         self._free()
         for address in self._mapped.values():
             self._device.unmap(address)
@@ -326,7 +326,7 @@ class PeerBackend(Gated):
         device, own, board, word = self._device, self._stream, self._board, job.number & WORD
         self._follow(stream, done)
         device.write_word(own, self._words + board.ready_at(self._at), word)
-        self._wait_at_gate(job.number)
+        self._wait_for_signal(job.number)
         for at in range(self._nlocal):
             device.wait_word(own, self._words + board.ready_at(at), word)
         self._work(job)
@@ -482,7 +482,7 @@ class PeerBackend(Gated):
                 job.error = job.error or error
         # A kernel may be reading them: if it has seen the first address, it needs the others.
         self._tables.view(np.uint64).reshape(_NTABLES, -1)[:, self._heads] = 0
-        self._open_gate(number)
+        self._signal(number)
         self._board.release(number)
         # A device that failed writes nothing more; what failed first is told.
         with contextlib.suppress(TransportError):

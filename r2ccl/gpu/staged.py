@@ -30,7 +30,7 @@ from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import TransportTimeout
-from r2ccl.gpu.host_signal import Gated
+from r2ccl.gpu.host_signal import SignalledStream
 from r2ccl.gpu.staged_windows import Grid, Window, grid_of, windows
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, Collective
@@ -78,7 +78,7 @@ class StagedJob(msgspec.Struct, eq=False):
     error: BaseException | None = None
 
 
-class StagedBackend(Gated):
+class StagedBackend(SignalledStream):
     """The bounce buffers of one communicator on one device.
 
     Parameters
@@ -188,7 +188,7 @@ class StagedBackend(Gated):
             for window, fetched, number in job.windows:
                 self._await(fetched)
                 self._run_window(window, number, job)
-                self._open_gate(number)
+                self._signal(number)
         except BaseException as exc:
             job.error = exc
             raise
@@ -198,7 +198,7 @@ class StagedBackend(Gated):
 
     def _end(self, job: StagedJob) -> None:
         if job.windows:
-            self._open_gate(job.windows[-1][2])
+            self._signal(job.windows[-1][2])
         self._events += [event for _, event, _ in job.windows]
         job.windows = []
 
@@ -211,9 +211,9 @@ class StagedBackend(Gated):
             The device still works on it; nothing was freed.
         """
         # Of calls that nobody finished.
-        self._open_gate(self._given)
+        self._signal(self._given)
         if not self._is_idle_in(timeout_s):
-            raise self._still("copies", timeout_s)
+            raise self._still_busy("copies", timeout_s)
         self._free()
         for slot in self._slots:
             self._device.free_pinned(slot)
@@ -251,7 +251,7 @@ class StagedBackend(Gated):
 
     def _give_in(self, job: StagedJob, window: Window, number: int, itemsize: int) -> None:
         """Copy the result of `window` from its slot, once the gate is there."""
-        self._wait_at_gate(number)
+        self._wait_for_signal(number)
         rows = self._rows_written(job.call)
         if not (rows.number and window.length):
             return

@@ -11,7 +11,7 @@ from ranks import TIMEOUT_S
 
 from r2ccl.errors import TransportError, TransportTimeout
 from r2ccl.gpu.collectives import DeviceCollectives
-from r2ccl.gpu.host_signal import Gated
+from r2ccl.gpu.host_signal import SignalledStream
 from r2ccl.runtime import arguments
 from r2ccl.runtime.async_work import Worker
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
@@ -19,7 +19,7 @@ from r2ccl.testing.fakedevice.order import Misuse
 from r2ccl.types import ReduceOp
 
 
-class Ending(Gated):
+class Ending(SignalledStream):
     """A backend that does nothing, and ends as it is told."""
 
     def __init__(self, device: FakeDevice, error: TransportError | None = None) -> None:

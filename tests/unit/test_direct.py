@@ -388,7 +388,7 @@ def test_copies_through_other_gpus_of_a_call_that_fails_are_done_before_the_stre
 
     class Copying(LateDetours):
         def drain(self, timeout_s: float) -> bool:
-            waited.append(mine.direct._is_gate_at(job.number))
+            waited.append(mine.direct._is_signalled(job.number))
             return True
 
     mine.direct._detours = Copying()  # type: ignore[assignment]
