@@ -41,9 +41,9 @@ from r2ccl.gpu.device_reduction import Kernels, Offload
 from r2ccl.gpu.host_signal import LINE_NBYTES, SignalledStream
 from r2ccl.gpu.operands import DeviceOperands, forms_of
 from r2ccl.gpu.pxn.routes import Detours
-from r2ccl.gpu.registered_memory import Purpose, WiredMemory
+from r2ccl.gpu.registered_memory import AreaPurpose, RegisteredDeviceMemory
 from r2ccl.gpu.staged import DeviceCall
-from r2ccl.gpu.staging import StandIns, nbytes_of
+from r2ccl.gpu.staging import StagingBuffers, nbytes_of
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.planning.lowering import Layout, cleared
 from r2ccl.runtime.engine import Engine
@@ -77,7 +77,7 @@ class GpuDirectBackend(SignalledStream):
         Runs the collectives.
     enter : callable
         Enters them.
-    memory : WiredMemory
+    memory : RegisteredDeviceMemory
         Owned.
     detours : Detours or None
         BackendSelector to far NICs; owned.
@@ -92,7 +92,7 @@ class GpuDirectBackend(SignalledStream):
         *,
         engine: Engine,
         enter: Enter,
-        memory: WiredMemory,
+        memory: RegisteredDeviceMemory,
         detours: Detours | None,
         config: Config,
         clock: Clock,
@@ -111,7 +111,7 @@ class GpuDirectBackend(SignalledStream):
         #: A word that only gives the device something to do last.
         self._last_word = int(self._pinned.ctypes.data) + LINE_NBYTES
         self._number = 0
-        self._arrays = StandIns(device, memory, self._rank, self._nranks)
+        self._arrays = StagingBuffers(device, memory, self._rank, self._nranks)
         self._prepared: set[Form] = set()
         #: Layouts of plans, and what they become here.
         self._cleared: dict[int, tuple[Layout, Layout]] = {}
@@ -241,7 +241,7 @@ class GpuDirectBackend(SignalledStream):
     # What the host does
 
     def _carry_out(self, job: GpuDirectJob) -> None:
-        with self._arrays.lent(job.call, self._offload) as places:
+        with self._arrays.hold(job.call, self._offload) as places:
             self._settle()
             self._run(job, *places)
         self._offload.mark(self._last_word, 0)
@@ -258,7 +258,7 @@ class GpuDirectBackend(SignalledStream):
         layout = self._cleared_of(plan.layout)
         scratch = 0
         if layout.uses_scratch:
-            scratch = self._memory.area(Purpose.SCRATCH, nbytes_of(signature))
+            scratch = self._memory.area(AreaPurpose.SCRATCH, nbytes_of(signature))
         operands = DeviceOperands(
             layout,
             signature,

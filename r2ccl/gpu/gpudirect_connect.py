@@ -18,7 +18,7 @@ from r2ccl.gpu.device_reduction import Kernels
 from r2ccl.gpu.gathering import Gather
 from r2ccl.gpu.gpudirect import GpuDirectBackend
 from r2ccl.gpu.pxn.routes import Detours
-from r2ccl.gpu.registered_memory import WiredMemory
+from r2ccl.gpu.registered_memory import RegisteredDeviceMemory
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.entry import Enter
 
@@ -45,10 +45,10 @@ def connect_gpudirect(
     -----
     *Collective*: all ranks. *Cost*: a small message to all.
     """
-    memory: WiredMemory | None = None
+    memory: RegisteredDeviceMemory | None = None
     why = ""
     try:
-        memory = WiredMemory(
+        memory = RegisteredDeviceMemory(
             device,
             engine.progress.transport.register_device,
             engine.call,

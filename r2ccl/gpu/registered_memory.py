@@ -21,11 +21,11 @@ Register = Callable[[int, int], Registered]
 #: Runs something as the owner of the data loop, who alone may touch the transport.
 Own = Callable[[Callable[[], Any]], Any]
 
-#: Places begin at multiples of it, where kernels read whole lines of memory.
+#: CallAddresses begin at multiples of it, where kernels read whole lines of memory.
 _ALIGNMENT = 256
 
 
-class Purpose(enum.Enum):
+class AreaPurpose(enum.Enum):
     """What an area is for."""
 
     INPUT = "input"
@@ -39,7 +39,7 @@ class _Area(NamedTuple):
     registered: Registered
 
 
-class WiredMemory:
+class RegisteredDeviceMemory:
     """Areas of one device.
 
     Parameters
@@ -61,7 +61,7 @@ class WiredMemory:
         self._register = register
         self._own = own
         self._slab_nbytes = slab_nbytes
-        self._areas: dict[Purpose, _Area] = {}
+        self._areas: dict[AreaPurpose, _Area] = {}
         #: Outgrown areas, and slabs of landing places; the last slab has room from ``_cut``.
         self._outgrown: list[_Area] = []
         self._slabs: list[_Area] = []
@@ -77,12 +77,12 @@ class WiredMemory:
         """End a registration; for who does not own the data loop."""
         self._own(registered.close)
 
-    def has(self, purpose: Purpose, nbytes: int) -> bool:
+    def has(self, purpose: AreaPurpose, nbytes: int) -> bool:
         """Whether `area` need not allocate."""
         found = self._areas.get(purpose)
         return not nbytes or (found is not None and found.nbytes >= nbytes)
 
-    def area(self, purpose: Purpose, nbytes: int) -> int:
+    def area(self, purpose: AreaPurpose, nbytes: int) -> int:
         """Return the address of `nbytes` bytes; what they held for a smaller size is lost.
 
         Raises
@@ -144,4 +144,4 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-__all__ = ["Own", "Purpose", "Register", "WiredMemory", "aligned"]
+__all__ = ["Own", "AreaPurpose", "Register", "RegisteredDeviceMemory", "aligned"]

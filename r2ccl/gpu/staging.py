@@ -21,7 +21,7 @@ from r2ccl.device.base import Device
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import TransportError
 from r2ccl.gpu.device_reduction import Offload
-from r2ccl.gpu.registered_memory import Purpose, WiredMemory
+from r2ccl.gpu.registered_memory import AreaPurpose, RegisteredDeviceMemory
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.transport.base import Registered
 from r2ccl.types import CallSignature, Collective
@@ -29,38 +29,40 @@ from r2ccl.types import CallSignature, Collective
 _log = logging.getLogger(__name__)
 
 
-class Places(NamedTuple):
+class CallAddresses(NamedTuple):
     """Where slices of a call travel: what they are read from, and where results go."""
 
     source: int
     output: int
 
 
-class _Array(NamedTuple):
+class _CallerArray(NamedTuple):
     """An array of the caller's, and what stands in for it if need be.
 
     ``is_read`` and ``is_written`` say what the collective does to it.
     """
 
     address: int
-    purpose: Purpose
+    purpose: AreaPurpose
     is_read: bool
     is_written: bool
 
 
-class StandIns:
+class StagingBuffers:
     """The arrays of one rank's calls on one device.
 
     Parameters
     ----------
     device : Device
-    memory : WiredMemory
+    memory : RegisteredDeviceMemory
         Borrowed.
     rank, nranks : int
         For whose part is whose.
     """
 
-    def __init__(self, device: Device, memory: WiredMemory, rank: int, nranks: int) -> None:
+    def __init__(
+        self, device: Device, memory: RegisteredDeviceMemory, rank: int, nranks: int
+    ) -> None:
         self._device = device
         self._memory = memory
         self._rank = rank
@@ -91,7 +93,7 @@ class StandIns:
             self._memory.area(purpose, nbytes)
 
     @contextlib.contextmanager
-    def lent(self, call: DeviceCall, offload: Offload) -> Iterator[Places]:
+    def hold(self, call: DeviceCall, offload: Offload) -> Iterator[CallAddresses]:
         """Hold a call's places; what the collective reads is copied there, and its results back.
 
         Those copies are given to `offload`: wait for them after entering, and after leaving.
@@ -109,21 +111,21 @@ class StandIns:
                 each.purpose: self._place(each, signature, held, offload) for each in _arrays(call)
             }
             if nbytes and signature.collective == Collective.ALLGATHER:
-                own = found[Purpose.OUTPUT] + self._rank * (nbytes // self._nranks)
+                own = found[AreaPurpose.OUTPUT] + self._rank * (nbytes // self._nranks)
                 if own != call.source:
                     offload.copy(own, call.source, nbytes // self._nranks)
-            source = found.get(Purpose.INPUT, found.get(Purpose.OUTPUT, 0))
-            output = found.get(Purpose.OUTPUT, source)
+            source = found.get(AreaPurpose.INPUT, found.get(AreaPurpose.OUTPUT, 0))
+            output = found.get(AreaPurpose.OUTPUT, source)
             if _sums_apart(call):
-                output = self._memory.area(Purpose.OUTPUT, nbytes)
-            yield Places(source, output)
+                output = self._memory.area(AreaPurpose.OUTPUT, nbytes)
+            yield CallAddresses(source, output)
             self._store(call, found, output, offload)
         finally:
             for registered in held:
                 self._memory.release(registered)
 
     def _store(
-        self, call: DeviceCall, found: dict[Purpose, int], output: int, offload: Offload
+        self, call: DeviceCall, found: dict[AreaPurpose, int], output: int, offload: Offload
     ) -> None:
         """Copy results to where the caller wants them, unless they are there."""
         nbytes = nbytes_of(call.signature)
@@ -135,11 +137,11 @@ class StandIns:
                 offload.copy(each.address, found[each.purpose], nbytes)
 
     def _place(
-        self, array: _Array, call: CallSignature, held: list[Registered], offload: Offload
+        self, array: _CallerArray, call: CallSignature, held: list[Registered], offload: Offload
     ) -> int:
         """Return where an array is for the NICs: itself, registered, or what stands in for it."""
         nbytes = nbytes_of(call)
-        if self._is_wired(array, call):
+        if self._is_registrable(array, call):
             try:
                 held.append(self._memory.register(array.address, nbytes))
             except TransportError as exc:  # no room any more
@@ -151,22 +153,22 @@ class StandIns:
             offload.copy(place, array.address, nbytes)
         return place
 
-    def _is_wired(self, array: _Array, call: CallSignature) -> bool:
+    def _is_registrable(self, array: _CallerArray, call: CallSignature) -> bool:
         is_aligned = array.address % dtype_of(call.dtype).itemsize == 0
         return is_aligned and self._reached.get(self._device.buffer_id(array.address), False)
 
-    def _areas(self, call: DeviceCall) -> list[Purpose]:
+    def _areas(self, call: DeviceCall) -> list[AreaPurpose]:
         """List what stands in for something; arrays that are not known count as reached."""
         found = [
             each.purpose
             for each in _arrays(call)
-            if not self._is_unknown(each) and not self._is_wired(each, call.signature)
+            if not self._is_unknown(each) and not self._is_registrable(each, call.signature)
         ]
         if _sums_apart(call):
-            found.append(Purpose.OUTPUT)
+            found.append(AreaPurpose.OUTPUT)
         return found
 
-    def _is_unknown(self, array: _Array) -> bool:
+    def _is_unknown(self, array: _CallerArray) -> bool:
         return self._device.buffer_id(array.address) not in self._reached
 
     def _try(self, address: int, nbytes: int) -> None:
@@ -188,20 +190,20 @@ def nbytes_of(call: CallSignature) -> int:
     return call.count * dtype_of(call.dtype).itemsize
 
 
-def _arrays(call: DeviceCall) -> list[_Array]:
+def _arrays(call: DeviceCall) -> list[_CallerArray]:
     """List the caller's arrays that slices travel from or to; one that is both, once."""
     kind = call.signature.collective
     if not call.signature.count:
         return []
     if kind == Collective.ALLGATHER:
-        return [_Array(call.output, Purpose.OUTPUT, False, True)]
+        return [_CallerArray(call.output, AreaPurpose.OUTPUT, False, True)]
     if _sums_apart(call):
-        return [_Array(call.source, Purpose.INPUT, True, False)]
+        return [_CallerArray(call.source, AreaPurpose.INPUT, True, False)]
     if call.source == call.output:
-        return [_Array(call.source, Purpose.INPUT, True, True)]
+        return [_CallerArray(call.source, AreaPurpose.INPUT, True, True)]
     return [
-        _Array(call.source, Purpose.INPUT, True, False),
-        _Array(call.output, Purpose.OUTPUT, False, True),
+        _CallerArray(call.source, AreaPurpose.INPUT, True, False),
+        _CallerArray(call.output, AreaPurpose.OUTPUT, False, True),
     ]
 
 
@@ -212,4 +214,4 @@ def _sums_apart(call: DeviceCall) -> bool:
 
 _MOST_ALLOCATIONS = 4096
 
-__all__ = ["Places", "StandIns", "nbytes_of"]
+__all__ = ["CallAddresses", "StagingBuffers", "nbytes_of"]
