@@ -19,7 +19,7 @@ from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import TransportError
-from r2ccl.gpu import device_reduction, peer
+from r2ccl.gpu.device_reduction import ReductionKernels
 from r2ccl.gpu.gathering import Gather
 from r2ccl.gpu.gpudirect import GpuDirectBackend
 from r2ccl.gpu.gpudirect_connect import connect_gpudirect
@@ -27,7 +27,7 @@ from r2ccl.gpu.hardware import Hardware
 from r2ccl.gpu.hierarchical import HierarchicalBackend, InterNodeBackend
 from r2ccl.gpu.ipc_board import IpcBoard
 from r2ccl.gpu.nic_affinity import Detour, Nearness, common_homes, explore
-from r2ccl.gpu.peer import MOST_RANKS, PeerBackend
+from r2ccl.gpu.peer import MOST_RANKS, PeerBackend, PeerKernels
 from r2ccl.gpu.peer_connect import connect_peers
 from r2ccl.gpu.pxn.routes import Detours
 from r2ccl.gpu.pxn.transport import RelayedTransport
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _NSLOTS = 16
 
 
-class Kernels(peer.Kernels, device_reduction.Kernels, Protocol):
+class GpuKernels(PeerKernels, ReductionKernels, Protocol):
     """What gives a device its kernels, for every way; `r2ccl.kernels.cuda.Launcher`."""
 
 
@@ -135,7 +135,7 @@ class BackendSelector:
         self._hardware = hardware
         self._relayed = relayed
 
-    def select(self, device: Device, kernels: Kernels) -> tuple[GpuBackend, ...]:
+    def select(self, device: Device, kernels: GpuKernels) -> tuple[GpuBackend, ...]:
         """Find out with all ranks which ways their calls can take.
 
         Returns
@@ -200,7 +200,7 @@ class BackendSelector:
         return ""
 
     def _over_rails(
-        self, device: Device, kernels: Kernels, detours: Detours | None = None
+        self, device: Device, kernels: GpuKernels, detours: Detours | None = None
     ) -> tuple[GpuDirectBackend | StagedBackend, ...]:
         """Return the ways of calls in which GPUs do not work on each other's memory."""
         bounce = self._bounce(device)
@@ -225,7 +225,7 @@ class BackendSelector:
     def _tiers(
         self,
         device: Device,
-        kernels: Kernels,
+        kernels: GpuKernels,
         board: IpcBoard,
         rails: Sequence[InterNodeBackend],
         enter: Enter,
@@ -307,4 +307,4 @@ class BackendSelector:
         }
 
 
-__all__ = ["BackendSelector", "GpuBackend", "Kernels"]
+__all__ = ["BackendSelector", "GpuBackend", "GpuKernels"]

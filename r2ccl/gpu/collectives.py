@@ -26,12 +26,12 @@ from r2ccl.runtime.arrays.streams import stream_of
 from r2ccl.runtime.async_work import Task, Work, Worker
 
 if TYPE_CHECKING:
-    from r2ccl.gpu.backends import GpuBackend, Kernels
+    from r2ccl.gpu.backends import GpuBackend, GpuKernels
 
 #: Gives the GPU of a number, and its kernels.
-OpenDevice: TypeAlias = "Callable[[int], tuple[Device, Kernels]]"
+OpenDevice: TypeAlias = "Callable[[int], tuple[Device, GpuKernels]]"
 #: Gives the backends calls on a GPU's memory can take, the best first; the last supports all.
-SelectBackends: TypeAlias = "Callable[[Device, Kernels], Sequence[GpuBackend]]"
+SelectBackends: TypeAlias = "Callable[[Device, GpuKernels], Sequence[GpuBackend]]"
 
 
 class _BorrowedArrays(NamedTuple):

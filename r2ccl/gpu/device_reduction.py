@@ -1,7 +1,7 @@
-"""Offload: slices in device memory, reduced, divided and copied by a GPU beside the data loop.
+"""ReductionStream: slices in device memory, reduced, divided and copied by a GPU beside the data loop.
 
-`Offload` is one stream and what the host knows of it. Work is numbered in the order it is given;
-an event recorded by each `Offload.commit` tells how far the stream is.
+`ReductionStream` is one stream and what the host knows of it. Work is numbered in the order it is given;
+an event recorded by each `ReductionStream.commit` tells how far the stream is.
 
 *Order.* The stream does its work in order, so a kernel needs no host to wait for those before it,
 in whatever lane. The host orders everything else. A NIC reads what a kernel wrote after the host
@@ -11,7 +11,7 @@ ordering of GPUDirect RDMA operations". A device that reorders remote writes is 
 once, before the first work after a `commit`: what the work of a slice reads had arrived when it was
 given, and each look at the transport is followed by a `commit`.
 
-Must not import links or transports; makes no call that waits for the device but `Offload.drain`.
+Must not import links or transports; makes no call that waits for the device but `ReductionStream.drain`.
 Invariant: work counts as done only once its event was seen to be.
 
 References
@@ -30,7 +30,7 @@ from r2ccl.device.base import Device, Event, Stream
 from r2ccl.kernels.cuda.form import Form
 
 
-class Kernels(Protocol):
+class ReductionKernels(Protocol):
     """What gives a device its kernels; see `r2ccl.kernels.cuda.Launcher`."""
 
     def prepare(self, form: Form) -> object:
@@ -59,13 +59,13 @@ class _Batch(NamedTuple):
     event: Event
 
 
-class Offload:
+class ReductionStream:
     """Work on one stream of a device; `r2ccl.runtime.progress.Computer`.
 
     Parameters
     ----------
     device : Device
-    kernels : Kernels
+    kernels : ReductionKernels
 
     Notes
     -----
@@ -75,7 +75,7 @@ class Offload:
     given before may be under way until `drain` says that it is not.
     """
 
-    def __init__(self, device: Device, kernels: Kernels) -> None:
+    def __init__(self, device: Device, kernels: ReductionKernels) -> None:
         self._device = device
         self._kernels = kernels
         self._stream = device.make_stream()
@@ -152,4 +152,4 @@ class Offload:
             self._is_flushed = True
 
 
-__all__ = ["Kernels", "Offload"]
+__all__ = ["ReductionKernels", "ReductionStream"]

@@ -37,7 +37,7 @@ from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import TransportError, TransportTimeout
-from r2ccl.gpu.device_reduction import Kernels, Offload
+from r2ccl.gpu.device_reduction import ReductionKernels, ReductionStream
 from r2ccl.gpu.host_signal import LINE_NBYTES, SignalledStream
 from r2ccl.gpu.operands import DeviceOperands, forms_of
 from r2ccl.gpu.pxn.routes import Detours
@@ -72,7 +72,7 @@ class GpuDirectBackend(SignalledStream):
     Parameters
     ----------
     device : Device
-    kernels : Kernels
+    kernels : ReductionKernels
     engine : Engine
         Runs the collectives.
     enter : callable
@@ -88,7 +88,7 @@ class GpuDirectBackend(SignalledStream):
     def __init__(
         self,
         device: Device,
-        kernels: Kernels,
+        kernels: ReductionKernels,
         *,
         engine: Engine,
         enter: Enter,
@@ -107,7 +107,7 @@ class GpuDirectBackend(SignalledStream):
         self._clock = clock
         self._nranks = engine.progress.nranks
         self._pool = LandingPool(memory.place)
-        self._offload = Offload(device, kernels)
+        self._reductions = ReductionStream(device, kernels)
         #: A word that only gives the device something to do last.
         self._last_word = int(self._pinned.ctypes.data) + LINE_NBYTES
         self._number = 0
@@ -202,10 +202,10 @@ class GpuDirectBackend(SignalledStream):
             self._carry_out(job)
         except BaseException as exc:
             job.error = exc
-            # Kernels and copies under way still write; they wait for nothing. What failed first is
+            # ReductionKernels and copies under way still write; they wait for nothing. What failed first is
             # told.
             with contextlib.suppress(TransportError):
-                self._offload.drain(_FAILED_S)
+                self._reductions.drain(_FAILED_S)
             if self._detours is not None:
                 self._detours.drain(_FAILED_S)
             raise
@@ -230,9 +230,9 @@ class GpuDirectBackend(SignalledStream):
         self._signal(self._number)
         until_s = self._clock() + timeout_s
         is_over = self._is_idle_in(timeout_s)
-        if not is_over or not self._offload.drain(max(0.0, until_s - self._clock())):
+        if not is_over or not self._reductions.drain(max(0.0, until_s - self._clock())):
             raise self._still_busy("reduces", timeout_s)
-        self._offload.close()
+        self._reductions.close()
         self._free()
         if self._detours is not None and not self._detours.close(timeout_s):
             raise self._still_busy("copies through others", timeout_s)
@@ -241,10 +241,10 @@ class GpuDirectBackend(SignalledStream):
     # What the host does
 
     def _carry_out(self, job: GpuDirectJob) -> None:
-        with self._arrays.hold(job.call, self._offload) as places:
+        with self._arrays.hold(job.call, self._reductions) as places:
             self._settle()
             self._run(job, *places)
-        self._offload.mark(self._last_word, 0)
+        self._reductions.mark(self._last_word, 0)
         self._settle()
 
     def _end(self, job: GpuDirectJob) -> None:
@@ -264,14 +264,14 @@ class GpuDirectBackend(SignalledStream):
             signature,
             (source, output, scratch),
             nranks=self._nranks,
-            offload=self._offload,
+            reductions=self._reductions,
             is_gauge=plan.is_gauge,
         )
 
         def make() -> list[LaneRun]:
             return [LaneRun(lane, operands, engine.progress, self._pool) for lane in layout.lanes]
 
-        engine.run(plan.signature, make, layout.peers, self._offload)
+        engine.run(plan.signature, make, layout.peers, self._reductions)
 
     def _cleared_of(self, layout: Layout) -> Layout:
         # The key names the layout for as long as it is held here.
@@ -290,7 +290,7 @@ class GpuDirectBackend(SignalledStream):
     def _settle(self) -> None:
         """Wait for copies that nothing else waits for."""
         until_s = self._clock() + self._config.timeout_s
-        while not self._offload.drain(_LOOK_S):
+        while not self._reductions.drain(_LOOK_S):
             self._require_time(until_s, "the GPU has not done its copies of a collective")
 
     def _require_time(self, until_s: float, what: str) -> None:

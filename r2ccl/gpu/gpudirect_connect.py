@@ -14,7 +14,7 @@ from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
-from r2ccl.gpu.device_reduction import Kernels
+from r2ccl.gpu.device_reduction import ReductionKernels
 from r2ccl.gpu.gathering import Gather
 from r2ccl.gpu.gpudirect import GpuDirectBackend
 from r2ccl.gpu.pxn.routes import Detours
@@ -25,7 +25,7 @@ from r2ccl.runtime.entry import Enter
 
 def connect_gpudirect(
     device: Device,
-    kernels: Kernels,
+    kernels: ReductionKernels,
     *,
     engine: Engine,
     enter: Enter,

@@ -20,7 +20,7 @@ class Hardware(Protocol):
     """What a communicator asks of the machine it is on."""
 
     def open(self, ordinal: int) -> tuple[Device, Any]:
-        """Return a GPU and what gives it its kernels; `r2ccl.gpu.backends.Kernels`."""
+        """Return a GPU and what gives it its kernels; `r2ccl.gpu.backends.GpuKernels`."""
         ...
 
     def open_peer(self, bus_id: str) -> Device | None:

@@ -1,6 +1,6 @@
 """Operands in device memory: what the executor says of a slice becomes one kernel or one copy.
 
-The work goes to an `Offload`. Must not import links or transports, nor touch a byte.
+The work goes to an `ReductionStream`. Must not import links or transports, nor touch a byte.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from r2ccl.device.views import address_of, view_of
-from r2ccl.gpu.device_reduction import Offload
+from r2ccl.gpu.device_reduction import ReductionStream
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.planning.lowering import Layout, Step
 from r2ccl.schedule.ir import Kind, Space
@@ -27,12 +27,12 @@ class DeviceOperands:
     spaces : sequence of int
         Addresses of input, output and scratch memory, by `Space`.
     nranks : int
-    offload : Offload
+    reductions : ReductionStream
     is_gauge : bool
     """
 
     __slots__ = (
-        "_by_kind", "_nranks", "_offload", "_spaces", "is_gauge", "layout", "views",
+        "_by_kind", "_nranks", "_reductions", "_spaces", "is_gauge", "layout", "views",
     )  # fmt: skip
 
     def __init__(
@@ -42,14 +42,14 @@ class DeviceOperands:
         spaces: Sequence[int],
         *,
         nranks: int,
-        offload: Offload,
+        reductions: ReductionStream,
         is_gauge: bool,
     ) -> None:
         self.layout = layout
         self.is_gauge = is_gauge
         self._spaces = spaces
         self._nranks = nranks
-        self._offload = offload
+        self._reductions = reductions
         nbytes = layout.count * layout.itemsize
         self.views = tuple(view_of(address, nbytes) for address in spaces)
         self._by_kind = {(form.ninputs, form.is_divided): form for form in forms_of(call)}
@@ -72,10 +72,10 @@ class DeviceOperands:
         form = self._by_kind.get((len(sources), step.is_final))
         form = form or self._by_kind.get((len(sources), False))
         if form is not None:
-            return self._offload.run(form, sources, out, hi - lo, self._nranks)
+            return self._reductions.run(form, sources, out, hi - lo, self._nranks)
         if sources[0] == out:
             return 0
-        return self._offload.copy(out, sources[0], (hi - lo) * self.layout.itemsize)
+        return self._reductions.copy(out, sources[0], (hi - lo) * self.layout.itemsize)
 
     def _at(self, space: Space, element: int) -> int:
         return self._spaces[space] + element * self.layout.itemsize

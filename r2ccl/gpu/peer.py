@@ -50,7 +50,7 @@ from r2ccl.types import CallSignature, Collective
 
 Array = npt.NDArray[Any]
 
-#: Kernels read and write 16 bytes at once; parts begin at multiples.
+#: PeerKernels read and write 16 bytes at once; parts begin at multiples.
 _VECTOR_NBYTES = 16
 #: Calls whose tables are kept apart: more than can be under way before a info is overwritten.
 _NTABLES = 64
@@ -119,7 +119,7 @@ class _Share(NamedTuple):
     width: int
 
 
-class Kernels(Protocol):
+class PeerKernels(Protocol):
     """What gives a device its kernels."""
 
     def prepare_from_table(self, call: CallSignature, ninputs: int, noutputs: int) -> None:
@@ -143,7 +143,7 @@ class PeerBackend(SignalledStream):
     Parameters
     ----------
     device : Device
-    kernels : Kernels
+    kernels : PeerKernels
     board : IpcBoard
         Shared by all ranks of the node, in their order.
     members : sequence of int
@@ -163,7 +163,7 @@ class PeerBackend(SignalledStream):
     def __init__(
         self,
         device: Device,
-        kernels: Kernels,
+        kernels: PeerKernels,
         board: IpcBoard,
         members: Sequence[int],
         *,
@@ -471,7 +471,7 @@ class PeerBackend(SignalledStream):
     def _let_go(self, error: BaseException) -> None:
         """Have no stream hang, this rank's or another's, which ends for the same reason.
 
-        Kernels that have not run do nothing; what the device had not done is spoiled. The stream
+        PeerKernels that have not run do nothing; what the device had not done is spoiled. The stream
         has older numbers to write yet, perhaps over what ranks that are ahead were given: last of
         all it writes one that is ahead of everybody's.
         """
@@ -515,4 +515,4 @@ def _operands(collective: int, nranks: int) -> tuple[int, int]:
 
 _TABLE_NBYTES = 3 * MOST_RANKS * 8
 
-__all__ = ["MOST_RANKS", "InterNodeJob", "Kernels", "CallInfo", "PeerBackend", "PeerJob"]
+__all__ = ["MOST_RANKS", "InterNodeJob", "PeerKernels", "CallInfo", "PeerBackend", "PeerJob"]

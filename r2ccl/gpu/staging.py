@@ -20,7 +20,7 @@ from typing import NamedTuple
 from r2ccl.device.base import Device
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import TransportError
-from r2ccl.gpu.device_reduction import Offload
+from r2ccl.gpu.device_reduction import ReductionStream
 from r2ccl.gpu.registered_memory import AreaPurpose, RegisteredDeviceMemory
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.transport.base import Registered
@@ -93,10 +93,10 @@ class StagingBuffers:
             self._memory.area(purpose, nbytes)
 
     @contextlib.contextmanager
-    def hold(self, call: DeviceCall, offload: Offload) -> Iterator[CallAddresses]:
+    def hold(self, call: DeviceCall, reductions: ReductionStream) -> Iterator[CallAddresses]:
         """Hold a call's places; what the collective reads is copied there, and its results back.
 
-        Those copies are given to `offload`: wait for them after entering, and after leaving.
+        Those copies are given to `reductions`: wait for them after entering, and after leaving.
 
         Raises
         ------
@@ -108,36 +108,45 @@ class StagingBuffers:
         held: list[Registered] = []
         try:
             found = {
-                each.purpose: self._place(each, signature, held, offload) for each in _arrays(call)
+                each.purpose: self._place(each, signature, held, reductions)
+                for each in _arrays(call)
             }
             if nbytes and signature.collective == Collective.ALLGATHER:
                 own = found[AreaPurpose.OUTPUT] + self._rank * (nbytes // self._nranks)
                 if own != call.source:
-                    offload.copy(own, call.source, nbytes // self._nranks)
+                    reductions.copy(own, call.source, nbytes // self._nranks)
             source = found.get(AreaPurpose.INPUT, found.get(AreaPurpose.OUTPUT, 0))
             output = found.get(AreaPurpose.OUTPUT, source)
             if _sums_apart(call):
                 output = self._memory.area(AreaPurpose.OUTPUT, nbytes)
             yield CallAddresses(source, output)
-            self._store(call, found, output, offload)
+            self._store(call, found, output, reductions)
         finally:
             for registered in held:
                 self._memory.release(registered)
 
     def _store(
-        self, call: DeviceCall, found: dict[AreaPurpose, int], output: int, offload: Offload
+        self,
+        call: DeviceCall,
+        found: dict[AreaPurpose, int],
+        output: int,
+        reductions: ReductionStream,
     ) -> None:
         """Copy results to where the caller wants them, unless they are there."""
         nbytes = nbytes_of(call.signature)
         if nbytes and call.signature.collective == Collective.REDUCE_SCATTER:
             width = nbytes // self._nranks
-            offload.copy(call.output, output + self._rank * width, width)
+            reductions.copy(call.output, output + self._rank * width, width)
         for each in _arrays(call):
             if each.is_written and found[each.purpose] != each.address:
-                offload.copy(each.address, found[each.purpose], nbytes)
+                reductions.copy(each.address, found[each.purpose], nbytes)
 
     def _place(
-        self, array: _CallerArray, call: CallSignature, held: list[Registered], offload: Offload
+        self,
+        array: _CallerArray,
+        call: CallSignature,
+        held: list[Registered],
+        reductions: ReductionStream,
     ) -> int:
         """Return where an array is for the NICs: itself, registered, or what stands in for it."""
         nbytes = nbytes_of(call)
@@ -150,7 +159,7 @@ class StagingBuffers:
                 return array.address
         place = self._memory.area(array.purpose, nbytes)
         if array.is_read:
-            offload.copy(place, array.address, nbytes)
+            reductions.copy(place, array.address, nbytes)
         return place
 
     def _is_registrable(self, array: _CallerArray, call: CallSignature) -> bool:
