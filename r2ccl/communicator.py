@@ -62,7 +62,7 @@ from r2ccl.types import Nic, ReduceOp
 
 if TYPE_CHECKING:
     from r2ccl.gpu.backends import GpuBackend
-    from r2ccl.gpu.pxn.transport import RelayedTransport
+    from r2ccl.gpu.pxn.transport import PxnTransport
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Communicator:
         members: tuple[int, ...],
         assemble: Assemble,
         hardware: Hardware,
-        relayed: RelayedTransport | None = None,
+        relayed: PxnTransport | None = None,
     ) -> None:
         self.rank = control.rank
         self.nranks = control.nranks
@@ -898,7 +898,7 @@ class Communicator:
             gather=self._gather,
             labels=[self._rails[at].name for at in homes if transport.joins(at)],
             hardware=self._hardware,
-            relayed=self._relayed,
+            pxn=self._relayed,
         )
         return selector.select(device, kernels)
 

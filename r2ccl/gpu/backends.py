@@ -26,18 +26,18 @@ from r2ccl.gpu.gpudirect_connect import connect_gpudirect
 from r2ccl.gpu.hardware import Hardware
 from r2ccl.gpu.hierarchical import HierarchicalBackend, InterNodeBackend
 from r2ccl.gpu.ipc_board import IpcBoard
-from r2ccl.gpu.nic_affinity import Detour, Nearness, common_homes, explore
+from r2ccl.gpu.nic_affinity import PxnRoute, NicAffinity, common_homes, find_nic_affinity
 from r2ccl.gpu.peer import MOST_RANKS, PeerBackend, PeerKernels
 from r2ccl.gpu.peer_connect import connect_peers
-from r2ccl.gpu.pxn.routes import Detours
-from r2ccl.gpu.pxn.transport import RelayedTransport
+from r2ccl.gpu.pxn.routes import PxnRoutes
+from r2ccl.gpu.pxn.transport import PxnTransport
 from r2ccl.gpu.staged import DeviceCall, HostRun, StagedBackend
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.entry import Enter, Entry
 
 _log = logging.getLogger(__name__)
 
-#: Slices that a detour has under way at most, both ways together; others go directly.
+#: Slices that a pxn_route has under way at most, both ways together; others go directly.
 _NSLOTS = 16
 
 
@@ -106,8 +106,8 @@ class BackendSelector:
     labels : sequence of str
         Names of the RDMA ports that channels are at home on, in the order of rails; none: sockets.
     hardware : Hardware
-    relayed : RelayedTransport or None
-        The part of the transport that supports detours, if any.
+    pxn : PxnTransport or None
+        The part of the transport that supports pxn_routes, if any.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class BackendSelector:
         gather: Gather,
         labels: Sequence[str],
         hardware: Hardware,
-        relayed: RelayedTransport | None = None,
+        pxn: PxnTransport | None = None,
     ) -> None:
         self._engine = engine
         self._rank = engine.progress.rank
@@ -133,7 +133,7 @@ class BackendSelector:
         self._gather = gather
         self._labels = labels
         self._hardware = hardware
-        self._relayed = relayed
+        self._pxn = pxn
 
     def select(self, device: Device, kernels: GpuKernels) -> tuple[GpuBackend, ...]:
         """Find out with all ranks which ways their calls can take.
@@ -174,9 +174,11 @@ class BackendSelector:
         _log.info("rank %d: GPUs of a node work on each other's memory", self._rank)
         if len(self._nodes) > 1:
             group = tuple(sorted(node[board.index] for node in self._nodes))
-            near = self._near(device)
-            homes = self._homes_of(group, near)
-            rails = self._over_rails(device, kernels, self._detours(device, near, group, homes))
+            affinity = self._find_affinity(device)
+            homes = self._homes_of(group, affinity)
+            rails = self._over_rails(
+                device, kernels, self._pxn_routes(device, affinity, group, homes)
+            )
             try:
                 enter = self._entry.among(group, homes)
                 return self._tiers(device, kernels, board, rails, enter), *rails
@@ -200,7 +202,7 @@ class BackendSelector:
         return ""
 
     def _over_rails(
-        self, device: Device, kernels: GpuKernels, detours: Detours | None = None
+        self, device: Device, kernels: GpuKernels, pxn_routes: PxnRoutes | None = None
     ) -> tuple[GpuDirectBackend | StagedBackend, ...]:
         """Return the ways of calls in which GPUs do not work on each other's memory."""
         bounce = self._bounce(device)
@@ -214,7 +216,7 @@ class BackendSelector:
             config=self._config,
             clock=monotonic,
             gather=self._gather,
-            detours=detours,
+            pxn_routes=pxn_routes,
         )
         if isinstance(direct, str):
             _log.info("rank %d: GPU memory passes through the host: %s", self._rank, direct)
@@ -242,11 +244,11 @@ class BackendSelector:
             **self._waiting(),
         )
 
-    def _near(self, device: Device) -> Nearness | None:
-        """Find out which rails are near to whose GPU; None where the rails are sockets'."""
+    def _find_affinity(self, device: Device) -> NicAffinity | None:
+        """Find out which rails are affinity to whose GPU; None where the rails are sockets'."""
         if not self._labels:
             return None
-        return explore(
+        return find_nic_affinity(
             self._rank,
             self._nodes,
             bus_id=device.bus_id,
@@ -255,27 +257,31 @@ class BackendSelector:
             gather=self._gather,
         )
 
-    def _homes_of(self, group: Sequence[int], near: Nearness | None) -> list[int]:
-        """Return the rails near to the GPUs of a group; none where nothing is known of any."""
-        if near is None:
+    def _homes_of(self, group: Sequence[int], affinity: NicAffinity | None) -> list[int]:
+        """Return the rails affinity to the GPUs of a group; none where nothing is known of any."""
+        if affinity is None:
             return []
         homes = self._engine.recovery.homes
-        return [homes[at] for at in common_homes([near.homes[rank] for rank in group])]
+        return [homes[at] for at in common_homes([affinity.homes[rank] for rank in group])]
 
-    def _detours(
-        self, device: Device, near: Nearness | None, group: Sequence[int], homes: Sequence[int]
-    ) -> Detours | None:
-        """Return the detours of a rank that meets a group on some rails, if there can be any."""
+    def _pxn_routes(
+        self,
+        device: Device,
+        affinity: NicAffinity | None,
+        group: Sequence[int],
+        homes: Sequence[int],
+    ) -> PxnRoutes | None:
+        """Return the pxn_routes of a rank that meets a group on some rails, if there can be any."""
         council, rails = self._engine.recovery.council, self._engine.recovery.homes
-        if near is None or not near.detours or self._relayed is None or council is None:
+        if affinity is None or not affinity.pxn_routes or self._pxn is None or council is None:
             return None
-        return Detours(
+        return PxnRoutes(
             device,
             self._rank,
-            [Detour(rails[each.rail], each.via) for each in near.detours],
+            [PxnRoute(rails[each.rail], each.via) for each in affinity.pxn_routes],
             group,
             homes,
-            transport=self._relayed,
+            transport=self._pxn,
             register=self._engine.progress.transport.register_device,
             own=self._engine.call,
             open_peer=self._hardware.open_peer,

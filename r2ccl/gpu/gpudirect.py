@@ -40,7 +40,7 @@ from r2ccl.errors import TransportError, TransportTimeout
 from r2ccl.gpu.device_reduction import ReductionKernels, ReductionStream
 from r2ccl.gpu.host_signal import LINE_NBYTES, SignalledStream
 from r2ccl.gpu.operands import DeviceOperands, forms_of
-from r2ccl.gpu.pxn.routes import Detours
+from r2ccl.gpu.pxn.routes import PxnRoutes
 from r2ccl.gpu.registered_memory import AreaPurpose, RegisteredDeviceMemory
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.gpu.staging import StagingBuffers, nbytes_of
@@ -79,7 +79,7 @@ class GpuDirectBackend(SignalledStream):
         Enters them.
     memory : RegisteredDeviceMemory
         Owned.
-    detours : Detours or None
+    pxn_routes : PxnRoutes or None
         BackendSelector to far NICs; owned.
     config : Config
     clock : Clock
@@ -93,7 +93,7 @@ class GpuDirectBackend(SignalledStream):
         engine: Engine,
         enter: Enter,
         memory: RegisteredDeviceMemory,
-        detours: Detours | None,
+        pxn_routes: PxnRoutes | None,
         config: Config,
         clock: Clock,
     ) -> None:
@@ -102,7 +102,7 @@ class GpuDirectBackend(SignalledStream):
         self._engine = engine
         self._enter = enter
         self._memory = memory
-        self._detours = detours
+        self._pxn_routes = pxn_routes
         self._config = config
         self._clock = clock
         self._nranks = engine.progress.nranks
@@ -126,15 +126,15 @@ class GpuDirectBackend(SignalledStream):
 
     def is_prepared(self, call: DeviceCall) -> bool:
         """See `GpuBackend`."""
-        is_detour_due = self._detours is not None and self._detours.are_due
+        is_route_due = self._pxn_routes is not None and self._pxn_routes.are_due
         return (
-            not is_detour_due
+            not is_route_due
             and self._prepared.issuperset(forms_of(call.signature))
             and self._arrays.are_ready(call)
         )
 
     def prepare(self, call: DeviceCall) -> None:
-        """See `GpuBackend`; opens detours, loads kernels, makes memory: for a new size, array, operation.
+        """See `GpuBackend`; opens pxn_routes, loads kernels, makes memory: for a new size, array, operation.
 
         Raises
         ------
@@ -142,8 +142,8 @@ class GpuDirectBackend(SignalledStream):
             The device failed, or there is no memory.
         """
         self._memory.tidy()
-        if self._detours is not None:
-            self._detours.open()
+        if self._pxn_routes is not None:
+            self._pxn_routes.open()
         for form in forms_of(call.signature):
             if form not in self._prepared:
                 self._kernels.prepare(form)
@@ -206,8 +206,8 @@ class GpuDirectBackend(SignalledStream):
             # told.
             with contextlib.suppress(TransportError):
                 self._reductions.drain(_FAILED_S)
-            if self._detours is not None:
-                self._detours.drain(_FAILED_S)
+            if self._pxn_routes is not None:
+                self._pxn_routes.drain(_FAILED_S)
             raise
         finally:
             self._end(job)
@@ -234,7 +234,7 @@ class GpuDirectBackend(SignalledStream):
             raise self._still_busy("reduces", timeout_s)
         self._reductions.close()
         self._free()
-        if self._detours is not None and not self._detours.close(timeout_s):
+        if self._pxn_routes is not None and not self._pxn_routes.close(timeout_s):
             raise self._still_busy("copies through others", timeout_s)
         self._memory.close()
 

@@ -17,7 +17,7 @@ from r2ccl.errors import TransportError
 from r2ccl.gpu.device_reduction import ReductionKernels
 from r2ccl.gpu.gathering import Gather
 from r2ccl.gpu.gpudirect import GpuDirectBackend
-from r2ccl.gpu.pxn.routes import Detours
+from r2ccl.gpu.pxn.routes import PxnRoutes
 from r2ccl.gpu.registered_memory import RegisteredDeviceMemory
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.entry import Enter
@@ -32,7 +32,7 @@ def connect_gpudirect(
     config: Config,
     clock: Clock,
     gather: Gather,
-    detours: Detours | None = None,
+    pxn_routes: PxnRoutes | None = None,
 ) -> GpuDirectBackend | str:
     """Find out together whether all ranks' NICs reach their GPUs' memory.
 
@@ -69,7 +69,7 @@ def connect_gpudirect(
             engine=engine,
             enter=enter,
             memory=memory,
-            detours=detours,
+            pxn_routes=pxn_routes,
             config=config,
             clock=clock,
         )

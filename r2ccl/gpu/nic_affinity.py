@@ -44,7 +44,7 @@ _MOST_NBYTES = 64 << 10
 _MOST_DEVICES, _MOST_DEPTH, _MOST_NODES, _MOST_RATES = 256, 16, 32, 16
 
 
-class Detour(msgspec.Struct, frozen=True):
+class PxnRoute(msgspec.Struct, frozen=True):
     """A rail that a GPU had better reach through the memory of another one.
 
     ``rail`` is the position among the RDMA rails, ``via`` the bus id of the other GPU, which some
@@ -55,18 +55,18 @@ class Detour(msgspec.Struct, frozen=True):
     via: str
 
 
-class Nearness(msgspec.Struct, frozen=True):
-    """What `explore` finds out.
+class NicAffinity(msgspec.Struct, frozen=True):
+    """What `find_nic_affinity` finds out.
 
-    ``homes`` are those of every rank: positions of rails, ascending, one at least. ``detours`` are
+    ``homes`` are those of every rank: positions of rails, ascending, one at least. ``pxn_routes`` are
     this rank's, by rail.
     """
 
     homes: tuple[tuple[int, ...], ...]
-    detours: tuple[Detour, ...]
+    pxn_routes: tuple[PxnRoute, ...]
 
 
-def explore(
+def find_nic_affinity(
     rank: int,
     nodes: Sequence[Sequence[int]],
     *,
@@ -74,7 +74,7 @@ def explore(
     labels: Sequence[str],
     read: Callable[[], Machine],
     gather: Gather,
-) -> Nearness:
+) -> NicAffinity:
     """Find out together which rails are near to whose GPU.
 
     Parameters
@@ -92,7 +92,7 @@ def explore(
 
     Returns
     -------
-    Nearness
+    NicAffinity
 
     Raises
     ------
@@ -105,19 +105,19 @@ def explore(
     """
     nrails, said = _exchange(rank, len(labels), _describe(rank, bus_id, labels, read), gather)
     members = next(tuple(node) for node in nodes if rank in node)
-    cards, why = _cards_of(members, said, nrails)
-    machine = merge([card.machine for card in cards]) if cards else None
+    reports, why = _reports_of(members, said, nrails)
+    machine = merge([report.machine for report in reports]) if reports else None
     homes: tuple[int, ...] = tuple(range(nrails))
-    detours: tuple[Detour, ...] = ()
+    pxn_routes: tuple[PxnRoute, ...] = ()
     if machine is None or (why := _excess(machine)):
         told = f"every NIC: {why}"
     else:
-        mine = cards[members.index(rank)]
-        homes, detours = _judge(mine, machine)
-        told = _told(mine.labels, homes, detours)
+        mine = reports[members.index(rank)]
+        homes, pxn_routes = _judge(mine, machine)
+        told = _told(mine.labels, homes, pxn_routes)
     _log.info("rank %d: GPU %s is at home on %s", rank, bus_id, told)
     masks = gather(_HOMES.pack(sum(1 << rail for rail in homes)))
-    return Nearness(tuple(_rails_of(mask, nrails) for mask in masks), detours)
+    return NicAffinity(tuple(_rails_of(mask, nrails) for mask in masks), pxn_routes)
 
 
 def common_homes(homes: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ def common_homes(homes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sorted({rail for rails in homes for rail in rails}))
 
 
-class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank tells: its GPU, its ports by rail, and what of its machine these depend on."""
 
     bus_id: str
@@ -145,14 +145,14 @@ class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _describe(rank: int, bus_id: str, labels: Sequence[str], read: Callable[[], Machine]) -> bytes:
-    """Return this rank's card, encoded; empty where it has none to give."""
+    """Return this rank's report, encoded; empty where it has none to give."""
     try:
-        card = msgspec.msgpack.encode(_card(bus_id, labels, read()))
+        report = msgspec.msgpack.encode(_report_of(bus_id, labels, read()))
         why = ""
-        if len(card) > _MOST_NBYTES:
-            why = f"what describes the way has {len(card)} bytes, more than {_MOST_NBYTES}"
+        if len(report) > _MOST_NBYTES:
+            why = f"what describes the way has {len(report)} bytes, more than {_MOST_NBYTES}"
     except Exception as exc:  # of drivers too: whatever it is, the others wait for this rank
-        card, why = b"", f"{type(exc).__name__}: {exc}"
+        report, why = b"", f"{type(exc).__name__}: {exc}"
     if why:
         _log.warning(
             "rank %d: cannot tell which NICs are near to GPU %s (%s): all count as near on this "
@@ -160,11 +160,11 @@ def _describe(rank: int, bus_id: str, labels: Sequence[str], read: Callable[[], 
             rank, bus_id, why,
         )  # fmt: skip
         return b""
-    return card
+    return report
 
 
-def _card(bus_id: str, labels: Sequence[str], machine: Machine) -> _Card:
-    """Return a card with that part of a machine which its ways from the GPU to ports depend on.
+def _report_of(bus_id: str, labels: Sequence[str], machine: Machine) -> _MachineReport:
+    """Return a report with that part of a machine which its ways from the GPU to ports depend on.
 
     Raises
     ------
@@ -188,25 +188,27 @@ def _card(bus_id: str, labels: Sequence[str], machine: Machine) -> _Card:
         ports,
         [link for link in machine.nvlinks if link.gpu == gpu.bus_id],
     )
-    return _Card(gpu.bus_id, tuple(labels), part)
+    return _MachineReport(gpu.bus_id, tuple(labels), part)
 
 
-def _understand(said: bytes) -> _Card | None:
-    """Return the card that a rank gave; None where it is none that can be judged."""
+def _understand(said: bytes) -> _MachineReport | None:
+    """Return the report that a rank gave; None where it is none that can be judged."""
     try:
-        card = msgspec.msgpack.decode(said, type=_Card)
-        card = _card(card.bus_id, card.labels, card.machine)  # nothing more than is asked for
+        report = msgspec.msgpack.decode(said, type=_MachineReport)
+        report = _report_of(
+            report.bus_id, report.labels, report.machine
+        )  # nothing more than is asked for
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
     # The figures for links are by models and compute capabilities, and begin at 0.
-    least = min(*(gpu.compute_capability for gpu in card.machine.gpus),
-                *(node.model for node in card.machine.nodes))  # fmt: skip
-    return card if least >= 0 else None
+    least = min(*(gpu.compute_capability for gpu in report.machine.gpus),
+                *(node.model for node in report.machine.nodes))  # fmt: skip
+    return report if least >= 0 else None
 
 
-def _exchange(rank: int, nrails: int, card: bytes, gather: Gather) -> tuple[int, list[bytes]]:
+def _exchange(rank: int, nrails: int, report: bytes, gather: Gather) -> tuple[int, list[bytes]]:
     """Return how many rails all ranks have, and what each told; too much is as good as nothing."""
-    heads = [_head_of(said) for said in gather(_HEAD.pack(len(card), nrails))]
+    heads = [_head_of(said) for said in gather(_HEAD.pack(len(report), nrails))]
     counts = [head[1] for head in heads if head is not None] or [nrails]
     if not 1 <= min(counts) == max(counts) <= _MOST_RAILS:
         raise InvalidArgument(
@@ -215,7 +217,7 @@ def _exchange(rank: int, nrails: int, card: bytes, gather: Gather) -> tuple[int,
         )
     lengths = [head[0] if head is not None and head[0] <= _MOST_NBYTES else 0 for head in heads]
     longest = max(1, *lengths)
-    said = gather(card[:longest].ljust(longest, b"\0"))
+    said = gather(report[:longest].ljust(longest, b"\0"))
     return counts[0], [each[:length] for each, length in zip(said, lengths, strict=True)]
 
 
@@ -226,21 +228,21 @@ def _head_of(said: bytes) -> tuple[int, int] | None:
     return nbytes, nrails
 
 
-def _cards_of(
+def _reports_of(
     members: Sequence[int], said: Sequence[bytes], nrails: int
-) -> tuple[list[_Card], str]:
-    """Return the cards of a host's ranks; none, and why, where these do not tell what is near."""
-    cards: list[_Card] = []
+) -> tuple[list[_MachineReport], str]:
+    """Return the reports of a host's ranks; none, and why, where these do not tell what is near."""
+    reports: list[_MachineReport] = []
     for member in members:
-        card = _understand(said[member])
-        if card is None:
+        report = _understand(said[member])
+        if report is None:
             return [], f"rank {member} does not know its machine"
-        if len(card.labels) != nrails:
-            return [], f"rank {member} names {len(card.labels)} NICs for {nrails} rails"
-        if cards and card.labels != cards[0].labels:
+        if len(report.labels) != nrails:
+            return [], f"rank {member} names {len(report.labels)} NICs for {nrails} rails"
+        if reports and report.labels != reports[0].labels:
             return [], f"ranks {members[0]} and {member} have different NICs for a rail"
-        cards.append(card)
-    return cards, ""
+        reports.append(report)
+    return reports, ""
 
 
 def _excess(machine: Machine) -> str:
@@ -271,16 +273,16 @@ def _depth(parents: Mapping[str, str]) -> int:
     return depth
 
 
-def _judge(mine: _Card, machine: Machine) -> tuple[tuple[int, ...], tuple[Detour, ...]]:
-    """Return the homes and the detours of a rank's GPU in its host's machine."""
+def _judge(mine: _MachineReport, machine: Machine) -> tuple[tuple[int, ...], tuple[PxnRoute, ...]]:
+    """Return the homes and the pxn_routes of a rank's GPU in its host's machine."""
     gpus = [gpu.bus_id for gpu in machine.gpus]
     affinity = Affinity(machine, gpus=gpus, ports=mine.labels)
     rails = {label: rail for rail, label in enumerate(mine.labels)}
     found = _homes(affinity, len(mine.labels) // len(gpus)).get(mine.bus_id, mine.labels)
     routes = affinity.preferences().get(mine.bus_id, ())
     vias = {rails[route.port]: route.via for route in routes if route.via is not None}
-    detours = tuple(Detour(rail, via) for rail, via in sorted(vias.items()))
-    return tuple(sorted({rails[label] for label in found})), detours
+    pxn_routes = tuple(PxnRoute(rail, via) for rail, via in sorted(vias.items()))
+    return tuple(sorted({rails[label] for label in found})), pxn_routes
 
 
 def _homes(affinity: Affinity, share: int) -> dict[str, list[str]]:
@@ -314,10 +316,10 @@ def _rails_of(said: bytes, nrails: int) -> tuple[int, ...]:
     return tuple(rail for rail in range(nrails) if mask >> rail & 1)
 
 
-def _told(labels: Sequence[str], homes: Sequence[int], detours: Sequence[Detour]) -> str:
+def _told(labels: Sequence[str], homes: Sequence[int], pxn_routes: Sequence[PxnRoute]) -> str:
     ways = [", ".join(labels[rail] for rail in homes)]
-    ways += [f"{labels[detour.rail]} through GPU {detour.via}" for detour in detours]
+    ways += [f"{labels[pxn_route.rail]} through GPU {pxn_route.via}" for pxn_route in pxn_routes]
     return "; ".join(ways)
 
 
-__all__ = ["Detour", "Nearness", "common_homes", "explore"]
+__all__ = ["PxnRoute", "NicAffinity", "common_homes", "find_nic_affinity"]

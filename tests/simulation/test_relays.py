@@ -15,7 +15,7 @@ import pytest
 
 from r2ccl.errors import TransportError
 from r2ccl.gpu.pxn.relay import Relay, Slot
-from r2ccl.gpu.pxn.transport import RelayedTransport
+from r2ccl.gpu.pxn.transport import PxnTransport
 from r2ccl.testing.simulation import (
     CallSpec,
     CutPath,
@@ -208,9 +208,9 @@ def _sent_early() -> contextlib.AbstractContextManager[Any]:
 
 def _fenced_while_copied() -> contextlib.AbstractContextManager[Any]:
     """Copies of slices that were dropped do not hold `Fenced` up."""
-    original = RelayedTransport._hand_on
+    original = PxnTransport._hand_on
 
-    def hand_on(self: RelayedTransport, way: Any, events: Any) -> None:
+    def hand_on(self: PxnTransport, way: Any, events: Any) -> None:
         ncopies, way.ncopies = way.ncopies, 0
         original(self, way, events)
         way.ncopies = ncopies
@@ -218,33 +218,33 @@ def _fenced_while_copied() -> contextlib.AbstractContextManager[Any]:
             self._ways[way.path] = way  # it still looks for the ends of its copies
             way.has_failed = False
 
-    return mock.patch.object(RelayedTransport, "_hand_on", hand_on)
+    return mock.patch.object(PxnTransport, "_hand_on", hand_on)
 
 
 def _arrived_early() -> contextlib.AbstractContextManager[Any]:
     """What landed in a slot is reported before it is where it belongs."""
-    original = RelayedTransport._hand_on
+    original = PxnTransport._hand_on
 
-    def hand_on(self: RelayedTransport, way: Any, events: Any) -> None:
+    def hand_on(self: PxnTransport, way: Any, events: Any) -> None:
         for item in way.held:
             if hasattr(item, "slot"):
                 item.slot.is_copying = False
         original(self, way, events)
 
-    return mock.patch.object(RelayedTransport, "_hand_on", hand_on)
+    return mock.patch.object(PxnTransport, "_hand_on", hand_on)
 
 
 def _slot_given_at_once() -> contextlib.AbstractContextManager[Any]:
     """A slot is another slice's while the NIC still reads it."""
-    original = RelayedTransport._send_waiting
+    original = PxnTransport._send_waiting
 
-    def send(self: RelayedTransport, way: Any) -> bool:
+    def send(self: PxnTransport, way: Any) -> bool:
         has_sent = original(self, way)
         for name in tuple(way.sending):
             self._sort(way, Sent(way.path, *name))
         return has_sent
 
-    return mock.patch.object(RelayedTransport, "_send_waiting", send)
+    return mock.patch.object(PxnTransport, "_send_waiting", send)
 
 
 MISTAKES = {

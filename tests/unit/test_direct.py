@@ -296,7 +296,7 @@ def test_of_a_call_that_cannot_have_its_places_no_registration_is_left() -> None
 
 
 class LateDetours:
-    """Detours that become due at some time."""
+    """PxnRoutes that become due at some time."""
 
     are_due = False
     nopened = 0
@@ -318,22 +318,22 @@ def test_a_call_that_was_prepared_waits_for_the_device_no_more() -> None:
     group.open()
     xs = [data_of(rank, 60, "int64") for rank in range(2)]
     call = CallSignature(Collective.ALLREDUCE, CODES[xs[0].dtype], ReduceOp.SUM, 60)
-    detours: list[Any] = [LateDetours(), LateDetours()]
+    pxn_routes: list[Any] = [LateDetours(), LateDetours()]
 
     def body(rank: int) -> Any:
         mine = group.ranks[rank]
-        mine.direct._detours = detours[rank]
+        mine.direct._pxn_routes = pxn_routes[rank]
         place = mine.put(xs[rank])
         given = DeviceCall(call, place, place)
         mine.direct.prepare(given)
-        detours[rank].are_due, detours[rank].nopened = True, 0
+        pxn_routes[rank].are_due, pxn_routes[rank].nopened = True, 0
         job, done = mine.direct.begin(given, mine.stream, mine.entry)
-        assert not detours[rank].nopened
+        assert not pxn_routes[rank].nopened
         mine.device.wait(mine.stream, done)
         mine.direct.recycle(done)
         mine.direct.finish(job)
         mine.direct.finish(mine.begin(call, place, place))
-        assert detours[rank].nopened == 1
+        assert pxn_routes[rank].nopened == 1
         return mine.get(place, xs[rank])
 
     for result in together(2, body):
@@ -391,7 +391,7 @@ def test_copies_through_other_gpus_of_a_call_that_fails_are_done_before_the_stre
             waited.append(mine.direct._is_signalled(job.number))
             return True
 
-    mine.direct._detours = Copying()  # type: ignore[assignment]
+    mine.direct._pxn_routes = Copying()  # type: ignore[assignment]
     job = mine.begin(call, place, place)
     mine.engine.revoke("for a test")
     with pytest.raises(CommunicatorRevoked, match="for a test"):
@@ -410,7 +410,7 @@ def test_memory_that_another_gpu_copies_to_is_kept() -> None:
         def close(self, timeout_s: float) -> bool:
             return False
 
-    mine.direct._detours = Hanging()  # type: ignore[assignment]
+    mine.direct._pxn_routes = Hanging()  # type: ignore[assignment]
     nheld = mine.transport.nheld
     with pytest.raises(TransportTimeout, match="its memory is kept"):
         mine.direct.close(TIMEOUT_S)

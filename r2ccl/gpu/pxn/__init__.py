@@ -1,1 +1,1 @@
-"""Detours through the memory of other GPUs to the NICs beside them (NCCL's PXN)."""
+"""PxnRoutes through the memory of other GPUs to the NICs beside them (NCCL's PXN)."""

@@ -90,9 +90,9 @@ class Relay:
         #: The first failure of a device: no slot is handed out any more.
         self.error: TransportError | None = None
         self._slot_nbytes = slot_nbytes
-        self._inwards = _Lane(home or device, nslots)
+        self._inwards = _CopyStream(home or device, nslots)
         try:
-            self._outwards = _Lane(device, nslots)
+            self._outwards = _CopyStream(device, nslots)
         except BaseException:
             self._inwards.close()
             raise
@@ -141,12 +141,12 @@ class Relay:
     def collect(self) -> list[Slot]:
         """Return the slots whose copies are over, or failed, since the last time; never waits."""
         over: list[Slot] = []
-        for lane in (self._inwards, self._outwards):
+        for stream in (self._inwards, self._outwards):
             try:
-                while (slot := lane.next_over()) is not None:
+                while (slot := stream.next_over()) is not None:
                     over.append(slot)
             except TransportError as exc:
-                failed = lane.abandon()
+                failed = stream.abandon()
                 for slot in failed:
                     self._note(slot, exc)
                 over += failed
@@ -171,9 +171,9 @@ class Relay:
         self._inwards.close()
         self._outwards.close()
 
-    def _copy(self, lane: _Lane, slot: Slot, target: int, source: int, nbytes: int) -> None:
+    def _copy(self, stream: _CopyStream, slot: Slot, target: int, source: int, nbytes: int) -> None:
         try:
-            lane.begin(slot, target, source, nbytes)
+            stream.begin(slot, target, source, nbytes)
         except TransportError as exc:
             self._note(slot, exc)
             raise
@@ -191,7 +191,7 @@ class Relay:
         self._free.append(slot)
 
 
-class _Lane:
+class _CopyStream:
     """Copies of one direction, by the GPU that has what is copied; at most `ncopies` at once."""
 
     def __init__(self, device: Device, ncopies: int) -> None:

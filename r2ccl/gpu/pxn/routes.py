@@ -1,11 +1,11 @@
-"""Detours: through the memory of other GPUs to the NICs beside them, once a near NIC is lost.
+"""PxnRoutes: through the memory of other GPUs to the NICs beside them, once a near NIC is lost.
 
 What `r2ccl.gpu.nic_affinity` found to be the better way to a rail is opened when the near rails are
 not whole any more, here or at a rank that this one meets there: the other GPU, if this process sees
 it, slots in its memory, and the use of them on that rail (`r2ccl.gpu.pxn.transport`). Until then,
 and wherever that cannot be, slices go to the NIC directly, which is right, if slower.
 
-Must not know schedules. Invariant: a detour is opened before the device is given anything that
+Must not know schedules. Invariant: a pxn_route is opened before the device is given anything that
 waits for the host, for opening it may wait for the device; each is tried once.
 """
 
@@ -19,9 +19,9 @@ from typing import NamedTuple
 from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
 from r2ccl.failover.health.table import WHOLE, Health
-from r2ccl.gpu.nic_affinity import Detour
+from r2ccl.gpu.nic_affinity import PxnRoute
 from r2ccl.gpu.pxn.relay import Relay
-from r2ccl.gpu.pxn.transport import RelayedTransport
+from r2ccl.gpu.pxn.transport import PxnTransport
 from r2ccl.gpu.registered_memory import Own, Register
 from r2ccl.transport.base import Registered
 
@@ -37,19 +37,19 @@ class _Opened(NamedTuple):
     registered: Registered
 
 
-class Detours:
-    """The detours of one rank's GPU.
+class PxnRoutes:
+    """The pxn_routes of one rank's GPU.
 
     Parameters
     ----------
     device : Device
     rank : int
-    wanted : iterable of Detour
+    wanted : iterable of PxnRoute
         Their rails are numbered as the transport does.
     members, homes : sequence of int
-        Ranks, this one among them, and the rails they meet on: detours are needed once one of
+        Ranks, this one among them, and the rails they meet on: pxn_routes are needed once one of
         these is not whole at any of them.
-    transport : RelayedTransport
+    transport : PxnTransport
         Carries all of them; borrowed.
     register : callable
         Registers device memory with every NIC.
@@ -60,18 +60,18 @@ class Detours:
     health : callable
         Returns the newest health of all ranks' rails.
     slot_nbytes, nslots : int
-        Of each detour.
+        Of each pxn_route.
     """
 
     def __init__(
         self,
         device: Device,
         rank: int,
-        wanted: Iterable[Detour],
+        wanted: Iterable[PxnRoute],
         members: Sequence[int],
         homes: Sequence[int],
         *,
-        transport: RelayedTransport,
+        transport: PxnTransport,
         register: Register,
         own: Own,
         open_peer: Callable[[str], Device | None],
@@ -134,7 +134,7 @@ class Detours:
         return bool(self._own(wait))
 
     def close(self, timeout_s: float) -> bool:
-        """End all detours, and free their memory where nothing works on it any more.
+        """End all pxn_routes, and free their memory where nothing works on it any more.
 
         No slice is under way. Where copies are not over after `timeout_s` the other GPU's memory is
         kept; one that fails keeps nothing else from being freed. Either is logged.
@@ -164,13 +164,13 @@ class Detours:
         return not hanging
 
     def _needed(self, health: Health) -> list[int]:
-        """List the rails whose detours are to be opened, as the rails are."""
+        """List the rails whose pxn_routes are to be opened, as the rails are."""
         if all(health.share(*port) == WHOLE for port in self._meets):
             return []
         return [rail for rail in self._wanted if health.share(self._rank, rail)]
 
     def _end(self, opened: _Opened, timeout_s: float) -> bool:
-        """End a detour unless copies are under way; whether it did."""
+        """End a pxn_route unless copies are under way; whether it did."""
         relay = opened.relay
 
         def settle() -> bool:
@@ -196,7 +196,7 @@ class Detours:
             _log.warning("rank %d: the way through GPU %s failed: %s", self._rank, via, exc)
 
     def _open(self, rail: int, via: str) -> str:
-        """Open a detour; return why there is none."""
+        """Open a pxn_route; return why there is none."""
         peer = self._peer(via)
         if peer is None:
             return "this process does not see it (CUDA_VISIBLE_DEVICES)"
@@ -226,4 +226,4 @@ class Detours:
         return self._peers[via]
 
 
-__all__ = ["Detours"]
+__all__ = ["PxnRoutes"]

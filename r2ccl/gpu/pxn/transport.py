@@ -1,6 +1,6 @@
-"""A transport whose slices take the way through another GPU's memory: NCCL's PXN.
+"""A transport whose slices take the state through another GPU's memory: NCCL's PXN.
 
-`RelayedTransport` is a `Part` around another one. On rails it was told to, slices of device memory
+`PxnTransport` is a `Part` around another one. On rails it was told to, slices of device memory
 are copied to a slot of a `Relay`, beside the NIC, and sent from there, or land there and are copied
 on; all else passes unchanged. Must not import sockets, verbs or a device's driver.
 
@@ -11,7 +11,7 @@ view. What is sent on the path meanwhile waits behind it, in order. `Sent` gives
 
 ``irecv``: the inner transport names a slot to the peer. Its `Arrived` is held until the slot was
 copied to the region, and with it every later event of the path. `Fenced` is held until no copy of
-the path is under way, those of slices that were dropped included.
+the path is under state, those of slices that were dropped included.
 
 Where no slot is free or large enough, slices go directly: both ends of a path decide on their own,
 for each slice.
@@ -23,7 +23,7 @@ did confirm has arrived, and is always handed on.
 *A copy that fails* is the path's `Failed`, with the device's status. Nothing is lost: what was to
 be sent was not, what arrived is not reported, and both are replayed like all slices of a path that
 broke. The relay is used no more, so that the path is back, directly, after its repair. To raise
-instead would end the communicator for the loss of a way that it can do without.
+instead would end the communicator for the loss of a state that it can do without.
 
 Invariants: the events of a path keep their order; after `Fenced` no copy of the path reads or
 writes anything; a slot is given back once, whatever becomes of its slice.
@@ -85,21 +85,21 @@ class _Landed(NamedTuple):
 _Name: TypeAlias = "tuple[int, int]"
 
 
-class _Way:
+class _PathState:
     """What is relayed on one path."""
 
     __slots__ = ("has_failed", "held", "landing", "ncopies", "path", "sending", "waiting")
 
     def __init__(self, path: PathKey) -> None:
         self.path = path
-        #: Slices in their order, from the first whose copy is under way.
+        #: Slices in their order, from the first whose copy is under state.
         self.waiting: deque[_Send] = deque()
         #: Slots the NIC reads, and slots it writes, with the regions they stand in for.
         self.sending: dict[_Name, Slot] = {}
         self.landing: dict[_Name, tuple[Slot, memoryview]] = {}
         #: Events in their order, from the first that cannot be handed on.
         self.held: deque[Event | _Landed] = deque()
-        #: Copies under way, also of slices that were dropped.
+        #: Copies under state, also of slices that were dropped.
         self.ncopies = 0
         #: `Failed` was reported, or is in ``held``.
         self.has_failed = False
@@ -125,7 +125,7 @@ class _Way:
         self.landing.clear()
 
 
-class RelayedTransport:
+class PxnTransport:
     """`Part` around another, some of whose slices are relayed.
 
     Parameters
@@ -135,22 +135,22 @@ class RelayedTransport:
 
     Notes
     -----
-    Until `use` is called, and after what was under way when a use ended, calls only pass.
+    Until `use` is called, and after what was under state when a use ended, calls only pass.
     """
 
     def __init__(self, inner: Part) -> None:
         self.nrails = inner.nrails
         self._inner = inner
         self._relays: dict[int, Relay] = {}
-        self._ways: dict[PathKey, _Way] = {}
-        #: Relays with copies under way; ways on which something may go on.
+        self._states: dict[PathKey, _PathState] = {}
+        #: Relays with copies under state; ways on which something may go on.
         self._copying: dict[Relay, None] = {}
-        self._touched: dict[_Way, None] = {}
+        self._touched: dict[_PathState, None] = {}
 
     def use(self, rail: int, relay: Relay | None) -> None:
         """Relay the slices of `rail` from now on; None: no more.
 
-        What is under way ends as it began. For the owner of the data loop. `relay` may serve
+        What is under state ends as it began. For the owner of the data loop. `relay` may serve
         several rails. Whoever made it frees it after `close`, or after a fence of all the paths
         it was used on, if its use has ended.
         """
@@ -159,7 +159,9 @@ class RelayedTransport:
             return
         self._relays.pop(rail, None)
         # One that is idle is forgotten, so that nothing is looked at any more.
-        self._touched.update((way, None) for path, way in self._ways.items() if path.rail == rail)
+        self._touched.update(
+            (state, None) for path, state in self._states.items() if path.rail == rail
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -172,41 +174,41 @@ class RelayedTransport:
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
         """See `Transport.isend`; a replay overtakes what the inner transport has not sent yet."""
-        way = self._ways.get(path)
+        state = self._states.get(path)
         slot = None
         if token is not None and path.rail in self._relays and self.is_open(path):
             slot = self._take(path.rail, view)
         if slot is not None:
-            way = self._way(path)
-            if not self._begin(way, slot, view, is_filling=True):
+            state = self._state(path)
+            if not self._begin(state, slot, view, is_filling=True):
                 return
-        elif way is None or (not way.waiting and not way.has_failed):
+        elif state is None or (not state.waiting and not state.has_failed):
             self._inner.isend(path, frame, view, token, is_replay)
             return
-        if not way.has_failed:
-            way.waiting.append(_Send(frame, view, token, is_replay, slot))
+        if not state.has_failed:
+            state.waiting.append(_Send(frame, view, token, is_replay, slot))
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
         """See `Transport.irecv`."""
-        way = self._ways.get(path)
+        state = self._states.get(path)
         slot = None
         if path.rail in self._relays and self.is_open(path):
             slot = self._take(path.rail, region)
         if slot is not None:
-            way = self._way(path)
-            way.landing[frame.channel, frame.seq] = (slot, region)
+            state = self._state(path)
+            state.landing[frame.channel, frame.seq] = (slot, region)
             self._inner.irecv(path, frame, slot.view(len(region)))
-        elif way is None:
+        elif state is None:
             self._inner.irecv(path, frame, region, ack)
-        elif not way.has_failed:
+        elif not state.has_failed:
             # A confirmation is for the slices before it too, whose copies may fail.
-            is_proof = not way.landing and not way.held
+            is_proof = not state.landing and not state.held
             self._inner.irecv(path, frame, region, ack if is_proof else 0)
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
         """See `Transport.confirm`."""
-        way = self._ways.get(path)
-        if way is None or not way.has_failed:
+        state = self._states.get(path)
+        if state is None or not state.has_failed:
             self._inner.confirm(path, channel, ack)
 
     def flush(self) -> None:
@@ -219,16 +221,18 @@ class RelayedTransport:
             return None
         return self._relays[rail].take(len(memory))
 
-    def _way(self, path: PathKey) -> _Way:
-        way = self._ways.get(path)
-        if way is None:
-            way = self._ways[path] = _Way(path)
-        return way
+    def _state(self, path: PathKey) -> _PathState:
+        state = self._states.get(path)
+        if state is None:
+            state = self._states[path] = _PathState(path)
+        return state
 
-    def _begin(self, way: _Way, slot: Slot, memory: memoryview, *, is_filling: bool) -> bool:
+    def _begin(
+        self, state: _PathState, slot: Slot, memory: memoryview, *, is_filling: bool
+    ) -> bool:
         """Begin a copy; False if it failed, the path with it."""
         relay = slot.relay
-        slot.owner = way
+        slot.owner = state
         try:
             if is_filling:
                 relay.copy_in(slot, memory)
@@ -236,9 +240,9 @@ class RelayedTransport:
                 relay.copy_out(slot, memory)
         except TransportError as exc:
             relay.give(slot)
-            self._fail(way, exc)
+            self._fail(state, exc)
             return False
-        way.ncopies += 1
+        state.ncopies += 1
         self._copying[relay] = None
         return True
 
@@ -246,47 +250,47 @@ class RelayedTransport:
 
     def is_open(self, path: PathKey) -> bool:
         """See `Transport.is_open`."""
-        way = self._ways.get(path)
-        return (way is None or not way.has_failed) and self._inner.is_open(path)
+        state = self._states.get(path)
+        return (state is None or not state.has_failed) and self._inner.is_open(path)
 
     def fence(self, path: PathKey) -> None:
         """See `Transport.fence`."""
-        way = self._ways.get(path)
-        if way is not None:
-            way.drop()
+        state = self._states.get(path)
+        if state is not None:
+            state.drop()
         self._inner.fence(path)
 
-    def _fail(self, way: _Way, error: TransportError) -> None:
+    def _fail(self, state: _PathState, error: TransportError) -> None:
         """Report a copy's failure, unless the path is out of use already."""
-        if self.is_open(way.path):
-            way.has_failed = True
+        if self.is_open(state.path):
+            state.has_failed = True
             detail = (
                 f"the copy through another GPU's memory failed ({error}); the path will go without "
                 "it; look at the driver's messages (dmesg, Xid) about that GPU"
             )
-            way.held.append(Failed(way.path, error.status, detail))
-            self._touched[way] = None
-        way.drop()
+            state.held.append(Failed(state.path, error.status, detail))
+            self._touched[state] = None
+        state.drop()
 
     # Polling
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """See `Transport.poll`; does not sleep while copies are under way."""
-        if not self._ways:
+        """See `Transport.poll`; does not sleep while copies are under state."""
+        if not self._states:
             return self._inner.poll(timeout_s)
         if self._copying:
             self._collect()
         events: list[Event] = []
         for event in self._inner.poll(0.0 if self.is_busy else timeout_s):
             path: Any = getattr(event, "path", None)  # of rails and probes there is none
-            way = self._ways.get(path)
-            if way is None:
+            state = self._states.get(path)
+            if state is None:
                 events.append(event)
             else:
-                self._sort(way, event)
+                self._sort(state, event)
         touched, self._touched = self._touched, {}
-        for way in touched:
-            self._hand_on(way, events)
+        for state in touched:
+            self._hand_on(state, events)
         return events
 
     def _collect(self) -> None:
@@ -298,58 +302,58 @@ class RelayedTransport:
             if not relay.is_busy:
                 del self._copying[relay]
         has_sent = False
-        for way in tuple(self._touched):
-            has_sent |= self._send_waiting(way)
+        for state in tuple(self._touched):
+            has_sent |= self._send_waiting(state)
         if has_sent:
             self._inner.flush()  # the caller's own came before
 
-    def _send_waiting(self, way: _Way) -> bool:
+    def _send_waiting(self, state: _PathState) -> bool:
         """Give the inner transport what is copied, up to the first that is not."""
-        if not self.is_open(way.path):
-            way.drop()
+        if not self.is_open(state.path):
+            state.drop()
         has_sent = False
-        while way.waiting and not (way.waiting[0].slot and way.waiting[0].slot.is_copying):
-            frame, view, token, is_replay, slot = way.waiting.popleft()
+        while state.waiting and not (state.waiting[0].slot and state.waiting[0].slot.is_copying):
+            frame, view, token, is_replay, slot = state.waiting.popleft()
             if slot is not None:
                 if slot.error is not None:
                     slot.relay.give(slot)
-                    self._fail(way, slot.error)
+                    self._fail(state, slot.error)
                     break
-                way.sending[frame.channel, frame.seq] = slot
+                state.sending[frame.channel, frame.seq] = slot
                 view = slot.view(len(view))
-            self._inner.isend(way.path, frame, view, token, is_replay)
+            self._inner.isend(state.path, frame, view, token, is_replay)
             has_sent = True
         return has_sent
 
-    def _sort(self, way: _Way, event: Any) -> None:
+    def _sort(self, state: _PathState, event: Any) -> None:
         """Take an event of the inner transport behind those of its path that are held."""
-        self._touched[way] = None
+        self._touched[state] = None
         kind = type(event)
         if kind is Arrived:
             name = event.frame.channel, event.frame.seq
-            if event.payload is None and name in way.landing:
-                slot, region = way.landing.pop(name)
-                if self._begin(way, slot, region, is_filling=False):
-                    way.held.append(_Landed(event, slot))
+            if event.payload is None and name in state.landing:
+                slot, region = state.landing.pop(name)
+                if self._begin(state, slot, region, is_filling=False):
+                    state.held.append(_Landed(event, slot))
                 return
-            if event.payload is not None and way.held:
+            if event.payload is not None and state.held:
                 event.payload = memoryview(bytes(event.payload))  # borrowed for one poll alone
         elif kind is Sent:
-            sent = way.sending.pop((event.channel, event.seq), None)
+            sent = state.sending.pop((event.channel, event.seq), None)
             if sent is not None:
                 sent.relay.give(sent)
         elif kind is Failed:
-            way.drop()
-            if way.has_failed:
+            state.drop()
+            if state.has_failed:
                 return
-            way.has_failed = True
+            state.has_failed = True
         elif kind is Fenced:
-            way.give_back()
-        way.held.append(event)
+            state.give_back()
+        state.held.append(event)
 
-    def _hand_on(self, way: _Way, events: list[Event]) -> None:
-        """Add what may be reported of a way."""
-        held = way.held
+    def _hand_on(self, state: _PathState, events: list[Event]) -> None:
+        """Add what may be reported of a state."""
+        held = state.held
         while held:
             event = held[0]
             if isinstance(event, _Landed):
@@ -360,17 +364,17 @@ class RelayedTransport:
                 if event.slot.error is None:
                     events.append(event.event)
                 else:
-                    self._fail(way, event.slot.error)
+                    self._fail(state, event.slot.error)
                 continue
             if type(event) is Fenced:
-                if way.ncopies:
+                if state.ncopies:
                     return
-                del self._ways[way.path]
-                self._touched.pop(way, None)
+                del self._states[state.path]
+                self._touched.pop(state, None)
             events.append(event)
             held.popleft()
-        if way.path.rail not in self._relays and way.is_idle and way.path in self._ways:
-            del self._ways[way.path]
+        if state.path.rail not in self._relays and state.is_idle and state.path in self._states:
+            del self._states[state.path]
 
     # What only passes
 
@@ -423,7 +427,7 @@ class RelayedTransport:
         self._inner.arm()
 
     def limit_s(self, timeout_s: float) -> float:
-        """See `Part.limit_s`: nothing sleeps while copies are under way."""
+        """See `Part.limit_s`: nothing sleeps while copies are under state."""
         return 0.0 if self.is_busy else self._inner.limit_s(timeout_s)
 
     def descriptors(self) -> list[int]:
@@ -432,8 +436,8 @@ class RelayedTransport:
 
     def close(self) -> None:
         """See `Transport.close`; waits for the copies, so that relays may be freed after it."""
-        for way in self._ways.values():
-            way.drop()
+        for state in self._states.values():
+            state.drop()
         self._inner.close()
         if not all(relay.drain(_PATIENCE_S) for relay in self._copying):
             _log.warning(
@@ -444,4 +448,4 @@ class RelayedTransport:
         self._collect()
 
 
-__all__ = ["RelayedTransport"]
+__all__ = ["PxnTransport"]

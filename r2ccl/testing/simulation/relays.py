@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from r2ccl.gpu.pxn.relay import Relay, Slot
-from r2ccl.gpu.pxn.transport import RelayedTransport
+from r2ccl.gpu.pxn.transport import PxnTransport
 from r2ccl.testing.fakedevice import FakeDevice
 from r2ccl.testing.simulation.checks import Violation
 from r2ccl.testing.simulation.gpus import GpuNetwork, GpuRank
@@ -99,7 +99,7 @@ class RelayRank(GpuRank):
 
     def make_transport(self) -> Transport:
         """Make a transport that can relay."""
-        self.relayed = RelayedTransport(SimPart(self._network, self.rank, self._wake))
+        self.relayed = PxnTransport(SimPart(self._network, self.rank, self._wake))
         return self.relayed
 
     @property
