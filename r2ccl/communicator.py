@@ -895,7 +895,7 @@ class Communicator:
             self._host.run_plan,
             config=self.config,
             nodes=_members(self._control.peers),
-            gather=self._gather,
+            allgather=self._gather,
             labels=[self._rails[at].name for at in homes if transport.joins(at)],
             hardware=self._hardware,
             pxn=self._relayed,

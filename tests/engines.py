@@ -106,7 +106,7 @@ class Rank:
             enter=self.entry,
             config=self.group.config,
             clock=monotonic,
-            gather=self.gather,
+            allgather=self.gather,
         )
         return self.opened
 

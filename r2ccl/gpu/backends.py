@@ -20,13 +20,12 @@ from r2ccl.config import Config
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import TransportError
 from r2ccl.gpu.device_reduction import ReductionKernels
-from r2ccl.gpu.gathering import Gather
 from r2ccl.gpu.gpudirect import GpuDirectBackend
 from r2ccl.gpu.gpudirect_connect import connect_gpudirect
 from r2ccl.gpu.hardware import Hardware
 from r2ccl.gpu.hierarchical import HierarchicalBackend, InterNodeBackend
 from r2ccl.gpu.ipc_board import IpcBoard
-from r2ccl.gpu.nic_affinity import PxnRoute, NicAffinity, common_homes, find_nic_affinity
+from r2ccl.gpu.nic_affinity import NicAffinity, PxnRoute, common_homes, find_nic_affinity
 from r2ccl.gpu.peer import MOST_RANKS, PeerBackend, PeerKernels
 from r2ccl.gpu.peer_connect import connect_peers
 from r2ccl.gpu.pxn.routes import PxnRoutes
@@ -34,6 +33,7 @@ from r2ccl.gpu.pxn.transport import PxnTransport
 from r2ccl.gpu.staged import DeviceCall, HostRun, StagedBackend
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.entry import Enter, Entry
+from r2ccl.types import AllgatherBytes
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class BackendSelector:
     config : Config
     nodes : sequence of sequence of int
         Of every node its ranks.
-    gather : callable
+    allgather : callable
         Tells all ranks something and returns what they say; collective.
     labels : sequence of str
         Names of the RDMA ports that channels are at home on, in the order of rails; none: sockets.
@@ -118,7 +118,7 @@ class BackendSelector:
         *,
         config: Config,
         nodes: Sequence[Sequence[int]],
-        gather: Gather,
+        allgather: AllgatherBytes,
         labels: Sequence[str],
         hardware: Hardware,
         pxn: PxnTransport | None = None,
@@ -130,7 +130,7 @@ class BackendSelector:
         self._run = run
         self._config = config
         self._nodes = [tuple(node) for node in nodes]
-        self._gather = gather
+        self._allgather = allgather
         self._labels = labels
         self._hardware = hardware
         self._pxn = pxn
@@ -160,7 +160,7 @@ class BackendSelector:
                 status="NO_STREAM_WAIT",
             )
         why = self._why_apart()
-        board = why or connect_peers(device, self._rank, self._nodes, self._gather)
+        board = why or connect_peers(device, self._rank, self._nodes, self._allgather)
         if isinstance(board, str) and self._config.ipc == "1":
             raise TransportError(
                 f"rank {self._rank}: GPUs do not reach each other's memory ({board}), and "
@@ -215,7 +215,7 @@ class BackendSelector:
             enter=self._entry,
             config=self._config,
             clock=monotonic,
-            gather=self._gather,
+            allgather=self._allgather,
             pxn_routes=pxn_routes,
         )
         if isinstance(direct, str):
@@ -254,7 +254,7 @@ class BackendSelector:
             bus_id=device.bus_id,
             labels=self._labels,
             read=self._hardware.read_machine,
-            gather=self._gather,
+            allgather=self._allgather,
         )
 
     def _homes_of(self, group: Sequence[int], affinity: NicAffinity | None) -> list[int]:

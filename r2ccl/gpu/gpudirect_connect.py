@@ -15,12 +15,12 @@ from r2ccl.config import Config
 from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
 from r2ccl.gpu.device_reduction import ReductionKernels
-from r2ccl.gpu.gathering import Gather
 from r2ccl.gpu.gpudirect import GpuDirectBackend
 from r2ccl.gpu.pxn.routes import PxnRoutes
 from r2ccl.gpu.registered_memory import RegisteredDeviceMemory
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.entry import Enter
+from r2ccl.types import AllgatherBytes
 
 
 def connect_gpudirect(
@@ -31,7 +31,7 @@ def connect_gpudirect(
     enter: Enter,
     config: Config,
     clock: Clock,
-    gather: Gather,
+    allgather: AllgatherBytes,
     pxn_routes: PxnRoutes | None = None,
 ) -> GpuDirectBackend | str:
     """Find out together whether all ranks' NICs reach their GPUs' memory.
@@ -59,7 +59,7 @@ def connect_gpudirect(
     with contextlib.ExitStack() as stack:
         if memory is not None:
             stack.callback(memory.close)
-        for rank, reason in enumerate(_exchanged(why, gather)):
+        for rank, reason in enumerate(_exchanged(why, allgather)):
             if reason:
                 return f"rank {rank}: {reason}"
         assert memory is not None
@@ -77,9 +77,9 @@ def connect_gpudirect(
     return direct
 
 
-def _exchanged(why: str, gather: Gather) -> Iterator[str]:
+def _exchanged(why: str, allgather: AllgatherBytes) -> Iterator[str]:
     """Tell all ranks why this one's NICs do not reach, if so; yield what each says."""
-    for said in gather(why.encode()[:_REASON_NBYTES].ljust(_REASON_NBYTES, b"\0")):
+    for said in allgather(why.encode()[:_REASON_NBYTES].ljust(_REASON_NBYTES, b"\0")):
         yield said.rstrip(b"\0").decode(errors="replace")
 
 

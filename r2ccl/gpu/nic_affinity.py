@@ -24,10 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.gpu.gathering import Gather
 from r2ccl.topology.affinity import Affinity
 from r2ccl.topology.distance import Distance
 from r2ccl.topology.machine import Machine, PciDevice, merge, parse_bus_id
+from r2ccl.types import AllgatherBytes
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def find_nic_affinity(
     bus_id: str,
     labels: Sequence[str],
     read: Callable[[], Machine],
-    gather: Gather,
+    allgather: AllgatherBytes,
 ) -> NicAffinity:
     """Find out together which rails are near to whose GPU.
 
@@ -88,7 +88,7 @@ def find_nic_affinity(
         Of every RDMA rail this rank's port, ``mlx5_0:1``. All ranks have as many.
     read : callable
         Returns this host's machine as this process sees it, with its own GPU at least.
-    gather : callable
+    allgather : callable
 
     Returns
     -------
@@ -103,7 +103,7 @@ def find_nic_affinity(
     -----
     *Collective*: all ranks. *Cost*: three messages to all, one of them of some kilobytes.
     """
-    nrails, said = _exchange(rank, len(labels), _describe(rank, bus_id, labels, read), gather)
+    nrails, said = _exchange(rank, len(labels), _describe(rank, bus_id, labels, read), allgather)
     members = next(tuple(node) for node in nodes if rank in node)
     reports, why = _reports_of(members, said, nrails)
     machine = merge([report.machine for report in reports]) if reports else None
@@ -116,7 +116,7 @@ def find_nic_affinity(
         homes, pxn_routes = _judge(mine, machine)
         told = _told(mine.labels, homes, pxn_routes)
     _log.info("rank %d: GPU %s is at home on %s", rank, bus_id, told)
-    masks = gather(_HOMES.pack(sum(1 << rail for rail in homes)))
+    masks = allgather(_HOMES.pack(sum(1 << rail for rail in homes)))
     return NicAffinity(tuple(_rails_of(mask, nrails) for mask in masks), pxn_routes)
 
 
@@ -206,9 +206,11 @@ def _understand(said: bytes) -> _MachineReport | None:
     return report if least >= 0 else None
 
 
-def _exchange(rank: int, nrails: int, report: bytes, gather: Gather) -> tuple[int, list[bytes]]:
+def _exchange(
+    rank: int, nrails: int, report: bytes, allgather: AllgatherBytes
+) -> tuple[int, list[bytes]]:
     """Return how many rails all ranks have, and what each told; too much is as good as nothing."""
-    heads = [_head_of(said) for said in gather(_HEAD.pack(len(report), nrails))]
+    heads = [_head_of(said) for said in allgather(_HEAD.pack(len(report), nrails))]
     counts = [head[1] for head in heads if head is not None] or [nrails]
     if not 1 <= min(counts) == max(counts) <= _MOST_RAILS:
         raise InvalidArgument(
@@ -217,7 +219,7 @@ def _exchange(rank: int, nrails: int, report: bytes, gather: Gather) -> tuple[in
         )
     lengths = [head[0] if head is not None and head[0] <= _MOST_NBYTES else 0 for head in heads]
     longest = max(1, *lengths)
-    said = gather(report[:longest].ljust(longest, b"\0"))
+    said = allgather(report[:longest].ljust(longest, b"\0"))
     return counts[0], [each[:length] for each, length in zip(said, lengths, strict=True)]
 
 
@@ -322,4 +324,4 @@ def _told(labels: Sequence[str], homes: Sequence[int], pxn_routes: Sequence[PxnR
     return "; ".join(ways)
 
 
-__all__ = ["PxnRoute", "NicAffinity", "common_homes", "find_nic_affinity"]
+__all__ = ["NicAffinity", "PxnRoute", "common_homes", "find_nic_affinity"]

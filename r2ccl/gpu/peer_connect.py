@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
-from r2ccl.gpu.gathering import Gather
 from r2ccl.gpu.ipc_board import RANK_NBYTES, IpcBoard, SharedFile
+from r2ccl.types import AllgatherBytes
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _PROBE_NBYTES = 256
 
 
 def connect_peers(
-    device: Device, rank: int, nodes: Sequence[Sequence[int]], gather: Gather
+    device: Device, rank: int, nodes: Sequence[Sequence[int]], allgather: AllgatherBytes
 ) -> IpcBoard | str:
     """Find out together whether the GPUs of every node reach each other's memory.
 
@@ -35,7 +35,7 @@ def connect_peers(
     rank : int
     nodes : sequence of sequence of int
         Of every node its ranks.
-    gather : callable
+    allgather : callable
 
     Returns
     -------
@@ -49,7 +49,7 @@ def connect_peers(
     members = next(tuple(node) for node in nodes if rank in node)
     probe = device.allocate(_PROBE_NBYTES)
     try:
-        why, file = _offer(device, rank, members, probe, gather)
+        why, file = _offer(device, rank, members, probe, allgather)
     finally:
         device.free(probe)
     if file is None:
@@ -58,7 +58,7 @@ def connect_peers(
 
 
 def _offer(
-    device: Device, rank: int, members: Sequence[int], probe: int, gather: Gather
+    device: Device, rank: int, members: Sequence[int], probe: int, allgather: AllgatherBytes
 ) -> tuple[str, SharedFile | None]:
     why, offer, file, name = "", _OFFER.pack(False, b"", b""), None, b""
     try:
@@ -69,7 +69,7 @@ def _offer(
     except TransportError as exc:
         why = str(exc)
     try:
-        return _agree(device, rank, members, offer, file, why, gather)
+        return _agree(device, rank, members, offer, file, why, allgather)
     finally:
         if name:
             SharedFile.forget(name)
@@ -77,9 +77,9 @@ def _offer(
 
 def _agree(
     device: Device, rank: int, members: Sequence[int], offer: bytes, file: SharedFile | None,
-    why: str, gather: Gather,
+    why: str, allgather: AllgatherBytes,
 ) -> tuple[str, SharedFile | None]:  # fmt: skip
-    offers = [_OFFER.unpack(each) for each in gather(offer)]
+    offers = [_OFFER.unpack(each) for each in allgather(offer)]
     if all(is_able for is_able, _, _ in offers):
         try:
             # Once, to see that it can be done.
@@ -92,9 +92,9 @@ def _agree(
             why = str(exc)
     elif not why:
         why = f"rank {[is_able for is_able, _, _ in offers].index(False)} cannot, see its log"
-    answers = gather(bytes([not why]))
+    answers = allgather(bytes([not why]))
     # Nobody frees what others still map: that all are through says the next message.
-    gather(b"\0")
+    allgather(b"\0")
     if all(answer[0] for answer in answers):
         return "", file
     refusing = [peer for peer, answer in enumerate(answers) if not answer[0]]

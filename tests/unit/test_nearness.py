@@ -16,7 +16,7 @@ from ranks import Gathering, together
 from unit.machines.recorded import Recorded, record
 
 from r2ccl.errors import InvalidArgument, TransportError
-from r2ccl.gpu.nic_affinity import PxnRoute, NicAffinity, common_homes, find_nic_affinity
+from r2ccl.gpu.nic_affinity import NicAffinity, PxnRoute, common_homes, find_nic_affinity
 from r2ccl.topology.affinity import Affinity
 from r2ccl.topology.gpus import GpuFacts
 from r2ccl.topology.machine import (
@@ -68,7 +68,7 @@ def outcomes(
             return gathering(rank, spoil(next(turns), rank, mine))
 
         try:
-            return find_nic_affinity(rank, nodes, **seats[rank]._asdict(), gather=gather)
+            return find_nic_affinity(rank, nodes, **seats[rank]._asdict(), allgather=gather)
         except InvalidArgument as exc:
             return str(exc)
 

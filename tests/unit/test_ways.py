@@ -41,7 +41,7 @@ class Caller:
         hardware = OneCard(rank.device, kernels, machine)
         selector = BackendSelector(
             rank.engine, rank.entry, host.run_plan, config=rank.group.config,
-            nodes=rank.group.nodes, gather=rank.gather, labels=labels, hardware=hardware,
+            nodes=rank.group.nodes, allgather=rank.gather, labels=labels, hardware=hardware,
         )  # fmt: skip
         self.backends: tuple[GpuBackend, ...] = selector.select(rank.device, kernels)
         self.taken: list[type] = []
