@@ -1,11 +1,11 @@
-"""BackendSelector: how collectives on device memory can be carried out here, found out by all ranks together.
+"""Selects the backends of collectives on GPU memory; all ranks agree.
 
-From the best to the one that always works: kernels on the memory of all GPUs of a node
-(`r2ccl.gpu.peer`), and the rails between several such nodes (`r2ccl.gpu.hierarchical`); slices from
-and to memory that NICs reach (`r2ccl.gpu.gpudirect`); windows through pinned host memory
-(`r2ccl.gpu.staged`). Nothing is believed of a machine, all is tried. Must not import links.
+In order of preference: kernels that access the memory of all GPUs of a node (`r2ccl.gpu.peer`),
+with another backend between several such nodes (`r2ccl.gpu.hierarchical`); slices that NICs read
+from and write to GPU memory (`r2ccl.gpu.gpudirect`); windows through pinned host memory
+(`r2ccl.gpu.staged`), which always works. Each is tried, not inferred from attributes.
 
-Invariant: all ranks have the same ways, in the same order.
+Invariant: all ranks have the same backends, in the same order.
 """
 
 from __future__ import annotations
@@ -37,47 +37,50 @@ from r2ccl.types import AllgatherBytes
 
 _log = logging.getLogger(__name__)
 
-#: Slices that a pxn_route has under way at most, both ways together; others go directly.
+#: Slots of a PXN route: slices in flight, sent and received. Further slices go directly.
 _NSLOTS = 16
 
 
 class GpuKernels(PeerKernels, ReductionKernels, Protocol):
-    """What gives a device its kernels, for every way; `r2ccl.kernels.cuda.Launcher`."""
+    """Loads and launches the kernels of every backend, as `r2ccl.kernels.cuda.Launcher` does."""
 
 
 class GpuBackend(Protocol):
-    """How collectives on device memory are carried out: `StagedBackend`, `PeerBackend`, `GpuDirectBackend`."""
+    """Carries out collectives on GPU memory: `PeerBackend`, `GpuDirectBackend`, `StagedBackend`."""
 
     def supports(self, call: DeviceCall) -> bool:
-        """Whether it carries out this call; alike on all ranks."""
+        """Return whether the backend can carry out `call`; the same on all ranks."""
         ...
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """Whether `prepare` has nothing to do."""
+        """Return whether `prepare` has nothing to do."""
         ...
 
     def prepare(self, call: DeviceCall) -> None:
-        """Do what may wait for the device: no stream waits for the host meanwhile."""
+        """Load and allocate what `call` needs, which may wait for the device.
+
+        No stream waits for the host meanwhile.
+        """
         ...
 
     def begin(self, call: DeviceCall, stream: Stream) -> tuple[Any, Event]:
-        """Give the device its part of a call that is prepared; see `StagedBackend.begin`."""
+        """Enqueue the device's work of a prepared call; see `StagedBackend.begin`."""
         ...
 
     def finish(self, job: Any) -> None:
-        """Do the host's part."""
+        """Do the host's work of a call."""
         ...
 
     def examine(self, job: Any) -> None:
-        """Raise what spoiled a call that the device is done with, if anything did."""
+        """Raise the error of a call that the device has finished, if it has one."""
         ...
 
     def mark(self) -> Event:
-        """Return an event that is done when all that was begun so far is."""
+        """Return an event that is done when all calls begun so far are."""
         ...
 
     def take_event(self) -> Event:
-        """Return an event that nothing waits for; to be given back."""
+        """Return an unused event, to be returned with `recycle`."""
         ...
 
     def recycle(self, event: Event) -> None:
@@ -85,29 +88,29 @@ class GpuBackend(Protocol):
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Wait, and free everything."""
+        """Wait for the device, then free everything."""
         ...
 
 
 class BackendSelector:
-    """Finds the ways of one rank.
+    """Selects the backends of one rank.
 
     Parameters
     ----------
     engine : Engine
     entry : Entry
     run : callable
-        Runs a collective on host memory that was entered.
+        Runs a planned collective on host memory.
     config : Config
     nodes : sequence of sequence of int
-        Of every node its ranks.
+        The ranks of each node.
     allgather : callable
-        Tells all ranks something and returns what they say; collective.
+        See `AllgatherBytes`.
     labels : sequence of str
-        Names of the RDMA ports that channels are at home on, in the order of rails; none: sockets.
+        RDMA ports of the home rails, in the order of rails; empty if the rails are sockets.
     hardware : Hardware
     pxn : PxnTransport or None
-        The part of the transport that supports pxn_routes, if any.
+        Carries slices through other GPUs; None: not available.
     """
 
     def __init__(
@@ -136,21 +139,21 @@ class BackendSelector:
         self._pxn = pxn
 
     def select(self, device: Device, kernels: GpuKernels) -> tuple[GpuBackend, ...]:
-        """Find out with all ranks which ways their calls can take.
+        """Try the backends, together with all ranks.
 
         Returns
         -------
         tuple of GpuBackend
-            The best first; the last supports all calls. To be closed in this order.
+            In order of preference; the last supports all calls. Close them in this order.
 
         Raises
         ------
         TransportError
-            The GPU cannot wait for the host, or not do what R2CC_IPC demands.
+            Streams of the GPU cannot wait for the host, or R2CC_IPC=1 cannot be met.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: up to seven messages to all, and some milliseconds.
+        *Collective*: all ranks. *Cost*: up to seven small allgathers, and some milliseconds.
         """
         if not device.waits_on_memory:
             raise TransportError(
@@ -159,39 +162,39 @@ class BackendSelector:
                 rank=self._rank,
                 status="NO_STREAM_WAIT",
             )
-        why = self._why_apart()
+        why = self._why_no_ipc()
         board = why or connect_peers(device, self._rank, self._nodes, self._allgather)
         if isinstance(board, str) and self._config.ipc == "1":
             raise TransportError(
                 f"rank {self._rank}: GPUs do not reach each other's memory ({board}), and "
-                "R2CC_IPC=1 does without nothing else; set it to auto",
+                "R2CC_IPC=1 allows no other backend; set it to auto",
                 rank=self._rank,
                 status="NO_IPC",
             )
         if isinstance(board, str):
             _log.info("rank %d: GPUs do not work on each other's memory: %s", self._rank, board)
-            return self._over_rails(device, kernels)
+            return self._rail_backends(device, kernels)
         _log.info("rank %d: GPUs of a node work on each other's memory", self._rank)
         if len(self._nodes) > 1:
             group = tuple(sorted(node[board.index] for node in self._nodes))
             affinity = self._find_affinity(device)
             homes = self._homes_of(group, affinity)
-            rails = self._over_rails(
+            backends = self._rail_backends(
                 device, kernels, self._pxn_routes(device, affinity, group, homes)
             )
             try:
                 enter = self._entry.among(group, homes)
-                return self._tiers(device, kernels, board, rails, enter), *rails
+                return self._hierarchical(device, kernels, board, backends, enter), *backends
             except BaseException:
-                # NICs hold what closing the device does not take from them.
-                for each in rails:
+                # Closing the device does not end registrations with NICs.
+                for each in backends:
                     each.close(self._config.timeout_s)
                 raise
         members = self._nodes[0]
-        return PeerBackend(device, kernels, board, members, **self._waiting()), self._bounce(device)
+        return PeerBackend(device, kernels, board, members, **self._waiting()), self._staged(device)
 
-    def _why_apart(self) -> str:
-        """Say what is known, alike on all ranks, to keep GPUs from each other's memory."""
+    def _why_no_ipc(self) -> str:
+        """Return why GPUs cannot access each other's memory, as far as all ranks know already."""
         sizes = {len(node) for node in self._nodes}
         if self._config.ipc == "0":
             return "R2CC_IPC=0"
@@ -201,13 +204,13 @@ class BackendSelector:
             return "hosts have different numbers of ranks"
         return ""
 
-    def _over_rails(
+    def _rail_backends(
         self, device: Device, kernels: GpuKernels, pxn_routes: PxnRoutes | None = None
     ) -> tuple[GpuDirectBackend | StagedBackend, ...]:
-        """Return the ways of calls in which GPUs do not work on each other's memory."""
-        bounce = self._bounce(device)
+        """Return the backends that send data over the rails."""
+        staged = self._staged(device)
         if self._nranks == 1:
-            return (bounce,)
+            return (staged,)
         direct = connect_gpudirect(
             device,
             kernels,
@@ -220,16 +223,16 @@ class BackendSelector:
         )
         if isinstance(direct, str):
             _log.info("rank %d: GPU memory passes through the host: %s", self._rank, direct)
-            return (bounce,)
+            return (staged,)
         _log.info("rank %d: NICs reach the GPU's memory", self._rank)
-        return direct, bounce
+        return direct, staged
 
-    def _tiers(
+    def _hierarchical(
         self,
         device: Device,
         kernels: GpuKernels,
         board: IpcBoard,
-        rails: Sequence[InterNodeBackend],
+        backends: Sequence[InterNodeBackend],
         enter: Enter,
     ) -> HierarchicalBackend:
         members = next(node for node in self._nodes if self._rank in node)
@@ -238,14 +241,14 @@ class BackendSelector:
             kernels,
             board,
             members,
-            rails=rails,
+            backends=backends,
             enter=enter,
             nnodes=len(self._nodes),
             **self._waiting(),
         )
 
     def _find_affinity(self, device: Device) -> NicAffinity | None:
-        """Find out which rails are affinity to whose GPU; None where the rails are sockets'."""
+        """Return which rails are near which rank's GPU; None if the rails are sockets."""
         if not self._labels:
             return None
         return find_nic_affinity(
@@ -258,7 +261,7 @@ class BackendSelector:
         )
 
     def _homes_of(self, group: Sequence[int], affinity: NicAffinity | None) -> list[int]:
-        """Return the rails affinity to the GPUs of a group; none where nothing is known of any."""
+        """Return the rails near the GPUs of a group; empty if that is not known."""
         if affinity is None:
             return []
         homes = self._engine.recovery.homes
@@ -271,7 +274,7 @@ class BackendSelector:
         group: Sequence[int],
         homes: Sequence[int],
     ) -> PxnRoutes | None:
-        """Return the pxn_routes of a rank that meets a group on some rails, if there can be any."""
+        """Return the PXN routes of this rank for `homes`, the rails its group uses; None: none."""
         council, rails = self._engine.recovery.council, self._engine.recovery.homes
         if affinity is None or not affinity.pxn_routes or self._pxn is None or council is None:
             return None
@@ -283,14 +286,14 @@ class BackendSelector:
             homes,
             transport=self._pxn,
             register=self._engine.progress.transport.register_device,
-            own=self._engine.call,
+            run_in_data_loop=self._engine.call,
             open_peer=self._hardware.open_peer,
             health=lambda: council.known.health,
             slot_nbytes=self._config.slice_nbytes,
             nslots=_NSLOTS,
         )
 
-    def _bounce(self, device: Device) -> StagedBackend:
+    def _staged(self, device: Device) -> StagedBackend:
         return StagedBackend(
             device,
             self._rank,
@@ -304,7 +307,7 @@ class BackendSelector:
         )
 
     def _waiting(self) -> dict[str, Any]:
-        """Return how calls on the memory of others wait."""
+        """Return the arguments with which `PeerBackend` waits."""
         return {
             "check": self._engine.check,
             "clock": monotonic,

@@ -1,11 +1,11 @@
-"""Collectives on device memory: what is given to the device at the call, what the host does later.
+"""Collectives on GPU memory, ordered on a stream and asynchronous to the host.
 
-The caller's thread gives the device everything at once and goes on; the communicator's worker does
-the host's part. Which backend a call supports was found out by `r2ccl.gpu.backends`. The caller's stream
-waits for the result unless a `Work` was asked for, which can order any stream after it.
+The caller's thread enqueues all of the device's work and returns; the communicator's worker does
+the host's part. `r2ccl.gpu.backends` selected the backends. The caller's stream waits for the
+result, unless the caller asked for a `Work`, which can make any stream wait.
 
-Must not import links. Invariants: all ranks take the same backend; arrays are kept alive until the
-device is done with them, whatever the caller does with its own references.
+Invariants: all ranks use the same backend for a call; arrays stay referenced until the device has
+finished with them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from r2ccl.runtime.async_work import Task, Work, Worker
 if TYPE_CHECKING:
     from r2ccl.gpu.backends import GpuBackend, GpuKernels
 
-#: Gives the GPU of a number, and its kernels.
+#: Returns the GPU with an ordinal, and its kernels.
 OpenDevice: TypeAlias = "Callable[[int], tuple[Device, GpuKernels]]"
-#: Gives the backends calls on a GPU's memory can take, the best first; the last supports all.
+#: Returns the backends for a GPU in order of preference; the last supports all calls.
 SelectBackends: TypeAlias = "Callable[[Device, GpuKernels], Sequence[GpuBackend]]"
 
 
 class _BorrowedArrays(NamedTuple):
-    """Arrays that the device works on until `done`."""
+    """Arrays that the device uses until `done`."""
 
     done: Event
     request: Request
@@ -55,7 +55,7 @@ class _ActiveDevice(NamedTuple):
 
 
 class DeviceOutcome:
-    """What a call does to device memory, also once the GPU is closed: its `Effects`."""
+    """Completion of a call on GPU memory, an `Effects`; usable after the GPU was closed."""
 
     def __init__(
         self, active: _ActiveDevice, job: HostJob, stream: Stream, backend: GpuBackend
@@ -80,28 +80,28 @@ class DeviceOutcome:
         return is_over
 
     def order(self, stream: Any) -> None:
-        """See `Effects`; by default it is the stream that was current at the call."""
+        """See `Effects`; the default is the stream of the call."""
         later = stream_of(stream, self._stream)
         if not self._active.is_closed.is_set():
             self._active.device.wait(later, self._done)
 
 
 class DeviceCollectives:
-    """Device memory's part of a communicator.
+    """Starts and completes a communicator's collectives on GPU memory.
 
     Parameters
     ----------
     rank : int
     timeout_s : float
-        Of a call.
+        Limit of a call.
     worker : Worker
-        Does the host's part, in the order of the calls.
+        Runs the host's part of calls, in their order.
     check : callable
-        Raises what ended the communicator, if anything did.
+        Raises the error that ended the communicator, if any.
     open_device : callable
-        Gives the GPU of a number.
+        See `OpenDevice`.
     select_backends : callable
-        Finds out with all ranks which backends calls can take.
+        See `SelectBackends`.
     """
 
     def __init__(
@@ -130,18 +130,18 @@ class DeviceCollectives:
         request : Request
             On device memory.
         stream : object or None
-            As callers pass it.
+            As the caller passed it.
         is_async : bool
-            Whether a `Work` is returned, and the stream goes on without the result.
+            Return a `Work`; the stream does not wait for the result.
 
         Raises
         ------
         InvalidArgument
-            Another GPU than before, or no stream.
+            The GPU is not that of earlier calls, or `stream` is no stream.
         TransportError
             The device failed; the communicator ends.
         R2cclError
-            What ended the communicator before.
+            The communicator had ended.
         """
         source, output = request.source, request.output
         assert isinstance(source, DeviceBuffer)
@@ -149,7 +149,7 @@ class DeviceCollectives:
         given, others = streams_of(stream, *buffers)
         self._check()
         active = self._open(source.ordinal)
-        self._let_go(active)
+        self._drop_finished(active)
         call = _call_of(request)
         backend = next(each for each in active.backends if each.supports(call))
         if not backend.is_prepared(call):
@@ -167,7 +167,7 @@ class DeviceCollectives:
         return request.result
 
     def _await_calls(self) -> None:
-        """Wait until no stream waits for the worker: what waits for the device may be done then."""
+        """Wait until no stream waits for the worker, before calls that wait for the GPU."""
         if not self._worker.drain(self._timeout_s):
             raise TransportTimeout(
                 f"rank {self._rank}: collectives begun before are not over in "
@@ -178,14 +178,14 @@ class DeviceCollectives:
         self._check()
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the device and free everything; the worker has nothing left to do.
+        """Wait for the device and free everything; the worker is idle.
 
         Raises
         ------
         TransportTimeout
-            The device still works: what it works on, and what is closed after that, is kept.
+            The device is still busy; the memory it uses is not freed.
         TransportError
-            Something could not be freed; all else was.
+            Something could not be freed; the rest was.
         """
         active, self._active = self._active, None
         if active is None:
@@ -207,9 +207,9 @@ class DeviceCollectives:
     def _begin(
         self, backend: GpuBackend, call: DeviceCall, stream: Stream
     ) -> tuple[Task, HostJob, Event]:
-        """Give the device its part, and the worker the host's."""
+        """Enqueue the device's work, and submit the host's part to the worker."""
         job, done = backend.begin(call, stream)
-        # Also of a call that could not be begun: what was begun of it must end.
+        # Also if `begin` failed: the part that was enqueued must end.
         task = self._worker.submit(lambda: backend.finish(job))
         if job.error is not None:
             task.wait()
@@ -246,8 +246,8 @@ class DeviceCollectives:
             device.close()
             raise
 
-    def _let_go(self, active: _ActiveDevice) -> None:
-        """Let go of arrays the device is done with."""
+    def _drop_finished(self, active: _ActiveDevice) -> None:
+        """Drop references to arrays that the device has finished with."""
         while active.borrowed and active.device.is_done(active.borrowed[0].done):
             arrays = active.borrowed.popleft()
             arrays.backend.recycle(arrays.done)

@@ -1,8 +1,8 @@
-"""Joining over NICs: do the NICs of all ranks reach their GPUs' memory.
+"""Connects `GpuDirectBackend`: all ranks find out together whether NICs reach their GPUs' memory.
 
-Nothing is believed: every rank registers the memory that its slices will land in with every NIC.
+Every rank tries to register the memory its slices will land in with every NIC.
 
-Invariant: all ranks get the way, or none does; where it is not got, no memory is kept for it.
+Invariant: all ranks get the backend, or none does and no memory is kept.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def connect_gpudirect(
     allgather: AllgatherBytes,
     pxn_routes: PxnRoutes | None = None,
 ) -> GpuDirectBackend | str:
-    """Find out together whether all ranks' NICs reach their GPUs' memory.
+    """Register GPU memory with the NICs, on all ranks.
 
     Returns
     -------
     GpuDirectBackend or str
-        On all ranks the way, or on all of them why there is none.
+        The backend on all ranks, or on all ranks why there is none.
 
     Notes
     -----
-    *Collective*: all ranks. *Cost*: a small message to all.
+    *Collective*: all ranks. *Cost*: a small allgather.
     """
     memory: RegisteredDeviceMemory | None = None
     why = ""
@@ -78,9 +78,9 @@ def connect_gpudirect(
 
 
 def _exchanged(why: str, allgather: AllgatherBytes) -> Iterator[str]:
-    """Tell all ranks why this one's NICs do not reach, if so; yield what each says."""
-    for said in allgather(why.encode()[:_REASON_NBYTES].ljust(_REASON_NBYTES, b"\0")):
-        yield said.rstrip(b"\0").decode(errors="replace")
+    """Exchange the reasons why NICs do not reach GPU memory; yield all ranks'; empty: they do."""
+    for packed in allgather(why.encode()[:_REASON_NBYTES].ljust(_REASON_NBYTES, b"\0")):
+        yield packed.rstrip(b"\0").decode(errors="replace")
 
 
 _REASON_NBYTES = 400

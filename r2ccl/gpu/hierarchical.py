@@ -1,23 +1,22 @@
-"""Tiers: allreduces among several nodes with several GPUs each.
+"""Allreduces among several nodes with several GPUs each: within nodes, then between them.
 
-Within a node the GPUs work on each other's memory (`r2ccl.gpu.peer`); between nodes, slices
-travel from and to it (`r2ccl.gpu.gpudirect`), or windows pass through pinned memory
-(`r2ccl.gpu.staged`). Member i of every node has part i of the data: it adds up its node's, the
-members i of all nodes add up their sums, and each gives its node the result. So the backends carry
-every byte once a node, all of a node's ranks at once. In the stream's order, between ``ready`` and
+Within a node the GPUs access each other's memory (`r2ccl.gpu.peer`); between nodes NICs access it
+(`r2ccl.gpu.gpudirect`), or windows pass through pinned memory (`r2ccl.gpu.staged`). Member i of
+every node owns part i of the data: it reduces its node's inputs, the members i of all nodes reduce
+their results, and each distributes the final result in its node. The rails carry each byte once a
+node, over the home rails of all its members at once. In the stream's order, between ``ready`` and
 ``done`` of `PeerBackend`:
 
 ::
 
-    kernel: the node's sum of part i, into this rank's output
-    part i over the backends, among the members i of all nodes
-    kernel: part i to the outputs of the other ranks of the node
+    kernel: reduce part i of the node's inputs into this rank's output
+    allreduce part i among the members i of all nodes, over the rails
+    kernel: copy part i to the outputs of the node's other ranks
 
-Parts differ by some elements, or are empty. What all ranks must do alike, as the way over the backends
-and the number of collectives there, follows from the widest part.
+Parts differ by some elements, and may be empty. All ranks derive from the widest part what they
+must agree on: the backend between nodes, and the number of collectives there.
 
-Must not import links. Invariant: of an array that others of the node read and write, nothing but
-part i is touched by rank i.
+Invariant: rank i writes only part i of an array that other ranks of its node access.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ import msgspec
 
 from r2ccl.device.base import Event, Stream
 from r2ccl.dtypes import dtype_of
-from r2ccl.gpu.peer import MOST_RANKS, InterNodeJob, CallInfo, PeerBackend, PeerJob
+from r2ccl.gpu.peer import MOST_RANKS, CallInfo, InterNodeJob, PeerBackend, PeerJob
 from r2ccl.gpu.staged import DeviceCall, Enter
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
 class InterNodeBackend(Protocol):
-    """A way between nodes: `r2ccl.gpu.gpudirect.GpuDirectBackend`, `r2ccl.gpu.staged.StagedBackend`."""
+    """Carries out the part of a call between nodes: `GpuDirectBackend` or `StagedBackend`."""
 
     def supports(self, call: DeviceCall, nranks: int) -> bool:
-        """Whether a call of so many ranks is carried out; alike on all of them."""
+        """Return whether it can carry out a call of `nranks` ranks; the same on all of them."""
         ...
 
     def is_prepared(self, call: DeviceCall) -> bool:
@@ -52,7 +51,7 @@ class InterNodeBackend(Protocol):
     def begin(
         self, call: DeviceCall, stream: Stream, enter: Enter, widest: int
     ) -> tuple[Any, Event]:
-        """Give the device its part, as one of as many collectives as `widest` elements take."""
+        """Enqueue the device's work, as as many collectives as `widest` elements need."""
         ...
 
     def recycle(self, event: Event) -> None:
@@ -60,31 +59,31 @@ class InterNodeBackend(Protocol):
         ...
 
     def finish(self, job: Any) -> None:
-        """Do the host's part, in the worker."""
+        """Do the host's work, in the worker."""
         ...
 
     def abandon(self, job: Any, error: BaseException) -> None:
-        """Let the device go on, also of a call that is finished: something else has failed."""
+        """Let the device continue, even if `finish` was called: another part failed."""
         ...
 
 
-#: Where the second kernel's addresses begin in a table.
+#: Index of the second kernel's addresses in a table.
 _SECOND = MOST_RANKS + 1
 
 
 class HierarchicalBackend(PeerBackend):
-    """The allreduces of one rank, its node's GPUs first.
+    """The allreduces of one rank, first among its node's GPUs.
 
     Parameters
     ----------
     backends : sequence of InterNodeBackend
-        The first that supports a call has it; the last supports all. Borrowed.
+        The first that supports a call carries it out; the last supports all. Borrowed.
     enter : callable
-        Enters an allreduce among the ranks that have this rank's place in their nodes, in which
-        AVG divides by the number of all ranks.
+        Enters an allreduce among the ranks with this rank's index in their nodes; AVG divides by
+        the number of all ranks.
     nnodes : int
     **others
-        Of `PeerBackend`.
+        See `PeerBackend`.
     """
 
     _heads = (0, _SECOND)
@@ -103,19 +102,19 @@ class HierarchicalBackend(PeerBackend):
         self._nnodes = nnodes
 
     def supports(self, call: DeviceCall) -> bool:
-        """Whether a call can be carried out: an allreduce, not by a schedule of the caller's."""
+        """Return whether `call` is an allreduce without a schedule of the caller's."""
         return super().supports(call) and call.signature.collective == Collective.ALLREDUCE
 
     def is_prepared(self, call: DeviceCall) -> bool:
         """See `GpuBackend`."""
-        part, backends = self._between(call)
-        return super().is_prepared(call) and backends.is_prepared(part)
+        part, backend = self._between(call)
+        return super().is_prepared(call) and backend.is_prepared(part)
 
     def prepare(self, call: DeviceCall) -> None:
-        """See `GpuBackend`; loads the kernels, and prepares what lies between the nodes."""
+        """See `GpuBackend`; loads the kernels and prepares the part between the nodes."""
         super().prepare(call)
-        part, backends = self._between(call)
-        backends.prepare(part)
+        part, backend = self._between(call)
+        backend.prepare(part)
 
     def _load(self, call: CallSignature) -> None:
         self._kernels.prepare_from_table(_summed(call), self._nlocal, 1)
@@ -124,18 +123,18 @@ class HierarchicalBackend(PeerBackend):
     def _work(self, job: PeerJob) -> None:
         call, table = job.call.signature, self._table_of(job.number)
         self._launch(_summed(call), self._nlocal, 1, table)
-        part, backends = self._between(job.call)
+        part, backend = self._between(job.call)
         widest = self._share_of(call, at=0).length
-        given, done = backends.begin(part, self._stream, self._enter, widest)
-        job.between = InterNodeJob(backends, given)
+        given, done = backend.begin(part, self._stream, self._enter, widest)
+        job.between = InterNodeJob(backend, given)
         self._device.wait(self._stream, done)
-        backends.recycle(done)
+        backend.recycle(done)
         if given.error is not None:
             raise given.error
         self._launch(_summed(call), 1, self._nlocal - 1, table[_SECOND:])
 
     def _between(self, call: DeviceCall) -> tuple[DeviceCall, InterNodeBackend]:
-        """Return what this rank does between the nodes, and which backends carry it."""
+        """Return this rank's call between the nodes, and the backend that carries it out."""
         mine, widest = (self._part_of(call, at) for at in (self._at, 0))
         return mine, next(each for each in self._backends if each.supports(widest, self._nnodes))
 
@@ -159,15 +158,15 @@ class HierarchicalBackend(PeerBackend):
         table[: self._nlocal + 1] = [*(address + at for address in sources), mine]
         table[_SECOND : _SECOND + self._nlocal] = [mine, *others]
 
-    def _let_go(self, error: BaseException) -> None:
+    def _release_streams(self, error: BaseException) -> None:
         for job in tuple(self._jobs):
             if job.between is not None:
                 job.between.backend.abandon(job.between.job, error)
-        super()._let_go(error)
+        super()._release_streams(error)
 
 
 def _summed(call: CallSignature) -> CallSignature:
-    """Return the call without the division of AVG, which comes after the backends."""
+    """Return the call with SUM for AVG: the division follows between the nodes."""
     op = ReduceOp.SUM if call.op == ReduceOp.AVG else call.op
     return msgspec.structs.replace(call, op=op)
 

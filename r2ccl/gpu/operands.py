@@ -1,6 +1,6 @@
-"""Operands in device memory: what the executor says of a slice becomes one kernel or one copy.
+"""Turns each step of a slice, as the executor runs it, into one kernel or one copy in GPU memory.
 
-The work goes to an `ReductionStream`. Must not import links or transports, nor touch a byte.
+The work goes to a `ReductionStream`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class DeviceOperands:
     Parameters
     ----------
     layout : Layout
-        Of no eager slice but empty ones (`cleared`).
+        As `cleared` returns: only empty slices are eager.
     call : CallSignature
     spaces : sequence of int
-        Addresses of input, output and scratch memory, by `Space`.
+        Addresses of input, output and scratch memory, indexed by `Space`.
     nranks : int
     reductions : ReductionStream
     is_gauge : bool
@@ -82,10 +82,10 @@ class DeviceOperands:
 
 
 def forms_of(call: CallSignature) -> Iterator[Form]:
-    """Yield what kernels the slices of a collective take.
+    """Yield the kernels that a collective's slices need.
 
-    Two inputs are reduced, and those of the last contribution divided with AVG; one input is
-    divided alone where the last contribution came otherwise. All other steps copy.
+    Two inputs are reduced; with AVG the last contribution is divided too, or a single input if
+    that contribution arrived without a reduction. All other steps copy.
     """
     if call.collective not in REDUCTIONS:
         return

@@ -1,8 +1,7 @@
-"""Joining a node: do the ranks' GPUs reach each other's memory, and where do they tell each other.
+"""Connects `PeerBackend`: the ranks of each node try to access each other's GPU memory.
 
-Nothing is believed, all is tried: every rank exports an allocation of its own and maps those of the
-others, and opens the memory of the notice board. One that cannot says so to all, and all do
-without.
+Every rank exports an allocation, maps those of the other ranks of its node, and opens the memory of
+their `IpcBoard`. If one fails, no rank uses the backend.
 
 Invariant: all ranks get their node's board, or none does.
 """
@@ -27,24 +26,24 @@ _PROBE_NBYTES = 256
 def connect_peers(
     device: Device, rank: int, nodes: Sequence[Sequence[int]], allgather: AllgatherBytes
 ) -> IpcBoard | str:
-    """Find out together whether the GPUs of every node reach each other's memory.
+    """Try CUDA IPC within every node, on all ranks.
 
     Parameters
     ----------
     device : Device
     rank : int
     nodes : sequence of sequence of int
-        Of every node its ranks.
+        The ranks of each node.
     allgather : callable
 
     Returns
     -------
     IpcBoard or str
-        The board of this rank's node, or why no node has one.
+        The board of this rank's node, or on all ranks why there is none.
 
     Notes
     -----
-    *Collective*: all ranks. *Cost*: three small messages to all.
+    *Collective*: all ranks. *Cost*: three small allgathers.
     """
     members = next(tuple(node) for node in nodes if rank in node)
     probe = device.allocate(_PROBE_NBYTES)
@@ -82,7 +81,7 @@ def _agree(
     offers = [_OFFER.unpack(each) for each in allgather(offer)]
     if all(is_able for is_able, _, _ in offers):
         try:
-            # Once, to see that it can be done.
+            # Only to try it.
             for peer in members:
                 if peer != rank:
                     device.unmap(device.map(offers[peer][1]))
@@ -93,7 +92,7 @@ def _agree(
     elif not why:
         why = f"rank {[is_able for is_able, _, _ in offers].index(False)} cannot, see its log"
     answers = allgather(bytes([not why]))
-    # Nobody frees what others still map: that all are through says the next message.
+    # Nobody frees an allocation before all ranks have unmapped it.
     allgather(b"\0")
     if all(answer[0] for answer in answers):
         return "", file

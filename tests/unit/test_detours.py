@@ -55,7 +55,7 @@ class Bench:
             (0,),
             transport=self.used,
             register=self.register,
-            own=self.own,
+            run_in_data_loop=self.own,
             open_peer=self.open_peer,
             health=lambda: self.health,
             slot_nbytes=SLOT_NBYTES,
@@ -87,7 +87,7 @@ class Bench:
 
     def lose(self, *ports: tuple[int, int], share: int = 0) -> None:
         self.health = self.health.changed(RailShare(rank, rail, share) for rank, rail in ports)
-        if self.pxn_routes.are_due:
+        if self.pxn_routes.is_open_needed:
             self.pxn_routes.open()
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ def test_nothing_is_opened_while_the_near_rails_are_whole() -> None:
     bench = Bench()
     bench.lose((0, 1), (2, 3), (1, 0))
     assert not bench.asked
-    assert not bench.pxn_routes.are_due
+    assert not bench.pxn_routes.is_open_needed
     bench.close()
 
 
@@ -117,11 +117,11 @@ def test_a_near_rail_lost_at_either_end_opens_all_that_are_up_once(rank: int) ->
     assert sorted(bench.used.relays) == [1, 3]
     # What comes back later, while the near rail is still slow, is opened then.
     bench.health = bench.health.changed([RailShare(0, 2, 4)])
-    assert bench.pxn_routes.are_due
+    assert bench.pxn_routes.is_open_needed
     bench.pxn_routes.open()
     assert sorted(bench.used.relays) == [1, 2, 3]
     assert len(bench.asked) == 2
-    assert not bench.pxn_routes.are_due
+    assert not bench.pxn_routes.is_open_needed
     bench.close()
 
 
@@ -171,9 +171,9 @@ def test_rails_that_cannot_be_reached_are_not_waited_for() -> None:
     bench.lose((0, 0), (0, 1), (0, 2))
     assert sorted(bench.used.relays) == [3]
     bench.health = bench.health.changed([RailShare(2, 1, 0)])
-    assert not bench.pxn_routes.are_due
+    assert not bench.pxn_routes.is_open_needed
     bench.health = bench.health.changed([RailShare(0, 1, 16)])
-    assert bench.pxn_routes.are_due
+    assert bench.pxn_routes.is_open_needed
     bench.close()
 
 

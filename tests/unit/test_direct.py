@@ -169,7 +169,7 @@ def test_kernels_of_a_call_that_fails_are_done_before_the_stream_goes_on(
 
     def run(*given: Any) -> None:
         for _ in range(8):
-            mine.direct._offload.copy(place, other, 2400)
+            mine.direct._reductions.copy(place, other, 2400)
         raise CommunicatorRevoked("for a test")
 
     monkeypatch.setattr(mine.engine, "run", run)
@@ -298,11 +298,11 @@ def test_of_a_call_that_cannot_have_its_places_no_registration_is_left() -> None
 class LateDetours:
     """PxnRoutes that become due at some time."""
 
-    are_due = False
+    is_open_needed = False
     nopened = 0
 
     def open(self) -> None:
-        self.are_due = False
+        self.is_open_needed = False
         self.nopened += 1
 
     def drain(self, timeout_s: float) -> bool:
@@ -326,7 +326,7 @@ def test_a_call_that_was_prepared_waits_for_the_device_no_more() -> None:
         place = mine.put(xs[rank])
         given = DeviceCall(call, place, place)
         mine.direct.prepare(given)
-        pxn_routes[rank].are_due, pxn_routes[rank].nopened = True, 0
+        pxn_routes[rank].is_open_needed, pxn_routes[rank].nopened = True, 0
         job, done = mine.direct.begin(given, mine.stream, mine.entry)
         assert not pxn_routes[rank].nopened
         mine.device.wait(mine.stream, done)
@@ -355,7 +355,7 @@ def test_many_allocations_are_forgotten_but_not_those_of_the_call(
     )
     call = DeviceCall(CallSignature(Collective.BROADCAST, code, 0, 60), places[1], places[2])
     mine.direct.prepare(call)
-    with mine.direct._arrays.lent(call, mine.direct._offload) as lent:
+    with mine.direct._arrays.hold(call, mine.direct._reductions) as lent:
         assert lent == (places[1], places[2])
     mine.get(places[2], np.arange(60))
     group.close()

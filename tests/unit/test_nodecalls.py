@@ -258,7 +258,7 @@ def test_a_kernel_reads_all_addresses_or_none_while_they_are_taken_back() -> Non
         table = calls._table_of(1)
         first, *others = table[:4].tolist()
         assert all((first, *others))
-        calls._let_go(PeerLost(rank=0, peer=1, last_heard_s=0.0, why="for a test"))
+        calls._release_streams(PeerLost(rank=0, peer=1, last_heard_s=0.0, why="for a test"))
         assert table[:4].tolist() == [0, *others]
     node.close()
 

@@ -55,7 +55,7 @@ def test_a_file_that_cannot_be_mapped_is_reported_and_leaves_no_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On one rank alone, where anything but its report would have the others wait."""
-    monkeypatch.setattr("r2ccl.gpu.ipc_board._ROOM", tmp_path)
+    monkeypatch.setattr("r2ccl.gpu.ipc_board._DIRECTORY", tmp_path)
     _, name = SharedFile.create(RANK_NBYTES)
 
     def refuse(*_: object) -> None:

@@ -472,7 +472,7 @@ def test_a_use_that_ended_leaves_nothing_to_look_at(rig: Rig) -> None:
     rig.report(Sent(PATH, 3, 0))
     assert [type(event) for event in rig.poll()] == [Arrived, Sent]
     assert rig.relay.nfree == 2
-    assert not rig.transport._ways
+    assert not rig.transport._states
     rig.transport.poll(4.0)
     assert rig.inner.timeouts[-1] == 4.0
     rig.device.free(rig.relay._slots[0].address)

@@ -32,9 +32,9 @@ class Cluster:
         self.nodes = [range(node, self.nranks, nnodes) for node in range(nnodes)]
         self.groups = [HostGroup(nnodes) for _ in range(nlocal)]
         self.errors: list[BaseException | None] = [None] * self.nranks
-        offers = [FakeGpu(seed + node) for node in range(nnodes)]
+        gpus = [FakeGpu(seed + node) for node in range(nnodes)]
         self.devices = [
-            FakeDevice(offers[rank % nnodes], f"rank {rank}") for rank in range(self.nranks)
+            FakeDevice(gpus[rank % nnodes], f"rank {rank}") for rank in range(self.nranks)
         ]
         self.streams = [device.make_stream() for device in self.devices]
         gathering = Gathering(self.nranks)
@@ -61,7 +61,7 @@ class Cluster:
                 PlainKernels(device),
                 board,
                 self.nodes[node],
-                rails=[rails],
+                backends=[rails],
                 enter=lambda call, own: call,
                 nnodes=nnodes,
                 check=lambda: self._check(rank),
