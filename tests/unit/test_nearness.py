@@ -362,7 +362,7 @@ def test_what_was_found_out_is_logged_once(trees: Trees, caplog: pytest.LogCaptu
     told = sorted(each.getMessage() for each in caplog.records)
     assert len(told) == 4
     assert told[1] == (
-        f"rank 1: GPU {A100[2]} is at home on mlx5_1:1; mlx5_0:1 through GPU {A100[0]}; "
+        f"rank 1: home rails of GPU {A100[2]}: mlx5_1:1; mlx5_0:1 through GPU {A100[0]}; "
         f"mlx5_2:1 through GPU {A100[4]}; mlx5_3:1 through GPU {A100[6]}"
     )
     caplog.clear()
@@ -370,7 +370,7 @@ def test_what_was_found_out_is_logged_once(trees: Trees, caplog: pytest.LogCaptu
     explored([range(4)], seats)
     told = sorted(each.getMessage() for each in caplog.records if each.levelno == logging.INFO)
     assert told[0] == (
-        f"rank 0: GPU {A100[0]} is at home on every NIC: rank 2 does not know its machine"
+        f"rank 0: home rails of GPU {A100[0]}: every NIC: rank 2 does not know its machine"
     )
 
 
@@ -520,8 +520,8 @@ def deep(depth: int, offset: int = 0) -> tuple[PciDevice, ...]:
     ("bridges", "nnics", "nodes", "what"),
     [
         (deep(14), 2, 1, ""),
-        (deep(15), 2, 1, "16 PCI devices on one way"),
-        (deep(200), 2, 1, "16 PCI devices on one way"),
+        (deep(15), 2, 1, "16 PCI devices on one path"),
+        (deep(200), 2, 1, "16 PCI devices on one path"),
         (tuple(bridge(n, n - 63 if n >= 63 else None) for n in range(189)), 63, 1, ""),
         (tuple(bridge(n, n - 63 if n >= 63 else None) for n in range(192)), 63, 1,
          "256 PCI devices"),

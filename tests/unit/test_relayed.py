@@ -512,7 +512,7 @@ def test_close_waits_for_the_copies(rig: Rig) -> None:
 def test_close_says_that_a_gpu_hangs(
     rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(transport, "_CLOSE_TIMEOUT_S", 0.01)
     word = rig.device.allocate(4)
     rig.device.write(word, np.zeros(4, np.uint8))
     rig.device.wait_word(rig.relay._inwards._stream, word, 1)
