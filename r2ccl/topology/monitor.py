@@ -129,7 +129,7 @@ class LinkMonitor:
     ) -> None:
         self.close()
 
-    def _note(self, message: netlink.Message) -> Iterator[LinkEvent]:
+    def _note(self, message: netlink.NetlinkMessage) -> Iterator[LinkEvent]:
         if message.kind in (netlink.RTM_NEWLINK, netlink.RTM_DELLINK):
             link = _parse_link(message)
             if link is not None:
@@ -191,7 +191,7 @@ def _dump_addresses(tables: netlink.RouteSocket) -> set[tuple[int, str]]:
     return {pair for pair in found if pair is not None}
 
 
-def _parse_link(message: netlink.Message) -> tuple[int, str, bool] | None:
+def _parse_link(message: netlink.NetlinkMessage) -> tuple[int, str, bool] | None:
     """Return (index, name, is usable); None for a bridge's news about its port."""
     if len(message.body) < netlink.IFINFO.size:
         return None
@@ -206,7 +206,7 @@ def _parse_link(message: netlink.Message) -> tuple[int, str, bool] | None:
     return index, name, flags & _USABLE == _USABLE
 
 
-def _parse_address(message: netlink.Message) -> tuple[int, str] | None:
+def _parse_address(message: netlink.NetlinkMessage) -> tuple[int, str] | None:
     """Return (index, address); None for families no rail can use."""
     if len(message.body) < netlink.IFADDR.size:
         return None
