@@ -170,7 +170,7 @@ class SharedFile:
                 os.close(descriptor)
         except OSError as exc:
             raise TransportError(
-                f"cannot make a file of {nbytes} bytes in {_DIRECTORY}: {exc}; give it more room",
+                f"cannot make a file of {nbytes} bytes in {_DIRECTORY}: {exc}; give it more space",
                 status="NO_SHARED_MEMORY",
             ) from exc
 

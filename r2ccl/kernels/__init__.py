@@ -1,7 +1,7 @@
 """Reductions on slices: one table of operations and element types, one module per device.
 
 `table` says what exists, `host` does it with NumPy, `half` holds the compiled loops for 16-bit
-floats, `cuda` does it on GPUs. The room sees arrays, addresses and numbers only: no socket, no
+floats, `cuda` does it on GPUs. The package sees arrays, addresses and numbers only: no socket, no
 clock, no schedule.
 
 Invariant: a result depends on the operands' values alone, element by element, never on where a

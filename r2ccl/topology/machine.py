@@ -92,7 +92,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class LinkEnd(enum.StrEnum):
-    """What an NVLink leads to; a switch's identity does not matter, all GPUs reach all of them."""
+    """Kind of an NVLink's far end; all GPUs reach all switches, so switches are not told apart."""
 
     GPU = "gpu"
     SWITCH = "switch"
@@ -128,7 +128,7 @@ class NicPort(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """What people call it: ``mlx5_0:1``, or ``eth0`` without RDMA."""
+        """Name for people: ``mlx5_0:1``, or ``eth0`` without RDMA."""
         return f"{self.name}:{self.port}" if self.port else self.name
 
 

@@ -1,6 +1,6 @@
 """Tells at once when a local NIC loses its carrier, is taken down, vanishes or loses its address.
 
-The fastest evidence there is about the local end of a rail, and the only room that listens for it.
+The fastest evidence about the local end of a rail; only this module listens for it.
 Must not decide what a dead NIC means: it reports transitions as values. Invariant: each event is a
 change against the last reported state, also after the kernel dropped notifications.
 """
@@ -45,7 +45,7 @@ class LinkEvent(msgspec.Struct, frozen=True, gc=False):
     address: str = ""
 
     def concerns(self, nic: Nic) -> bool:
-        """Whether a rail that starts at `nic` must take note."""
+        """Return whether the event concerns rails that start at `nic`."""
         return self.index == nic.index and self.address in ("", nic.address)
 
 
@@ -87,7 +87,7 @@ class LinkMonitor:
         return self._socket.fileno()
 
     def is_up(self, index: int) -> bool:
-        """Whether the interface was usable at the last `read`; False where it does not exist."""
+        """Return whether the interface existed and was usable at the last `read`."""
         return self._links.get(index, ("", False))[1]
 
     def read(self) -> list[LinkEvent]:

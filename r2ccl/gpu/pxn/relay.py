@@ -108,7 +108,7 @@ class Relay:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy may be in progress."""
+        """True if a copy may be in progress."""
         return bool(self._inwards.copying or self._outwards.copying)
 
     def take(self, nbytes: int) -> Slot | None:

@@ -106,7 +106,7 @@ class _PathState:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in progress."""
+        """True if nothing is in progress."""
         busy = self.waiting or self.sending or self.landing or self.held
         return not (busy or self.ncopies or self.has_failed)
 
@@ -165,7 +165,7 @@ class PxnTransport:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `poll` has work that no file descriptor signals, such as the end of a copy."""
+        """True if `poll` has work that no file descriptor signals, such as the end of a copy."""
         return bool(self._copying or self._touched)
 
     # Slices

@@ -32,7 +32,7 @@ _MOST_AT_ONCE = 4
 
 
 class _Unit(NamedTuple):
-    """What a thread moves at once: a vector of lanes, or one element, which is one lane."""
+    """Unit that a thread moves at once: a vector of lanes, or one element, which is one lane."""
 
     name: str
     nbytes: int

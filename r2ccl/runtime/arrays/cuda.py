@@ -174,7 +174,7 @@ def streams_of(given: Any, *buffers: DeviceBuffer) -> tuple[Stream, tuple[Stream
 
 
 class _Given(msgspec.Struct, frozen=True):
-    """What an owner says of its memory; strides in bytes, None: C-contiguous."""
+    """Description of an array by its owner; strides in bytes, None: C-contiguous."""
 
     address: int
     dtype: str
