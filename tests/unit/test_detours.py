@@ -1,4 +1,4 @@
-"""PxnRoutes through another GPU are opened when a near rail is lost, once, and given back."""
+"""PXN routes are opened when a near rail is lost, once, and given back."""
 
 from __future__ import annotations
 

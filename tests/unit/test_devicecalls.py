@@ -116,7 +116,7 @@ def test_a_call_that_is_never_over_is_not_waited_for_without_end() -> None:
     assert x.asked
 
 
-def test_one_way_that_cannot_be_closed_does_not_keep_the_others() -> None:
+def test_one_backend_that_cannot_be_closed_does_not_keep_the_others() -> None:
     refused = TransportError("no", status="CUDA_ERROR_MAP_FAILED")
     calls, device, other, _x = used(refused)
     with pytest.raises(TransportError) as caught:

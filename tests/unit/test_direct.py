@@ -204,7 +204,7 @@ def test_what_the_device_refuses_is_raised_and_harms_no_later_call() -> None:
     group.close()
 
 
-def test_all_ranks_take_the_way_or_none_does() -> None:
+def test_all_ranks_get_the_backend_or_none_does() -> None:
     group = Group(3)
     group.ranks[1].transport.refuses = lambda address: True
     found = together(3, lambda rank: group.ranks[rank].open())
@@ -420,7 +420,7 @@ def test_memory_that_another_gpu_copies_to_is_kept() -> None:
         each.device.close()
 
 
-def test_a_call_that_finds_no_memory_on_its_way_ends_the_communicator() -> None:
+def test_a_call_that_finds_no_memory_in_the_middle_ends_the_communicator() -> None:
     """Its landing places are made in the loop: before anything is waited for, paths are fenced."""
     group = Group(2, bounce_nbytes=64)
     group.open()

@@ -137,7 +137,7 @@ def test_two_gpus_of_an_a100_board_share_the_nic_on_their_switch(trees: Trees) -
             assert via in A100[2 * rail : 2 * rail + 2]
 
 
-def test_a_workstation_has_one_nic_and_no_detour(trees: Trees) -> None:
+def test_a_workstation_has_one_nic_and_no_pxn_route(trees: Trees) -> None:
     seats = [Seat(f"0000:{bus}:00.0", ["rocep179s0:1"], trees("workstation").read)
              for bus in ("17", "65")] * 2  # fmt: skip
     assert explored(two_hosts(2), seats) == [NicAffinity(((0,),) * 4, ())] * 4
@@ -380,9 +380,9 @@ INTEL = {"arch": "x86_64", "vendor": "GenuineIntel", "family": 6, "model": 143}
 DEEP = "deep"
 
 
-def encoded(card: Any) -> bytes:
+def encoded(report: Any) -> bytes:
     """Encode, with lists in lists in place of a word."""
-    return msgspec.msgpack.encode(card).replace(b"\xa4deep", b"\x91" * 5000 + b"\xc0")
+    return msgspec.msgpack.encode(report).replace(b"\xa4deep", b"\x91" * 5000 + b"\xc0")
 
 
 @functools.cache
@@ -411,15 +411,15 @@ def says(rank: int, turn: int, garbage: bytes) -> Spoil:
     return spoil
 
 
-def tells(rank: int, card: Any) -> Spoil:
-    """Make a rank tell this card, with its length before it."""
-    told = encoded(card)
+def tells(rank: int, report: Any) -> Spoil:
+    """Make a rank tell this report, with its length before it."""
+    told = encoded(report)
     turns = {0: struct.pack("<II", len(told), 2), 1: told}
     return lambda at, who, said: turns.get(at, said) if who == rank else said
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 64 << 10, (64 << 10) + 1, (1 << 32) - 1])
-def test_a_length_that_is_not_the_cards_spoils_its_host_alone(nbytes: int) -> None:
+def test_a_length_that_is_not_the_reports_spoils_its_host_alone(nbytes: int) -> None:
     lengths = []
 
     def spoil(turn: int, rank: int, said: bytes) -> bytes:
@@ -465,15 +465,15 @@ def test_homes_that_are_none_are_all(garbage: bytes) -> None:
         {("machine", "more"): DEEP},
     ],
 )  # fmt: skip
-def test_a_card_that_makes_no_sense_spoils_its_host_alone(edits: dict[Any, Any]) -> None:
-    card = good_card()
+def test_a_report_that_makes_no_sense_spoils_its_host_alone(edits: dict[Any, Any]) -> None:
+    report = good_card()
     for path, part in edits.items():
-        card = replaced(card, path, part)
-    found = explored(two_hosts(2), on_board(board(2, 2)) * 2, tells(1, card))
+        report = replaced(report, path, part)
+    found = explored(two_hosts(2), on_board(board(2, 2)) * 2, tells(1, report))
     assert found[0].homes == ((0, 1), (0, 1), (0,), (1,))
 
 
-def test_a_card_as_it_should_be_spoils_nothing() -> None:
+def test_a_report_as_it_should_be_spoils_nothing() -> None:
     """So the edits of the test above do."""
     found = explored(two_hosts(2), on_board(board(2, 2)) * 2, tells(1, good_card()))
     assert found[0].homes == ((0,), (1,), (0,), (1,))
@@ -548,7 +548,7 @@ def test_a_host_larger_than_any_is_not_judged(
         assert found == [NicAffinity((tuple(range(nnics)),) * 2, ())] * 2
 
 
-def test_ways_that_are_long_only_together_are_not_judged() -> None:
+def test_paths_that_are_long_only_together_are_not_judged() -> None:
     """Of a device that several ranks tell of differently, one version is kept."""
     small = board(2, 2)
     upper, lower = deep(10), deep(10, offset=10)
@@ -586,11 +586,11 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @settings(max_examples=150, deadline=None)
 def test_whatever_a_rank_tells_all_ranks_agree(data: st.DataObject) -> None:
     """One part of a good description, or several, become something else."""
-    card = good_card()
+    report = good_card()
     for _ in range(data.draw(st.integers(1, 3))):
-        path = data.draw(st.sampled_from(list(places(card))))
-        card = replaced(card, path, data.draw(ODD))
-    explored([(0, 1)], on_board(board(2, 2)), tells(1, card))
+        path = data.draw(st.sampled_from(list(places(report))))
+        report = replaced(report, path, data.draw(ODD))
+    explored([(0, 1)], on_board(board(2, 2)), tells(1, report))
 
 
 @given(st.binary(max_size=100), st.integers(0, 2))

@@ -139,7 +139,7 @@ def test_calls_back_to_back_on_the_same_memory(seed: int) -> None:
 
 
 def test_a_rank_many_calls_ahead_waits_and_loses_nothing() -> None:
-    """More calls than notices are kept: the one ahead may not overwrite what is not read."""
+    """More calls than messages are kept: the one ahead may not overwrite what is not read."""
     nranks, ncalls = 2, 150
     node = Node(nranks)
 

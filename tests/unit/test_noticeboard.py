@@ -24,7 +24,7 @@ def word(board: IpcBoard, at: int) -> int:
     return int(board.memory[at : at + 4].view(np.uint32)[0])
 
 
-def test_notices_are_read_by_number() -> None:
+def test_messages_are_read_by_number() -> None:
     boards = make_boards()
     assert boards[0].read(1, 1) is None
     boards[1].post(1, b"first")
@@ -35,7 +35,7 @@ def test_notices_are_read_by_number() -> None:
     assert boards[0].read(2, 1) is None
 
 
-def test_a_notice_is_kept_until_all_have_taken_it() -> None:
+def test_a_message_is_kept_until_all_have_taken_it() -> None:
     boards = make_boards()
     number = 1
     while boards[0].may_post(number):
@@ -116,7 +116,7 @@ def test_what_was_let_go_untruly_is_spoiled_and_what_was_true_is_not(base: int) 
         ]  # fmt: skip
 
 
-def test_a_notice_that_does_not_fit_is_refused() -> None:
+def test_a_message_that_does_not_fit_is_refused() -> None:
     boards = make_boards()
     boards[0].post(1, bytes(MESSAGE_NBYTES))
     with pytest.raises(InvalidArgument, match="at most"):

@@ -166,7 +166,7 @@ def test_a_call_that_was_let_go_by_another_rank_lets_its_rails_go_too() -> None:
 
 
 def test_calls_of_the_rails_own_between_two_that_are_let_go() -> None:
-    """The gate of the rails never goes down, in whatever order calls end."""
+    """The host signal between nodes never decreases, in whatever order calls end."""
     cluster = Cluster(2, 2, 0)
     lost = PeerLost(rank=0, peer=1, last_heard_s=0.0, why="for a test")
     device, stream, rails = cluster.devices[0], cluster.streams[0], cluster.rails[0]

@@ -1,4 +1,4 @@
-"""The backends of calls on device memory: found alike by all ranks, the best that all can go first.
+"""All ranks select the same backends for calls on GPU memory, the best that all support first.
 
 Ranks are threads with engines of their own, on one simulated network; the GPUs of a node, one a
 rank, are fakes of one machine.
@@ -103,7 +103,7 @@ def data_of(rank: int, count: int) -> Any:
         (4, 2, {}, False, [HierarchicalBackend, StagedBackend]),
     ],
 )
-def test_the_best_that_all_can_go_comes_first(
+def test_the_best_backend_that_all_ranks_support_comes_first(
     nranks: int, nlocal: int, settings: dict[str, str], reaches: bool, meant: list[type]
 ) -> None:
     group = Group(nranks, 0, nlocal, **settings)
@@ -148,8 +148,8 @@ def test_what_was_found_is_freed_if_the_rest_cannot_be_made() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX])
-@pytest.mark.parametrize("reaches", [True, False], ids=["direct", "bounce"])
-def test_tiers_of_any_size_mixed_with_calls_of_all_ranks(
+@pytest.mark.parametrize("reaches", [True, False], ids=["gpudirect", "staged"])
+def test_hierarchical_calls_of_any_size_mixed_with_calls_of_all_ranks(
     reaches: bool, op: ReduceOp, seed: int
 ) -> None:
     """Parts differ, are empty, or too small for the NICs; ranks count collectives all the same."""
@@ -164,19 +164,19 @@ def test_tiers_of_any_size_mixed_with_calls_of_all_ranks(
             np.testing.assert_array_equal(
                 result, np.trunc(meant / 4).astype(np.int64) if op is ReduceOp.AVG else meant
             )
-    tiers = [each.backends[0] for each in found]
+    hierarchical = [each.backends[0] for each in found]
     for each in found:
         each.backends = each.backends[1:]
     xs = [data_of(rank, 900) for rank in range(4)]
     for result in together(4, lambda rank: found[rank].allreduce(xs[rank])):
         np.testing.assert_array_equal(result, np.sum(xs, axis=0))
     assert len({each.rank.engine.progress.op for each in found}) == 1
-    for each, first in zip(found, tiers, strict=True):
+    for each, first in zip(found, hierarchical, strict=True):
         each.backends = (first, *each.backends)
     close(found)
 
 
-def test_tiers_over_nics_that_fail_let_all_streams_go() -> None:
+def test_hierarchical_calls_over_nics_that_fail_let_all_streams_go() -> None:
     group = Group(4, 0, 2)
     found = callers(group)
     x = np.arange(2000)
