@@ -76,7 +76,7 @@ def call(calls: DeviceCollectives, device: FakeDevice, count: int = 10) -> Produ
 
 
 def used(error: TransportError) -> tuple[DeviceCollectives, FakeDevice, Ending, Producer]:
-    """Return calls of which one was made, their GPU, the second of their backends, and the array."""
+    """Return calls after a first one, their GPU, the second of their backends, and the array."""
     device = FakeDevice(FakeGpu())
     backends = [Ending(device, error), Ending(device)]
     calls = calls_of(device, backends)

@@ -49,7 +49,7 @@ class Caller:
     def begin(
         self, x: Any, op: ReduceOp = ReduceOp.SUM, address: int = 0
     ) -> tuple[GpuBackend, Any, int]:
-        """Begin an allreduce in place; return its backend, the job, and where the result will be."""
+        """Begin an allreduce in place; return its backend, job, and the result's address."""
         address = address or self.rank.put(x)
         signature = CallSignature(Collective.ALLREDUCE, CODES[x.dtype], op, x.size)
         call = DeviceCall(signature, address, address)
