@@ -45,7 +45,7 @@ SOURCES = [
         "device/driver.py",
         "device/numbering.py",
         "device/remote.py",
-        "transport/cuda.py",
+        "transport/verbs/cuda.py",
     )
 ]
 #: Enumerations whose members are passed on.
