@@ -1,8 +1,8 @@
 """A transport that sends slices of some rails through another GPU's memory (NCCL's PXN).
 
-`PxnTransport` wraps another `TransportPart`. On rails for which `use` gave a `Relay`, a slice of device
-memory is copied to a slot beside the NIC and sent from there, or lands in a slot and is copied out.
-All other calls are forwarded unchanged.
+`PxnTransport` wraps another `TransportPart`. On rails for which `use` gave a `Relay`, a slice of
+device memory is copied to a slot beside the NIC and sent from there, or lands in a slot and is
+copied out. All other calls are forwarded unchanged.
 
 Theory of operation
 -------------------
