@@ -39,7 +39,7 @@ from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.repairs import Repair
 from r2ccl.failover.shrink.driver import EventQueue, regroup
 from r2ccl.failover.shrink.protocol import Shrinking
-from r2ccl.gpu.collectives import DeviceCalls
+from r2ccl.gpu.collectives import DeviceCollectives
 from r2ccl.gpu.hardware import Hardware
 from r2ccl.planning.cost_model import Choice, Fabric
 from r2ccl.planning.plan_cache import Plans
@@ -62,8 +62,8 @@ from r2ccl.transport.base import Transport
 from r2ccl.types import Nic, ReduceOp
 
 if TYPE_CHECKING:
-    from r2ccl.gpu.backends import Way
-    from r2ccl.gpu.pxn.transport import RelayedTransport
+    from r2ccl.gpu.backends import GpuBackend
+    from r2ccl.gpu.pxn.transport import PxnTransport
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Communicator:
         members: tuple[int, ...],
         assemble: Assemble,
         hardware: Hardware,
-        relayed: RelayedTransport | None = None,
+        relayed: PxnTransport | None = None,
     ) -> None:
         self.rank = control.rank
         self.nranks = control.nranks
@@ -140,13 +140,13 @@ class Communicator:
         self._entry = Entry(self._engine, self._plans, self._whole)
         self._host = HostCollectives(self._engine, self._entry, pool)
         self._worker = Worker(f"r2ccl-worker-{self.rank}", self._turn, self._on_call_error)
-        self._on_device = DeviceCalls(
+        self._on_device = DeviceCollectives(
             self.rank,
             timeout_s=config.timeout_s,
             worker=self._worker,
             check=self._engine.check,
             open_device=hardware.open,
-            find_ways=self._find_ways,
+            select_backends=self._select_backends,
         )
         self._ending = Ending(
             f"r2ccl-ending-{self.rank}",
@@ -877,21 +877,23 @@ class Communicator:
     def _choose(self, nbytes: int) -> Choice:
         return self._plans.choose(nbytes, self._whole)
 
-    def _find_ways(self, device: Device, kernels: Any) -> tuple[Way, ...]:
-        from r2ccl.gpu.backends import Ways  # with the kernels, which take 18 ms to import
+    def _select_backends(self, device: Device, kernels: Any) -> tuple[GpuBackend, ...]:
+        from r2ccl.gpu.backends import (
+            BackendSelector,  # with the kernels, which take 18 ms to import
+        )
 
-        ways = Ways(
+        selector = BackendSelector(
             self._engine,
             self._entry,
             self._host.run_plan,
             config=self.config,
             nodes=_members(self._control.peers),
-            gather=self._gather,
+            allgather=self._gather,
             labels=[self._rails[at].name for at in self._engine.joined],
             hardware=self._hardware,
-            relayed=self._relayed,
+            pxn=self._relayed,
         )
-        return ways.find(device, kernels)
+        return selector.select(device, kernels)
 
     def _gather(self, mine: bytes) -> list[bytes]:
         """Tell all ranks something, in turn, and return what they say."""

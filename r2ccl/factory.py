@@ -41,7 +41,7 @@ from r2ccl.transport.tcp.transport import TcpTransport
 from r2ccl.types import Nic, PathKey
 
 if TYPE_CHECKING:
-    from r2ccl.gpu.pxn.transport import RelayedTransport
+    from r2ccl.gpu.pxn.transport import PxnTransport
 
 _log = logging.getLogger(__name__)
 
@@ -179,10 +179,10 @@ def _assemble(
 
 def _open_transport(
     control: bootstrap.ControlPlane, config: Config, hcas: Sequence[Hca]
-) -> tuple[Transport, RelayedTransport | None]:
+) -> tuple[Transport, PxnTransport | None]:
     """Open the sockets' transport and, where every rank has RDMA ports, theirs beside it.
 
-    Returns the whole, and the part of it that can take detours through the memory of GPUs.
+    Returns the whole, and the part of it that can take pxn_routes through the memory of GPUs.
     """
     tcp = TcpTransport(
         control.rank,
@@ -213,9 +213,9 @@ def _open_transport(
         raise
     if find_spec("cuda") is None:
         return MixedTransport((tcp, verbs)), None
-    from r2ccl.gpu.pxn.transport import RelayedTransport
+    from r2ccl.gpu.pxn.transport import PxnTransport
 
-    relayed = RelayedTransport(verbs)
+    relayed = PxnTransport(verbs)
     return MixedTransport((tcp, relayed)), relayed
 
 

@@ -6,7 +6,8 @@ Values only: no I/O, no clock, no state; this room imports nothing of the librar
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -37,6 +38,9 @@ REDUCTIONS = frozenset((Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collect
 ROOTED = frozenset((Collective.BROADCAST, Collective.REDUCE))
 #: Collectives whose buffer has one part a rank.
 PARTED = frozenset((Collective.ALLGATHER, Collective.REDUCE_SCATTER))
+
+#: Returns the bytes that each rank passed, by rank. *Collective*: all ranks, with equal lengths.
+AllgatherBytes: TypeAlias = Callable[[bytes], Sequence[bytes]]
 
 
 #: The rail of a path that two ranks use when they have no rail in common.
@@ -147,6 +151,7 @@ __all__ = [
     "BYPASS",
     "REDUCTIONS",
     "ROOTED",
+    "AllgatherBytes",
     "BypassWay",
     "CallSignature",
     "Collective",

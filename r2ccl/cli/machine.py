@@ -13,9 +13,9 @@ from pathlib import Path
 
 from r2ccl.cli.diagnosis import Finding
 from r2ccl.errors import InvalidArgument
-from r2ccl.topology.affinity import Affinity, Route, host_routes
+from r2ccl.topology.affinity import Affinity, NicRoute, host_routes
 from r2ccl.topology.machine import Machine
-from r2ccl.topology.nccl_xml_writer import format_xml
+from r2ccl.topology.nccl_xml import format_xml
 
 #: How a remark ends that something can be done about (`r2ccl.topology.sysfs`).
 _RESEAT = "reseat the card"
@@ -100,7 +100,7 @@ def _routes(machine: Machine, cpus: Collection[int]) -> list[Finding]:
     return [Finding("route", "ok", _preference(routes)) for routes in preferences.values()]
 
 
-def _preference(routes: tuple[Route, ...]) -> str:
+def _preference(routes: tuple[NicRoute, ...]) -> str:
     first, *backups = routes
     if not backups:
         return str(first)

@@ -1,4 +1,4 @@
-"""The interface of a GPU: what is asked of the CUDA driver to run collectives on its memory.
+"""The interface of a GPU: the operations of the CUDA driver that collectives use.
 
 Work goes to *streams*: what one stream is given runs in that order, what two are given runs in any
 order unless an *event* orders it. The host sees an effect only once `is_done` said so of an event
@@ -42,37 +42,37 @@ class Device(Protocol):
 
     @property
     def ordinal(self) -> int:
-        """Its number in this process."""
+        """Ordinal in this process."""
         ...
 
     @property
     def uuid(self) -> bytes:
-        """16 bytes that name the GPU on every process and machine."""
+        """16 bytes that identify the GPU in every process and machine."""
         ...
 
     @property
     def bus_id(self) -> str:
-        """Where it is on the PCI bus, as the kernel spells it: ``0000:1b:00.0``."""
+        """PCI bus id as the kernel writes it: ``0000:1b:00.0``."""
         ...
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Its compute capability."""
+        """Compute capability."""
         ...
 
     @property
     def nsms(self) -> int:
-        """How many multiprocessors it has."""
+        """Number of multiprocessors."""
         ...
 
     @property
     def waits_on_memory(self) -> bool:
-        """Whether `write_word` and `wait_word` can be used."""
+        """True if `write_word` and `wait_word` can be used."""
         ...
 
     @property
     def reorders_remote_writes(self) -> bool:
-        """Whether work may miss what a NIC wrote before it was given: see `flush_remote_writes`.
+        """True if work may miss NIC writes from before it was enqueued: see `flush_remote_writes`.
 
         Asked for once all GPUs that shall reach this one's memory do.
         """
@@ -180,11 +180,11 @@ class Device(Protocol):
         ...
 
     def is_done(self, event: Event) -> bool:
-        """Whether all work `event` stands for is done; the host sees its effects then."""
+        """Return whether all work `event` stands for is done; the host sees its effects then."""
         ...
 
     def synchronize(self, event: Event, timeout_s: float) -> bool:
-        """Wait until `event` is done, at most `timeout_s`; whether it is."""
+        """Wait up to `timeout_s` for `event`; return whether it is done."""
         ...
 
     def write_word(self, stream: Stream, address: int, value: int) -> None:

@@ -1,7 +1,7 @@
 """The one place that imports NVIDIA's ``cuda.bindings``: calls of the CUDA driver by name.
 
 The package is imported when a `Cuda` is made, so that a machine without it, or without a GPU, can
-import everything else. Must not import any other room of the library but `errors`.
+import everything else. Must import no other module of the library but `errors`.
 
 Invariant: a call that fails raises `TransportError` whose ``status`` is the driver's own name for
 it; where there is nothing to call, ``NO_CUDA``.

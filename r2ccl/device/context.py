@@ -59,7 +59,7 @@ class PrimaryContext:
     Raises
     ------
     TransportError
-        The GPU is in use by another process alone, or has no room for a context.
+        The GPU is in use by another process alone, or has no memory left for a context.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Which GPU is which: a PCI bus id is the same in every process, a number is not.
+"""Maps PCI bus ids, the same in every process, to ordinals, which are not.
 
-CUDA_VISIBLE_DEVICES and MIG decide which GPUs a process numbers. Must not make contexts. Invariant:
-bus ids are spelt as the kernel does, which is how `r2ccl.topology` has them.
+CUDA_VISIBLE_DEVICES and MIG decide which GPUs have an ordinal. Makes no contexts. Invariant: bus
+ids are written as the kernel and `r2ccl.topology` write them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def bus_id_of(cuda: Cuda, device: Any) -> str:
 
 
 def ordinal_of(bus_id: str) -> int | None:
-    """Return the number that a GPU has in this process.
+    """Return the ordinal of a GPU in this process.
 
     Parameters
     ----------

@@ -1,13 +1,12 @@
-"""What NICs write to a GPU's memory: whether work sees it in order, and what makes it so.
+"""Ordering of NIC writes to a GPU's memory with the GPU's work.
 
-Where the GPU keeps the order, work sees what was written before it was given. Elsewhere it does
-after a flush, which the host asks of the driver between the completion and the work. Streams of
+On a GPU that keeps the order, work sees the NIC writes from before it was enqueued. On others it
+does so after a flush, which the host requests between the completion and the work. Streams of
 some platforms flush too (CU_STREAM_MEM_OP_FLUSH_REMOTE_WRITES), each for what comes after it there;
 that is not used. Where NICs reach one GPU on two paths (PCIe beside a link to the processor), the
 driver speaks of each alone: all must take the same.
 
-Must not know who writes. Invariant: nothing is flushed, and nobody is told that it was, where the
-driver cannot.
+Invariant: a flush that the driver cannot do raises; it is never skipped silently.
 
 References
 ----------
@@ -52,7 +51,7 @@ class RemoteWrites:
 
     @property
     def are_reordered(self) -> bool:
-        """Whether who reads them may miss some without a flush."""
+        """True if readers may miss writes without a flush."""
         return self._ordering < (_ALL_DEVICES if self._are_for_all else _OWNER)
 
     def share(self) -> None:

@@ -1,8 +1,7 @@
-"""Views of device memory: what names a slice to a transport whose NICs read and write it.
+"""Views of device memory, by which transports name slices that NICs read and write.
 
-A view has an address and a length, and is cut like any other; the bytes are not this process's to
-touch. Must not import the driver. Invariant: nobody reads, writes, copies or compares what a view
-names but a NIC.
+A view has an address and a length and is sliced like any other, but the host cannot access its
+bytes. Must not import the driver. Invariant: only NICs read or write through a view.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import ctypes
 
 import numpy as np
 
-#: More than any GPU's memory, so that one type serves all views: none of it is touched.
+#: More than any GPU's memory, so that one type serves all views.
 _EVERYTHING = 1 << 47
 
 
@@ -28,12 +27,12 @@ def view_of(address: int, nbytes: int) -> memoryview:
 
 
 def address_of(view: memoryview) -> int:
-    """Return where a view begins, of device or host memory; it is not empty."""
+    """Return the address of a non-empty view of device or host memory."""
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
 def is_device_view(view: memoryview) -> bool:
-    """Whether a view is of device memory."""
+    """Return whether a view is of device memory."""
     return isinstance(view.obj, _DeviceBytes)
 
 

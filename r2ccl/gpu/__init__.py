@@ -1,14 +1,14 @@
-"""Collectives on GPU memory: which backends there are, what GPUs are given, what the host does.
+"""Collectives on GPU memory.
 
-A call goes through `collectives` and one of the `backends`:
+`collectives` starts a call, which one of these `backends` carries out:
 
 ===============  ==================================================================================
 `peer`           within a node, GPUs read and write each other's memory (CUDA IPC)
-`hierarchical`   within nodes by `peer`, between them by another
-`gpudirect`      NICs reach the memory of GPUs
-`staged`         through pinned host memory
+`hierarchical`   `peer` within nodes, another backend between them
+`gpudirect`      NICs read and write GPU memory
+`staged`         copies through pinned host memory
 ===============  ==================================================================================
 
-`nic_affinity` and `pxn` have traffic take the NICs near to GPUs; `hardware` opens GPUs. Importing
-this package imports none of them, nor a driver.
+`nic_affinity` finds the NICs near each GPU, `pxn` reaches far ones through other GPUs, `hardware`
+opens GPUs. Importing this package imports none of them, nor a driver.
 """

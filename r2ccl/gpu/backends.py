@@ -1,11 +1,11 @@
-"""Ways: how collectives on device memory can be carried out here, found out by all ranks together.
+"""Selects the backends of collectives on GPU memory; all ranks agree.
 
-From the best to the one that always works: kernels on the memory of all GPUs of a node
-(`r2ccl.gpu.peer`), and the rails between several such nodes (`r2ccl.gpu.hierarchical`); slices from
-and to memory that NICs reach (`r2ccl.gpu.gpudirect`); windows through pinned host memory
-(`r2ccl.gpu.staged`). Nothing is believed of a machine, all is tried. Must not import links.
+In order of preference: kernels that access the memory of all GPUs of a node (`r2ccl.gpu.peer`),
+with another backend between several such nodes (`r2ccl.gpu.hierarchical`); slices that NICs read
+from and write to GPU memory (`r2ccl.gpu.gpudirect`); windows through pinned host memory
+(`r2ccl.gpu.staged`), which always works. Each is tried, not inferred from attributes.
 
-Invariant: all ranks have the same ways, in the same order.
+Invariant: all ranks have the same backends, in the same order.
 """
 
 from __future__ import annotations
@@ -20,65 +20,68 @@ from r2ccl.config import Config
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import TransportError
 from r2ccl.failover.health.table import Health
-from r2ccl.gpu import device_reduction, peer
-from r2ccl.gpu.gathering import Gather
-from r2ccl.gpu.gpudirect import Direct
-from r2ccl.gpu.gpudirect_connect import open_direct
+from r2ccl.gpu.device_reduction import ReductionKernels
+from r2ccl.gpu.gpudirect import GpuDirectBackend
+from r2ccl.gpu.gpudirect_connect import connect_gpudirect
 from r2ccl.gpu.hardware import Hardware
-from r2ccl.gpu.hierarchical import Rails, TieredCalls
-from r2ccl.gpu.ipc_board import NoticeBoard
-from r2ccl.gpu.nic_affinity import Detour, Nearness, common_homes, explore
-from r2ccl.gpu.peer import MOST_RANKS, NodeCalls
-from r2ccl.gpu.peer_connect import join
-from r2ccl.gpu.pxn.routes import Detours
-from r2ccl.gpu.pxn.transport import RelayedTransport
-from r2ccl.gpu.staged import Bounce, DeviceCall, HostRun
+from r2ccl.gpu.hierarchical import HierarchicalBackend, InterNodeBackend
+from r2ccl.gpu.ipc_board import IpcBoard
+from r2ccl.gpu.nic_affinity import NicAffinity, PxnRoute, common_homes, find_nic_affinity
+from r2ccl.gpu.peer import MOST_RANKS, PeerBackend, PeerKernels
+from r2ccl.gpu.peer_connect import connect_peers
+from r2ccl.gpu.pxn.routes import PxnRoutes
+from r2ccl.gpu.pxn.transport import PxnTransport
+from r2ccl.gpu.staged import DeviceCall, HostRun, StagedBackend
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.entry import Enter, Entry
+from r2ccl.types import AllgatherBytes
 
 _log = logging.getLogger(__name__)
 
-#: Slices that a detour has under way at most, both ways together; others go directly.
+#: Slots of a PXN route: slices in flight, sent and received. Further slices go directly.
 _NSLOTS = 16
 
 
-class Kernels(peer.Kernels, device_reduction.Kernels, Protocol):
-    """What gives a device its kernels, for every way; `r2ccl.kernels.cuda.Launcher`."""
+class GpuKernels(PeerKernels, ReductionKernels, Protocol):
+    """Loads and launches the kernels of every backend, as `r2ccl.kernels.cuda.Launcher` does."""
 
 
-class Way(Protocol):
-    """How collectives on device memory are carried out: `Bounce`, `NodeCalls`, `Direct`."""
+class GpuBackend(Protocol):
+    """Carries out collectives on GPU memory: `PeerBackend`, `GpuDirectBackend`, `StagedBackend`."""
 
-    def takes(self, call: DeviceCall) -> bool:
-        """Whether it carries out this call; alike on all ranks."""
+    def supports(self, call: DeviceCall) -> bool:
+        """Return whether the backend can carry out `call`; the same on all ranks."""
         ...
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """Whether `prepare` has nothing to do."""
+        """Return whether `prepare` has nothing to do."""
         ...
 
     def prepare(self, call: DeviceCall) -> None:
-        """Do what may wait for the device: no stream waits for the host meanwhile."""
+        """Load and allocate what `call` needs, which may wait for the device.
+
+        No stream waits for the host meanwhile.
+        """
         ...
 
     def begin(self, call: DeviceCall, stream: Stream) -> tuple[Any, Event]:
-        """Give the device its part of a call that is prepared; see `Bounce.begin`."""
+        """Enqueue the device's work of a prepared call; see `StagedBackend.begin`."""
         ...
 
     def finish(self, job: Any) -> None:
-        """Do the host's part."""
+        """Do the host's work of a call."""
         ...
 
     def examine(self, job: Any) -> None:
-        """Raise what spoiled a call that the device is done with, if anything did."""
+        """Raise the error of a call that the device has finished, if it has one."""
         ...
 
     def mark(self) -> Event:
-        """Return an event that is done when all that was begun so far is."""
+        """Return an event that is done when all calls begun so far are."""
         ...
 
     def take_event(self) -> Event:
-        """Return an event that nothing waits for; to be given back."""
+        """Return an unused event, to be returned with `recycle`."""
         ...
 
     def recycle(self, event: Event) -> None:
@@ -86,29 +89,29 @@ class Way(Protocol):
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Wait, and free everything."""
+        """Wait for the device, then free everything."""
         ...
 
 
-class Ways:
-    """Finds the ways of one rank.
+class BackendSelector:
+    """Selects the backends of one rank.
 
     Parameters
     ----------
     engine : Engine
     entry : Entry
     run : callable
-        Runs a collective on host memory that was entered.
+        Runs a planned collective on host memory.
     config : Config
     nodes : sequence of sequence of int
-        Of every node its ranks.
-    gather : callable
-        Tells all ranks something and returns what they say; collective.
+        The ranks of each node.
+    allgather : callable
+        See `AllgatherBytes`.
     labels : sequence of str
-        Names of the RDMA ports that channels are at home on, in the order of rails; none: sockets.
+        RDMA ports of the home rails, in the order of rails; empty if the rails are sockets.
     hardware : Hardware
-    relayed : RelayedTransport or None
-        The part of the transport that takes detours, if any.
+    pxn : PxnTransport or None
+        Carries slices through other GPUs; None: not available.
     """
 
     def __init__(
@@ -119,10 +122,10 @@ class Ways:
         *,
         config: Config,
         nodes: Sequence[Sequence[int]],
-        gather: Gather,
+        allgather: AllgatherBytes,
         labels: Sequence[str],
         hardware: Hardware,
-        relayed: RelayedTransport | None = None,
+        pxn: PxnTransport | None = None,
     ) -> None:
         self._engine = engine
         self._rank = engine.rank
@@ -131,27 +134,27 @@ class Ways:
         self._run = run
         self._config = config
         self._nodes = [tuple(node) for node in nodes]
-        self._gather = gather
+        self._allgather = allgather
         self._labels = labels
         self._hardware = hardware
-        self._relayed = relayed
+        self._pxn = pxn
 
-    def find(self, device: Device, kernels: Kernels) -> tuple[Way, ...]:
-        """Find out with all ranks which ways their calls can take.
+    def select(self, device: Device, kernels: GpuKernels) -> tuple[GpuBackend, ...]:
+        """Try the backends, together with all ranks.
 
         Returns
         -------
-        tuple of Way
-            The best first; the last takes all calls. To be closed in this order.
+        tuple of GpuBackend
+            In order of preference; the last supports all calls. Close them in this order.
 
         Raises
         ------
         TransportError
-            The GPU cannot wait for the host, or not do what R2CC_IPC demands.
+            Streams of the GPU cannot wait for the host, or R2CC_IPC=1 cannot be met.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: up to seven messages to all, and some milliseconds.
+        *Collective*: all ranks. *Cost*: up to seven small allgathers, and some milliseconds.
         """
         if not device.waits_on_memory:
             raise TransportError(
@@ -160,37 +163,39 @@ class Ways:
                 rank=self._rank,
                 status="NO_STREAM_WAIT",
             )
-        why = self._why_apart()
-        board = why or join(device, self._rank, self._nodes, self._gather)
+        why = self._why_no_ipc()
+        board = why or connect_peers(device, self._rank, self._nodes, self._allgather)
         if isinstance(board, str) and self._config.ipc == "1":
             raise TransportError(
                 f"rank {self._rank}: GPUs do not reach each other's memory ({board}), and "
-                "R2CC_IPC=1 does without nothing else; set it to auto",
+                "R2CC_IPC=1 allows no other backend; set it to auto",
                 rank=self._rank,
                 status="NO_IPC",
             )
         if isinstance(board, str):
             _log.info("rank %d: GPUs do not work on each other's memory: %s", self._rank, board)
-            return self._over_rails(device, kernels)
+            return self._rail_backends(device, kernels)
         _log.info("rank %d: GPUs of a node work on each other's memory", self._rank)
         if len(self._nodes) > 1:
             group = tuple(sorted(node[board.index] for node in self._nodes))
-            near = self._near(device)
-            homes = self._homes_of(group, near)
-            rails = self._over_rails(device, kernels, self._detours(device, near, group, homes))
+            affinity = self._find_affinity(device)
+            homes = self._homes_of(group, affinity)
+            backends = self._rail_backends(
+                device, kernels, self._pxn_routes(device, affinity, group, homes)
+            )
             try:
                 enter = self._entry.among(group, homes)
-                return self._tiers(device, kernels, board, rails, enter), *rails
+                return self._hierarchical(device, kernels, board, backends, enter), *backends
             except BaseException:
-                # NICs hold what closing the device does not take from them.
-                for each in rails:
+                # Closing the device does not end registrations with NICs.
+                for each in backends:
                     each.close(self._config.timeout_s)
                 raise
         members = self._nodes[0]
-        return NodeCalls(device, kernels, board, members, **self._waiting()), self._bounce(device)
+        return PeerBackend(device, kernels, board, members, **self._waiting()), self._staged(device)
 
-    def _why_apart(self) -> str:
-        """Say what is known, alike on all ranks, to keep GPUs from each other's memory."""
+    def _why_no_ipc(self) -> str:
+        """Return why GPUs cannot access each other's memory, as far as all ranks know already."""
         sizes = {len(node) for node in self._nodes}
         if self._config.ipc == "0":
             return "R2CC_IPC=0"
@@ -200,75 +205,80 @@ class Ways:
             return "hosts have different numbers of ranks"
         return ""
 
-    def _over_rails(
-        self, device: Device, kernels: Kernels, detours: Detours | None = None
-    ) -> tuple[Direct | Bounce, ...]:
-        """Return the ways of calls in which GPUs do not work on each other's memory."""
-        bounce = self._bounce(device)
+    def _rail_backends(
+        self, device: Device, kernels: GpuKernels, pxn_routes: PxnRoutes | None = None
+    ) -> tuple[GpuDirectBackend | StagedBackend, ...]:
+        """Return the backends that send data over the rails."""
+        staged = self._staged(device)
         if self._nranks == 1:
-            return (bounce,)
-        direct = open_direct(
+            return (staged,)
+        direct = connect_gpudirect(
             device,
             kernels,
             engine=self._engine,
             enter=self._entry,
             config=self._config,
             clock=monotonic,
-            gather=self._gather,
-            detours=detours,
+            allgather=self._allgather,
+            pxn_routes=pxn_routes,
         )
         if isinstance(direct, str):
             _log.info("rank %d: GPU memory passes through the host: %s", self._rank, direct)
-            return (bounce,)
+            return (staged,)
         _log.info("rank %d: NICs reach the GPU's memory", self._rank)
-        return direct, bounce
+        return direct, staged
 
-    def _tiers(
+    def _hierarchical(
         self,
         device: Device,
-        kernels: Kernels,
-        board: NoticeBoard,
-        rails: Sequence[Rails],
+        kernels: GpuKernels,
+        board: IpcBoard,
+        backends: Sequence[InterNodeBackend],
         enter: Enter,
-    ) -> TieredCalls:
+    ) -> HierarchicalBackend:
         members = next(node for node in self._nodes if self._rank in node)
-        return TieredCalls(
+        return HierarchicalBackend(
             device,
             kernels,
             board,
             members,
-            rails=rails,
+            backends=backends,
             enter=enter,
             nnodes=len(self._nodes),
             **self._waiting(),
         )
 
-    def _near(self, device: Device) -> Nearness | None:
-        """Find out which rails are near to whose GPU; None where the rails are sockets'."""
+    def _find_affinity(self, device: Device) -> NicAffinity | None:
+        """Return which rails are near which rank's GPU; None if the rails are sockets."""
         if not self._labels:
             return None
-        return explore(
+        return find_nic_affinity(
             self._rank,
             self._nodes,
             bus_id=device.bus_id,
             labels=self._labels,
             read=self._hardware.read_machine,
-            gather=self._gather,
+            allgather=self._allgather,
         )
 
-    def _homes_of(self, group: Sequence[int], near: Nearness | None) -> list[int]:
-        """Return the rails near to the GPUs of a group; none where nothing is known of any."""
-        if near is None:
+    def _homes_of(self, group: Sequence[int], affinity: NicAffinity | None) -> list[int]:
+        """Return the rails near the GPUs of a group; empty if that is not known."""
+        if affinity is None:
             return []
         homes = self._engine.homes
-        return [homes[at] for at in common_homes([near.homes[rank] for rank in group])]
+        return [homes[at] for at in common_homes([affinity.homes[rank] for rank in group])]
 
-    def _detours(
-        self, device: Device, near: Nearness | None, group: Sequence[int], homes: Sequence[int]
-    ) -> Detours | None:
-        """Return the detours of a rank that meets a group on some rails, if there can be any."""
+    def _pxn_routes(
+        self,
+        device: Device,
+        affinity: NicAffinity | None,
+        group: Sequence[int],
+        homes: Sequence[int],
+    ) -> PxnRoutes | None:
+        """Return the PXN routes of this rank for `homes`, the rails its group uses; None: none."""
         rails, known_health = self._engine.homes, self._engine.known_health
-        if near is None or not near.detours or self._relayed is None or known_health() is None:
+        is_possible = affinity is not None and affinity.pxn_routes and self._pxn is not None
+        if affinity is None or self._pxn is None or not is_possible or known_health() is None:
             return None
 
         def health() -> Health:
@@ -276,23 +286,23 @@ class Ways:
             assert known is not None, "asked above: it agrees from the start or never"
             return known.health
 
-        return Detours(
+        return PxnRoutes(
             device,
             self._rank,
-            [Detour(rails[each.rail], each.via) for each in near.detours],
+            [PxnRoute(rails[each.rail], each.via) for each in affinity.pxn_routes],
             group,
             homes,
-            transport=self._relayed,
+            transport=self._pxn,
             register=self._engine.register_device,
-            own=self._engine.call,
+            run_in_data_loop=self._engine.call,
             open_peer=self._hardware.open_peer,
             health=health,
             slot_nbytes=self._config.slice_nbytes,
             nslots=_NSLOTS,
         )
 
-    def _bounce(self, device: Device) -> Bounce:
-        return Bounce(
+    def _staged(self, device: Device) -> StagedBackend:
+        return StagedBackend(
             device,
             self._rank,
             self._nranks,
@@ -305,7 +315,7 @@ class Ways:
         )
 
     def _waiting(self) -> dict[str, Any]:
-        """Return how calls on the memory of others wait."""
+        """Return the arguments with which `PeerBackend` waits."""
         return {
             "check": self._engine.check,
             "clock": monotonic,
@@ -314,4 +324,4 @@ class Ways:
         }
 
 
-__all__ = ["Kernels", "Way", "Ways"]
+__all__ = ["BackendSelector", "GpuBackend", "GpuKernels"]

@@ -1,11 +1,11 @@
-"""Collectives on device memory: what is given to the device at the call, what the host does later.
+"""Collectives on GPU memory, ordered on a stream and asynchronous to the host.
 
-The caller's thread gives the device everything at once and goes on; the communicator's worker does
-the host's part. Which way a call takes was found out by `r2ccl.gpu.backends`. The caller's stream
-waits for the result unless a `Work` was asked for, which can order any stream after it.
+The caller's thread enqueues all of the device's work and returns; the communicator's worker does
+the host's part. `r2ccl.gpu.backends` selected the backends. The caller's stream waits for the
+result, unless the caller asked for a `Work`, which can make any stream wait.
 
-Must not import links. Invariants: all ranks take the same way; arrays are kept alive until the
-device is done with them, whatever the caller does with its own references.
+Invariants: all ranks use the same backend for a call; arrays stay referenced until the device has
+finished with them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import InvalidArgument, TransportError, TransportTimeout
-from r2ccl.gpu.host_signal import HostPart
+from r2ccl.gpu.host_signal import HostJob
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.cuda import DeviceBuffer, streams_of
@@ -26,80 +26,82 @@ from r2ccl.runtime.arrays.streams import stream_of
 from r2ccl.runtime.async_work import Task, Work, Worker
 
 if TYPE_CHECKING:
-    from r2ccl.gpu.backends import Kernels, Way
+    from r2ccl.gpu.backends import GpuBackend, GpuKernels
 
-#: Gives the GPU of a number, and its kernels.
-OpenDevice: TypeAlias = "Callable[[int], tuple[Device, Kernels]]"
-#: Gives the ways calls on a GPU's memory can take, the best first; the last takes all.
-FindWays: TypeAlias = "Callable[[Device, Kernels], Sequence[Way]]"
+#: Returns the GPU with an ordinal, and its kernels.
+OpenDevice: TypeAlias = "Callable[[int], tuple[Device, GpuKernels]]"
+#: Returns the backends for a GPU in order of preference; the last supports all calls.
+SelectBackends: TypeAlias = "Callable[[Device, GpuKernels], Sequence[GpuBackend]]"
 
 
-class _Loan(NamedTuple):
-    """Arrays that the device works on until `done`."""
+class _BorrowedArrays(NamedTuple):
+    """Arrays that the device uses until `done`."""
 
     done: Event
     request: Request
-    way: Way
+    backend: GpuBackend
 
 
-class _Card(NamedTuple):
-    """The GPU in use, the ways its calls can take, and the arrays it still works on.
+class _ActiveDevice(NamedTuple):
+    """The GPU in use, the backends its calls can take, and the arrays it still works on.
 
     ``is_closed`` is set before the device is closed, which is done with all calls then.
     """
 
     device: Device
-    ways: Sequence[Way]
-    borrowed: deque[_Loan]
+    backends: Sequence[GpuBackend]
+    borrowed: deque[_BorrowedArrays]
     is_closed: threading.Event
 
 
-class Outcome:
-    """What a call does to device memory, also once the GPU is closed: its `Effects`."""
+class DeviceOutcome:
+    """Completion of a call on GPU memory, an `Effects`; usable after the GPU was closed."""
 
-    def __init__(self, card: _Card, job: HostPart, stream: Stream, way: Way) -> None:
-        self._card = card
+    def __init__(
+        self, active: _ActiveDevice, job: HostJob, stream: Stream, backend: GpuBackend
+    ) -> None:
+        self._active = active
         self._job = job
-        self._way = way
-        self._done = way.mark()
+        self._backend = backend
+        self._done = backend.mark()
         self._stream = stream
-        weakref.finalize(self, way.recycle, self._done)
+        weakref.finalize(self, backend.recycle, self._done)
 
     def is_done(self) -> bool:
         """See `Effects`."""
-        return self._card.is_closed.is_set() or self._card.device.is_done(self._done)
+        return self._active.is_closed.is_set() or self._active.device.is_done(self._done)
 
     def synchronize(self, timeout_s: float) -> bool:
         """See `Effects`."""
-        card = self._card
-        is_over = card.is_closed.is_set() or card.device.synchronize(self._done, timeout_s)
+        active = self._active
+        is_over = active.is_closed.is_set() or active.device.synchronize(self._done, timeout_s)
         if is_over:
-            self._way.examine(self._job)
+            self._backend.examine(self._job)
         return is_over
 
     def order(self, stream: Any) -> None:
-        """See `Effects`; by default it is the stream that was current at the call."""
+        """See `Effects`; the default is the stream of the call."""
         later = stream_of(stream, self._stream)
-        if not self._card.is_closed.is_set():
-            self._card.device.wait(later, self._done)
+        if not self._active.is_closed.is_set():
+            self._active.device.wait(later, self._done)
 
 
-class DeviceCalls:
-    """Device memory's part of a communicator.
+class DeviceCollectives:
+    """Starts and completes a communicator's collectives on GPU memory.
 
     Parameters
     ----------
     rank : int
     timeout_s : float
-        Of a call.
+        Limit of a call.
     worker : Worker
-        Does the host's part, in the order of the calls.
+        Runs the host's part of calls, in their order.
     check : callable
-        Raises what ended the communicator, if anything did.
+        Raises the error that ended the communicator, if any.
     open_device : callable
-        Gives the GPU of a number.
-    find_ways : callable
-        Finds out with all ranks which ways calls can take.
+        See `OpenDevice`.
+    select_backends : callable
+        See `SelectBackends`.
     """
 
     def __init__(
@@ -110,15 +112,15 @@ class DeviceCalls:
         worker: Worker,
         check: Callable[[], None],
         open_device: OpenDevice,
-        find_ways: FindWays,
+        select_backends: SelectBackends,
     ) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
         self._worker = worker
         self._check = check
         self._open_device = open_device
-        self._find_ways = find_ways
-        self._card: _Card | None = None
+        self._select_backends = select_backends
+        self._active: _ActiveDevice | None = None
 
     def start(self, request: Request, stream: Any, is_async: bool) -> Any:
         """Begin a collective; return its result, or a `Work`.
@@ -128,44 +130,44 @@ class DeviceCalls:
         request : Request
             On device memory.
         stream : object or None
-            As callers pass it.
+            As the caller passed it.
         is_async : bool
-            Whether a `Work` is returned, and the stream goes on without the result.
+            Return a `Work`; the stream does not wait for the result.
 
         Raises
         ------
         InvalidArgument
-            Another GPU than before, or no stream.
+            The GPU is not that of earlier calls, or `stream` is no stream.
         TransportError
             The device failed; the communicator ends.
         R2cclError
-            What ended the communicator before.
+            The communicator had ended.
         """
         source, output = request.source, request.output
         assert isinstance(source, DeviceBuffer)
         buffers = (source,) if output is None else (source, output)
         given, others = streams_of(stream, *buffers)
         self._check()
-        card = self._open(source.ordinal)
-        self._let_go(card)
+        active = self._open(source.ordinal)
+        self._drop_finished(active)
         call = _call_of(request)
-        way = next(each for each in card.ways if each.takes(call))
-        if not way.is_prepared(call):
+        backend = next(each for each in active.backends if each.supports(call))
+        if not backend.is_prepared(call):
             self._await_calls()
-            way.prepare(call)
+            backend.prepare(call)
         for other in others:
-            self._order(card.device, given, other, way)
-        task, job, done = self._begin(way, call, given)
-        card.borrowed.append(_Loan(done, request, way))
+            self._order(active.device, given, other, backend)
+        task, job, done = self._begin(backend, call, given)
+        active.borrowed.append(_BorrowedArrays(done, request, backend))
         if is_async:
-            outcome = Outcome(card, job, given, way)
+            outcome = DeviceOutcome(active, job, given, backend)
             return Work(task, request.result, self._timeout_s, outcome)
         for each in (given, *others):
-            card.device.wait(each, done)
+            active.device.wait(each, done)
         return request.result
 
     def _await_calls(self) -> None:
-        """Wait until no stream waits for the worker: what waits for the device may be done then."""
+        """Wait until no stream waits for the worker, before calls that wait for the GPU."""
         if not self._worker.drain(self._timeout_s):
             raise TransportTimeout(
                 f"rank {self._rank}: collectives begun before are not over in "
@@ -176,75 +178,79 @@ class DeviceCalls:
         self._check()
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the device and free everything; the worker has nothing left to do.
+        """Wait for the device and free everything; the worker is idle.
 
         Raises
         ------
         TransportTimeout
-            The device still works: what it works on, and what is closed after that, is kept.
+            The device is still busy; the memory it uses is not freed.
         TransportError
-            Something could not be freed; all else was.
+            Something could not be freed; the rest was.
         """
-        card, self._card = self._card, None
-        if card is None:
+        active, self._active = self._active, None
+        if active is None:
             return
         failures: list[TransportError] = []
-        for way in card.ways:
+        for backend in active.backends:
             try:
-                way.close(timeout_s)
+                backend.close(timeout_s)
             except TransportTimeout:
                 raise
             except TransportError as exc:
                 failures.append(exc)
-        card.borrowed.clear()
-        card.is_closed.set()
-        card.device.close()
+        active.borrowed.clear()
+        active.is_closed.set()
+        active.device.close()
         if failures:
             raise failures[0]
 
-    def _begin(self, way: Way, call: DeviceCall, stream: Stream) -> tuple[Task, HostPart, Event]:
-        """Give the device its part, and the worker the host's."""
-        job, done = way.begin(call, stream)
-        # Also of a call that could not be begun: what was begun of it must end.
-        task = self._worker.submit(lambda: way.finish(job))
+    def _begin(
+        self, backend: GpuBackend, call: DeviceCall, stream: Stream
+    ) -> tuple[Task, HostJob, Event]:
+        """Enqueue the device's work, and submit the host's part to the worker."""
+        job, done = backend.begin(call, stream)
+        # Also if `begin` failed: the part that was enqueued must end.
+        task = self._worker.submit(lambda: backend.finish(job))
         if job.error is not None:
             task.wait()
-            way.recycle(done)
+            backend.recycle(done)
             task.succeed()
         return task, job, done
 
     @staticmethod
-    def _order(device: Device, later: Stream, earlier: Stream, way: Way) -> None:
-        event = way.take_event()
+    def _order(device: Device, later: Stream, earlier: Stream, backend: GpuBackend) -> None:
+        event = backend.take_event()
         device.record(event, earlier)
         device.wait(later, event)
-        way.recycle(event)
+        backend.recycle(event)
 
-    def _open(self, ordinal: int) -> _Card:
-        card = self._card
-        if card is None:
-            card = self._card = self._make(ordinal)
-        if card.device.ordinal != ordinal:
+    def _open(self, ordinal: int) -> _ActiveDevice:
+        active = self._active
+        if active is None:
+            active = self._active = self._make(ordinal)
+        if active.device.ordinal != ordinal:
             raise InvalidArgument(
                 f"rank {self._rank}: an array on GPU {ordinal}, but this communicator works on GPU "
-                f"{card.device.ordinal}, where its first one was: copy it, or make another "
+                f"{active.device.ordinal}, where its first one was: copy it, or make another "
                 "communicator"
             )
-        return card
+        return active
 
-    def _make(self, ordinal: int) -> _Card:
+    def _make(self, ordinal: int) -> _ActiveDevice:
         device, kernels = self._open_device(ordinal)
         try:
-            return _Card(device, self._find_ways(device, kernels), deque(), threading.Event())
+            return _ActiveDevice(
+                device, self._select_backends(device, kernels), deque(), threading.Event()
+            )
         except BaseException:
             device.close()
             raise
 
-    def _let_go(self, card: _Card) -> None:
-        """Let go of arrays the device is done with."""
-        while card.borrowed and card.device.is_done(card.borrowed[0].done):
-            loan = card.borrowed.popleft()
-            loan.way.recycle(loan.done)
+    def _drop_finished(self, active: _ActiveDevice) -> None:
+        """Drop references to arrays that the device has finished with."""
+        while active.borrowed and active.device.is_done(active.borrowed[0].done):
+            arrays = active.borrowed.popleft()
+            arrays.backend.recycle(arrays.done)
 
 
 def _call_of(request: Request) -> DeviceCall:
@@ -257,4 +263,4 @@ def _call_of(request: Request) -> DeviceCall:
     )
 
 
-__all__ = ["DeviceCalls", "FindWays", "OpenDevice", "Outcome"]
+__all__ = ["DeviceCollectives", "DeviceOutcome", "OpenDevice", "SelectBackends"]

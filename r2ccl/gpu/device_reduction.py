@@ -1,18 +1,18 @@
-"""Offload: slices in device memory, reduced, divided and copied by a GPU beside the data loop.
+"""Reduces, divides and copies slices in GPU memory, asynchronously to the data loop.
 
-`Offload` is one stream and what the host knows of it. Work is numbered in the order it is given;
-an event recorded by each `Offload.commit` tells how far the stream is.
+`ReductionStream` numbers the work it enqueues on one stream; an event recorded by each `commit`
+tells how far the stream has come.
 
-*Order.* The stream does its work in order, so a kernel needs no host to wait for those before it,
-in whatever lane. The host orders everything else. A NIC reads what a kernel wrote after the host
-has seen the kernel's event. A kernel reads what a NIC wrote because it is launched after the host
-has polled the completion: "only CUDA synchronization and work submission APIs provide memory
-ordering of GPUDirect RDMA operations". A device that reorders remote writes is told to flush them,
-once, before the first work after a `commit`: what the work of a slice reads had arrived when it was
-given, and each look at the transport is followed by a `commit`.
+*Order.* Work on the stream runs in order, so kernels need no host to order them among each other,
+whatever the lane. The host orders kernels and NICs. A NIC reads a kernel's output after the host
+has seen the kernel's event. A kernel reads a NIC's output because it is launched after the host has
+polled the completion: "only CUDA synchronization and work submission APIs provide memory ordering
+of GPUDirect RDMA operations". On a device that reorders remote writes they are flushed once, before
+the first work after each `commit`: a slice's work is enqueued after the slice arrived, and each
+poll of the transport is followed by a `commit`.
 
-Must not import links or transports; makes no call that waits for the device but `Offload.drain`.
-Invariant: work counts as done only once its event was seen to be.
+Only `ReductionStream.drain` waits for the device. Invariant: work counts as done once its event was
+seen to be.
 
 References
 ----------
@@ -30,8 +30,8 @@ from r2ccl.device.base import Device, Event, Stream
 from r2ccl.kernels.cuda.form import Form
 
 
-class Kernels(Protocol):
-    """What gives a device its kernels; see `r2ccl.kernels.cuda.Launcher`."""
+class ReductionKernels(Protocol):
+    """Loads and launches reduction kernels, as `r2ccl.kernels.cuda.Launcher` does."""
 
     def prepare(self, form: Form) -> object:
         """Load a kernel; may wait for the device."""
@@ -48,7 +48,7 @@ class Kernels(Protocol):
         factor: float = 1.0,
         nranks: int = 1,
     ) -> None:
-        """Run a kernel that was prepared."""
+        """Launch a prepared kernel."""
         ...
 
 
@@ -59,32 +59,32 @@ class _Batch(NamedTuple):
     event: Event
 
 
-class Offload:
-    """Work on one stream of a device; `r2ccl.runtime.progress.Computer`.
+class ReductionStream:
+    """Reductions and copies on one stream of a device; a `r2ccl.runtime.progress.Computer`.
 
     Parameters
     ----------
     device : Device
-    kernels : Kernels
+    kernels : ReductionKernels
 
     Notes
     -----
-    Belongs to the owner of the data loop; between collectives, to the thread that runs them.
+    Used by the owner of the data loop; between collectives, by the thread that runs them.
 
-    *After failure*: a call that raises has given the device nothing and used no number; what was
-    given before may be under way until `drain` says that it is not.
+    *After failure*: a call that raises enqueued nothing and used no number; earlier work may
+    run until `drain` returns True.
     """
 
-    def __init__(self, device: Device, kernels: Kernels) -> None:
+    def __init__(self, device: Device, kernels: ReductionKernels) -> None:
         self._device = device
         self._kernels = kernels
         self._stream = device.make_stream()
-        #: Numbers of the last work that was given, that an event stands for, that is done.
+        #: Number of the last work that was enqueued, recorded by an event, completed.
         self._begun = 0
         self._committed = 0
         self._computed = 0
         self._batches: deque[_Batch] = deque()
-        #: Events that stand for nothing.
+        #: Unused events.
         self._events: list[Event] = []
         self._is_flushed = False
 
@@ -94,28 +94,28 @@ class Offload:
         return self._computed < self._begun
 
     def run(self, form: Form, sources: Sequence[int], target: int, count: int, nranks: int) -> int:
-        """Run a kernel over `count` elements; return the work's number."""
+        """Enqueue a kernel over `count` elements; return the work's number."""
         self._flush()
         self._kernels.launch(form, sources, (target,), count, self._stream, nranks=nranks)
         self._begun += 1
         return self._begun
 
     def copy(self, target: int, source: int, nbytes: int) -> int:
-        """Copy within the device; return the work's number."""
+        """Enqueue a copy within the device; return the work's number."""
         self._flush()
         self._device.copy(target, source, nbytes, self._stream)
         self._begun += 1
         return self._begun
 
     def mark(self, word: int, value: int) -> int:
-        """Write a word in pinned memory after all that was given before; return its number."""
+        """Enqueue a write of a word in pinned memory; return the work's number."""
         self._flush()
         self._device.write_word(self._stream, word, value)
         self._begun += 1
         return self._begun
 
     def commit(self) -> None:
-        """See `Computer`: one event for all that was given since the last."""
+        """See `Computer`: record one event for all work since the last `commit`."""
         if self._committed < self._begun:
             event = self._events.pop() if self._events else self._device.make_event()
             self._device.record(event, self._stream)
@@ -131,7 +131,7 @@ class Offload:
         return self._computed
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all that was given is done, at most `timeout_s`; return whether it is."""
+        """Wait up to `timeout_s` for all work; return whether it is done."""
         self.commit()
         if self._batches:
             self._device.synchronize(self._batches[-1].event, timeout_s)
@@ -139,17 +139,17 @@ class Offload:
         return not self.is_busy
 
     def close(self) -> None:
-        """Free the stream and the events; `drain` has said that all is done."""
+        """Free the stream and the events; all work is done."""
         self._device.destroy_stream(self._stream)
         for event in self._events:
             self._device.destroy_event(event)
 
     def _flush(self) -> None:
-        """Make what NICs wrote visible to the work that is given next."""
+        """Make remote writes visible to the work that is enqueued next."""
         if not self._is_flushed:
             if self._device.reorders_remote_writes:
                 self._device.flush_remote_writes()
             self._is_flushed = True
 
 
-__all__ = ["Kernels", "Offload"]
+__all__ = ["ReductionKernels", "ReductionStream"]

@@ -1,30 +1,29 @@
-"""Collectives on device memory over RDMA NICs: slices travel from and to the memory itself.
+"""Collectives on GPU memory over RDMA NICs, which read and write the memory directly.
 
 Theory of operation
 -------------------
-A call goes the way of one on host memory: the same plan, lanes, links and repairs. What differs is
-that its spaces are device memory which every NIC has registered, and that slices are reduced by
-kernels (`r2ccl.gpu.device_reduction`). All the device is given at the call is to wait, on a stream
-of this room's own, for the gate: a word in pinned memory that counts calls. The host, in the
-communicator's worker, waits for what the caller's stream was given before, runs the collective to
-the end of its last kernel, and lets the gate go on. A call that fails opens the gate too: what is
-there then is worthless, the communicator has ended, and no stream hangs.
+A call runs as one on host memory: the same plan, lanes, links and repairs. Its buffers are device
+memory registered with every NIC, and kernels reduce its slices (`r2ccl.gpu.device_reduction`). At
+the call, all that is enqueued on the device, on a stream of this module's own, is to wait for the
+host: for a word in pinned memory that counts calls (`r2ccl.gpu.host_signal`). The communicator's
+worker waits for the earlier work of the caller's stream, runs the collective up to the end of its
+last kernel, and increments the word. It does so after a failure too: the result is undefined then,
+the communicator has ended, and no stream hangs.
 
-*What NICs wrote* may be read by a kernel of the caller that was launched before they did, and waits
-behind the gate. So the last work of every call is given to the device after the last completion was
-polled, and the gate opens once that work is known to be done.
+*Remote writes.* A kernel of the caller may have been launched before a NIC's write that it reads,
+and wait behind the word. Therefore the last work of every call is enqueued after the last
+completion was polled, and the word is incremented once that work is done.
 
-*What a call needs* of memory and of kernels is made in `Direct.prepare`, before the device is given
-anything that waits, because that may wait for the device. What only the plan knows (scratch of some
-schedules, more landing places than there ever were) is allocated in the worker instead.
+*Memory and kernels* of a call are made in `GpuDirectBackend.prepare`, before the device waits for
+the host, since making them may wait for the device. The worker allocates what only the plan knows:
+scratch memory of some schedules, and landing places beyond the number used so far.
 
-*Groups.* A call may be one of some ranks only, entered by what `begin` is given; see
-`r2ccl.gpu.hierarchical`.
+*Groups.* `begin` may be given an `enter` for a subset of the ranks; see `r2ccl.gpu.hierarchical`.
 
-*Small calls* are for another way: `Direct.takes`.
+*Small calls* are left to another backend: see `GpuDirectBackend.supports`.
 
-Must not import a transport but its interface. Invariants: memory is registered while slices of it
-travel; the gate only goes up, in the order of calls.
+Invariants: memory is registered while its slices are in flight; the word increases in the order of
+calls.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import TransportError, TransportTimeout
-from r2ccl.gpu.device_reduction import Kernels, Offload
-from r2ccl.gpu.host_signal import LINE_NBYTES, Gated
+from r2ccl.gpu.device_reduction import ReductionKernels, ReductionStream
+from r2ccl.gpu.host_signal import LINE_NBYTES, SignalledStream
 from r2ccl.gpu.operands import DeviceOperands, forms_of
-from r2ccl.gpu.pxn.routes import Detours
-from r2ccl.gpu.registered_memory import Purpose, WiredMemory
+from r2ccl.gpu.pxn.routes import PxnRoutes
+from r2ccl.gpu.registered_memory import AreaPurpose, RegisteredDeviceMemory
 from r2ccl.gpu.staged import DeviceCall
-from r2ccl.gpu.staging import StandIns, nbytes_of
+from r2ccl.gpu.staging import StagingBuffers, nbytes_of
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.planning.lowering import Layout, cleared
 from r2ccl.runtime.engine import Engine
@@ -52,11 +51,11 @@ from r2ccl.runtime.executor import LandingPool, LaneRun
 from r2ccl.runtime.progress import Progress
 
 
-class DirectJob(msgspec.Struct, eq=False):
+class GpuDirectJob(msgspec.Struct, eq=False):
     """The host's part of a call.
 
-    ``enter`` enters it; ``before`` is done when earlier work on its arrays is; ``number`` is the
-    call's at the gate. ``error`` is what spoiled it, if anything did.
+    ``enter`` enters it; ``before`` is done when earlier work on its arrays is; the stream waits for
+    ``number``. ``error`` is why the call failed, if it did.
     """
 
     call: DeviceCall
@@ -67,21 +66,21 @@ class DirectJob(msgspec.Struct, eq=False):
     error: BaseException | None = None
 
 
-class Direct(Gated):
-    """Collectives of one rank on the memory of one device; a `r2ccl.gpu.collectives.Way`.
+class GpuDirectBackend(SignalledStream):
+    """Collectives of one rank on the memory of one GPU; a `r2ccl.gpu.backends.GpuBackend`.
 
     Parameters
     ----------
     device : Device
-    kernels : Kernels
+    kernels : ReductionKernels
     engine : Engine
         Runs the collectives.
     enter : callable
         Enters them.
-    memory : WiredMemory
+    memory : RegisteredDeviceMemory
         Owned.
-    detours : Detours or None
-        Ways to far NICs; owned.
+    pxn_routes : PxnRoutes or None
+        Routes to far NICs through other GPUs; owned.
     config : Config
     clock : Clock
     """
@@ -89,12 +88,12 @@ class Direct(Gated):
     def __init__(
         self,
         device: Device,
-        kernels: Kernels,
+        kernels: ReductionKernels,
         *,
         engine: Engine,
         enter: Enter,
-        memory: WiredMemory,
-        detours: Detours | None,
+        memory: RegisteredDeviceMemory,
+        pxn_routes: PxnRoutes | None,
         config: Config,
         clock: Clock,
     ) -> None:
@@ -103,48 +102,48 @@ class Direct(Gated):
         self._engine = engine
         self._enter = enter
         self._memory = memory
-        self._detours = detours
+        self._pxn_routes = pxn_routes
         self._config = config
         self._clock = clock
         self._nranks = engine.nranks
         self._pool = LandingPool(memory.place)
-        self._offload = Offload(device, kernels)
-        #: A word that only gives the device something to do last.
+        self._reductions = ReductionStream(device, kernels)
+        #: A word in pinned memory whose write is the last work of each call.
         self._last_word = int(self._pinned.ctypes.data) + LINE_NBYTES
         self._number = 0
-        self._arrays = StandIns(device, memory, self._rank, self._nranks)
+        self._arrays = StagingBuffers(device, memory, self._rank, self._nranks)
         self._prepared: set[Form] = set()
-        #: Layouts of plans, and what they become here.
+        #: Layouts of plans and their `cleared` forms, by the id of the layout.
         self._cleared: dict[int, tuple[Layout, Layout]] = {}
 
-    def takes(self, call: DeviceCall, nranks: int = 0) -> bool:
-        """Whether a call of so many ranks, 0: all, is large enough for this way; alike on them.
+    def supports(self, call: DeviceCall, nranks: int = 0) -> bool:
+        """Return whether a call of `nranks` ranks (0: all) is large enough for this backend.
 
-        Where a rank's part is one eager slice, a window's two copies through pinned memory cost
-        less than a kernel for each step does.
+        Where a rank's part is one eager slice, the two copies of a window through pinned memory
+        cost less than one kernel a step.
         """
         return nbytes_of(call.signature) > self._config.eager_nbytes * (nranks or self._nranks)
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """See `Way`."""
-        is_detour_due = self._detours is not None and self._detours.are_due
+        """See `GpuBackend`."""
+        is_route_due = self._pxn_routes is not None and self._pxn_routes.is_open_needed
         return (
-            not is_detour_due
+            not is_route_due
             and self._prepared.issuperset(forms_of(call.signature))
             and self._arrays.are_ready(call)
         )
 
     def prepare(self, call: DeviceCall) -> None:
-        """See `Way`; opens detours, loads kernels, makes memory: for a new size, array, operation.
+        """See `GpuBackend`; opens PXN routes, loads kernels, registers and allocates memory.
 
         Raises
         ------
         TransportError
             The device failed, or there is no memory.
         """
-        self._memory.tidy()
-        if self._detours is not None:
-            self._detours.open()
+        self._memory.free_replaced()
+        if self._pxn_routes is not None:
+            self._pxn_routes.open()
         for form in forms_of(call.signature):
             if form not in self._prepared:
                 self._kernels.prepare(form)
@@ -153,49 +152,49 @@ class Direct(Gated):
 
     def begin(
         self, call: DeviceCall, stream: Stream, enter: Enter | None = None, widest: int = 0
-    ) -> tuple[DirectJob, Event]:
-        """Have the device wait for the call's end; the caller's `stream` is not touched but read.
+    ) -> tuple[GpuDirectJob, Event]:
+        """Make the device wait for the call's end; nothing is enqueued on the caller's `stream`.
 
         Parameters
         ----------
         call : DeviceCall
         stream : Stream
         enter : callable, optional
-            Enters it; default: as one of all ranks.
+            Enters it; default: as a collective of all ranks.
         widest : int, optional
-            Of other ways; this one carries out every call as one collective.
+            Ignored: every call is one collective.
 
         Returns
         -------
-        DirectJob
+        GpuDirectJob
             For `finish` or `abandon`, one of which must follow, in the order of `begin`. Its
-            ``error`` says what could not be given.
+            ``error`` is why nothing was enqueued, if so.
         Event
-            Done when the result is there. To be given back with `recycle`.
+            Done when the result is complete. Return it with `recycle`.
         """
         done = self.take_event()
-        job = DirectJob(call, enter or self._enter, self.take_event(), self._number)
+        job = GpuDirectJob(call, enter or self._enter, self.take_event(), self._number)
         try:
             self._follow(stream, job.before)
             self._number += 1
             job.number = self._number
-            self._wait_at_gate(job.number)
+            self._wait_for_signal(job.number)
             self._device.record(done, self._stream)
         except Exception as exc:
             job.error = exc
         return job, done
 
-    def finish(self, job: DirectJob) -> None:
-        """Run the collective, and let the device go on; in the worker.
+    def finish(self, job: GpuDirectJob) -> None:
+        """Run the collective, then let the stream continue; in the worker.
 
         Raises
         ------
         TransportTimeout
-            The device did not end the work that the caller had given it before, or a kernel.
+            The device did not finish the caller's earlier work, or a kernel.
         TransportError
-            The device failed, or there is no memory.
+            The device failed, or is out of memory.
         R2cclError
-            What ended the collective.
+            The collective failed.
         """
         try:
             self.examine(job)
@@ -203,79 +202,78 @@ class Direct(Gated):
             self._carry_out(job)
         except BaseException as exc:
             job.error = exc
-            # Kernels and copies under way still write; they wait for nothing. What failed first is
-            # told.
+            # Enqueued kernels and copies still write; a further error is dropped.
             with contextlib.suppress(TransportError):
-                self._offload.drain(_FAILED_S)
-            if self._detours is not None:
-                self._detours.drain(_FAILED_S)
+                self._reductions.drain(_FAILED_S)
+            if self._pxn_routes is not None:
+                self._pxn_routes.drain(_FAILED_S)
             raise
         finally:
             self._end(job)
 
-    def abandon(self, job: DirectJob, error: BaseException) -> None:
-        """Let the stream go on without `finish`: the call has failed elsewhere."""
+    def abandon(self, job: GpuDirectJob, error: BaseException) -> None:
+        """Let the stream continue without `finish`: the call failed elsewhere."""
         job.error = job.error or error
         if not job.is_over:
             self._end(job)
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the device, and free everything; no job is left.
+        """Wait for the device, then free everything; no job is left.
 
         Raises
         ------
         TransportTimeout
-            A device still works on it: memory was not freed.
+            A device is still busy: its memory was not freed.
         """
-        # Of calls that nobody finished.
-        self._open_gate(self._number)
+        # Calls that were not finished.
+        self._signal(self._number)
         until_s = self._clock() + timeout_s
         is_over = self._is_idle_in(timeout_s)
-        if not is_over or not self._offload.drain(max(0.0, until_s - self._clock())):
-            raise self._still("reduces", timeout_s)
-        self._offload.close()
+        if not is_over or not self._reductions.drain(max(0.0, until_s - self._clock())):
+            raise self._still_busy("reduces", timeout_s)
+        self._reductions.close()
         self._free()
-        if self._detours is not None and not self._detours.close(timeout_s):
-            raise self._still("copies through others", timeout_s)
+        if self._pxn_routes is not None and not self._pxn_routes.close(timeout_s):
+            raise self._still_busy("copies through others", timeout_s)
         self._memory.close()
 
-    # What the host does
+    # Host
 
-    def _carry_out(self, job: DirectJob) -> None:
-        with self._arrays.lent(job.call, self._offload) as places:
+    def _carry_out(self, job: GpuDirectJob) -> None:
+        with self._arrays.hold(job.call, self._reductions) as places:
             self._settle()
             self._run(job, *places)
-        self._offload.mark(self._last_word, 0)
+        self._reductions.mark(self._last_word, 0)
         self._settle()
 
-    def _end(self, job: DirectJob) -> None:
-        self._open_gate(job.number)
+    def _end(self, job: GpuDirectJob) -> None:
+        self._signal(job.number)
         self._events.append(job.before)
         job.is_over = True
 
-    def _run(self, job: DirectJob, source: int, output: int) -> None:
+    def _run(self, job: GpuDirectJob, source: int, output: int) -> None:
         engine, signature = self._engine, job.call.signature
         plan = job.enter(signature, job.call.schedule)
         layout = self._cleared_of(plan.layout)
         scratch = 0
         if layout.uses_scratch:
-            scratch = self._memory.area(Purpose.SCRATCH, nbytes_of(signature))
+            scratch = self._memory.area(AreaPurpose.SCRATCH, nbytes_of(signature))
         operands = DeviceOperands(
             layout,
             signature,
             (source, output, scratch),
             nranks=self._nranks,
-            offload=self._offload,
+            reductions=self._reductions,
             is_bandwidth_sample=plan.is_bandwidth_sample,
         )
 
         def make(progress: Progress) -> list[LaneRun]:
             return [LaneRun(lane, operands, progress, self._pool) for lane in layout.lanes]
 
-        engine.run(plan.signature, make, layout.peers, self._offload)
+        engine.run(plan.signature, make, layout.peers, self._reductions)
 
     def _cleared_of(self, layout: Layout) -> Layout:
-        # The key names the layout for as long as it is held here.
+        # The id stays unique while the layout is held here.
         found = self._cleared.get(id(layout))
         if found is None:
             if len(self._cleared) >= _MOST_LAYOUTS:
@@ -291,7 +289,7 @@ class Direct(Gated):
     def _settle(self) -> None:
         """Wait for copies that nothing else waits for."""
         until_s = self._clock() + self._config.timeout_s
-        while not self._offload.drain(_LOOK_S):
+        while not self._reductions.drain(_LOOK_S):
             self._require_time(until_s, "the GPU has not done its copies of a collective")
 
     def _require_time(self, until_s: float, what: str) -> None:
@@ -305,10 +303,10 @@ class Direct(Gated):
             )
 
 
-#: The communicator's end is looked for this often while the device is waited for.
+#: Interval of checks for the end of the communicator while waiting for the device.
 _LOOK_S = 0.05
-#: How long the kernels, and then the copies, of a call that failed are waited for.
+#: Longest waits for the kernels, and then the copies, of a failed call.
 _FAILED_S = 5.0
 _MOST_LAYOUTS = 256
 
-__all__ = ["Direct", "DirectJob"]
+__all__ = ["GpuDirectBackend", "GpuDirectJob"]

@@ -1,8 +1,8 @@
-"""Joining over NICs: do the NICs of all ranks reach their GPUs' memory.
+"""Connects `GpuDirectBackend`: all ranks find out together whether NICs reach their GPUs' memory.
 
-Nothing is believed: every rank registers the memory that its slices will land in with every NIC.
+Every rank tries to register the memory its slices will land in with every NIC.
 
-Invariant: all ranks get the way, or none does; where it is not got, no memory is kept for it.
+Invariant: all ranks get the backend, or none does and no memory is kept.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
-from r2ccl.gpu.device_reduction import Kernels
-from r2ccl.gpu.gathering import Gather
-from r2ccl.gpu.gpudirect import Direct
-from r2ccl.gpu.pxn.routes import Detours
-from r2ccl.gpu.registered_memory import WiredMemory
+from r2ccl.gpu.device_reduction import ReductionKernels
+from r2ccl.gpu.gpudirect import GpuDirectBackend
+from r2ccl.gpu.pxn.routes import PxnRoutes
+from r2ccl.gpu.registered_memory import RegisteredDeviceMemory
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.entry import Enter
+from r2ccl.types import AllgatherBytes
 
 
-def open_direct(
+def connect_gpudirect(
     device: Device,
-    kernels: Kernels,
+    kernels: ReductionKernels,
     *,
     engine: Engine,
     enter: Enter,
     config: Config,
     clock: Clock,
-    gather: Gather,
-    detours: Detours | None = None,
-) -> Direct | str:
-    """Find out together whether all ranks' NICs reach their GPUs' memory.
+    allgather: AllgatherBytes,
+    pxn_routes: PxnRoutes | None = None,
+) -> GpuDirectBackend | str:
+    """Register GPU memory with the NICs, on all ranks.
 
     Returns
     -------
-    Direct or str
-        On all ranks the way, or on all of them why there is none.
+    GpuDirectBackend or str
+        The backend on all ranks, or on all ranks why there is none.
 
     Notes
     -----
-    *Collective*: all ranks. *Cost*: a small message to all.
+    *Collective*: all ranks. *Cost*: a small allgather.
     """
-    memory: WiredMemory | None = None
+    memory: RegisteredDeviceMemory | None = None
     why = ""
     try:
-        memory = WiredMemory(
+        memory = RegisteredDeviceMemory(
             device,
             engine.register_device,
             engine.call,
@@ -59,17 +59,17 @@ def open_direct(
     with contextlib.ExitStack() as stack:
         if memory is not None:
             stack.callback(memory.close)
-        for rank, reason in enumerate(_exchanged(why, gather)):
+        for rank, reason in enumerate(_exchanged(why, allgather)):
             if reason:
                 return f"rank {rank}: {reason}"
         assert memory is not None
-        direct = Direct(
+        direct = GpuDirectBackend(
             device,
             kernels,
             engine=engine,
             enter=enter,
             memory=memory,
-            detours=detours,
+            pxn_routes=pxn_routes,
             config=config,
             clock=clock,
         )
@@ -77,12 +77,12 @@ def open_direct(
     return direct
 
 
-def _exchanged(why: str, gather: Gather) -> Iterator[str]:
-    """Tell all ranks why this one's NICs do not reach, if so; yield what each says."""
-    for said in gather(why.encode()[:_REASON_NBYTES].ljust(_REASON_NBYTES, b"\0")):
-        yield said.rstrip(b"\0").decode(errors="replace")
+def _exchanged(why: str, allgather: AllgatherBytes) -> Iterator[str]:
+    """Exchange the reasons why NICs do not reach GPU memory; yield all ranks'; empty: they do."""
+    for packed in allgather(why.encode()[:_REASON_NBYTES].ljust(_REASON_NBYTES, b"\0")):
+        yield packed.rstrip(b"\0").decode(errors="replace")
 
 
 _REASON_NBYTES = 400
 
-__all__ = ["open_direct"]
+__all__ = ["connect_gpudirect"]

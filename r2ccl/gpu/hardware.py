@@ -1,7 +1,6 @@
-"""Hardware: the GPUs of this process and the machine around them, opened when somebody asks.
+"""Opens the GPUs of this process and reads the machine around them, on demand.
 
-What communicators know of CUDA, and what a test puts in its place. Must not import ranks or links;
-importing it loads no driver.
+Tests replace `CudaHardware`. Importing this module loads no driver.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Hardware(Protocol):
-    """What a communicator asks of the machine it is on."""
+    """The interface through which a communicator accesses GPUs and their machine."""
 
     def open(self, ordinal: int) -> tuple[Device, Any]:
-        """Return a GPU and what gives it its kernels; `r2ccl.gpu.backends.Kernels`."""
+        """Return a GPU and its kernels, a `r2ccl.gpu.backends.GpuKernels`."""
         ...
 
     def open_peer(self, bus_id: str) -> Device | None:
-        """Return another GPU, by its bus id; None: this process does not see it."""
+        """Return the GPU at a PCI bus id; None if this process does not see it."""
         ...
 
     def read_machine(self) -> Machine:
@@ -33,7 +32,7 @@ class Hardware(Protocol):
 
 
 class CudaHardware:
-    """`Hardware` as the CUDA driver and the kernel have it."""
+    """`Hardware` by the CUDA driver and the kernel's sysfs."""
 
     def open(self, ordinal: int) -> tuple[Device, Any]:
         """See `Hardware`.
@@ -41,7 +40,7 @@ class CudaHardware:
         Raises
         ------
         TransportError
-            There is no driver, or it refused.
+            The driver is missing, or failed.
         """
         from r2ccl.kernels.cuda.launch import Launcher  # takes 18 ms
 

@@ -1,23 +1,22 @@
-"""Tiers: allreduces among several nodes with several GPUs each.
+"""Allreduces among several nodes with several GPUs each: within nodes, then between them.
 
-Within a node the GPUs work on each other's memory (`r2ccl.gpu.peer`); between nodes, slices
-travel from and to it (`r2ccl.gpu.gpudirect`), or windows pass through pinned memory
-(`r2ccl.gpu.staged`). Member i of every node has part i of the data: it adds up its node's, the
-members i of all nodes add up their sums, and each gives its node the result. So the rails carry
-every byte once a node, all of a node's ranks at once. In the stream's order, between ``ready`` and
-``done`` of `NodeCalls`:
+Within a node the GPUs access each other's memory (`r2ccl.gpu.peer`); between nodes NICs access it
+(`r2ccl.gpu.gpudirect`), or windows pass through pinned memory (`r2ccl.gpu.staged`). Member i of
+every node owns part i of the data: it reduces its node's inputs, the members i of all nodes reduce
+their results, and each distributes the final result in its node. The rails carry each byte once a
+node, over the home rails of all its members at once. In the stream's order, between ``ready`` and
+``done`` of `PeerBackend`:
 
 ::
 
-    kernel: the node's sum of part i, into this rank's output
-    part i over the rails, among the members i of all nodes
-    kernel: part i to the outputs of the other ranks of the node
+    kernel: reduce part i of the node's inputs into this rank's output
+    allreduce part i among the members i of all nodes, over the rails
+    kernel: copy part i to the outputs of the node's other ranks
 
-Parts differ by some elements, or are empty. What all ranks must do alike, as the way over the rails
-and the number of collectives there, follows from the widest part.
+Parts differ by some elements, and may be empty. All ranks derive from the widest part what they
+must agree on: the backend between nodes, and the number of collectives there.
 
-Must not import links. Invariant: of an array that others of the node read and write, nothing but
-part i is touched by rank i.
+Invariant: rank i writes only part i of an array that other ranks of its node access.
 """
 
 from __future__ import annotations
@@ -29,30 +28,30 @@ import msgspec
 
 from r2ccl.device.base import Event, Stream
 from r2ccl.dtypes import dtype_of
-from r2ccl.gpu.peer import MOST_RANKS, Between, NodeCalls, NodeJob, Notice
+from r2ccl.gpu.peer import MOST_RANKS, CallInfo, InterNodeJob, PeerBackend, PeerJob
 from r2ccl.gpu.staged import DeviceCall, Enter
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
-class Rails(Protocol):
-    """A way between nodes: `r2ccl.gpu.gpudirect.Direct`, `r2ccl.gpu.staged.Bounce`."""
+class InterNodeBackend(Protocol):
+    """Carries out the part of a call between nodes: `GpuDirectBackend` or `StagedBackend`."""
 
-    def takes(self, call: DeviceCall, nranks: int) -> bool:
-        """Whether a call of so many ranks is carried out; alike on all of them."""
+    def supports(self, call: DeviceCall, nranks: int) -> bool:
+        """Return whether it can carry out a call of `nranks` ranks; the same on all of them."""
         ...
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """See `Way`."""
+        """See `GpuBackend`."""
         ...
 
     def prepare(self, call: DeviceCall) -> None:
-        """See `Way`."""
+        """See `GpuBackend`."""
         ...
 
     def begin(
         self, call: DeviceCall, stream: Stream, enter: Enter, widest: int
     ) -> tuple[Any, Event]:
-        """Give the device its part, as one of as many collectives as `widest` elements take."""
+        """Enqueue the device's work, as as many collectives as `widest` elements need."""
         ...
 
     def recycle(self, event: Event) -> None:
@@ -60,79 +59,84 @@ class Rails(Protocol):
         ...
 
     def finish(self, job: Any) -> None:
-        """Do the host's part, in the worker."""
+        """Do the host's work, in the worker."""
         ...
 
     def abandon(self, job: Any, error: BaseException) -> None:
-        """Let the device go on, also of a call that is finished: something else has failed."""
+        """Let the device continue, even if `finish` was called: another part failed."""
         ...
 
 
-#: Where the second kernel's addresses begin in a table.
+#: Index of the second kernel's addresses in a table.
 _SECOND = MOST_RANKS + 1
 
 
-class TieredCalls(NodeCalls):
-    """The allreduces of one rank, its node's GPUs first.
+class HierarchicalBackend(PeerBackend):
+    """The allreduces of one rank, first among its node's GPUs.
 
     Parameters
     ----------
-    rails : sequence of Rails
-        The first that takes a call has it; the last takes all. Borrowed.
+    backends : sequence of InterNodeBackend
+        The first that supports a call carries it out; the last supports all. Borrowed.
     enter : callable
-        Enters an allreduce among the ranks that have this rank's place in their nodes, in which
-        AVG divides by the number of all ranks.
+        Enters an allreduce among the ranks with this rank's index in their nodes; AVG divides by
+        the number of all ranks.
     nnodes : int
     **others
-        Of `NodeCalls`.
+        See `PeerBackend`.
     """
 
     _heads = (0, _SECOND)
 
     def __init__(
-        self, *others: Any, rails: Sequence[Rails], enter: Enter, nnodes: int, **named: Any
+        self,
+        *others: Any,
+        backends: Sequence[InterNodeBackend],
+        enter: Enter,
+        nnodes: int,
+        **named: Any,
     ) -> None:
         super().__init__(*others, **named)
-        self._rails = rails
+        self._backends = backends
         self._enter = enter
         self._nnodes = nnodes
 
-    def takes(self, call: DeviceCall) -> bool:
-        """Whether a call can be carried out: an allreduce, not by a schedule of the caller's."""
-        return super().takes(call) and call.signature.collective == Collective.ALLREDUCE
+    def supports(self, call: DeviceCall) -> bool:
+        """Return whether `call` is an allreduce without a schedule of the caller's."""
+        return super().supports(call) and call.signature.collective == Collective.ALLREDUCE
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """See `Way`."""
-        part, rails = self._between(call)
-        return super().is_prepared(call) and rails.is_prepared(part)
+        """See `GpuBackend`."""
+        part, backend = self._between(call)
+        return super().is_prepared(call) and backend.is_prepared(part)
 
     def prepare(self, call: DeviceCall) -> None:
-        """See `Way`; loads the kernels, and prepares what lies between the nodes."""
+        """See `GpuBackend`; loads the kernels and prepares the part between the nodes."""
         super().prepare(call)
-        part, rails = self._between(call)
-        rails.prepare(part)
+        part, backend = self._between(call)
+        backend.prepare(part)
 
     def _load(self, call: CallSignature) -> None:
         self._kernels.prepare_from_table(_summed(call), self._nlocal, 1)
         self._kernels.prepare_from_table(_summed(call), 1, self._nlocal - 1)
 
-    def _work(self, job: NodeJob) -> None:
+    def _work(self, job: PeerJob) -> None:
         call, table = job.call.signature, self._table_of(job.number)
         self._launch(_summed(call), self._nlocal, 1, table)
-        part, rails = self._between(job.call)
+        part, backend = self._between(job.call)
         widest = self._share_of(call, at=0).length
-        given, done = rails.begin(part, self._stream, self._enter, widest)
-        job.between = Between(rails, given)
+        given, done = backend.begin(part, self._stream, self._enter, widest)
+        job.between = InterNodeJob(backend, given)
         self._device.wait(self._stream, done)
-        rails.recycle(done)
+        backend.recycle(done)
         if given.error is not None:
             raise given.error
         self._launch(_summed(call), 1, self._nlocal - 1, table[_SECOND:])
 
-    def _between(self, call: DeviceCall) -> tuple[DeviceCall, Rails]:
-        """Return what this rank does between the nodes, and which rails carry it."""
+    def _between(self, call: DeviceCall) -> tuple[DeviceCall, InterNodeBackend]:
+        """Return this rank's call between the nodes, and the backend that carries it out."""
         mine, widest = (self._part_of(call, at) for at in (self._at, 0))
-        return mine, next(each for each in self._rails if each.takes(widest, self._nnodes))
+        return mine, next(each for each in self._backends if each.supports(widest, self._nnodes))
 
     def _part_of(self, call: DeviceCall, at: int) -> DeviceCall:
         signature = call.signature
@@ -140,31 +144,31 @@ class TieredCalls(NodeCalls):
         place = call.output + share.start * dtype_of(signature.dtype).itemsize
         return DeviceCall(msgspec.structs.replace(signature, count=share.length), place, place)
 
-    def _meanwhile(self, job: NodeJob) -> None:
+    def _meanwhile(self, job: PeerJob) -> None:
         assert job.between is not None
-        job.between.way.finish(job.between.job)
+        job.between.backend.finish(job.between.job)
 
-    def _fill(self, job: NodeJob, notices: Sequence[Notice]) -> None:
+    def _fill(self, job: PeerJob, infos: Sequence[CallInfo]) -> None:
         call = job.call.signature
         at = self._share_of(call).start * dtype_of(call.dtype).itemsize
-        sources, outputs = self._addresses(job, notices)
+        sources, outputs = self._addresses(job, infos)
         mine = outputs[self._at] + at
         others = [address + at for i, address in enumerate(outputs) if i != self._at]
         table = self._table_of(job.number)
         table[: self._nlocal + 1] = [*(address + at for address in sources), mine]
         table[_SECOND : _SECOND + self._nlocal] = [mine, *others]
 
-    def _let_go(self, error: BaseException) -> None:
+    def _release_streams(self, error: BaseException) -> None:
         for job in tuple(self._jobs):
             if job.between is not None:
-                job.between.way.abandon(job.between.job, error)
-        super()._let_go(error)
+                job.between.backend.abandon(job.between.job, error)
+        super()._release_streams(error)
 
 
 def _summed(call: CallSignature) -> CallSignature:
-    """Return the call without the division of AVG, which comes after the rails."""
+    """Return the call with SUM for AVG: the division follows between the nodes."""
     op = ReduceOp.SUM if call.op == ReduceOp.AVG else call.op
     return msgspec.structs.replace(call, op=op)
 
 
-__all__ = ["Rails", "TieredCalls"]
+__all__ = ["HierarchicalBackend", "InterNodeBackend"]

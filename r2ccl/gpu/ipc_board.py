@@ -1,19 +1,19 @@
-"""A notice board: memory that the ranks of one node share, to tell each other where arrays are.
+"""Shared memory in which the ranks of a node tell each other the locations of their arrays.
 
-Every rank has a page of its own: counters of the host, words that its GPU's stream writes, and a
-ring of notices. Only it writes there, until something breaks. A notice is posted before its number
-is; whoever reads the number first reads the notice whole.
+Every rank has a page: counters written by its host, words written by its GPU's stream, and a ring
+of messages. No other rank writes there until one fails. A message is stored before its number, so a
+reader that sees the number reads the message whole.
 
 ::
 
-    posted   number of the newest notice            written by the host
-    taken    newest notice of all others it read    written by the host
-    ready    newest call whose input is there       written by its stream
-    done     newest call it has finished            written by its stream
-    broken   whether its host wrote words of streams, and from which call on they are not true
+    posted   number of the newest message              written by the host
+    taken    newest message of all ranks that it read  written by the host
+    ready    newest call whose input is complete       written by its stream
+    done     newest call it has finished               written by its stream
+    broken   whether its host wrote words of streams, and the first call for which they are wrong
 
-The memory is a file that has a name only until all have opened it, readable by its owner alone.
-Sees no device. Invariant: a notice is overwritten only after every rank has taken it.
+The memory is a file, readable by its owner only, whose name is removed once all ranks have opened
+it. Invariant: a message is overwritten only after every rank has read it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import numpy.typing as npt
 
 from r2ccl.errors import InvalidArgument, TransportError
 
-#: Where files live in memory.
-_ROOM = Path("/dev/shm")
+#: A file system in memory.
+_DIRECTORY = Path("/dev/shm")
 _PREFIX = "r2ccl-"
 _NAME_NBYTES = 16
 
@@ -40,22 +40,22 @@ _POSTED, _TAKEN, _READY, _DONE, _BROKEN = 0, 1 * _LINE, 2 * _LINE, 3 * _LINE, 4 
 _SPOILED = _BROKEN + 4
 _RING_AT = 5 * _LINE
 _DEPTH = 64
-NOTICE_NBYTES = 192
+MESSAGE_NBYTES = 192
 _PAGE = 4096
 #: Bytes of one rank's page, whole pages of memory.
-RANK_NBYTES = -(-(_RING_AT + _DEPTH * NOTICE_NBYTES) // _PAGE) * _PAGE
+RANK_NBYTES = -(-(_RING_AT + _DEPTH * MESSAGE_NBYTES) // _PAGE) * _PAGE
 _WORD = 0xFFFFFFFF
 
 
-class NoticeBoard:
-    """One rank's view of the board.
+class IpcBoard:
+    """A rank's view of the node's shared memory.
 
     Parameters
     ----------
     memory : ndarray of uint8, shape (nlocal * RANK_NBYTES,)
-        Shared by all; zeroed at first.
+        Shared by all; initially zero.
     index, nlocal : int
-        This rank's page, and how many there are.
+        Index of this rank's page, and number of pages.
     """
 
     def __init__(self, memory: npt.NDArray[np.uint8], index: int, nlocal: int) -> None:
@@ -65,51 +65,51 @@ class NoticeBoard:
         self._words = memory.view(np.uint32).reshape(nlocal, -1)
 
     def may_post(self, number: int) -> bool:
-        """Whether every rank has taken the notice that `number` overwrites."""
+        """Return whether every rank has read the message that `number` overwrites."""
         return all(
             _is_reached(int(self._words[peer, _TAKEN // 4]), number - _DEPTH)
             for peer in range(self.nlocal)
         )
 
-    def post(self, number: int, notice: bytes) -> None:
-        """Post notice `number`; `may_post` holds."""
-        if len(notice) > NOTICE_NBYTES:
-            raise InvalidArgument(f"a notice of {len(notice)} bytes; at most {NOTICE_NBYTES}")
-        at = self._notice_at(self.index, number)
-        self.memory[at : at + len(notice)] = np.frombuffer(notice, np.uint8)
-        # Stores of one thread are seen in their order on x86; the call between them is a fence
-        # where they are not: it takes and releases a lock.
+    def post(self, number: int, message: bytes) -> None:
+        """Post message `number`; `may_post` holds."""
+        if len(message) > MESSAGE_NBYTES:
+            raise InvalidArgument(f"a message of {len(message)} bytes; at most {MESSAGE_NBYTES}")
+        at = self._message_at(self.index, number)
+        self.memory[at : at + len(message)] = np.frombuffer(message, np.uint8)
+        # x86 keeps the order of one thread's stores; elsewhere taking and releasing a lock is a
+        # fence.
         _FENCE()
         self._words[self.index, _POSTED // 4] = number & _WORD
 
     def read(self, peer: int, number: int) -> bytes | None:
-        """Return notice `number` of `peer`, None if it is not there yet."""
+        """Return message `number` of `peer`; None if it was not posted yet."""
         if not _is_reached(int(self._words[peer, _POSTED // 4]), number):
             return None
         _FENCE()
-        at = self._notice_at(peer, number)
-        return self.memory[at : at + NOTICE_NBYTES].tobytes()
+        at = self._message_at(peer, number)
+        return self.memory[at : at + MESSAGE_NBYTES].tobytes()
 
     def take(self, number: int) -> None:
-        """Say that notices of all ranks up to `number` were read."""
+        """Mark the messages of all ranks up to `number` as read."""
         self._words[self.index, _TAKEN // 4] = number & _WORD
 
     def ready_at(self, peer: int) -> int:
-        """Offset of the word that says which call's input of `peer` is there."""
+        """Return the offset of the ``ready`` word of `peer`."""
         return peer * RANK_NBYTES + _READY
 
     def done_at(self, peer: int) -> int:
-        """Offset of the word that says which call `peer` has finished."""
+        """Return the offset of the ``done`` word of `peer`."""
         return peer * RANK_NBYTES + _DONE
 
     def has_done(self, peer: int, number: int) -> bool:
-        """Whether the stream of `peer` has finished call `number`."""
+        """Return whether the stream of `peer` has finished call `number`."""
         return _is_reached(int(self._words[peer, _DONE // 4]), number)
 
     def release(self, number: int) -> None:
-        """Have every stream of the node go on, up to call `number`: something is broken.
+        """Let every stream of the node pass call `number`, after a failure.
 
-        What words are written here without being true spoils their calls, and later ones.
+        Writes the words of calls that are not complete; these calls and later ones are spoiled.
         """
         untrue = [
             (peer, at // 4)
@@ -129,22 +129,19 @@ class NoticeBoard:
             self._words[where] = number & _WORD
 
     def is_spoiled(self, number: int) -> bool:
-        """Whether some rank let streams go on that should have waited for call `number`.
-
-        To be asked when the device is done with it.
-        """
+        """Return whether a rank's `release` covered the finished call `number`."""
         _FENCE()
         return any(
             page[_BROKEN // 4] and _is_reached(number, int(page[_SPOILED // 4]))
             for page in self._words
         )
 
-    def _notice_at(self, peer: int, number: int) -> int:
-        return peer * RANK_NBYTES + _RING_AT + number % _DEPTH * NOTICE_NBYTES
+    def _message_at(self, peer: int, number: int) -> int:
+        return peer * RANK_NBYTES + _RING_AT + number % _DEPTH * MESSAGE_NBYTES
 
 
 class SharedFile:
-    """The memory of a board, mapped by several processes."""
+    """Memory that several processes map."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self._map = mmap.mmap(descriptor, nbytes)
@@ -152,12 +149,12 @@ class SharedFile:
 
     @classmethod
     def create(cls, nbytes: int) -> tuple[SharedFile, bytes]:
-        """Make one; return it and the name for `open`, until `forget`.
+        """Create a file; return it and the name for `open`, which is valid until `forget`.
 
         Raises
         ------
         TransportError
-            There is no room.
+            The file system is full.
         """
         name = secrets.token_bytes(_NAME_NBYTES)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -173,18 +170,18 @@ class SharedFile:
                 os.close(descriptor)
         except OSError as exc:
             raise TransportError(
-                f"cannot make a file of {nbytes} bytes in {_ROOM}: {exc}; give it more room",
+                f"cannot make a file of {nbytes} bytes in {_DIRECTORY}: {exc}; give it more space",
                 status="NO_SHARED_MEMORY",
             ) from exc
 
     @classmethod
     def open(cls, name: bytes, nbytes: int) -> SharedFile:
-        """Open the file that another process of the same user made.
+        """Open the file that another process of the same user created.
 
         Raises
         ------
         TransportError
-            There is none, or it is not what `create` makes.
+            It does not exist, or `create` did not make it.
         """
         if len(name) != _NAME_NBYTES:
             raise InvalidArgument(f"a name of {len(name)} bytes; allowed is {_NAME_NBYTES}")
@@ -198,13 +195,13 @@ class SharedFile:
         except OSError as exc:
             raise TransportError(
                 f"cannot open the memory that ranks of this host share: {exc}; have them all see "
-                f"one {_ROOM}",
+                f"one {_DIRECTORY}",
                 status="NO_SHARED_MEMORY",
             ) from exc
 
     @staticmethod
     def forget(name: bytes) -> None:
-        """Take the name away, if nobody else has: all have it open."""
+        """Remove the name, if it exists: all processes have opened the file."""
         _path(name).unlink(missing_ok=True)
 
 
@@ -218,11 +215,11 @@ def _check_owner(found: os.stat_result, nbytes: int) -> None:
 
 
 def _path(name: bytes) -> Path:
-    return _ROOM / f"{_PREFIX}{name.hex()}"
+    return _DIRECTORY / f"{_PREFIX}{name.hex()}"
 
 
 def _is_reached(word: int, number: int) -> bool:
-    """Whether a counter that wraps is at `number` or beyond."""
+    """Return whether a counter that wraps has reached `number`."""
     return (word - number) & _WORD < 1 << 31
 
 
@@ -238,4 +235,4 @@ def _make_fence() -> Callable[[], None]:
 
 _FENCE = _make_fence()
 
-__all__ = ["NOTICE_NBYTES", "RANK_NBYTES", "NoticeBoard", "SharedFile"]
+__all__ = ["MESSAGE_NBYTES", "RANK_NBYTES", "IpcBoard", "SharedFile"]

@@ -1,18 +1,17 @@
-"""Which rails are near to which rank's GPU, as all ranks know it: a basis for their plans.
+"""Finds which rails are near each rank's GPU; all ranks get the same answer.
 
-Every rank tells the part of its machine that lies between its GPU and the rails. What the ranks of
-a host tell is one machine, of which `r2ccl.topology.affinity` says where each GPU is at home, and
-which rails it reaches best through the memory of another GPU (NCCL's PXN). Where a rank cannot
-tell, or those of a host have different NICs for a rail, every rail is home to all GPUs of the host.
+Every rank shares the part of its machine between its GPU and the rails. The reports of a host's
+ranks merge into one machine, for which `r2ccl.topology.affinity` assigns home rails to GPUs, and
+finds the rails that a GPU reaches best through the memory of another one (NCCL's PXN). If a rank
+cannot report, or the ranks of a host have different NICs for a rail, all rails are home rails of
+all GPUs of that host.
 
-A GPU has as many homes as there are rails for each GPU in use, and fewer where those fill its own
-link. A rail that is then left over becomes home to one GPU more, if that has use for it and it is
-as near as those it has; never to several: the members of a host have equal parts of the data, and a
-rail that some of them share, while others do not, would hold up all.
+A GPU gets n_rails / n_gpus home rails, capped by its own link. A spare rail goes to one more GPU,
+if that GPU can use it and it is as near as its other rails. It is never shared by several: the
+members of a host have equal parts of the data, and a rail shared by some would delay all.
 
-Must not read the machine, which is passed in, nor import links or plans. Invariants: all ranks
-return the same homes, whatever single ranks fail at and whatever they say; and soon, for no machine
-is judged that is larger than any there is.
+The machine is passed in, not read. Invariants: all ranks return the same home rails, whatever fails
+and whatever reports say; and soon, since reports larger than those of any real machine are refused.
 """
 
 from __future__ import annotations
@@ -24,75 +23,75 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.gpu.gathering import Gather
 from r2ccl.topology.affinity import Affinity
 from r2ccl.topology.distance import Distance
 from r2ccl.topology.machine import Machine, PciDevice, merge, parse_bus_id
+from r2ccl.types import AllgatherBytes
 
 _log = logging.getLogger(__name__)
 
-#: What a rank says first: how many bytes will describe its machine, how many rails there are.
+#: First message of a rank: size of its report in bytes, number of rails.
 _HEAD = struct.Struct("<II")
-#: What it says last: its homes, a bit for each rail.
+#: Last message: its home rails, one bit each.
 _HOMES = struct.Struct("<Q")
 _MOST_RAILS = 8 * _HOMES.size
-#: All ranks hear it of all. A NIC and two switches above it take some 700 bytes.
+#: Limit of a report, which every rank receives. A NIC and two switches above it take 700 bytes.
 _MOST_NBYTES = 64 << 10
-#: Of a host that is judged: devices that lead to its GPUs and NICs, how many of them to one, NUMA
-#: nodes, and rates of links. Machines have some tens, 5, 8 and 5; a judgement of what has just so
-#: many of each takes seconds, and beyond that the time grows with their product.
+#: Limits of a host: PCI devices above its GPUs and NICs, devices on one path, NUMA nodes, rates of
+#: links. Machines have some tens, 5, 8 and 5. At the limits the assignment takes seconds, and
+#: beyond that it grows with their product.
 _MOST_DEVICES, _MOST_DEPTH, _MOST_NODES, _MOST_RATES = 256, 16, 32, 16
 
 
-class Detour(msgspec.Struct, frozen=True):
-    """A rail that a GPU had better reach through the memory of another one.
+class PxnRoute(msgspec.Struct, frozen=True):
+    """A rail that this rank's GPU reaches best through the memory of another GPU.
 
-    ``rail`` is the position among the RDMA rails, ``via`` the bus id of the other GPU, which some
-    rank of this host uses.
+    ``rail`` is the index among the RDMA rails, ``via`` the bus id of the other GPU, which a rank of
+    this host uses.
     """
 
     rail: int
     via: str
 
 
-class Nearness(msgspec.Struct, frozen=True):
-    """What `explore` finds out.
+class NicAffinity(msgspec.Struct, frozen=True):
+    """Result of `find_nic_affinity`.
 
-    ``homes`` are those of every rank: positions of rails, ascending, one at least. ``detours`` are
-    this rank's, by rail.
+    ``homes``: the home rails of every rank, as ascending indices, at least one each.
+    ``pxn_routes``: this rank's, ordered by rail.
     """
 
     homes: tuple[tuple[int, ...], ...]
-    detours: tuple[Detour, ...]
+    pxn_routes: tuple[PxnRoute, ...]
 
 
-def explore(
+def find_nic_affinity(
     rank: int,
     nodes: Sequence[Sequence[int]],
     *,
     bus_id: str,
     labels: Sequence[str],
     read: Callable[[], Machine],
-    gather: Gather,
-) -> Nearness:
-    """Find out together which rails are near to whose GPU.
+    allgather: AllgatherBytes,
+) -> NicAffinity:
+    """Find the rails near each rank's GPU, on all ranks.
 
     Parameters
     ----------
     rank : int
     nodes : sequence of sequence of int
-        Of every host its ranks.
+        The ranks of each host.
     bus_id : str
-        Of this rank's GPU.
+        PCI bus id of this rank's GPU.
     labels : sequence of str
-        Of every RDMA rail this rank's port, ``mlx5_0:1``. All ranks have as many.
+        This rank's port of each RDMA rail, as ``mlx5_0:1``; equally many on all ranks.
     read : callable
-        Returns this host's machine as this process sees it, with its own GPU at least.
-    gather : callable
+        Returns this host's machine as this process sees it, including this rank's GPU.
+    allgather : callable
 
     Returns
     -------
-    Nearness
+    NicAffinity
 
     Raises
     ------
@@ -101,32 +100,34 @@ def explore(
 
     Notes
     -----
-    *Collective*: all ranks. *Cost*: three messages to all, one of them of some kilobytes.
+    *Collective*: all ranks. *Cost*: three allgathers, one of some kilobytes a rank.
     """
-    nrails, said = _exchange(rank, len(labels), _describe(rank, bus_id, labels, read), gather)
+    nrails, received = _exchange(
+        rank, len(labels), _encode_report(rank, bus_id, labels, read), allgather
+    )
     members = next(tuple(node) for node in nodes if rank in node)
-    cards, why = _cards_of(members, said, nrails)
-    machine = merge([card.machine for card in cards]) if cards else None
+    reports, why = _reports_of(members, received, nrails)
+    machine = merge([report.machine for report in reports]) if reports else None
     homes: tuple[int, ...] = tuple(range(nrails))
-    detours: tuple[Detour, ...] = ()
+    pxn_routes: tuple[PxnRoute, ...] = ()
     if machine is None or (why := _excess(machine)):
         told = f"every NIC: {why}"
     else:
-        mine = cards[members.index(rank)]
-        homes, detours = _judge(mine, machine)
-        told = _told(mine.labels, homes, detours)
-    _log.info("rank %d: GPU %s is at home on %s", rank, bus_id, told)
-    masks = gather(_HOMES.pack(sum(1 << rail for rail in homes)))
-    return Nearness(tuple(_rails_of(mask, nrails) for mask in masks), detours)
+        mine = reports[members.index(rank)]
+        homes, pxn_routes = _assign(mine, machine)
+        told = _summary(mine.labels, homes, pxn_routes)
+    _log.info("rank %d: home rails of GPU %s: %s", rank, bus_id, told)
+    masks = allgather(_HOMES.pack(sum(1 << rail for rail in homes)))
+    return NicAffinity(tuple(_rails_of(mask, nrails) for mask in masks), pxn_routes)
 
 
 def common_homes(homes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the rails that a group of ranks plans with: those at home with any of them.
+    """Return the union of the home rails of a group of ranks, with which the group plans.
 
     Parameters
     ----------
     homes : sequence of sequence of int
-        Of every rank of the group.
+        Home rails of each rank of the group.
 
     Returns
     -------
@@ -136,23 +137,25 @@ def common_homes(homes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sorted({rail for rails in homes for rail in rails}))
 
 
-class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank tells: its GPU, its ports by rail, and what of its machine these depend on."""
+class _MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Report of a rank: its GPU, its ports by rail, and the part of its machine around them."""
 
     bus_id: str
     labels: tuple[str, ...]
     machine: Machine
 
 
-def _describe(rank: int, bus_id: str, labels: Sequence[str], read: Callable[[], Machine]) -> bytes:
-    """Return this rank's card, encoded; empty where it has none to give."""
+def _encode_report(
+    rank: int, bus_id: str, labels: Sequence[str], read: Callable[[], Machine]
+) -> bytes:
+    """Return this rank's report, encoded; empty if it cannot report."""
     try:
-        card = msgspec.msgpack.encode(_card(bus_id, labels, read()))
+        report = msgspec.msgpack.encode(_report_of(bus_id, labels, read()))
         why = ""
-        if len(card) > _MOST_NBYTES:
-            why = f"what describes the way has {len(card)} bytes, more than {_MOST_NBYTES}"
-    except Exception as exc:  # of drivers too: whatever it is, the others wait for this rank
-        card, why = b"", f"{type(exc).__name__}: {exc}"
+        if len(report) > _MOST_NBYTES:
+            why = f"the report of its PCI paths has {len(report)} bytes, more than {_MOST_NBYTES}"
+    except Exception as exc:  # drivers may raise anything, and the other ranks wait for this one
+        report, why = b"", f"{type(exc).__name__}: {exc}"
     if why:
         _log.warning(
             "rank %d: cannot tell which NICs are near to GPU %s (%s): all count as near on this "
@@ -160,16 +163,16 @@ def _describe(rank: int, bus_id: str, labels: Sequence[str], read: Callable[[], 
             rank, bus_id, why,
         )  # fmt: skip
         return b""
-    return card
+    return report
 
 
-def _card(bus_id: str, labels: Sequence[str], machine: Machine) -> _Card:
-    """Return a card with that part of a machine which its ways from the GPU to ports depend on.
+def _report_of(bus_id: str, labels: Sequence[str], machine: Machine) -> _MachineReport:
+    """Return a report with the part of `machine` on the paths from the GPU to the ports.
 
     Raises
     ------
     InvalidArgument
-        The GPU or a port is not there, or the machine is not whole.
+        The machine has no such GPU or port, or lacks a part.
     """
     gpu = machine.gpu(parse_bus_id(bus_id))
     ports = [machine.port(label) for label in labels]
@@ -188,25 +191,29 @@ def _card(bus_id: str, labels: Sequence[str], machine: Machine) -> _Card:
         ports,
         [link for link in machine.nvlinks if link.gpu == gpu.bus_id],
     )
-    return _Card(gpu.bus_id, tuple(labels), part)
+    return _MachineReport(gpu.bus_id, tuple(labels), part)
 
 
-def _understand(said: bytes) -> _Card | None:
-    """Return the card that a rank gave; None where it is none that can be judged."""
+def _decode(received: bytes) -> _MachineReport | None:
+    """Decode a rank's report; None if it is unusable."""
     try:
-        card = msgspec.msgpack.decode(said, type=_Card)
-        card = _card(card.bus_id, card.labels, card.machine)  # nothing more than is asked for
+        report = msgspec.msgpack.decode(received, type=_MachineReport)
+        report = _report_of(
+            report.bus_id, report.labels, report.machine
+        )  # drop parts that are not needed
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
-    # The figures for links are by models and compute capabilities, and begin at 0.
-    least = min(*(gpu.compute_capability for gpu in card.machine.gpus),
-                *(node.model for node in card.machine.nodes))  # fmt: skip
-    return card if least >= 0 else None
+    # Link rates are looked up by model and compute capability, which are not negative.
+    least = min(*(gpu.compute_capability for gpu in report.machine.gpus),
+                *(node.model for node in report.machine.nodes))  # fmt: skip
+    return report if least >= 0 else None
 
 
-def _exchange(rank: int, nrails: int, card: bytes, gather: Gather) -> tuple[int, list[bytes]]:
-    """Return how many rails all ranks have, and what each told; too much is as good as nothing."""
-    heads = [_head_of(said) for said in gather(_HEAD.pack(len(card), nrails))]
+def _exchange(
+    rank: int, nrails: int, report: bytes, allgather: AllgatherBytes
+) -> tuple[int, list[bytes]]:
+    """Return the number of rails and all ranks' encoded reports; one over the limit is empty."""
+    heads = [_parse_head(received) for received in allgather(_HEAD.pack(len(report), nrails))]
     counts = [head[1] for head in heads if head is not None] or [nrails]
     if not 1 <= min(counts) == max(counts) <= _MOST_RAILS:
         raise InvalidArgument(
@@ -215,42 +222,42 @@ def _exchange(rank: int, nrails: int, card: bytes, gather: Gather) -> tuple[int,
         )
     lengths = [head[0] if head is not None and head[0] <= _MOST_NBYTES else 0 for head in heads]
     longest = max(1, *lengths)
-    said = gather(card[:longest].ljust(longest, b"\0"))
-    return counts[0], [each[:length] for each, length in zip(said, lengths, strict=True)]
+    received = allgather(report[:longest].ljust(longest, b"\0"))
+    return counts[0], [each[:length] for each, length in zip(received, lengths, strict=True)]
 
 
-def _head_of(said: bytes) -> tuple[int, int] | None:
-    if len(said) != _HEAD.size:
+def _parse_head(received: bytes) -> tuple[int, int] | None:
+    if len(received) != _HEAD.size:
         return None
-    nbytes, nrails = _HEAD.unpack(said)
+    nbytes, nrails = _HEAD.unpack(received)
     return nbytes, nrails
 
 
-def _cards_of(
-    members: Sequence[int], said: Sequence[bytes], nrails: int
-) -> tuple[list[_Card], str]:
-    """Return the cards of a host's ranks; none, and why, where these do not tell what is near."""
-    cards: list[_Card] = []
+def _reports_of(
+    members: Sequence[int], received: Sequence[bytes], nrails: int
+) -> tuple[list[_MachineReport], str]:
+    """Decode the reports of a host's ranks; if one is unusable return none, and why."""
+    reports: list[_MachineReport] = []
     for member in members:
-        card = _understand(said[member])
-        if card is None:
+        report = _decode(received[member])
+        if report is None:
             return [], f"rank {member} does not know its machine"
-        if len(card.labels) != nrails:
-            return [], f"rank {member} names {len(card.labels)} NICs for {nrails} rails"
-        if cards and card.labels != cards[0].labels:
+        if len(report.labels) != nrails:
+            return [], f"rank {member} names {len(report.labels)} NICs for {nrails} rails"
+        if reports and report.labels != reports[0].labels:
             return [], f"ranks {members[0]} and {member} have different NICs for a rail"
-        cards.append(card)
-    return cards, ""
+        reports.append(report)
+    return reports, ""
 
 
 def _excess(machine: Machine) -> str:
-    """Say what a host, as its ranks tell it together, has more of than any; empty: nothing."""
+    """Return which limit the merged machine of a host exceeds; empty: none."""
     parents = {device.bus_id: device.parent for device in machine.pci}
     links = {(device.speed_mtps, device.width) for device in machine.pci}
     speeds = {port.speed_mbps for port in machine.ports}
     for what, count, most in (
         ("PCI devices", len(parents), _MOST_DEVICES),
-        ("PCI devices on one way", _depth(parents), _MOST_DEPTH),
+        ("PCI devices on one path", _depth(parents), _MOST_DEPTH),
         ("NUMA nodes", len(machine.nodes), _MOST_NODES),
         ("rates of links", len(links) + len(speeds), _MOST_RATES),
     ):
@@ -260,9 +267,9 @@ def _excess(machine: Machine) -> str:
 
 
 def _depth(parents: Mapping[str, str]) -> int:
-    """Return how many devices lead to the one that is farthest down, itself included.
+    """Return the number of devices on the longest path down, up to one beyond the limit.
 
-    Ways are followed a little beyond what is allowed, for they may be circles.
+    The bound ends the search in a report with a cycle.
     """
     at, depth = set(parents), 0
     while at and depth <= _MOST_DEPTH:
@@ -271,23 +278,23 @@ def _depth(parents: Mapping[str, str]) -> int:
     return depth
 
 
-def _judge(mine: _Card, machine: Machine) -> tuple[tuple[int, ...], tuple[Detour, ...]]:
-    """Return the homes and the detours of a rank's GPU in its host's machine."""
+def _assign(mine: _MachineReport, machine: Machine) -> tuple[tuple[int, ...], tuple[PxnRoute, ...]]:
+    """Return the home rails and the PXN routes of a rank's GPU."""
     gpus = [gpu.bus_id for gpu in machine.gpus]
     affinity = Affinity(machine, gpus=gpus, ports=mine.labels)
     rails = {label: rail for rail, label in enumerate(mine.labels)}
     found = _homes(affinity, len(mine.labels) // len(gpus)).get(mine.bus_id, mine.labels)
     routes = affinity.preferences().get(mine.bus_id, ())
     vias = {rails[route.port]: route.via for route in routes if route.via is not None}
-    detours = tuple(Detour(rail, via) for rail, via in sorted(vias.items()))
-    return tuple(sorted({rails[label] for label in found})), detours
+    pxn_routes = tuple(PxnRoute(rail, via) for rail, via in sorted(vias.items()))
+    return tuple(sorted({rails[label] for label in found})), pxn_routes
 
 
 def _homes(affinity: Affinity, share: int) -> dict[str, list[str]]:
-    """Return the ports that each GPU is at home on: `share` of them, as far as it has use for them.
+    """Return the home ports of each GPU: `share` of them, as far as it can use them.
 
-    One more flow of each GPU shows who has use for a port that is left over. The first of these
-    gets it to which it is no farther than those it has: on a longer way it could hold up others.
+    One more flow of each GPU shows which GPUs can use a spare port. The first of them for which it
+    is no farther than its other ports gets it: over a longer path it could delay others.
     """
     nflows = max(1, share)
     routes = affinity.assign(nflows + 1)
@@ -306,18 +313,18 @@ def _homes(affinity: Affinity, share: int) -> dict[str, list[str]]:
     return homes
 
 
-def _rails_of(said: bytes, nrails: int) -> tuple[int, ...]:
-    """Return the homes that a rank told; all rails where it told none, or such as there are not."""
-    mask = _HOMES.unpack(said)[0] if len(said) == _HOMES.size else 0
+def _rails_of(received: bytes, nrails: int) -> tuple[int, ...]:
+    """Decode a rank's home rails; all rails if it sent none, or one that does not exist."""
+    mask = _HOMES.unpack(received)[0] if len(received) == _HOMES.size else 0
     if not 0 < mask < 1 << nrails:
         return tuple(range(nrails))
     return tuple(rail for rail in range(nrails) if mask >> rail & 1)
 
 
-def _told(labels: Sequence[str], homes: Sequence[int], detours: Sequence[Detour]) -> str:
-    ways = [", ".join(labels[rail] for rail in homes)]
-    ways += [f"{labels[detour.rail]} through GPU {detour.via}" for detour in detours]
-    return "; ".join(ways)
+def _summary(labels: Sequence[str], homes: Sequence[int], pxn_routes: Sequence[PxnRoute]) -> str:
+    parts = [", ".join(labels[rail] for rail in homes)]
+    parts += [f"{labels[pxn_route.rail]} through GPU {pxn_route.via}" for pxn_route in pxn_routes]
+    return "; ".join(parts)
 
 
-__all__ = ["Detour", "Nearness", "common_homes", "explore"]
+__all__ = ["NicAffinity", "PxnRoute", "common_homes", "find_nic_affinity"]

@@ -1,6 +1,6 @@
-"""Operands in device memory: what the executor says of a slice becomes one kernel or one copy.
+"""Turns each step of a slice, as the executor runs it, into one kernel or one copy in GPU memory.
 
-The work goes to an `Offload`. Must not import links or transports, nor touch a byte.
+The work goes to a `ReductionStream`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from r2ccl.device.views import address_of, view_of
-from r2ccl.gpu.device_reduction import Offload
+from r2ccl.gpu.device_reduction import ReductionStream
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.planning.lowering import Layout, Step
 from r2ccl.schedule.ir import OpKind, Space
@@ -22,17 +22,17 @@ class DeviceOperands:
     Parameters
     ----------
     layout : Layout
-        Of no eager slice but empty ones (`cleared`).
+        As `cleared` returns: only empty slices are eager.
     call : CallSignature
     spaces : sequence of int
-        Addresses of input, output and scratch memory, by `Space`.
+        Addresses of input, output and scratch memory, indexed by `Space`.
     nranks : int
-    offload : Offload
+    reductions : ReductionStream
     is_bandwidth_sample : bool
     """
 
     __slots__ = (
-        "_by_kind", "_nranks", "_offload", "_spaces", "is_bandwidth_sample", "layout", "views",
+        "_by_kind", "_nranks", "_reductions", "_spaces", "is_bandwidth_sample", "layout", "views",
     )  # fmt: skip
 
     def __init__(
@@ -42,14 +42,14 @@ class DeviceOperands:
         spaces: Sequence[int],
         *,
         nranks: int,
-        offload: Offload,
+        reductions: ReductionStream,
         is_bandwidth_sample: bool,
     ) -> None:
         self.layout = layout
         self.is_bandwidth_sample = is_bandwidth_sample
         self._spaces = spaces
         self._nranks = nranks
-        self._offload = offload
+        self._reductions = reductions
         nbytes = layout.count * layout.itemsize
         self.views = tuple(view_of(address, nbytes) for address in spaces)
         self._by_kind = {(form.ninputs, form.is_divided): form for form in forms_of(call)}
@@ -72,20 +72,20 @@ class DeviceOperands:
         form = self._by_kind.get((len(sources), step.is_final))
         form = form or self._by_kind.get((len(sources), False))
         if form is not None:
-            return self._offload.run(form, sources, out, hi - lo, self._nranks)
+            return self._reductions.run(form, sources, out, hi - lo, self._nranks)
         if sources[0] == out:
             return 0
-        return self._offload.copy(out, sources[0], (hi - lo) * self.layout.itemsize)
+        return self._reductions.copy(out, sources[0], (hi - lo) * self.layout.itemsize)
 
     def _at(self, space: Space, element: int) -> int:
         return self._spaces[space] + element * self.layout.itemsize
 
 
 def forms_of(call: CallSignature) -> Iterator[Form]:
-    """Yield what kernels the slices of a collective take.
+    """Yield the kernels that a collective's slices need.
 
-    Two inputs are reduced, and those of the last contribution divided with AVG; one input is
-    divided alone where the last contribution came otherwise. All other steps copy.
+    Two inputs are reduced; with AVG the last contribution is divided too, or a single input if
+    that contribution arrived without a reduction. All other steps copy.
     """
     if call.collective not in REDUCTIONS:
         return

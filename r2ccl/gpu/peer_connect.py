@@ -1,8 +1,7 @@
-"""Joining a node: do the ranks' GPUs reach each other's memory, and where do they tell each other.
+"""Connects `PeerBackend`: the ranks of each node try to access each other's GPU memory.
 
-Nothing is believed, all is tried: every rank exports an allocation of its own and maps those of the
-others, and opens the memory of the notice board. One that cannot says so to all, and all do
-without.
+Every rank exports an allocation, maps those of the other ranks of its node, and opens the memory of
+their `IpcBoard`. If one fails, no rank uses the backend.
 
 Invariant: all ranks get their node's board, or none does.
 """
@@ -15,90 +14,90 @@ from collections.abc import Sequence
 
 from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
-from r2ccl.gpu.gathering import Gather
-from r2ccl.gpu.ipc_board import RANK_NBYTES, NoticeBoard, SharedFile
+from r2ccl.gpu.ipc_board import RANK_NBYTES, IpcBoard, SharedFile
+from r2ccl.types import AllgatherBytes
 
 _log = logging.getLogger(__name__)
 
-_CARD = struct.Struct("<?64s16s")
+_OFFER = struct.Struct("<?64s16s")
 _PROBE_NBYTES = 256
 
 
-def join(
-    device: Device, rank: int, nodes: Sequence[Sequence[int]], gather: Gather
-) -> NoticeBoard | str:
-    """Find out together whether the GPUs of every node reach each other's memory.
+def connect_peers(
+    device: Device, rank: int, nodes: Sequence[Sequence[int]], allgather: AllgatherBytes
+) -> IpcBoard | str:
+    """Try CUDA IPC within every node, on all ranks.
 
     Parameters
     ----------
     device : Device
     rank : int
     nodes : sequence of sequence of int
-        Of every node its ranks.
-    gather : callable
+        The ranks of each node.
+    allgather : callable
 
     Returns
     -------
-    NoticeBoard or str
-        The board of this rank's node, or why no node has one.
+    IpcBoard or str
+        The board of this rank's node, or on all ranks why there is none.
 
     Notes
     -----
-    *Collective*: all ranks. *Cost*: three small messages to all.
+    *Collective*: all ranks. *Cost*: three small allgathers.
     """
     members = next(tuple(node) for node in nodes if rank in node)
     probe = device.allocate(_PROBE_NBYTES)
     try:
-        why, file = _offer(device, rank, members, probe, gather)
+        why, file = _offer(device, rank, members, probe, allgather)
     finally:
         device.free(probe)
     if file is None:
         return why
-    return NoticeBoard(file.memory, members.index(rank), len(members))
+    return IpcBoard(file.memory, members.index(rank), len(members))
 
 
 def _offer(
-    device: Device, rank: int, members: Sequence[int], probe: int, gather: Gather
+    device: Device, rank: int, members: Sequence[int], probe: int, allgather: AllgatherBytes
 ) -> tuple[str, SharedFile | None]:
-    why, card, file, name = "", _CARD.pack(False, b"", b""), None, b""
+    why, offer, file, name = "", _OFFER.pack(False, b"", b""), None, b""
     try:
         handle, _ = device.export(probe)
         if rank == members[0]:
             file, name = SharedFile.create(len(members) * RANK_NBYTES)
-        card = _CARD.pack(True, handle, name)
+        offer = _OFFER.pack(True, handle, name)
     except TransportError as exc:
         why = str(exc)
     try:
-        return _agree(device, rank, members, card, file, why, gather)
+        return _agree(device, rank, members, offer, file, why, allgather)
     finally:
         if name:
             SharedFile.forget(name)
 
 
 def _agree(
-    device: Device, rank: int, members: Sequence[int], card: bytes, file: SharedFile | None,
-    why: str, gather: Gather,
+    device: Device, rank: int, members: Sequence[int], offer: bytes, file: SharedFile | None,
+    why: str, allgather: AllgatherBytes,
 ) -> tuple[str, SharedFile | None]:  # fmt: skip
-    cards = [_CARD.unpack(each) for each in gather(card)]
-    if all(is_able for is_able, _, _ in cards):
+    offers = [_OFFER.unpack(each) for each in allgather(offer)]
+    if all(is_able for is_able, _, _ in offers):
         try:
-            # Once, to see that it can be done.
+            # Only to try it.
             for peer in members:
                 if peer != rank:
-                    device.unmap(device.map(cards[peer][1]))
+                    device.unmap(device.map(offers[peer][1]))
             if rank != members[0]:
-                file = SharedFile.open(cards[members[0]][2], len(members) * RANK_NBYTES)
+                file = SharedFile.open(offers[members[0]][2], len(members) * RANK_NBYTES)
         except TransportError as exc:
             why = str(exc)
     elif not why:
-        why = f"rank {[is_able for is_able, _, _ in cards].index(False)} cannot, see its log"
-    answers = gather(bytes([not why]))
-    # Nobody frees what others still map: that all are through says the next message.
-    gather(b"\0")
+        why = f"rank {[is_able for is_able, _, _ in offers].index(False)} cannot, see its log"
+    answers = allgather(bytes([not why]))
+    # Nobody frees an allocation before all ranks have unmapped it.
+    allgather(b"\0")
     if all(answer[0] for answer in answers):
         return "", file
     refusing = [peer for peer, answer in enumerate(answers) if not answer[0]]
     return why or f"rank {refusing[0]} cannot, see its log", None
 
 
-__all__ = ["join"]
+__all__ = ["connect_peers"]

@@ -1,9 +1,9 @@
-"""Wired memory: device memory of this library's own that every NIC reaches, by purpose.
+"""Device memory of this library's run_in_data_loop that every NIC has registered.
 
-Landing places, partial sums, and what stands in for arrays that the NICs do not reach. Areas grow
-and are kept; one that was outgrown is freed when nothing works on it. Must not import links.
+It holds landing places, partial sums, and staging copies of arrays that NICs cannot reach. Areas
+grow and are kept; a replaced one is freed when nothing uses it.
 
-Invariant: what is handed out is registered on every NIC for as long as it is kept.
+Invariant: memory that is handed out is registered with every NIC for as long as it is kept.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from r2ccl.transport.base import Registered
 
 #: Registers device memory with every NIC, or raises TransportError: `Transport.register_device`.
 Register = Callable[[int, int], Registered]
-#: Runs something as the owner of the data loop, who alone may touch the transport.
-Own = Callable[[Callable[[], Any]], Any]
+#: Calls a function in the thread that owns the data loop, and thereby the transport.
+RunInDataLoop = Callable[[Callable[[], Any]], Any]
 
-#: Places begin at multiples of it, where kernels read whole lines of memory.
+#: CallAddresses begin at multiples of it, where kernels read whole lines of memory.
 _ALIGNMENT = 256
 
 
-class Purpose(enum.Enum):
-    """What an area is for."""
+class AreaPurpose(enum.Enum):
+    """Use of an area."""
 
     INPUT = "input"
     OUTPUT = "output"
@@ -39,71 +39,73 @@ class _Area(NamedTuple):
     registered: Registered
 
 
-class WiredMemory:
-    """Areas of one device.
+class RegisteredDeviceMemory:
+    """Registered memory of one device.
 
     Parameters
     ----------
     device : Device
     register : callable
-    own : callable
+    run_in_data_loop : callable
     slab_nbytes : int
-        Landing places are cut from so much at a time, at least.
+        Size of the allocations that landing places are cut from.
 
     Raises
     ------
     TransportError
-        The NICs do not reach the device's memory, or there is no more of it.
+        The NICs do not reach the device's memory, or it is full.
     """
 
-    def __init__(self, device: Device, register: Register, own: Own, slab_nbytes: int) -> None:
+    def __init__(
+        self, device: Device, register: Register, run_in_data_loop: RunInDataLoop, slab_nbytes: int
+    ) -> None:
         self._device = device
         self._register = register
-        self._own = own
+        self._run_in_data_loop = run_in_data_loop
         self._slab_nbytes = slab_nbytes
-        self._areas: dict[Purpose, _Area] = {}
-        #: Outgrown areas, and slabs of landing places; the last slab has room from ``_cut``.
-        self._outgrown: list[_Area] = []
+        self._areas: dict[AreaPurpose, _Area] = {}
+        #: Replaced areas, and slabs of landing places; the last slab is free from ``_cut``.
+        self._replaced: list[_Area] = []
         self._slabs: list[_Area] = []
         self._cut = 0
         self._slabs.append(self._make(slab_nbytes, self.register))
 
     def register(self, address: int, nbytes: int) -> Registered:
-        """Register memory, the caller's too; for who does not own the data loop."""
-        made: Registered = self._own(lambda: self._register(address, nbytes))
+        """Register memory, also the user's; in any thread but the data loop's."""
+        made: Registered = self._run_in_data_loop(lambda: self._register(address, nbytes))
         return made
 
     def release(self, registered: Registered) -> None:
-        """End a registration; for who does not own the data loop."""
-        self._own(registered.close)
+        """End a registration; in any thread but the data loop's."""
+        self._run_in_data_loop(registered.close)
 
-    def has(self, purpose: Purpose, nbytes: int) -> bool:
-        """Whether `area` need not allocate."""
+    def has(self, purpose: AreaPurpose, nbytes: int) -> bool:
+        """Return whether `area` need not allocate."""
         found = self._areas.get(purpose)
         return not nbytes or (found is not None and found.nbytes >= nbytes)
 
-    def area(self, purpose: Purpose, nbytes: int) -> int:
-        """Return the address of `nbytes` bytes; what they held for a smaller size is lost.
+    def area(self, purpose: AreaPurpose, nbytes: int) -> int:
+        """Return the address of an area of `nbytes` bytes; growing loses its contents.
 
         Raises
         ------
         TransportError
-            There is no more memory, or the NICs refused.
+            Memory is full, or a NIC failed.
         """
         if not self.has(purpose, nbytes):
             made = self._make(1 << (nbytes - 1).bit_length(), self.register)
             if purpose in self._areas:
-                self._outgrown.append(self._areas[purpose])
+                self._replaced.append(self._areas[purpose])
             self._areas[purpose] = made
         return self._areas[purpose].address if nbytes else 0
 
     def place(self, nbytes: int) -> memoryview:
-        """Cut a landing place, for ever; for the owner of the data loop.
+        """Allocate a landing place, until `close`; in the data loop.
 
         Raises
         ------
         TransportError
-            As `area`.
+            See `area`.
         """
         wanted = aligned(nbytes)
         if self._cut + wanted > self._slabs[-1].nbytes:
@@ -114,17 +116,17 @@ class WiredMemory:
         self._cut += wanted
         return view_of(at, nbytes)
 
-    def tidy(self) -> None:
-        """Free what was outgrown; nothing works on it."""
-        while self._outgrown:
-            self._free(self._outgrown.pop())
+    def free_replaced(self) -> None:
+        """Free replaced areas; nothing uses them."""
+        while self._replaced:
+            self._free(self._replaced.pop())
 
     def close(self) -> None:
-        """Free everything; nothing works on it."""
-        self._outgrown += [*self._areas.values(), *self._slabs]
+        """Free everything; nothing uses it."""
+        self._replaced += [*self._areas.values(), *self._slabs]
         self._areas.clear()
         self._slabs.clear()
-        self.tidy()
+        self.free_replaced()
 
     def _make(self, nbytes: int, register: Register) -> _Area:
         address = self._device.allocate(nbytes)
@@ -140,8 +142,8 @@ class WiredMemory:
 
 
 def aligned(nbytes: int) -> int:
-    """Return how far apart places of `nbytes` bytes begin, in bytes."""
+    """Return `nbytes` rounded up to the alignment of places."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-__all__ = ["Own", "Purpose", "Register", "WiredMemory", "aligned"]
+__all__ = ["AreaPurpose", "Register", "RegisteredDeviceMemory", "RunInDataLoop", "aligned"]

@@ -1,21 +1,20 @@
-"""Bounce buffers: collectives on device memory over rails that reach host memory alone.
+"""Collectives on GPU memory through pinned host memory, for rails that reach only host memory.
 
 Theory of operation
 -------------------
-A call is cut into windows (`r2ccl.gpu.staged_windows`). All the device has to do for all of them is
-given to one stream at the call: copy window 0 and 1 out, into two slots of pinned memory; wait for
-window 0 to come back; copy it in; copy window 2 out into its slot; and so on. *Coming back* is a
-word in pinned memory, the gate, which counts windows: the host, in the communicator's worker, waits
-for a window's copy, runs the collective on the slot, and lets the gate go on. So the copies of one
-window overlap the collective of another, the caller's thread never waits, and everything on the
-device is ordered by what the driver sees.
+A call is cut into windows (`r2ccl.gpu.staged_windows`). All of the device's work is enqueued on one
+stream at the call: copy windows 0 and 1 out, into two slots of pinned memory; wait for the host to
+return window 0; copy it in; copy window 2 out into its slot; and so on. The stream waits at a word
+in pinned memory that counts windows (`r2ccl.gpu.host_signal`). For each window the communicator's
+worker waits for the copy, runs the collective on the slot, and increments the word. So the copies
+of one window overlap the collective of another, and the caller's thread never waits.
 
-Nothing can wait for ever for want of a place in a queue of the hardware: what the gate waits for
-was given to the same stream before. A call that fails opens the gate for all its windows: what is
-copied in then is worthless, the communicator has ended, and no stream hangs.
+No deadlock by a full hardware queue is possible: work that the word waits for was enqueued on the
+same stream before. A failed call increments the word past all its windows: the result is undefined,
+the communicator has ended, and no stream hangs.
 
-Must not import links. Invariants: a slot is written by anybody only after what was in
-it was copied in, by the order of the stream; the gate only ever goes up, in the order of calls.
+Invariants: a slot is written only after its previous contents were copied in, by the stream's
+order; the word only increases, in the order of calls.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ from r2ccl.clock import Clock
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import TransportTimeout
-from r2ccl.gpu.host_signal import Gated
-from r2ccl.gpu.staged_windows import Grid, Window, grid_of, windows
+from r2ccl.gpu.host_signal import SignalledStream
+from r2ccl.gpu.staged_windows import Window, WindowGrid, window_grid, windows
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, Collective
 
 Array = npt.NDArray[Any]
-#: Enters a collective, by an allreduce of the caller's own if there is one; returns its plan.
+#: Enters a collective, by the caller's own schedule if there is one; returns its plan.
 Enter = Callable[[CallSignature, Schedule | None], Any]
-#: Runs a collective on host memory: its plan, what it reads, what it writes.
+#: Runs a collective on host memory: its plan, source and output.
 HostRun = Callable[[Any, Array, Array], None]
 
 _NSLOTS = 2
-#: The communicator's end is looked for this often while the device is waited for.
+#: Interval of checks for the end of the communicator while waiting for the device.
 _LOOK_S = 0.05
 
 
 class DeviceCall(NamedTuple):
-    """A collective on device memory.
+    """A collective on GPU memory.
 
-    ``source`` and ``output`` are addresses; a rank that has no output gives 0. ``schedule`` is an
+    ``source`` and ``output`` are addresses; 0: this rank has no output. ``schedule`` is an
     allreduce of the caller's own.
     """
 
@@ -60,40 +59,40 @@ class DeviceCall(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Which rows of a window are copied: `number` of them from `first`."""
+    """Rows of a window that are copied: `number` of them from `first`."""
 
     first: int
     number: int
 
 
-class Job(msgspec.Struct, eq=False):
-    """The part of a call that the host has to do; for one `Bounce.run`."""
+class StagedJob(msgspec.Struct, eq=False):
+    """The host's part of a call."""
 
     call: DeviceCall
     enter: Enter
-    grid: Grid
-    #: Windows given to the stream so far: what each is, its event, its number at the gate.
+    grid: WindowGrid
+    #: Windows enqueued so far: the window, the event of its copy out, its number.
     windows: list[tuple[Window, Event, int]]
-    #: What spoiled the call, if anything did.
+    #: Why the call failed, if it did.
     error: BaseException | None = None
 
 
-class Bounce(Gated):
-    """The bounce buffers of one communicator on one device.
+class StagedBackend(SignalledStream):
+    """Collectives of one rank through two bounce buffers (slots) in pinned memory.
 
     Parameters
     ----------
     device : Device
     rank, nranks : int
     slot_nbytes : int
-        Size of each of the two slots.
+        Size of each slot.
     enter, run : callable
         Enter a collective and run it on host memory.
     check : callable
-        Raises what ended the communicator, if anything did.
+        Raises the error that ended the communicator, if any.
     clock : Clock
     timeout_s : float
-        How long the work that the caller gave the device before may take.
+        Limit for the caller's earlier work on the device.
     """
 
     def __init__(
@@ -118,122 +117,122 @@ class Bounce(Gated):
         self._timeout_s = timeout_s
         self._slot_nbytes = slot_nbytes
         self._slots = [device.allocate_pinned(slot_nbytes) for _ in range(_NSLOTS)]
-        #: Windows given to the stream since the beginning.
-        self._given = 0
+        #: Number of windows enqueued by all calls.
+        self._nenqueued = 0
 
-    def takes(self, call: DeviceCall, nranks: int = 0) -> bool:
-        """Whether a call can be carried out: every one."""
+    def supports(self, call: DeviceCall, nranks: int = 0) -> bool:
+        """Return True: every call is supported."""
         return True
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """See `Way`: every call is."""
+        """Return True: there is nothing to prepare."""
         return True
 
     def prepare(self, call: DeviceCall) -> None:
-        """See `Way`: there is nothing to do."""
+        """Do nothing; see `GpuBackend`."""
 
     def begin(
         self, call: DeviceCall, stream: Stream, enter: Enter | None = None, widest: int = 0
-    ) -> tuple[Job, Event]:
-        """Give the device all it has to do; the caller's `stream` is not touched but read.
+    ) -> tuple[StagedJob, Event]:
+        """Enqueue all of the device's work; nothing is enqueued on the caller's `stream`.
 
         Parameters
         ----------
         call : DeviceCall
         stream : Stream
         enter : callable, optional
-            Enters the collective of each window; default: of all ranks.
+            Enters the collective of each window; default: a collective of all ranks.
         widest : int, optional
-            There are as many windows as for a call of so many columns, if that is wider.
+            Make as many windows as a call of `widest` columns has, if it is wider.
 
         Returns
         -------
-        Job
+        StagedJob
             For `finish` or `abandon`, one of which must follow, in the order of `begin`. Its
-            ``error`` says what could not be given.
+            ``error`` is why work could not be enqueued, if so.
         Event
-            Done when the result is there. To be given back with `recycle`.
+            Done when the result is complete. Return it with `recycle`.
         """
         done = self.take_event()
         itemsize = dtype_of(call.signature.dtype).itemsize
-        grid = grid_of(call.signature, itemsize, self._nranks, self._slot_nbytes, widest)
-        job = Job(call, enter or self._enter, grid, [])
+        grid = window_grid(call.signature, itemsize, self._nranks, self._slot_nbytes, widest)
+        job = StagedJob(call, enter or self._enter, grid, [])
         try:
             self._follow(stream, done)
-            self._give(job, itemsize)
+            self._enqueue(job, itemsize)
             self._device.record(done, self._stream)
         except Exception as exc:
             job.error = exc
         return job, done
 
-    def abandon(self, job: Job, error: BaseException) -> None:
-        """Let the stream go on, `finish` or not: the call has failed elsewhere."""
+    def abandon(self, job: StagedJob, error: BaseException) -> None:
+        """Let the stream continue, even without `finish`: the call failed elsewhere."""
         job.error = job.error or error
         self._end(job)
 
-    def finish(self, job: Job) -> None:
-        """Run the collective of every window once it has been copied out; in the worker.
+    def finish(self, job: StagedJob) -> None:
+        """Run the collective of each window once it was copied out; in the worker.
 
         Raises
         ------
         TransportTimeout
-            The device did not end the work that the caller had given it before.
+            The device did not finish the caller's earlier work.
         TransportError
             The device failed.
         R2cclError
-            What ended the collective.
+            The collective failed.
         """
         try:
             self.examine(job)
             for window, fetched, number in job.windows:
                 self._await(fetched)
                 self._run_window(window, number, job)
-                self._open_gate(number)
+                self._signal(number)
         except BaseException as exc:
             job.error = exc
             raise
         finally:
-            # A failed call too: no stream may hang.
+            # After a failure too: no stream may hang.
             self._end(job)
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: StagedJob) -> None:
         if job.windows:
-            self._open_gate(job.windows[-1][2])
+            self._signal(job.windows[-1][2])
         self._events += [event for _, event, _ in job.windows]
         job.windows = []
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the stream, and free everything; no job is left.
+        """Wait for the stream, then free everything; no job is left.
 
         Raises
         ------
         TransportTimeout
-            The device still works on it; nothing was freed.
+            The device is still busy; nothing was freed.
         """
-        # Of calls that nobody finished.
-        self._open_gate(self._given)
+        # Calls that were not finished.
+        self._signal(self._nenqueued)
         if not self._is_idle_in(timeout_s):
-            raise self._still("copies", timeout_s)
+            raise self._still_busy("copies", timeout_s)
         self._free()
         for slot in self._slots:
             self._device.free_pinned(slot)
 
-    # What the device does
+    # Device
 
-    def _give(self, job: Job, itemsize: int) -> None:
-        """Two copies out, then in turns one in and one out."""
+    def _enqueue(self, job: StagedJob, itemsize: int) -> None:
+        """Enqueue two copies out, then alternately one in and one out."""
         ahead = list(windows(job.call.signature, job.grid))
-        first = self._given
+        first = self._nenqueued
         for at, window in enumerate(ahead[:_NSLOTS]):
-            self._give_out(job, window, first + at + 1, itemsize)
+            self._enqueue_copy_out(job, window, first + at + 1, itemsize)
         for at, window in enumerate(ahead):
-            self._give_in(job, window, first + at + 1, itemsize)
+            self._enqueue_copy_in(job, window, first + at + 1, itemsize)
             if at + _NSLOTS < len(ahead):
                 number = first + at + _NSLOTS + 1
-                self._give_out(job, ahead[at + _NSLOTS], number, itemsize)
+                self._enqueue_copy_out(job, ahead[at + _NSLOTS], number, itemsize)
 
-    def _give_out(self, job: Job, window: Window, number: int, itemsize: int) -> None:
-        """Copy what the collective of `window` reads to its slot."""
+    def _enqueue_copy_out(self, job: StagedJob, window: Window, number: int, itemsize: int) -> None:
+        """Enqueue the copy of `window` to its slot."""
         rows = self._rows_read(job.call.signature)
         if rows.number and window.length:
             # An allgather's input is this rank's row alone.
@@ -243,15 +242,15 @@ class Bounce(Gated):
             source = job.call.source + window.start * itemsize + (rows.first - skip) * pitch
             target = self._address(number) + rows.first * nbytes
             self._copy(target, nbytes, source, pitch, nbytes, rows.number)
-        # Also where nothing is copied: what was in the slot before has been copied in.
+        # Even if nothing is copied: the slot is free once its previous result was copied in.
         event = self.take_event()
         self._device.record(event, self._stream)
-        self._given = number
+        self._nenqueued = number
         job.windows.append((window, event, number))
 
-    def _give_in(self, job: Job, window: Window, number: int, itemsize: int) -> None:
-        """Copy the result of `window` from its slot, once the gate is there."""
-        self._wait_at_gate(number)
+    def _enqueue_copy_in(self, job: StagedJob, window: Window, number: int, itemsize: int) -> None:
+        """Enqueue the copy of the result from the slot, after the host's signal."""
+        self._wait_for_signal(number)
         rows = self._rows_written(job.call)
         if not (rows.number and window.length):
             return
@@ -294,13 +293,13 @@ class Bounce(Gated):
             return _Rows(self._rank, 1)
         return _Rows(0, int(call.output != 0))
 
-    def _sums_at(self, job: Job, window: Window) -> int:
-        """Where in a slot the result is, in elements."""
+    def _sums_at(self, job: StagedJob, window: Window) -> int:
+        """Return the offset of the result in a slot, in elements."""
         kind = job.call.signature.collective
         is_apart = kind in (Collective.REDUCE_SCATTER, Collective.REDUCE)
         return window.length * job.grid.nrows if is_apart else 0
 
-    # What the host does
+    # Host
 
     def _await(self, event: Event) -> None:
         until_s = self._clock() + self._timeout_s
@@ -315,7 +314,7 @@ class Bounce(Gated):
                     status="TIMEOUT",
                 )
 
-    def _run_window(self, window: Window, number: int, job: Job) -> None:
+    def _run_window(self, window: Window, number: int, job: StagedJob) -> None:
         dtype = dtype_of(window.call.dtype)
         slot = self._slots[number % _NSLOTS]
         data = slot[: window.call.count * dtype.itemsize].view(dtype)
@@ -330,4 +329,4 @@ class Bounce(Gated):
 #: CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far.
 _MAX_PITCH = (1 << 31) - 1
 
-__all__ = ["Bounce", "DeviceCall", "Enter", "HostRun", "Job"]
+__all__ = ["DeviceCall", "Enter", "HostRun", "StagedBackend", "StagedJob"]

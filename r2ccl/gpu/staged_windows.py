@@ -1,12 +1,11 @@
-"""Windows: a collective on memory of any size, cut into collectives that fit a bounce buffer.
+"""Cuts a collective on memory of any size into collectives that fit a bounce buffer.
 
 A call's memory is *rows* of equal length: one for an allreduce, a broadcast or a reduce, one a rank
-for an allgather or a reduce_scatter. A window is the same columns of every row, packed; the
-collective of a window is one of the same kind over fewer elements, so the windows of a call make
-its result.
+for an allgather or a reduce_scatter. A window is the same columns of every row, packed. The
+collective of a window is of the same kind over fewer elements; all windows together make the call.
 
 Pure. Invariant: equal calls and limits give equal windows on every rank, at least one; an empty
-call has one, which is empty.
+call has one empty window.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import msgspec
 from r2ccl.types import CallSignature, Collective
 
 _BY_RANK = frozenset({Collective.ALLGATHER, Collective.REDUCE_SCATTER})
-#: Those that need memory for partial sums beside what they read.
+#: Collectives whose partial sums need memory of their own.
 _SUMMED_APART = frozenset({Collective.REDUCE, Collective.REDUCE_SCATTER})
 
 
@@ -31,8 +30,8 @@ class Window(NamedTuple):
     call: CallSignature
 
 
-class Grid(NamedTuple):
-    """How a call's memory is cut.
+class WindowGrid(NamedTuple):
+    """Dimensions of the windows of a call.
 
     ``nrows`` rows of ``width`` elements; ``nwindows`` of ``length`` columns, fewer at the end.
     """
@@ -43,33 +42,32 @@ class Grid(NamedTuple):
     nwindows: int
 
 
-def grid_of(
+def window_grid(
     call: CallSignature, itemsize: int, nranks: int, limit_nbytes: int, widest: int = 0
-) -> Grid:
-    """Cut a call so that a window with what it needs beside fits `limit_nbytes`.
+) -> WindowGrid:
+    """Return the grid whose windows, with their partial sums, fit `limit_nbytes`.
 
     Parameters
     ----------
     call : CallSignature
-        Of the collective as it is called: an allgather counts its output, a reduce_scatter its
-        input.
+        An allgather counts the elements of its output, a reduce_scatter of its input.
     itemsize : int
         Bytes of an element.
     nranks : int
     limit_nbytes : int
-        At least one column of every row is taken, whatever the limit.
+        A window has at least one column of every row, whatever the limit.
     widest : int, optional
-        Columns of the widest of several calls that must have as many windows; default: this one's.
+        Columns of the widest of several calls with equal numbers of windows; default: this call's.
     """
     nrows = nranks if call.collective in _BY_RANK else 1
     width = call.count // nrows
     column_nbytes = nrows * itemsize * (2 if call.collective in _SUMMED_APART else 1)
     widest = max(1, width, widest)
     length = max(1, min(widest, limit_nbytes // column_nbytes))
-    return Grid(nrows, width, length, -(-widest // length))
+    return WindowGrid(nrows, width, length, -(-widest // length))
 
 
-def windows(call: CallSignature, grid: Grid) -> Iterator[Window]:
+def windows(call: CallSignature, grid: WindowGrid) -> Iterator[Window]:
     """Yield the windows of `call` in order; those beyond its end are empty."""
     for at in range(grid.nwindows):
         start = min(at * grid.length, grid.width)
@@ -78,4 +76,4 @@ def windows(call: CallSignature, grid: Grid) -> Iterator[Window]:
         yield Window(start, length, part)
 
 
-__all__ = ["Grid", "Window", "grid_of", "windows"]
+__all__ = ["Window", "WindowGrid", "window_grid", "windows"]

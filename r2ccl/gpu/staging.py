@@ -1,13 +1,13 @@
-"""Stand-ins: where the slices of a call on device memory travel from and to.
+"""Finds the device memory that slices of a call travel from and to.
 
-That is the caller's arrays, registered with every NIC for as long as the call takes. An array that
-NICs do not reach (of the stream-ordered pool, managed, not aligned to its elements) is copied,
-within the device, to and from memory that they do: which way all ranks take cannot depend on one
-rank's array. Partial sums that are no result of this rank's have memory of that kind too
-(`r2ccl.gpu.registered_memory`).
+That is the caller's arrays, registered with every NIC during the call. An array that NICs cannot
+reach (of the stream-ordered pool, managed, or not aligned to its elements) is copied to and from
+memory that they reach (`r2ccl.gpu.registered_memory`), since the choice of a backend, the same on
+all ranks, cannot depend on one rank's array. Partial sums that are not this rank's result have such
+memory too.
 
-Must not import links. Invariant: whether an allocation is reached is found out before the device is
-given anything that waits for the host, for finding out may wait for the device.
+Invariant: whether NICs reach an allocation is found out before the device waits for the host, since
+finding out may wait for the device.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import NamedTuple
 from r2ccl.device.base import Device
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import TransportError
-from r2ccl.gpu.device_reduction import Offload
-from r2ccl.gpu.registered_memory import Purpose, WiredMemory
+from r2ccl.gpu.device_reduction import ReductionStream
+from r2ccl.gpu.registered_memory import AreaPurpose, RegisteredDeviceMemory
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.transport.base import Registered
 from r2ccl.types import CallSignature, Collective
@@ -29,58 +29,60 @@ from r2ccl.types import CallSignature, Collective
 _log = logging.getLogger(__name__)
 
 
-class Places(NamedTuple):
-    """Where slices of a call travel: what they are read from, and where results go."""
+class CallAddresses(NamedTuple):
+    """Addresses of a call's slices: where they are read, and where results are written."""
 
     source: int
     output: int
 
 
-class _Array(NamedTuple):
-    """An array of the caller's, and what stands in for it if need be.
+class _CallerArray(NamedTuple):
+    """An array of the caller's, and the area that replaces it if NICs cannot reach it.
 
-    ``is_read`` and ``is_written`` say what the collective does to it.
+    ``is_read`` and ``is_written``: by the collective.
     """
 
     address: int
-    purpose: Purpose
+    purpose: AreaPurpose
     is_read: bool
     is_written: bool
 
 
-class StandIns:
-    """The arrays of one rank's calls on one device.
+class StagingBuffers:
+    """Arrays of one rank's calls on one device, or the staging copies that replace them.
 
     Parameters
     ----------
     device : Device
-    memory : WiredMemory
+    memory : RegisteredDeviceMemory
         Borrowed.
     rank, nranks : int
-        For whose part is whose.
+        They tell this rank's part of a buffer.
     """
 
-    def __init__(self, device: Device, memory: WiredMemory, rank: int, nranks: int) -> None:
+    def __init__(
+        self, device: Device, memory: RegisteredDeviceMemory, rank: int, nranks: int
+    ) -> None:
         self._device = device
         self._memory = memory
         self._rank = rank
         self._nranks = nranks
-        #: By the number of its allocation: whether NICs reach it.
+        #: Whether NICs reach an allocation, by its number.
         self._reached: dict[int, bool] = {}
 
     def are_ready(self, call: DeviceCall) -> bool:
-        """Whether `make_ready` has nothing to do."""
+        """Return whether `make_ready` has nothing to do."""
         return not any(map(self._is_unknown, _arrays(call))) and all(
             self._memory.has(purpose, nbytes_of(call.signature)) for purpose in self._areas(call)
         )
 
     def make_ready(self, call: DeviceCall) -> None:
-        """Find out which arrays NICs reach, and make what stands in for the others.
+        """Find out which arrays NICs reach, and allocate the areas that replace the others.
 
         Raises
         ------
         TransportError
-            There is no memory for it.
+            Memory is full.
         """
         nbytes, arrays = nbytes_of(call.signature), _arrays(call)
         if len(self._reached) + len(arrays) > _MOST_ALLOCATIONS:
@@ -91,94 +93,103 @@ class StandIns:
             self._memory.area(purpose, nbytes)
 
     @contextlib.contextmanager
-    def lent(self, call: DeviceCall, offload: Offload) -> Iterator[Places]:
-        """Hold a call's places; what the collective reads is copied there, and its results back.
+    def hold(self, call: DeviceCall, reductions: ReductionStream) -> Iterator[CallAddresses]:
+        """Register a call's arrays or copy them to areas; on exit, copy results back.
 
-        Those copies are given to `offload`: wait for them after entering, and after leaving.
+        Copies are enqueued on `reductions`: wait for them after entering, and after leaving.
 
         Raises
         ------
         TransportError
-            The device or a NIC refused.
+            The device or a NIC failed.
         """
         signature = call.signature
         nbytes = nbytes_of(signature)
         held: list[Registered] = []
         try:
             found = {
-                each.purpose: self._place(each, signature, held, offload) for each in _arrays(call)
+                each.purpose: self._address_of(each, signature, held, reductions)
+                for each in _arrays(call)
             }
             if nbytes and signature.collective == Collective.ALLGATHER:
-                own = found[Purpose.OUTPUT] + self._rank * (nbytes // self._nranks)
+                own = found[AreaPurpose.OUTPUT] + self._rank * (nbytes // self._nranks)
                 if own != call.source:
-                    offload.copy(own, call.source, nbytes // self._nranks)
-            source = found.get(Purpose.INPUT, found.get(Purpose.OUTPUT, 0))
-            output = found.get(Purpose.OUTPUT, source)
+                    reductions.copy(own, call.source, nbytes // self._nranks)
+            source = found.get(AreaPurpose.INPUT, found.get(AreaPurpose.OUTPUT, 0))
+            output = found.get(AreaPurpose.OUTPUT, source)
             if _sums_apart(call):
-                output = self._memory.area(Purpose.OUTPUT, nbytes)
-            yield Places(source, output)
-            self._store(call, found, output, offload)
+                output = self._memory.area(AreaPurpose.OUTPUT, nbytes)
+            yield CallAddresses(source, output)
+            self._store(call, found, output, reductions)
         finally:
             for registered in held:
                 self._memory.release(registered)
 
     def _store(
-        self, call: DeviceCall, found: dict[Purpose, int], output: int, offload: Offload
+        self,
+        call: DeviceCall,
+        found: dict[AreaPurpose, int],
+        output: int,
+        reductions: ReductionStream,
     ) -> None:
-        """Copy results to where the caller wants them, unless they are there."""
+        """Copy results to the caller's arrays, unless they are there."""
         nbytes = nbytes_of(call.signature)
         if nbytes and call.signature.collective == Collective.REDUCE_SCATTER:
             width = nbytes // self._nranks
-            offload.copy(call.output, output + self._rank * width, width)
+            reductions.copy(call.output, output + self._rank * width, width)
         for each in _arrays(call):
             if each.is_written and found[each.purpose] != each.address:
-                offload.copy(each.address, found[each.purpose], nbytes)
+                reductions.copy(each.address, found[each.purpose], nbytes)
 
-    def _place(
-        self, array: _Array, call: CallSignature, held: list[Registered], offload: Offload
+    def _address_of(
+        self,
+        array: _CallerArray,
+        call: CallSignature,
+        held: list[Registered],
+        reductions: ReductionStream,
     ) -> int:
-        """Return where an array is for the NICs: itself, registered, or what stands in for it."""
+        """Register `array` and return its address, or that of the area that replaces it."""
         nbytes = nbytes_of(call)
-        if self._is_wired(array, call):
+        if self._is_registrable(array, call):
             try:
                 held.append(self._memory.register(array.address, nbytes))
-            except TransportError as exc:  # no room any more
-                self._give_up(array.address, exc)
+            except TransportError as exc:  # out of NIC resources
+                self._copy_from_now_on(array.address, exc)
             else:
                 return array.address
         place = self._memory.area(array.purpose, nbytes)
         if array.is_read:
-            offload.copy(place, array.address, nbytes)
+            reductions.copy(place, array.address, nbytes)
         return place
 
-    def _is_wired(self, array: _Array, call: CallSignature) -> bool:
+    def _is_registrable(self, array: _CallerArray, call: CallSignature) -> bool:
         is_aligned = array.address % dtype_of(call.dtype).itemsize == 0
         return is_aligned and self._reached.get(self._device.buffer_id(array.address), False)
 
-    def _areas(self, call: DeviceCall) -> list[Purpose]:
-        """List what stands in for something; arrays that are not known count as reached."""
+    def _areas(self, call: DeviceCall) -> list[AreaPurpose]:
+        """List the areas that replace arrays; arrays not tried yet count as reached."""
         found = [
             each.purpose
             for each in _arrays(call)
-            if not self._is_unknown(each) and not self._is_wired(each, call.signature)
+            if not self._is_unknown(each) and not self._is_registrable(each, call.signature)
         ]
         if _sums_apart(call):
-            found.append(Purpose.OUTPUT)
+            found.append(AreaPurpose.OUTPUT)
         return found
 
-    def _is_unknown(self, array: _Array) -> bool:
+    def _is_unknown(self, array: _CallerArray) -> bool:
         return self._device.buffer_id(array.address) not in self._reached
 
     def _try(self, address: int, nbytes: int) -> None:
         try:
             self._memory.release(self._memory.register(address, nbytes))
         except TransportError as exc:
-            self._give_up(address, exc)
+            self._copy_from_now_on(address, exc)
         else:
             self._reached[self._device.buffer_id(address)] = True
 
-    def _give_up(self, address: int, why: TransportError) -> None:
-        """Have copies stand in for an allocation of the caller's from now on."""
+    def _copy_from_now_on(self, address: int, why: TransportError) -> None:
+        """Copy arrays of this allocation from now on."""
         _log.info("rank %d: an array on the GPU is copied for the NICs: %s", self._rank, why)
         self._reached[self._device.buffer_id(address)] = False
 
@@ -188,28 +199,28 @@ def nbytes_of(call: CallSignature) -> int:
     return call.count * dtype_of(call.dtype).itemsize
 
 
-def _arrays(call: DeviceCall) -> list[_Array]:
-    """List the caller's arrays that slices travel from or to; one that is both, once."""
+def _arrays(call: DeviceCall) -> list[_CallerArray]:
+    """List the caller's arrays that slices are read from or written to; each once."""
     kind = call.signature.collective
     if not call.signature.count:
         return []
     if kind == Collective.ALLGATHER:
-        return [_Array(call.output, Purpose.OUTPUT, False, True)]
+        return [_CallerArray(call.output, AreaPurpose.OUTPUT, False, True)]
     if _sums_apart(call):
-        return [_Array(call.source, Purpose.INPUT, True, False)]
+        return [_CallerArray(call.source, AreaPurpose.INPUT, True, False)]
     if call.source == call.output:
-        return [_Array(call.source, Purpose.INPUT, True, True)]
+        return [_CallerArray(call.source, AreaPurpose.INPUT, True, True)]
     return [
-        _Array(call.source, Purpose.INPUT, True, False),
-        _Array(call.output, Purpose.OUTPUT, False, True),
+        _CallerArray(call.source, AreaPurpose.INPUT, True, False),
+        _CallerArray(call.output, AreaPurpose.OUTPUT, False, True),
     ]
 
 
 def _sums_apart(call: DeviceCall) -> bool:
-    """Whether partial sums go to memory of this library's own."""
+    """Return whether partial sums need an area."""
     return call.signature.collective == Collective.REDUCE_SCATTER or not call.output
 
 
 _MOST_ALLOCATIONS = 4096
 
-__all__ = ["Places", "StandIns", "nbytes_of"]
+__all__ = ["CallAddresses", "StagingBuffers", "nbytes_of"]

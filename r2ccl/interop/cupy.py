@@ -89,7 +89,7 @@ def init_process_group(
     Every connection proves that it belongs to the job. On 127.0.0.1 and over MPI the ranks share a
     secret by themselves. With another `host` every rank needs the same ``R2CC_SECRET``, or a
     ``R2CC_SECRET_FILE`` made with ``openssl rand -hex 32 > FILE; chmod 600 FILE``: CuPy's
-    arguments have no room for it.
+    arguments cannot express it.
 
     While ranks meet at a `host`, ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
     ``LOCAL_WORLD_SIZE`` of the process say what is given here: no other thread may start a process

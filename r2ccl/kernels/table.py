@@ -1,7 +1,7 @@
 """Which reduction exists for which element type: one table for every device.
 
-Values only. A device's room (`host`) implements exactly these pairs; a pair that is not here is
-refused before any byte moves. This room must not import an implementation.
+Values only. Each implementation (`host`) supports exactly these pairs; another pair
+is refused before any byte moves. Must not import an implementation.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What the machine has: its NICs as rails, and the news about them.
+"""Hardware of this machine: NICs as rails, changes of their links, and which NIC is near which GPU.
 
-Netlink and the enumeration of interfaces and RDMA devices live here and nowhere else. This package
-must not import transports, bootstrap or anything above them; it hands out values (`Nic`, `Hca`,
-`LinkEvent`). What is near to a GPU is in modules of its own, which are not imported here, for most
-ranks need none of them: `sysfs`, `gpus` and `nccl_xml` give a `machine`, `affinity` chooses NICs.
+Only this package uses netlink and enumerates interfaces and RDMA devices; it returns values (`Nic`,
+`Hca`, `LinkEvent`). The modules for GPU topology are not imported here, since most ranks need none:
+`sysfs` and `gpus` read a `machine`, `affinity` assigns NICs to GPUs, `nccl_xml` writes NCCL's file.
 
 Invariant: the same machine state and settings give the same rails in the same order.
 """

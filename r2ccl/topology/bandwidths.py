@@ -1,4 +1,4 @@
-"""How much each kind of link inside a machine carries, in one direction, in Mbit/s.
+"""Bandwidths of the links inside a machine, in one direction, in Mbit/s.
 
 Planning figures, to rank ways and to share them out; what a rail carries in fact is measured
 elsewhere. They are NCCL's, so that both libraries judge a machine alike: payload rates reached in

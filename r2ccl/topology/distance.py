@@ -1,15 +1,15 @@
-"""Ways through a machine: the best one between any two of its GPUs, NIC ports and processors.
+"""Finds the best path between any two GPUs, NIC ports and processors of a machine.
 
-The best way is the widest, then the shortest. Data passes through processors and switches, never
-through the memory of a third GPU, except between two GPUs and over NVLink alone. Must not weigh one
-traffic against another (`affinity` does).
+The best path is the widest, then the shortest. It passes processors and switches, but not the
+memory of a third GPU, except between two GPUs over NVLink alone. Paths do not compete for bandwidth
+here: `affinity` assigns traffic.
 
-Invariant: whole numbers and the order of places decide, so equal machines have equal ways on every
+Invariant: integers and the order of vertices decide, so equal machines have equal paths on every
 host.
 
 References
 ----------
-NCCL, src/graph/topo.h and src/graph/paths.cc: the names of distances and what they mean.
+NCCL, src/graph/topo.h and src/graph/paths.cc: names and meaning of distances.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from itertools import pairwise
 import msgspec
 
 from r2ccl.topology.bandwidths import LOCAL_MBPS
-from r2ccl.topology.graph import Graph, Hop, Kind, Medium, Place
+from r2ccl.topology.graph import Graph, Hop, Medium, Vertex, VertexKind
 
 
 class Distance(enum.IntEnum):
-    """NCCL's names for what a way leads through, nearest first."""
+    """NCCL's classes of paths, by what they pass; nearest first."""
 
     LOC = 0  #: nothing: it is the same device
     NVL = 1  #: NVLink, with or without an NVSwitch
@@ -39,25 +39,25 @@ class Distance(enum.IntEnum):
     SYS = 9  #: processors of several NUMA nodes
 
 
-class Way(msgspec.Struct, frozen=True):
-    """The best way between two places; ``places`` are those it passes, both ends included."""
+class TopologyPath(msgspec.Struct, frozen=True):
+    """The best path between two vertices; ``vertices`` includes both ends."""
 
     distance: Distance
     bandwidth_mbps: int
-    places: tuple[Place, ...]
+    vertices: tuple[Vertex, ...]
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """The links it takes, in order; to a processor and back is one link twice."""
-        return _hops(self.places)
+        """Its links, in order; a link is there twice if the path goes to a processor and back."""
+        return _hops(self.vertices)
 
 
-#: What data passes on its way; a NIC only towards a port of its own.
-_TRANSIT = frozenset((Kind.CPU, Kind.PCI, Kind.NVS, Kind.NIC))
+#: Vertices that a path may pass; a NIC only towards its own port.
+_TRANSIT = frozenset((VertexKind.CPU, VertexKind.PCI, VertexKind.NVS, VertexKind.NIC))
 
 
-class Ways:
-    """The best ways of a graph, each searched for once.
+class PathFinder:
+    """Finds the best paths of a graph, each once.
 
     Parameters
     ----------
@@ -67,49 +67,55 @@ class Ways:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._widths = sorted(set(graph.capacities().values()) - {0}, reverse=True)
-        self._found: dict[tuple[Place, Place], Way | None] = {}
+        self._found: dict[tuple[Vertex, Vertex], TopologyPath | None] = {}
 
-    def between(self, start: Place, end: Place) -> Way | None:
-        """Return the best way; None where nothing passes.
+    def between(self, start: Vertex, end: Vertex) -> TopologyPath | None:
+        """Return the best path; None: there is none.
 
-        Between a GPU and a port that cannot reach its memory, the way leads through the GPU's
-        processor, where the data is copied.
+        A path between a GPU and a port that cannot access its memory passes the GPU's processor,
+        where the data is copied.
 
         Raises
         ------
         InvalidArgument
-            A place is not in the machine.
+            A vertex is not in the machine.
         """
-        for place in (start, end):
-            self._graph.neighbours(place)
+        for vertex in (start, end):
+            self._graph.neighbours(vertex)
         if (start, end) not in self._found:
             self._found[start, end] = self._best(start, end)
         return self._found[start, end]
 
-    def _best(self, start: Place, end: Place) -> Way | None:
+    def _best(self, start: Vertex, end: Vertex) -> TopologyPath | None:
         if start == end:
-            return Way(Distance.LOC, LOCAL_MBPS, (start,))
-        if start > end:  # links are the same both ways
+            return TopologyPath(Distance.LOC, LOCAL_MBPS, (start,))
+        if start > end:  # links are symmetric
             back = self.between(end, start)
-            return back and Way(back.distance, back.bandwidth_mbps, back.places[::-1])
-        if start.kind is Kind.GPU and end.kind is Kind.PORT and not self._reaches(end, start):
+            return back and TopologyPath(back.distance, back.bandwidth_mbps, back.vertices[::-1])
+        if (
+            start.kind is VertexKind.GPU
+            and end.kind is VertexKind.PORT
+            and not self._reaches(end, start)
+        ):
             return self._over(start, self._graph.processor(start.name), end)
         direct = self._search(start, end)
-        if start.kind is end.kind is Kind.GPU and (
+        if start.kind is end.kind is VertexKind.GPU and (
             direct is None or direct.distance > Distance.NVL
         ):
             return self._over_a_gpu(start, end, direct)
         return direct
 
-    def _reaches(self, port: Place, gpu: Place) -> bool:
+    def _reaches(self, port: Vertex, gpu: Vertex) -> bool:
         machine = self._graph.machine
         return machine.port(port.name).has_gdr and machine.gpu(gpu.name).has_gdr
 
-    def _over_a_gpu(self, start: Place, end: Place, direct: Way | None) -> Way | None:
-        """Return the widest way over NVLinks of a third GPU, if it is wider than the direct one."""
+    def _over_a_gpu(
+        self, start: Vertex, end: Vertex, direct: TopologyPath | None
+    ) -> TopologyPath | None:
+        """Return the widest path over NVLinks of a third GPU, if wider than the direct one."""
         best = direct
         for gpu in self._graph.machine.gpus:
-            middle = Place(Kind.GPU, gpu.bus_id)
+            middle = Vertex(VertexKind.GPU, gpu.bus_id)
             if middle in (start, end):
                 continue
             first, second = self._search(start, middle), self._search(middle, end)
@@ -118,34 +124,34 @@ class Ways:
             if first.distance is second.distance is Distance.NVL:
                 mbps = min(first.bandwidth_mbps, second.bandwidth_mbps)
                 if best is None or mbps > best.bandwidth_mbps:
-                    best = Way(Distance.NVB, mbps, (*first.places, *second.places[1:]))
+                    best = TopologyPath(Distance.NVB, mbps, (*first.vertices, *second.vertices[1:]))
         return best
 
-    def _over(self, start: Place, middle: Place, end: Place) -> Way | None:
+    def _over(self, start: Vertex, middle: Vertex, end: Vertex) -> TopologyPath | None:
         first, second = self._search(start, middle), self._search(middle, end)
         if first is None or second is None:
             return None
-        return self._way((*first.places, *second.places[1:]))
+        return self._path((*first.vertices, *second.vertices[1:]))
 
-    def _search(self, start: Place, end: Place) -> Way | None:
-        """Find the widest way by trying ever narrower links, and the shortest of those."""
+    def _search(self, start: Vertex, end: Vertex) -> TopologyPath | None:
+        """Find the widest path by trying ever narrower links, and the shortest of those."""
         for least in self._widths:
-            places = self._shortest(start, end, least)
-            if places is not None:
-                return self._way(places)
+            vertices = self._shortest(start, end, least)
+            if vertices is not None:
+                return self._path(vertices)
         return None
 
-    def _shortest(self, start: Place, end: Place, least: int) -> tuple[Place, ...] | None:
+    def _shortest(self, start: Vertex, end: Vertex, least: int) -> tuple[Vertex, ...] | None:
         """Search breadth first over links that carry `least`."""
         came_from = {start: start}
         front = [start]
         while front and end not in came_from:
-            passed = [place for place in front if place == start or place.kind in _TRANSIT]
+            passed = [vertex for vertex in front if vertex == start or vertex.kind in _TRANSIT]
             front = []
-            for place in passed:
-                for near, link in self._graph.neighbours(place).items():
+            for vertex in passed:
+                for near, link in self._graph.neighbours(vertex).items():
                     if near not in came_from and link.bandwidth_mbps >= least:
-                        came_from[near] = place
+                        came_from[near] = vertex
                         front.append(near)
         if end not in came_from:
             return None
@@ -154,8 +160,8 @@ class Ways:
             back.append(came_from[back[-1]])
         return tuple(back[::-1])
 
-    def _way(self, places: tuple[Place, ...]) -> Way:
-        hops = _hops(places)
+    def _path(self, vertices: tuple[Vertex, ...]) -> TopologyPath:
+        hops = _hops(vertices)
         links = [self._graph.neighbours(low)[high] for low, high in hops]
         distances = [_distance(*hop, link.medium) for hop, link in zip(hops, links, strict=True)]
         farthest = max(distances)
@@ -163,20 +169,20 @@ class Ways:
             farthest = Distance.P2C
         times = Counter(hops)
         mbps = min(link.bandwidth_mbps // times[hop] for hop, link in zip(hops, links, strict=True))
-        return Way(farthest, mbps, places)
+        return TopologyPath(farthest, mbps, vertices)
 
 
-def _hops(places: tuple[Place, ...]) -> tuple[Hop, ...]:
-    return tuple((min(pair), max(pair)) for pair in pairwise(places))
+def _hops(vertices: tuple[Vertex, ...]) -> tuple[Hop, ...]:
+    return tuple((min(pair), max(pair)) for pair in pairwise(vertices))
 
 
-def _distance(a: Place, b: Place, medium: Medium) -> Distance:
-    """Return how far a single link leads."""
+def _distance(a: Vertex, b: Vertex, medium: Medium) -> Distance:
+    """Return the distance class of a single link."""
     if medium is not Medium.PCI:
         return _MEDIA[medium]
-    if Kind.CPU in (a.kind, b.kind):
+    if VertexKind.CPU in (a.kind, b.kind):
         return Distance.PHB
-    return Distance.PXB if a.kind is b.kind is Kind.PCI else Distance.PIX
+    return Distance.PXB if a.kind is b.kind is VertexKind.PCI else Distance.PIX
 
 
 _MEDIA = {
@@ -187,4 +193,4 @@ _MEDIA = {
 }
 
 
-__all__ = ["Distance", "Way", "Ways"]
+__all__ = ["Distance", "PathFinder", "TopologyPath"]

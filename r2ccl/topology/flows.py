@@ -1,8 +1,8 @@
-"""Flows: the traffic of GPUs to NIC ports, and what each link of a machine has left beside it.
+"""Routes of flows from GPUs to NIC ports, and the bandwidth that each link has left.
 
-A flow is one channel of one GPU. Flows that share a link are taken to get equal parts of it. Must
-not decide which flows there are (`affinity` does). Invariant: whole numbers and a fixed order
-decide, so equal machines and equal flows give equal routes in every process of a host.
+A flow is one channel of one GPU. Flows that share a link are assumed to get equal parts of it.
+`affinity` decides which flows there are. Invariant: integers and a fixed order decide, so equal
+machines and flows give equal routes in every process of a host.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import NamedTuple
 import msgspec
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.topology.distance import Distance, Way, Ways
-from r2ccl.topology.graph import Graph, Hop, Kind, Place
+from r2ccl.topology.distance import Distance, PathFinder, TopologyPath
+from r2ccl.topology.graph import Graph, Hop, Vertex, VertexKind
 from r2ccl.topology.machine import Machine
 
 
-class Route(msgspec.Struct, frozen=True):
-    """How one flow reaches a NIC.
+class NicRoute(msgspec.Struct, frozen=True):
+    """The route of one flow to a NIC port.
 
     ``gpu`` is a bus id, empty for host memory; ``channel`` numbers the flows of a GPU; ``port`` is
-    a label. ``via`` is the bus id of the GPU whose memory it goes through, None: directly.
-    ``bandwidth_mbps`` is what the way carries alone, ``share_mbps`` what this flow gets of it
-    beside the others. ``why`` is for people, as is ``str()``.
+    a label. ``via`` is the bus id of the GPU whose memory it passes, None: directly.
+    ``bandwidth_mbps`` is the bandwidth without other flows, ``share_mbps`` with them. ``why`` and
+    ``str()`` are for people.
     """
 
     gpu: str
@@ -46,7 +46,7 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class Option(NamedTuple):
-    """One way of a GPU to a port."""
+    """A possible route of a GPU to a port."""
 
     gpu: str
     port: str
@@ -57,22 +57,22 @@ class Option(NamedTuple):
 
 
 class Options:
-    """Every way of every GPU to every port that something passes on.
+    """All possible routes of GPUs to ports.
 
     Parameters
     ----------
     machine : Machine
     gpus, ports : sequence of str
-        Bus ids and labels of those in use.
+        Bus ids and labels of the GPUs and ports in use.
     speeds : mapping of str to int
-        Labels of ports whose rate is another than the nominal one, Mbit/s.
+        Rates that differ from the nominal ones, by port label, Mbit/s.
 
     Attributes
     ----------
     ports : sequence of str
         As given.
     capacity : dict of Hop to int
-        What each link of the machine carries, Mbit/s.
+        Bandwidth of each link, Mbit/s.
 
     Raises
     ------
@@ -88,7 +88,7 @@ class Options:
         speeds: Mapping[str, int],
     ) -> None:
         graph = Graph(machine, speeds)
-        self._ways = Ways(graph)
+        self._paths = PathFinder(graph)
         self.ports = ports
         self.capacity = graph.capacities()
         nearest = {port: list(self._nearest(gpus, port)) for port in ports}
@@ -99,29 +99,31 @@ class Options:
         }
 
     def of(self, gpu: str, port: str) -> list[Option]:
-        """Return the ways of a GPU to a port, the direct one first; none where nothing passes."""
+        """Return the possible routes of a GPU to a port, the direct one first."""
         return self._found.get((gpu, port), [])
 
-    def _way(self, gpu: str, port: str) -> Way | None:
-        return self._ways.between(Place(Kind.GPU, gpu), Place(Kind.PORT, port))
+    def _path(self, gpu: str, port: str) -> TopologyPath | None:
+        return self._paths.between(Vertex(VertexKind.GPU, gpu), Vertex(VertexKind.PORT, port))
 
-    def _nearest(self, gpus: Sequence[str], port: str) -> Iterator[tuple[str, Way]]:
-        """Return the GPUs beside a port: those that may carry the traffic of others to it."""
-        ways = [(gpu, way) for gpu in gpus if (way := self._way(gpu, port)) is not None]
-        if ways:
-            best = min((-way.bandwidth_mbps, way.distance) for _, way in ways)
-            for gpu, way in ways:
-                is_best = (-way.bandwidth_mbps, way.distance) == best
-                if is_best and way.distance <= Distance.P2C:
-                    yield gpu, way
+    def _nearest(self, gpus: Sequence[str], port: str) -> Iterator[tuple[str, TopologyPath]]:
+        """Yield the GPUs nearest to a port, which may carry the traffic of others to it."""
+        paths = [(gpu, path) for gpu in gpus if (path := self._path(gpu, port)) is not None]
+        if paths:
+            best = min((-path.bandwidth_mbps, path.distance) for _, path in paths)
+            for gpu, path in paths:
+                is_best = (-path.bandwidth_mbps, path.distance) == best
+                if is_best and path.distance <= Distance.P2C:
+                    yield gpu, path
 
-    def _options(self, gpu: str, port: str, nearest: Iterable[tuple[str, Way]]) -> Iterator[Option]:
-        direct = self._way(gpu, port)
+    def _options(
+        self, gpu: str, port: str, nearest: Iterable[tuple[str, TopologyPath]]
+    ) -> Iterator[Option]:
+        direct = self._path(gpu, port)
         if direct is not None:
             mbps = direct.bandwidth_mbps
             yield Option(gpu, port, None, direct.distance, mbps, Counter(direct.hops))
         for via, onward in nearest:
-            over = self._ways.between(Place(Kind.GPU, gpu), Place(Kind.GPU, via))
+            over = self._paths.between(Vertex(VertexKind.GPU, gpu), Vertex(VertexKind.GPU, via))
             if over is not None and over.distance is Distance.NVL:
                 mbps = min(over.bandwidth_mbps, onward.bandwidth_mbps)
                 hops = Counter((*over.hops, *onward.hops))
@@ -129,7 +131,7 @@ class Options:
 
 
 class Load:
-    """How many flows each link of the machine carries, none at first.
+    """Number of flows on each link; initially none.
 
     Parameters
     ----------
@@ -141,24 +143,24 @@ class Load:
         self._flows: Counter[Hop] = Counter()
         self._in_use: Counter[str] = Counter()
 
-    def add(self, route: Route) -> None:
-        """Count a flow that is there.
+    def add(self, route: NicRoute) -> None:
+        """Add an existing flow.
 
         Raises
         ------
         InvalidArgument
-            There is no such way.
+            There is no such route.
         """
-        self._count(self._way_of(route))
+        self._count(self._option_of(route))
 
-    def settle(self, routes: Iterable[Route]) -> list[Route]:
-        """Return routes, all of which are counted, with what each of them gets now."""
+    def settle(self, routes: Iterable[NicRoute]) -> list[NicRoute]:
+        """Return added routes with their current shares."""
         return [
             msgspec.structs.replace(
                 route,
                 share_mbps=min(
                     self._options.capacity[hop] // self._flows[hop]
-                    for hop in self._way_of(route).hops
+                    for hop in self._option_of(route).hops
                 ),
             )
             for route in routes
@@ -166,17 +168,17 @@ class Load:
 
     def place(
         self, flows: Sequence[tuple[str, int]], causes: Mapping[tuple[str, int], str]
-    ) -> list[Route]:
-        """Place flows, given as (GPU, channel), where they get most, and count them.
+    ) -> list[NicRoute]:
+        """Add flows, given as (GPU, channel), each on the route with the largest share.
 
-        The one that can have most comes first. The routes are in this order, each with its share
-        at that time. `causes` say for people why a flow is placed, where something is amiss.
+        The flow that can get the largest share comes first. Routes are returned in this order,
+        with their shares at that time. `causes` explain to people why flows are moved.
         """
         waiting = list(flows)
-        placed: list[Route] = []
+        placed: list[NicRoute] = []
         while True:
             gpus = dict.fromkeys(gpu for gpu, _ in waiting)
-            best = {gpu: way for gpu in gpus if (way := self._best(gpu))}
+            best = {gpu: path for gpu in gpus if (path := self._best(gpu))}
             if not best:
                 return placed
             gpu = min(best, key=lambda each: self._rank(best[each]))
@@ -185,42 +187,42 @@ class Load:
             self._count(best[gpu])
             waiting.remove(flow)
 
-    def ranked(self, home: Route, turn: int) -> list[Route]:
-        """Return a GPU's way to every port but its home, best first; `turn` breaks ties."""
+    def ranked(self, home: NicRoute, turn: int) -> list[NicRoute]:
+        """Return a GPU's routes to all ports but its home, best first; `turn` breaks ties."""
         ports = self._options.ports
         ahead = [*ports[turn % len(ports) :], *ports[: turn % len(ports)]]
-        ways = (self._options.of(home.gpu, port) for port in ahead if port != home.port)
-        best = [min(found, key=self._rank) for found in ways if found]
+        paths = (self._options.of(home.gpu, port) for port in ahead if port != home.port)
+        best = [min(found, key=self._rank) for found in paths if found]
         return [self._route(option, 0, "backup") for option in sorted(best, key=self._rank)]
 
     def _count(self, option: Option) -> None:
         self._flows.update(option.hops)
         self._in_use[option.port] += 1
 
-    def _way_of(self, route: Route) -> Option:
+    def _option_of(self, route: NicRoute) -> Option:
         for option in self._options.of(route.gpu, route.port):
             if option.via == route.via:
                 return option
-        raise InvalidArgument(f"there is no such way: {route}; pass what assign() returned")
+        raise InvalidArgument(f"there is no such route: {route}; pass what assign() returned")
 
     def _best(self, gpu: str) -> Option | None:
-        """Return what a flow of a GPU would take now; None where nothing is left."""
-        ways = (option for port in self._options.ports for option in self._options.of(gpu, port))
-        return min(ways, key=self._rank, default=None)
+        """Return the best route for one more flow of a GPU; None: there is none."""
+        paths = (option for port in self._options.ports for option in self._options.of(gpu, port))
+        return min(paths, key=self._rank, default=None)
 
     def _rank(self, option: Option) -> tuple[int, Distance, int]:
-        """Order ways: the widest part first, then the nearest port, then the one least in use."""
+        """Sort key: the largest share, then the nearest port, then the one least in use."""
         return -self._share(option), option.distance, self._in_use[option.port]
 
     def _share(self, option: Option) -> int:
-        """Return what is left on a way for one more flow."""
+        """Return the share of one more flow on a route."""
         return min(
             self._options.capacity[hop] // (self._flows[hop] + times)
             for hop, times in option.hops.items()
         )
 
-    def _route(self, option: Option, channel: int, cause: str) -> Route:
-        return Route(
+    def _route(self, option: Option, channel: int, cause: str) -> NicRoute:
+        return NicRoute(
             gpu=option.gpu,
             channel=channel,
             port=option.port,
@@ -232,7 +234,7 @@ class Load:
         )
 
     def _instead(self, option: Option) -> str:
-        """Say what speaks for going through another GPU."""
+        """Explain a route through another GPU."""
         direct = [each for each in self._options.of(option.gpu, option.port) if not each.via]
         if option.via is None or not direct:
             return ""
@@ -247,4 +249,4 @@ def gbps(mbps: int) -> str:
     return f"{mbps / 8000:.1f}"
 
 
-__all__ = ["Load", "Options", "Route", "gbps"]
+__all__ = ["Load", "NicRoute", "Options", "gbps"]

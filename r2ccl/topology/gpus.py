@@ -44,7 +44,7 @@ _BUS_ID_NBYTES = 32
 
 
 class GpuSource(Protocol):
-    """What is asked of the CUDA driver; a failed call raises `TransportError` with its status."""
+    """Queries of the CUDA driver; a failed call raises `TransportError` with its status."""
 
     def count(self) -> int:
         """Return how many GPUs this process may use."""
@@ -68,7 +68,7 @@ class GpuSource(Protocol):
 
 
 class LinkSource(Protocol):
-    """What is asked of NVML; a failed call raises `TransportError` with its status."""
+    """Queries of NVML; a failed call raises `TransportError` with its status."""
 
     def nvlinks(self, bus_id: str) -> tuple[NvLink, ...]:
         """Return the NVLinks of a GPU that are up."""
@@ -80,7 +80,7 @@ class LinkSource(Protocol):
 
 
 class GpuFacts(msgspec.Struct, frozen=True):
-    """What is known of the GPUs that this process may use.
+    """Facts about the GPUs that this process may use.
 
     ``gpus`` are in the order of CUDA's ordinals. ``links_from`` says who knew of NVLinks: ``NVML``,
     or ``peer access`` from which they were inferred; empty where nobody was asked.

@@ -1,8 +1,8 @@
-"""A machine as places and the links between them.
+"""The graph of a machine, whose vertices are its parts and whose edges are the links between them.
 
-Places are processors (NUMA nodes), PCI switches, NICs and their ports, GPUs, and one for all
-NVSwitches. Must not search for ways (`distance` does). Invariant: neighbours come in the order of
-places, so a search over equal machines finds equal ways on every host.
+Vertices are processors (NUMA nodes), PCI switches, NICs, their ports, GPUs, and one for all
+NVSwitches. `distance` searches it. Invariant: neighbours come in the order of vertices, so equal
+machines give equal search results on every host.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from r2ccl.topology.bandwidths import LOCAL_MBPS, nvlink_mbps, pcie_mbps, socket
 from r2ccl.topology.machine import LinkEnd, Machine
 
 
-class Kind(enum.IntEnum):
-    """What a place is."""
+class VertexKind(enum.IntEnum):
+    """Kinds of vertices."""
 
     CPU = 0
     PCI = 1
@@ -28,19 +28,19 @@ class Kind(enum.IntEnum):
     PORT = 5
 
 
-class Place(NamedTuple):
-    """A place in a machine.
+class Vertex(NamedTuple):
+    """A part of a machine.
 
     ``name`` is the bus id of a GPU or a switch, that of a NIC without its function (functions share
     a link), a NUMA node's id, a port's label.
     """
 
-    kind: Kind
+    kind: VertexKind
     name: str
 
 
 class Medium(enum.IntEnum):
-    """What a link between two places is."""
+    """Kinds of links."""
 
     PCI = 0
     NVLINK = 1
@@ -50,70 +50,70 @@ class Medium(enum.IntEnum):
 
 
 class Link(NamedTuple):
-    """What joins two places, the same both ways."""
+    """A symmetric link between two vertices."""
 
     bandwidth_mbps: int
     medium: Medium
 
 
 #: Two neighbours, the lower first.
-Hop = tuple[Place, Place]
+Hop = tuple[Vertex, Vertex]
 
-_SWITCHES = Place(Kind.NVS, "")
+_SWITCHES = Vertex(VertexKind.NVS, "")
 
 
 class Graph:
-    """The places of a machine, and their links.
+    """The vertices and links of a machine.
 
     Parameters
     ----------
     machine : Machine
     speeds : mapping of str to int
-        Labels of ports whose rate is another than the nominal one, Mbit/s; 0: nothing passes.
+        Rates that differ from the nominal ones, by port label, Mbit/s; 0: down.
 
     Raises
     ------
     InvalidArgument
-        A rate is negative, or of a port that is not there.
+        A rate is negative, or its port does not exist.
     """
 
     def __init__(self, machine: Machine, speeds: Mapping[str, int] | None = None) -> None:
         self.machine = machine
-        self._links: dict[Place, dict[Place, Link]] = {}
+        self._links: dict[Vertex, dict[Vertex, Link]] = {}
         self._add_nodes()
         self._add_pci()
         self._add_ports(_checked(machine, speeds or {}))
         self._add_nvlinks()
-        self._links = {place: dict(sorted(near.items())) for place, near in self._links.items()}
+        self._links = {vertex: dict(sorted(near.items())) for vertex, near in self._links.items()}
 
-    def neighbours(self, place: Place) -> Mapping[Place, Link]:
-        """Return the links of a place, in the order of the places they lead to.
+    def neighbours(self, vertex: Vertex) -> Mapping[Vertex, Link]:
+        """Return the links of a vertex, in the order of the vertices at their other ends.
 
         Raises
         ------
         InvalidArgument
             It is not in the machine.
         """
-        if place not in self._links:
+        if vertex not in self._links:
             raise InvalidArgument(
-                f"no {place.kind.name} {place.name!r} in this machine: name a place that is there"
+                f"no {vertex.kind.name} {vertex.name!r} in this machine: name a part that is there"
             )
-        return self._links[place]
+        return self._links[vertex]
 
     def capacities(self) -> dict[Hop, int]:
-        """Return every link and what it carries, Mbit/s."""
+        """Return the bandwidth of every link, Mbit/s."""
         return {
             (min(a, b), max(a, b)): link.bandwidth_mbps
             for a, near in self._links.items()
             for b, link in near.items()
         }
 
-    def processor(self, bus_id: str) -> Place:
-        """Return the place of the NUMA node a PCI device belongs to."""
+    def processor(self, bus_id: str) -> Vertex:
+        """Return the NUMA node of a PCI device."""
         return _processor(self.machine.device(bus_id).numa_node)
 
-    def _connect(self, a: Place, b: Place, medium: Medium, mbps: int) -> None:
-        """Add a link; those of one medium between two places add up, of two the wider counts."""
+    def _connect(self, a: Vertex, b: Vertex, medium: Medium, mbps: int) -> None:
+        """Add a link. Parallel links of one medium add up; of different media the wider counts."""
         link = Link(mbps, medium)
         there = self._links.setdefault(a, {}).get(b)
         if there is not None and there.medium is medium:
@@ -130,35 +130,37 @@ class Graph:
             self._connect(_processor(one.id), _processor(other.id), Medium.SOCKET, mbps)
 
     def _add_pci(self) -> None:
-        places = dict(self._pci_places())
-        done: set[Place] = set()
+        vertices = dict(self._pci_vertices())
+        done: set[Vertex] = set()
         for device in self.machine.pci:
-            place = places[device.bus_id]
-            if place not in done:  # the functions of a NIC share its link
-                done.add(place)
-                up = places[device.parent] if device.parent else _processor(device.numa_node)
-                self._connect(place, up, Medium.PCI, pcie_mbps(device.speed_mtps, device.width))
+            vertex = vertices[device.bus_id]
+            if vertex not in done:  # the functions of a NIC share its link
+                done.add(vertex)
+                up = vertices[device.parent] if device.parent else _processor(device.numa_node)
+                self._connect(vertex, up, Medium.PCI, pcie_mbps(device.speed_mtps, device.width))
 
-    def _pci_places(self) -> Iterator[tuple[str, Place]]:
+    def _pci_vertices(self) -> Iterator[tuple[str, Vertex]]:
         gpus = {gpu.bus_id for gpu in self.machine.gpus}
         nics = {port.bus_id for port in self.machine.ports}
         for device in self.machine.pci:
             bus_id = device.bus_id
-            kind = Kind.GPU if bus_id in gpus else Kind.NIC if bus_id in nics else Kind.PCI
-            yield bus_id, _nic(bus_id) if kind is Kind.NIC else Place(kind, bus_id)
+            if bus_id in nics and bus_id not in gpus:
+                yield bus_id, _nic(bus_id)
+            else:
+                yield bus_id, Vertex(VertexKind.GPU if bus_id in gpus else VertexKind.PCI, bus_id)
 
     def _add_ports(self, speeds: Mapping[str, int]) -> None:
         for port in self.machine.ports:
-            nic = _nic(port.bus_id) if port.bus_id else Place(Kind.NIC, port.name)
+            nic = _nic(port.bus_id) if port.bus_id else Vertex(VertexKind.NIC, port.name)
             if nic not in self._links:  # it has no PCI device
                 self._connect(nic, _processor(port.numa_node), Medium.PCI, LOCAL_MBPS)
             mbps = speeds.get(port.label, port.speed_mbps)
-            self._connect(nic, Place(Kind.PORT, port.label), Medium.PORT, mbps)
+            self._connect(nic, Vertex(VertexKind.PORT, port.label), Medium.PORT, mbps)
 
     def _add_nvlinks(self) -> None:
         between_gpus: dict[Hop, int] = {}
         for link in self.machine.nvlinks:
-            gpu, target = Place(Kind.GPU, link.gpu), Place(Kind.GPU, link.target)
+            gpu, target = Vertex(VertexKind.GPU, link.gpu), Vertex(VertexKind.GPU, link.target)
             mbps = link.count * nvlink_mbps(self.machine.gpu(link.gpu).compute_capability)
             if link.end is LinkEnd.SWITCH:
                 self._connect(gpu, _SWITCHES, Medium.NVLINK, mbps)
@@ -171,8 +173,8 @@ class Graph:
             self._connect(one, other, Medium.NVLINK, mbps)
         for each in self.machine.gpus:
             if each.c2c_nlinks:
-                place, mbps = Place(Kind.GPU, each.bus_id), each.c2c_nlinks * each.c2c_mbps
-                self._connect(place, self.processor(each.bus_id), Medium.C2C, mbps)
+                vertex, mbps = Vertex(VertexKind.GPU, each.bus_id), each.c2c_nlinks * each.c2c_mbps
+                self._connect(vertex, self.processor(each.bus_id), Medium.C2C, mbps)
 
 
 def _checked(machine: Machine, speeds: Mapping[str, int]) -> Mapping[str, int]:
@@ -183,12 +185,12 @@ def _checked(machine: Machine, speeds: Mapping[str, int]) -> Mapping[str, int]:
     return speeds
 
 
-def _processor(node: int) -> Place:
-    return Place(Kind.CPU, str(node))
+def _processor(node: int) -> Vertex:
+    return Vertex(VertexKind.CPU, str(node))
 
 
-def _nic(bus_id: str) -> Place:
-    return Place(Kind.NIC, bus_id.rpartition(".")[0])
+def _nic(bus_id: str) -> Vertex:
+    return Vertex(VertexKind.NIC, bus_id.rpartition(".")[0])
 
 
-__all__ = ["Graph", "Hop", "Kind", "Link", "Medium", "Place"]
+__all__ = ["Graph", "Hop", "Link", "Medium", "Vertex", "VertexKind"]

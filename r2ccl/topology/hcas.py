@@ -80,7 +80,7 @@ class Hca(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """What people, and ``R2CC_HCA``, call it: ``mlx5_0:1``."""
+        """Name for people and in ``R2CC_HCA``: ``mlx5_0:1``."""
         return f"{self.name}:{self.port}"
 
 

@@ -1,8 +1,8 @@
-"""What a machine is made of, as far as moving data goes: NUMA nodes, PCI tree, GPUs, NIC ports.
+"""The parts of a machine that move data: NUMA nodes, PCI tree, GPUs, NIC ports.
 
-Values only. Must not read the machine (`sysfs`, `gpus` and `nccl_xml` do) nor judge what is near
-(`distance` does). What names a GPU is its PCI bus id: CUDA's ordinals depend on
-``CUDA_VISIBLE_DEVICES`` and differ between the processes of a host.
+Values only: `sysfs` and `gpus` read them from the machine, `distance` compares them. A GPU is named
+by its PCI bus id, since CUDA's ordinals depend on ``CUDA_VISIBLE_DEVICES`` and differ between the
+processes of a host.
 
 Invariant: a `Machine` made by `Machine.of` is in canonical order and every part it refers to is in
 it, except far ends of NVLinks, which may be outside. So equal parts make equal machines, and the
@@ -92,7 +92,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class LinkEnd(enum.StrEnum):
-    """What an NVLink leads to; a switch's identity does not matter, all GPUs reach all of them."""
+    """Kind of an NVLink's far end; all GPUs reach all switches, so switches are not told apart."""
 
     GPU = "gpu"
     SWITCH = "switch"
@@ -128,7 +128,7 @@ class NicPort(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """What people call it: ``mlx5_0:1``, or ``eth0`` without RDMA."""
+        """Name for people: ``mlx5_0:1``, or ``eth0`` without RDMA."""
         return f"{self.name}:{self.port}" if self.port else self.name
 
 

@@ -1,6 +1,6 @@
 """Tells at once when a local NIC loses its carrier, is taken down, vanishes or loses its address.
 
-The fastest evidence there is about the local end of a rail, and the only room that listens for it.
+The fastest evidence about the local end of a rail; only this module listens for it.
 Must not decide what a dead NIC means: it reports transitions as values. Invariant: each event is a
 change against the last reported state, also after the kernel dropped notifications.
 """
@@ -45,7 +45,7 @@ class LinkEvent(msgspec.Struct, frozen=True, gc=False):
     address: str = ""
 
     def concerns(self, nic: Nic) -> bool:
-        """Whether a rail that starts at `nic` must take note."""
+        """Return whether the event concerns rails that start at `nic`."""
         return self.index == nic.index and self.address in ("", nic.address)
 
 
@@ -87,7 +87,7 @@ class LinkMonitor:
         return self._socket.fileno()
 
     def is_up(self, index: int) -> bool:
-        """Whether the interface was usable at the last `read`; False where it does not exist."""
+        """Return whether the interface existed and was usable at the last `read`."""
         return self._links.get(index, ("", False))[1]
 
     def read(self) -> list[LinkEvent]:
@@ -129,7 +129,7 @@ class LinkMonitor:
     ) -> None:
         self.close()
 
-    def _note(self, message: netlink.Message) -> Iterator[LinkEvent]:
+    def _note(self, message: netlink.NetlinkMessage) -> Iterator[LinkEvent]:
         if message.kind in (netlink.RTM_NEWLINK, netlink.RTM_DELLINK):
             link = _parse_link(message)
             if link is not None:
@@ -191,7 +191,7 @@ def _dump_addresses(tables: netlink.RouteSocket) -> set[tuple[int, str]]:
     return {pair for pair in found if pair is not None}
 
 
-def _parse_link(message: netlink.Message) -> tuple[int, str, bool] | None:
+def _parse_link(message: netlink.NetlinkMessage) -> tuple[int, str, bool] | None:
     """Return (index, name, is usable); None for a bridge's news about its port."""
     if len(message.body) < netlink.IFINFO.size:
         return None
@@ -206,7 +206,7 @@ def _parse_link(message: netlink.Message) -> tuple[int, str, bool] | None:
     return index, name, flags & _USABLE == _USABLE
 
 
-def _parse_address(message: netlink.Message) -> tuple[int, str] | None:
+def _parse_address(message: netlink.NetlinkMessage) -> tuple[int, str] | None:
     """Return (index, address); None for families no rail can use."""
     if len(message.body) < netlink.IFADDR.size:
         return None

@@ -55,16 +55,16 @@ class NameFilter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was listed."""
+        """True if nothing was listed."""
         return not self._rules
 
     @property
     def is_selection(self) -> bool:
-        """Whether devices were asked for by name."""
+        """True if devices were asked for by name."""
         return bool(self._rules) and not self.is_exclusion
 
     def lists(self, name: str, port: int | None = None) -> bool:
-        """Whether the list holds `name`, or its `port` where one is given; ``^`` is not applied."""
+        """Return whether `name`, or its `port` if given, is listed; ``^`` is not applied."""
         return any(
             (name == rule.name if rule.is_exact else name.startswith(rule.name))
             and (port is None or rule.port in (None, port))

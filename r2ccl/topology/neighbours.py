@@ -1,4 +1,4 @@
-"""Whether the kernel knows the way to a neighbour, asked before something that would wait for it.
+"""Asks the kernel whether it can reach a neighbour, before a call that would wait for it.
 
 Connecting a RoCE queue pair resolves the peer's link-layer address inside a system call, for as
 long as a second, and Python holds its lock meanwhile. So the kernel's tables are looked at first;
@@ -66,7 +66,7 @@ class Neighbours:
         self._said: set[int | None] = set()
 
     def knows(self, source: str, destination: str) -> bool:
-        """Whether a packet to `destination` could leave now; if not, have the kernel find out.
+        """Return whether a packet to `destination` could leave now; if not, have it resolved.
 
         Both are IP addresses, IPv4 also in its form within IPv6, as GIDs spell them. True as well
         where the kernel need not ask (the machine's own and link-local addresses), and where it

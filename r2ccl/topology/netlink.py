@@ -80,7 +80,7 @@ _DUMP_ATTEMPTS = 10
 _TYPE_MASK = 0x3FFF  # the two top bits of an attribute's type are flags
 
 
-class Message(NamedTuple):
+class NetlinkMessage(NamedTuple):
     """One netlink message: its header without the length, and what follows it."""
 
     kind: int
@@ -89,14 +89,14 @@ class Message(NamedTuple):
     body: memoryview
 
 
-def messages(data: bytes) -> Iterator[Message]:
+def messages(data: bytes) -> Iterator[NetlinkMessage]:
     """Split a datagram into its messages; a torn tail ends the iteration."""
     view = memoryview(data)
     while len(view) >= HEADER.size:
         length, kind, flags, sequence, _ = HEADER.unpack_from(view)
         if not HEADER.size <= length <= len(view):
             return
-        yield Message(kind, flags, sequence, view[HEADER.size : length])
+        yield NetlinkMessage(kind, flags, sequence, view[HEADER.size : length])
         view = view[_aligned(length) :]
 
 
@@ -151,7 +151,7 @@ class RouteSocket:
             if message.kind == NLMSG_ERROR:
                 return
 
-    def ask(self, kind: int, body: bytes) -> Message:
+    def ask(self, kind: int, body: bytes) -> NetlinkMessage:
         """Return the one entry of a table that `body` describes.
 
         Raises
@@ -162,7 +162,7 @@ class RouteSocket:
         self._send(kind, 0, body)
         return next(self._answers())
 
-    def dump(self, kind: int, body: bytes) -> list[Message]:
+    def dump(self, kind: int, body: bytes) -> list[NetlinkMessage]:
         """Return a table of the kernel, one message an entry.
 
         Raises
@@ -191,7 +191,7 @@ class RouteSocket:
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
         self._socket.send(request(kind, flags, self._sequence, body))
 
-    def _answers(self) -> Iterator[Message]:
+    def _answers(self) -> Iterator[NetlinkMessage]:
         """Iterate over the answers to the last request; those to one given up on are skipped."""
         while True:
             for message in messages(self._socket.recv(RECEIVE_NBYTES)):
@@ -201,7 +201,7 @@ class RouteSocket:
                     yield message
 
 
-def _raise_if_refused(message: Message) -> None:
+def _raise_if_refused(message: NetlinkMessage) -> None:
     (code,) = _ERROR.unpack_from(message.body)
     if code:
         raise OSError(-code, os.strerror(-code))
@@ -248,7 +248,7 @@ __all__ = [
     "RTM_NEWNEIGH",
     "RTM_SETLINK",
     "RTN_LOCAL",
-    "Message",
+    "NetlinkMessage",
     "RouteSocket",
     "attribute",
     "attributes",

@@ -1,4 +1,4 @@
-"""`RelayedTransport` keeps the contract of the transport it is around, whatever it relays.
+"""`PxnTransport` keeps the contract of the transport it is around, whatever it relays.
 
 The checks speak of host memory; `OnDevice` has their cleared slices travel from and to the memory
 of a fake GPU, where accesses that nothing orders are found, and memory is freed as soon as the
@@ -15,7 +15,7 @@ import pytest
 from contract.test_transport import TcpBench as SocketBench
 
 from r2ccl.device.views import address_of, view_of
-from r2ccl.gpu.pxn.transport import RelayedTransport
+from r2ccl.gpu.pxn.transport import PxnTransport
 from r2ccl.testing.contract import CHECKS, Bench, JoinedPair, pattern
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.probecontract import PROBE_CHECKS
@@ -102,7 +102,7 @@ class RelayedBench:
         for rank, rails in enumerate(relays):
             device = FakeDevice(FakeGpu(seed + rank), f"rank {rank}")
             self.network.devices[rank] = device
-            relayed = RelayedTransport(SimPart(self.network, rank))
+            relayed = PxnTransport(SimPart(self.network, rank))
             for rail in rails:
                 # Room for all slices of the checks but one.
                 self.relays.append(CheckedRelay(device, 1 << 19, nslots))
@@ -154,7 +154,7 @@ class TcpBench(SocketBench):
         for transport in self.transports:
             transport.close()
         self.transports = [
-            MixedTransport([RelayedTransport(self.transport(rank, 1, (rail,))) for rail in (0, 1)])
+            MixedTransport([PxnTransport(self.transport(rank, 1, (rail,))) for rail in (0, 1)])
             for rank in (0, 1)
         ]
 

@@ -13,7 +13,7 @@ from support.cuda_cases import FACTOR, NRANKS, Arena, Layout, host_fuses, others
 from r2ccl.device.base import Event, Stream
 from r2ccl.device.driver import CudaDevice
 from r2ccl.dtypes import BFLOAT16_CODE, CODES, DTYPES, dtype_name
-from r2ccl.gpu.device_reduction import Offload
+from r2ccl.gpu.device_reduction import ReductionStream
 from r2ccl.kernels.cuda import Form, Launcher, canonical, chain
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -155,25 +155,25 @@ def test_work_beside_the_data_loop_keeps_its_order(gpu: Gpu) -> None:
     device, count = gpu.device, 100_003
     code = CODES[np.dtype(np.int64)]
     add, multiply = (Form(dtype_code=code, op=op) for op in (ReduceOp.SUM, ReduceOp.PROD))
-    offload = Offload(device, gpu.launcher)
+    reductions = ReductionStream(device, gpu.launcher)
     places = [device.allocate(count * 8) for _ in range(2)]
     pinned = device.allocate_pinned(count * 8)
     value = pinned.view(np.int64)
     value[:] = np.arange(count)
     for place in places:
-        offload.copy(place, int(pinned.ctypes.data), count * 8)
+        reductions.copy(place, int(pinned.ctypes.data), count * 8)
     meant = np.arange(count)
     for turn in range(50):
         form = multiply if turn % 5 == 4 else add
-        offload.run(form, (places[0], places[1]), places[0], count, 2)
+        reductions.run(form, (places[0], places[1]), places[0], count, 2)
         meant = meant * np.arange(count) if form is multiply else meant + np.arange(count)
         if turn % 3 == 0:
-            offload.commit()
-            offload.poll()
-    offload.copy(int(pinned.ctypes.data), places[0], count * 8)
-    assert offload.drain(TIMEOUT_S)
+            reductions.commit()
+            reductions.poll()
+    reductions.copy(int(pinned.ctypes.data), places[0], count * 8)
+    assert reductions.drain(TIMEOUT_S)
     assert np.array_equal(value, meant)
-    offload.close()
+    reductions.close()
     for place in places:
         device.free(place)
     device.free_pinned(pinned)

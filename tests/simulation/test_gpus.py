@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from support.slow import slow_but
 
-from r2ccl.gpu.device_reduction import Offload
+from r2ccl.gpu.device_reduction import ReductionStream
 from r2ccl.gpu.operands import DeviceOperands
 from r2ccl.planning.lowering import Step
 from r2ccl.runtime.executor import LaneRun
@@ -118,7 +118,7 @@ def _sent_early() -> contextlib.AbstractContextManager[Any]:
 
 def _believed_done() -> contextlib.AbstractContextManager[Any]:
     """Kernels count as done as soon as they are launched."""
-    return mock.patch.object(Offload, "poll", lambda self: self._begun)
+    return mock.patch.object(ReductionStream, "poll", lambda self: self._begun)
 
 
 def _place_given_at_once() -> contextlib.AbstractContextManager[Any]:
@@ -133,7 +133,7 @@ def _place_given_at_once() -> contextlib.AbstractContextManager[Any]:
 
     def apply(self: DeviceOperands, step: Step, lo: int, hi: int, received: Any) -> int:
         number = original(self, step, lo, hi, received)
-        device = self._offload._device
+        device = self._reductions._device
         for pool in pools:
             if pool._device is device and isinstance(received, memoryview) and received.nbytes:
                 pool._poison(received)
@@ -193,7 +193,7 @@ def _counted(counts: dict[str, int], owner: type, name: str) -> Any:
 
 def test_one_event_tells_of_several_kernels() -> None:
     counts: dict[str, int] = {}
-    with _counted(counts, Offload, "run"), _counted(counts, FakeDevice, "record"):
+    with _counted(counts, ReductionStream, "run"), _counted(counts, FakeDevice, "record"):
         assert run(RING).is_clean
     # Each of 3 ranks gets, on 2 channels, 2 chunks of 2 slices that it has to reduce.
     assert counts["run"] == 3 * 2 * 2 * 2

@@ -1,4 +1,4 @@
-"""Slices that take the way through a relay: exact under every fault, and nobody's memory touched.
+"""Slices that go through a relay: exact under every fault, and nobody's memory touched.
 
 Copies end late, in any order that streams and events allow; the fakes find accesses of NICs, of
 copies and of kernels that nothing orders. ``R2CC_SIM_EXAMPLES`` of 20,000 or more cuts every path
@@ -16,7 +16,7 @@ from support.slow import slow_but
 
 from r2ccl.errors import TransportError
 from r2ccl.gpu.pxn.relay import Relay, Slot
-from r2ccl.gpu.pxn.transport import RelayedTransport
+from r2ccl.gpu.pxn.transport import PxnTransport
 from r2ccl.testing.simulation import (
     CallSpec,
     CutPath,
@@ -56,7 +56,7 @@ class OneRail(RelayRank):
     def __init__(self, rank: int, network: GpuNetwork, *others: Any) -> None:
         super().__init__(rank, network, *others)
         for rail in range(network.nrails):
-            self.relayed.use(rail, None if rail else self.relay)
+            self.pxn.use(rail, None if rail else self.relay)
 
 
 class Wide(RelayRank):
@@ -67,7 +67,7 @@ class Wide(RelayRank):
     def __init__(self, rank: int, network: GpuNetwork, *others: Any) -> None:
         super().__init__(rank, network, *others)
         for rail in range(network.nrails):
-            self.relayed.use(rail, self.relay)
+            self.pxn.use(rail, self.relay)
 
 
 class Late(OneRail):
@@ -147,7 +147,7 @@ def test_slots_come_back_whatever_happens() -> None:
         for rank in world.ranks:
             assert isinstance(rank, RelayRank)
             assert rank.relay.nfree == rank.nslots
-            assert not rank.relayed.is_busy
+            assert not rank.pxn.is_busy
 
 
 @pytest.mark.parametrize("method", ["copy", "record", "is_done"])
@@ -209,43 +209,43 @@ def _sent_early() -> contextlib.AbstractContextManager[Any]:
 
 def _fenced_while_copied() -> contextlib.AbstractContextManager[Any]:
     """Copies of slices that were dropped do not hold `Fenced` up."""
-    original = RelayedTransport._hand_on
+    original = PxnTransport._release
 
-    def hand_on(self: RelayedTransport, way: Any, events: Any) -> None:
-        ncopies, way.ncopies = way.ncopies, 0
-        original(self, way, events)
-        way.ncopies = ncopies
-        if ncopies and way.path not in self._ways:
-            self._ways[way.path] = way  # it still looks for the ends of its copies
-            way.has_failed = False
+    def hand_on(self: PxnTransport, state: Any, events: Any) -> None:
+        ncopies, state.ncopies = state.ncopies, 0
+        original(self, state, events)
+        state.ncopies = ncopies
+        if ncopies and state.path not in self._states:
+            self._states[state.path] = state  # it still looks for the ends of its copies
+            state.has_failed = False
 
-    return mock.patch.object(RelayedTransport, "_hand_on", hand_on)
+    return mock.patch.object(PxnTransport, "_release", hand_on)
 
 
 def _arrived_early() -> contextlib.AbstractContextManager[Any]:
     """What landed in a slot is reported before it is where it belongs."""
-    original = RelayedTransport._hand_on
+    original = PxnTransport._release
 
-    def hand_on(self: RelayedTransport, way: Any, events: Any) -> None:
-        for item in way.held:
+    def hand_on(self: PxnTransport, state: Any, events: Any) -> None:
+        for item in state.held:
             if hasattr(item, "slot"):
                 item.slot.is_copying = False
-        original(self, way, events)
+        original(self, state, events)
 
-    return mock.patch.object(RelayedTransport, "_hand_on", hand_on)
+    return mock.patch.object(PxnTransport, "_release", hand_on)
 
 
 def _slot_given_at_once() -> contextlib.AbstractContextManager[Any]:
     """A slot is another slice's while the NIC still reads it."""
-    original = RelayedTransport._send_waiting
+    original = PxnTransport._send_waiting
 
-    def send(self: RelayedTransport, way: Any) -> bool:
-        has_sent = original(self, way)
-        for name in tuple(way.sending):
-            self._sort(way, Sent(way.path, *name))
+    def send(self: PxnTransport, state: Any) -> bool:
+        has_sent = original(self, state)
+        for name in tuple(state.sending):
+            self._hold(state, Sent(state.path, *name))
         return has_sent
 
-    return mock.patch.object(RelayedTransport, "_send_waiting", send)
+    return mock.patch.object(PxnTransport, "_send_waiting", send)
 
 
 MISTAKES = {

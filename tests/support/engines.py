@@ -15,8 +15,8 @@ from r2ccl.dtypes import CODES
 from r2ccl.errors import TransportError
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.health.table import Health
-from r2ccl.gpu.gpudirect import Direct
-from r2ccl.gpu.gpudirect_connect import open_direct
+from r2ccl.gpu.gpudirect import GpuDirectBackend
+from r2ccl.gpu.gpudirect_connect import connect_gpudirect
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.planning.cost_model import Fabric
 from r2ccl.planning.plan_cache import Plans
@@ -97,19 +97,19 @@ class Rank:
         self.plans = Plans(self.rank, self.nranks, fabric, group.config)
         self.entry = Entry(self.engine, self.plans, whole)
         self.stream = self.device.caller_stream()
-        self.opened: Direct | str = ""
+        self.opened: GpuDirectBackend | str = ""
         #: Where the caller's arrays are.
         self.arrays: set[int] = set()
 
-    def open(self) -> Direct | str:
-        self.opened = open_direct(
+    def open(self) -> GpuDirectBackend | str:
+        self.opened = connect_gpudirect(
             self.device,
             FakeLauncher(self.device),
             engine=self.engine,
             enter=self.entry,
             config=self.group.config,
             clock=monotonic,
-            gather=self.gather,
+            allgather=self.gather,
         )
         return self.opened
 
@@ -117,8 +117,8 @@ class Rank:
         return self.group.gathering(self.rank, mine)
 
     @property
-    def direct(self) -> Direct:
-        assert isinstance(self.opened, Direct)
+    def direct(self) -> GpuDirectBackend:
+        assert isinstance(self.opened, GpuDirectBackend)
         return self.opened
 
     def put(self, array: Any, offset: int = 0) -> int:

@@ -38,20 +38,20 @@ def posing(array: np.ndarray[Any, Any], **entries: Any) -> Interface:
     )
 
 
-# DLPack: packed by hand from dlpack.h, so that a wrong struct in the library shows
+# DLPack: packed by hand from dlpack.h
 
 _new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
 )
 _name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)(("PyCapsule_GetName", ctypes.pythonapi))
-_DESTRUCTOR = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+_CALLBACK = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Producer:
     """Exports capsules; outlives them.
 
-    ``asked`` has what each export was asked for, ``released`` the names of the capsules that were
-    let go, as their destructors found them.
+    ``asked`` has the arguments of each export, ``released`` the name of each capsule whose deleter
+    was called.
     """
 
     def __init__(
@@ -76,11 +76,14 @@ class Producer:
             "=QiiiBBHQQQ",
             address, *device, len(shape), *dtype, start(self._shape), start(self._strides), offset,
         )  # fmt: skip
+        self._format = b"dltensor" if version is None else b"dltensor_versioned"
+        self._deleter = _CALLBACK(lambda managed: self.released.append(self._format))
+        deleter = ctypes.cast(self._deleter, ctypes.c_void_p).value
         if version is None:
-            self._managed = tensor + struct.pack("=QQ", 0, 0)
+            self._managed = tensor + struct.pack("=QQ", 0, deleter)
         else:
-            self._managed = struct.pack("=IIQQQ", *version, 0, 0, flags) + tensor
-        self._destructor = _DESTRUCTOR(lambda capsule: self.released.append(_name(capsule)))
+            self._managed = struct.pack("=IIQQQ", *version, 0, deleter, flags) + tensor
+        self._destructor = _CALLBACK(self._destroy)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._device
@@ -89,10 +92,12 @@ class Producer:
         if self._version is None and asked.keys() - {"stream"}:
             raise TypeError(f"unexpected keyword arguments {sorted(asked)}")
         self.asked.append(asked)
-        name = b"dltensor" if self._version is None else b"dltensor_versioned"
-        self._names = (*getattr(self, "_names", ()), name)  # a capsule only points to its name
         destructor = ctypes.cast(self._destructor, ctypes.c_void_p)
-        return _new(start(self._managed), name, destructor)
+        return _new(start(self._managed), self._format, destructor)
+
+    def _destroy(self, capsule: int) -> None:
+        if _name(capsule) == self._format:  # not consumed: nobody else calls the deleter
+            self.released.append(self._format)
 
 
 def start(block: bytes | None) -> int:

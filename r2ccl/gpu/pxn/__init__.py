@@ -1,1 +1,1 @@
-"""Detours through the memory of other GPUs to the NICs beside them (NCCL's PXN)."""
+"""PXN: slices reach far NICs through the memory of the GPUs beside them, over NVLink."""

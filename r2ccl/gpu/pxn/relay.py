@@ -1,18 +1,18 @@
-"""Relay: slots of memory beside a NIC, and the copies between them and a GPU's own memory.
+"""Slots of memory beside a NIC, and the copies between them and a GPU's own memory.
 
-The slots lie in the memory of the GPU beside the NIC, the copies go over NVLink. Each direction has
-a stream, on which copies end in the order they were begun. Must not know paths or transports.
-Invariants: a slot is free only once it was given back and nothing is copied to or from it; a copy
-counts as over only once its event was seen to be, or the device failed.
+The slots are in the memory of the GPU beside the NIC, and the copies use NVLink. Each direction has
+a stream, on which copies finish in the order they were begun. Invariants: a slot is free only after
+it was returned and no copy uses it; a copy counts as done once its event was seen to be done, or
+the device failed.
 
-*Who copies.* What is copied may have been written by a NIC: slots always, the GPU's own memory
-where a slice arrived directly and is passed on. Such writes are in order, or flushed, for the GPU
-whose memory it is, and need not be for others. So that GPU copies from it.
+*Which GPU copies.* The source may have been written by a NIC: always for slots, and for the GPU's
+own memory where a slice that arrived directly is passed on. Remote writes are ordered, or flushed,
+for the GPU that owns the memory, but perhaps not for others. So the owner of the source copies.
 
-*A device that fails.* Whatever of the driver's calls it is that fails, the relay then hands out no
-slot any more. A copy that could not be begun has failed; where the device does not say whether one
-is over, all that are under way on it have. What failed counts as over too: errors of work that was
-begun are those after which the driver runs nothing more in the process's context.
+*Device failure.* After any failed driver call the relay hands out no slot. A copy that could not be
+begun has failed; if the device does not tell whether one is done, all copies in progress on it
+have failed. Failed copies count as done too: after an error of enqueued work, the driver runs
+nothing more in the process's context.
 
 References
 ----------
@@ -32,9 +32,9 @@ from r2ccl.errors import TransportError
 
 
 class Slot:
-    """Memory for one slice; ``owner`` is what its taker likes, for `Relay.collect`.
+    """Memory for one slice; ``owner`` is for the caller of `Relay.take`.
 
-    ``is_copying`` tells whether a copy to or from it is under way, ``error`` why the last failed.
+    ``is_copying``: a copy to or from it is in progress. ``error``: why the last copy failed.
     """
 
     __slots__ = ("_whole", "address", "error", "is_copying", "is_given", "owner", "relay")
@@ -44,7 +44,7 @@ class Slot:
         self.address = address
         self.owner: Any = None
         self.is_copying = False
-        #: Given back by its owner.
+        #: Returned by `Relay.give`.
         self.is_given = True
         self.error: TransportError | None = None
         self._whole = view_of(address, nbytes)
@@ -55,27 +55,27 @@ class Slot:
 
 
 class Relay:
-    """Slots in a row, and the streams on which they are filled and emptied.
+    """Contiguous slots, and the streams on which they are filled and emptied.
 
     Parameters
     ----------
     device : Device
-        The GPU that has the slots; it reaches the memory they stand in for.
+        The GPU that has the slots; it accesses the memory of `home`.
     base_address : int
-        Of the first slot. The memory is whoever's made the relay, registered with every NIC.
+        Of the first slot. The memory is borrowed, and registered with every NIC.
     slot_nbytes, nslots : int
     home : Device, optional
-        The GPU that has the slices; it reaches the slots. Default: `device` has them too.
+        The GPU that has the slices; it accesses the slots. Default: `device`.
 
     Raises
     ------
     TransportError
-        A device refused a stream or an event.
+        A device could not create a stream or an event.
 
     Notes
     -----
-    Belongs to whoever owns the data loop. Whoever made it closes it, and frees the memory, when
-    the transport that uses it is closed, or all paths are fenced and it is used no more.
+    Used by the owner of the data loop. Its creator closes it and frees the memory after the
+    transport was closed, or after all paths were fenced and the transport stopped using it.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class Relay:
         home: Device | None = None,
     ) -> None:
         self.nslots = nslots
-        #: The first failure of a device: no slot is handed out any more.
+        #: First failure of a device, after which `take` returns None.
         self.error: TransportError | None = None
         self._slot_nbytes = slot_nbytes
-        self._inwards = _Lane(home or device, nslots)
+        self._inwards = _CopyStream(home or device, nslots)
         try:
-            self._outwards = _Lane(device, nslots)
+            self._outwards = _CopyStream(device, nslots)
         except BaseException:
             self._inwards.close()
             raise
@@ -103,16 +103,16 @@ class Relay:
 
     @property
     def nfree(self) -> int:
-        """How many slots are free."""
+        """Number of free slots."""
         return len(self._free)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy is not known to be over."""
+        """True if a copy may be in progress."""
         return bool(self._inwards.copying or self._outwards.copying)
 
     def take(self, nbytes: int) -> Slot | None:
-        """Return a free slot of `nbytes` bytes or more, if there is one; else None."""
+        """Return a free slot of at least `nbytes` bytes; None: there is none."""
         if not self._free or nbytes > self._slot_nbytes or self.error is not None:
             return None
         slot = self._free.pop()
@@ -120,12 +120,12 @@ class Relay:
         return slot
 
     def give(self, slot: Slot) -> None:
-        """Give a slot back; it is free when its copy is over, and never if that failed."""
+        """Return a slot; it is free when its copy is done, and never if that failed."""
         slot.is_given = True
         self._release(slot)
 
     def copy_in(self, slot: Slot, view: memoryview) -> None:
-        """Begin to copy what a view of device memory holds to a slot.
+        """Begin a copy from a view of device memory to a slot.
 
         Raises
         ------
@@ -135,18 +135,18 @@ class Relay:
         self._copy(self._inwards, slot, slot.address, address_of(view), len(view))
 
     def copy_out(self, slot: Slot, region: memoryview) -> None:
-        """Begin to copy what a slot holds to a region of device memory; as `copy_in`."""
+        """Begin a copy from a slot to a region of device memory; see `copy_in`."""
         self._copy(self._outwards, slot, address_of(region), slot.address, len(region))
 
     def collect(self) -> list[Slot]:
-        """Return the slots whose copies are over, or failed, since the last time; never waits."""
+        """Return the slots whose copies ended since the last call; does not wait."""
         over: list[Slot] = []
-        for lane in (self._inwards, self._outwards):
+        for stream in (self._inwards, self._outwards):
             try:
-                while (slot := lane.next_over()) is not None:
+                while (slot := stream.pop_done()) is not None:
                     over.append(slot)
             except TransportError as exc:
-                failed = lane.abandon()
+                failed = stream.abandon()
                 for slot in failed:
                     self._note(slot, exc)
                 over += failed
@@ -156,24 +156,24 @@ class Relay:
         return over
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every copy is over, at most `timeout_s` a direction; then `collect`.
+        """Wait for all copies, up to `timeout_s` a direction; call `collect` then.
 
         Returns
         -------
         bool
-            Whether they are.
+            Whether they are done.
         """
         is_filled = self._inwards.drain(timeout_s)
         return self._outwards.drain(timeout_s) and is_filled
 
     def close(self) -> None:
-        """Free the streams and the events; no copy is under way."""
+        """Free the streams and the events; no copy is in progress."""
         self._inwards.close()
         self._outwards.close()
 
-    def _copy(self, lane: _Lane, slot: Slot, target: int, source: int, nbytes: int) -> None:
+    def _copy(self, stream: _CopyStream, slot: Slot, target: int, source: int, nbytes: int) -> None:
         try:
-            lane.begin(slot, target, source, nbytes)
+            stream.begin(slot, target, source, nbytes)
         except TransportError as exc:
             self._note(slot, exc)
             raise
@@ -191,8 +191,8 @@ class Relay:
         self._free.append(slot)
 
 
-class _Lane:
-    """Copies of one direction, by the GPU that has what is copied; at most `ncopies` at once."""
+class _CopyStream:
+    """Copies of one direction, by the GPU that has the source; at most `ncopies` at once."""
 
     def __init__(self, device: Device, ncopies: int) -> None:
         self.copying: deque[tuple[Slot, Event]] = deque()
@@ -205,11 +205,11 @@ class _Lane:
         except BaseException:
             self.close()
             raise
-        #: Events that stand for nothing.
+        #: Unused events.
         self._idle = list(self._events)
 
     def begin(self, slot: Slot, target: int, source: int, nbytes: int) -> None:
-        """Begin a copy for a slot that has none under way."""
+        """Begin a copy for a slot that has none in progress."""
         device = self._device
         if device.reorders_remote_writes:
             device.flush_remote_writes()
@@ -217,8 +217,8 @@ class _Lane:
         device.record(self._idle[-1], self._stream)
         self.copying.append((slot, self._idle.pop()))
 
-    def next_over(self) -> Slot | None:
-        """Take the slot of the oldest copy, if that is over."""
+    def pop_done(self) -> Slot | None:
+        """Remove and return the slot of the oldest copy, if that is done."""
         if not self.copying or not self._device.is_done(self.copying[0][1]):
             return None
         slot, event = self.copying.popleft()
@@ -226,22 +226,22 @@ class _Lane:
         return slot
 
     def abandon(self) -> list[Slot]:
-        """Take the slots of all copies: the device failed."""
+        """Remove and return the slots of all copies: the device failed."""
         slots = [slot for slot, _ in self.copying]
         self.copying.clear()
         return slots
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for the copies, at most `timeout_s`; whether they are over, also by a failure."""
+        """Wait up to `timeout_s` for the copies; return whether they ended or failed."""
         if not self.copying:
             return True
         try:
             return self._device.synchronize(self.copying[-1][1], timeout_s)
         except TransportError:
-            return True  # as it will tell whoever collects
+            return True  # `collect` reports it
 
     def close(self) -> None:
-        """Free the stream and the events; no copy is under way."""
+        """Free the stream and the events; no copy is in progress."""
         for event in self._events:
             self._device.destroy_event(event)
         self._device.destroy_stream(self._stream)

@@ -1,12 +1,12 @@
-"""Detours: through the memory of other GPUs to the NICs beside them, once a near NIC is lost.
+"""PXN routes of one rank: through the memory of other GPUs to far NICs, once a near NIC is lost.
 
-What `r2ccl.gpu.nic_affinity` found to be the better way to a rail is opened when the near rails are
-not whole any more, here or at a rank that this one meets there: the other GPU, if this process sees
-it, slots in its memory, and the use of them on that rail (`r2ccl.gpu.pxn.transport`). Until then,
-and wherever that cannot be, slices go to the NIC directly, which is right, if slower.
+`r2ccl.gpu.nic_affinity` found the rails that this GPU reaches best through another one. A route is
+opened when a home rail is down or slow, at this rank or one that it meets there: it opens the other
+GPU, if this process sees it, allocates slots in its memory and has `r2ccl.gpu.pxn.transport` use
+them on that rail. Without a route slices go to the NIC directly: correct, but slower.
 
-Must not know schedules. Invariant: a detour is opened before the device is given anything that
-waits for the host, for opening it may wait for the device; each is tried once.
+Invariant: a route is opened before the device waits for the host, since opening may wait for the
+device. Each is tried once.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import NamedTuple
 from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
 from r2ccl.failover.health.table import WHOLE, Health
-from r2ccl.gpu.nic_affinity import Detour
+from r2ccl.gpu.nic_affinity import PxnRoute
 from r2ccl.gpu.pxn.relay import Relay
-from r2ccl.gpu.pxn.transport import RelayedTransport
-from r2ccl.gpu.registered_memory import Own, Register
+from r2ccl.gpu.pxn.transport import PxnTransport
+from r2ccl.gpu.registered_memory import Register, RunInDataLoop
 from r2ccl.transport.base import Registered
 
 _log = logging.getLogger(__name__)
@@ -37,43 +37,43 @@ class _Opened(NamedTuple):
     registered: Registered
 
 
-class Detours:
-    """The detours of one rank's GPU.
+class PxnRoutes:
+    """The PXN routes of one rank's GPU.
 
     Parameters
     ----------
     device : Device
     rank : int
-    wanted : iterable of Detour
-        Their rails are numbered as the transport does.
+    wanted : iterable of PxnRoute
+        Rails by their numbers in the transport.
     members, homes : sequence of int
-        Ranks, this one among them, and the rails they meet on: detours are needed once one of
-        these is not whole at any of them.
-    transport : RelayedTransport
-        Carries all of them; borrowed.
+        Ranks, this one among them, and their home rails: routes are needed once one of these
+        rails is not whole at one of these ranks.
+    transport : PxnTransport
+        Carries their slices; borrowed.
     register : callable
-        Registers device memory with every NIC.
-    own : callable
-        Runs something as the owner of the data loop.
+        See `Register`.
+    run_in_data_loop : callable
+        See `RunInDataLoop`.
     open_peer : callable
-        Gives the GPU of a bus id, to be closed here; None: this process does not see it.
+        Returns the GPU at a bus id, closed here; None if this process does not see it.
     health : callable
-        Returns the newest health of all ranks' rails.
+        Returns the current health of all ranks' rails.
     slot_nbytes, nslots : int
-        Of each detour.
+        Slots of each route.
     """
 
     def __init__(
         self,
         device: Device,
         rank: int,
-        wanted: Iterable[Detour],
+        wanted: Iterable[PxnRoute],
         members: Sequence[int],
         homes: Sequence[int],
         *,
-        transport: RelayedTransport,
+        transport: PxnTransport,
         register: Register,
-        own: Own,
+        run_in_data_loop: RunInDataLoop,
         open_peer: Callable[[str], Device | None],
         health: Callable[[], Health],
         slot_nbytes: int,
@@ -81,30 +81,30 @@ class Detours:
     ) -> None:
         self._device = device
         self._rank = rank
-        #: Those that were not tried yet, by rail.
+        #: Other GPU of each route that was not tried yet, by rail.
         self._wanted = {each.rail: each.via for each in wanted}
         self._meets = [(member, rail) for member in members for rail in homes]
         self._transport = transport
         self._register = register
-        self._own = own
+        self._run_in_data_loop = run_in_data_loop
         self._open_peer = open_peer
         self._health = health
         self._slot_nbytes = slot_nbytes
         self._nslots = nslots
-        #: Version of the health that was looked at last.
+        #: Version of the last health considered.
         self._seen = -1
-        #: By bus id; None: not visible.
+        #: Other GPUs by bus id; None: not visible.
         self._peers: dict[str, Device | None] = {}
         self._opened: list[_Opened] = []
 
     @property
-    def are_due(self) -> bool:
-        """Whether `open` has something to do."""
+    def is_open_needed(self) -> bool:
+        """Return whether `open` has something to do."""
         health = self._health()
         return bool(self._wanted) and health.version != self._seen and bool(self._needed(health))
 
     def open(self) -> None:
-        """Open what is needed with the rails as they are, as far as it can be."""
+        """Open the routes that the health of rails makes necessary, as far as possible."""
         health = self._health()
         self._seen = health.version
         for rail in self._needed(health):
@@ -119,35 +119,35 @@ class Detours:
             )  # fmt: skip
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no copy is under way, at most `timeout_s`; whether none is.
+        """Wait up to `timeout_s` for all copies; return whether they are done.
 
-        After a call that failed, with which the communicator ends: none is begun any more.
+        For use after a failed call, which ends the communicator: no copy begins any more.
         """
 
-        # Until the transport is closed it looks at copies too: not while they are waited for.
+        # In the data loop: the transport, until it is closed, polls copies too.
         def wait() -> bool:
             are_over = True
             for each in self._opened:
                 are_over &= each.relay.drain(timeout_s if are_over else 0.0)
             return are_over
 
-        return bool(self._own(wait))
+        return bool(self._run_in_data_loop(wait))
 
     def close(self, timeout_s: float) -> bool:
-        """End all detours, and free their memory where nothing works on it any more.
+        """Close all routes and free their memory; no slice is in flight.
 
-        No slice is under way. Where copies are not over after `timeout_s` the other GPU's memory is
-        kept; one that fails keeps nothing else from being freed. Either is logged.
+        If copies are not done after `timeout_s`, the other GPU's memory is kept. A failure does
+        not keep other memory from being freed. Both are logged.
 
         Returns
         -------
         bool
-            Whether nothing works on memory of this rank's GPU any more.
+            Whether no copy uses memory of this rank's GPU any more.
         """
         hanging: set[str] = set()
         for each in self._opened:
             self._use(each.rail, None)
-            with self._telling(each.via):
+            with self._logging_failures(each.via):
                 if self._end(each, 0.0 if hanging else timeout_s):
                     continue
                 hanging.add(each.via)
@@ -158,19 +158,19 @@ class Detours:
         self._opened.clear()
         for via, peer in self._peers.items():
             if peer is not None and via not in hanging:
-                with self._telling(via):
+                with self._logging_failures(via):
                     peer.close()
         self._peers.clear()
         return not hanging
 
     def _needed(self, health: Health) -> list[int]:
-        """List the rails whose detours are to be opened, as the rails are."""
+        """List the rails whose routes are to be opened."""
         if all(health.share(*port) == WHOLE for port in self._meets):
             return []
         return [rail for rail in self._wanted if health.share(self._rank, rail)]
 
     def _end(self, opened: _Opened, timeout_s: float) -> bool:
-        """End a detour unless copies are under way; whether it did."""
+        """Close a route unless copies are in progress; return whether it did."""
         relay = opened.relay
 
         def settle() -> bool:
@@ -178,25 +178,25 @@ class Detours:
             relay.collect()
             return is_over
 
-        if not self._own(settle):
+        if not self._run_in_data_loop(settle):
             return False
         try:
-            self._own(relay.close)
+            self._run_in_data_loop(relay.close)
         finally:
-            self._own(opened.registered.close)
+            self._run_in_data_loop(opened.registered.close)
             opened.peer.free(opened.address)
         return True
 
     @contextlib.contextmanager
-    def _telling(self, via: str) -> Iterator[None]:
-        """Log what fails of a way through another GPU."""
+    def _logging_failures(self, via: str) -> Iterator[None]:
+        """Log a failure of a route through another GPU."""
         try:
             yield
         except TransportError as exc:
-            _log.warning("rank %d: the way through GPU %s failed: %s", self._rank, via, exc)
+            _log.warning("rank %d: the PXN route through GPU %s failed: %s", self._rank, via, exc)
 
     def _open(self, rail: int, via: str) -> str:
-        """Open a detour; return why there is none."""
+        """Open a route; return why it could not be, or an empty string."""
         peer = self._peer(via)
         if peer is None:
             return "this process does not see it (CUDA_VISIBLE_DEVICES)"
@@ -206,11 +206,11 @@ class Detours:
         address = peer.allocate(nbytes)
         registered: Registered | None = None
         try:
-            registered = self._own(lambda: self._register(address, nbytes))
+            registered = self._run_in_data_loop(lambda: self._register(address, nbytes))
             relay = Relay(peer, address, self._slot_nbytes, self._nslots, home=self._device)
         except BaseException:
             if registered is not None:
-                self._own(registered.close)
+                self._run_in_data_loop(registered.close)
             peer.free(address)
             raise
         self._use(rail, relay)
@@ -218,7 +218,7 @@ class Detours:
         return ""
 
     def _use(self, rail: int, relay: Relay | None) -> None:
-        self._own(lambda: self._transport.use(rail, relay))
+        self._run_in_data_loop(lambda: self._transport.use(rail, relay))
 
     def _peer(self, via: str) -> Device | None:
         if via not in self._peers:
@@ -226,4 +226,4 @@ class Detours:
         return self._peers[via]
 
 
-__all__ = ["Detours"]
+__all__ = ["PxnRoutes"]

@@ -1,32 +1,32 @@
-"""A transport whose slices take the way through another GPU's memory: NCCL's PXN.
+"""A transport that sends slices of some rails through another GPU's memory (NCCL's PXN).
 
-`RelayedTransport` is a `TransportPart` around another one. On rails it was told to, slices of
-device memory are copied to a slot of a `Relay`, beside the NIC, and sent from there, or land there
-and are copied on; all else passes unchanged. Must not import sockets, verbs or a device's driver.
+`PxnTransport` wraps another `TransportPart`. On rails for which `use` gave a `Relay`, a slice of
+device memory is copied to a slot beside the NIC and sent from there, or lands in a slot and is
+copied out. All other calls are forwarded unchanged.
 
 Theory of operation
 -------------------
-``isend``: a slot is filled; once the copy is known to be done, the inner transport gets the slot's
-view. What is sent on the path meanwhile waits behind it, in order. `Sent` gives the slot back.
+``isend``: a slot is filled; once the copy is done, the inner transport sends the slot's view. Later
+sends on the path wait behind it, in order. `Sent` frees the slot.
 
-``irecv``: the inner transport names a slot to the peer. Its `Arrived` is held until the slot was
-copied to the region, and with it every later event of the path. `Fenced` is held until no copy of
-the path is under way, those of slices that were dropped included.
+``irecv``: the inner transport names a slot to the peer. Its `Arrived`, and every later event of the
+path, is held until the slot was copied to the region. `Fenced` is held until no copy of the path is
+in progress, including copies of slices that were dropped.
 
-Where no slot is free or large enough, slices go directly: both ends of a path decide on their own,
+If no slot is free or large enough, a slice goes directly: both ends of a path decide on their own,
 for each slice.
 
-*Confirmations.* The inner transport may not confirm by itself what lands in a slot, nor what lands
-directly behind such a slice, since a copy may fail: ``ack`` is withheld from it then. So what it
-did confirm has arrived, and is always handed on.
+*Confirmations.* A copy may fail, so the inner transport may not confirm by itself a slice that
+lands in a slot, nor a direct one after it: ``ack`` is withheld. So every slice it did confirm has
+arrived, and is always handed on.
 
-*A copy that fails* is the path's `Failed`, with the device's status. Nothing is lost: what was to
-be sent was not, what arrived is not reported, and both are replayed like all slices of a path that
-broke. The relay is used no more, so that the path is back, directly, after its repair. To raise
-instead would end the communicator for the loss of a way that it can do without.
+*A failed copy* is reported as the path's `Failed`, with the device's status. Nothing is lost: the
+slice was not sent, or its arrival is not reported, and it is replayed as on any path that broke.
+The relay hands out no more slots, so the repaired path sends directly. Raising instead would end
+the communicator for the loss of a route that it does not need.
 
-Invariants: the events of a path keep their order; after `Fenced` no copy of the path reads or
-writes anything; a slot is given back once, whatever becomes of its slice.
+Invariants: the events of a path keep their order; after `Fenced` no copy of the path accesses
+memory; a slot is returned exactly once.
 
 References
 ----------
@@ -60,12 +60,12 @@ from r2ccl.types import PathKey, ProbeKey
 
 _log = logging.getLogger(__name__)
 
-#: How long `close` waits for copies, which take well under a millisecond each.
-_PATIENCE_S = 1.0
+#: Limit of `close` for copies, which take well under a millisecond each.
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class _Send(NamedTuple):
-    """An ``isend`` that waits; ``slot`` None: for those before it alone."""
+    """A waiting ``isend``; ``slot`` None: it only waits for earlier ones."""
 
     frame: Frame
     view: memoryview
@@ -75,7 +75,7 @@ class _Send(NamedTuple):
 
 
 class _Landed(NamedTuple):
-    """A slice that arrived in a slot, and is copied on."""
+    """A slice that arrived in a slot and is being copied out."""
 
     event: Arrived
     slot: Slot
@@ -85,85 +85,87 @@ class _Landed(NamedTuple):
 _Name: TypeAlias = "tuple[int, int]"
 
 
-class _Way:
-    """What is relayed on one path."""
+class _PathState:
+    """Slices in progress on one path."""
 
     __slots__ = ("has_failed", "held", "landing", "ncopies", "path", "sending", "waiting")
 
     def __init__(self, path: PathKey) -> None:
         self.path = path
-        #: Slices in their order, from the first whose copy is under way.
+        #: Sends in order, from the first whose copy is in progress.
         self.waiting: deque[_Send] = deque()
-        #: Slots the NIC reads, and slots it writes, with the regions they stand in for.
+        #: Slots that the NIC reads; slots that it writes, with the regions to copy to.
         self.sending: dict[_Name, Slot] = {}
         self.landing: dict[_Name, tuple[Slot, memoryview]] = {}
-        #: Events in their order, from the first that cannot be handed on.
+        #: Events in order, from the first that cannot be handed on.
         self.held: deque[Event | _Landed] = deque()
-        #: Copies under way, also of slices that were dropped.
+        #: Copies in progress, including those of dropped slices.
         self.ncopies = 0
         #: `Failed` was reported, or is in ``held``.
         self.has_failed = False
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing of it is left."""
+        """True if nothing is in progress."""
         busy = self.waiting or self.sending or self.landing or self.held
         return not (busy or self.ncopies or self.has_failed)
 
     def drop(self) -> None:
-        """Forget what waits to be sent."""
+        """Drop waiting sends."""
         for item in self.waiting:
             if item.slot is not None:
                 item.slot.relay.give(item.slot)
         self.waiting.clear()
 
     def give_back(self) -> None:
-        """The inner transport knows of no slot any more."""
+        """Return the slots that the inner transport had: it has fenced the path."""
         for slot in (*self.sending.values(), *(slot for slot, _ in self.landing.values())):
             slot.relay.give(slot)
         self.sending.clear()
         self.landing.clear()
 
 
-class RelayedTransport:
-    """`TransportPart` around another, some of whose slices are relayed.
+class PxnTransport:
+    """A `TransportPart` that wraps another one, and relays some slices.
 
     Parameters
     ----------
     inner : TransportPart
-        Owned. All memory concerned is registered with its NICs: the slices', and the slots'.
+        Owned. Memory of slices and slots is registered with its NICs.
 
     Notes
     -----
-    Until `use` is called, and after what was under way when a use ended, calls only pass.
+    All calls are forwarded until `use` is called, and after the last relayed slice.
     """
 
     def __init__(self, inner: TransportPart) -> None:
         self.nrails = inner.nrails
         self._inner = inner
         self._relays: dict[int, Relay] = {}
-        self._ways: dict[PathKey, _Way] = {}
+        self._states: dict[PathKey, _PathState] = {}
         #: Relays with copies under way; ways on which something may go on.
         self._copying: dict[Relay, None] = {}
-        self._touched: dict[_Way, None] = {}
+        self._touched: dict[_PathState, None] = {}
 
     def use(self, rail: int, relay: Relay | None) -> None:
-        """Relay the slices of `rail` from now on; None: no more.
+        """Relay slices of `rail` from now on; None: stop.
 
-        What is under way ends as it began. For the owner of the data loop. `relay` may serve
-        several rails. Whoever made it frees it after `close`, or after a fence of all the paths
-        it was used on, if its use has ended.
+        Slices in progress are not affected. In the data loop only. `relay` may serve several
+        rails. Its creator frees it after `close`, or after this call stopped its use and all
+        paths that it was used on were fenced.
         """
         if relay is not None:
             self._relays[rail] = relay
             return
         self._relays.pop(rail, None)
-        # One that is idle is forgotten, so that nothing is looked at any more.
-        self._touched.update((way, None) for path, way in self._ways.items() if path.rail == rail)
+        # At the next `poll` idle paths are forgotten.
+        self._touched.update(
+            (state, None) for path, state in self._states.items() if path.rail == rail
+        )
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to do of which no descriptor tells: a copy ends silently."""
+        """True if `poll` has work that no file descriptor signals, such as the end of a copy."""
         return bool(self._copying or self._touched)
 
     # Slices
@@ -172,41 +174,41 @@ class RelayedTransport:
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
         """See `Transport.isend`; a replay overtakes what the inner transport has not sent yet."""
-        way = self._ways.get(path)
+        state = self._states.get(path)
         slot = None
         if token is not None and path.rail in self._relays and self.is_open(path):
             slot = self._take(path.rail, view)
         if slot is not None:
-            way = self._way(path)
-            if not self._begin(way, slot, view, is_filling=True):
+            state = self._state(path)
+            if not self._begin(state, slot, view, is_filling=True):
                 return
-        elif way is None or (not way.waiting and not way.has_failed):
+        elif state is None or (not state.waiting and not state.has_failed):
             self._inner.isend(path, frame, view, token, is_replay)
             return
-        if not way.has_failed:
-            way.waiting.append(_Send(frame, view, token, is_replay, slot))
+        if not state.has_failed:
+            state.waiting.append(_Send(frame, view, token, is_replay, slot))
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
         """See `Transport.irecv`."""
-        way = self._ways.get(path)
+        state = self._states.get(path)
         slot = None
         if path.rail in self._relays and self.is_open(path):
             slot = self._take(path.rail, region)
         if slot is not None:
-            way = self._way(path)
-            way.landing[frame.channel, frame.seq] = (slot, region)
+            state = self._state(path)
+            state.landing[frame.channel, frame.seq] = (slot, region)
             self._inner.irecv(path, frame, slot.view(len(region)))
-        elif way is None:
+        elif state is None:
             self._inner.irecv(path, frame, region, ack)
-        elif not way.has_failed:
-            # A confirmation is for the slices before it too, whose copies may fail.
-            is_proof = not way.landing and not way.held
+        elif not state.has_failed:
+            # It would confirm earlier slices too, whose copies may fail.
+            is_proof = not state.landing and not state.held
             self._inner.irecv(path, frame, region, ack if is_proof else 0)
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
         """See `Transport.confirm`."""
-        way = self._ways.get(path)
-        if way is None or not way.has_failed:
+        state = self._states.get(path)
+        if state is None or not state.has_failed:
             self._inner.confirm(path, channel, ack)
 
     def flush(self) -> None:
@@ -214,21 +216,23 @@ class RelayedTransport:
         self._inner.flush()
 
     def _take(self, rail: int, memory: memoryview) -> Slot | None:
-        """Take a slot for a slice, if it can be relayed now."""
+        """Return a slot for a slice, if it can be relayed now."""
         if not len(memory) or not is_device_view(memory):
             return None
         return self._relays[rail].take(len(memory))
 
-    def _way(self, path: PathKey) -> _Way:
-        way = self._ways.get(path)
-        if way is None:
-            way = self._ways[path] = _Way(path)
-        return way
+    def _state(self, path: PathKey) -> _PathState:
+        state = self._states.get(path)
+        if state is None:
+            state = self._states[path] = _PathState(path)
+        return state
 
-    def _begin(self, way: _Way, slot: Slot, memory: memoryview, *, is_filling: bool) -> bool:
-        """Begin a copy; False if it failed, the path with it."""
+    def _begin(
+        self, state: _PathState, slot: Slot, memory: memoryview, *, is_filling: bool
+    ) -> bool:
+        """Begin a copy; return False if that failed the path."""
         relay = slot.relay
-        slot.owner = way
+        slot.owner = state
         try:
             if is_filling:
                 relay.copy_in(slot, memory)
@@ -236,9 +240,9 @@ class RelayedTransport:
                 relay.copy_out(slot, memory)
         except TransportError as exc:
             relay.give(slot)
-            self._fail(way, exc)
+            self._fail(state, exc)
             return False
-        way.ncopies += 1
+        state.ncopies += 1
         self._copying[relay] = None
         return True
 
@@ -246,51 +250,51 @@ class RelayedTransport:
 
     def is_open(self, path: PathKey) -> bool:
         """See `Transport.is_open`."""
-        way = self._ways.get(path)
-        return (way is None or not way.has_failed) and self._inner.is_open(path)
+        state = self._states.get(path)
+        return (state is None or not state.has_failed) and self._inner.is_open(path)
 
     def fence(self, path: PathKey) -> None:
         """See `Transport.fence`."""
-        way = self._ways.get(path)
-        if way is not None:
-            way.drop()
+        state = self._states.get(path)
+        if state is not None:
+            state.drop()
         self._inner.fence(path)
 
-    def _fail(self, way: _Way, error: TransportError) -> None:
-        """Report a copy's failure, unless the path is out of use already."""
-        if self.is_open(way.path):
-            way.has_failed = True
+    def _fail(self, state: _PathState, error: TransportError) -> None:
+        """Report a failed copy, unless the path has already failed."""
+        if self.is_open(state.path):
+            state.has_failed = True
             detail = (
                 f"the copy through another GPU's memory failed ({error}); the path will go without "
                 "it; look at the driver's messages (dmesg, Xid) about that GPU"
             )
-            way.held.append(Failed(way.path, error.status, detail))
-            self._touched[way] = None
-        way.drop()
+            state.held.append(Failed(state.path, error.status, detail))
+            self._touched[state] = None
+        state.drop()
 
     # Polling
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """See `Transport.poll`; does not sleep while copies are under way."""
-        if not self._ways:
+        """See `Transport.poll`; does not sleep while copies are in progress."""
+        if not self._states:
             return self._inner.poll(timeout_s)
         if self._copying:
             self._collect()
         events: list[Event] = []
         for event in self._inner.poll(0.0 if self.is_busy else timeout_s):
-            path: Any = getattr(event, "path", None)  # of rails and probes there is none
-            way = self._ways.get(path)
-            if way is None:
+            path: Any = getattr(event, "path", None)  # events of rails and probes have none
+            state = self._states.get(path)
+            if state is None:
                 events.append(event)
             else:
-                self._sort(way, event)
+                self._hold(state, event)
         touched, self._touched = self._touched, {}
-        for way in touched:
-            self._hand_on(way, events)
+        for state in touched:
+            self._release(state, events)
         return events
 
     def _collect(self) -> None:
-        """See which copies are over, and send what waited for them."""
+        """Collect finished copies, and send the slices that waited for them."""
         for relay in tuple(self._copying):
             for slot in relay.collect():
                 slot.owner.ncopies -= 1
@@ -298,58 +302,58 @@ class RelayedTransport:
             if not relay.is_busy:
                 del self._copying[relay]
         has_sent = False
-        for way in tuple(self._touched):
-            has_sent |= self._send_waiting(way)
+        for state in tuple(self._touched):
+            has_sent |= self._send_waiting(state)
         if has_sent:
-            self._inner.flush()  # the caller's own came before
+            self._inner.flush()  # the caller has flushed before
 
-    def _send_waiting(self, way: _Way) -> bool:
-        """Give the inner transport what is copied, up to the first that is not."""
-        if not self.is_open(way.path):
-            way.drop()
+    def _send_waiting(self, state: _PathState) -> bool:
+        """Send slices up to the first whose copy is in progress; return whether any was sent."""
+        if not self.is_open(state.path):
+            state.drop()
         has_sent = False
-        while way.waiting and not (way.waiting[0].slot and way.waiting[0].slot.is_copying):
-            frame, view, token, is_replay, slot = way.waiting.popleft()
+        while state.waiting and not (state.waiting[0].slot and state.waiting[0].slot.is_copying):
+            frame, view, token, is_replay, slot = state.waiting.popleft()
             if slot is not None:
                 if slot.error is not None:
                     slot.relay.give(slot)
-                    self._fail(way, slot.error)
+                    self._fail(state, slot.error)
                     break
-                way.sending[frame.channel, frame.seq] = slot
+                state.sending[frame.channel, frame.seq] = slot
                 view = slot.view(len(view))
-            self._inner.isend(way.path, frame, view, token, is_replay)
+            self._inner.isend(state.path, frame, view, token, is_replay)
             has_sent = True
         return has_sent
 
-    def _sort(self, way: _Way, event: Any) -> None:
-        """Take an event of the inner transport behind those of its path that are held."""
-        self._touched[way] = None
+    def _hold(self, state: _PathState, event: Any) -> None:
+        """Append an event of the inner transport to the held ones of its path."""
+        self._touched[state] = None
         kind = type(event)
         if kind is Arrived:
             name = event.frame.channel, event.frame.seq
-            if event.payload is None and name in way.landing:
-                slot, region = way.landing.pop(name)
-                if self._begin(way, slot, region, is_filling=False):
-                    way.held.append(_Landed(event, slot))
+            if event.payload is None and name in state.landing:
+                slot, region = state.landing.pop(name)
+                if self._begin(state, slot, region, is_filling=False):
+                    state.held.append(_Landed(event, slot))
                 return
-            if event.payload is not None and way.held:
-                event.payload = memoryview(bytes(event.payload))  # borrowed for one poll alone
+            if event.payload is not None and state.held:
+                event.payload = memoryview(bytes(event.payload))  # borrowed until the next poll
         elif kind is Sent:
-            sent = way.sending.pop((event.channel, event.seq), None)
+            sent = state.sending.pop((event.channel, event.seq), None)
             if sent is not None:
                 sent.relay.give(sent)
         elif kind is Failed:
-            way.drop()
-            if way.has_failed:
+            state.drop()
+            if state.has_failed:
                 return
-            way.has_failed = True
+            state.has_failed = True
         elif kind is Fenced:
-            way.give_back()
-        way.held.append(event)
+            state.give_back()
+        state.held.append(event)
 
-    def _hand_on(self, way: _Way, events: list[Event]) -> None:
-        """Add what may be reported of a way."""
-        held = way.held
+    def _release(self, state: _PathState, events: list[Event]) -> None:
+        """Append the events of a path that can be reported."""
+        held = state.held
         while held:
             event = held[0]
             if isinstance(event, _Landed):
@@ -360,19 +364,19 @@ class RelayedTransport:
                 if event.slot.error is None:
                     events.append(event.event)
                 else:
-                    self._fail(way, event.slot.error)
+                    self._fail(state, event.slot.error)
                 continue
             if type(event) is Fenced:
-                if way.ncopies:
+                if state.ncopies:
                     return
-                del self._ways[way.path]
-                self._touched.pop(way, None)
+                del self._states[state.path]
+                self._touched.pop(state, None)
             events.append(event)
             held.popleft()
-        if way.path.rail not in self._relays and way.is_idle and way.path in self._ways:
-            del self._ways[way.path]
+        if state.path.rail not in self._relays and state.is_idle and state.path in self._states:
+            del self._states[state.path]
 
-    # What only passes
+    # Forwarded unchanged
 
     def joins(self, rail: int) -> bool:
         """See `Transport.joins`."""
@@ -423,7 +427,7 @@ class RelayedTransport:
         self._inner.arm()
 
     def limit_s(self, timeout_s: float) -> float:
-        """See `TransportPart.limit_s`: nothing sleeps while copies are under way."""
+        """See `TransportPart.limit_s`; 0 while copies are in progress."""
         return 0.0 if self.is_busy else self._inner.limit_s(timeout_s)
 
     def descriptors(self) -> list[int]:
@@ -431,17 +435,17 @@ class RelayedTransport:
         return self._inner.descriptors()
 
     def close(self) -> None:
-        """See `Transport.close`; waits for the copies, so that relays may be freed after it."""
-        for way in self._ways.values():
-            way.drop()
+        """See `Transport.close`; waits for copies, after which relays may be freed."""
+        for state in self._states.values():
+            state.drop()
         self._inner.close()
-        if not all(relay.drain(_PATIENCE_S) for relay in self._copying):
+        if not all(relay.drain(_CLOSE_TIMEOUT_S) for relay in self._copying):
             _log.warning(
                 "copies through another GPU's memory are not over %g s after the paths were "
                 "closed; the GPU hangs: end the process, and look at dmesg",
-                _PATIENCE_S,
+                _CLOSE_TIMEOUT_S,
             )
         self._collect()
 
 
-__all__ = ["RelayedTransport"]
+__all__ = ["PxnTransport"]

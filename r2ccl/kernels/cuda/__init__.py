@@ -1,10 +1,10 @@
-"""Reductions and copies in GPU memory: a form says what, its PTX does it, a launch says how.
+"""Reductions and copies in GPU memory, compiled to PTX by Numba.
 
-`form` is what a kernel computes, `template` writes it, `arithmetic` and `integers` are its lanes,
-`machine` what it asks of the machine: `primitives` for a GPU, `twins` for Numba's simulator. `ptx`
-compiles through `compiling` and keeps the result on disk, `operands` is what kernels are passed,
-`launch` works out the grid and gives them to a `Device`, `chain` takes any number of inputs.
-Numba is imported only to compile.
+A `form` names what a kernel computes and `template` writes it, with the arithmetic of `arithmetic`
+and `integers` on the instruction set of `machine`: `primitives` for a GPU, `twins` for Numba's
+simulator. `ptx` compiles through `compiling` and caches the result on disk, `operands` packs the
+arguments, `launch` chooses the grid and launches on a `Device`, `chain` plans kernels for any
+number of inputs. Numba is imported only to compile.
 
 Invariant: for two inputs the results have the bits of `r2ccl.kernels.host`; for more, those of the
 host's kernels applied from the left. Any NaN stays a NaN, but its bits may be others; of zeros with
@@ -13,7 +13,7 @@ two signs MIN gives -0 and MAX +0, where the host gives either for float32 and f
 
 from __future__ import annotations
 
-from r2ccl.kernels.cuda.chain import Step, chain
+from r2ccl.kernels.cuda.chain import ChainStep, chain
 from r2ccl.kernels.cuda.form import MOST, Form, canonical
 from r2ccl.kernels.cuda.launch import Launcher, nblocks_of
 from r2ccl.kernels.cuda.operands import arguments
@@ -23,10 +23,10 @@ __all__ = [
     "MOST",
     "NTHREADS",
     "TARGETS",
+    "ChainStep",
     "Form",
     "Launcher",
     "Ptx",
-    "Step",
     "arguments",
     "cache_directory",
     "canonical",

@@ -1,7 +1,7 @@
-"""What is done to one lane: how an input enters, how two are combined, how the result leaves.
+"""Arithmetic of one lane: loading an input, combining two, storing the result.
 
-Written in what Numba compiles and NumPy runs alike, on the instructions of the `Machine` it is
-given, so that the simulator runs the same lines as a GPU. Must not import Numba.
+Written in the subset that both Numba compiles and NumPy runs, on the instructions of a given
+`InstructionSet`, so that the simulator runs the same lines as a GPU. Must not import Numba.
 
 Invariant: what happens to an element does not depend on those beside it in its lane.
 """
@@ -15,7 +15,7 @@ import msgspec
 from r2ccl.dtypes import dtype_name
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.kernels.cuda.integers import combine_integers, divide_integers
-from r2ccl.kernels.cuda.machine import Function, Machine
+from r2ccl.kernels.cuda.machine import Function, InstructionSet
 from r2ccl.types import ReduceOp
 
 _OPERATIONS = {
@@ -74,7 +74,7 @@ def numbers_of(form: Form) -> tuple[str, str]:
     return kind, kind
 
 
-def arithmetic(form: Form, machine: Machine) -> Arithmetic:
+def arithmetic(form: Form, machine: InstructionSet) -> Arithmetic:
     """Make the functions of a canonical form."""
     name = dtype_name(form.dtype_code)
     if name in _PACKED:
@@ -88,7 +88,7 @@ def arithmetic(form: Form, machine: Machine) -> Arithmetic:
     return Arithmetic(lane_of(form), None, None, combine, leave)
 
 
-def _real(form: Form, machine: Machine, kind: str) -> Arithmetic:
+def _real(form: Form, machine: InstructionSet, kind: str) -> Arithmetic:
     def named(operation: str) -> Function:
         return machine.instruction(f"{operation}.{kind}")
 
@@ -102,7 +102,7 @@ def _real(form: Form, machine: Machine, kind: str) -> Arithmetic:
     )
 
 
-def _complex(form: Form, machine: Machine, kind: str) -> Arithmetic:
+def _complex(form: Form, machine: InstructionSet, kind: str) -> Arithmetic:
     """Make the functions of complex numbers: a product is all that is left of them.
 
     Each part of it is one fused multiply-add of a product, as NumPy's loops are where the processor
@@ -126,7 +126,7 @@ def _complex(form: Form, machine: Machine, kind: str) -> Arithmetic:
     )
 
 
-def _packed(form: Form, machine: Machine, half: str) -> Arithmetic:
+def _packed(form: Form, machine: InstructionSet, half: str) -> Arithmetic:
     """Make the functions of two halves in one register, rounded at every step."""
     widen, narrow = machine.instruction(f"widen.{half}"), machine.instruction(f"narrow.{half}")
 
@@ -148,7 +148,7 @@ def _packed(form: Form, machine: Machine, half: str) -> Arithmetic:
     )
 
 
-def _wide(form: Form, machine: Machine, half: str) -> Arithmetic:
+def _wide(form: Form, machine: InstructionSet, half: str) -> Arithmetic:
     """Make the functions of two halves as float32, rounded once at the end."""
     widen, narrow = machine.instruction(f"widen.{half}"), machine.instruction(f"narrow.{half}")
     mul, div = machine.instruction("mul.f32"), machine.instruction("div.f32")

@@ -1,6 +1,6 @@
-"""More inputs than one kernel takes: which kernels, one after the other, combine them.
+"""Plans the kernels that combine more inputs than one kernel takes.
 
-Pure: addresses to forms and addresses. Must not import Numba. Invariant: operands are combined from
+Pure. Must not import Numba. Invariant: operands are combined from
 the left, in the order they are given.
 """
 
@@ -14,7 +14,7 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.kernels.cuda.form import MOST, Form
 
 
-class Step(msgspec.Struct, frozen=True):
+class ChainStep(msgspec.Struct, frozen=True):
     """One kernel: its form, its inputs and outputs."""
 
     form: Form
@@ -24,7 +24,7 @@ class Step(msgspec.Struct, frozen=True):
 
 def chain(
     form: Form, sources: Sequence[int], targets: Sequence[int], *, scratch: int | None = None
-) -> tuple[Step, ...]:
+) -> tuple[ChainStep, ...]:
     """Plan the kernels that combine any number of inputs.
 
     Parameters
@@ -39,7 +39,7 @@ def chain(
 
     Returns
     -------
-    tuple of Step
+    tuple of ChainStep
         To be launched in this order on one stream, with one factor and one number of ranks.
 
     Raises
@@ -54,15 +54,15 @@ def chain(
     """
     replace = msgspec.structs.replace
     inputs, later = tuple(sources[:MOST]), tuple(sources[MOST:])
-    steps: list[Step] = []
+    steps: list[ChainStep] = []
     while later:
         partial = _place_of_partial(targets, scratch, later)
         step = replace(form, ninputs=len(inputs), noutputs=1, is_divided=False)
-        steps.append(Step(step, inputs, (partial,)))
+        steps.append(ChainStep(step, inputs, (partial,)))
         form = replace(form, is_resumed=form.is_scaled)
         inputs, later = (partial, *later[: MOST - 1]), later[MOST - 1 :]
     last = replace(form, ninputs=len(inputs), noutputs=len(targets))
-    return (*steps, Step(last, inputs, tuple(targets)))
+    return (*steps, ChainStep(last, inputs, tuple(targets)))
 
 
 def _place_of_partial(targets: Sequence[int], scratch: int | None, later: Sequence[int]) -> int:
@@ -75,4 +75,4 @@ def _place_of_partial(targets: Sequence[int], scratch: int | None, later: Sequen
     )
 
 
-__all__ = ["Step", "chain"]
+__all__ = ["ChainStep", "chain"]

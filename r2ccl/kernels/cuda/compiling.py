@@ -1,6 +1,7 @@
-"""From a form to PTX: types for Numba, and the call of its compiler.
+"""Compiles a form to PTX with Numba.
 
-Importing this module imports Numba; only `r2ccl.kernels.cuda.ptx` does, when it must compile.
+A module of its own because importing it imports Numba: `r2ccl.kernels.cuda.ptx` does so only when
+it must compile.
 Invariant: the PTX depends on the form and the target alone, and needs no GPU to be made.
 """
 

@@ -1,4 +1,4 @@
-"""What a GPU kernel computes, as a value: one form, one kernel.
+"""The form of a GPU kernel, a value that names what it computes: one form, one kernel.
 
 Values only: this module must not import Numba. Invariant: two forms with one `canonical` form
 have the same results, bit for bit, on every input, so they share one kernel.

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from r2ccl.kernels.cuda.machine import Function, Machine
+from r2ccl.kernels.cuda.machine import Function, InstructionSet
 from r2ccl.types import ReduceOp
 
 _U32 = np.uint32
 
 
-def combine_integers(machine: Machine, name: str, op: ReduceOp) -> Function:
+def combine_integers(machine: InstructionSet, name: str, op: ReduceOp) -> Function:
     """Make ``combine(left, right)`` for integers of this name, in lanes."""
     bits, is_signed = _split(name)
     if bits == 64:
@@ -33,7 +33,7 @@ def combine_integers(machine: Machine, name: str, op: ReduceOp) -> Function:
     return machine.routine(_each(one, bits), "u32", "u32", "u32")
 
 
-def divide_integers(machine: Machine, name: str) -> Function:
+def divide_integers(machine: InstructionSet, name: str) -> Function:
     """Make ``leave(lane, divisor)``: every integer of a lane divided, truncated toward zero."""
     bits, is_signed = _split(name)
     kind = ("s" if is_signed else "u") + str(max(bits, 32))

@@ -1,4 +1,4 @@
-"""How kernels are launched: loaded into a device once, and with what grid.
+"""Loads kernels into a device, each once, and launches them with a suitable grid.
 
 Sees a `Device`, addresses and counts. Must not import Numba. Invariant: what a kernel computes does
 not depend on its grid, nor on where a buffer starts.

@@ -1,10 +1,10 @@
-"""What kernels ask of the machine they run on: a GPU, or its twin in Python.
+"""The instruction set that kernels are written in, and its interface.
 
-`r2ccl.kernels.cuda.primitives` is a GPU's, of inline PTX, `r2ccl.kernels.cuda.twins` the same in
-NumPy; each is a module with the functions of `Machine`. Must not import either.
+Two modules implement `InstructionSet`: `r2ccl.kernels.cuda.primitives` in inline PTX for a GPU,
+`r2ccl.kernels.cuda.twins` in NumPy for the simulator. Must not import either.
 
-A *lane* is what arithmetic is done to: one or two registers. Invariant: a lane holds one element,
-or several that do not touch each other; where it has room for more, the rest is zero.
+A *lane* is the unit of arithmetic: one or two registers. Invariant: a lane holds one element, or
+several independent ones; unused bits are zero.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 Function = Callable[..., Any]
 
-#: Bytes of a vector: what one thread moves at once.
+#: Bytes of a vector, which one thread moves at once.
 VECTOR = 16
 
 #: Kinds of lanes and their bytes. ``x2`` are two registers, as a tuple: a complex number, or two
@@ -39,8 +39,8 @@ INSTRUCTIONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-class Machine(Protocol):
-    """Where the functions that kernels call come from."""
+class InstructionSet(Protocol):
+    """Provides the functions that kernels call."""
 
     def instruction(self, name: str) -> Function:
         """Return one of `INSTRUCTIONS`."""
@@ -67,4 +67,4 @@ class Machine(Protocol):
         ...
 
 
-__all__ = ["INSTRUCTIONS", "LANES", "VECTOR", "Function", "Machine"]
+__all__ = ["INSTRUCTIONS", "LANES", "VECTOR", "Function", "InstructionSet"]

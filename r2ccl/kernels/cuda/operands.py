@@ -1,4 +1,4 @@
-"""What kernels are passed: addresses that they take, and their arguments with the C types.
+"""Arguments of kernels: the addresses they accept, and C types.
 
 Values only. Must not import Numba. Invariant: the arguments are in the order of
 `r2ccl.kernels.cuda.template.parameters`, then the two numbers.

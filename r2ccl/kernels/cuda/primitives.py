@@ -1,7 +1,7 @@
-"""A GPU as kernels see it: inline PTX, and routines, that Numba compiles.
+"""The instruction set of a GPU: inline PTX and routines that Numba compiles.
 
-Importing this module imports Numba. It implements `r2ccl.kernels.cuda.machine.Machine`; must not
-import a kernel.
+Importing this module imports Numba. It implements
+`r2ccl.kernels.cuda.machine.InstructionSet`.
 
 Invariants: every floating-point instruction names its rounding, so that no compiler joins two of
 them into one; loads and stores keep the order they are written in. All of it runs from compute
@@ -90,7 +90,7 @@ def type_of(kind: str) -> Any:
 
 
 def instruction(name: str) -> Function:
-    """See `Machine`."""
+    """See `InstructionSet`."""
     result, *operands = (type_of(kind) for kind in INSTRUCTIONS[name])
     operation, kind = name.split(".")
     rounding = ".rn" if "f" in kind else ""
@@ -103,7 +103,7 @@ def instruction(name: str) -> Function:
 
 
 def load_vector(lane: str) -> Function:
-    """See `Machine`."""
+    """See `InstructionSet`."""
     lanes = _vector(lane)
     registers = [f"${i}" for i in range(len(_leaves(lanes)))]
     text = f"ld.global.v{len(registers)}.{lane[:3]} {{{', '.join(registers)}}}, "
@@ -111,7 +111,7 @@ def load_vector(lane: str) -> Function:
 
 
 def store_vector(lane: str) -> Function:
-    """See `Machine`."""
+    """See `InstructionSet`."""
     lanes = _vector(lane)
     registers = [f"${i + 1}" for i in range(len(_leaves(lanes)))]
     text = f"st.global.v{len(registers)}.{lane[:3]} [$0], {{{', '.join(registers)}}};"
@@ -119,21 +119,21 @@ def store_vector(lane: str) -> Function:
 
 
 def load_element(lane: str, itemsize: int) -> Function:
-    """See `Machine`."""
+    """See `InstructionSet`."""
     kind, nbytes, count = _registers(lane, itemsize)
     text = " ".join(f"ld.global.{kind} ${i}, [${count}+{i * nbytes}];" for i in range(count))
     return _access(text, _TYPES[lane])
 
 
 def store_element(lane: str, itemsize: int) -> Function:
-    """See `Machine`."""
+    """See `InstructionSet`."""
     kind, nbytes, count = _registers(lane, itemsize)
     text = " ".join(f"st.global.{kind} [$0+{i * nbytes}], ${i + 1};" for i in range(count))
     return _access(text, types.void, _TYPES[lane])
 
 
 def routine(function: Function, result: str, *operands: str) -> Function:
-    """See `Machine`; Numba compiles it once, and NVVM joins it to its callers."""
+    """See `InstructionSet`; Numba compiles it once, and NVVM joins it to its callers."""
     signature = type_of(result)(*(type_of(kind) for kind in operands))
     compiled: list[Any] = []
 

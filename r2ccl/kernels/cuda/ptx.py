@@ -4,7 +4,7 @@ Numba, half a second to import and as long to compile, is imported only for a ke
 lacks. Sees files and no GPU.
 
 Invariant: what the cache gives is what compiling would give. An entry's name covers the form, the
-target, the sources of this room and the compiler's version; its first line covers the rest.
+target, the sources of this package and the compiler's version; its first line covers the rest.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _digest(form: Form, target: tuple[int, int]) -> str:
 
 @functools.cache
 def _sources() -> str:
-    """Digest the modules of this room."""
+    """Digest the modules of this package."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

@@ -23,7 +23,7 @@ import numpy as np
 
 from r2ccl.kernels.cuda.arithmetic import arithmetic, lane_of, numbers_of
 from r2ccl.kernels.cuda.form import Form
-from r2ccl.kernels.cuda.machine import LANES, VECTOR, Function, Machine
+from r2ccl.kernels.cuda.machine import LANES, VECTOR, Function, InstructionSet
 
 #: Reads that a thread has under way at once, if its inputs are so few: 8 of 16 bytes by 1,024
 #: threads are 128 KiB, over three times what 4.8 TB/s and 1 us ask of each of 132 multiprocessors.
@@ -32,7 +32,7 @@ _MOST_AT_ONCE = 4
 
 
 class _Unit(NamedTuple):
-    """What a thread moves at once: a vector of lanes, or one element, which is one lane."""
+    """Unit that a thread moves at once: a vector of lanes, or one element, which is one lane."""
 
     name: str
     nbytes: int
@@ -74,13 +74,13 @@ def units_at_once(form: Form) -> int:
     return max(1, min(most, _READS // form.ninputs))
 
 
-def build(form: Form, machine: Machine, cuda: Any) -> Function:
+def build(form: Form, machine: InstructionSet, cuda: Any) -> Function:
     """Make the kernel of a canonical form.
 
     Parameters
     ----------
     form : Form
-    machine : Machine
+    machine : InstructionSet
     cuda : module
         ``numba.cuda``, or the simulator in its place.
     """

@@ -1,7 +1,7 @@
-"""A GPU as kernels see it, in plain Python: for the simulator, on addresses of host memory.
+"""The instruction set in plain Python, for Numba's simulator, on addresses of host memory.
 
-It implements `r2ccl.kernels.cuda.machine.Machine` with NumPy's scalars, one thread at a time: what
-Numba's simulator runs. Slow, and never chosen by itself. Must not import Numba.
+It implements `r2ccl.kernels.cuda.machine.InstructionSet` with NumPy's scalars, one thread at a
+time. Slow, and used only when asked for. Must not import Numba.
 
 Invariant: an access that a GPU would refuse, because its address is not aligned, raises here.
 """
@@ -30,7 +30,7 @@ _HALVES: dict[str, Any] = {"f16x2": np.float16, "bf16x2": ml_dtypes.bfloat16}
 
 
 def instruction(name: str) -> Function:
-    """See `Machine`; like a GPU it does not warn of what overflows."""
+    """See `InstructionSet`; like a GPU it does not warn of what overflows."""
     quiet: Function = np.errstate(all="ignore")(_instruction(*name.split(".")))
     return quiet
 
@@ -50,7 +50,7 @@ def _instruction(operation: str, kind: str) -> Function:
 
 
 def load_vector(lane: str) -> Function:
-    """See `Machine`."""
+    """See `InstructionSet`."""
     scalar, nregisters = _SCALARS[lane[:3]], _nregisters(lane)
 
     def load(address: int, offset: int) -> tuple[Any, ...]:
@@ -63,7 +63,7 @@ def load_vector(lane: str) -> Function:
 
 
 def store_vector(lane: str) -> Function:
-    """See `Machine`."""
+    """See `InstructionSet`."""
     scalar = _SCALARS[lane[:3]]
 
     def store(address: int, offset: int, lanes: tuple[Any, ...]) -> None:
@@ -73,7 +73,7 @@ def store_vector(lane: str) -> Function:
 
 
 def load_element(lane: str, itemsize: int) -> Function:
-    """See `Machine`."""
+    """See `InstructionSet`."""
     scalar, nregisters = _SCALARS[lane[:3]], _nregisters(lane)
     stored = _stored(lane, itemsize)
 
@@ -85,7 +85,7 @@ def load_element(lane: str, itemsize: int) -> Function:
 
 
 def store_element(lane: str, itemsize: int) -> Function:
-    """See `Machine`."""
+    """See `InstructionSet`."""
     stored, nregisters = _stored(lane, itemsize), _nregisters(lane)
 
     def store(address: int, offset: int, value: Any) -> None:
@@ -95,7 +95,7 @@ def store_element(lane: str, itemsize: int) -> Function:
 
 
 def routine(function: Function, result: str, *operands: str) -> Function:
-    """See `Machine`: the function itself."""
+    """See `InstructionSet`: the function itself."""
     return function
 
 

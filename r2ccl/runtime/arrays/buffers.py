@@ -34,7 +34,7 @@ _ALLOWED = (
 
 
 class Extent(Protocol):
-    """What buffers in host and in device memory have in common."""
+    """The common interface of buffers in host and in device memory."""
 
     @property
     def dtype_code(self) -> int:
@@ -61,7 +61,7 @@ class Extent(Protocol):
         ...
 
     def overlaps(self, other: Any) -> bool:
-        """Whether some byte belongs to both this one and another of its kind."""
+        """Return whether this buffer and another of its kind share a byte."""
         ...
 
 
@@ -189,7 +189,7 @@ def part_of(whole: AnyBuffer, part: int, nparts: int) -> AnyBuffer:
 
 
 def is_in_place(source: AnyBuffer, output: AnyBuffer, whole: AnyBuffer | None = None) -> bool:
-    """Whether a collective from `source` to `output`, both in host or device memory, is in place.
+    """Return whether a collective from `source` to `output` is in place.
 
     ``whole`` is the buffer `output` is a part of; by default it is all of it.
 

@@ -1,16 +1,16 @@
-"""Arrays in CUDA memory: where they are, without copying or waiting for them.
+"""Views of arrays in CUDA memory, without copying them or waiting for the GPU.
 
-torch tensors are asked directly, all others through ``__cuda_array_interface__``, else through
-DLPack; what they say becomes a `DeviceBuffer`, or is refused with what was given and what is
-allowed. Parts, overlaps and outputs are those of `r2ccl.runtime.arrays.buffers`.
+torch tensors are read directly, others through ``__cuda_array_interface__``, else through DLPack
+(`cuda.core`). The result is a `DeviceBuffer`, or an error that says what was given and what is
+allowed.
 
-Must not import any array library; the driver is asked only which GPU an address is on, where nobody
-else knows. Invariant: a `DeviceBuffer` is C-contiguous, aligned, in native byte order, in memory a
-GPU addresses, of an element type with a number, and keeps that memory alive.
+Imports no array library, and asks the driver only which GPU an address is on, where nothing else
+tells. Invariant: a `DeviceBuffer` is C-contiguous, aligned, in native byte order, in memory a GPU
+addresses, of an element type with a number, and keeps that memory alive.
 
 References
 ----------
-Numba, CUDA Array Interface, version 3; DLPack (`r2ccl.runtime.arrays.dlpack`).
+Numba, CUDA Array Interface, version 3; DLPack, dlpack.h 1.1 and the Python specification.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import numpy as np
 from r2ccl.device.base import Stream
 from r2ccl.device.bindings import Cuda
 from r2ccl.dtypes import BFLOAT16_CODE, DTYPES, dtype_name, dtype_of, names
-from r2ccl.errors import InvalidArgument
-from r2ccl.runtime.arrays import dlpack
+from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.runtime.arrays.buffers import cannot_view, type_name
 from r2ccl.runtime.arrays.libraries import Library, Torch, is_device_array, library_of, torch_of
 from r2ccl.runtime.arrays.streams import LEGACY, producer_stream, stream_of
@@ -34,6 +33,8 @@ from r2ccl.runtime.arrays.streams import LEGACY, producer_stream, stream_of
 _CODES = {dtype_name(code): code for code in (*DTYPES, BFLOAT16_CODE)}
 #: Versions of ``__cuda_array_interface__``: before 2 strides meant something else.
 _VERSIONS = (2, 3)
+#: DLPack's kDLCUDAManaged.
+_MANAGED = 13
 
 
 class DeviceBuffer(msgspec.Struct, frozen=True, eq=False):
@@ -58,8 +59,8 @@ class DeviceBuffer(msgspec.Struct, frozen=True, eq=False):
     after : Stream or None
         A stream to order a call with wherever it goes (see `streams_of`). Arrays of CuPy, Numba
         and torch have none: whoever names another stream than theirs orders the two, as with NCCL.
-    capsule : object
-        The DLPack capsule the buffer came in, if it did; kept alive likewise.
+    view : object
+        What keeps memory alive that came through DLPack.
     """
 
     address: int
@@ -71,7 +72,7 @@ class DeviceBuffer(msgspec.Struct, frozen=True, eq=False):
     stream: Stream
     owner: Any
     after: Stream | None = None
-    capsule: Any = None
+    view: Any = None
 
     def part(self, first: int, count: int) -> DeviceBuffer:
         """See `r2ccl.runtime.arrays.buffers.Extent`."""
@@ -115,7 +116,7 @@ def as_device_buffer(x: Any, *, writable: bool) -> DeviceBuffer:
     Notes
     -----
     An array that only speaks DLPack has the legacy default stream wait for the work on it under
-    way: ``stream`` and ``after`` are that one. *Cost*: a few µs.
+    way: ``stream`` and ``after`` are that one. *Cost*: a few µs, 13 through DLPack.
     """
     given = _ask(x)
     code = _CODES.get(given.dtype)
@@ -139,7 +140,7 @@ def as_device_buffer(x: Any, *, writable: bool) -> DeviceBuffer:
         stream=given.stream,
         owner=x,
         after=given.after,
-        capsule=given.capsule,
+        view=given.view,
     )
 
 
@@ -173,7 +174,7 @@ def streams_of(given: Any, *buffers: DeviceBuffer) -> tuple[Stream, tuple[Stream
 
 
 class _Given(msgspec.Struct, frozen=True):
-    """What an owner says of its memory; strides in bytes, None: C-contiguous."""
+    """Description of an array by its owner; strides in bytes, None: C-contiguous."""
 
     address: int
     dtype: str
@@ -183,7 +184,7 @@ class _Given(msgspec.Struct, frozen=True):
     ordinal: int
     stream: Stream
     after: Stream | None = None
-    capsule: Any = None
+    view: Any = None
 
 
 def _ask(x: Any) -> _Given:
@@ -265,20 +266,52 @@ def _read_interface(x: Any, interface: Any, library: Library | None) -> _Given:
 
 
 def _ask_dlpack(x: Any) -> _Given:
-    tensor = dlpack.view(x, LEGACY)
-    kind, number = tensor.device
+    """Read a DLPack array; its producer makes the legacy stream wait for its work on the array."""
+    try:
+        from cuda.core.utils import StridedMemoryView  # 0.5 s, and few arrays come this way
+    except ImportError as exc:
+        raise TransportError(
+            f"cuda.core cannot be imported ({exc}): `pip install r2ccl[gpu]`", status="NO_CUDA"
+        ) from exc
+    try:
+        view = StridedMemoryView.from_dlpack(_NoCopy(x), LEGACY)
+    except AssertionError as exc:
+        raise cannot_view(x, "its __dlpack__ did not return an unused DLPack capsule") from exc
+    except (BufferError, RuntimeError, TypeError, ValueError) as exc:
+        raise cannot_view(x, exc) from exc
+    try:
+        dtype = view.dtype
+    except (NotImplementedError, TypeError) as exc:
+        raise cannot_view(x, f"{exc}; allowed are dtypes {names()}") from exc
+    strides = view.strides
     return _Given(
-        address=tensor.address,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        strides=tensor.strides,
-        is_read_only=tensor.is_read_only,
-        # Of managed memory DLPack says 0, whatever GPU it was allocated on.
-        ordinal=_ordinal(tensor.address) if kind == dlpack.MANAGED else number,
+        address=view.ptr,
+        dtype=dtype.name,
+        shape=view.shape,
+        strides=strides and tuple(each * dtype.itemsize for each in strides),
+        is_read_only=view.readonly,
+        # DLPack gives device 0 for managed memory, whatever GPU it was allocated on.
+        ordinal=_ordinal(view.ptr) if x.__dlpack_device__()[0] == _MANAGED else view.device_id,
         stream=LEGACY,
         after=LEGACY,
-        capsule=tensor.capsule,
+        view=view,
     )
+
+
+class _NoCopy:
+    """A DLPack producer that is asked not to copy: a copy would not receive the result."""
+
+    def __init__(self, producer: Any) -> None:
+        self._producer = producer
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self._producer.__dlpack_device__()
+        return device
+
+    def __dlpack__(self, **asked: Any) -> Any:
+        # The parameter is as old as max_version (array API standard 2023.12).
+        copy = {"copy": False} if "max_version" in asked else {}
+        return self._producer.__dlpack__(**asked, **copy)
 
 
 def _ordinal(address: int) -> int:

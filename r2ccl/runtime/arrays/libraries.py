@@ -19,10 +19,10 @@ _CUDA_DEVICES = (2, 13)
 
 
 class Library(Protocol):
-    """What is asked of an array library, about an array of its own."""
+    """Queries of an array library about an array of its own."""
 
     def is_on_device(self, x: Any) -> bool:
-        """Whether `x` is in the memory of a GPU; of other arrays only `empty` is asked."""
+        """Return whether `x` is in GPU memory; for other arrays only `empty` is called."""
         ...
 
     def ordinal(self, x: Any) -> int:
@@ -64,7 +64,7 @@ def torch_of(x: Any) -> Any:
 
 
 def is_device_array(x: Any) -> bool:
-    """Whether `x` is an array in CUDA memory, device or managed.
+    """Return whether `x` is an array in CUDA memory, device or managed.
 
     Notes
     -----

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from r2ccl.device.views import address_of, is_device_view, view_of
-from r2ccl.gpu.device_reduction import Offload
+from r2ccl.gpu.device_reduction import ReductionStream
 from r2ccl.gpu.operands import DeviceOperands
 from r2ccl.planning.lowering import cleared
 from r2ccl.runtime.executor import LandingPool, Operands, Place
@@ -103,7 +103,7 @@ class GpuRank(SimRank):
         gpu = FakeGpu(seed, reorders_remote_writes=rank % 2 == 1)
         self.device = network.devices[rank] = FakeDevice(gpu, f"rank {rank}")
         self.pool = GpuPool(self.device)
-        self.offload = self.computer = Offload(self.device, FakeLauncher(self.device))
+        self.reductions = self.computer = ReductionStream(self.device, FakeLauncher(self.device))
         self._checker.bytes_of = network.bytes_of
         #: Input, output and scratch memory of the call, and what kind of elements they have.
         self._spaces: tuple[int, ...] = ()
@@ -123,7 +123,7 @@ class GpuRank(SimRank):
             task.signature,
             self._spaces,
             nranks=self._work.workload.nranks,
-            offload=self.offload,
+            reductions=self.reductions,
             is_bandwidth_sample=True,
         )
 
@@ -136,7 +136,8 @@ class GpuRank(SimRank):
     def retire(self, what: str) -> None:
         """Free the call's memory: whoever still reads or writes it is found."""
         if self.revocation.error is not None:
-            self.offload.drain(_PATIENCE_S)  # as `Direct` does: kernels wait for nothing
+            # As `GpuDirectBackend` does: kernels wait for nothing.
+            self.reductions.drain(_PATIENCE_S)
         for address in dict.fromkeys(self._spaces):
             self.device.free_caller_memory(address)
         self._spaces = ()

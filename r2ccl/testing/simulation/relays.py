@@ -1,4 +1,4 @@
-"""Simulated ranks whose slices take the way through a relay on some rails, and not on others.
+"""Simulated ranks whose slices go through a relay on some rails, and not on others.
 
 Every rank relays on every other rail, so that there are paths relayed at both ends, at one, and at
 none; slots are few, so that some slices go directly. What is free is poisoned and looked at, and
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from r2ccl.gpu.pxn.relay import Relay, Slot
-from r2ccl.gpu.pxn.transport import RelayedTransport
+from r2ccl.gpu.pxn.transport import PxnTransport
 from r2ccl.testing.fakedevice import FakeDevice
 from r2ccl.testing.simulation.checks import Violation
 from r2ccl.testing.simulation.gpus import GpuNetwork, GpuRank
@@ -95,17 +95,17 @@ class RelayRank(GpuRank):
         super().__init__(rank, network, *others)
         self.relay = CheckedRelay(self.device, self.slot_nbytes, self.nslots, self.nth_look)
         for rail in range(rank % 2, network.nrails, 2):
-            self.relayed.use(rail, self.relay)
+            self.pxn.use(rail, self.relay)
 
     def make_transport(self) -> Transport:
         """Make a transport that can relay."""
-        self.relayed = RelayedTransport(SimPart(self._network, self.rank, self._wake))
-        return self.relayed
+        self.pxn = PxnTransport(SimPart(self._network, self.rank, self._wake))
+        return self.pxn
 
     @property
     def must_look(self) -> bool:
         """Whether work or copies are under way, of whose end no event tells."""
-        return super().must_look or self.relayed.is_busy
+        return super().must_look or self.pxn.is_busy
 
 
 __all__ = ["CheckedRelay", "RelayRank", "SimPart"]

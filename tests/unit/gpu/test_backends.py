@@ -1,4 +1,4 @@
-"""The ways of calls on device memory: found alike by all ranks, the best that all can go first.
+"""All ranks select the same backends for calls on GPU memory, the best that all support first.
 
 Ranks are threads with engines of their own, on one simulated network; the GPUs of a node, one a
 rank, are fakes of one machine.
@@ -17,11 +17,11 @@ from support.ranks import TIMEOUT_S, OneCard, together
 
 from r2ccl.dtypes import CODES
 from r2ccl.errors import R2cclError, TransportError
-from r2ccl.gpu.backends import Way, Ways
-from r2ccl.gpu.gpudirect import Direct
-from r2ccl.gpu.hierarchical import TieredCalls
-from r2ccl.gpu.peer import NodeCalls
-from r2ccl.gpu.staged import Bounce, DeviceCall
+from r2ccl.gpu.backends import BackendSelector, GpuBackend
+from r2ccl.gpu.gpudirect import GpuDirectBackend
+from r2ccl.gpu.hierarchical import HierarchicalBackend
+from r2ccl.gpu.peer import PeerBackend
+from r2ccl.gpu.staged import DeviceCall, StagedBackend
 from r2ccl.runtime.collectives import HostCollectives
 from r2ccl.runtime.executor import LandingPool
 from r2ccl.testing.fakedevice.forms import FakeLauncher
@@ -32,7 +32,7 @@ INT64 = CODES[np.dtype(np.int64)]
 
 
 class Caller:
-    """A rank whose calls go the ways that were found."""
+    """A rank whose calls go the backends that were found."""
 
     def __init__(self, rank: Rank, machine: Machine | None, labels: list[str]) -> None:
         self.rank = rank
@@ -41,37 +41,39 @@ class Caller:
         )
         kernels = FakeLauncher(rank.device)
         hardware = OneCard(rank.device, kernels, machine)
-        ways = Ways(
+        selector = BackendSelector(
             rank.engine, rank.entry, host.run_plan, config=rank.group.config,
-            nodes=rank.group.nodes, gather=rank.gather, labels=labels, hardware=hardware,
+            nodes=rank.group.nodes, allgather=rank.gather, labels=labels, hardware=hardware,
         )  # fmt: skip
-        self.ways: tuple[Way, ...] = ways.find(rank.device, kernels)
+        self.backends: tuple[GpuBackend, ...] = selector.select(rank.device, kernels)
         self.taken: list[type] = []
 
-    def begin(self, x: Any, op: ReduceOp = ReduceOp.SUM, address: int = 0) -> tuple[Way, Any, int]:
-        """Begin an allreduce in place; return its way, the job, and where the result will be."""
+    def begin(
+        self, x: Any, op: ReduceOp = ReduceOp.SUM, address: int = 0
+    ) -> tuple[GpuBackend, Any, int]:
+        """Begin an allreduce in place; return its backend, job, and the result's address."""
         address = address or self.rank.put(x)
         signature = CallSignature(Collective.ALLREDUCE, CODES[x.dtype], op, x.size)
         call = DeviceCall(signature, address, address)
-        way = next(each for each in self.ways if each.takes(call))
-        self.taken.append(type(way))
-        if not way.is_prepared(call):
-            way.prepare(call)
-        assert way.is_prepared(call)
-        job, done = way.begin(call, self.rank.stream)
+        backend = next(each for each in self.backends if each.supports(call))
+        self.taken.append(type(backend))
+        if not backend.is_prepared(call):
+            backend.prepare(call)
+        assert backend.is_prepared(call)
+        job, done = backend.begin(call, self.rank.stream)
         self.rank.device.wait(self.rank.stream, done)
-        way.recycle(done)
-        return way, job, address
+        backend.recycle(done)
+        return backend, job, address
 
     def allreduce(self, x: Any, op: ReduceOp = ReduceOp.SUM) -> Any:
-        way, job, address = self.begin(x, op)
+        backend, job, address = self.begin(x, op)
         assert job.error is None
-        way.finish(job)
+        backend.finish(job)
         return self.rank.get(address, x)
 
     def close(self) -> None:
-        for way in self.ways:
-            way.close(TIMEOUT_S)
+        for backend in self.backends:
+            backend.close(TIMEOUT_S)
         assert self.rank.transport.nheld == 0
         self.rank.device.close()
 
@@ -94,23 +96,23 @@ def data_of(rank: int, count: int) -> Any:
 @pytest.mark.parametrize(
     ("nranks", "nlocal", "settings", "reaches", "meant"),
     [
-        (1, 1, {}, True, [Bounce]),
-        (2, 2, {}, True, [NodeCalls, Bounce]),
-        (2, 2, {"ipc": "0"}, True, [Direct, Bounce]),
-        (2, 2, {"ipc": "0"}, False, [Bounce]),
-        (2, 1, {}, True, [Direct, Bounce]),
-        (4, 2, {}, True, [TieredCalls, Direct, Bounce]),
-        (4, 2, {}, False, [TieredCalls, Bounce]),
+        (1, 1, {}, True, [StagedBackend]),
+        (2, 2, {}, True, [PeerBackend, StagedBackend]),
+        (2, 2, {"ipc": "0"}, True, [GpuDirectBackend, StagedBackend]),
+        (2, 2, {"ipc": "0"}, False, [StagedBackend]),
+        (2, 1, {}, True, [GpuDirectBackend, StagedBackend]),
+        (4, 2, {}, True, [HierarchicalBackend, GpuDirectBackend, StagedBackend]),
+        (4, 2, {}, False, [HierarchicalBackend, StagedBackend]),
     ],
 )
-def test_the_best_that_all_can_go_comes_first(
+def test_the_best_backend_that_all_ranks_support_comes_first(
     nranks: int, nlocal: int, settings: dict[str, str], reaches: bool, meant: list[type]
 ) -> None:
     group = Group(nranks, 0, nlocal, **settings)
     # One rank that cannot is enough.
     group.ranks[-1].transport.refuses = lambda address: not reaches
     found = callers(group)
-    assert [[type(way) for way in each.ways] for each in found] == [meant] * nranks
+    assert [[type(backend) for backend in each.backends] for each in found] == [meant] * nranks
     xs = [data_of(rank, 700) for rank in range(nranks)]
     for result in together(nranks, lambda rank: found[rank].allreduce(xs[rank])):
         np.testing.assert_array_equal(result, np.sum(xs, axis=0))
@@ -148,8 +150,8 @@ def test_what_was_found_is_freed_if_the_rest_cannot_be_made() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX])
-@pytest.mark.parametrize("reaches", [True, False], ids=["direct", "bounce"])
-def test_tiers_of_any_size_mixed_with_calls_of_all_ranks(
+@pytest.mark.parametrize("reaches", [True, False], ids=["gpudirect", "staged"])
+def test_hierarchical_calls_mix_with_calls_of_all_ranks(
     reaches: bool, op: ReduceOp, seed: int
 ) -> None:
     """Parts differ, are empty, or too small for the NICs; ranks count collectives all the same."""
@@ -164,32 +166,32 @@ def test_tiers_of_any_size_mixed_with_calls_of_all_ranks(
             np.testing.assert_array_equal(
                 result, np.trunc(meant / 4).astype(np.int64) if op is ReduceOp.AVG else meant
             )
-    tiers = [each.ways[0] for each in found]
+    hierarchical = [each.backends[0] for each in found]
     for each in found:
-        each.ways = each.ways[1:]
+        each.backends = each.backends[1:]
     xs = [data_of(rank, 900) for rank in range(4)]
     for result in together(4, lambda rank: found[rank].allreduce(xs[rank])):
         np.testing.assert_array_equal(result, np.sum(xs, axis=0))
     assert len({each.rank.engine.op for each in found}) == 1
-    for each, first in zip(found, tiers, strict=True):
-        each.ways = (first, *each.ways)
+    for each, first in zip(found, hierarchical, strict=True):
+        each.backends = (first, *each.backends)
     close(found)
 
 
-def test_tiers_over_nics_that_fail_let_all_streams_go() -> None:
+def test_hierarchical_calls_over_failed_nics_let_streams_go() -> None:
     group = Group(4, 0, 2)
     found = callers(group)
     x = np.arange(2000)
 
     def body(rank: int) -> None:
         mine = found[rank]
-        way, job, address = mine.begin(x)
-        way.finish(job)
+        backend, job, address = mine.begin(x)
+        backend.finish(job)
         begun = [mine.begin(x, address=address) for _ in range(2)]
         mine.rank.engine.revoke("for a test")
-        for way, job, _ in begun:
+        for backend, job, _ in begun:
             with pytest.raises(R2cclError):
-                way.finish(job)
+                backend.finish(job)
         done = mine.rank.device.make_event()
         mine.rank.device.record(done, mine.rank.stream)
         assert mine.rank.device.synchronize(done, TIMEOUT_S)

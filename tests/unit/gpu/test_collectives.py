@@ -10,8 +10,8 @@ from support.lookalikes import CUDA, Producer
 from support.ranks import TIMEOUT_S
 
 from r2ccl.errors import TransportError, TransportTimeout
-from r2ccl.gpu.collectives import DeviceCalls
-from r2ccl.gpu.host_signal import Gated
+from r2ccl.gpu.collectives import DeviceCollectives
+from r2ccl.gpu.host_signal import SignalledStream
 from r2ccl.runtime import arguments
 from r2ccl.runtime.async_work import Worker
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
@@ -19,8 +19,8 @@ from r2ccl.testing.fakedevice.order import Misuse
 from r2ccl.types import ReduceOp
 
 
-class Ending(Gated):
-    """A way that does nothing, and ends as it is told."""
+class Ending(SignalledStream):
+    """A backend that does nothing, and ends as it is told."""
 
     def __init__(self, device: FakeDevice, error: TransportError | None = None) -> None:
         super().__init__(device, 0)
@@ -33,7 +33,7 @@ class Ending(Gated):
         self.may_finish.set()
         self.sizes: set[int] = set()
 
-    def takes(self, call: Any) -> bool:
+    def supports(self, call: Any) -> bool:
         return True
 
     def is_prepared(self, call: Any) -> bool:
@@ -57,66 +57,66 @@ class Ending(Gated):
         self.is_closed = True
 
 
-def calls_of(device: FakeDevice, ways: Any, timeout_s: float = 5.0) -> DeviceCalls:
-    return DeviceCalls(
+def calls_of(device: FakeDevice, backends: Any, timeout_s: float = 5.0) -> DeviceCollectives:
+    return DeviceCollectives(
         0,
         timeout_s=timeout_s,
         worker=Worker("worker", threading.Lock(), lambda error: None),
         check=lambda: None,
         open_device=lambda ordinal: (device, None),  # type: ignore[arg-type,return-value]
-        find_ways=lambda device, kernels: ways,
+        select_backends=lambda device, kernels: backends,
     )
 
 
-def call(calls: DeviceCalls, device: FakeDevice, count: int = 10) -> Producer:
+def call(calls: DeviceCollectives, device: FakeDevice, count: int = 10) -> Producer:
     """Call with an array of so many elements; return it, to be kept as long as its capsules are."""
     x = Producer(device.caller_memory(8 * count), (count,), dtype=(0, 64, 1), device=(CUDA, 0))
     calls.start(arguments.allreduce(x, None, ReduceOp.SUM), device.caller_stream(), False)
     return x
 
 
-def used(error: TransportError) -> tuple[DeviceCalls, FakeDevice, Ending, Producer]:
-    """Return calls of which one was made, their GPU, the second of their ways, and the array."""
+def used(error: TransportError) -> tuple[DeviceCollectives, FakeDevice, Ending, Producer]:
+    """Return calls after a first one, their GPU, the second of their backends, and the array."""
     device = FakeDevice(FakeGpu())
-    ways = [Ending(device, error), Ending(device)]
-    calls = calls_of(device, ways)
-    return calls, device, ways[1], call(calls, device)
+    backends = [Ending(device, error), Ending(device)]
+    calls = calls_of(device, backends)
+    return calls, device, backends[1], call(calls, device)
 
 
 def test_waits_for_the_device_come_after_all_earlier_calls() -> None:
     """A call of another size is prepared once no stream waits for the worker any more."""
     device = FakeDevice(FakeGpu())
-    way = Ending(device)
-    calls = calls_of(device, [way])
+    backend = Ending(device)
+    calls = calls_of(device, [backend])
     kept = [call(calls, device)]
     assert calls._worker.drain(TIMEOUT_S)
-    way.may_finish.clear()
+    backend.may_finish.clear()
     kept.append(call(calls, device))  # of a size that is known: begun at once
     later = threading.Thread(target=lambda: kept.append(call(calls, device, 20)))
     later.start()
     later.join(0.02)
     assert later.is_alive()
-    assert way.log == ["prepare", "begin", "finish", "begin"]
-    way.may_finish.set()
+    assert backend.log == ["prepare", "begin", "finish", "begin"]
+    backend.may_finish.set()
     later.join(TIMEOUT_S)
-    assert way.log[4:7] == ["finish", "prepare", "begin"]
+    assert backend.log[4:7] == ["finish", "prepare", "begin"]
     assert len(kept) == 3
 
 
 def test_a_call_that_is_never_over_is_not_waited_for_without_end() -> None:
     device = FakeDevice(FakeGpu())
-    way = Ending(device)
-    calls = calls_of(device, [way], timeout_s=0.05)
-    way.may_finish.clear()
+    backend = Ending(device)
+    calls = calls_of(device, [backend], timeout_s=0.05)
+    backend.may_finish.clear()
     x = call(calls, device)
     with pytest.raises(TransportTimeout, match=r"begun before are not over in 0\.05 s"):
         call(calls, device, 20)
-    way.may_finish.set()
+    backend.may_finish.set()
     assert calls._worker.drain(TIMEOUT_S)
     assert x.asked
 
 
-def test_one_way_that_cannot_be_closed_does_not_keep_the_others() -> None:
+def test_a_backend_that_cannot_be_closed_keeps_no_other() -> None:
     refused = TransportError("no", status="CUDA_ERROR_MAP_FAILED")
     calls, device, other, _x = used(refused)
     with pytest.raises(TransportError) as caught:

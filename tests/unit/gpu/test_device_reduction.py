@@ -17,7 +17,7 @@ import pytest
 
 from r2ccl.dtypes import CODES
 from r2ccl.errors import TransportError
-from r2ccl.gpu.device_reduction import Offload
+from r2ccl.gpu.device_reduction import ReductionStream
 from r2ccl.kernels.cuda import Form
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu, Race, WrongOrder
 from r2ccl.testing.fakedevice.forms import FakeLauncher
@@ -40,7 +40,7 @@ class Bench:
         self.random = random.Random(seed)
         self.gpu = FakeGpu(seed, reorders_remote_writes=reorders)
         self.device = FakeDevice(self.gpu)
-        self.offload = Offload(self.device, FakeLauncher(self.device))
+        self.reductions = ReductionStream(self.device, FakeLauncher(self.device))
         self.word = self.device.allocate_pinned(64)
         self.slots = [self.device.allocate(NBYTES) for _ in range(NSLOTS)]
         self.meant = [np.full(COUNT, i + 1) for i in range(NSLOTS)]
@@ -51,20 +51,20 @@ class Bench:
             self.device.write(slot, data)
 
     def reduce(self, form: Form, a: int, b: int, to: int) -> int:
-        number = self.offload.run(
+        number = self.reductions.run(
             form, (self.slots[a], self.slots[b]), self.slots[to], COUNT, NRANKS
         )
         self.meant[to] = REDUCED[form](self.meant[a], self.meant[b])
         return self._note(number, a, b, to)
 
     def copy(self, source: int, to: int) -> int:
-        number = self.offload.copy(self.slots[to], self.slots[source], NBYTES)
+        number = self.reductions.copy(self.slots[to], self.slots[source], NBYTES)
         self.meant[to] = self.meant[source].copy()
         return self._note(number, source, to)
 
     def mark(self) -> int:
         self.nmarks += 1
-        return self.offload.mark(int(self.word.ctypes.data), self.nmarks)
+        return self.reductions.mark(int(self.word.ctypes.data), self.nmarks)
 
     def receive(self, slot: int) -> None:
         """Have a NIC write a slice."""
@@ -78,14 +78,14 @@ class Bench:
 
     def finish(self) -> None:
         """Wait for all work, look at its results, and free everything."""
-        assert self.offload.drain(TIMEOUT_S)
-        assert not self.offload.is_busy
+        assert self.reductions.drain(TIMEOUT_S)
+        assert not self.reductions.is_busy
         for slot, meant in zip(self.slots, self.meant, strict=True):
             np.testing.assert_array_equal(self.device.read(slot, NBYTES).view(np.int64), meant)
         if self.nmarks:
             self.device.host_reads(self.word)
             assert self.word.view(np.uint32)[0] == self.nmarks
-        self.offload.close()
+        self.reductions.close()
         self.device.close()
 
 
@@ -98,7 +98,7 @@ def program(bench: Bench, nturns: int = 25) -> None:
         for slot in range(NSLOTS):
             if bench.used[slot] <= done and draw.random() < 0.2:
                 bench.receive(slot)
-        before, done = done, bench.offload.poll()
+        before, done = done, bench.reductions.poll()
         assert done >= before
         for _ in range(draw.randrange(4)):
             a, b, to = draw.sample(range(NSLOTS), 3)
@@ -112,7 +112,7 @@ def program(bench: Bench, nturns: int = 25) -> None:
                 assert isinstance(kind, Form)
                 number = bench.reduce(kind, a, b, target)
             assert number == next(numbers)
-        bench.offload.commit()
+        bench.reductions.commit()
     bench.finish()
 
 
@@ -123,7 +123,7 @@ def test_all_work_is_done_once_in_the_order_given(seed: int) -> None:
 
 def _believed_done() -> contextlib.AbstractContextManager[Any]:
     """Work counts as done as soon as it is given."""
-    return mock.patch.object(Offload, "poll", lambda self: self._begun)
+    return mock.patch.object(ReductionStream, "poll", lambda self: self._begun)
 
 
 def _not_flushed() -> contextlib.AbstractContextManager[Any]:
@@ -133,26 +133,26 @@ def _not_flushed() -> contextlib.AbstractContextManager[Any]:
 
 def _flushed_once() -> contextlib.AbstractContextManager[Any]:
     """What NICs wrote is waited for before the first work of all, and never again."""
-    original = Offload.commit
+    original = ReductionStream.commit
 
-    def commit(self: Offload) -> None:
+    def commit(self: ReductionStream) -> None:
         is_flushed = self._is_flushed
         original(self)
         self._is_flushed = is_flushed
 
-    return mock.patch.object(Offload, "commit", commit)
+    return mock.patch.object(ReductionStream, "commit", commit)
 
 
 def _on_any_stream() -> contextlib.AbstractContextManager[Any]:
     """Copies are given to another stream than kernels."""
 
-    def copy(self: Offload, target: int, source: int, nbytes: int) -> int:
+    def copy(self: ReductionStream, target: int, source: int, nbytes: int) -> int:
         self._flush()
         self._device.copy(target, source, nbytes, self._device.make_stream())
         self._begun += 1
         return self._begun
 
-    return mock.patch.object(Offload, "copy", copy)
+    return mock.patch.object(ReductionStream, "copy", copy)
 
 
 MISTAKES = {
@@ -179,11 +179,11 @@ def test_of_a_divided_form_the_number_of_ranks_counts() -> None:
         bench.device.write(place, np.full(COUNT, 6.0))
     places = bench.slots
     for nranks, to in ((NRANKS, 2), (4, 3)):
-        bench.offload.run(MEAN, (places[0], places[1]), places[to], COUNT, nranks)
-    assert bench.offload.drain(TIMEOUT_S)
+        bench.reductions.run(MEAN, (places[0], places[1]), places[to], COUNT, nranks)
+    assert bench.reductions.drain(TIMEOUT_S)
     found = [bench.device.read(places[to], NBYTES).view(np.float64)[0] for to in (2, 3)]
     assert found == [4.0, 3.0]
-    bench.offload.close()
+    bench.reductions.close()
     bench.device.close()
 
 
@@ -193,14 +193,14 @@ def test_the_first_work_after_a_commit_follows_a_needed_flush(
 ) -> None:
     bench = Bench(reorders=reorders)
     with mock.patch.object(FakeDevice, "flush_remote_writes") as flush:
-        bench.offload.commit()
+        bench.reductions.commit()
         flush.assert_not_called()
         for turn in range(1, 4):
             for _ in range(3):
                 bench.reduce(SUM, 0, 1, 0)
-            bench.offload.commit()
-            bench.offload.commit()
-            bench.offload.poll()
+            bench.reductions.commit()
+            bench.reductions.commit()
+            bench.reductions.poll()
             assert flush.call_count == turn * reorders
     bench.finish()
 
@@ -210,12 +210,12 @@ def test_a_commit_without_work_records_nothing() -> None:
     with mock.patch.object(
         FakeDevice, "record", autospec=True, side_effect=FakeDevice.record
     ) as it:
-        bench.offload.commit()
+        bench.reductions.commit()
         assert it.call_count == 0
         bench.reduce(SUM, 0, 1, 0)
         bench.reduce(SUM, 0, 1, 0)
-        bench.offload.commit()
-        bench.offload.commit()
+        bench.reductions.commit()
+        bench.reductions.commit()
         assert it.call_count == 1
     bench.finish()
 
@@ -229,17 +229,17 @@ def test_work_that_the_device_refuses_is_dropped(refused: str) -> None:
     act = {"copy": lambda: bench.copy(0, 2), "write_word": bench.mark}.get(
         refused, lambda: bench.reduce(SUM, 0, 1, 2)
     )
-    bench.offload.poll()
+    bench.reductions.poll()
     assert bench.reduce(SUM, 0, 1, 0) == 1
-    bench.offload.commit()
+    bench.reductions.commit()
     bench.device.refusals[refused] = "CUDA_ERROR_LAUNCH_FAILED"
     with pytest.raises(TransportError, match="CUDA_ERROR_LAUNCH_FAILED"):
         act()
     bench.nmarks = 0
 
     del bench.device.refusals[refused]
-    assert bench.offload.drain(TIMEOUT_S)
-    assert bench.offload.poll() == 1
+    assert bench.reductions.drain(TIMEOUT_S)
+    assert bench.reductions.poll() == 1
     assert bench.reduce(SUM, 0, 1, 3) == 2
     bench.finish()
 
@@ -255,9 +255,9 @@ def test_a_host_that_does_not_wait_is_found() -> None:
 def test_drain_says_when_the_time_was_too_short() -> None:
     bench = Bench()
     flag = bench.device.allocate_pinned(64).view(np.uint32)
-    bench.device.wait_word(bench.offload._stream, int(flag.ctypes.data), 1)
+    bench.device.wait_word(bench.reductions._stream, int(flag.ctypes.data), 1)
     bench.reduce(SUM, 0, 1, 0)
-    assert not bench.offload.drain(0.0)
-    assert bench.offload.is_busy
+    assert not bench.reductions.drain(0.0)
+    assert bench.reductions.is_busy
     flag[0] = 1
     bench.finish()

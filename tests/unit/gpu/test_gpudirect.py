@@ -169,7 +169,7 @@ def test_kernels_of_a_failed_call_end_before_the_stream_goes_on(
 
     def run(*given: Any) -> None:
         for _ in range(8):
-            mine.direct._offload.copy(place, other, 2400)
+            mine.direct._reductions.copy(place, other, 2400)
         raise CommunicatorRevoked("for a test")
 
     monkeypatch.setattr(mine.engine, "run", run)
@@ -204,7 +204,7 @@ def test_a_refusal_of_the_device_is_raised_and_harms_no_more() -> None:
     group.close()
 
 
-def test_all_ranks_take_the_way_or_none_does() -> None:
+def test_all_ranks_get_the_backend_or_none_does() -> None:
     group = Group(3)
     group.ranks[1].transport.refuses = lambda address: True
     found = together(3, lambda rank: group.ranks[rank].open())
@@ -221,9 +221,9 @@ def test_small_calls_are_left_to_others() -> None:
     def call(count: int) -> CallSignature:
         return CallSignature(Collective.ALLREDUCE, CODES[np.dtype(np.int64)], ReduceOp.SUM, count)
 
-    assert not direct.takes(DeviceCall(call(0), 0, 0))
-    assert not direct.takes(DeviceCall(call(16), 0, 0))
-    assert direct.takes(DeviceCall(call(17), 0, 0))
+    assert not direct.supports(DeviceCall(call(0), 0, 0))
+    assert not direct.supports(DeviceCall(call(16), 0, 0))
+    assert direct.supports(DeviceCall(call(17), 0, 0))
     group.close()
 
 
@@ -296,13 +296,13 @@ def test_a_call_without_its_places_leaves_no_registration() -> None:
 
 
 class LateDetours:
-    """Detours that become due at some time."""
+    """PxnRoutes that become due at some time."""
 
-    are_due = False
+    is_open_needed = False
     nopened = 0
 
     def open(self) -> None:
-        self.are_due = False
+        self.is_open_needed = False
         self.nopened += 1
 
     def drain(self, timeout_s: float) -> bool:
@@ -318,22 +318,22 @@ def test_a_call_that_was_prepared_waits_for_the_device_no_more() -> None:
     group.open()
     xs = [data_of(rank, 60, "int64") for rank in range(2)]
     call = CallSignature(Collective.ALLREDUCE, CODES[xs[0].dtype], ReduceOp.SUM, 60)
-    detours: list[Any] = [LateDetours(), LateDetours()]
+    pxn_routes: list[Any] = [LateDetours(), LateDetours()]
 
     def body(rank: int) -> Any:
         mine = group.ranks[rank]
-        mine.direct._detours = detours[rank]
+        mine.direct._pxn_routes = pxn_routes[rank]
         place = mine.put(xs[rank])
         given = DeviceCall(call, place, place)
         mine.direct.prepare(given)
-        detours[rank].are_due, detours[rank].nopened = True, 0
+        pxn_routes[rank].is_open_needed, pxn_routes[rank].nopened = True, 0
         job, done = mine.direct.begin(given, mine.stream, mine.entry)
-        assert not detours[rank].nopened
+        assert not pxn_routes[rank].nopened
         mine.device.wait(mine.stream, done)
         mine.direct.recycle(done)
         mine.direct.finish(job)
         mine.direct.finish(mine.begin(call, place, place))
-        assert detours[rank].nopened == 1
+        assert pxn_routes[rank].nopened == 1
         return mine.get(place, xs[rank])
 
     for result in together(2, body):
@@ -355,7 +355,7 @@ def test_many_allocations_are_forgotten_but_not_a_calls_own(
     )
     call = DeviceCall(CallSignature(Collective.BROADCAST, code, 0, 60), places[1], places[2])
     mine.direct.prepare(call)
-    with mine.direct._arrays.lent(call, mine.direct._offload) as lent:
+    with mine.direct._arrays.hold(call, mine.direct._reductions) as lent:
         assert lent == (places[1], places[2])
     mine.get(places[2], np.arange(60))
     group.close()
@@ -386,10 +386,10 @@ def test_copies_of_a_failed_call_end_before_the_stream_goes_on() -> None:
 
     class Copying(LateDetours):
         def drain(self, timeout_s: float) -> bool:
-            waited.append(mine.direct._is_gate_at(job.number))
+            waited.append(mine.direct._is_signalled(job.number))
             return True
 
-    mine.direct._detours = Copying()  # type: ignore[assignment]
+    mine.direct._pxn_routes = Copying()  # type: ignore[assignment]
     job = mine.begin(call, place, place)
     mine.engine.revoke("for a test")
     with pytest.raises(CommunicatorRevoked, match="for a test"):
@@ -408,7 +408,7 @@ def test_memory_that_another_gpu_copies_to_is_kept() -> None:
         def close(self, timeout_s: float) -> bool:
             return False
 
-    mine.direct._detours = Hanging()  # type: ignore[assignment]
+    mine.direct._pxn_routes = Hanging()  # type: ignore[assignment]
     nheld = mine.transport.nheld
     with pytest.raises(TransportTimeout, match="its memory is kept"):
         mine.direct.close(TIMEOUT_S)

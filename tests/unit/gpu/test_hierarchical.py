@@ -14,10 +14,10 @@ from support.ranks import TIMEOUT_S, Gathering, PlainKernels, data_of, get, put,
 from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
 from r2ccl.errors import CommunicatorRevoked, PeerLost, TransportError
-from r2ccl.gpu.hierarchical import TieredCalls
-from r2ccl.gpu.ipc_board import NoticeBoard
-from r2ccl.gpu.peer_connect import join
-from r2ccl.gpu.staged import Bounce, DeviceCall
+from r2ccl.gpu.hierarchical import HierarchicalBackend
+from r2ccl.gpu.ipc_board import IpcBoard
+from r2ccl.gpu.peer_connect import connect_peers
+from r2ccl.gpu.staged import DeviceCall, StagedBackend
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -32,19 +32,19 @@ class Cluster:
         self.nodes = [range(node, self.nranks, nnodes) for node in range(nnodes)]
         self.groups = [HostGroup(nnodes) for _ in range(nlocal)]
         self.errors: list[BaseException | None] = [None] * self.nranks
-        cards = [FakeGpu(seed + node) for node in range(nnodes)]
+        gpus = [FakeGpu(seed + node) for node in range(nnodes)]
         self.devices = [
-            FakeDevice(cards[rank % nnodes], f"rank {rank}") for rank in range(self.nranks)
+            FakeDevice(gpus[rank % nnodes], f"rank {rank}") for rank in range(self.nranks)
         ]
         self.streams = [device.make_stream() for device in self.devices]
         gathering = Gathering(self.nranks)
 
-        def enter(rank: int) -> TieredCalls:
+        def enter(rank: int) -> HierarchicalBackend:
             device, node = self.devices[rank], rank % nnodes
-            board = join(device, rank, self.nodes, lambda mine: gathering(rank, mine))
-            assert isinstance(board, NoticeBoard), board
+            board = connect_peers(device, rank, self.nodes, lambda mine: gathering(rank, mine))
+            assert isinstance(board, IpcBoard), board
             group = self.groups[board.index]
-            rails = Bounce(
+            rails = StagedBackend(
                 device,
                 rank,
                 self.nranks,
@@ -56,12 +56,12 @@ class Cluster:
                 timeout_s=TIMEOUT_S,
             )
             self.rails[rank] = rails
-            return TieredCalls(
+            return HierarchicalBackend(
                 device,
                 PlainKernels(device),
                 board,
                 self.nodes[node],
-                rails=[rails],
+                backends=[rails],
                 enter=lambda call, own: call,
                 nnodes=nnodes,
                 check=lambda: self._check(rank),
@@ -71,8 +71,8 @@ class Cluster:
             )
 
         #: By rank, what is closed after its calls.
-        self.rails: dict[int, Bounce] = {}
-        self.calls: list[TieredCalls] = together(self.nranks, enter)
+        self.rails: dict[int, StagedBackend] = {}
+        self.calls: list[HierarchicalBackend] = together(self.nranks, enter)
 
     def _check(self, rank: int) -> None:
         error = self.errors[rank]
@@ -166,7 +166,7 @@ def test_a_call_let_go_by_another_rank_lets_its_rails_go_too() -> None:
 
 
 def test_calls_of_the_rails_own_between_two_that_are_let_go() -> None:
-    """The gate of the rails never goes down, in whatever order calls end."""
+    """The host signal between nodes never decreases, in whatever order calls end."""
     cluster = Cluster(2, 2, 0)
     lost = PeerLost(rank=0, peer=1, last_heard_s=0.0, why="for a test")
     device, stream, rails = cluster.devices[0], cluster.streams[0], cluster.rails[0]

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 
 from r2ccl.errors import InvalidArgument, TransportError
-from r2ccl.gpu.ipc_board import NOTICE_NBYTES, RANK_NBYTES, NoticeBoard, SharedFile
+from r2ccl.gpu.ipc_board import MESSAGE_NBYTES, RANK_NBYTES, IpcBoard, SharedFile
 
 NLOCAL = 3
 
 
-def make_boards() -> list[NoticeBoard]:
+def make_boards() -> list[IpcBoard]:
     memory = np.zeros(NLOCAL * RANK_NBYTES, np.uint8)
-    return [NoticeBoard(memory, index, NLOCAL) for index in range(NLOCAL)]
+    return [IpcBoard(memory, index, NLOCAL) for index in range(NLOCAL)]
 
 
-def word(board: NoticeBoard, at: int) -> int:
+def word(board: IpcBoard, at: int) -> int:
     return int(board.memory[at : at + 4].view(np.uint32)[0])
 
 
-def test_notices_are_read_by_number() -> None:
+def test_messages_are_read_by_number() -> None:
     boards = make_boards()
     assert boards[0].read(1, 1) is None
     boards[1].post(1, b"first")
@@ -35,7 +35,7 @@ def test_notices_are_read_by_number() -> None:
     assert boards[0].read(2, 1) is None
 
 
-def test_a_notice_is_kept_until_all_have_taken_it() -> None:
+def test_a_message_is_kept_until_all_have_taken_it() -> None:
     boards = make_boards()
     number = 1
     while boards[0].may_post(number):
@@ -55,7 +55,7 @@ def test_a_file_that_cannot_be_mapped_is_reported_and_unlinked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On one rank alone, where anything but its report would have the others wait."""
-    monkeypatch.setattr("r2ccl.gpu.ipc_board._ROOM", tmp_path)
+    monkeypatch.setattr("r2ccl.gpu.ipc_board._DIRECTORY", tmp_path)
     _, name = SharedFile.create(RANK_NBYTES)
 
     def refuse(*_: object) -> None:
@@ -97,7 +97,7 @@ def test_words_are_apart_and_release_never_goes_back() -> None:
     assert [word(boards[0], at) for at in places] == [9, 5, 5, 5, 5, 5]
 
 
-def set_word(board: NoticeBoard, at: int, value: int) -> None:
+def set_word(board: IpcBoard, at: int, value: int) -> None:
     board.memory[at : at + 4].view(np.uint32)[0] = value
 
 
@@ -116,11 +116,11 @@ def test_a_false_release_is_spoiled_and_a_true_one_is_not(base: int) -> None:
         ]  # fmt: skip
 
 
-def test_a_notice_that_does_not_fit_is_refused() -> None:
+def test_a_message_that_does_not_fit_is_refused() -> None:
     boards = make_boards()
-    boards[0].post(1, bytes(NOTICE_NBYTES))
+    boards[0].post(1, bytes(MESSAGE_NBYTES))
     with pytest.raises(InvalidArgument, match="at most"):
-        boards[0].post(2, bytes(NOTICE_NBYTES + 1))
+        boards[0].post(2, bytes(MESSAGE_NBYTES + 1))
 
 
 def shared_files() -> set[str]:
@@ -165,6 +165,6 @@ def test_only_its_owner_may_read_a_shared_file() -> None:
 def test_a_file_there_is_no_room_for_leaves_nothing() -> None:
     before = shared_files()
     room = os.statvfs("/dev/shm")
-    with pytest.raises(TransportError, match="more room"):
+    with pytest.raises(TransportError, match="more space"):
         SharedFile.create(room.f_blocks * room.f_frsize * 4)
     assert shared_files() == before

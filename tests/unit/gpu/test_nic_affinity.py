@@ -16,7 +16,7 @@ from support.machines.recorded import Recorded, record
 from support.ranks import Gathering, together
 
 from r2ccl.errors import InvalidArgument, TransportError
-from r2ccl.gpu.nic_affinity import Detour, Nearness, common_homes, explore
+from r2ccl.gpu.nic_affinity import NicAffinity, PxnRoute, common_homes, find_nic_affinity
 from r2ccl.topology.affinity import Affinity
 from r2ccl.topology.gpus import GpuFacts
 from r2ccl.topology.machine import (
@@ -57,18 +57,18 @@ def unspoiled(turn: int, rank: int, said: bytes) -> bytes:
 
 def outcomes(
     nodes: Sequence[Sequence[int]], seats: Sequence[Seat], spoil: Spoil = unspoiled
-) -> list[Nearness | str]:
+) -> list[NicAffinity | str]:
     """Return what every rank finds out, or with what words it refuses."""
     gathering = Gathering(len(seats))
 
-    def body(rank: int) -> Nearness | str:
+    def body(rank: int) -> NicAffinity | str:
         turns = iter(range(3))
 
         def gather(mine: bytes) -> Sequence[bytes]:
             return gathering(rank, spoil(next(turns), rank, mine))
 
         try:
-            return explore(rank, nodes, **seats[rank]._asdict(), gather=gather)
+            return find_nic_affinity(rank, nodes, **seats[rank]._asdict(), allgather=gather)
         except InvalidArgument as exc:
             return str(exc)
 
@@ -77,9 +77,9 @@ def outcomes(
 
 def explored(
     nodes: Sequence[Sequence[int]], seats: Sequence[Seat], spoil: Spoil = unspoiled
-) -> list[Nearness]:
+) -> list[NicAffinity]:
     """Return what every rank finds out; all have found the same homes, and each has one."""
-    found = [each for each in outcomes(nodes, seats, spoil) if isinstance(each, Nearness)]
+    found = [each for each in outcomes(nodes, seats, spoil) if isinstance(each, NicAffinity)]
     assert len(found) == len(seats)
     assert len({each.homes for each in found}) == 1
     nrails = len(seats[0].labels)
@@ -119,8 +119,8 @@ def test_every_gpu_of_a_dgx_is_at_home_on_its_own_nic(trees: Trees) -> None:
     found = explored(two_hosts(8), seats)
     assert found[0].homes == tuple((rail,) for rail in range(8)) * 2
     for rank, each in enumerate(found):
-        beside = [Detour(rail, H100[rail]) for rail in range(8) if rail != rank % 8]
-        assert list(each.detours) == beside
+        beside = [PxnRoute(rail, H100[rail]) for rail in range(8) if rail != rank % 8]
+        assert list(each.pxn_routes) == beside
     groups = [[found[0].homes[i], found[0].homes[8 + i]] for i in range(8)]
     assert [common_homes(group) for group in groups] == [(rail,) for rail in range(8)]
 
@@ -130,22 +130,22 @@ def test_two_gpus_of_an_a100_board_share_the_nic_on_their_switch(trees: Trees) -
     found = explored(two_hosts(8), seats)
     assert found[0].homes == ((0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)) * 2
     for rank, each in enumerate(found):
-        assert [detour.rail for detour in each.detours] == [
+        assert [pxn_route.rail for pxn_route in each.pxn_routes] == [
             rail for rail in range(4) if rail != rank % 8 // 2
         ]
-        for rail, via in ((detour.rail, detour.via) for detour in each.detours):
+        for rail, via in ((pxn_route.rail, pxn_route.via) for pxn_route in each.pxn_routes):
             assert via in A100[2 * rail : 2 * rail + 2]
 
 
-def test_a_workstation_has_one_nic_and_no_detour(trees: Trees) -> None:
+def test_a_workstation_has_one_nic_and_no_pxn_route(trees: Trees) -> None:
     seats = [Seat(f"0000:{bus}:00.0", ["rocep179s0:1"], trees("workstation").read)
              for bus in ("17", "65")] * 2  # fmt: skip
-    assert explored(two_hosts(2), seats) == [Nearness(((0,),) * 4, ())] * 4
+    assert explored(two_hosts(2), seats) == [NicAffinity(((0,),) * 4, ())] * 4
 
 
 def test_a_machine_that_shows_no_gpu_has_all_rails_for_homes(trees: Trees) -> None:
     seats = [Seat("0000:00:05.0", NICS, trees("cloud_vm").read)] * 4
-    assert explored(two_hosts(2), seats) == [Nearness((tuple(range(4)),) * 4, ())] * 4
+    assert explored(two_hosts(2), seats) == [NicAffinity((tuple(range(4)),) * 4, ())] * 4
 
 
 def test_hosts_may_number_their_gpus_and_nics_differently(trees: Trees) -> None:
@@ -157,7 +157,7 @@ def test_hosts_may_number_their_gpus_and_nics_differently(trees: Trees) -> None:
     found = explored(two_hosts(8), seats)
     assert found[0].homes[8:] == ((5,), (4,), (6,), (7,), (0,), (1,), (2,), (3,))
     assert common_homes([found[0].homes[0], found[0].homes[8]]) == (0, 5)
-    assert found[8].detours[0] == Detour(0, H100[4])
+    assert found[8].pxn_routes[0] == PxnRoute(0, H100[4])
 
 
 def test_ranks_of_a_host_need_not_follow_each_other(trees: Trees) -> None:
@@ -191,8 +191,8 @@ def test_what_ranks_tell_is_as_good_as_the_whole_machine(
     found = explored([range(len(used))], [Seat(gpu, labels, lambda: machine) for gpu in used])
     for gpu, each in zip(used, found, strict=True):
         routes = affinity.preferences()[gpu]
-        detours = sorted((labels.index(route.port), route.via) for route in routes if route.via)
-        assert [(detour.rail, detour.via) for detour in each.detours] == detours
+        pxn_routes = sorted((labels.index(route.port), route.via) for route in routes if route.via)
+        assert [(pxn_route.rail, pxn_route.via) for pxn_route in each.pxn_routes] == pxn_routes
     for route, rails in zip(affinity.assign(), found[0].homes, strict=True):
         assert labels.index(route.port) in rails
 
@@ -201,7 +201,11 @@ def test_ranks_that_share_a_gpu_share_its_homes(trees: Trees) -> None:
     shared = [gpu for gpu in A100[::2] for _ in range(2)]
     found = explored([EIGHT], [Seat(gpu, NICS, trees("hgx_a100").read) for gpu in shared])
     assert found[0].homes == ((0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,))
-    assert found[0].detours == found[1].detours == tuple(Detour(i, A100[2 * i]) for i in (1, 2, 3))
+    assert (
+        found[0].pxn_routes
+        == found[1].pxn_routes
+        == tuple(PxnRoute(i, A100[2 * i]) for i in (1, 2, 3))
+    )
 
 
 def test_a_bus_id_may_be_written_as_cuda_does(trees: Trees) -> None:
@@ -273,8 +277,8 @@ def test_an_unreadable_machine_keeps_only_its_host_from_knowing(
     seats[3] = seats[3]._replace(read=failing(error))
     found = explored(two_hosts(8), seats)
     assert found[0].homes == (tuple(range(4)),) * 8 + tuple((n // 2,) for n in range(8))
-    assert all(not each.detours for each in found[:8])
-    assert all(len(each.detours) == 3 for each in found[8:])
+    assert all(not each.pxn_routes for each in found[:8])
+    assert all(len(each.pxn_routes) == 3 for each in found[8:])
     (warning,) = [each for each in caplog.records if each.levelno == logging.WARNING]
     assert str(error) in warning.getMessage()
     assert warning.getMessage().startswith(
@@ -298,7 +302,7 @@ def test_ranks_of_a_host_with_other_nics_for_a_rail_know_nothing(
     seats[5] = seats[5]._replace(labels=labels)
     found = explored(two_hosts(4), seats)
     assert found[0].homes == ((0,), (1,), (2,), (3,)) + (tuple(range(4)),) * 4
-    assert all(not each.detours for each in found[4:])
+    assert all(not each.pxn_routes for each in found[4:])
 
 
 @pytest.mark.parametrize("counts", [(2, 3, 3, 3), (0, 0, 0, 0), (65, 65, 65, 65), (1, 1, 0, 1)])
@@ -346,7 +350,7 @@ def test_a_machine_too_long_to_tell_is_not_told(caplog: pytest.LogCaptureFixture
     more = msgspec.structs.replace(machine, nodes=(node,))
     seats = on_board(machine)
     seats[0] = seats[0]._replace(read=lambda: more)
-    assert explored([(0, 1)], seats) == [Nearness(((0, 1), (0, 1)), ())] * 2
+    assert explored([(0, 1)], seats) == [NicAffinity(((0, 1), (0, 1)), ())] * 2
     (warning,) = [each for each in caplog.records if each.levelno == logging.WARNING]
     assert "has 90645 bytes, more than 65536" in warning.getMessage()
 
@@ -358,7 +362,7 @@ def test_what_was_found_out_is_logged_once(trees: Trees, caplog: pytest.LogCaptu
     told = sorted(each.getMessage() for each in caplog.records)
     assert len(told) == 4
     assert told[1] == (
-        f"rank 1: GPU {A100[2]} is at home on mlx5_1:1; mlx5_0:1 through GPU {A100[0]}; "
+        f"rank 1: home rails of GPU {A100[2]}: mlx5_1:1; mlx5_0:1 through GPU {A100[0]}; "
         f"mlx5_2:1 through GPU {A100[4]}; mlx5_3:1 through GPU {A100[6]}"
     )
     caplog.clear()
@@ -366,7 +370,7 @@ def test_what_was_found_out_is_logged_once(trees: Trees, caplog: pytest.LogCaptu
     explored([range(4)], seats)
     told = sorted(each.getMessage() for each in caplog.records if each.levelno == logging.INFO)
     assert told[0] == (
-        f"rank 0: GPU {A100[0]} is at home on every NIC: rank 2 does not know its machine"
+        f"rank 0: home rails of GPU {A100[0]}: every NIC: rank 2 does not know its machine"
     )
 
 
@@ -376,9 +380,9 @@ INTEL = {"arch": "x86_64", "vendor": "GenuineIntel", "family": 6, "model": 143}
 DEEP = "deep"
 
 
-def encoded(card: Any) -> bytes:
+def encoded(report: Any) -> bytes:
     """Encode, with lists in lists in place of a word."""
-    return msgspec.msgpack.encode(card).replace(b"\xa4deep", b"\x91" * 5000 + b"\xc0")
+    return msgspec.msgpack.encode(report).replace(b"\xa4deep", b"\x91" * 5000 + b"\xc0")
 
 
 @functools.cache
@@ -407,15 +411,15 @@ def says(rank: int, turn: int, garbage: bytes) -> Spoil:
     return spoil
 
 
-def tells(rank: int, card: Any) -> Spoil:
-    """Make a rank tell this card, with its length before it."""
-    told = encoded(card)
+def tells(rank: int, report: Any) -> Spoil:
+    """Make a rank tell this report, with its length before it."""
+    told = encoded(report)
     turns = {0: struct.pack("<II", len(told), 2), 1: told}
     return lambda at, who, said: turns.get(at, said) if who == rank else said
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 64 << 10, (64 << 10) + 1, (1 << 32) - 1])
-def test_a_length_that_is_not_the_cards_spoils_its_host_alone(nbytes: int) -> None:
+def test_a_length_that_is_not_the_reports_spoils_its_host_alone(nbytes: int) -> None:
     lengths = []
 
     def spoil(turn: int, rank: int, said: bytes) -> bytes:
@@ -461,15 +465,15 @@ def test_homes_that_are_none_are_all(garbage: bytes) -> None:
         {("machine", "more"): DEEP},
     ],
 )  # fmt: skip
-def test_a_card_that_makes_no_sense_spoils_its_host_alone(edits: dict[Any, Any]) -> None:
-    card = good_card()
+def test_a_report_that_makes_no_sense_spoils_its_host_alone(edits: dict[Any, Any]) -> None:
+    report = good_card()
     for path, part in edits.items():
-        card = replaced(card, path, part)
-    found = explored(two_hosts(2), on_board(board(2, 2)) * 2, tells(1, card))
+        report = replaced(report, path, part)
+    found = explored(two_hosts(2), on_board(board(2, 2)) * 2, tells(1, report))
     assert found[0].homes == ((0, 1), (0, 1), (0,), (1,))
 
 
-def test_a_card_as_it_should_be_spoils_nothing() -> None:
+def test_a_report_as_it_should_be_spoils_nothing() -> None:
     """So the edits of the test above do."""
     found = explored(two_hosts(2), on_board(board(2, 2)) * 2, tells(1, good_card()))
     assert found[0].homes == ((0,), (1,), (0,), (1,))
@@ -516,8 +520,8 @@ def deep(depth: int, offset: int = 0) -> tuple[PciDevice, ...]:
     ("bridges", "nnics", "nodes", "what"),
     [
         (deep(14), 2, 1, ""),
-        (deep(15), 2, 1, "16 PCI devices on one way"),
-        (deep(200), 2, 1, "16 PCI devices on one way"),
+        (deep(15), 2, 1, "16 PCI devices on one path"),
+        (deep(200), 2, 1, "16 PCI devices on one path"),
         (tuple(bridge(n, n - 63 if n >= 63 else None) for n in range(189)), 63, 1, ""),
         (tuple(bridge(n, n - 63 if n >= 63 else None) for n in range(192)), 63, 1,
          "256 PCI devices"),
@@ -541,10 +545,10 @@ def test_a_host_larger_than_any_is_not_judged(
     reason = f"every NIC: its ranks tell of more than {what}"
     assert [told[0].endswith(reason), told[1].endswith(reason)] == [bool(what)] * 2, told
     if what:
-        assert found == [Nearness((tuple(range(nnics)),) * 2, ())] * 2
+        assert found == [NicAffinity((tuple(range(nnics)),) * 2, ())] * 2
 
 
-def test_ways_that_are_long_only_together_are_not_judged() -> None:
+def test_paths_that_are_long_only_together_are_not_judged() -> None:
     """Of a device that several ranks tell of differently, one version is kept."""
     small = board(2, 2)
     upper, lower = deep(10), deep(10, offset=10)
@@ -552,7 +556,7 @@ def test_ways_that_are_long_only_together_are_not_judged() -> None:
     machines = [beneath(small, *upper, joint), beneath(small, *lower)]
     seats = [seat._replace(read=lambda each=each: each)
              for seat, each in zip(on_board(small), machines, strict=True)]  # fmt: skip
-    assert explored([(0, 1)], seats) == [Nearness(((0, 1), (0, 1)), ())] * 2
+    assert explored([(0, 1)], seats) == [NicAffinity(((0, 1), (0, 1)), ())] * 2
 
 
 ODD = st.one_of(
@@ -582,18 +586,18 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @settings(max_examples=150, deadline=None)
 def test_whatever_a_rank_tells_all_ranks_agree(data: st.DataObject) -> None:
     """One part of a good description, or several, become something else."""
-    card = good_card()
+    report = good_card()
     for _ in range(data.draw(st.integers(1, 3))):
-        path = data.draw(st.sampled_from(list(places(card))))
-        card = replaced(card, path, data.draw(ODD))
-    explored([(0, 1)], on_board(board(2, 2)), tells(1, card))
+        path = data.draw(st.sampled_from(list(places(report))))
+        report = replaced(report, path, data.draw(ODD))
+    explored([(0, 1)], on_board(board(2, 2)), tells(1, report))
 
 
 @given(st.binary(max_size=100), st.integers(0, 2))
 @settings(max_examples=50, deadline=None)
 def test_whatever_bytes_come_ranks_agree_or_all_refuse(garbage: bytes, turn: int) -> None:
     found = outcomes([(0, 1)], on_board(board(2, 2)), says(0, turn, garbage))
-    told = [each.homes for each in found if isinstance(each, Nearness)]
+    told = [each.homes for each in found if isinstance(each, NicAffinity)]
     if told:
         assert told == [told[0]] * 2
     else:

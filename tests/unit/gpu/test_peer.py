@@ -28,9 +28,9 @@ from support.ranks import (
 from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
 from r2ccl.errors import InvalidArgument, PeerLost, TransportError, TransportTimeout
-from r2ccl.gpu.ipc_board import NoticeBoard
-from r2ccl.gpu.peer import NodeCalls
-from r2ccl.gpu.peer_connect import join
+from r2ccl.gpu.ipc_board import IpcBoard
+from r2ccl.gpu.peer import PeerBackend
+from r2ccl.gpu.peer_connect import connect_peers
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.types import CallSignature, Collective, ReduceOp
@@ -49,11 +49,11 @@ class Node:
         self.streams = [device.make_stream() for device in self.devices]
         gathering = Gathering(nranks)
 
-        def enter(rank: int) -> NodeCalls:
+        def enter(rank: int) -> PeerBackend:
             device = self.devices[rank]
-            board = join(device, rank, [range(nranks)], lambda mine: gathering(rank, mine))
-            assert isinstance(board, NoticeBoard), board
-            return NodeCalls(
+            board = connect_peers(device, rank, [range(nranks)], lambda mine: gathering(rank, mine))
+            assert isinstance(board, IpcBoard), board
+            return PeerBackend(
                 device,
                 PlainKernels(device),
                 board,
@@ -64,7 +64,7 @@ class Node:
                 timeout_s=timeout_s,
             )
 
-        self.calls: list[NodeCalls] = together(nranks, enter)
+        self.calls: list[PeerBackend] = together(nranks, enter)
 
     def _check(self, rank: int) -> None:
         error = self.errors[rank]
@@ -139,7 +139,7 @@ def test_calls_back_to_back_on_the_same_memory(seed: int) -> None:
 
 
 def test_a_rank_many_calls_ahead_waits_and_loses_nothing() -> None:
-    """More calls than notices are kept: the one ahead may not overwrite what is not read."""
+    """More calls than messages are kept: the one ahead may not overwrite what is not read."""
     nranks, ncalls = 2, 150
     node = Node(nranks)
 
@@ -258,7 +258,7 @@ def test_a_kernel_reads_all_addresses_or_none_when_taken_back() -> None:
         table = calls._table_of(1)
         first, *others = table[:4].tolist()
         assert all((first, *others))
-        calls._let_go(PeerLost(rank=0, peer=1, last_heard_s=0.0, why="for a test"))
+        calls._release_streams(PeerLost(rank=0, peer=1, last_heard_s=0.0, why="for a test"))
         assert table[:4].tolist() == [0, *others]
     node.close()
 
@@ -278,6 +278,9 @@ def test_all_do_without_if_one_cannot() -> None:
     devices = [FakeDevice(gpu, "rank 0"), FakeDevice(gpu, "rank 1"), FakeDevice(other, "rank 2")]
     gathering = Gathering(3)
     answers = together(
-        3, lambda rank: join(devices[rank], rank, [range(3)], lambda mine: gathering(rank, mine))
+        3,
+        lambda rank: connect_peers(
+            devices[rank], rank, [range(3)], lambda mine: gathering(rank, mine)
+        ),
     )
     assert all(isinstance(answer, str) and answer for answer in answers)

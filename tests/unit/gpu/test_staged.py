@@ -16,7 +16,7 @@ from r2ccl.clock import monotonic
 from r2ccl.device.base import Stream
 from r2ccl.dtypes import CODES
 from r2ccl.errors import PeerLost, TransportError, TransportTimeout
-from r2ccl.gpu.staged import Bounce, DeviceCall
+from r2ccl.gpu.staged import DeviceCall, StagedBackend
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -32,7 +32,7 @@ class Rank:
         self.device = FakeDevice(FakeGpu(seed), f"rank {rank}", is_strict=True)
         self.stream = self.device.make_stream()
         self.error: BaseException | None = None
-        self.bounce = Bounce(
+        self.backend = StagedBackend(
             self.device,
             rank,
             group.nranks,
@@ -63,11 +63,11 @@ class Rank:
         if in_place and count == x.size:
             output = source
         call = CallSignature(kind, INT64, op, whole, root)
-        job, done = self.bounce.begin(DeviceCall(call, source, output * has_output), self.stream)
+        job, done = self.backend.begin(DeviceCall(call, source, output * has_output), self.stream)
         assert job.error is None
         self.device.wait(self.stream, done)
-        self.bounce.recycle(done)
-        self.bounce.finish(job)
+        self.backend.recycle(done)
+        self.backend.finish(job)
         return self.get(output, count) if has_output else None
 
 
@@ -87,7 +87,7 @@ def test_every_collective_of_any_size(kind: Collective, count: int, seed: int) -
     for rank, result in enumerate(together(nranks, body)):
         np.testing.assert_array_equal(result, meant(kind, xs, op, root, rank))
     for each in ranks:
-        each.bounce.close(20.0)
+        each.backend.close(20.0)
 
 
 def test_calls_back_to_back_share_the_slots() -> None:
@@ -101,20 +101,20 @@ def test_calls_back_to_back_share_the_slots() -> None:
         for at in range(ncalls):
             place = mine.put(np.full(50 + at, at + rank))
             call = CallSignature(Collective.ALLREDUCE, INT64, ReduceOp.SUM, 50 + at)
-            job, done = mine.bounce.begin(DeviceCall(call, place, place), mine.stream)
+            job, done = mine.backend.begin(DeviceCall(call, place, place), mine.stream)
             mine.device.wait(mine.stream, done)
-            mine.bounce.recycle(done)
+            mine.backend.recycle(done)
             jobs.append(job)
             places.append(place)
         for job in jobs:
-            mine.bounce.finish(job)
+            mine.backend.finish(job)
         return [mine.get(place, 50 + at) for at, place in enumerate(places)]
 
     for results in together(nranks, body):
         for at, result in enumerate(results):
             np.testing.assert_array_equal(result, np.full(50 + at, 2 * at + 1))
     for each in ranks:
-        each.bounce.close(20.0)
+        each.backend.close(20.0)
 
 
 def test_a_failed_collective_lets_the_streams_go() -> None:
@@ -129,19 +129,19 @@ def test_a_failed_collective_lets_the_streams_go() -> None:
         if calls == 2:
             raise lost
 
-    mine.bounce._run = run
+    mine.backend._run = run
     place = mine.put(np.arange(200))
     call = CallSignature(Collective.ALLREDUCE, INT64, ReduceOp.SUM, 200)
-    jobs = [mine.bounce.begin(DeviceCall(call, place, place), mine.stream) for _ in range(2)]
+    jobs = [mine.backend.begin(DeviceCall(call, place, place), mine.stream) for _ in range(2)]
     mine.device.wait(mine.stream, jobs[0][1])
     with pytest.raises(PeerLost):
-        mine.bounce.finish(jobs[0][0])
+        mine.backend.finish(jobs[0][0])
     assert mine.device.synchronize(jobs[0][1], 20.0)
     assert mine.device.make_event() != jobs[1][1]
     assert not mine.device.is_done(jobs[1][1])
-    mine.bounce.finish(jobs[1][0])
+    mine.backend.finish(jobs[1][0])
     assert mine.device.synchronize(jobs[1][1], 20.0)
-    mine.bounce.close(20.0)
+    mine.backend.close(20.0)
 
 
 def blocked(mine: Rank) -> tuple[Any, Any]:
@@ -150,7 +150,7 @@ def blocked(mine: Rank) -> tuple[Any, Any]:
     mine.device.wait_word(mine.stream, int(word.ctypes.data), 1)
     place = mine.put(np.arange(10))
     call = CallSignature(Collective.ALLREDUCE, INT64, ReduceOp.SUM, 10)
-    job, _ = mine.bounce.begin(DeviceCall(call, place, place), mine.stream)
+    job, _ = mine.backend.begin(DeviceCall(call, place, place), mine.stream)
     return job, word.view(np.uint32)
 
 
@@ -158,11 +158,11 @@ def test_endless_work_of_the_caller_is_not_waited_for_for_ever() -> None:
     mine = Rank(HostGroup(1), 0, timeout_s=0.2)
     job, word = blocked(mine)
     with pytest.raises(TransportTimeout, match="kernel that hangs"):
-        mine.bounce.finish(job)
+        mine.backend.finish(job)
     with pytest.raises(TransportTimeout, match="its memory is kept"):
-        mine.bounce.close(0.05)
+        mine.backend.close(0.05)
     word[0] = 1
-    mine.bounce.close(20.0)
+    mine.backend.close(20.0)
 
 
 def test_the_communicators_end_ends_the_wait_for_the_device() -> None:
@@ -170,9 +170,9 @@ def test_the_communicators_end_ends_the_wait_for_the_device() -> None:
     job, word = blocked(mine)
     mine.error = PeerLost(rank=0, peer=1, last_heard_s=0.0, why="for a test")
     with pytest.raises(PeerLost):
-        mine.bounce.finish(job)
+        mine.backend.finish(job)
     word[0] = 1
-    mine.bounce.close(20.0)
+    mine.backend.close(20.0)
 
 
 def test_a_device_that_refuses_half_a_call_is_reported() -> None:
@@ -190,10 +190,10 @@ def test_a_device_that_refuses_half_a_call_is_reported() -> None:
     place = mine.put(np.arange(200))
     mine.device.copy = fail_third  # type: ignore[method-assign]
     call = CallSignature(Collective.ALLREDUCE, INT64, ReduceOp.SUM, 200)
-    job, _ = mine.bounce.begin(DeviceCall(call, place, place), mine.stream)
+    job, _ = mine.backend.begin(DeviceCall(call, place, place), mine.stream)
     assert job.error is refused
     with pytest.raises(TransportError) as caught:
-        mine.bounce.finish(job)
+        mine.backend.finish(job)
     assert caught.value is refused
     mine.device.copy = copy  # type: ignore[method-assign]
-    mine.bounce.close(20.0)
+    mine.backend.close(20.0)

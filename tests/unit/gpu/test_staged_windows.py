@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.ranks import KINDS
 
-from r2ccl.gpu.staged_windows import grid_of, windows
+from r2ccl.gpu.staged_windows import window_grid, windows
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 _BY_RANK = (Collective.ALLGATHER, Collective.REDUCE_SCATTER)
@@ -29,7 +29,7 @@ def test_windows_cover_every_row_once_and_fit(
     kind: Collective, nranks: int, width: int, itemsize: int, limit: int
 ) -> None:
     nrows = nranks if kind in _BY_RANK else 1
-    grid = grid_of(call_of(kind, nrows * width), itemsize, nranks, limit)
+    grid = window_grid(call_of(kind, nrows * width), itemsize, nranks, limit)
     assert (grid.nrows, grid.width) == (nrows, width)
     seen = np.zeros(width, int)
     for window in windows(call_of(kind, nrows * width), grid):
@@ -44,11 +44,11 @@ def test_windows_cover_every_row_once_and_fit(
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_empty_call_has_one_empty_window(kind: Collective) -> None:
     call = call_of(kind, 0)
-    found = list(windows(call, grid_of(call, 4, 3, 100)))
+    found = list(windows(call, window_grid(call, 4, 3, 100)))
     assert [(window.start, window.length, window.call.count) for window in found] == [(0, 0, 0)]
 
 
 def test_what_fits_is_one_window() -> None:
     call = call_of(Collective.ALLREDUCE, 25)
-    assert len(list(windows(call, grid_of(call, 4, 8, 100)))) == 1
-    assert len(list(windows(call, grid_of(call, 4, 8, 99)))) == 2
+    assert len(list(windows(call, window_grid(call, 4, 8, 100)))) == 1
+    assert len(list(windows(call, window_grid(call, 4, 8, 99)))) == 2

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.machines.recorded import record, write
 
 from r2ccl.errors import InvalidArgument
-from r2ccl.topology.affinity import Affinity, Route, host_routes
+from r2ccl.topology.affinity import Affinity, NicRoute, host_routes
 from r2ccl.topology.distance import Distance
 from r2ccl.topology.machine import (
     Gpu,
@@ -42,7 +42,7 @@ def load(tmp_path: Path) -> Load:
     return lambda name: record(tmp_path, name).read()
 
 
-def homes(routes: Sequence[Route]) -> list[tuple[str, str]]:
+def homes(routes: Sequence[NicRoute]) -> list[tuple[str, str]]:
     return [(route.gpu, route.port) for route in routes]
 
 
@@ -64,7 +64,7 @@ def test_a_lost_nics_load_goes_over_nvlink_to_another_gpus_nic(load: Load) -> No
     affinity = Affinity(load("dgx_h100"), ports=COMPUTE)
     routes = affinity.assign()
     after = affinity.reroute(routes, {"mlx5_0:1": 0})
-    assert after[0] == Route(
+    assert after[0] == NicRoute(
         gpu=H100[0],
         channel=0,
         port="mlx5_3:1",
@@ -395,7 +395,7 @@ def test_what_is_not_there_is_refused(load: Load) -> None:
     affinity = Affinity(machine, ports=NICS[:2])
     with pytest.raises(InvalidArgument, match="no NIC port 'eth7'"):
         affinity.reroute((), {"eth7": 0})
-    with pytest.raises(InvalidArgument, match=r"no such way: GPU 0000:87:00\.0 to mlx5_2:1"):
+    with pytest.raises(InvalidArgument, match=r"no such route: GPU 0000:87:00\.0 to mlx5_2:1"):
         affinity.reroute(Affinity(machine).assign(), {"mlx5_0:1": 0})
 
 
@@ -425,7 +425,7 @@ def hosts(draw: st.DrawFn) -> Machine:
     return Machine.of(nodes, pci, gpus, ports, links if is_switched else ())
 
 
-def shares_fit(machine: Machine, routes: Sequence[Route]) -> bool:
+def shares_fit(machine: Machine, routes: Sequence[NicRoute]) -> bool:
     """What all flows get together is no more than each port carries."""
     used: Counter[str] = Counter()
     for route in routes:
@@ -453,7 +453,7 @@ def test_every_flow_has_a_nic_while_one_is_left(
     assert all(places[key(each)[:2]] == key(each)[2:] for each in routes if each.port not in lost)
 
 
-def key(route: Route) -> tuple[str, int, str, str | None]:
+def key(route: NicRoute) -> tuple[str, int, str, str | None]:
     return route.gpu, route.channel, route.port, route.via
 
 

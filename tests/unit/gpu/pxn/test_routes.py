@@ -1,4 +1,4 @@
-"""Detours through another GPU are opened when a near rail is lost, once, and given back."""
+"""PXN routes are opened when a near rail is lost, once, and given back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from r2ccl.device.views import view_of
 from r2ccl.errors import TransportError
 from r2ccl.failover.health.table import Health, RailShare
-from r2ccl.gpu.nic_affinity import Detour
+from r2ccl.gpu.nic_affinity import PxnRoute
 from r2ccl.gpu.pxn.relay import Relay
-from r2ccl.gpu.pxn.routes import Detours
+from r2ccl.gpu.pxn.routes import PxnRoutes
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 
 NRAILS, SLOT_NBYTES, NSLOTS = 4, 256, 3
@@ -21,7 +21,7 @@ VIA = {1: "0000:01:00.0", 2: "0000:01:00.0", 3: "0000:02:00.0"}
 
 
 class Used:
-    """What of a `RelayedTransport` detours see."""
+    """What of a `PxnTransport` pxn_routes see."""
 
     def __init__(self) -> None:
         self.relays: dict[int, Relay] = {}
@@ -47,15 +47,15 @@ class Bench:
         self.health = Health.whole(3, NRAILS)
         self.registered: list[tuple[int, int]] = []
         self.refuses: Callable[[], bool] = lambda: False
-        self.detours = Detours(
+        self.pxn_routes = PxnRoutes(
             self.device,
             0,
-            [Detour(rail, via) for rail, via in VIA.items()],
+            [PxnRoute(rail, via) for rail, via in VIA.items()],
             (0, 2),
             (0,),
             transport=self.used,
             register=self.register,
-            own=self.own,
+            run_in_data_loop=self.own,
             open_peer=self.open_peer,
             health=lambda: self.health,
             slot_nbytes=SLOT_NBYTES,
@@ -87,12 +87,12 @@ class Bench:
 
     def lose(self, *ports: tuple[int, int], share: int = 0) -> None:
         self.health = self.health.changed(RailShare(rank, rail, share) for rank, rail in ports)
-        if self.detours.are_due:
-            self.detours.open()
+        if self.pxn_routes.is_open_needed:
+            self.pxn_routes.open()
 
     def close(self) -> None:
-        assert self.detours.drain(1.0)
-        assert self.detours.close(1.0)
+        assert self.pxn_routes.drain(1.0)
+        assert self.pxn_routes.close(1.0)
         assert not self.registered
         assert not self.used.relays
         self.device.close()
@@ -102,7 +102,7 @@ def test_nothing_is_opened_while_the_near_rails_are_whole() -> None:
     bench = Bench()
     bench.lose((0, 1), (2, 3), (1, 0))
     assert not bench.asked
-    assert not bench.detours.are_due
+    assert not bench.pxn_routes.is_open_needed
     bench.close()
 
 
@@ -117,11 +117,11 @@ def test_a_near_rail_lost_at_either_end_opens_all_that_are_up(rank: int) -> None
     assert sorted(bench.used.relays) == [1, 3]
     # What comes back later, while the near rail is still slow, is opened then.
     bench.health = bench.health.changed([RailShare(0, 2, 4)])
-    assert bench.detours.are_due
-    bench.detours.open()
+    assert bench.pxn_routes.is_open_needed
+    bench.pxn_routes.open()
     assert sorted(bench.used.relays) == [1, 2, 3]
     assert len(bench.asked) == 2
-    assert not bench.detours.are_due
+    assert not bench.pxn_routes.is_open_needed
     bench.close()
 
 
@@ -171,9 +171,9 @@ def test_rails_that_cannot_be_reached_are_not_waited_for() -> None:
     bench.lose((0, 0), (0, 1), (0, 2))
     assert sorted(bench.used.relays) == [3]
     bench.health = bench.health.changed([RailShare(2, 1, 0)])
-    assert not bench.detours.are_due
+    assert not bench.pxn_routes.is_open_needed
     bench.health = bench.health.changed([RailShare(0, 1, 16)])
-    assert bench.detours.are_due
+    assert bench.pxn_routes.is_open_needed
     bench.close()
 
 
@@ -237,9 +237,9 @@ def test_what_a_hanging_gpu_works_on_is_kept(
     assert slot is not None
     (relay.copy_in if is_home else relay.copy_out)(slot, view_of(mine, SLOT_NBYTES))
     with caplog.at_level(logging.WARNING, "r2ccl"):
-        assert not bench.detours.drain(0.01)
+        assert not bench.pxn_routes.drain(0.01)
         assert relay.is_busy
-        assert not bench.detours.close(0.01)
+        assert not bench.pxn_routes.close(0.01)
     assert VIA[2] in caplog.text
     assert not bench.used.relays
     assert other._is_closed

@@ -1,4 +1,4 @@
-"""`RelayedTransport` step by step: what waits for what, and whose the slots are in every ending."""
+"""`PxnTransport` step by step: what waits for what, and whose the slots are in every ending."""
 
 import logging
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from r2ccl.device.views import address_of, view_of
 from r2ccl.errors import TransportError
 from r2ccl.gpu.pxn import transport
 from r2ccl.gpu.pxn.relay import Relay
-from r2ccl.gpu.pxn.transport import RelayedTransport
+from r2ccl.gpu.pxn.transport import PxnTransport
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.fakedevice.board import Board
 from r2ccl.testing.simulation.relays import CheckedRelay
@@ -96,7 +96,7 @@ class Rig:
         self.gpu = idle_gpu(**gpu)
         self.device = FakeDevice(self.gpu)
         self.inner = Inner()
-        self.transport = RelayedTransport(self.inner)
+        self.transport = PxnTransport(self.inner)
         self.relay = CheckedRelay(self.device, SLOT_NBYTES, nslots)
         for rail in range(2):
             self.transport.use(rail, self.relay)
@@ -472,7 +472,7 @@ def test_a_use_that_ended_leaves_nothing_to_look_at(rig: Rig) -> None:
     rig.report(Sent(PATH, 3, 0))
     assert [type(event) for event in rig.poll()] == [Arrived, Sent]
     assert rig.relay.nfree == 2
-    assert not rig.transport._ways
+    assert not rig.transport._states
     rig.transport.poll(4.0)
     assert rig.inner.timeouts[-1] == 4.0
     rig.device.free(rig.relay._slots[0].address)
@@ -481,7 +481,7 @@ def test_a_use_that_ended_leaves_nothing_to_look_at(rig: Rig) -> None:
 
 def test_without_a_use_all_calls_only_pass() -> None:
     inner = Inner()
-    transport = RelayedTransport(inner)
+    transport = PxnTransport(inner)
     view = memoryview(b"host")
     transport.isend(PATH, Frame(3, 0, 0, 5, 77), view, TOKEN, True)
     transport.irecv(PATH, Frame(3, 0, 0, 5, 77), view, 6)
@@ -512,7 +512,7 @@ def test_close_waits_for_the_copies(rig: Rig) -> None:
 def test_close_says_that_a_gpu_hangs(
     rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(transport, "_CLOSE_TIMEOUT_S", 0.01)
     word = rig.device.allocate(4)
     rig.device.write(word, np.zeros(4, np.uint8))
     rig.device.wait_word(rig.relay._inwards._stream, word, 1)

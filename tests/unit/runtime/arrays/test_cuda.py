@@ -32,7 +32,7 @@ from support.lookalikes import (
 
 from r2ccl.device.base import Stream
 from r2ccl.dtypes import BFLOAT16_CODE, DTYPES
-from r2ccl.errors import InvalidArgument
+from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.runtime.arrays import cuda
 from r2ccl.runtime.arrays.buffers import as_buffer, is_in_place, like, like_part, part_of
 from r2ccl.runtime.arrays.cuda import DeviceBuffer, as_device_buffer, is_device_array, streams_of
@@ -240,13 +240,45 @@ class TestDlpack:
         ("dtype", "words"),
         [
             ((6, 8, 1), "dtype bool: pass its bytes"),
-            ((2, 32, 4), r"DLPack 2 \(32 bits, 4 lanes\) was given: allowed are"),
-            ((12, 8, 1), r"DLPack 12 \(8 bits, 1 lanes\) was given: allowed are"),
+            ((2, 32, 4), r"lanes=4.*; allowed are dtypes"),
+            ((12, 8, 1), r"dtype code: 12.*; allowed are dtypes"),
         ],
     )
     def test_other_dtypes_are_refused(self, dtype: tuple[int, int, int], words: str) -> None:
         with pytest.raises(InvalidArgument, match=words):
             view(Producer(dtype=dtype))
+
+    def test_the_producer_is_asked_for_no_copy(self) -> None:
+        new, old = Producer(), Producer(version=None)
+        view(new)
+        view(old)
+        assert new.asked[0]["copy"] is False
+        assert old.asked == [{"stream": LEGACY}]
+
+    @pytest.mark.parametrize("error", [BufferError, RuntimeError, TypeError, ValueError])
+    def test_the_producers_refusal_is_passed_on(self, error: type[Exception]) -> None:
+        class Refusing(Producer):
+            def __dlpack__(self, **_: Any) -> Any:
+                raise error("another device")
+
+        with pytest.raises(InvalidArgument, match=r"Refusing was given .*viewed: another device"):
+            view(Refusing())
+
+    @pytest.mark.parametrize("given", [None, 7, (CUDA, 0)])
+    def test_anything_but_a_capsule_is_refused(self, given: Any) -> None:
+        class Wrong(Producer):
+            def __dlpack__(self, **_: Any) -> Any:
+                return given
+
+        with pytest.raises(InvalidArgument, match="unused DLPack capsule"):
+            view(Wrong())
+
+    def test_without_cuda_core_the_error_names_the_package(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "cuda.core.utils", None)
+        with pytest.raises(TransportError, match=r"cuda\.core cannot be imported.*r2ccl\[gpu\]"):
+            view(Producer())
 
 
 class TestTorch:
