@@ -48,7 +48,7 @@ _ENUMS = {
     "IBV_WR_RDMA_WRITE_WITH_IMM": _WITH_IMM,
 }
 #: Modules that import pyverbs, or one that does.
-_IMPORTERS = ("device", "queuepair", "prober", "endpoint", "verbs")
+_IMPORTERS = ("device", "queuepair", "probe", "endpoint", "transport")
 
 
 class FakePyverbsError(Exception):
@@ -362,20 +362,22 @@ class FakeQueuePair:
 
 @contextlib.contextmanager
 def installed(fabric: FakeFabric) -> Iterator[SimpleNamespace]:
-    """Put the fake in pyverbs' place; gives the modules of `r2ccl.transport` that then see it.
+    """Put the fake in pyverbs' place; gives the modules of `r2ccl.transport.verbs` that then see it.
 
     They are loaded anew, and forgotten afterwards: classes of theirs that were imported before
     are others.
     """
-    importers = [f"r2ccl.transport.{name}" for name in _IMPORTERS]
+    importers = [f"r2ccl.transport.verbs.{name}" for name in _IMPORTERS]
     modules = _modules(fabric)
     names = [*importers, *modules]
     held = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    package = importlib.import_module("r2ccl.transport")
+    package = importlib.import_module("r2ccl.transport.verbs")
     shown = {name: getattr(package, name) for name in _IMPORTERS if hasattr(package, name)}
     sys.modules.update(modules)
     try:
-        loaded = {name: importlib.import_module(f"r2ccl.transport.{name}") for name in _IMPORTERS}
+        loaded = {
+            name: importlib.import_module(f"r2ccl.transport.verbs.{name}") for name in _IMPORTERS
+        }
         # The descriptors of events are of another kind.
         loaded["device"]._EVENTS = "anon_inode:[eventfd]"  # type: ignore[attr-defined]
         yield SimpleNamespace(**loaded)

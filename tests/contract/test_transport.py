@@ -146,11 +146,13 @@ class VerbsBench:
 
     def _transport(self, rank: int) -> Any:
         devices = [
-            self._loaded.device.Device(f"n{rank}r{rail}", 1, lambda: (0, "fe80::1"), fastpath="0")
+            self._loaded.device.RdmaDevice(
+                f"n{rank}r{rail}", 1, lambda: (0, "fe80::1"), fastpath="0"
+            )
             for rail in (0, 1)
         ]
         cache = RegistrationCache([device.registrar for device in devices], 1 << 30)
-        return self._loaded.verbs.VerbsTransport(
+        return self._loaded.transport.VerbsTransport(
             rank, devices, cache, eager_nbytes=64, timeout=14, retry_cnt=7, probe_timeout_s=0.3
         )
 

@@ -513,7 +513,7 @@ def test_ports_are_opened_by_label_and_closed_with_the_stack(
             opened.remove(self.which)
 
     monkeypatch.setitem(
-        sys.modules, "r2ccl.transport.verbs.device", SimpleNamespace(Device=NicDevice)
+        sys.modules, "r2ccl.transport.verbs.device", SimpleNamespace(RdmaDevice=NicDevice)
     )
     with ExitStack() as stack:
         found = open_nics(stack, ["mlx5_0:2", "mlx5_1:1"])

@@ -103,7 +103,7 @@ class Module:
             yield kind, call.args[place]
         elif name == "append" and owner == "_faults":
             yield "InvalidArgument", call.args[0]
-        elif name == "Failed" and "bootstrap" in self.path.parts:
+        elif name == "MeetingFailed" and "bootstrap" in self.path.parts:
             is_timeout = any(each.arg == "is_timeout" for each in call.keywords)
             yield "TransportTimeout" if is_timeout else "InvalidArgument", call.args[0]
         elif name == "Revoke" and isinstance(call.args[0], ast.Constant):

@@ -33,10 +33,10 @@ class Job:
             self._connect(peer)
 
     def _open(self, name: str) -> Any:
-        device = self._loaded.device.Device(
+        device = self._loaded.device.RdmaDevice(
             name, 1, lambda: (0, "fe80::1"), fastpath="0", npeers=self.npeers
         )
-        return self._loaded.verbs.VerbsTransport(
+        return self._loaded.transport.VerbsTransport(
             0, [device], RegistrationCache([device.registrar], 1 << 30),
             eager_nbytes=64, timeout=14, retry_cnt=7, probe_timeout_s=1.0,
         )  # fmt: skip
@@ -182,7 +182,7 @@ def test_a_device_that_fails_to_open_or_close_leaves_none_open(
     with installed(FakeFabric(max_cqe=1)) as loaded:
         neighbours = Watched()
         with pytest.raises(TransportError, match="use at most 1 ranks"):
-            loaded.device.Device("near0", 1, lambda: (0, "fe80::1"), neighbours, "0")
+            loaded.device.RdmaDevice("near0", 1, lambda: (0, "fe80::1"), neighbours, "0")
         assert neighbours.is_closed
     with installed(FakeFabric()) as loaded:
         neighbours = Watched()
@@ -191,7 +191,7 @@ def test_a_device_that_fails_to_open_or_close_leaves_none_open(
             raise loaded.device.PyverbsError("busy")
 
         monkeypatch.setattr(loaded.device.CQ, "close", refuse)
-        device = loaded.device.Device("near0", 1, lambda: (0, "fe80::1"), neighbours, "0")
+        device = loaded.device.RdmaDevice("near0", 1, lambda: (0, "fe80::1"), neighbours, "0")
         with pytest.raises(loaded.device.PyverbsError, match="busy"):
             device.close()
         assert neighbours.is_closed
