@@ -362,7 +362,7 @@ class FakeQueuePair:
 
 @contextlib.contextmanager
 def installed(fabric: FakeFabric) -> Iterator[SimpleNamespace]:
-    """Put the fake in pyverbs' place; gives the modules of `r2ccl.transport.verbs` that then see it.
+    """Put the fake in pyverbs' place; gives the modules that then see it.
 
     They are loaded anew, and forgotten afterwards: classes of theirs that were imported before
     are others.
