@@ -42,7 +42,7 @@ from r2ccl.failover.shrink.protocol import Shrinking
 from r2ccl.gpu.collectives import DeviceCollectives
 from r2ccl.gpu.hardware import Hardware
 from r2ccl.planning.cost_model import Choice, Fabric
-from r2ccl.planning.plan_cache import Plans
+from r2ccl.planning.plan_cache import PlanCache
 from r2ccl.planning.planner import Explanation
 from r2ccl.runtime import arguments, forking, status
 from r2ccl.runtime.arguments import Request
@@ -51,10 +51,9 @@ from r2ccl.runtime.arrays.cuda import DeviceBuffer
 from r2ccl.runtime.async_work import Task, Work, Worker
 from r2ccl.runtime.collectives import HostCollectives
 from r2ccl.runtime.ending import Ending
-from r2ccl.runtime.engine import Engine
+from r2ccl.runtime.engine import Engine, RegisteredMemory
 from r2ccl.runtime.entry import Entry
 from r2ccl.runtime.executor import LandingPool
-from r2ccl.runtime.registered_memory import RegisteredMemory
 from r2ccl.runtime.signal_dump import SignalDump, require_main_thread, write_line
 from r2ccl.schedule.ir import Schedule
 from r2ccl.topology.monitor import LinkMonitor
@@ -135,7 +134,7 @@ class Communicator:
         self._engine = Engine(context, control)
         self._whole = Health.whole(self.nranks, self._nrails, config.digest())
         fabric = Fabric(context.homes, control.nwires, nodes)
-        self._plans = Plans(self.rank, self.nranks, fabric, config)
+        self._plans = PlanCache(self.rank, self.nranks, fabric, config)
         pool = LandingPool(transport.allocate)
         self._entry = Entry(self._engine, self._plans, self._whole)
         self._host = HostCollectives(self._engine, self._entry, pool)
@@ -487,7 +486,7 @@ class Communicator:
         *Local*: ranks need not do it alike.
         """
         memory = as_buffer(x, writable=True).array.view(np.uint8)
-        return RegisteredMemory(self._engine, self._engine.register(memory))
+        return self._engine.register(memory)
 
     def barrier(self) -> None:
         """Return when all ranks have called it.

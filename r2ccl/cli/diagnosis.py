@@ -53,7 +53,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     cards: tuple[str, ...] = ()
 
 
-class Finding(msgspec.Struct, frozen=True):
+class DoctorFinding(msgspec.Struct, frozen=True):
     """One line of the diagnosis.
 
     ``level`` is ``skipped`` where the matter cannot be looked at before another is put right.
@@ -66,13 +66,13 @@ class Finding(msgspec.Struct, frozen=True):
     fix: str = ""
 
 
-def check_pyverbs(facts: Facts) -> Finding:
+def check_pyverbs(facts: Facts) -> DoctorFinding:
     """Whether pyverbs can be imported, and if not, which of the ways to get it wrong this is."""
     error = facts.pyverbs_error
     if not _is_import_failure(error):
-        return Finding("pyverbs", "ok", f"imports in {facts.python}")
+        return DoctorFinding("pyverbs", "ok", f"imports in {facts.python}")
     if "IBVERBS_PRIVATE" in error or "undefined symbol" in error:
-        return Finding(
+        return DoctorFinding(
             "pyverbs",
             "error",
             f"is of another rdma-core than libibverbs: {error}",
@@ -82,13 +82,13 @@ def check_pyverbs(facts: Facts) -> Finding:
     if "No module named" in error:
         return _absent_pyverbs(facts)
     if "cannot open shared object" in error:
-        return Finding(
+        return DoctorFinding(
             "pyverbs",
             "error",
             f"lacks a library: {error}",
             "apt-get install libibverbs1 ibverbs-providers librdmacm1",
         )
-    return Finding(
+    return DoctorFinding(
         "pyverbs",
         "error",
         f"cannot be imported: {error}",
@@ -96,9 +96,9 @@ def check_pyverbs(facts: Facts) -> Finding:
     )
 
 
-def _absent_pyverbs(facts: Facts) -> Finding:
+def _absent_pyverbs(facts: Facts) -> DoctorFinding:
     if not facts.is_distribution_pyverbs:
-        return Finding(
+        return DoctorFinding(
             "pyverbs",
             "error",
             "is not installed",
@@ -106,13 +106,13 @@ def _absent_pyverbs(facts: Facts) -> Finding:
             "of the same rdma-core as libibverbs)",
         )
     if facts.is_pyverbs_fitting:
-        return Finding(
+        return DoctorFinding(
             "pyverbs",
             "error",
             f"is installed, but {facts.python} does not see it",
             f"ln -s {DISTRIBUTION_PYVERBS} into this environment's site-packages",
         )
-    return Finding(
+    return DoctorFinding(
         "pyverbs",
         "error",
         f"is installed, but for another Python than {facts.python}",
@@ -120,12 +120,14 @@ def _absent_pyverbs(facts: Facts) -> Finding:
     )
 
 
-def check_kernel(facts: Facts) -> Finding:
+def check_kernel(facts: Facts) -> DoctorFinding:
     """Whether the kernel has RDMA and hands it to programs."""
     if facts.platform != "linux":
-        return Finding("kernel", "error", f"is {facts.platform}'s", "verbs are Linux's: use it")
+        return DoctorFinding(
+            "kernel", "error", f"is {facts.platform}'s", "verbs are Linux's: use it"
+        )
     if not facts.has_rdma_class:
-        return Finding(
+        return DoctorFinding(
             "kernel",
             "error",
             f"{facts.kernel} has no RDMA, or its module is not loaded: no /sys/class/infiniband",
@@ -133,19 +135,19 @@ def check_kernel(facts: Facts) -> Finding:
             "kernel, or try r2ccl rdmalab, which does so in a virtual machine",
         )
     if "ib_uverbs" not in facts.rdma_modules and not facts.uverbs:
-        return Finding(
+        return DoctorFinding(
             "kernel",
             "error",
             f"{facts.kernel} has RDMA, but does not hand it to programs: ib_uverbs is not loaded",
             "modprobe ib_uverbs",
         )
-    return Finding("kernel", "ok", f"{facts.kernel} has RDMA")
+    return DoctorFinding("kernel", "ok", f"{facts.kernel} has RDMA")
 
 
-def check_devices(facts: Facts) -> Finding:
+def check_devices(facts: Facts) -> DoctorFinding:
     """Whether there is a device."""
     if not facts.hcas:
-        return Finding(
+        return DoctorFinding(
             "devices",
             "error",
             "there is none",
@@ -153,16 +155,16 @@ def check_devices(facts: Facts) -> Finding:
             "in /dev/infiniband and /sys; without such a NIC: modprobe rdma_rxe && rdma link add "
             "rxe0 type rxe netdev eth0",
         )
-    return Finding("devices", "ok", ", ".join(_describe(hca) for hca in facts.hcas))
+    return DoctorFinding("devices", "ok", ", ".join(_describe(hca) for hca in facts.hcas))
 
 
-def check_ports(facts: Facts) -> Finding:
+def check_ports(facts: Facts) -> DoctorFinding:
     """Whether a port is ACTIVE; one that is not is a warning where another is."""
     if not facts.hcas:
-        return Finding("ports", "skipped", "there is no device")
+        return DoctorFinding("ports", "skipped", "there is no device")
     down = [hca for hca in facts.hcas if hca.state != "ACTIVE"]
     if not down:
-        return Finding("ports", "ok", "every port is ACTIVE")
+        return DoctorFinding("ports", "ok", "every port is ACTIVE")
     says = ", ".join(f"{hca.label} is {hca.state}" for hca in down)
     up = " && ".join(f"ip link set {hca.netdev} up" for hca in down if hca.netdev)
     subnet = any(hca.link_layer == "InfiniBand" for hca in down)
@@ -171,19 +173,19 @@ def check_ports(facts: Facts) -> Finding:
         *(["start the InfiniBand fabric's subnet manager (opensm)"] if subnet else []),
     ]
     level: Level = "error" if len(down) == len(facts.hcas) else "warning"
-    return Finding("ports", level, says, "; ".join(fixes) or "look at the cable")
+    return DoctorFinding("ports", level, says, "; ".join(fixes) or "look at the cable")
 
 
-def check_gids(facts: Facts) -> Finding:
+def check_gids(facts: Facts) -> DoctorFinding:
     """Whether an ACTIVE port has a GID that queue pairs can use."""
     active = [hca for hca in facts.hcas if hca.state == "ACTIVE"]
     if not active:
-        return Finding("gids", "skipped", "there is no ACTIVE port")
+        return DoctorFinding("gids", "skipped", "there is no ACTIVE port")
     lacking = [hca for hca in active if not _has_gid(hca)]
     if not lacking:
-        return Finding("gids", "ok", "every ACTIVE port has a GID to send from")
+        return DoctorFinding("gids", "ok", "every ACTIVE port has a GID to send from")
     level: Level = "error" if len(lacking) == len(active) else "warning"
-    return Finding(
+    return DoctorFinding(
         "gids",
         level,
         ", ".join(f"{hca.label} has no RoCE v2 GID" for hca in lacking),
@@ -193,11 +195,11 @@ def check_gids(facts: Facts) -> Finding:
     )
 
 
-def check_permission(facts: Facts) -> Finding:
+def check_permission(facts: Facts) -> DoctorFinding:
     """Whether this user may open the devices."""
     refused = [f"{path} ({why})" for path, why in facts.uverbs if why]
     if refused:
-        return Finding(
+        return DoctorFinding(
             "permission",
             "error",
             f"this user cannot open {', '.join(refused)}",
@@ -205,25 +207,27 @@ def check_permission(facts: Facts) -> Finding:
             "--device=/dev/infiniband",
         )
     if not facts.hcas:
-        return Finding("permission", "skipped", "there is no device")
+        return DoctorFinding("permission", "skipped", "there is no device")
     if not facts.uverbs:
-        return Finding(
+        return DoctorFinding(
             "permission",
             "error",
             "there are devices, but no /dev/infiniband/uverbs*",
             "modprobe ib_uverbs; in a container: --device=/dev/infiniband",
         )
-    return Finding("permission", "ok", f"may open {', '.join(path for path, _ in facts.uverbs)}")
+    return DoctorFinding(
+        "permission", "ok", f"may open {', '.join(path for path, _ in facts.uverbs)}"
+    )
 
 
-def check_memlock(facts: Facts) -> Finding:
+def check_memlock(facts: Facts) -> DoctorFinding:
     """Whether enough memory may be locked to be registered."""
     if facts.may_lock or facts.memlock_nbytes < 0:
-        return Finding("memlock", "ok", "no limit")
+        return DoctorFinding("memlock", "ok", "no limit")
     size = f"{facts.memlock_nbytes >> 10} KiB may be locked"
     if facts.memlock_nbytes >= _ENOUGH_MEMLOCK_NBYTES:
-        return Finding("memlock", "ok", size)
-    return Finding(
+        return DoctorFinding("memlock", "ok", size)
+    return DoctorFinding(
         "memlock",
         "error",
         f"only {size}: registering buffers will fail (ENOMEM)",
@@ -232,18 +236,18 @@ def check_memlock(facts: Facts) -> Finding:
     )
 
 
-def check_listing(facts: Facts) -> Finding:
+def check_listing(facts: Facts) -> DoctorFinding:
     """Whether libibverbs lists the devices that the kernel has."""
     names = {hca.name for hca in facts.hcas}
     unlisted = sorted(names - set(facts.verbs_devices))
     if _is_import_failure(facts.pyverbs_error):
-        return Finding("listing", "skipped", "there is no pyverbs to ask")
+        return DoctorFinding("listing", "skipped", "there is no pyverbs to ask")
     if not names:
-        return Finding("listing", "skipped", "there is no device")
+        return DoctorFinding("listing", "skipped", "there is no device")
     if not unlisted:
-        return Finding("listing", "ok", f"libibverbs lists {', '.join(facts.verbs_devices)}")
+        return DoctorFinding("listing", "ok", f"libibverbs lists {', '.join(facts.verbs_devices)}")
     level: Level = "error" if len(unlisted) == len(names) else "warning"
-    return Finding(
+    return DoctorFinding(
         "listing",
         level,
         f"libibverbs does not list {', '.join(unlisted)}"
@@ -252,7 +256,7 @@ def check_listing(facts: Facts) -> Finding:
     )
 
 
-CHECKS: tuple[Callable[[Facts], Finding], ...] = (
+CHECKS: tuple[Callable[[Facts], DoctorFinding], ...] = (
     check_pyverbs,
     check_kernel,
     check_devices,
@@ -264,12 +268,12 @@ CHECKS: tuple[Callable[[Facts], Finding], ...] = (
 )
 
 
-def examine(facts: Facts) -> tuple[Finding, ...]:
+def examine(facts: Facts) -> tuple[DoctorFinding, ...]:
     """Run every check."""
     return tuple(check(facts) for check in CHECKS)
 
 
-def is_usable(findings: tuple[Finding, ...]) -> bool:
+def is_usable(findings: tuple[DoctorFinding, ...]) -> bool:
     """Whether verbs can be used, if not on every port."""
     return all(finding.level != "error" for finding in findings)
 
@@ -291,4 +295,4 @@ def _describe(hca: Hca) -> str:
     return f"{hca.label} ({hca.link_layer}, {hca.netdev or 'no interface'}, {hca.state})"
 
 
-__all__ = ["CHECKS", "Facts", "Finding", "Level", "examine", "is_usable"]
+__all__ = ["CHECKS", "DoctorFinding", "Facts", "Level", "examine", "is_usable"]

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from r2ccl.cli import apart
-from r2ccl.cli.diagnosis import Facts, Finding, examine, is_usable
+from r2ccl.cli.diagnosis import DoctorFinding, Facts, examine, is_usable
 from r2ccl.cli.gpufacts import read_cuda
 from r2ccl.cli.gpus import examine_gpus
 from r2ccl.cli.machine import examine_machine, save_xml
@@ -128,7 +128,7 @@ def _write_topology(target: str) -> None:
     save_xml(read_machine(cuda.topology), target)
 
 
-def show(finding: Finding) -> str:
+def show(finding: DoctorFinding) -> str:
     """Return a finding as text: a line, and one more for the fix."""
     line = f"{finding.level:8}{finding.check:12}{finding.says}"
     return f"{line}\n{'':20}fix: {finding.fix}" if finding.fix else line

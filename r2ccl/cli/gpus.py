@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from r2ccl.cli.cards import Card, CudaFacts
-from r2ccl.cli.diagnosis import Finding
+from r2ccl.cli.diagnosis import DoctorFinding
 from r2ccl.config import Config
 from r2ccl.gpu.peer import MOST_RANKS
 from r2ccl.kernels.cuda.ptx import TARGETS
@@ -52,7 +52,7 @@ _FIXES = {
 }
 
 
-def examine_gpus(facts: CudaFacts, config: Config) -> tuple[Finding, ...]:
+def examine_gpus(facts: CudaFacts, config: Config) -> tuple[DoctorFinding, ...]:
     """Say of the GPUs what collectives on their memory need; one line where there is none."""
     died = (_check_end(facts),) if facts.died else ()
     if not facts.gpus:
@@ -75,12 +75,12 @@ def examine_gpus(facts: CudaFacts, config: Config) -> tuple[Finding, ...]:
     )
 
 
-def _check_end(facts: CudaFacts) -> Finding:
+def _check_end(facts: CudaFacts) -> DoctorFinding:
     says = f"the process that asked ended while {facts.doing or 'leaving'}: {facts.died}"
-    return Finding("probe", "error", says, _CRASH)
+    return DoctorFinding("probe", "error", says, _CRASH)
 
 
-def _absence(facts: CudaFacts) -> Finding:
+def _absence(facts: CudaFacts) -> DoctorFinding:
     """Say why no GPU can be used; a warning where one is there, as far as can be told."""
     is_broken = facts.status.startswith("CUDA_ERROR")
     is_installed = bool(facts.module or (facts.driver and not facts.bindings))
@@ -99,24 +99,24 @@ def _absence(facts: CudaFacts) -> Finding:
         why = facts.error or "CUDA sees none"
         fix = f"look at nvidia-smi, and whether this user may open /dev/nvidia*; {_CONTAINER}"
     if not is_there:
-        return Finding("gpus", "skipped", f"none: {why}")
+        return DoctorFinding("gpus", "skipped", f"none: {why}")
     who = ", ".join(facts.pci) or "GPUs"
-    return Finding("gpus", "warning", f"{who} cannot be used: {why}", fix)
+    return DoctorFinding("gpus", "warning", f"{who} cannot be used: {why}", fix)
 
 
-def check_driver(facts: CudaFacts) -> Finding:
+def check_driver(facts: CudaFacts) -> DoctorFinding:
     """Which driver and bindings these are, and whether the driver is new enough."""
     says = f"CUDA {_version(facts.driver)}, cuda.bindings {facts.bindings}"
     if facts.module:
         says += f", {facts.module}"
     if facts.driver >= _OLDEST_DRIVER:
-        return Finding("driver", "ok", says)
+        return DoctorFinding("driver", "ok", says)
     needed = _version(_OLDEST_DRIVER)
     says = f"{says}: kernels cannot be loaded"
-    return Finding("driver", "error", says, f"install a driver of CUDA {needed} or later")
+    return DoctorFinding("driver", "error", says, f"install a driver of CUDA {needed} or later")
 
 
-def check_card(card: Card) -> Finding:
+def check_card(card: Card) -> DoctorFinding:
     """What a GPU is, and whether a context can be made on it."""
     check = f"gpu {card.ordinal}"
     says = (
@@ -124,19 +124,19 @@ def check_card(card: Card) -> Finding:
         f"{card.nsms} multiprocessors, {card.memory_nbytes / (1 << 30):.1f} GiB"
     )
     if card.open_error is None:
-        return Finding(check, "skipped", f"{says}; it was not opened")
+        return DoctorFinding(check, "skipped", f"{says}; it was not opened")
     if card.open_error:
         says = f"{says}; cannot be used: {card.open_error}"
-        return Finding(check, "error", says, _fix_of(card.open_error, _CRASH))
-    return Finding(check, "ok", says)
+        return DoctorFinding(check, "error", says, _fix_of(card.open_error, _CRASH))
+    return DoctorFinding(check, "ok", says)
 
 
-def check_streams(cards: Sequence[Card]) -> Finding:
+def check_streams(cards: Sequence[Card]) -> DoctorFinding:
     """Whether streams can wait for the host, without which collectives refuse device arrays."""
     lacking = [card for card in cards if not card.waits_on_memory]
     if not lacking:
-        return Finding("streams", "ok", "can wait for words in memory")
-    return Finding(
+        return DoctorFinding("streams", "ok", "can wait for words in memory")
+    return DoctorFinding(
         "streams",
         "error",
         f"those of {_named(lacking)} cannot wait for words in memory, and collectives refuse its "
@@ -145,41 +145,41 @@ def check_streams(cards: Sequence[Card]) -> Finding:
     )
 
 
-def check_kernels(facts: CudaFacts, cards: Sequence[Card]) -> Finding:
+def check_kernels(facts: CudaFacts, cards: Sequence[Card]) -> DoctorFinding:
     """Whether kernels can be compiled, loaded, and kept for the next process."""
     failed = [card for card in cards if card.kernel_error]
     if failed:
         says = _by_gpu(((card, card.kernel_error) for card in failed), cards)
-        return Finding("kernels", "error", says, _kernel_fix(facts, failed))
+        return DoctorFinding("kernels", "error", says, _kernel_fix(facts, failed))
     if any(card.kernel_error is None for card in cards):
-        return Finding("kernels", "skipped", "were not tried")
+        return DoctorFinding("kernels", "skipped", "were not tried")
     says = f"can be compiled, in {facts.compile_s:.1f} s, and loaded"
     if facts.cache_error:
-        return Finding(
+        return DoctorFinding(
             "kernels",
             "warning",
             f"{says}, but not be kept, so each process compiles its own: {facts.cache_error}",
             "set XDG_CACHE_HOME to a directory that this user may write to",
         )
-    return Finding("kernels", "ok", f"{says}; they are kept in {facts.cache}")
+    return DoctorFinding("kernels", "ok", f"{says}; they are kept in {facts.cache}")
 
 
-def check_ipc(cards: Sequence[Card], config: Config) -> Finding:
+def check_ipc(cards: Sequence[Card], config: Config) -> DoctorFinding:
     """Whether another process can map an allocation."""
     failed = [card for card in cards if card.ipc_error]
     if failed:
         why = _by_gpu(((card, card.ipc_error) for card in failed), cards)
         says = f"another process cannot map device memory: {why}"
         if config.ipc == "0":
-            return Finding("ipc", "skipped", says)
+            return DoctorFinding("ipc", "skipped", says)
         fix = "give the containers of a host's ranks one IPC and one PID namespace (--ipc=host "
-        return Finding("ipc", "warning", says, fix + "--pid=host), or set R2CC_IPC=0")
+        return DoctorFinding("ipc", "warning", says, fix + "--pid=host), or set R2CC_IPC=0")
     if any(card.ipc_error is None for card in cards):
-        return Finding("ipc", "skipped", "was not tried")
-    return Finding("ipc", "ok", "another process can map device memory")
+        return DoctorFinding("ipc", "skipped", "was not tried")
+    return DoctorFinding("ipc", "ok", "another process can map device memory")
 
 
-def check_dmabuf(cards: Sequence[Card]) -> Finding:
+def check_dmabuf(cards: Sequence[Card]) -> DoctorFinding:
     """What came of exporting an allocation as a dma-buf; `check_nics` says whether it matters."""
     failed = [card for card in cards if card.dmabuf_error]
     if failed:
@@ -187,25 +187,25 @@ def check_dmabuf(cards: Sequence[Card]) -> Finding:
             (card, f"{card.dmabuf_error} (DMA_BUF_SUPPORTED is {int(card.has_dmabuf)})")
             for card in failed
         )
-        return Finding("dmabuf", "skipped", f"no export: {_by_gpu(outcomes, cards)}")
+        return DoctorFinding("dmabuf", "skipped", f"no export: {_by_gpu(outcomes, cards)}")
     if any(card.dmabuf_error is None for card in cards):
-        return Finding("dmabuf", "skipped", "was not tried")
+        return DoctorFinding("dmabuf", "skipped", "was not tried")
     refused = [card for card in cards if not (card.has_dmabuf and card.is_rdma_capable)]
     if refused:
         why = _by_gpu(((card, _attributes(card)) for card in refused), cards)
         says = "device memory was exported, but the driver calls it not fit for NICs"
-        return Finding("dmabuf", "skipped", f"{says}: {why}")
-    return Finding("dmabuf", "ok", "device memory was exported")
+        return DoctorFinding("dmabuf", "skipped", f"{says}: {why}")
+    return DoctorFinding("dmabuf", "ok", "device memory was exported")
 
 
-def check_peermem(facts: CudaFacts) -> Finding:
+def check_peermem(facts: CudaFacts) -> DoctorFinding:
     """Whether the module that resolves device pointers for NICs is loaded."""
     if facts.has_peermem:
-        return Finding("peermem", "ok", "nvidia_peermem is loaded")
-    return Finding("peermem", "skipped", "nvidia_peermem is not loaded")
+        return DoctorFinding("peermem", "ok", "nvidia_peermem is loaded")
+    return DoctorFinding("peermem", "skipped", "nvidia_peermem is not loaded")
 
 
-def check_nics(cards: Sequence[Card]) -> Finding:
+def check_nics(cards: Sequence[Card]) -> DoctorFinding:
     """Which way each RDMA NIC in use registered device memory."""
     found: dict[str, list[str]] = {}
     for label in dict.fromkeys(label for card in cards for label, _ in card.nics):
@@ -213,45 +213,49 @@ def check_nics(cards: Sequence[Card]) -> Finding:
         said = _by_gpu(routes, cards)
         found.setdefault(said, []).append(label)
     if not found:
-        return Finding("nics", "skipped", "no RDMA port that is a rail was tried")
+        return DoctorFinding("nics", "skipped", "no RDMA port that is a rail was tried")
     says = "; ".join(f"{', '.join(labels)}: {said}" for said, labels in found.items())
     staged = [card for card in cards if card.route is not None and card.route.method == "staging"]
     if not staged:
-        return Finding("nics", "ok", f"reach device memory: {says}")
+        return DoctorFinding("nics", "ok", f"reach device memory: {says}")
     says = f"do not all reach device memory: {says}"
     if not any(card.is_rdma_capable for card in staged):  # no module would change that
-        return Finding("nics", "skipped", says)
-    return Finding("nics", "warning", says, _DIRECT if "peermem: " in says else _NIC)
+        return DoctorFinding("nics", "skipped", says)
+    return DoctorFinding("nics", "warning", says, _DIRECT if "peermem: " in says else _NIC)
 
 
-def check_one_host(cards: Sequence[Card], config: Config) -> Finding:
+def check_one_host(cards: Sequence[Card], config: Config) -> DoctorFinding:
     """Which way device memory takes between ranks of one host."""
     lacking = [card for card in cards if not card.waits_on_memory]
     if lacking:
-        return Finding("one host", "skipped", f"no collectives on memory of {_named(lacking)}")
+        return DoctorFinding(
+            "one host", "skipped", f"no collectives on memory of {_named(lacking)}"
+        )
     staged = f"through pinned host memory ({_bounce(config)})"
     if config.ipc == "0":
-        return Finding("one host", "ok", f"{staged}: R2CC_IPC=0")
+        return DoctorFinding("one host", "ok", f"{staged}: R2CC_IPC=0")
     if not any(card.ipc_error for card in cards):
         says = f"2 to {MOST_RANKS} ranks work on each other's device memory"
-        return Finding("one host", "ok", says)
+        return DoctorFinding("one host", "ok", says)
     if config.ipc == "1":
-        return Finding("one host", "skipped", "none: R2CC_IPC=1 asks for ipc, see above")
-    return Finding("one host", "ok", f"{staged}: no ipc, see above")
+        return DoctorFinding("one host", "skipped", "none: R2CC_IPC=1 asks for ipc, see above")
+    return DoctorFinding("one host", "ok", f"{staged}: no ipc, see above")
 
 
-def check_hosts(cards: Sequence[Card], config: Config) -> Finding:
+def check_hosts(cards: Sequence[Card], config: Config) -> DoctorFinding:
     """Which way device memory takes between hosts, and why none that is better."""
     if not all(card.waits_on_memory for card in cards):
-        return Finding("hosts", "skipped", "see one host")
+        return DoctorFinding("hosts", "skipped", "see one host")
     staged = f"through pinned host memory ({_bounce(config)})"
     routes = [(card, card.route) for card in cards if card.route is not None]
     if not routes:
-        return Finding("hosts", "ok", f"{staged}: no RDMA port is a rail")
+        return DoctorFinding("hosts", "ok", f"{staged}: no RDMA port is a rail")
     if any(route.method == "staging" for _, route in routes):
-        return Finding("hosts", "ok", f"{staged}: not all NICs reach device memory, see above")
+        return DoctorFinding(
+            "hosts", "ok", f"{staged}: not all NICs reach device memory, see above"
+        )
     ways = _by_gpu(((card, str(route)) for card, route in routes), cards)
-    return Finding("hosts", "ok", f"RDMA NICs reach device memory: {ways}")
+    return DoctorFinding("hosts", "ok", f"RDMA NICs reach device memory: {ways}")
 
 
 def _bounce(config: Config) -> str:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from r2ccl.cli.diagnosis import Finding
+from r2ccl.cli.diagnosis import DoctorFinding
 from r2ccl.errors import InvalidArgument
 from r2ccl.topology.affinity import Affinity, NicRoute, host_routes
 from r2ccl.topology.machine import Machine
@@ -25,7 +25,7 @@ _MOST_BACKUPS = 3
 
 def examine_machine(
     machine: Machine, links_from: str, cpus: Collection[int]
-) -> tuple[Finding, ...]:
+) -> tuple[DoctorFinding, ...]:
     """Say what there is, which NIC each GPU would use, and what was assumed.
 
     Parameters
@@ -42,7 +42,7 @@ def examine_machine(
     )
     source = f"; NVLinks from {links_from}" if links_from else ""
     return (
-        Finding("machine", "ok", counts + source),
+        DoctorFinding("machine", "ok", counts + source),
         *_routes(machine, cpus),
         *map(_remark, machine.remarks),
     )
@@ -93,11 +93,11 @@ def _refusal(target: str, why: str) -> InvalidArgument:
     )
 
 
-def _routes(machine: Machine, cpus: Collection[int]) -> list[Finding]:
+def _routes(machine: Machine, cpus: Collection[int]) -> list[DoctorFinding]:
     if not machine.gpus:
-        return [Finding("route", "ok", str(route)) for route in host_routes(machine, cpus)]
+        return [DoctorFinding("route", "ok", str(route)) for route in host_routes(machine, cpus)]
     preferences = Affinity(machine).preferences()
-    return [Finding("route", "ok", _preference(routes)) for routes in preferences.values()]
+    return [DoctorFinding("route", "ok", _preference(routes)) for routes in preferences.values()]
 
 
 def _preference(routes: tuple[NicRoute, ...]) -> str:
@@ -109,11 +109,11 @@ def _preference(routes: tuple[NicRoute, ...]) -> str:
     return f"{first}; then {', '.join(shown)}{f' and {rest} more' if rest else ''}"
 
 
-def _remark(remark: str) -> Finding:
+def _remark(remark: str) -> DoctorFinding:
     says, sign, fix = remark.rpartition("; ")
     if sign and fix == _RESEAT:
-        return Finding("machine", "warning", says, fix)
-    return Finding("machine", "skipped", remark)
+        return DoctorFinding("machine", "warning", says, fix)
+    return DoctorFinding("machine", "skipped", remark)
 
 
 def _count(number: int, what: str) -> str:

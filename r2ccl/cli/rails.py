@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from r2ccl.cli.diagnosis import Facts, Finding, Level
+from r2ccl.cli.diagnosis import DoctorFinding, Facts, Level
 from r2ccl.config import Config
 from r2ccl.errors import InvalidArgument
 from r2ccl.topology.hcas import NO_HCA, Hca, select_hcas
@@ -18,7 +18,7 @@ from r2ccl.topology.names import NameFilter
 from r2ccl.types import Nic
 
 
-def examine_rails(facts: Facts, config: Config) -> tuple[Finding, ...]:
+def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
     """Say of every interface and RDMA port which rail it would be, or why it would be none."""
     try:
         hcas = select_hcas(facts.hcas, config.hca) if not facts.pyverbs_error else ()
@@ -27,7 +27,9 @@ def examine_rails(facts: Facts, config: Config) -> tuple[Finding, ...]:
     except InvalidArgument as exc:
         said = str(exc)
         return (
-            Finding("rails", "error", said, "bring an interface up, or correct the setting named"),
+            DoctorFinding(
+                "rails", "error", said, "bring an interface up, or correct the setting named"
+            ),
         )
     found = [_interface(each, nics, facts, config, names) for each in facts.interfaces]
     found += [_port(each, hcas, len(nics), facts, config) for each in facts.hcas]
@@ -36,16 +38,16 @@ def examine_rails(facts: Facts, config: Config) -> tuple[Finding, ...]:
 
 def _interface(
     each: Interface, nics: Sequence[Nic], facts: Facts, config: Config, rdma_names: Sequence[str]
-) -> Finding:
+) -> DoctorFinding:
     what = f"{each.name} ({_speed(each.speed_mbps)}, {' '.join(each.addresses) or 'no address'})"
     used = [rail for rail, nic in enumerate(nics) if nic.name == each.name]
     if used:
         several = f", as {len(used)} rails" if len(used) > 1 else ""
-        return Finding(_name(used[0]), "ok", what + several)
+        return DoctorFinding(_name(used[0]), "ok", what + several)
     level, why, fix = _why_not(each, config, rdma_names)
     if level == "warning" and each.name not in facts.cards:  # nobody plugs a cable into it
         level, fix = "skipped", ""
-    return Finding("no rail", level, f"{what}: {why}", fix)
+    return DoctorFinding("no rail", level, f"{what}: {why}", fix)
 
 
 def _why_not(each: Interface, config: Config, rdma_names: Sequence[str]) -> tuple[Level, str, str]:
@@ -70,10 +72,12 @@ def _why_not(each: Interface, config: Config, rdma_names: Sequence[str]) -> tupl
     return "skipped", f"beyond R2CC_RAILS={config.rails}", ""
 
 
-def _port(each: Hca, hcas: Sequence[Hca], first: int, facts: Facts, config: Config) -> Finding:
+def _port(
+    each: Hca, hcas: Sequence[Hca], first: int, facts: Facts, config: Config
+) -> DoctorFinding:
     what = f"{each.label} (RDMA, {_speed(each.speed_mbps)}, {each.state})"
     if each in hcas:
-        return Finding(_name(first + hcas.index(each)), "ok", what)
+        return DoctorFinding(_name(first + hcas.index(each)), "ok", what)
     if facts.pyverbs_error:
         why = "pyverbs does not work here, see below"
     elif each.state != "ACTIVE":
@@ -84,14 +88,14 @@ def _port(each: Hca, hcas: Sequence[Hca], first: int, facts: Facts, config: Conf
         why = f"R2CC_HCA={config.hca} does not name it"
     else:
         why = "has no GID to send from, see below"
-    return Finding("no rail", "skipped", f"{what}: {why}")
+    return DoctorFinding("no rail", "skipped", f"{what}: {why}")
 
 
-def _summary(nics: Sequence[Nic], hcas: Sequence[Hca]) -> tuple[Finding, ...]:
+def _summary(nics: Sequence[Nic], hcas: Sequence[Hca]) -> tuple[DoctorFinding, ...]:
     count = len(nics) + len(hcas)
     if count < 2:
         return (
-            Finding(
+            DoctorFinding(
                 "rails",
                 "warning",
                 "one rail: nothing is left to go on with when it fails",
@@ -99,9 +103,11 @@ def _summary(nics: Sequence[Nic], hcas: Sequence[Hca]) -> tuple[Finding, ...]:
             ),
         )
     if hcas:
-        return (Finding("rails", "skipped", "those of sockets are the last resort beside RDMA"),)
+        return (
+            DoctorFinding("rails", "skipped", "those of sockets are the last resort beside RDMA"),
+        )
     return (
-        Finding(
+        DoctorFinding(
             "rails",
             "skipped",
             "the interface that carries the rendezvous is left out where there are others, "
@@ -115,7 +121,7 @@ def _name(rail: int) -> str:
     return f"rail {rail}"
 
 
-def _order(finding: Finding) -> tuple[bool, int]:
+def _order(finding: DoctorFinding) -> tuple[bool, int]:
     number = finding.check.partition(" ")[2]
     return (finding.level != "ok", int(number) if number.isdigit() else 0)
 

@@ -29,8 +29,7 @@ from r2ccl.failover.migration.bypass import Bypasses
 from r2ccl.failover.migration.driver import NO_CARRIER, PORT_ERR, Migration
 from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import Announcement, Path, PathState
-from r2ccl.failover.migration.watch import Watch
-from r2ccl.failover.probes import Probes
+from r2ccl.failover.probes import Probes, Watch
 from r2ccl.failover.revocation import Leaving, Revocation, Revoke, Spared
 from r2ccl.transport.base import Joined, Probed, RailChanged
 from r2ccl.types import PathKey, ProbeKey

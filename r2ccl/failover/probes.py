@@ -1,4 +1,4 @@
-"""Probes: signs of life of ports, asked for by whoever wonders, answered once to each.
+"""Signs of life: when silence on a path is suspicious, and probes of ports by who suspects.
 
 Rails that dial are asked without preparation. Those that join need a connection for each probe,
 made once the paths are up, and made anew after a probe that was not answered broke it.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from r2ccl.failover.connector import Connector
 from r2ccl.transport.base import Probed, Transport
-from r2ccl.types import ProbeKey
+from r2ccl.types import PathKey, ProbeKey
 
 
 class Probes:
@@ -63,4 +63,37 @@ class Probes:
             on_answer(event)
 
 
-__all__ = ["Probes"]
+class Watch:
+    """Tells which paths stood still for `suspicion_s` while work was outstanding on them.
+
+    A path that stays silent is suspected again after each further `suspicion_s`. A suspicion only
+    starts probes, it never moves a link by itself. A rank that was itself stopped or starved does
+    not blame its paths for the time it was away: the gap between two looks counts as at most one
+    ordinary interval.
+    """
+
+    def __init__(self, suspicion_s: float) -> None:
+        self._suspicion_s = suspicion_s
+        self._seen: dict[PathKey, int] = {}
+        self._still_s: dict[PathKey, float] = {}
+        self._last: float | None = None
+
+    def look(self, now: float, paths: Iterable[tuple[PathKey, int, bool]]) -> list[PathKey]:
+        """Look at ``(path, activity, has_work)`` of every path that is up."""
+        gap = 0.0 if self._last is None else now - self._last
+        gap = min(gap, self._suspicion_s / 4)
+        self._last = now
+        suspects: list[PathKey] = []
+        for path, activity, has_work in paths:
+            if not has_work or self._seen.get(path) != activity:
+                self._seen[path] = activity
+                self._still_s[path] = 0.0
+                continue
+            self._still_s[path] += gap
+            if self._still_s[path] >= self._suspicion_s:
+                self._still_s[path] = 0.0
+                suspects.append(path)
+        return suspects
+
+
+__all__ = ["Probes", "Watch"]

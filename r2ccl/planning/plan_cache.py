@@ -1,4 +1,4 @@
-"""Plans: what this rank does in a call of one shape, worked out once and kept.
+"""PlanCache: what this rank does in a call of one shape, worked out once and kept.
 
 `planner` chooses the schedule and its place on the rails, the checker refuses one that is wrong,
 `lowering` cuts it into slices, `kernels` has the arithmetic. A plan depends on the call's signature
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
     is_bandwidth_sample: bool
 
 
-class GroupPlans:
+class GroupPlanCache:
     """The plans of allreduces among some of the ranks, each in one group; all groups at once.
 
     Parameters
@@ -88,7 +88,7 @@ class GroupPlans:
         self._width = len(fabric.homes)
         index = self._members.index(rank)
         own = fabric._replace(nodes=(), homes=[fabric.homes[at] for at in self._places])
-        self._plans = Plans(index, len(self._members), own, config)
+        self._plans = PlanCache(index, len(self._members), own, config)
         self._is_at_home = len(self._places) < self._width
         self._renumbered: dict[tuple[int, CallSignature], Plan] = {}
 
@@ -125,7 +125,7 @@ class GroupPlans:
         return turn * self._width + self._places[at]
 
 
-class Plans:
+class PlanCache:
     """The plans of one rank.
 
     Parameters
@@ -302,4 +302,4 @@ _RAREST = 4096
 #: Ranks times channels up to which a schedule is checked before use (some 10 ms).
 _CHECKED_SIZE = 64
 
-__all__ = ["GroupPlans", "Plan", "Plans"]
+__all__ = ["GroupPlanCache", "Plan", "PlanCache"]

@@ -412,10 +412,9 @@ class Engine:
                 self._give_up(exc)
                 raise
 
-    def register(self, memory: npt.NDArray[np.uint8]) -> Registered:
+    def register(self, memory: npt.NDArray[np.uint8]) -> RegisteredMemory:
         """Prepare `memory` with the transport; Ctrl-C ends the communicator, as in `call`."""
-        registered: Registered = self.call(partial(self._transport.register, memory))
-        return registered
+        return RegisteredMemory(self, self.call(partial(self._transport.register, memory)))
 
     def register_device(self, address: int, nbytes: int) -> Registered:
         """Prepare device memory with the transport."""
@@ -655,6 +654,26 @@ class Engine:
         return Pending(rank, doing, now, self._since_s, missing or {}, waits, slow)
 
 
+class RegisteredMemory:
+    """What `Communicator.register` returns: a context manager, or `close` it by hand."""
+
+    def __init__(self, engine: Engine, registered: Registered) -> None:
+        self._engine = engine
+        self._registered: Registered | None = registered
+
+    def close(self) -> None:
+        """End the registration. Idempotent; the memory itself stays as it is."""
+        registered, self._registered = self._registered, None
+        if registered is not None:
+            self._engine.call(registered.close)
+
+    def __enter__(self) -> RegisteredMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def _without_frames(error: R2cclError) -> R2cclError:
     """Return a copy of `error` without its traceback, which would keep the caller's arrays."""
     copy = type(error).__new__(type(error), *error.args)
@@ -674,4 +693,4 @@ def _timeout(patience: _Patience) -> TransportTimeout:
     )
 
 
-__all__ = ["BackgroundControl", "Engine"]
+__all__ = ["BackgroundControl", "Engine", "RegisteredMemory"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from r2ccl.failover.health.table import Health
-from r2ccl.planning.plan_cache import GroupPlans, Plan, Plans
+from r2ccl.planning.plan_cache import GroupPlanCache, Plan, PlanCache
 from r2ccl.runtime.engine import Engine
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature
@@ -26,12 +26,12 @@ class Entry:
     Parameters
     ----------
     engine : Engine
-    plans : Plans
+    plans : PlanCache
     whole : Health
         Of a communicator that agrees on none.
     """
 
-    def __init__(self, engine: Engine, plans: Plans, whole: Health) -> None:
+    def __init__(self, engine: Engine, plans: PlanCache, whole: Health) -> None:
         self._engine = engine
         self._plans = plans
         self._whole = whole
@@ -44,7 +44,7 @@ class Entry:
         R2cclError
             What ended the communicator.
         InvalidArgument, ScheduleError
-            As `Plans`.
+            As `PlanCache`.
         """
         health = self._engine.enter() or self._whole
         return self._plans(call, health, self._engine.op, own)
@@ -67,7 +67,7 @@ class Entry:
             As this object, but there are no schedules of the caller's own.
         """
         engine = self._engine
-        plans = GroupPlans(
+        plans = GroupPlanCache(
             engine.rank,
             members,
             engine.nranks,

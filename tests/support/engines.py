@@ -19,7 +19,7 @@ from r2ccl.gpu.gpudirect import GpuDirectBackend
 from r2ccl.gpu.gpudirect_connect import connect_gpudirect
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.planning.cost_model import Fabric
-from r2ccl.planning.plan_cache import Plans
+from r2ccl.planning.plan_cache import PlanCache
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.entry import Entry
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
@@ -94,7 +94,7 @@ class Rank:
         self.engine = Engine(context, control)
         fabric = Fabric(self.engine.homes, 2)
         whole = Health.whole(self.nranks, 2, group.config.digest())
-        self.plans = Plans(self.rank, self.nranks, fabric, group.config)
+        self.plans = PlanCache(self.rank, self.nranks, fabric, group.config)
         self.entry = Entry(self.engine, self.plans, whole)
         self.stream = self.device.caller_stream()
         self.opened: GpuDirectBackend | str = ""

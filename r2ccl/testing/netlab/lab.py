@@ -18,7 +18,6 @@ from r2ccl.testing.fault_plan import FaultPlan
 from r2ccl.testing.faults import Action, Fault, Firing
 from r2ccl.testing.netlab import fabric
 from r2ccl.testing.netlab.driver import Driver, PlanRun
-from r2ccl.testing.netlab.environment import rank_environment
 from r2ccl.testing.netlab.fabric import LabShape
 from r2ccl.testing.netlab.injector import Injector
 from r2ccl.testing.netlab.namespaces import (
@@ -29,7 +28,7 @@ from r2ccl.testing.netlab.namespaces import (
     write_sysctls,
 )
 from r2ccl.testing.netlab.nicfaults import NicFaults
-from r2ccl.testing.netlab.ranks import LabJob, RankProcess, RankResult, spawn
+from r2ccl.testing.netlab.ranks import LabJob, RankProcess, RankResult, rank_environment, spawn
 
 _T = TypeVar("_T")
 

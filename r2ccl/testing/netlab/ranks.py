@@ -14,11 +14,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
+from r2ccl.testing.netlab.fabric import LabShape, nic_name
 from r2ccl.testing.programs import find_program
 
 #: How long a process may take to end after SIGTERM before SIGKILL.
@@ -31,6 +33,11 @@ _KILL_TIMEOUT_S = 10.0
 _PIPE_READS = 16
 
 _READ_NBYTES = 1 << 16
+
+
+#: Namespaces have their ports to themselves, so these never clash.
+MASTER_PORT = 29500
+R2CC_PORT = 29501
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,4 +252,40 @@ def _signal_group(popen: subprocess.Popen[bytes], number: signal.Signals) -> Non
             os.killpg(popen.pid, number)
 
 
-__all__ = ["TERM_GRACE_S", "LabJob", "RankProcess", "RankResult", "spawn"]
+def rank_environment(shape: LabShape, node: int, local_rank: int, secret: Path) -> dict[str, str]:
+    """Return the variables of one rank.
+
+    Parameters
+    ----------
+    shape : LabShape
+    node, local_rank : int
+    secret : Path
+        File with the job's secret, readable by its owner only.
+    """
+    rails = ",".join(nic_name(rail) for rail in range(shape.rails))
+    return {
+        "RANK": str(node * shape.ranks_per_node + local_rank),
+        "WORLD_SIZE": str(shape.nranks),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(shape.ranks_per_node),
+        "GROUP_RANK": str(node),
+        "MASTER_ADDR": shape.management_address(0),
+        "MASTER_PORT": str(MASTER_PORT),
+        "R2CC_PORT": str(R2CC_PORT),
+        "R2CC_SECRET_FILE": str(secret),
+        "R2CC_CONTROL_ADDRESS": shape.management_address(node),
+        # NCCL's spelling: a leading "=" makes the whole list exact.
+        "R2CC_SOCKET_IFNAME": f"={rails}",
+    }
+
+
+__all__ = [
+    "MASTER_PORT",
+    "R2CC_PORT",
+    "TERM_GRACE_S",
+    "LabJob",
+    "RankProcess",
+    "RankResult",
+    "rank_environment",
+    "spawn",
+]

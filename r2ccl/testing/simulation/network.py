@@ -132,7 +132,7 @@ class SimNetwork:
 
     def connect(self, wire: Wire) -> tuple[End, End]:
         """Make a connection; returns the lower rank's end, then the higher rank's."""
-        low, high = (End(self, wire, rank) for rank in wire.pair)
+        low, high = (End(self._abandon, wire, rank) for rank in wire.pair)
         low.other, high.other = high, low
         wire.ends = (low, high)
         self.nbypasses += wire.rail == BYPASS
@@ -270,6 +270,9 @@ class SimNetwork:
             self.timeline.after(rest_s, on_result, False)
 
     # Fencing
+
+    def _abandon(self, end: End) -> None:
+        self.fence(end, lambda: None)
 
     def fence(self, end: End, on_drained: Callable[[], None]) -> None:
         """Take `end` out of use; nothing of the connection touches its memory afterwards."""

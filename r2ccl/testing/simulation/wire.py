@@ -12,15 +12,12 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from r2ccl.transport.base import Event, Frame
 from r2ccl.types import PathKey
-
-if TYPE_CHECKING:
-    from r2ccl.testing.simulation.network import SimNetwork
 
 
 class Timeline:
@@ -196,13 +193,13 @@ class End:
     """One end of one connection; what `SimTransport.open` takes."""
 
     __slots__ = (
-        "acks", "backlog", "bulk", "clear_at", "early", "flight", "held", "is_broken",
-        "is_busy", "is_dead", "is_starving", "network", "other", "path", "queued", "rank", "small",
+        "_abandon", "acks", "backlog", "bulk", "clear_at", "early", "flight", "held", "is_broken",
+        "is_busy", "is_dead", "is_starving", "other", "path", "queued", "rank", "small",
         "state", "transport", "unacked", "wire",
     )  # fmt: skip
 
-    def __init__(self, network: SimNetwork, wire: Wire, rank: int) -> None:
-        self.network = network
+    def __init__(self, abandon: Callable[[End], None], wire: Wire, rank: int) -> None:
+        self._abandon = abandon
         self.wire = wire
         self.rank = rank
         self.path = PathKey(sum(wire.pair) - rank, wire.rail)
@@ -230,7 +227,7 @@ class End:
 
     def close(self) -> None:
         """Give up an end that was never taken into use."""
-        self.network.fence(self, lambda: None)
+        self._abandon(self)
 
 
 __all__ = [

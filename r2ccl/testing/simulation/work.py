@@ -16,7 +16,7 @@ from r2ccl.failover.health.table import Health
 from r2ccl.planning.cost_model import Fabric
 from r2ccl.planning.lowering import Layout, lower
 from r2ccl.planning.placement import place, place_edges
-from r2ccl.planning.plan_cache import Plans
+from r2ccl.planning.plan_cache import PlanCache
 from r2ccl.planning.planner import Planner
 from r2ccl.schedule.ir import Schedule
 from r2ccl.testing.simulation import data
@@ -120,7 +120,9 @@ def _planned(
     call = CallSignature(Collective.ALLREDUCE, code, spec.op, spec.count)
     nbytes = spec.count * dtype_of(code).itemsize
     schedule = Planner(fabric, config).plan(call, nbytes, health).schedule
-    return SimTask(schedule, call, Plans(rank, health.nranks, fabric, config)(call, health).layout)
+    return SimTask(
+        schedule, call, PlanCache(rank, health.nranks, fabric, config)(call, health).layout
+    )
 
 
 @functools.lru_cache(maxsize=256)

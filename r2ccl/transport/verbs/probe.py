@@ -62,7 +62,7 @@ class ProbeEnd:
     timeout : int
         Of the queue pair, in verbs' own unit.
     on_made, discard : callable
-        Told when it has a queue pair, and to give it back to its `Prober`.
+        Told when it has a queue pair, and to give it back to its `VerbsProber`.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class ProbeEnd:
         return attr
 
 
-class Prober:
+class VerbsProber:
     """The probes of one transport.
 
     Parameters
@@ -339,4 +339,4 @@ def queue_pair_timeout(timeout_s: float) -> int:
     return max(1, min(_MAX_TIMEOUT, math.floor(math.log2(a_try))))
 
 
-__all__ = ["ProbeEnd", "Prober", "queue_pair_timeout"]
+__all__ = ["ProbeEnd", "VerbsProber", "queue_pair_timeout"]

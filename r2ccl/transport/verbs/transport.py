@@ -41,7 +41,7 @@ from r2ccl.transport.verbs.cuda import BindingsDriver, CudaDriver
 from r2ccl.transport.verbs.device import BATCH, Completion, RdmaDevice
 from r2ccl.transport.verbs.endpoint import EndpointState, LandingPlace, Outgoing, VerbsEndpoint
 from r2ccl.transport.verbs.messages import CLEAR, CONFIRM, EAGER, HEADER_NBYTES, Token, VerbsMessage
-from r2ccl.transport.verbs.probe import ProbeEnd, Prober
+from r2ccl.transport.verbs.probe import ProbeEnd, VerbsProber
 from r2ccl.transport.verbs.queuepair import QueuePair, RequestKind, Tag
 from r2ccl.transport.verbs.registration import Registration, RegistrationCache
 from r2ccl.transport.verbs.ring import ALIGN, COUNT_MODULUS
@@ -109,7 +109,7 @@ class VerbsTransport:
         self._timeout = timeout
         self._retry_cnt = retry_cnt
         self._clock = clock
-        self._prober = Prober(devices, probe_timeout_s, clock)
+        self._prober = VerbsProber(devices, probe_timeout_s, clock)
         self._by_number: list[dict[int, VerbsEndpoint]] = [{} for _ in devices]
         self._by_path: dict[PathKey, VerbsEndpoint] = {}
         #: NICs whose completion queue lost some: what is under way there can no longer be told.

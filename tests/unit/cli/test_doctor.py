@@ -8,7 +8,7 @@ import pytest
 
 from r2ccl.cli import doctor, main
 from r2ccl.cli.cards import CudaFacts
-from r2ccl.cli.diagnosis import CHECKS, Facts, Finding, examine, is_usable
+from r2ccl.cli.diagnosis import CHECKS, DoctorFinding, Facts, examine, is_usable
 from r2ccl.cli.gpus import examine_gpus
 from r2ccl.config import Config
 from r2ccl.topology.hcas import Gid, Hca
@@ -53,7 +53,7 @@ def with_(**changes: object) -> Facts:
     return msgspec.structs.replace(HEALTHY, **changes)
 
 
-def of(facts: Facts, check: str) -> Finding:
+def of(facts: Facts, check: str) -> DoctorFinding:
     (found,) = (finding for finding in examine(facts) if finding.check == check)
     return found
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from r2ccl.cli.cards import Card, CudaFacts
-from r2ccl.cli.diagnosis import Finding
+from r2ccl.cli.diagnosis import DoctorFinding
 from r2ccl.cli.doctor import show
 from r2ccl.cli.gpus import examine_gpus
 from r2ccl.config import Config
@@ -68,7 +68,7 @@ def with_cards(**changes: object) -> CudaFacts:
     return msgspec.structs.replace(H100, gpus=cards)
 
 
-def examine(facts: CudaFacts, **settings: object) -> dict[str, Finding]:
+def examine(facts: CudaFacts, **settings: object) -> dict[str, DoctorFinding]:
     findings = examine_gpus(facts, Config(**settings))  # type: ignore[arg-type]
     assert all(bool(f.fix) == (f.level in ("warning", "error")) for f in findings)
     found = {finding.check: finding for finding in findings}

@@ -12,7 +12,7 @@ from support.machines.recorded import put, record
 from r2ccl import cli
 from r2ccl.cli import doctor
 from r2ccl.cli.cards import CudaFacts
-from r2ccl.cli.diagnosis import Finding
+from r2ccl.cli.diagnosis import DoctorFinding
 from r2ccl.cli.machine import examine_machine, save_xml
 from r2ccl.errors import InvalidArgument
 from r2ccl.topology.affinity import Affinity, host_routes
@@ -28,7 +28,7 @@ def load(tmp_path: Path) -> Load:
     return lambda name: record(tmp_path, name).read()
 
 
-def of(findings: tuple[Finding, ...], check: str) -> list[Finding]:
+def of(findings: tuple[DoctorFinding, ...], check: str) -> list[DoctorFinding]:
     assert all(bool(f.fix) == (f.level in ("warning", "error")) for f in findings)
     return [finding for finding in findings if finding.check == check]
 
@@ -36,7 +36,7 @@ def of(findings: tuple[Finding, ...], check: str) -> list[Finding]:
 def test_every_gpu_has_a_line_with_its_nic_and_its_backups(load: Load) -> None:
     machine = load("dgx_h100")
     findings = examine_machine(machine, "NVML", ())
-    assert findings[0] == Finding(
+    assert findings[0] == DoctorFinding(
         "machine", "ok", "2 NUMA nodes, 8 GPUs, 13 NIC ports; NVLinks from NVML"
     )
     lines = [finding.says for finding in of(findings, "route")]

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from r2ccl.cli.diagnosis import Facts, Finding
+from r2ccl.cli.diagnosis import DoctorFinding, Facts
 from r2ccl.cli.rails import examine_rails
 from r2ccl.config import Config
 from r2ccl.topology.hcas import Gid, Hca
@@ -24,7 +24,7 @@ def examine(
     hcas: tuple[Hca, ...] = (),
     pyverbs_error: str = "",
     **settings: object,
-) -> list[Finding]:
+) -> list[DoctorFinding]:
     facts = Facts(
         platform="linux",
         kernel="6.1",
@@ -37,7 +37,7 @@ def examine(
     return list(examine_rails(facts, Config(**settings)))  # type: ignore[arg-type]
 
 
-def about(name: str, findings: list[Finding]) -> Finding:
+def about(name: str, findings: list[DoctorFinding]) -> DoctorFinding:
     (found,) = (each for each in findings if each.says.startswith(f"{name} ("))
     return found
 

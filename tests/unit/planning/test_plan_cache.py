@@ -11,7 +11,7 @@ from r2ccl.config import Config
 from r2ccl.errors import ScheduleError
 from r2ccl.failover.health.table import Health
 from r2ccl.planning.cost_model import Fabric, Rates
-from r2ccl.planning.plan_cache import Plan, Plans
+from r2ccl.planning.plan_cache import Plan, PlanCache
 from r2ccl.planning.planner import Planner
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -19,11 +19,11 @@ CALL = CallSignature(Collective.ALLREDUCE, 8, ReduceOp.SUM, 1 << 24)
 RATES = Rates(100_000, 25_000_000)
 
 
-def make(**settings: str) -> Plans:
-    return Plans(1, 4, Fabric(range(4), 4, (), RATES), Config(**settings))  # type: ignore[arg-type]
+def make(**settings: str) -> PlanCache:
+    return PlanCache(1, 4, Fabric(range(4), 4, (), RATES), Config(**settings))  # type: ignore[arg-type]
 
 
-def gauges(plans: Plans, of: Health, ops: range = range(96)) -> list[int]:
+def gauges(plans: PlanCache, of: Health, ops: range = range(96)) -> list[int]:
     return [op for op in ops if plans(CALL, of, op).is_bandwidth_sample]
 
 

@@ -10,7 +10,7 @@ from support.healths import health
 from r2ccl.config import Config
 from r2ccl.failover.health.table import Health
 from r2ccl.planning.cost_model import Fabric, Rates
-from r2ccl.planning.plan_cache import GroupPlans
+from r2ccl.planning.plan_cache import GroupPlanCache
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 CALL = CallSignature(Collective.ALLREDUCE, 8, ReduceOp.SUM, 1 << 24)
@@ -18,13 +18,13 @@ RATES = Rates(100_000, 25_000_000)
 MEMBERS = (1, 3, 5, 7)
 
 
-def make(rank: int = 3, homes: tuple[int, ...] = (), **settings: str) -> GroupPlans:
+def make(rank: int = 3, homes: tuple[int, ...] = (), **settings: str) -> GroupPlanCache:
     fabric = Fabric(range(4), 4, (0, 0, 1, 1, 2, 2, 3, 3), RATES)
     config = Config(**settings)  # type: ignore[arg-type]
-    return GroupPlans(rank, MEMBERS, 8, fabric, config, homes=homes)
+    return GroupPlanCache(rank, MEMBERS, 8, fabric, config, homes=homes)
 
 
-def channels_of(plans: GroupPlans, **lost: int) -> set[int]:
+def channels_of(plans: GroupPlanCache, **lost: int) -> set[int]:
     layout = plans(CALL, health(nranks=8, **lost)).layout
     return {way.channel for lane in layout.lanes for way in (*lane.sends, *lane.recvs)}
 

@@ -1,6 +1,6 @@
 """When silence becomes a suspicion, and when it does not."""
 
-from r2ccl.failover.migration.watch import Watch
+from r2ccl.failover.probes import Watch
 from r2ccl.types import PathKey
 
 A, B = PathKey(1, 0), PathKey(1, 1)

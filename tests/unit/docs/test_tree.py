@@ -1,0 +1,125 @@
+"""The rules of the tree: few packages, imports that point down, one name for one thing."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "r2ccl"
+
+MAX_MODULES = 9
+MAX_PACKAGES = 15
+MAX_LAYERS = 14
+#: Modules of fewer lines belong in the one that imports them, if only one does.
+MIN_NLINES = 60
+
+#: Small modules of one importer that stay apart: the one may not import Numba, the other pyverbs.
+APART = {"r2ccl.kernels.cuda.compiling", "r2ccl.transport.verbs.mappings"}
+#: Commands of the public test tools, and what these know of installing pyverbs.
+TESTING_COMMANDS = {f"r2ccl.cli.{name}" for name in ("netlab", "rdmalab", "doctor", "diagnosis")}
+
+#: Words of the first version that the field has terms for; torch's own ``Work`` stays.
+REPLACED = (
+    "admission", "bounce", "candidates", "collective_candidates", "council", "detector", "detours",
+    "dialed", "direct", "directjoin", "dumping", "entry", "gate", "gathering", "hostcalls",
+    "inquiry", "joining", "knock", "ledger", "nearness", "nodecalls", "nodejoin", "noticeboard",
+    "offload", "plans", "prediction", "prober", "probing", "recovery", "regroup", "relayed",
+    "rollcall", "settling", "spread", "standins", "tidings", "tiers", "ways", "wired",
+)  # fmt: skip
+#: Those that are still there; the list may only become shorter.
+STILL_THERE = {"candidates", "collective_candidates", "dialed", "entry"}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for file in PACKAGE.rglob("*.py"):
+        name = file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+        found[name.removesuffix(".__init__")] = file
+    return found
+
+
+MODULES = modules()
+TREES = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in MODULES.items()}
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """All modules of the library that one imports, also below functions and for types alone."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found.update(name if name in MODULES else node.module for name in names)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return found & MODULES.keys()
+
+
+IMPORTS = {name: imports(tree) - {name} for name, tree in TREES.items()}
+
+
+def test_a_listing_shows_few_modules_and_packages() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= MAX_MODULES
+    assert len([each for each in PACKAGE.iterdir() if (each / "__init__.py").exists()]) <= (
+        MAX_PACKAGES
+    )
+
+
+def test_layers_are_few_and_count_imports_for_types() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (layers,) = (each["layers"] for each in settings["contracts"] if each["type"] == "layers")
+    assert len(layers) <= MAX_LAYERS
+    assert not settings["exclude_type_checking_imports"]
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    try:
+        TopologicalSorter(IMPORTS).prepare()
+    except CycleError as exc:
+        pytest.fail(f"a cycle: {' <- '.join(exc.args[1])}")
+
+
+def test_production_imports_nothing_of_testing() -> None:
+    for name, imported in IMPORTS.items():
+        if not name.startswith("r2ccl.testing") and name not in TESTING_COMMANDS:
+            assert not [each for each in imported if each.startswith("r2ccl.testing")], name
+
+
+def test_small_modules_have_more_than_one_importer() -> None:
+    importers = defaultdict(set)
+    for name, imported in IMPORTS.items():
+        for each in imported:
+            importers[each].add(name)
+    small = {
+        name
+        for name, file in MODULES.items()
+        if file.name not in ("__init__.py", "__main__.py")
+        and len(file.read_text(encoding="utf-8").splitlines()) < MIN_NLINES
+        and len(importers[name]) == 1
+    }
+    assert small <= APART
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    places = defaultdict(list)
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_words_that_were_replaced_do_not_come_back() -> None:
+    words = {name.rpartition(".")[2] for name in MODULES}
+    classes = {
+        node.name.lower()
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    assert set(REPLACED) & (words | classes) <= STILL_THERE
