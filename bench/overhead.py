@@ -1,7 +1,7 @@
-"""What resilience costs when nothing fails: the default against ``R2CC_MODE=0``, paired.
+"""What resilience costs when nothing fails: the default against ``R2CC_MODE=failstop``, paired.
 
 The same processes hold three communicators and call them on the same memory: *A* and *A'* with the
-default mode, *B* with mode 0 (fail-stop). A round measures all three close together, in an order
+default mode, *B* with mode failstop. A round measures all three close together, in an order
 that changes from round to round; its ratios are A/B and A'/B (the overhead) and A/A' (the noise of
 this very measurement, which would be 1 on a perfect machine). The job is started afresh several
 times, because where a process's memory happens to lie changes its speed for as long as it lives;
@@ -70,10 +70,17 @@ def rows_of(rounds: Rounds, nranks: int) -> list[dict[str, Any]]:
 def table_of(rows: list[dict[str, Any]], nranks: int) -> Table:
     """Lay the rows out."""
     table = Table(
-        title=f"allreduce, float32, in place, {nranks} ranks: default against R2CC_MODE=0; "
+        title=f"allreduce, float32, in place, {nranks} ranks: default against R2CC_MODE=failstop; "
         "median (quartiles) of paired rounds"
     )
-    for name in ("size", "default µs", "mode 0 µs", "overhead A/B - 1", "noise A/A' - 1", "rounds"):
+    for name in (
+        "size",
+        "default µs",
+        "failstop µs",
+        "overhead A/B - 1",
+        "noise A/A' - 1",
+        "rounds",
+    ):
         table.add_column(name, justify="right")
     for row in rows:
         cells = [format_size(row["nbytes"]), f"{row['default_us']:,.0f}", f"{row['mode0_us']:,.0f}"]

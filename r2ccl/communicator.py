@@ -521,7 +521,7 @@ class Communicator:
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return what this rank last found to be wrong with each path; ``str()`` is for people.
 
-        Empty with ``R2CC_MODE=0``, which looks into nothing.
+        Empty with ``R2CC_MODE=failstop``, which looks into nothing.
 
         Notes
         -----
@@ -533,7 +533,7 @@ class Communicator:
         """Return the newest health of all ranks' rails this one has heard of, and since when.
 
         All ranks plan with it from an agreed collective on. Version 0 is whole; with
-        ``R2CC_MODE=0`` there is no other.
+        ``R2CC_MODE=failstop`` there is no other.
 
         Notes
         -----

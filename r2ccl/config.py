@@ -21,9 +21,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     and must be equal on all ranks; rendezvous compares their digest.
     """
 
-    #: 0: fail-stop baseline, a broken path ends the call; 1: migrate, and no more; 2: and share
-    #: the work out among the rails that are left (Balance); 3: and R2CC-AllReduce; auto: all there
-    #: is.
+    #: failstop: a broken path ends the call; migrate: its slices move, and no more; balance: and
+    #: the work is shared out among the rails that are left; r2cc: and R2CC-AllReduce; auto: all
+    #: there is. The published system numbers the first four 0 to 3, which are understood too.
     mode: str = "auto"
     #: Slices up to this size are copied and sent at once, without clear-to-send.
     eager_nbytes: int = 64 << 10
@@ -112,6 +112,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     debug: str = ""
 
     def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "mode", MODE_NUMBERS.get(self.mode, self.mode))
         positive = (
             "slice_nbytes", "landing_depth", "eager_slots", "registration_limit_nbytes",
             "bounce_nbytes",
@@ -150,18 +151,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_resilient(self) -> bool:
-        """Whether a broken path migrates; with mode 0 it ends the call."""
-        return self.mode != "0"
+        """Whether a broken path migrates; with mode failstop it ends the call."""
+        return self.mode != "failstop"
 
     @property
     def is_balanced(self) -> bool:
         """Whether rails get the work they can carry; else all are used as if they were whole."""
-        return self.mode not in ("0", "1")
+        return self.mode not in ("failstop", "migrate")
 
     @property
     def is_planned(self) -> bool:
         """Whether more than rings may run."""
-        return self.mode in ("3", "auto")
+        return self.mode in ("r2cc", "auto")
 
     def digest(self) -> str:
         """Fingerprint of the fields all ranks must share."""
@@ -198,7 +199,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**{**values, **overrides})
 
 
-MODES = ("0", "1", "2", "3", "auto")
+MODES = ("failstop", "migrate", "balance", "r2cc", "auto")
+MODE_NUMBERS = dict(zip("0123", MODES, strict=False))
 FABRICS = ("auto", "full", "rail", "none")
 SWITCHES = ("0", "1", "auto")
 ALGOS = (

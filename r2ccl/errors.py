@@ -56,7 +56,7 @@ class ScheduleError(R2cclError):
 
 
 class TransportError(R2cclError):
-    """A path broke. Recoverable inside a link; it reaches the user only with ``R2CC_MODE=0``.
+    """A path broke. Recoverable inside a link; only ``R2CC_MODE=failstop`` lets the user see it.
 
     Parameters
     ----------

@@ -109,7 +109,7 @@ def main() -> None:
     folder, nepochs = Path(sys.argv[1]), int(sys.argv[2])
     data = np.load(folder / "digits.npz")
     # Rings alone: what is faster without a NIC adds in another order, and here bits are compared.
-    with r2ccl.init(mode="2") as comm:
+    with r2ccl.init(mode="balance") as comm:
         weights = train(comm, data["x"], data["labels"], nepochs)
         np.save(folder / f"weights-{comm.rank}.npy", weights)
         say(rank=comm.rank, repairs=[msgspec.to_builtins(each) for each in comm.repairs()])

@@ -250,7 +250,7 @@ class Planner:
         mode, algo = self._config.mode, self._config.algo
         if not self._config.is_planned:
             return ("ring",)
-        if mode == "3":
+        if mode == "r2cc":
             return ("ring", "r2cc")
         if algo != "auto":
             return (algo,)

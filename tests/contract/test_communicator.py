@@ -138,5 +138,5 @@ def test_registered_memory_is_reduced_like_any_other() -> None:
 
 def test_fail_stop_mode_reports_the_broken_path() -> None:
     run = functools.partial(programs.lose_rails, 500_000, 1, 2)
-    with pytest.raises(r2ccl.R2cclError, match="R2CC_MODE=0 does not migrate"):
-        launch(run, 2, timeout_s=TIMEOUT_S, env={"R2CC_MODE": "0"})
+    with pytest.raises(r2ccl.R2cclError, match="R2CC_MODE=failstop does not migrate"):
+        launch(run, 2, timeout_s=TIMEOUT_S, env={"R2CC_MODE": "failstop"})

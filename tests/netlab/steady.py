@@ -100,7 +100,7 @@ def run_steady(
             msgspec.json.encode(task).decode(),
         ],
         # Rings alone: all operations take alike, and have the slices that faults strike at.
-        env={"PYTHONPATH": str(ROOT), "R2CC_MODE": "2", **(env or {})},
+        env={"PYTHONPATH": str(ROOT), "R2CC_MODE": "balance", **(env or {})},
         plan=plan,
         timeout_s=_INIT_S + timeout_s,
         sink=lines.append,

@@ -67,7 +67,7 @@ def run_ranks(
         # Rings alone: faults strike at slices that every operation must have.
         env={
             "PYTHONPATH": str(ROOT),
-            "R2CC_MODE": "2",
+            "R2CC_MODE": "balance",
             "R2CC_QUARANTINE_CAP_S": "0",
             **(env or {}),
         },

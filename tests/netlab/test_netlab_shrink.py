@@ -46,7 +46,10 @@ def test_survivors_of_a_kill_in_mid_call_finish_the_job(is_coordinator: bool) ->
             lines: list[str] = []
             results = lab.run(
                 [sys.executable, str(SCRIPT), json.dumps(PLAN)],
-                env={"PYTHONPATH": str(ROOT), "R2CC_MODE": "2"},  # faults strike at slices of rings
+                env={
+                    "PYTHONPATH": str(ROOT),
+                    "R2CC_MODE": "balance",
+                },  # faults strike at slices of rings
                 plan=plan,
                 timeout_s=150,
                 sink=lines.append,

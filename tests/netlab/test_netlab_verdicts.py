@@ -39,7 +39,7 @@ def run_job(lab: Lab, plan: FaultPlan, rail: int) -> list[Report]:
     lines: list[str] = []
     results = lab.run(
         [sys.executable, str(script), str(NOPS), str(NBYTES), str(rail)],
-        env={"PYTHONPATH": str(ROOT), "R2CC_MODE": "2"},  # faults strike at slices of rings
+        env={"PYTHONPATH": str(ROOT), "R2CC_MODE": "balance"},  # faults strike at slices of rings
         plan=plan,
         timeout_s=60,
         sink=lines.append,

@@ -16,7 +16,7 @@ import numpy as np
 import r2ccl
 from r2ccl.types import ProbeKey
 
-NICS = int(os.environ["R2CCL_RDMALAB_NICS"])
+NICS = int(os.environ["R2CC_RDMALAB_NICS"])
 PATIENCE_S = 60.0
 
 

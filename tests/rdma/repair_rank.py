@@ -18,7 +18,7 @@ import numpy as np
 
 import r2ccl
 
-NODES, NICS = (int(os.environ[f"R2CCL_RDMALAB_{what}"]) for what in ("NODES", "NICS"))
+NODES, NICS = (int(os.environ[f"R2CC_RDMALAB_{what}"]) for what in ("NODES", "NICS"))
 COUNT = 200_000
 #: The machine is emulated: a rank may be away for seconds.
 PATIENCE = {

@@ -22,7 +22,7 @@ import numpy as np
 import r2ccl
 from r2ccl.failover.diagnosis.verdict import VerdictKind
 
-NICS = int(os.environ["R2CCL_RDMALAB_NICS"])
+NICS = int(os.environ["R2CC_RDMALAB_NICS"])
 COUNT = 200_000
 #: The machine is emulated: a rank may be away for a second.
 SUSPICION_S = 3.0

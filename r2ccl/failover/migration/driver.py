@@ -166,18 +166,18 @@ class Migration:
         if status in (NO_CARRIER, PORT_ERR):
             return RailDown(
                 f"rank {rank}: its port of rail {rail}, on the way to rank {peer}, is down "
-                f"({cause}); R2CC_MODE=0 does not migrate, the default does",
+                f"({cause}); R2CC_MODE=failstop does not migrate, the default does",
                 rank=rank, peer=peer, rail=rail, status=status,
             )  # fmt: skip
         if is_completion_status(status):
             return CompletionError(
                 f"rank {rank}: a work request to rank {peer} on rail {rail} failed ({cause}); "
-                "R2CC_MODE=0 does not migrate, the default does",
+                "R2CC_MODE=failstop does not migrate, the default does",
                 rank=rank, peer=peer, rail=rail, status=status,
             )  # fmt: skip
         return TransportError(
-            f"rank {rank}: path to rank {peer} on rail {rail} broke ({cause}); R2CC_MODE=0 does "
-            "not migrate, the default does",
+            f"rank {rank}: path to rank {peer} on rail {rail} broke ({cause}); "
+            "R2CC_MODE=failstop does not migrate, the default does",
             rank=rank, peer=peer, rail=rail, status=status,
         )  # fmt: skip
 

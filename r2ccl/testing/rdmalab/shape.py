@@ -23,10 +23,10 @@ import msgspec
 from r2ccl.errors import InvalidArgument, R2cclError
 
 #: The variables a program in the lab finds. The first is 1 there and absent elsewhere.
-MARK = "R2CCL_RDMALAB"
-_NODES = "R2CCL_RDMALAB_NODES"
-_NICS = "R2CCL_RDMALAB_NICS"
-REPORT = "R2CCL_RDMALAB_REPORT"
+MARK = "R2CC_RDMALAB"
+_NODES = "R2CC_RDMALAB_NODES"
+_NICS = "R2CC_RDMALAB_NICS"
+REPORT = "R2CC_RDMALAB_REPORT"
 
 #: Every device is kernel memory and an emulated processor's time; also the bounds of an address.
 MAX_NODES = 16

@@ -117,7 +117,7 @@ def run(
         For everything, the boot included.
     report : Path, optional
         A directory for the command's results, made if need be; it is named to the command in
-        ``R2CCL_RDMALAB_REPORT``. Any other file that it writes is kept as well.
+        ``R2CC_RDMALAB_REPORT``. Any other file that it writes is kept as well.
     environment : mapping, optional
         Wins over this process's.
     sink : callable, optional

@@ -230,10 +230,10 @@ def test_ports_are_those_named_or_those_of_a_lab(
     names = ["rxe_n0r0", "rxe_n0r1", "rxe_n1r0", "rxe_n1r1"]
     monkeypatch.setattr(perf, "list_hcas", lambda: [hca(name) for name in names])
     for variable, value in {"": "1", "_NODES": "2", "_NICS": "2"}.items():
-        monkeypatch.setenv(f"R2CCL_RDMALAB{variable}", value)
+        monkeypatch.setenv(f"R2CC_RDMALAB{variable}", value)
     ((near, far),) = perf.choose_pairs("", "", 1)
     assert (near, far) == (("rxe_n0r0", 1, 3), ("rxe_n1r0", 1, 3))
-    monkeypatch.delenv("R2CCL_RDMALAB")
+    monkeypatch.delenv("R2CC_RDMALAB")
     ((near, far),) = perf.choose_pairs("rxe_n0r1", "", 1)  # one port, which sees itself
     assert near == far == ("rxe_n0r1", 1, 3)
     for near, far, nrails, why in (

@@ -275,7 +275,7 @@ def wrong_schedule() -> None:
 
 
 def without_resilience() -> Engine:
-    baseline = engine(mode="0")
+    baseline = engine(mode="failstop")
     for rail in (0, 1):
         baseline.on_path(1, rail, 0, Still())
     return baseline

@@ -128,8 +128,8 @@ def test_modes_bound_the_choice() -> None:
     names = {mode: choice.schedule.name for mode, choice in chosen.items()}
     assert names == {"0": "ring", "1": "ring", "2": "ring", "3": "r2cc", "auto": "packed_trees"}
     slow = health(r1n0=4)
-    assert len(set(choose(64 * MIB, slow, algo="auto", mode="1").placement.weights)) == 1
-    assert len(set(choose(64 * MIB, slow, algo="auto", mode="2").placement.weights)) == 2
+    assert len(set(choose(64 * MIB, slow, algo="auto", mode="migrate").placement.weights)) == 1
+    assert len(set(choose(64 * MIB, slow, algo="auto", mode="balance").placement.weights)) == 2
 
 
 def test_rails_that_are_one_wire_lose_no_bandwidth() -> None:
@@ -191,7 +191,10 @@ def test_what_is_compared_can_be_read() -> None:
     assert times == sorted(times)
     assert {each.name for each in said.others} >= {"ring", "leaf_ring", "r2cc", "optcc"}
     assert "* packed_trees" in str(said)
-    for config, why in ((Config(mode="2"), "R2CC_MODE=2"), (Config(algo="tree"), "R2CC_ALGO=tree")):
+    for config, why in (
+        (Config(mode="balance"), "R2CC_MODE=balance"),
+        (Config(algo="tree"), "R2CC_ALGO=tree"),
+    ):
         assert why in str(Planner(fabric, config).explain(64 * MIB, health()))
     assert "eager" in str(Planner(fabric, Config()).explain(100, health()))
 

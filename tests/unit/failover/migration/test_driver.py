@@ -463,7 +463,7 @@ def test_a_probe_that_broke_its_connection_is_joined_anew() -> None:
 
 
 def test_without_resilience_nothing_is_probed_or_joined_for_it() -> None:
-    world = World(joined={0, 1}, mode="0")
+    world = World(joined={0, 1}, mode="failstop")
     world.look(10.0)
     assert {offer.via for offer in world.offers()} == {-1}
 
@@ -583,7 +583,7 @@ def test_no_healthy_rail_is_the_same_error_at_both_ends() -> None:
 
 
 def test_the_baseline_does_not_migrate() -> None:
-    world = World(mode="0")
+    world = World(mode="failstop")
     world.fail(A)
     error = world.revocation.error
     assert isinstance(error, TransportError)
@@ -592,7 +592,7 @@ def test_the_baseline_does_not_migrate() -> None:
 
 
 def test_to_the_baseline_a_peer_that_leaves_first_has_not_failed() -> None:
-    world = World(mode="0")
+    world = World(mode="failstop")
     world.revocation.is_leaving = True
     world.fail(A)
     assert world.revocation.error is None

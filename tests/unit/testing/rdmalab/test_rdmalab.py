@@ -217,8 +217,8 @@ def run(script: str, timeout_s: float = 20.0, **more: object) -> tuple[VmResult,
 def test_output_status_environment_and_report_come_back(tmp_path: Path) -> None:
     report = tmp_path / "out" / "report"
     result, output = run(
-        'echo "$R2CCL_RDMALAB $R2CCL_RDMALAB_NODES $R2CCL_RDMALAB_NICS $MINE"; echo err >&2;'
-        ' pwd; echo done > "$R2CCL_RDMALAB_REPORT/file"; exit 7',
+        'echo "$R2CC_RDMALAB $R2CC_RDMALAB_NODES $R2CC_RDMALAB_NICS $MINE"; echo err >&2;'
+        ' pwd; echo done > "$R2CC_RDMALAB_REPORT/file"; exit 7',
         report=report,
         environment={"MINE": "a 'quoted' $value"},
     )
