@@ -107,7 +107,7 @@ def test_signals_with_a_meaning_of_their_own_are_no_setting() -> None:
 
 
 def test_lines_are_appended(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.json"
+    path = tmp_path / "status.json"
     for text in ("one", "two"):
         write_line(text, os.fspath(path))
     assert path.read_text() == "one\ntwo\n"
@@ -116,12 +116,12 @@ def test_lines_are_appended(tmp_path: Path) -> None:
 def test_a_file_that_refuses_leaves_stderr(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write_line("the ledger", os.fspath(tmp_path / "missing" / "ledger.json"))
+    write_line("the status", os.fspath(tmp_path / "missing" / "status.json"))
     written = capfd.readouterr().err
     assert "R2CC_DUMP_FILE" in written
-    assert written.endswith("the ledger\n")
+    assert written.endswith("the status\n")
 
 
 def test_without_a_file_it_is_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    write_line("the ledger", "")
-    assert capfd.readouterr().err == "the ledger\n"
+    write_line("the status", "")
+    assert capfd.readouterr().err == "the status\n"

@@ -1,4 +1,4 @@
-"""The ledger says what the links did, and what a call waits for is what it says."""
+"""The status says what the links did, and what a call waits for is what it says."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_finished_call_is_in_the_books_to_the_byte() -> None:
     ]  # fmt: skip
 
 
-def test_the_ledger_survives_json() -> None:
+def test_the_status_survives_json() -> None:
     world = ready(1, 2)
     world.call()
     read = world.read()
@@ -283,7 +283,7 @@ def test_health_shows_each_rail_with_the_evidence() -> None:
     assert "to rank 1: fencing for 2.0 s (ECONNRESET: reset)" in report
 
 
-def test_after_the_end_the_ledger_says_why() -> None:
+def test_after_the_end_the_status_says_why() -> None:
     world = ready()
     world.engine.submit(world.engine._failover.on_peer_lost, 2, "its process died", 0.1)
     read = world.read()
@@ -342,8 +342,8 @@ def test_nothing_blocked_is_said_so() -> None:
 
 
 def test_every_field_of_a_dump_is_documented() -> None:
-    page = (Path(__file__).parents[3] / "docs/ledger.md").read_text(encoding="utf-8")
-    table = page.split("<!-- table:ledger -->")[1].split("<!-- /table -->")[0]
+    page = (Path(__file__).parents[3] / "docs/status.md").read_text(encoding="utf-8")
+    table = page.split("<!-- table:status -->")[1].split("<!-- /table -->")[0]
     words = set(re.findall(r"`(\w+)`", table))
     cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("|")]
     first = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of the ledger: calls that are looked at while they wait."""
+"""What ranks run in the tests of the status: calls that are looked at while they wait."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def until(is_true: Callable[[], Any], what: str) -> Any:
     return found
 
 
-def ledger_of(comm: r2ccl.Communicator) -> RankStatus:
+def status_of(comm: r2ccl.Communicator) -> RankStatus:
     return msgspec.json.decode(comm.dump(), type=RankStatus)
 
 
@@ -44,7 +44,7 @@ def stopped_peer(victim: int) -> tuple[str, bool]:
         def look() -> None:
             until(lambda: set(comm.pending().absent) == {victim}, "the victim alone is missing")
             said.append(str(comm.pending()))
-            (pid,) = (each.pid for each in ledger_of(comm).peers if each.rank == victim)
+            (pid,) = (each.pid for each in status_of(comm).peers if each.rank == victim)
             os.kill(pid, signal.SIGCONT)
 
         thread = threading.Thread(target=look)
@@ -64,8 +64,8 @@ def dumped_by_signal(folder: str) -> tuple[str, bool]:
         comm.allreduce(x)
         text = ""
         if comm.rank == 1:
-            until(lambda: ledger_of(comm).peers[0].last_op == 2, "rank 0 is in its second call")
-            os.kill(ledger_of(comm).peers[0].pid, signal.SIGUSR1)
+            until(lambda: status_of(comm).peers[0].last_op == 2, "rank 0 is in its second call")
+            os.kill(status_of(comm).peers[0].pid, signal.SIGUSR1)
             file = Path(folder, "0.json")
             until(lambda: file.exists() and file.read_text().endswith("\n"), "the dump is there")
             text = file.read_text()
@@ -93,7 +93,7 @@ def not_joined(victim: int) -> tuple[str, str]:
         comm.allreduce(x)
         kind = text = ""
         if comm.rank == victim:
-            until(lambda: ledger_of(comm).error, "the others gave up")
+            until(lambda: status_of(comm).error, "the others gave up")
         else:
             try:
                 comm.allreduce(x)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support import ledger_programs
+from support import status_programs
 
 from r2ccl import launch
 from r2ccl.runtime.status import RankStatus
@@ -16,15 +16,15 @@ TIMEOUT_S = 90.0
 
 
 def test_another_thread_learns_which_rank_is_missing() -> None:
-    run = functools.partial(ledger_programs.stopped_peer, 1)
+    run = functools.partial(status_programs.stopped_peer, 1)
     (text, *_), *_ = outcomes = launch(run, 3, timeout_s=TIMEOUT_S)
     assert "ranks [1] have not called it (rank 1 was last seen in call 1)" in text
     assert "waits for" in text
     assert [is_right for _, is_right in outcomes] == [True] * 3
 
 
-def test_a_signal_in_mid_call_dumps_the_ledger_and_no_more(tmp_path: Path) -> None:
-    run = functools.partial(ledger_programs.dumped_by_signal, str(tmp_path))
+def test_a_signal_in_mid_call_dumps_the_status_and_no_more(tmp_path: Path) -> None:
+    run = functools.partial(status_programs.dumped_by_signal, str(tmp_path))
     (_, first), (text, second) = launch(run, 2, timeout_s=TIMEOUT_S)
     assert first
     assert second
@@ -39,12 +39,12 @@ def test_a_signal_in_mid_call_dumps_the_ledger_and_no_more(tmp_path: Path) -> No
 
 
 def test_no_signal_is_taken_without_being_asked_and_none_is_kept() -> None:
-    assert launch(ledger_programs.handler_after_close, 1, timeout_s=TIMEOUT_S) == [[True] * 3]
+    assert launch(status_programs.handler_after_close, 1, timeout_s=TIMEOUT_S) == [[True] * 3]
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_the_timeouts_message_names_the_rank_that_did_not_join(victim: int) -> None:
-    run = functools.partial(ledger_programs.not_joined, victim)
+    run = functools.partial(status_programs.not_joined, victim)
     outcomes = launch(run, 4, timeout_s=TIMEOUT_S)
     survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
     assert "TransportTimeout" in {kind for kind, _ in survivors}
@@ -56,6 +56,6 @@ def test_the_timeouts_message_names_the_rank_that_did_not_join(victim: int) -> N
 
 
 def test_a_rail_that_came_back_is_up_with_its_failure_remembered() -> None:
-    (states, causes), _ = launch(ledger_programs.health_after_a_loss, 2, timeout_s=TIMEOUT_S)
+    (states, causes), _ = launch(status_programs.health_after_a_loss, 2, timeout_s=TIMEOUT_S)
     assert states == ["up", "up"]
     assert causes == ["ENETDOWN: cut by the fault plan", ""]
