@@ -40,10 +40,9 @@ def messages(file: Path, tree: ast.AST) -> Iterator[str]:
         else:
             continue
         for each in arguments:
+            parts = each.values if isinstance(each, ast.JoinedStr) else [each]
             text = "".join(
-                part.value if isinstance(part, ast.Constant) else "…"
-                for part in (each.values if isinstance(each, ast.JoinedStr) else [each])
-                if not isinstance(part, ast.Constant) or isinstance(part.value, str)
+                str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts
             )
             if len(text) >= _MIN_MESSAGE:
                 yield f"{file.relative_to(ROOT)}:{node.lineno}\n\n{text}"

@@ -49,10 +49,9 @@ from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.buffers import Buffer, as_buffer
 from r2ccl.runtime.arrays.cuda import DeviceBuffer
 from r2ccl.runtime.async_work import Task, Work, Worker
-from r2ccl.runtime.collectives import HostCollectives
+from r2ccl.runtime.collectives import HostCollectives, PlanSelector
 from r2ccl.runtime.ending import Ending
 from r2ccl.runtime.engine import Engine, RegisteredMemory
-from r2ccl.runtime.entry import Entry
 from r2ccl.runtime.executor import LandingPool
 from r2ccl.runtime.signal_dump import SignalDump, require_main_thread, write_line
 from r2ccl.schedule.ir import Schedule
@@ -136,7 +135,7 @@ class Communicator:
         fabric = Fabric(context.homes, control.nwires, nodes)
         self._plans = PlanCache(self.rank, self.nranks, fabric, config)
         pool = LandingPool(transport.allocate)
-        self._entry = Entry(self._engine, self._plans, self._whole)
+        self._entry = PlanSelector(self._engine, self._plans, self._whole)
         self._host = HostCollectives(self._engine, self._entry, pool)
         self._worker = Worker(f"r2ccl-worker-{self.rank}", self._turn, self._on_call_error)
         self._on_device = DeviceCollectives(

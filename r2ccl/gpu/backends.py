@@ -32,8 +32,8 @@ from r2ccl.gpu.peer_connect import connect_peers
 from r2ccl.gpu.pxn.routes import PxnRoutes
 from r2ccl.gpu.pxn.transport import PxnTransport
 from r2ccl.gpu.staged import DeviceCall, HostRun, StagedBackend
+from r2ccl.runtime.collectives import PlanSelector, SelectPlan
 from r2ccl.runtime.engine import Engine
-from r2ccl.runtime.entry import Enter, Entry
 from r2ccl.types import AllgatherBytes
 
 _log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class BackendSelector:
     Parameters
     ----------
     engine : Engine
-    entry : Entry
+    entry : PlanSelector
     run : callable
         Runs a planned collective on host memory.
     config : Config
@@ -117,7 +117,7 @@ class BackendSelector:
     def __init__(
         self,
         engine: Engine,
-        entry: Entry,
+        entry: PlanSelector,
         run: HostRun,
         *,
         config: Config,
@@ -234,7 +234,7 @@ class BackendSelector:
         kernels: GpuKernels,
         board: IpcBoard,
         backends: Sequence[InterNodeBackend],
-        enter: Enter,
+        enter: SelectPlan,
     ) -> HierarchicalBackend:
         members = next(node for node in self._nodes if self._rank in node)
         return HierarchicalBackend(

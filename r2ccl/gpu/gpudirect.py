@@ -45,8 +45,8 @@ from r2ccl.gpu.staged import DeviceCall
 from r2ccl.gpu.staging import StagingBuffers, nbytes_of
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.planning.lowering import Layout, cleared
+from r2ccl.runtime.collectives import SelectPlan
 from r2ccl.runtime.engine import Engine
-from r2ccl.runtime.entry import Enter
 from r2ccl.runtime.executor import LandingPool, LaneRun
 from r2ccl.runtime.progress import Progress
 
@@ -59,7 +59,7 @@ class GpuDirectJob(msgspec.Struct, eq=False):
     """
 
     call: DeviceCall
-    enter: Enter
+    enter: SelectPlan
     before: Event
     number: int
     is_over: bool = False
@@ -91,7 +91,7 @@ class GpuDirectBackend(SignalledStream):
         kernels: ReductionKernels,
         *,
         engine: Engine,
-        enter: Enter,
+        enter: SelectPlan,
         memory: RegisteredDeviceMemory,
         pxn_routes: PxnRoutes | None,
         config: Config,
@@ -151,7 +151,7 @@ class GpuDirectBackend(SignalledStream):
         self._arrays.make_ready(call)
 
     def begin(
-        self, call: DeviceCall, stream: Stream, enter: Enter | None = None, widest: int = 0
+        self, call: DeviceCall, stream: Stream, enter: SelectPlan | None = None, widest: int = 0
     ) -> tuple[GpuDirectJob, Event]:
         """Make the device wait for the call's end; nothing is enqueued on the caller's `stream`.
 

@@ -36,7 +36,7 @@ from r2ccl.types import CallSignature, Collective
 
 Array = npt.NDArray[Any]
 #: Enters a collective, by the caller's own schedule if there is one; returns its plan.
-Enter = Callable[[CallSignature, Schedule | None], Any]
+SelectPlan = Callable[[CallSignature, Schedule | None], Any]
 #: Runs a collective on host memory: its plan, source and output.
 HostRun = Callable[[Any, Array, Array], None]
 
@@ -69,7 +69,7 @@ class StagedJob(msgspec.Struct, eq=False):
     """The host's part of a call."""
 
     call: DeviceCall
-    enter: Enter
+    enter: SelectPlan
     grid: WindowGrid
     #: Windows enqueued so far: the window, the event of its copy out, its number.
     windows: list[tuple[Window, Event, int]]
@@ -87,7 +87,7 @@ class StagedBackend(SignalledStream):
     slot_nbytes : int
         Size of each slot.
     enter, run : callable
-        Enter a collective and run it on host memory.
+        SelectPlan a collective and run it on host memory.
     check : callable
         Raises the error that ended the communicator, if any.
     clock : Clock
@@ -102,7 +102,7 @@ class StagedBackend(SignalledStream):
         nranks: int,
         *,
         slot_nbytes: int,
-        enter: Enter,
+        enter: SelectPlan,
         run: HostRun,
         check: Callable[[], None],
         clock: Clock,
@@ -132,7 +132,7 @@ class StagedBackend(SignalledStream):
         """Do nothing; see `GpuBackend`."""
 
     def begin(
-        self, call: DeviceCall, stream: Stream, enter: Enter | None = None, widest: int = 0
+        self, call: DeviceCall, stream: Stream, enter: SelectPlan | None = None, widest: int = 0
     ) -> tuple[StagedJob, Event]:
         """Enqueue all of the device's work; nothing is enqueued on the caller's `stream`.
 
@@ -329,4 +329,4 @@ class StagedBackend(SignalledStream):
 #: CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far.
 _MAX_PITCH = (1 << 31) - 1
 
-__all__ = ["DeviceCall", "Enter", "HostRun", "StagedBackend", "StagedJob"]
+__all__ = ["DeviceCall", "HostRun", "SelectPlan", "StagedBackend", "StagedJob"]

@@ -24,7 +24,7 @@ import msgspec
 
 from r2ccl.config import Config
 from r2ccl.failover.health.table import WHOLE, Health
-from r2ccl.planning.candidates import Candidate
+from r2ccl.planning.allreduce_registry import Candidate
 from r2ccl.planning.edge_loads import Flows, flows_of
 from r2ccl.planning.placement import (
     Placement,

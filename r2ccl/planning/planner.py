@@ -23,8 +23,8 @@ from typing import NamedTuple
 from r2ccl.algos import recursive_doubling, spanning_tree, tree
 from r2ccl.config import Config
 from r2ccl.failover.health.table import Health
-from r2ccl.planning.candidates import FAMILIES, Candidate, Terms, candidates, expand
-from r2ccl.planning.collective_candidates import DISSEMINATIONS, collective_candidates, parted
+from r2ccl.planning.allreduce_registry import FAMILIES, Candidate, Terms, candidates, expand
+from r2ccl.planning.collective_registry import DISSEMINATIONS, collective_candidates, parted
 from r2ccl.planning.cost_model import NOT_TREES, UNMEASURED, Choice, Fabric, Placed, predict, put
 from r2ccl.planning.placement import place
 from r2ccl.schedule.ir import Schedule
@@ -153,9 +153,9 @@ class Planner:
         Parameters
         ----------
         families : iterable of str, optional
-            Names of `r2ccl.planning.candidates`. Default: those that the settings allow, and that
-            may be the best for this health. Where none of them has a way it is the ring, then what
-            bridges.
+            Names in `FAMILIES`. Default: those that the settings allow, and that
+            may be the best for this health. Where none of them has a way it is the ring,
+            then what bridges.
         """
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)

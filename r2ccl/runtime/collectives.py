@@ -1,4 +1,4 @@
-"""Collectives on host memory: from a request to the engine.
+"""How a collective begins, whatever memory it is on; and those on host memory, to the engine.
 
 Owned by one thread at a time: the caller's, or the communicator's worker, which runs what goes on
 asynchronously and the host's part of collectives on device memory. Imports everything down to the
@@ -7,7 +7,7 @@ engine. Invariant: a call's plan is that of the health which all ranks enter it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,13 @@ import numpy.typing as npt
 from r2ccl import kernels
 from r2ccl.clock import monotonic
 from r2ccl.dtypes import CODES
+from r2ccl.failover.health.table import Health
 from r2ccl.planning.calibration import calibrate
 from r2ccl.planning.cost_model import Choice, Rates
-from r2ccl.planning.plan_cache import Plan
+from r2ccl.planning.plan_cache import GroupPlanCache, Plan, PlanCache
 from r2ccl.runtime.arguments import Request
 from r2ccl.runtime.arrays.buffers import Buffer
 from r2ccl.runtime.engine import Engine
-from r2ccl.runtime.entry import Entry
 from r2ccl.runtime.executor import Call, LandingPool, LaneRun
 from r2ccl.runtime.progress import Progress
 from r2ccl.schedule.ir import Schedule
@@ -30,9 +30,74 @@ from r2ccl.types import CallSignature, Collective, ReduceOp
 
 Array = npt.NDArray[Any]
 
+#: Enters a collective, by an allreduce of the caller's own if there is one.
+SelectPlan = Callable[[CallSignature, Schedule | None], Plan]
+
 _NOTHING = np.empty(0, np.uint8)
 _INT64 = CODES[np.dtype(np.int64)]
 _UINT8 = CODES[np.dtype(np.uint8)]
+
+
+class PlanSelector:
+    """Enters the collectives of one rank, each with the plan that all ranks choose.
+
+    Parameters
+    ----------
+    engine : Engine
+    plans : PlanCache
+    whole : Health
+        Of a communicator that agrees on none.
+    """
+
+    def __init__(self, engine: Engine, plans: PlanCache, whole: Health) -> None:
+        self._engine = engine
+        self._plans = plans
+        self._whole = whole
+
+    def __call__(self, call: CallSignature, own: Schedule | None = None) -> Plan:
+        """Enter a collective of all ranks; by an allreduce of the caller's own, if there is one.
+
+        Raises
+        ------
+        R2cclError
+            What ended the communicator.
+        InvalidArgument, ScheduleError
+            As `PlanCache`.
+        """
+        health = self._engine.enter() or self._whole
+        return self._plans(call, health, self._engine.op, own)
+
+    def among(self, members: tuple[int, ...], homes: Sequence[int] = ()) -> SelectPlan:
+        """Return what enters allreduces of some ranks, while all others enter theirs.
+
+        Parameters
+        ----------
+        members : tuple of int
+            The group of this rank: one rank of every node, in rising order. AVG divides by the
+            number of all ranks.
+        homes : sequence of int, optional
+            The rails it uses while they are up, of those that channels are at home on; the same at
+            all members. Default: all.
+
+        Returns
+        -------
+        callable
+            As this object, but there are no schedules of the caller's own.
+        """
+        engine = self._engine
+        plans = GroupPlanCache(
+            engine.rank,
+            members,
+            engine.nranks,
+            self._plans.fabric,
+            engine.config,
+            homes=homes,
+        )
+
+        def enter(call: CallSignature, own: Schedule | None = None) -> Plan:
+            return plans(call, self._engine.enter() or self._whole)
+
+        return enter
 
 
 class HostCollectives:
@@ -41,11 +106,11 @@ class HostCollectives:
     Parameters
     ----------
     engine : Engine
-    entry : Entry
+    entry : PlanSelector
     pool : LandingPool
     """
 
-    def __init__(self, engine: Engine, entry: Entry, pool: LandingPool) -> None:
+    def __init__(self, engine: Engine, entry: PlanSelector, pool: LandingPool) -> None:
         self._engine = engine
         self._entry = entry
         self._pool = pool
@@ -150,4 +215,4 @@ class HostCollectives:
         return self._scratch[: array.nbytes].view(array.dtype)
 
 
-__all__ = ["HostCollectives"]
+__all__ = ["HostCollectives", "PlanSelector", "SelectPlan"]

@@ -20,8 +20,8 @@ from r2ccl.gpu.gpudirect_connect import connect_gpudirect
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.planning.cost_model import Fabric
 from r2ccl.planning.plan_cache import PlanCache
+from r2ccl.runtime.collectives import PlanSelector
 from r2ccl.runtime.engine import Engine
-from r2ccl.runtime.entry import Entry
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.fakedevice.forms import FakeLauncher
 from r2ccl.testing.simulation.gpus import GpuNetwork
@@ -95,7 +95,7 @@ class Rank:
         fabric = Fabric(self.engine.homes, 2)
         whole = Health.whole(self.nranks, 2, group.config.digest())
         self.plans = PlanCache(self.rank, self.nranks, fabric, group.config)
-        self.entry = Entry(self.engine, self.plans, whole)
+        self.entry = PlanSelector(self.engine, self.plans, whole)
         self.stream = self.device.caller_stream()
         self.opened: GpuDirectBackend | str = ""
         #: Where the caller's arrays are.

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from r2ccl.algos import packed_trees, tree
 from r2ccl.errors import InvalidArgument
 from r2ccl.failover.health.table import WHOLE, Health
-from r2ccl.planning.candidates import Terms
-from r2ccl.planning.collective_candidates import collective_candidates, ring_order
+from r2ccl.planning.allreduce_registry import Terms
+from r2ccl.planning.collective_registry import collective_candidates, ring_order
 from r2ccl.planning.cost_model import Fabric, Rates, put
 from r2ccl.planning.edge_loads import flows_of
 from r2ccl.schedule.check import check

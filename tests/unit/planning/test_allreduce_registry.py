@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r2ccl.config import ALGOS
-from r2ccl.planning.candidates import FAMILIES, Terms, candidates, expand
+from r2ccl.planning.allreduce_registry import FAMILIES, Terms, candidates, expand
 from r2ccl.planning.edge_loads import flows_of
 from r2ccl.planning.placement import Placement
 from r2ccl.schedule.check import check

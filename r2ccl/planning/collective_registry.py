@@ -19,7 +19,13 @@ from itertools import combinations, pairwise
 from r2ccl.algos import bridged_ring, dissemination, packed_trees, ring, spanning_tree, tree
 from r2ccl.errors import InvalidArgument
 from r2ccl.failover.health.table import WHOLE
-from r2ccl.planning.candidates import MOST_EDGES, MOST_TREES_PER_HOME, Candidate, Terms, at_home
+from r2ccl.planning.allreduce_registry import (
+    MOST_EDGES,
+    MOST_TREES_PER_HOME,
+    Candidate,
+    Terms,
+    at_home,
+)
 from r2ccl.planning.edge_loads import flows_of_cycle, flows_of_dissemination, flows_of_rooted_trees
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import Collective
