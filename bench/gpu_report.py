@@ -125,7 +125,7 @@ def allreduce_lines(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def judge(outcome: Outcome, rows: Sequence[dict[str, Any]]) -> None:
-    """SelectPlan rows into an outcome: what they have wrong, and which thresholds they miss.
+    """Enter rows into an outcome: what they have wrong, and which thresholds they miss.
 
     What a peer has wrong does not fail the bench, but is no comparison either: it is left out.
     """

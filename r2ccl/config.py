@@ -50,7 +50,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     fabric: str = "auto"
     #: RDMA ports to use, NCCL's syntax (``mlx5_0:1``); empty: all that are ACTIVE; ``none``: none.
     hca: str = ""
-    #: PlanSelector of the GID table queue pairs send from; -1: chosen by type and address.
+    #: Entry of the GID table queue pairs send from; -1: chosen by type and address.
     gid_index: int = -1
     #: Local ACK timeout: a NIC sends again after 4.096 us x 2**this without an acknowledgement ...
     ib_timeout: int = 16

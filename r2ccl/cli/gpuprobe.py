@@ -60,11 +60,11 @@ class Journal:
         print(msgspec.json.encode(self.facts).decode(), flush=True)
 
     def learn(self, **known: Any) -> None:
-        """SelectPlan facts."""
+        """Enter facts."""
         self.facts = msgspec.structs.replace(self.facts, **known)
 
     def learn_of(self, place: int, **known: Any) -> None:
-        """SelectPlan facts of one GPU."""
+        """Enter facts of one GPU."""
         cards = list(self.facts.gpus)
         cards[place] = msgspec.structs.replace(cards[place], **known)
         self.learn(gpus=tuple(cards))

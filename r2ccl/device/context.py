@@ -120,7 +120,7 @@ class PrimaryContext:
                 raise
 
     def keep(self, kind: str, handle: Any) -> int:
-        """SelectPlan what was made into the books; return its number."""
+        """Enter what was made into the books; return its number."""
         number = int(handle)
         with self._lock:
             self._books[kind][number] = None

@@ -4,8 +4,8 @@ The lower rank calls: it makes its end and offers its card; the higher rank make
 to the offered one and answers; the caller joins in turn, proves the way there and back, says so,
 and both take the path into use::
 
-    caller    Offer(card) ->              join, hello ... Joined    EndpointReady ->   use
-    answerer              join, Answer(card) ->                              use
+    caller    Offer(card) ->              join, hello ... Joined    EndpointReady ->    use
+    answerer              join, Answer(card) ->                                      use
 
 Whatever goes wrong, the caller begins again with fresh ends, after a pause that doubles, for as
 long as it takes; an answerer whose own port is not ready yet tries the same offer again until a

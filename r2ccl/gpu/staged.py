@@ -87,7 +87,7 @@ class StagedBackend(SignalledStream):
     slot_nbytes : int
         Size of each slot.
     enter, run : callable
-        SelectPlan a collective and run it on host memory.
+        Enter a collective and run it on host memory.
     check : callable
         Raises the error that ended the communicator, if any.
     clock : Clock

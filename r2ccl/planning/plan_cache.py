@@ -1,4 +1,4 @@
-"""PlanCache: what this rank does in a call of one shape, worked out once and kept.
+"""Plans: what this rank does in a call of one shape, worked out once and kept.
 
 `planner` chooses the schedule and its place on the rails, the checker refuses one that is wrong,
 `lowering` cuts it into slices, `kernels` has the arithmetic. A plan depends on the call's signature

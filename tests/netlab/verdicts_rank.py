@@ -13,7 +13,7 @@ import numpy as np
 
 import r2ccl
 
-#: An path_diagnosis of two rounds takes less; it is looked at again until it is over.
+#: A diagnosis of two rounds takes less; it is looked at again until it is over.
 SETTLE_S = 3.0
 
 

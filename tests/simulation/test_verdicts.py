@@ -18,7 +18,7 @@ from r2ccl.testing.simulation import (
 from r2ccl.types import PathKey
 
 RAIL = 1
-#: Long enough for path_diagnoses: each call is preceded by a pause, with nothing under way.
+#: Long enough for diagnoses: each call is preceded by a pause, with nothing under way.
 WORKLOAD = Workload(nranks=4, calls=(CallSpec(300),) * 4, busy_ms=(700,) * 4)
 #: Events at which the first call is under way.
 MOMENTS = range(700, 1_500, 200)

@@ -1,4 +1,4 @@
-"""Diagnosis: looks into every failed or suspect path until it has a verdict, and keeps it.
+"""The diagnosis: looks into every failed or suspect path until it has a verdict, and keeps it.
 
 `r2ccl.failover.diagnosis.protocol` says which questions to put; this room puts them: its own
 through the transport's probes, other ranks' by control message, and it answers theirs. It never
@@ -9,7 +9,7 @@ A failure is looked into at the next tick, when repairs under way are done: they
 another rank says is checked before it is used: a question about a rail there is none of, or about
 the very rank it is put to, is answered with "could not be asked".
 
-Must not import sockets, verbs or threads. Invariants: one path_diagnosis a path at a time and at
+Must not import sockets, verbs or threads. Invariants: one diagnosis a path at a time and at
 most `MAX_DIAGNOSES` in all; every question a rank puts is answered, or counts as unanswerable in
 time.
 """
@@ -57,7 +57,7 @@ class _News:
 
 
 class _Case:
-    """An path_diagnosis about `epoch` of its path; `has_failed`: it is more than a suspicion."""
+    """A diagnosis about `epoch` of its path; `has_failed`: it is more than a suspicion."""
 
     __slots__ = ("activity", "epoch", "has_failed", "numbers", "path_diagnosis", "said")
 
@@ -383,7 +383,7 @@ class Diagnosis:
 
 #: Inquiries at once; failures beyond wait, suspicions come again.
 MAX_DIAGNOSES = 32
-#: Questions of one rank that are being answered at once: two path_diagnoses' worth from each of its
+#: Questions of one rank that are being answered at once: two diagnoses' worth from each of its
 #: rails, with eight of them.
 MAX_SERVED = 64
 #: Beside a probe's time: a control message to a rank in user code, which looks at its transport

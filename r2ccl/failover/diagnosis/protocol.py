@@ -1,4 +1,4 @@
-"""PathDiagnosis: which questions to put about one path, until they give a `Verdict`.
+"""Diagnosis of one path: which questions to ask, until they give a `Verdict`.
 
 Theory of operation
 -------------------
@@ -310,7 +310,7 @@ def choose_auxiliaries(
     is_up: Callable[[PathKey], bool],
     bad: Collection[Port] = (),
 ) -> list[Auxiliary]:
-    """List auxiliaries for an path_diagnosis of rank `me`, best first.
+    """List auxiliaries for a diagnosis of rank `me`, best first.
 
     Third ranks before other rails, those in use before those that are not. One rank a NIC, and none
     of the two NICs in question, which ranks of one host may share. Ranks above `me` come first, so

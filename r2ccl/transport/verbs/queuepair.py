@@ -12,7 +12,7 @@ without payload).
 
 Receive requests carry no buffer: they are the right to be woken. There is one for every message,
 every landing place and every credit that can be under way, so the receiver is never not ready.
-RequestKind requests are made once and refilled, pyverbs' and, where the device has them, those of
+Work requests are made once and refilled, pyverbs' and, where the device has them, those of
 the compiled path. With `r2ccl.transport.verbs.device` and `r2ccl.transport.verbs.probe` the only
 room that sees pyverbs.
 

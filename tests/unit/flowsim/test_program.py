@@ -24,7 +24,7 @@ def schedule_of(*programs, nchunks=(1,)):
 
 
 def said(program, channel, rank):
-    """OpKind, chunk and ``after`` of the ops of one rank's channel."""
+    """Kind, chunk and ``after`` of the ops of one rank's channel."""
     starts = program.starts[program.shapes[channel]]
     found = []
     for row in range(starts[rank], starts[rank + 1]):

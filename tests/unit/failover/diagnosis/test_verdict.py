@@ -95,7 +95,7 @@ def inquire(nrails: int = 2, auxiliaries: tuple[Auxiliary, ...] = ()) -> PathDia
 
 
 class Run:
-    """An path_diagnosis in a world; answers come in an order of its own, or not at all."""
+    """A diagnosis in a world; answers come in an order of its own, or not at all."""
 
     def __init__(
         self, world: World, *, auxiliaries: list[Auxiliary] | None = None, seed: int = 0,
@@ -550,7 +550,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 def is_true(run: Run) -> bool:
-    """Whether the verdict is what the world, which the path_diagnosis cannot see, is like."""
+    """Whether the verdict is what the world, which the diagnosis cannot see, is like."""
     world, kind = run.world, run.kind
     if kind is VerdictKind.PEER_SLOW:
         return world.reaches(LOCAL, REMOTE)

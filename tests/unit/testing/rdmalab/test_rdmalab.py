@@ -20,7 +20,7 @@ from r2ccl.testing.rdmalab.packages import Need, find_kernel, fits
 from r2ccl.testing.rdmalab.shape import address_lines, device_lines, link_lines, sysctls
 from r2ccl.topology.hcas import Gid, Hca
 
-# MachineShape
+# Shape
 
 
 def test_a_lab_describes_itself_to_the_programs_in_it() -> None:
