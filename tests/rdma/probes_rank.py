@@ -53,7 +53,7 @@ def main() -> None:
         comm.allreduce(pids)
         if rank == 0:
             engine: Any = comm._engine
-            first = engine._failover.nrails - NICS  # rails of TCP come before
+            first = engine._transport.nrails - NICS  # rails of TCP come before
             keys = [ProbeKey(1, first + nic, first + nic) for nic in range(NICS)]
             report: dict[str, Any] = {
                 "joined": {nic: ask_until_answered(comm, key) for nic, key in enumerate(keys)}
