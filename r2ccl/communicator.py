@@ -842,12 +842,12 @@ class Communicator:
         )
 
     def _in_turn(self, fn: Callable[[], None]) -> None:
-        """Do something after all that goes on asynchronously, and wait for it.
+        """Run `fn` after all asynchronous calls issued so far; return when it has run.
 
         Raises
         ------
         ConcurrentCalls
-            Another thread is at it.
+            A blocking call is already running, in another thread or below a signal handler.
         """
         if self._worker.is_idle:
             if not self._turn.acquire(blocking=False):

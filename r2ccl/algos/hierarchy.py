@@ -194,8 +194,8 @@ def _require_teams(inner: Schedule, teams: Sequence[Sequence[int]]) -> None:
         leaders = [team[channel % len(team)] for team in teams]
         if leaders != sorted(leaders):
             raise InvalidArgument(
-                f"members={tuple(teams)}: leaders {leaders} of channel {channel} are not in the "
-                "order of their nodes; number nodes and members so that they are"
+                f"members={tuple(teams)}: the leaders of channel {channel} are ranks {leaders}, "
+                "which must ascend from node to node; reorder the nodes, or the ranks within a node"
             )
 
 

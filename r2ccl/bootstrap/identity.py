@@ -153,8 +153,8 @@ def _outbound_address() -> str:
             probe.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737): nobody's address
         except OSError as exc:
             raise InvalidArgument(
-                "there is no default route to tell which address the other hosts reach: "
-                "set R2CC_CONTROL_ADDRESS on every rank"
+                "there is no default route to tell which address the other hosts reach: set "
+                "R2CC_CONTROL_ADDRESS on every rank to an address of its own host that they reach"
             ) from exc
         address: str = probe.getsockname()[0]
         return address

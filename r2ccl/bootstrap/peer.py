@@ -386,7 +386,10 @@ class Peer:
             self._is_dark.clear()
 
     async def _watch(self) -> None:
-        """While no carrier speaks, ask the kernel at the other end whether anyone listens."""
+        """Probe the peer's listening ports while all connections to it are silent.
+
+        A refused connection means that its process is gone.
+        """
         targets = [*self._targets_over_management(), *self._targets_over_rails()]
         pause = _FIRST_PAUSE_S
         for target, source in itertools.cycle(targets):

@@ -139,9 +139,9 @@ class _Member:
             pause = min(2 * pause, _MAX_PAUSE_S)
         raise TransportTimeout(
             f"rank {self._hello.rank}: rank 0 was not reached at {self._where()} within "
-            f"{self._timeout_s:g} s (last attempt: {self._last_failure}): is it running, are "
-            "MASTER_ADDR, the port and the secret the same everywhere? "
-            "R2CC_INIT_TIMEOUT_S waits longer",
+            f"{self._timeout_s:g} s (last attempt: {self._last_failure}): check that it is running "
+            "and that MASTER_ADDR, the port and the secret are the same on all ranks, or raise "
+            "R2CC_INIT_TIMEOUT_S to wait longer",
             rank=self._hello.rank,
             peer=0,
         )

@@ -165,8 +165,8 @@ class _Listeners:
             ) from exc
         if not self.nics:
             raise InvalidArgument(
-                f"rank {self._rank}: no rail: no usable interface was found; "
-                "see R2CC_SOCKET_IFNAME and R2CC_RAILS"
+                f"rank {self._rank}: no usable network interface was found for a rail: name one "
+                "or more that are up with R2CC_SOCKET_IFNAME, such as eth,ib or =eth0"
             )
         self._rails = [self._open(wire.listen, nic.address, nic.name) for nic in self.nics]
         self._probes = [self._open(wire.reserve_port, nic.address, nic.name) for nic in self.nics]

@@ -1,17 +1,19 @@
 """Finds which rails are near each rank's GPU; all ranks get the same answer.
 
-Every rank shares the part of its machine between its GPU and the rails. The reports of a host's
-ranks merge into one machine, for which `r2ccl.topology.affinity` assigns home rails to GPUs, and
-finds the rails that a GPU reaches best through the memory of another one (NCCL's PXN). If a rank
-cannot report, or the ranks of a host have different NICs for a rail, all rails are home rails of
-all GPUs of that host.
+Every rank sends all others a report: the part of its host's topology between its GPU and its NICs.
+The reports of a host's ranks are merged into one machine, for which `r2ccl.topology.affinity`
+assigns home rails to GPUs, and finds the rails that a GPU reaches best through the memory of
+another one (NCCL's PXN). If a rank has no usable report, or the ranks of a host name different NICs
+for a rail, all rails are home rails of all GPUs of that host.
 
-A GPU gets n_rails / n_gpus home rails, capped by its own link. A spare rail goes to one more GPU,
-if that GPU can use it and it is as near as its other rails. It is never shared by several: the
-members of a host have equal parts of the data, and a rail shared by some would delay all.
+A GPU gets n_rails // n_gpus home rails, at least one, but no more than its own PCIe link can use. A
+rail that is left over goes to one GPU that can use it, if it is no farther than its other home
+rails. It is never given to several: the ranks of a host have equal parts of the data, so a rail
+shared by some of them would delay all.
 
-The machine is passed in, not read. Invariants: all ranks return the same home rails, whatever fails
-and whatever reports say; and soon, since reports larger than those of any real machine are refused.
+The caller passes in the function that reads the machine. Invariants: all ranks return the same home
+rails, whatever fails and whatever the reports contain; the time is bounded, because reports larger
+than those of any real machine are refused.
 """
 
 from __future__ import annotations

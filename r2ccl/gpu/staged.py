@@ -249,7 +249,7 @@ class StagedBackend(SignalledStream):
         job.windows.append((window, event, number))
 
     def _enqueue_copy_in(self, job: StagedJob, window: Window, number: int, itemsize: int) -> None:
-        """Enqueue the copy of the result from the slot, after the host's signal."""
+        """Enqueue a wait for the host's signal, then the copy of the result from the slot."""
         self._wait_for_signal(number)
         rows = self._rows_written(job.call)
         if not (rows.number and window.length):

@@ -1,14 +1,15 @@
-"""Edge colouring with capacities: edges to rails, so that no port has more than its share allows.
+"""Edge colouring with capacities: assigns edges to rails so that no port exceeds its share.
 
-Vertices are what edges end at, colours are rails. A vertex has a share of each colour, and room for
-``edges * share / WHOLE`` edges of it, rounded down. `even_out` finds colours for the least `edges`
-it can.
+A vertex is a node, or one direction of a node's traffic; a colour is a rail; a vertex with a colour
+is a port. If a whole port (share `WHOLE`) takes `edges` edges, another one takes ``edges * share //
+WHOLE``. `even_out` looks for the least `edges` for which it finds a colouring.
 
-It works as proofs of Vizing's and König's theorems do: a vertex with an edge too many of one colour
-gives an edge another one, for which it has room; the edge's other end may then have too many of
-that, and gives one back; and so on, along the shortest path that ends where there is room.
+As in proofs of Vizing's and König's theorems, excess is moved along an alternating path: a vertex
+that is over its capacity in one colour recolours one of its edges to a colour in which it has room.
+If that puts the edge's other end over its capacity, that vertex recolours one of its edges in turn,
+and so on. Breadth-first search finds the shortest path that ends at a vertex with room.
 
-Pure. Invariant: equal arguments, equal colours.
+Pure. Invariant: equal arguments give equal colours.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Planner:
         return best(gauges or found)
 
     def _small(self, call: CallSignature, terms: Terms, health: Health) -> Choice:
-        """Choose for data that fits one eager slice, or none."""
+        """Choose the schedule of a call without data, or whose data fits one eager slice."""
         nranks = health.nranks
         is_bridged = not terms.is_connected and terms.is_joined
         if call.collective in PARTED:

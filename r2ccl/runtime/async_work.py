@@ -125,7 +125,7 @@ class Work:
         if not is_over:
             raise TransportTimeout(
                 f"the collective is not over after {limit_s:g} s; it goes on: wait again, or call "
-                "pending() to see what it waits for",
+                "the communicator's pending() to see what it waits for",
                 status="TIMEOUT",
             )
         return self._result

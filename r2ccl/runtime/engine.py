@@ -457,7 +457,8 @@ class Engine:
         """Free the transport, when the call that is under way, if one is, has ended."""
         if not self._owner.acquire(timeout=_LAST_CALL_S):
             _log.error(
-                "rank %d: a call did not end within %g s; its transport is kept",
+                "rank %d: a call still runs %g s after the communicator was closed: its "
+                "connections and memory stay in use until the process ends; end it to free them",
                 self.rank, _LAST_CALL_S,
             )  # fmt: skip
             return

@@ -140,7 +140,7 @@ class JoinedPair:
         return side.of(kind)
 
     def cleared(self, region: bytearray, seq: int = 0) -> object:
-        """Have b name a landing place; return the token a got for it."""
+        """Have side `b` name a landing place for slice `seq`; return the token side `a` gets."""
         before = len(self.a.of(Cleared))
         self.b.want(seq, region)
         return self.until_count(self.a, Cleared, before + 1)[-1].token

@@ -1,8 +1,9 @@
-"""An open RDMA device in NumPy memory: what pyverbs' objects point to, and the objects.
+"""A fake of an open RDMA device: stand-ins for pyverbs' objects, and the C structs they point to.
 
-The structs and the table of functions are laid out as libibverbs does it; the functions are the
-caller's. So what looks behind pyverbs' objects and calls the table needs no device to be tested,
-and `rates` no device to be measured. Must not import pyverbs.
+Structs and function table are in NumPy memory and have libibverbs' layout; the caller supplies the
+addresses of the functions. So code that reads those structs and calls the table directly (the
+compiled path) can be tested, and `rates` can measure what it costs, without a device. Must not
+import pyverbs.
 
 Invariant: the memory of a `FakeNic` lives as long as the `FakeNic`, and no longer.
 """

@@ -213,7 +213,7 @@ def test_one_rank_without_rails_fails_all() -> None:
             for rank in range(2)
         ]
         for future in futures:
-            with pytest.raises(InvalidArgument, match="rank 1: no rail"):
+            with pytest.raises(InvalidArgument, match="rank 1: no usable network interface"):
                 future.result(WAIT_S)
 
 

@@ -102,7 +102,7 @@ class HealthAgreed(msgspec.Struct, frozen=True):
 
 
 class Late(msgspec.Struct, frozen=True):
-    """Action: tell the user that the round of `version` waits for `ranks`, and has for long."""
+    """Action: tell the user that the round for `version` has waited for `ranks` too long."""
 
     version: int
     ranks: tuple[int, ...]
@@ -189,12 +189,13 @@ class Agreement:
         self._member.skip_to(op)
 
     def health_of(self, op: int) -> Health:
-        """Return what every rank plans collective `op` with.
+        """Return the health with which every rank plans collective `op`.
 
         Raises
         ------
         InternalError
-            `op` is long past, or so far ahead that its version may still change.
+            `op` is before the last collective started, or so far ahead that its version may still
+            change.
         """
         return self._member.health_of(op)
 

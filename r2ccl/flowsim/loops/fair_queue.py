@@ -85,7 +85,7 @@ def place(s: FlowState, link: int) -> None:
 
 @inlined
 def _part_left(s: FlowState, seat: int, port: int) -> float:
-    """Bytes that the port has not served yet; get up."""
+    """Remove `seat` from the port's queue; return how many bytes were not served yet."""
     if s.seats[seat].next == AWAY:
         return 0.0
     settle(s, port)

@@ -135,11 +135,11 @@ NCOUNTS = 11
 
 
 class FlowState(NamedTuple):
-    """The schedule, the network, and how far it has come.
+    """State of a simulation: the schedule, the network, and the progress so far.
 
-    Heaps are arrays of keys beside arrays of numbers. Of the two entries along the first axis of
-    ``alpha_s``, ``landings``, ``landing_first`` and ``landing_count`` the first is for ways through
-    the network, the second for those inside a node; ``landings`` are rings.
+    A heap is two parallel arrays: keys, and the indices of the items. In ``alpha_s``, ``landings``,
+    ``landing_first`` and ``landing_count``, index 0 of the first axis is for links over the
+    network, index 1 for links inside a node. Each row of ``landings`` is a circular buffer.
     """
 
     rows: Records

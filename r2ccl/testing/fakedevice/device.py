@@ -386,12 +386,12 @@ class FakeDevice(FakeProcess):
         self._board.enqueue(self._stream(stream), operation)
 
     def close(self) -> None:
-        """See `Device`; work of other streams on what was made here is an error.
+        """See `Device.close`. Memory allocated here must no longer be in use by other streams.
 
         Raises
         ------
         StillInUse
-            There is such work, or that of a stream made here does not end.
+            It is, or a stream created here did not finish in time.
         """
         if self._is_closed:
             return

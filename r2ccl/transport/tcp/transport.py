@@ -336,7 +336,8 @@ class TcpTransport(Dialed):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
             except OSError as exc:
                 _log.info(
-                    "rank %d: congestion control %s is not to be had (%s), using the default",
+                    "rank %d: TCP congestion control %s cannot be set (%s); the system's is used: "
+                    "load or allow it in the kernel, or choose another with R2CC_TCP_CONGESTION",
                     self._rank, congestion, exc,
                 )  # fmt: skip
 

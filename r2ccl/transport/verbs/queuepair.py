@@ -1,25 +1,26 @@
 """A reliable queue pair: one end of one path over one RDMA NIC.
 
-Two things travel on it, both as RDMA_WRITE_WITH_IMM, so that each wakes the peer once:
+It carries two kinds of traffic, both as RDMA_WRITE_WITH_IMM, so that each wakes the peer once:
 
 - *messages* (headers, landing places, confirmations, eager payloads) into the peer's ring, whose
   places the sender chooses (`r2ccl.transport.verbs.ring`);
 - *slices* into the landing place their receiver named.
 
-The immediate data says which: two bits of kind, eight that the receiver drew for this life of the
-path, then a ring offset, a landing place's number, or a count of consumed messages (a credit,
-without payload).
+The 32 bits of immediate data are: two bits that say which; eight bits of *mark*, a random number
+that the receiver draws for each connection, so that data of an earlier one is recognised; and 22
+bits that are an offset in the ring, the number of a landing place, or a count of consumed messages
+(a credit, sent without payload).
 
-Receive requests carry no buffer: they are the right to be woken. There is one for every message,
-every landing place and every credit that can be under way, so the receiver is never not ready.
-Work requests are made once and refilled, pyverbs' and, where the device has them, those of
-the compiled path. With `r2ccl.transport.verbs.device` and `r2ccl.transport.verbs.probe` the only
-room that sees pyverbs.
+Receive requests receive no data; they only produce completions. One is posted for every message,
+landing place and credit that can be under way, so the receiver is never not ready. Work requests
+are made once and refilled: those of pyverbs and, where the device has it, those of the compiled
+path. Of the library, only this module, `r2ccl.transport.verbs.device` and
+`r2ccl.transport.verbs.probe` import pyverbs.
 
-A queue pair has many lives: `reset` ends one, `renew` begins the next, with another packet
-sequence number, another mark and another life in the numbers of its requests. It is destroyed only
-when nothing else is left, for that can take seconds: a NIC waits for packets that still wait for
-the wire.
+A queue pair is used again: `reset` ends a connection, `renew` prepares the next one (a new *life*)
+with another packet sequence number, another mark, and another life in the numbers of its requests.
+It is destroyed only at the end, or if flushing or resetting it fails: that can take seconds,
+because the NIC first waits for packets that are not on the wire yet.
 
 Invariant: a request is posted only while the queue has room; the count of retired requests grows
 in the order they were posted.

@@ -131,7 +131,7 @@ def test_every_rank_is_on_one_node(members: list[tuple[int, ...]]) -> None:
 
 @pytest.mark.parametrize("members", [[(2, 3), (0, 1)], [(0, 2, 4), (1, 3)]])
 def test_leaders_are_in_the_order_of_their_nodes(members: list[tuple[int, ...]]) -> None:
-    with pytest.raises(InvalidArgument, match="not in the order of their nodes"):
+    with pytest.raises(InvalidArgument, match="must ascend from node to node"):
         hierarchy.wrap(ring.allreduce(2, 3), members)
 
 
