@@ -5,7 +5,7 @@ floats); the types it lacks start at 16. Numbers are part of the wire protocol: 
 never change and are never used again for another type. ``longdouble`` has none, because its layout
 differs between machines; ``bool`` has none, because its sum is not a bool.
 
-This room imports NumPy and, where it is installed, ml_dtypes; of the library only `errors`.
+This module imports NumPy and, where it is installed, ml_dtypes; of the library only `errors`.
 Invariant: every type here is in the machine's own byte order and holds plain numbers.
 """
 

@@ -1,6 +1,6 @@
-"""The values every room speaks in: reductions, NICs, rails, paths, probes.
+"""The values that all packages use: reductions, NICs, rails, paths, probes.
 
-Values only: no I/O, no clock, no state; this room imports nothing of the library.
+Values only: no I/O, no clock, no state; this module imports nothing of the library.
 """
 
 from __future__ import annotations

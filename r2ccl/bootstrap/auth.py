@@ -15,7 +15,7 @@ can be neither replayed nor reflected. The acceptor looks into the claim only af
 What is proved is who opened the connection. The bytes after it are neither encrypted nor
 authenticated: someone who can rewrite packets on the path is outside the fault model.
 
-This room does no I/O, reads no clock and draws no random number (nonces are passed in); it
+This module does no I/O, reads no clock and draws no random number (nonces are passed in); it
 imports nothing but ``errors``. Invariant: a secret never shows in a repr, a message or a pickle.
 """
 

@@ -2,7 +2,7 @@
 
 A rank that is busy in user code must still answer its peers, so the control thread always runs.
 The data plane talks to it through `ControlPlane`, whose methods return at once from any thread,
-and is told through a `ControlHandler`, in the control thread. This module imports no other room
+and is told through a `ControlHandler`, in the control thread. This module imports no other package
 of its level: what a message means, and which socket is used for what, is decided above.
 
 Invariants: a message is handed over exactly once and in order, whatever happens to the

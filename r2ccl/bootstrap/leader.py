@@ -60,7 +60,7 @@ _BIND_PAUSE_S = 0.25
 _RESOLVE_PAUSE_S = 0.5
 
 
-class _Guest(msgspec.Struct):
+class _Member(msgspec.Struct):
     """A rank as rank 0 sees it."""
 
     hello: Hello
@@ -71,7 +71,7 @@ class _Guest(msgspec.Struct):
 
 
 class Leader:
-    """Meet nranks - 1 guests; parameters as of `r2ccl.bootstrap.rendezvous.meet`."""
+    """Meet nranks - 1 members; parameters as of `r2ccl.bootstrap.rendezvous.meet`."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Leader:
         self._prepare = prepare
         self._rejections = rejections
         self._timeout_s = timeout_s
-        self._guests: dict[int, _Guest] = {}
+        self._members: dict[int, _Member] = {}
         self._surplus: list[socket.socket] = []
         self._faults: list[str] = []
         #: Those that left.
@@ -116,21 +116,24 @@ class Leader:
         finally:
             for task in self._tasks:
                 task.cancel()
-            for open_sock in [*self._surplus, *(guest.sock for guest in self._guests.values())]:
+            for open_sock in [*self._surplus, *(member.sock for member in self._members.values())]:
                 open_sock.close()
             await listener.close()
             self._identity.secret.retract()
 
     async def _lead(self, secret: Secret, sock: socket.socket) -> Meeting:
         await self._gather_hellos()
-        hosts = {self._hello.host, *(guest.hello.host for guest in self._guests.values())}
+        hosts = {self._hello.host, *(member.hello.host for member in self._members.values())}
         welcome = Welcome(secrets.token_bytes(COMMUNICATOR_ID_NBYTES), len(hosts) == 1)
         await self._tell_everyone(welcome)
         own = self._prepare(welcome.is_on_one_host, self._own_address(sock))
-        await asyncio.gather(*(self._await_ready(guest) for guest in self._guests.values()))
+        await asyncio.gather(*(self._await_ready(member) for member in self._members.values()))
         if self._faults:
             raise InvalidArgument("; ".join(self._faults))
-        infos = [own, *(guest.info for guest in self._guests.values() if guest.info is not None)]
+        infos = [
+            own,
+            *(member.info for member in self._members.values() if member.info is not None),
+        ]
         table = Table(_with_common_rails(infos))
         await self._tell_everyone(table)
         return Meeting(welcome.communicator_id, secret, table.peers)
@@ -172,9 +175,9 @@ class Leader:
             await asyncio.sleep(_RESOLVE_PAUSE_S)
 
     def _own_address(self, listening: socket.socket) -> str:
-        """Return what the first guest reached: the listener may be bound to every address."""
-        for guest in self._guests.values():
-            return str(guest.sock.getsockname()[0])
+        """Return what the first member reached: the listener may be bound to every address."""
+        for member in self._members.values():
+            return str(member.sock.getsockname()[0])
         return str(listening.getsockname()[0])
 
     # -- first round ------------------------------------------------------------------------
@@ -182,10 +185,10 @@ class Leader:
     async def _admit(self, claim: Claim, listener: int) -> Handover:
         if claim.purpose is not Purpose.RENDEZVOUS:
             raise HandshakeRejected("not a rendezvous")
-        return self._receive_guest
+        return self._receive_member
 
-    def _receive_guest(self, sock: socket.socket) -> None:
-        self._surplus.append(sock)  # until it is a guest
+    def _receive_member(self, sock: socket.socket) -> None:
+        self._surplus.append(sock)  # until it is a member
         task = asyncio.get_running_loop().create_task(self._greet(sock))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -201,8 +204,8 @@ class Leader:
                 f"rank {hello.rank} was started for {hello.nranks} ranks, "
                 f"rank 0 for {self._identity.nranks}: WORLD_SIZE must be equal everywhere"
             )
-        elif hello.rank == 0 or hello.rank in self._guests:
-            first = self._hello if hello.rank == 0 else self._guests[hello.rank].hello
+        elif hello.rank == 0 or hello.rank in self._members:
+            first = self._hello if hello.rank == 0 else self._members[hello.rank].hello
             self._fault(
                 f"rank {hello.rank} was started twice: pid {first.pid} on {_name(first)} and "
                 f"pid {hello.pid} on {_name(hello)}"
@@ -212,11 +215,11 @@ class Leader:
             reader = asyncio.get_running_loop().create_task(wire.receive_message(sock))
             self._tasks.add(reader)
             reader.add_done_callback(partial(self._on_read, hello))
-            self._guests[hello.rank] = _Guest(hello, sock, reader)
+            self._members[hello.rank] = _Member(hello, sock, reader)
             self._announce()
 
     def _on_read(self, hello: Hello, reader: asyncio.Task[bytes]) -> None:
-        """See whether a guest that was read from has left."""
+        """See whether a member that was read from has left."""
         self._tasks.discard(reader)
         exc = None if reader.cancelled() else reader.exception()
         if exc is not None:
@@ -236,14 +239,14 @@ class Leader:
 
     async def _gather_hellos(self) -> None:
         everyone = self._identity.nranks - 1
-        while len(self._guests) < everyone and not self._faults:
+        while len(self._members) < everyone and not self._faults:
             await self._progress.wait()
         if self._faults:
             await self._await_stragglers(everyone)
         odd = [
-            guest.hello.rank
-            for guest in self._guests.values()
-            if guest.hello.digest != self._hello.digest
+            member.hello.rank
+            for member in self._members.values()
+            if member.hello.digest != self._hello.digest
         ]
         if odd:
             names = ", ".join(f"R2CC_{name.upper()}" for name in AGREED)
@@ -257,28 +260,28 @@ class Leader:
     async def _await_stragglers(self, everyone: int) -> None:
         try:
             async with asyncio.timeout(_FAULT_GRACE_S):
-                while len(self._guests) < everyone:
+                while len(self._members) < everyone:
                     await self._progress.wait()
         except TimeoutError:
             logger.debug("some ranks will not hear what went wrong")
 
     # -- second round -----------------------------------------------------------------------
 
-    async def _await_ready(self, guest: _Guest) -> None:
+    async def _await_ready(self, member: _Member) -> None:
         try:
-            message = decode(await guest.reader)
+            message = decode(await member.reader)
         except OSError:
             return  # noted when it was read
         if isinstance(message, Ready):
-            guest.info = message.info
+            member.info = message.info
         else:
             text = message.text if isinstance(message, MeetingFailed) else "out of step"
-            self._faults.append(f"rank {guest.hello.rank} failed: {text}")
+            self._faults.append(f"rank {member.hello.rank} failed: {text}")
 
     async def _tell_everyone(self, message: Greeting) -> None:
-        """Tell all guests; one that cannot be told is found missing in the next round."""
+        """Tell all members; one that cannot be told is found missing in the next round."""
         body = encode(message)
-        socks = [*self._surplus, *(guest.sock for guest in self._guests.values())]
+        socks = [*self._surplus, *(member.sock for member in self._members.values())]
         try:
             async with asyncio.timeout(VERDICT_MARGIN_S):
                 sends = (wire.send_message(sock, body) for sock in socks)
@@ -296,11 +299,11 @@ class Leader:
     def _account_of_timeout(self) -> MeetingFailed:
         if self._faults:
             return MeetingFailed("; ".join(self._faults))
-        present = {0, *self._guests}
+        present = {0, *self._members}
         missing = [rank for rank in range(self._identity.nranks) if rank not in present]
         where = f"{self._identity.address}:{self._identity.port}"
         if not missing:
-            silent = [guest.hello.rank for guest in self._guests.values() if guest.info is None]
+            silent = [member.hello.rank for member in self._members.values() if member.info is None]
             return MeetingFailed(
                 f"ranks {silent} arrived at rank 0 ({where}) but did not open their listeners "
                 f"within {self._timeout_s:g} s: look at their logs",

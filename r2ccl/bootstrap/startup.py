@@ -1,7 +1,7 @@
 """From a configuration to a running control plane: who am I, meet the others, listen.
 
 The one entry point of the room. Which NICs become rails is asked of the caller, since topology is
-another room of the same level.
+another package of the same layer.
 """
 
 from __future__ import annotations

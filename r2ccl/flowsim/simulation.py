@@ -1,6 +1,6 @@
 """Run a schedule on a network of numbers, slice by slice.
 
-Imports the rest of this room. Invariant: equal arguments, equal outcomes, to the last bit.
+Imports the rest of this package. Invariant: equal arguments, equal outcomes, to the last bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Executor: runs a schedule; the only room where schedule, links and kernels meet.
+"""Executor: runs a schedule; the only module where schedule, links and kernels meet.
 
 One `LaneRun` per channel of the call walks the lane's steps slice by slice: it posts a send when
 what it reads is there, names a landing place when what it overwrites is released, and reduces a

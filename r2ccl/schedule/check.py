@@ -1,6 +1,6 @@
 """Refuse a schedule that is not right, before any byte moves.
 
-Imports the rest of this room. Invariant: a schedule that `check` accepts computes its collective
+Imports the rest of this package. Invariant: a schedule that `check` accepts computes its collective
 in place and out of place, for any slice size, on an executor that keeps to what `ir` says and
 has at least room for one slice a link; nothing else about the executor is assumed.
 

@@ -1,6 +1,6 @@
 """Count what a schedule costs from its ops: the check on what the algorithms declare.
 
-Imports the rest of this room. Invariant: exact counts, no model of a network; seconds are the
+Imports the rest of this package. Invariant: exact counts, no model of a network; seconds are the
 planner's business.
 """
 

@@ -5,7 +5,8 @@ number of messages on the longest chain that ends with it, as the event graph ha
 show what waits for what, not how long anything takes. A panel shows one channel, since channels run
 beside one another.
 
-Imports the rest of this room. Invariant: text out, nothing else; equal schedules give equal text.
+Imports the rest of this package. Invariant: text out, nothing else; equal schedules give equal
+text.
 """
 
 from __future__ import annotations

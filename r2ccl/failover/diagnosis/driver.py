@@ -1,6 +1,6 @@
 """The diagnosis: looks into every failed or suspect path until it has a verdict, and keeps it.
 
-`r2ccl.failover.diagnosis.protocol` says which questions to put; this room puts them: its own
+`r2ccl.failover.diagnosis.protocol` says which questions to put; this module puts them: its own
 through the transport's probes, other ranks' by control message, and it answers theirs. It never
 decides that a path moves: hard evidence has moved it already (`r2ccl.failover.migration.driver`),
 and a slow peer's stays.

@@ -7,9 +7,9 @@ listens from the communicator's first day. Only the old control plane says who i
 successor lost and the old control plane did not was late, and is met again.
 
 The calling thread owns the table and connects the new communicator; the control thread only queues
-what it hears, and interrupts a connecting that has become pointless. This room does not know what a
-communicator is, beyond `Successor`. Invariants: every wait ends by the deadline; of the successors
-made, the one that is returned is the only one left open.
+what it hears, and interrupts a connecting that has become pointless. This module does not know what
+a communicator is, beyond `Successor`. Invariants: every wait ends by the deadline; of the
+successors made, the one that is returned is the only one left open.
 """
 
 from __future__ import annotations

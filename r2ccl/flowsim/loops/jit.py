@@ -1,4 +1,4 @@
-"""How this room compiles its loops with Numba.
+"""How this package compiles its loops with Numba.
 
 Imports Numba (about 0.5 s). Invariant: a loop found in Numba's cache on disk is the one that the
 sources say. Numba itself looks at the file of the function that Python calls and at no other.
@@ -28,7 +28,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 #: Runs until a time and returns whether it got there; False: the landings need more room.
 Loop = Callable[[FlowState, float], bool]
 
-#: Changes with any source of this room. A number that a function closes over is part of its key
+#: Changes with any source of this package. A number that a function closes over is part of its key
 #: in the cache.
 STAMP = zlib.crc32(b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py"))))
 

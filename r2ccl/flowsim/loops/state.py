@@ -1,6 +1,6 @@
 """Everything a simulation knows while it runs: records in flat arrays, for compiled loops.
 
-Imports NumPy. Invariant: once a simulation has begun only the loops of this room write here, and
+Imports NumPy. Invariant: once a simulation has begun only the loops of this package write here, and
 they resize nothing: whatever could grow has room for the worst case, or the loop returns to be
 given more.
 

@@ -1,6 +1,6 @@
 """One RDMA NIC port, opened: context, protection domain, completion queue, async events.
 
-With `r2ccl.transport.verbs.queuepair` and `r2ccl.transport.verbs.probe` the only room that sees
+With `r2ccl.transport.verbs.queuepair` and `r2ccl.transport.verbs.probe` the only module that sees
 pyverbs. pyverbs holds the GIL in every call, so nothing here is called that could block:
 descriptors are polled first, and neighbours are known before queue pairs are connected to them.
 Completions are taken, and requests posted, by compiled code instead

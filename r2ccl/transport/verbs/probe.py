@@ -11,8 +11,8 @@ ports come within seconds, before it is joined anew. They get the same answer, s
 `_SILENCE_S`; after that there is no connection to ask by.
 
 An end makes its queue pair when that is first needed, so that one that finds no way to its peer
-costs nothing. Beside `r2ccl.transport.verbs.device` and `r2ccl.transport.verbs.queuepair` this room
-sees pyverbs.
+costs nothing. Beside `r2ccl.transport.verbs.device` and `r2ccl.transport.verbs.queuepair` this
+module sees pyverbs.
 
 Invariant: a probe that was asked is reported once; an end has a queue pair until it is discarded.
 """

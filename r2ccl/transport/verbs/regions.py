@@ -1,7 +1,7 @@
 """Memory regions: one allocation on every NIC, or on none, and refusals put into words.
 
 The NICs and their library are behind two small interfaces, `Registrar` and `MemoryRegion`; a kind
-of memory (the host's, a GPU's) is behind `Memory`. This room sees neither pyverbs nor CUDA.
+of memory (the host's, a GPU's) is behind `Memory`. This module sees neither pyverbs nor CUDA.
 
 Invariant: `register_everywhere` leaves a region on every NIC or on none.
 """
