@@ -1,4 +1,4 @@
-"""What the parts of one rank's data path have in common, told to each when it is made."""
+"""Values that all parts of one rank's data path are given when they are made."""
 
 from __future__ import annotations
 

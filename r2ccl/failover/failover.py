@@ -1,4 +1,4 @@
-"""What a rank does about failures: every event comes in here and goes to the concept it concerns.
+"""Failover of one rank: every event of a failure comes in here and goes to its concept.
 
 Events come from the transport, the control plane, the link monitor and the clock (`tick`). Owned
 by one caller at a time, and never blocks.
@@ -325,7 +325,7 @@ class Failover:
                 path.key, "FLOW_STUCK: the rail answers, this flow only retransmits"
             )
 
-    # What the parts tell each other
+    # Between the parts
 
     def _connect(self, key: PathKey) -> None:
         self.migration.connect(key)

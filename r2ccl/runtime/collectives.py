@@ -1,4 +1,4 @@
-"""How a collective begins, whatever memory it is on; and those on host memory, to the engine.
+"""Begins collectives, whatever memory they are on, and runs those on host memory.
 
 Owned by one thread at a time: the caller's, or the communicator's worker, which runs what goes on
 asynchronously and the host's part of collectives on device memory. Imports everything down to the

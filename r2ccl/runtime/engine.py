@@ -152,7 +152,7 @@ class Engine:
 
     @property
     def error(self) -> R2cclError | None:
-        """What ended the communicator."""
+        """The error that ended the communicator, if one did."""
         return self._revocation.error
 
     def repairs(self) -> tuple[Repair, ...]:

@@ -1,4 +1,4 @@
-"""What a rank has under way and what it waits for, as values and in words.
+"""Status of a rank: the calls under way and the peers it waits for, as values and in words.
 
 Read in any thread, also by a signal handler, and without a lock, so that a loop that hangs does
 not keep it from being read: each table is copied in one step, and numbers that belong together may

@@ -1,4 +1,4 @@
-"""What shall go wrong, where and when: faults as values.
+"""Faults as values: an action, its target, and the moment it strikes.
 
 Must not import sockets or processes. Invariant: a fault that exists is well-formed on its own;
 `check_fits` adds that it fits a lab.

@@ -1,1 +1,1 @@
-"""What each rail carries, measured from the slices it carries, and the shares that follow."""
+"""Rates of rails, measured from the slices they carry, and the shares of work that follow."""

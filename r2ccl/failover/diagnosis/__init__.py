@@ -1,1 +1,1 @@
-"""What failed: local NIC, remote NIC, link or slow peer, asked from three points."""
+"""Finds out by probes from three points whether a local NIC, a remote NIC or a link failed."""
