@@ -1,7 +1,4 @@
-"""The user's object: validate, plan, run.
-
-Nothing is decided here: `planner` chooses the schedule, `executor` walks it, `engine` waits.
-"""
+"""Communicator: the collectives of a group of ranks, its state, and its end."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
-from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,10 +19,7 @@ from r2ccl.config import Config
 from r2ccl.device.base import Device
 from r2ccl.errors import (
     CommunicatorRevoked,
-    ConcurrentCalls,
     InvalidArgument,
-    R2cclError,
-    ScheduleError,
     TransportError,
     TransportTimeout,
 )
@@ -35,21 +27,19 @@ from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.port_map import port_map_of
 from r2ccl.failover.diagnosis.verdict import Verdict
 from r2ccl.failover.health.driver import Known
-from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.repairs import Repair
 from r2ccl.failover.shrink.driver import EventQueue, regroup
 from r2ccl.failover.shrink.protocol import Shrinking
 from r2ccl.gpu.collectives import DeviceCollectives
 from r2ccl.gpu.hardware import Hardware
-from r2ccl.planning.cost_model import Choice, Fabric
+from r2ccl.gpu.plan_selector import PlanSelector
+from r2ccl.planning.cost_model import Fabric
 from r2ccl.planning.plan_cache import PlanCache
 from r2ccl.planning.planner import Explanation
 from r2ccl.runtime import arguments, forking, status
-from r2ccl.runtime.arguments import Request
-from r2ccl.runtime.arrays.buffers import Buffer, as_buffer
-from r2ccl.runtime.arrays.cuda import DeviceBuffer
-from r2ccl.runtime.async_work import Task, Work, Worker
-from r2ccl.runtime.collectives import HostCollectives, PlanSelector
+from r2ccl.runtime.arguments import as_buffer
+from r2ccl.runtime.async_work import Worker
+from r2ccl.runtime.collectives import Collectives
 from r2ccl.runtime.ending import Ending
 from r2ccl.runtime.engine import Engine, RegisteredMemory
 from r2ccl.runtime.executor import LandingPool
@@ -105,15 +95,10 @@ class Communicator:
         self._nrails = transport.nrails
         #: The local ends of all rails; the control plane knows those of sockets.
         self._rails = tuple(rails) or control.nics
-        self._is_closed = False
         #: This process is a child of the one that made it.
         self._is_forked = False
         #: All ranks have taken leave: there is nobody to be told of anything.
         self._is_left = False
-        #: Held while a collective is under way, from its first copy to its last.
-        self._turn = threading.Lock()
-        #: The thread whose collective it is; 0: the worker's, or none.
-        self._caller = 0
         self._monitor: LinkMonitor | None = None
         self._signal_dump: SignalDump | None = None
         nodes = _nodes(control.peers)
@@ -131,13 +116,10 @@ class Communicator:
             port_map=port_map_of(self.rank, control.peers, self._rails),
         )
         self._engine = Engine(context, control)
-        self._whole = Health.whole(self.nranks, self._nrails, config.digest())
         fabric = Fabric(context.homes, control.nwires, nodes)
         self._plans = PlanCache(self.rank, self.nranks, fabric, config)
-        pool = LandingPool(transport.allocate)
-        self._entry = PlanSelector(self._engine, self._plans, self._whole)
-        self._host = HostCollectives(self._engine, self._entry, pool)
-        self._worker = Worker(f"r2ccl-worker-{self.rank}", self._turn, self._on_call_error)
+        turn = threading.Lock()
+        self._worker = Worker(f"r2ccl-worker-{self.rank}", turn, self._engine.fail_call)
         self._on_device = DeviceCollectives(
             self.rank,
             timeout_s=config.timeout_s,
@@ -145,6 +127,14 @@ class Communicator:
             check=self._engine.check,
             open_device=hardware.open,
             select_backends=self._select_backends,
+        )
+        self._collectives = Collectives(
+            self._engine,
+            self._plans,
+            LandingPool(transport.allocate, config.landing_depth),
+            worker=self._worker,
+            turn=turn,
+            start_on_device=self._on_device.start,
         )
         self._ending = Ending(
             f"r2ccl-ending-{self.rank}",
@@ -163,7 +153,7 @@ class Communicator:
             self._monitor = self._watch_carriers()
             self._engine.start()
             if self._is_measured():
-                rates = self._host.calibrate(self._choose)
+                rates = self._collectives.calibrate()
                 self._plans.measured(rates)
                 if len({info.host for info in self._control.peers}) == self.nranks:
                     self._engine.set_nominal_rate(rates.beta)
@@ -226,7 +216,7 @@ class Communicator:
         may round differently (docs/fault-model.md). If the call raises, `out` is undefined.
         Calls of one communicator are carried out in their order, whatever they are asynchronous to.
         """
-        return self._start(stream, async_op, arguments.allreduce, x, out, op)
+        return self._collectives.start(stream, async_op, arguments.allreduce, x, out, op)
 
     def allgather(
         self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False
@@ -260,7 +250,7 @@ class Communicator:
         *Collective*: all ranks. *Cost*: a ring that sends (n - 1)/n of `out` per rank.
         """
         make = arguments.allgather
-        return self._start(stream, async_op, make, x, out, self.rank, self.nranks)
+        return self._collectives.start(stream, async_op, make, x, out, self.rank, self.nranks)
 
     def reduce_scatter(
         self,
@@ -306,7 +296,7 @@ class Communicator:
         the size of `x` for partial sums, kept from call to call.
         """
         make = arguments.reduce_scatter
-        return self._start(stream, async_op, make, x, out, op, self.rank, self.nranks)
+        return self._collectives.start(stream, async_op, make, x, out, op, self.rank, self.nranks)
 
     def broadcast(
         self,
@@ -348,7 +338,7 @@ class Communicator:
         above, a pipeline through all ranks in which each receives and sends the data once.
         """
         self._require_rank(root)
-        return self._start(stream, async_op, arguments.broadcast, x, out, root)
+        return self._collectives.start(stream, async_op, arguments.broadcast, x, out, root)
 
     def reduce(
         self,
@@ -392,7 +382,9 @@ class Communicator:
         memory of the size of `x` for partial sums, kept from call to call.
         """
         self._require_rank(root)
-        return self._start(stream, async_op, arguments.reduce, x, out, op, root, self.rank)
+        return self._collectives.start(
+            stream, async_op, arguments.reduce, x, out, op, root, self.rank
+        )
 
     def run_schedule(
         self,
@@ -437,7 +429,7 @@ class Communicator:
                 f"schedule of {schedule.collective} over {schedule.nranks} ranks; give an "
                 f"allreduce over {self.nranks}"
             )
-        return self._start(stream, async_op, arguments.allreduce, x, out, op, schedule)
+        return self._collectives.start(stream, async_op, arguments.allreduce, x, out, op, schedule)
 
     def explain(self, nbytes: int) -> Explanation:
         """Compare the schedules that an allreduce of `nbytes` could run; ``str()`` is a table.
@@ -494,14 +486,7 @@ class Communicator:
         -----
         *Collective*: all ranks. *Cost*: log2(n) empty messages.
         """
-        self._require_open()
-        try:
-            self._in_turn(self._host.barrier)
-        except ConcurrentCalls:
-            raise
-        except BaseException as exc:
-            self._on_call_error(exc)
-            raise
+        self._collectives.barrier()
 
     def repairs(self) -> tuple[Repair, ...]:
         """Return what was repaired at this rank, oldest first: what moved where, when, why."""
@@ -538,7 +523,7 @@ class Communicator:
         -----
         *Local*, in any thread, at once.
         """
-        return self._engine.known_health() or Known(self._whole, 0.0)
+        return self._engine.known_health() or Known(self._engine.whole_health, 0.0)
 
     def pending(self) -> status.Pending:
         """Return what this rank waits for: which ranks have not called, which links wait for whom.
@@ -607,14 +592,14 @@ class Communicator:
         CommunicatorRevoked
             An asynchronous call failed, and nobody waited for it or called after it.
         """
-        if self._worker.is_idle and self._turn.locked() and not self._is_forked:
+        if self._collectives.is_blocking and not self._is_forked:
             self.abort("close() was called while a collective was under way")
             return
-        if self._is_closed:
+        if self._collectives.is_closed:
             self._event_queue.end("close() was called")
             self._free(_LEAVE_S)
             return
-        self._is_closed = True
+        self._collectives.close(self._closed)
         try:
             if not self._worker.drain(self.config.init_timeout_s):
                 raise TransportTimeout(
@@ -625,11 +610,11 @@ class Communicator:
                     status="TIMEOUT",
                 )
             if self._engine.error is None:
-                self._in_turn(self._engine.leave)
+                self._collectives.in_turn(self._engine.leave)
                 self._is_left = True
         finally:
             self._free(_LEAVE_S)
-        self._require_seen()
+        self._collectives.require_seen()
 
     def abort(self, why: str = "abort() was called") -> None:
         """Leave at once and revoke the communicator on every rank; returns within a second.
@@ -639,7 +624,7 @@ class Communicator:
         *Local*, in any thread and in a signal handler. Calls that are under way, here and
         elsewhere, end with `CommunicatorRevoked`. Idempotent.
         """
-        self._is_closed = True
+        self._collectives.close(self._forked if self._is_forked else self._closed)
         if not self._is_left and not self._is_forked:
             self._engine.revoke(why)
             self._event_queue.end(why)
@@ -655,7 +640,7 @@ class Communicator:
         -----
         *Local*, in any thread and in a signal handler, at once.
         """
-        if not self._is_closed:
+        if not self._collectives.is_closed:
             self._engine.revoke(why)
 
     def shrink(self, *, quorum: str = "majority") -> Communicator:
@@ -695,14 +680,14 @@ class Communicator:
         that of connecting. The ranks may have failed in different calls: what was done last
         everywhere is the minimum over the new communicator. Planned faults are not injected again.
         """
-        if self._is_closed:
-            raise CommunicatorRevoked(f"rank {self.rank}: the communicator was closed")
+        if self._collectives.is_closed:
+            raise self._closed()
         if self.config.dump_signal:
             require_main_thread()
         table = Shrinking(self.rank, self.nranks, quorum)
         if self._engine.error is None:
             self._engine.revoke("shrink() was called")
-        self._is_closed = True
+        self._collectives.close(self._closed)
         leave_s = _ABORT_S
         try:
             successor = regroup(table, self._event_queue, self._control, self._assemble)
@@ -718,7 +703,8 @@ class Communicator:
 
     def _disable(self) -> None:
         """Make every later call raise; run in the child of a fork."""
-        self._is_forked = self._is_closed = True
+        self._is_forked = True
+        self._collectives.close(self._forked)
         self._control.disable()
 
     def __enter__(self) -> Communicator:
@@ -769,8 +755,8 @@ class Communicator:
             self._engine.tell_why()
         self._ending.begin(deadline_s)
         # A call below the signal handler this runs in owns the data: wait for the goodbyes alone.
-        is_below = self._caller == get_ident()
-        self._ending.wait(deadline_s + _BOUND_S, nsteps=2 if is_below else None)
+        nsteps = 2 if self._collectives.is_below else None
+        self._ending.wait(deadline_s + _BOUND_S, nsteps=nsteps)
 
     def _end_calls(self, deadline_s: float) -> None:
         """Have what goes on asynchronously end, and free the devices."""
@@ -790,90 +776,10 @@ class Communicator:
         self._engine.close()
 
     def _is_measured(self) -> bool:
-        """Whether there is anything to choose by what the network gives."""
+        """Whether schedules are chosen by measured rates."""
         fabric = self._plans.fabric
         nnodes = len(set(fabric.nodes)) if fabric.nodes else self.nranks
         return fabric.nwires > 1 and nnodes > 1 and self.config.is_planned
-
-    def _start(self, stream: Any, is_async: bool, make: Callable[..., Request], *given: Any) -> Any:
-        """Carry out the request that `make` makes of what was `given`, or have it carried out."""
-        self._require_open()
-        try:
-            request = make(*given)
-            if stream is None and not is_async and type(request.source) is Buffer:
-                if not self._worker.is_idle:
-                    self._in_turn(partial(self._host.carry_out, request))
-                    return request.result
-                if not self._turn.acquire(blocking=False):
-                    raise self._concurrent()
-                try:
-                    self._caller = get_ident()
-                    self._host.carry_out(request)
-                    return request.result
-                finally:
-                    self._caller = 0
-                    self._turn.release()
-            arguments.check_op(request)
-            if isinstance(request.source, DeviceBuffer):
-                return self._on_device.start(request, stream, is_async)
-            if stream is not None:
-                raise InvalidArgument(
-                    f"stream={stream!r} for arrays in host memory, where no stream works: leave "
-                    "it out"
-                )
-            task = Task(partial(self._host.carry_out, request))
-            try:
-                self._worker.enqueue(task)
-                return Work(task, request.result, self.config.timeout_s)
-            except BaseException as exc:
-                self._on_call_error(exc)
-                self._worker.settle(task)
-                raise
-        except (InvalidArgument, ScheduleError, ConcurrentCalls):  # nothing was begun
-            raise
-        except BaseException as exc:  # this rank does not do what others wait for
-            self._on_call_error(exc)
-            raise
-
-    def _concurrent(self) -> ConcurrentCalls:
-        return ConcurrentCalls(
-            f"rank {self.rank}: a call while another one is under way, in another thread or below "
-            "a signal handler; allowed is one thread at a time, or a communicator for each"
-        )
-
-    def _in_turn(self, fn: Callable[[], None]) -> None:
-        """Run `fn` after all asynchronous calls issued so far; return when it has run.
-
-        Raises
-        ------
-        ConcurrentCalls
-            A blocking call is already running, in another thread or below a signal handler.
-        """
-        if self._worker.is_idle:
-            if not self._turn.acquire(blocking=False):
-                raise self._concurrent()
-            try:
-                self._caller = get_ident()
-                fn()
-            finally:
-                self._caller = 0
-                self._turn.release()
-            return
-        task = Task(fn)
-        try:
-            self._worker.enqueue(task)
-            task.wait()
-        except BaseException as exc:
-            # Ctrl-C: the call must not go on behind the caller's back.
-            self._engine.revoke(f"interrupted by {exc!r}")
-            self._worker.settle(task)
-            raise
-        if task.error is not None:
-            self._worker.unseen()  # those before it failed for the same reason, told here
-        task.succeed()
-
-    def _choose(self, nbytes: int) -> Choice:
-        return self._plans.choose(nbytes, self._whole)
 
     def _select_backends(self, device: Device, kernels: Any) -> tuple[GpuBackend, ...]:
         from r2ccl.gpu.backends import (
@@ -882,47 +788,26 @@ class Communicator:
 
         selector = BackendSelector(
             self._engine,
-            self._entry,
-            self._host.run_plan,
+            PlanSelector(self._engine, self._plans),
+            self._collectives.run_plan,
             config=self.config,
             nodes=_members(self._control.peers),
-            allgather=self._gather,
+            allgather=self._collectives.allgather_bytes,
             labels=[self._rails[at].name for at in self._engine.joined],
             hardware=self._hardware,
             pxn=self._relayed,
         )
         return selector.select(device, kernels)
 
-    def _gather(self, mine: bytes) -> list[bytes]:
-        """Tell all ranks something, in turn, and return what they say."""
-        answers: list[bytes] = []
-        self._in_turn(lambda: answers.extend(self._host.gather(mine)))
-        return answers
+    def _closed(self) -> CommunicatorRevoked:
+        return CommunicatorRevoked(f"rank {self.rank}: the communicator was closed")
 
-    def _on_call_error(self, error: BaseException) -> None:
-        """A call failed outside the engine: the others must not wait for this rank."""
-        if self._engine.error is None:
-            self._engine.revoke(f"a collective failed: {error!r}")
-
-    def _require_open(self) -> None:
-        if self._is_closed:
-            if self._is_forked:
-                raise CommunicatorRevoked(
-                    f"rank {self.rank}: this process was forked from the one that made the "
-                    "communicator, which alone can use it: start workers by spawn, or have them "
-                    "make one of their own"
-                )
-            raise CommunicatorRevoked(f"rank {self.rank}: the communicator was closed")
-        self._require_seen()
-
-    def _require_seen(self) -> None:
-        """Raise the error of an asynchronous call that nobody has waited for."""
-        error = self._worker.unseen() if self._worker.has_failed else None
-        if error is not None:
-            raise CommunicatorRevoked(
-                f"rank {self.rank}: the communicator was revoked: {error}",
-                reason=error if isinstance(error, R2cclError) else None,
-            ) from error
+    def _forked(self) -> CommunicatorRevoked:
+        return CommunicatorRevoked(
+            f"rank {self.rank}: this process was forked from the one that made the "
+            "communicator, which alone can use it: start workers by spawn, or have them "
+            "make one of their own"
+        )
 
     def _require_rank(self, root: int) -> None:
         if not 0 <= root < self.nranks:

@@ -9,6 +9,7 @@ from r2ccl.bootstrap.base import ControlPort
 from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.failover.diagnosis.port_map import PortMap
+from r2ccl.failover.health.table import Health
 from r2ccl.transport.base import Transport
 
 
@@ -60,6 +61,10 @@ class RankContext(NamedTuple):
         wanted = self.config.balance
         is_several = self.nwires > 1 if wanted == "auto" else wanted == "1"
         return is_several and self.config.is_balanced
+
+    def whole_health(self) -> Health:
+        """Return the health of a network in which nothing is down or slow."""
+        return Health.whole(self.nranks, self.nrails, self.config.digest())
 
     @property
     def has_bypasses(self) -> bool:

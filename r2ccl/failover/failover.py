@@ -24,7 +24,6 @@ from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest, 
 from r2ccl.failover.failback.driver import Failback
 from r2ccl.failover.health.driver import HealthAgreement
 from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
-from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.bypass import Bypasses
 from r2ccl.failover.migration.driver import NO_CARRIER, PORT_ERR, Migration
 from r2ccl.failover.migration.links import Links
@@ -119,8 +118,7 @@ class Failover:
         )
 
     def _make_agreement(self) -> HealthAgreement:
-        nranks, nrails = self._context.nranks, self._context.nrails
-        health = Health.whole(nranks, nrails, self._config.digest())
+        health = self._context.whole_health()
         return HealthAgreement(self._rank, health, control=self._control, clock=self._clock)
 
     def _make_diagnosis(self) -> Diagnosis:

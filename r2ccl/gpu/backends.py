@@ -29,10 +29,10 @@ from r2ccl.gpu.ipc_board import IpcBoard
 from r2ccl.gpu.nic_affinity import NicAffinity, PxnRoute, common_homes, find_nic_affinity
 from r2ccl.gpu.peer import MOST_RANKS, PeerBackend, PeerKernels
 from r2ccl.gpu.peer_connect import connect_peers
+from r2ccl.gpu.plan_selector import EnterCall, PlanSelector
 from r2ccl.gpu.pxn.routes import PxnRoutes
 from r2ccl.gpu.pxn.transport import PxnTransport
 from r2ccl.gpu.staged import DeviceCall, HostRun, StagedBackend
-from r2ccl.runtime.collectives import PlanSelector, SelectPlan
 from r2ccl.runtime.engine import Engine
 from r2ccl.types import AllgatherBytes
 
@@ -234,7 +234,7 @@ class BackendSelector:
         kernels: GpuKernels,
         board: IpcBoard,
         backends: Sequence[InterNodeBackend],
-        enter: SelectPlan,
+        enter: EnterCall,
     ) -> HierarchicalBackend:
         members = next(node for node in self._nodes if self._rank in node)
         return HierarchicalBackend(

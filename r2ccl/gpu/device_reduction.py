@@ -79,7 +79,7 @@ class ReductionStream:
         self._device = device
         self._kernels = kernels
         self._stream = device.make_stream()
-        #: Number of the last work that was enqueued, recorded by an event, completed.
+        #: Number of the last work that was enqueued, and recorded by an event.
         self._begun = 0
         self._committed = 0
         self._computed = 0
@@ -87,6 +87,11 @@ class ReductionStream:
         #: Unused events.
         self._events: list[Event] = []
         self._is_flushed = False
+
+    @property
+    def computed(self) -> int:
+        """See `Computer`."""
+        return self._computed
 
     @property
     def is_busy(self) -> bool:

@@ -36,19 +36,20 @@ from r2ccl.clock import Clock
 from r2ccl.config import Config
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import TransportError, TransportTimeout
+from r2ccl.failover.migration.links import Links
 from r2ccl.gpu.device_reduction import ReductionKernels, ReductionStream
 from r2ccl.gpu.host_signal import LINE_NBYTES, SignalledStream
 from r2ccl.gpu.operands import DeviceOperands, forms_of
+from r2ccl.gpu.plan_selector import EnterCall
 from r2ccl.gpu.pxn.routes import PxnRoutes
 from r2ccl.gpu.registered_memory import AreaPurpose, RegisteredDeviceMemory
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.gpu.staging import StagingBuffers, nbytes_of
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.planning.lowering import Layout, cleared
-from r2ccl.runtime.collectives import SelectPlan
+from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import LandingPool, LaneRun
-from r2ccl.runtime.progress import Progress
 
 
 class GpuDirectJob(msgspec.Struct, eq=False):
@@ -59,7 +60,7 @@ class GpuDirectJob(msgspec.Struct, eq=False):
     """
 
     call: DeviceCall
-    enter: SelectPlan
+    enter: EnterCall
     before: Event
     number: int
     is_over: bool = False
@@ -91,7 +92,7 @@ class GpuDirectBackend(SignalledStream):
         kernels: ReductionKernels,
         *,
         engine: Engine,
-        enter: SelectPlan,
+        enter: EnterCall,
         memory: RegisteredDeviceMemory,
         pxn_routes: PxnRoutes | None,
         config: Config,
@@ -106,7 +107,7 @@ class GpuDirectBackend(SignalledStream):
         self._config = config
         self._clock = clock
         self._nranks = engine.nranks
-        self._pool = LandingPool(memory.place)
+        self._pool = LandingPool(memory.place, config.landing_depth)
         self._reductions = ReductionStream(device, kernels)
         #: A word in pinned memory whose write is the last work of each call.
         self._last_word = int(self._pinned.ctypes.data) + LINE_NBYTES
@@ -151,7 +152,7 @@ class GpuDirectBackend(SignalledStream):
         self._arrays.make_ready(call)
 
     def begin(
-        self, call: DeviceCall, stream: Stream, enter: SelectPlan | None = None, widest: int = 0
+        self, call: DeviceCall, stream: Stream, enter: EnterCall | None = None, widest: int = 0
     ) -> tuple[GpuDirectJob, Event]:
         """Make the device wait for the call's end; nothing is enqueued on the caller's `stream`.
 
@@ -267,10 +268,10 @@ class GpuDirectBackend(SignalledStream):
             is_bandwidth_sample=plan.is_bandwidth_sample,
         )
 
-        def make(progress: Progress) -> list[LaneRun]:
-            return [LaneRun(lane, operands, progress, self._pool) for lane in layout.lanes]
+        def make(_: Plan, links: Links) -> list[LaneRun]:
+            return [LaneRun(lane, operands, links, self._pool) for lane in layout.lanes]
 
-        engine.run(plan.signature, make, layout.peers, self._reductions)
+        engine.run(plan, make, self._reductions)
 
     def _cleared_of(self, layout: Layout) -> Layout:
         # The id stays unique while the layout is held here.

@@ -16,9 +16,9 @@ from r2ccl.device.base import Device
 from r2ccl.errors import TransportError
 from r2ccl.gpu.device_reduction import ReductionKernels
 from r2ccl.gpu.gpudirect import GpuDirectBackend
+from r2ccl.gpu.plan_selector import EnterCall
 from r2ccl.gpu.pxn.routes import PxnRoutes
 from r2ccl.gpu.registered_memory import RegisteredDeviceMemory
-from r2ccl.runtime.collectives import SelectPlan
 from r2ccl.runtime.engine import Engine
 from r2ccl.types import AllgatherBytes
 
@@ -28,7 +28,7 @@ def connect_gpudirect(
     kernels: ReductionKernels,
     *,
     engine: Engine,
-    enter: SelectPlan,
+    enter: EnterCall,
     config: Config,
     clock: Clock,
     allgather: AllgatherBytes,

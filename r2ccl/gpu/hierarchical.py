@@ -29,7 +29,8 @@ import msgspec
 from r2ccl.device.base import Event, Stream
 from r2ccl.dtypes import dtype_of
 from r2ccl.gpu.peer import MOST_RANKS, CallInfo, InterNodeJob, PeerBackend, PeerJob
-from r2ccl.gpu.staged import DeviceCall, SelectPlan
+from r2ccl.gpu.plan_selector import EnterCall
+from r2ccl.gpu.staged import DeviceCall
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
@@ -49,7 +50,7 @@ class InterNodeBackend(Protocol):
         ...
 
     def begin(
-        self, call: DeviceCall, stream: Stream, enter: SelectPlan, widest: int
+        self, call: DeviceCall, stream: Stream, enter: EnterCall, widest: int
     ) -> tuple[Any, Event]:
         """Enqueue the device's work, as as many collectives as `widest` elements need."""
         ...
@@ -92,7 +93,7 @@ class HierarchicalBackend(PeerBackend):
         self,
         *others: Any,
         backends: Sequence[InterNodeBackend],
-        enter: SelectPlan,
+        enter: EnterCall,
         nnodes: int,
         **named: Any,
     ) -> None:

@@ -54,6 +54,11 @@ class DeviceOperands:
         self.views = tuple(view_of(address, nbytes) for address in spaces)
         self._by_kind = {(form.ninputs, form.is_divided): form for form in forms_of(call)}
 
+    @property
+    def computed(self) -> int:
+        """See `Operands`."""
+        return self._reductions.computed
+
     def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
         """See `Operands`."""
         if hi == lo:

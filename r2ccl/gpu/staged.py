@@ -30,13 +30,12 @@ from r2ccl.device.base import Device, Event, Stream
 from r2ccl.dtypes import dtype_of
 from r2ccl.errors import TransportTimeout
 from r2ccl.gpu.host_signal import SignalledStream
+from r2ccl.gpu.plan_selector import EnterCall
 from r2ccl.gpu.staged_windows import Window, WindowGrid, window_grid, windows
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, Collective
 
 Array = npt.NDArray[Any]
-#: Enters a collective, by the caller's own schedule if there is one; returns its plan.
-SelectPlan = Callable[[CallSignature, Schedule | None], Any]
 #: Runs a collective on host memory: its plan, source and output.
 HostRun = Callable[[Any, Array, Array], None]
 
@@ -69,7 +68,7 @@ class StagedJob(msgspec.Struct, eq=False):
     """The host's part of a call."""
 
     call: DeviceCall
-    enter: SelectPlan
+    enter: EnterCall
     grid: WindowGrid
     #: Windows enqueued so far: the window, the event of its copy out, its number.
     windows: list[tuple[Window, Event, int]]
@@ -102,7 +101,7 @@ class StagedBackend(SignalledStream):
         nranks: int,
         *,
         slot_nbytes: int,
-        enter: SelectPlan,
+        enter: EnterCall,
         run: HostRun,
         check: Callable[[], None],
         clock: Clock,
@@ -132,7 +131,7 @@ class StagedBackend(SignalledStream):
         """Do nothing; see `GpuBackend`."""
 
     def begin(
-        self, call: DeviceCall, stream: Stream, enter: SelectPlan | None = None, widest: int = 0
+        self, call: DeviceCall, stream: Stream, enter: EnterCall | None = None, widest: int = 0
     ) -> tuple[StagedJob, Event]:
         """Enqueue all of the device's work; nothing is enqueued on the caller's `stream`.
 
@@ -329,4 +328,4 @@ class StagedBackend(SignalledStream):
 #: CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far.
 _MAX_PITCH = (1 << 31) - 1
 
-__all__ = ["DeviceCall", "HostRun", "SelectPlan", "StagedBackend", "StagedJob"]
+__all__ = ["DeviceCall", "HostRun", "StagedBackend", "StagedJob"]

@@ -12,10 +12,20 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 
 from r2ccl import kernels
+from r2ccl.dtypes import CODES
 from r2ccl.errors import InvalidArgument
-from r2ccl.runtime.arrays.buffers import Buffer, as_buffer, is_in_place, like, like_part, part_of
+from r2ccl.runtime.arrays.buffers import (
+    Buffer,
+    host_array,
+    is_in_place,
+    like,
+    like_part,
+    part_of,
+    refusal,
+)
 from r2ccl.runtime.arrays.cuda import (
     DeviceBuffer,
     as_device_buffer,
@@ -42,6 +52,9 @@ class Request(msgspec.Struct, frozen=True, eq=False):
         An allreduce of the caller's own.
     is_in_place : bool
         Of an allgather: the input is its part of the output already.
+    is_staged : bool
+        The collective does not run from `source` to `output` as they are: data is copied before
+        or after it, or partial sums need memory of their own.
     """
 
     signature: CallSignature
@@ -50,6 +63,7 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     result: Any
     schedule: Schedule | None = None
     is_in_place: bool = False
+    is_staged: bool = False
 
 
 def allreduce(x: Any, out: Any, op: ReduceOp, schedule: Schedule | None = None) -> Request:
@@ -75,7 +89,7 @@ def reduce(x: Any, out: Any, op: ReduceOp, root: int, rank: int) -> Request:
         source = view(x, writable=False)
     call = CallSignature(Collective.REDUCE, source.dtype_code, op, source.count, root)
     result = None if output is None else x if out is None else out
-    return Request(call, source, output, result)
+    return Request(call, source, output, result, is_staged=output is None)
 
 
 def allgather(x: Any, out: Any, rank: int, nranks: int) -> Request:
@@ -86,7 +100,7 @@ def allgather(x: Any, out: Any, rank: int, nranks: int) -> Request:
     _require_alike(source, output)
     is_there = is_in_place(source, part_of(output, rank, nranks), output)
     call = CallSignature(Collective.ALLGATHER, output.dtype_code, ReduceOp.SUM, output.count)
-    return Request(call, source, output, result, is_in_place=is_there)
+    return Request(call, source, output, result, is_in_place=is_there, is_staged=True)
 
 
 def reduce_scatter(x: Any, out: Any, op: ReduceOp, rank: int, nranks: int) -> Request:
@@ -98,7 +112,7 @@ def reduce_scatter(x: Any, out: Any, op: ReduceOp, rank: int, nranks: int) -> Re
     _require_alike(source, output)
     is_in_place(output, own, source)
     call = CallSignature(Collective.REDUCE_SCATTER, source.dtype_code, op, source.count)
-    return Request(call, source, output, result)
+    return Request(call, source, output, result, is_staged=True)
 
 
 def view(x: Any, *, writable: bool) -> Memory:
@@ -109,9 +123,47 @@ def view(x: Any, *, writable: bool) -> Memory:
     InvalidArgument
         See `as_buffer` and `as_device_buffer`.
     """
-    if is_device_array(x):
+    if type(x) is not np.ndarray and is_device_array(x):
         return as_device_buffer(x, writable=writable)
     return as_buffer(x, writable=writable)
+
+
+def as_buffer(x: Any, *, writable: bool) -> Buffer:
+    """View `x` as a `Buffer`, sharing its memory.
+
+    Parameters
+    ----------
+    x : array_like in host memory
+        NumPy array of any number of dimensions (also none, also no elements); an object with the
+        buffer protocol (``bytearray``, ``array.array``, ctypes arrays); a tensor with DLPack such
+        as torch's. Borrowed for as long as the buffer lives.
+    writable : bool
+        Whether a result will be written to it.
+
+    Raises
+    ------
+    InvalidArgument
+        Not such an object, or its memory is on a device, not C-contiguous, not aligned,
+        byte-swapped, of a dtype without a number, or read-only when `writable`.
+
+    Notes
+    -----
+    *Cost*: under 1 µs for a NumPy array.
+    """
+    array = x if type(x) is np.ndarray else host_array(x)
+    dtype = array.dtype
+    code = CODES.get(dtype)
+    flags = array.flags
+    if (
+        code is None
+        or not flags.c_contiguous
+        or not flags.aligned
+        or (writable and not flags.writeable)
+    ):
+        raise refusal(x, array, writable)
+    if array.ndim != 1:
+        array = array.reshape(-1)
+    return Buffer(array, code, array.size, dtype.itemsize, array.nbytes, x)
 
 
 def check_op(request: Request) -> None:
@@ -153,6 +205,7 @@ __all__ = [
     "Request",
     "allgather",
     "allreduce",
+    "as_buffer",
     "broadcast",
     "check_op",
     "reduce",

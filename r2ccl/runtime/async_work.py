@@ -176,17 +176,10 @@ class Worker:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._failed: Task | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether `unseen` has something to look at."""
-        return self._failed is not None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether all it was given is over."""
-        return not self._tasks
+        #: Whether no task is waiting or running.
+        self.is_idle = True
+        #: The first task that failed; `unseen` takes it.
+        self.failed: Task | None = None
 
     def submit(self, fn: Callable[[], None]) -> Task:
         """Have ``fn()`` done after everything that was submitted before.
@@ -206,6 +199,7 @@ class Worker:
             if self._is_closed:
                 raise CommunicatorRevoked(f"{self._name}: the communicator was closed")
             self._tasks.append(task)
+            self.is_idle = False
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                 self._thread.start()
@@ -221,7 +215,7 @@ class Worker:
 
     def unseen(self) -> BaseException | None:
         """Return the error of the first task that failed if nobody has seen it, once."""
-        failed, self._failed = self._failed, None
+        failed, self.failed = self.failed, None
         if failed is None or failed.is_seen:
             return None
         failed.is_seen = True
@@ -260,9 +254,10 @@ class Worker:
                     self._on_error(error)
             with self._changed:
                 self._tasks.popleft()
+                self.is_idle = not self._tasks
                 task.end(error)
-                if error is not None and self._failed is None:
-                    self._failed = task
+                if error is not None and self.failed is None:
+                    self.failed = task
                 self._changed.notify_all()
 
 

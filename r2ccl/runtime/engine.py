@@ -32,9 +32,10 @@ from r2ccl.failover.diagnosis.verdict import Verdict
 from r2ccl.failover.failover import Failover
 from r2ccl.failover.health.driver import HealthAgreement, Known
 from r2ccl.failover.health.table import Health
-from r2ccl.failover.migration.links import Links
+from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.failover.migration.repairs import Repair
 from r2ccl.failover.revocation import Leaving, Revoke
+from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.desync_check import Calling, DesyncCheck
 from r2ccl.runtime.executor import LaneRun
 from r2ccl.runtime.progress import Computer, Progress, describe
@@ -73,6 +74,10 @@ _MOST_INTERRUPTS = 1_000
 _LAST_CALL_S = 10.0
 #: Timers are looked at this often while a call waits; the suspicion timeout is 25 times as long.
 _TICK_S = 0.02
+
+
+#: Selects a collective's plan by the health to plan with and the number of the last collective.
+SelectPlan = Callable[[Health, int], Plan]
 
 
 class BackgroundControl(ControlPort, Protocol):
@@ -119,6 +124,8 @@ class Engine:
         self._transport = context.transport
         self._control = control
         self._clock = context.clock
+        #: Health to plan with where ranks agree on none.
+        self.whole_health = context.whole_health()
         self._links = Links(context)
         self._failover = Failover(context, self._links)
         self._migration = self._failover.migration
@@ -148,7 +155,7 @@ class Engine:
     @property
     def op(self) -> int:
         """Number of the collective that runs, or ran last."""
-        return self._progress.op
+        return self._links.op
 
     @property
     def error(self) -> R2cclError | None:
@@ -165,7 +172,7 @@ class Engine:
         return () if diagnosis is None else diagnosis.verdicts()
 
     def known_health(self) -> Known | None:
-        """Return the newest health heard of; None: ranks agree on none."""
+        """Return the newest health this rank has heard of; None: ranks agree on none."""
         agreement = self._failover.agreement
         return None if agreement is None else agreement.known
 
@@ -185,7 +192,7 @@ class Engine:
         """
         pending, ops = self.pending(), last_ops(self._links.paths, self._desync)
         held = self._failover.failback.held()
-        op, signature, left = self.op, self._progress.signature, self._runs
+        op, signature, left = self.op, self._links.signature, self._runs
         doing = Operation(op, describe(signature), tuple(run.remaining for run in left))
         return RankStatus(
             rank=self.rank,
@@ -282,7 +289,7 @@ class Engine:
             self._progress.step()
 
     def _on_calling(self, peer: int, op: int) -> None:
-        self._desync.on_calling(peer, op, self._progress.op)
+        self._desync.on_calling(peer, op, self._links.op)
 
     # Called by the user's thread
 
@@ -305,25 +312,22 @@ class Engine:
         with self._owner:
             self._failover.set_nominal_rate(rate)
 
-    def enter(self) -> Health | None:
-        """Start the next collective; returns the health to plan it with, None: there is none.
+    def enter(self) -> Health:
+        """Start the next collective, whose plan `run` gets later; return the health to plan with.
 
         Waits while ranks agree on a new one.
 
         Raises
         ------
         R2cclError
-            What ended the communicator, or TransportTimeout.
+            The communicator ended, or TransportTimeout.
         """
         agreement = self._failover.agreement
         if agreement is None:
-            return None
+            return self.whole_health
         with self._owner:
-            op = self._progress.op + 1
-            health = agreement.enter(op)
-            if health is None:
-                health = self._await_health(agreement, op)
-        return health
+            op = self._links.op + 1
+            return agreement.enter(op) or self._await_health(agreement, op)
 
     def _await_health(self, agreement: HealthAgreement, op: int) -> Health:
         found: list[Health] = []
@@ -345,40 +349,59 @@ class Engine:
 
     def run(
         self,
-        signature: int,
-        make: Callable[[Progress], Sequence[LaneRun]],
-        peers: frozenset[int],
+        plan: Plan | SelectPlan,
+        make: Callable[[Plan, Links], Sequence[LaneRun]],
         computer: Computer | None = None,
     ) -> None:
         """Run a collective to its end.
 
         Parameters
         ----------
-        signature : int
+        plan : Plan or callable
+            The plan of a collective that was entered; or what selects the plan of one that is
+            entered now.
         make : callable
-            Returns the call's lanes. Their links may be new, so the loop's owner has them made.
-        peers : frozenset of int
+            Prepares the lanes of a planned collective. Links may be created, so the owner of the
+            loop does it.
         computer : Computer, optional
-            Does the work that the lanes give away.
+            Executes the work that the lanes defer.
 
         Raises
         ------
         R2cclError
-            Whatever ended it; afterwards no peer can write into its memory.
+            The collective failed; afterwards no peer can write into its memory.
         """
+        links, progress = self._links, self._progress
         with self._owner:
-            self.check()
-            progress = self._progress
-            self._peers = peers
+            # Most calls are small, and each function called here is 1 % of such a call.
+            if self._revocation.error is not None:
+                self.check()
+            if not isinstance(plan, Plan):
+                agreement, health = self._failover.agreement, self.whole_health
+                if agreement is not None:
+                    op, steady = links.op + 1, agreement.steady
+                    if steady is None:
+                        health = self._await_health(agreement, op)
+                    else:
+                        agreement.last_started, health = op, steady
+                plan = plan(health, links.op)
+            self._peers = plan.layout.peers
             self._is_calling = is_calling = True
             try:
-                runs = make(progress)
-                consumers = {at: run for run in runs for at in run.channels}
-                progress.begin(signature, consumers, computer)
+                links.begin(plan.signature)
+                runs = make(plan, links)
+                consumers: dict[int, Consumer] = {}
+                for run in runs:
+                    for at in run.channels:
+                        consumers[at] = run
+                links.consumers = consumers
+                if computer is not None or progress.ahead:
+                    progress.begin(computer)
                 self._runs = runs
                 if self._desync.askers:
-                    self._desync.called(progress.op)
-                self.check()
+                    self._desync.called(links.op)
+                if self._revocation.error is not None:
+                    self.check()
                 for run in runs:
                     run.advance()
                 progress.advance()
@@ -431,6 +454,11 @@ class Engine:
             self._revocation.is_leaving = True
             self._control.broadcast(Leaving())
             self._wait(lambda: self._revocation.left >= peers, self._patience(self._pending_leave))
+
+    def fail_call(self, error: BaseException) -> None:
+        """End the communicator: a call failed outside the data loop, and its peers wait for it."""
+        if self._revocation.error is None:
+            self.revoke(f"a collective failed: {error!r}")
 
     def revoke(self, why: str) -> None:
         """End the communicator everywhere, from any thread, and from a signal handler."""
@@ -525,7 +553,7 @@ class Engine:
             if self._runs:
                 activity = sum(path.activity for path in self._links.paths.values())
                 is_late = now >= deadline - patience.timeout_s / 2
-                self._desync.look(now, self._progress.op, activity, is_late, self._absent)
+                self._desync.look(now, self._links.op, activity, is_late, self._absent)
         self.check()
         if now >= deadline:
             raise _timeout(patience)
@@ -629,8 +657,7 @@ class Engine:
         return self._blocked("init()", waits=tuple(waits))
 
     def _pending_call(self) -> Pending:
-        progress = self._progress
-        doing = f"call {progress.op}, {describe(progress.signature)}"
+        doing = f"call {self._links.op}, {describe(self._links.signature)}"
         return self._blocked(doing, self._absent(), waits_of_call(self._links, self._runs))
 
     def _pending_drain(self) -> Pending:
@@ -644,7 +671,7 @@ class Engine:
         return self._blocked("close()", {peer: ops[peer] for peer in waited})
 
     def _absent(self) -> dict[int, int]:
-        return absent(self._links.paths, self._desync, self._progress.op)
+        return absent(self._links.paths, self._desync, self._links.op)
 
     def _blocked(
         self, doing: str, missing: dict[int, int] | None = None, waits: tuple[Wait, ...] = ()
@@ -694,4 +721,4 @@ def _timeout(patience: _Patience) -> TransportTimeout:
     )
 
 
-__all__ = ["BackgroundControl", "Engine", "RegisteredMemory"]
+__all__ = ["BackgroundControl", "Engine", "RegisteredMemory", "SelectPlan"]

@@ -8,10 +8,10 @@ possible and returns.
 A slice that is to be reduced lands beside the user's memory and is reduced only when whole: a torn
 slice can be sent again without having been added twice.
 
-What slices become is the business of the call's `Operands`. Those of host memory (`Call`) compute
-at once. Others give the work away (`r2ccl.gpu.device_reduction`), where it is done in order;
-`Progress` says how far it is. A step that computes may follow one whose work was given away; one
-that has a transport read or write memory waits until the work is done.
+The call's `Operands` hold its memory and its arithmetic. Those in host memory (`HostCall`) compute
+at once. Those in device memory defer the work to a stream (`r2ccl.gpu.device_reduction`), which
+runs it in order. A step that computes may follow one whose work was deferred; a step that has the
+transport read or write memory waits until the work is done.
 
 Must not import sockets, threads or the clock. Invariant: memory is overwritten only after every
 step that reads it is done, and for a send that means released.
@@ -27,8 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.failover.migration.link import Landing, RecvLink, SendLink
+from r2ccl.failover.migration.links import Links
 from r2ccl.planning.lowering import Lane, Layout, Step
-from r2ccl.runtime.progress import Progress
+from r2ccl.planning.plan_cache import Plan
 from r2ccl.schedule.ir import OpKind
 
 Array = npt.NDArray[Any]
@@ -55,6 +56,11 @@ class Operands(Protocol):
         """Whether its slices show what the rails carry."""
         ...
 
+    @property
+    def computed(self) -> int:
+        """Number of the last work of `apply` that is known to be done, as all before it is."""
+        ...
+
     def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
         """Make elements `lo` to `hi` of what `step` writes.
 
@@ -70,13 +76,13 @@ class Operands(Protocol):
         Returns
         -------
         int
-            0: it is done. Else the number of the work, above those before: it is done when
-            `Progress.computed` is as much.
+            0: done. Else the number of the work, above those before; done when `computed` has
+            reached it.
         """
         ...
 
 
-class Call:
+class HostCall:
     """`Operands` in host memory, computed at once.
 
     Parameters
@@ -93,6 +99,9 @@ class Call:
     """
 
     __slots__ = ("finish", "is_bandwidth_sample", "layout", "output", "reduce", "spaces", "views")
+
+    #: Nothing is deferred.
+    computed = 0
 
     def __init__(
         self,
@@ -143,13 +152,20 @@ class Call:
 class LandingPool:
     """Landing places for slices that are reduced, kept from call to call.
 
-    Bounded by the largest number in use at once: landing depth times links that receive.
-    `allocate` gives memory the transport lands slices in without another copy: an array, or a
-    memoryview where this process has no access itself.
+    Bounded by the largest number in use at once: `depth` times the links that receive.
+
+    Parameters
+    ----------
+    allocate : callable
+        Returns memory of so many bytes that the transport lands slices in without another copy:
+        an array, or a memoryview where this process has no access itself.
+    depth : int
+        Landing places a link names ahead, at most.
     """
 
-    def __init__(self, allocate: Callable[[int], Place]) -> None:
+    def __init__(self, allocate: Callable[[int], Place], depth: int) -> None:
         self._allocate = allocate
+        self.depth = depth
         self._free: dict[int, list[Place]] = {}
 
     def take(self, nbytes: int) -> Place:
@@ -206,15 +222,15 @@ class LaneRun:
     """One channel of one call; a `Consumer` of `Progress`."""
 
     __slots__ = (
-        "_begun", "_call", "_computing", "_done", "_inbound", "_local", "_outbound", "_pool",
-        "_progress", "_receivers", "_retired", "_steps", "_used", "channels", "is_bandwidth_sample",
+        "_begun", "_call", "_computing", "_done", "_inbound", "_links", "_local", "_outbound",
+        "_pool", "_receivers", "_retired", "_steps", "_used", "channels", "is_bandwidth_sample",
         "remaining",
     )  # fmt: skip
 
-    def __init__(self, lane: Lane, call: Operands, progress: Progress, pool: LandingPool) -> None:
+    def __init__(self, lane: Lane, call: Operands, links: Links, pool: LandingPool) -> None:
         self._call = call
         self.is_bandwidth_sample = call.is_bandwidth_sample
-        self._progress = progress
+        self._links = links
         self._pool = pool
         self._steps = lane.steps
         #: Slices done per op; of a send: released.
@@ -229,12 +245,21 @@ class LaneRun:
         self.remaining = lane.nslices
         #: The links' channels whose events are for this run.
         self.channels = lane.channels
+        # Looked up here: `Links.sender` costs a call for each, and only creates what is missing.
+        senders, receivers = links.senders, links.receivers
         self._outbound = [
-            _Cursor(progress.send_link(way.peer, way.channel), way.steps) for way in lane.sends
+            _Cursor(
+                senders.get((way.peer, way.channel)) or links.sender(way.peer, way.channel),
+                way.steps,
+            )
+            for way in lane.sends
         ]
-        most = progress.config.landing_depth
         self._inbound = [
-            _Inbound(progress.recv_link(way.peer, way.channel), way.steps, min(most, way.depth))
+            _Inbound(
+                receivers.get((way.peer, way.channel)) or links.receiver(way.peer, way.channel),
+                way.steps,
+                min(pool.depth, way.depth),
+            )
             for way in lane.recvs
         ]
         self._receivers = {cursor.link.peer: cursor for cursor in self._inbound}
@@ -250,7 +275,7 @@ class LaneRun:
         if payload is None:
             # It is in this rank's memory, so the peer's is free: waiting for the reduction would
             # deadlock two ranks that exchange a chunk and reduce it in place.
-            self._progress.consume(cursor.link, False)
+            self._links.consume(cursor.link, False)
             data: Any = cursor.places.popleft() if step.kind == OpKind.RECV_REDUCE else None
         else:
             data = payload
@@ -323,7 +348,7 @@ class LaneRun:
             # The copy is the eager slot: the caller's memory is free at once, the slice replayable.
             view = memoryview(bytes(view))
             self._finish_slice(index)
-        self._progress.send(link, view, step.is_eager, self, index)
+        self._links.send(link, view, step.is_eager, self, index)
 
     # Receiving
 
@@ -350,7 +375,7 @@ class LaneRun:
                 cursor.at += 1
                 cursor.k = 0
             is_last = cursor.at == len(cursor.order)
-            self._progress.recv(cursor.link, region, self, index, is_last)
+            self._links.recv(cursor.link, region, self, index, is_last)
 
     def _place(self, cursor: _Inbound, step: Step, k: int) -> memoryview:
         place = self._pool.take(self._call.layout.slice_nbytes)
@@ -378,7 +403,7 @@ class LaneRun:
         if data is not None or step.is_final:
             number = self._call.apply(step, step.cuts[k], step.cuts[k + 1], data)
         if step.is_eager:
-            self._progress.consume(cursor.link, True)
+            self._links.consume(cursor.link, True)
             data = None
         if number:
             self._begun[index] = k + 1
@@ -391,7 +416,7 @@ class LaneRun:
 
     def _take_computed(self) -> None:
         """Finish slices whose work was given away and is done."""
-        while self._computing and self._computing[0].number <= self._progress.computed:
+        while self._computing and self._computing[0].number <= self._call.computed:
             _, index, nslices, cursor, place = self._computing.popleft()
             if cursor is not None:
                 cursor.under_way -= 1
@@ -433,7 +458,17 @@ class LaneRun:
         return True
 
 
+def host_lanes(
+    pool: LandingPool, source: Array, output: Array, plan: Plan, links: Links
+) -> list[LaneRun]:
+    """Prepare a planned collective from `source` to `output`, both in host memory."""
+    layout = plan.layout
+    sample = plan.is_bandwidth_sample
+    call = HostCall(layout, source, output, plan.reduce, plan.finish, is_bandwidth_sample=sample)
+    return [LaneRun(lane, call, links, pool) for lane in layout.lanes]
+
+
 #: Steps that have the transport read or write memory.
 _MOVES = frozenset((OpKind.SEND, OpKind.RECV))
 
-__all__ = ["Call", "LandingPool", "LaneRun", "Operands", "Place"]
+__all__ = ["HostCall", "LandingPool", "LaneRun", "Operands", "Place", "host_lanes"]

@@ -9,15 +9,13 @@ Must not import sockets or verbs, and touches slices, never bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
 from r2ccl.dtypes import dtype_of
-from r2ccl.errors import InternalError
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.failover import Failover
-from r2ccl.failover.migration.link import RecvLink, SendLink
-from r2ccl.failover.migration.links import Consumer, Links
+from r2ccl.failover.migration.link import RecvLink
+from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import Path
 from r2ccl.failover.revocation import Revoke
 from r2ccl.transport.base import (
@@ -36,7 +34,12 @@ from r2ccl.types import REDUCTIONS, ROOTED, CallSignature, Collective, PathKey, 
 
 
 class Computer(Protocol):
-    """Where the work of a collective's slices is done that is not done in the loop."""
+    """Executes slice work in order and asynchronously, outside the data loop."""
+
+    @property
+    def computed(self) -> int:
+        """Number of the last work found done; all before it is done too."""
+        ...
 
     @property
     def is_busy(self) -> bool:
@@ -44,11 +47,11 @@ class Computer(Protocol):
         ...
 
     def commit(self) -> None:
-        """Have `poll` tell of all that was begun until now."""
+        """Make all work begun so far visible to `poll`."""
         ...
 
     def poll(self) -> int:
-        """Return the number of the last work that is done, as all before it is; never waits.
+        """Update and return `computed`; never waits.
 
         Raises
         ------
@@ -80,17 +83,9 @@ class Progress:
         self._migration = failover.migration
         self._revocation = failover.revocation
         self._repairs = self._migration.log
-        #: Number and packed signature of the collective that runs, or ran last.
-        self.op = 0
-        self.signature = 0
-        #: Number of the last work that is done of what the collective has given away.
-        self.computed = 0
         self._computer: Computer | None = None
-        self._unconfirmed: dict[RecvLink, None] = {}  # ordered, unlike a set: runs repeat
-        #: Signatures of the last collectives; those seen of coming ones, and at which peer first.
-        self._history: dict[int, int] = {}
-        self._ahead: dict[int, dict[int, int]] = {}
-        self._confirm_after = max(1, context.config.eager_slots // 2)
+        #: Signatures seen of collectives this rank has not started, and the first peer with each.
+        self.ahead: dict[int, dict[int, int]] = {}
         self._handlers = {
             Arrived: self._on_arrived,
             Cleared: self._on_cleared,
@@ -103,86 +98,27 @@ class Progress:
             Probed: failover.on_probed,
         }
 
-    # What a collective calls
+    # Called by the engine
 
-    def begin(
-        self,
-        signature: int,
-        consumers: Mapping[int, Consumer],
-        computer: Computer | None = None,
-    ) -> None:
-        """Start the next collective: `consumers` by channel, who may give work to `computer`."""
-        self.op += 1
+    def begin(self, computer: Computer | None = None) -> None:
+        """Prepare for the collective that `Links.begin` started.
+
+        Required if there is a `computer`, which executes work that consumers defer, or calls are
+        `ahead`.
+        """
         self._computer = computer
-        self.computed = 0
-        self.signature = signature
-        self._history[self.op] = signature
-        self._history.pop(self.op - _HISTORY, None)
-        self._links.consumers = consumers
-        for seen, peer in self._ahead.pop(self.op, {}).items():
-            self._compare(peer, self.op, seen)
+        for seen, peer in self.ahead.pop(self._links.op, {}).items():
+            self._compare(peer, self._links.op, seen)
 
     def finish(self) -> None:
-        """The collective is done: none of its slices is wanted or unreleased any more."""
-        self._links.consumers = {}
+        """End the collective: all its slices were delivered and released."""
+        self._links.finish()
         self._computer = None
 
     def forget(self) -> None:
-        """Let go of all memory that slices were in; once no path is in use any more."""
-        self.finish()
-        self._unconfirmed.clear()
+        """Drop all references to slices, when no path is in use any more."""
+        self._computer = None
         self._links.forget()
-
-    def send_link(self, peer: int, channel: int) -> SendLink:
-        """Return the link to `peer` of `channel`, made on first use."""
-        link = self._links.senders.get((peer, channel))
-        if link is None:
-            self._migration.add_links(peer, channel)
-            link = self._links.senders[peer, channel]
-        return link
-
-    def recv_link(self, peer: int, channel: int) -> RecvLink:
-        """Return the link from `peer` of `channel`, made on first use."""
-        link = self._links.receivers.get((peer, channel))
-        if link is None:
-            self._migration.add_links(peer, channel)
-            link = self._links.receivers[peer, channel]
-        return link
-
-    def send(
-        self, link: SendLink, view: memoryview, is_eager: bool, consumer: Consumer, index: int
-    ) -> None:
-        """Post a slice; `link.can_post` must hold. An eager `view` must be the link's to keep."""
-        if not is_eager:
-            _, nbytes, _ = link.clears[link.posted]
-            if nbytes != len(view):
-                raise InternalError(
-                    f"rank {link.peer} named {nbytes} bytes for slice {link.posted} of channel "
-                    f"{link.channel}, this rank sends {len(view)}"
-                )
-        item, token = link.post(view, is_eager, self.op, self.signature, consumer, index)
-        if item.path is not None:
-            self._links.write(link, item, token)
-
-    def recv(
-        self, link: RecvLink, region: memoryview | None, consumer: Consumer, index: int,
-        is_last: bool = False,
-    ) -> None:  # fmt: skip
-        """Want the next slice, in `region` (named to the peer) or, None, with its payload.
-
-        `is_last` says that none follows it on this link in this call.
-        """
-        landing = link.post(region, self.op, self.signature, consumer, index, is_last)
-        if landing.path is not None:
-            self._links.name(link, landing)
-        if link.arrivals:
-            self._deliver(link)
-
-    def consume(self, link: RecvLink, is_eager: bool) -> None:
-        """The slice delivered next is used up: it may be confirmed."""
-        link.consume()
-        if not is_eager or link.consumed - link.acked >= self._confirm_after:
-            self._unconfirmed[link] = None
 
     # The loop
 
@@ -206,9 +142,9 @@ class Progress:
                 consumer.advance()
         if self._computer is not None:
             self._computer.commit()
-        if self._unconfirmed:
-            links.confirm_all(self._unconfirmed)
-            self._unconfirmed.clear()
+        if links.unconfirmed:
+            links.confirm_all(links.unconfirmed)
+            links.unconfirmed.clear()
         self._transport.flush()
 
     @property
@@ -218,10 +154,9 @@ class Progress:
 
     def _take_computed(self, computer: Computer) -> bool:
         """Have whoever gave work away advanced if some of it is done."""
-        computed = computer.poll()
-        if computed == self.computed:
+        before = computer.computed
+        if computer.poll() == before:
             return False
-        self.computed = computed
         for consumer in self._links.consumers.values():
             self._links.touch(consumer)
         return True
@@ -229,16 +164,16 @@ class Progress:
     # Events
 
     def _on_arrived(self, event: Arrived) -> None:
-        path, frame = event.path, event.frame
+        links, path, frame = self._links, event.path, event.frame
         state = self._seen(path, frame)
-        if frame.signature != self.signature or frame.op != self.op:
+        if frame.signature != links.signature or frame.op != links.op:
             self._compare(path.peer, frame.op, frame.signature)
             if self._revocation.error is not None:
                 return
-        link = self.recv_link(path.peer, frame.channel)
+        link = self._links.receiver(path.peer, frame.channel)
         state.nslices_received += 1
         state.nbytes_received += _nbytes(link, event)
-        if frame.ack > self.send_link(path.peer, frame.channel).confirmed:
+        if frame.ack > self._links.sender(path.peer, frame.channel).confirmed:
             self._confirmed(path.peer, frame.channel, frame.ack)
         if self._repairs.open:
             self._migration.note_arrival(event)
@@ -249,25 +184,16 @@ class Progress:
         if event.is_confirmed:
             link.acked = max(link.acked, frame.seq + 1)
         if link.arrived(frame.seq, payload):
-            self._deliver(link)
-
-    def _deliver(self, link: RecvLink) -> None:
-        taken = link.take()
-        while taken is not None:
-            landing, payload = taken
-            if landing.signature == self.signature:
-                landing.owner.on_slice(landing, payload)
-                self._links.touch(landing.owner)
-            taken = link.take()
+            self._links.deliver(link)
 
     def _on_cleared(self, event: Cleared) -> None:
-        path, frame = event.path, event.frame
+        links, path, frame = self._links, event.path, event.frame
         self._seen(path, frame)
-        if frame.signature != self.signature or frame.op != self.op:
+        if frame.signature != links.signature or frame.op != links.op:
             self._compare(path.peer, frame.op, frame.signature)
             if self._revocation.error is not None:
                 return
-        link = self.send_link(path.peer, frame.channel)
+        link = self._links.sender(path.peer, frame.channel)
         if frame.ack > link.confirmed:
             self._confirmed(path.peer, frame.channel, frame.ack)
         again = link.cleared(path, frame.seq, event.nbytes, event.token)
@@ -281,14 +207,14 @@ class Progress:
         self._confirmed(event.path.peer, event.channel, event.ack)
 
     def _confirmed(self, peer: int, channel: int, ack: int) -> None:
-        released = self.send_link(peer, channel).confirm(ack)
+        released = self._links.sender(peer, channel).confirm(ack)
         if released:
             self._links.release(released)
         self._links.touch_channel(channel)
 
     def _on_sent(self, event: Sent) -> None:
         self._paths[event.path].activity += 1
-        link = self.send_link(event.path.peer, event.channel)
+        link = self._links.sender(event.path.peer, event.channel)
         released = link.retired(event.path, event.seq)
         self._links.note_retired(link)
         if released:
@@ -305,11 +231,12 @@ class Progress:
     # Agreement on the call
 
     def _compare(self, peer: int, op: int, signature: int) -> None:
-        """Hold a peer's call against this rank's of the same number."""
-        if op > self.op:
-            self._ahead.setdefault(op, {}).setdefault(signature, peer)
+        """Compare a peer's call with this rank's of the same number; revoke if they differ."""
+        links = self._links
+        if op > links.op:
+            self.ahead.setdefault(op, {}).setdefault(signature, peer)
             return
-        mine = self._history.get(op, signature)
+        mine = links.signatures.get(op, signature)
         if mine != signature:
             self._revocation.revoke(
                 Revoke(
@@ -345,8 +272,5 @@ def describe(signature: int) -> str:
         parts.append(f"schedule={call.root:03x}")
     return f"{name}({', '.join(parts)})"
 
-
-#: Collectives a rank can be behind another and still have its call compared.
-_HISTORY = 64
 
 __all__ = ["Computer", "Progress", "describe"]

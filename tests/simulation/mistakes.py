@@ -94,12 +94,17 @@ def _overwritten_while_sent() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(LaneRun, "_is_ready", is_ready)
 
 
+def _has_failed(run: LaneRun) -> bool:
+    """Return whether a path has failed before."""
+    return any(path.cause for path in run._links.paths.values())
+
+
 def _reduced_as_it_comes() -> contextlib.AbstractContextManager[Any]:
     """After a repair, data is added in the order in which it comes: the sum, but not its bits."""
     original = LaneRun._is_ready
 
     def is_ready(self: LaneRun, step: Step, k: int) -> bool:
-        if not self._progress._repairs.repairs:
+        if not _has_failed(self):
             return original(self, step, k)
         after = list(step.after)
         if step.kind is OpKind.RECV_REDUCE:
@@ -118,7 +123,7 @@ def _divided_when_replayed() -> contextlib.AbstractContextManager[Any]:
     original = LaneRun._use
 
     def use(self: LaneRun, cursor: Any, index: int, step: Step, data: Any) -> None:
-        if step.kind is OpKind.RECV_REDUCE and self._progress._repairs.repairs:
+        if step.kind is OpKind.RECV_REDUCE and _has_failed(self):
             step = msgspec.structs.replace(step, is_final=True)
         original(self, cursor, index, step, data)
 

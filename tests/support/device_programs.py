@@ -18,6 +18,7 @@ import r2ccl
 from r2ccl import factory
 from r2ccl.dtypes import CODES
 from r2ccl.errors import CommunicatorRevoked, InvalidArgument, PeerLost, TransportError
+from r2ccl.gpu.plan_selector import PlanSelector
 from r2ccl.testing import fail_at
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.types import CallSignature, Collective
@@ -257,15 +258,15 @@ def allreduces_among_some(count: int) -> tuple[bool, int]:
         r2ccl.init(faults=plan, slice_nbytes=4096, eager_nbytes=0) as comm,
     ):
         group = tuple(range(comm.rank % 2, comm.nranks, 2))
-        enter, is_right = comm._entry.among(group), True
+        enter, is_right = PlanSelector(comm._engine, comm._plans).among(group), True
 
         def run(call: CallSignature, x: Any) -> None:
-            comm._host.run_plan(enter(call, None), x, x)
+            comm._collectives.run_plan(enter(call, None), x, x)
 
         for op in (r2ccl.SUM, r2ccl.AVG) * (rounds // 2):
             x = 1000 * values_of(comm.rank, count)
             call = CallSignature(Collective.ALLREDUCE, int64, op, count)
-            comm._in_turn(functools.partial(run, call, x))
+            comm._collectives.in_turn(functools.partial(run, call, x))
             total = np.sum([1000 * values_of(rank, count) for rank in group], axis=0)
             if op is r2ccl.AVG:
                 total = np.trunc(total / comm.nranks).astype(np.int64)

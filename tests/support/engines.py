@@ -14,13 +14,12 @@ from r2ccl.config import Config
 from r2ccl.dtypes import CODES
 from r2ccl.errors import TransportError
 from r2ccl.failover.context import RankContext
-from r2ccl.failover.health.table import Health
 from r2ccl.gpu.gpudirect import GpuDirectBackend
 from r2ccl.gpu.gpudirect_connect import connect_gpudirect
+from r2ccl.gpu.plan_selector import PlanSelector
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.planning.cost_model import Fabric
 from r2ccl.planning.plan_cache import PlanCache
-from r2ccl.runtime.collectives import PlanSelector
 from r2ccl.runtime.engine import Engine
 from r2ccl.testing.fakedevice import FakeDevice, FakeGpu
 from r2ccl.testing.fakedevice.forms import FakeLauncher
@@ -93,9 +92,8 @@ class Rank:
         )  # fmt: skip
         self.engine = Engine(context, control)
         fabric = Fabric(self.engine.homes, 2)
-        whole = Health.whole(self.nranks, 2, group.config.digest())
         self.plans = PlanCache(self.rank, self.nranks, fabric, group.config)
-        self.entry = PlanSelector(self.engine, self.plans, whole)
+        self.entry = PlanSelector(self.engine, self.plans)
         self.stream = self.device.caller_stream()
         self.opened: GpuDirectBackend | str = ""
         #: Where the caller's arrays are.

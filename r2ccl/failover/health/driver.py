@@ -63,10 +63,11 @@ class HealthAgreement:
         self._down: set[tuple[int, int]] = set()
         self._weights: dict[tuple[int, int], int] = {}
         self._toward: dict[int, int] = {}
-        #: While nothing is under way a collective costs one comparison: the agreement is told of
-        #: the last one started before its next event, when it may have to promise something.
-        self._steady = self._agreement.steady
-        self._entered = 0
+        #: Health of all collectives while no change is being agreed on; else None, and `enter`
+        #: must be asked. Whoever starts a collective with it sets `last_started`, which the
+        #: agreement reads before its next event: so a collective costs one comparison.
+        self.steady = self._agreement.steady
+        self.last_started = 0
 
     # What a collective asks
 
@@ -78,15 +79,15 @@ class HealthAgreement:
         Health or None
             What to plan it with; None: wait, and ask again after a message.
         """
-        if self._steady is not None:
-            self._entered = op
-            return self._steady
+        if self.steady is not None:
+            self.last_started = op
+            return self.steady
         agreement = self._agreement
         if not agreement.may_start(op):
             return None
         health = agreement.start(op)
-        self._steady = agreement.steady
-        self._entered = op
+        self.steady = agreement.steady
+        self.last_started = op
         return health
 
     def waits_for(self) -> tuple[int, ...]:
@@ -160,14 +161,14 @@ class HealthAgreement:
     def _event(self, take: Callable[[], list[Action]]) -> None:
         self._catch_up()
         actions = take()
-        self._steady = self._agreement.steady
+        self.steady = self._agreement.steady
         self._do(actions)
 
     def _catch_up(self) -> None:
         """Tell the agreement what was started while nothing was under way."""
-        if self._steady is not None:
-            self._agreement.skip_to(self._entered)
-            self._steady = None
+        if self.steady is not None:
+            self._agreement.skip_to(self.last_started)
+            self.steady = None
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:

@@ -99,6 +99,7 @@ class Migration:
         self.routes = Routes(
             links, nrails=context.nrails, homes=context.homes, share=self._share, log=self.log
         )
+        links.on_added(self.routes.begin)
         #: Peers no path leads to, and since when.
         self.cut_off = set(context.peers)
         self.cut_off_since = dict.fromkeys(context.peers, self._clock())
@@ -124,11 +125,6 @@ class Migration:
     def up(self, peer: int) -> list[PathKey]:
         """Paths to `peer` that may be used, by rail; the bypass comes last."""
         return self.routes.up(peer)
-
-    def add_links(self, peer: int, channel: int) -> None:
-        """Make the two links with `peer` of `channel`, and give them a route."""
-        self._links.add(peer, channel)
-        self.routes.begin(peer, channel)
 
     def fence_all(self) -> None:
         """Begin to take every path out of use; whoever steps the loop sees when they are."""

@@ -1,17 +1,19 @@
-"""The paths of one rank, and its links over them: what is posted, confirmed, written again.
+"""Paths and links of one rank: slices are posted, written to the transport and released here.
 
-What the data loop and the repair of paths have in common: the loop posts slices and takes them,
-the repair has links resumed on other paths. Frames go to the transport from here, and the rates of
-rails are counted here. Owned by one caller at a time; touches slices, never bytes.
+The state that the data loop and the repair of paths share. The executor posts slices and landing
+places, the data loop passes on what arrives, the repair resumes links on other paths. Frames carry
+the number and the signature of the collective, so both are kept here. Bandwidth samples are taken
+here. Owned by one caller at a time; handles slices, never bytes.
 
 Invariant: a view given to the transport stays referenced by its link until the slice is released.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+from r2ccl.errors import InternalError
 from r2ccl.failover.bandwidth.protocol import Balance
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.migration.link import Landing, LinkReport, RecvLink, SendLink, Slice
@@ -73,22 +75,58 @@ class Links:
         self.receivers: dict[tuple[int, int], RecvLink] = {}
         #: What this rank's rails are measured at, where there are several.
         self.balance = Balance(context.homes) if context.is_measured else None
-        #: When the events under way were taken: what comes together counts as one instant.
+        #: Clock reading of the last poll: events of one poll count as simultaneous.
         self.polled_s = 0.0
-        #: Who runs on which channel, and who has to be advanced before the loop sleeps.
+        #: Number and packed signature of the current collective, or of the last one.
+        self.op = 0
+        self.signature = 0
+        #: Signatures of the last `_HISTORY` collectives, by number.
+        self.signatures: dict[int, int] = {}
+        #: Consumers of the current collective by channel, and those to advance before sleeping.
         self.consumers: Mapping[int, Consumer] = {}
         self.touched: list[Consumer] = []
+        #: Links whose consumed slices are to be confirmed; ordered, unlike a set: runs repeat.
+        self.unconfirmed: dict[RecvLink, None] = {}
+        self._confirm_after = max(1, context.config.eager_slots // 2)
+        self._on_added: Callable[[int, int], None] | None = None
 
-    def add(self, peer: int, channel: int) -> None:
-        """Make the two links with `peer` of `channel`; they have no route yet."""
-        key = (peer, channel)
-        self.senders[key] = SendLink(peer, channel, self._neager, is_confirmed=self._is_resilient)
-        self.receivers[key] = RecvLink(peer, channel)
+    def on_added(self, route: Callable[[int, int], None]) -> None:
+        """Call ``route(peer, channel)`` whenever a pair of links is created."""
+        self._on_added = route
+
+    def sender(self, peer: int, channel: int) -> SendLink:
+        """Return the link to `peer` on `channel`, created on first use."""
+        return self.senders.get((peer, channel)) or self._add(peer, channel)[0]
+
+    def receiver(self, peer: int, channel: int) -> RecvLink:
+        """Return the link from `peer` on `channel`, created on first use."""
+        return self.receivers.get((peer, channel)) or self._add(peer, channel)[1]
+
+    def _add(self, peer: int, channel: int) -> tuple[SendLink, RecvLink]:
+        sender = SendLink(peer, channel, self._neager, is_confirmed=self._is_resilient)
+        receiver = RecvLink(peer, channel)
+        self.senders[peer, channel] = sender
+        self.receivers[peer, channel] = receiver
+        if self._on_added is not None:
+            self._on_added(peer, channel)
+        return sender, receiver
+
+    def begin(self, signature: int) -> None:
+        """Start the next collective."""
+        self.op += 1
+        self.signature = signature
+        self.signatures[self.op] = signature
+        self.signatures.pop(self.op - _HISTORY, None)
+
+    def finish(self) -> None:
+        """End the collective: all its slices were delivered and released."""
+        self.consumers = {}
 
     def forget(self) -> None:
-        """Let go of all memory that slices were in; once no path is in use any more."""
-        self.consumers = {}
+        """Drop all references to slices, when no path is in use any more."""
+        self.finish()
         self.touched.clear()
+        self.unconfirmed.clear()
         self.senders.clear()
         self.receivers.clear()
 
@@ -121,6 +159,78 @@ class Links:
     def is_drained_to(self, peer: int) -> bool:
         """Whether every slice ever posted to `peer` is confirmed."""
         return all(link.confirmed == link.posted for link in self.senders_to(peer))
+
+    # Slices of the current collective
+
+    def send(
+        self, link: SendLink, view: memoryview, is_eager: bool, consumer: Consumer, index: int
+    ) -> None:
+        """Post a slice of send op `index`; ``link.can_post`` must be True.
+
+        Parameters
+        ----------
+        link : SendLink
+        view : memoryview
+            Borrowed until the slice is released; of an eager slice, the link's to keep.
+        is_eager : bool
+        consumer : Consumer
+            Notified when the slice is released.
+        index : int
+
+        Raises
+        ------
+        InternalError
+            If the landing place that the peer named has another size.
+        """
+        if not is_eager:
+            _, nbytes, _ = link.clears[link.posted]
+            if nbytes != len(view):
+                raise InternalError(
+                    f"rank {link.peer} named {nbytes} bytes for slice {link.posted} of channel "
+                    f"{link.channel}, this rank sends {len(view)}"
+                )
+        item, token = link.post(view, is_eager, self.op, self.signature, consumer, index)
+        if item.path is not None:
+            self.write(link, item, token)
+
+    def recv(
+        self, link: RecvLink, region: memoryview | None, consumer: Consumer, index: int,
+        is_last: bool = False,
+    ) -> None:  # fmt: skip
+        """Post a receive of op `index`.
+
+        Parameters
+        ----------
+        link : RecvLink
+        region : memoryview or None
+            Landing place, which is named to the peer; None: the slice is eager.
+        consumer : Consumer
+            Gets the slice.
+        index : int
+        is_last : bool
+            No receive follows on this link in this collective.
+        """
+        landing = link.post(region, self.op, self.signature, consumer, index, is_last)
+        if landing.path is not None:
+            self.name(link, landing)
+        if link.arrivals:
+            self.deliver(link)
+
+    def deliver(self, link: RecvLink) -> None:
+        """Hand over the slices that arrived and are wanted, in order."""
+        taken = link.take()
+        while taken is not None:
+            landing, payload = taken
+            if landing.signature == self.signature:
+                landing.owner.on_slice(landing, payload)
+                self.touch(landing.owner)
+            taken = link.take()
+
+    def consume(self, link: RecvLink, is_eager: bool) -> None:
+        """Count the oldest delivered slice as consumed: it may be confirmed."""
+        link.consume()
+        if not is_eager or link.consumed - link.acked >= self._confirm_after:
+            self.unconfirmed[link] = None
 
     # To the transport
 
@@ -198,5 +308,8 @@ class Links:
         if consumer is not None:
             self.touch(consumer)
 
+
+#: Collectives a rank can be behind another and still have its call compared.
+_HISTORY = 64
 
 __all__ = ["Consumer", "Links"]

@@ -108,44 +108,6 @@ class Buffer(msgspec.Struct, frozen=True, eq=False):
         return np.may_share_memory(self.array, other.array)
 
 
-def as_buffer(x: Any, *, writable: bool) -> Buffer:
-    """View `x` as a `Buffer`, sharing its memory.
-
-    Parameters
-    ----------
-    x : array_like in host memory
-        NumPy array of any number of dimensions (also none, also no elements); an object with the
-        buffer protocol (``bytearray``, ``array.array``, ctypes arrays); a tensor with DLPack such
-        as torch's. Borrowed for as long as the buffer lives.
-    writable : bool
-        Whether a result will be written to it.
-
-    Raises
-    ------
-    InvalidArgument
-        Not such an object, or its memory is on a device, not C-contiguous, not aligned,
-        byte-swapped, of a dtype without a number, or read-only when `writable`.
-
-    Notes
-    -----
-    *Cost*: under 1 µs for a NumPy array.
-    """
-    array = x if type(x) is np.ndarray else _host_array(x)
-    dtype = array.dtype
-    code = CODES.get(dtype)
-    flags = array.flags
-    if (
-        code is None
-        or not flags.c_contiguous
-        or not flags.aligned
-        or (writable and not flags.writeable)
-    ):
-        raise _refusal(x, array, writable)
-    if array.ndim != 1:
-        array = array.reshape(-1)
-    return Buffer(array, code, array.size, dtype.itemsize, array.nbytes, x)
-
-
 def like(x: Any, times: int = 0) -> Any:
     """Allocate an output with the shape and dtype of `x`, C-contiguous and uninitialised.
 
@@ -230,7 +192,7 @@ def cannot_view(x: Any, why: object) -> InvalidArgument:
     return InvalidArgument(f"{type_name(x)} was given and cannot be viewed: {why}")
 
 
-def _host_array(x: Any) -> Array:
+def host_array(x: Any) -> Array:
     """View anything that is not exactly an ndarray as one; refuse what cannot be viewed."""
     if isinstance(x, np.ma.MaskedArray):
         raise InvalidArgument(
@@ -253,7 +215,7 @@ def _shape(x: Any) -> tuple[int, ...]:
         raise InvalidArgument(
             f"{type_name(x)} was given without an output, which r2ccl cannot allocate: pass out="
         )
-    shape: tuple[int, ...] = _host_array(x).shape
+    shape: tuple[int, ...] = host_array(x).shape
     return shape
 
 
@@ -261,7 +223,7 @@ def _empty_like(x: Any, shape: tuple[int, ...]) -> Any:
     library = library_of(x)
     if library is not None:
         return library.empty(x, shape)
-    return np.empty(shape, _host_array(x).dtype)
+    return np.empty(shape, host_array(x).dtype)
 
 
 def _tensor_array(x: Any) -> Array:
@@ -290,7 +252,7 @@ def _on_device(x: Any, where: str) -> InvalidArgument:
     )
 
 
-def _refusal(x: Any, array: Array, writable: bool) -> InvalidArgument:
+def refusal(x: Any, array: Array, writable: bool) -> InvalidArgument:
     """Say why `array`, the view of `x`, cannot be a buffer."""
     given = f"{type_name(x)} of dtype {array.dtype} and shape {array.shape}"
     if array.dtype.kind == "b":
@@ -319,11 +281,12 @@ __all__ = [
     "Array",
     "Buffer",
     "Extent",
-    "as_buffer",
     "cannot_view",
+    "host_array",
     "is_in_place",
     "like",
     "like_part",
     "part_of",
+    "refusal",
     "type_name",
 ]

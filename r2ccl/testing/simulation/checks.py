@@ -13,12 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from r2ccl.failover.context import RankContext
-from r2ccl.failover.failover import Failover
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.link import Landing, SendLink, Slice
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.runtime.executor import LandingPool, LaneRun, Place
-from r2ccl.runtime.progress import Progress
 from r2ccl.testing.simulation.network import MessageKind, SimMessage
 
 Array = npt.NDArray[Any]
@@ -102,11 +100,23 @@ class Checker:
 
 
 class CheckedLinks(Links):
-    """`Links` that show their checker what is released."""
+    """`Links` that show their checker what is posted, delivered and released."""
 
     def __init__(self, checker: Checker, context: RankContext) -> None:
         super().__init__(context)
+        self._rank = context.rank
         self._checker = checker
+
+    def send(
+        self, link: SendLink, view: memoryview, is_eager: bool, consumer: Consumer, index: int
+    ) -> None:
+        """Post a slice."""
+        self._checker.posted(self._rank, link, view)
+        super().send(link, view, is_eager, consumer, index)
+
+    def delivered(self, peer: int, channel: int, landing: Landing, payload: Any) -> None:
+        """Show a delivered slice."""
+        self._checker.delivered(self._rank, peer, channel, landing, payload)
 
     def release(self, slices: list[Slice]) -> None:
         """Give slices back."""
@@ -115,35 +125,14 @@ class CheckedLinks(Links):
         super().release(slices)
 
 
-class CheckedProgress(Progress):
-    """`Progress` that shows its checker what is posted and delivered."""
-
-    def __init__(
-        self, checker: Checker, context: RankContext, links: Links, failover: Failover
-    ) -> None:
-        super().__init__(context, links, failover)
-        self._checker = checker
-
-    def send(
-        self, link: SendLink, view: memoryview, is_eager: bool, consumer: Consumer, index: int
-    ) -> None:
-        """Post a slice."""
-        self._checker.posted(self.rank, link, view)
-        super().send(link, view, is_eager, consumer, index)
-
-    def delivered(self, peer: int, channel: int, landing: Landing, payload: Any) -> None:
-        """Show a delivered slice."""
-        self._checker.delivered(self.rank, peer, channel, landing, payload)
-
-
 class CheckedRun(LaneRun):
     """`LaneRun` that shows each slice before it is used."""
 
     __slots__ = ("_shown",)
 
-    def __init__(self, lane: Any, call: Any, progress: CheckedProgress, pool: LandingPool) -> None:
-        super().__init__(lane, call, progress, pool)
-        self._shown = progress
+    def __init__(self, lane: Any, call: Any, links: CheckedLinks, pool: LandingPool) -> None:
+        super().__init__(lane, call, links, pool)
+        self._shown = links
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
         """Take a slice."""
@@ -156,8 +145,8 @@ class CheckedRun(LaneRun):
 class CheckedPool(LandingPool):
     """`LandingPool` that poisons free places and finds writes into them."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(lambda nbytes: np.empty(nbytes, np.uint8))
+    def __init__(self, rank: int, depth: int) -> None:
+        super().__init__(lambda nbytes: np.empty(nbytes, np.uint8), depth)
         self._rank = rank
 
     def take(self, nbytes: int) -> Place:
@@ -176,4 +165,4 @@ class CheckedPool(LandingPool):
         super().give(place if place.base is not None else place[:])
 
 
-__all__ = ["CheckedLinks", "CheckedPool", "CheckedProgress", "CheckedRun", "Checker", "Violation"]
+__all__ = ["CheckedLinks", "CheckedPool", "CheckedRun", "Checker", "Violation"]

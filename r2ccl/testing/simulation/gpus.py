@@ -69,8 +69,8 @@ class GpuNetwork(SimNetwork):
 class GpuPool(LandingPool):
     """Landing places in device memory: poisoned when free, and looked at when they are taken."""
 
-    def __init__(self, device: FakeDevice) -> None:
-        super().__init__(self._make)
+    def __init__(self, device: FakeDevice, depth: int) -> None:
+        super().__init__(self._make, depth)
         self._device = device
 
     def _make(self, nbytes: int) -> Place:
@@ -102,7 +102,7 @@ class GpuRank(SimRank):
         seed = network.timeline.random.getrandbits(32)
         gpu = FakeGpu(seed, reorders_remote_writes=rank % 2 == 1)
         self.device = network.devices[rank] = FakeDevice(gpu, f"rank {rank}")
-        self.pool = GpuPool(self.device)
+        self.pool = GpuPool(self.device, self.pool.depth)
         self.reductions = self.computer = ReductionStream(self.device, FakeLauncher(self.device))
         self._checker.bytes_of = network.bytes_of
         #: Input, output and scratch memory of the call, and what kind of elements they have.

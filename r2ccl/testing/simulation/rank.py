@@ -23,12 +23,11 @@ from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.path import Announcement
 from r2ccl.failover.revocation import Leaving, Revoke, Spared
-from r2ccl.runtime.executor import Call, LandingPool, LaneRun, Operands
-from r2ccl.runtime.progress import Computer
+from r2ccl.runtime.executor import HostCall, LandingPool, LaneRun, Operands
+from r2ccl.runtime.progress import Computer, Progress
 from r2ccl.testing.simulation.checks import (
     CheckedLinks,
     CheckedPool,
-    CheckedProgress,
     CheckedRun,
     Checker,
 )
@@ -103,7 +102,7 @@ class SimRank:
         self._config = config
         self._work = work
         self._checker = checker
-        self.pool: LandingPool = CheckedPool(rank)
+        self.pool: LandingPool = CheckedPool(rank, config.landing_depth)
         #: Does what slices of device memory take.
         self.computer: Computer | None = None
         self.transport = self.make_transport()
@@ -128,7 +127,7 @@ class SimRank:
         self.failover = Failover(context, self.links)
         self.migration = self.failover.migration
         self.revocation = self.failover.revocation
-        self.progress = CheckedProgress(checker, context, self.links, self.failover)
+        self.progress = Progress(context, self.links, self.failover)
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._is_turn_planned = False
         self._ticked_at = 0.0
@@ -318,7 +317,7 @@ class SimRank:
         self._enter()
 
     def _enter(self) -> None:
-        op = self.progress.op + 1
+        op = self.links.op + 1
         assert self.failover.agreement is not None
         health = self.failover.agreement.enter(op)
         if health is not None:
@@ -331,11 +330,12 @@ class SimRank:
         self._task = task
         call = self.operands(task)
         layout, progress = call.layout, self.progress
-        runs = [CheckedRun(lane, call, progress, self.pool) for lane in layout.lanes]
+        self.links.begin(task.signature.pack())
+        runs = [CheckedRun(lane, call, self.links, self.pool) for lane in layout.lanes]
         self._runs = list(runs)
         self._peers = layout.peers
-        consumers = {at: run for run in runs for at in run.channels}
-        progress.begin(task.signature.pack(), consumers, self.computer)
+        self.links.consumers = {at: run for run in runs for at in run.channels}
+        progress.begin(self.computer)
         for run in runs:
             run.advance()
         progress.advance()
@@ -346,7 +346,7 @@ class SimRank:
     def operands(self, task: SimTask) -> Operands:
         """Make the memory of the next call."""
         source, output = self._work.memory(self.ncalls, self.rank)
-        call = Call(task.layout, source, output, *self._work.arithmetic(task))
+        call = HostCall(task.layout, source, output, *self._work.arithmetic(task))
         self._arrays = call.spaces
         return call
 

@@ -25,7 +25,7 @@ from r2ccl.failover.context import RankContext
 from r2ccl.failover.migration.link import SendLink
 from r2ccl.failover.shrink.driver import EventQueue, regroup
 from r2ccl.failover.shrink.protocol import Shrinking
-from r2ccl.runtime.arrays.buffers import as_buffer
+from r2ccl.runtime.arguments import as_buffer
 from r2ccl.runtime.engine import Engine
 from r2ccl.schedule.check import check
 from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
@@ -343,7 +343,7 @@ def call_beside_another() -> None:
             ("MASTER_PORT", "1"),
         ):
             patch.setenv(name, value)
-        with r2ccl.init() as alone, alone._turn:
+        with r2ccl.init() as alone, alone._collectives._turn:
             alone.barrier()
 
 

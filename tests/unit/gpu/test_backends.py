@@ -6,6 +6,7 @@ rank, are fakes of one machine.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from r2ccl.gpu.gpudirect import GpuDirectBackend
 from r2ccl.gpu.hierarchical import HierarchicalBackend
 from r2ccl.gpu.peer import PeerBackend
 from r2ccl.gpu.staged import DeviceCall, StagedBackend
-from r2ccl.runtime.collectives import HostCollectives
-from r2ccl.runtime.executor import LandingPool
+from r2ccl.planning.plan_cache import Plan
+from r2ccl.runtime.executor import LandingPool, host_lanes
 from r2ccl.testing.fakedevice.forms import FakeLauncher
 from r2ccl.topology.machine import Machine
 from r2ccl.types import CallSignature, Collective, ReduceOp
@@ -36,13 +37,15 @@ class Caller:
 
     def __init__(self, rank: Rank, machine: Machine | None, labels: list[str]) -> None:
         self.rank = rank
-        host = HostCollectives(
-            rank.engine, rank.entry, LandingPool(lambda n: np.empty(n, np.uint8))
-        )
+        pool = LandingPool(lambda n: np.empty(n, np.uint8), 2)
+
+        def run_plan(plan: Plan, source: Any, output: Any) -> None:
+            rank.engine.run(plan, functools.partial(host_lanes, pool, source, output))
+
         kernels = FakeLauncher(rank.device)
         hardware = OneCard(rank.device, kernels, machine)
         selector = BackendSelector(
-            rank.engine, rank.entry, host.run_plan, config=rank.group.config,
+            rank.engine, rank.entry, run_plan, config=rank.group.config,
             nodes=rank.group.nodes, allgather=rank.gather, labels=labels, hardware=hardware,
         )  # fmt: skip
         self.backends: tuple[GpuBackend, ...] = selector.select(rank.device, kernels)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import logging
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from r2ccl.config import Config
 from r2ccl.errors import CommunicatorRevoked, InternalError
 from r2ccl.failover.context import RankContext
+from r2ccl.failover.migration.links import Links
+from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import LaneRun
-from r2ccl.runtime.progress import Progress
 
 
 class Still:
@@ -42,17 +45,23 @@ def make_engine() -> tuple[Engine, Still]:
     return Engine(context, stand_in), still
 
 
+def plan(*peers: int) -> Plan:
+    """Return a plan with nothing to do."""
+    layout: Any = SimpleNamespace(peers=frozenset(peers))
+    return Plan(0, layout, np.add, None, False)
+
+
 def test_lanes_are_made_by_the_owner_of_the_loop() -> None:
     """They make links: no other thread may go through those at the same time."""
     engine, still = make_engine()
     done: list[str] = []
 
-    def make(_: Progress) -> list[LaneRun]:
+    def make(plan: Plan, links: Links) -> list[LaneRun]:
         engine.submit(done.append, "in between")
         assert done == []
         return []
 
-    engine.run(0, make, frozenset())
+    engine.run(plan(), make)
     for fn in still.soon:
         fn()
     assert done == ["in between"]
@@ -71,10 +80,10 @@ def test_a_failure_in_the_background_ends_the_communicator(
         engine.submit(fail)
     assert any(record.exc_info for record in caplog.records)
     with pytest.raises(InternalError, match=r"rank 0: the data loop failed.*dictionary") as caught:
-        engine.run(0, lambda _: [], frozenset({1}))
+        engine.run(plan(1), lambda *_: [])
     assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.raises(CommunicatorRevoked):
-        engine.run(0, lambda _: [], frozenset({1}))
+        engine.run(plan(1), lambda *_: [])
 
 
 class Kernels:
@@ -82,6 +91,7 @@ class Kernels:
 
     def __init__(self, nlooks: int) -> None:
         self.nlooks = nlooks
+        self.computed = 0
 
     @property
     def is_busy(self) -> bool:
@@ -91,7 +101,8 @@ class Kernels:
 
     def poll(self) -> int:
         self.nlooks -= 1
-        return int(self.nlooks <= 0)
+        self.computed = int(self.nlooks <= 0)
+        return self.computed
 
 
 def test_nobody_sleeps_while_kernels_are_under_way() -> None:
@@ -102,6 +113,8 @@ def test_nobody_sleeps_while_kernels_are_under_way() -> None:
     slept: list[float] = []
     still.poll = lambda timeout_s: slept.append(timeout_s) or []  # type: ignore[method-assign, func-returns-value]
 
+    kernels = Kernels(50)
+
     class Run:
         """Waits for one kernel."""
 
@@ -109,11 +122,11 @@ def test_nobody_sleeps_while_kernels_are_under_way() -> None:
 
         @property
         def remaining(self) -> int:
-            return 1 - engine._progress.computed
+            return 1 - kernels.computed
 
         def advance(self) -> None: ...
 
     run: Any = Run()
-    engine.run(0, lambda _: [run], frozenset(), Kernels(50))
+    engine.run(plan(), lambda *_: [run], kernels)
     assert slept == [0.0] * 50
     assert not engine._progress.is_computing

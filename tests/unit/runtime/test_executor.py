@@ -15,7 +15,7 @@ from r2ccl.algos import recursive_doubling, ring
 from r2ccl.config import Config
 from r2ccl.dtypes import CODES
 from r2ccl.planning.lowering import lower
-from r2ccl.runtime.executor import Call, LandingPool, LaneRun
+from r2ccl.runtime.executor import HostCall, LandingPool, LaneRun
 from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 from r2ccl.testing.simulation.network import SimNetwork, Timeline
 from r2ccl.testing.simulation.transport import SimTransport
@@ -54,7 +54,7 @@ class Group:
             )
             for rank in range(nranks)
         ]
-        self.pools = [LandingPool(allocate) for _ in range(nranks)]
+        self.pools = [LandingPool(allocate, self.config.landing_depth) for _ in range(nranks)]
         for wire in network.wires.values():
             for rank, end in zip(wire.pair, network.connect(wire), strict=True):
                 self.ranks[rank].migration.on_opened(end.path.peer, wire.rail, 0, end)
@@ -77,9 +77,10 @@ class Group:
                 slice_nbytes=self.config.slice_nbytes,
                 eager_nbytes=self.config.eager_nbytes,
             )
-            call = Call(layout, sources[rank], outputs[rank], reduce, finish)
-            mine = [LaneRun(lane, call, progress, self.pools[rank]) for lane in layout.lanes]
-            progress.begin(7, dict(enumerate(mine)))
+            path.links.begin(7)
+            call = HostCall(layout, sources[rank], outputs[rank], reduce, finish)
+            mine = [LaneRun(lane, call, path.links, self.pools[rank]) for lane in layout.lanes]
+            path.links.consumers = dict(enumerate(mine))
             for run in mine:
                 run.advance()
             progress.advance()
@@ -209,14 +210,14 @@ def test_local_ops_and_scratch() -> None:
 def test_landing_places_under_way_are_bounded_by_the_depth(depth: int) -> None:
     group = Group(3, slice_nbytes=8, eager_nbytes=0, landing_depth=depth)
     most = 0
-    original = group.ranks[0].progress.recv
+    original = group.ranks[0].links.recv
 
     def recv(link: Any, region: Any, consumer: Any, index: int, is_last: bool) -> None:
         nonlocal most
         original(link, region, consumer, index, is_last)
         most = max(most, len(link.landings))
 
-    group.ranks[0].progress.recv = recv  # type: ignore[method-assign]
+    group.ranks[0].links.recv = recv  # type: ignore[method-assign]
     sources = data(3, 300)
     group.run(ring.allreduce(3), sources, sources)
     assert most == depth
@@ -232,7 +233,7 @@ def test_landing_places_are_kept_from_call_to_call() -> None:
 
 
 def test_pool_returns_what_it_was_given_first() -> None:
-    pool = LandingPool(allocate)
+    pool = LandingPool(allocate, 2)
     place = pool.take(100)
     assert place.nbytes == 100
     pool.give(place)

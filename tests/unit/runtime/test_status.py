@@ -18,14 +18,15 @@ from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.config import Config
 from r2ccl.errors import PeerLost, TransportTimeout
 from r2ccl.failover.context import RankContext
+from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import Announcement, PathState
 from r2ccl.failover.revocation import Leaving
 from r2ccl.planning.lowering import lower
+from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime import status
 from r2ccl.runtime.desync_check import Calling
 from r2ccl.runtime.engine import Engine
-from r2ccl.runtime.executor import Call, LandingPool, LaneRun
-from r2ccl.runtime.progress import Progress
+from r2ccl.runtime.executor import LandingPool, LaneRun, host_lanes
 from r2ccl.testing.simulation.network import SimNetwork, Timeline
 from r2ccl.testing.simulation.transport import SimTransport
 from r2ccl.transport.base import Event, Failed
@@ -127,27 +128,32 @@ class World:
             for other, peer, end in zip(self.others, (2, 1), ends, strict=True):
                 other.migration.on_opened(peer, rail, 0, end)
 
-    def lanes(self, progress: Progress) -> list[LaneRun]:
+    def plan(self, rank: int) -> Plan:
         layout = lower(
-            ring.allreduce(3).program(progress.rank), COUNT, 4,
+            ring.allreduce(3).program(rank), COUNT, 4,
             slice_nbytes=self.config.slice_nbytes, eager_nbytes=1000,
         )  # fmt: skip
+        return Plan(SIGNATURE, layout, np.add, None, True)
+
+    def lanes(self, plan: Plan, links: Links) -> list[LaneRun]:
         x = np.ones(COUNT, np.float32)
-        call = Call(layout, x, x, np.add, None)
-        pool = LandingPool(lambda nbytes: np.empty(nbytes, np.uint8))
-        return [LaneRun(lane, call, progress, pool) for lane in layout.lanes]
+        pool = LandingPool(lambda nbytes: np.empty(nbytes, np.uint8), 2)
+        return host_lanes(pool, x, x, plan, links)
 
     def join(self, rank: int) -> None:
-        progress = self.others[rank - 1].progress
-        runs = self.lanes(progress)
-        progress.begin(SIGNATURE, dict(enumerate(runs)))
+        other = self.others[rank - 1]
+        progress = other.progress
+        other.links.begin(SIGNATURE)
+        runs = self.lanes(self.plan(rank), other.links)
+        other.links.consumers = dict(enumerate(runs))
+        progress.begin()
         for run in runs:
             run.advance()
         progress.advance()
 
     def call(self) -> None:
         engine = self.engine
-        engine.run(SIGNATURE, self.lanes, frozenset({1, 2}))
+        engine.run(self.plan(0), self.lanes)
 
     def read(self) -> status.RankStatus:
         peers = [PeerInfo(rank, f"host{rank}/boot/7", 100 + rank, (), ()) for rank in (1, 2)]
@@ -249,9 +255,9 @@ def test_init_names_the_ranks_it_has_no_path_to() -> None:
 
 def test_close_names_the_links_that_are_not_confirmed() -> None:
     world = ready()
-    progress = world.engine._progress
-    link = progress.send_link(1, 0)
-    progress.send(link, memoryview(b"abc"), True, None, 0)  # type: ignore[arg-type]
+    links = world.engine._links
+    link = links.sender(1, 0)
+    links.send(link, memoryview(b"abc"), True, None, 0)  # type: ignore[arg-type]
     expected = r"close\(\).*confirmation 0 of channel 0 from rank 1.*R2CC_INIT_TIMEOUT_S"
     with pytest.raises(TransportTimeout, match=expected):
         world.engine.leave()

@@ -208,7 +208,7 @@ def test_channels_live_on_joining_rails_while_there_are_any() -> None:
     assert world.control.dialed == [(1, 0, 0)]
     assert [type(message) for _, message in world.control.sent] == [Offer]
     for channel in range(4):
-        world.progress.send_link(1, channel)
+        world.links.sender(1, channel)
     assert routes_of(world) == [B] * 4
     world.fail(B)
     world.repair(B)
@@ -235,7 +235,7 @@ def test_a_port_going_down_fails_its_paths_one_coming_up_calls() -> None:
 
 def test_a_silent_queue_pair_moves_by_its_own_error_alone() -> None:
     world = World(joined={1})
-    world.progress.recv_link(1, 0).post(None, 1, 0, None, 0)
+    world.links.receiver(1, 0).post(None, 1, 0, None, 0)
     world.look(0.9)
     assert straight(B) in world.transport.probed
     world.answer(B, False)
@@ -247,7 +247,7 @@ def test_a_silent_queue_pair_moves_by_its_own_error_alone() -> None:
 def test_a_failed_path_is_fenced_announced_repaired_and_redialed() -> None:
     world = World()
     for channel in range(4):
-        world.progress.send_link(1, channel)
+        world.links.sender(1, channel)
     world.fail(A)
     assert world.transport.fenced == [A]
     assert world.announcements() == []
@@ -284,7 +284,7 @@ def test_a_second_connection_in_a_used_epoch_voids_the_peers_end() -> None:
 
 def test_slices_consumed_without_a_route_are_confirmed_later() -> None:
     world = World()
-    link = world.progress.recv_link(1, 0)
+    link = world.links.receiver(1, 0)
     for rail in (A, B):
         world.fail(rail)
         world.migration.on_fenced(Fenced(rail))
@@ -305,10 +305,11 @@ def test_a_report_that_brings_credits_wakes_the_call() -> None:
 
     world = World()
     call = Call()
-    world.progress.begin(0, {0: call})  # type: ignore[dict-item]
-    link = world.progress.send_link(1, 0)
+    world.links.begin(0)
+    world.links.consumers = {0: call}  # type: ignore[dict-item]
+    link = world.links.sender(1, 0)
     for _ in range(4):
-        world.progress.send(link, memoryview(b"x"), True, call, 0)  # type: ignore[arg-type]
+        world.links.send(link, memoryview(b"x"), True, call, 0)  # type: ignore[arg-type]
     world.fail(A)
     world.repair(A, LinkReport(0, 4, 4))
     world.progress.advance()
@@ -318,7 +319,7 @@ def test_a_report_that_brings_credits_wakes_the_call() -> None:
 
 def test_silence_is_probed_and_no_answer_fails_the_path() -> None:
     world = World()
-    world.progress.recv(world.progress.recv_link(1, 0), None, None, 0)  # type: ignore[arg-type]
+    world.links.recv(world.links.receiver(1, 0), None, None, 0)  # type: ignore[arg-type]
     world.look(0.4)
     assert world.transport.probed == []
     world.look(0.4)
@@ -334,7 +335,7 @@ def test_silence_is_probed_and_no_answer_fails_the_path() -> None:
 @pytest.mark.parametrize("is_stuck", [True, False])
 def test_an_answered_probe_moves_only_a_stuck_flow(is_stuck: bool) -> None:
     world = World()
-    world.progress.recv(world.progress.recv_link(1, 0), None, None, 0)  # type: ignore[arg-type]
+    world.links.recv(world.links.receiver(1, 0), None, None, 0)  # type: ignore[arg-type]
     world.look(0.8)
     if is_stuck:
         world.transport.stuck.add(A)
@@ -345,7 +346,7 @@ def test_an_answered_probe_moves_only_a_stuck_flow(is_stuck: bool) -> None:
 
 def test_a_probes_answer_is_void_when_the_path_moved_meanwhile() -> None:
     world = World()
-    world.progress.recv(world.progress.recv_link(1, 0), None, None, 0)  # type: ignore[arg-type]
+    world.links.recv(world.links.receiver(1, 0), None, None, 0)  # type: ignore[arg-type]
     world.look(0.8)
     world.links.paths[A].activity += 1
     world.answer(A, False)
@@ -359,7 +360,7 @@ def test_a_probes_answer_is_void_when_the_path_moved_meanwhile() -> None:
 
 def test_an_idle_rank_probes_nothing_unless_a_path_is_stuck() -> None:
     world = World()
-    world.progress.recv_link(1, 0)
+    world.links.receiver(1, 0)
     world.look(10.0)
     assert world.transport.probed == []
     world.transport.stuck.add(B)
@@ -369,7 +370,7 @@ def test_an_idle_rank_probes_nothing_unless_a_path_is_stuck() -> None:
 
 def test_a_probe_that_cannot_be_asked_tells_nothing_of_its_path() -> None:
     world = World()
-    world.progress.recv(world.progress.recv_link(1, 0), None, None, 0)  # type: ignore[arg-type]
+    world.links.recv(world.links.receiver(1, 0), None, None, 0)  # type: ignore[arg-type]
     world.look(0.8)
     world.transport.stuck.add(A)
     world.answer(A, None)
@@ -470,7 +471,7 @@ def test_without_resilience_nothing_is_probed_or_joined_for_it() -> None:
 
 def test_an_idle_rank_confirms_eager_slices_below_the_threshold() -> None:
     world = World()
-    link = world.progress.recv_link(1, 0)
+    link = world.links.receiver(1, 0)
     link.consumed = link.delivered = link.received = link.posted = 1
     world.look(0.1, frozenset())
     assert world.transport.confirmed == [(A, 0, 1)]
@@ -608,7 +609,8 @@ def test_every_call_seen_ahead_is_held_against_this_ranks(signatures: tuple[int,
     ]
     world.progress.step()
     assert world.revocation.error is None
-    world.progress.begin(7, {})
+    world.links.begin(7)
+    world.progress.begin()
     assert isinstance(world.revocation.error, InvalidArgument)
 
 

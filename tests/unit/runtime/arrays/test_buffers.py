@@ -14,7 +14,8 @@ import pytest
 
 from r2ccl.dtypes import CODES, DTYPES
 from r2ccl.errors import InvalidArgument
-from r2ccl.runtime.arrays.buffers import as_buffer, is_in_place, like, like_part, part_of
+from r2ccl.runtime.arguments import as_buffer
+from r2ccl.runtime.arrays.buffers import is_in_place, like, like_part, part_of
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(d, id=d.name) for d in DTYPES.values()])
@@ -277,7 +278,8 @@ class TestTorch:
 
     def test_it_is_not_imported(self) -> None:
         script = (
-            "import sys, numpy as np; from r2ccl.runtime.arrays.buffers import as_buffer, like\n"
+            "import sys, numpy as np; from r2ccl.runtime.arguments import as_buffer\n"
+            "from r2ccl.runtime.arrays.buffers import like\n"
             "like(bytearray(3)); as_buffer(np.ones(3), writable=True)\n"
             "print('torch' in sys.modules)"
         )

@@ -33,8 +33,9 @@ from support.lookalikes import (
 from r2ccl.device.base import Stream
 from r2ccl.dtypes import BFLOAT16_CODE, DTYPES
 from r2ccl.errors import InvalidArgument, TransportError
+from r2ccl.runtime.arguments import as_buffer
 from r2ccl.runtime.arrays import cuda
-from r2ccl.runtime.arrays.buffers import as_buffer, is_in_place, like, like_part, part_of
+from r2ccl.runtime.arrays.buffers import is_in_place, like, like_part, part_of
 from r2ccl.runtime.arrays.cuda import DeviceBuffer, as_device_buffer, is_device_array, streams_of
 from r2ccl.runtime.arrays.streams import LEGACY, PER_THREAD
 

@@ -1,0 +1,59 @@
+"""The path of a warm call through the code: few modules, each entered once."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+import r2ccl
+
+LIBRARY = str(Path(r2ccl.__file__).parent)
+#: Modules from the call to the transport, and functions called on the way.
+MOST_MODULES = 9
+MOST_FUNCTIONS = 40
+
+
+def calls_of_an_allreduce() -> list[tuple[str, str]]:
+    """Return module and name of each function called until the first slice is sent.
+
+    Of the shortest of some calls: in one the peer may be late, so that its confirmations are
+    awaited before a slice can be sent.
+    """
+    called: list[tuple[str, str]] = []
+    traces = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(LIBRARY):
+            called.append((code.co_filename.removeprefix(LIBRARY + "/"), code.co_name))
+            if code.co_name == "isend":
+                sys.setprofile(None)
+
+    with r2ccl.init() as comm:
+        x = np.ones(64, np.float32)
+        for _ in range(20):
+            comm.allreduce(x)
+        for _ in range(10):
+            called.clear()
+            sys.setprofile(note)
+            try:
+                comm.allreduce(x)
+            finally:
+                sys.setprofile(None)
+            traces.append(called.copy())
+    return min(traces, key=len)
+
+
+def test_a_warm_allreduce_enters_few_modules_and_each_once() -> None:
+    for called in r2ccl.launch(calls_of_an_allreduce, 2, timeout_s=60.0):
+        assert (called[0][1], called[-1][1]) == ("allreduce", "isend")
+        assert len({module for module, _ in called}) <= MOST_MODULES, called
+        assert len(called) <= MOST_FUNCTIONS, called
+        before_slices = itertools.takewhile(lambda call: call[1] != "advance", called)
+        visits = [module for module, _ in itertools.groupby(before_slices, lambda call: call[0])]
+        assert len(visits) == len(set(visits)), visits
