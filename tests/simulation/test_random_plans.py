@@ -131,6 +131,7 @@ def test_every_job_ends_with_the_exact_result(job: tuple[Workload, FailurePlan, 
     assert outcome.is_clean, (outcome.errors, outcome.ncalls)
 
 
+@pytest.mark.slow
 @LIMIT
 @random_plans
 @hypothesis.given(jobs(), EVENTS, st.integers(0, 3))

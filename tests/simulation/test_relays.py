@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support.slow import slow_but
 
 from r2ccl.errors import TransportError
 from r2ccl.gpu.pxn.relay import Relay, Slot
@@ -111,8 +110,9 @@ def test_slices_are_relayed_and_exact(workload: Workload, rank_type: type[RelayR
     assert emptied.call_count
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
-@pytest.mark.parametrize("workload", slow_but([RING], [RING, TREES]), ids=["ring", "trees"])
+@pytest.mark.parametrize("workload", [RING, TREES], ids=["ring", "trees"])
 def test_a_path_is_cut_at_every_event(workload: Workload) -> None:
     for at in range(run(workload).nevents):
         rank_type = RANKS[at % len(RANKS)]

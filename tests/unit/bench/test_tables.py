@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.slow import slow_but
 
 from r2ccl.algos import packed_trees
 from r2ccl.schedule.check import check
@@ -62,7 +63,7 @@ def figures(results: Any, schedule: str, **wanted: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", slow_but(["multi-failure"], TABLES))
 def test_no_simulation_beats_the_bound_or_is_called_measured(quick, name) -> None:
     for row in quick(name):
         assert row["measured"] is None
@@ -190,6 +191,7 @@ def test_patterns_depend_on_seed_and_number_alone(bench) -> None:
         assert lost.count(nics) / len(lost) == pytest.approx(chance, abs=0.02)
 
 
+@pytest.mark.slow
 def test_processes_find_what_one_finds(bench) -> None:
     failures = bench("tables_failures")
     assert failures.judge_all(3, [4, 5], 2) == failures.judge_all(3, [4, 5], 1)
@@ -198,7 +200,7 @@ def test_processes_find_what_one_finds(bench) -> None:
 TESTBED = {"setting": "2.7B, 128 sequences", "case": "1 NIC"}
 
 
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", slow_but(["r2ccl-inference"], USES))
 def test_nothing_about_training_and_serving_is_called_measured(quick, name) -> None:
     results = quick(name)
     assert results
@@ -265,6 +267,7 @@ def test_serving_loses_less_than_published(quick) -> None:
         assert balance["simulated"] < hot_repair["simulated"]
 
 
+@pytest.mark.slow
 def test_closed_forms_are_close_to_what_is_simulated(bench) -> None:
     strategies = bench("tables_strategies")
     for strategy in strategies.Strategy:
@@ -278,6 +281,7 @@ def test_closed_forms_are_close_to_what_is_simulated(bench) -> None:
             assert model * (1 - ROUNDING) <= simulated <= 1.02 * model
 
 
+@pytest.mark.slow
 def test_the_published_schedule_of_gpus_adds_up_everything(bench) -> None:
     strategies = bench("tables_strategies")
     for alive in ((8, 7), (6, 8)):
