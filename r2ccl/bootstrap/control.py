@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from r2ccl.bootstrap.auth import Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.bypass import Forwarder
-from r2ccl.bootstrap.listener import Handover, Listener, Rejections
+from r2ccl.bootstrap.listener import MAX_PENDING, Handover, Listener, Rejections
 from r2ccl.bootstrap.loop import ControlLoop
 from r2ccl.bootstrap.messages import Codec, Goodbye, PeerDown, PeerInfo
 from r2ccl.bootstrap.paths import Paths
@@ -166,7 +166,11 @@ class ControlPlane:
         self._paths = Paths(peers, setting, self._on_path)
         self._forwarder = Forwarder(peers, setting)
         self._probe_sockets = tuple(probe_sockets)
-        self._listener = Listener(listeners, secret, self._admit, self._rejections)
+        # All peers may come at once, on every rail and for a session.
+        most = max(MAX_PENDING, len(peers) * (len(nics) + 1))
+        self._listener = Listener(
+            listeners, secret, self._admit, self._rejections, max_pending=most
+        )
         self._handler: ControlHandler | None = None
         self._inbox: deque[Callable[[], object]] = deque()
         self._is_woken = True  # until start: work waits in the inbox

@@ -32,7 +32,7 @@ from r2ccl.bootstrap.greetings import (
     expect,
 )
 from r2ccl.bootstrap.identity import Identity
-from r2ccl.bootstrap.listener import Handover, Listener, Rejections
+from r2ccl.bootstrap.listener import MAX_PENDING, Handover, Listener, Rejections
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.bootstrap.naming import LeaderName
 from r2ccl.clock import monotonic
@@ -99,7 +99,8 @@ class Leader:
         secret = self._identity.secret.current()
         assert secret is not None, "rank 0 draws the secret or was given it"
         sock = await self._listen()
-        listener = Listener([sock], secret, self._admit, self._rejections)
+        most = max(MAX_PENDING, self._identity.nranks)
+        listener = Listener([sock], secret, self._admit, self._rejections, max_pending=most)
         try:
             self._identity.secret.publish()
             listener.start()

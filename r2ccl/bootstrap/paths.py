@@ -30,6 +30,9 @@ _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 #: Covers two retransmissions of a SYN (Linux sends the first after 1 s).
 _CONNECT_TIMEOUT_S = 2.0
+#: Handshakes a rank has under way on one rail: ranks that share a machine would else begin all at
+#: once, and none end in time.
+_MAX_HANDSHAKES = 16
 
 OnPath = Callable[[int, int, int, socket.socket], None]
 
@@ -62,6 +65,8 @@ class Paths:
         #: Epoch of the last bypass let in, by peer.
         self._bypassed: dict[int, int] = {}
         self._room = asyncio.Semaphore(bypass.MAX_ATTEMPTS)
+        #: By rail: one that is down holds up no other.
+        self._slots = [asyncio.Semaphore(_MAX_HANDSHAKES) for _ in setting.nics]
         self._expected: dict[PathKey, int] = {}
         self._expectation_changed = asyncio.Event()
 
@@ -169,7 +174,8 @@ class Paths:
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                sock = await self._dial_once(key, entry.epoch)
+                async with self._slots[key.rail]:
+                    sock = await self._dial_once(key, entry.epoch)
             except (OSError, HandshakeRejected) as exc:
                 target = self._peers[key.peer].rails[key.rail]
                 text = self._failures[key] = wire.explain_failure(exc, target, _CONNECT_TIMEOUT_S)
