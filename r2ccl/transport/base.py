@@ -145,10 +145,10 @@ Event = Arrived | Cleared | Confirmed | Sent | Failed | Fenced | Joined | RailCh
 
 
 class Endpoint(Protocol):
-    """One end of a path, or of a probe's connection, on its way up by the exchange of cards."""
+    """One end of a path or of a probe's connection, until both ends exchanged endpoint info."""
 
     @property
-    def card(self) -> bytes:
+    def info(self) -> bytes:
         """What the peer must know of this end, for the control plane to carry.
 
         Raises
@@ -158,15 +158,15 @@ class Endpoint(Protocol):
         """
         ...
 
-    def join(self, card: bytes, is_caller: bool) -> None:
-        """Connect to the end that `card` describes; the caller's `Joined` follows.
+    def join(self, info: bytes, is_caller: bool) -> None:
+        """Connect to the end that `info` describes; the caller's `Joined` follows.
 
         The peer must have joined before the caller does.
 
         Raises
         ------
         TransportError
-            The card makes no sense, or the device refused.
+            The endpoint info makes no sense, or the device refused.
         """
         ...
 

@@ -40,7 +40,7 @@ from r2ccl.transport.base import (
     Frame,
     Sent,
 )
-from r2ccl.transport.dialed import Dialed
+from r2ccl.transport.preconnected import PreconnectedTransport
 from r2ccl.transport.tcp.probe import Address, TcpProber
 from r2ccl.transport.wakeup import Wakeup
 from r2ccl.types import Nic, PathKey, ProbeKey
@@ -137,7 +137,7 @@ class _Connection:
         self.is_dirty = False
 
 
-class TcpTransport(Dialed):
+class TcpTransport(PreconnectedTransport):
     """`Transport` over TCP sockets.
 
     Parameters

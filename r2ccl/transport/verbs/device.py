@@ -80,7 +80,7 @@ class EndpointInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     mtu: int
 
 
-_AnyCard = TypeVar("_AnyCard", bound=EndpointInfo)
+_AnyInfo = TypeVar("_AnyInfo", bound=EndpointInfo)
 
 
 class NeighbourTable(Protocol):
@@ -283,19 +283,21 @@ class RdmaDevice:
         """Whether the port is up."""
         return bool(self.query().state == e.IBV_PORT_ACTIVE)
 
-    def read_card(self, card: bytes, kind: type[_AnyCard]) -> _AnyCard:
-        """Read the card of an end that can be connected to now, without waiting in the kernel.
+    def read_endpoint_info(self, info: bytes, kind: type[_AnyInfo]) -> _AnyInfo:
+        """Decode a peer's endpoint info and require that a connection to it would not block.
 
         Raises
         ------
         TransportError
-            The card makes no sense; or the kernel does not know the link-layer address of its end
-            yet, and asks for it now (status ``NO_NEIGHBOUR``).
+            The endpoint info makes no sense; or the kernel does not know the peer's link-layer
+            address yet, and asks for it now (status ``NO_NEIGHBOUR``).
         """
         try:
-            remote = msgspec.msgpack.decode(card, type=kind)
+            remote = msgspec.msgpack.decode(info, type=kind)
         except (msgspec.DecodeError, ValueError) as exc:
-            raise TransportError(f"the peer's card makes no sense: {exc}", status="CARD") from exc
+            raise TransportError(
+                f"the peer's endpoint info makes no sense: {exc}", status="ENDPOINT_INFO"
+            ) from exc
         if self._neighbours is not None and not self._neighbours.knows(self.gid, remote.gid):
             raise TransportError(
                 f"{self.name}: {remote.gid} has not told its link-layer address yet",

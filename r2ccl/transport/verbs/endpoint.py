@@ -75,7 +75,7 @@ class VerbsEndpoint:
         self.path = path
         self.nic = nic
         self.qp = qp
-        self.card = qp.card
+        self.info = qp.info
         self.state = EndpointState.JOINING
         #: Landing places by number; numbers not in use.
         self.places: dict[int, LandingPlace] = {}
@@ -104,9 +104,9 @@ class VerbsEndpoint:
         self._lent_nbytes = 0
         self._discard = discard
 
-    def join(self, card: bytes, is_caller: bool) -> None:
+    def join(self, info: bytes, is_caller: bool) -> None:
         """See `Endpoint.join`."""
-        self.qp.join(card)
+        self.qp.join(info)
         if is_caller:
             self.qp.hello()
 

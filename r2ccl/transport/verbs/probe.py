@@ -91,7 +91,7 @@ class ProbeEnd:
         self._psn = secrets.randbits(24)
 
     @property
-    def card(self) -> bytes:
+    def info(self) -> bytes:
         """What the peer must know, of a queue pair that is made now if there is none.
 
         Raises
@@ -105,9 +105,9 @@ class ProbeEnd:
             EndpointInfo(self.qp_num, self._psn, self._device.gid, port.lid, port.active_mtu)
         )
 
-    def join(self, card: bytes, is_caller: bool) -> None:
+    def join(self, info: bytes, is_caller: bool) -> None:
         """See `Endpoint.join`."""
-        remote = self._device.read_card(card, EndpointInfo)
+        remote = self._device.read_endpoint_info(info, EndpointInfo)
         qp = self._made()
         try:
             if is_caller:

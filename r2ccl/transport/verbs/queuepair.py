@@ -189,7 +189,7 @@ class QueuePair:
         self._post_receives(NRECEIVES)
         port = self._device.query()
         self._mtu = port.active_mtu
-        self.card = msgspec.msgpack.encode(
+        self.info = msgspec.msgpack.encode(
             PathEndpointInfo(
                 self._qp.qp_num, self._psn, self._device.gid, port.lid, port.active_mtu,
                 self._mark, self._memory.ctypes.data, self._region.rkey,
@@ -203,15 +203,16 @@ class QueuePair:
 
     # Joining
 
-    def join(self, card: bytes) -> None:
-        """Connect to the queue pair that `card` describes.
+    def join(self, info: bytes) -> None:
+        """Connect to the queue pair that `info` describes.
 
         Raises
         ------
         TransportError
-            The card makes no sense, its end is not a known neighbour yet, or the device refused.
+            If the endpoint info makes no sense, the kernel does not know the peer's link-layer
+            address yet, or the device refuses.
         """
-        remote = self._device.read_card(card, PathEndpointInfo)
+        remote = self._device.read_endpoint_info(info, PathEndpointInfo)
         attr = self._init_attr()
         attr.ah_attr = self._device.address(remote)
         attr.path_mtu = min(remote.mtu, self._mtu)

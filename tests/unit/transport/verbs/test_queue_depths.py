@@ -44,8 +44,8 @@ class Job:
     def _connect(self, peer: int) -> None:
         key = PathKey(peer, 0)
         caller, answerer = self.near.offer(key), self.far.offer(key)
-        answerer.join(caller.card, is_caller=False)
-        caller.join(answerer.card, is_caller=True)
+        answerer.join(caller.info, is_caller=False)
+        caller.join(answerer.info, is_caller=True)
         assert self.near.poll(0.0) == [Joined(key)]
         self.near.open(key, caller)
         self.far.open(key, answerer)

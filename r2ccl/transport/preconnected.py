@@ -20,7 +20,7 @@ class Unregistered:
         """Nothing to end."""
 
 
-class Dialed:
+class PreconnectedTransport:
     """The part of `Transport` that is about NICs which join their ends and must know the memory."""
 
     def joins(self, rail: int) -> bool:
@@ -46,4 +46,4 @@ class Dialed:
         )
 
 
-__all__ = ["Dialed", "Unregistered"]
+__all__ = ["PreconnectedTransport", "Unregistered"]
