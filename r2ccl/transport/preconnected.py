@@ -1,6 +1,6 @@
-"""What transports have in common whose ends others connect and whose memory needs no preparing.
+"""Defaults for transports whose connections the control plane makes, such as TCP.
 
-Invariant: nothing here touches the wire.
+Such a transport is given connected sockets (`Transport.open`) and needs no registered memory.
 """
 
 from __future__ import annotations
@@ -14,35 +14,39 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class Unregistered:
-    """`Registered` where there is nothing to prepare."""
+    """`Registered` of a transport that needs no registration."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: nothing was registered."""
 
 
 class PreconnectedTransport:
-    """The part of `Transport` that is about NICs which join their ends and must know the memory."""
+    """Base class with the methods of `Transport` about endpoint info and registered memory."""
 
     def joins(self, rail: int) -> bool:
-        """Never: the control plane connects the ends."""
+        """Return False: the control plane makes the connections."""
         return False
 
     def offer(self, key: PathKey | ProbeKey) -> Endpoint:
-        """See `Transport.offer`; there is nothing to offer here."""
-        raise InternalError(f"rail {key.rail} to rank {key.peer} does not join its ends")
+        """Raise InternalError: ends of this transport are not made by `offer`."""
+        raise InternalError(
+            f"rail {key.rail} to rank {key.peer} was asked for endpoint info, but its connections "
+            "are made by the control plane"
+        )
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return memory; any is as good."""
+        """Return ordinary memory: slices can land in any."""
         return np.empty(nbytes, np.uint8)
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Unregistered:
-        """Nothing to prepare."""
+        """Return a registration that does nothing: no memory needs one."""
         return Unregistered()
 
     def register_device(self, address: int, nbytes: int) -> Unregistered:
-        """Refuse: what moves the bytes is this process, which cannot touch them."""
+        """Raise TransportError: the CPU moves the bytes, and it cannot access device memory."""
         raise TransportError(
-            "sockets do not reach device memory: it passes through the host", status="HOST_ONLY"
+            "sockets cannot reach device memory: the data must be staged through host memory",
+            status="HOST_ONLY",
         )
 
 
