@@ -138,7 +138,7 @@ def test_a_nic_with_too_few_entries_tells_for_how_many_ranks(start: Any) -> None
     with pytest.raises(TransportError) as caught:
         start(nranks, max_cqe=most)
     message = str(caught.value)
-    assert message.startswith(f"near0 has completion queues of {most} entries, and {nranks} peers")
+    assert message.startswith(f"near0 has completion queues of {most} entries, but {nranks} peers")
     assert f"use at most {nranks} ranks" in message
     assert "R2CC_HCA=^=near0" in message
 
