@@ -273,9 +273,11 @@ class Transport(Protocol):
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
-        """Queue a slice for sending; `view` is borrowed until `Sent` or `Fenced`.
+        """Queue a slice for sending on `path`.
 
-        Does nothing on a path that is not open: the caller learns of that by `Failed`.
+        `view` is borrowed until `Sent` or `Fenced`; that of an eager slice until the peer has
+        confirmed the slice, or `Fenced`. Does nothing if the path is not open: `Failed` has been,
+        or will be, reported.
 
         Parameters
         ----------

@@ -1,1 +1,1 @@
-"""TCP transport: one socket per path; a probe is a TCP connect whose connection is never used."""
+"""TCP transport: one socket per path; probes are connects to a port on which nobody listens."""

@@ -98,7 +98,7 @@ class TcpProber:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a probe is in flight or an outcome is not yet reported by `advance`."""
+        """True while a probe is in flight or an outcome is not yet returned by `advance`."""
         return bool(self._probes or self._done)
 
     def probe(self, key: ProbeKey) -> None:

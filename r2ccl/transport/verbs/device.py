@@ -288,7 +288,7 @@ class RdmaDevice:
         return bool(self.query().state == e.IBV_PORT_ACTIVE)
 
     def read_endpoint_info(self, info: bytes, kind: type[_AnyInfo]) -> _AnyInfo:
-        """Decode a peer's endpoint info; raise unless connecting to the peer would not block.
+        """Decode a peer's endpoint info; raise if connecting to the peer would block.
 
         Raises
         ------

@@ -118,7 +118,7 @@ class VerbsEndpoint:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether a send queue is not empty."""
+        """True while a send queue is not empty."""
         return bool(self.small or self.bulk or self.unnamed)
 
     def lend(self, nbytes: int) -> bool:
@@ -140,7 +140,7 @@ class VerbsEndpoint:
 
     @property
     def is_credit_due(self) -> bool:
-        """Whether a credit must be sent now, without waiting for a message to carry it."""
+        """True if a credit must be sent now, without waiting for a message to carry it."""
         is_many = self.consumed - self._told >= _CREDIT_EVERY
         return is_many or self._untold_nbytes * _CREDIT_PART >= len(self.qp.inbox)
 

@@ -89,7 +89,7 @@ class ProviderNic(msgspec.Struct, frozen=True):
 
     @property
     def is_software(self) -> bool:
-        """Whether the kernel emulates the NIC (Soft-RoCE, Soft-iWARP): each post is a syscall."""
+        """True if the kernel emulates the NIC (Soft-RoCE, Soft-iWARP): each post is a syscall."""
         return Path(self.provider).name.startswith(("librxe", "libsiw"))
 
 

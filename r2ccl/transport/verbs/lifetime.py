@@ -83,7 +83,8 @@ def allocation_of(address: int, nbytes: int, owner: Any) -> Allocation:
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
     low, high = np.lib.array_utils.byte_bounds(whole)
-    # An array over memory of another object (a tensor, a memoryview) may die before that object.
+    # An array over memory of another object (a tensor, a memoryview) may die before that object,
+    # which therefore is the owner.
     root = whole.base if whole.base is not None and _is_watchable(whole.base) else whole
     found = Allocation(low, high - low, root)
     if not found.covers(address, nbytes):
@@ -121,7 +122,7 @@ class Lifetime:
 
     @property
     def is_held(self) -> bool:
-        """Whether this object keeps the owner alive."""
+        """True if this object keeps the owner alive."""
         return self._held is not None
 
     def is_of(self, owner: Any) -> bool:

@@ -217,7 +217,7 @@ class VerbsProber:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a probe is in flight or an event is not yet returned by `advance`."""
+        """True while a probe is in flight or an event is not yet returned by `advance`."""
         return bool(self._asked or self._events)
 
     def offer(self, key: ProbeKey, nic: int) -> ProbeEnd:

@@ -114,17 +114,17 @@ class Registration:
 
     @property
     def is_open(self) -> bool:
-        """Whether the memory is still registered with the NICs."""
+        """True while the memory is registered with the NICs."""
         return bool(self._regions)
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has neither users nor pins."""
+        """True while the registration has neither users nor pins."""
         return not self._users and not self._pins
 
     @property
     def is_owner_held(self) -> bool:
-        """Whether it keeps its owner alive, and so ends with its last user."""
+        """True if the registration keeps its owner alive, and so ends with its last user."""
         return self._lifetime.is_held
 
     def keys(self, nic: int) -> MemoryRegion:
@@ -182,7 +182,7 @@ class Registration:
         self._cache._settle(self)
 
     def is_of(self, allocation: Allocation) -> bool:
-        """Return True if it covers `allocation` and ends when `allocation` is freed."""
+        """Return True if the registration covers `allocation` and will end when that is freed."""
         return (
             self.base <= allocation.base
             and allocation.base + allocation.nbytes <= self.end
