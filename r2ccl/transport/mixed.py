@@ -1,8 +1,8 @@
 """Transport made of several others, so that one communicator can have both TCP and RDMA rails.
 
 A link can migrate between rails of different transports as it can between rails of one. The rails
-are numbered through: the first part's rails come first, then the second part's. Every rail belongs
-to exactly one part, and calls and events of a path pass unchanged to and from that part.
+are numbered consecutively: the first part's rails come first, then the second part's. Every rail
+belongs to exactly one part, and calls and events of a path pass unchanged to and from that part.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class MixedTransport:
     Parameters
     ----------
     parts : sequence of TransportPart
-        Their rails are numbered through in this order, and each part uses these numbers in its
-        path keys. The first part must use sockets: it also carries the bypasses.
+        Their rails are numbered consecutively in this order, and each part uses these numbers in
+        its path keys. The first part must use sockets: it also carries the bypasses.
     """
 
     def __init__(self, parts: Sequence[TransportPart]) -> None:
