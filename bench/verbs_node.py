@@ -27,8 +27,8 @@ from verbs_pair import (
     MESSAGE_NBYTES,
     Answer,
     Broken,
-    Cards,
     Done,
+    EndpointInfos,
     Join,
     Measured,
     Offer,
@@ -88,13 +88,13 @@ class Node:
         )
         paths = [PathKey(1 - offer.node, rail) for rail in range(len(devices))]
         self._ends = {path: self._transport.offer(path) for path in paths}
-        self.cards = Cards(tuple(end.card for end in self._ends.values()))
+        self.infos = EndpointInfos(tuple(end.info for end in self._ends.values()))
 
     def join(self, command: Join) -> Done:
         """Join the peer's ends; node 0 also waits for the proofs."""
         is_caller = self._node == 0
-        for end, card in zip(self._ends.values(), command.cards, strict=True):
-            end.join(card, is_caller)
+        for end, info in zip(self._ends.values(), command.infos, strict=True):
+            end.join(info, is_caller)
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
         unproved = len(self._ends) if is_caller else 0
         while unproved:
@@ -173,7 +173,7 @@ def serve(pipe: socket.socket) -> None:
 
     offer = msgspec.msgpack.decode(pipe.recv(MESSAGE_NBYTES), type=Offer)
     with contextlib.closing(Node(offer)) as node:
-        answer(node.cards)
+        answer(node.infos)
         while said := pipe.recv(MESSAGE_NBYTES):
             command = decoder.decode(said)
             if isinstance(command, Join):

@@ -39,9 +39,9 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Join the ends these cards describe; node 1 before node 0, which proves the way."""
+    """Join the ends that `infos` describe; node 1 before node 0, which proves the way."""
 
-    cards: tuple[bytes, ...]
+    infos: tuple[bytes, ...]
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
@@ -59,10 +59,10 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     time_limit_s: float
 
 
-class Cards(msgspec.Struct, frozen=True, tag=True):
+class EndpointInfos(msgspec.Struct, frozen=True, tag=True):
     """Answer to `Offer`."""
 
-    cards: tuple[bytes, ...]
+    infos: tuple[bytes, ...]
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -91,14 +91,14 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = Offer | Join | Run
-Answer = Cards | Done | Broken | Measured
+Answer = EndpointInfos | Done | Broken | Measured
 
 
 class NodeError(Exception):
     """The nodes did not come up, or did not do it; says why."""
 
 
-Expected = TypeVar("Expected", Cards, Done, Measured)
+Expected = TypeVar("Expected", EndpointInfos, Done, Measured)
 
 
 class Nodes:
@@ -174,9 +174,9 @@ class Nodes:
     def _join(self, ports: Sequence[Ports], fastpath: str) -> None:
         for node in (0, 1):
             self._tell(node, Offer(node, tuple(pair[node] for pair in ports), fastpath))
-        cards = [self._hear(node, Cards, _START_TIMEOUT_S).cards for node in (0, 1)]
+        infos = [self._hear(node, EndpointInfos, _START_TIMEOUT_S).infos for node in (0, 1)]
         for node in (1, 0):
-            self._tell(node, Join(cards[1 - node]))
+            self._tell(node, Join(infos[1 - node]))
             self._hear(node, Done, _START_TIMEOUT_S)
 
     def _tell(self, node: int, command: Command) -> None:
@@ -214,9 +214,9 @@ __all__ = [
     "MESSAGE_NBYTES",
     "Answer",
     "Broken",
-    "Cards",
     "Command",
     "Done",
+    "EndpointInfos",
     "Join",
     "Measured",
     "NodeError",

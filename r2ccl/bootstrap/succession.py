@@ -1,8 +1,8 @@
 """The control plane of those who go on, made from the one they leave.
 
 No rendezvous, hence no leader who could die in it: each rank opens the listeners of the next
-communicator first and says over the old sessions where they are (its *card*); once all agree on who
-goes on, each makes the same table from the same cards. Secret and id are derived from the old ones,
+communicator first and sends their addresses over the old sessions (its `PeerInfo`); once all agree
+who goes on, each makes the same table from these. Secret and id are derived from the old ones,
 the members and the attempt, and are never sent. So a rank that was given up, and wakes with the old
 secret, is a stranger to the new communicator, and so is one that is still at an earlier attempt.
 MPI is not asked for anything.
@@ -31,7 +31,7 @@ logger = logging.getLogger("r2ccl.bootstrap")
 
 _SECRET_LABEL = b"r2ccl shrink secret\0"
 _ID_LABEL = b"r2ccl shrink id\0"
-_card = msgspec.msgpack.Decoder(PeerInfo)
+_peer_info_decoder = msgspec.msgpack.Decoder(PeerInfo)
 _STOP_S = 1.0
 
 
@@ -44,7 +44,7 @@ class Succession:
 
     Attributes
     ----------
-    card : bytes
+    peer_info : bytes
         For the others.
     """
 
@@ -62,14 +62,14 @@ class Succession:
             probe_ports=tuple(_address(sock)[1] for sock in self._probes),
             control_addresses=tuple(_address(sock) for sock in self._control if sock is not None),
         )
-        self.card = msgspec.msgpack.encode(info)
+        self.peer_info = msgspec.msgpack.encode(info)
 
-    def make(self, cards: Mapping[int, bytes], attempt: int = 0) -> ControlPlane:
-        """Return the control plane of the ranks in `cards`, numbered anew in their old order.
+    def make(self, peer_infos: Mapping[int, bytes], attempt: int = 0) -> ControlPlane:
+        """Return the control plane of the ranks in `peer_infos`, numbered anew in their old order.
 
         Parameters
         ----------
-        cards : mapping of int to bytes
+        peer_infos : mapping of int to bytes
             Old rank to what it sent; the same on all of them, but for this rank's own.
         attempt : int
             Which one it is of these members, the same on all of them.
@@ -80,9 +80,9 @@ class Succession:
             There is no rail that all of them could open.
         """
         old = self._old
-        members = sorted(cards)
-        given = {**cards, old.rank: self.card}
-        infos = [_card.decode(given[member]) for member in members]
+        members = sorted(peer_infos)
+        given = {**peer_infos, old.rank: self.peer_info}
+        infos = [_peer_info_decoder.decode(given[member]) for member in members]
         rails = self._common_rails(members, infos)
         secret, communicator_id = derive(old.setting.secret, old.communicator_id, members, attempt)
         rank = members.index(old.rank)

@@ -1,22 +1,22 @@
-"""Bringing up what two ends join by exchanging cards over the control plane: paths, and probes.
+"""Connects paths and probes whose two ends exchange endpoint info over the control plane.
 
-The lower rank calls: it makes its end and offers its card; the higher rank makes its own, joins it
+The lower rank calls: it makes its end and offers its info; the higher rank makes its own, joins it
 to the offered one and answers; the caller joins in turn, proves the way there and back, says so,
 and both take the path into use::
 
-    caller    Offer(card) ->              join, hello ... Joined    EndpointReady ->    use
-    answerer              join, Answer(card) ->                                      use
+    caller    Offer(info) ->              join, hello ... Joined    EndpointReady ->    use
+    answerer              join, Answer(info) ->                                      use
 
 Whatever goes wrong, the caller begins again with fresh ends, after a pause that doubles, for as
 long as it takes; an answerer whose own port is not ready yet tries the same offer again until a
 newer one comes. ``attempt`` tells the rounds apart and ``epoch`` the lives of a path. Trust comes
-from the session that carries the cards.
+from the session that carries the endpoint info.
 
 The connection of a probe serves the one rank that asks over it, so the asker calls, whichever rank
 it is, and nobody has to be told that it is ready::
 
-    asker     Offer(card) ->              join, hello ... Joined
-    asked                 join, Answer(card)
+    asker     Offer(info) ->              join, hello ... Joined
+    asked                 join, Answer(info)
 
 The asked end stays as it is until the next offer, which is how it learns that the asker's end is
 gone. Probes wait: one is called per tick, and one that cannot be joined, on a fabric without a way
@@ -59,7 +59,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     rail: int
     epoch: int
     attempt: int
-    card: bytes
+    info: bytes
     via: int = _NO_PROBE
 
 
@@ -69,7 +69,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     rail: int
     epoch: int
     attempt: int
-    card: bytes
+    info: bytes
     via: int = _NO_PROBE
 
 
@@ -305,12 +305,12 @@ class Connector:
         attempt.number += 1
         try:
             attempt.endpoint = self._transport.offer(key)
-            card = attempt.endpoint.card
+            info = attempt.endpoint.info
         except TransportError as exc:
             self._failed(key, attempt, str(exc))
             return
         attempt.deadline = self._clock() + _ANSWER_TIMEOUT_S
-        self._send(key.peer, Offer(key.rail, attempt.epoch, attempt.number, card, _via(key)))
+        self._send(key.peer, Offer(key.rail, attempt.epoch, attempt.number, info, _via(key)))
 
     def _on_asker(self, key: ProbeKey, offer: Offer) -> None:
         """Make the end that `key.peer` asks at; its offers come in order, the newest counts."""
@@ -338,13 +338,13 @@ class Connector:
         attempt.offer = None
         try:
             attempt.endpoint = self._transport.offer(key)
-            attempt.endpoint.join(offer.card, is_caller=False)
-            card = attempt.endpoint.card
+            attempt.endpoint.join(offer.info, is_caller=False)
+            info = attempt.endpoint.info
         except TransportError as exc:
             attempt.offer = offer
             self._failed(key, attempt, str(exc))
             return
-        self._send(key.peer, Answer(key.rail, attempt.epoch, attempt.number, card, _via(key)))
+        self._send(key.peer, Answer(key.rail, attempt.epoch, attempt.number, info, _via(key)))
 
     def _on_reply(
         self, key: PathKey | ProbeKey, attempt: _Attempt, message: Answer | EndpointReady
@@ -357,7 +357,7 @@ class Connector:
             return
         attempt.deadline = self._clock() + _PROOF_TIMEOUT_S
         try:
-            attempt.endpoint.join(message.card, is_caller=True)
+            attempt.endpoint.join(message.info, is_caller=True)
         except TransportError as exc:
             self._failed(key, attempt, str(exc))
 

@@ -1,1 +1,1 @@
-"""Ways to move a slice: `base` is the interface, beside it an implementation a package."""
+"""Transports move slices over paths: `base` is the interface, `tcp` and `verbs` implement it."""

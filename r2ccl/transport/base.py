@@ -1,34 +1,37 @@
 """The transport interface: NCCL's net plugin in Python, with a fence.
 
-A transport moves slices over paths and knows nothing of links, schedules or migration. It may
-import sockets or verbs; nothing above it may. What differs between a socket and a queue pair
-stays behind these calls:
+A transport moves slices over paths. Only transports and bootstrap use sockets, and only transports
+use verbs; these calls hide the differences between a socket and a queue pair:
 
 ========================  ==============================  ====================================
 call                      over TCP                        over verbs
 ========================  ==============================  ====================================
-``irecv``                 a clear-to-send frame; the      address and remote key of the chosen
-                          slice is read into the region   NIC, sent ahead
+``irecv``                 a clear-to-send frame; the      the region's address and remote key,
+                          slice is read into the region   sent to the peer ahead of the slice
 ``isend``                 ``sendmsg`` from the view       RDMA_WRITE_WITH_IMM
-``fence``                 close                           queue pair to ERR, drained
-``probe``                 connects of its own             a write of nothing, on a queue pair of
-                                                          its own
+``fence``                 close the socket                queue pair to ERR, then drain it
+``probe``                 TCP connects on sockets used    an RDMA write of 0 bytes, on a queue
+                          for nothing else                pair used for nothing else
 ========================  ==============================  ====================================
 
 Two protocols carry a slice. *Eager*: ``isend`` without an ``irecv``; the payload arrives in the
 transport's memory and is borrowed by its `Arrived` event until the next ``poll``. *Cleared*: the
-receiver names the landing place with ``irecv``, the sender learns of it by `Cleared` and answers
+receiver names the landing place with ``irecv``, the sender is notified by `Cleared` and answers
 with ``isend`` on the same path; the payload lands in the region itself.
 
-Invariants: after `Fenced` no byte of the old path reaches any memory named on it, and every
-``isend`` view of it is no longer read; a slice the transport confirmed by itself arrived before.
-Slices of one path arrive in the order they were sent.
-Every event of a path names it; a path reports `Failed` once.
+Invariants:
 
-A *probe* asks whether a port at the far end still answers. The NIC or the kernel does, never the
-process: one that is stopped answers probes and echoes nothing. Invariants: no probe travels on a
-path's own socket or queue pair, so it survives the fence of the path and disturbs nothing on it;
-every probe that was asked is followed by one `Probed`, whatever happens to the port.
+- After `Fenced` no byte of the old path reaches memory named on that path, and the transport no
+  longer reads any ``isend`` view of that path.
+- A slice that the transport confirmed on its own is in the receiver's kernel and still reaches its
+  landing place, even if the path is fenced.
+- Slices of one path arrive in the order they were sent.
+- Every event of a path names the path; a path reports `Failed` once.
+
+A *probe* tests whether a port of the peer still answers. The peer's NIC or kernel answers, not its
+process: the probe of a stopped process is answered too. Invariants: a probe never uses the socket
+or queue pair of a path, so it works while the path is fenced and does not disturb the path; every
+probe that was started is reported by exactly one `Probed`, whatever happens to the port.
 """
 
 from __future__ import annotations
@@ -43,11 +46,12 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class Frame(msgspec.Struct, gc=False):
-    """What a slice says about itself on the wire, whatever the transport.
+    """Header fields that every slice carries on the wire, whatever the transport.
 
-    ``channel`` and ``seq`` name the slice on its directed link; ``ack`` confirms the opposite
-    link of the same channel: every slice below it was consumed. ``op`` counts the communicator's
-    planned collectives and ``signature`` is the packed `CallSignature` all ranks must share.
+    ``channel`` and ``seq`` identify the slice on its directed link. ``ack`` confirms the opposite
+    link of the same channel: every slice with a number below ``ack`` was consumed. ``op`` is the
+    number of the planned collective within the communicator; ``signature`` is the packed
+    `CallSignature`, which must be equal on all ranks.
     """
 
     channel: int
@@ -58,10 +62,12 @@ class Frame(msgspec.Struct, gc=False):
 
 
 class Arrived(msgspec.Struct, gc=False):
-    """A slice is here: in its landing place, or in ``payload``, borrowed until the next poll.
+    """Event: a slice arrived.
 
-    ``began_s`` is the clock's reading when its first byte was seen, ``is_confirmed`` whether the
-    transport has confirmed it by itself.
+    A cleared slice is in its landing place and ``payload`` is None. An eager slice is in
+    ``payload``, which is borrowed until the next ``poll``. ``began_s`` is the clock's time, in
+    seconds, when the transport saw the first byte. ``is_confirmed`` is True if the transport has
+    already confirmed the slice to the sender.
     """
 
     path: PathKey
@@ -72,7 +78,7 @@ class Arrived(msgspec.Struct, gc=False):
 
 
 class Cleared(msgspec.Struct, gc=False):
-    """The peer named a landing place of ``nbytes``; answer with ``isend(token=token)``."""
+    """Event: the peer named a landing place of ``nbytes``; answer with ``isend(token=token)``."""
 
     path: PathKey
     frame: Frame
@@ -81,7 +87,7 @@ class Cleared(msgspec.Struct, gc=False):
 
 
 class Confirmed(msgspec.Struct, gc=False):
-    """The peer consumed every slice of the link below ``ack``."""
+    """Event: the peer consumed every slice of the channel's link with a number below ``ack``."""
 
     path: PathKey
     channel: int
@@ -89,7 +95,11 @@ class Confirmed(msgspec.Struct, gc=False):
 
 
 class Sent(msgspec.Struct, gc=False):
-    """The transport no longer reads the view of this slice (the work request is retired)."""
+    """Event: the transport no longer reads the view of this cleared slice.
+
+    For an eager slice it means only that the slice is queued: the view must stay unchanged until
+    the peer has confirmed the slice, or the path is fenced.
+    """
 
     path: PathKey
     channel: int
@@ -97,7 +107,7 @@ class Sent(msgspec.Struct, gc=False):
 
 
 class Failed(msgspec.Struct, gc=False):
-    """The path broke: ``status`` is the decoded cause, ``detail`` what a person reads."""
+    """Event: the path failed. ``status`` is the cause's name, ``detail`` a text for people."""
 
     path: PathKey
     status: str
@@ -105,18 +115,18 @@ class Failed(msgspec.Struct, gc=False):
 
 
 class Joined(msgspec.Struct, gc=False):
-    """An `Endpoint` reached its peer and back, or did not: ``error`` says why."""
+    """Event: a connection attempt of an `Endpoint` ended; ``error`` is empty if it succeeded."""
 
     key: PathKey | ProbeKey
     error: str = ""
 
 
 class Probed(msgspec.Struct, gc=False):
-    """What became of a probe.
+    """Event: the outcome of a probe.
 
-    ``is_answered`` is True if the far end's NIC or kernel answered, False if it was asked and did
-    not answer in time or this end's NIC could not send, and None if it could not be asked;
-    ``detail`` is what a person reads.
+    ``is_answered`` is True if the peer's NIC or kernel answered; False if it did not answer within
+    the probe timeout or the local NIC could not send; None if the probe could not be made and so
+    proves nothing. ``detail`` is a text for people.
     """
 
     key: ProbeKey
@@ -125,9 +135,9 @@ class Probed(msgspec.Struct, gc=False):
 
 
 class RailChanged(msgspec.Struct, gc=False):
-    """The local port of ``rail`` went up or down, by the device's own word.
+    """Event: the device reported that the local port of ``rail`` went up or down.
 
-    ``why`` is what the device said beside that; empty: nothing.
+    ``why`` is the device's reason; empty if it gave none.
     """
 
     rail: int
@@ -136,7 +146,7 @@ class RailChanged(msgspec.Struct, gc=False):
 
 
 class Fenced(msgspec.Struct, gc=False):
-    """The local end of the path is out of use and drained."""
+    """Event: the local end of the path is out of use and drained; see the module's invariants."""
 
     path: PathKey
 
@@ -145,184 +155,215 @@ Event = Arrived | Cleared | Confirmed | Sent | Failed | Fenced | Joined | RailCh
 
 
 class Endpoint(Protocol):
-    """One end of a path, or of a probe's connection, on its way up by the exchange of cards."""
+    """One end of a path's or a probe's connection, connected by an exchange of endpoint info."""
 
     @property
-    def card(self) -> bytes:
-        """What the peer must know of this end, for the control plane to carry.
+    def info(self) -> bytes:
+        """Encoded endpoint info, which the peer passes to `join`; the control plane carries it.
 
         Raises
         ------
         TransportError
-            The device refused.
+            If the device refuses to make the end.
         """
         ...
 
-    def join(self, card: bytes, is_caller: bool) -> None:
-        """Connect to the end that `card` describes; the caller's `Joined` follows.
+    def join(self, info: bytes, is_caller: bool) -> None:
+        """Connect to the end that `info` describes.
 
-        The peer must have joined before the caller does.
+        Parameters
+        ----------
+        info : bytes
+            The peer's `Endpoint.info`.
+        is_caller : bool
+            True at the end that tests the connection and reports `Joined`. The other end must
+            have joined before the caller does.
 
         Raises
         ------
         TransportError
-            The card makes no sense, or the device refused.
+            If the endpoint info cannot be decoded, or the device refuses to connect.
         """
         ...
 
     def close(self) -> None:
-        """Give it up."""
+        """Discard this end; whatever it has in flight is abandoned."""
         ...
 
 
 class Registered(Protocol):
-    """Memory a transport has prepared."""
+    """Memory that is registered with a transport."""
 
     def close(self) -> None:
-        """End it; slices under way are finished first."""
+        """End this use of the registration; slices in flight finish first."""
         ...
 
 
 class Transport(Protocol):
-    """What a link needs from the wire. Calls never block; only ``poll`` reports."""
+    """Moves slices over paths. Only ``poll`` may block, and only ``poll`` reports events."""
 
     nrails: int
 
     def joins(self, rail: int) -> bool:
-        """Whether the ends of this rail's paths are made by `offer` and joined; else, sockets.
+        """Return True if connections of `rail` are made by `offer` and `Endpoint.join`.
 
-        Then its probes have connections of their own, which are joined as paths are: at the end
-        that asks with ``is_caller``; it is in use with its `Joined`, the other as soon as it is
-        joined.
+        False means that the control plane connects sockets and passes them to `open`.
+
+        If True, the probes of the rail use separate connections, which are joined like paths. The
+        rank that probes joins with ``is_caller``; its end is in use from its `Joined` on, the
+        peer's end as soon as it has joined.
         """
         ...
 
     def offer(self, key: PathKey | ProbeKey) -> Endpoint:
-        """Make this rank's end of a path, or of a probe's connection, of a rail that `joins`.
+        """Make this rank's end of a path or of a probe's connection, on a rail that `joins`.
 
-        A probe's end is on the port of rail ``via``, whichever of the two it is.
+        The end of a probe's connection is on this rank's port of rail ``key.via``, at the rank
+        that probes and at the rank that is probed.
 
         Raises
         ------
         TransportError
-            The device cannot make one now (its port is down).
+            If the device cannot make an end now, for example because its port is down.
         """
         ...
 
     def open(self, path: PathKey, endpoint: Any) -> None:
-        """Take an established, authenticated endpoint into use as `path`."""
+        """Begin to use `endpoint`, which is connected and authenticated, as `path`."""
         ...
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return memory in which a slice can land without another copy."""
+        """Return `nbytes` bytes of memory in which a slice can land without another copy."""
         ...
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Registered:
-        """Prepare `memory` so that slices of it travel without a copy; `close` ends that.
+        """Register `memory` so that its slices travel without a copy, until `Registered.close`.
 
         Raises
         ------
         TransportError
-            The device refused, or the limit of registered memory would be exceeded.
+            If the device refuses, or the limit of registered memory would be exceeded.
         """
         ...
 
     def register_device(self, address: int, nbytes: int) -> Registered:
-        """Prepare device memory, so that slices of it travel on every rail; `close` ends that.
+        """Register device memory so that its slices travel on every rail, until `Registered.close`.
 
-        Until then ``isend`` and ``irecv`` take views of it (`r2ccl.device.views`), whose bytes
-        only NICs touch. What the device writes must be known to be written before it is sent; what
-        arrived is there for work that the device is given after the event was polled.
+        While it is registered, ``isend`` and ``irecv`` accept views of it (`r2ccl.device.views`);
+        only NICs read and write the bytes. The caller must know that the device has finished
+        writing a slice before it sends the slice. Data that arrived is visible to device work that
+        is submitted after the event was polled.
+
+        Parameters
+        ----------
+        address : int
+        nbytes : int
 
         Raises
         ------
         TransportError
-            A rail cannot reach it; says which and why.
+            If a rail cannot reach the memory; the message names the rail's NIC and the reason.
         """
         ...
 
     def is_open(self, path: PathKey) -> bool:
-        """Whether `path` was opened and not yet failed or fenced."""
+        """Return True if `path` was opened and has neither failed nor been fenced since."""
         ...
 
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
-        """Queue a slice; `view` is borrowed until `Sent` or `Fenced`.
+        """Queue a slice for sending on `path`.
 
-        ``token`` is what `Cleared` brought; None: eager. A replay overtakes queued slices. On a
-        path that is not open nothing happens: its `Failed` is on the way.
+        `view` is borrowed until `Sent` or `Fenced`; that of an eager slice until the peer has
+        confirmed the slice, or `Fenced`. Does nothing if the path is not open: `Failed` has been,
+        or will be, reported.
+
+        Parameters
+        ----------
+        path : PathKey
+        frame : Frame
+        view : memoryview
+            The bytes of the slice.
+        token : object
+            ``Cleared.token`` of the landing place; None sends the slice eagerly.
+        is_replay : bool
+            True sends the slice ahead of the cleared slices that are queued.
         """
         ...
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
-        """Name where the slice ``frame.seq`` lands; `region` is borrowed until it arrives.
+        """Name `region` as the landing place of slice ``frame.seq``, and send this to the peer.
 
-        ``ack`` above 0 allows the transport to confirm the peer's slices below `ack` by itself,
-        once nothing that happens to the path can keep this slice from landing: the peer then need
-        not wait until it is read. A transport that cannot tell leaves it to the caller.
+        `region` is borrowed until the slice arrives or the path is fenced.
+
+        With `ack` above 0, the transport may confirm the peer's slices below `ack` as soon as
+        this slice is certain to land whatever happens to the path. The peer then does not wait
+        until the slice has been read. A transport that cannot know this never confirms on its own.
         """
         ...
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
-        """Tell the peer that every slice of its link below `ack` was consumed."""
+        """Confirm to the peer that its slices of `channel` numbered below `ack` were consumed."""
         ...
 
     def flush(self) -> None:
-        """Put everything queued on the wire, as far as it takes it."""
+        """Send what is queued, as far as sockets and send queues have room now."""
         ...
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Collect what happened; sleeps up to `timeout_s` when nothing has."""
+        """Return new events; if there are none, wait for one up to `timeout_s` seconds."""
         ...
 
     def wake(self) -> None:
-        """End a sleeping ``poll``; the only call allowed from another thread."""
+        """Make a waiting ``poll`` return; this is the only method other threads may call."""
         ...
 
     def fence(self, path: PathKey) -> None:
-        """Take the local end of `path` out of use; `Fenced` follows once it is drained."""
+        """Take the local end of `path` out of use; `Fenced` is reported once the end is drained."""
         ...
 
     def has_unsent(self) -> bool:
-        """Whether something waits for a later `poll`, as a socket took no more."""
+        """Return True if data waits for a later `poll` because a socket buffer is full."""
         ...
 
     def is_stuck(self, path: PathKey) -> bool:
-        """Whether the path itself (not the peer) holds data up, by the transport's own evidence."""
+        """Return True if the transport has evidence that `path`, not the peer, delays data."""
         ...
 
     def probe(self, key: ProbeKey) -> None:
-        """Begin to ask for a sign of life; `Probed` follows within the probe timeout.
+        """Start a probe of a port; `Probed` follows within the probe timeout.
 
-        One at a time per key: asked again meanwhile, it adds nothing. A way between different
-        rails that has never answered, since it was first asked or joined, may not exist on this
-        fabric: it counts as one that cannot be asked. So does a rail there is none of.
+        A call has no effect while a probe of the same key is in flight.
+
+        Two ports on different rails may not be connected on this fabric. So if a probe between
+        different rails has never been answered, its outcome is None ("could not be made"), not
+        False. The outcome is also None for a rail that does not exist.
         """
         ...
 
     def descriptors(self) -> list[int]:
-        """File descriptors in use; read where nothing else runs, as in the child of a fork."""
+        """Return the open file descriptors; call it only while nothing else runs (after a fork)."""
         ...
 
     def close(self) -> None:
-        """Fence every path and free everything."""
+        """Close every path and free all resources."""
         ...
 
 
 class WrappedTransport(Transport, Protocol):
-    """A transport around another."""
+    """Transport that wraps another one."""
 
     def begin(self, first_op: int) -> None:
-        """From collective `first_op` on the communicator is its user's."""
+        """Handle the end of `init`: collectives from number `first_op` on are the user's."""
         ...
 
 
 class TransportWrapper(Protocol):
-    """Puts a transport around the one in use, such as one that has faults strike."""
+    """Factory of transports that wrap the one in use, for example to inject faults."""
 
     def wrap(self, inner: Transport, rank: int) -> WrappedTransport:
-        """Return the transport of `rank`, which owns `inner`."""
+        """Return the transport of `rank` that wraps `inner` and owns it."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""Several transports as one: the first rails belong to the first, the next to the second ...
+"""Transport made of several others, so that one communicator can have both TCP and RDMA rails.
 
-So one communicator holds RDMA and TCP rails, and a link moves from one kind to the other as it
-moves between rails of one kind. Must not import sockets or verbs. Invariant: a path's calls and
-events pass unchanged; every rail belongs to exactly one part.
+A link can migrate between rails of different transports as it can between rails of one. The rails
+are numbered consecutively: the first part's rails come first, then the second part's. Every rail
+belongs to exactly one part, and calls and events of a path pass unchanged to and from that part.
 """
 
 from __future__ import annotations
@@ -21,41 +21,43 @@ from r2ccl.types import BYPASS, PathKey, ProbeKey
 
 
 class TransportPart(Transport, Protocol):
-    """A transport that can be waited for together with others."""
+    """Transport that can be waited for together with others."""
 
     def fileno(self) -> int:
-        """Descriptor that is readable when an armed transport has something to report."""
+        """Return a descriptor that is readable while the armed transport has events to report."""
         ...
 
     def arm(self) -> None:
-        """Have the descriptor become readable at the next event; then poll once more."""
+        """Make the descriptor become readable at the next event.
+
+        An event may have come before the call: poll once more before waiting on the descriptor.
+        """
         ...
 
     def limit_s(self, timeout_s: float) -> float:
-        """Cut a sleep of `timeout_s` short if something has to be done before its end."""
+        """Return `timeout_s`, or less if the transport must be polled before that, in seconds."""
         ...
 
 
 class _Registrations:
-    """`Registered` with several parts."""
+    """Registrations of the same memory with several parts, closed together."""
 
     def __init__(self, made: Sequence[Registered]) -> None:
         self._made = made
 
     def close(self) -> None:
-        """End all of them."""
         for each in self._made:
             each.close()
 
 
 class MixedTransport:
-    """`Transport` made of others.
+    """`Transport` made of other transports.
 
     Parameters
     ----------
     parts : sequence of TransportPart
-        Rails in this order; a part numbers its paths by the rails of the whole. The first one, of
-        sockets, has the bypasses too.
+        Their rails are numbered consecutively in this order, and each part uses these numbers in
+        its path keys. The first part must use sockets: it also carries the bypasses.
     """
 
     def __init__(self, parts: Sequence[TransportPart]) -> None:
@@ -63,37 +65,37 @@ class MixedTransport:
         self._parts = parts
         rails = (part for part in parts for _ in range(part.nrails))
         self._by_rail = {**dict(enumerate(rails)), BYPASS: parts[0]}
-        #: Probes that no part can make.
+        #: Outcomes of probes that no part can make, for the next `poll`.
         self._refused: list[Event] = []
         self._epoll = select.epoll()
-        # One of its own: a part's would be taken by the polls before the sleep.
+        # Not a part's descriptor: the polls that precede the wait would clear that one.
         self._wakeup = Wakeup()
         self._epoll.register(self._wakeup.number, select.EPOLLIN)
         for part in parts:
             self._epoll.register(part.fileno(), select.EPOLLIN)
 
     def joins(self, rail: int) -> bool:
-        """See `Transport.joins`."""
+        """Implement `Transport.joins`."""
         return self._by_rail[rail].joins(rail)
 
     def offer(self, key: PathKey | ProbeKey) -> Endpoint:
-        """See `Transport.offer`."""
+        """Implement `Transport.offer`."""
         return self._by_rail[key.rail].offer(key)
 
     def open(self, path: PathKey, endpoint: Any) -> None:
-        """See `Transport.open`."""
+        """Implement `Transport.open`."""
         self._by_rail[path.rail].open(path, endpoint)
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """See `Transport.allocate`: memory of the last part, the most demanding, serves all."""
+        """Return memory of the last part: what RDMA accepts, sockets accept too."""
         return self._parts[-1].allocate(nbytes)
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Registered:
-        """See `Transport.register`: as for `allocate`."""
+        """Register `memory` with the last part: sockets need no registration."""
         return self._parts[-1].register(memory)
 
     def register_device(self, address: int, nbytes: int) -> Registered:
-        """See `Transport.register_device`: every part that has a rail must reach it."""
+        """Register device memory with every part that has rails; raise if one cannot reach it."""
         made: list[Registered] = []
         try:
             for part in self._parts:
@@ -105,30 +107,30 @@ class MixedTransport:
         return _Registrations(made)
 
     def is_open(self, path: PathKey) -> bool:
-        """See `Transport.is_open`."""
+        """Implement `Transport.is_open`."""
         return self._by_rail[path.rail].is_open(path)
 
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
-        """See `Transport.isend`."""
+        """Implement `Transport.isend`."""
         self._by_rail[path.rail].isend(path, frame, view, token, is_replay)
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
-        """See `Transport.irecv`."""
+        """Implement `Transport.irecv`."""
         self._by_rail[path.rail].irecv(path, frame, region, ack)
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
-        """See `Transport.confirm`."""
+        """Implement `Transport.confirm`."""
         self._by_rail[path.rail].confirm(path, channel, ack)
 
     def flush(self) -> None:
-        """See `Transport.flush`."""
+        """Implement `Transport.flush`."""
         for part in self._parts:
             part.flush()
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """See `Transport.poll`."""
+        """Poll all parts; if none has events, wait for any of them up to `timeout_s` seconds."""
         events = self._collect()
         if events or timeout_s <= 0:
             return events
@@ -145,41 +147,41 @@ class MixedTransport:
         return self._collect()
 
     def wake(self) -> None:
-        """See `Transport.wake`."""
+        """Implement `Transport.wake`."""
         self._wakeup.wake()
 
     def fence(self, path: PathKey) -> None:
-        """See `Transport.fence`."""
+        """Implement `Transport.fence`."""
         self._by_rail[path.rail].fence(path)
 
     def has_unsent(self) -> bool:
-        """See `Transport.has_unsent`."""
+        """Implement `Transport.has_unsent`."""
         return any(part.has_unsent() for part in self._parts)
 
     def is_stuck(self, path: PathKey) -> bool:
-        """See `Transport.is_stuck`."""
+        """Implement `Transport.is_stuck`."""
         return self._by_rail[path.rail].is_stuck(path)
 
     def probe(self, key: ProbeKey) -> None:
-        """See `Transport.probe`; there is no way between rails of different parts."""
+        """Start a probe; one between rails of different parts cannot be made (outcome None)."""
         rails = range(self.nrails)
         if key.rail not in rails or key.via not in rails:
-            self._refused.append(Probed(key, None, f"there are {self.nrails} rails"))
+            self._refused.append(Probed(key, None, f"no such rail: there are {self.nrails}"))
         elif self._by_rail[key.rail] is not self._by_rail[key.via]:
-            self._refused.append(Probed(key, None, "the two rails are of different kinds"))
+            self._refused.append(Probed(key, None, "the two rails belong to different transports"))
         else:
             self._by_rail[key.rail].probe(key)
 
     def descriptors(self) -> list[int]:
-        """See `Transport.descriptors`."""
+        """Return the descriptors of all parts and of this transport's epoll."""
         if self._epoll.closed:
             return []
         own = [self._epoll.fileno(), self._wakeup.number]
         return own + [fd for part in self._parts for fd in part.descriptors()]
 
     def close(self) -> None:
-        """Close every part, whatever those before it raise. Idempotent."""
-        with ExitStack() as steps:  # the last one first
+        """Close every part, even if closing another part raises. Idempotent."""
+        with ExitStack() as steps:  # callbacks run last to first
             steps.callback(self._close_descriptors)
             for part in reversed(self._parts):
                 steps.callback(part.close)

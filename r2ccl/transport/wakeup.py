@@ -1,4 +1,4 @@
-"""A descriptor that ends another thread's sleep in epoll."""
+"""File descriptor that wakes a thread waiting in epoll."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ _ONE = (1).to_bytes(8, "little")
 
 
 class Wakeup:
-    """An eventfd to register for reading. `wake` may be called from any thread.
+    """Eventfd that makes an epoll set readable. `wake` may be called from any thread.
 
-    A file object, as its number may be another file's by the time a late `wake` writes to it.
+    The eventfd is kept as a file object, not as a number: after `close` the kernel may give the
+    number to another file, and a late `wake` must not write to that file.
     """
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+b", buffering=0)
-        #: The descriptor's number, also after `close`.
+        #: File descriptor number; keeps its value after `close`.
         self.number = self._file.fileno()
 
     def wake(self) -> None:
-        """Make the descriptor readable; nothing happens once it is closed, as nobody sleeps."""
+        """Make the descriptor readable. Does nothing after `close`: no thread waits on it then."""
         with contextlib.suppress(ValueError):
             self._file.write(_ONE)
 
     def clear(self) -> None:
-        """Make it unreadable again."""
+        """Reset the descriptor to not readable."""
         self._file.read(len(_ONE))
 
     def close(self) -> None:
-        """Close it; a second call does nothing."""
+        """Close the descriptor. Idempotent."""
         self._file.close()
 
 

@@ -68,9 +68,9 @@ def planes() -> Iterator[list[ControlPlane]]:
 
 def succeed(planes: list[ControlPlane], members: list[int]) -> list[ControlPlane]:
     successions = {rank: Succession(planes[rank]) for rank in members}
-    cards = {rank: each.card for rank, each in successions.items()}
+    infos = {rank: each.peer_info for rank, each in successions.items()}
     try:
-        return [successions[rank].make({**cards, rank: b""}) for rank in members]
+        return [successions[rank].make({**infos, rank: b""}) for rank in members]
     finally:
         for each in successions.values():
             each.close()
@@ -121,8 +121,8 @@ def test_a_rail_whose_address_has_gone_is_left_out_by_all(
     healthy = Succession(planes[0])
     monkeypatch.setattr(wire, "listen", without_second_rail)
     broken = Succession(planes[2])
-    cards = {0: healthy.card, 2: broken.card}
-    made = [healthy.make(cards), broken.make(cards)]
+    infos = {0: healthy.peer_info, 2: broken.peer_info}
+    made = [healthy.make(infos), broken.make(infos)]
     for plane in made:
         assert plane.nics == RAILS[:1]
         assert [len(info.rails) for info in plane.peers] == [1, 1]
@@ -149,7 +149,7 @@ def test_without_a_common_rail_it_is_said_and_nothing_stays_open(
     only(RAILS[1].address)
     other = Succession(planes[1])
     with pytest.raises(TransportError, match=r"no rail that ranks \[0, 1\] could all open again"):
-        one.make({0: one.card, 1: other.card})
+        one.make({0: one.peer_info, 1: other.peer_info})
     one.close()
     other.close()
     assert opened

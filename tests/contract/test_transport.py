@@ -164,8 +164,8 @@ class VerbsBench:
         return ends
 
     def _join(self, key: PathKey | ProbeKey, caller: Any, answerer: Any) -> None:
-        answerer.join(caller.card, is_caller=False)
-        caller.join(answerer.card, is_caller=True)
+        answerer.join(caller.info, is_caller=False)
+        caller.join(answerer.info, is_caller=True)
         assert JoinedEvent(key) in self.transports[0].poll(0.0)
 
     def run(self) -> None:

@@ -41,8 +41,8 @@ class VerbsBench:
 
     def join(self, key: PathKey | ProbeKey, caller: Any, answerer: Any) -> None:
         give_up = time.monotonic() + self.patience_s
-        join(answerer, caller.card, False, give_up)
-        join(caller, answerer.card, True, give_up)
+        join(answerer, caller.info, False, give_up)
+        join(caller, answerer.info, True, give_up)
         proofs: list[Joined] = []
         while not proofs:
             assert time.monotonic() < give_up, "the caller's proof did not come"
@@ -73,11 +73,11 @@ class VerbsBench:
             transport.close()
 
 
-def join(end: Any, card: bytes, is_caller: bool, give_up: float) -> None:
+def join(end: Any, info: bytes, is_caller: bool, give_up: float) -> None:
     """Join as soon as the neighbour is known."""
     while True:
         try:
-            return end.join(card, is_caller)
+            return end.join(info, is_caller)
         except TransportError as exc:
             if exc.status != "NO_NEIGHBOUR" or time.monotonic() > give_up:
                 raise

@@ -52,7 +52,7 @@ class Migration:
     revocation : Revocation
         Whether the communicator has ended.
     connector : Connector
-        Connects what two ends join by exchanging cards.
+        Connects what two ends join by exchanging endpoint info.
     failback : Failback
         Told which paths failed and which are up.
     bypasses : Bypasses or None

@@ -278,18 +278,18 @@ class _Regrouping(Generic[_S]):
         if self._succession is not None:
             self._succession.close()
         self._succession = Succession(self._control)
-        self._control.broadcast(self._table.tell(self._succession.card))
+        self._control.broadcast(self._table.tell(self._succession.peer_info))
         _log.info(
             "rank %d: shrinking without ranks %s, attempt %d",
             self._control.rank, self._gone(), self._table.attempt + 1,
         )  # fmt: skip
 
     def _build(self) -> None:
-        cards = self._table.begin_building()
+        infos = self._table.begin_building()
         self._drop()
         assert self._succession is not None, "a View was told"
-        members = tuple(cards)
-        successor = self._make(self._succession.make(cards, self._table.attempt), members)
+        members = tuple(infos)
+        successor = self._make(self._succession.make(infos, self._table.attempt), members)
         building = Building(members, self._give_up_at, successor.revoke)
         try:
             with self._event_queue.during(building):

@@ -5,12 +5,12 @@ Theory of operation
 Every rank that calls ``shrink()`` keeps a set of ranks that are *gone*: dead, silent, or left. It
 only grows. Building the new communicator may fail although nobody is gone, so that all have to meet
 once more; `attempt` counts these meetings, and only grows too. Each rank tells both to all others
-(`View`), with a card that says where it can be reached next, takes in what it is told, and tells
+(`View`), with its next addresses (`info`), takes in what it is told, and tells
 again whenever its set or attempt has grown. When every rank that is not in the set has told the
 same set and attempt, they are *agreed*, and what is left is done in three steps, any of which a
 further death, or a failure to build, may interrupt::
 
-    set or attempt grown             ->  tell View(gone, attempt, card)
+    set or attempt grown             ->  tell View(gone, attempt, info)
     all others told the same         ->  build the new communicator; then tell Built
     all others have built            ->  tell Done, go on with it
     Done for what is built here      ->  tell Done, go on with it
@@ -28,7 +28,7 @@ A rank whose View leaves this one out has given it up, rightly or not; the two a
 other. So a stopped process that wakes, and a side of a partition, end without a quorum. What a rank
 that is gone says counts for nothing.
 
-Pure: no I/O, no clock; cards are opaque. Channels must be first in, first out, and silent once a
+Pure: no I/O, no clock; `info` is opaque. Channels must be first in, first out, and silent once a
 rank was reported gone. Invariant: of two ranks that go on, each in the other's set of survivors,
 both have the same set and attempt.
 """
@@ -74,10 +74,10 @@ def has_quorum(nranks: int, alive: Collection[int], quorum: str = "majority") ->
 
 
 class View(msgspec.Struct, frozen=True, tag="shrink.view"):
-    """Control message: the sender is in shrink(); `gone` is sorted, `card` is where to meet it."""
+    """Control message: the sender is in shrink(); `gone` is sorted, `info` is where to meet it."""
 
     gone: tuple[int, ...]
-    card: bytes
+    info: bytes
     attempt: int = 0
 
 
@@ -204,13 +204,13 @@ class Shrinking:
             return ShrinkStep.BUILD
         return ShrinkStep.WAIT
 
-    def tell(self, card: bytes) -> View:
-        """Return what all others have to hear now; `card` is where this rank is met for it."""
+    def tell(self, info: bytes) -> View:
+        """Return what all others have to hear now; `info` is where this rank is met for it."""
         self._told = self._now()
-        return View(self._told.gone, card, self._told.attempt)
+        return View(self._told.gone, info, self._told.attempt)
 
     def begin_building(self) -> dict[int, bytes]:
-        """Return the survivors agreed on, in order, and their cards (this rank's own: empty).
+        """Return the survivors agreed on, in order, and their `PeerInfo` (this rank's own: empty).
 
         What was built before is in use nowhere, from here on for certain: drop it.
         """
@@ -219,7 +219,7 @@ class Shrinking:
         self._begun = self._told
         self._held = None
         self._is_done_elsewhere = False
-        return {rank: b"" if rank == self.rank else self._views[rank].card for rank in self.alive}
+        return {rank: b"" if rank == self.rank else self._views[rank].info for rank in self.alive}
 
     def built(self) -> Built:
         """It is connected here; return what all others have to hear."""

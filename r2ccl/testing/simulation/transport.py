@@ -13,11 +13,11 @@ from typing import Any
 from r2ccl.errors import InternalError
 from r2ccl.testing.simulation.network import End, EndState, MessageKind, SimMessage, SimNetwork
 from r2ccl.transport.base import Arrived, Event, Fenced, Frame, Probed, Sent
-from r2ccl.transport.dialed import Dialed, Unregistered
+from r2ccl.transport.preconnected import PreconnectedTransport, Unregistered
 from r2ccl.types import PathKey, ProbeKey
 
 
-class SimTransport(Dialed):
+class SimTransport(PreconnectedTransport):
     """`Transport` of one rank over a `SimNetwork`.
 
     Parameters

@@ -1,1 +1,1 @@
-"""Paths over TCP: a socket each, and probes that are connections begun and never used."""
+"""TCP transport: one socket per path; probes are connects to a port on which nobody listens."""

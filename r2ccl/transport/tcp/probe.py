@@ -1,16 +1,16 @@
-"""Probes over TCP: connections that are begun and never used.
+"""Probes over TCP: attempts to connect to a port on which nobody listens.
 
-They go to a port that the peer holds without listening; its *kernel* refuses them, which is the
-answer. A probe is several connects spread over the probe
-timeout, because two lost packets do not make a dead rail. One between different rails is bound to
-the interface of the rail it leaves from: by the address alone, the kernel would send it through
-the NIC that its destination belongs to, the very one in question.
+The peer reserves the port without listening, so its *kernel* refuses each connect; the refusal is
+the answer. A probe makes several connects spread over the probe timeout, because two lost packets
+do not make a dead rail. A probe between different rails binds its sockets to the interface of the
+local rail: by the address alone, the kernel would send from the NIC in the destination's subnet,
+which may be the failed one.
 
-A connect for which this machine has no descriptor, port or memory left proves nothing about the
-rail: a probe of which one could not be made, and none was answered, has no outcome.
+A connect that fails because this machine has no descriptor, port or memory left proves nothing
+about the rail. If that happened to a connect of a probe and no other was answered, the outcome of
+the probe is None.
 
-Must not see paths. Invariant: a probe that was asked is reported once, and leaves no connection
-behind.
+Invariant: a probe that was started is reported once, and leaves no connection behind.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _log = logging.getLogger(__name__)
 Address = tuple[str, int]
 
 _NKNOCKS = 3
-#: A reset instead of an end: neither kernel keeps the connection's state (TIME_WAIT).
+#: Value of SO_LINGER with which close() sends RST, not FIN: neither kernel keeps TIME_WAIT state.
 _NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class _Probe:
-    """A probe under way: its connects, and when the next step is due."""
+    """Probe in flight, with its pending connects."""
 
     __slots__ = ("detail", "due_s", "key", "nsent", "socks", "unmade")
 
@@ -47,25 +47,26 @@ class _Probe:
         self.socks: dict[int, socket.socket] = {}
         self.nsent = 0
         self.due_s = 0.0
-        #: What the last connect that failed said.
+        #: Error text of the last connect that failed.
         self.detail = ""
-        #: Why a connect could not be made; empty: all could.
+        #: Local cause why a connect could not be made; empty if all could.
         self.unmade = ""
 
 
 class TcpProber:
-    """The probes of one transport.
+    """Makes the TCP probes of one transport.
 
     Parameters
     ----------
     epoll : select.epoll
-        Where the connects are waited for; `on_ready` takes what belongs to them.
+        Set in which the connects' sockets are registered; its owner passes ready descriptors to
+        `on_ready`.
     sources : mapping of int to Nic
-        This rank's end of each rail.
+        Local NIC of each rail.
     targets : mapping of PathKey to (str, int)
-        Numeric address and probe port at the far end of each path; nobody listens there.
+        Numeric address and probe port of the peer, per path; nobody listens on that port.
     timeout_s : float
-        Of a probe.
+        Time in which a probe must be answered, in seconds.
     clock : Clock
     rank : int
         This rank, for the log.
@@ -89,29 +90,29 @@ class TcpProber:
         self._clock = clock
         self._probes: dict[ProbeKey, _Probe] = {}
         self._by_fd: dict[int, _Probe] = {}
-        #: Ways that answered once: there is one on this fabric.
+        #: Keys whose probe was answered at least once: the fabric connects the two ports.
         self._answered: set[ProbeKey] = set()
         self._done: list[Probed] = []
-        #: Error numbers of connects that could not be made; each is logged once.
+        #: errno of connects that could not be made locally; each is logged once.
         self._unmade: set[int] = set()
 
     @property
     def is_busy(self) -> bool:
-        """Whether `advance` has something to do, now or later."""
+        """True while a probe is in flight or an outcome is not yet returned by `advance`."""
         return bool(self._probes or self._done)
 
     def probe(self, key: ProbeKey) -> None:
-        """Begin a probe; see `Transport.probe`."""
+        """Start a probe, as `Transport.probe` does."""
         if key in self._probes:
             return
         if key.via not in self._sources or PathKey(key.peer, key.rail) not in self._targets:
-            self._done.append(Probed(key, None, "this transport knows no such rail or rank"))
+            self._done.append(Probed(key, None, "this rank has no such rail to that rank"))
             return
         self._probes[key] = probe = _Probe(key)
         self._send_probe(probe, self._clock())
 
     def on_ready(self, fd: int) -> None:
-        """Take the outcome of the connect `fd`; any other descriptor is ignored."""
+        """Handle the outcome of the connect on descriptor `fd`; ignore other descriptors."""
         probe = self._by_fd.get(fd)
         if probe is not None:
             code = probe.socks[fd].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -119,11 +120,11 @@ class TcpProber:
             self._judge(probe, code)
 
     def advance(self) -> list[Probed]:
-        """Do what is due; returns the probes that are over.
+        """Make the connects that are due, end probes that timed out; return the finished probes.
 
-        To be called after `on_ready`: an answer that waited to be taken is one. A connect has the
-        same time to be answered however late this is called, so a process that
-        was stopped does not mistake its own silence for the peer's.
+        Call it after `on_ready`, so that answers that already arrived count. Each connect gets its
+        full time from the moment it was made, however late this method is called: a process that
+        was stopped must not mistake its own pause for silence of the peer.
         """
         now = self._clock()
         for probe in list(self._probes.values()):
@@ -136,7 +137,7 @@ class TcpProber:
         return done
 
     def limit_s(self, timeout_s: float) -> float:
-        """Cut a sleep of `timeout_s` short if something is due before its end."""
+        """Return `timeout_s`, or less if `advance` must be called before that, in seconds."""
         if self._done:
             return 0.0
         if not self._probes:
@@ -145,11 +146,11 @@ class TcpProber:
         return max(0.0, min(timeout_s, due_s - self._clock()))
 
     def descriptors(self) -> list[int]:
-        """Descriptors of the connects under way."""
+        """Return the descriptors of the pending connects."""
         return list(self._by_fd)
 
     def close(self) -> None:
-        """Drop every probe."""
+        """Close the sockets of all probes; none is reported afterwards."""
         for probe in list(self._probes.values()):
             self._drop(probe)
         self._done.clear()
@@ -181,7 +182,7 @@ class TcpProber:
             self._not_made(probe, code)
 
     def _watch(self, sock: socket.socket) -> tuple[int, bool]:
-        """Wait for the outcome of a connect; returns as `_connect`."""
+        """Register a pending connect with the epoll set; return values as in `_connect`."""
         try:
             self._epoll.register(sock.fileno(), select.EPOLLOUT)
         except OSError as exc:
@@ -189,19 +190,19 @@ class TcpProber:
         return errno.EINPROGRESS, True
 
     def _not_made(self, probe: _Probe, code: int) -> None:
-        """Note a connect for which something is used up here; the next one is made in its time."""
+        """Record that this machine lacked a resource for a connect; later connects still happen."""
         probe.unmade = describe_errno(code)
         if code in self._unmade:
             return
         self._unmade.add(code)
         _log.warning(
-            "rank %d: rail %d to rank %d cannot be probed now: %s; it is probed again, and this "
-            "is not logged again",
+            "rank %d: rail %d to rank %d cannot be probed now: %s; further probes are tried, but "
+            "this error is not logged again",
             self._rank, probe.key.rail, probe.key.peer, probe.unmade,
         )  # fmt: skip
 
     def _judge(self, probe: _Probe, code: int) -> None:
-        """Take the outcome of one connect: an answer ends the probe, a failure only counts."""
+        """Handle the outcome of one connect; an answer ends the probe, the last error too."""
         if code in (0, errno.ECONNREFUSED):
             self._answered.add(probe.key)
             self._end(probe, True, "connected" if code == 0 else "refused")
@@ -214,11 +215,13 @@ class TcpProber:
         key = probe.key
         self._drop(probe)
         if probe.unmade and not is_answered:
-            self._done.append(Probed(key, None, f"it could not be asked in full: {probe.unmade}"))
+            self._done.append(
+                Probed(key, None, f"not every connect of the probe could be made: {probe.unmade}")
+            )
         elif is_answered or key.via == key.rail or key in self._answered:
             self._done.append(Probed(key, is_answered, detail))
         else:
-            never = f"this way was never answered, there may be none here ({detail})"
+            never = f"never answered, so these ports may not be connected at all ({detail})"
             self._done.append(Probed(key, None, never))
 
     def _drop(self, probe: _Probe) -> None:
@@ -229,7 +232,7 @@ class TcpProber:
     def _close(self, probe: _Probe, fd: int) -> None:
         sock = probe.socks.pop(fd)
         del self._by_fd[fd]
-        with contextlib.suppress(OSError):  # no connection, hence nothing to linger
+        with contextlib.suppress(OSError):  # not connected: nothing to reset
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         sock.close()
 
@@ -237,14 +240,14 @@ class TcpProber:
 def _connect(
     sock: socket.socket, source: Nic, target: Address, *, is_bound: bool
 ) -> tuple[int, bool]:
-    """Begin to connect.
+    """Begin a non-blocking connect.
 
     Returns
     -------
     code : int
-        The errno; 0 if it is done already.
+        The errno; 0 if the connection is established already.
     is_made : bool
-        False: something this connect needs is used up on this machine.
+        False if this machine lacked a resource for the connect, such as a free port.
     """
     try:
         if is_bound:
@@ -253,7 +256,8 @@ def _connect(
             sock.bind((source.address, 0))
     except OSError as exc:
         code = exc.errno or errno.EIO
-        # bind(2) says EADDRNOTAVAIL of an address that is gone, and of ports EADDRINUSE.
+        # From bind(2), EADDRNOTAVAIL means that the address is gone, which is no exhaustion; a lack
+        # of ports is EADDRINUSE.
         return code, code == errno.EADDRNOTAVAIL or not is_exhaustion(code)
     try:
         code = sock.connect_ex(target)

@@ -1,17 +1,16 @@
-"""TCP transport: one non-blocking socket a path, one epoll a process, zero-copy both ways.
+"""TCP transport: one non-blocking socket per path, one epoll per transport, no copy of bulk data.
 
 Wire format: a stream of frames, each a fixed header (`_HEADER`, 40 bytes, little endian) and, for
 DATA, its payload. A cleared slice is written from the caller's view and read straight into the
-landing place, in fragments that follow one another in its place; an eager one passes through the
-connection's buffer. Small frames (clear-to-send, confirmations, eager slices) and replays overtake
-queued slices at fragment boundaries, so neither waits behind bulk data.
+landing place, as one or more fragments in order; an eager slice passes through the connection's
+buffer. Small frames (clear-to-send, confirmations, eager slices) and replays overtake queued slices
+at fragment boundaries, so they do not wait behind bulk data.
 
-The socket arrives connected and authenticated (`r2ccl.bootstrap`); nothing else is ever read here,
-and a frame that makes no sense breaks the path instead of being guessed at. Only this file and
-bootstrap see sockets and errno.
+Sockets arrive connected and authenticated from `r2ccl.bootstrap` and carry only these frames. A
+malformed frame fails the path.
 
-Invariants: what is unsent in the kernel is bounded (TCP_NOTSENT_LOWAT), so a replay reaches the
-wire at once; a landing place is written by this process alone, so closing the socket is a fence.
+Invariants: TCP_NOTSENT_LOWAT bounds the unsent bytes in the kernel, so a replay reaches the wire at
+once. Only this process writes to a landing place, so closing the socket is a fence.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from r2ccl.transport.base import (
     Frame,
     Sent,
 )
-from r2ccl.transport.dialed import Dialed
+from r2ccl.transport.preconnected import PreconnectedTransport
 from r2ccl.transport.tcp.probe import Address, TcpProber
 from r2ccl.transport.wakeup import Wakeup
 from r2ccl.types import Nic, PathKey, ProbeKey
@@ -52,26 +51,29 @@ _HEADER = struct.Struct("<BBHIQQQQ")
 _HEADER_NBYTES = _HEADER.size
 _DATA, _CLEAR, _CONFIRM = 1, 2, 3
 
-#: Bytes a socket may hold unsent in the kernel: measured, a replay reaches the wire in 8 ms
-#: instead of 24 to 57 with the default (4 x 200 Mbit/s rails).
+#: Unsent bytes that a socket may hold in the kernel. Measured on 4 rails of 200 Mbit/s: a replay
+#: reaches the wire in 8 ms with this value, in 24 to 57 ms with the default.
 _NOTSENT_LOWAT = 64 << 10
-#: On loopback nothing waits for a line: more unsent bytes mean fewer wake-ups. Socket buffers are
-#: large enough to keep two cores apart and small enough to stay in the cache (measured, 64 MiB:
-#: 512 KiB, 1 MiB, left to grow: 33, 26, 33 ms for 2 ranks; 93, 86, 99 for 4 on 2 cores).
+#: On loopback no line rate delays the bytes, and more unsent bytes mean fewer wake-ups. The socket
+#: buffers are large enough that two ranks seldom wait for each other and small enough to stay in
+#: the cache. Measured, 64 MiB with buffers of 512 KiB, 1 MiB, and left to grow: 33, 26, 33 ms for
+#: 2 ranks; 93, 86, 99 ms for 4 ranks on 2 cores.
 _LOOPBACK_NOTSENT_LOWAT = 256 << 10
 _LOOPBACK_BUFFER_NBYTES = 1 << 20
-#: What ``auto`` asks for. Reno fills a lossless loopback at once (64 MiB, 4 ranks: 88 ms, cubic
-#: 105); on shaped rails cubic keeps 96 to 99 % of the line, where BBR gets 80 to 94 %.
+#: Congestion control of ``auto``. On loopback, which loses nothing, Reno opens its window at once
+#: (64 MiB, 4 ranks: Reno 88 ms, cubic 105 ms). On shaped rails cubic reaches 96 to 99 % of the line
+#: rate, BBR 80 to 94 %.
 _LOOPBACK_CONGESTION, _CONGESTION = "reno", "cubic"
-#: Bytes given to one sendmsg or recv_into: large enough to amortise the call, small enough that
-#: what the peer wrote is still in the cache when it is read.
+#: Most bytes per sendmsg or recv_into: large enough to amortise the call, small enough that data
+#: which the peer wrote is still in the cache when it is read.
 _CALL_NBYTES = 256 << 10
-#: Largest fragment of a cleared slice. On loopback there is no line rate to wait for, and a header
-#: more is a header more; elsewhere a replay waits for at most one fragment.
+#: Largest fragment of a cleared slice, in bytes: a replay waits for at most one fragment. On
+#: loopback a slice is one fragment (`_WHOLE`): no line rate delays a replay there, and each
+#: fragment costs a header.
 _FRAGMENT_NBYTES = 64 << 10
 _WHOLE = 1 << 62
-#: Read this much while a header is expected and cleared slices are under way: what is read beyond
-#: the header has to be copied once more.
+#: Bytes to read when a header is expected and cleared slices are in flight: payload that is read
+#: together with the header costs another copy into its landing place.
 _PEEK_NBYTES = 1024
 
 _IN = select.EPOLLIN
@@ -80,7 +82,7 @@ _BROKEN = select.EPOLLERR | select.EPOLLHUP
 
 
 class _Outgoing:
-    """A cleared slice on its way out: what is left of it."""
+    """Cleared slice being sent; ``rest`` holds the bytes not yet queued as fragments."""
 
     __slots__ = ("frame", "rest")
 
@@ -90,20 +92,20 @@ class _Outgoing:
 
 
 class _Place:
-    """A landing place: what is still empty of it, and when its first byte came."""
+    """Landing place; ``rest`` is the part that no fragment has begun to fill."""
 
     __slots__ = ("ack", "began_s", "is_confirmed", "rest")
 
     def __init__(self, region: memoryview, ack: int) -> None:
         self.rest = region
         self.began_s = 0.0
-        #: What may be confirmed before the slice is read, 0: nothing; and whether it was.
+        #: Confirmation that may be sent before the slice is read; 0 if none, or if it was sent.
         self.ack = ack
         self.is_confirmed = False
 
 
 class _Connection:
-    """One path's socket, with what is half read and half written."""
+    """Socket of one path, with its partly read and partly written frames."""
 
     __slots__ = (
         "buffer", "bulk", "fd", "filled", "fragment_nbytes", "frame", "is_dirty", "is_waiting",
@@ -117,27 +119,27 @@ class _Connection:
         self.sock = sock
         self.fd = sock.fileno()
         self.buffer = memoryview(bytearray(buffer_nbytes))
-        #: Bytes ``parsed .. filled`` of the buffer are read but not understood yet.
+        #: Bytes ``parsed .. filled`` of the buffer are read but not parsed yet.
         self.parsed = 0
         self.filled = 0
-        #: Rest of the fragment being read, with its slice and landing place.
+        #: Unread rest of the current fragment (None between fragments), its slice, landing place.
         self.target: memoryview | None = None
         self.frame: Frame | None = None
         self.place: _Place | None = None
         self.places: dict[tuple[int, int], _Place] = {}
-        #: Whole frames that overtake, then cleared slices: those sent again go first.
+        #: Send queues in order of priority: small frames, replays, other cleared slices.
         self.small: deque[bytes | memoryview] = deque()
         self.replays: deque[_Outgoing] = deque()
         self.bulk: deque[_Outgoing] = deque()
         #: Buffers of the frame being written.
         self.sending: deque[bytes | memoryview] = deque()
-        #: The slice that is sent once ``sending`` is empty.
+        #: Slice to report as `Sent` once ``sending`` is empty.
         self.sent: Frame | None = None
         self.is_waiting = False
         self.is_dirty = False
 
 
-class TcpTransport(Dialed):
+class TcpTransport(PreconnectedTransport):
     """`Transport` over TCP sockets.
 
     Parameters
@@ -148,13 +150,14 @@ class TcpTransport(Dialed):
     eager_nbytes : int
         Largest eager payload accepted from a peer.
     congestion : str
-        Congestion control asked for on each socket; ``auto``: what was measured best for loopback
-        and for everything else; empty: the system's default.
+        TCP congestion control to set on each socket: ``auto`` for reno on loopback and cubic
+        elsewhere, empty for the system's default.
     sources : mapping of int to Nic
-        This rank's end of each rail, for probes.
+        Local NIC of each rail, for probes.
     targets : mapping of PathKey to (str, int)
-        Where probes of each path go: a port at its far end on which nobody listens.
+        Address and port that probes of each path connect to; nobody listens on the port.
     probe_timeout_s : float
+        Time in which a probe must be answered, in seconds.
     """
 
     def __init__(
@@ -180,15 +183,15 @@ class TcpTransport(Dialed):
         self._by_fd: dict[int, _Connection] = {}
         self._by_path: dict[PathKey, _Connection] = {}
         self._dirty: list[_Connection] = []
-        #: Those whose sockets took no more.
+        #: Connections that wait until their sockets accept more data.
         self._waiting: set[_Connection] = set()
         self._events: list[Event] = []
         self._prober = TcpProber(self._epoll, sources, targets, probe_timeout_s, clock, rank=rank)
-        #: Where FIONREAD writes its answer.
+        #: Result of the ioctl FIONREAD: unread bytes of a socket.
         self._unread = array("i", [0])
 
     def open(self, path: PathKey, endpoint: socket.socket) -> None:
-        """Take a connected, authenticated, non-blocking socket into use as `path`."""
+        """Begin to use a connected, authenticated socket as `path`."""
         self._discard(path)
         self._tune(endpoint)
         conn = _Connection(path, endpoint, 2 * (_HEADER_NBYTES + self._eager_nbytes))
@@ -197,13 +200,13 @@ class TcpTransport(Dialed):
         self._epoll.register(conn.fd, _IN)
 
     def is_open(self, path: PathKey) -> bool:
-        """Whether `path` was opened and not yet failed or fenced."""
+        """Return True if `path` was opened and has neither failed nor been fenced since."""
         return path in self._by_path
 
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
-        """Queue a slice; a replay goes ahead of the slices queued before it."""
+        """Queue a slice; a replay is sent ahead of the cleared slices queued before it."""
         conn = self._by_path.get(path)
         if conn is None:
             return
@@ -217,7 +220,7 @@ class TcpTransport(Dialed):
         self._mark(conn)
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
-        """Name where slice ``frame.seq`` lands."""
+        """Queue a clear-to-send frame that names `region` for slice ``frame.seq``."""
         conn = self._by_path.get(path)
         if conn is None:
             return
@@ -226,7 +229,7 @@ class TcpTransport(Dialed):
         self._mark(conn)
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
-        """Confirm the peer's slices of `channel` below `ack`."""
+        """Queue a frame that confirms the peer's slices of `channel` numbered below `ack`."""
         conn = self._by_path.get(path)
         if conn is None:
             return
@@ -234,7 +237,7 @@ class TcpTransport(Dialed):
         self._mark(conn)
 
     def flush(self) -> None:
-        """Write what is queued, as far as the sockets take it."""
+        """Write queued frames, as far as the sockets accept them now."""
         if self._dirty:
             dirty, self._dirty = self._dirty, []
             for conn in dirty:
@@ -243,7 +246,7 @@ class TcpTransport(Dialed):
                     self._write(conn)
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Read and write what is ready; sleeps up to `timeout_s` if nothing is."""
+        """Read and write ready sockets; return events, or wait up to `timeout_s` seconds."""
         if self._prober.is_busy:
             timeout_s = self._prober.limit_s(timeout_s)
         for fd, mask in self._epoll.poll(0 if self._events else timeout_s):
@@ -264,33 +267,34 @@ class TcpTransport(Dialed):
         return events
 
     def limit_s(self, timeout_s: float) -> float:
-        """See `Part.limit_s`: probes have deadlines."""
+        """Return `timeout_s`, or less if a step of a probe is due before that, in seconds."""
         return self._prober.limit_s(timeout_s)
 
     def fileno(self) -> int:
-        """Descriptor of all the sockets' events."""
+        """Return the descriptor of the epoll set: readable while any socket is ready."""
         return self._epoll.fileno()
 
     def arm(self) -> None:
-        """Nothing to do: the descriptor is readable as long as a socket is."""
+        """Do nothing: epoll keeps `fileno` readable while a socket is ready."""
 
     def wake(self) -> None:
-        """End a sleeping `poll`, from any thread."""
+        """Make a waiting `poll` return; any thread may call this."""
         self._wakeup.wake()
 
     def fence(self, path: PathKey) -> None:
-        """Close the socket: nothing of it is read or written any more."""
+        """Close the socket of `path`, then report `Fenced`."""
         self._discard(path)
         self._events.append(Fenced(path))
 
     def has_unsent(self) -> bool:
-        """See `Transport.has_unsent`."""
+        """Return True if a socket buffer is full and data waits for it."""
         return bool(self._waiting)
 
     def is_stuck(self, path: PathKey) -> bool:
-        """Whether data is unacknowledged and the kernel already sent it again at least twice.
+        """Return True if the kernel has retransmitted unacknowledged data at least twice.
 
-        TCP's evidence against the path, not the peer: a stopped peer's kernel still acknowledges.
+        This is evidence against the path, not the peer: the kernel of a stopped peer still
+        acknowledges.
         """
         conn = self._by_path.get(path)
         if conn is None:
@@ -301,11 +305,11 @@ class TcpTransport(Dialed):
         return bool(unacked and retransmits >= 2)
 
     def probe(self, key: ProbeKey) -> None:
-        """Begin to connect, on sockets of their own; see `Transport.probe`."""
+        """Start a probe: connects on separate sockets (`TcpProber`)."""
         self._prober.probe(key)
 
     def descriptors(self) -> list[int]:
-        """See `Transport.descriptors`."""
+        """Return the descriptors of epoll, wakeup, paths and probes; empty after `close`."""
         if self._epoll.closed:
             return []
         own = (self._epoll.fileno(), self._wakeup.number)
@@ -336,8 +340,8 @@ class TcpTransport(Dialed):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
             except OSError as exc:
                 _log.info(
-                    "rank %d: TCP congestion control %s cannot be set (%s); the system's is used: "
-                    "load or allow it in the kernel, or choose another with R2CC_TCP_CONGESTION",
+                    "rank %d: TCP congestion control %s cannot be set (%s), the default is used: "
+                    "load or allow it in the kernel, or set another R2CC_TCP_CONGESTION",
                     self._rank, congestion, exc,
                 )  # fmt: skip
 
@@ -352,14 +356,14 @@ class TcpTransport(Dialed):
             return
         del self._by_fd[conn.fd]
         self._waiting.discard(conn)
-        # A descriptor the kernel has already dropped from the set is what is wanted here.
+        # The kernel may have removed the descriptor from the set already.
         with contextlib.suppress(FileNotFoundError):
             self._epoll.unregister(conn.fd)
         self._read_confirmed(conn)
         conn.sock.close()
 
     def _read_confirmed(self, conn: _Connection) -> None:
-        """Read what is missing of a slice that was confirmed before it was read."""
+        """Read the rest of a slice that was confirmed before it was read."""
         if conn.place is None or not conn.place.is_confirmed:
             return
         while conn.target is not None:
@@ -376,8 +380,8 @@ class TcpTransport(Dialed):
     def _lost(self, conn: _Connection) -> InternalError:
         path = conn.path
         return InternalError(
-            f"rank {self._rank}: the kernel no longer has bytes of a slice from rank {path.peer} "
-            f"on rail {path.rail} that it had counted as received"
+            f"rank {self._rank}: the kernel lost bytes of a slice from rank {path.peer} on rail "
+            f"{path.rail} that it had reported as received (FIONREAD)"
         )
 
     def _fail(self, conn: _Connection, status: str, detail: str) -> None:
@@ -401,7 +405,7 @@ class TcpTransport(Dialed):
             self._fail_os(conn, exc)
 
     def _read_landing(self, conn: _Connection) -> bool:
-        """Read on into the landing place; False when the socket is empty or broken."""
+        """Read into the landing place; return False if the socket is empty or the path failed."""
         target, place = conn.target, conn.place
         assert target is not None
         assert place is not None
@@ -418,7 +422,7 @@ class TcpTransport(Dialed):
         return True
 
     def _landed(self, conn: _Connection) -> None:
-        """A fragment is whole; with the last one, the slice is here."""
+        """Handle the end of a fragment; after the last one, report the slice as arrived."""
         frame, place = conn.frame, conn.place
         assert frame is not None
         assert place is not None
@@ -428,11 +432,11 @@ class TcpTransport(Dialed):
             self._events.append(Arrived(conn.path, frame, None, place.began_s, place.is_confirmed))
 
     def _confirm_early(self, conn: _Connection, place: _Place, missing: int) -> bool:
-        """Confirm the slice under way if this kernel holds all that is missing of it.
+        """Confirm the current slice if the local kernel already holds all its missing bytes.
 
-        Its sender then waits for no copying here. Nothing can take these bytes away any more:
-        `_discard` reads them before it closes the socket, also one that was reset. Returns False
-        if that has happened.
+        The sender then need not wait until they are copied here. These bytes cannot get lost:
+        `_discard` reads them before it closes the socket, even after a reset by the peer.
+        Returns False if sending the confirmation failed the path.
         """
         fcntl.ioctl(conn.fd, termios.FIONREAD, self._unread)
         if self._unread[0] >= missing:
@@ -445,7 +449,7 @@ class TcpTransport(Dialed):
         return self._by_path.get(conn.path) is conn
 
     def _read_buffer(self, conn: _Connection) -> None:
-        """Read headers (and eager payloads) once; their events borrow the buffer."""
+        """Receive into the buffer once and parse it; events of eager slices borrow the buffer."""
         if conn.parsed:
             rest = conn.filled - conn.parsed
             if rest:
@@ -462,7 +466,7 @@ class TcpTransport(Dialed):
                 break
 
     def _parse(self, conn: _Connection) -> bool:
-        """Understand one frame of the buffer; False when it is not whole yet, or broken."""
+        """Parse one frame of the buffer; return False if it is incomplete or malformed."""
         start = conn.parsed + _HEADER_NBYTES
         kind, _, channel, nbytes, seq, ack, op, signature = _HEADER.unpack_from(
             conn.buffer, conn.parsed
@@ -483,7 +487,7 @@ class TcpTransport(Dialed):
         if place is not None:
             return self._begin_fragment(conn, frame, place, start, nbytes)
         if nbytes > self._eager_nbytes:
-            self._fail(conn, "EBADMSG", f"slice of {nbytes} bytes without a landing place")
+            self._fail(conn, "EBADMSG", f"slice of {nbytes} bytes has no landing place")
             return False
         if conn.filled - start < nbytes:
             return False
@@ -497,7 +501,9 @@ class TcpTransport(Dialed):
     ) -> bool:
         if nbytes > len(place.rest):
             self._fail(
-                conn, "EBADMSG", f"fragment of {nbytes} bytes where {len(place.rest)} are missing"
+                conn,
+                "EBADMSG",
+                f"fragment of {nbytes} bytes, only {len(place.rest)} are missing",
             )
             return False
         target, place.rest = place.rest[:nbytes], place.rest[nbytes:]
@@ -537,7 +543,7 @@ class TcpTransport(Dialed):
             self._epoll.modify(conn.fd, _IN | _OUT if is_waiting else _IN)
 
     def _next_frame(self, conn: _Connection) -> bool:
-        """Have something in ``sending``: what is begun, small frames, then one fragment."""
+        """Fill an empty ``sending`` with small frames, else one fragment; return False if none."""
         if conn.sending:
             return True
         if conn.small:
@@ -557,7 +563,7 @@ class TcpTransport(Dialed):
         return False
 
     def _write_some(self, conn: _Connection) -> bool:
-        """One system call; False when the socket took less than it was given."""
+        """Make one system call; return False if the socket accepted less than it was given."""
         sending = conn.sending
         if len(sending) == 1:
             given = sending[0][:_CALL_NBYTES]

@@ -1,1 +1,1 @@
-"""Paths over RDMA NICs by verbs: a reliable queue pair each, and memory every NIC reaches."""
+"""Verbs transport: one reliable queue pair per path; memory is registered with every RDMA NIC."""

@@ -1,9 +1,9 @@
-"""The few calls of the CUDA driver that registering device memory takes.
+"""CUDA driver calls that are needed to register device memory with NICs.
 
-`CudaDriver` is what `r2ccl.transport.verbs.dmabuf` sees, `BindingsDriver` makes it of the driver's
-calls. Sees no NIC and no cache; memory and streams to run collectives on are `r2ccl.device`'s.
+`r2ccl.transport.verbs.dmabuf` uses the interface `CudaDriver`; `BindingsDriver` implements it with
+the driver's Python bindings. Memory and streams for collectives are in `r2ccl.device`.
 
-Invariant: a failed call raises `TransportError` whose ``status`` is the driver's own name for it.
+Invariant: a failed call raises `TransportError` whose ``status`` is CUDA's name of the error.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from r2ccl.device.bindings import Cuda
 
 
 class CudaDriver(Protocol):
-    """What is asked of the CUDA driver; a failed call raises `TransportError` with its status."""
+    """Interface of the CUDA driver; a failed call raises `TransportError` with CUDA's status."""
 
     def current(self, address: int) -> AbstractContextManager[None]:
-        """Make the context of the allocation at `address` current on this thread, for a while."""
+        """Make the context of the allocation at `address` current on this thread, in a ``with``."""
         ...
 
     def is_pooled(self, address: int) -> bool:
-        """Whether the memory comes from the stream-ordered pool (``cudaMallocAsync``)."""
+        """Return True if the memory is from the stream-ordered pool (``cudaMallocAsync``)."""
         ...
 
     def is_managed(self, address: int) -> bool:
-        """Whether the memory migrates (``cudaMallocManaged``)."""
+        """Return True if the memory is managed and so can migrate (``cudaMallocManaged``)."""
         ...
 
     def is_rdma_capable(self, address: int) -> bool:
-        """Pointer attribute IS_GPU_DIRECT_RDMA_CAPABLE."""
+        """Return the pointer attribute IS_GPU_DIRECT_RDMA_CAPABLE."""
         ...
 
     def is_dmabuf_supported(self, address: int) -> bool:
-        """Attribute DMA_BUF_SUPPORTED of the device the memory is on."""
+        """Return the attribute DMA_BUF_SUPPORTED of the device that has the memory."""
         ...
 
     def address_range(self, address: int) -> tuple[int, int]:
-        """Return (base, bytes) of the allocation at `address`."""
+        """Return base address and size in bytes of the allocation at `address`."""
         ...
 
     def buffer_id(self, address: int) -> int:
-        """Pointer attribute BUFFER_ID: unique in the process, never used again."""
+        """Return the pointer attribute BUFFER_ID: unique in the process, never reused."""
         ...
 
     def set_sync_memops(self, address: int) -> None:
-        """Have synchronous memory operations on the allocation be synchronous."""
+        """Set SYNC_MEMOPS: CUDA's synchronous copies then finish before their call returns."""
         ...
 
     def export_dmabuf(self, address: int, nbytes: int) -> int:
-        """Return a new dma-buf descriptor of a page-aligned range."""
+        """Export a page-aligned range as a dma-buf; return a descriptor that the caller closes."""
         ...
 
 
@@ -61,7 +61,7 @@ class BindingsDriver:
     Raises
     ------
     TransportError
-        The bindings or the driver are missing, or there is no GPU: says which.
+        If the bindings or the driver are missing, or there is no GPU; the message says which.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class BindingsDriver:
 
     @contextmanager
     def current(self, address: int) -> Iterator[None]:
-        """See `CudaDriver`; memory without a context of its own gets its device's primary one."""
+        """Make the allocation's context current; use the device's primary one if it has none."""
         context = self._pointer("CONTEXT", address)
         device = None
         if not int(context):
@@ -88,38 +88,38 @@ class BindingsDriver:
                 self._call("cuDevicePrimaryCtxRelease", device)
 
     def is_pooled(self, address: int) -> bool:
-        """See `CudaDriver`."""
+        """Implement `CudaDriver.is_pooled`."""
         return bool(int(self._pointer("MEMPOOL_HANDLE", address)))
 
     def is_managed(self, address: int) -> bool:
-        """See `CudaDriver`."""
+        """Implement `CudaDriver.is_managed`."""
         return bool(self._pointer("IS_MANAGED", address))
 
     def is_rdma_capable(self, address: int) -> bool:
-        """See `CudaDriver`."""
+        """Implement `CudaDriver.is_rdma_capable`."""
         return bool(self._pointer("IS_GPU_DIRECT_RDMA_CAPABLE", address))
 
     def is_dmabuf_supported(self, address: int) -> bool:
-        """See `CudaDriver`."""
+        """Implement `CudaDriver.is_dmabuf_supported`."""
         device = self._call("cuDeviceGet", self._pointer("DEVICE_ORDINAL", address))
         return bool(self._cuda.device_attribute("DMA_BUF_SUPPORTED", device))
 
     def address_range(self, address: int) -> tuple[int, int]:
-        """See `CudaDriver`."""
+        """Implement `CudaDriver.address_range`."""
         base, nbytes = self._call("cuMemGetAddressRange", address)
         return int(base), int(nbytes)
 
     def buffer_id(self, address: int) -> int:
-        """See `CudaDriver`."""
+        """Implement `CudaDriver.buffer_id`."""
         return int(self._pointer("BUFFER_ID", address))
 
     def set_sync_memops(self, address: int) -> None:
-        """See `CudaDriver`."""
+        """Implement `CudaDriver.set_sync_memops`."""
         which = self._cuda.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
         self._call("cuPointerSetAttribute", True, which, address)
 
     def export_dmabuf(self, address: int, nbytes: int) -> int:
-        """See `CudaDriver`."""
+        """Implement `CudaDriver.export_dmabuf`."""
         kind = self._cuda.api.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
         return int(self._call("cuMemGetHandleForAddressRange", address, nbytes, kind, 0))
 

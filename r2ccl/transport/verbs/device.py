@@ -1,13 +1,13 @@
-"""One RDMA NIC port, opened: context, protection domain, completion queue, async events.
+"""One open port of an RDMA NIC: context, protection domain, completion queue, async events.
 
-With `r2ccl.transport.verbs.queuepair` and `r2ccl.transport.verbs.probe` the only module that sees
-pyverbs. pyverbs holds the GIL in every call, so nothing here is called that could block:
-descriptors are polled first, and neighbours are known before queue pairs are connected to them.
-Completions are taken, and requests posted, by compiled code instead
-(`r2ccl.transport.verbs.fastpath`), if what that needs is found and verified.
+pyverbs holds the GIL in every call, so this module makes no pyverbs call that could block: it polls
+descriptors before it reads events from them, and queue pairs are connected only to peers whose
+link-layer address the kernel already knows. Compiled code polls the completion queue and posts
+requests instead of pyverbs (`r2ccl.transport.verbs.fastpath`), if libibverbs' structs are found and
+verified.
 
-Invariant: what was opened is closed in the order verbs wants (queue pairs before the completion
-queue, memory regions before the domain), by `close`.
+Invariant: `close` closes what was opened in the order that verbs requires. Queue pairs must be
+closed before the completion queue, memory regions before the protection domain.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ with _quiet_root_logger():
     except ImportError:  # rdma-core 50 and later
         import pyverbs.libibverbs_enums as e
 
-#: A peer may write into a registered landing place, and only that.
+#: Peers may write to registered memory; they may not read it or use atomics.
 _ACCESS = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
-#: Peers of a device whose user does not say how many there are: benches, tests and the doctor.
+#: Default number of peers per device, for benches, tests and the doctor.
 _NPEERS = 32
-#: Completions taken at once: a batch costs one call.
+#: Most completions taken from the queue by one call.
 BATCH = 256
 
 
-#: What is read of an ``ibv_wc``: wr_id, status, opcode, vendor_err, imm_data (in network byte
-#: order), qp_num. If the status is not 0, opcode and imm_data have no meaning.
+#: Work completion (``ibv_wc``): wr_id, status, opcode, vendor_err, imm_data (network byte order),
+#: qp_num. opcode and imm_data are valid only if the status is 0.
 Completion = tuple[int, int, int, int, int, int]
 
 
 class EndpointInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the peer must know of an end to connect a queue pair to the one it has."""
+    """Values that the peer needs in order to connect its queue pair to this one."""
 
     qp_num: int
     psn: int
@@ -80,43 +80,46 @@ class EndpointInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     mtu: int
 
 
-_AnyCard = TypeVar("_AnyCard", bound=EndpointInfo)
+_AnyInfo = TypeVar("_AnyInfo", bound=EndpointInfo)
 
 
 class NeighbourTable(Protocol):
-    """What the kernel knows of the neighbours beyond an interface."""
+    """Kernel's neighbour table (ARP, NDP) of one interface."""
 
     def knows(self, source: str, destination: str) -> bool:
-        """Whether a packet could leave for `destination` now; if not, have the kernel ask."""
+        """Return True if the link-layer address of `destination` is known; else resolve it."""
         ...
 
     def close(self) -> None:
-        """Free what it took."""
+        """Free all resources."""
         ...
 
 
 class RdmaDevice:
-    """An open port of an RDMA NIC.
+    """Open port of an RDMA NIC.
 
     Parameters
     ----------
     name : str
-        As the kernel spells it: ``mlx5_0``.
+        Kernel's name of the NIC, such as ``mlx5_0``.
     port : int
     find_gid : callable
-        Returns (index, GID) under which peers address the port; asked again after its events.
+        Returns index and GID by which peers address the port. It is called again after the port
+        had an event.
     neighbours : NeighbourTable, optional
-        Of the port's interface. Owned. None on InfiniBand, where the subnet manager knows them.
+        Neighbour table of the port's interface. Owned. None on InfiniBand, where the subnet
+        manager resolves addresses.
     fastpath : str
-        ``"1"``: polls and posts by compiled code. ``"auto"``: unless the kernel plays the NIC,
-        whose work is so much that loading Numba would not pay. ``"0"``: by pyverbs.
+        ``"1"``: compiled code polls and posts; pyverbs does if libibverbs is not as expected.
+        ``"0"``: pyverbs does. ``"auto"``: as ``"1"``, but pyverbs on software NICs, where the
+        kernel's work per request is so large that loading Numba (0.7 s) does not pay.
     npeers : int
-        Ranks its queue pairs lead to, for which its completion queue has room.
+        Most ranks that queue pairs of this device connect to; sizes the completion queue.
 
     Raises
     ------
     TransportError
-        The NIC cannot be opened, or has no completion queue for so many peers; says why.
+        If the NIC cannot be opened, or its completion queues are too small for `npeers`.
     """
 
     def __init__(
@@ -128,20 +131,20 @@ class RdmaDevice:
         self._find_gid = find_gid
         self._neighbours = neighbours
         self._npeers = npeers
-        #: Something happened to the port: its GIDs may have moved.
+        #: True after an event of the port: its GID may have changed since `find_gid`.
         self._is_stale = False
         with ExitStack() as opened:
             if neighbours is not None:
                 opened.callback(neighbours.close)
             self.gid_index, self.gid = find_gid()
             self._open(opened)
-            #: What libibverbs calls this device, if the compiled path is taken.
+            #: Addresses of libibverbs' structs of this device; None if pyverbs polls and posts.
             self._nic = self._find_nic(fastpath)
             self._poller = self._make_poller()
             self._opened = opened.pop_all()
 
     def descriptors(self) -> list[int]:
-        """File descriptors of the open device."""
+        """Return the file descriptors of the open device."""
         return list(self._descriptors)
 
     def _open(self, opened: ExitStack) -> None:
@@ -154,7 +157,7 @@ class RdmaDevice:
             self._require_completions()
             self.pd = PD(self.context)
             opened.callback(self.pd.close)
-            #: Registers memory with this NIC; regions must be closed before the device is.
+            #: Registers memory with this NIC; its regions must be closed before the device.
             self.registrar = PdRegistrar(self.name, self.pd, _ACCESS)
             self.channel, self.channel_fd = _with_new_fd(lambda: CompChannel(self.context))
             opened.callback(self.channel.close)
@@ -167,9 +170,9 @@ class RdmaDevice:
         needed = completions(self._npeers)
         if needed > most:
             raise TransportError(
-                f"{self.name} has completion queues of {most} entries, and {self._npeers} peers "
+                f"{self.name} has completion queues of {most} entries, but {self._npeers} peers "
                 f"need {needed}, {NCOMPLETIONS} each: use at most {most_peers(most) + 1} ranks, or "
-                f"leave the NIC out with R2CC_HCA=^={self.name}",
+                f"exclude the NIC with R2CC_HCA=^={self.name}",
                 status="CQ_ENTRIES",
             )
 
@@ -181,10 +184,10 @@ class RdmaDevice:
                 self.context, self.pd, self.cq, async_fd=self.async_fd, channel_fd=self.channel_fd
             )
         except TransportError as exc:
-            _log.info("%s: pyverbs polls and posts, not compiled code: %s", self.name, exc)
+            _log.info("%s: using pyverbs to poll and post, not compiled code: %s", self.name, exc)
             return None
         if fastpath == "auto" and nic.is_software:
-            _log.info("%s: pyverbs polls and posts: the kernel plays the NIC", self.name)
+            _log.info("%s: using pyverbs to poll and post: it is a software NIC", self.name)
             return None
         return nic
 
@@ -196,34 +199,35 @@ class RdmaDevice:
         return Poller(self._nic, BATCH)
 
     def poster(self, qp: Any, nothing: tuple[int, int, int], nreceives: int) -> Poster | None:
-        """Return what posts to a new queue pair by compiled code; None: pyverbs must.
+        """Return a `Poster` for a new queue pair; None if pyverbs must post to it.
 
         Parameters
         ----------
         qp : pyverbs.qp.QP
         nothing, nreceives
-            See `Poster`.
+            As in `Poster`.
         """
         if self._nic is None:
             return None
         try:
             address = locate_qp(self._nic, qp)
         except TransportError as exc:
-            _log.info("%s: pyverbs posts to queue pair %d: %s", self.name, qp.qp_num, exc)
+            _log.info("%s: using pyverbs to post to queue pair %d: %s", self.name, qp.qp_num, exc)
             return None
         from r2ccl.transport.verbs.fastpath import Poster
 
         return Poster(self._nic, address, nothing, nreceives)
 
     def completions(self) -> list[Completion]:
-        """Take what has completed, up to one batch.
+        """Take up to `BATCH` completions from the queue.
 
-        Of requests flushed with one number on one queue pair it may tell only the first.
+        If several flushed requests of a queue pair have the same wr_id, it may return only the
+        first of them.
 
         Raises
         ------
         OSError, PyverbsError
-            The device cannot be polled any more.
+            If the device can no longer be polled.
         """
         if self._poller is not None:
             return self._poller.poll()
@@ -234,18 +238,18 @@ class RdmaDevice:
         ]
 
     def arm(self) -> None:
-        """Have the channel's descriptor become readable at the next completion."""
+        """Make the channel's descriptor become readable at the next completion."""
         self.cq.req_notify()
 
     def disarm(self) -> None:
-        """Take the notification that made the descriptor readable."""
+        """Consume the notification that made the channel's descriptor readable."""
         self.channel.get_cq_event(self.cq)
         self.cq.ack_events(1)
 
     def port_events(self) -> list[int]:
-        """Take pending async events of the device; each is acknowledged."""
+        """Return the types of the device's pending async events, and acknowledge the events."""
         found = []
-        poll = select.poll()  # `select.select` takes no descriptor above 1023
+        poll = select.poll()  # `select.select` accepts no descriptor above 1023
         poll.register(self.async_fd, select.POLLIN)
         while poll.poll(0):
             event = self.context.get_async_event()
@@ -255,12 +259,12 @@ class RdmaDevice:
         return found
 
     def refresh(self) -> None:
-        """Look the GID up again if the port had an event: a flap may move or take it.
+        """Find the GID again if the port had an event: a flap may move or remove it.
 
         Raises
         ------
         TransportError
-            There is none that can be used now.
+            If the port has no usable GID now.
         """
         if not self._is_stale:
             return
@@ -270,62 +274,64 @@ class RdmaDevice:
             raise TransportError(str(exc), status="NO_GID") from exc
         except OSError as exc:
             raise TransportError(
-                f"the address of {self.name} cannot be read now: {describe_os_error(exc)}",
+                f"the GID of {self.name} cannot be read now: {describe_os_error(exc)}",
                 status="NO_GID",
             ) from exc
         self._is_stale = False
 
     def query(self) -> Any:
-        """Return verbs' port attributes as they are now: ``state``, ``lid``, ``active_mtu``."""
+        """Return the current port attributes of verbs: ``state``, ``lid``, ``active_mtu`` ..."""
         return self.context.query_port(self.port)
 
     def is_active(self) -> bool:
-        """Whether the port is up."""
+        """Return True if the port is in state ACTIVE."""
         return bool(self.query().state == e.IBV_PORT_ACTIVE)
 
-    def read_card(self, card: bytes, kind: type[_AnyCard]) -> _AnyCard:
-        """Read the card of an end that can be connected to now, without waiting in the kernel.
+    def read_endpoint_info(self, info: bytes, kind: type[_AnyInfo]) -> _AnyInfo:
+        """Decode a peer's endpoint info; raise if connecting to the peer would block.
 
         Raises
         ------
         TransportError
-            The card makes no sense; or the kernel does not know the link-layer address of its end
-            yet, and asks for it now (status ``NO_NEIGHBOUR``).
+            If the endpoint info cannot be decoded; or if the kernel does not know the peer's
+            link-layer address yet, which it now resolves (status ``NO_NEIGHBOUR``).
         """
         try:
-            remote = msgspec.msgpack.decode(card, type=kind)
+            remote = msgspec.msgpack.decode(info, type=kind)
         except (msgspec.DecodeError, ValueError) as exc:
-            raise TransportError(f"the peer's card makes no sense: {exc}", status="CARD") from exc
+            raise TransportError(
+                f"the peer's endpoint info cannot be decoded: {exc}", status="ENDPOINT_INFO"
+            ) from exc
         if self._neighbours is not None and not self._neighbours.knows(self.gid, remote.gid):
             raise TransportError(
-                f"{self.name}: {remote.gid} has not told its link-layer address yet",
+                f"{self.name}: the link-layer address of {remote.gid} is not resolved yet",
                 status="NO_NEIGHBOUR",
             )
         return remote
 
     def address(self, remote: EndpointInfo) -> Any:
-        """Return the way from this port to that of `remote`, for a queue pair's attributes."""
-        gid = ipaddress.IPv6Address(remote.gid).exploded  # pyverbs takes no shorthand
+        """Return the address handle attributes for a queue pair that connects to `remote`."""
+        gid = ipaddress.IPv6Address(remote.gid).exploded  # pyverbs accepts no shortened form
         route = GlobalRoute(dgid=GID(gid), sgid_index=self.gid_index)
         return AHAttr(dlid=remote.lid, is_global=1, gr=route, port_num=self.port)
 
     def refusal(self, what: str, exc: Exception) -> TransportError:
-        """Return the error that says that the device refused to do `what`."""
+        """Return a `TransportError` for a device that refused to do `what`."""
         return TransportError(f"{self.name} refused to {what}: {exc}", status="DEVICE")
 
     def close(self) -> None:
-        """Free everything; queue pairs and memory regions must be closed."""
+        """Free all resources; queue pairs and memory regions must be closed already."""
         self._poller = self._nic = None
         self._opened.close()
 
 
 def room(name: str) -> int:
-    """Return how many peers the completion queue of a NIC can serve.
+    """Return the largest number of peers that the completion queue of a NIC can serve.
 
     Raises
     ------
     TransportError
-        The NIC cannot be opened.
+        If the NIC cannot be opened.
     """
     with _openable(name):
         context = Context(name=name)
@@ -337,20 +343,20 @@ def room(name: str) -> int:
 
 @contextmanager
 def _openable(name: str) -> Iterator[None]:
-    """Have a refusal by the driver name the NIC."""
+    """Translate a driver error while the NIC is opened into one that names the NIC."""
     try:
         yield
     except PyverbsError as exc:
         raise TransportError(
-            f"RDMA NIC {name} cannot be opened: {exc}; `r2ccl doctor` says more",
+            f"RDMA NIC {name} cannot be opened: {exc}; run `r2ccl doctor` for details",
             status="DEVICE",
         ) from exc
 
 
 def _without_repeats(completions: Iterable[Any]) -> Iterator[Any]:
-    """Leave out flushed requests of a number and a queue pair that one was told of already.
+    """Skip flushed requests whose wr_id and queue pair repeat those of an earlier one.
 
-    A queue pair that failed flushes dozens of receive requests, and each is read at a price.
+    A queue pair that failed flushes dozens of receive requests, and reading a completion is slow.
     """
     told: set[tuple[int, int]] = set()
     for each in completions:
@@ -363,7 +369,7 @@ def _without_repeats(completions: Iterable[Any]) -> Iterator[Any]:
 
 
 def _with_new_fd(make: Any) -> tuple[Any, int]:
-    """Return what `make` made and the event descriptor it opened, which pyverbs does not show."""
+    """Return `make()` and the event descriptor it opened, which pyverbs does not expose."""
     before = _event_fds()
     made = make()
     (fd,) = _event_fds() - before
@@ -379,11 +385,11 @@ def _device_fds() -> set[int]:
 
 
 def _open_files() -> Iterator[tuple[int, str]]:
-    """Find this process's descriptors, and what each is of."""
+    """Yield the number and target of every open descriptor of this process."""
     for name in os.listdir("/proc/self/fd"):
         try:
             yield int(name), os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # the listing's own
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
 
 

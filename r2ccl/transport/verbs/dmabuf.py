@@ -1,35 +1,37 @@
-"""Device memory: how a NIC reaches a GPU's memory, and what is done where it cannot.
+"""Registration of GPU memory with RDMA NICs, by dma-buf or nvidia_peermem.
 
 Theory of operation
 -------------------
-Three ways, best first; the first that works on *every* NIC is taken, because a slice must be able
-to change its rail without changing its place:
+There are three methods, best first. The first method that works on *every* NIC is used, because a
+slice must be able to migrate to another rail without moving in memory:
 
 =========  =====================================================================================
 dmabuf     the allocation is exported as a dma-buf, whose descriptor every NIC registers
 peermem    the device pointer is registered like host memory; the module nvidia_peermem resolves it
-staging    windows pass through pinned host memory instead (`r2ccl.gpu.staged`)
+staging    data pass through pinned host memory instead (`r2ccl.gpu.staged`)
 =========  =====================================================================================
 
-`DeviceMemoryRoute` says which was taken and why those before it were not.
+`DeviceMemoryRoute` holds the method used and why each better method failed.
 
 *Whole allocations.* Memory pools hand out pieces of 512 bytes, and BAR space is scarce, so the
-allocation around a pointer is registered and found again by its base. Memory of the stream-ordered
-pool and managed memory move underneath a registration: they are staged.
+whole allocation around a pointer is registered, and found again by its base. Memory of the
+stream-ordered pool and managed memory can move while registered, so they are staged.
 
-*Alignment and addresses.* A descriptor is exported for whole host pages around the allocation (CUDA
-demands it); the region begins where the allocation does. pyverbs registers a dma-buf with an I/O
-virtual address equal to its offset, so the NIC addresses byte ``p`` as ``p - first page``:
-``iova_base`` is minus the first page. The descriptor is closed as soon as the NICs have it.
+*Alignment and addresses.* CUDA exports only whole host pages, so the dma-buf covers the pages that
+the allocation touches; the region begins at the allocation's base. pyverbs registers a dma-buf with
+an I/O virtual address equal to the region's offset in the dma-buf. So the NIC's address of byte
+``p`` is ``p - first page``, and ``iova_base`` is minus the address of the first page. The
+descriptor is closed as soon as the NICs have registered it.
 
-*Reallocation.* No Python object stands for an allocation of a pool. CUDA's buffer id does: it is
-compared at each lookup (`RegistrationCache.find`). The caller keeps the memory while work is under
-way. *Ordering.* SYNC_MEMOPS is set first: CUDA then finishes a copy before the call that made it
-returns, and a NIC never reads what has not arrived yet.
+*Reallocation.* No Python object owns an allocation of a pool. Each lookup compares CUDA's buffer id
+instead (`RegistrationCache.find`). The caller must not free the memory while work is in flight.
 
-pyverbs is imported where it is first used, so that this module can be imported without it; CUDA is
-behind `r2ccl.transport.verbs.cuda`. Invariants: no descriptor outlives `DeviceMemory.register`;
-whatever changes or exports an allocation runs with its context current on the calling thread.
+*Ordering.* SYNC_MEMOPS is set before registration: CUDA then completes a synchronous copy before
+its call returns, so a NIC never reads data that the copy has not written yet.
+
+pyverbs is imported at first use, so this module can be imported without it. Invariants: no
+descriptor outlives `DeviceMemory.register`; calls that change or export an allocation run with the
+allocation's context current on the calling thread.
 """
 
 from __future__ import annotations
@@ -46,39 +48,39 @@ from r2ccl.transport.verbs.cuda import CudaDriver
 from r2ccl.transport.verbs.lifetime import Allocation
 from r2ccl.transport.verbs.regions import MemoryRegion, Registrar, register_everywhere
 
-#: Statuses that say "no room": ending registrations helps, another way would not.
+#: Statuses of a lack of space: ending other registrations may help, another method would not.
 _NO_ROOM = ("ENOMEM", "ENOSPC", "CUDA_ERROR_OUT_OF_MEMORY")
-#: Status of a refusal that stands for as long as the allocation does.
+#: Status of a refusal that holds for the life of the allocation.
 _NO_DIRECT_WAY = "NO_DIRECT_WAY"
 
 
 @runtime_checkable
 class DmabufRegistrar(Protocol):
-    """A `Registrar` whose NIC takes dma-buf descriptors as well."""
+    """`Registrar` whose NIC can also register dma-buf descriptors."""
 
     @property
     def name(self) -> str:
-        """The NIC."""
+        """Name of the NIC, for messages."""
         ...
 
     def register(self, address: int, nbytes: int) -> MemoryRegion:
-        """See `Registrar.register`."""
+        """Register `nbytes` bytes at `address`, as `Registrar.register` does."""
         ...
 
     def register_dmabuf(self, fd: int, offset: int, nbytes: int) -> MemoryRegion:
-        """Register `nbytes` bytes of a dma-buf from `offset`; the NIC addresses them from there."""
+        """Register `nbytes` bytes of dma-buf `fd` from `offset`, their I/O address too."""
         ...
 
 
 class DeviceMemoryRoute(msgspec.Struct, frozen=True):
-    """Which way to a device allocation was taken.
+    """Method by which NICs reach a device allocation.
 
     Parameters
     ----------
     method : str
         ``"dmabuf"``, ``"peermem"`` or ``"staging"``.
     reasons : tuple of str
-        Why each way before it was not.
+        One text per better method: why it failed.
     """
 
     method: str
@@ -89,7 +91,7 @@ class DeviceMemoryRoute(msgspec.Struct, frozen=True):
 
 
 class DeviceRegion(msgspec.Struct):
-    """A `MemoryRegion` of device memory and the way it was made."""
+    """`MemoryRegion` of device memory, with the method by which it was registered."""
 
     lkey: int
     rkey: int
@@ -98,12 +100,12 @@ class DeviceRegion(msgspec.Struct):
     region: MemoryRegion
 
     def close(self) -> None:
-        """Deregister."""
+        """Deregister the memory."""
         self.region.close()
 
 
 class VerbsRegion(msgspec.Struct):
-    """A `MemoryRegion` of pyverbs."""
+    """`MemoryRegion` over a memory region of pyverbs (``mr``)."""
 
     lkey: int
     rkey: int
@@ -111,7 +113,7 @@ class VerbsRegion(msgspec.Struct):
     mr: Any
 
     def close(self) -> None:
-        """Deregister."""
+        """Deregister the memory."""
         self.mr.close()
 
 
@@ -121,9 +123,9 @@ class PdRegistrar:
     Parameters
     ----------
     name : str
-        The NIC, for messages.
+        Name of the NIC, for messages.
     pd : pyverbs.pd.PD
-        Borrowed: regions must be closed before it.
+        Borrowed: its regions must be closed before it.
     access : int
         ``ibv_access_flags`` of every region.
     """
@@ -135,7 +137,7 @@ class PdRegistrar:
 
     @property
     def name(self) -> str:
-        """The NIC."""
+        """Name of the NIC, for messages."""
         return self._name
 
     def register(self, address: int, nbytes: int) -> VerbsRegion:
@@ -144,13 +146,13 @@ class PdRegistrar:
         return VerbsRegion(mr.lkey, mr.rkey, 0, mr)
 
     def register_dmabuf(self, fd: int, offset: int, nbytes: int) -> VerbsRegion:
-        """Register `nbytes` bytes of a dma-buf from `offset`, which is their I/O address too."""
+        """Register `nbytes` bytes of dma-buf `fd` from `offset`, their I/O address too."""
         mr = _pyverbs_mr().DmaBufMR(self._pd, nbytes, self._access, dmabuf=fd, offset=offset)
         return VerbsRegion(mr.lkey, mr.rkey, 0, mr)
 
 
 class DeviceMemory:
-    """`Memory` on CUDA devices, for a `RegistrationCache` of its own.
+    """`Memory` of CUDA devices; needs a `RegistrationCache` separate from the host's.
 
     Parameters
     ----------
@@ -160,18 +162,18 @@ class DeviceMemory:
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
         self._page_nbytes = os.sysconf("SC_PAGE_SIZE")
-        #: Base to (buffer id, refusal) of allocations no way leads to.
+        #: Base address to (buffer id, reason) of allocations that no method can register.
         self._refused: dict[int, tuple[int, str]] = {}
 
     def locate(self, address: int, nbytes: int, owner: Any) -> Allocation:
-        """Find the CUDA allocation around `address`; `owner` is not asked, its buffer id is.
+        """Return the CUDA allocation around `address`, identified by its buffer id, not `owner`.
 
         Raises
         ------
         InvalidArgument
-            The bytes asked for do not lie in one allocation.
+            If the `nbytes` bytes do not lie in one allocation.
         TransportError
-            The memory moves, or the driver does not know it.
+            If the memory can move, or the driver does not know it.
         """
         with self._driver.current(address):
             if self._driver.is_managed(address):
@@ -189,24 +191,24 @@ class DeviceMemory:
         return allocation
 
     def identity(self, address: int) -> int:
-        """Return the buffer id of what is allocated at `address` now; -1: nothing."""
+        """Return the buffer id of the current allocation at `address`; -1 if there is none."""
         try:
             return self._driver.buffer_id(address)
         except TransportError as exc:
-            if exc.status == "CUDA_ERROR_INVALID_VALUE":  # not, or no longer, an allocation
+            if exc.status == "CUDA_ERROR_INVALID_VALUE":  # no allocation, or freed
                 return -1
             raise
 
     def register(
         self, registrars: Sequence[Registrar], allocation: Allocation
     ) -> tuple[MemoryRegion, ...]:
-        """Register on every NIC the best way that works on all of them.
+        """Register `allocation` with every NIC, by the best method that works on all of them.
 
         Raises
         ------
         TransportError
-            No way works: the message has every reason. Status ENOMEM: there is no room (BAR space,
-            locked memory), and ending other registrations may help.
+            If no method works; the message has the reason of each. Status ENOMEM if BAR space or
+            locked memory is used up: ending other registrations may help.
         """
         known = self._refused.get(allocation.base)
         if known is not None and known[0] == allocation.identity:
@@ -246,14 +248,15 @@ class DeviceMemory:
     def _by_dmabuf(
         self, registrars: Sequence[Registrar], allocation: Allocation
     ) -> tuple[tuple[MemoryRegion, ...], int]:
-        """Return the regions and what is added to an address on the wire."""
+        """Return the regions and their ``iova_base``."""
         able = [each for each in registrars if isinstance(each, DmabufRegistrar)]
         if len(able) < len(registrars):
             names = ", ".join(each.name for each in registrars if each not in able)
-            raise TransportError(f"{names} takes no dma-buf", status="EOPNOTSUPP")
+            raise TransportError(f"{names} cannot register a dma-buf", status="EOPNOTSUPP")
         if not self._driver.is_dmabuf_supported(allocation.base):
             raise TransportError(
-                "the GPU's driver exports none; the open kernel modules do", status="EOPNOTSUPP"
+                "the GPU's driver cannot export a dma-buf: install NVIDIA's open kernel modules",
+                status="EOPNOTSUPP",
             )
         page = self._page_nbytes
         first = allocation.base // page * page
@@ -267,7 +270,7 @@ class DeviceMemory:
 
 
 class _DescriptorTaker:
-    """A `Registrar` that registers a dma-buf in place of the address it is given."""
+    """`Registrar` that registers a part of a dma-buf and ignores the address it is given."""
 
     def __init__(self, nic: DmabufRegistrar, fd: int, offset: int) -> None:
         self.name = nic.name
@@ -282,14 +285,15 @@ class _DescriptorTaker:
 def _by_pointer(
     registrars: Sequence[Registrar], allocation: Allocation
 ) -> tuple[tuple[MemoryRegion, ...], int]:
-    """Register the device pointer; without nvidia_peermem the kernel answers EFAULT."""
+    """Register the device pointer; without nvidia_peermem the kernel returns EFAULT."""
     try:
         return register_everywhere(registrars, allocation.base, allocation.nbytes), 0
     except TransportError as exc:
         if exc.status != "EFAULT":
             raise
         raise TransportError(
-            "the kernel does not know device pointers: `modprobe nvidia_peermem`", status="EFAULT"
+            "the kernel cannot resolve device pointers: run `modprobe nvidia_peermem`",
+            status="EFAULT",
         ) from exc
 
 

@@ -1,8 +1,8 @@
-"""One end of a path over verbs: its queue pair and everything under way on it.
+"""One end of a path over verbs: its queue pair, its send queues, and what is in flight on it.
 
-Moves nothing by itself: `r2ccl.transport.verbs.transport` posts what waits here and takes what
-completes. Invariant: what is under way is released by `take_back`, and only once the NIC is done
-with it.
+This module only keeps the state; `r2ccl.transport.verbs.transport` posts the queued items and
+handles the completions. Invariant: memory of a request is released only when the request completed,
+or by `VerbsEndpoint.take_back` after the queue pair was reset or destroyed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from r2ccl.transport.verbs.queuepair import QueuePair
 from r2ccl.transport.verbs.staging import Reach
 from r2ccl.types import PathKey
 
-#: Consumed messages, and the part of the ring they take, that are told at once, without a message
-#: of this end's to carry it: the largest message must always find room in what is left.
+#: A credit is sent by itself once this many consumed messages are not yet acknowledged to the peer,
+#: or once their bytes exceed 1 / `_CREDIT_PART` of the ring: the largest message must always fit in
+#: the rest of the ring. Smaller credits wait for the next message to the peer.
 _CREDIT_EVERY = NMESSAGES // 4
 _CREDIT_PART = 4
 
 
 class EndpointState(enum.Enum):
-    """Where an end is in its life."""
+    """State of an end of a path."""
 
     JOINING = "joining"
     LIVE = "live"
@@ -34,7 +35,7 @@ class EndpointState(enum.Enum):
 
 
 class LandingPlace:
-    """A landing place: what the slice in it will be, and where."""
+    """Landing place: frame of the expected slice, its region, and the memory the NIC writes."""
 
     __slots__ = ("frame", "reach", "region")
 
@@ -45,7 +46,7 @@ class LandingPlace:
 
 
 class Outgoing:
-    """A slice that waits for room in the send queue."""
+    """Cleared slice that waits for room in the send queue."""
 
     __slots__ = ("frame", "token", "view")
 
@@ -56,17 +57,17 @@ class Outgoing:
 
 
 class VerbsEndpoint:
-    """One end of a path; `Endpoint`.
+    """`Endpoint` of a path: one queue pair with its send queues and requests in flight.
 
     Parameters
     ----------
     path : PathKey
     nic : int
-        Number of the NIC within its transport.
+        Index of the NIC within its transport.
     qp : QueuePair
-        Owned; ``discard`` closes it.
+        Owned until ``discard``, which resets it for reuse or closes it.
     discard : callable
-        Gives the end back to its transport.
+        Called by `close` to return the end to its transport.
     """
 
     def __init__(
@@ -75,80 +76,81 @@ class VerbsEndpoint:
         self.path = path
         self.nic = nic
         self.qp = qp
-        self.card = qp.card
+        self.info = qp.info
         self.state = EndpointState.JOINING
-        #: Landing places by number; numbers not in use.
+        #: Landing places by number, and the numbers that are free.
         self.places: dict[int, LandingPlace] = {}
         self.numbers = deque(range(NLANDINGS))
-        #: What waits for room: messages (header and payload), landing places for a number, slices.
+        #: Send queues: messages (header, payload), landing places without a number yet, slices.
         self.small: deque[tuple[bytearray, bytes | memoryview]] = deque()
         self.unnamed: deque[tuple[Frame, memoryview]] = deque()
         self.bulk: deque[Outgoing] = deque()
-        #: Slices being written, by the count of their request.
+        #: Slices being written by the NIC, by the count of their request (`QueuePair.retire`).
         self.writing: dict[int, tuple[Frame, Reach]] = {}
-        #: Messages consumed, and lent until the next poll with their payload.
+        #: Messages consumed since the connection began; messages whose ring memory is borrowed by
+        #: events until the next poll.
         self.consumed = 0
         self.lent = 0
-        #: It is in the list of those that have something to post.
+        #: True while the transport's list of ends with something to post contains this end.
         self.is_dirty = False
-        #: Confirmation last told, by channel.
+        #: Highest confirmation queued so far, by channel.
         self.acked: dict[int, int] = {}
-        #: Events of an end that is not in use yet.
+        #: Events to report once the end is opened.
         self.held: list[Event] = []
-        #: Markers a fence has seen come back, and when it stops waiting for them.
+        #: Markers completed since the fence, and the clock's time when the fence stops waiting.
         self.markers = 0
         self.give_up_s = 0.0
-        #: Of the messages consumed those not told yet; bytes of the ring they take, and the lent.
+        #: Value of `consumed` in the last credit sent; ring bytes consumed since; ring bytes lent.
         self._told = 0
         self._untold_nbytes = 0
         self._lent_nbytes = 0
         self._discard = discard
 
-    def join(self, card: bytes, is_caller: bool) -> None:
-        """See `Endpoint.join`."""
-        self.qp.join(card)
+    def join(self, info: bytes, is_caller: bool) -> None:
+        """Connect to the end that `info` describes; the caller also sends a hello as a test."""
+        self.qp.join(info)
         if is_caller:
             self.qp.hello()
 
     def close(self) -> None:
-        """See `Endpoint.close`."""
+        """Return this end to its transport, which resets or destroys the queue pair."""
         self._discard(self)
 
     @property
     def has_waiting(self) -> bool:
-        """Whether anything waits for room."""
+        """True while a send queue is not empty."""
         return bool(self.small or self.bulk or self.unnamed)
 
     def lend(self, nbytes: int) -> bool:
-        """Another message is read until the next poll; True if it is the first one."""
+        """Count a message as lent until the next poll; return True if it is the first one."""
         self.lent += 1
         self._lent_nbytes += nbytes
         return self.lent == 1
 
     def consume_lent(self) -> None:
-        """What was lent is read."""
+        """Count all lent messages as consumed."""
         self.consumed += self.lent
         self._untold_nbytes += self._lent_nbytes
         self.lent = self._lent_nbytes = 0
 
     def told(self) -> None:
-        """Note that the peer is told how many messages were consumed: it is on its way."""
+        """Record that a credit for all messages consumed so far was sent to the peer."""
         self._told = self.consumed
         self._untold_nbytes = 0
 
     @property
     def is_credit_due(self) -> bool:
-        """Whether the peer should be told now what was consumed."""
+        """True if a credit must be sent now, without waiting for a message to carry it."""
         is_many = self.consumed - self._told >= _CREDIT_EVERY
         return is_many or self._untold_nbytes * _CREDIT_PART >= len(self.qp.inbox)
 
     def forget_waiting(self) -> None:
-        """Nothing more is posted."""
+        """Empty the send queues."""
         for queue in (self.small, self.unnamed, self.bulk):
             queue.clear()
 
     def take_back(self) -> Iterator[Reach]:
-        """Empty what is under way: the queue pair is gone."""
+        """Forget all requests in flight and yield their memory; the queue pair must be stopped."""
         for place in self.places.values():
             yield place.reach
         for _, reach in self.writing.values():

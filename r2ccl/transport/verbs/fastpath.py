@@ -1,21 +1,21 @@
-"""Polling and posting in compiled code, which holds no GIL and makes no object per request.
+"""Polling and posting by compiled code, which holds no GIL and makes no object per request.
 
-What ``ibv_poll_cq``, ``ibv_post_send`` and ``ibv_post_recv`` are in C, calls through the context's
-table, Numba compiles here; records that the provider reads are filled in place. Addresses come from
-`r2ccl.transport.verbs.layout`, which verified them. Nothing is opened, changed or closed here: that
-stays with pyverbs.
+In C, ``ibv_poll_cq``, ``ibv_post_send`` and ``ibv_post_recv`` are inline functions that call
+through the function table of the context. Numba compiles the same calls here, and fills the records
+that the provider reads in place. `r2ccl.transport.verbs.layout` found and verified the addresses.
+pyverbs still opens, modifies and closes all objects.
 
-Importing this module imports Numba and loads three functions from its cache on disk (0.7 s; the
-first time it compiles them, 0.5 s more); so `r2ccl.transport.verbs.device` does it only when they
-are to be used. Must not import pyverbs.
+Importing this module imports Numba and loads three functions from its cache on disk (0.7 s; 0.5 s
+more when they are compiled for the first time), so `r2ccl.transport.verbs.device` imports it only
+when it uses them.
 
-CPU time on an EPYC, over a provider that does nothing (`r2ccl.testing.fakeverbs.rates`) and, in
-brackets, of pyverbs over the same: a completion 0.14 µs (1.6), an empty poll 0.24 (0.23), a receive
-request of a chain of 32 0.02 (0.05), a write 0.5 (0.26). A write has nine arguments to unpack, and
-gains only that the provider runs without the GIL.
+CPU time in µs on an EPYC, over a provider that does nothing (`r2ccl.testing.fakeverbs.rates`), with
+that of pyverbs in brackets: one completion 0.14 (1.6), an empty poll 0.24 (0.23), one receive
+request in a chain of 32 0.02 (0.05), a write 0.5 (0.26). A write is slower, for Numba unpacks nine
+arguments, but the provider then runs without the GIL.
 
-Invariant: addresses are used while the pyverbs objects they were found behind are open, by one
-thread at a time; a compiled function never keeps one.
+Invariant: addresses are used only while the pyverbs objects that hold them are open, by one thread
+at a time; compiled functions do not keep them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ _log = logging.getLogger(__name__)
 _FLUSHED = 5
 _WRITE_WITH_IMM = 1
 
-# What a compiled function needs is in one record, of which it gets the address: every argument
-# costs 30 ns, an array 150. Numba's cache does not notice a change of `layout`, only one of this
-# file; but those structs are an interface that does not change.
+# A compiled function gets the address of one record with all it needs: every argument of a call
+# costs 30 ns, an array 150 ns. Numba's cache notices changes of this file only, not of `layout`;
+# that is safe because the structs in `layout` are libibverbs' stable ABI.
 _QUEUE = np.dtype([(name, "u8") for name in ("function", "cq", "wcs", "capacity")])
-#: A request, its one piece of memory, ``bad_wr``, and whom to call with what.
+#: A send request, its scatter-gather entry, ``bad_wr``, and the function to call with its queue
+#: pair.
 _SEND = np.dtype(
     [("wr", SEND_WR), ("sge", SGE), ("bad_wr", "u8"), ("function", "u8"), ("qp", "u8")]
 )
@@ -57,15 +58,15 @@ def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     def compile_now(function: Callable[..., Any]) -> Any:
         try:
             return njit(signature, nogil=True, cache=True)(function)
-        except RuntimeError as exc:  # Numba found no directory it may write its cache to
+        except RuntimeError as exc:  # Numba found no writable directory for its cache
             _log.info("compiled %s without a disk cache: %s", function.__name__, exc)
             return njit(signature, nogil=True)(function)
 
     return compile_now
 
 
-# Calls by address are intrinsics because a ctypes function is a constant to Numba: what refers to
-# one would be compiled again in every process.
+# Calls by address are intrinsics. A ctypes function would be a constant to Numba, and code that
+# refers to one cannot be cached: it would be compiled again in every process.
 def _emit_call(builder: Any, result: Any, address: Any, arguments: list[Any]) -> Any:
     kind = ir.FunctionType(result, [each.type for each in arguments])
     return builder.call(builder.inttoptr(address, kind.as_pointer()), arguments)
@@ -73,19 +74,22 @@ def _emit_call(builder: Any, result: Any, address: Any, arguments: list[Any]) ->
 
 @intrinsic  # type: ignore[untyped-decorator, unused-ignore]
 def _call_poll(_context: Any, function: Any, cq: Any, count: Any, wcs: Any) -> Any:
-    """``int poll_cq(struct ibv_cq *, int, struct ibv_wc *)``."""
+    """Call ``int poll_cq(struct ibv_cq *, int, struct ibv_wc *)`` at address `function`."""
 
     def emit(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
         address, cq, count, wcs = arguments
         return _emit_call(builder, ir.IntType(32), address, [cq, count, wcs])
 
-    # A pointer travels as an integer of its width: the calling conventions treat them alike.
+    # Pointers are passed as integers of their width: the calling conventions treat both alike.
     return types.int32(_U64, _U64, types.int32, _U64), emit
 
 
 @intrinsic  # type: ignore[untyped-decorator, unused-ignore]
 def _call_post(_context: Any, function: Any, qp: Any, wr: Any, bad_wr: Any) -> Any:
-    """``int post_send(struct ibv_qp *, struct ibv_send_wr *, struct ibv_send_wr **)``, or recv."""
+    """Call ``int post_send(struct ibv_qp *, struct ibv_send_wr *, struct ibv_send_wr **)``.
+
+    ``post_recv`` has the same signature, with ``struct ibv_recv_wr``.
+    """
 
     def emit(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
         return _emit_call(builder, ir.IntType(32), arguments[0], list(arguments[1:]))
@@ -95,7 +99,7 @@ def _call_post(_context: Any, function: Any, qp: Any, wr: Any, bad_wr: Any) -> A
 
 @intrinsic  # type: ignore[untyped-decorator, unused-ignore]
 def _pointer(_context: Any, address: Any) -> Any:
-    """Return what `carray` makes an array of."""
+    """Return an address as a pointer, for `carray`."""
 
     def emit(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
@@ -105,7 +109,7 @@ def _pointer(_context: Any, address: Any) -> Any:
 
 @register_jitable  # type: ignore[untyped-decorator, unused-ignore]
 def _repeats(wcs: Any, count: int, at: int) -> bool:
-    """Whether the flush at `at` is of a number and a queue pair of which one is told already."""
+    """Return True if a flush before entry `at` has the same wr_id and queue pair."""
     for i in range(count):
         is_same = wcs[i].wr_id == wcs[at].wr_id and wcs[i].qp_num == wcs[at].qp_num
         if is_same and wcs[i].status == _FLUSHED:
@@ -115,7 +119,7 @@ def _repeats(wcs: Any, count: int, at: int) -> bool:
 
 @_compiled(types.int64(_U64))
 def _poll(queue_at: int) -> int:
-    """Fill the queue's records; returns how many, or what poll_cq did if that is below 0."""
+    """Fill the queue's records; return their count, or poll_cq's result if that is negative."""
     queue = carray(_pointer(queue_at), (1,), _QUEUE)[0]
     wcs = carray(_pointer(queue.wcs), (queue.capacity,), WC)
     kept = 0
@@ -128,7 +132,7 @@ def _poll(queue_at: int) -> int:
             if wcs[i].status != _FLUSHED or not _repeats(wcs, kept, i):
                 wcs[kept] = wcs[i]
                 kept += 1
-        if taken < room:  # the queue is empty, or failed: the next call learns it
+        if taken < room:  # the queue is empty, or failed: the next call finds out
             break
     return kept
 
@@ -138,7 +142,7 @@ def _write(
     send_at: int, wr_id: int, flags: int, imm_data: int, address: int, nbytes: int, lkey: int,
     remote_address: int, rkey: int,
 ) -> int:  # fmt: skip
-    """Refill the request and post it; returns an errno, 0 if the provider took it."""
+    """Fill in the request and post it; return an errno, 0 if the provider accepted it."""
     send = carray(_pointer(send_at), (1,), _SEND)[0]
     send.wr.wr_id = wr_id
     send.wr.send_flags = flags
@@ -155,18 +159,18 @@ def _write(
 
 @_compiled(types.int32(_U64, _U64, _U64, _U64))
 def _post(function: int, qp: int, wr: int, bad_wr: int) -> int:
-    """Post a chain as it is; returns an errno, 0 if the provider took all of it."""
+    """Post a chain of requests unchanged; return an errno, 0 if the provider accepted all."""
     return _call_post(function, qp, wr, bad_wr)  # type: ignore[no-any-return]
 
 
 class Poller:
-    """Takes completions of one completion queue.
+    """Polls one completion queue by compiled code.
 
     Parameters
     ----------
     nic : ProviderNic
     capacity : int
-        Completions returned by one call at most.
+        Most completions that one call of `poll` returns.
     """
 
     def __init__(self, nic: ProviderNic, capacity: int) -> None:
@@ -175,34 +179,36 @@ class Poller:
         self._at = self._queue.ctypes.data
 
     def poll(self) -> list[tuple[int, int, int, int, int, int]]:
-        """Take what has completed, as tuples in the order of `layout.WC`.
+        """Take completions from the queue, as tuples in the order of `layout.WC`.
 
-        Of flushed requests that have one number and one queue pair only the first is told: the
-        receive requests of a queue pair that failed are dozens of those, and say nothing else.
+        If several flushed requests have the same wr_id and queue pair, only the first is
+        returned: a queue pair that failed flushes dozens of receive requests that carry no other
+        information.
 
         Raises
         ------
         OSError
-            The provider could not.
+            If the provider cannot poll the queue.
         """
         count = _poll(self._at)
-        if count < 0:  # which number it is means nothing
+        if count < 0:  # verbs defines no meaning of the value
             raise OSError(errno.EIO, f"poll_cq returned {count}")
         return self._wcs[:count].tolist() if count else []
 
 
 class Poster:
-    """Posts to one queue pair.
+    """Posts requests to one queue pair by compiled code.
 
     Parameters
     ----------
     nic : ProviderNic
     qp : int
-        Address of its ``ibv_qp``.
+        Address of the queue pair's ``ibv_qp``.
     nothing : (int, int, int)
-        Address, size and key of the memory that receive requests name.
+        Address, size in bytes and lkey of the scatter-gather entry of all receive requests. They
+        receive no data, so the size is 0.
     nreceives : int
-        Most receive requests posted at once.
+        Most receive requests in one chain.
     """
 
     def __init__(
@@ -219,7 +225,7 @@ class Poster:
         send["wr"]["opcode"] = _WRITE_WITH_IMM
         send["function"], send["qp"] = nic.post_send, qp
         self._nothing = np.array([nothing], SGE)
-        #: A chain that is never changed: its last `n` requests are the chain of `n`.
+        #: Linked once and never changed: its last `n` requests are a chain of `n`.
         self._receives = np.zeros(nreceives, RECV_WR)
         self._receives["sg_list"] = self._nothing.ctypes.data
         self._receives["num_sge"] = 1
@@ -228,19 +234,31 @@ class Poster:
         self._receives["next"][:-1] = following
 
     def number_receives(self, wr_id: int) -> None:
-        """Give the receive requests posted from now on this number; it is 0 at first."""
+        """Set the wr_id of all receive requests posted from now on; initially 0."""
         self._receives["wr_id"] = wr_id
 
     def write(
         self, wr_id: int, flags: int, imm_data: int, source: tuple[int, int, int],
         target: tuple[int, int],
     ) -> None:  # fmt: skip
-        """Write (address, size, lkey) to (address, rkey), with immediate data in network order.
+        """Post an RDMA write with immediate data.
+
+        Parameters
+        ----------
+        wr_id : int
+        flags : int
+            ``ibv_send_flags``.
+        imm_data : int
+            In network byte order.
+        source : (int, int, int)
+            Address, size in bytes and lkey of the local memory.
+        target : (int, int)
+            Address and rkey of the remote memory.
 
         Raises
         ------
         OSError
-            The provider refused.
+            If the provider refuses.
         """
         code = _write(self._at, wr_id, flags, imm_data, *source, *target)
         if code:
@@ -252,7 +270,7 @@ class Poster:
         Raises
         ------
         OSError
-            The provider refused.
+            If the provider refuses.
         """
         while count > 0:
             chained = min(count, len(self._receives))

@@ -1,17 +1,18 @@
-"""How libibverbs lays out its structs, and where they are behind the objects of pyverbs.
+"""Layout of libibverbs' structs, and how to find their addresses in the objects of pyverbs.
 
-The compiled path (`r2ccl.transport.verbs.fastpath`) calls the functions of a context's table
-itself, as the inline functions of ``<infiniband/verbs.h>`` do, and needs the pointers that pyverbs
-keeps to itself. They are among the machine words of its objects; which one it is shows in what it
-points to. Every value that is known from elsewhere must be there too, or nothing is used.
+The compiled code (`r2ccl.transport.verbs.fastpath`) calls the functions of a context's table
+directly, as the inline functions of ``<infiniband/verbs.h>`` do. It needs pointers to libibverbs'
+structs, which pyverbs does not expose. So this module reads the machine words of a pyverbs object,
+takes each as a pointer, and looks for the one struct whose fields have the values known from
+elsewhere (descriptors, handles, numbers). If a value differs, the compiled code is not used.
 
-Imports no pyverbs and no Numba: it looks at objects it is given. Invariant: memory is read through
-``/proc/self/mem``, which refuses what is not mapped where a pointer would end the process.
+Invariant: memory is read through ``/proc/self/mem``, which returns an error for an unmapped address
+where following a pointer would crash the process.
 
 References
 ----------
-rdma-core, libibverbs/verbs.h: part of the binary interface since 1.1, so offsets do not change.
-Fields behind the first ``pthread_mutex_t`` of a struct are left alone: its size is the platform's.
+rdma-core, libibverbs/verbs.h: part of the ABI since 1.1, so offsets do not change. Fields after the
+first ``pthread_mutex_t`` of a struct are not used, because its size depends on the platform.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Fields = dict[str, int]
 
 
 def _layout(nbytes: int, **fields: tuple[int, str]) -> np.dtype[Any]:
-    """Return a record of `nbytes` bytes: name = (offset, format)."""
+    """Return the type of a record of `nbytes` bytes with fields name = (offset, format)."""
     return np.dtype(
         {
             "names": list(fields),
@@ -43,7 +44,7 @@ def _layout(nbytes: int, **fields: tuple[int, str]) -> np.dtype[Any]:
     )
 
 
-#: ``struct ibv_context``: the functions are those of its ``ops``, which begins at 8.
+#: ``struct ibv_context``; the functions are fields of its member ``ops``, which begins at offset 8.
 CONTEXT = _layout(
     280, poll_cq=(96, "u8"), post_send=(208, "u8"), post_recv=(216, "u8"),
     cmd_fd=(264, "i4"), async_fd=(268, "i4"), num_comp_vectors=(272, "i4"),
@@ -55,13 +56,13 @@ QP = _layout(
     64, context=(0, "u8"), pd=(16, "u8"), send_cq=(24, "u8"), recv_cq=(32, "u8"),
     qp_num=(52, "u4"), state=(56, "u4"), qp_type=(60, "u4"),
 )  # fmt: skip
-#: ``struct ibv_wc``: what `r2ccl.transport.verbs.device.Completion` tells of it, in that order.
+#: ``struct ibv_wc``: the fields of `r2ccl.transport.verbs.device.Completion`, in that order.
 WC = _layout(
     48, wr_id=(0, "u8"), status=(8, "u4"), opcode=(12, "u4"), vendor_err=(16, "u4"),
     imm_data=(24, "u4"), qp_num=(28, "u4"),
 )  # fmt: skip
 SGE = _layout(16, addr=(0, "u8"), length=(8, "u4"), lkey=(12, "u4"))
-#: ``struct ibv_send_wr`` with the part of its union that writes use.
+#: ``struct ibv_send_wr``, with the member of its union that RDMA writes use.
 SEND_WR = _layout(
     128, wr_id=(0, "u8"), next=(8, "u8"), sg_list=(16, "u8"), num_sge=(24, "i4"),
     opcode=(28, "u4"), send_flags=(32, "u4"), imm_data=(36, "u4"), remote_addr=(40, "u8"),
@@ -73,9 +74,9 @@ _WORD = struct.Struct("N")
 
 
 class ProviderNic(msgspec.Struct, frozen=True):
-    """An open device as libibverbs sees it: addresses of its structs and of its functions.
+    """Addresses of the libibverbs structs and provider functions of an open device.
 
-    ``provider`` is the file that the functions are in, empty if they are in none.
+    ``provider`` is the path of the shared library with the functions; empty if they are in no file.
     """
 
     context: int
@@ -88,24 +89,24 @@ class ProviderNic(msgspec.Struct, frozen=True):
 
     @property
     def is_software(self) -> bool:
-        """Whether the kernel plays the NIC (Soft-RoCE, Soft-iWARP): each post is a system call."""
+        """True if the kernel emulates the NIC (Soft-RoCE, Soft-iWARP): each post is a syscall."""
         return Path(self.provider).name.startswith(("librxe", "libsiw"))
 
 
 def locate_nic(context: Any, pd: Any, cq: Any, *, async_fd: int, channel_fd: int) -> ProviderNic:
-    """Find what is behind three objects of pyverbs.
+    """Return the addresses of the structs that three pyverbs objects hold.
 
     Parameters
     ----------
     context, pd, cq : pyverbs Context, PD, CQ
-        Open; the others were made from the first.
+        Open; `pd` and `cq` belong to `context`.
     async_fd, channel_fd : int
         Descriptors of the context's async events and of the completion queue's channel.
 
     Raises
     ------
     TransportError
-        Something is not as it must be (status ``LAYOUT``): says what.
+        If a struct is not as expected (status ``LAYOUT``); the message says which and how.
     """
     with _own_memory() as memory:
         context_at, table = memory.behind(
@@ -118,22 +119,22 @@ def locate_nic(context: Any, pd: Any, cq: Any, *, async_fd: int, channel_fd: int
         _check("ibv_cq", found, cqe=cq.cqe)
         channel = memory.read(found["channel"], COMP_CHANNEL)
         if channel is None:
-            raise _mismatch(f"ibv_cq has a channel at {found['channel']:#x}, which is not mapped")
+            raise _mismatch(f"ibv_cq's channel is at {found['channel']:#x}, which is not mapped")
         _check("ibv_comp_channel", channel, context=context_at, fd=channel_fd)
         functions = {name: table[name] for name in ("poll_cq", "post_send", "post_recv")}
         files = {_file_of_code(name, address) for name, address in functions.items()}
     if len(files) != 1:
-        raise _mismatch(f"the functions of one table are in {sorted(files)}")
+        raise _mismatch(f"the functions of one table are in several files: {sorted(files)}")
     return ProviderNic(context=context_at, pd=pd_at, cq=cq_at, provider=files.pop(), **functions)
 
 
 def locate_qp(nic: ProviderNic, qp: Any) -> int:
-    """Return the address of what is behind a new queue pair of pyverbs.
+    """Return the address of the ``ibv_qp`` of a new pyverbs queue pair.
 
     Raises
     ------
     TransportError
-        Something is not as it must be (status ``LAYOUT``): says what.
+        If the struct is not as expected (status ``LAYOUT``); the message says how.
     """
     with _own_memory() as memory:
         address, found = memory.behind(qp, "ibv_qp", QP, context=nic.context)
@@ -145,13 +146,13 @@ def locate_qp(nic: ProviderNic, qp: Any) -> int:
 
 
 class _OwnMemory:
-    """The memory of this process, as a file."""
+    """Memory of this process, read through ``/proc/self/mem``."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def read(self, address: int, layout: np.dtype[Any]) -> Fields | None:
-        """Read a record; None if it is not all mapped."""
+        """Return the fields of the record at `address`; None if not all of it is mapped."""
         data = self._bytes(address, layout.itemsize)
         if data is None:
             return None
@@ -161,12 +162,12 @@ class _OwnMemory:
     def behind(
         self, holder: Any, what: str, layout: np.dtype[Any], **known: int
     ) -> tuple[int, Fields]:
-        """Return address and content of the one struct that an object points to and knows.
+        """Return address and fields of the one struct that `holder` points to and `known` matches.
 
         Raises
         ------
         TransportError
-            None, or more than one, has the values of `known`.
+            If no struct matches, or more than one.
         """
         data = self._bytes(id(holder), type(holder).__basicsize__) or b""
         words = {word for (word,) in _WORD.iter_unpack(data[: len(data) // 8 * 8])}
@@ -178,23 +179,23 @@ class _OwnMemory:
         ]
         if len(matching) != 1:
             raise _mismatch(
-                f"{len(matching)} pointers in a {type(holder).__name__} lead to {what} with {known}"
+                f"{len(matching)} pointers of a {type(holder).__name__} are to {what} with {known}"
             )
         return matching[0]
 
     def _bytes(self, address: int, nbytes: int) -> bytes | None:
-        if not 0 < address < 1 << 63 or address % 8:  # offsets of a file are signed
+        if not 0 < address < 1 << 63 or address % 8:  # file offsets are signed
             return None
         try:
             data = os.pread(self._fd, nbytes, address)
         except OSError:
-            return None  # nothing is mapped there
+            return None  # not mapped
         return data if len(data) == nbytes else None
 
 
 @contextmanager
 def _own_memory() -> Iterator[_OwnMemory]:
-    """Open it, and translate what else may be missing."""
+    """Open ``/proc/self/mem``; translate errors of it and of pyverbs into TransportError."""
     if _WORD.size != 8:
         raise _mismatch(f"pointers have {_WORD.size} bytes, not 8")
     try:
@@ -203,7 +204,7 @@ def _own_memory() -> Iterator[_OwnMemory]:
             yield _OwnMemory(fd)
         finally:
             os.close(fd)
-    except (OSError, AttributeError) as exc:  # no /proc, or a pyverbs that shows less
+    except (OSError, AttributeError) as exc:  # no /proc, or pyverbs lacks an attribute
         raise _mismatch(str(exc)) from exc
 
 
@@ -214,7 +215,7 @@ def _check(what: str, found: Fields, **expected: int) -> None:
 
 
 def _file_of_code(name: str, address: int) -> str:
-    """Return the file that a function's code is mapped from, empty if from none."""
+    """Return the path of the file that the code at `address` is mapped from; empty if none."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, permissions, _, _, _, *path = line.split(maxsplit=5)
         start, end = (int(each, 16) for each in span.split("-"))

@@ -1,23 +1,23 @@
-"""Lifetime: which allocation a piece of memory belongs to, and when that allocation is gone.
+"""Allocations of host memory, and how to notice that one is freed.
 
 Theory of operation
 -------------------
-A registration outlives the call it was made for, so it must end with its memory: an address that
-is freed and mapped again names other pages, and the old registration would still reach the old
-ones. An address alone cannot tell. What can:
+A registration outlives the call it was made for, so it must end when its memory is freed. An
+address that is freed and mapped again refers to other pages, but the old registration would still
+access the old ones. An address alone does not show this. Two things do:
 
-* the *owner*, the object whose life keeps the memory alive. `allocation_of` walks from a NumPy view
-  to the array or object at its root, so that every view of an allocation finds the same one;
-* an *identity* that changes when an address is allocated anew (CUDA's buffer id), for memory no
-  Python object stands for (`r2ccl.transport.verbs.dmabuf`).
+* the *owner*, the object that keeps the memory alive. `allocation_of` follows a NumPy view to the
+  array or object at its root, so all views of an allocation have the same owner;
+* an *identity* that changes when an address is allocated again (CUDA's buffer id), for memory that
+  no Python object owns (`r2ccl.transport.verbs.dmabuf`).
 
-An owner is watched with a weak reference: its death is reported before its memory is freed. An
-object that could free or move its memory while it lives (``bytearray``, ``array.array``,
-``mmap``) is held instead, by an export of its buffer, which forbids both. NumPy itself refuses to
-resize an array that is watched. What is left to the caller: do not resize a tensor's storage, or
-release a memoryview, while it is registered.
+An owner is *watched* with a weak reference, which reports its death before its memory is freed. An
+object that can free or move its memory during its life (``bytearray``, ``array.array``, ``mmap``)
+is *held* instead: an export of its buffer keeps it alive and prevents both. NumPy refuses to resize
+an array that is watched. Callers must not resize the storage of a registered tensor, nor release a
+registered memoryview.
 
-Sees no NIC and no thread. Invariant: a watched owner is never kept alive, a held one always.
+Invariant: watching never keeps an owner alive; holding always does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from r2ccl.errors import InvalidArgument
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """Memory that is allocated and freed as one.
+    """Memory that is allocated and freed as a whole.
 
     Parameters
     ----------
@@ -41,9 +41,9 @@ class Allocation(msgspec.Struct, frozen=True):
         Address of the first byte.
     nbytes : int
     owner : object
-        Whose life keeps the memory alive; None: only ``identity`` tells that it was freed.
+        Object that keeps the memory alive; None if only ``identity`` shows that it was freed.
     identity : int
-        Differs between two allocations at the same address; 0 where the owner tells.
+        Number that differs between two allocations at the same address; 0 if there is an owner.
     """
 
     base: int
@@ -52,29 +52,30 @@ class Allocation(msgspec.Struct, frozen=True):
     identity: int = 0
 
     def covers(self, address: int, nbytes: int) -> bool:
-        """Whether all of ``[address, address + nbytes)`` belongs to it."""
+        """Return True if all of ``[address, address + nbytes)`` is in the allocation."""
         return self.base <= address and address + nbytes <= self.base + self.nbytes
 
 
 def allocation_of(address: int, nbytes: int, owner: Any) -> Allocation:
-    """Find the host allocation behind `nbytes` bytes at `address`.
+    """Return the host allocation that contains `nbytes` bytes at `address`.
 
     Parameters
     ----------
     address, nbytes : int
     owner : object
-        What keeps the memory alive: a NumPy array or view of one gives the whole array at its
-        root, anything else the bytes asked for.
+        Object that keeps the memory alive. For a NumPy array or view the allocation is the whole
+        array at its root, for any other object exactly the `nbytes` bytes.
 
     Raises
     ------
     InvalidArgument
-        No bytes, no owner, or a NumPy array that does not hold these bytes.
+        If `nbytes` or `address` is not positive, there is no owner, or the owner is a NumPy array
+        that does not contain the bytes.
     """
     if nbytes <= 0 or address <= 0 or owner is None:
         raise InvalidArgument(
-            f"cannot register {nbytes} bytes at {address:#x} of {type(owner).__name__}: allowed "
-            "are a number of bytes above 0 at an address, and the object that owns them"
+            f"cannot register {nbytes} bytes at {address:#x} of {type(owner).__name__}: size and "
+            "address must be above 0, and the owner must be the object that owns the memory"
         )
     if not isinstance(owner, np.ndarray):
         return Allocation(address, nbytes, owner)
@@ -82,7 +83,8 @@ def allocation_of(address: int, nbytes: int, owner: Any) -> Allocation:
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
     low, high = np.lib.array_utils.byte_bounds(whole)
-    # Over foreign memory (a tensor's, a memoryview's) the foreign object outlives the array.
+    # An array over memory of another object (a tensor, a memoryview) may die before that object,
+    # which therefore is the owner.
     root = whole.base if whole.base is not None and _is_watchable(whole.base) else whole
     found = Allocation(low, high - low, root)
     if not found.covers(address, nbytes):
@@ -94,15 +96,15 @@ def allocation_of(address: int, nbytes: int, owner: Any) -> Allocation:
 
 
 class Lifetime:
-    """The life of an owner: watched if it cannot lose its memory, held if it could.
+    """Weak or strong reference to an owner; strong if the owner could free its memory earlier.
 
     Parameters
     ----------
     owner : object
-        None: nothing is watched, nothing held.
+        None: there is nothing to watch or hold.
     on_death : callable
-        Called once when a watched owner dies, in whatever thread that happens and possibly in the
-        midst of other code: it must neither block nor take a lock.
+        Called once when a watched owner dies, in any thread and possibly in the middle of other
+        code, so it must neither block nor take a lock.
     """
 
     __slots__ = ("_finalizer", "_held")
@@ -120,25 +122,25 @@ class Lifetime:
 
     @property
     def is_held(self) -> bool:
-        """Whether the owner lives at least as long as this."""
+        """True if this object keeps the owner alive."""
         return self._held is not None
 
     def is_of(self, owner: Any) -> bool:
-        """Whether this is the life of `owner`."""
+        """Return True if this object watches or holds `owner`."""
         if owner is None:
             return self._finalizer is None and self._held is None
         held = self._held
         return self.owner() is owner or (isinstance(held, memoryview) and held.obj is owner)
 
     def owner(self) -> Any:
-        """Return what keeps the memory alive; None: nothing does, or it is dead."""
+        """Return the owner, or its held buffer export; None if there is none or it is dead."""
         if self._finalizer is None:
             return self._held
         alive = self._finalizer.peek()
         return None if alive is None else alive[0]
 
     def end(self) -> None:
-        """Stop watching, let go."""
+        """Stop watching the owner, and release it if it is held."""
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = None
@@ -148,7 +150,7 @@ class Lifetime:
 
 
 def _is_watchable(owner: Any) -> bool:
-    """Whether `owner` takes weak references and keeps its memory for as long as it lives."""
+    """Return True if `owner` accepts weak references and keeps its memory until it dies."""
     if not isinstance(owner, np.ndarray | memoryview) and _export(owner) is not None:
         return False
     return type(owner).__weakrefoffset__ != 0
@@ -160,7 +162,7 @@ def _hold(owner: Any) -> Any:
 
 
 def _export(owner: Any) -> memoryview | None:
-    """Return a view of the owner's buffer; while it lives the owner cannot move it."""
+    """Return an export of the owner's buffer, during which the owner cannot move or free it."""
     try:
         return memoryview(owner)
     except TypeError:  # no buffer protocol

@@ -1,13 +1,12 @@
-"""Device memory that is mapped into this process is kept from children of forks.
+"""Removal of RDMA device mappings from the children of ``os.fork``.
 
-A provider maps queues and doorbells of a device. A mapping keeps the device open as a descriptor
-does: in a child that lives on, it would keep the queue pairs of a parent that was killed, and its
-peers' NICs would go on writing to memory nobody reads. So before a child's first line runs, every
-such mapping is replaced by zeros in it, other libraries' too: queue pairs are of no use in a child.
-Not by a hole: a provider whose objects the child frees unmaps these addresses, which nothing else
-may have by then.
-
-The switch is one for the process, as forks are. Must not import pyverbs.
+A provider maps queues and doorbells of a device into the process. Such a mapping keeps the device
+open, as a descriptor does. In a child that outlives a killed parent, it would keep the parent's
+queue pairs alive, and the peers' NICs would continue to write to memory that nobody reads. So, in
+each child, a fork handler replaces every such mapping by zeroed memory before other code runs,
+including mappings of other libraries: queue pairs do not work in a child anyway. The address range
+stays reserved: if the child frees the provider's objects, the provider unmaps these addresses, and
+nothing else may be mapped there by then.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import os
 from collections.abc import Iterator
 
 _DEVICES = " /dev/infiniband/"
-#: Linux's <asm-generic/mman.h>; not in Python's module.
+#: From Linux's <asm-generic/mman.h>; Python's ``mmap`` does not define it.
 _MAP_FIXED = 0x10
 
 _mmap = ctypes.CDLL(None).mmap
@@ -29,11 +28,13 @@ _registered: list[bool] = []
 
 
 def keep_from_children() -> None:
-    """Have no child that is forked from now on get device memory.
+    """Remove device mappings from every child that this process forks from now on.
+
+    Applies to the whole process; a second call does nothing.
 
     Notes
     -----
-    *Cost*: in each child, ``/proc/self/maps`` is read once.
+    *Cost*: each child reads ``/proc/self/maps`` once.
     """
     if not _registered:
         _registered.append(True)
@@ -41,14 +42,14 @@ def keep_from_children() -> None:
 
 
 def _let_go() -> None:
-    """Replace the mappings in this process, which is a child."""
+    """Replace the device mappings of this process, a child, by zeroed memory."""
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
     for begin, end in list(_mapped()):
         _mmap(begin, end - begin, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1, 0)
 
 
 def _mapped() -> Iterator[tuple[int, int]]:
-    """Find the address ranges of device memory."""
+    """Yield begin and end of each mapping of an RDMA device."""
     with open("/proc/self/maps", encoding="ascii", errors="replace") as file:
         for line in file:
             if _DEVICES in line:

@@ -1,10 +1,11 @@
-"""What the verbs transport says beside the slices: one header, then an eager payload if any.
+"""Message format of the verbs transport: a header, followed by the payload of an eager slice.
 
-A message may wait for room in the peer's ring while the peer waits for credits of this end. So a
-header is written when its message is queued, but for the credit, which is stamped into it when it
-leaves.
+Messages carry everything except cleared slices: clear-to-send, confirmations and eager slices. A
+header is written when its message is queued, but the message may then wait for room in the peer's
+ring while the peer waits for credits from this end. So the credit is stamped into the header only
+when the message is sent.
 
-Pure. Invariant: what `VerbsMessage.read` returns fits the ring it was read from.
+Invariant: header and payload of a message that `VerbsMessage.read` returns lie inside the ring.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ EAGER, CLEAR, CONFIRM = 1, 2, 3
 _KINDS = frozenset((EAGER, CLEAR, CONFIRM))
 _CREDIT_MASK = 0xFFFFFFFF
 
-#: Where a peer lets a slice land: its number, address and key.
+#: A landing place named by the peer: number, I/O address and rkey.
 Token = tuple[int, int, int]
 
 
 class VerbsMessage(NamedTuple):
-    """A header, read.
+    """Parsed header of a message.
 
-    ``nbytes`` is the slice's length: of the payload behind the header if the kind is EAGER, of
-    the landing place `token` names if it is CLEAR, 0 if it is CONFIRM. ``credit`` counts the
-    messages its sender has consumed; ``size`` is what the message takes of the ring.
+    ``nbytes`` is the size of the payload after the header if ``kind`` is EAGER, the size of the
+    landing place ``token`` if it is CLEAR, and 0 if it is CONFIRM. ``credit`` is the number of
+    messages that the sender has consumed, modulo 2^32. ``size`` is the number of ring bytes that
+    the message occupies.
     """
 
     kind: int
@@ -45,7 +47,7 @@ class VerbsMessage(NamedTuple):
 
     @classmethod
     def read(cls, ring: memoryview, offset: int, max_payload_nbytes: int) -> VerbsMessage | None:
-        """Read the message at `offset` of `ring`; None if it makes no sense."""
+        """Return the message at `offset` of `ring`; None if it is malformed."""
         if offset + HEADER_NBYTES > len(ring):
             return None
         (kind, _, channel, nbytes, seq, ack, op, signature, credit, number, address,
@@ -60,7 +62,7 @@ class VerbsMessage(NamedTuple):
 
 
 def write(kind: int, frame: Frame, nbytes: int, token: Token) -> bytearray:
-    """Write a header, without its credit; see `VerbsMessage`."""
+    """Return a new header, without the credit (`stamp`); fields as in `VerbsMessage`."""
     number, address, rkey = token
     header = bytearray(HEADER_NBYTES)
     _HEADER.pack_into(
@@ -71,7 +73,7 @@ def write(kind: int, frame: Frame, nbytes: int, token: Token) -> bytearray:
 
 
 def stamp(header: bytearray, credit: int) -> None:
-    """Put the count of messages consumed so far into a header, in place of an earlier one."""
+    """Set the credit of a header: the number of messages consumed so far."""
     _CREDIT.pack_into(header, _CREDIT_OFFSET, credit & _CREDIT_MASK)
 
 

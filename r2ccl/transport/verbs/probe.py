@@ -1,20 +1,19 @@
-"""Probes over verbs: writes of no bytes, on queue pairs of their own.
+"""Probes over verbs: RDMA writes of 0 bytes, on queue pairs used for nothing else.
 
-The far NIC acknowledges such a write, whatever the process behind it does, or its silence uses up
-the retries. A queue pair serves one probe, one way: the rank that asks is its requester, and the
-end that is asked is never made ready to send. So a probe that is not answered breaks its own queue
-pair only, which is destroyed and joined anew (`r2ccl.failover.connector`). All of them are in a
-protection domain without memory: there is nothing a peer could write into.
+The peer's NIC acknowledges such a write whatever the peer's process does; if it does not, the
+retries run out. A queue pair serves the probes of one key in one direction: the rank that probes is
+the requester, and the other end never enters the state RTS. A probe that is not answered breaks
+only its own queue pair, which is destroyed; `r2ccl.failover.connector` connects a new one. The
+queue pairs are in a protection domain without memory, so peers cannot write anything through them.
 
-What broke the connection of a probe is what breaks paths, so further questions about the same two
-ports come within seconds, before it is joined anew. They get the same answer, silence, for
-`_SILENCE_S`; after that there is no connection to ask by.
+A failure that breaks the connection of a probe breaks paths as well, so more probes of the same two
+ports follow within seconds, before the connection is made again. For `_SILENCE_S` they have the
+same outcome, "not answered". After that their outcome is None: no connection exists to probe with.
 
-An end makes its queue pair when that is first needed, so that one that finds no way to its peer
-costs nothing. Beside `r2ccl.transport.verbs.device` and `r2ccl.transport.verbs.queuepair` this
-module sees pyverbs.
+An end makes its queue pair at first use, so an end that cannot reach its peer costs nothing.
 
-Invariant: a probe that was asked is reported once; an end has a queue pair until it is discarded.
+Invariant: a probe that was started is reported once. A queue pair belongs to its end until the end
+is discarded.
 """
 
 from __future__ import annotations
@@ -32,37 +31,38 @@ from r2ccl.transport.verbs.device import EndpointInfo, RdmaDevice, e
 from r2ccl.transport.verbs.status import describe_status
 from r2ccl.types import ProbeKey
 
-# Below r2ccl.transport.verbs.device, which sees to it that importing pyverbs changes nothing else.
+# After r2ccl.transport.verbs.device, which imports pyverbs without its change to logging.
 from pyverbs.pd import PD  # isort: skip
 from pyverbs.pyverbs_error import PyverbsError  # isort: skip
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr  # isort: skip
 from pyverbs.wr import SGE, SendWR  # isort: skip
 
-#: A probe is sent this often before the NIC gives up: two lost packets do not make a dead rail.
+#: Times the NIC sends a probe before it gives up: two lost packets do not make a dead rail.
 _NTRIES = 3
-#: How long the silence of one probe answers the next. Queue pairs on the same ports give up at any
-#: time within their own retries, about 1 s with the defaults, and then questions go round twice.
+#: Seconds in which an unanswered probe decides the next ones of the same ports. The queue pairs of
+#: these ports fail at different times, within about 1 s (their own retries, with the defaults);
+#: each failure starts probes, and diagnosis may repeat them once.
 _SILENCE_S = 5.0
-#: Unit of a queue pair's timeout, which is the power of two it is multiplied with.
+#: Unit of a queue pair's timeout: attribute ``timeout`` t means this many seconds times 2^t.
 _TIMEOUT_UNIT_S = 4.096e-6
 _MAX_TIMEOUT = 31
 
 
 class ProbeEnd:
-    """One end of a probe's connection; `Endpoint`.
+    """`Endpoint` of a probe's connection.
 
     Parameters
     ----------
     key : ProbeKey
-        The end is on the port of rail ``via``, also at the rank that is asked.
+        The end is on this rank's port of rail ``via``, at both ranks.
     nic : int
-        Number of that port within its transport.
+        Index of that port's NIC within its transport.
     device : RdmaDevice
     pd : PD
     timeout : int
-        Of the queue pair, in verbs' own unit.
+        ``timeout`` attribute of the queue pair: 4.096 us times 2^timeout.
     on_made, discard : callable
-        Told when it has a queue pair, and to give it back to its `VerbsProber`.
+        Called with this end when it has made its queue pair, and when it is closed.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class ProbeEnd:
     ) -> None:
         self.key = key
         self.nic = nic
-        #: Of its queue pair; -1: it has none.
+        #: Number of the queue pair; -1 if there is none.
         self.qp_num = -1
-        #: Of the write under way: a queue pair's number may have been another's before.
+        #: wr_id of the write in flight. It is random because the device reuses queue pair numbers:
+        #: a late completion may be of an earlier queue pair with the same number.
         self.number = -1
         self._device = device
         self._pd = pd
@@ -91,13 +92,13 @@ class ProbeEnd:
         self._psn = secrets.randbits(24)
 
     @property
-    def card(self) -> bytes:
-        """What the peer must know, of a queue pair that is made now if there is none.
+    def info(self) -> bytes:
+        """Encoded endpoint info; the queue pair is made now if there is none.
 
         Raises
         ------
         TransportError
-            The device refused.
+            If the device refuses.
         """
         self._made()
         port = self._device.query()
@@ -105,9 +106,9 @@ class ProbeEnd:
             EndpointInfo(self.qp_num, self._psn, self._device.gid, port.lid, port.active_mtu)
         )
 
-    def join(self, card: bytes, is_caller: bool) -> None:
-        """See `Endpoint.join`."""
-        remote = self._device.read_card(card, EndpointInfo)
+    def join(self, info: bytes, is_caller: bool) -> None:
+        """Connect to the end that `info` describes; the caller also sends the first probe."""
+        remote = self._device.read_endpoint_info(info, EndpointInfo)
         qp = self._made()
         try:
             if is_caller:
@@ -120,12 +121,12 @@ class ProbeEnd:
             self.ask()
 
     def ask(self) -> None:
-        """Write nothing to the peer; the completion is its NIC's answer.
+        """Post an RDMA write of 0 bytes; its completion means that the peer's NIC answered.
 
         Raises
         ------
         TransportError
-            The device refused.
+            If the device refuses.
         """
         assert self._qp is not None
         if self._write is None:
@@ -133,8 +134,8 @@ class ProbeEnd:
                 opcode=e.IBV_WR_RDMA_WRITE, num_sge=1, sg=[SGE(0, 0, 0)],
                 send_flags=e.IBV_SEND_SIGNALED,
             )  # fmt: skip
-            self._write.num_sge = 0  # which pyverbs does not let be made
-            # Without a byte, neither address nor key is looked at (InfiniBand, o9-28).
+            self._write.num_sge = 0  # pyverbs cannot make a request without an entry
+            # For a write of 0 bytes the peer checks neither address nor key (InfiniBand, o9-28).
             self._write.set_wr_rdma(0, 0)
         self.number = self._write.wr_id = secrets.randbits(63)
         try:
@@ -143,7 +144,7 @@ class ProbeEnd:
             raise self._device.refusal("post a probe", exc) from exc
 
     def close(self) -> None:
-        """See `Endpoint.close`."""
+        """Return this end to its `VerbsProber`, which destroys the queue pair."""
         self._discard(self)
 
     def destroy(self) -> None:
@@ -183,20 +184,20 @@ class ProbeEnd:
 
 
 class VerbsProber:
-    """The probes of one transport.
+    """Makes the probes of one verbs transport.
 
     Parameters
     ----------
     devices : sequence of RdmaDevice
-        To be closed after this.
+        Borrowed: they must be closed after this object.
     timeout_s : float
-        Of a probe.
+        Time in which a probe must be answered, in seconds.
     clock : Clock
 
     Raises
     ------
     TransportError
-        A device refused.
+        If a device refuses a protection domain.
     """
 
     def __init__(self, devices: Sequence[RdmaDevice], timeout_s: float, clock: Clock) -> None:
@@ -205,29 +206,29 @@ class VerbsProber:
         self._clock = clock
         self._timeout = queue_pair_timeout(timeout_s)
         self._domains = [_make_domain(device) for device in devices]
-        #: Every end with a queue pair, by NIC and number.
+        #: Every end with a queue pair, by NIC index and queue pair number.
         self._ends: list[dict[int, ProbeEnd]] = [{} for _ in devices]
         self._open: dict[ProbeKey, ProbeEnd] = {}
-        #: When a probe that was asked is given up.
+        #: Probes in flight, with the clock's time when each times out.
         self._asked: dict[ProbeKey, float] = {}
-        #: Of connections that broke: when a probe was last not answered, and how.
+        #: Connections that broke: the clock's time of the last unanswered probe, and its error.
         self._lost: dict[ProbeKey, tuple[float, str]] = {}
         self._events: list[Event] = []
 
     @property
     def is_busy(self) -> bool:
-        """Whether `advance` has something to do, now or later."""
+        """True while a probe is in flight or an event is not yet returned by `advance`."""
         return bool(self._asked or self._events)
 
     def offer(self, key: ProbeKey, nic: int) -> ProbeEnd:
-        """Make an end of the connection of `key`, on NIC number `nic`."""
+        """Return a new end of the connection of `key`, on the NIC of index `nic`."""
         return ProbeEnd(
             key, nic, self._devices[nic], self._domains[nic], self._timeout,
             self._enter, self._discard,
         )  # fmt: skip
 
     def probe(self, key: ProbeKey) -> None:
-        """Begin a probe; see `Transport.probe`."""
+        """Start a probe, as `Transport.probe` does."""
         if key in self._asked:
             return
         end = self._open.get(key)
@@ -243,7 +244,7 @@ class VerbsProber:
     def on_completion(
         self, nic: int, qp_num: int, number: int, status: int, vendor_err: int
     ) -> None:
-        """Take the outcome of a write; that of a queue pair that is gone changes nothing."""
+        """Handle the completion of a probe's write; ignore those of discarded queue pairs."""
         end = self._ends[nic].get(qp_num)
         if end is None or end.number != number:
             return
@@ -258,9 +259,9 @@ class VerbsProber:
             self._finish(end.key, not status, error or "acknowledged")
 
     def advance(self) -> list[Event]:
-        """Give up what was not answered in time; returns what happened.
+        """End probes that timed out; return the events since the last call.
 
-        To be called after the completions were taken: one that waited is an answer.
+        Call it after the completions were taken, so that answers that already arrived count.
         """
         now = self._clock()
         for key, deadline_s in list(self._asked.items()):
@@ -270,7 +271,7 @@ class VerbsProber:
         return events
 
     def limit_s(self, timeout_s: float) -> float:
-        """Cut a sleep of `timeout_s` short if something is due before its end."""
+        """Return `timeout_s`, or less if `advance` must be called before that, in seconds."""
         if self._events:
             return 0.0
         if not self._asked:
@@ -278,7 +279,7 @@ class VerbsProber:
         return max(0.0, min(timeout_s, min(self._asked.values()) - self._clock()))
 
     def close(self) -> None:
-        """Destroy every end."""
+        """Destroy all queue pairs and protection domains."""
         for ends in self._ends:
             for end in ends.values():
                 end.destroy()
@@ -292,7 +293,7 @@ class VerbsProber:
         self._ends[end.nic][end.qp_num] = end
 
     def _use(self, end: ProbeEnd) -> None:
-        """Ask with this end from now on."""
+        """Use `end` for the probes of its key from now on."""
         previous = self._open.get(end.key)
         if previous is not None:
             self._discard(previous)
@@ -307,14 +308,14 @@ class VerbsProber:
 
     def _without_connection(self, key: ProbeKey) -> Probed:
         if key not in self._lost:
-            return Probed(key, None, "its connection was never joined")
+            return Probed(key, None, "its connection was never established")
         when_s, detail = self._lost[key]
         age_s = self._clock() - when_s
-        said = f"{age_s:.1f} s ago, and its connection is not joined again: {detail}"
+        said = f"last probe failed {age_s:.1f} s ago, not connected again since: {detail}"
         return Probed(key, False if age_s < _SILENCE_S else None, said)
 
     def _finish(self, key: ProbeKey, is_answered: bool, detail: str) -> None:
-        """Report a probe; the queue pair of one that failed is in ERR, or about to be."""
+        """Report a probe; discard its end if it failed: the queue pair is in ERR, or soon is."""
         del self._asked[key]
         self._events.append(Probed(key, is_answered, detail))
         if not is_answered:
@@ -330,10 +331,15 @@ def _make_domain(device: RdmaDevice) -> PD:
 
 
 def queue_pair_timeout(timeout_s: float) -> int:
-    """Return the timeout of a queue pair with which all its tries fit into `timeout_s`.
+    """Return the largest queue pair timeout with which all tries of a probe take `timeout_s`.
 
-    In verbs' own unit, 4.096 us times 2 to its power (ibv_modify_qp(3)); at least 1, because 0
-    means for ever.
+    The result t means 4.096 us times 2^t (ibv_modify_qp(3)). It is at least 1, because 0 means
+    to wait forever.
+
+    Parameters
+    ----------
+    timeout_s : float
+        Time for all tries, in seconds.
     """
     a_try = timeout_s / _NTRIES / _TIMEOUT_UNIT_S
     return max(1, min(_MAX_TIMEOUT, math.floor(math.log2(a_try))))

@@ -1,29 +1,30 @@
-"""A reliable queue pair: one end of one path over one RDMA NIC.
+"""Reliable queue pair: one end of one path over one RDMA NIC.
 
-It carries two kinds of traffic, both as RDMA_WRITE_WITH_IMM, so that each wakes the peer once:
+All traffic is RDMA_WRITE_WITH_IMM, so that each write produces one completion at the peer:
 
-- *messages* (headers, landing places, confirmations, eager payloads) into the peer's ring, whose
-  places the sender chooses (`r2ccl.transport.verbs.ring`);
-- *slices* into the landing place their receiver named.
+- *messages* (clear-to-send, confirmations, eager slices) go into the peer's ring, at an offset that
+  the sender chooses (`r2ccl.transport.verbs.ring`);
+- *slices* go into the landing place that their receiver named;
+- *credits* carry no payload.
 
-The 32 bits of immediate data are: two bits that say which; eight bits of *mark*, a random number
-that the receiver draws for each connection, so that data of an earlier one is recognised; and 22
-bits that are an offset in the ring, the number of a landing place, or a count of consumed messages
-(a credit, sent without payload).
+The 32 bits of immediate data are: 2 bits for the kind (`Tag`); 8 bits of *mark*, a random number
+that the receiver chooses for each connection, so that data of an earlier connection is recognised;
+and 22 bits for the message's offset in the ring, the number of the landing place, or the count of
+consumed messages (of a credit).
 
 Receive requests receive no data; they only produce completions. One is posted for every message,
-landing place and credit that can be under way, so the receiver is never not ready. Work requests
-are made once and refilled: those of pyverbs and, where the device has it, those of the compiled
-path. Of the library, only this module, `r2ccl.transport.verbs.device` and
-`r2ccl.transport.verbs.probe` import pyverbs.
+landing place and credit that can be in flight, so receiver-not-ready does not occur. Work requests
+are made once and refilled for each post, both pyverbs' and those of the compiled code. Only this
+module, `r2ccl.transport.verbs.device` and `r2ccl.transport.verbs.probe` use queue pairs of pyverbs.
 
-A queue pair is used again: `reset` ends a connection, `renew` prepares the next one (a new *life*)
-with another packet sequence number, another mark, and another life in the numbers of its requests.
-It is destroyed only at the end, or if flushing or resetting it fails: that can take seconds,
-because the NIC first waits for packets that are not on the wire yet.
+A queue pair is reused: `reset` ends a connection, `renew` prepares the next one. Each connection is
+a *life* of the queue pair, with its own packet sequence number, mark, and life number in the wr_id
+of its requests. A queue pair is destroyed only when the transport is closed, or if flushing or
+resetting it fails. Destroying can take seconds, because the NIC first waits for packets that are
+not on the wire yet.
 
-Invariant: a request is posted only while the queue has room; the count of retired requests grows
-in the order they were posted.
+Invariants: a request is posted only while the queue has room; requests are retired in the order in
+which they were posted.
 """
 
 from __future__ import annotations
@@ -40,19 +41,20 @@ from r2ccl.transport.verbs.queue_depths import NMESSAGES, NRECEIVES, NSENDS
 from r2ccl.transport.verbs.regions import MemoryRegion, register_everywhere
 from r2ccl.transport.verbs.ring import ALIGN, COUNT_MODULUS, SendRing
 
-# Below r2ccl.transport.verbs.device, which sees to it that importing pyverbs changes nothing else.
+# After r2ccl.transport.verbs.device, which imports pyverbs without its change to logging.
 from pyverbs.pyverbs_error import PyverbsError  # isort: skip
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr  # isort: skip
 from pyverbs.wr import SGE, RecvWR, SendWR  # isort: skip
 
-#: One request in this many asks for a completion, if nothing else does.
+#: At least one in this many send requests is signaled, that is, produces a completion.
 _SIGNAL_EVERY = 16
-#: Receiver-not-ready never happens by construction; if it does, wait this long (12: 0.64 ms).
+#: Wait time after receiver-not-ready, in verbs' encoding (12: 0.64 ms); it should never occur.
 _MIN_RNR_TIMER = 12
 _MAX_RD_ATOMIC = 1
 
 _MARK_BITS = 8
-#: A request's number: what it is, the life of the queue pair, how many were posted in this life.
+#: Fields of a wr_id, from the top: request kind, life of the queue pair, count of send requests
+#: posted in this life up to this one.
 _COUNT_BITS = 44
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
 _LIFE_BITS = 10
@@ -60,12 +62,12 @@ _LIFE_MASK = (1 << _LIFE_BITS) - 1
 _WORK_SHIFT = _COUNT_BITS + _LIFE_BITS
 
 
-#: What says that the device did not take something: pyverbs, and the compiled path.
+#: Exceptions by which pyverbs and the compiled code report that the device refused a request.
 _REFUSALS = (PyverbsError, OSError)
 
 
 class Tag(enum.IntEnum):
-    """What immediate data announces."""
+    """Kind of a write, in the top two bits of its immediate data."""
 
     MESSAGE = 0
     SLICE = 1
@@ -76,7 +78,7 @@ _TAGS = frozenset(Tag)
 
 
 class RequestKind(enum.IntEnum):
-    """What a completed request was; the upper bits of its number."""
+    """Kind of a request, in the top bits of its wr_id."""
 
     MESSAGE = 0
     SLICE = 1
@@ -85,7 +87,7 @@ class RequestKind(enum.IntEnum):
 
 
 class PathEndpointInfo(EndpointInfo, frozen=True, array_like=True):
-    """What the peer must know of an end of a path: also its mark, and where its ring is."""
+    """Endpoint info of a path: that of its queue pair, its mark, and the address of its ring."""
 
     mark: int
     ring_address: int
@@ -93,20 +95,21 @@ class PathEndpointInfo(EndpointInfo, frozen=True, array_like=True):
 
 
 class QueuePair:
-    """One end of a path.
+    """Queue pair of one end of a path, with its message ring.
 
     Parameters
     ----------
     device : RdmaDevice
     ring_nbytes : int
-        Room for messages under way, one way.
+        Size of the message ring of each direction, in bytes.
     timeout, retry_cnt : int
-        Of the queue pair: 4.096 us times 2 to the power of `timeout`, and how often again.
+        Attributes of the queue pair: a packet is sent again after 4.096 us times 2^timeout, at
+        most `retry_cnt` times.
 
     Raises
     ------
     TransportError
-        The device refused.
+        If the device refuses.
     """
 
     def __init__(
@@ -115,7 +118,8 @@ class QueuePair:
         self._device = device
         self._timeout = timeout
         self._retry_cnt = retry_cnt
-        #: The peer writes into the first half, the second is where messages leave from.
+        #: First half: the ring that the peer writes to. Second half: the source of sent messages,
+        #: at the same offsets as in the peer's ring.
         self._memory = np.zeros(2 * ring_nbytes, np.uint8)
         self._ring_nbytes = ring_nbytes
         self._region: MemoryRegion
@@ -136,19 +140,19 @@ class QueuePair:
         self.number: int = self._qp.qp_num
 
     def renew(self) -> None:
-        """Begin another life, after `reset`.
+        """Begin another life after `reset`; then `info` has new values.
 
         Raises
         ------
         TransportError
-            The device refused: only `close` is left.
+            If the device refuses; the queue pair can then only be closed.
         """
         self._life = self._life + 1 & _LIFE_MASK
         try:
             self._qp.to_init(self._init_attr())
             self._begin()
         except _REFUSALS as exc:
-            raise self._device.refusal("set a queue pair up again", exc) from exc
+            raise self._device.refusal("renew a queue pair", exc) from exc
 
     def _make(self) -> None:
         device = self._device
@@ -159,7 +163,7 @@ class QueuePair:
         self._write = SendWR(
             opcode=e.IBV_WR_RDMA_WRITE_WITH_IMM, num_sge=1, sg=[self._sge], send_flags=0
         )
-        # The request now reads the very entry that is refilled before each post.
+        # From here on the request refers to `self._sge` itself, which `_post` refills.
         self._write.sg_list = self._sge
         nothing = SGE(self._memory.ctypes.data, 0, self._region.lkey)
         self._hello = SendWR(
@@ -167,18 +171,19 @@ class QueuePair:
         )
         self._receive = RecvWR(num_sge=1, sg=[nothing])
         self._marker = RecvWR(num_sge=1, sg=[nothing])
-        #: Posts messages, slices and receives in their stead; markers and hellos are too few.
+        #: Compiled code that posts messages, slices and receives; pyverbs posts markers and hellos,
+        #: which are rare.
         self._poster = device.poster(
             self._qp, (self._memory.ctypes.data, 0, self._region.lkey), NRECEIVES
         )
 
     def _begin(self) -> None:
-        """Forget the last life, post the receives of this one, describe it."""
+        """Start a life: reset the counts, post the receive requests, encode the endpoint info."""
         self._mark = secrets.randbits(_MARK_BITS)
         self._psn = secrets.randbits(24)
         self._remote: PathEndpointInfo | None = None
         self._ring = SendRing(self._ring_nbytes, NMESSAGES, ALIGN)
-        #: Requests posted and, in order, retired; and posted since one asked for a completion.
+        #: Send requests posted, retired, and posted since the last signaled one.
         self.posted = 0
         self.retired = 0
         self._unsignaled = 0
@@ -189,7 +194,7 @@ class QueuePair:
         self._post_receives(NRECEIVES)
         port = self._device.query()
         self._mtu = port.active_mtu
-        self.card = msgspec.msgpack.encode(
+        self.info = msgspec.msgpack.encode(
             PathEndpointInfo(
                 self._qp.qp_num, self._psn, self._device.gid, port.lid, port.active_mtu,
                 self._mark, self._memory.ctypes.data, self._region.rkey,
@@ -203,15 +208,16 @@ class QueuePair:
 
     # Joining
 
-    def join(self, card: bytes) -> None:
-        """Connect to the queue pair that `card` describes.
+    def join(self, info: bytes) -> None:
+        """Connect to the queue pair that `info` describes.
 
         Raises
         ------
         TransportError
-            The card makes no sense, its end is not a known neighbour yet, or the device refused.
+            If the endpoint info cannot be decoded, the kernel does not know the peer's link-layer
+            address yet, or the device refuses.
         """
-        remote = self._device.read_card(card, PathEndpointInfo)
+        remote = self._device.read_endpoint_info(info, PathEndpointInfo)
         attr = self._init_attr()
         attr.ah_attr = self._device.address(remote)
         attr.path_mtu = min(remote.mtu, self._mtu)
@@ -223,17 +229,17 @@ class QueuePair:
         try:
             self._qp.to_rts(attr)
         except PyverbsError as exc:
-            what = f"join queue pair {remote.qp_num} at {remote.gid}"
+            what = f"connect to queue pair {remote.qp_num} at {remote.gid}"
             raise self._device.refusal(what, exc) from exc
         self._remote = remote
 
     def hello(self) -> None:
-        """Write nothing to the peer; its completion proves the way there and back.
+        """Post an RDMA write of 0 bytes; its completion proves the connection in both directions.
 
         Raises
         ------
         TransportError
-            The device refused.
+            If the device refuses.
         """
         assert self._remote is not None
         self._hello.wr_id = self._number(RequestKind.HELLO)
@@ -243,11 +249,11 @@ class QueuePair:
     # Sending
 
     def has_room(self) -> bool:
-        """Whether another request may be posted; one place is kept for the marker."""
+        """Return True if another send request may be posted; one entry is kept for the marker."""
         return self.posted - self.retired < NSENDS - 1
 
     def write_message(self, header: bytearray, payload: bytes | memoryview) -> bool:
-        """Send a message; False until there is room."""
+        """Post a message; return False, posting nothing, if send queue or ring have no room."""
         nbytes = len(header) + len(payload)
         if not self.has_room():
             return False
@@ -270,15 +276,27 @@ class QueuePair:
     def write_slice(
         self, source: tuple[int, int, int], target: tuple[int, int], number: int
     ) -> int:
-        """Write (address, nbytes, lkey) to (address, rkey), landing place `number`.
+        """Post the write of a slice into a landing place; `has_room` must be True.
 
-        Returns the request's count, as its completion will tell it; `has_room` must hold.
+        Parameters
+        ----------
+        source : (int, int, int)
+            I/O address, size in bytes and lkey of the local memory.
+        target : (int, int)
+            I/O address and rkey of the landing place.
+        number : int
+            Number of the landing place.
+
+        Returns
+        -------
+        int
+            Count of the request; `retire` returns the same count when it has completed.
         """
         self._post(RequestKind.SLICE, self._imm(Tag.SLICE, number), source, target)
         return self.posted
 
     def write_credit(self, count: int) -> bool:
-        """Tell how many messages were consumed so far; False until there is room."""
+        """Post a credit of `count` consumed messages; return False if there is no room."""
         if not self.has_room():
             return False
         assert self._remote is not None
@@ -290,16 +308,16 @@ class QueuePair:
         return True
 
     def credit(self, count: int) -> None:
-        """Take the peer's count of consumed messages."""
+        """Handle a credit: the peer has consumed `count` messages, modulo `COUNT_MODULUS`."""
         self._ring.credit(count)
 
     def receive(self, count: int) -> None:
-        """Post `count` receive requests anew.
+        """Post `count` receive requests, in place of completed ones.
 
         Raises
         ------
         TransportError
-            The device refused.
+            If the device refuses.
         """
         try:
             self._post_receives(count)
@@ -307,7 +325,7 @@ class QueuePair:
             raise self._device.refusal("post a receive request", exc) from exc
 
     def untag(self, imm_data: int) -> tuple[Tag, int] | None:
-        """Split immediate data; None: it does not carry this end's mark, or makes no sense."""
+        """Return tag and value of immediate data; None if its mark or tag is wrong."""
         imm = socket.ntohl(imm_data)
         if imm // COUNT_MODULUS % (1 << _MARK_BITS) != self._mark or imm >> 30 not in _TAGS:
             return None
@@ -315,15 +333,18 @@ class QueuePair:
 
     @staticmethod
     def work_of(number: int) -> RequestKind:
-        """Return what the request of this number was."""
+        """Return the kind of the request with wr_id `number`."""
         return RequestKind(number >> _WORK_SHIFT)
 
     def owns(self, number: int) -> bool:
-        """Whether the request of this number is of this life."""
+        """Return True if the request with wr_id `number` is of the current life."""
         return number >> _COUNT_BITS & _LIFE_MASK == self._life
 
     def retire(self, number: int) -> tuple[RequestKind, int]:
-        """Take the number of a completed send request; returns what it was, and its count."""
+        """Handle a completed send request; return its kind and count.
+
+        All requests posted before it are retired too: a send queue completes in order.
+        """
         count = number & _COUNT_MASK
         self.retired = max(self.retired, count)
         return self.work_of(number), count
@@ -331,16 +352,17 @@ class QueuePair:
     # Ending
 
     def flush(self) -> None:
-        """Go to ERR and post a marker on both queues: their completions are the last ones.
+        """Go to ERR with a marker on both queues: the markers complete after all other requests.
 
         Raises
         ------
         TransportError
-            The device refused: only `close` is left.
+            If the device refuses; the queue pair can then only be closed.
         """
         try:
-            # Before: Soft-RoCE looks at its receive queue when the state changes, not when a
-            # request is posted. Everything under way needs fewer receives than stand before it.
+            # Posted before the change to ERR: Soft-RoCE flushes its receive queue when the state
+            # changes, not when a request is posted. Incoming writes cannot consume the marker:
+            # more receive requests precede it than writes can be in flight.
             self._qp.post_recv(self._marker)
             self._qp.modify(QPAttr(qp_state=e.IBV_QPS_ERR), e.IBV_QP_STATE)
             self._write.send_flags = e.IBV_SEND_SIGNALED
@@ -351,12 +373,14 @@ class QueuePair:
             raise self._device.refusal("flush a queue pair", exc) from exc
 
     def reset(self) -> None:
-        """Stop it: nothing is written into this rank's memory afterwards. See `renew`.
+        """Stop the queue pair: no peer writes to this rank's memory through it afterwards.
+
+        `renew` makes it usable again.
 
         Raises
         ------
         TransportError
-            The device refused: only `close` is left.
+            If the device refuses; the queue pair can then only be closed.
         """
         try:
             self._qp.modify(QPAttr(qp_state=e.IBV_QPS_RESET), e.IBV_QP_STATE)
@@ -364,7 +388,7 @@ class QueuePair:
             raise self._device.refusal("reset a queue pair", exc) from exc
 
     def close(self) -> None:
-        """Destroy it: nothing is written into this rank's memory afterwards."""
+        """Destroy the queue pair: no peer writes to this rank's memory through it afterwards."""
         self._qp.close()
         self._region.close()
         for request in (self._receive, self._marker, self._hello, self._write):

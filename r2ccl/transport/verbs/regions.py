@@ -1,9 +1,7 @@
-"""Memory regions: one allocation on every NIC, or on none, and refusals put into words.
+"""Registration of an allocation with every NIC or none, and explanations of refusals.
 
-The NICs and their library are behind two small interfaces, `Registrar` and `MemoryRegion`; a kind
-of memory (the host's, a GPU's) is behind `Memory`. This module sees neither pyverbs nor CUDA.
-
-Invariant: `register_everywhere` leaves a region on every NIC or on none.
+`Registrar` and `MemoryRegion` are the interfaces of a NIC, `Memory` that of a kind of memory (host
+or GPU). They keep pyverbs and CUDA out of this module and of the registration cache.
 """
 
 from __future__ import annotations
@@ -21,38 +19,37 @@ _log = logging.getLogger(__name__)
 
 
 class MemoryRegion(Protocol):
-    """A registration on one NIC.
-
-    ``iova_base`` is added to an address before it goes into a work request or to a peer: 0 for
-    host memory, where the NIC uses the process's own addresses.
-    """
+    """Memory registered with one NIC."""
 
     @property
     def lkey(self) -> int:
-        """Key of local access."""
+        """Key for work requests of this rank."""
         ...
 
     @property
     def rkey(self) -> int:
-        """Key of remote access."""
+        """Key for RDMA writes of peers."""
         ...
 
     @property
     def iova_base(self) -> int:
-        """See the class."""
+        """Difference between the NIC's I/O address of a byte and its address in the process.
+
+        It is added to addresses in work requests and in messages to peers; 0 for host memory.
+        """
         ...
 
     def close(self) -> None:
-        """Deregister."""
+        """Deregister the memory."""
         ...
 
 
 class Registrar(Protocol):
-    """What registers memory with one NIC; ``name`` is the NIC's, for messages."""
+    """Registers memory with one NIC."""
 
     @property
     def name(self) -> str:
-        """The NIC."""
+        """Name of the NIC, for messages."""
         ...
 
     def register(self, address: int, nbytes: int) -> MemoryRegion:
@@ -61,62 +58,64 @@ class Registrar(Protocol):
         Raises
         ------
         TransportError
-            The NIC refused: passes unchanged, and must name it.
+            If the NIC refuses; callers pass it on unchanged, so its message must name the NIC.
         Exception
-            With ``errno`` or ``error_code``: is translated by `refusal`.
+            If the NIC refuses; the exception has ``errno`` or ``error_code``, which `refusal`
+            translates.
         """
         ...
 
 
 class Memory(Protocol):
-    """What a cache must know of the kind of memory it registers."""
+    """Kind of memory that a registration cache serves: host memory or a GPU's."""
 
     def locate(self, address: int, nbytes: int, owner: Any) -> Allocation:
-        """Find the allocation behind an address."""
+        """Return the allocation that contains `nbytes` bytes at `address`."""
         ...
 
     def identity(self, address: int) -> int:
-        """Return the identity of what is allocated at `address` now; asked where it is not 0."""
+        """Return the identity of the current allocation at `address` (`Allocation.identity`)."""
         ...
 
     def register(
         self, registrars: Sequence[Registrar], allocation: Allocation
     ) -> tuple[MemoryRegion, ...]:
-        """Register on every NIC or on none."""
+        """Register `allocation` with every NIC, or with none if one refuses."""
         ...
 
 
 class HostMemory:
-    """`Memory` the processor addresses; its allocations end with their owners."""
+    """`Memory` of the host; its allocations end with their owners."""
 
     def locate(self, address: int, nbytes: int, owner: Any) -> Allocation:
-        """See `r2ccl.transport.verbs.lifetime.allocation_of`."""
+        """Return the allocation that `allocation_of` finds from `owner`."""
         return allocation_of(address, nbytes, owner)
 
     def identity(self, address: int) -> int:
-        """Return 0: the owner tells."""
+        """Return 0: host allocations are identified by their owner."""
         return 0
 
     def register(
         self, registrars: Sequence[Registrar], allocation: Allocation
     ) -> tuple[MemoryRegion, ...]:
-        """See `register_everywhere`."""
+        """Register `allocation` by `register_everywhere`."""
         return register_everywhere(registrars, allocation.base, allocation.nbytes)
 
 
 def register_everywhere(
     registrars: Sequence[Registrar], address: int, nbytes: int
 ) -> tuple[MemoryRegion, ...]:
-    """Register memory on every NIC, or on none.
+    """Register `nbytes` bytes at `address` with every NIC, or with none if one refuses.
 
     Raises
     ------
     TransportError
-        A NIC refused; the message names it and says what to do, ``status`` is the errno's name.
+        If a NIC refuses; the message names the NIC and says what to do, ``status`` is the errno's
+        name.
 
     Notes
     -----
-    *After failure*: no NIC keeps a registration. An exception that bears no error number passes
+    *After failure*: no NIC keeps a registration. An exception without an error number is raised
     unchanged.
     """
     regions: list[MemoryRegion] = []
@@ -136,25 +135,27 @@ def register_everywhere(
 
 
 def refusal(nic: str, nbytes: int, exc: Exception) -> TransportError | None:
-    """Translate a NIC's refusal to register `nbytes` bytes, with a hint.
+    """Translate the exception of a NIC that refused to register memory, and add a hint.
 
     Parameters
     ----------
     nic : str
+        Name of the NIC.
     nbytes : int
+        Size of the memory, in bytes.
     exc : Exception
-        Its ``errno`` (OSError) or ``error_code`` (pyverbs) is read.
+        Its error number is ``errno`` (OSError) or ``error_code`` (pyverbs).
 
     Returns
     -------
     TransportError or None
-        ``status`` is the errno's name; None: the exception has no error number.
+        ``status`` is the errno's name. None if the exception has no error number.
     """
     number = getattr(exc, "errno", None) or getattr(exc, "error_code", None)
     if not isinstance(number, int):
         return None
     status = _NAMES.get(number) or errno.errorcode.get(number, f"errno {number}")
-    hint = _HINTS.get(status, "`r2ccl doctor` says what this NIC can do")
+    hint = _HINTS.get(status, "run `r2ccl doctor` to see what this NIC can do")
     return TransportError(
         f"{nic} cannot register {nbytes} bytes: {status} ({exc}); "
         + hint.format(memlock=locked_memory_limit()),
@@ -163,9 +164,15 @@ def refusal(nic: str, nbytes: int, exc: Exception) -> TransportError | None:
 
 
 def close_all(registrars: Sequence[Registrar], regions: Sequence[MemoryRegion]) -> None:
-    """Deregister `regions`, the first NICs' in order.
+    """Deregister `regions`; region *i* is that of registrar *i*.
 
-    A NIC that cannot deregister may be gone altogether: that is logged, and the others go on.
+    A NIC that cannot deregister may be gone, so the error is only logged.
+
+    Parameters
+    ----------
+    registrars : sequence of Registrar
+    regions : sequence of MemoryRegion
+        May be shorter than `registrars`.
     """
     for registrar, region in zip(registrars, regions, strict=False):
         try:
@@ -175,24 +182,24 @@ def close_all(registrars: Sequence[Registrar], regions: Sequence[MemoryRegion]) 
 
 
 def locked_memory_limit() -> str:
-    """Return how much memory this process may lock, in words."""
+    """Return the RLIMIT_MEMLOCK of this process as text: "unlimited" or a number of bytes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
 
 
-#: Verbs' spelling where Python's table of error numbers has another.
+#: Names of the verbs documentation where Python's `errno.errorcode` has another (ENOTSUP).
 _NAMES = {errno.EOPNOTSUPP: "EOPNOTSUPP"}
 
-#: What most often lies behind an error of ibv_reg_mr (its manual page and the kernel's
-#: drivers/infiniband/core/umem.c), and what to do about it.
+#: Usual cause of each error of ibv_reg_mr (from its manual page and the kernel's
+#: drivers/infiniband/core/umem.c), and what to do.
 _HINTS = {
     "ENOMEM": (
-        "the limit of locked memory is {memlock} and every NIC counts for itself: raise it "
+        "the limit of locked memory is {memlock}, and memory counts once per NIC: raise the limit "
         "(`ulimit -l unlimited`, or LimitMEMLOCK= of the service), or lower "
         "R2CC_REGISTRATION_LIMIT_NBYTES"
     ),
     "EPERM": (
-        "locking memory is not permitted (the limit is {memlock}): raise it (`ulimit -l "
+        "locking memory is not permitted (the limit is {memlock}): raise the limit (`ulimit -l "
         "unlimited`) or give the process CAP_IPC_LOCK"
     ),
     "EFAULT": "the memory is not mapped for writing: read-only arrays and files cannot be targets",

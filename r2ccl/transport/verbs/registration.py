@@ -1,35 +1,36 @@
-"""Registration cache: which memory the NICs of this process may reach, and with which keys.
+"""Registration cache: the allocations that are registered with all NICs of this process.
 
 Theory of operation
 -------------------
-Registering memory pins its pages and fills the NIC's tables: milliseconds for a large array. So a
-registration is made for the whole allocation, on every NIC at once (a slice that moves to another
-rail finds its keys waiting), and kept for the next collective on the same array.
+Registering memory pins its pages and fills the NIC's tables, which takes milliseconds for a large
+array. So the whole allocation is registered, with every NIC at once (a slice that migrates to
+another rail needs no new registration), and stays registered for the next collective on the array.
 
-*Index.* Registrations are sorted by base, and none of them contains another: one that would is put
-in place of those it contains. Then the ends are sorted as well, the last registration that begins
-at or before an address reaches furthest of all that do, and one bisection answers `find`.
+*Index.* Registrations are sorted by base address. No registration contains another: a new one
+replaces those that it contains or that contain it. So they are sorted by end as well. Of all
+registrations that begin at or before an address, the last one extends furthest, and `find` needs
+one bisection.
 
 *End.* A registration ends in one of four ways, whichever comes first:
 
 ====================  =======================================================================
-its owner is freed    the index stops answering with it at once, in whatever thread the owner
-                      died; the NICs forget it in `RegistrationCache.drain`
-its identity changed  `RegistrationCache.find` asks the driver, and drops it (device memory)
-it is evicted         room is needed, nobody uses it and no work is under way on it: the least
-                      recently used goes first
-the cache is closed   the NICs have stopped: also if work seems to be under way
+its owner is freed    `find` stops returning it at once, in whatever thread the owner died; the
+                      NICs deregister it in `RegistrationCache.drain`
+its identity changed  `find` compares the identity with the driver's (device memory only)
+it is evicted         space is needed; the least recently used registration without users and
+                      pins is evicted first
+the cache is closed   the NICs have stopped; users and pins are ignored
 ====================  =======================================================================
 
-*Users and pins.* `RegistrationCache.register` adds a user and `Registration.close` takes one away;
-without users a registration stays cached until one of the above. A registration whose owner has to
-be held (`r2ccl.transport.verbs.lifetime`) ends with its last user: the cache must not keep memory
-alive. A pin stands for work under way: it keeps the NICs' side and the owner alive, so that no work
-request ever writes to memory that belongs to somebody else by now.
+*Users and pins.* `RegistrationCache.register` adds a user and `Registration.close` removes one; a
+registration without users stays cached until it ends in one of these ways. A registration that
+holds its owner (`r2ccl.transport.verbs.lifetime`) ends with its last user, because the cache must
+not keep memory alive. A pin stands for work in flight: it keeps the registration and the owner
+alive, so that no work request writes to memory that was freed and allocated for something else.
 
-Sees no pyverbs and no CUDA. One thread at a time, except that owners may die in any. Invariants: a
-pinned registration is registered on every NIC until the cache is closed; `find` never answers with
-freed memory; `close` works after Ctrl-C in the midst of any other method, or of itself.
+Only one thread at a time may use the cache, but owners may die in any thread. Invariants: a pinned
+registration is registered with every NIC until the cache is closed; `find` never returns freed
+memory; `close` works after Ctrl-C interrupted any method, including `close`.
 """
 
 from __future__ import annotations
@@ -55,20 +56,20 @@ from r2ccl.transport.verbs.regions import (
 
 
 class RegistrationStats(msgspec.Struct):
-    """What a cache has done.
+    """Counters of a registration cache since its start.
 
     Parameters
     ----------
     hits, misses : int
-        What `RegistrationCache.find` answered, and could not.
+        Calls of `RegistrationCache.find` that found a registration, and that found none.
     registered : int
         Registrations made.
     evictions : int
-        Registrations ended to make room.
+        Registrations ended to make space for others.
     expired : int
         Registrations ended because their memory was freed.
     nbytes : int
-        Memory registered now, counted once however many NICs there are.
+        Bytes registered now, counted once, not once per NIC.
     """
 
     hits: int = 0
@@ -80,7 +81,7 @@ class RegistrationStats(msgspec.Struct):
 
 
 class Registration:
-    """One allocation, registered on every NIC; made by `RegistrationCache.register`."""
+    """Allocation that is registered with every NIC; made by `RegistrationCache.register`."""
 
     __slots__ = (
         "_cache", "_lifetime", "_owner", "_pins", "_regions", "_users", "base", "end", "identity",
@@ -93,58 +94,58 @@ class Registration:
         self.base = allocation.base
         self.end = allocation.base + allocation.nbytes
         self.identity = allocation.identity
-        #: Its memory was freed.
+        #: True once its memory was freed.
         self.is_expired = False
-        #: `find` can answer with it.
+        #: True while `RegistrationCache.find` can return it.
         self.is_indexed = False
         self.last_used = 0
         self._cache = cache
         self._regions = regions
         self._users = 0
         self._pins = 0
-        #: The owner, while pinned.
+        #: Strong reference to the owner, while pinned.
         self._owner: Any = None
         self._lifetime = Lifetime(allocation.owner, functools.partial(cache._owner_died, self))
 
     @property
     def nbytes(self) -> int:
-        """Size of the allocation."""
+        """Size of the allocation in bytes."""
         return self.end - self.base
 
     @property
     def is_open(self) -> bool:
-        """Whether the NICs can still reach it."""
+        """True while the memory is registered with the NICs."""
         return bool(self._regions)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody uses it and no work is under way on it."""
+        """True while the registration has neither users nor pins."""
         return not self._users and not self._pins
 
     @property
     def is_owner_held(self) -> bool:
-        """Whether it keeps its owner alive, and therefore ends with its last user."""
+        """True if the registration keeps its owner alive, and so ends with its last user."""
         return self._lifetime.is_held
 
     def keys(self, nic: int) -> MemoryRegion:
-        """Return the keys of NIC number `nic`.
+        """Return the memory region, which has the keys, of the NIC with index `nic`.
 
         Raises
         ------
         InternalError
-            The registration has ended.
+            If the registration has ended.
         """
         if not self._regions:
-            raise InternalError(f"{self} has ended: it must be pinned while work is under way")
+            raise InternalError(f"{self} has ended: it must be pinned while work is in flight")
         return self._regions[nic]
 
     def pin(self) -> None:
-        """Keep the registration and its owner until `unpin`: work on it is under way.
+        """Keep the registration and its owner alive until `unpin`, for work in flight.
 
         Raises
         ------
         InternalError
-            Its memory was freed, or it has ended.
+            If the memory was freed, or the registration has ended.
         """
         if not self._pins:
             self._owner = self._lifetime.owner()
@@ -154,7 +155,7 @@ class Registration:
         self._pins += 1
 
     def unpin(self) -> None:
-        """Undo one `pin`."""
+        """Remove one pin."""
         if not self._pins:
             raise InternalError(f"{self} was unpinned more often than pinned")
         self._pins -= 1
@@ -163,17 +164,17 @@ class Registration:
             self._cache._settle(self)
 
     def share(self) -> Registration:
-        """Add a user, who must `close` it; return the registration itself."""
+        """Add a user, which must call `close`; return the registration itself."""
         self._users += 1
         return self
 
     def close(self) -> None:
-        """Take one user away; the last one's leaving lets the cache end it.
+        """Remove one user; without users the cache may end the registration.
 
         Raises
         ------
         InternalError
-            There is no user left to take away.
+            If there is no user.
         """
         if not self._users:
             raise InternalError(f"{self} was closed more often than registered")
@@ -181,7 +182,7 @@ class Registration:
         self._cache._settle(self)
 
     def is_of(self, allocation: Allocation) -> bool:
-        """Whether it covers `allocation` and lives as long."""
+        """Return True if the registration covers `allocation` and will end when that is freed."""
         return (
             self.base <= allocation.base
             and allocation.base + allocation.nbytes <= self.end
@@ -195,17 +196,17 @@ class Registration:
 
 
 class RegistrationCache:
-    """Registrations of every allocation in use, on every NIC of the process.
+    """Cache of registrations of one kind of memory, each with every NIC of the process.
 
     Parameters
     ----------
     registrars : sequence of Registrar
-        One a NIC; `Registration.keys` counts them in this order. Borrowed.
+        One per NIC, in the order of the indices of `Registration.keys`. Borrowed.
     limit_nbytes : int
-        Most memory to keep registered, counted once: every NIC pins it, and counts it against the
-        limit of locked memory, for itself.
+        Most bytes to keep registered, counted once. The kernel counts them against the limit of
+        locked memory once per NIC.
     memory : Memory, optional
-        Kind of memory; the host's by default.
+        Kind of memory; host memory by default.
     """
 
     def __init__(
@@ -216,23 +217,23 @@ class RegistrationCache:
         memory: Memory | None = None,
     ) -> None:
         if not registrars:
-            raise InvalidArgument("a cache of registrations was given no NIC to register with")
+            raise InvalidArgument("the registration cache was given no NIC: pass at least one")
         self.stats = RegistrationStats()
         self._registrars = registrars
         self._limit_nbytes = limit_nbytes
         self._memory: Memory = HostMemory() if memory is None else memory
-        #: Sorted by base and by end; `_bases` repeats the bases for the bisection.
+        #: Registrations sorted by base and by end; `_bases` has their bases, for the bisection.
         self._index: list[Registration] = []
         self._bases: list[int] = []
-        #: Ended for new lookups; the NICs keep them until their users or their work are done.
+        #: Registrations that `find` no longer returns but that still have users or pins.
         self._leaving: list[Registration] = []
-        #: Registrations whose owner died. Appending is atomic: owners die in any thread.
+        #: Registrations whose owner died. Owners die in any thread, but appending is atomic.
         self._dead: deque[Registration] = deque()
         self._ticks = 0
         self._is_closed = False
 
     def beside(self, memory: Memory) -> RegistrationCache:
-        """Return a cache over the same NICs, with as high a limit, of another kind of memory."""
+        """Return a new cache for another kind of memory, with the same NICs and limit."""
         return RegistrationCache(self._registrars, self._limit_nbytes, memory=memory)
 
     def find(self, address: int, nbytes: int) -> Registration | None:
@@ -240,7 +241,7 @@ class RegistrationCache:
 
         Notes
         -----
-        *Cost*: one bisection, under 1 us on the host. Device memory adds one driver call.
+        *Cost*: one bisection, under 1 us for host memory. Device memory adds one driver call.
         """
         while True:
             at = bisect_right(self._bases, address) - 1
@@ -263,36 +264,37 @@ class RegistrationCache:
         return None
 
     def register(self, address: int, nbytes: int, owner: Any) -> Registration:
-        """Register the allocation behind `nbytes` bytes at `address`, as one more user of it.
+        """Register the allocation that contains `nbytes` bytes at `address`; add a user to it.
 
         Parameters
         ----------
         address, nbytes : int
         owner : object
-            Whose life keeps the memory alive. It is watched with a weak reference; one that could
-            lose its memory while it lives, or takes no weak references, is held until the last
+            Object that keeps the memory alive. It is watched with a weak reference. An owner that
+            could free its memory earlier, or accepts no weak reference, is held until the last
             user has closed the registration (`Registration.is_owner_held`).
 
         Returns
         -------
         Registration
-            `Registration.close` it when it is no longer needed.
+            The caller must `Registration.close` it when it no longer needs it.
 
         Raises
         ------
         InvalidArgument
-            The owner does not own these bytes.
+            If the owner does not own these bytes.
         TransportError
-            A NIC refused, and is named, or the limit would be exceeded; nothing stays registered.
+            If a NIC refuses (the message names it) or the limit would be exceeded. Nothing is
+            registered then.
         InternalError
-            The cache is closed.
+            If the cache is closed.
         """
         if self._is_closed:
-            raise InternalError("register() after the cache of registrations was closed")
+            raise InternalError("register() was called after the registration cache was closed")
         self.drain()
         allocation = self._memory.locate(address, nbytes, owner)
         if allocation.nbytes > self._limit_nbytes and not allocation.identity:
-            # Of an array larger than the limit, the part in use may still fit.
+            # The allocation exceeds the limit, but the part in use may fit.
             allocation = Allocation(address, nbytes, allocation.owner)
         at = bisect_right(self._bases, allocation.base) - 1
         if at >= 0 and self._index[at].is_of(allocation):
@@ -304,15 +306,15 @@ class RegistrationCache:
         return found.share()
 
     def drain(self) -> None:
-        """End the registrations whose owners have died; cheap when there are none."""
+        """End the registrations whose owners have died; fast if there are none."""
         while self._dead:
             self._expire(self._dead.popleft())
 
     def close(self) -> None:
-        """End every registration, in use or not; the NICs must have stopped.
+        """End every registration, even with users or pins; the NICs must have stopped.
 
-        A pin may be left over: Ctrl-C can come between a pin and the work it is for. What Ctrl-C
-        left in no list is deregistered with its NIC's protection domain.
+        Pins may be left over: Ctrl-C can come between a pin and the work it is for. A registration
+        that Ctrl-C left in no list is deregistered when its protection domains are closed.
         """
         self._is_closed = True
         for kept in (self._index, self._leaving):
@@ -323,11 +325,11 @@ class RegistrationCache:
         self.stats.nbytes = 0
 
     def __len__(self) -> int:
-        """Count the registrations the NICs hold."""
+        """Return the number of registrations that the NICs hold."""
         return len(self._index) + len(self._leaving)
 
     def _make(self, allocation: Allocation) -> Registration:
-        """Register `allocation` on every NIC, ending idle registrations where that makes room."""
+        """Register `allocation` with every NIC; evict idle registrations if space is needed."""
         self._make_room(allocation)
         while True:
             try:
@@ -347,19 +349,19 @@ class RegistrationCache:
         return made
 
     def _make_room(self, allocation: Allocation) -> None:
-        """Evict until `allocation` fits under the limit."""
+        """Evict idle registrations until `allocation` fits under the limit."""
         while self.stats.nbytes + allocation.nbytes > self._limit_nbytes:
             if not self._evict():
                 raise TransportError(
                     f"cannot register {allocation.nbytes} bytes: {self.stats.nbytes} bytes are "
                     f"registered and in use, and R2CC_REGISTRATION_LIMIT_NBYTES allows "
-                    f"{self._limit_nbytes}; raise it, with the limit of locked memory "
+                    f"{self._limit_nbytes}: raise it and, if needed, the limit of locked memory "
                     f"({locked_memory_limit()}), or close registrations that are no longer needed",
                     status="REGISTRATION_LIMIT",
                 )
 
     def _evict(self) -> bool:
-        """End the idle registration used longest ago; False if there is none."""
+        """End the least recently used idle registration; return False if there is none."""
         idle = [each for each in self._index if each.is_idle]
         if not idle:
             return False
@@ -368,19 +370,19 @@ class RegistrationCache:
         return True
 
     def _displace(self, allocation: Allocation) -> None:
-        """Take registrations that `allocation` contains, or is contained in, out of the index."""
+        """Remove registrations from the index that `allocation` contains or that contain it."""
         at = bisect_left(self._bases, allocation.base)
         end = allocation.base + allocation.nbytes
         while at < len(self._index) and self._index[at].end <= end:
             self._retire(self._index[at])
-        # Those that cover it belong to another owner, and may end before this one.
+        # Those that contain it have another owner, so they may end before it does.
         at = bisect_right(self._bases, allocation.base) - 1
         while at >= 0 and self._index[at].end >= end:
             self._retire(self._index[at])
             at -= 1
 
     def _retire(self, registration: Registration) -> None:
-        """Take it out of the index; it ends with its users and its work."""
+        """Remove a registration from the index; it ends once it has no users and pins."""
         if registration.is_indexed:
             self._unindex(registration)
             self._leaving.append(registration)
@@ -392,13 +394,13 @@ class RegistrationCache:
         registration.is_indexed = False
 
     def _expire(self, registration: Registration) -> None:
-        """End a registration whose memory was freed, at once unless work is under way."""
+        """End a registration whose memory was freed; if it is pinned, its last unpin ends it."""
         if registration.is_open:
             registration.is_expired = True
             self._retire(registration)
 
     def _settle(self, registration: Registration) -> None:
-        """End a registration that nothing needs any more."""
+        """End a registration if nothing needs it any more."""
         if not registration.is_open or registration._pins:
             return
         is_kept = registration.is_indexed and not registration.is_owner_held
@@ -406,7 +408,7 @@ class RegistrationCache:
             self._end(registration)
 
     def _end(self, registration: Registration) -> None:
-        """Deregister on every NIC."""
+        """Remove a registration from its list and deregister it with every NIC."""
         if registration.is_indexed:
             self._unindex(registration)
         else:
@@ -421,8 +423,8 @@ class RegistrationCache:
         registration._lifetime.end()
 
     def _owner_died(self, registration: Registration) -> None:
-        # In any thread, possibly inside the garbage collector: no lock, nothing that can fail. The
-        # queue first, the flag second: who sees the flag finds the registration in the queue.
+        # Runs in any thread, possibly inside the garbage collector, so it takes no lock and cannot
+        # fail. The queue comes first: whoever sees the flag finds the registration in the queue.
         self._dead.append(registration)
         registration.is_expired = True
 

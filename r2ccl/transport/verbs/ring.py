@@ -1,10 +1,10 @@
-"""Credits of a ring of messages that one side writes into the other's memory.
+"""Flow control of a message ring: one rank writes messages into a ring in the peer's memory.
 
-The writer chooses every place and says it with the message; the reader only counts what it has
-consumed and returns the count, modulo a power of two, as it finds the occasion. So nothing has to
-be mirrored, and a lost or merged credit does no harm: counts are cumulative.
+The writer chooses the offset of every message and sends the offset with it. The reader only counts
+the messages it has consumed, and returns the count modulo a power of two (a credit) from time to
+time. Counts are cumulative, so credits may be merged or lost.
 
-Pure: no I/O, no memory. Invariant: a place is given again only after its message was consumed.
+Invariant: ring space is reused only after the message in it was consumed.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from r2ccl.errors import InternalError
 
 
 class SendRing:
-    """The writer's view of the reader's ring.
+    """Writer's bookkeeping of the free space in the reader's ring.
 
     Parameters
     ----------
     nbytes : int
         Size of the ring, a multiple of ``align``.
     nmessages : int
-        Messages that may be unconsumed, less than half of `COUNT_MODULUS`.
+        Most unconsumed messages; less than half of `COUNT_MODULUS`.
     align : int
-        Every place begins at a multiple of it.
+        Every message begins at a multiple of this offset.
     """
 
     def __init__(self, nbytes: int, nmessages: int, align: int) -> None:
         self._nbytes = nbytes
         self._nmessages = nmessages
         self._align = align
-        #: Cumulative bytes given out and given back, places skipped at the end included.
+        #: Cumulative bytes taken and freed, including space skipped at the end of the ring.
         self._head = 0
         self._tail = 0
         self._consumed = 0
         self._ends: deque[int] = deque()
 
     def take(self, nbytes: int) -> int | None:
-        """Return the offset of a place for `nbytes`, or None until credits come.
+        """Return the offset for a message of `nbytes`, or None if credits are needed first.
 
         Raises
         ------
         InternalError
-            The message is larger than the ring.
+            If the message is larger than the ring.
         """
         if nbytes > self._nbytes:
             raise InternalError(f"message of {nbytes} bytes for a ring of {self._nbytes}")
         if len(self._ends) >= self._nmessages:
             return None
-        if not self._ends:  # begin at the front: else a large message would not fit in two halves
+        if not self._ends:  # begin at offset 0: a large message fits only there
             self._head = self._tail = 0
         size = -(-nbytes // self._align) * self._align
         offset = self._head % self._nbytes
@@ -63,26 +63,26 @@ class SendRing:
         return offset
 
     def credit(self, count: int) -> None:
-        """Take the reader's count of consumed messages, modulo `COUNT_MODULUS`.
+        """Free the space of consumed messages; `count` is the reader's, modulo `COUNT_MODULUS`.
 
         Raises
         ------
         InternalError
-            More was consumed than was written.
+            If the reader consumed more messages than were written.
         """
         fresh = (count - self._consumed) % COUNT_MODULUS
         if fresh > COUNT_MODULUS // 2:
-            return  # overtaken by a later count
+            return  # a later count arrived before this one
         if fresh > len(self._ends):
-            raise InternalError(f"{fresh} messages consumed, {len(self._ends)} were under way")
+            raise InternalError(f"{fresh} messages were consumed, only {len(self._ends)} in flight")
         for _ in range(fresh):
             self._tail = self._ends.popleft()
         self._consumed += fresh
 
 
-#: Counts are told modulo this: they share 32 bits of immediate data with other things.
+#: Credits are counts modulo this: 22 of the 32 bits of immediate data.
 COUNT_MODULUS = 1 << 22
-#: Messages begin at multiples of it, so that a ring of 256 MiB can be addressed with 22 bits.
+#: Messages begin at multiples of this offset, so 22 bits can address a ring of 256 MiB.
 ALIGN = 64
 
 __all__ = ["ALIGN", "COUNT_MODULUS", "SendRing"]

@@ -1,10 +1,10 @@
-"""How a NIC reaches a slice: in its own memory if that is registered, else in a buffer instead.
+"""Registered memory for each slice: the caller's own if it is registered, else a staging buffer.
 
-Buffers come in powers of two, are registered like everything `Staging.allocate` returns, and are
-kept for the next slice. Device memory has registrations of its own, and no buffers: its bytes are
-not this process's to copy, so who sends and receives it has registered it.
+Buffers have sizes that are powers of two, are registered with every NIC, and are reused. Device
+memory has a separate registration cache and no buffers, because the CPU cannot copy its bytes:
+callers must register it before they send or receive it.
 
-Sees no pyverbs. Invariant: while a `Reach` is held its memory stays registered on every NIC.
+Invariant: while a `Reach` is held, its memory stays registered with every NIC.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _MIN_BUFFER_BITS = 12
 
 
 class Reach(NamedTuple):
-    """What a work request says of a slice's memory, pinned until `Staging.release`."""
+    """Address and keys of a slice's memory for one NIC, pinned until `Staging.release`."""
 
     address: int
     lkey: int
     rkey: int
     registration: Registration
-    #: Where the slice's bytes really are, or must be copied from: None if in its own memory.
+    #: Staging buffer that the NIC uses in place of the slice's memory; None if it uses that.
     buffer: Array | None
 
 
 class Staging:
-    """The memory of one transport.
+    """Registered memory and staging buffers of one transport.
 
     Parameters
     ----------
     registrations : RegistrationCache
-        Owned.
+        Registrations of host memory. Owned.
     open_cuda : callable
-        Opens the CUDA driver, when device memory is first registered.
+        Opens the CUDA driver; called when device memory is first registered.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class Staging:
         self._buffers: dict[int, list[Array]] = {}
 
     def allocate(self, nbytes: int) -> Array:
-        """Return memory registered with every NIC, for as long as it lives."""
+        """Return `nbytes` bytes of memory that is registered with every NIC until it is freed."""
         made = np.empty(max(1, nbytes), np.uint8)
         self.register(made)
         return made[:nbytes]
 
     def register(self, memory: Array) -> Registration:
-        """See `Transport.register`."""
+        """Register host memory with every NIC; the caller closes the result."""
         return self._registrations.register(memory.ctypes.data, memory.nbytes, memory)
 
     def register_device(self, address: int, nbytes: int) -> Registration:
-        """See `Transport.register_device`."""
+        """Register device memory with every NIC; the caller closes the result."""
         if self._on_device is None:
             self._on_device = self._registrations.beside(DeviceMemory(self._open_cuda()))
         found = self._on_device.find(address, nbytes)
@@ -75,12 +75,12 @@ class Staging:
         return self._on_device.register(address, nbytes, None)
 
     def reach(self, view: memoryview, nic: int) -> Reach:
-        """Pin the memory of `view`, or a buffer for it, for NIC number `nic`.
+        """Pin the memory of `view`, or a buffer of its size, for the NIC with index `nic`.
 
         Raises
         ------
         InternalError
-            Device memory that is not registered.
+            If `view` is device memory that is not registered.
         """
         if is_device_view(view):
             return self._reach_device(view, nic)
@@ -102,21 +102,21 @@ class Staging:
         found = None if cache is None else cache.find(address, len(view))
         if found is None:
             raise InternalError(
-                f"{len(view)} bytes of device memory at {address:#x} are not registered: was the "
-                "array freed while a collective worked on it?"
+                f"{len(view)} bytes of device memory at {address:#x} are not registered: the array "
+                "was perhaps freed while a collective used it"
             )
         found.pin()
         keys = found.keys(nic)
         return Reach(address + keys.iova_base, keys.lkey, keys.rkey, found, None)
 
     def release(self, reach: Reach) -> None:
-        """No work request names it any more."""
+        """Unpin `reach`; no work request may use it any more."""
         reach.registration.unpin()
         if reach.buffer is not None:
             self._buffers.setdefault(reach.buffer.nbytes, []).append(reach.buffer)
 
     def drain(self) -> None:
-        """Have the NICs forget memory that was freed; of a device's, lookups tell."""
+        """Deregister freed host memory; lookups detect freed device memory."""
         self._registrations.drain()
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""What a verbs provider reports, for people: work completion statuses and asynchronous events.
+"""Names and explanations of verbs' work completion statuses and asynchronous events.
 
-Tables and text only. Must not import pyverbs: the numbers are the ABI of libibverbs
-(``enum ibv_wc_status`` and ``enum ibv_event_type`` of infiniband/verbs.h), so an error that came
-from another machine can be read on one without verbs. Invariant: every number gives a name and a
-text, also one that newer headers added.
+The numbers are the ABI of libibverbs (``enum ibv_wc_status`` and ``enum ibv_event_type`` of
+infiniband/verbs.h). This module works without pyverbs, so an error from another machine can be
+explained on a machine without verbs. Invariant: every number has a name and a text, even one that
+newer headers added.
 
 References
 ----------
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class CompletionStatus(NamedTuple):
-    """One ``ibv_wc_status``: its name without ``IBV_WC_``, what it means, what to do next."""
+    """Entry for one ``ibv_wc_status``: name without ``IBV_WC_``, meaning, and what to do next."""
 
     name: str
     meaning: str
@@ -25,13 +25,15 @@ class CompletionStatus(NamedTuple):
 
 
 class AsyncEvent(NamedTuple):
-    """One ``ibv_event_type``: its name without ``IBV_EVENT_``, and what it means."""
+    """Entry for one ``ibv_event_type``: name without ``IBV_EVENT_``, and meaning."""
 
     name: str
     meaning: str
 
 
-_NOT_USED = "r2ccl uses no such service: report it with the device, its driver and its firmware"
+_NOT_USED = (
+    "r2ccl does not use this feature: report it with the versions of device, driver and firmware"
+)
 _REPORT = "this is a defect of r2ccl: report it with the logs of both ranks"
 _DRIVER = "look at dmesg and the device's firmware version"
 _REGISTRATION = (
@@ -50,7 +52,7 @@ STATUSES: dict[int, CompletionStatus] = {
     2: CompletionStatus(
         "LOC_QP_OP_ERR",
         "the local queue pair cannot execute the request: wrong operation, flag or size; Soft-RoCE "
-        "also says so of requests under way when a queue pair breaks",
+        "also reports this for requests in flight when a queue pair breaks",
         _REPORT,
     ),
     3: CompletionStatus(
@@ -64,7 +66,7 @@ STATUSES: dict[int, CompletionStatus] = {
     5: CompletionStatus(
         "WR_FLUSH_ERR",
         "the queue pair was in its error state before the request was executed",
-        "this is an effect: look for the first failure of the same rail, here or at the peer",
+        "this is a consequence: look for the first failure of the same rail, here or at the peer",
     ),
     6: CompletionStatus("MW_BIND_ERR", "a memory window could not be bound", _NOT_USED),
     7: CompletionStatus(
@@ -74,7 +76,7 @@ STATUSES: dict[int, CompletionStatus] = {
     ),
     8: CompletionStatus(
         "LOC_ACCESS_ERR",
-        "an incoming write with immediate met memory of this rank it may not write to",
+        "an incoming write with immediate data addressed memory of this rank that it may not write",
         _REGISTRATION,
     ),
     9: CompletionStatus(
@@ -91,20 +93,20 @@ STATUSES: dict[int, CompletionStatus] = {
     ),
     11: CompletionStatus(
         "REM_OP_ERR",
-        "the peer's NIC could not complete the operation for a reason of its own",
+        "the peer's NIC could not complete the operation because of an error there",
         "the cause is in the log and the asynchronous events of the peer",
     ),
     12: CompletionStatus(
         "RETRY_EXC_ERR",
-        "no acknowledgement from the peer's NIC, however often the packet was sent again",
+        "no acknowledgement from the peer's NIC after all retries",
         "the peer's NIC, cable or switch port is down, or its process is gone; on a path that "
-        "never worked compare the GIDs (type, subnet, VLAN) and let UDP port 4791 pass; under "
+        "never worked, compare the GIDs (type, subnet, VLAN) and allow UDP port 4791; under "
         "congestion raise R2CC_IB_TIMEOUT or R2CC_IB_RETRY_CNT",
     ),
     13: CompletionStatus(
         "RNR_RETRY_EXC_ERR",
-        "the peer's NIC is there, but had no receive posted for too long",
-        "see whether the peer's process is stopped or starved of processor time",
+        "the peer's NIC answered, but it had no receive request posted for too long",
+        "check whether the peer's process is stopped or gets too little CPU time",
     ),
     14: CompletionStatus(
         "LOC_RDD_VIOL_ERR", "two local domains of reliable datagrams differ", _NOT_USED
@@ -121,18 +123,20 @@ STATUSES: dict[int, CompletionStatus] = {
     18: CompletionStatus(
         "INV_EEC_STATE_ERR", "an end-to-end context is in the wrong state", _NOT_USED
     ),
-    19: CompletionStatus("FATAL_ERR", "the device cannot go on with its transport", _DRIVER),
+    19: CompletionStatus(
+        "FATAL_ERR", "the device had a transport error that it cannot recover from", _DRIVER
+    ),
     20: CompletionStatus(
         "RESP_TIMEOUT_ERR",
         "the peer did not answer a request in time",
-        "see whether the peer's NIC is up and its process runs",
+        "check that the peer's NIC is up and its process runs",
     ),
     21: CompletionStatus(
-        "GENERAL_ERR", "an error the other statuses do not describe", f"{_DRIVER} (vendor code)"
+        "GENERAL_ERR", "an error that no other status describes", f"{_DRIVER} (vendor code)"
     ),
     22: CompletionStatus("TM_ERR", "tag matching failed", _NOT_USED),
     23: CompletionStatus(
-        "TM_RNDV_INCOMPLETE", "a rendezvous of tag matching was left to software", _NOT_USED
+        "TM_RNDV_INCOMPLETE", "a tag-matching rendezvous must be completed by software", _NOT_USED
     ),
 }
 
@@ -144,8 +148,8 @@ EVENTS: dict[int, AsyncEvent] = {
     3: AsyncEvent("QP_ACCESS_ERR", "a queue pair received a request that violates local access"),
     4: AsyncEvent("COMM_EST", "a queue pair received its first packet before it could send"),
     5: AsyncEvent("SQ_DRAINED", "a send queue is drained"),
-    6: AsyncEvent("PATH_MIG", "a connection went over to its alternate path"),
-    7: AsyncEvent("PATH_MIG_ERR", "a connection could not go over to its alternate path"),
+    6: AsyncEvent("PATH_MIG", "a connection migrated to its alternate path"),
+    7: AsyncEvent("PATH_MIG_ERR", "a connection could not migrate to its alternate path"),
     8: AsyncEvent("DEVICE_FATAL", "the device failed as a whole"),
     9: AsyncEvent("PORT_ACTIVE", "a port came up"),
     10: AsyncEvent("PORT_ERR", "a port went down"),
@@ -163,38 +167,38 @@ EVENTS: dict[int, AsyncEvent] = {
 
 
 def status_name(status: int) -> str:
-    """Return verbs' own spelling of a status, ``RETRY_EXC_ERR`` for 12."""
+    """Return verbs' name of a work completion status, for example ``RETRY_EXC_ERR`` for 12."""
     known = STATUSES.get(status)
     return known.name if known else f"UNKNOWN_STATUS_{status}"
 
 
 def is_completion_status(name: str) -> bool:
-    """Whether verbs spells the status of a failed work request like this."""
+    """Return True if `name` is verbs' name of a failed work request's status."""
     return any(status.name == name for number, status in STATUSES.items() if number)
 
 
 def event_name(event: int) -> str:
-    """Return verbs' own spelling of an asynchronous event, ``PORT_ERR`` for 10."""
+    """Return verbs' name of an asynchronous event, for example ``PORT_ERR`` for 10."""
     known = EVENTS.get(event)
     return known.name if known else f"UNKNOWN_EVENT_{event}"
 
 
 def describe_status(status: int, vendor_err: int = 0) -> str:
-    """Say what a work completion status means and what to do next.
+    """Return text that explains a work completion status and says what to do next.
 
     Parameters
     ----------
     status : int
         ``ibv_wc.status``.
     vendor_err : int
-        ``ibv_wc.vendor_err``: the NIC maker's own code, shown if it is not 0.
+        ``ibv_wc.vendor_err``, the error code of the NIC's vendor; shown if it is not 0.
 
     Examples
     --------
     >>> describe_status(5, 0xF9)
     'WR_FLUSH_ERR (status 5, vendor error 0xf9): the queue pair was in its error state before the \
-request was executed; this is an effect: look for the first failure of the same rail, here or at \
-the peer'
+request was executed; this is a consequence: look for the first failure of the same rail, here or \
+at the peer'
     """
     known = STATUSES.get(status)
     meaning, hint = (known.meaning, known.hint) if known else _UNKNOWN
@@ -203,7 +207,7 @@ the peer'
 
 
 def describe_event(event: int) -> str:
-    """Say what an asynchronous event means.
+    """Return text that explains an asynchronous event.
 
     Examples
     --------

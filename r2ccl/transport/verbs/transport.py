@@ -1,15 +1,16 @@
-"""Verbs transport: reliable queue pairs over RDMA NICs, one device a rail.
+"""Verbs transport: reliable queue pairs over RDMA NICs, one device per rail.
 
-Every device is a rail; a path is one queue pair (`r2ccl.transport.verbs.queuepair`). Slices go from
-registered memory into registered memory; memory that is not registered is copied through buffers
-that are. One completion queue a device is polled while there is work; when there is none, its
-channel and the device's async events wake an epoll.
+Every device is a rail; a path is one queue pair (`r2ccl.transport.verbs.queuepair`). The NIC writes
+slices from registered memory to registered memory; memory that is not registered is copied through
+registered buffers. Each device has one completion queue, which is polled while there is work. Else
+its completion channel and the device's async events wake an epoll.
 
-Fencing takes the queue pair to ERR and waits for the markers behind everything posted: only then
-no late write can land. A device that never returns them loses the queue pair at a deadline.
+A fence takes the queue pair to ERR and waits for a marker behind all posted requests of each queue:
+only when both have completed can no late write land any more. If a device does not complete them by
+a deadline, the queue pair is destroyed.
 
-Sees no pyverbs itself. Invariant: nothing is reported of a path after its `Fenced`, and what
-completed before it was fenced counts.
+Invariants: no event of a path is reported after its `Fenced`; what completed before the fence, or
+while it drained, is reported.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ from r2ccl.types import PathKey, ProbeKey
 
 _log = logging.getLogger(__name__)
 
-#: Largest eager messages the ring of one direction holds.
+#: Number of eager messages of the largest size that fit in a ring.
 _RING_MESSAGES = 8
-#: A queue pair that has not returned its markers by then is destroyed.
+#: A queue pair whose markers have not completed after this time is destroyed.
 _DRAIN_TIMEOUT_S = 1.0
 _PORT_EVENTS = {"PORT_ERR": False, "DEVICE_FATAL": False, "PORT_ACTIVE": True}
-#: After this one no completion comes any more, so no queue pair of the device is of use.
+#: After this event the device reports no more completions, so its queue pairs are unusable.
 _LOST_COMPLETIONS = "CQ_ERR"
 #: Bit of verbs' opcodes that marks a receive.
 _RECEIVED = 1 << 7
@@ -71,18 +72,20 @@ class VerbsTransport:
     rank : int
         This rank, for error messages.
     devices : sequence of RdmaDevice
-        One a rail. Owned.
+        One per rail. Owned.
     registrations : RegistrationCache
-        Over the same devices, in the same order.
+        Registrations with the same devices, in the same order. Owned.
     eager_nbytes : int
         Largest eager payload.
     timeout, retry_cnt : int
-        Of every queue pair, in verbs' own units.
+        Attributes of every queue pair of a path: a packet is sent again after 4.096 us times
+        2^timeout, at most `retry_cnt` times.
     probe_timeout_s : float
+        Time in which a probe must be answered, in seconds.
     first_rail : int
-        Rail of ``devices[0]``, where other transports have rails too.
+        Rail number of ``devices[0]``; above 0 if other transports have the first rails.
     open_cuda : callable
-        Opens the CUDA driver when device memory is first registered.
+        Opens the CUDA driver; called when device memory is first registered.
     """
 
     def __init__(
@@ -112,10 +115,10 @@ class VerbsTransport:
         self._prober = VerbsProber(devices, probe_timeout_s, clock)
         self._by_number: list[dict[int, VerbsEndpoint]] = [{} for _ in devices]
         self._by_path: dict[PathKey, VerbsEndpoint] = {}
-        #: NICs whose completion queue lost some: what is under way there can no longer be told.
+        #: NICs whose completion queue lost completions, so the state of requests is unknown.
         self._broken: set[int] = set()
         self._spare: list[list[QueuePair]] = [[] for _ in devices]
-        #: Completions taken while paths were fenced, by NIC; the oldest come first.
+        #: Batches of completions taken off each NIC's queue by `fence`, oldest first.
         self._aside: list[list[list[Completion]]] = [[] for _ in devices]
         self._draining: list[VerbsEndpoint] = []
         self._dirty: list[VerbsEndpoint] = []
@@ -133,7 +136,7 @@ class VerbsTransport:
     # Paths
 
     def joins(self, rail: int) -> bool:
-        """Always."""
+        """Return True: all connections are made by `offer` and `Endpoint.join`."""
         return True
 
     @overload
@@ -143,13 +146,13 @@ class VerbsTransport:
     def offer(self, key: ProbeKey) -> ProbeEnd: ...
 
     def offer(self, key: PathKey | ProbeKey) -> VerbsEndpoint | ProbeEnd:
-        """See `Transport.offer`."""
+        """Make an end; raise TransportError if the port is down or its NIC lost completions."""
         nic = (key.via if isinstance(key, ProbeKey) else key.rail) - self._first_rail
         device = self._devices[nic]
         if nic in self._broken:
             raise TransportError(
-                f"rank {self._rank}: {device.name} has lost completions and is of no use until "
-                "the job is started again",
+                f"rank {self._rank}: {device.name} has lost completions and cannot be used until "
+                "the job is restarted",
                 rank=self._rank, peer=key.peer, rail=key.rail, status=_LOST_COMPLETIONS,
             )  # fmt: skip
         if not device.is_active():
@@ -166,18 +169,18 @@ class VerbsTransport:
         return endpoint
 
     def open(self, path: PathKey, endpoint: VerbsEndpoint) -> None:
-        """Take a joined endpoint into use as `path`."""
+        """Begin to use a joined endpoint as `path`."""
         endpoint.state = EndpointState.LIVE
         self._by_path[path] = endpoint
         held, endpoint.held = endpoint.held, []
         self._events += held
 
     def is_open(self, path: PathKey) -> bool:
-        """Whether `path` was opened and not yet failed or fenced."""
+        """Return True if `path` was opened and has neither failed nor been fenced since."""
         return self._live(path) is not None
 
     def fence(self, path: PathKey) -> None:
-        """Begin to take the local end of `path` out of use."""
+        """Flush the queue pair of `path`; `Fenced` is reported once both markers completed."""
         endpoint = self._by_path.pop(path, None)
         if endpoint is None:
             return
@@ -188,25 +191,25 @@ class VerbsTransport:
         try:
             endpoint.qp.flush()
         except TransportError as exc:
-            _log.warning("rank %d: %s; it is destroyed", self._rank, exc)
+            _log.warning("rank %d: %s; the queue pair is destroyed", self._rank, exc)
             endpoint.give_up_s = 0.0
-        # Many are fenced one after another: what each flushes makes room for the next.
+        # Many paths may be fenced in sequence: make room in the completion queue for the next.
         self._set_aside(endpoint.nic)
 
     def has_unsent(self) -> bool:
-        """Return False: a NIC takes every posted request."""
+        """Return False: no data waits for socket buffers here."""
         return False
 
     def is_stuck(self, path: PathKey) -> bool:
-        """Never: a queue pair that only retransmits breaks by itself."""
+        """Return False: a queue pair that only retransmits fails by itself."""
         return False
 
     def probe(self, key: ProbeKey) -> None:
-        """Write nothing, on a queue pair of its own; see `Transport.probe`."""
+        """Start a probe: an RDMA write of 0 bytes on a separate queue pair (`VerbsProber`)."""
         self._prober.probe(key)
 
     def descriptors(self) -> list[int]:
-        """See `Transport.descriptors`."""
+        """Return the descriptors of epoll, wakeup and devices; empty after `close`."""
         if self._epoll.closed:
             return []
         own = [self._epoll.fileno(), self._wakeup.number]
@@ -215,14 +218,14 @@ class VerbsTransport:
     def close(self) -> None:
         """Destroy every queue pair, then close the devices. Idempotent.
 
-        Each step is taken whatever those before it raised, and again if Ctrl-C broke off an
-        earlier call: an open device outlives its communicator.
+        Every step runs even if an earlier one raised, and runs again if Ctrl-C interrupted an
+        earlier call. Otherwise a device could stay open after its communicator is closed.
         """
-        # First: nothing is posted to a queue pair that is destroyed.
+        # First, so that nothing is posted to a destroyed queue pair.
         self._by_path.clear()
         for ends in (self._dirty, self._lending, self._draining):
             ends.clear()
-        with ExitStack() as steps:  # the last one first
+        with ExitStack() as steps:  # callbacks run last to first
             steps.callback(self._close_descriptors)
             for device in self._devices:
                 steps.callback(device.close)
@@ -248,7 +251,7 @@ class VerbsTransport:
         self, path: PathKey, frame: Frame, view: memoryview, token: Any,
         is_replay: bool = False,
     ) -> None:  # fmt: skip
-        """Queue a slice; a replay goes ahead of the slices queued before it."""
+        """Queue a slice; a replay is sent ahead of the cleared slices queued before it."""
         end = self._live(path)
         if end is None:
             return
@@ -256,7 +259,7 @@ class VerbsTransport:
             self._queue(end, EAGER, frame, len(view), payload=view)
             self._events.append(Sent(path, frame.channel, frame.seq))
         else:
-            if frame.ack > end.acked.get(frame.channel, 0):  # a slice has no header to carry it
+            if frame.ack > end.acked.get(frame.channel, 0):  # a cleared slice has no header
                 self._queue(end, CONFIRM, frame)
             item = Outgoing(frame, view, token)
             if is_replay:
@@ -266,14 +269,17 @@ class VerbsTransport:
         self._mark(end)
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
-        """Name where slice ``frame.seq`` lands; it is confirmed by the caller alone."""
+        """Queue `region` as landing place of slice ``frame.seq``; `ack` is ignored.
+
+        This transport never confirms a slice by itself.
+        """
         end = self._live(path)
         if end is not None:
             end.unnamed.append((frame, region))
             self._mark(end)
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
-        """Confirm the peer's slices of `channel` below `ack`."""
+        """Queue a message that confirms the peer's slices of `channel` numbered below `ack`."""
         end = self._live(path)
         if end is not None:
             frame = Frame(channel, 0, ack, 0, 0)
@@ -281,7 +287,7 @@ class VerbsTransport:
             self._mark(end)
 
     def flush(self) -> None:
-        """Post what is queued, as far as the queues have room."""
+        """Post queued messages and slices, as far as send queues and rings have room."""
         dirty, self._dirty = self._dirty, []
         for end in dirty:
             end.is_dirty = False
@@ -292,15 +298,15 @@ class VerbsTransport:
                     self._fail(end, exc.status, str(exc))
 
     def allocate(self, nbytes: int) -> Array:
-        """Return memory registered with every NIC, for as long as it lives."""
+        """Return `nbytes` bytes of memory that is registered with every NIC until it is freed."""
         return self._staging.allocate(nbytes)
 
     def register(self, memory: Array) -> Registration:
-        """See `Transport.register`."""
+        """Register host memory with every NIC."""
         return self._staging.register(memory)
 
     def register_device(self, address: int, nbytes: int) -> Registration:
-        """See `Transport.register_device`: by dma-buf or peermem, on every NIC."""
+        """Register device memory with every NIC, by dma-buf or nvidia_peermem."""
         return self._staging.register_device(address, nbytes)
 
     def _post(self, end: VerbsEndpoint) -> None:
@@ -311,19 +317,19 @@ class VerbsTransport:
             messages.stamp(header, end.consumed)
             if not end.qp.write_message(header, payload):
                 break
-            end.told()  # not before: what only waits tells nobody anything
+            end.told()  # only now: a queued message does not carry its credit to the peer yet
             end.small.popleft()
         while end.bulk and not end.small and end.qp.has_room():
             self._write(end, end.bulk.popleft())
-        # Also if a message waits for credits itself: the peer's may wait for these.
+        # Even if messages wait for the peer's credits: the peer may be waiting for this credit.
         if end.is_credit_due and end.qp.write_credit(end.consumed):
             end.told()
 
     def _name(self, end: VerbsEndpoint, frame: Frame, region: memoryview) -> None:
-        """Send the landing place of a slice: the region itself if it is registered."""
+        """Queue a clear-to-send for a slice: to `region` if it is registered, else to a buffer."""
         number = end.numbers.popleft()
         reach = self._staging.reach(region, end.nic)
-        # What the slice will say of itself; it carries no confirmation of the opposite link.
+        # Frame of the slice when it arrives; ack is 0, as a slice carries no confirmation.
         expected = Frame(frame.channel, frame.seq, 0, frame.op, frame.signature)
         end.places[number] = LandingPlace(expected, region, reach)
         token = (number, reach.address, reach.rkey)
@@ -350,13 +356,13 @@ class VerbsTransport:
     # Polling
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Collect what completed; sleeps up to `timeout_s` if nothing has."""
+        """Return new events; if there are none, wait for one up to `timeout_s` seconds."""
         self._return_lent()
         self._staging.drain()
         self._complete()
         if timeout_s > 0 and not self._events:
             self.arm()
-            self._complete()  # what came before the notification was asked for
+            self._complete()  # completions from before `arm` cause no notification
             timeout_s = self.limit_s(timeout_s)
         if self._listen(0.0 if self._events else timeout_s):
             self._complete()
@@ -368,26 +374,26 @@ class VerbsTransport:
         return events
 
     def wake(self) -> None:
-        """End a sleeping `poll`, from any thread."""
+        """Make a waiting `poll` return; any thread may call this."""
         self._wakeup.wake()
 
     def limit_s(self, timeout_s: float) -> float:
-        """See `Part.limit_s`: fences and probes have deadlines."""
+        """Return `timeout_s`, or less if a fence or probe has an earlier deadline, in seconds."""
         if self._draining:
             timeout_s = min(timeout_s, _DRAIN_TIMEOUT_S / 10)
         return self._prober.limit_s(timeout_s)
 
     def arm(self) -> None:
-        """Have `fileno` become readable at the next completion; then poll once more."""
+        """Make `fileno` become readable at the next completion; poll once more before waiting."""
         for device in self._devices:
             device.arm()
 
     def fileno(self) -> int:
-        """Descriptor of all the devices' events."""
+        """Return the descriptor of the epoll set of all devices' events."""
         return self._epoll.fileno()
 
     def _listen(self, timeout_s: float) -> bool:
-        """Take what the descriptors announce; True if that was anything."""
+        """Wait for events of the descriptors and handle them; return True if there were any."""
         ready = self._epoll.poll(timeout_s)
         for fd, _ in ready:
             if fd == self._wakeup.number:
@@ -401,7 +407,7 @@ class VerbsTransport:
         return bool(ready)
 
     def _return_lent(self) -> None:
-        """Payloads lent until this poll are consumed."""
+        """Count messages that were lent until this poll as consumed."""
         lending, self._lending = self._lending, []
         for end in lending:
             end.consume_lent()
@@ -409,11 +415,11 @@ class VerbsTransport:
                 self._mark(end)
 
     def _set_aside(self, nic: int) -> None:
-        """Take what has completed off the queue, and leave it for the next poll to work on."""
+        """Take completions off the queue and keep them until the next poll handles them."""
         try:
             while batch := self._devices[nic].completions():
                 self._aside[nic].append(batch)
-        except Exception as exc:  # the next poll meets it too, where all paths are fenced by then
+        except Exception as exc:  # the next poll raises it again, when all paths are fenced
             _log.debug("rank %d: %s: %s", self._rank, self._devices[nic].name, exc)
 
     def _complete(self) -> None:
@@ -427,18 +433,18 @@ class VerbsTransport:
                 batch = device.completions() if is_full else []
 
     def _take_batch(self, nic: int, batch: list[Completion]) -> bool:
-        """Act on completions; returns whether some failed, of which repeats were left out."""
+        """Handle completions; return True if any failed: a batch omits repeated flushes."""
         has_failed = False
         ends = self._by_number[nic]
         fresh: dict[VerbsEndpoint, int] = {}
         for number, status, opcode, vendor_err, imm_data, qp_num in batch:
             has_failed |= status != 0
             end = ends.get(qp_num)
-            if end is None:  # of a probe, or of a queue pair that was destroyed
+            if end is None:  # of a probe, or of a destroyed queue pair
                 self._prober.on_completion(nic, qp_num, number, status, vendor_err)
                 continue
             if not end.qp.owns(number):
-                continue  # of a life that is over
+                continue  # of an earlier life of the queue pair
             if status:
                 self._on_error(end, number, status, vendor_err)
             elif opcode & _RECEIVED:
@@ -471,7 +477,7 @@ class VerbsTransport:
     def _on_received(self, end: VerbsEndpoint, imm_data: int) -> None:
         tagged = end.qp.untag(imm_data)
         if tagged is None:
-            self._fail(end, "EBADMSG", f"immediate data {imm_data:#x} is not of this queue pair")
+            self._fail(end, "EBADMSG", f"immediate data {imm_data:#x} lacks this queue pair's mark")
             return
         tag, value = tagged
         if tag is Tag.MESSAGE:
@@ -482,7 +488,11 @@ class VerbsTransport:
         else:
             place = end.places.pop(value, None)
             if place is None:
-                self._fail(end, "EBADMSG", f"a slice for landing place {value}, which is not named")
+                self._fail(
+                    end,
+                    "EBADMSG",
+                    f"a slice for landing place {value}, which was not named",
+                )
                 return
             end.numbers.append(value)
             if place.reach.buffer is not None:
@@ -495,7 +505,7 @@ class VerbsTransport:
     def _on_message(self, end: VerbsEndpoint, offset: int) -> None:
         message = VerbsMessage.read(end.qp.inbox, offset, self._eager_nbytes)
         if message is None:
-            self._fail(end, "EBADMSG", f"the message at offset {offset} makes no sense")
+            self._fail(end, "EBADMSG", f"the message at offset {offset} of the ring is malformed")
             return
         kind, frame, nbytes, credit, token, size = message
         end.qp.credit(credit % COUNT_MODULUS)
@@ -546,11 +556,11 @@ class VerbsTransport:
             self._events.append(Failed(end.path, status, detail))
 
     def _reap(self) -> None:
-        """Destroy queue pairs that do not return their markers."""
+        """Destroy queue pairs whose markers did not complete in time."""
         now = self._clock()
         for end in [end for end in self._draining if now >= end.give_up_s]:
             _log.warning(
-                "rank %d: %s returned %d of 2 markers of rail %d to rank %d in %g s; the queue "
+                "rank %d: %s completed %d of 2 markers of rail %d to rank %d in %g s; the queue "
                 "pair is destroyed",
                 self._rank, self._devices[end.nic].name, end.markers, end.path.rail,
                 end.path.peer, _DRAIN_TIMEOUT_S,
@@ -559,7 +569,7 @@ class VerbsTransport:
             self._fenced(end)
 
     def _drained(self, end: VerbsEndpoint) -> None:
-        """Both markers are back: nothing posted is under way any more."""
+        """Finish a fence whose two markers completed: no request is in flight any more."""
         self._discard(end)
         self._fenced(end)
 
@@ -568,13 +578,13 @@ class VerbsTransport:
         self._events.append(Fenced(end.path))
 
     def _take(self, nic: int) -> QueuePair:
-        """Return a queue pair that begins a life."""
+        """Return a queue pair at the start of a life: a renewed spare one, or a new one."""
         while self._spare[nic]:
             qp = self._spare[nic].pop()
             try:
                 qp.renew()
             except TransportError as exc:
-                _log.warning("rank %d: %s; it is destroyed", self._rank, exc)
+                _log.warning("rank %d: %s; the queue pair is destroyed", self._rank, exc)
                 qp.close()
             else:
                 return qp
@@ -584,20 +594,20 @@ class VerbsTransport:
         )  # fmt: skip
 
     def _discard(self, end: VerbsEndpoint) -> None:
-        """End the life of an end's queue pair: what was under way is the caller's again."""
+        """Reset an end's queue pair for reuse, and release the memory of requests in flight."""
         if self._by_number[end.nic].get(end.qp.number) is not end:
             return
         try:
             end.qp.reset()
         except TransportError as exc:
-            _log.warning("rank %d: %s; it is destroyed", self._rank, exc)
+            _log.warning("rank %d: %s; the queue pair is destroyed", self._rank, exc)
             self._destroy(end)
         else:
             self._forget(end)
             self._spare[end.nic].append(end.qp)
 
     def _destroy(self, end: VerbsEndpoint) -> None:
-        # The device may give its number to the next one.
+        # The device may reuse the number: drop completions that still carry it.
         self._aside[end.nic] = [
             [each for each in batch if each[-1] != end.qp.number] for batch in self._aside[end.nic]
         ]

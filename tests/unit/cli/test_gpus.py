@@ -17,7 +17,9 @@ from r2ccl.transport.verbs.dmabuf import DeviceMemoryRoute
 DMABUF = DeviceMemoryRoute("dmabuf")
 NOT_EXPORTED = "cuMemGetHandleForAddressRange failed: CUDA_ERROR_NOT_SUPPORTED"
 PEERMEM = DeviceMemoryRoute("peermem", (f"dmabuf: {NOT_EXPORTED}",))
-REFUSED = "dmabuf: mlx5_3 takes no dma-buf; peermem: the kernel does not know device pointers"
+REFUSED = (
+    "dmabuf: mlx5_3 cannot register a dma-buf; peermem: the kernel cannot resolve device pointers"
+)
 
 CARD = Card(
     ordinal=0,

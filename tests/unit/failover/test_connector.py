@@ -19,14 +19,14 @@ class Endpoint:
         self.transport = transport
         self.key = key
         self.number = number
-        self.card = f"{transport.rank}:{number}".encode()
+        self.info = f"{transport.rank}:{number}".encode()
         self.joined_to = b""
         self.is_closed = False
 
-    def join(self, card: bytes, is_caller: bool) -> None:
+    def join(self, info: bytes, is_caller: bool) -> None:
         if self.transport.refusals:
             raise TransportError(self.transport.refusals.pop())
-        self.joined_to = card
+        self.joined_to = info
         if is_caller:
             self.transport.proofs.append(self.key)
 
@@ -100,7 +100,7 @@ class Pair:
     def check(self, epoch: int = 0, rail: int = 0) -> None:
         """Both ends are in use, joined to each other, and every other one is closed."""
         ends = [self.up[rank][rail, epoch] for rank in (0, 1)]
-        assert [end.joined_to for end in ends] == [ends[1].card, ends[0].card]
+        assert [end.joined_to for end in ends] == [ends[1].info, ends[0].info]
         used = [end for up in self.up for end in up.values()]
         for transport in self.transports:
             assert all(end.is_closed != (end in used) for end in transport.made)
@@ -221,7 +221,7 @@ def test_a_new_epoch_replaces_what_was_on_its_way() -> None:
 
 def test_a_rail_that_does_not_exist_is_ignored() -> None:
     pair = Pair()
-    pair.joiners[1].on_message(0, Offer(7, 0, 1, b"card"))
+    pair.joiners[1].on_message(0, Offer(7, 0, 1, b"info"))
     assert not pair.mail
     assert not pair.transports[1].made
 
@@ -266,7 +266,7 @@ def test_the_asker_calls_whichever_rank_it_is(asker: int) -> None:
     (asking,), (asked,) = ends_of(pair, asker), ends_of(pair, 1 - asker)
     assert asking.key == ProbeKey(1 - asker, rail=0, via=1)
     assert asked.key == ProbeKey(asker, rail=1, via=0), "each end is on its own port"
-    assert (asking.joined_to, asked.joined_to) == (asked.card, asking.card)
+    assert (asking.joined_to, asked.joined_to) == (asked.info, asking.info)
     assert pair.up == [{}, {}]
     pair.pass_time(100.0)
     assert not pair.mail, "it is joined"
@@ -308,7 +308,7 @@ def test_a_probe_begun_again_replaces_both_ends() -> None:
     pair.settle()
     assert len(pair.transports[0].made) == len(pair.transports[1].made) == 2
     (asking,), (asked,) = ends_of(pair, 1), ends_of(pair, 0)
-    assert (asking.joined_to, asked.joined_to) == (asked.card, asking.card)
+    assert (asking.joined_to, asked.joined_to) == (asked.info, asking.info)
 
 
 def test_an_answer_to_an_earlier_life_of_a_probe_changes_nothing() -> None:
@@ -324,7 +324,7 @@ def test_an_answer_to_an_earlier_life_of_a_probe_changes_nothing() -> None:
     assert not pair.transports[0].proofs
     pair.settle()
     (asking,), (asked,) = ends_of(pair, 0), ends_of(pair, 1)
-    assert asking.joined_to == asked.card
+    assert asking.joined_to == asked.info
 
 
 def test_a_probe_without_a_way_is_tried_ever_more_rarely() -> None:
@@ -370,7 +370,7 @@ def test_an_asked_rank_that_is_not_ready_answers_the_offer_later() -> None:
     pair.pass_time(0.1)
     pair.settle()
     assert len(pair.transports[0].made) == 1
-    assert ends_of(pair, 1)[0].joined_to == ends_of(pair, 0)[0].card
+    assert ends_of(pair, 1)[0].joined_to == ends_of(pair, 0)[0].info
 
 
 def test_an_offer_the_asker_has_given_up_is_answered_no_more() -> None:
@@ -389,7 +389,7 @@ def test_an_offer_the_asker_has_given_up_is_answered_no_more() -> None:
 def test_a_probe_of_a_rail_that_does_not_exist_is_ignored() -> None:
     pair = Pair()
     for rail, via in ((7, 0), (0, 7), (0, -5)):
-        pair.joiners[1].on_message(0, Offer(rail, 0, 1, b"card", via))
+        pair.joiners[1].on_message(0, Offer(rail, 0, 1, b"info", via))
     assert not pair.mail
     assert not pair.transports[1].made
 

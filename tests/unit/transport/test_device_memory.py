@@ -170,7 +170,7 @@ def test_host_memory_is_none_of_the_gpus(bench: Bench) -> None:
 
 def test_sockets_refuse() -> None:
     tcp = TcpTransport(0, 1, eager_nbytes=64, sources={}, targets={}, probe_timeout_s=0.1)
-    with pytest.raises(TransportError, match="passes through the host") as caught:
+    with pytest.raises(TransportError, match="staged through host memory") as caught:
         tcp.register_device(BASE, 100)
     assert caught.value.status == "HOST_ONLY"
     tcp.close()
@@ -179,7 +179,7 @@ def test_sockets_refuse() -> None:
 def test_simulated_nics_refuse_devices_their_network_misses() -> None:
     network = SimNetwork(Timeline(0), 2, 1)
     transport = SimTransport(network, 0)
-    with pytest.raises(TransportError, match="passes through the host"):
+    with pytest.raises(TransportError, match="staged through host memory"):
         transport.register_device(BASE, 100)
     network.reaches_devices = True
     transport.register_device(BASE, 100).close()

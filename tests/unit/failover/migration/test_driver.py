@@ -27,10 +27,10 @@ A, B = PathKey(1, 0), PathKey(1, 1)
 
 
 class Endpoint:
-    card = b"card"
+    info = b"info"
     is_closed = False
 
-    def join(self, card: bytes, is_caller: bool) -> None: ...
+    def join(self, info: bytes, is_caller: bool) -> None: ...
 
     def close(self) -> None:
         self.is_closed = True
@@ -409,7 +409,7 @@ def test_what_keeps_paths_from_being_connected_can_be_read() -> None:
     world.transport.offer = offer  # type: ignore[method-assign]
     world.look(3.0)
     call = [offer for offer in world.offers() if offer.via < 0][-1]
-    world.failover.on_message(1, Answer(1, call.epoch, call.attempt, b"card"))
+    world.failover.on_message(1, Answer(1, call.epoch, call.attempt, b"info"))
     world.failover.on_joined(Joined(B))
     assert world.failover.obstacles(1) == ["rail 0: rank 1 refused"]
 

@@ -92,11 +92,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     class Listeners:
         def __init__(self, control: object) -> None:
-            self.card = b"here"
+            self.peer_info = b"here"
             self.number = len(states)
             states.append(True)
 
-        def make(self, cards: object, attempt: int) -> object:
+        def make(self, infos: object, attempt: int) -> object:
             return object()
 
         def close(self) -> None:

@@ -176,12 +176,12 @@ class World:
         table = self.tables[rank]
         while (step := table.step) is ShrinkStep.TELL:
             self.puzzled.discard(rank)
-            self.say(rank, table.tell(self.card(rank, rank)))
+            self.say(rank, table.tell(self.info(rank, rank)))
         if step is ShrinkStep.BUILD:
-            cards = table.begin_building()
-            assert list(cards) == table.alive
-            for peer in set(cards) - {rank}:  # nobody is looked for where it was before
-                assert cards[peer] == self.card(peer, rank)
+            infos = table.begin_building()
+            assert list(infos) == table.alive
+            for peer in set(infos) - {rank}:  # nobody is looked for where it was before
+                assert infos[peer] == self.info(peer, rank)
             self.life[rank] = Life.BUILDING
         elif step is ShrinkStep.GO_ON:
             done = table.go_on()
@@ -194,7 +194,7 @@ class World:
         elif step is ShrinkStep.STOP:
             self.give_up(rank)
 
-    def card(self, rank: int, seen_by: int) -> bytes:
+    def info(self, rank: int, seen_by: int) -> bytes:
         """Where `rank` is met by one whose table is `seen_by`'s."""
         table = self.tables[seen_by]
         return b"%d at %d, %d" % (rank, len(table.gone), table.attempt)
@@ -350,9 +350,9 @@ class MixesAttempts(Shrinking):
 class Forgets(Shrinking):
     """Drops what it has built at the first news."""
 
-    def tell(self, card: bytes) -> View:
+    def tell(self, info: bytes) -> View:
         self._held = None
-        return super().tell(card)
+        return super().tell(info)
 
 
 @pytest.mark.parametrize(

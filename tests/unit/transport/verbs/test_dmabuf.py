@@ -343,7 +343,7 @@ def test_a_nic_without_dmabuf_is_named(bench: Bench) -> None:
     cache = RegistrationCache([bench.nics[0], Plain()], LIMIT, memory=bench.memory)
 
     assert route_of(cache.register(POINTER, 100, None)) == DeviceMemoryRoute(
-        "peermem", ("dmabuf: old0 takes no dma-buf",)
+        "peermem", ("dmabuf: old0 cannot register a dma-buf",)
     )
 
 

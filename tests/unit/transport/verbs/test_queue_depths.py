@@ -44,8 +44,8 @@ class Job:
     def _connect(self, peer: int) -> None:
         key = PathKey(peer, 0)
         caller, answerer = self.near.offer(key), self.far.offer(key)
-        answerer.join(caller.card, is_caller=False)
-        caller.join(answerer.card, is_caller=True)
+        answerer.join(caller.info, is_caller=False)
+        caller.join(answerer.info, is_caller=True)
         assert self.near.poll(0.0) == [Joined(key)]
         self.near.open(key, caller)
         self.far.open(key, answerer)
@@ -126,7 +126,7 @@ def test_the_queue_has_an_entry_for_each_request_of_each_peer(start: Any) -> Non
 def test_the_pages_tell_the_number_of_the_code() -> None:
     pages = Path(__file__).parents[4] / "docs"
     assert f"| {queue_depths.NCOMPLETIONS} for each peer:" in (pages / "tuning.md").read_text()
-    assert f"`r2ccl/transport/verbs/queue_depths.py`: {queue_depths.NCOMPLETIONS} a peer" in (
+    assert f"`r2ccl/transport/verbs/queue_depths.py`: {queue_depths.NCOMPLETIONS} per peer" in (
         pages / "rdma.md"
     ).read_text().replace("\n", " ")
 
@@ -138,7 +138,7 @@ def test_a_nic_with_too_few_entries_tells_for_how_many_ranks(start: Any) -> None
     with pytest.raises(TransportError) as caught:
         start(nranks, max_cqe=most)
     message = str(caught.value)
-    assert message.startswith(f"near0 has completion queues of {most} entries, and {nranks} peers")
+    assert message.startswith(f"near0 has completion queues of {most} entries, but {nranks} peers")
     assert f"use at most {nranks} ranks" in message
     assert "R2CC_HCA=^=near0" in message
 

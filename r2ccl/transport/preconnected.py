@@ -1,0 +1,53 @@
+"""Defaults for transports whose connections the control plane makes, such as TCP.
+
+Such a transport is given connected sockets (`Transport.open`) and needs no registered memory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from r2ccl.errors import InternalError, TransportError
+from r2ccl.transport.base import Endpoint
+from r2ccl.types import PathKey, ProbeKey
+
+
+class Unregistered:
+    """`Registered` of a transport that needs no registration."""
+
+    def close(self) -> None:
+        """Do nothing: nothing was registered."""
+
+
+class PreconnectedTransport:
+    """Base class with the methods of `Transport` about endpoint info and registered memory."""
+
+    def joins(self, rail: int) -> bool:
+        """Return False: the control plane makes the connections."""
+        return False
+
+    def offer(self, key: PathKey | ProbeKey) -> Endpoint:
+        """Raise InternalError: ends of this transport are not made by `offer`."""
+        raise InternalError(
+            f"rail {key.rail} to rank {key.peer} was asked for endpoint info, but its connections "
+            "are made by the control plane"
+        )
+
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return ordinary memory: slices can land in any."""
+        return np.empty(nbytes, np.uint8)
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> Unregistered:
+        """Return a registration that does nothing: no memory needs one."""
+        return Unregistered()
+
+    def register_device(self, address: int, nbytes: int) -> Unregistered:
+        """Raise TransportError: the CPU moves the bytes, and it cannot access device memory."""
+        raise TransportError(
+            "sockets cannot reach device memory: the data must be staged through host memory",
+            status="HOST_ONLY",
+        )
+
+
+__all__ = ["PreconnectedTransport", "Unregistered"]
