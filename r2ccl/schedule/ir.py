@@ -140,7 +140,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     Parameters
     ----------
     name : str
-        Name of the algorithm: its module in ``r2ccl.algos``.
+        Name of the algorithm, for messages and reports.
     collective : str
         Name of the collective: a key of `CONDITIONS` or `ROOTED` in `r2ccl.schedule.conditions`.
     nranks : int
