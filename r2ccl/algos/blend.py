@@ -17,7 +17,7 @@ from r2ccl.schedule.ir import Cost, Op, Schedule
 
 
 class BlendPart(NamedTuple):
-    """Allreduce on one channel.
+    """One algorithm of a blend: an allreduce on one channel, and its cost.
 
     Attributes
     ----------

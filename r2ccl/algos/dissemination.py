@@ -1,4 +1,4 @@
-"""Dissemination: allgather and reduce-scatter in ceil(log2 n) steps each; allreduce as both.
+"""Dissemination allgather and reduce-scatter in ceil(log2 n) steps; allreduce runs both.
 
 In step k of the allgather, rank r sends the 2^k parts of ranks r, r + 1, ... to rank r - 2^k, and
 receives as many from rank r + 2^k; in the last step only the parts still missing are sent. The
@@ -53,12 +53,18 @@ def allreduce(nranks: int, nchannels: int = 1) -> Schedule:
 
 
 def allgather(nranks: int, nchannels: int = 1) -> Schedule:
-    """Build a dissemination allgather: rank r starts with chunk r. Arguments as in `allreduce`."""
+    """Build a dissemination allgather: rank r starts with chunk r.
+
+    Arguments and errors as in `allreduce`.
+    """
     return _schedule("allgather", nranks, nchannels, _allgather_ops)
 
 
 def reduce_scatter(nranks: int, nchannels: int = 1) -> Schedule:
-    """Build a dissemination reduce-scatter: rank r ends with chunk r. Arguments as `allreduce`."""
+    """Build a dissemination reduce-scatter: rank r ends with chunk r.
+
+    Arguments and errors as in `allreduce`.
+    """
     return _schedule("reduce_scatter", nranks, nchannels, _reduce_scatter_ops)
 
 

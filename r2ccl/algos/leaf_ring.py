@@ -179,7 +179,7 @@ def _core_ops(seat: Seat, leaves: Sequence[int], segments: Sequence[_Segment]) -
 
 
 def _reduce(program: ProgramBuilder, seat: Seat, segment: _Segment, *, is_final: bool) -> None:
-    """Add the reduce-scatter of a segment; the first sends go to the relays, not to the right."""
+    """Add the reduce-scatter of a segment; the first sends go to relays, not to the neighbour."""
     chunks, relays = segment.chunks, segment.relays
     for step in range(seat.size - 1):
         if step < len(relays):
@@ -191,7 +191,7 @@ def _reduce(program: ProgramBuilder, seat: Seat, segment: _Segment, *, is_final:
 
 
 def _hand_around(program: ProgramBuilder, seat: Seat, segment: _Segment) -> None:
-    """Add the allgather of a segment; the last receives are from the relays, not the left."""
+    """Add the allgather of a segment; the last receives are from relays, not the neighbour."""
     chunks, relays = segment.chunks, segment.relays
     for step in range(seat.size - 1):
         left = seat.size - 2 - step
@@ -224,7 +224,7 @@ def _leaf_ops(core: Sequence[int], rank: int, segments: Sequence[_Segment]) -> t
 
 
 def _overlapped(segments: Sequence[_T]) -> Iterator[tuple[Sequence[_T], ...]]:
-    """Yield, for each turn, the segments (none or one each) to reduce, complete and hand around."""
+    """Yield, for each turn, the segments (none or one each) to reduce, complete and allgather."""
     for turn in range(len(segments) + _GATHER_LAG):
         yield tuple(
             segments[max(turn - lag, 0) : max(turn - lag + 1, 0)]

@@ -1,4 +1,6 @@
-"""Nested rings: allreduce for arbitrary bandwidths, as concurrent rings of ever faster nodes.
+"""Nested rings: allreduce as concurrent rings over ever smaller sets of faster nodes.
+
+The algorithm suits arbitrary bandwidths.
 
 Let b_1 < b_2 < ... be the distinct bandwidths, b_0 = 0, and m_j the number of nodes with bandwidth
 b_j or more. Ring j runs among these m_j nodes. The slower nodes are its leaves

@@ -155,7 +155,7 @@ def _owned(seat: Seat, segment: _Segment) -> int:
 def _overlapped(
     segments: Sequence[_Segment],
 ) -> Iterator[tuple[_Segment | None, _Segment | None]]:
-    """Yield, for each turn, the segment to reduce and the segment to hand around, or None."""
+    """Yield, for each turn, the segment (or None) to reduce and the segment to allgather."""
     none = [None] * _LAG
     return zip([*segments, *none], [*none, *segments], strict=True)
 

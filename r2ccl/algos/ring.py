@@ -31,7 +31,7 @@ from r2ccl.schedule.ir import Cost, Op, Schedule, Space
 
 
 class Seat(NamedTuple):
-    """Position of a rank in a ring, from 0; size of the ring; ranks of the two neighbours."""
+    """Position of a rank in a ring (from 0), the ring's size, and the rank's two neighbours."""
 
     place: int
     size: int
@@ -110,10 +110,11 @@ def add_reduce_scatter(
 
 
 def add_allgather(program: ProgramBuilder, seat: Seat, sections: Sequence[Sequence[int]]) -> None:
-    """Add the ops of a ring allgather to `program`; it starts where the reduce-scatter ends.
+    """Add the ops of a ring allgather to `program`.
 
-    If the reduce-scatter came before, each section must now include the data that this rank sent
-    for it then: the ops are marked `Op.is_proof`.
+    The rank starts with section ``seat.place + 1``, where a ring reduce-scatter ends. Receives have
+    `Op.is_proof`: if the rank sent data for a section before, the section it receives must include
+    that data.
     """
     for step in range(seat.size - 1):
         for chunk in sections[(seat.place + 1 - step) % seat.size]:

@@ -92,7 +92,10 @@ def allgather(parents: Sequence[int], nchannels: int = 1) -> Schedule:
 
 
 def reduce_scatter(parents: Sequence[int], nchannels: int = 1) -> Schedule:
-    """Build the reduce-scatter over a tree: rank r ends with chunk r. Arguments as `allgather`."""
+    """Build the reduce-scatter over a tree: rank r ends with chunk r.
+
+    Arguments and errors as in `allgather`.
+    """
     return _schedule("reduce_scatter", parents, nchannels, _reduce_scatter_ops)
 
 

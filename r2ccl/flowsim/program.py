@@ -148,7 +148,7 @@ class _Leaders:
 
 
 def _distinct(schedule: Schedule) -> tuple[ScheduleArrays, Ints]:
-    """Return the ops of the first channel of every shape, and for each channel that channel."""
+    """Return the ops of each shape's first channel (its leader), and the leader of each channel."""
     leaders = _Leaders(schedule, _refined([0] * schedule.nchannels, schedule.generate(0)))
     while True:
         arrays = as_arrays(msgspec.structs.replace(schedule, generate=leaders.generate))
