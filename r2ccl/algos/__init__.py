@@ -1,7 +1,6 @@
-"""Algorithms: pure functions from (ranks, channels) to a `Schedule`, one file each.
+"""Collective algorithms: pure functions that build a `Schedule`, one module per algorithm.
 
-This package imports `schedule` and `errors`; it never sees a socket, a thread, the clock or a
-random source. Invariant: equal arguments give equal schedules on every rank.
+Equal arguments give equal schedules on every rank.
 """
 
 from __future__ import annotations

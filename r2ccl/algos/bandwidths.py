@@ -1,6 +1,6 @@
-"""What algorithms for unequal ranks are told: an integer for each, in any unit.
+"""Bandwidths of unequal ranks: one integer per rank, in any common unit.
 
-Imports `errors`. Invariant: integers and fractions only, so that ranks never round differently.
+All computations use integers and fractions, so that every rank gets exactly the same result.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from r2ccl.errors import InvalidArgument
 
 
 class Straggler(NamedTuple):
-    """The slowest rank, and the fraction of bandwidth it has lost against the next slowest."""
+    """Slowest rank, and the fraction of bandwidth that it lacks compared to the next slowest."""
 
     rank: int
     lost: Fraction
 
 
 def require_positive(bandwidths: Sequence[int]) -> None:
-    """Refuse bandwidths of nobody, or below 1.
+    """Raise unless there is at least one bandwidth and all are 1 or more.
 
     Raises
     ------
     InvalidArgument
+        If `bandwidths` is empty or contains a value below 1.
     """
     if not bandwidths or min(bandwidths) < 1:
         raise InvalidArgument(
@@ -33,12 +34,12 @@ def require_positive(bandwidths: Sequence[int]) -> None:
 
 
 def straggler_of(bandwidths: Sequence[int]) -> Straggler:
-    """Find the slowest rank, the first one of several.
+    """Return the slowest rank; of several equally slow ranks, the lowest.
 
     Raises
     ------
     InvalidArgument
-        No rank, or a bandwidth below 1.
+        If `bandwidths` is empty or contains a value below 1.
     """
     require_positive(bandwidths)
     slowest, *others = sorted(bandwidths)

@@ -1,12 +1,8 @@
-"""Blends: several ways of doing one allreduce at the same time, each over its share of the data.
+"""Blended allreduces: several algorithms run concurrently, each on its share of the buffer.
 
-Channels of one schedule need not do the same: here each `BlendPart` is what one channel does, and a
-blend gives every part its share of the buffer. Ranks that have little to do in one part can do more
-in another, so that all of them end together. How large the shares must be for that is the business
-of whoever blends.
-
-Imports `schedule` and `errors`. Invariant: what a rank sends in the blend is what it sends in the
-parts, in proportion to their shares; exactly.
+The channels of a schedule can run different ops. A `BlendPart` describes the ops of one channel; a
+blend assigns each part a share of the buffer. A rank with little work in one part can do more in
+another, so that all ranks finish together. The caller chooses the shares.
 """
 
 from __future__ import annotations
@@ -21,19 +17,20 @@ from r2ccl.schedule.ir import Cost, Op, Schedule
 
 
 class BlendPart(NamedTuple):
-    """An allreduce over one channel.
+    """One algorithm of a blend: an allreduce on one channel, and its cost.
 
     Attributes
     ----------
     nchunks : int
+        Number of chunks of the channel.
     steps : int
-        Messages on the longest chain of messages that wait for one another.
+        Number of messages on the longest chain of dependent messages.
     sent, received : tuple of Fraction
-        What each rank puts on and takes off the wire, as a multiple of the part's share.
+        Data that each rank sends and receives, as a multiple of the part's data.
     nops : int
-        Ops of the busiest rank.
+        Largest number of ops of one rank.
     ops_of : callable
-        ``ops_of(rank)``: that rank's ops.
+        ``ops_of(rank)`` returns the ops of `rank`.
     """
 
     nchunks: int
@@ -47,34 +44,36 @@ class BlendPart(NamedTuple):
 def blend(
     name: str, parts: Sequence[BlendPart], shares: Sequence[Fraction], nchannels: Sequence[int]
 ) -> Schedule:
-    """Build the allreduce of all `parts`.
+    """Build an allreduce that runs all `parts`, each on its share of the buffer.
 
     Parameters
     ----------
     name : str
-        Who chose the parts.
+        Name of the schedule.
     parts : sequence of BlendPart
-        Of the same ranks.
+        Parts with the same number of ranks.
     shares : sequence of Fraction
-        Of the data, one a part, adding up to 1. A part with share 0 is left out.
+        Share of each part in the buffer; they add up to 1. Parts with share 0 are left out.
     nchannels : sequence of int
-        Channels of each part, of equal weight; one part's behind the other's.
+        Number of channels of each part, among which its share is divided equally. Channels are
+        numbered part by part.
 
     Raises
     ------
     InvalidArgument
-        Shares that are not one a part, below 0, or do not add up to 1; parts of different ranks;
-        no channel.
+        If there is not one share and one number of channels per part, a share is below 0, the
+        shares do not add up to 1, a number of channels is below 1, or the parts have different
+        numbers of ranks.
     """
     if not len(parts) == len(shares) == len(nchannels) or sum(shares) != 1 or min(shares) < 0:
         raise InvalidArgument(
             f"shares {', '.join(map(str, shares))} and channels {tuple(nchannels)} of {len(parts)} "
-            "parts: give one each a part, shares of 0 or more that add up to 1"
+            "parts: give one of each per part, with shares of 0 or more that add up to 1"
         )
     if min(nchannels) < 1:
         raise InvalidArgument(f"nchannels={tuple(nchannels)}; give 1 or more")
     if len({len(part.sent) for part in parts}) != 1:
-        raise InvalidArgument("parts of different numbers of ranks: give parts of the same ranks")
+        raise InvalidArgument("parts differ in their number of ranks: give parts of the same ranks")
     used = [at for at, share in enumerate(shares) if share]
     channels = [at for at in used for _ in range(nchannels[at])]
 
@@ -99,14 +98,14 @@ def blend(
 
 
 def _whole(shares: Sequence[Fraction]) -> tuple[int, ...]:
-    """Return the smallest integers in the same proportion."""
+    """Return the smallest integers in the same proportions as `shares`."""
     scale = math.lcm(*(share.denominator for share in shares))
     weights = [int(share * scale) for share in shares]
     return tuple(weight // math.gcd(*weights) for weight in weights)
 
 
 def _busiest(loads: Sequence[Sequence[Fraction]]) -> Fraction:
-    """Add up every rank's loads; return the largest sum."""
+    """Return the largest sum of one rank's loads over all parts."""
     return max(sum(each, Fraction(0)) for each in zip(*loads, strict=True))
 
 

@@ -1,17 +1,17 @@
-"""Bridged ring: ranks in an order in which neighbours share a rail.
+"""Bridged ring: ring allreduce in a rank order in which all neighbours share a rail.
 
-Where rails are planes of their own, two nodes that have lost different rails may have none in
-common. They can still be in one ring if others, which reach both, are between them. Starting from
-any order, as long as some neighbours a, b do not reach each other: find neighbours c, d elsewhere
-in the ring such that a reaches c and b reaches d, and turn around the piece from b to c. Each time
-a gap is closed and none opened, so it ends; and while any two nodes that do not reach each other
-reach, together, as many nodes as there are, there is such a pair.
+If rails are separate networks, two nodes that have lost different rails may share none. A ring is
+still possible if nodes that reach both lie between them.
 
-Steps, bytes and time are those of a ring, which is as slow as its slowest node. It wins where only
-the pattern of rails is in the way of one; the order serves `nested_rings` and the core of a
-`leaf_ring` as well.
+The order is found by repeated reversals. While the ring has neighbours a, b that do not reach each
+other, find neighbours c, d further along the ring such that a reaches c and b reaches d, and
+reverse the piece from b to c. Each reversal closes a gap and opens none, so the procedure ends.
+Such a pair c, d exists if every two nodes that do not reach each other have degrees, in the graph
+of nodes that reach each other, that add up to at least the number of nodes (Ore's condition).
 
-Imports `ring` and `errors`. Invariant: equal arguments, equal order, on every rank.
+Steps, bytes and time are those of a ring, which is as slow as its slowest node. Use a bridged ring
+if all nodes have about the same bandwidth but some pairs share no rail. The order can also be used
+for `nested_rings` and for the core of a `leaf_ring`.
 
 References
 ----------
@@ -32,19 +32,19 @@ from r2ccl.schedule.ir import Schedule
 
 
 def allreduce(nranks: int, nchannels: int, reach: Reach) -> Schedule:
-    """Build the ring allreduce in which neighbours reach each other.
+    """Build a ring allreduce in which all neighbours share a rail.
 
     Parameters
     ----------
     nranks, nchannels : int
         As for `ring.allreduce`.
     reach : callable
-        ``reach(a, b)``: whether two ranks can be neighbours; the same as ``reach(b, a)``.
+        ``reach(a, b)`` returns True if ranks a and b can be neighbours. It must be symmetric.
 
     Raises
     ------
     InvalidArgument
-        A size below 1, or no ring was found.
+        If a size is below 1, or no ring was found.
     """
     order = bridge(range(nranks), reach)
     schedule = ring.allreduce(nranks, nchannels, [order] * nchannels)
@@ -52,23 +52,24 @@ def allreduce(nranks: int, nchannels: int, reach: Reach) -> Schedule:
 
 
 def bridge(order: Sequence[int], reach: Reach) -> tuple[int, ...]:
-    """Rearrange a ring so that neighbours reach each other.
+    """Return `order` rearranged so that all neighbours in the ring reach each other.
 
     Parameters
     ----------
     order : sequence of int
-        Nodes in ring order, which changes no more than it must; its first stays the first.
+        Nodes in ring order. The result is `order` itself if that has no gap; the first node stays
+        first.
     reach : callable
         As for `allreduce`.
 
     Raises
     ------
     InvalidArgument
-        No such ring was found.
+        If no such ring was found.
 
     Notes
     -----
-    *Cost*: for each gap in `order` at most ``len(order)`` squared questions to `reach`.
+    *Cost*: at most ``len(order)`` squared calls of `reach` for each gap in `order`.
     """
     found = tuple(order)
     while gaps := _gaps(found, reach):
@@ -77,7 +78,7 @@ def bridge(order: Sequence[int], reach: Reach) -> tuple[int, ...]:
             a, b = found[gaps[0] - 1], found[gaps[0]]
             raise InvalidArgument(
                 f"no ring of {len(found)} nodes found in which all neighbours share a rail, as "
-                f"{a} and {b} do not; trees need less"
+                f"{a} and {b} do not; use a spanning tree"
             )
         found = mended
     at = found.index(order[0]) if found else 0
@@ -85,14 +86,14 @@ def bridge(order: Sequence[int], reach: Reach) -> tuple[int, ...]:
 
 
 def _gaps(order: Sequence[int], reach: Reach) -> list[int]:
-    """Return the places whose node does not reach the one before it."""
+    """Return the positions in the ring whose node does not reach the node before it."""
     if len(order) < 2:
         return []
     return [place for place in range(len(order)) if not reach(order[place - 1], order[place])]
 
 
 def _mended(order: tuple[int, ...], gap: int, reach: Reach) -> tuple[int, ...] | None:
-    """Close the gap before a place by turning around a piece that begins there."""
+    """Return the ring with the gap before position `gap` closed by a reversal, or None."""
     turned = order[gap:] + order[:gap]
     first, last = turned[0], turned[-1]
     for end in range(1, len(turned) - 2):

@@ -1,15 +1,15 @@
-"""Dissemination: allgather and reduce-scatter in ceil(log2 n) steps each, allreduce by both.
+"""Dissemination allgather and reduce-scatter in ceil(log2 n) steps; allreduce runs both.
 
-In step k of the allgather, rank r sends the parts of r, r + 1, ... to rank r - 2^k, 2^k of them, in
-the last step only those still missing, and receives as many from r + 2^k. The reduce-scatter is
-that backwards, the largest step first, and adds what it receives. Parts are sent in the order in
-which they arrive, so that steps overlap.
+In step k of the allgather, rank r sends the 2^k parts of ranks r, r + 1, ... to rank r - 2^k, and
+receives as many from rank r + 2^k; in the last step only the parts still missing are sent. The
+reduce-scatter runs these steps backwards, the largest distance first, and reduces the parts it
+receives. Parts are sent in the order in which they arrive, so that steps overlap.
 
-Steps: ceil(log2 n), of 2^k parts each; at most floor(log2 n) messages one after another. Bytes on
-the wire: every rank sends and receives (n - 1)/n of the data, as in a ring.
+Steps: ceil(log2 n), of 2^k parts each; the longest chain of dependent messages has floor(log2 n).
+Bytes on the wire: every rank sends and receives (n - 1)/n of the data, as in a ring.
 
-It wins where a ring's n - 1 steps take longer than the data. Each rank exchanges half of its data
-with one distant rank, so it suits networks whose rails are equal.
+Dissemination beats a ring if the latency of n - 1 steps exceeds the time to transfer the data. Each
+rank exchanges half of its data with one distant rank, so it suits networks whose rails are equal.
 
 References
 ----------
@@ -28,42 +28,48 @@ from r2ccl.schedule.ir import Cost, Op, Schedule, Space
 
 
 class Stride(NamedTuple):
-    """Distance that parts travel in one step, and their number."""
+    """One step: distance in ranks between sender and receiver, and number of parts sent."""
 
     distance: int
     nparts: int
 
 
 def allreduce(nranks: int, nchannels: int = 1) -> Schedule:
-    """Build the allreduce: the reduce-scatter, then the allgather.
+    """Build a dissemination allreduce: the reduce-scatter, then the allgather.
 
     Parameters
     ----------
     nranks : int
-        Size of the communicator; with one rank the schedule copies input to output.
+        Number of ranks. With one rank the schedule copies input to output.
     nchannels : int
-        Independent copies of the pattern, each over its own share of the buffer.
+        Number of independent copies of the pattern, each on its own share of the buffer.
 
     Raises
     ------
     InvalidArgument
-        A size below 1.
+        If a size is below 1.
     """
     return _schedule("allreduce", nranks, nchannels, _allreduce_ops)
 
 
 def allgather(nranks: int, nchannels: int = 1) -> Schedule:
-    """Build the allgather: rank r starts with chunk r; else as `allreduce`."""
+    """Build a dissemination allgather: rank r starts with chunk r.
+
+    Arguments and errors as in `allreduce`.
+    """
     return _schedule("allgather", nranks, nchannels, _allgather_ops)
 
 
 def reduce_scatter(nranks: int, nchannels: int = 1) -> Schedule:
-    """Build the reduce-scatter: rank r ends with chunk r; else as `allreduce`."""
+    """Build a dissemination reduce-scatter: rank r ends with chunk r.
+
+    Arguments and errors as in `allreduce`.
+    """
     return _schedule("reduce_scatter", nranks, nchannels, _reduce_scatter_ops)
 
 
 def steps_of(nranks: int) -> list[Stride]:
-    """Return the steps of the allgather."""
+    """Return the steps of the allgather, in order; the reduce-scatter runs them in reverse."""
     distances = [1 << k for k in range((nranks - 1).bit_length())]
     return [Stride(each, min(each, nranks - each)) for each in distances]
 
@@ -77,7 +83,7 @@ def _schedule(
     passes = 2 if collective == "allreduce" else 1
     share = Fraction(passes * (nranks - 1), max(nranks, 1))
     ncopies = 1 if nranks == 1 or collective == "allgather" else 0
-    # A part makes one hop for each 1 bit of the distance it travels.
+    # A part makes one hop for each 1 bit in the distance between its source and destination.
     nsteps = passes * (max(nranks, 1).bit_length() - 1)
     return Schedule(
         name="dissemination",
@@ -115,7 +121,7 @@ def _add_allgather(program: ProgramBuilder, nranks: int, rank: int) -> None:
         for part in range(nparts):
             program.send(behind, (rank + part) % nranks)
         for part in range(nparts):
-            # After a reduce-scatter the sum proves that this rank's part of it arrived.
+            # In an allreduce, the arrival of the sum proves that this rank's contribution arrived.
             program.recv(ahead, (ahead + part) % nranks, is_proof=True)
 
 

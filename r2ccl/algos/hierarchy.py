@@ -1,24 +1,24 @@
-"""Hierarchy: an allreduce among nodes becomes one among all ranks of the nodes.
+"""Hierarchical allreduce: extends an allreduce among nodes to all ranks of the nodes.
 
-On channel c, member c of a node (counted round) leads it. First the other members send their data
-to the leader, who adds it up; then the leaders run the inner schedule, each on its node's sum; then
-they send the result to the other members. Nodes may have different numbers of ranks. With as many
-channels as a node has ranks, or a multiple, every rank leads an equal share, and so do the rails
-next to them.
+On channel c, the leader of a node is its member c modulo the number of members. First the other
+members send their data to the leader, which reduces it. Then the leaders run the inner schedule on
+the sums of their nodes. Then each leader sends the result to the other members. Nodes may have
+different numbers of ranks. If the number of channels is a multiple of the ranks per node, every
+rank leads an equal share of the data, and the rails near the ranks carry equal shares.
 
-The inner schedule is any that the checker accepts. It reads INPUT where nothing was written yet;
-here the node's sum is in OUTPUT, and the inner ops read that: legitimate, because what the checker
-accepts is right in place. The operand order of RECV_REDUCE depends on who has the lower number;
-leaders must have the order of their nodes, or ranks could end with different sums.
+The inner schedule can be any that the checker accepts. Where it reads INPUT, the outer schedule
+reads the node's sum from OUTPUT instead. This is correct because accepted schedules are correct in
+place. The operand order of RECV_REDUCE depends on the rank numbers, so leaders must ascend with
+their nodes; otherwise ranks could end with different sums.
+
+Data is reduced in a fixed order, independent of timing: within a node in the order of its members,
+beginning with the leader.
 
 Steps: those of the inner schedule, plus one message up and one down. Bytes on the wire between
-nodes: those of the inner schedule; within a node of L ranks that take equal turns in leading, each
-sends and receives 2(L - 1)/L of the data.
+nodes: those of the inner schedule. Within a node of L ranks that lead equal shares, each rank sends
+and receives 2(L - 1)/L of the data.
 
-It wins where ranks share a node: only one of them need talk to others about each byte.
-
-Imports `schedule` and `errors`. Invariant: the data is reduced in the same order whatever arrives
-first; within a node in the order of its members, beginning with the leader.
+Use it if nodes have several ranks: each byte then crosses the network for only one rank per node.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from r2ccl.schedule.build import ProgramBuilder
 from r2ccl.schedule.cost import measure
 from r2ccl.schedule.ir import Cost, Op, OpKind, Schedule, Space
 
-#: By node and channel, what is sent and received.
+#: Data sent and received, as multiples of the buffer, by (node, channel).
 Carried: TypeAlias = Mapping[tuple[int, int], tuple[Fraction, Fraction]]
 
 
 def wrap(
     inner: Schedule, members: Sequence[Sequence[int]], carried: Carried | None = None
 ) -> Schedule:
-    """Make an allreduce among nodes one among ranks.
+    """Build a hierarchical allreduce among ranks from an allreduce among nodes.
 
     Parameters
     ----------
     inner : Schedule
-        An allreduce; its rank v stands for node v.
+        An allreduce whose rank v stands for node v.
     members : sequence of sequence of int
-        Of every node its ranks. All together are 0 to ``nranks - 1``.
+        Ranks of each node; together they are 0 to ``nranks - 1``.
     carried : mapping, optional
-        What each (node, channel) sends and receives, as a multiple of the buffer, where that is
-        known without the inner schedule's ops.
+        Data that each (node, channel) sends and receives in `inner`, as multiples of the buffer.
+        Saves generating all ops to compute the cost.
 
     Raises
     ------
     InvalidArgument
-        Another collective, ranks that are missing or at more than one node, a node without any,
-        leaders that are not in the order of their nodes.
+        If `inner` is not an allreduce, a rank is missing or on two nodes, a node has no rank, or
+        the leaders of a channel are not in the order of their nodes.
 
     Notes
     -----
-    *Cost*: all ranks' ops are generated once, to count them: an inner schedule declares what its
-    busiest node does, and not which one that is. With `carried`, and nodes of equal numbers of
-    ranks, they are not.
+    *Cost*: generates the ops of all ranks once to compute the cost, because the inner schedule
+    declares the load of its busiest node but not which node that is. This is not needed with
+    `carried` if all nodes have the same number of ranks and all channels the same number of chunks.
     """
     teams = [tuple(team) for team in members]
     _require_teams(inner, teams)
@@ -98,9 +98,9 @@ def wrap(
 
 
 def _cost(inner: Schedule, teams: Sequence[tuple[int, ...]], carried: Carried) -> Cost:
-    """Count what `measure` does, for two or more nodes of equal numbers of ranks."""
+    """Return the same cost as `measure`, for two or more nodes with equal numbers of ranks."""
     size, total = len(teams[0]), sum(inner.weights)
-    # A leader exchanges its channels with all other members, a member those that others lead.
+    # A leader exchanges the data of its channels with all other members, a member with its leader.
     inside = [Fraction(0)] * size
     for channel, weight in enumerate(inner.weights):
         for place in range(size) if size > 1 else ():
@@ -121,7 +121,7 @@ def _cost(inner: Schedule, teams: Sequence[tuple[int, ...]], carried: Carried) -
 
 
 def _follow(inner: Sequence[Op], leader: int) -> tuple[Op, ...]:
-    """Give the leader every chunk, and get it back."""
+    """Return the ops of a non-leader: send every chunk to the leader and receive the results."""
     program = ProgramBuilder()
     for chunk in _by_first_use(inner):
         program.send(leader, chunk)
@@ -131,7 +131,7 @@ def _follow(inner: Sequence[Op], leader: int) -> tuple[Op, ...]:
 
 
 def _lead(inner: Sequence[Op], others: Sequence[int], leaders: Sequence[int]) -> tuple[Op, ...]:
-    """Add up what the other members have, run the node's ops, give them the result."""
+    """Return the ops of a leader: reduce the members' data, run the inner ops, send the results."""
     is_only_node = len(leaders) == 1
     program = ProgramBuilder()
     ready: dict[int, int] = {}
@@ -157,7 +157,7 @@ def _lead(inner: Sequence[Op], others: Sequence[int], leaders: Sequence[int]) ->
 def _moved(
     inner: Sequence[Op], op: Op, ready: dict[int, int], by: int, leaders: Sequence[int]
 ) -> Op:
-    """Have an inner op meet leaders instead of nodes, and wait for its node's sum."""
+    """Return an inner op with leaders as peers, waiting for the sum of its node."""
     after = tuple(by + index for index in op.after)
     source = op.src_space
     if ready:
@@ -183,12 +183,14 @@ def _is_output(op: Op) -> bool:
 
 def _require_teams(inner: Schedule, teams: Sequence[Sequence[int]]) -> None:
     if inner.collective != "allreduce":
-        raise InvalidArgument(f"{inner.collective} between nodes: give an allreduce")
+        raise InvalidArgument(
+            f"{inner.collective} between nodes is not supported: give an allreduce"
+        )
     ranks = [rank for team in teams for rank in team]
     if len(teams) != inner.nranks or not all(teams) or sorted(ranks) != list(range(len(ranks))):
         raise InvalidArgument(
-            f"members={tuple(teams)}: give every one of {inner.nranks} nodes its ranks, each rank "
-            "from 0 on once"
+            f"members={tuple(teams)}: give the ranks of each of {inner.nranks} nodes: one or more "
+            "per node, every rank from 0 on exactly once"
         )
     for channel in range(inner.nchannels):
         leaders = [team[channel % len(team)] for team in teams]

@@ -1,40 +1,42 @@
-"""Leaf ring: a ring among the fast ranks; slow ones are its leaves, or relay for it now and then.
+"""Leaf ring: ring allreduce among the fast ranks; slow ranks exchange data with it as leaves.
 
-An allreduce takes 2(n - 1) transfers of every byte, however they are spread. In a ring each rank
-makes 2(n - 1)/n of them, so that it is as slow as its slowest rank. Here m ranks, the core, form
-the ring, and the others are leaves. A leaf makes one transfer each way, the least there can be; if
-that leaves it bandwidth to spare, it relays for the core, which is one more.
+Every allreduce takes 2(n - 1) transfers of each byte. In a ring each rank makes 2(n - 1)/n of them,
+so a ring is as slow as its slowest rank. Here m ranks, the core, form the ring, and the other ranks
+are leaves. A leaf sends and receives each byte once, which is the minimum. A leaf with bandwidth
+left also relays for the core; it then sends and receives a byte twice.
 
-The data is cut in segments, and a segment in m sections, one a place in the ring. The section that
-sets out at place p is reduced along p, p + 1, ... to its owner at place p - 1. Then each leaf gives
-the owner its data, the owner adds it and returns the sum, and the sum goes along p, p + 1, ... to
-place p - 2. In a segment in which a leaf relays, place p gives its data to the leaf instead of its
-neighbour, the leaf adds its own before it gives both to the owner, and in the end it is the leaf
-that gives the sum to place p - 2. A second relay does so for places p + 1 and p - 3, and so on.
+The data is divided into segments, and each segment into m sections, one per position in the ring.
+The section that starts at position p is reduced along positions p, p + 1, ... and ends at its
+owner, position p - 1. Then each leaf sends its data to the owner, which reduces it and returns the
+sum. Then the sum is passed along positions p, p + 1, ... to position p - 2.
 
-A rank of the core sends (n + m - 2 - r)/m of the data, with r leaves relaying, and receives as
-much; a leaf the data once, or twice in the segments in which it relays. `r2ccl.algos.roles` chooses
-who is a leaf and how often it relays, such that all end together: for a single straggler, and
-mostly for several, at `packed_trees.lower_bound`.
+In a segment in which a leaf relays, position p sends its data to the leaf instead of to position
+p + 1. The leaf reduces it with its own data and sends the result to the owner. At the end the leaf,
+instead of position p - 3, sends the sum to position p - 2. A second relay does the same for
+positions p + 1 and p - 3, and so on.
 
-Passes of several segments overlap. On each link a segment's reduce-scatter goes before what is left
-to do of the segments before it, so that the core has other work while a leaf is slow to answer.
-What remains are the start and the end: leaves wait for the first segment's reduce-scatter, and the
-core, at last, for the allgather of the last segment. Both are shorter, the more segments there are.
+A core rank sends and receives (n + m - 2 - r)/m of the data, where r is the number of relaying
+leaves. A leaf sends and receives the data once, and twice in segments in which it relays.
+`r2ccl.algos.roles` chooses the leaves and how often they relay, so that all ranks finish together:
+with one straggler, and mostly with several, in the time `packed_trees.lower_bound`.
 
-Steps: 2(m - 1) messages one after another for one segment, 4 at least with a relay, and up to
-2(m - 2) more for each further segment. Bytes on the wire: as above.
+Segments overlap. On each link the reduce-scatter of a segment comes before the remaining steps of
+earlier segments, so that the core has other work while it waits for a slow leaf. Only the start and
+the end do not overlap: leaves wait for the reduce-scatter of the first segment, and the core runs
+the allgather of the last one. Both are shorter with more segments.
 
-It wins with large messages and few stragglers among many ranks. All leaves must reach all of the
-core, and neighbours in the core each other.
+Steps: 2(m - 1) dependent messages for one segment, at least 4 with a relay, and up to 2(m - 2) more
+for each further segment. Bytes on the wire: as above.
 
-Imports `blend`, `ring`, `roles`, `schedule` and `errors`. Invariant: the sum of a
-section is completed by its owner alone, in the same order whatever arrives first.
+Use it for large messages with few stragglers among many ranks. Every leaf must share a rail with
+every core rank, and neighbours in the core with each other.
+
+The owner of a section reduces all contributions of leaves in a fixed order, independent of timing.
 
 References
 ----------
-Chen et al., "Don't let a few network failures slow the entire AllReduce", arXiv:2606.01680, 2026:
-a straggler that sends and receives the data once, which is `r2ccl.algos.optcc`; without relays.
+Chen et al., "Don't let a few network failures slow the entire AllReduce", arXiv:2606.01680, 2026.
+Their straggler sends and receives the data once, without relaying: see `r2ccl.algos.optcc`.
 """
 
 from __future__ import annotations
@@ -50,38 +52,38 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.build import ProgramBuilder
 from r2ccl.schedule.ir import Op, Schedule, Space
 
-#: Segments that are reduced before the leaves have their answer to one, and before that is handed
-#: around. Simulated with 4 to 16 ranks and 8 to 32 segments: with shorter lags links have to wait
-#: for each other, with longer ones nothing is won.
+#: Number of segments by which the exchange of a segment with the leaves, and its allgather, follow
+#: its reduce-scatter in program order. From simulations with 4 to 16 ranks and 8 to 32 segments:
+#: with smaller lags links wait for each other, larger ones gain nothing.
 _RETURN_LAG, _GATHER_LAG = 3, 6
 
 _T = TypeVar("_T")
 
 
 class _Segment(NamedTuple):
-    """A chunk for every place, named by where the section sets out; and who relays."""
+    """One segment: its chunks, by the position at which a section starts, and its relays."""
 
     chunks: tuple[int, ...]
     relays: tuple[int, ...]
 
 
 def allreduce(bandwidths: Sequence[int], nsegments: int = 16, nchannels: int = 1) -> Schedule:
-    """Build the allreduce that spares slow ranks.
+    """Build a leaf ring allreduce, with roles chosen from the bandwidths of the ranks.
 
     Parameters
     ----------
     bandwidths : sequence of int
-        Of every rank, in any unit, above 0.
+        Bandwidth of each rank, in any unit, above 0.
     nsegments : int
-        The more there are, the less ranks wait for each other, and the closer relaying comes to the
-        shares wanted. With equal bandwidths the data is one segment.
+        Number of segments. With more segments ranks wait less for each other, and the leaves relay
+        shares closer to the optimum. Without leaves there is one segment.
     nchannels : int
-        Independent copies of the pattern, each over its own share of the buffer.
+        Number of independent copies of the pattern, each on its own share of the buffer.
 
     Raises
     ------
     InvalidArgument
-        No rank, a bandwidth or a number below 1.
+        If there is no rank, or a bandwidth, `nsegments` or `nchannels` is below 1.
     """
     n = len(bandwidths)
     if nsegments < 1:
@@ -92,27 +94,27 @@ def allreduce(bandwidths: Sequence[int], nsegments: int = 16, nchannels: int = 1
 
 
 def part(nranks: int, core: Sequence[int], relays: Sequence[Sequence[int]] = ((),)) -> BlendPart:
-    """Make the allreduce of `nranks` ranks over a ring of some of them.
+    """Return the leaf ring allreduce with the given core and relays, as one part of a blend.
 
     Parameters
     ----------
     nranks : int
-        Size of the communicator. Ranks that are not in `core` are leaves.
+        Number of ranks. Ranks that are not in `core` are leaves.
     core : sequence of int
-        Ranks in ring order; one alone is the hub of a star.
+        Ranks of the core in ring order. A single rank is the hub of a star.
     relays : sequence of sequence of int
-        For every segment the leaves that relay, fewer than the core has ranks.
+        Leaves that relay, for each segment; fewer than `core` has ranks.
 
     Returns
     -------
     BlendPart
-        As many chunks as segments times ranks of the core.
+        Has ``len(relays) * len(core)`` chunks.
 
     Raises
     ------
     InvalidArgument
-        A core that is not made of different ranks; no segment; relays that are no leaves, or too
-        many.
+        If `core` is empty or names a rank twice or one that does not exist, if there is no segment,
+        or if the relays of a segment are not different leaves, fewer than `core` has ranks.
     """
     ring = tuple(core)
     size = len(ring)
@@ -177,7 +179,7 @@ def _core_ops(seat: Seat, leaves: Sequence[int], segments: Sequence[_Segment]) -
 
 
 def _reduce(program: ProgramBuilder, seat: Seat, segment: _Segment, *, is_final: bool) -> None:
-    """As `ring.add_reduce_scatter`, but what sets out first goes to the relays."""
+    """Add the reduce-scatter of a segment; the first sends go to relays, not to the neighbour."""
     chunks, relays = segment.chunks, segment.relays
     for step in range(seat.size - 1):
         if step < len(relays):
@@ -189,14 +191,14 @@ def _reduce(program: ProgramBuilder, seat: Seat, segment: _Segment, *, is_final:
 
 
 def _hand_around(program: ProgramBuilder, seat: Seat, segment: _Segment) -> None:
-    """As `ring.add_allgather`, but what comes last comes from the relays."""
+    """Add the allgather of a segment; the last receives are from relays, not the neighbour."""
     chunks, relays = segment.chunks, segment.relays
     for step in range(seat.size - 1):
         left = seat.size - 2 - step
         if left >= len(relays):
             program.send(seat.right, chunks[(seat.place + 1 - step) % seat.size])
         source = seat.left if left >= len(relays) else relays[left]
-        # That the sum is there proves that this rank's part of it arrived.
+        # The arrival of the sum proves that this rank's contribution arrived.
         program.recv(source, chunks[seat.place - step], is_proof=True)
 
 
@@ -222,7 +224,7 @@ def _leaf_ops(core: Sequence[int], rank: int, segments: Sequence[_Segment]) -> t
 
 
 def _overlapped(segments: Sequence[_T]) -> Iterator[tuple[Sequence[_T], ...]]:
-    """Say turn by turn which segment is to be reduced, which completed, which handed around."""
+    """Yield, for each turn, the segments (none or one each) to reduce, complete and allgather."""
     for turn in range(len(segments) + _GATHER_LAG):
         yield tuple(
             segments[max(turn - lag, 0) : max(turn - lag + 1, 0)]
@@ -231,10 +233,10 @@ def _overlapped(segments: Sequence[_T]) -> Iterator[tuple[Sequence[_T], ...]]:
 
 
 def _steps(size: int, leaves: Sequence[int], segments: Sequence[_Segment]) -> int:
-    """Count the messages on the longest chain.
+    """Return the number of messages on the longest chain of dependent messages.
 
-    All places do the same, so it is enough to know, around the ring and between leaves and ranks of
-    the core, when the last message of a link was used: the next one is not used sooner.
+    All positions behave alike, so one step number per kind of link suffices (ring, each leaf's
+    links into and out of the leaf): the step of its last message, which the next cannot precede.
     """
     ring, into, out = 0, dict.fromkeys(leaves, 0), dict.fromkeys(leaves, 0)
     reduced, given, completed, answered = [], [], [], []

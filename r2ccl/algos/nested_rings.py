@@ -1,35 +1,37 @@
-"""Nested rings: an allreduce for nodes of any bandwidths, by peeling off rings of the faster ones.
+"""Nested rings: allreduce as concurrent rings over ever smaller sets of faster nodes.
 
-Let b_1 < b_2 < ... be the bandwidths there are, and m_j the number of nodes with b_j or more. Ring
-j runs among those m_j; the slower nodes are its leaves (`r2ccl.algos.leaf_ring`), which send and
-receive its share Y_j of the data once. Ring 1 is that of all. All rings run at the same time.
+The algorithm suits arbitrary bandwidths.
 
-The shares: in ring j a node of the core makes (n - 2)/m_j more transfers of a byte than the one
-that every node has to make. So a node with bandwidth b_i ends in time T if
+Let b_1 < b_2 < ... be the distinct bandwidths, b_0 = 0, and m_j the number of nodes with bandwidth
+b_j or more. Ring j runs among these m_j nodes. The slower nodes are its leaves
+(`r2ccl.algos.leaf_ring`): they send and receive its share Y_j of the data once. Ring 1 contains all
+nodes. All rings run at the same time.
+
+The shares are derived as follows. Every node sends each byte at least once; a node in the core of
+ring j sends (n - 2)/m_j more per byte. A node with bandwidth b_i thus finishes in time T if
 
     1 + (n - 2) (Y_1/m_1 + ... + Y_i/m_i) <= T b_i.
 
-Let each ring take up what bandwidth its core has more than the nodes around it:
-(n - 2) Y_j/m_j = T (b_j - b_(j-1)), and T b_1 - 1 for ring 1. Then every node ends at T, and as
-m_j (b_j - b_(j-1)), over all j, is the sum of the bandwidths, the shares add up to 1 for
+Choose the share of each ring such that it uses the bandwidth by which its core exceeds the slower
+nodes: (n - 2) Y_j/m_j = T (b_j - b_(j-1)), and (n - 2) Y_1/m_1 = T b_1 - 1 for ring 1. Then every
+node finishes at T. The sum of m_j (b_j - b_(j-1)) over all j is the sum of all bandwidths, so the
+shares add up to 1 for
 
     T = 2(n - 1) / (sum of all nodes' bandwidths).
 
-Where that is below 1/b_1, the time in which the slowest node sends and receives the data once, ring
-1 gets nothing, the others their shares in proportion, and T = 1/b_1. So nested rings take
-`packed_trees.lower_bound`, exactly, for any bandwidths. That is without latency, start and end, and
-if every port is shared by the rings in just these proportions all the time; where the flows of all
-rings share it as equals, as they mostly do, rings end one after another and T is longer.
+If this T is below 1/b_1, the time in which the slowest node sends and receives the data once, then
+ring 1 gets no share, the other rings get shares in these proportions, and T = 1/b_1. The time is
+therefore `packed_trees.lower_bound` for all bandwidths. This ignores latency, start and end, and
+assumes that the rings share every port in exactly these proportions. If all flows share a port
+equally, as is common, the rings finish one after the other and take longer.
 
-Steps: those of the longest ring that has a share. Bytes on the wire: T b by a node with bandwidth
-b, in the first case.
+Steps: those of the longest ring with a share. Bytes on the wire: T b for a node with bandwidth b,
+in the first case.
 
-It is the recursion over faster and faster subsets that was published, but for the slow nodes' data,
-which does not come in afterwards. It is exact where `leaf_ring` is not, as with bandwidths that all
-differ; but where ports are shared as equals, `leaf_ring` and `packed_trees` are faster.
-
-Imports `bandwidths`, `blend`, `leaf_ring`, `schedule` and `errors`. Invariant: shares are exact
-fractions of the integers given, equal on every rank.
+The published algorithm uses the same recursion over subsets of faster nodes, but adds the slow
+nodes' data afterwards. Nested rings reach the lower bound in cases in which `leaf_ring` does not,
+such as all-different bandwidths. If flows share ports equally, `leaf_ring` and `packed_trees` are
+faster.
 
 References
 ----------
@@ -52,7 +54,7 @@ from r2ccl.schedule.ir import Schedule
 
 
 class Ring(NamedTuple):
-    """One of the rings: its core, and its share of the data."""
+    """One of the nested rings: its core, and its share of the data."""
 
     core: tuple[int, ...]
     share: Fraction
@@ -69,18 +71,19 @@ def allreduce(
     Parameters
     ----------
     bandwidths : sequence of int
-        Of every node, in any unit, above 0.
+        Bandwidth of each node, in any unit, above 0.
     nsegments : int
-        Of each ring that has leaves.
+        Number of segments of each ring that has leaves.
     nchannels : int
-        Channels of each ring, of equal weight.
+        Number of channels of each ring, of equal weight.
     order : sequence of int, optional
-        All nodes as they follow one another in the rings. Default: 0 to n - 1.
+        All nodes, in the order in which the rings visit them. Default: 0 to n - 1.
 
     Raises
     ------
     InvalidArgument
-        No node, a bandwidth or a number below 1, an order that is no permutation of the nodes.
+        If there is no node, a bandwidth or a number is below 1, or `order` is not a permutation of
+        the nodes.
     """
     n = len(bandwidths)
     places = tuple(range(n) if order is None else order)
@@ -99,18 +102,20 @@ def allreduce(
 
 
 def rings(bandwidths: Sequence[int]) -> tuple[Ring, ...]:
-    """Return the rings, from that of all nodes to that of the fastest; see the top of this file.
+    """Return the rings and their shares, from the ring of all nodes to that of the fastest.
+
+    The module docstring derives the shares.
 
     Raises
     ------
     InvalidArgument
-        No node, or a bandwidth below 1.
+        If there is no node, or a bandwidth is below 1.
     """
     n = len(bandwidths)
     require_positive(bandwidths)
     levels = sorted(set(bandwidths))
     cores = [tuple(v for v in range(n) if bandwidths[v] >= level) for level in levels]
-    if n <= 2:  # nobody could carry anything for somebody else
+    if n <= 2:  # no node can transfer data on behalf of another
         return (Ring(cores[0], Fraction(1)),)
     time = Fraction(2 * (n - 1), sum(bandwidths))
     steps = [b - a for a, b in pairwise([0, *levels])]

@@ -1,17 +1,16 @@
-"""One-shot allreduce: everybody sends everything to everybody, and reduces for itself.
+"""One-shot allreduce: every rank sends its data to all others, and reduces all data itself.
 
-All ranks must reduce in the same order, or their sums would differ in the last bits: from the
-highest rank down to rank 0, whatever arrives first. So a rank first adds up the data of those above
-it, in scratch memory; then its own; then that of each rank below it, which lands in the output when
-the one before has been added, and when its own data, which may lie there, has been sent. Scratch
-memory has room for one chunk, and more is not needed.
+All ranks reduce in the same order, from the highest rank down to rank 0, independent of timing;
+otherwise their sums would differ in the last bits. A rank first reduces the data of the ranks above
+it in scratch memory, then its own data, then the data of each rank below it. That data lands in
+OUTPUT, one rank at a time: after the previous rank's data is reduced, and after the rank's own
+data, which is in the same memory in an in-place call, has been sent. One chunk of scratch memory is
+enough.
 
 Steps: 1. Bytes on the wire: each rank sends and receives n - 1 times the data.
 
-It wins for a few bytes among few ranks, three above all, where recursive doubling takes three
-steps; with many ranks, sending n - 1 messages takes longer than waiting for log2(n) of them.
-
-Imports `schedule` and `errors`.
+Use it for a few bytes among few ranks, especially three, where recursive doubling takes three
+steps. With many ranks, sending n - 1 messages takes longer than log2(n) dependent messages.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ def allreduce(nranks: int, nchannels: int = 1) -> Schedule:
     Parameters
     ----------
     nranks : int
-        Size of the communicator; with one rank the schedule copies input to output.
+        Number of ranks. With one rank the schedule copies input to output.
     nchannels : int
-        Independent copies of the pattern, each over its own share of the buffer.
+        Number of independent copies of the pattern, each on its own share of the buffer.
 
     Returns
     -------
     Schedule
-        One chunk a channel; at most 3n - 1 ops a rank and channel.
+        Has one chunk per channel, and at most 3n - 1 ops per rank and channel.
 
     Raises
     ------
     InvalidArgument
-        A size below 1.
+        If a size is below 1.
     """
     share = Fraction(nranks - 1)
     return Schedule(
@@ -56,7 +55,7 @@ def _program(n: int, rank: int) -> tuple[Op, ...]:
     own, out, scratch = Space.INPUT, Space.OUTPUT, Space.SCRATCH
     if n == 1:
         return (Op(OpKind.COPY, -1, own, 0, out, 0, (), True),)
-    # Everybody starts with another peer, so that nobody gets all messages at once.
+    # Every rank starts with a different peer, so that no rank receives all messages at once.
     peers = [(rank + distance) % n for distance in range(1, n)]
     ops = [Op(OpKind.SEND, peer, own, 0, out, -1) for peer in peers]
     for peer in range(n - 1, rank, -1):

@@ -1,26 +1,30 @@
-"""OptCC: one straggler is a leaf of the others' ring, in segments of alternating order.
+"""OptCC: one straggler is a leaf of the other ranks' ring, in segments of alternating order.
 
-One rank has lost the fraction X of its bandwidth B. D bytes are cut in k segments, a segment in
-m = n - 1 sections, and each segment takes four stages: S1, the m healthy ranks reduce it around
-their ring, until place p owns section p + 1; S2, the owners send their sections to the straggler;
-S3, the straggler adds its own data and sends the sums back; S4, the healthy ranks hand them around.
-Every other segment takes the stages in the order S3 S1 S4 S2: the straggler's data goes to where
-the sections set out, and the owners return the sums. So the straggler sends one segment while it
-receives another, and the healthy ranks work on a third: on their links the reduce-scatter of a
-segment goes before the allgather of the segment two before it.
+One rank, the straggler, has lost the fraction X of its bandwidth B. The D bytes are divided into k
+segments, and each segment into m = n - 1 sections. Each segment takes four stages:
 
-The straggler sends and receives D, the least there can be; the healthy ranks (2n - 3)/(n - 1) D. If
-that takes these no longer, for l = 1/(1 - X) >= (2n - 3)/(n - 1), the time is l (k + 1)/k D/B, as
-published: all the straggler waits for is its first segment.
+- S1: the m healthy ranks reduce-scatter the segment in their ring; position p owns section p + 1.
+- S2: the owners send their sections to the straggler.
+- S3: the straggler adds its own data and returns the sums.
+- S4: the healthy ranks allgather the sums.
 
-Steps: 2n - 2 messages one after another for one segment, about 2n - 6 more for each further one.
-Bytes on the wire: as above.
+Every other segment takes the stages in the order S3 S1 S4 S2: the straggler sends its data to the
+positions where the sections start, and the owners send it the sums. The straggler can thus send one
+segment while it receives another and the healthy ranks work on a third. On the links of the ring,
+the reduce-scatter of a segment comes before the allgather of the second segment before it.
 
-It wins with one straggler that has lost about half of its bandwidth, and large messages. With less
-lost the straggler idles, and the healthy ranks are busier than in a ring of all: `leaf_ring` fills
-that, and merges the straggler's data at the owner, which takes fewer messages one after another.
+The straggler sends and receives D bytes, which is the minimum; the healthy ranks send and receive
+(2n - 3)/(n - 1) D. If the straggler takes longer than the healthy ranks, that is
+l = 1/(1 - X) >= (2n - 3)/(n - 1), the time is l (k + 1)/k D/B, as published: the straggler waits
+for its first segment only.
 
-Imports `bandwidths`, `blend`, `ring`, `schedule` and `errors`.
+Steps: 2n - 2 dependent messages for one segment, about 2n - 6 more for each further one. Bytes on
+the wire: as above.
+
+Use it for large messages with one straggler that has lost about half of its bandwidth. If it has
+lost less, it idles while the healthy ranks have more work than in a ring of all ranks. `leaf_ring`
+uses that idle time. It also merges the straggler's data at the owner, which makes the chains of
+dependent messages shorter.
 
 References
 ----------
@@ -40,45 +44,46 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.build import ProgramBuilder
 from r2ccl.schedule.ir import Op, Schedule, Space
 
-#: Segments that are reduced before one is handed around: the straggler's answer takes so long.
+#: Number of segments by which the allgather of a segment follows its reduce-scatter in program
+#: order; meanwhile the straggler exchanges the segment with the owners.
 _LAG = 2
 
 
 class _Segment(NamedTuple):
-    """Its sections, named by where they set out, and whether the straggler's data comes first."""
+    """One segment: its sections, by starting position; `is_reversed` for the order S3 S1 S4 S2."""
 
     sections: tuple[tuple[int], ...]
     is_reversed: bool
 
 
 def allreduce(bandwidths: Sequence[int], nsegments: int = 1, nchannels: int = 1) -> Schedule:
-    """Build the allreduce that spares the slowest rank.
+    """Build the OptCC allreduce, with the slowest rank as the straggler.
 
     Parameters
     ----------
     bandwidths : sequence of int
-        Of every rank, in any unit, above 0.
+        Bandwidth of each rank, in any unit, above 0.
     nsegments : int
-        k.
+        Number of segments, k in the module docstring.
     nchannels : int
-        Independent copies of the pattern, each over its own share of the buffer.
+        Number of independent copies of the pattern, each on its own share of the buffer.
 
     Raises
     ------
     InvalidArgument
-        No rank, a bandwidth or a number below 1.
+        If there is no rank, or a bandwidth or a number is below 1.
     """
     if nsegments < 1:
         raise InvalidArgument(f"nsegments={nsegments}; give 1 or more")
     n, straggler = len(bandwidths), straggler_of(bandwidths).rank
-    # A rank that is alone is its own healthy one.
+    # A single rank counts as healthy.
     healthy = tuple(rank for rank in range(n) if rank != straggler) or (0,)
     return blend("optcc", [_part(n, healthy, nsegments)], [Fraction(1)], [nchannels])
 
 
 def _part(nranks: int, ring: tuple[int, ...], nsegments: int) -> BlendPart:
     size = len(ring)
-    # A ring of one has nothing to do meanwhile, and gains nothing by waiting.
+    # With one healthy rank there is no ring to overlap with, so all segments are reversed.
     segments = [
         _Segment(
             tuple((number * size + place,) for place in range(size)), number % 2 == 1 or size == 1
@@ -123,7 +128,10 @@ def _healthy_ops(seat: Seat, straggler: int, segments: Sequence[_Segment]) -> tu
 
 
 def _straggler_ops(ring: Sequence[int], segments: Sequence[_Segment]) -> tuple[Op, ...]:
-    """Listed as the owners list theirs; what goes when follows from what is there."""
+    """Return the straggler's ops, in the order in which the owners list theirs.
+
+    The program order matters per link only; dependencies decide when an op runs.
+    """
     program = ProgramBuilder()
     for segment, before in _overlapped(segments):
         if segment:
@@ -147,15 +155,16 @@ def _owned(seat: Seat, segment: _Segment) -> int:
 def _overlapped(
     segments: Sequence[_Segment],
 ) -> Iterator[tuple[_Segment | None, _Segment | None]]:
-    """Say turn by turn which segment is to be reduced, and which to be handed around."""
+    """Yield, for each turn, the segment (or None) to reduce and the segment to allgather."""
     none = [None] * _LAG
     return zip([*segments, *none], [*none, *segments], strict=True)
 
 
 def _steps(nranks: int, segments: Sequence[_Segment]) -> int:
-    """Count the messages on the longest chain: a link takes one ring pass after the other.
+    """Return the number of messages on the longest chain of dependent messages.
 
-    The first message of a pass joins the queue, if its data is there, or makes the chain longer.
+    A link handles one pass around the ring after the other. A pass starts after the previous one,
+    or when its data is ready, if that is later.
     """
     nhops = nranks - 2
     if nhops < 1:

@@ -1,25 +1,26 @@
-"""Packed trees: one allreduce for nodes of any bandwidths, and so for every pattern of failures.
+"""Packed trees: allreduce for nodes of arbitrary bandwidths, and so for every pattern of failures.
 
-A byte that is reduced up and broadcast down one spanning tree costs a node as many sends, and as
-many receives, as it has edges there: its degree. An allreduce over c trees, each with its c-th of
-the data, therefore takes what the node with the largest sum of degrees over bandwidth takes. So:
+Reducing a byte up one spanning tree and broadcasting it down again costs a node as many sends, and
+as many receives, as it has edges in that tree: its degree. An allreduce over c trees, each with 1/c
+of the data, therefore takes the time of the node with the largest ratio of total degree to
+bandwidth. The trees are built in three steps:
 
-1. Give every node a mean degree in proportion to its bandwidth, but 1 at least (a tree reaches it)
-   and n - 1 at most, such that they add up to the 2(n - 1) a tree has: `degrees`, by filling water.
-2. Round the sums over all trees, and deal the edges out tree by tree, to whoever is due most. They
-   are dealt in twos, as in a double binary tree: a node is a leaf, or has two children. Ones would
-   make long paths, twos keep the height logarithmic.
-3. Build each tree as flat as its degrees allow: `flat_tree`.
+1. Compute the mean degree of every node (`degrees`): in proportion to its bandwidth, at least 1
+   (every tree contains the node) and at most n - 1, with the sum 2(n - 1) of a tree's degrees.
+2. Round the total degrees over all trees, and assign edges to nodes tree by tree, to the node that
+   lags most behind its total. Edges are assigned in pairs, as in a double binary tree: a node is a
+   leaf or has two children. Single edges would make long paths; pairs keep the height logarithmic.
+3. Build each tree as flat as its degrees allow (`flat_tree`).
 
-With equal bandwidths this is nearly a ring's bandwidth at the height of a binary tree; a node that
-lost bandwidth becomes a leaf in just as many trees as it has to.
+With equal bandwidths this nearly reaches the bandwidth of a ring, at the height of a binary tree. A
+node that lost bandwidth is a leaf in exactly as many trees as necessary.
 
-The lower bound (`lower_bound`): every node sends and receives all the data once, and every byte
-takes n - 1 transfers to be combined and n - 1 to be distributed, whatever the schedule. The packing
-reaches it for many trees and many slices; that holds for reduction without coding, and for nodes
-whose rails act as one port.
+The lower bound (`lower_bound`) holds for every schedule: each node sends and receives all the data
+once, and each byte takes n - 1 transfers to be reduced and n - 1 to be distributed. Packed trees
+approach the bound with many trees and many slices. It holds for reduction without coding, and for
+nodes whose rails act as one port.
 
-Pure arithmetic on integers and fractions. Invariant: equal arguments, equal trees, on every rank.
+All computations use integers and fractions; equal arguments give equal trees on every rank.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from r2ccl.algos.bandwidths import require_positive
 from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.ir import Schedule
 
-#: ``reach(a, b)``: whether two nodes share a rail.
+#: ``reach(a, b)`` returns True if nodes a and b share a rail.
 Reach = Callable[[int, int], bool]
 
 
@@ -43,27 +44,29 @@ def allreduce(bandwidths: Sequence[int], ntrees: int, reach: Reach | None = None
     Parameters
     ----------
     bandwidths : sequence of int
-        Of every node, in any unit, above 0.
+        Bandwidth of each node, in any unit, above 0.
     ntrees : int
-        Channels of the schedule. More trees come closer to the mean degrees wanted.
+        Number of trees, one per channel. More trees come closer to the optimal mean degrees.
     reach : callable, optional
-        ``reach(a, b)``: whether two nodes can be neighbours. By default all can.
+        ``reach(a, b)`` returns True if nodes a and b can be neighbours. Default: all can.
 
     Raises
     ------
     InvalidArgument
-        No node, a bandwidth or a number of trees below 1, or nodes nobody can be a neighbour of.
+        If there is no node, a bandwidth or `ntrees` is below 1, or no tree connects all nodes.
     """
     return tree.allreduce(pack(bandwidths, ntrees, reach), "packed_trees")
 
 
 def lower_bound(bandwidths: Sequence[int]) -> Fraction:
-    """Return the least time of any allreduce, for one unit of data and bandwidths in units a time.
+    """Return a lower bound on the time of any allreduce of one unit of data.
+
+    `bandwidths` are in units of data per unit of time.
 
     Raises
     ------
     InvalidArgument
-        No node, or a bandwidth below 1.
+        If there is no node, or a bandwidth is below 1.
     """
     require_positive(bandwidths)
     n = len(bandwidths)
@@ -73,14 +76,14 @@ def lower_bound(bandwidths: Sequence[int]) -> Fraction:
 
 
 def degrees(bandwidths: Sequence[int]) -> tuple[Fraction, ...]:
-    """Return each node's mean degree: in proportion to bandwidth, between 1 and n - 1.
+    """Return the mean degree of each node: in proportion to bandwidth, between 1 and n - 1.
 
-    They add up to 2(n - 1), the degrees of a tree.
+    The mean degrees add up to 2(n - 1), as the degrees of a tree do.
 
     Raises
     ------
     InvalidArgument
-        No node, or a bandwidth below 1.
+        If there is no node, or a bandwidth is below 1.
     """
     require_positive(bandwidths)
     n = len(bandwidths)
@@ -94,7 +97,8 @@ def degrees(bandwidths: Sequence[int]) -> tuple[Fraction, ...]:
             break
         level = Fraction(rest, sum(bandwidths[node] for node in free))
         wanted = {node: level * bandwidths[node] for node in free}
-        # What is cut off at one end raises or lowers all others, so one end at a time, the worse.
+        # Clamping at one limit changes the degrees of all other nodes, so clamp at one limit per
+        # iteration: the one with the larger excess.
         short = sum(1 - each for each in wanted.values() if each < 1)
         over = sum(each - (n - 1) for each in wanted.values() if each > n - 1)
         if not short and not over:
@@ -109,7 +113,7 @@ def degrees(bandwidths: Sequence[int]) -> tuple[Fraction, ...]:
 def pack(
     bandwidths: Sequence[int], ntrees: int, reach: Reach | None = None
 ) -> tuple[tree.Parents, ...]:
-    """Choose the trees; see `allreduce`."""
+    """Return the packed trees; arguments and errors as in `allreduce`."""
     if ntrees < 1:
         raise InvalidArgument(f"ntrees={ntrees}; give 1 or more")
     n = len(bandwidths)
@@ -121,27 +125,31 @@ def pack(
 
 
 def pack_rooted(rooms: Sequence[int], ntrees: int, root: int) -> tuple[tree.Parents, ...]:
-    """Choose trees with one root, for a broadcast or a reduce.
+    """Return packed trees with a common root, for a broadcast or a reduce.
 
-    In each tree every node but the root has one edge up; what counts are its edges down, which all
-    trees together give it in proportion to its room, in twos, so that the trees are flat.
+    Every node has one edge to its parent per tree, except the root. The edges to children determine
+    its load. Over all trees a node gets them in proportion to `rooms`, in pairs, so that the trees
+    are flat.
 
     Parameters
     ----------
     rooms : sequence of int
-        Edges down of every node in all trees, at most; `ntrees` or more each.
-    ntrees, root : int
+        Maximum number of edges to children of each node, over all trees; `ntrees` or more.
+    ntrees : int
+        Number of trees, one per channel.
+    root : int
+        Root of all trees.
 
     Raises
     ------
     InvalidArgument
-        No node, no tree, no such root, or too little room.
+        If `ntrees` is below 1, `root` is not a node, or a value of `rooms` is below `ntrees`.
     """
     n = len(rooms)
     if ntrees < 1 or not 0 <= root < n or min(rooms) < ntrees:
         raise InvalidArgument(
-            f"rooms={tuple(rooms)}, ntrees={ntrees}, root={root}: give a tree or more, a root of 0 "
-            f"to {n - 1}, and room for {ntrees} edges or more at every node"
+            f"rooms={tuple(rooms)}, ntrees={ntrees}, root={root}: give 1 tree or more, a root of 0 "
+            f"to {n - 1}, and {ntrees} edges or more for every node"
         )
     if n == 1:
         return ((-1,),) * ntrees
@@ -150,7 +158,7 @@ def pack_rooted(rooms: Sequence[int], ntrees: int, root: int) -> tuple[tree.Pare
     of_root = max(Fraction(total * rooms[root], sum(rooms)), Fraction(ntrees))
     rest = sum(rooms) - rooms[root]
     shares = [(total - of_root) * Fraction(room, rest) for room in rooms]
-    # The root has one edge down in every tree whatever it is dealt.
+    # Leave out the edge that the root has in every tree: `_deal_down` adds it.
     shares[root] = of_root - ntrees
     left = [room - ntrees * (node == root) for node, room in enumerate(rooms)]
     extra = _in_twos(shares, left)
@@ -161,7 +169,7 @@ def pack_rooted(rooms: Sequence[int], ntrees: int, root: int) -> tuple[tree.Pare
 
 
 def _deal_down(extra: Sequence[int], ntrees: int, root: int) -> list[list[int]]:
-    """Deal every node's edges down out to the trees, beside the one that the root has in each."""
+    """Return each node's number of children in each tree: `extra` in all, plus 1 for the root."""
     n = len(extra)
     left = list(extra)
     given = list(left)
@@ -187,7 +195,7 @@ def _deal_down(extra: Sequence[int], ntrees: int, root: int) -> list[list[int]]:
 
 
 def _rooted_tree(wanted: Sequence[int], root: int, first: int) -> tree.Parents:
-    """Build the flattest tree with these numbers of edges down; most first, from the root."""
+    """Return the flattest tree with the given numbers of children; nodes with most come first."""
     n = len(wanted)
     waiting = [node for node in range(n) if node != root]
     waiting.sort(key=lambda node: (-wanted[node], (node - first) % n))
@@ -200,30 +208,31 @@ def _rooted_tree(wanted: Sequence[int], root: int, first: int) -> tree.Parents:
 
 
 def flat_tree(wanted: Sequence[int], first: int = 0, reach: Reach | None = None) -> tree.Parents:
-    """Build the flattest tree with these degrees.
+    """Return the flattest tree with the given degrees.
 
-    Nodes join by degree, largest first, each below the highest node that has an edge left.
+    Nodes are added in order of degree, largest first, each below the highest node that has a free
+    edge.
 
     Parameters
     ----------
     wanted : sequence of int
-        Degree of every node, 1 or more, adding up to 2(n - 1).
+        Degree of each node, 1 or more, with the sum 2(n - 1).
     first : int
-        Of nodes of equal degree, which comes first; the others follow in order, round.
+        Node that comes first among nodes of equal degree; the others follow in cyclic order.
     reach : callable, optional
-        As for `allreduce`. A node that cannot be where its degree puts it joins below the highest
-        node it reaches, so that degrees can differ from those wanted.
+        As for `allreduce`. If a node reaches no node with a free edge, it is added below the
+        highest node that it reaches; degrees then differ from `wanted`.
 
     Raises
     ------
     InvalidArgument
-        Nodes that no way leads to.
+        If `reach` does not connect all nodes.
     """
     n = len(wanted)
     waiting = sorted(range(n), key=lambda node: (-wanted[node], (node - first) % n))
     parents = [-1] * n
     if reach is None:
-        # There is an edge left as long as anybody waits, for the degrees are those of a tree.
+        # A free edge exists as long as a node waits, because the degrees are those of a tree.
         free = deque([waiting[0]] * wanted[waiting[0]])
         for node in waiting[1:]:
             parents[node] = free.popleft()
@@ -244,7 +253,7 @@ def flat_tree(wanted: Sequence[int], first: int = 0, reach: Reach | None = None)
 def _next(
     waiting: list[int], placed: list[int], left: dict[int, int], reach: Reach
 ) -> tuple[int, int]:
-    """Choose who joins, and below whom."""
+    """Return the next node to add to the tree, and its parent."""
     for has_room in (True, False):
         for node in waiting:
             for parent in placed:
@@ -256,7 +265,7 @@ def _next(
 
 
 def _round(values: Sequence[Fraction]) -> list[int]:
-    """Round to integers of the same sum; those lose that were rounded up most."""
+    """Round to integers with the same sum, rounding up the values with the largest fractions."""
     floors = [int(each) for each in values]
     missing = int(sum(values)) - sum(floors)
     order = sorted(range(len(values)), key=lambda at: (floors[at] - values[at], at))
@@ -266,7 +275,7 @@ def _round(values: Sequence[Fraction]) -> list[int]:
 
 
 def _in_twos(values: Sequence[Fraction], rooms: Sequence[int]) -> list[int]:
-    """Round to integers of the same sum, at most `rooms`; to even ones as far as there is room."""
+    """Round to integers with the same sum, each at most its `rooms`; to even ones if possible."""
     halves = _round([each / 2 for each in values])
     found = [min(2 * half, room - room % 2) for half, room in zip(halves, rooms, strict=True)]
     missing = int(sum(values)) - sum(found)
@@ -278,11 +287,11 @@ def _in_twos(values: Sequence[Fraction], rooms: Sequence[int]) -> list[int]:
 
 
 def _deal(sums: Sequence[int], ntrees: int) -> list[list[int]]:
-    """Deal every node's edges out to the trees, `sums` in all; one edge each is a matter of course.
+    """Return each node's degree in each tree, with the total degrees `sums`.
 
-    A node is due what it would have if its share came evenly; who is due most gets two more edges,
-    until the tree is complete. The odd edges are spread over the trees: many in one tree would make
-    a path of it.
+    Every node has one edge in every tree. The further edges of a tree go, two at a time, to the
+    node that lags most behind an even distribution of its total over the trees. Single edges, for
+    odd totals, are spread over the trees: many in one tree would make it a path.
     """
     n = len(sums)
     if n == 1:
@@ -314,7 +323,10 @@ def _deal(sums: Sequence[int], ntrees: int) -> list[list[int]]:
 
 
 def _firsts(n: int, ntrees: int) -> list[int]:
-    """Return which node comes first among its equals in each tree: all of them in turn."""
+    """Return, for each tree, the node that comes first among nodes of equal degree.
+
+    The trees take the nodes in turn.
+    """
     return [number * n // ntrees if ntrees < n else number % n for number in range(ntrees)]
 
 

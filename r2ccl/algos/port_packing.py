@@ -1,13 +1,14 @@
-"""Trees packed by ports: for few nodes of which some have little in common.
+"""Tree packing by ports: spanning trees for few nodes of which some share few rails.
 
-`r2ccl.algos.packed_trees` looks at what a node carries on all rails together, as if any two nodes
-shared them all. Here every edge is on a rail that its ends have in common. Trees are grown one
-after another (Prim), each where it is cheapest: with every edge a port gets, its price grows by a
-part of itself, the larger the less the port carries, so that the prices of busy ports drive the
-next trees elsewhere. The slower prices grow and the more trees there are, the closer that comes to
-the best packing; of a few growths and all numbers of trees the best is taken.
+`r2ccl.algos.packed_trees` considers the total bandwidth of a node, as if every two nodes shared all
+rails. Here every edge uses a rail that both of its ends have. Trees are built one after the other
+as minimum spanning trees (Prim's algorithm), where an edge costs the prices of its two ports. With
+every edge a port gets, its price grows by a fraction that is larger for slower ports. The prices of
+busy ports thus move later trees to other ports. The slower the prices grow and the more trees there
+are, the closer the result is to the optimal packing. `pack` tries several growth rates and all
+numbers of trees.
 
-Pure arithmetic on integers. Invariant: equal arguments, equal trees, on every rank.
+All computations use integers and fractions; equal arguments give equal trees on every rank.
 
 References
 ----------
@@ -25,7 +26,7 @@ from r2ccl.errors import InvalidArgument
 
 
 class PortEdge(NamedTuple):
-    """Two nodes, the lower one first, and the rail between them."""
+    """Edge of a tree: two nodes, the lower one first, and the rail between them."""
 
     low: int
     high: int
@@ -33,34 +34,34 @@ class PortEdge(NamedTuple):
 
 
 class PortTree(NamedTuple):
-    """A spanning tree: of every node its parent, -1 for the root, and the edges."""
+    """Spanning tree: the parent of each node (-1 for the root), and the edges."""
 
     parents: tuple[int, ...]
     edges: tuple[PortEdge, ...]
 
 
 def pack(shares: Sequence[Sequence[int]], most: int) -> list[PortTree]:
-    """Pack trees by what ports carry.
+    """Return spanning trees whose edges load all ports in proportion to their bandwidths.
 
     Parameters
     ----------
     shares : sequence of sequence of int
-        What each node's port on each rail carries, in any unit, below 2**32; 0: nothing.
+        Bandwidth of each port, ``shares[node][rail]``, in any unit, below 2**32; 0 means down.
     most : int
-        Trees at most, above 0.
+        Maximum number of trees, above 0.
 
     Returns
     -------
     list of PortTree
-        The fewest that take up to 1 % more than the best number of them.
+        The fewest trees whose time is within 1 % of the best found.
 
     Raises
     ------
     InvalidArgument
-        Rails do not join all nodes, or there may be no tree.
+        If the rails do not connect all nodes, or `most` is below 1.
     """
     if most < 1:
-        raise InvalidArgument(f"most={most}: give room for one tree or more")
+        raise InvalidArgument(f"most={most}: give 1 tree or more")
     found = [(time, edges) for damping in _DAMPINGS for time, edges in _grow(shares, most, damping)]
     least = min(time for time, _ in found) * _AS_GOOD
     _, edges = min((each for each in found if each[0] <= least), key=lambda each: len(each[1]))
@@ -70,7 +71,7 @@ def pack(shares: Sequence[Sequence[int]], most: int) -> list[PortTree]:
 def _grow(
     shares: Sequence[Sequence[int]], most: int, damping: int
 ) -> Iterator[tuple[Fraction, list[tuple[PortEdge, ...]]]]:
-    """Yield what the busiest port takes, as a part of the data, after each tree; and the trees."""
+    """Yield, after each tree, the relative time of the busiest port, and the trees so far."""
     whole = max(map(max, shares))
     prices = [[_PRICE // share if share else 0 for share in row] for row in shares]
     nedges = [[0] * len(row) for row in shares]
@@ -88,7 +89,7 @@ def _grow(
 
 
 def _cheapest(prices: Sequence[Sequence[int]]) -> tuple[PortEdge, ...]:
-    """Return the edges of the spanning tree whose ports cost least; a port of price 0 is down."""
+    """Return the edges of the cheapest spanning tree; a port with price 0 is down."""
     nearest: dict[int, tuple[int, int, int]] = {}
     edges: list[PortEdge] = []
     outside = set(range(1, len(prices)))
@@ -103,7 +104,7 @@ def _cheapest(prices: Sequence[Sequence[int]]) -> tuple[PortEdge, ...]:
             if costs:
                 nearest[node] = min(*costs, nearest.get(node, costs[0]))
         if not nearest:
-            raise InvalidArgument(f"rails do not join node {min(outside)} to node 0")
+            raise InvalidArgument(f"rails do not connect node {min(outside)} to node 0")
         (_, parent, rail), newest = min((way, node) for node, way in nearest.items())
         del nearest[newest]
         outside.remove(newest)
@@ -112,7 +113,7 @@ def _cheapest(prices: Sequence[Sequence[int]]) -> tuple[PortEdge, ...]:
 
 
 def _rooted(nnodes: int, edges: Sequence[PortEdge]) -> tuple[int, ...]:
-    """Return parents such that the root is in the middle of the longest path."""
+    """Return the parent of each node, with the root in the middle of the longest path."""
     neighbours: list[list[int]] = [[] for _ in range(nnodes)]
     for low, high, _ in edges:
         neighbours[low].append(high)
@@ -126,7 +127,7 @@ def _rooted(nnodes: int, edges: Sequence[PortEdge]) -> tuple[int, ...]:
 
 
 def _walk(root: int, neighbours: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Visit a tree in breadth; return the nodes in that order, and of every node its parent."""
+    """Return the nodes of a tree in breadth-first order, and the parent of each node."""
     parents = [-1] * len(neighbours)
     order = [root]
     for node in order:
@@ -137,11 +138,12 @@ def _walk(root: int, neighbours: Sequence[Sequence[int]]) -> tuple[list[int], li
     return order, parents
 
 
-#: A port's price grows by ``whole / (damping * share)`` of itself with each edge.
+#: Values of `damping` that `pack` tries: with each edge, the price of a port grows by the fraction
+#: ``whole / (damping * share)`` of itself, where `whole` is the largest share.
 _DAMPINGS = (2, 4, 8, 16)
-#: Price of a port that carries 1, at first.
+#: Initial price of a port with share 1; the initial price of other ports is this divided by share.
 _PRICE = 1 << 32
-#: Fewer trees are taken if they take no more than this much of the least time.
+#: Maximum time of a smaller number of trees, relative to the best time, at which it is preferred.
 _AS_GOOD = Fraction(101, 100)
 
 __all__ = ["PortEdge", "PortTree", "pack"]

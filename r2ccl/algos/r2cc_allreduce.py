@@ -1,31 +1,28 @@
-"""R2CC-AllReduce: a ring of all ranks beside one that leaves the straggler out; as published.
+"""R2CC-AllReduce as published: a ring of all ranks beside a ring without the straggler.
 
-One rank has lost the fraction X of its bandwidth B. Of D bytes, a share 1 - Y takes the ring of all
-n ranks; the rest takes that of the m = n - 1 healthy ones. After that partial allreduce one of them
-helps the straggler: in K chunks the straggler's data goes to the helper, who adds it and lets go of
-a chunk when it has all of it; the sum goes along a chain of the other healthy ranks, and back to
-the straggler. So
+One rank, the straggler, has lost the fraction X of its bandwidth B. Of D bytes, the share 1 - Y is
+reduced in the ring of all n ranks, the rest in the ring of the m = n - 1 healthy ranks. After this
+partial allreduce, the tail adds the straggler's data: the straggler sends it in K chunks to one
+healthy rank, the helper. The helper reduces each chunk and, when a chunk is complete, sends the sum
+along a chain of the other healthy ranks, and the last of them sends it to the straggler. The times:
 
-    T1 = 2(n - 1)/n (1 - Y) D / ((1 - X) B)     the ring of all
-    T2 = 2(m - 1)/m Y D / (X B)                 the healthy ranks' ring, with what that leaves
-    T3 = Y D / ((1 - X) B) (1 + 1/K)            the tail
+    T1 = 2(n - 1)/n (1 - Y) D / ((1 - X) B)     ring of all ranks
+    T2 = 2(m - 1)/m Y D / (X B)                 ring of the healthy ranks, with bandwidth X B
+    T3 = Y D / ((1 - X) B) (1 + 1/K)            tail
     T  = max(T1, T2) + T3
 
-The published choice is Y = X. The best (`split`) is T1 = T2 where a byte costs the straggler less
-in the tail than in the ring, 1 + 1/K < 2(n - 1)/n, which is K > n/(n - 2); else Y = 0, the ring.
-The sum returns to the straggler from the chain's end: a helper that sent it both ways would send
-2 Y D, and for X < 1/2 the tail would take longer than T3.
+The published choice is Y = X. The optimum (`split`) is T1 = T2 if a byte costs the straggler less
+in the tail than in the ring, that is 1 + 1/K < 2(n - 1)/n, or K > n/(n - 2); otherwise it is Y = 0,
+the ring alone. The end of the chain returns the sum to the straggler, not the helper: a helper that
+sent the sum to both would send 2 Y D, and the tail would take longer than T3 for X < 1/2.
 
-Steps: 3n - 5, and 2(n - 1) at least. Bytes on the wire: the straggler as in T1 and T3, the others
-(2(n - 1)/n (1 - Y) + (2(m - 1)/m + 1) Y) D.
+Steps: 3n - 5, but at least 2(n - 1). Bytes on the wire: for the straggler, those of T1 and T3; for
+the others, (2(n - 1)/n (1 - Y) + (2(m - 1)/m + 1) Y) D.
 
-It is here to be compared with, and `leaf_ring` takes less time. Healthy ranks need no partial sum;
-it is enough that the owner of a section has it, after the reduce-scatter. If the straggler's data
-joins there, the allgather hands the whole sum around. That takes 2(n - 1) transfers of a byte
-instead of 3n - 4, and no tail.
-
-Imports `bandwidths`, `blend`, `leaf_ring`, `ring`, `schedule` and `errors`. Invariant: shares are
-exact fractions of the integers given, equal on every rank.
+This algorithm is here for comparison; `leaf_ring` takes less time. Healthy ranks do not need the
+partial sum: it is enough that the owner of a section has it after the reduce-scatter. If the
+straggler's data is added there, the allgather distributes the complete sum. This takes 2(n - 1)
+transfers per byte instead of 3n - 4, and no tail.
 
 References
 ----------
@@ -53,25 +50,27 @@ def allreduce(
     share: Fraction | None = None,
     nchannels: tuple[int, int] = (1, 1),
 ) -> Schedule:
-    """Build the allreduce that spares the slowest rank.
+    """Build the R2CC allreduce, with the slowest rank as the straggler.
 
     Parameters
     ----------
     bandwidths : sequence of int
-        Of every rank, in any unit, above 0.
+        Bandwidth of each rank, in any unit, above 0.
     nchunks : int
-        K.
+        Number of chunks of the tail, K in the module docstring.
     share : Fraction, optional
-        Y, 0 to 1. Default: what `split` says. One rank alone shares nothing out.
+        Share of the data for the ring of healthy ranks, Y in the module docstring, 0 to 1. Default:
+        `split`. Ignored for one rank.
     nchannels : tuple of int
-        Channels of the ring of all and of the healthy ranks' ring. The model lets the first have
-        (1 - X) B: where channels share a port as equals, they must be as (1 - X) to X; with rails
-        of their own, those of the second must be on the rails that the straggler has lost.
+        Number of channels of the ring of all ranks, and of the ring of healthy ranks. The model
+        assumes that the first ring has the bandwidth (1 - X) B. If channels share a port equally,
+        the numbers must be in the proportion (1 - X) to X. If channels are tied to rails, those of
+        the second ring must be on the rails that the straggler has lost.
 
     Raises
     ------
     InvalidArgument
-        No rank, a bandwidth or a number below 1, a share below 0 or above 1.
+        If there is no rank, a bandwidth or a number is below 1, or `share` is below 0 or above 1.
     """
     if nchunks < 1:
         raise InvalidArgument(f"nchunks={nchunks}; give 1 or more")
@@ -84,15 +83,16 @@ def allreduce(
 
 
 def split(nranks: int, lost: Fraction, nchunks: int) -> Fraction:
-    """Return the share Y with which the model ends soonest.
+    """Return the share Y that minimises the time of the model in the module docstring.
 
     Parameters
     ----------
     nranks : int
+        Number of ranks, n.
     lost : Fraction
-        X: of the straggler's bandwidth, 0 or more and below 1.
+        Fraction X of the straggler's bandwidth that is lost, 0 or more and below 1.
     nchunks : int
-        K.
+        Number of chunks of the tail, K.
     """
     if nchunks * (nranks - 2) <= nranks:
         return Fraction(0)
@@ -102,17 +102,19 @@ def split(nranks: int, lost: Fraction, nchunks: int) -> Fraction:
 
 
 def time_of(nranks: int, lost: Fraction, nchunks: int, share: Fraction) -> Fraction:
-    """Return what the model says, in units of D/B; see the top of this file.
+    """Return the time T of the model in the module docstring, in units of D/B.
 
     Parameters
     ----------
     nranks : int
+        Number of ranks, n.
     lost : Fraction
-        X: of the straggler's bandwidth, 0 or more and below 1; above 0 if `share` is.
+        Fraction X of the straggler's bandwidth that is lost, 0 or more and below 1; above 0 if
+        `share` is above 0.
     nchunks : int
-        K.
+        Number of chunks of the tail, K.
     share : Fraction
-        Y.
+        Share of the data for the ring of healthy ranks, Y.
     """
     left = 1 - lost
     of_all = Fraction(2 * (nranks - 1), nranks) * (1 - share) / left
@@ -121,7 +123,7 @@ def time_of(nranks: int, lost: Fraction, nchunks: int, share: Fraction) -> Fract
 
 
 def _partial(nranks: int, straggler: int, nchunks: int) -> BlendPart:
-    """Make the allreduce of the healthy ranks, the first of which helps, with its tail."""
+    """Return the allreduce of the healthy ranks, and the tail with the first of them as helper."""
     ring = tuple(rank for rank in range(nranks) if rank != straggler)
     size = len(ring)
     of_healthy = Fraction(2 * (size - 1), size) + 1
@@ -155,12 +157,13 @@ def _healthy_ops(seat: Seat, straggler: int, nchunks: int) -> tuple[Op, ...]:
     if seat.size == 1:
         for chunk in every:
             program.copy(chunk, Space.INPUT)
-    # The ring's last message is used last, so whoever waits for that waits for the ring.
+    # The last message of the ring is processed last, so an op that waits for it waits for the ring.
     is_over = len(program) - 1
     for number in range(nchunks):
         chunks = every[number * seat.size : (number + 1) * seat.size]
         for chunk in chunks:
-            # Into scratch memory, for a RECV_REDUCE might let the data come before its time.
+            # RECV into scratch memory, because the data of a RECV_REDUCE could arrive before the
+            # ring is over.
             program.recv(straggler, chunk, after=[is_over], space=Space.SCRATCH)
             added = program.reduce(chunk, Space.SCRATCH, is_final=True)
         for chunk in chunks:

@@ -1,17 +1,17 @@
 """Recursive doubling allreduce: log2(n) exchanges of the whole buffer, for small messages.
 
-Let m be the largest power of two up to n. If n > m, the first 2(n - m) ranks fold in pairs: the
-odd one sends its data to the even one below and gets the result at the end. The m ranks that are
-left, numbered in rank order, exchange what they hold with the number that differs in bit 0, then
-in bit 1, and so on, and reduce.
+Let m be the largest power of two that is at most n. If n > m, the first 2(n - m) ranks fold in
+pairs: the odd rank sends its data to the even rank below it, and gets the result at the end. The
+remaining m ranks are numbered in rank order. In step k each of them exchanges its data with the
+rank whose number differs in bit k, and reduces.
 
-Order: what a rank holds always covers a contiguous interval of ranks, and the partner's interval
-lies next to it, on the side on which the partner's rank lies. As ``received`` is the left operand
-iff the peer is the lower rank, both partners compute ``lower + upper`` with the same operands in
-the same places: every rank ends with the same expression, bit for bit, in rank order.
+Order: the data of a rank always covers a contiguous interval of ranks; the partner's interval is
+adjacent, on the side of the partner's rank. The received data is the left operand if and only if
+the peer is the lower rank, so both partners compute ``lower + upper`` with the same operands. Every
+rank ends with the same expression, in rank order, and bit-identical results.
 
-Steps: log2(m) messages one after another, plus 2 if n > m. Bytes on the wire: the busiest rank
-sends and receives log2(m) times the data, plus once if n > m.
+Steps: log2(m) dependent messages, plus 2 if n > m. Bytes on the wire: the busiest rank sends and
+receives log2(m) times the data, plus once if n > m.
 
 References
 ----------
@@ -32,19 +32,19 @@ def allreduce(nranks: int, nchannels: int = 1) -> Schedule:
     Parameters
     ----------
     nranks : int
-        Size of the communicator, any number; with one rank the schedule copies input to output.
+        Number of ranks, not only powers of two. With one rank the schedule copies input to output.
     nchannels : int
-        Independent copies of the pattern, each over its own share of the buffer.
+        Number of independent copies of the pattern, each on its own share of the buffer.
 
     Returns
     -------
     Schedule
-        One chunk a channel; at most 2 log2(n) + 2 ops a rank and channel.
+        Has one chunk per channel, and at most 2 log2(n) + 2 ops per rank and channel.
 
     Raises
     ------
     InvalidArgument
-        A size below 1.
+        If a size is below 1.
     """
     doublings = max(nranks, 1).bit_length() - 1
     has_fold = nranks > 1 << doublings
@@ -79,7 +79,7 @@ def _program(n: int, rank: int) -> tuple[Op, ...]:
         peer = 2 * partner if partner < extra else partner + extra
         ready = (len(ops) - 1,) if ops else ()
         ops.append(_send(peer, held, ready))
-        # Reducing overwrites what is being sent (in place even the first time).
+        # The reduction overwrites the memory of the send; in place already in the first step.
         ops.append(_reduce(peer, held, (len(ops) - 1,), bit == doublings - 1))
         held = Space.OUTPUT
     if rank < 2 * extra:

@@ -1,18 +1,17 @@
-"""Rings: reduce-scatter, allgather, and the allreduce that is one after the other.
+"""Ring reduce-scatter and allgather, and the ring allreduce, which consists of both.
 
-Place p in the ring sends to p + 1 and receives from p - 1, and the data is cut in n sections. In
-step s of the reduce-scatter, place p passes on section p - s and adds section p - s - 1; after
-n - 1 steps it holds section p + 1 complete. In step s of the allgather it passes on section
-p + 1 - s, its own first, and receives section p - s. Each send waits for the receive just before it
-and nothing else, so slices of all steps are in flight together.
+Position p in the ring sends to p + 1 and receives from p - 1. The data is divided into n sections.
+In step s of the reduce-scatter, position p sends section p - s and reduces section p - s - 1; after
+n - 1 steps its section p + 1 is complete. In step s of the allgather it sends section p + 1 - s, so
+its complete section first, and receives section p - s. Each send depends only on the receive of the
+step before, so slices of all steps are in flight at the same time.
 
-Steps: n - 1 messages one after another for each of the two. Bytes on the wire: every rank sends and
-receives (n - 1)/n of the data for each, the least any schedule of equal ranks can do.
+Steps: n - 1 dependent messages for each of the two. Bytes on the wire: for each of the two, every
+rank sends and receives (n - 1)/n of the data, the minimum for equal ranks.
 
-They win where bandwidth decides and all ranks have the same; a ring is as slow as its slowest rank.
-Broadcast and reduce have no file of their own here: `tree.broadcast` and `tree.reduce` over
-``[tree.chain(order)]`` for each channel are the pipeline along a chain, every rank sending and
-receiving the data at most once.
+Use rings for large messages among ranks with equal bandwidths: a ring is as slow as its slowest
+rank. For a pipelined broadcast or reduce along a chain, pass ``[tree.chain(order)]`` to
+`tree.broadcast` or `tree.reduce`: every rank then sends and receives the data at most once.
 
 References
 ----------
@@ -32,7 +31,7 @@ from r2ccl.schedule.ir import Cost, Op, Schedule, Space
 
 
 class Seat(NamedTuple):
-    """A rank's place in a ring, counted from 0, the ring's size, and the two neighbours."""
+    """Position of a rank in a ring (from 0), the ring's size, and the rank's two neighbours."""
 
     place: int
     size: int
@@ -48,21 +47,21 @@ def allreduce(
     Parameters
     ----------
     nranks : int
-        Size of the communicator; with one rank the schedule copies input to output.
+        Number of ranks. With one rank the schedule copies input to output.
     nchannels : int
-        Independent rings, each over its own share of the buffer.
+        Number of independent rings, each on its own share of the buffer.
     rank_orders : sequence of sequence of int, optional
-        For every channel the ranks in ring order. Default: 0 to n - 1 on every channel.
+        Ranks in ring order, for each channel. Default: 0 to n - 1 on every channel.
 
     Returns
     -------
     Schedule
-        ``nranks`` chunks a channel; 4(n - 1) ops a rank and channel.
+        Has ``nranks`` chunks per channel, and 4(n - 1) ops per rank and channel.
 
     Raises
     ------
     InvalidArgument
-        A size below 1, or orders that are not one permutation of the ranks for each channel.
+        If a size is below 1, or `rank_orders` is not one permutation of the ranks per channel.
     """
     return _schedule("allreduce", nranks, nchannels, rank_orders, _allreduce_ops)
 
@@ -70,19 +69,19 @@ def allreduce(
 def reduce_scatter(
     nranks: int, nchannels: int = 1, rank_orders: Sequence[Sequence[int]] | None = None
 ) -> Schedule:
-    """Build the ring reduce-scatter: rank r ends with chunk r; else as `allreduce`."""
+    """Build the ring reduce-scatter: rank r ends with chunk r. Arguments as in `allreduce`."""
     return _schedule("reduce_scatter", nranks, nchannels, rank_orders, _reduce_scatter_ops)
 
 
 def allgather(
     nranks: int, nchannels: int = 1, rank_orders: Sequence[Sequence[int]] | None = None
 ) -> Schedule:
-    """Build the ring allgather: rank r starts with chunk r; else as `allreduce`."""
+    """Build the ring allgather: rank r starts with chunk r. Arguments as in `allreduce`."""
     return _schedule("allgather", nranks, nchannels, rank_orders, _allgather_ops)
 
 
 def seat_of(order: Sequence[int], rank: int) -> Seat:
-    """Find the seat of `rank` in the ring `order`."""
+    """Return the position and the neighbours of `rank` in the ring `order`."""
     place = order.index(rank)
     return Seat(place, len(order), order[place - 1], order[(place + 1) % len(order)])
 
@@ -90,17 +89,18 @@ def seat_of(order: Sequence[int], rank: int) -> Seat:
 def add_reduce_scatter(
     program: ProgramBuilder, seat: Seat, sections: Sequence[Sequence[int]], *, is_final: bool = True
 ) -> None:
-    """Reduce section by section around the ring.
+    """Add the ops of a ring reduce-scatter to `program`.
 
     Parameters
     ----------
     program : ProgramBuilder
-        Of the rank in `seat`.
+        Program of the rank at `seat`.
     seat : Seat
     sections : sequence of sequence of int
-        One a place, each of any chunks. The rank ends with section ``place + 1``.
+        Chunks of each section; one section per position. The rank ends with section
+        ``seat.place + 1``.
     is_final : bool
-        That one is then complete: nobody outside of the ring has anything to add.
+        True if that section is then complete: no rank outside the ring contributes to it.
     """
     for step in range(seat.size - 1):
         for chunk in sections[(seat.place - step) % seat.size]:
@@ -110,15 +110,17 @@ def add_reduce_scatter(
 
 
 def add_allgather(program: ProgramBuilder, seat: Seat, sections: Sequence[Sequence[int]]) -> None:
-    """Give everybody in the ring each section, as the reduce-scatter leaves them.
+    """Add the ops of a ring allgather to `program`.
 
-    What replaces a part that was sent in the reduce-scatter must contain it.
+    The rank starts with section ``seat.place + 1``, where a ring reduce-scatter ends. Receives have
+    `Op.is_proof`: if the rank sent data for a section before, the section it receives must include
+    that data.
     """
     for step in range(seat.size - 1):
         for chunk in sections[(seat.place + 1 - step) % seat.size]:
             program.send(seat.right, chunk)
         for chunk in sections[(seat.place - step) % seat.size]:
-            # That the sum is there proves that this rank's part of it arrived.
+            # The arrival of the sum proves that this rank's contribution arrived.
             program.recv(seat.left, chunk, is_proof=True)
 
 
@@ -135,7 +137,7 @@ def _schedule(
     ncopies = 1 if nranks == 1 or collective == "allgather" else 0
 
     def generate(rank: int) -> tuple[tuple[Op, ...], ...]:
-        # Channels that run in the same order share one tuple.
+        # Channels with the same order share one tuple.
         built = {order: ops_of(order, rank) for order in dict.fromkeys(orders)}
         return tuple(built[order] for order in orders)
 
@@ -159,7 +161,7 @@ def _orders(
     if len(orders) != nchannels or any(sorted(order) != every for order in orders):
         raise InvalidArgument(
             f"rank_orders={orders!r}: give {nchannels} permutations of 0 to {nranks - 1}, "
-            "one a channel"
+            "one per channel"
         )
     return orders
 
@@ -190,7 +192,7 @@ def _allgather_ops(order: tuple[int, ...], rank: int) -> tuple[Op, ...]:
 
 
 def _by_owner(order: tuple[int, ...]) -> list[tuple[int]]:
-    """Name the sections so that each rank's own is the one behind its place."""
+    """Return the sections such that the rank at position p owns section p + 1."""
     return [(order[place - 1],) for place in range(len(order))]
 
 

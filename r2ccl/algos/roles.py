@@ -1,13 +1,13 @@
-"""Roles in a leaf ring: who forms the core, who is a leaf, and how often a leaf relays.
+"""Roles of the ranks in a leaf ring: core, leaves, and the share of data each leaf relays.
 
-Every byte takes 2(n - 1) transfers. A leaf makes one of them, two where it relays, and the core of
-m ranks the rest, each as many. With bandwidths b all would end together if everybody made T b of
-them, for T = 2(n - 1) / (sum of all b); but nobody can make less than one. Hence the bound,
-`packed_trees.lower_bound`, and it is reached here but where a leaf would have to make more than
-two, or all leaves together relay more than m - 1 times, or the core is not of one bandwidth.
+Every byte takes 2(n - 1) transfers. A leaf makes one of them, or two if it relays; the m ranks of
+the core make the rest in equal parts. With bandwidths b, all ranks finish together if each makes
+T b transfers, for T = 2(n - 1) / (sum of all b); but no rank can make less than one. This gives the
+bound `packed_trees.lower_bound`. A leaf ring reaches it unless a leaf would have to make more than
+two transfers, the leaves would have to relay a byte more than m - 1 times in all, or the core ranks
+differ in bandwidth.
 
-Imports `bandwidths`. Invariant: exact fractions of the integers given, so that all ranks choose the
-same.
+All computations use exact fractions, so that all ranks choose the same roles.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from r2ccl.algos.bandwidths import require_positive
 
 
 class Roles(NamedTuple):
-    """Who does what.
+    """Roles of all ranks in a leaf ring.
 
     Attributes
     ----------
     core : tuple of int
         Ranks of the ring, in rank order.
     relaying : dict of int to Fraction
-        Of each leaf, the share of the data for which it relays.
+        Share of the data that each leaf relays.
     time : Fraction
-        Of one unit of data, with bandwidths in units a time; without latency, start and end.
+        Time for one unit of data, with bandwidths in units of data per unit of time; without
+        latency, start and end.
     """
 
     core: tuple[int, ...]
@@ -38,30 +39,31 @@ class Roles(NamedTuple):
 
 
 def choose(bandwidths: Sequence[int]) -> Roles:
-    """Choose the core, and how often its leaves relay, for the least time.
+    """Choose the core and the relayed shares that minimise the time.
 
     Parameters
     ----------
     bandwidths : sequence of int
-        Of every rank, in any unit, above 0.
+        Bandwidth of each rank, in any unit, above 0.
 
     Raises
     ------
     InvalidArgument
-        No rank, or a bandwidth below 1.
+        If there is no rank, or a bandwidth is below 1.
     """
     require_positive(bandwidths)
     n = len(bandwidths)
     levels = sorted(set(bandwidths))
     cores = [[rank for rank in range(n) if bandwidths[rank] >= level] for level in levels]
-    # Of several with the same time the largest core.
+    # `min` returns the first, and so the largest, of several cores with the same time.
     return min((_roles(bandwidths, core) for core in cores), key=lambda each: each.time)
 
 
 def deal(roles: Roles, nsegments: int) -> list[tuple[int, ...]]:
-    """Name the leaves that relay in each segment: their shares, evenly spread and rounded.
+    """Return the leaves that relay in each segment, with their shares spread evenly and rounded.
 
-    Fewer relay in a segment than the core has ranks; who has to wait for that is first in the next.
+    Fewer leaves relay in a segment than the core has ranks. A leaf that is left out for this reason
+    comes first in the next segment.
     """
     due = dict.fromkeys(roles.relaying, Fraction(1, 2))
     dealt = []
@@ -75,7 +77,7 @@ def deal(roles: Roles, nsegments: int) -> list[tuple[int, ...]]:
 
 
 def _roles(bandwidths: Sequence[int], core: Sequence[int]) -> Roles:
-    """Choose how often the leaves of `core` relay, such that all end together if they can."""
+    """Return the roles with the given core; all ranks finish together if possible."""
     n, inside = len(bandwidths), set(core)
     of_core = min(bandwidths[rank] for rank in core) * len(core)
     leaves = {rank: bandwidths[rank] for rank in range(n) if rank not in inside}
@@ -91,7 +93,10 @@ def _roles(bandwidths: Sequence[int], core: Sequence[int]) -> Roles:
 
 
 def _even_time(nranks: int, of_core: int, leaves: list[int]) -> Fraction:
-    """Return when all end together but those leaves that would have to make more than two."""
+    """Return the time at which all ranks finish together, with at most two transfers per leaf.
+
+    Leaves that would have to make more than two transfers make two, and finish earlier.
+    """
     ntransfers = 2 * (nranks - 1)
     while True:
         time = Fraction(ntransfers, of_core + sum(leaves))

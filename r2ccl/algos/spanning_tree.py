@@ -1,16 +1,16 @@
-"""Collectives over one spanning tree, for networks in which not every pair of ranks has a rail.
+"""Collectives over one spanning tree, for networks in which some pairs of ranks share no rail.
 
-A tree needs only n - 1 pairs of neighbours, so there is one whenever the ranks are connected at
-all. `span` finds a flat one; `r2ccl.algos.tree` has allreduce, broadcast and reduce over it.
+A tree needs only n - 1 pairs of neighbours, so one exists whenever the ranks are connected at all.
+`span` finds a flat one. `r2ccl.algos.tree` has allreduce, broadcast and reduce over a tree; this
+module has allgather and reduce-scatter.
 
-Allgather: every rank passes each chunk on to all neighbours but the one it came from.
-Reduce-scatter is the mirror image: chunk r is added up on its way to rank r.
+In the allgather every rank forwards each chunk to all neighbours except the one it came from. In
+the reduce-scatter chunk r is reduced on its way to rank r.
 
-Steps: the tree's diameter. Bytes on the wire: over the edge between two parts of a and n - a ranks,
-a/n of the data one way and the rest the other way.
+Steps: the diameter of the tree. Bytes on the wire: an edge that separates a ranks from the other
+n - a carries a/n of the data in one direction and the rest in the other.
 
-They win only where no ring of neighbours exists. Imports `tree`. Invariant: both ends of an edge
-list its chunks in the same order.
+Use them only if no ring is possible in which all neighbours share a rail.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from r2ccl.schedule.build import ProgramBuilder
 from r2ccl.schedule.cost import measure
 from r2ccl.schedule.ir import Cost, Op, Schedule, Space
 
-#: Children of a rank while others can take more.
+#: Maximum number of children of a rank, as long as other ranks can take the remaining ones.
 _ARITY = 2
 
 
 def span(nranks: int, reach: Reach, root: int = 0) -> Parents:
-    """Return a spanning tree whose neighbours reach each other.
+    """Return a spanning tree in which parent and child always share a rail.
 
-    Each rank, in breadth-first order, takes up to two children that no other rank of its level
-    needs; what is left over joins the highest rank it reaches.
+    In breadth-first order, each rank gets up to two children among the ranks that it reaches and
+    that are not in the tree yet. Ranks left over are added below the highest rank that they reach.
 
     Parameters
     ----------
     nranks : int
     reach : callable
+        ``reach(a, b)`` returns True if ranks a and b share a rail.
     root : int
 
     Raises
     ------
     InvalidArgument
-        Ranks that no way leads to from `root`; names them.
+        If some ranks are not connected to `root`; names them.
     """
     parents = [-1] * nranks
     waiting = [(root + place) % nranks for place in range(1, nranks)]
@@ -78,25 +79,28 @@ def allgather(parents: Sequence[int], nchannels: int = 1) -> Schedule:
     Parameters
     ----------
     parents : Parents
-        Of every rank its parent, -1 for the root.
+        Parent of each rank, -1 for the root.
     nchannels : int
-        Shares of the data that travel independently of each other.
+        Number of independent copies of the pattern, each on its own share of the buffer.
 
     Raises
     ------
     InvalidArgument
-        It is no tree, see `tree.grow`.
+        If `parents` is not a tree; see `r2ccl.algos.tree.grow`.
     """
     return _schedule("allgather", parents, nchannels, _allgather_ops)
 
 
 def reduce_scatter(parents: Sequence[int], nchannels: int = 1) -> Schedule:
-    """Build the reduce-scatter over a tree: rank r ends with chunk r; else as `allgather`."""
+    """Build the reduce-scatter over a tree: rank r ends with chunk r.
+
+    Arguments and errors as in `allgather`.
+    """
     return _schedule("reduce_scatter", parents, nchannels, _reduce_scatter_ops)
 
 
 class _Ways:
-    """For every rank its neighbours, and for every pair the neighbour that leads there."""
+    """Neighbours of every rank in a tree, and the next hop between every pair of ranks."""
 
     def __init__(self, parents: Sequence[int]) -> None:
         tree = grow(parents)
@@ -105,7 +109,7 @@ class _Ways:
             for rank, parent in enumerate(parents)
         ]
         ranks = range(len(parents))
-        #: ``distance[a][b]`` in edges, ``towards[a][b]``: the neighbour of `a` on the way to `b`.
+        #: ``distance[a][b]`` is in edges; ``towards[a][b]`` is the neighbour of `a` towards `b`.
         self.distance = [self._distances(rank) for rank in ranks]
         self.towards = [
             [
@@ -152,7 +156,7 @@ def _allgather_ops(ways: _Ways, rank: int) -> tuple[Op, ...]:
     program = ProgramBuilder()
     program.copy(rank, Space.INPUT)
     chunks = range(len(ways.neighbours))
-    # Near chunks come first, so that none waits behind one that is still far away.
+    # Chunks of near ranks come first, so that no chunk waits behind one that arrives later.
     for chunk in sorted(chunks, key=lambda chunk: (ways.distance[rank][chunk], chunk)):
         source = ways.towards[rank][chunk]
         if chunk != rank:

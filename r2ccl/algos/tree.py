@@ -1,16 +1,17 @@
-"""Trees: reduced up, broadcast down; one tree a channel.
+"""Allreduce, reduce and broadcast over trees, one tree per channel.
 
-A leaf sends its data to its parent; an inner rank adds what its children send and passes the sum
-on; the root has the result, which travels back over the same edges. Slices of the way up and of the
-way down are in flight together. Children are added lowest subtree first, for theirs come first.
+In the allreduce a leaf sends its data to its parent. An inner rank reduces the data of its children
+and sends the sum to its parent. The root gets the result, which is broadcast over the same edges.
+Slices are in flight up and down the tree at the same time. The child with the lowest subtree is
+reduced first, because its data arrives first.
 
-Every edge of a tree carries its share of the data once each way, so a rank of degree d sends and
-receives d times that share: which ranks are leaves of how many trees decides what each must carry.
-`double_binary` makes two trees in which the inner ranks of one are leaves of the other,
-`r2ccl.algos.packed_trees` those for ranks of any bandwidths.
+Every edge carries the tree's share of the data once in each direction, so a rank of degree d sends
+and receives d times that share. The load of a rank thus depends on how many trees it is a leaf of.
+`double_binary` returns two trees in which the inner ranks of one are leaves of the other;
+`r2ccl.algos.packed_trees` builds trees for ranks of arbitrary bandwidths.
 
-Steps: twice the height, 2 log2(n) for two-ary trees. Bytes on the wire: the busiest rank sends and
-receives about twice the data.
+Steps: twice the height, 2 log2(n) for binary trees. Bytes on the wire: with a double binary tree,
+the busiest rank sends and receives about twice the data.
 
 References
 ----------
@@ -29,20 +30,20 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.build import ProgramBuilder
 from r2ccl.schedule.ir import Cost, Op, Schedule, Space
 
-#: Of every rank its parent; -1 for the root.
+#: Parent of each rank; -1 for the root.
 Parents: TypeAlias = tuple[int, ...]
 
 
 class Tree(NamedTuple):
-    """A rooted spanning tree of the ranks.
+    """Rooted spanning tree of the ranks.
 
     Attributes
     ----------
     parents : Parents
     children : tuple of tuple of int
-        Of every rank, those of lower subtrees first.
+        Children of each rank, by ascending height of their subtrees.
     heights : tuple of int
-        Edges from each rank down to its deepest descendant.
+        Number of edges from each rank to its deepest descendant.
     """
 
     parents: Parents
@@ -51,21 +52,22 @@ class Tree(NamedTuple):
 
     @property
     def root(self) -> int:
-        """The rank without a parent."""
+        """Rank without a parent."""
         return self.parents.index(-1)
 
     def degree(self, rank: int) -> int:
-        """Edges at `rank`."""
+        """Return the number of edges at `rank`."""
         return len(self.children[rank]) + (self.parents[rank] >= 0)
 
 
 def grow(parents: Sequence[int]) -> Tree:
-    """Make a tree of every rank's parent.
+    """Build a `Tree` from the parent of each rank.
 
     Raises
     ------
     InvalidArgument
-        Not one root, a parent that is no rank, or ranks that no way leads to from the root.
+        If there is not exactly one root, a parent is not a rank, or a rank does not descend from
+        the root.
     """
     n = len(parents)
     found: list[list[int]] = [[] for _ in range(n)]
@@ -78,8 +80,8 @@ def grow(parents: Sequence[int]) -> Tree:
         order.extend(found[rank])
     if len(roots) != 1 or len(order) != n:
         raise InvalidArgument(
-            f"parents={tuple(parents)}: give every rank a parent of 0 to {n - 1}, and -1 to the "
-            "one root that all of them lead to"
+            f"parents={tuple(parents)}: give every rank a parent of 0 to {n - 1}, and one root the "
+            "parent -1; every rank must descend from that root"
         )
     heights = [0] * n
     for rank in reversed(order):
@@ -89,38 +91,40 @@ def grow(parents: Sequence[int]) -> Tree:
 
 
 def allreduce(trees: Sequence[Sequence[int]], name: str = "tree") -> Schedule:
-    """Build the allreduce over `trees`, one channel each, of equal weight.
+    """Build the allreduce over `trees`: one channel per tree, of equal weights.
 
     Parameters
     ----------
     trees : sequence of Parents
-        Of the same ranks; with one rank the schedule copies input to output.
+        Trees with the same number of ranks. With one rank the schedule copies input to output.
     name : str
-        Who chose the trees.
+        Name of the schedule.
 
     Raises
     ------
     InvalidArgument
-        No tree, or one that is none, see `grow`.
+        If there is no tree, the trees differ in their number of ranks, or one of them is not a
+        tree; see `grow`.
     """
     return _schedule(trees, name, "allreduce", _allreduce_ops, 2)
 
 
 def reduce(trees: Sequence[Sequence[int]], name: str = "tree") -> Schedule:
-    """Build the reduction to the common root of `trees`; else as `allreduce`."""
+    """Build the reduce to the common root of `trees`. Arguments as in `allreduce`."""
     return _schedule(trees, name, "reduce", _reduce_ops, 1)
 
 
 def broadcast(trees: Sequence[Sequence[int]], name: str = "tree") -> Schedule:
-    """Build the broadcast from the common root of `trees`; else as `allreduce`."""
+    """Build the broadcast from the common root of `trees`. Arguments as in `allreduce`."""
     return _schedule(trees, name, "broadcast", _broadcast_ops, 1)
 
 
 def double_binary(nranks: int) -> tuple[Parents, Parents]:
-    """Return two trees of height log2(n), in which no rank has more than four edges together.
+    """Return two trees of height log2(n) in which every rank has at most four edges in total.
 
-    The first is in order: a rank's height is the number of its trailing zeros, so all odd ranks are
-    leaves. The second is its mirror image, or for an odd number of ranks the same one rank further.
+    In the first tree the height of a rank is the number of trailing zero bits of its number, so all
+    odd ranks are leaves. The second tree is the mirror image of the first for an even number of
+    ranks, and the first tree shifted by one rank for an odd number.
     """
     first = tuple(_in_order_parent(rank, nranks) for rank in range(nranks))
     if nranks % 2:
@@ -140,7 +144,7 @@ def chain(order: Sequence[int]) -> Parents:
 
 
 def turned(parents: Sequence[int], root: int) -> Parents:
-    """Renumber the ranks of a tree, round, so that `root` is its root."""
+    """Return the tree with its ranks renumbered cyclically, so that `root` is its root."""
     n = len(parents)
     by = root - parents.index(-1)
     found = [-1] * n
@@ -231,7 +235,7 @@ def _broadcast_ops(tree: Tree, rank: int) -> tuple[Op, ...]:
 
 
 def _up(program: ProgramBuilder, tree: Tree, rank: int) -> None:
-    """Add what the children send, and pass the sum on."""
+    """Add the ops that reduce the children's data and send the sum to the parent."""
     children, parent = tree.children[rank], tree.parents[rank]
     is_root = parent < 0
     for child in children:
@@ -243,9 +247,9 @@ def _up(program: ProgramBuilder, tree: Tree, rank: int) -> None:
 
 
 def _down(program: ProgramBuilder, tree: Tree, rank: int) -> None:
-    """Take the result from the parent, and pass it on; deepest subtree first."""
+    """Add the ops that receive the result and send it to the children, deepest subtree first."""
     if tree.parents[rank] >= 0:
-        # The result cannot be there before this rank's part of it was.
+        # The arrival of the result proves that this rank's contribution arrived.
         program.recv(tree.parents[rank], 0, is_proof=True)
     for child in reversed(tree.children[rank]):
         program.send(child, 0)

@@ -1,20 +1,19 @@
-"""Flow-level simulator: a schedule, a network, failures -> time; 1,024 nodes and more.
+"""Flow-level simulator: predicts the time of a schedule on a network with failures.
 
-Imports down only: `schedule`, `errors`, NumPy and Numba; no socket, thread, clock or random source.
-Invariant: it runs the very `Schedule` objects that the executor runs, and reads of them what the
-executor reads: who sends what to whom, and what waits for what.
+The simulator runs the same `Schedule` objects as the executor: their sends, receives, reductions
+and dependencies. It scales to more than 1,024 nodes.
 
 ============ =====================================================================================
-`network`    nodes, ports, and what happens to them
-`program`    a schedule, made compact
-`slices`     how its data is cut
-`routes`     which ports a link uses, given what is alive
-`build`      the state everything starts from
-`loops`      what happens next: the part that is compiled
-`simulation` all of it
-`outcome`    what came out
-`training`   a training step, given how long allreduces take
-`serving`    a prefill and a decode step, likewise
+`network`    nodes, ports and their bandwidth changes
+`program`    compact form of a schedule
+`slices`     sizes of chunks and slices
+`routes`     ports of each link, given which ports are alive
+`build`      state at time 0
+`loops`      compiled event loops
+`simulation` `simulate`: the whole run
+`outcome`    result of a simulation
+`training`   time of a training step, given the times of its allreduces
+`serving`    time of a prefill and of a decode step, given the time of an allreduce
 ============ =====================================================================================
 """
 

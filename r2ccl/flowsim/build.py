@@ -1,6 +1,6 @@
-"""Make the state a simulation starts from: a program of one size on one network.
+"""Build the initial state of a simulation: one program, one buffer size, one network.
 
-Imports `program` and `routes`. Invariant: nothing here depends on how ports are shared.
+The state is the same for both models of port sharing, `max_min` and `fair_queue`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from r2ccl.schedule.graph import Ints
 
 
 class Channels(NamedTuple):
-    """Where each channel's ops and chunks begin.
+    """Numbering of the ops, chunks and links of all channels.
 
     Parameters
     ----------
     op_bases : ndarray of int64, shape (nchannels,)
-        Number of an op less its row.
+        Offset per channel: the number of an op is ``op_base + row``.
     chunk_bases : ndarray of int64, shape (nchannels,)
+        Number of each channel's first chunk.
     links : ndarray of int64, shape (nlinks,)
         Channel of each link.
     rows : ndarray of int64, shape (nlinks,)
-        Each link's row in ``program.links``.
+        Row of each link in ``program.links``.
     nops : int
-        Ops of all channels.
+        Number of ops in all channels.
     """
 
     op_bases: Ints
@@ -53,7 +54,7 @@ class Channels(NamedTuple):
 
 
 def channels_of(program: Program) -> Channels:
-    """Lay the channels one behind the other."""
+    """Number the ops, chunks and links of `program`, one channel after the other."""
     first_rows = program.starts[:, 0]
     nrows = program.starts[program.shapes, -1] - first_rows[program.shapes]
     ends = np.cumsum(nrows)
@@ -76,7 +77,25 @@ def build_state(
     *,
     tolerance: float,
 ) -> FlowState:
-    """Make the state at time 0, when every rail has what `table` says: (2, nnodes, nrails)."""
+    """Build the state at time 0.
+
+    Parameters
+    ----------
+    program : Program
+    channels : Channels
+        Result of ``channels_of(program)``.
+    chunks : Records of CHUNK_DTYPE
+        One record per chunk, channel by channel.
+    routes : PortRoutes
+    table : ndarray of float64, shape (2, nnodes, nrails)
+        Bandwidth of every port at time 0 in bytes/s: egress, then ingress.
+    tolerance : float
+        As in `r2ccl.flowsim.simulation.simulate`.
+
+    Returns
+    -------
+    FlowState
+    """
     links = _links(program, channels, routes, table)
     local = _locals(program, channels, chunks)
     ports = _with_nobody(routes.bandwidths(table).size, PORT_DTYPE, "head", "tail")
@@ -128,7 +147,7 @@ def _numbers(count: int) -> npt.NDArray[np.int32]:
 
 
 def _with_nobody(count: int, dtype: np.dtype[np.void], *fields: str) -> Records:
-    """Make records of zeros, but -1 in those fields."""
+    """Return `count` records of zeros, with -1 in `fields`."""
     records = np.zeros(count, dtype)
     for field in fields:
         records[field] = -1
@@ -136,7 +155,7 @@ def _with_nobody(count: int, dtype: np.dtype[np.void], *fields: str) -> Records:
 
 
 def with_room(state: FlowState) -> FlowState:
-    """Give the landings twice the room."""
+    """Return `state` with the capacity of ``landings`` doubled."""
     room = state.landings.shape[1]
     grown = np.empty((2, 2 * room), LANDING_DTYPE)
     for way, first in enumerate(state.landing_first):

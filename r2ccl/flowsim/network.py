@@ -1,7 +1,7 @@
-"""The network a schedule is simulated on: nodes, their ports, what happens to them and when.
+"""The simulated network: nodes, their ports, and the changes of port bandwidth over time.
 
-Imports `errors`. Invariant: a `Network` that exists is valid: every port has a bandwidth each way,
-every rank a node that is there, and changes lie in time order.
+`Network` checks its arguments when it is constructed: every port has a bandwidth in each direction,
+every rank has an existing node, and the changes are in order of time.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import msgspec
 
 from r2ccl.errors import InvalidArgument
 
-#: Bytes per second of every port: ``table[node][rail]``.
+#: Bandwidth of every port in bytes/s: ``table[node][rail]``.
 Bandwidths = tuple[tuple[float, ...], ...]
 
 
 class Change(NamedTuple):
-    """From ``time_s`` on, the port (`node`, `rail`) has `bandwidth` bytes/s each way; 0: dead."""
+    """Change of one port's bandwidth at a given time.
+
+    From `time_s` on, port `rail` of `node` has `bandwidth` bytes/s in each direction; 0 means dead.
+    """
 
     time_s: float
     node: int
@@ -28,31 +31,32 @@ class Change(NamedTuple):
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """Nodes with full-duplex ports, one a rail, joined by a network that is never the limit itself.
+    """Nodes with one full-duplex port per rail; only the ports limit the bandwidth.
 
     Parameters
     ----------
     egress, ingress : tuple of tuple of float
-        Bytes/s out of and into every port, ``[node][rail]``; 0: dead. By default as fast in as
-        out.
+        Bandwidth of every port in bytes/s, ``[node][rail]``; 0 means dead. `ingress` defaults to
+        `egress`.
     nodes : tuple of int
-        Node of each rank; by default one rank a node, in order.
+        Node of each rank. Default: one rank per node, in order.
     alpha_s : float
-        Seconds between a slice's end on the wire and its landing.
+        Seconds between the moment a slice leaves the wire and the moment it has landed.
     inside_bandwidth : float
-        Bytes/s each way between a rank and the others of its node; infinite: free.
+        Bandwidth in bytes/s, in each direction, between a rank and the other ranks of its node.
+        Infinite: transfers within a node take no time besides `inside_alpha_s`.
     inside_alpha_s : float
         As `alpha_s`, within a node.
     reduction_rate : float
-        Bytes/s at which a rank reduces on one channel; 0: reducing takes no time.
+        Bytes/s at which a rank reduces on one channel; 0: reductions take no time.
     changes : tuple of Change
-        What happens to ports later, in any order.
+        Later changes of port bandwidth, in any order.
 
     Raises
     ------
     InvalidArgument
-        A table that is empty or has rows of different lengths; a value that is negative, infinite
-        where it must not be, or no number; a node or a rail that is not there.
+        If a table is empty or its rows differ in length; if a value is negative, NaN, or infinite
+        where it must be finite; or if a node or a rail does not exist.
 
     Examples
     --------
@@ -93,7 +97,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         inside_alpha_s: float = 0.0,
         reduction_rate: float = 0.0,
     ) -> Network:
-        """Give `nnodes` nodes `nrails` ports of `bandwidth` bytes/s each way."""
+        """Return `nnodes` nodes, each with `nrails` ports of `bandwidth` bytes/s per direction."""
         if ranks_per_node < 1:
             raise _wrong("ranks_per_node", ranks_per_node, "1 or more")
         return cls(
@@ -107,31 +111,31 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nnodes(self) -> int:
-        """Nodes, with ranks or without."""
+        """Number of nodes, including those without a rank."""
         return len(self.egress)
 
     @property
     def nrails(self) -> int:
-        """Ports of every node."""
+        """Number of ports of every node, one per rail."""
         return len(self.egress[0])
 
     @property
     def nranks(self) -> int:
-        """Ranks on all nodes."""
+        """Number of ranks on all nodes."""
         return len(self.nodes)
 
     def changed(self, *changes: Change) -> Network:
-        """Let more happen later."""
+        """Return a copy of the network with further `changes`."""
         return msgspec.structs.replace(self, changes=(*self.changes, *changes))
 
     def without(self, node: int, *rails: int, time_s: float = 0.0) -> Network:
-        """Let some rails of `node` die, from the beginning or at `time_s`."""
+        """Return a copy in which `rails` of `node` fail at `time_s`."""
         if time_s > 0:
             return self.changed(*(Change(time_s, node, rail, 0.0) for rail in rails))
         return self._scaled(node, rails, 0.0)
 
     def degraded(self, node: int, fraction: float) -> Network:
-        """Leave every rail of `node` only `fraction` of its bandwidth, from the beginning."""
+        """Return a copy in which every rail of `node` has `fraction` of its bandwidth."""
         return self._scaled(node, range(self.nrails), fraction)
 
     def _scaled(self, node: int, rails: Iterable[int], fraction: float) -> Network:
@@ -152,9 +156,9 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     def _check_tables(self) -> None:
         lengths = [[len(row) for row in table] for table in (self.egress, self.ingress)]
         if not self.egress or not self.egress[0] or lengths[0] != lengths[1]:
-            raise _wrong("egress, ingress", lengths, "one row a node, of one length")
+            raise _wrong("egress, ingress", lengths, "one row per node, all of one length")
         if len(set(lengths[0])) > 1:
-            raise _wrong("egress", lengths[0], "one row a node, of one length")
+            raise _wrong("egress", lengths[0], "one row per node, all of one length")
         if min(self.nodes) < 0 or max(self.nodes) >= self.nnodes:
             raise _wrong("nodes", self.nodes, f"0 to {self.nnodes - 1} for every rank")
         for change in self.changes:

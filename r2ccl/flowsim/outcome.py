@@ -1,7 +1,4 @@
-"""What a simulation found: how long it took, and which port it was that took so long.
-
-Imports NumPy. Invariant: values only; every figure is simulated, none measured.
-"""
+"""Result of a simulation: simulated time, use of every port, and the bottleneck port."""
 
 from __future__ import annotations
 
@@ -13,16 +10,18 @@ from r2ccl.flowsim.routes import Floats
 
 
 class Use(NamedTuple):
-    """What ports did in one direction; with node ports there is one rail.
+    """Use of all ports in one direction.
+
+    With `node_ports` (see `r2ccl.flowsim.simulation.simulate`), ``nrails`` is 1.
 
     Parameters
     ----------
     nbytes : ndarray of float64, shape (nnodes, nrails)
-        Carried, also what was lost on the way and sent again.
+        Bytes carried, including bytes that a failure lost and that were sent again.
     busy_s : ndarray of float64, shape (nnodes, nrails)
-        Seconds with something to carry.
+        Seconds during which the port had data to carry.
     capacity_nbytes : ndarray of float64, shape (nnodes, nrails)
-        What the port could have carried in the whole time.
+        Bytes that the port could have carried during the whole simulation.
     """
 
     nbytes: Floats
@@ -31,7 +30,7 @@ class Use(NamedTuple):
 
     @property
     def utilisation(self) -> Floats:
-        """Share of its capacity that each port carried, 0 to 1."""
+        """Bytes carried by each port as a share of its capacity, 0 to 1."""
         return np.divide(
             self.nbytes,
             self.capacity_nbytes,
@@ -41,7 +40,7 @@ class Use(NamedTuple):
 
 
 class Bottleneck(NamedTuple):
-    """The port that carried the largest share of its capacity, and that share."""
+    """Port with the highest utilisation, and that utilisation."""
 
     node: int
     rail: int
@@ -64,11 +63,11 @@ class Outcome(NamedTuple):
     time_s : float
         Seconds until the last op of the last rank is done.
     egress, ingress : Use
-        What the ports of all nodes did.
+        Use of the ports of all nodes, per direction.
     nslices : int
-        Slices that went over links, those inside a node among them.
+        Number of slices sent, including those within a node.
     nbatches : int
-        Points in time at which something happened.
+        Number of points in time at which the simulation processed events.
     """
 
     time_s: float
@@ -79,7 +78,10 @@ class Outcome(NamedTuple):
 
     @property
     def bottleneck(self) -> Bottleneck:
-        """The most used port; close to 1: no schedule of the same bytes is faster."""
+        """Port with the highest utilisation.
+
+        Close to 1, no schedule that sends the same bytes through that port is faster.
+        """
         found = []
         for use, is_egress in ((self.egress, True), (self.ingress, False)):
             shares = use.utilisation

@@ -1,10 +1,9 @@
-"""A schedule made compact: every op once, whatever the number of channels that run it.
+"""Compact form of a schedule: channels that run the same ops share one copy of them.
 
-Imports `schedule` and NumPy. Invariant: what is here says the same as the schedule's own ops; an
-op is a *row*, and rows of one rank's channel lie together in program order.
-
-Channels of one shape share their ops: those of a ring over 1,024 ranks with eight channels are 33
-million, of which 4 million differ. So an op that happens is a pair: the row and the channel.
+An op of the compact form is a *row*. The rows of one rank and shape are adjacent and in program
+order. Channels with the same ops have one *shape*, whose rows exist once; an op of the schedule is
+identified by its row and its channel. A ring over 1,024 ranks with eight channels has 33 million
+ops, and 4 million rows.
 """
 
 from __future__ import annotations
@@ -25,28 +24,29 @@ from r2ccl.schedule.ir import Op, OpKind, Schedule
 
 
 class Program(NamedTuple):
-    """What all ranks do, made once a schedule, for any size and any network.
+    """Compact ops of all ranks, independent of buffer size and network.
 
-    Arrays and integers alone, so it can be sent to other processes.
+    Consists of arrays and integers only, and can be pickled for other processes.
 
     Parameters
     ----------
     nranks, nparts : int
+        As in the schedule.
     nchunks, weights : tuple of int
         As in the schedule.
     shapes : ndarray of int64, shape (nchannels,)
         Shape of each channel: channels of one shape run the same rows.
     rows : Records of ROW_DTYPE, shape (nrows + 1,)
-        Shape by shape, rank by rank; the last one only ends the one before it.
+        Ops, ordered by shape, then rank. The last record is a sentinel for ``after``.
     after : ndarray of int32
-        Rows that row ``i`` waits for: ``after[rows.after[i]:rows.after[i + 1]]``.
+        Dependencies: row ``i`` waits for the rows ``after[rows.after[i]:rows.after[i + 1]]``.
     starts : ndarray of int64, shape (nshapes, nranks + 1)
-        First row of every rank.
+        First row of every rank; the last column is the end of the shape's rows.
     messages : Records of MESSAGE_DTYPE
-        Rows that send and receive each message: link by link, in the order of the link.
+        Send row and receive row of each message, grouped by link, in the link's order.
     links : ndarray of int64, shape (nlinks, 5)
-        Shape, source, destination, first message, the one behind the last: of every shape's
-        links, in order.
+        Per link: shape, source rank, destination rank, first message, end of its messages
+        (exclusive). Ordered by the first three columns.
     """
 
     nranks: int
@@ -62,18 +62,19 @@ class Program(NamedTuple):
 
 
 def compile_schedule(schedule: Schedule) -> Program:
-    """Make `schedule` compact.
+    """Return the compact form of `schedule`.
+
+    This does not check that the schedule computes its collective; `r2ccl.schedule.check` does.
 
     Raises
     ------
     ScheduleError
-        A field contradicts its op's kind, or a send meets no receive. Whether the schedule is
-        right is not looked at: that is `r2ccl.schedule.check`.
+        If a field contradicts the kind of its op, or a send has no matching receive.
 
     Notes
     -----
-    *Cost*: the ops of all ranks are generated once, and once more whenever channels that were alike
-    so far turn out to differ on a later rank.
+    *Cost*: generates the ops of all ranks once, and once more each time that channels assumed to
+    have one shape turn out to differ on some rank.
     """
     arrays, leaders = _distinct(schedule)
     check_fields(schedule, arrays)
@@ -111,7 +112,7 @@ def _rows(arrays: ScheduleArrays) -> Records:
 
 
 def _links(ops: npt.NDArray[np.void], other: Ints, lane: Ints, nranks: int) -> tuple[Records, Ints]:
-    """List the messages link by link, and the links."""
+    """Return the messages, grouped by link, and the links."""
     sends = np.flatnonzero(ops["kind"] == OpKind.SEND)
     key = lane[sends] * nranks + ops["peer"][sends]
     order = np.argsort(key, kind="stable")  # stable: the order of a link is the program's
@@ -127,10 +128,10 @@ def _links(ops: npt.NDArray[np.void], other: Ints, lane: Ints, nranks: int) -> t
 
 
 class _Leaders:
-    """Generates the ops of the first channel of every shape, and none for the others.
+    """Generator of ops for the first channel (the leader) of every shape; other channels get none.
 
-    ``channels`` names that channel for every channel; ``seen`` does once shapes are split that
-    differ on a rank generated so far.
+    ``channels`` holds the leader of every channel. ``seen`` holds the leaders after splitting the
+    shapes whose channels differ on a rank generated so far.
     """
 
     def __init__(self, schedule: Schedule, channels: list[int]) -> None:
@@ -140,14 +141,14 @@ class _Leaders:
     def generate(self, rank: int) -> tuple[tuple[Op, ...], ...]:
         programs = self._schedule.generate(rank)
         if len(programs) != len(self.channels):
-            return programs  # refused by who asked
+            return programs  # `as_arrays` raises the error
         self.seen = _refined(self.seen, programs)
         pairs = zip(self.channels, programs, strict=True)
         return tuple(ops if at == leader else () for at, (leader, ops) in enumerate(pairs))
 
 
 def _distinct(schedule: Schedule) -> tuple[ScheduleArrays, Ints]:
-    """Lay out the ops of the first channel of every shape; name that channel for each channel."""
+    """Return the ops of each shape's first channel (its leader), and the leader of each channel."""
     leaders = _Leaders(schedule, _refined([0] * schedule.nchannels, schedule.generate(0)))
     while True:
         arrays = as_arrays(msgspec.structs.replace(schedule, generate=leaders.generate))
@@ -157,14 +158,14 @@ def _distinct(schedule: Schedule) -> tuple[ScheduleArrays, Ints]:
 
 
 def _refined(leaders: Sequence[int], channels: Sequence[object]) -> list[int]:
-    """Split shapes whose channels differ on one more rank."""
+    """Return `leaders` after splitting shapes whose `channels` differ on one rank."""
     first: dict[tuple[int, int], int] = {}
-    pairs = zip(leaders, channels, strict=False)  # a wrong number is refused by `as_arrays`
+    pairs = zip(leaders, channels, strict=False)  # `as_arrays` rejects a wrong number
     return [first.setdefault((leader, id(ops)), at) for at, (leader, ops) in enumerate(pairs)]
 
 
 def _by_channel(arrays: ScheduleArrays) -> ScheduleArrays:
-    """Order the ops by channel first."""
+    """Return `arrays` reordered by channel, rank, index."""
     order = np.argsort(arrays.ops["channel"], kind="stable")
     counts = np.diff(arrays.offsets)[order]
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

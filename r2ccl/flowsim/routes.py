@@ -1,10 +1,11 @@
-"""Which ports a link's slices leave and enter by, given what is alive.
+"""Egress and ingress port of every link, given which ports are alive.
 
-Imports `network` and NumPy. Invariant: a port that a link is given has bandwidth.
+A link is never assigned to a port without bandwidth.
 
-Ports are numbered: egress of every (node, rail), ingress of every (node, rail), egress of every
-rank to its own node, ingress of every rank from its own node. Seen as node ports, a node has one
-port each way with the bandwidth of all of its rails.
+Ports are numbered in this order: egress of every (node, rail), ingress of every (node, rail),
+egress of every rank to the other ranks of its node, ingress of every rank from the other ranks of
+its node. With node ports, a node has one port per direction, with the summed bandwidth of its
+rails.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from r2ccl.schedule.graph import Bools, Ints
 
 Floats = npt.NDArray[np.float64]
 
-#: ``rails(src, dst, channel)``, three arrays of one shape (nlinks,), returns the rails that links
-#: leave and enter by while those are alive, two arrays of that shape.
+#: ``rails(src, dst, channel)`` returns the egress and ingress home rail of every link. Arguments
+#: and results are integer arrays of shape (nlinks,).
 Rails = Callable[[Ints, Ints, Ints], tuple[Ints, Ints]]
 
 
 class PortRoutes(NamedTuple):
-    """Where links go on a network.
+    """Home rails of all links, from which their ports follow.
 
     Parameters
     ----------
     network : Network
     src, dst : ndarray of int64, shape (nlinks,)
-        Ranks.
+        Source and destination rank of each link.
     egress, ingress : ndarray of int64, shape (nlinks,)
-        Rails they are at home on.
+        Home rail of each link at its source and at its destination.
     has_node_ports : bool
-        Whether a node's rails are one port.
+        True if all rails of a node are modelled as one port.
     """
 
     network: Network
@@ -51,20 +52,36 @@ class PortRoutes(NamedTuple):
 
     @property
     def ports_per_node(self) -> int:
-        """Ports of a node each way."""
+        """Number of ports of a node per direction."""
         return 1 if self.has_node_ports else self.network.nrails
 
     def bandwidths(self, table: Floats) -> Floats:
-        """Bandwidth of every port, of what every rail has each way: (2, nnodes, nrails)."""
+        """Return the bandwidth of every port in bytes/s, in the order of port numbers.
+
+        Parameters
+        ----------
+        table : ndarray of float64, shape (2, nnodes, nrails)
+            Bandwidth of every rail in bytes/s: egress, then ingress.
+        """
         ports = table.sum(2) if self.has_node_ports else table
         inside = np.full(2 * self.network.nranks, self.network.inside_bandwidth)
         return np.concatenate([ports.ravel(), inside])
 
     def ports(self, table: Floats) -> Ints:
-        """Egress and ingress port of every link, (2, nlinks), given what every rail has each way.
+        """Return the egress and ingress port of every link.
 
-        A link whose rail is dead at either end makes a detour over one that is alive at both; such
-        links between two ranks take turns. `NOWHERE`: there is none.
+        A link whose home rail is dead at either end uses a rail that is alive at both ends; the
+        links between one pair of ranks are spread over these rails round-robin.
+
+        Parameters
+        ----------
+        table : ndarray of float64, shape (2, nnodes, nrails)
+            Bandwidth of every rail in bytes/s: egress, then ingress.
+
+        Returns
+        -------
+        ndarray of int64, shape (2, nlinks)
+            `NOWHERE` where no rail is alive at both ends, `FREE` where a transfer takes no time.
         """
         nodes = np.array(self.network.nodes)
         source, target = nodes[self.src], nodes[self.dst]
@@ -83,7 +100,7 @@ class PortRoutes(NamedTuple):
         return np.stack([egress, ingress])
 
     def _alive(self, table: Floats, source: Ints, target: Ints) -> tuple[Ints, Ints]:
-        """Rail of every link at both ends, -1 for those that have none."""
+        """Return the rail of every link at its source and at its destination; -1: none."""
         is_up: Bools = np.asarray(table > 0)
         if self.has_node_ports:
             carries: Bools = np.asarray(is_up.any(2))
@@ -99,7 +116,7 @@ class PortRoutes(NamedTuple):
 
 
 def _turns(pairs: Ints) -> Ints:
-    """How many times the same value came before, for each."""
+    """Return, for each element, how many earlier elements are equal to it."""
     order = np.argsort(pairs, kind="stable")
     _, counts = np.unique(pairs, return_counts=True)
     turns = np.empty(pairs.size, np.int64)
@@ -108,7 +125,7 @@ def _turns(pairs: Ints) -> Ints:
 
 
 def _pick(allowed: Bools, turns: Ints) -> Ints:
-    """Column of the allowed one whose turn it is in each row, -1 if none is."""
+    """Return, for each row, its (turn modulo count)-th allowed column; -1 if none is allowed."""
     number = allowed.cumsum(1)
     count = number[:, -1]
     wanted = turns % np.maximum(count, 1) + 1
@@ -119,12 +136,14 @@ def _pick(allowed: Bools, turns: Ints) -> Ints:
 def home_rails(
     network: Network, rails: Rails | None, src: Ints, dst: Ints, channel: Ints
 ) -> tuple[Ints, Ints]:
-    """Rails that links are at home on: those that `rails` says, or the channel's own.
+    """Return the egress and ingress home rail of every link.
+
+    Without `rails`, both are rail ``channel % nrails``.
 
     Raises
     ------
     InvalidArgument
-        A rail that is not there, or not one a link.
+        If `rails` does not return two integer arrays with one existing rail per link.
     """
     if rails is None:
         home = channel % network.nrails
@@ -144,7 +163,14 @@ def _is_rails(side: npt.NDArray[Any], shape: tuple[int, ...], nrails: int) -> bo
 
 
 def timeline(network: Network) -> list[tuple[float, Floats]]:
-    """What every rail has each way, (2, nnodes, nrails), from each time on; the first is 0."""
+    """Return the bandwidth of every rail over time.
+
+    Returns
+    -------
+    list of (float, ndarray of float64, shape (2, nnodes, nrails))
+        A time in seconds, and the egress and ingress bandwidth in bytes/s from that time on. The
+        first time is 0.
+    """
     found = [(0.0, np.array([network.egress, network.ingress], np.float64))]
     for change in network.changes:
         time_s, table = found[-1]

@@ -1,15 +1,14 @@
-"""Serving a transformer whose layers are cut over the processors of several nodes.
+"""Latency model of transformer inference with tensor parallelism over several nodes.
 
-Every layer ends twice, after its attention and after its feed-forward part, with an allreduce of
-the activations of all tokens that are being worked on (tensor parallelism); nothing hides it. In
-the *prefill* these are the tokens of the prompt, and operations decide how long it takes. In a
-*decode* step it is one token of each sequence, and what decides is memory: all weights are read
-once, and the keys and values of all tokens before.
+Every layer has two allreduces of the activations of all tokens in the batch, one after attention
+and one after the feed-forward part. They do not overlap with compute. In the *prefill* the batch is
+all tokens of the prompts, and the compute time follows from the number of operations. In a *decode*
+step the batch is one token per sequence; the compute time is the larger of the time of the
+operations and the time to read all weights, and the keys and values of all earlier tokens, from
+memory.
 
-How long an allreduce takes is asked of a function, so that this file knows nothing of networks.
-Queues, batching over time and pipelines are not modelled.
-
-Imports `errors` and `training`. Invariant: times do not fall when an allreduce takes longer.
+The caller passes a function that returns the time of an allreduce. Request queues, continuous
+batching and pipeline parallelism are not modelled.
 
 References
 ----------
@@ -30,23 +29,26 @@ _ALLREDUCES_PER_LAYER = 2
 
 
 class Transformer(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that is served.
+    """Sizes of the transformer that is served.
 
     Parameters
     ----------
     nparameters : float
+        Number of weights.
     nlayers : int
     hidden : int
-        Elements of a token's activations.
-    kv_heads, head_size : int
-        Heads whose keys and values are kept, and elements of each of the two.
+        Number of elements of one token's activations.
+    kv_heads : int
+        Number of heads with cached keys and values.
+    head_size : int
+        Number of elements of one head's key, and of its value, per token.
     itemsize : int
-        Bytes of a weight, an activation, a key or a value.
+        Bytes of one element of weights, activations, keys and values.
 
     Raises
     ------
     InvalidArgument
-        A value that is not above 0.
+        If a value is not above 0.
     """
 
     nparameters: float
@@ -60,25 +62,25 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
         _require_positive(self)
 
     def activation_nbytes(self, ntokens: int) -> int:
-        """Return the bytes of one allreduce."""
+        """Return the number of bytes of one allreduce of the activations of `ntokens` tokens."""
         return ntokens * self.hidden * self.itemsize
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
-    """The processors over which every layer is cut.
+    """Processors over which every layer is split.
 
     Parameters
     ----------
     nprocessors : int
     flops_per_s : float
-        Operations per second of one, as sustained in a prefill.
+        Operations per second of one processor, sustained in a prefill.
     memory_bytes_per_s : float
-        Bytes per second that one reads, as sustained in a decode step.
+        Bytes per second that one processor reads from its memory, sustained in a decode step.
 
     Raises
     ------
     InvalidArgument
-        A value that is not above 0.
+        If a value is not above 0.
     """
 
     nprocessors: int
@@ -90,43 +92,44 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServingPhase(NamedTuple):
-    """Seconds of a prefill or of one decode step."""
+    """Time of a prefill or of one decode step, in seconds."""
 
     compute_s: float
     communication_s: float
 
     @property
     def time_s(self) -> float:
-        """Both, one after the other."""
+        """Total time in seconds: compute, then communication."""
         return self.compute_s + self.communication_s
 
 
 class Latency(NamedTuple):
-    """What a user waits for.
+    """Latency of one request.
 
     Attributes
     ----------
     ttft_s : float
-        Until the first token.
+        Seconds until the first token.
     tpot_s : float
-        Between one token and the next.
+        Seconds from one token to the next.
     """
 
     ttft_s: float
     tpot_s: float
 
     def request_s(self, noutput: int) -> float:
-        """Return the seconds until the last of `noutput` tokens."""
+        """Return the seconds until the last of `noutput` output tokens."""
         return self.ttft_s + max(0, noutput - 1) * self.tpot_s
 
 
 def prefill(
     model: Transformer, server: Server, nprompts: int, length: int, allreduce_s: AllreduceTime
 ) -> ServingPhase:
-    """Work through prompts of `length` tokens each, together.
+    """Return the time to process `nprompts` prompts of `length` tokens each in one batch.
 
-    Two operations a parameter and token; and in every layer, for each pair of a token and one
-    before it and each element of an activation, two for the score and two for the sum.
+    Dense layers take two operations per parameter and token. Attention takes four operations per
+    layer, activation element, and pair of a token and an earlier one: two for the score and two for
+    the weighted sum.
     """
     ntokens = nprompts * length
     dense = 2 * model.nparameters * ntokens
@@ -139,9 +142,12 @@ def prefill(
 def decode(
     model: Transformer, server: Server, nsequences: int, context: int, allreduce_s: AllreduceTime
 ) -> ServingPhase:
-    """Make one token of each of `nsequences`, which have `context` tokens before it."""
+    """Return the time of one decode step: one new token for each of `nsequences` sequences.
+
+    Each sequence has `context` earlier tokens, whose keys and values are read from memory.
+    """
     weights = model.nparameters * model.itemsize / server.nprocessors
-    # A head is not cut: more processors than heads hold copies.
+    # A head is not split: if there are more processors than heads, some hold copies.
     nholders = min(server.nprocessors, model.kv_heads)
     head = 2 * model.nlayers * model.head_size * model.itemsize
     kept = nsequences * context * model.kv_heads * head / nholders
@@ -158,7 +164,11 @@ def latency(
     nsequences: int,
     allreduce_s: AllreduceTime,
 ) -> Latency:
-    """Serve one prompt of `length` tokens, then decode it among `nsequences` of that length."""
+    """Return the latency of a request with a prompt of `length` tokens.
+
+    The prefill runs the prompt alone. The decode step runs it in a batch of `nsequences` sequences
+    that all have `length` earlier tokens.
+    """
     return Latency(
         prefill(model, server, 1, length, allreduce_s).time_s,
         decode(model, server, nsequences, length, allreduce_s).time_s,

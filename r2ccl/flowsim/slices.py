@@ -1,6 +1,6 @@
-"""How a buffer is cut in chunks and slices: as the executor cuts it.
+"""Division of a buffer into chunks and slices, identical to that of the executor.
 
-Imports `schedule` and NumPy. Invariant: a chunk has at least one slice; an empty one travels too.
+Every chunk has at least one slice; an empty chunk has one empty slice, which is sent too.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from r2ccl.schedule.chunks import layout
 
 
 class Sizes(NamedTuple):
-    """How much there is to move.
+    """Size of the buffer and of its slices.
 
     Parameters
     ----------
-    nelements, itemsize : int
-        Elements of the buffer, bytes of an element.
-    slice_nbytes, nslices : int
-        Bytes of a slice, as `r2ccl.planning.lowering.lower` cuts them, or slices of a chunk; the
-        other is 0.
+    nelements : int
+        Number of elements of the buffer.
+    itemsize : int
+        Bytes of an element.
+    slice_nbytes : int
+        Maximum bytes of a slice, as in `r2ccl.planning.lowering.lower`; 0 if `nslices` is given.
+    nslices : int
+        Number of slices per chunk; 0 if `slice_nbytes` is given.
     """
 
     nelements: int
@@ -35,13 +38,18 @@ class Sizes(NamedTuple):
 
 
 def cut_chunks(program: Program, sizes: Sizes, weights: Sequence[int]) -> Records:
-    """Cut the buffer, a record of CHUNK_DTYPE a chunk, one channel behind the other.
+    """Divide the buffer into chunks and slices.
+
+    Returns
+    -------
+    ndarray of CHUNK_DTYPE
+        One record per chunk, channel by channel.
 
     Raises
     ------
     InvalidArgument
-        Weights that are not one a channel, parts that do not divide the buffer, or more slices
-        than can be counted.
+        If there is not one weight per channel, if ``program.nparts`` does not divide the buffer, or
+        if a chunk has more than 2**31 - 1 slices.
     """
     pieces = layout(sizes.nelements, program.nchunks, weights, sizes.itemsize, program.nparts)
     counts = np.array([hi - lo for channel in pieces for lo, hi in channel], np.int64)
@@ -52,7 +60,7 @@ def cut_chunks(program: Program, sizes: Sizes, weights: Sequence[int]) -> Record
     nslices = np.maximum(1, -(-counts // lengths))
     if nslices.max() > np.iinfo(np.int32).max:
         raise InvalidArgument(
-            f"{nslices.max()} slices a chunk; give a larger slice_nbytes, or a smaller nslices"
+            f"{nslices.max()} slices per chunk; give a larger slice_nbytes, or a smaller nslices"
         )
     chunks = np.empty(counts.size, CHUNK_DTYPE)
     chunks["nbytes"] = counts * sizes.itemsize

@@ -1,16 +1,14 @@
-"""A training step with data parallelism: compute, and as much of the allreduces as it cannot hide.
+"""Time of a data-parallel training step: compute plus the exposed part of the allreduces.
 
-A step computes forward and backward, micro-batch by micro-batch. In the last backward gradients
-become final, layer by layer; they are cut in buckets, and a bucket's allreduce can start when all
-of it is final. One allreduce runs at a time, in the order of the buckets. What the last of them
-ends after the end of the backward is exposed: the step is longer by so much.
+A step computes a forward and a backward pass for each micro-batch. During the last backward pass
+the gradients become final at a constant rate. They are divided into buckets; the allreduce of a
+bucket can start when the whole bucket is final. Allreduces run one at a time, in the order of the
+buckets. The time from the end of the backward pass to the end of the last allreduce is exposed: it
+adds to the step.
 
-How long an allreduce takes is asked of a function, so that this file knows nothing of networks.
-Parallelism inside a node, as of tensors, is part of how fast that node computes; pipelines over
-nodes are not modelled. Nor is it modelled that an allreduce slows down the compute beside it.
-
-Imports `errors`. Invariant: no step is shorter than its compute, and none longer than its compute
-and all of its allreduces one after the other.
+The caller passes a function that returns the time of an allreduce. Parallelism inside a node, such
+as tensor parallelism, is part of the compute time. Pipeline parallelism over nodes is not modelled,
+nor is the slowdown of compute by a concurrent allreduce.
 """
 
 from __future__ import annotations
@@ -22,31 +20,33 @@ import msgspec
 
 from r2ccl.errors import InvalidArgument
 
-#: ``allreduce_s(nbytes)``: seconds that an allreduce of so many bytes takes.
+#: ``allreduce_s(nbytes)`` returns the seconds that an allreduce of `nbytes` bytes takes.
 AllreduceTime = Callable[[int], float]
 
-#: Of the compute of a step the backward is two thirds: gradients of inputs and of weights.
+#: Share of the backward pass in a step's compute: it computes the gradients of inputs and of
+#: weights, each at the cost of the forward pass.
 _BACKWARD = 2 / 3
 
 
 class TrainingJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step computes and what it reduces.
+    """Compute time and gradient sizes of one training step.
 
     Parameters
     ----------
     compute_s : float
-        Seconds of forward and backward of all micro-batches.
+        Seconds of the forward and backward passes of all micro-batches.
     gradient_nbytes : int
-        Bytes every member of the allreduce has of gradients.
+        Bytes of gradients on each rank of the allreduce.
     bucket_nbytes : int
-        Bytes of a bucket; the last one may be smaller. 0: one bucket, so that nothing overlaps.
+        Bytes of a bucket; the last one may be smaller. 0: one bucket, so nothing overlaps.
     nmicrobatches : int
-        Of equal size; gradients become final in the backward of the last one.
+        Number of micro-batches, of equal size. Gradients become final in the backward pass of the
+        last one.
 
     Raises
     ------
     InvalidArgument
-        A value that is negative, or no micro-batch.
+        If a value is negative, or `nmicrobatches` is 0.
     """
 
     compute_s: float
@@ -70,15 +70,16 @@ class TrainingJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingStep(NamedTuple):
-    """What a step takes.
+    """Time of one training step, in seconds.
 
     Attributes
     ----------
     compute_s : float
+        Seconds of the forward and backward passes.
     communication_s : float
-        Of all allreduces, hidden or not.
+        Total seconds of all allreduces, hidden by compute or not.
     exposed_s : float
-        What of them the compute does not hide.
+        Seconds of communication after the end of the backward pass.
     """
 
     compute_s: float
@@ -87,22 +88,23 @@ class TrainingStep(NamedTuple):
 
     @property
     def time_s(self) -> float:
-        """Seconds from the beginning to the last gradient's end."""
+        """Seconds from the start of the step to the end of its last allreduce."""
         return self.compute_s + self.exposed_s
 
 
 def step(job: TrainingJob, allreduce_s: AllreduceTime) -> TrainingStep:
-    """Run one step.
+    """Return the time of one training step.
 
     Parameters
     ----------
     job : TrainingJob
     allreduce_s : callable
-        Asked once for every bucket.
+        Called once per bucket; see `AllreduceTime`.
 
     Examples
     --------
-    Of three buckets that take 2 s each, the first is final after a third of a backward of 6 s:
+    The backward pass takes 6 s. Each of the three buckets becomes final 2 s after the one before,
+    and its allreduce takes 2 s:
 
     >>> step(TrainingJob(compute_s=9.0, gradient_nbytes=3, bucket_nbytes=1), lambda nbytes: 2.0)
     TrainingStep(compute_s=9.0, communication_s=6.0, exposed_s=2.0)
@@ -111,7 +113,7 @@ def step(job: TrainingJob, allreduce_s: AllreduceTime) -> TrainingStep:
     final_nbytes, free_s, total_s = 0, 0.0, 0.0
     for nbytes in job.buckets:
         final_nbytes += nbytes
-        # The last bucket is final when the backward ends, to the last bit.
+        # With this formula the last bucket is final at exactly `job.compute_s`.
         left = 1 - final_nbytes / job.gradient_nbytes
         final_s = job.compute_s - left * backward_s
         taken_s = allreduce_s(nbytes)
@@ -121,20 +123,23 @@ def step(job: TrainingJob, allreduce_s: AllreduceTime) -> TrainingStep:
 
 
 def compute_s(nparameters: float, ntokens: int, flops_per_s: float) -> float:
-    """Return the seconds of forward and backward: 6 operations a parameter and token.
+    """Return the seconds of the forward and backward passes of a transformer.
+
+    They take 6 operations per parameter and token.
 
     Parameters
     ----------
     nparameters : float
+        Number of weights.
     ntokens : int
-        Of the whole batch.
+        Number of tokens in the whole batch.
     flops_per_s : float
-        Of all processors together, as sustained in training.
+        Operations per second of all processors together, sustained in training.
 
     Raises
     ------
     InvalidArgument
-        A rate that is not above 0.
+        If `flops_per_s` is not above 0.
 
     References
     ----------

@@ -1,8 +1,8 @@
-"""The global form of a schedule: all ops of all ranks as NumPy arrays.
+"""Array form of a schedule: all ops of all ranks as NumPy arrays.
 
-Imports the IR and NumPy. Invariant: ops lie in the order (rank, channel, index), so the ops of
-one program are one run, and nothing is dropped or repaired: what a malformed schedule says is
-what the arrays hold.
+Ops are ordered by (rank, channel, index), so the ops of one rank and channel are contiguous. The
+conversion neither drops nor corrects anything: the arrays of a malformed schedule are malformed in
+the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy.typing as npt
 from r2ccl.errors import ScheduleError
 from r2ccl.schedule.ir import Op, Schedule
 
-#: One row an op. Signed and wider than valid values need, so that a wrong one is still shown.
+#: One record per op. Fields are signed and wider than needed, so that error messages can show
+#: invalid values.
 OP_DTYPE = np.dtype(
     [
         ("rank", np.int32),
@@ -35,16 +36,16 @@ OP_DTYPE = np.dtype(
 
 
 class ScheduleArrays(NamedTuple):
-    """All ops of a schedule.
+    """All ops of a schedule and their dependencies.
 
     Parameters
     ----------
     ops : ndarray of OP_DTYPE, shape (nops,)
         Ordered by rank, channel, index.
     offsets : ndarray of int64, shape (nops + 1,)
-        Op ``i`` waits for ``after[offsets[i]:offsets[i + 1]]``.
+        Op ``i`` waits for the ops ``after[offsets[i]:offsets[i + 1]]``.
     after : ndarray of int32
-        Indices within the op's own program, as in `Op.after`.
+        Indices within the ops of the same rank and channel, as in `Op.after`.
     """
 
     ops: npt.NDArray[np.void]
@@ -52,17 +53,17 @@ class ScheduleArrays(NamedTuple):
     after: npt.NDArray[np.int32]
 
     def waits(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Pair every op that waits with the one it waits for, both as indices into ``ops``."""
+        """Return all dependencies as two arrays of indices into ``ops``: waiting op, awaited op."""
         waiting = np.repeat(np.arange(self.ops.size), np.diff(self.offsets))
         return waiting, waiting - self.ops["index"][waiting] + self.after
 
     def chunks(self) -> npt.NDArray[np.int32]:
-        """Chunk index each op works on, as `Op.chunk`."""
+        """Return the chunk index that each op works on, as `Op.chunk`."""
         return np.where(self.ops["src"] < 0, self.ops["dst"], self.ops["src"])
 
 
 class _Block(NamedTuple):
-    """The ops of one rank's channel; ``channel`` and ``rank`` are filled in where it is used."""
+    """Ops of one rank and channel; the fields ``channel`` and ``rank`` are set by the caller."""
 
     ops: npt.NDArray[np.void]
     counts: npt.NDArray[np.int64]
@@ -70,16 +71,17 @@ class _Block(NamedTuple):
 
 
 def as_arrays(schedule: Schedule) -> ScheduleArrays:
-    """Lay out every op of `schedule`, generating one rank's program at a time.
+    """Return the array form of `schedule`, generating the program of one rank at a time.
 
     Raises
     ------
     ScheduleError
-        A rank's program has another number of channels, or a field that is no 32-bit integer.
+        If a rank's program has a different number of channels than the schedule, or a field is not
+        an integer of at most 32 bits.
 
     Notes
     -----
-    *Cost*: 32 bytes an op, 8 for its offset and 4 for each index in ``after``.
+    *Cost*: 32 bytes per op, plus 8 for its offset and 4 for each index in its ``after``.
     """
     blocks: list[_Block] = []
     for rank in range(schedule.nranks):
@@ -87,10 +89,10 @@ def as_arrays(schedule: Schedule) -> ScheduleArrays:
         if len(channels) != schedule.nchannels:
             raise ScheduleError(
                 f"{len(channels)} channels instead of {schedule.nchannels}; "
-                "generate as many as the schedule announces",
+                "generate one tuple of ops per channel",
                 rank=rank,
             )
-        shared: dict[int, _Block] = {}  # channels of one shape share a tuple: pack it once
+        shared: dict[int, _Block] = {}  # channels may share one tuple of ops: convert it once
         for channel, ops in enumerate(channels):
             packed = shared.get(id(ops))
             if packed is None:
@@ -111,7 +113,7 @@ def _pack(ops: tuple[Op, ...], rank: int, channel: int) -> _Block:
     try:
         return _pack_all(ops)
     except (TypeError, OverflowError):
-        for i, op in enumerate(ops):  # find the one to name
+        for i, op in enumerate(ops):  # find the op to report
             _pack_alone(op, rank, channel, i)
         raise
 
@@ -120,7 +122,7 @@ def _pack_all(ops: tuple[Op, ...]) -> _Block:
     rows = [_row(i, op) for i, op in enumerate(ops)]
     after = [i for op in ops for i in op.after]
     for kind in {type(value) for value in chain(after, *rows)}:
-        if not issubclass(kind, int):  # NumPy would round a float without a word
+        if not issubclass(kind, int):  # NumPy would round a float silently
             raise TypeError(f"{kind.__name__} instead of int")
     counts = np.fromiter((len(op.after) for op in ops), np.int64, len(ops))
     return _Block(np.array(rows, OP_DTYPE), counts, np.array(after, np.int32))

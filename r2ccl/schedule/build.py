@@ -1,12 +1,9 @@
-"""Write a rank's program op by op; what each op waits for follows from the memory it touches.
+"""Builder of a rank's ops that derives each op's dependencies from the memory it reads and writes.
 
-Algorithms say what moves where; which earlier ops read or write the same chunk is bookkeeping, and
-the same for all of them. INPUT and OUTPUT count as one memory, as they are in place, so a program
-is right in place and out of place.
-
-Imports the IR. Invariant: every op waits for the ops of its own program that last wrote what it
-touches and, if it writes, for those that read it since; what only messages between ranks order is
-not known here, and left to the checker.
+Every op waits for the earlier op of the same rank and channel that last wrote its memory; an op
+that writes also waits for the ops that have read the memory since. INPUT and OUTPUT count as the
+same memory, as in an in-place call, so the program is correct in place and out of place. An order
+that only messages between ranks guarantee is not known here; the checker verifies it.
 """
 
 from __future__ import annotations
@@ -15,16 +12,16 @@ from collections.abc import Sequence
 
 from r2ccl.schedule.ir import Op, OpKind, Space
 
-#: The caller's memory, INPUT and OUTPUT, or SCRATCH; and a chunk of it.
+#: A memory location: True for SCRATCH, False for INPUT and OUTPUT; and a chunk index.
 _Place = tuple[bool, int]
 
 
 class ProgramBuilder:
-    """The ops of one rank on one channel.
+    """Builder of the ops of one rank on one channel.
 
-    A chunk is read from INPUT until this rank has written it to OUTPUT, and from there on from
-    OUTPUT. All methods return the new op's index, for others to wait for; ``after`` adds to what
-    it waits for by itself.
+    Ops read a chunk from INPUT until an op has written it to OUTPUT, and from OUTPUT afterwards.
+    The methods that add an op return its index; ``after`` names further ops that it waits for,
+    besides those derived from the memory it uses.
     """
 
     def __init__(self) -> None:
@@ -36,15 +33,15 @@ class ProgramBuilder:
         return len(self._ops)
 
     def ops(self) -> tuple[Op, ...]:
-        """Return what was written so far."""
+        """Return the ops added so far."""
         return tuple(self._ops)
 
     def held(self, chunk: int) -> Space:
-        """Where this rank's `chunk` is: INPUT, or OUTPUT once that was written."""
+        """Return the space that holds this rank's `chunk`: OUTPUT once written, INPUT before."""
         return Space.OUTPUT if (False, chunk) in self._written else Space.INPUT
 
     def send(self, peer: int, chunk: int, *, after: Sequence[int] = ()) -> int:
-        """Give `peer` a chunk."""
+        """Add an op that sends this rank's `chunk` to `peer`."""
         source = self.held(chunk)
         waits = self._reading(source, chunk)
         return self._add(Op(OpKind.SEND, peer, source, chunk, Space.OUTPUT, -1, _all(waits, after)))
@@ -58,9 +55,9 @@ class ProgramBuilder:
         space: Space = Space.OUTPUT,
         is_proof: bool = False,
     ) -> int:
-        """Have a chunk of `peer` replace this rank's; see `Op.is_proof`."""
+        """Add an op that receives a chunk of `peer` into `space`; see `Op.is_proof`."""
         waits = _all(self._writing(space, chunk), after)
-        # Without a send to prove there is nothing the mark could say.
+        # `is_proof` is about the SENDs that the op waits for: without one it is not set.
         proves = is_proof and any(self._ops[index].kind == OpKind.SEND for index in waits)
         op = Op(OpKind.RECV, peer, Space.OUTPUT, -1, space, chunk, waits, False, proves)
         return self._add(op)
@@ -68,7 +65,7 @@ class ProgramBuilder:
     def recv_reduce(
         self, peer: int, chunk: int, *, after: Sequence[int] = (), is_final: bool = False
     ) -> int:
-        """Add a chunk of `peer` to this rank's."""
+        """Add an op that receives a chunk of `peer` and reduces it with this rank's `chunk`."""
         source = self.held(chunk)
         waits = _all(self._writing(Space.OUTPUT, chunk), after)
         op = Op(OpKind.RECV_REDUCE, peer, source, chunk, Space.OUTPUT, chunk, waits, is_final)
@@ -77,29 +74,29 @@ class ProgramBuilder:
     def copy(
         self, chunk: int, source: Space, target: Space = Space.OUTPUT, *, is_final: bool = False
     ) -> int:
-        """Copy this rank's own chunk from one space to another."""
+        """Add an op that copies this rank's `chunk` from space `source` to space `target`."""
         waits = _all(self._reading(source, chunk), self._writing(target, chunk))
         return self._add(Op(OpKind.COPY, -1, source, chunk, target, chunk, waits, is_final))
 
     def reduce(self, chunk: int, source: Space, *, is_final: bool = False) -> int:
-        """Add this rank's own chunk in `source` to the one in OUTPUT."""
+        """Add an op that reduces this rank's `chunk` in space `source` into the one in OUTPUT."""
         waits = _all(self._reading(source, chunk), self._writing(Space.OUTPUT, chunk))
         return self._add(Op(OpKind.REDUCE, -1, source, chunk, Space.OUTPUT, chunk, waits, is_final))
 
     def _reading(self, space: Space, chunk: int) -> list[int]:
-        """Note that the op to come reads a chunk; return what it must wait for."""
+        """Record that the next op reads a chunk; return the indices it must wait for."""
         place = space == Space.SCRATCH, chunk
         self._readers.setdefault(place, []).append(len(self._ops))
         return [self._written[place]] if place in self._written else []
 
     def _writing(self, space: Space, chunk: int) -> list[int]:
-        """Note that the op to come writes a chunk; return what it must wait for."""
+        """Record that the next op writes a chunk; return the indices it must wait for."""
         place = space == Space.SCRATCH, chunk
         number = len(self._ops)
         readers = [index for index in self._readers.pop(place, ()) if index != number]
         before = self._written.get(place)
         self._written[place] = number
-        # Readers waited for what was written before.
+        # Readers themselves wait for the write before them.
         return readers or ([] if before is None else [before])
 
     def _add(self, op: Op) -> int:

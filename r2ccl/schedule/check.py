@@ -1,12 +1,18 @@
-"""Refuse a schedule that is not right, before any byte moves.
+"""Checker of schedules: rejects an incorrect schedule before any byte moves.
 
-Imports the rest of this package. Invariant: a schedule that `check` accepts computes its collective
-in place and out of place, for any slice size, on an executor that keeps to what `ir` says and
-has at least room for one slice a link; nothing else about the executor is assumed.
+A schedule that `check` accepts computes its collective in place and out of place, for any slice
+size, on any executor that follows the rules of `r2ccl.schedule.ir` and can hold at least one
+unreduced slice per link.
 
-In order: every field makes sense; sends and receives meet; nobody waits for ever; memory is
-read after it is written and overwritten after it is released, by what the ops wait for and not by
-luck; every contribution arrives exactly once, and is marked complete exactly where it is.
+The checks, in this order:
+
+1. Every field is valid.
+2. Every send has a matching receive.
+3. There is no deadlock.
+4. Memory is read after it is written and overwritten after it is released, as guaranteed by the
+   dependencies of the ops, independent of timing.
+5. Every contribution arrives exactly once, and `Op.is_final` is set exactly on the ops that
+   complete a reduction.
 """
 
 from __future__ import annotations
@@ -28,17 +34,18 @@ AnyInts = npt.NDArray[np.signedinteger[Any]]
 
 
 def check(schedule: Schedule) -> None:
-    """Replay `schedule` symbolically and refuse it if anything is wrong.
+    """Verify that `schedule` computes its collective, by symbolic replay.
 
     Raises
     ------
     ScheduleError
-        Names rank, channel, op and chunk of the first thing that is wrong.
+        If the schedule is wrong. The error names the rank, channel, op and chunk of the first
+        mistake.
 
     Notes
     -----
-    *Cost*: one pass over the ops of all ranks, and a sort, for schedules whose ops name what they
-    must wait for themselves; an order that only a chain of messages proves is searched for.
+    *Cost*: one pass over the ops of all ranks and a sort, if ``after`` of every op names the ops it
+    conflicts with. An order that follows only from a chain of messages takes a graph search.
     """
     conditions = conditions_of(schedule)
     arrays = as_arrays(schedule)
@@ -51,42 +58,42 @@ def check(schedule: Schedule) -> None:
 
 
 def check_fields(schedule: Schedule, arrays: ScheduleArrays) -> None:
-    """Refuse ops whose fields contradict their kind or the schedule's sizes.
+    """Verify that the fields of every op agree with its kind and with the schedule's sizes.
 
     Raises
     ------
     ScheduleError
-        Names the first such op.
+        If the fields of an op are wrong; names the first such op.
     """
     ops = arrays.ops
     kind, peer, src, dst = ops["kind"], ops["peer"], ops["src"], ops["dst"]
     reads, writes = kind != OpKind.RECV, kind != OpKind.SEND
     is_local = (kind == OpKind.COPY) | (kind == OpKind.REDUCE)
-    # A channel that is none has been refused when the arrays were made.
+    # `as_arrays` has verified the number of channels, so every channel number is valid.
     nchunks = np.array(schedule.nchunks)[ops["channel"]]
     owner = np.repeat(np.arange(ops.size), np.diff(arrays.offsets))
     repeats = np.zeros(owner.size, np.bool_)
     repeats[1:] = (owner[1:] == owner[:-1]) & (arrays.after[1:] <= arrays.after[:-1])
     rules: list[tuple[Bools, str]] = [
         (_outside(kind, len(OpKind)), f"kind must be 0 to {len(OpKind) - 1}"),
-        (is_local & (peer != -1), "a local op has peer -1"),
+        (is_local & (peer != -1), "peer of a COPY or REDUCE must be -1"),
         (~is_local & _outside(peer, schedule.nranks), f"peer must be below {schedule.nranks}"),
         (~is_local & (peer == ops["rank"]), "peer must be another rank"),
         (reads & _outside(src, nchunks), "src must be below the channel's number of chunks"),
         (writes & _outside(dst, nchunks), "dst must be below the channel's number of chunks"),
         (~reads & (src != -1), "RECV reads no chunk: src must be -1"),
         (~writes & (dst != -1), "SEND writes no chunk: dst must be -1"),
-        (reads & writes & (src != dst), "src and dst must be one index: chunks differ in size"),
+        (reads & writes & (src != dst), "src and dst must be equal: chunks may differ in size"),
         (_outside(ops["src_space"], len(Space)), "src_space must be a Space"),
         (_outside(ops["dst_space"], len(Space)), "dst_space must be a Space"),
-        (writes & (ops["dst_space"] == Space.INPUT), "INPUT is the caller's: write to OUTPUT"),
-        (~writes & ops["final"], "a SEND writes nothing that could be final"),
-        (ops["proof"] & (ops["kind"] != OpKind.RECV), "only a RECV can be a proof"),
+        (writes & (ops["dst_space"] == Space.INPUT), "INPUT is read-only: write to OUTPUT"),
+        (~writes & ops["final"], "a SEND writes nothing, so is_final must be False"),
+        (ops["proof"] & (ops["kind"] != OpKind.RECV), "only a RECV can have is_proof"),
         (
             _any(owner, _outside(arrays.after, ops["index"][owner]), ops.size),
             "after must name earlier ops of the same program",
         ),
-        (_any(owner, repeats, ops.size), "after must ascend, without repeats"),
+        (_any(owner, repeats, ops.size), "after must be strictly ascending"),
     ]
     first = min(rules, key=lambda rule: int(rule[0].argmax()) if rule[0].any() else ops.size)
     if first[0].any():

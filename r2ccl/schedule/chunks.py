@@ -1,18 +1,18 @@
-"""Where chunks and channels lie in a buffer: integers only, the same on every rank.
+"""Division of a buffer into chunks, and of chunks into the pieces of channels.
 
-A buffer is cut into chunks first, and each chunk is shared out among the channels::
+A buffer is divided into chunks first, then each chunk among the channels::
 
     chunk       |        0        |        1        |        2        |
     channel     |  0  |  1  |  2  |  0  |  1  |  2  |  0  |  1  |  2  |
 
-So an element's chunk, and with it the order in which a schedule adds up its contributions, depends
-neither on the number of channels nor on their weights: a plan that moves work from one rail to
-another gives the same result, bit for bit. Where channels differ in their number of chunks, the
-buffer is cut into as many as divide all of them, and each channel cuts its part further.
+The chunk of an element, and with it the order in which a schedule reduces its contributions,
+depends neither on the number of channels nor on their weights. A plan that moves work from one rail
+to another therefore gives a bit-identical result. If channels differ in their number of chunks, the
+buffer is divided into as many chunks as the greatest common divisor of these numbers, and each
+channel divides its piece of a chunk further.
 
-Imports `errors` alone. Invariant: pieces cover the buffer without overlap and depend on nothing but
-the arguments, so ranks that agree on count, weights and item size agree on every byte's place
-without a message.
+The pieces cover the buffer without overlap. They are computed with integers from the arguments
+only, so ranks with equal counts, weights and item sizes get the same layout without communication.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from typing import TypeAlias
 
 from r2ccl.errors import InvalidArgument
 
-#: First element, and the one behind the last.
+#: Range of elements: first, end (exclusive).
 Range: TypeAlias = tuple[int, int]
 
-#: Boundaries within large buffers fall on multiples of this: a cache line on x86 and on most
-#: Arm cores, so that two channels' kernels and DMA never share one.
+#: Alignment of inner boundaries in large buffers: the cache line of x86 and most Arm cores, so that
+#: kernels and DMA of two channels never share a cache line.
 ALIGNMENT_NBYTES = 64
 
-#: Alignment moves a boundary by less than one granule; a piece of this many granules on average
-#: loses less than 2 % of its share by it. Smaller buffers are cut at the exact element.
+#: Minimum average size of a piece, in granules of `ALIGNMENT_NBYTES`, at which boundaries are
+#: aligned. Alignment moves a boundary by less than one granule, which is less than 2 % of such a
+#: piece. Smaller buffers are divided at the exact element.
 MIN_GRANULES = 64
 
 
 def cut(count: int, weights: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
-    """Cut `count` elements into pieces in proportion to `weights`.
+    """Divide `count` elements into pieces in proportion to `weights`.
 
     Parameters
     ----------
     count : int
-        Elements of the buffer, 0 or more.
+        Number of elements, 0 or more.
     weights : sequence of int
-        One weight a piece, 0 or more, not all 0. Integers, because ranks must round alike.
+        One weight per piece, 0 or more, not all 0. Integers, so that all ranks round alike.
     itemsize : int
-        Bytes of an element; inner boundaries of large buffers are multiples of 64 bytes.
+        Bytes of an element. Inner boundaries of large buffers are multiples of 64 bytes.
 
     Returns
     -------
@@ -56,22 +57,22 @@ def cut(count: int, weights: Sequence[int], itemsize: int = 1) -> tuple[int, ...
     Raises
     ------
     InvalidArgument
-        A negative count or weight, no positive weight, an item size below 1.
+        If `count` or a weight is negative, no weight is positive, or `itemsize` is below 1.
     """
     if count < 0 or itemsize < 1:
         raise InvalidArgument(
-            f"count={count}, itemsize={itemsize}: give a count of 0 or more, an item size above 0"
+            f"count={count}, itemsize={itemsize}: give a count of 0 or more and an itemsize above 0"
         )
     total = sum(weights)
     if total <= 0 or min(weights) < 0:
         raise InvalidArgument(
-            f"weights={tuple(weights)}: give one integer of 0 or more a piece, one above 0"
+            f"weights={tuple(weights)}: give one integer per piece, none below 0, not all 0"
         )
     granule = ALIGNMENT_NBYTES // math.gcd(ALIGNMENT_NBYTES, itemsize)
     if count < MIN_GRANULES * granule * len(weights):
         granule = 1
     bounds = [count * share // total // granule * granule for share in accumulate(weights)]
-    # The boundary behind the last positive weight is the end, whatever the granule.
+    # The end of the last piece with a positive weight is `count`, not rounded to a granule.
     return (0, *(count if bound >= bounds[-1] else bound for bound in bounds))
 
 
@@ -82,31 +83,31 @@ def layout(
     itemsize: int = 1,
     nparts: int = 1,
 ) -> tuple[tuple[Range, ...], ...]:
-    """Cut a buffer into chunks, and each chunk into what every channel gets of it.
+    """Divide a buffer into chunks, and each chunk among the channels.
 
     Parameters
     ----------
     count, itemsize : int
-        Elements of the buffer, bytes of an element.
+        Number of elements of the buffer, and bytes of an element.
     nchunks, weights : sequence of int
-        Chunks and share of each channel.
+        Number of chunks and share of each channel.
     nparts : int
-        The buffer is of as many equal parts, and each of them is cut by itself.
+        Number of equal parts of the buffer; no chunk straddles two parts.
 
     Returns
     -------
     tuple of tuple of Range
-        For every channel its chunks.
+        Range of elements of each chunk of each channel.
 
     Raises
     ------
     InvalidArgument
-        As `cut`, or not one weight a channel, or parts that divide neither the buffer nor every
-        channel's chunks.
+        As `cut`; or if there is not one weight per channel, or `nparts` does not divide `count` and
+        the number of chunks of every channel.
     """
     if len(weights) != len(nchunks):
         raise InvalidArgument(
-            f"weights={tuple(weights)}: give {len(nchunks)} integers, one a channel"
+            f"weights={tuple(weights)}: give {len(nchunks)} integers, one per channel"
         )
     common = math.gcd(*nchunks)
     if nparts < 1 or count % nparts or common % nparts:
@@ -129,7 +130,6 @@ def layout(
 
 
 def _pieces(lo: int, hi: int, number: int, itemsize: int) -> list[Range]:
-    """Cut a range into equal pieces."""
     if number == 1:
         return [(lo, hi)]
     return [(lo + a, lo + b) for a, b in pairwise(cut(hi - lo, [1] * number, itemsize))]

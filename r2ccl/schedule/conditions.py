@@ -1,12 +1,12 @@
-"""What a collective means: which contributions a rank starts with and which it must end with.
+"""Definitions of the collectives: the contributions each rank starts with and must end with.
 
-Values and arithmetic only. Invariant: a collective is defined here and nowhere else; an
-algorithm is right iff `check` finds that its ops lead from ``initial`` to ``wanted``.
+An algorithm is correct if and only if its ops lead from ``initial`` to ``wanted``;
+`r2ccl.schedule.check.check` verifies that.
 
-A contribution is one rank's share of one chunk. A set of contributions is an int used as a bit
-set: bit ``r`` for rank ``r``. All spaces have the same chunks, so a rank's INPUT may hold only
-some of them (allgather) and a rank's OUTPUT may matter only in part (reduce_scatter); in place
-these are NCCL's in-place positions.
+A contribution is the input data of one rank for one chunk. A set of contributions is an int used as
+a bit set: bit ``r`` stands for rank ``r``. All spaces have the same chunks. In an allgather a
+rank's INPUT holds data in some chunks only, in a reduce_scatter only some chunks of a rank's OUTPUT
+are defined; in place, their positions are those of NCCL's in-place operations.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ class Conditions(msgspec.Struct, frozen=True):
     Parameters
     ----------
     initial : callable
-        ``initial(rank, chunk)``: contributions that rank's INPUT chunk holds at first; 0 if none.
+        ``initial(rank, chunk)`` returns the contributions in the rank's INPUT chunk at the start; 0
+        for none.
     wanted : callable
-        ``wanted(rank, chunk)``: contributions that rank's OUTPUT chunk must end with; None where
-        the collective does not say what it holds.
+        ``wanted(rank, chunk)`` returns the contributions that the rank's OUTPUT chunk must hold at
+        the end; None if the chunk is undefined.
     is_reduction : bool
-        Contributions are combined, so that ops have to mark where they are complete.
+        True if contributions are reduced. The ops that complete a reduction then have `is_final`.
     """
 
     initial: Callable[[int, int], int]
@@ -39,13 +40,13 @@ class Conditions(msgspec.Struct, frozen=True):
 
 
 def allreduce(nranks: int, nchunks: int) -> Conditions:
-    """Every rank ends with every rank's contribution to every chunk."""
+    """Return the conditions of an allreduce: all ranks end with all contributions to each chunk."""
     every = (1 << nranks) - 1
     return Conditions(lambda rank, chunk: 1 << rank, lambda rank, chunk: every, True)
 
 
 def reduce(nranks: int, nchunks: int, root: int) -> Conditions:
-    """Rank `root` ends with every rank's contribution to every chunk."""
+    """Return the conditions of a reduce: rank `root` ends with all contributions to each chunk."""
     every = (1 << nranks) - 1
     _require_rank(root, nranks)
     return Conditions(
@@ -54,7 +55,10 @@ def reduce(nranks: int, nchunks: int, root: int) -> Conditions:
 
 
 def reduce_scatter(nranks: int, nchunks: int) -> Conditions:
-    """Each rank ends with every rank's contribution to the chunks it owns."""
+    """Return the conditions of a reduce-scatter.
+
+    Rank ``chunk * nranks // nchunks`` ends with all contributions to `chunk`.
+    """
     every = (1 << nranks) - 1
     _require_multiple(nranks, nchunks)
     return Conditions(
@@ -65,7 +69,10 @@ def reduce_scatter(nranks: int, nchunks: int) -> Conditions:
 
 
 def allgather(nranks: int, nchunks: int) -> Conditions:
-    """Every rank ends with each chunk as its owner, rank ``chunk * nranks // nchunks``, had it."""
+    """Return the conditions of an allgather.
+
+    All ranks end with the data of rank ``chunk * nranks // nchunks`` for each `chunk`.
+    """
     _require_multiple(nranks, nchunks)
 
     def owner(chunk: int) -> int:
@@ -79,7 +86,7 @@ def allgather(nranks: int, nchunks: int) -> Conditions:
 
 
 def broadcast(nranks: int, nchunks: int, root: int) -> Conditions:
-    """Every rank ends with what rank `root` had."""
+    """Return the conditions of a broadcast: all ranks end with the data of rank `root`."""
     _require_rank(root, nranks)
     return Conditions(
         lambda rank, chunk: 1 << root if rank == root else 0,
@@ -88,13 +95,13 @@ def broadcast(nranks: int, nchunks: int, root: int) -> Conditions:
     )
 
 
-#: Collectives by the name a schedule gives.
+#: Collectives without a root, by the name in `Schedule.collective`.
 CONDITIONS: dict[str, Callable[[int, int], Conditions]] = {
     "allgather": allgather,
     "allreduce": allreduce,
     "reduce_scatter": reduce_scatter,
 }
-#: Those with a root.
+#: Collectives with a root, by name.
 ROOTED: dict[str, Callable[[int, int, int], Conditions]] = {
     "broadcast": broadcast,
     "reduce": reduce,
@@ -102,14 +109,15 @@ ROOTED: dict[str, Callable[[int, int, int], Conditions]] = {
 
 
 def conditions_of(schedule: Schedule) -> tuple[Conditions, ...]:
-    """Look up what each channel of `schedule` claims to compute.
+    """Return the conditions of `schedule`'s collective, one per channel.
 
     Raises
     ------
     ScheduleError
-        The name is neither in `CONDITIONS` nor in `ROOTED`.
+        If the name of the collective is neither in `CONDITIONS` nor in `ROOTED`.
     InvalidArgument
-        There is no such collective with so many chunks.
+        If the collective needs a multiple of `nranks` chunks and a channel has another number, or
+        the root is not a rank.
     """
     name, nranks = schedule.collective, schedule.nranks
     if name in CONDITIONS:

@@ -1,7 +1,7 @@
-"""Count what a schedule costs from its ops: the check on what the algorithms declare.
+"""Cost of a schedule, counted from its ops: steps, bytes on the wire, number of ops.
 
-Imports the rest of this package. Invariant: exact counts, no model of a network; seconds are the
-planner's business.
+The counts are exact and involve no model of a network. Tests compare them with the costs that the
+algorithms declare.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from r2ccl.schedule.ir import Cost, OpKind, Schedule
 
 
 def measure(schedule: Schedule) -> Cost:
-    """Count steps, share of the buffer on the wire, and ops.
+    """Return the cost of `schedule`, counted from the ops of all ranks.
 
     Raises
     ------
     ScheduleError
-        Fields, matching or order are wrong, so that there is nothing to count.
+        If a field is invalid, a send has no matching receive, or the ops deadlock.
     """
     arrays = as_arrays(schedule)
     check_fields(schedule, arrays)
@@ -43,7 +43,7 @@ def measure(schedule: Schedule) -> Cost:
 
 
 def _busiest(schedule: Schedule, ops: npt.NDArray[np.void]) -> Fraction:
-    """Add up what `ops` move, as a multiple of the buffer; of the rank that moves most."""
+    """Return the largest amount of data that one rank's `ops` move, as a multiple of the buffer."""
     place = ops["rank"].astype(np.int64) * schedule.nchannels + ops["channel"]
     counts = np.bincount(place, minlength=schedule.nranks * schedule.nchannels)
     total = sum(schedule.weights)
@@ -60,26 +60,26 @@ def _busiest(schedule: Schedule, ops: npt.NDArray[np.void]) -> Fraction:
 def wire_nbytes(
     schedule: Schedule, count: int, itemsize: int, weights: Sequence[int] | None = None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Count the bytes each rank puts on and takes off the wire.
+    """Return the bytes that each rank sends and receives.
 
     Parameters
     ----------
     schedule : Schedule
-        One that `check` accepts.
+        A schedule that `check` accepts.
     count, itemsize : int
-        Elements of the buffer, bytes of an element.
+        Number of elements of the buffer, and bytes of an element.
     weights : sequence of int, optional
-        Share of each channel; by default the schedule's.
+        Share of each channel. Default: those of the schedule.
 
     Returns
     -------
     sent, received : ndarray of int64, shape (nranks,)
-        Payload only, without headers or replay.
+        Payload bytes, without headers and replays.
 
     Raises
     ------
     InvalidArgument
-        A negative count, an item size below 1, weights that are not one a channel.
+        If `count` is negative, `itemsize` is below 1, or there is not one weight per channel.
     """
     arrays = as_arrays(schedule)
     chunks = layout(count, schedule.nchunks, weights or schedule.weights, itemsize, schedule.nparts)

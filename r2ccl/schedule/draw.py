@@ -1,12 +1,9 @@
-"""Draw a schedule as a space-time diagram, from its ops alone.
+"""Space-time diagrams of schedules, as SVG.
 
-Every rank is a lane, and time runs to the right in steps: a message lies in the step that is the
-number of messages on the longest chain that ends with it, as the event graph has it. So pictures
-show what waits for what, not how long anything takes. A panel shows one channel, since channels run
-beside one another.
-
-Imports the rest of this package. Invariant: text out, nothing else; equal schedules give equal
-text.
+Every rank is a horizontal lane; time runs to the right in steps. The step of a message is the
+number of messages on the longest chain of dependencies that ends with it. Pictures thus show
+dependencies, not durations. Each panel shows one channel, because channels run concurrently. Equal
+schedules give equal SVG text.
 """
 
 from __future__ import annotations
@@ -28,25 +25,25 @@ from r2ccl.schedule.graph import Bools, topological_levels
 from r2ccl.schedule.ir import OpKind, Schedule
 from r2ccl.schedule.shapes import Point
 
-#: Panels of a picture before it gets longer than what one looks at.
+#: Default maximum of panels per picture; more panels make it too long to view.
 DEFAULT_PANELS = 6
 
-#: Loads side by side in a heading, before it gets wider than the picture.
+#: Maximum number of per-rank loads in a heading; more make it wider than the picture.
 _LISTED = 8
 
-# Pixels. Marks of one rank and step lie side by side, a pitch apart; a step is wider for each. The
-# steps of a lone panel are wide enough for its heading, but arrows must not get flat: they would
-# run into the marks beside the one they lead to.
+# Pixels. Marks of one rank and step lie side by side, one pitch apart, and each widens the step.
+# The steps of a single panel are wide enough for its heading, up to a limit: flat arrows would
+# overlap the marks beside their target.
 _MARGIN, _LABELS, _TAIL, _PITCH, _ROW, _LINE = 20, 52, 16, 16, 58, 21
 _STEP, _NUMBERED_STEP, _WIDEST_STEP, _LONE_PANEL, _WIDEST_ROW = 52, 76, 120, 520, 1000
 _LEAVING, _NUMBER_AT, _NUMBER_HEIGHT, _CHARACTER = 9, 27, 15, 7.5
 
 
 class _Move(NamedTuple):
-    """What is drawn as one thing: chunks that go together, or an op without a message.
+    """One drawn item: messages drawn as one arrow, or a local op.
 
-    `landed` and `done` are steps; a message may have to wait before it is added. `source` is -1
-    where nothing travels.
+    `landed` and `done` are step numbers. They differ if a message waits after landing before it is
+    reduced. `source` is -1 for a local op.
     """
 
     channel: int
@@ -60,57 +57,58 @@ class _Move(NamedTuple):
 
     @property
     def is_sum(self) -> bool:
-        """Something is added."""
+        """True if the item is a reduction."""
         return self.kind in (OpKind.RECV_REDUCE, OpKind.REDUCE)
 
 
 class _Place(NamedTuple):
-    """Something on a lane: where an arrow of move number `move` ends, or what is done then."""
+    """A position on a lane: the landing of move number `move`, or its completion (`is_done`)."""
 
     move: int
     is_done: bool
 
 
 class _Frame(NamedTuple):
-    """What all panels have in common: where steps end, from step 0 on, and where lanes begin."""
+    """Geometry that all panels share: x of the end of each step, and y of the first lane."""
 
     schedule: Schedule
     columns: tuple[float, ...]
     head: int
 
     def lane(self, rank: int) -> float:
-        """Height at which a rank's lane is."""
+        """Return the y coordinate of a rank's lane."""
         return self.head + _ROW * (rank + 0.5)
 
     def is_numbered(self, channel: int) -> bool:
-        """A channel has chunks to tell apart."""
+        """Return True if the channel has several chunks, so that arrows need chunk numbers."""
         return self.schedule.nchunks[channel] > 1
 
 
 def svg(schedule: Schedule, caption: str = "", max_panels: int = DEFAULT_PANELS) -> str:
-    """Draw `schedule`.
+    """Draw `schedule` as a space-time diagram.
 
     Parameters
     ----------
     schedule : Schedule
-        One that `check` accepts, of a few ranks.
+        A schedule that `check` accepts, with few ranks.
     caption : str
-        A line about what the schedule was made for, which its ops do not say.
+        Extra line in the heading, such as the network the schedule was made for.
     max_panels : int
-        Channels to show, the first ones; the picture says how many are left out.
+        Maximum number of channels to show, from channel 0. The legend states how many are left out.
 
     Returns
     -------
     str
-        An SVG document with a ground of its own. Arrows are messages, the wider the more data they
-        carry; numbered and coloured by chunk, or, on a channel of one chunk, coloured by channel.
+        An SVG document with its own background. Arrows are messages; wider arrows carry more data.
+        They are numbered and coloured by chunk, or, on channels with one chunk, coloured by
+        channel.
 
     Raises
     ------
     InvalidArgument
-        `max_panels` is below 1.
+        If `max_panels` is below 1.
     ScheduleError
-        Fields, matching or order are wrong, so that there is nothing to draw.
+        If a field is invalid, a send has no matching receive, or the ops deadlock.
     """
     if max_panels < 1:
         raise InvalidArgument(f"max_panels={max_panels}; give 1 or more")
@@ -144,9 +142,9 @@ def svg(schedule: Schedule, caption: str = "", max_panels: int = DEFAULT_PANELS)
 
 
 def _moves(arrays: ScheduleArrays) -> tuple[list[_Move], int]:
-    """Place every message and every op without one, in an order in which they can happen.
+    """Return all messages and local ops in a possible order of execution, and the number of steps.
 
-    Messages alike in all but their chunk are one. Also returns the number of steps.
+    Messages that differ only in their chunk are merged into one.
     """
     events = build_events(arrays, match(arrays))
     weight = events.is_message.astype(np.int64)
@@ -168,7 +166,7 @@ def _moves(arrays: ScheduleArrays) -> tuple[list[_Move], int]:
 
 
 def _lanes(moves: Sequence[_Move]) -> dict[tuple[int, int], list[_Place]]:
-    """Say what lies at each rank in each step, in the order in which it can happen there."""
+    """Map each (rank, step) to its positions, in a possible order of execution."""
     found: dict[tuple[int, int], list[_Place]] = {}
     for at, move in enumerate(moves):
         if move.landed < move.done:
@@ -178,7 +176,7 @@ def _lanes(moves: Sequence[_Move]) -> dict[tuple[int, int], list[_Place]]:
 
 
 def _frame(schedule: Schedule, shown: Sequence[Sequence[_Move]], nsteps: int) -> _Frame:
-    """Make every step as wide as what happens in it needs, in any panel."""
+    """Compute the width of every step from the number of marks in it, over all panels."""
     room = [0] * (nsteps + 1)
     for moves in shown:
         for (_, step), places in _lanes(moves).items():
@@ -191,7 +189,7 @@ def _frame(schedule: Schedule, shown: Sequence[Sequence[_Move]], nsteps: int) ->
 
 
 def _panel(frame: _Frame, channel: int, moves: Sequence[_Move]) -> Iterator[str]:
-    """Draw one channel; its upper left corner is the origin."""
+    """Draw one channel, with its upper left corner as the origin."""
     yield from _ground(frame, channel)
     spots: dict[_Place, Point] = {
         place: (frame.columns[step] - _PITCH * at, frame.lane(rank))
@@ -220,7 +218,7 @@ def _panel(frame: _Frame, channel: int, moves: Sequence[_Move]) -> Iterator[str]
 
 
 def _ground(frame: _Frame, channel: int) -> Iterator[str]:
-    """Draw what lies below the arrows: title, steps, lanes."""
+    """Draw the background of a panel: title, steps, lanes."""
     schedule, columns = frame.schedule, frame.columns
     if schedule.nchannels > 1:
         nchunks = schedule.nchunks[channel]
@@ -240,9 +238,9 @@ def _ground(frame: _Frame, channel: int) -> Iterator[str]:
 
 
 def _free(begin: Point, end: Point, label: str, taken: Sequence[tuple[Point, float]]) -> Point:
-    """Find where on an arrow its label covers no other: near its begin, if there is such a place.
+    """Return a point for an arrow's label where it covers no other label.
 
-    There it is not taken for that of an arrow which crosses this one.
+    Points near the tail come first: there a label cannot be mistaken for that of a crossing arrow.
     """
     ways = range(_NUMBER_AT, max(int(shapes.distance(begin, end)) - 24, _NUMBER_AT + 1), 3)
     places = [shapes.along(begin, end, by) for by in ways]
@@ -257,7 +255,7 @@ def _free(begin: Point, end: Point, label: str, taken: Sequence[tuple[Point, flo
 
 
 def _mark(kind: OpKind, at: Point, ink: str, *, is_final: bool) -> str:
-    """Draw what is done with what came; where it just replaces what was, the arrow says it."""
+    """Draw the mark of a reduction or copy; a plain receive has none, its arrow is enough."""
     if kind == OpKind.COPY:
         return shapes.square(at, ink)
     return "" if kind == OpKind.RECV else shapes.plus(at, ink, is_filled=is_final)
@@ -266,7 +264,7 @@ def _mark(kind: OpKind, at: Point, ink: str, *, is_final: bool) -> str:
 def _heading(
     schedule: Schedule, arrays: ScheduleArrays, nsteps: int, caption: str
 ) -> tuple[str, ...]:
-    """Say what this is, and what it costs each rank."""
+    """Return the lines of the heading: name, sizes, load per rank, caption."""
     nchunks = dict.fromkeys(schedule.nchunks)
     each = " or ".join(map(str, nchunks)) + (" chunk" if list(nchunks) == [1] else " chunks")
     facts = (
@@ -285,7 +283,7 @@ def _heading(
 
 
 def _loads(schedule: Schedule, arrays: ScheduleArrays, chosen: Bools) -> list[Fraction]:
-    """Add up what each rank's chosen ops move, as a multiple of the buffer."""
+    """Return the data that each rank's chosen ops move, as multiples of the buffer."""
     loads = [Fraction(0)] * schedule.nranks
     for rank, channel in arrays.ops[["rank", "channel"]][chosen].tolist():
         loads[rank] += _share(schedule, channel)
@@ -293,14 +291,14 @@ def _loads(schedule: Schedule, arrays: ScheduleArrays, chosen: Bools) -> list[Fr
 
 
 def _listed(loads: Sequence[Fraction]) -> str:
-    """Write the load of every rank, or of many the least and the largest."""
+    """Format the load of every rank, or the smallest and largest if there are many ranks."""
     if len(loads) > _LISTED:
         return f"{min(loads)} to {max(loads)}"
     return ", ".join(map(str, loads))
 
 
 def _legend(schedule: Schedule, shown: Sequence[Sequence[_Move]]) -> tuple[list[str], float]:
-    """Explain the marks that are there, side by side; return that and its width."""
+    """Return the legend of the marks that occur, and its width in pixels."""
     grey, at = shapes.colour(-1), (7.0, 0.0)
     moves = [move for each in shown for move in each]
     sums = {move.is_final for move in moves if move.is_sum}
@@ -329,13 +327,13 @@ def _legend(schedule: Schedule, shown: Sequence[Sequence[_Move]]) -> tuple[list[
 
 
 def _share(schedule: Schedule, channel: int) -> Fraction:
-    """Return what one chunk of a channel is of the buffer."""
+    """Return the share of one chunk of a channel in the buffer."""
     total = sum(schedule.weights) * schedule.nchunks[channel]
     return Fraction(schedule.weights[channel], total)
 
 
 def _spans(chunks: Sequence[int]) -> str:
-    """Write ascending numbers shortly: 0, 1, 2, 5 as 0-2,5."""
+    """Format ascending numbers as ranges: 0, 1, 2, 5 as 0-2,5."""
     spans = [[chunks[0], chunks[0]]]
     for before, chunk in pairwise(chunks):
         if chunk == before + 1:

@@ -1,30 +1,33 @@
-"""When things happen: sends meet receives, and the graph of what waits for what.
+"""Event graph of a schedule: matching of sends and receives, dependencies, deadlocks.
 
-Imports the IR's arrays and `graph`. Invariant: an edge is there iff an executor with the smallest
-buffers allowed makes its target wait for its source; so an order found here is one that really
-can happen, and a circle found here is a real deadlock of such an executor.
+The graph has an edge if and only if an executor with the smallest allowed buffers makes the edge's
+target wait for its source. An order found here is therefore a possible execution, and a cycle found
+here is a deadlock of such an executor.
 
-Each op has three events, nodes ``3 i``, ``3 i + 1`` and ``3 i + 2``:
+Op ``i`` has three events, the nodes ``3 i``, ``3 i + 1`` and ``3 i + 2``:
 
 ====== ===============================================================================
-BEGIN  its ``after`` holds: a SEND may read, a RECV names its landing place
+BEGIN  the ops in its ``after`` are done: a SEND may read, a RECV names its landing place
 LAND   receives only: the message is in this rank's memory
-END    what ``after`` on this op waits for: delivered, reduced, copied, or released
+END    the op is done for ops with it in ``after``: delivered, reduced, copied or released
 ====== ===============================================================================
 
-The smallest buffers: no eager slot, and room for one unreduced slice a link. So a SEND ends when
-its message lands (not before the receiver named a place), and a receive's message lands when
-the link's earlier ones have been delivered.
+The smallest buffers are no eager slot, and room for one unreduced slice per link. A SEND therefore
+ends when its message lands, which is after the receiver has named a landing place; and a message
+lands only after the link's earlier messages have been delivered.
 
 Slices
 ------
-The graph above is right for chunks of one slice. With more, an edge within a chunk index holds
-slice by slice, one between indices leads from a last slice to a first one ("whole"), and a slice
-lands only when the one before it has left the scratch slot. Follow any circle through the
-slices: no edge within an index goes back to an earlier slice, so some edge of it is whole. And
-any path within an index may climb from slice to slice at will. Hence, with the events LAND and
-END of each receive taken as one node, a deadlock for some number of slices exists iff a strongly
-connected component contains a whole edge, or the graph for one slice has a circle.
+This graph is exact for chunks of one slice. With several slices per chunk, an edge between ops on
+the same chunk index holds slice by slice; an edge between different indices leads from the last
+slice of one op to the first slice of the other (a *whole* edge); and a slice lands only after the
+previous slice has left the link's room for unreduced data.
+
+Consider a cycle through the slices. An edge within a chunk index never leads to an earlier slice,
+so the cycle contains a whole edge. Conversely, a path within a chunk index can advance to any later
+slice. Therefore, with LAND and END of each receive merged into one node, a deadlock for some number
+of slices exists if and only if a strongly connected component contains a whole edge, or the graph
+for one slice has a cycle.
 """
 
 from __future__ import annotations
@@ -46,16 +49,16 @@ class Events(NamedTuple):
 
     Parameters
     ----------
-    source, target : ndarray of int64
-        Edges between events.
-    is_whole : ndarray of bool
-        Edges that wait for all slices.
-    is_message : ndarray of bool
-        Edges along which a message travels.
+    source, target : ndarray of int64, shape (nedges,)
+        Edges: event ``target[i]`` waits for event ``source[i]``.
+    is_whole : ndarray of bool, shape (nedges,)
+        True for edges that wait for all slices of an op.
+    is_message : ndarray of bool, shape (nedges,)
+        True for edges from a SEND to its receive.
     level : ndarray of int64, shape (3 * nops,)
         Topological level of each event.
     steps : int
-        Messages on the longest path.
+        Number of messages on the longest path.
     """
 
     source: Ints
@@ -72,12 +75,12 @@ def match(arrays: ScheduleArrays) -> Ints:
     Returns
     -------
     ndarray of int64, shape (nops,)
-        The op at the other end, as an index into ``arrays.ops``; -1 for COPY and REDUCE.
+        Index into ``arrays.ops`` of the op at the other end; -1 for COPY and REDUCE.
 
     Raises
     ------
     ScheduleError
-        An op without its counterpart, or a pair on different chunks.
+        If a send or receive has no counterpart, or the two work on different chunks.
     """
     ops = arrays.ops
     is_send = ops["kind"] == OpKind.SEND
@@ -100,7 +103,7 @@ def match(arrays: ScheduleArrays) -> Ints:
             arrays,
             int(receives[at]),
             f"receives chunk {ops['dst'][receives[at]]} where rank {sender['rank']} op "
-            f"{sender['index']} sends chunk {sender['src']}; a link keeps program order",
+            f"{sender['index']} sends chunk {sender['src']}; use the same order at both ends",
         )
     other = np.full(ops.size, -1, np.int64)
     other[sends] = receives
@@ -109,12 +112,12 @@ def match(arrays: ScheduleArrays) -> Ints:
 
 
 def build_events(arrays: ScheduleArrays, other: Ints) -> Events:
-    """Build the event graph and order it.
+    """Build the event graph and sort it topologically.
 
     Raises
     ------
     ScheduleError
-        Ops wait for each other in a circle.
+        If the ops deadlock.
     """
     source, target, is_whole, is_message = _edges(arrays, other)
     nnodes = 3 * arrays.ops.size
@@ -129,12 +132,12 @@ def build_events(arrays: ScheduleArrays, other: Ints) -> Events:
 
 
 def check_slices(arrays: ScheduleArrays, events: Events) -> None:
-    """Refuse a deadlock that shows only when chunks travel as several slices.
+    """Verify that no deadlock arises when chunks are sent as several slices.
 
     Raises
     ------
     ScheduleError
-        Slices of some number wait for each other in a circle.
+        If the ops deadlock for some number of slices per chunk.
     """
     nnodes = 3 * arrays.ops.size
     node = np.arange(nnodes)
@@ -155,23 +158,23 @@ def check_slices(arrays: ScheduleArrays, events: Events) -> None:
         raise error_at(
             arrays,
             waits,
-            f"waits for all of {_describe(arrays, waited)}, whose later slices wait for this op's "
-            "first ones: a deadlock when chunks are cut in slices; wait on the same chunk index",
+            f"waits for all slices of {_describe(arrays, waited)}, whose later slices wait for the "
+            "first slices of this op: a deadlock when chunks are cut into slices; wait for an op "
+            "on the same chunk index",
         )
 
 
 def replay_order(arrays: ScheduleArrays, events: Events) -> tuple[Ints, Ints]:
-    """Order the ops as one legal execution, each (channel, chunk) in one run.
+    """Return the ops grouped by (channel, chunk), each group in a possible order of execution.
 
-    Every op works on one chunk index, so these runs have no data in common.
+    Every op works on one chunk index, so the groups share no data.
 
     Returns
     -------
     order : ndarray of int64, shape (nops,)
         Indices into ``arrays.ops``.
     moment : ndarray of int64, shape (nops,)
-        Level at which each op acts: a SEND hands its data over when it begins, the others do
-        their work when they end.
+        Topological level at which each op takes effect: BEGIN of a SEND, END of the others.
     """
     is_send = arrays.ops["kind"] == OpKind.SEND
     level = events.level.reshape(-1, 3)
@@ -180,7 +183,7 @@ def replay_order(arrays: ScheduleArrays, events: Events) -> tuple[Ints, Ints]:
 
 
 def error_at(arrays: ScheduleArrays, op: int, message: str) -> ScheduleError:
-    """Make the error that names rank, channel, index and chunk of op number `op`."""
+    """Return a `ScheduleError` with the rank, channel, index and chunk of op number `op`."""
     row = arrays.ops[op]
     kind = int(row["kind"])
     name = OpKind(kind).name if kind in set(OpKind) else f"kind {kind}"
@@ -200,7 +203,7 @@ def _edges(arrays: ScheduleArrays, other: Ints) -> tuple[Ints, Ints, Bools, Bool
     receives = np.flatnonzero(np.isin(ops["kind"], (OpKind.RECV, OpKind.RECV_REDUCE)))
     lands = receives[ops["kind"][receives] == OpKind.RECV]
     sends = other[receives]
-    # Receives of one link, one behind the other in program order.
+    # Consecutive receives of one link, in program order.
     link = _links(arrays)[receives]
     by_link = np.argsort(link, kind="stable")
     queue = receives[by_link]
@@ -223,9 +226,9 @@ def _edges(arrays: ScheduleArrays, other: Ints) -> tuple[Ints, Ints, Bools, Bool
 
 
 def _links(arrays: ScheduleArrays) -> Ints:
-    """Give each op the number of its directed link: channel, source rank, destination rank."""
+    """Return a number for each op's directed link: channel, source rank, destination rank."""
     ops = arrays.ops
-    # Not the ranks alone: one without ops is still a peer.
+    # Include the peers: a rank without ops occurs only as a peer.
     nranks = int(max(ops["rank"].max(initial=0), ops["peer"].max(initial=0))) + 1
     is_send = ops["kind"] == OpKind.SEND
     source = np.where(is_send, ops["rank"], ops["peer"]).astype(np.int64)
@@ -234,13 +237,13 @@ def _links(arrays: ScheduleArrays) -> Ints:
 
 
 def _unmatched(arrays: ScheduleArrays, link: Ints, sends: Ints, receives: Ints) -> ScheduleError:
-    # Both lists are sorted by link: of the two heads, the smaller one has no counterpart.
+    # Both lists are sorted by link: the first op with the smaller link has no counterpart.
     if not receives.size or (sends.size and link[sends[0]] < link[receives[0]]):
         lone, wanted = int(sends[0]), "receive"
     else:
         lone, wanted = int(receives[0]), "send"
     peer = int(arrays.ops["peer"][lone])
-    return error_at(arrays, lone, f"no {wanted} of rank {peer} meets it")
+    return error_at(arrays, lone, f"rank {peer} has no matching {wanted}")
 
 
 def _describe(arrays: ScheduleArrays, op: int) -> str:
@@ -253,7 +256,9 @@ def _deadlock(arrays: ScheduleArrays, circle: list[int]) -> ScheduleError:
     start = distinct.index(min(distinct))
     names = [_describe(arrays, op) for op in distinct[start:] + distinct[:start]]
     shown = " -> ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return error_at(arrays, min(distinct), f"deadlock, each waits for the one before it: {shown}")
+    return error_at(
+        arrays, min(distinct), f"deadlock, each op waits for the one before it: {shown}"
+    )
 
 
 __all__ = [

@@ -1,8 +1,7 @@
-"""Two algorithms on directed graphs held as arrays: topological levels and strong components.
+"""Algorithms on directed graphs in arrays: topological levels, strong components, cycles.
 
-Imports NumPy alone. Nodes are ``0 .. nnodes - 1``; an edge leads from ``source[i]`` to
-``target[i]``. Invariant: pure functions of their arguments, linear in nodes and edges but for one
-sort of the edges.
+Nodes are ``0 .. nnodes - 1``; edge ``i`` leads from ``source[i]`` to ``target[i]``. Apart from one
+sort of the edges, the time is linear in the number of nodes and edges.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ class Levels(NamedTuple):
     Parameters
     ----------
     level : ndarray of int64, shape (nnodes,)
-        Edges on the longest path to the node; -1 if the node lies on or behind a cycle.
+        Number of edges on the longest path to the node; -1 if the node is on a cycle or reachable
+        from one.
     distance : ndarray of int64, shape (nnodes,)
-        Largest sum of weights on a path to the node; meaningless where ``level`` is -1.
+        Largest sum of weights on a path to the node; undefined where ``level`` is -1.
     """
 
     level: Ints
@@ -32,7 +32,10 @@ class Levels(NamedTuple):
 
 
 def topological_levels(nnodes: int, source: Ints, target: Ints, weight: Ints) -> Levels:
-    """Peel the graph level by level (Kahn's algorithm, a whole level in one NumPy step)."""
+    """Return the topological level of every node, and the largest weight of a path to it.
+
+    Uses Kahn's algorithm; each level takes one vectorized NumPy step.
+    """
     by_source = np.argsort(source, kind="stable")
     heads, gains = target[by_source], weight[by_source]
     first = np.zeros(nnodes + 1, np.int64)
@@ -56,14 +59,14 @@ def topological_levels(nnodes: int, source: Ints, target: Ints, weight: Ints) ->
 
 
 def strong_components(nnodes: int, source: Ints, target: Ints) -> Ints:
-    """Label every node with its strongly connected component (Tarjan, without recursion)."""
+    """Return the strongly connected component of every node (Tarjan's algorithm, iterative)."""
     heads: list[list[int]] = [[] for _ in range(nnodes)]
     for tail, head in zip(source.tolist(), target.tolist(), strict=True):
         heads[tail].append(head)
     number = [-1] * nnodes  # order of discovery
     low = [0] * nnodes  # smallest number reachable through the subtree
     label = np.full(nnodes, -1, np.int64)
-    pending: list[int] = []  # discovered, component not closed yet
+    pending: list[int] = []  # discovered nodes whose component is not complete
     count = 0
     for root in range(nnodes):
         if number[root] >= 0:

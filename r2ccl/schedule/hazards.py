@@ -1,16 +1,16 @@
-"""Refuse ops that touch the same memory without being ordered.
+"""Check for data races: conflicting ops on the same memory must be ordered.
 
-Imports the IR, its arrays and `events`. Invariant: two ops on the same memory, one of them
-writing, are ordered by what the program itself waits for: ``after``, and a message's journey
-from its SEND to its receive. Nothing else counts. That a peer has confirmed proves nothing: a
-small SEND is released by a copy, with the peer far behind. So one legal order of the ops speaks
-for all of them.
+Two ops conflict if they use the same memory and at least one of them writes. Their order must
+follow from ``after`` and from messages: a receive ends after its SEND begins. The end of a SEND
+does not prove that the peer has received the message, because a small SEND ends when its data is
+copied to an eager slot. These rules hold in every execution, so checking the conflicts in one
+possible order of the ops is sufficient.
 
-Ops in conflict work on the same chunk, and every step of the argument keeps a slice's number or
-covers all slices, so what is shown for whole ops holds slice by slice.
+Conflicting ops work on the same chunk index, and each rule holds slice by slice or for all slices.
+The result for whole ops is therefore valid for every slice.
 
-INPUT and OUTPUT count as the same memory, as they are in place; what is ordered then is ordered
-out of place too.
+INPUT and OUTPUT count as the same memory, as in an in-place call. A schedule without races in place
+has none out of place.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from r2ccl.schedule.events import Events, error_at, replay_order
 from r2ccl.schedule.graph import Ints
 from r2ccl.schedule.ir import OpKind, Space
 
-#: Channel, chunk, rank, space: one piece of memory.
+#: A memory location: channel, chunk, rank, space.
 Place = tuple[int, int, int, int]
 
 
 def check_hazards(arrays: ScheduleArrays, other: Ints, events: Events) -> None:
-    """Require reads after the write before them, and writes after all that came before them.
+    """Verify that every read follows the last write, and every write all earlier uses.
+
+    Also verifies every `Op.is_proof`.
 
     Raises
     ------
     ScheduleError
-        Names the op that may come too early, and the one it must wait for.
+        If two conflicting ops are not ordered, or an `is_proof` is wrong. Names the op that may run
+        too early and the op it must wait for.
     """
     order, moment = replay_order(arrays, events)
     waits = _Waits(arrays, other, moment)
@@ -62,11 +65,11 @@ def check_hazards(arrays: ScheduleArrays, other: Ints, events: Events) -> None:
 
 
 class _Waits:
-    """Answers whether an op ends before another begins."""
+    """Order of ops, as their dependencies and messages guarantee it."""
 
     def __init__(self, arrays: ScheduleArrays, other: Ints, moment: Ints) -> None:
         self._arrays = arrays
-        # Memory views: single items come out as plain ints, several times faster than by array.
+        # Memory views: reading single items as ints is several times faster than from arrays.
         self._waited = arrays.waits()[1].data
         self._offsets = arrays.offsets.data
         self._other = other.data
@@ -84,11 +87,11 @@ class _Waits:
             self._arrays,
             later,
             f"{verb} memory that op {row['index']} ({kind}) uses, in place or out of place, and "
-            "does not wait for it; name it in after",
+            "does not wait for it; add that op to after",
         )
 
     def require_proof(self, op: int) -> None:
-        """Raise unless the message `op` receives proves that the SENDs it waits for arrived."""
+        """Raise unless the message that `op` receives proves the arrival of the SENDs it awaits."""
         for i in range(self._offsets[op], self._offsets[op + 1]):
             send = self._waited[i]
             if self._arrays.ops["kind"][send] != OpKind.SEND:
@@ -97,15 +100,15 @@ class _Waits:
                 raise error_at(
                     self._arrays,
                     op,
-                    f"is_proof is wrong here: what it receives may be sent before the peer of op "
-                    f"{self._arrays.ops['index'][send]} (SEND) has received that",
+                    "is_proof is wrong here: the received message may be sent before the peer of "
+                    f"op {self._arrays.ops['index'][send]} (SEND) has received that op's message",
                 )
 
     def _is_ordered(self, earlier: int, later: int) -> bool:
-        """Whether `earlier` ends before `later` begins, by ``after`` and messages alone."""
+        """Return True if ``after`` and messages guarantee that `earlier` ends before `later`."""
         horizon = self._moment[earlier]
         seen = {later}
-        near, far = [later], list[int]()  # this rank's own ops first: nearly always that is enough
+        near, far = [later], list[int]()  # ops of this rank first: they nearly always suffice
         while near or far:
             op = near.pop() if near else far.pop()
             for i in range(self._offsets[op], self._offsets[op + 1]):
@@ -116,7 +119,8 @@ class _Waits:
                     seen.add(waited)
                     near.append(waited)
             if self._is_receive[op]:
-                # What a SEND waited for is over when its message arrives; its release may not be.
+                # The ops a SEND waited for have ended when its message arrives; the SEND may not
+                # have ended.
                 sender = self._other[op]
                 if sender not in seen and self._moment[sender] > horizon:
                     seen.add(sender)

@@ -1,7 +1,7 @@
-"""Run a schedule on NumPy arrays, all ranks in one thread: the oracle for everything faster.
+"""Reference interpreter: runs a schedule on NumPy arrays, all ranks in one thread.
 
-Imports the IR, `chunks`, `errors` and NumPy; of the checker nothing, so that one can testify
-against the other. Invariant: the result is what `ir` says, op by op, whole chunks at a time.
+It runs the ops as `r2ccl.schedule.ir` defines them, on whole chunks. It is the oracle in tests of
+the executor. It does not use the checker, so tests can compare the two.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from r2ccl.schedule.ir import Op, OpKind, Schedule, Space
 
 Array = npt.NDArray[Any]
 
-#: A directed link (source, destination, channel) and a position on it.
+#: A message: source rank, destination rank, channel, position in the order of that link.
 Ticket = tuple[int, int, int, int]
 
-#: Reduces two arrays element by element: left operand, right operand.
+#: ``reduce(left, right)`` reduces two arrays element by element.
 Reduce = Callable[[Array, Array], Array]
 
 
@@ -42,33 +42,37 @@ def interpret(
     finish: Callable[[Array], Array] | None = None,
     weights: Sequence[int] | None = None,
 ) -> list[Array]:
-    """Run `schedule` and return every rank's output.
+    """Run `schedule` and return the output of every rank.
 
     Parameters
     ----------
     schedule : Schedule
     inputs : sequence of ndarray, shape (count,)
-        One array a rank, alike in length and dtype; never written. Object arrays will do.
+        One array per rank, all with the same length and dtype; never written. Object arrays are
+        allowed.
     op : callable
-        ``op(left, right)`` reduces two arrays element by element; operands in canonical order.
+        ``op(left, right)`` reduces two arrays element by element. `OpKind` defines the order of the
+        operands.
     in_place : bool
-        Let INPUT and OUTPUT be the same memory.
+        If True, INPUT and OUTPUT are the same memory.
     finish : callable, optional
-        Applied where an op is final: AVG's division.
+        Function applied to the result of every op with `is_final`, such as the division of AVG.
     weights : sequence of int, optional
-        Share of each channel; by default the schedule's.
+        Share of each channel. Default: those of the schedule.
 
     Returns
     -------
     list of ndarray, shape (count,)
-        What the schedule never writes out of place is 0 (None for objects).
+        Output of each rank. Elements that an out-of-place schedule never writes are 0 (None in
+        object arrays).
 
     Raises
     ------
     InvalidArgument
-        Inputs that are not one flat array a rank, all alike; not one weight a channel.
+        If there is not one flat array per rank, if the arrays differ in length or dtype, or if
+        there is not one weight per channel.
     ScheduleError
-        The ops wait for each other, or for messages nobody sends.
+        If the ops deadlock, or wait for messages that no rank sends.
     """
     _require_alike(schedule, inputs)
     machine = _Machine(schedule, inputs, op, finish, weights, in_place=in_place)
@@ -78,7 +82,8 @@ def interpret(
         if len(left) == len(waiting):
             first = left[0]
             raise ScheduleError(
-                f"{first.op!r} waits for ever, like {len(left) - 1} more; run check() to see why",
+                f"{first.op!r} waits forever, as do {len(left) - 1} other ops; run check() to find "
+                "the cause",
                 rank=first.rank,
                 channel=first.channel,
                 op=first.number,
@@ -88,7 +93,7 @@ def interpret(
 
 
 class _Machine:
-    """Memory of all ranks, and the messages under way between them."""
+    """Memory of all ranks, and the messages in flight between them."""
 
     def __init__(
         self,
@@ -118,7 +123,7 @@ class _Machine:
             )
 
     def advance(self, task: _Task) -> bool:
-        """Run `task` if all it waits for is there; say whether it ran."""
+        """Run `task` if its dependencies are done and its message exists; return True if it ran."""
         op, rank, channel = task.op, task.rank, task.channel
         if any((rank, channel, i) not in self._done for i in op.after):
             return False
@@ -151,7 +156,7 @@ def _result(task: _Task, source: Array, target: Array, received: Array, reduce: 
 
 
 def _tasks(schedule: Schedule) -> list[_Task]:
-    """All ops, those of equal index together: one sweep then runs most of a regular schedule."""
+    """Return all ops sorted by index: one pass then runs most ops of a regular schedule."""
     tasks = []
     posted: dict[tuple[bool, int, int, int], int] = {}
     for rank in range(schedule.nranks):
@@ -171,7 +176,7 @@ def _require_alike(schedule: Schedule, inputs: Sequence[Array]) -> None:
     if len(inputs) != schedule.nranks or len(shapes) != 1 or inputs[0].ndim != 1:
         raise InvalidArgument(
             f"{len(inputs)} inputs of {sorted(map(str, shapes))}; give {schedule.nranks} flat "
-            "arrays of one length and dtype"
+            "arrays with the same length and dtype"
         )
 
 

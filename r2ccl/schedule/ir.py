@@ -1,25 +1,24 @@
-"""The schedule's vocabulary: ops, a rank's program, the schedule of a collective.
+"""Intermediate representation: ops, the program of a rank, the schedule of a collective.
 
-Values only: no I/O, no clock, no thread, no array. Of the library this file imports `errors`.
-Invariant: a value here says what happens and what waits for what; whether that is *right* is
-`r2ccl.schedule.check`'s business, and nothing here is trusted before it has been checked.
+These types describe operations and their dependencies; they do not verify them.
+`r2ccl.schedule.check.check` verifies that a schedule computes its collective.
 
-How a program runs
-------------------
-A channel owns a share of the buffer, cut in nearly equal chunks (`r2ccl.schedule.chunks`); each
-channel has its own number of them. Every op names one chunk index; the same index has the same size
-on all ranks and in all spaces. Ops of a channel run as soon as the ops in ``after`` allow, not in
-the order they are listed; the list orders only the ops of one directed link (source rank,
-destination rank, channel), whose sends and receives match one to one in that order.
+Execution model
+---------------
+A channel owns a share of the buffer, divided into nearly equal chunks (`r2ccl.schedule.chunks`).
+Channels can differ in their number of chunks. Every op works on one chunk index; the same index has
+the same size on all ranks and in all spaces. An op runs as soon as the ops in its ``after`` are
+done. The position in the program orders only the ops of one directed link (source rank, destination
+rank, channel): the n-th send matches the n-th receive.
 
-A chunk travels as slices. Between two ops on the same chunk index a dependency holds slice by
-slice (slice k waits for slice k only); between ops on different indices, for the whole op.
+A chunk is sent as slices. If an op waits for another op on the same chunk index, slice k waits for
+slice k only; if the chunk indices differ, every slice waits for the whole op.
 
-``after`` an op that receives, reduces or copies means that its destination holds the data.
-``after`` a SEND means that its source memory is released: the peer confirmed the slice and the
-local request is retired, or the slice was copied into an eager slot. A peer confirms a slice
-when it has *landed*; a RECV_REDUCE lands beside the user's buffers and confirms before it
-reduces, otherwise two ranks that exchange a chunk and reduce it in place would wait for ever.
+An op that receives, reduces or copies is done when its destination holds the data. A SEND is done
+when its source memory is released: the peer has confirmed the slice and the local request is
+retired, or the slice was copied to an eager slot. A peer confirms a slice when it has *landed*. The
+slices of a RECV_REDUCE land outside the user's buffers and are confirmed before they are reduced;
+otherwise two ranks that exchange a chunk and reduce it in place would deadlock.
 """
 
 from __future__ import annotations
@@ -33,27 +32,28 @@ import msgspec
 
 from r2ccl.errors import InvalidArgument
 
-#: Collectives whose buffer is one equal part a rank; no chunk straddles two of them.
+#: Collectives whose buffer consists of one equal part per rank. No chunk straddles two parts.
 PARTED = frozenset({"allgather", "reduce_scatter"})
 
 
 class OpKind(enum.IntEnum):
-    """What an op does; ``received`` is what the matching SEND of ``peer`` carries."""
+    """Kind of an op. ``received`` is the data of the matching SEND of ``peer``."""
 
-    #: Read ``src``, give it to ``peer``.
+    #: Send ``src`` to ``peer``.
     SEND = 0
-    #: ``dst = received``, landing straight in ``dst``: named to the peer when ``after`` holds.
+    #: ``dst = received``. The data lands directly in ``dst``, which is named to the peer as the
+    #: landing place when the ops in ``after`` are done.
     RECV = 1
-    #: ``dst = reduce(src, received)``; ``received`` is the left operand iff ``peer < rank``.
+    #: ``dst = reduce(src, received)``, or ``dst = reduce(received, src)`` if ``peer < rank``.
     RECV_REDUCE = 2
-    #: ``dst = src``; harmless when both are the same memory.
+    #: ``dst = src``. Does nothing if both are the same memory.
     COPY = 3
     #: ``dst = reduce(dst, src)``.
     REDUCE = 4
 
 
 class Space(enum.IntEnum):
-    """Which buffer a chunk index points into; in place, INPUT and OUTPUT are the same memory."""
+    """Buffer that a chunk index refers to. In place, INPUT and OUTPUT are the same memory."""
 
     INPUT = 0
     OUTPUT = 1
@@ -69,19 +69,20 @@ class Op(msgspec.Struct, frozen=True, gc=False):
     peer : int
         The other rank; -1 for COPY and REDUCE.
     src_space, src : Space, int
-        Chunk that is read; ``src`` is -1 for RECV, whose ``src_space`` means nothing.
+        Chunk that is read. For RECV, ``src`` is -1 and ``src_space`` is ignored.
     dst_space, dst : Space, int
-        Chunk that is written, never in INPUT; ``dst`` is -1 for SEND, whose ``dst_space`` means
-        nothing. Where both are given, ``src == dst``: other chunks may differ in size.
+        Chunk that is written, never in INPUT. For SEND, ``dst`` is -1 and ``dst_space`` is ignored.
+        For kinds with both, ``src == dst``, because chunks may differ in size.
     after : tuple of int
-        Ops of the same rank and channel this op waits for: indices below its own, ascending.
+        Ops of the same rank and channel that this op waits for: indices below its own, ascending.
     is_final : bool
-        The destination now holds every contribution: AVG divides here, exactly once on the way
-        to each rank's output.
+        True if the op completes a reduction: its destination then holds every contribution. AVG
+        divides here; every output passes exactly one such op.
     is_proof : bool
-        Of a RECV: what it receives could not have been sent before the peers of the SENDs in
-        ``after`` received theirs. Their confirmation is implied then, and the landing place may be
-        named as soon as they are retired; the checker proves it.
+        RECV only. True if the message cannot be sent before the peers of all SENDs in ``after``
+        have received the messages of these SENDs. The message then implies their confirmation, so
+        the landing place may be named as soon as their local requests are retired. The checker
+        verifies this.
     """
 
     kind: OpKind
@@ -96,14 +97,14 @@ class Op(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def chunk(self) -> int:
-        """Index of the chunk the op works on."""
+        """Index of the chunk that the op works on."""
         return self.dst if self.src < 0 else self.src
 
 
 class RankProgram(msgspec.Struct, frozen=True):
-    """What one rank does in one collective: ``channels[c][i]`` is op ``i`` of channel ``c``.
+    """Ops of one rank in one collective: ``channels[c][i]`` is op ``i`` of channel ``c``.
 
-    ``nparts``, ``nchunks`` and ``weights`` are those of the schedule.
+    The other fields are those of the schedule.
     """
 
     rank: int
@@ -115,16 +116,16 @@ class RankProgram(msgspec.Struct, frozen=True):
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What a schedule costs, independent of any network.
+    """Cost of a schedule, independent of any network.
 
     Parameters
     ----------
     steps : int
-        Messages on the longest chain of messages that wait for one another.
+        Number of messages on the longest chain of dependent messages.
     sent, received : Fraction
-        What the busiest rank puts on and takes off the wire, as a multiple of the buffer.
+        Largest amount of data that one rank sends, and receives, as a multiple of the buffer.
     ops : int
-        Ops of the busiest rank on its busiest channel.
+        Largest number of ops of one rank on one channel.
     """
 
     steps: int
@@ -134,32 +135,33 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
-    """The ops of a collective, generated rank by rank.
+    """Ops of a collective on all ranks, generated rank by rank.
 
     Parameters
     ----------
     name : str
-        The algorithm, as its file in ``algos`` is called.
+        Name of the algorithm, for messages and reports.
     collective : str
-        What it computes: a key of `r2ccl.schedule.conditions.CONDITIONS`.
+        Name of the collective: a key of `CONDITIONS` or `ROOTED` in `r2ccl.schedule.conditions`.
     nranks : int
-        Size of the communicator.
+        Number of ranks of the communicator.
     nchunks : tuple of int
-        Chunks of each channel; their number is that of the channels.
+        Number of chunks of each channel; its length is the number of channels.
     cost : Cost
-        As the algorithm declares it; `r2ccl.schedule.cost.measure` counts it from the ops.
+        Cost as the algorithm declares it; `r2ccl.schedule.cost.measure` counts it from the ops.
     generate : callable
-        ``generate(rank)`` returns that rank's ops, one tuple a channel, in time proportional to
-        their number. Pure: equal arguments, equal ops.
+        ``generate(rank)`` returns the ops of `rank`, one tuple per channel, in time proportional to
+        their number. A pure function: equal arguments give equal ops.
     weights : tuple of int
-        Share of each channel of the work; default equal.
+        Share of each channel in the buffer. Default: equal shares.
     root : int
-        Of a rooted collective: the rank that gives or gets the data.
+        Rank that provides (broadcast) or gets (reduce) the data, in a collective with a root.
 
     Raises
     ------
     InvalidArgument
-        A size below 1, no channel, not one weight a channel, a root that is no rank.
+        If a size is below 1, there is no channel, there is not one weight per channel, or `root` is
+        not a rank.
     """
 
     name: str
@@ -176,8 +178,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument(f"schedule {self.name!r}: nranks={self.nranks}; give 1 or more")
         if min(self.nchunks, default=0) < 1:
             raise InvalidArgument(
-                f"schedule {self.name!r}: nchunks={self.nchunks}; give 1 or more a channel, and "
-                "one channel or more"
+                f"schedule {self.name!r}: nchunks={self.nchunks}; give one channel or more, with "
+                "1 chunk or more each"
             )
         if not 0 <= self.root < self.nranks:
             raise InvalidArgument(
@@ -187,22 +189,25 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "weights", (1,) * self.nchannels)
         if len(self.weights) != self.nchannels:
             raise InvalidArgument(
-                f"schedule {self.name!r}: weights={self.weights}; give {self.nchannels}, one a "
+                f"schedule {self.name!r}: weights={self.weights}; give {self.nchannels}, one per "
                 "channel"
             )
 
     @property
     def nchannels(self) -> int:
-        """Channels of every rank."""
+        """Number of channels, equal on all ranks."""
         return len(self.nchunks)
 
     @property
     def nparts(self) -> int:
-        """Equal parts of the buffer, see `PARTED`; the chunks of every channel are a multiple."""
+        """Number of equal parts of the buffer: `nranks` for collectives in `PARTED`, else 1.
+
+        The number of chunks of every channel is a multiple of it.
+        """
         return self.nranks if self.collective in PARTED else 1
 
     def digest(self) -> int:
-        """Return a CRC-32 of the programs of all ranks, which this generates."""
+        """Generate the programs of all ranks and return their CRC-32."""
         found = 0
         for rank in range(self.nranks):
             found = zlib.crc32(msgspec.msgpack.encode(self.program(rank)), found)
@@ -214,7 +219,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         Raises
         ------
         InvalidArgument
-            `rank` is not in ``range(nranks)``.
+            If `rank` is not in ``range(nranks)``.
         """
         if not 0 <= rank < self.nranks:
             raise InvalidArgument(

@@ -1,11 +1,11 @@
-"""Replay a schedule symbolically: who holds which contributions, and in what order reduced.
+"""Symbolic replay of a schedule: contributions in every location, and their order of reduction.
 
-Imports the IR, its arrays, `conditions` and `events`. Invariant: ops are replayed in one order
-that the event graph allows; `r2ccl.schedule.hazards` has shown that it speaks for all of them.
+The replay runs the ops in one possible order. `r2ccl.schedule.hazards` has verified before that all
+possible orders give the same result.
 
-What a location holds is an *expression*: a contribution or the reduction of two expressions, in
-that operand order, interned as a number. So the replay proves more than the set of contributions:
-outputs that hold equal numbers are equal bit for bit, whatever function reduces.
+A location holds an *expression*: a contribution, or the reduction of two expressions in that
+operand order. Equal expressions have equal numbers. Outputs with equal numbers are therefore
+bit-identical for every reduction function, which is stronger than equal sets of contributions.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from r2ccl.schedule.ir import OpKind, Schedule, Space
 
 
 class HeldChunk(NamedTuple):
-    """What a chunk of memory, or a message, holds.
+    """Symbolic content of a chunk or of a message.
 
-    ``expression`` is its number, ``contributions`` the set of ranks in it as bits, ``is_final``
-    whether an op marked it complete (so AVG has divided it).
+    ``expression`` is the number of the expression, ``contributions`` the bit set of the ranks in
+    it. ``is_final`` is True after an op with `Op.is_final`, where AVG divides.
     """
 
     expression: int
@@ -36,7 +36,7 @@ class HeldChunk(NamedTuple):
     is_final: bool
 
 
-#: A rank and one of its spaces; in place, OUTPUT stands for INPUT.
+#: A rank and one of its spaces; in place, OUTPUT also stands for INPUT.
 Place = tuple[int, int]
 
 
@@ -47,13 +47,15 @@ def replay(
     other: Ints,
     events: Events,
 ) -> None:
-    """Prove that the ops lead from what `conditions`, one a channel, begin with to what they want.
+    """Verify that the ops lead from the initial to the wanted contributions on every channel.
+
+    `conditions` has one entry per channel. `other` and `events` come from `r2ccl.schedule.events`.
 
     Raises
     ------
     ScheduleError
-        Memory read that was never written, contributions missing or doubled, a wrong
-        ``is_final``, outputs that differ between ranks.
+        If an op reads memory that was never written, a contribution is missing or added twice, an
+        ``is_final`` is wrong, or ranks reduce in different orders.
     """
     order, _ = replay_order(arrays, events)
     firsts = list(accumulate(schedule.nchunks, initial=0))
@@ -70,7 +72,7 @@ def replay(
 
 
 class _Lane:
-    """One chunk of one channel on all ranks, replayed in place or out of place."""
+    """Replay of one chunk of one channel on all ranks, in place or out of place."""
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class _Lane:
         self._every = (1 << nranks) - 1
         self._input = Space.OUTPUT if in_place else Space.INPUT
         self._memory: dict[Place, HeldChunk] = {}
-        # Operands to number; a contribution, which has none, is (its bits, -1).
+        # Number of each expression, by its two operands; a contribution has the key (bits, -1).
         self._expressions: dict[tuple[int, int], int] = {}
         for rank in range(nranks):
             initial = conditions.initial(rank, chunk)
@@ -99,7 +101,7 @@ class _Lane:
                 self._memory[rank, self._input] = HeldChunk(leaf, initial, False)
 
     def run(self, members: Ints, other: Ints) -> None:
-        """Replay the ops, then compare with what is wanted."""
+        """Replay the ops, then compare the outputs with the wanted contributions."""
         messages: dict[int, HeldChunk] = {}
         rows = self._arrays.ops[members]
         columns = ("rank", "kind", "peer", "src_space", "dst_space", "final")
@@ -134,7 +136,9 @@ class _Lane:
 
     def _reduce(self, op: int, left: HeldChunk, right: HeldChunk) -> HeldChunk:
         if left.is_final or right.is_final:
-            raise error_at(self._arrays, op, f"reduces what is complete already ({self._mode})")
+            raise error_at(
+                self._arrays, op, f"reduces a chunk that is already complete ({self._mode})"
+            )
         twice = left.contributions & right.contributions
         if twice:
             raise error_at(

@@ -1,7 +1,6 @@
-"""Shapes of a picture: arrows, marks, text, as pieces of SVG.
+"""SVG elements for pictures: arrows, marks, text.
 
-Knows nothing of schedules. Imports the standard library alone. Invariant: text out, nothing else;
-the same arguments give the same text on every machine.
+The functions return SVG text. Equal arguments give equal text on every machine.
 """
 
 from __future__ import annotations
@@ -11,26 +10,26 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
-#: Pixels to the right of, and below, the upper left corner.
+#: Pixels from the upper left corner: to the right, down.
 Point: TypeAlias = tuple[float, float]
 
 INK, FAINT, LANE, GRID = "#1f2630", "#5d6673", "#b9c0ca", "#e9ecf0"
-#: Of a mark on a lane.
+#: Radius in pixels of a mark on a lane.
 RADIUS = 6.5
 
-#: On white, and white on them, in a contrast of 4.5 or more, which WCAG 2 asks of small text.
+#: Colours whose contrast with white is at least 4.5, which WCAG 2 requires for small text.
 _COLOURS = (
     "#1f6fb4", "#bf4a1a", "#2a7d4f", "#8a4b9e", "#8a6608", "#0d7480", "#b5346a", "#5b6472",
 )  # fmt: skip
 
 
 def colour(number: int) -> str:
-    """Return one of eight colours; a number below 0 counts from the last, a grey."""
+    """Return colour `number` modulo 8; -1 is grey."""
     return _COLOURS[number % len(_COLOURS)]
 
 
 def arrow(begin: Point, end: Point, ink: str, *, gap: float = 0, weight: float = 0.25) -> str:
-    """Draw an arrow that ends `gap` before `end`; `weight`, 0 to 1, says how wide it is."""
+    """Draw an arrow that ends `gap` pixels before `end`; `weight`, 0 to 1, sets its width."""
     length = distance(begin, end)
     wide = 1.3 + 1.7 * weight
     head = 6 + 1.5 * wide
@@ -45,7 +44,7 @@ def arrow(begin: Point, end: Point, ink: str, *, gap: float = 0, weight: float =
 
 
 def dots(begin: Point, end: Point, ink: str) -> str:
-    """Draw a dotted line."""
+    """Draw a dotted line from `begin` to `end`."""
     return (
         f'<path d="M{_xy(begin)}L{_xy(end)}" stroke="{ink}" stroke-width="2.5" '
         'stroke-dasharray="2 3"/>'
@@ -53,12 +52,12 @@ def dots(begin: Point, end: Point, ink: str) -> str:
 
 
 def line(begin: Point, end: Point, ink: str, width: float = 1) -> str:
-    """Draw a line."""
+    """Draw a line from `begin` to `end`, `width` pixels wide."""
     return f'<path d="M{_xy(begin)}L{_xy(end)}" stroke="{ink}" stroke-width="{_n(width)}"/>'
 
 
 def plus(at: Point, ink: str, *, is_filled: bool) -> str:
-    """Draw a plus in a circle."""
+    """Draw a plus sign in a circle centred at `at`."""
     ground, sign = (ink, "#fff") if is_filled else ("#fff", ink)
     return (
         f'<circle cx="{_n(at[0])}" cy="{_n(at[1])}" r="{RADIUS - 0.5}" fill="{ground}" '
@@ -68,7 +67,7 @@ def plus(at: Point, ink: str, *, is_filled: bool) -> str:
 
 
 def square(at: Point, ink: str) -> str:
-    """Draw an empty square."""
+    """Draw an empty square centred at `at`."""
     return (
         f'<rect x="{_n(at[0] - 4)}" y="{_n(at[1] - 4)}" width="8" height="8" fill="#fff" '
         f'stroke="{ink}" stroke-width="1.5"/>'
@@ -76,7 +75,7 @@ def square(at: Point, ink: str) -> str:
 
 
 def badge(at: Point, label: str, ink: str) -> str:
-    """Draw a short text, white in a coloured field around `at`."""
+    """Draw a short white text on a coloured field centred at `at`."""
     half = badge_width(label) / 2
     return (
         f'<rect x="{_n(at[0] - half)}" y="{_n(at[1] - 7.5)}" width="{_n(2 * half)}" height="15" '
@@ -85,7 +84,7 @@ def badge(at: Point, label: str, ink: str) -> str:
 
 
 def badge_width(label: str) -> float:
-    """Return the width of a `badge`."""
+    """Return the width in pixels of the `badge` with `label`."""
     return 8 + 6.6 * len(label)
 
 
@@ -98,7 +97,7 @@ def text(
     is_centred: bool = False,
     is_bold: bool = False,
 ) -> str:
-    """Write `words`, on a line that begins at `at`, or has its middle there."""
+    """Draw one line of text that starts at `at`, or is centred there."""
     more = ' text-anchor="middle"' if is_centred else ""
     more += ' font-weight="bold"' if is_bold else ""
     return (
@@ -108,12 +107,12 @@ def text(
 
 
 def group(at: Point, shapes: Sequence[str]) -> str:
-    """Put shapes together, with `at` as their origin."""
+    """Combine shapes into a group whose origin is at `at`."""
     return f'<g transform="translate({_xy(at)})">{"".join(shapes)}</g>'
 
 
 def document(size: Point, title: str, shapes: Sequence[str]) -> str:
-    """Make a document of shapes, on a white ground: it may be shown on a page of any colour."""
+    """Return an SVG document of the shapes on a white background, for pages of any colour."""
     width, height = size
     body = "\n".join(shapes)
     return (
@@ -126,14 +125,14 @@ def document(size: Point, title: str, shapes: Sequence[str]) -> str:
 
 
 def along(begin: Point, end: Point, by: float) -> Point:
-    """Return the point so many pixels from `begin` towards `end`, another point."""
+    """Return the point `by` pixels from `begin` towards `end`; the two must differ."""
     part = by / distance(begin, end)
     return begin[0] + (end[0] - begin[0]) * part, begin[1] + (end[1] - begin[1]) * part
 
 
 def distance(begin: Point, end: Point) -> float:
-    """Return the distance of two points."""
-    # sqrt, which IEEE 754 defines to the last bit, and not hypot: equal text on every machine.
+    """Return the distance between two points in pixels."""
+    # IEEE 754 defines sqrt to the last bit, but not hypot: text must be equal on every machine.
     return math.sqrt((end[0] - begin[0]) ** 2 + (end[1] - begin[1]) ** 2)
 
 
@@ -142,7 +141,7 @@ def _xy(point: Point) -> str:
 
 
 def _n(number: float) -> str:
-    """Write a coordinate to a tenth of a pixel."""
+    """Format a coordinate, rounded to a tenth of a pixel."""
     return f"{number:.1f}".removesuffix(".0")
 
 

@@ -1,7 +1,6 @@
-"""Print a schedule so that a person can read it.
+"""Text views of a schedule: a one-line summary, and a table of ops.
 
-Imports the IR and `errors`. Invariant: text out, nothing else; a malformed schedule prints too,
-as what it says.
+They work for malformed schedules too: invalid values appear as they are.
 """
 
 from __future__ import annotations
@@ -11,44 +10,44 @@ from collections.abc import Sequence
 from r2ccl.errors import InvalidArgument
 from r2ccl.schedule.ir import Op, OpKind, Schedule, Space
 
-#: Ranks side by side before a table gets wider than a terminal.
+#: Default number of columns of a table: more are wider than a terminal.
 DEFAULT_RANKS = 4
 
 _SPACES: dict[int, str] = {Space.INPUT: "in", Space.OUTPUT: "out", Space.SCRATCH: "scratch"}
 
 
 def summary(schedule: Schedule) -> str:
-    """Describe `schedule` in one line."""
+    """Return a one-line description of `schedule` and its cost."""
     cost = schedule.cost
     return (
         f"{schedule.collective} {schedule.name}: {_count(schedule.nranks, 'rank')}, "
         f"{_count(schedule.nchannels, 'channel')} of {_chunks(schedule)}, "
         f"{_count(cost.steps, 'step')}, "
         f"each rank sends {cost.sent} and receives {cost.received} of the data, "
-        f"{_count(cost.ops, 'op')} a rank and channel"
+        f"{_count(cost.ops, 'op')} per rank and channel"
     )
 
 
 def table(schedule: Schedule, ranks: Sequence[int] | None = None, channel: int = 0) -> str:
-    """Lay out the programs of some ranks side by side, one op a line.
+    """Return a table of ops of one channel: one column per rank, one line per op.
 
     Parameters
     ----------
     schedule : Schedule
     ranks : sequence of int, optional
-        Columns; default the first four ranks.
+        Ranks to show. Default: the first four.
     channel : int
 
     Returns
     -------
     str
-        A cell reads ``dst = reduce(src, received)`` with operands in order, ``@`` the ops it
-        waits for, ``!`` where AVG divides.
+        A cell shows the destination, the operands in order, the ops waited for (after ``@``), and
+        ``!`` if the op completes a reduction.
 
     Raises
     ------
     InvalidArgument
-        A rank or a channel that is not in the schedule.
+        If a rank or the channel does not exist.
 
     Examples
     --------

@@ -1,5 +1,4 @@
-"""The simulator's inner loops, compiled: what happens next, and what that makes possible.
+"""Event loops of the simulator, compiled with Numba.
 
-Imports NumPy and Numba, and nothing of the library but itself. Invariant: loops see a `State` and
-numbers, no schedule and no network.
+They work on the flat arrays of a `FlowState` only, not on a `Schedule` or a `Network`.
 """

@@ -1,10 +1,11 @@
-"""A port dies, comes back or gets another speed while slices are under way.
+"""Changes of port bandwidth during a simulation: failure, recovery, degradation.
 
-Compiled. Imports both ways of sharing. Invariant: afterwards no link sits at a port without
-bandwidth, and rates and times follow from what the ports have now.
+After a change no link uses a port without bandwidth, and all rates and end times follow from the
+new bandwidths.
 
-A slice whose port has died is sent again from its start, as a link's replay does. One that goes
-back to its own port, alive again, goes on where it was.
+A slice in flight on a port that failed is sent again from its start over other ports, as in a
+link's replay. A slice that moves from a live port back to its home port, because the home port
+recovered, continues with its remaining bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Rates = npt.NDArray[np.float64]
 
 @called
 def _take_off(s: FlowState, link: int, bandwidths: Rates, is_fair: bool) -> None:
-    """Take a link off the wire, with what it must send by its new ports."""
+    """Remove a link from its ports; set the bytes that its slice must send over the new ports."""
     me = s.links[link]
     if is_fair:
         leave_queues(s, link)
@@ -44,7 +45,7 @@ def _take_off(s: FlowState, link: int, bandwidths: Rates, is_fair: bool) -> None
 
 @called
 def _move(s: FlowState, bandwidths: Rates, ports: Ports, is_fair: bool) -> int:
-    """Give links their new ports; list those on the wire in ``rested``, return their number."""
+    """Set the new ports of links; list the busy links that moved in ``rested``, return how many."""
     count = 0
     for link in range(s.links.size):
         me = s.links[link]
@@ -72,7 +73,7 @@ def _set_bandwidths(s: FlowState, bandwidths: Rates, is_fair: bool) -> None:
 
 @called
 def _reroute(s: FlowState, bandwidths: Rates, ports: Ports, is_fair: bool) -> None:
-    if is_fair:  # with what the ports had until now
+    if is_fair:  # before the change: advances the virtual time with the old bandwidths
         for port in range(s.ports.size):
             settle(s, port)
     moved = _move(s, bandwidths, ports, is_fair)
@@ -100,8 +101,8 @@ def _entry(stamp: int) -> Callable[..., Any]:
     return reroute
 
 
-#: ``reroute(state, time, bandwidths, ports, is_fair)``: what ports have, and which two every link
-#: uses, (2, nlinks), from `time` on.
+#: ``reroute(state, time, bandwidths, ports, is_fair)`` sets, from `time` on, the bandwidth of every
+#: port in bytes/s and the egress and ingress port of every link, shape (2, nlinks).
 reroute: Callable[[FlowState, float, Rates, Ports, bool], None] = compiled(_entry(STAMP))
 
 __all__ = ["reroute"]

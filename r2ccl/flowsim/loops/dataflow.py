@@ -1,14 +1,15 @@
-"""What waits for what: slices become possible as others land, are reduced, are released.
+"""Dependencies between slices: a slice becomes ready as others land, are reduced or are released.
 
-Compiled. Imports `state` and `heaps`; knows nothing of how ports are shared: links whose next slice
-may go are listed in ``starting``, and `sent` is told when it has left the wire. Invariant: a waiter
-is in at most one queue, that of the first op it found wanting or of its lane, and is woken when the
-op is done far enough or the lane reduces nothing.
+The interface to the models of port sharing is narrow: this module lists links whose next slice may
+be sent in ``starting``, and the model calls `sent` when a slice has left the wire. A waiter is in
+at most one queue: that of the first unfinished op it depends on, or that of its lane. It is woken
+when enough slices of that op are done, or when the lane is free to reduce.
 
-As in `r2ccl.schedule.ir`: between ops on one chunk index slice k waits for slice k, else for the
-whole op. A RECV is ready to be landed in when what it waits for is done; a RECV_REDUCE lands beside
-the user's memory at once, and reduces when what it waits for is done. A slice that has landed
-releases its send.
+The rules are those of `r2ccl.schedule.ir`: if two ops work on the same chunk index, slice k of one
+waits for slice k of the other; otherwise it waits for the whole op. A slice for a RECV can be sent
+only when the dependencies of the RECV are done. A slice for a RECV_REDUCE can land at once, in
+separate memory, and is reduced when the dependencies of the RECV_REDUCE are done. A slice that has
+landed completes the same slice of its send.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from r2ccl.flowsim.loops.state import (
 
 @inlined
 def slice_nbytes(s: FlowState, chunk: int, number: int) -> int:
-    """Size of slice `number` of a chunk."""
+    """Return the bytes of slice `number` of a chunk."""
     me = s.chunks[chunk]
     if number < me.nslices - 1:
         size: int = me.slice_nbytes
@@ -44,7 +45,10 @@ def slice_nbytes(s: FlowState, chunk: int, number: int) -> int:
 
 @inlined
 def _is_ready(s: FlowState, row: int, me: Any, number: int, waiter: int) -> bool:
-    """Whether slice `number` of an op of `me`'s channel may happen; else queue the waiter."""
+    """Return True if the dependencies of an op's slice `number` are done; else queue `waiter`.
+
+    `me` is a record of the op's channel: a link or a local op.
+    """
     chunk = s.rows[row].chunk
     for i in range(s.rows[row].after, s.rows[row + 1].after):
         before = s.after[i]
@@ -62,7 +66,7 @@ def _is_ready(s: FlowState, row: int, me: Any, number: int, waiter: int) -> bool
 
 @inlined
 def _finish_slice(s: FlowState, op: int) -> None:
-    """One more slice of an op is done: wake who waited for it."""
+    """Mark one more slice of an op as done; wake the waiters that now have enough slices."""
     done = s.done[op]
     done.slices += 1
     waiter = done.waiter
@@ -81,7 +85,7 @@ def _finish_slice(s: FlowState, op: int) -> None:
 
 @inlined
 def _advance(s: FlowState, link: int) -> None:
-    """List a link whose next slice may go."""
+    """Add a link to ``starting`` if its next slice is ready to be sent."""
     me = s.links[link]
     if me.message == me.end:
         return
@@ -96,7 +100,7 @@ def _advance(s: FlowState, link: int) -> None:
 
 @inlined
 def _act(s: FlowState, row: int, me: Any, number: int, waiter: int) -> bool:
-    """Do a slice, or set its reduction going; if the lane is reducing, queue the waiter."""
+    """Finish a slice or start its reduction; if the lane is busy, queue `waiter`, return False."""
     op = me.op_base + row
     if s.reduction_rate == 0 or not s.rows[row].is_reducing:
         _finish_slice(s, op)
@@ -120,7 +124,7 @@ def _act(s: FlowState, row: int, me: Any, number: int, waiter: int) -> bool:
 
 @inlined
 def _deliver(s: FlowState, link: int) -> None:
-    """Give landed slices to their ops, in order, until one must wait."""
+    """Process landed slices in the link's order until one must wait."""
     me = s.links[link]
     waiter = s.links.size + link
     me.is_held = True
@@ -141,7 +145,7 @@ def _deliver(s: FlowState, link: int) -> None:
 
 @inlined
 def _land(s: FlowState, link: int) -> None:
-    """Release the slice at its sender and hand it over at its receiver."""
+    """Finish the slice of the send, and deliver it to the receiving op."""
     me = s.links[link]
     row = s.messages[me.landing].send
     me.landing_slice += 1
@@ -156,7 +160,7 @@ def _land(s: FlowState, link: int) -> None:
 
 @inlined
 def sent(s: FlowState, link: int) -> None:
-    """The link's slice has left the wire."""
+    """Record that the link's current slice has left the wire, and schedule its landing."""
     me = s.links[link]
     s.counts[SLICES] += 1
     if me.egress >= 0:
@@ -180,7 +184,7 @@ def sent(s: FlowState, link: int) -> None:
 
 @inlined
 def _work(s: FlowState, number: int) -> None:
-    """Do slices of a local op until one must wait."""
+    """Run slices of a local op until one must wait."""
     me = s.locals[number]
     waiter = 2 * s.links.size + number
     while me.slice < me.nslices:
@@ -193,7 +197,7 @@ def _work(s: FlowState, number: int) -> None:
 
 @inlined
 def _resume(s: FlowState, waiter: int) -> None:
-    """Let a waiter look again."""
+    """Check the dependencies of a woken waiter again, and continue it."""
     nlinks = s.links.size
     if waiter < nlinks:
         _advance(s, waiter)
@@ -205,7 +209,7 @@ def _resume(s: FlowState, waiter: int) -> None:
 
 @called
 def wake(s: FlowState) -> None:
-    """Let everyone go on who may, until nobody can."""
+    """Continue woken waiters until none is left."""
     while s.counts[WOKEN] > 0:
         s.counts[WOKEN] -= 1
         _resume(s, s.woken[s.counts[WOKEN]])
@@ -213,7 +217,7 @@ def wake(s: FlowState) -> None:
 
 @called
 def begin(s: FlowState) -> None:
-    """Let everyone look for the first time, once."""
+    """Check all links and local ops at time 0; later calls do nothing."""
     if s.counts[BEGUN] > 0:
         return
     s.counts[BEGUN] = 1
@@ -226,13 +230,16 @@ def begin(s: FlowState) -> None:
 
 @inlined
 def has_room(s: FlowState) -> bool:
-    """Whether every link could send a slice and its landing still be noted."""
+    """Return True if ``landings`` has room for one more slice of every link."""
     return bool(max(s.landing_count[0], s.landing_count[1]) + s.links.size <= s.landings.shape[1])
 
 
 @inlined
 def next_time(s: FlowState, transmission: float) -> float:
-    """When something happens next, given when the next transmission ends."""
+    """Return the time of the next event, in seconds.
+
+    `transmission` is the time at which the next slice leaves the wire, or infinity.
+    """
     if s.counts[INSTANT] > 0:
         now: float = s.clock[0]
         return now
@@ -247,7 +254,7 @@ def next_time(s: FlowState, transmission: float) -> float:
 
 @called
 def land_and_reduce(s: FlowState) -> None:
-    """Do all that is due and is no transmission."""
+    """Process the landings and reductions that are due, and slices that take no time to send."""
     now = s.clock[0]
     for way in range(2):
         while s.landing_count[way] > 0 and s.landings[way, s.landing_first[way]].time <= now:
@@ -261,7 +268,7 @@ def land_and_reduce(s: FlowState) -> None:
         s.counts[REDUCING] -= 1
         op = me.op
         me.op = -1
-        if me.head >= 0:  # before anyone whom this slice wakes
+        if me.head >= 0:  # the lane's queue comes before waiters that this slice wakes
             waiter = me.head
             me.head = s.waiters[waiter].next
             _resume(s, waiter)
@@ -274,7 +281,10 @@ def land_and_reduce(s: FlowState) -> None:
 
 @inlined
 def goes_on_a_wire(s: FlowState, link: int) -> bool:
-    """Size up a link's next slice; one that takes no time, or has no way, is dealt with here."""
+    """Set the size of a link's next slice; return True if the slice must be sent over ports.
+
+    An empty slice, or one on a free link, is added to ``instant``. A link without a port is parked.
+    """
     me = s.links[link]
     chunk = me.chunk_base + s.rows[s.messages[me.message].send].chunk
     me.size = slice_nbytes(s, chunk, me.slice)

@@ -1,17 +1,18 @@
-"""Fair queues: every port serves its slices at equal rates, whatever holds them up elsewhere.
+"""Port sharing by fair queues: every port serves all its slices at equal rates.
 
-Compiled. Imports `dataflow`, `seats` and `heaps`. Invariant: between two events the heap has the
-time at which each port will have served the next of its slices.
+Between two events the heap holds, for each port, the time at which it finishes its next slice.
 
-A slice queues at its egress and its ingress port at once and has been sent when both have served
-it. A port that is not what holds a slice up serves it early and has more for the others, so over
-several slices a link gets about its max-min fair share, without anyone computing it: an event costs
-some searches in heaps, and no look at other links. A single slice may be off; measured, against
-`r2ccl.flowsim.loops.max_min`, rings take the same time, double binary and packed trees over 8 nodes
-from 2.1 % less to 0.7 % more, 28 packed trees of 16 slices over 1,024 nodes 2.8 % less.
+A slice is queued at its egress port and at its ingress port at the same time, and has left the wire
+when both have served it. A port that is not the bottleneck of a slice serves it early and then has
+more bandwidth for its other slices. Over several slices a link therefore gets about its max-min
+fair share, at the cost of a few heap operations per event, without a computation over other links.
+The time of a single slice may be inaccurate. Measured against `r2ccl.flowsim.loops.max_min`, rings
+take the same time; double binary trees and packed trees over 8 nodes take from 2.1 % less to 0.7 %
+more; 28 packed trees with 16 slices over 1,024 nodes take 2.8 % less.
 
-Serving n slices at equal rates is fair queueing in the limit of small packets: with virtual time
-running at bandwidth / n, a slice of b bytes that arrives at v has been served at v + b.
+Serving n slices at equal rates is fair queueing in the limit of small packets. A port's virtual
+time advances at bandwidth / n bytes/s; a slice of b bytes that arrives at virtual time v has been
+served at v + b.
 
 References
 ----------
@@ -41,7 +42,7 @@ from r2ccl.flowsim.loops.state import AWAY, BATCHES, BUSY, HEAP, IDLE, STARTING,
 
 @inlined
 def settle(s: FlowState, port: int) -> None:
-    """Let the port's virtual time reach the present."""
+    """Advance the port's virtual time to the current time."""
     here = s.ports[port]
     if here.count == 0:
         here.virtual = 0.0
@@ -52,7 +53,7 @@ def settle(s: FlowState, port: int) -> None:
 
 @inlined
 def requeue(s: FlowState, port: int) -> None:
-    """Note when the port will have served its next slice."""
+    """Put into the heap the time at which the port finishes its next slice."""
     here = s.ports[port]
     if here.count == 0:
         clear_time(s, port)
@@ -75,7 +76,7 @@ def _join(s: FlowState, seat: int, port: int, nbytes: float) -> None:
 
 @inlined
 def place(s: FlowState, link: int) -> None:
-    """Put a link on the wire, with ``left`` bytes to send."""
+    """Queue a link at its two ports, with ``left`` bytes to send."""
     me = s.links[link]
     me.state = BUSY
     me.parts = 2
@@ -85,7 +86,7 @@ def place(s: FlowState, link: int) -> None:
 
 @inlined
 def _part_left(s: FlowState, seat: int, port: int) -> float:
-    """Remove `seat` from the port's queue; return how many bytes were not served yet."""
+    """Remove `seat` from the port's queue; return the number of bytes not yet served."""
     if s.seats[seat].next == AWAY:
         return 0.0
     settle(s, port)
@@ -97,7 +98,7 @@ def _part_left(s: FlowState, seat: int, port: int) -> float:
 
 @inlined
 def lift(s: FlowState, link: int) -> None:
-    """Take a link off the wire; ``left`` says how much it has not sent."""
+    """Remove a link from its two ports; set ``left`` to the bytes it has not sent."""
     me = s.links[link]
     me.state = IDLE
     sent_less = _part_left(s, 2 * link, me.egress)
@@ -106,7 +107,7 @@ def lift(s: FlowState, link: int) -> None:
 
 @called
 def _start(s: FlowState) -> None:
-    """Queue the slices that may go."""
+    """Queue the slices that are ready to be sent at their ports."""
     for i in range(s.counts[STARTING]):
         link = s.starting[i]
         if goes_on_a_wire(s, link):
@@ -117,10 +118,10 @@ def _start(s: FlowState) -> None:
 
 @inlined
 def _serve(s: FlowState, port: int) -> None:
-    """End the slices that the port has served."""
+    """Remove the slices that the port has served; finish those served by both of their ports."""
     settle(s, port)
     here = s.ports[port]
-    here.virtual = s.seats[here.head].mark  # it was rounded on the way
+    here.virtual = s.seats[here.head].mark  # removes the rounding error of `settle`
     while here.head >= 0 and s.seats[here.head].mark <= here.virtual:
         seat = here.head
         leave(s, seat, port)

@@ -1,7 +1,7 @@
-"""Binary heaps in flat arrays: keys beside numbers.
+"""Binary min-heaps in flat arrays: an array of keys and one of item numbers.
 
-Imports NumPy. Invariant: no key is smaller than its parent's. Equal keys leave in an order that
-depends on nothing but the calls before.
+The order in which equal keys leave a heap depends only on the earlier calls, so simulations are
+deterministic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Numbers = npt.NDArray[np.int32]
 
 @inlined
 def push(keys: Keys, numbers: Numbers, count: int, key: float, number: int) -> None:
-    """Add to a heap of `count` entries."""
+    """Add the entry (`key`, `number`) to a heap of `count` entries."""
     at = count
     while at > 0 and keys[(at - 1) >> 1] > key:
         parent = (at - 1) >> 1
@@ -29,7 +29,7 @@ def push(keys: Keys, numbers: Numbers, count: int, key: float, number: int) -> N
 
 @inlined
 def replace_first(keys: Keys, numbers: Numbers, count: int, key: float, number: int) -> None:
-    """Put another entry in place of the first of `count`."""
+    """Replace the entry with the smallest key in a heap of `count` entries."""
     at = 0
     while 2 * at + 1 < count:
         child = 2 * at + 1
@@ -44,7 +44,7 @@ def replace_first(keys: Keys, numbers: Numbers, count: int, key: float, number: 
 
 @inlined
 def drop_first(keys: Keys, numbers: Numbers, count: int) -> None:
-    """Remove the first of `count` entries."""
+    """Remove the entry with the smallest key from a heap of `count` entries."""
     replace_first(keys, numbers, count - 1, keys[count - 1], numbers[count - 1])
 
 
@@ -56,7 +56,7 @@ def _place(s: FlowState, at: int, key: float, number: int) -> None:
 
 @inlined
 def _sift(s: FlowState, start: int, key: float, number: int) -> None:
-    """Find the place of an entry that is to lie around `start`."""
+    """Insert an entry at `start`, then move it up or down to restore the heap order."""
     at = start
     while at > 0 and s.heap_key[(at - 1) >> 1] > key:
         parent = (at - 1) >> 1
@@ -76,7 +76,7 @@ def _sift(s: FlowState, start: int, key: float, number: int) -> None:
 
 @inlined
 def set_time(s: FlowState, number: int, time: float) -> None:
-    """Let the next thing happen to `number` at `time`, instead of when it would have."""
+    """Set the time of the next event of item `number`, a link or a port, to `time`."""
     at = s.heap_at[number]
     if at < 0:
         at = s.counts[HEAP]
@@ -86,7 +86,7 @@ def set_time(s: FlowState, number: int, time: float) -> None:
 
 @inlined
 def clear_time(s: FlowState, number: int) -> None:
-    """Let nothing happen to `number`."""
+    """Remove the next event of item `number` from the heap."""
     at = s.heap_at[number]
     if at < 0:
         return

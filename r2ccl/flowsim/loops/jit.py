@@ -1,11 +1,13 @@
-"""How this package compiles its loops with Numba.
+"""Decorators that compile the loops of this package with Numba.
 
-Imports Numba (about 0.5 s). Invariant: a loop found in Numba's cache on disk is the one that the
-sources say. Numba itself looks at the file of the function that Python calls and at no other.
+Importing this module imports Numba, which takes about 0.5 s.
 
-Numba counts references to arrays, and would do so for all arrays of a `FlowState` at every call,
-ten times the cost of what is called. Loops make no arrays and keep none, so it is told not to, with
-``_nrt=False``.
+Numba's disk cache checks only one file for changes: that of the function called from Python.
+`STAMP` makes the cache depend on all sources of this package.
+
+By default Numba updates the reference count of every array of a `FlowState` at every call, which
+costs ten times as much as the called functions. The loops neither create nor keep arrays, so
+``_nrt=False`` disables reference counting.
 """
 
 from __future__ import annotations
@@ -25,38 +27,43 @@ _log = logging.getLogger(__name__)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-#: Runs until a time and returns whether it got there; False: the landings need more room.
+#: ``loop(state, until)`` runs the events up to time `until`. Returns False if it stopped because
+#: ``landings`` is full: enlarge it and call again.
 Loop = Callable[[FlowState, float], bool]
 
-#: Changes with any source of this package. A number that a function closes over is part of its key
-#: in the cache.
+#: Checksum of all sources of this package. Numba's cache key of a function includes the values it
+#: closes over, so each function passed to `compiled` closes over this one.
 STAMP = zlib.crc32(b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py"))))
 
 
 def inlined(function: _F) -> _F:
-    """Make `function` part of the compiled loops that call it; in Python it stays what it is.
+    """Compile `function` inline into the loops that call it; it stays a Python function.
 
-    A call that is not inlined copies some hundred words: the addresses and shapes of a `FlowState`.
+    A call that is not inlined copies about a hundred machine words: the addresses and shapes of the
+    arrays of a `FlowState`.
     """
     made: _F = register_jitable(forceinline=True, _nrt=False)(function)
     return made
 
 
 def called(function: _F) -> _F:
-    """As `inlined`, but called: for long functions that run once for many slices."""
+    """Compile `function` for calls from loops, not inline.
+
+    For long functions of which one call handles many slices.
+    """
     made: _F = register_jitable(_nrt=False)(function)
     return made
 
 
 def compiled(function: _F) -> _F:
-    """Compile what Python calls, when it is first called, or load it from the disk cache.
+    """Compile an entry point at its first call, or load it from the disk cache.
 
     `function` must close over `STAMP`.
     """
     try:
         made: _F = njit(nogil=True, error_model="numpy", cache=True, _nrt=False)(function)
     except RuntimeError as exc:  # Numba found no directory it may write its cache to
-        _log.info("%s is compiled without a disk cache: %s", function.__name__, exc)
+        _log.info("compiling %s without a disk cache: %s", function.__name__, exc)
         made = njit(nogil=True, error_model="numpy", _nrt=False)(function)
     return made
 

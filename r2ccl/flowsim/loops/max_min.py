@@ -1,18 +1,18 @@
-"""Max-min fair sharing: no slice could go faster without slowing one that is no faster.
+"""Max-min fair port sharing: no rate can grow without reducing one that is equal or smaller.
 
-Compiled. Imports `dataflow`, `seats` and `heaps`. Invariant: between two batches every link on the
-wire has its max-min fair rate, and the heap has the time at which its slice ends.
+Between two batches every link that is sending a slice has its max-min fair rate, and the heap holds
+the time at which that slice ends.
 
-Rates change only where links come and go: a link that goes on with its next slice at once keeps its
-rate, and only links that share a port with one that came or went, or share one with such a link,
-and so on, are looked at again.
+Rates are recomputed only where links start or stop sending. A link whose next slice follows without
+a pause keeps its rate. When a link starts or stops, the links that share a port with it are
+recomputed, then those that share a port with one of these, and so on.
 
 Batches
 -------
-When the next slice ends, every other one of which no more is left than ``tolerance`` times its size
-ends with it. What was left is sent with the link's next slice, so a port carries what it can and no
-more. Measured on rings, double binary and packed trees over 8 nodes, a tolerance of 0.001 changes
-the whole time by less than 0.01 %, one of 0.01 by less than 0.05 %.
+When a slice ends, every other slice with at most ``tolerance`` times its size left ends in the same
+batch. The bytes left are sent with the link's next slice, so no port exceeds its bandwidth.
+Measured on rings, double binary trees and packed trees over 8 nodes, a tolerance of 0.001 changes
+the total time by less than 0.01 %, one of 0.01 by less than 0.05 %.
 
 References
 ----------
@@ -53,7 +53,7 @@ from r2ccl.flowsim.loops.state import (
 
 @inlined
 def mark_dirty(s: FlowState, port: int) -> None:
-    """Who sits at `port`, or what it carries, has changed."""
+    """Mark `port` for new rates: its links or its bandwidth have changed."""
     if not s.ports[port].is_dirty:
         s.ports[port].is_dirty = True
         s.dirty[s.counts[DIRTY]] = port
@@ -62,7 +62,7 @@ def mark_dirty(s: FlowState, port: int) -> None:
 
 @inlined
 def place(s: FlowState, link: int) -> None:
-    """Put a link on the wire, with ``left`` bytes to send."""
+    """Add a link to its two ports, with ``left`` bytes to send."""
     me = s.links[link]
     me.state = BUSY
     me.since = s.clock[0]
@@ -75,7 +75,7 @@ def place(s: FlowState, link: int) -> None:
 
 @inlined
 def lift(s: FlowState, link: int) -> None:
-    """Take a link off the wire; ``left`` says how much it has not sent."""
+    """Remove a link from its two ports; set ``left`` to the bytes it has not sent."""
     me = s.links[link]
     me.left = max(0.0, me.left - (s.clock[0] - me.since) * me.rate)
     me.state = IDLE
@@ -88,7 +88,7 @@ def lift(s: FlowState, link: int) -> None:
 
 @called
 def _start(s: FlowState) -> None:
-    """Send the slices that may go; take links off the wire that have none."""
+    """Start the slices that are ready; remove links without a next slice from their ports."""
     now = s.clock[0]
     for i in range(s.counts[STARTING]):
         link = s.starting[i]
@@ -117,14 +117,14 @@ def _is_ending(s: FlowState, at: int) -> bool:
 
 @called
 def _finish(s: FlowState) -> None:
-    """End the slices that are due."""
+    """End the slices that are due, within the tolerance."""
     now = s.clock[0]
     count = 0
     if s.counts[HEAP] > 0 and _is_ending(s, 0):
         s.rested[0] = 0
         count = 1
     looked = 0
-    while looked < count:  # whatever is due and lies below what is due, as places in the heap
+    while looked < count:  # search the heap below entries that are due; ``rested`` holds positions
         below = 2 * s.rested[looked] + 1
         looked += 1
         for child in range(below, min(below + 2, s.counts[HEAP])):
@@ -140,13 +140,16 @@ def _finish(s: FlowState) -> None:
         me.since = now
         me.state = RESTING
     s.counts[RESTED] = count
-    for i in range(count - 1, -1, -1):  # the last first: setting a new time is cheapest there
+    for i in range(count - 1, -1, -1):  # from the bottom of the heap, where updates are cheapest
         sent(s, s.rested[i])
 
 
 @called
 def _gather(s: FlowState) -> tuple[int, int]:
-    """List the ports, and the links there, that dirty ports are joined to by links."""
+    """List the ports connected with dirty ports through shared links, and the links there.
+
+    Returns the numbers of entries in ``part_ports`` and ``part_links``.
+    """
     s.counts[SHARINGS] += 1
     stamp = s.counts[SHARINGS]
     nports = nlinks = 0
@@ -182,7 +185,7 @@ def _gather(s: FlowState) -> tuple[int, int]:
 
 @called
 def _fill(s: FlowState, nports: int) -> None:
-    """Give links their shares: those at the port that can give the least, first."""
+    """Compute the shares of links by progressive filling: the port with the least share first."""
     count = 0
     for i in range(nports):
         here = s.ports[s.part_ports[i]]
@@ -194,7 +197,7 @@ def _fill(s: FlowState, nports: int) -> None:
         here = s.ports[port]
         if here.open > 0:
             share = here.residual / here.open
-            if share > s.fill_key[0]:  # it grew since: others here took less than their share
+            if share > s.fill_key[0]:  # grew since it was queued: other links here got less
                 replace_first(s.fill_key, s.fill, count, share, port)
                 continue
             _hand_out(s, port, share)
@@ -218,7 +221,7 @@ def _hand_out(s: FlowState, port: int, share: float) -> None:
 
 @called
 def _share(s: FlowState) -> None:
-    """Give new rates where they may have changed."""
+    """Recompute the rates of the links that dirty ports affect."""
     if s.counts[DIRTY] == 0:
         return
     now = s.clock[0]

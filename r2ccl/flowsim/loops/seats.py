@@ -1,6 +1,6 @@
-"""Who sits at which port: a list a port, of the links that have a slice on it.
+"""Per-port doubly linked lists of the links that are sending a slice through the port.
 
-Compiled. Imports `state`. Invariant: a port is busy while somebody sits there.
+A link's list entry at a port is called its seat. A port is busy while its list is not empty.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from r2ccl.flowsim.loops.state import AWAY, FlowState
 
 @inlined
 def sit(s: FlowState, seat: int, port: int, previous: int) -> None:
-    """Sit down behind `previous`; -1: in front."""
+    """Insert `seat` into the list of `port` after `previous`, or in front if that is -1."""
     here = s.ports[port]
     if here.count == 0:
         here.since = s.clock[0]
@@ -31,7 +31,7 @@ def sit(s: FlowState, seat: int, port: int, previous: int) -> None:
 
 @inlined
 def leave(s: FlowState, seat: int, port: int) -> None:
-    """Get up."""
+    """Remove `seat` from the list of `port`."""
     here = s.ports[port]
     previous, following = s.seats[seat].previous, s.seats[seat].next
     if previous >= 0:

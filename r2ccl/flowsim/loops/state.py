@@ -1,15 +1,18 @@
-"""Everything a simulation knows while it runs: records in flat arrays, for compiled loops.
+"""State of a running simulation: records in flat arrays, for the compiled loops.
 
-Imports NumPy. Invariant: once a simulation has begun only the loops of this package write here, and
-they resize nothing: whatever could grow has room for the worst case, or the loop returns to be
-given more.
+The loops never resize an array. Arrays have room for the worst case, except ``landings``: when it
+is full, the loop returns and the caller enlarges it.
 
-A *row* is an op of the program; all channels of one shape run the same rows, so an op that happens
-is numbered ``op_base + row``, where ``op_base`` is its channel's. A *link* is a directed one of one
-channel; its slices go one at a time. A *seat* is a link's place at a port: link ``i`` sits at its
-egress port in seat ``2 i`` and at its ingress port in seat ``2 i + 1``. A *lane* is one rank's
-channel. A *waiter* is whatever may wait for an op: link ``i`` before it sends is waiter ``i``,
-before it delivers ``nlinks + i``; local op ``j`` is ``2 nlinks + j``.
+Terms:
+
+- *row*: an op of the program. All channels of one shape run the same rows; the op of one channel
+  has the number ``op_base + row``, with the ``op_base`` of that channel.
+- *link*: a directed link of one channel between two ranks. It sends one slice at a time.
+- *seat*: the entry of a link in the list of a port. Link ``i`` has seat ``2 i`` at its egress port
+  and seat ``2 i + 1`` at its ingress port.
+- *lane*: one rank on one channel. It runs one reduction at a time.
+- *waiter*: something that can wait for an op. Link ``i`` is waiter ``i`` before it sends and waiter
+  ``nlinks + i`` before it delivers; local op ``j`` is waiter ``2 nlinks + j``.
 """
 
 from __future__ import annotations
@@ -19,115 +22,119 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-#: A structured array; compiled loops read its fields as attributes of its records.
+#: A structured array. Compiled loops read its fields as attributes of its records.
 Records: TypeAlias = npt.NDArray[Any]
 
-#: An op, of every channel that runs it.
+#: A row: one op, shared by all channels that run it.
 ROW_DTYPE = np.dtype(
     [
-        ("after", np.int32),  # first place in `FlowState.after`; the next row's is behind the last
+        ("after", np.int32),  # first index in `FlowState.after`; the next row's `after` is the end
         ("chunk", np.int32),
-        ("kind", np.uint8),  # a Kind, not for loops
-        ("is_direct", np.bool_),  # lands in memory that must have been released
+        ("kind", np.uint8),  # an OpKind; the loops do not read it
+        ("is_direct", np.bool_),  # a RECV: lands in memory that must have been released
         ("is_reducing", np.bool_),
         ("is_local", np.bool_),
     ],
     align=True,
 )
 
-#: Rows of the two ends.
+#: A message: its send row and its receive row.
 MESSAGE_DTYPE = np.dtype([("send", np.int32), ("recv", np.int32)])
 
-#: Bytes of a chunk, of each of its slices but the last, and their number.
+#: A chunk: its bytes, the bytes of each slice except the last, and the number of slices.
 CHUNK_DTYPE = np.dtype([("nbytes", np.int64), ("slice_nbytes", np.int64), ("nslices", np.int32)])
 
-#: Slices of an op that are done, and the first waiter in its queue; -1: none.
+#: Progress of an op: number of slices done, and the first waiter in its queue; -1: none.
 DONE_DTYPE = np.dtype([("slices", np.int32), ("waiter", np.int32)])
 
-#: The next waiter in the same queue, and how many slices this one waits for.
+#: A waiter: the next one in the same queue, and the number of done slices it waits for.
 WAITER_DTYPE = np.dtype([("next", np.int32), ("need", np.int32)])
 
+#: A link. `message`, `landing` and `delivery` are indices into `FlowState.messages`.
 LINK_DTYPE = np.dtype(
     [
-        ("op_base", np.int64),  # number of an op less its row
+        ("op_base", np.int64),  # of the channel: an op's number is op_base + row
         ("chunk_base", np.int32),  # first chunk of the channel
-        ("lane", np.int32),  # the receiver's
-        ("egress", np.int32),  # port; `FREE` or `NOWHERE`
+        ("lane", np.int32),  # lane of the receiver
+        ("egress", np.int32),  # port, or `FREE` or `NOWHERE`
         ("ingress", np.int32),
-        ("end", np.int32),  # the message behind the last
-        ("message", np.int32),  # to be sent next, or under way, and its slice
+        ("end", np.int32),  # end of the link's messages, exclusive
+        ("message", np.int32),  # message in flight or to be sent next, and its slice
         ("slice", np.int32),
-        ("landing", np.int32),  # to land next
+        ("landing", np.int32),  # message to land next, and its slice
         ("landing_slice", np.int32),
-        ("delivery", np.int32),  # to be given to its op next
+        ("delivery", np.int32),  # message to be delivered next, and its slice
         ("delivery_slice", np.int32),
-        ("backlog", np.int32),  # slices landed and not delivered
-        ("parts", np.int32),  # fair queues: ports that have not carried the slice yet
-        ("is_inside", np.bool_),  # a node
+        ("backlog", np.int32),  # number of slices landed but not delivered
+        ("parts", np.int32),  # fair queues: number of ports that have not served the slice
+        ("is_inside", np.bool_),  # both ends are on one node
         ("is_held", np.bool_),  # its first landed slice waits
-        ("state", np.uint8),
-        ("size", np.float64),  # bytes of the slice under way
-        ("charge", np.float64),  # of them, those its ports have not been charged for
-        ("left", np.float64),  # of them, those not sent at `since`
-        ("since", np.float64),
-        ("rate", np.float64),
-        ("share", np.float64),  # the rate it is about to get; negative: not known yet
-        ("stamp", np.int64),  # the last sharing it took part in
+        ("state", np.uint8),  # IDLE, BUSY, RESTING or PARKED
+        ("size", np.float64),  # bytes of the slice in flight
+        ("charge", np.float64),  # bytes of it not yet added to its ports' `nbytes`
+        ("left", np.float64),  # bytes of it not yet sent at time `since`
+        ("since", np.float64),  # seconds
+        ("rate", np.float64),  # bytes/s since then
+        ("share", np.float64),  # max-min: new rate during a recomputation; negative: unknown
+        ("stamp", np.int64),  # number of the last recomputation that included the link
     ],
     align=True,
 )
 
+#: A local op (COPY or REDUCE) of one channel.
 LOCAL_DTYPE = np.dtype(
     [
         ("op_base", np.int64),
         ("row", np.int32),
         ("chunk_base", np.int32),
         ("lane", np.int32),
-        ("slice", np.int32),  # to be done next
+        ("slice", np.int32),  # next slice
         ("nslices", np.int32),
     ],
     align=True,
 )
 
-#: What a lane is reducing; -1: nothing. Others that want to reduce, first and last; -1: none.
+#: Reducer of a lane: the op it is reducing, and the first and last waiter in its queue; -1: none.
 REDUCER_DTYPE = np.dtype([("op", np.int64), ("head", np.int32), ("tail", np.int32)])
 
 PORT_DTYPE = np.dtype(
     [
-        ("bandwidth", np.float64),
-        ("nbytes", np.float64),  # carried
-        ("busy_s", np.float64),  # until `since`
-        ("since", np.float64),  # it became busy
-        ("head", np.int32),  # seats, -1: none
-        ("tail", np.int32),
-        ("count", np.int32),
-        ("is_dirty", np.bool_),  # who sits here has changed
-        ("open", np.int32),  # max-min: links without a share yet
-        ("residual", np.float64),  # bandwidth not handed out yet
-        ("stamp", np.int64),  # the last sharing it took part in
-        ("virtual", np.float64),  # fair queues: bytes every seat has been served,
-        ("settled", np.float64),  # at this time
+        ("bandwidth", np.float64),  # bytes/s
+        ("nbytes", np.float64),  # bytes carried
+        ("busy_s", np.float64),  # seconds of busy periods that have ended
+        ("since", np.float64),  # start of the current busy period
+        ("head", np.int32),  # first seat in the list; -1: none
+        ("tail", np.int32),  # last seat
+        ("count", np.int32),  # number of seats
+        ("is_dirty", np.bool_),  # max-min: its links or its bandwidth have changed
+        ("open", np.int32),  # max-min: number of links without a share yet
+        ("residual", np.float64),  # max-min: bandwidth not yet assigned
+        ("stamp", np.int64),  # number of the last recomputation that included the port
+        ("virtual", np.float64),  # fair queues: virtual time in bytes served per seat,
+        ("settled", np.float64),  # at this time in seconds
     ],
     align=True,
 )
 
-#: Neighbours at the port, -1: none, and `AWAY` in ``next`` of who does not sit. Fair queues: the
-#: port's virtual time at which its slice is served.
+#: A seat: its neighbours in the port's list; -1: none. ``next`` is `AWAY` for a seat in no list.
+#: ``mark`` (fair queues) is the virtual time of the port at which the slice has been served.
 SEAT_DTYPE = np.dtype([("next", np.int32), ("previous", np.int32), ("mark", np.float64)])
 
-#: A slice that has left the wire.
+#: A slice that has left the wire, and the time at which it lands.
 LANDING_DTYPE = np.dtype([("time", np.float64), ("link", np.int64)])
 
-#: Of a link: nothing to send; a slice on the wire; between two slices; no port to send it by.
+#: States of a link: nothing to send; a slice on the wire; between two slices; no port to use.
 IDLE, BUSY, RESTING, PARKED = range(4)
 
-#: Instead of a port: a way that takes no time; no way.
+#: Values in place of a port number: the transfer takes no time; no rail is alive at both ends.
 FREE, NOWHERE = -2, -1
 
-#: Instead of a seat's neighbour.
+#: Value of ``next`` for a seat that is in no list.
 AWAY = -2
 
-#: Places in `FlowState.counts`: lengths of the lists of that name, of the two heaps, and numbers.
+#: Indices into `FlowState.counts`. STARTING to DIRTY are lengths of the lists of these names, HEAP
+#: and REDUCING sizes of these heaps; SHARINGS counts recomputations of rates, BATCHES event times,
+#: SLICES slices sent; BEGUN is 1 after `begin`.
 STARTING, RESTED, INSTANT, WOKEN, DIRTY, HEAP, REDUCING, SHARINGS, BATCHES, SLICES, BEGUN = range(
     11
 )
@@ -137,7 +144,7 @@ NCOUNTS = 11
 class FlowState(NamedTuple):
     """State of a simulation: the schedule, the network, and the progress so far.
 
-    A heap is two parallel arrays: keys, and the indices of the items. In ``alpha_s``, ``landings``,
+    A heap is two parallel arrays: keys, and the numbers of the items. In ``alpha_s``, ``landings``,
     ``landing_first`` and ``landing_count``, index 0 of the first axis is for links over the
     network, index 1 for links inside a node. Each row of ``landings`` is a circular buffer.
     """
@@ -155,20 +162,20 @@ class FlowState(NamedTuple):
     reducing: npt.NDArray[np.int32]
     ports: Records
     seats: Records
-    heap_key: npt.NDArray[np.float64]  # when the next thing happens to
-    heap: npt.NDArray[np.int32]  # a link, or a port
-    heap_at: npt.NDArray[np.int32]  # where in the heap a number is; -1: nowhere
+    heap_key: npt.NDArray[np.float64]  # time of the next event of each item
+    heap: npt.NDArray[np.int32]  # items: links (max-min) or ports (fair queues)
+    heap_at: npt.NDArray[np.int32]  # position of each item in the heap; -1: not in the heap
     landings: Records
     landing_first: npt.NDArray[np.int64]
     landing_count: npt.NDArray[np.int64]
-    starting: npt.NDArray[np.int32]  # links whose next slice may go
-    rested: npt.NDArray[np.int32]  # links whose slice has just gone
-    instant: npt.NDArray[np.int32]  # links whose slice takes no time
-    woken: npt.NDArray[np.int32]  # waiters that may go on
-    dirty: npt.NDArray[np.int32]  # ports
-    part_ports: npt.NDArray[np.int32]  # max-min: ports and links that share anew
-    part_links: npt.NDArray[np.int32]
-    fill_key: npt.NDArray[np.float64]  # max-min: heap of ports by the share they could give
+    starting: npt.NDArray[np.int32]  # links whose next slice is ready to be sent
+    rested: npt.NDArray[np.int32]  # links whose slice has just left the wire
+    instant: npt.NDArray[np.int32]  # links whose slice takes no time to send
+    woken: npt.NDArray[np.int32]  # waiters that may continue
+    dirty: npt.NDArray[np.int32]  # max-min: ports whose links or bandwidth have changed
+    part_ports: npt.NDArray[np.int32]  # max-min: ports in the current recomputation of rates
+    part_links: npt.NDArray[np.int32]  # max-min: links in it
+    fill_key: npt.NDArray[np.float64]  # max-min: heap of ports by the share left per link
     fill: npt.NDArray[np.int32]
     counts: npt.NDArray[np.int64]
     clock: npt.NDArray[np.float64]  # one entry: seconds

@@ -125,7 +125,7 @@ def test_only_an_allreduce_can_be_wrapped() -> None:
     "members", [[(0, 1)], [(0,), ()], [(0,), (0,)], [(0,), (2,)], [(0, 1), (2,), (3,)]]
 )
 def test_every_rank_is_on_one_node(members: list[tuple[int, ...]]) -> None:
-    with pytest.raises(InvalidArgument, match="every one of 2 nodes its ranks"):
+    with pytest.raises(InvalidArgument, match="the ranks of each of 2 nodes"):
         hierarchy.wrap(ring.allreduce(2), members)
 
 

@@ -49,7 +49,7 @@ def time_of(trees: list[PortTree], shares: Shares) -> Fraction:
 @given(ROWS)
 def test_every_tree_spans_over_ports_that_are_up(shares: list[list[int]]) -> None:
     if not is_joined(shares):
-        with pytest.raises(InvalidArgument, match="rails do not join node"):
+        with pytest.raises(InvalidArgument, match="rails do not connect node"):
             pack(shares, 4)
         return
     trees = pack(shares, 8)

@@ -93,7 +93,7 @@ def recv(peer, chunk=0, after=()):
 @pytest.mark.parametrize(
     ("schedule", "why"),
     [
-        (schedule_of(((send(1),),), ((),)), "no receive of rank 1 meets it"),
+        (schedule_of(((send(1),),), ((),)), "rank 1 has no matching receive"),
         (schedule_of(((send(1),),), ((recv(0, 1),),), nchunks=(2,)), "receives chunk 1"),
         (schedule_of(((send(7),),), ((),)), "peer must be below 2"),
         (schedule_of(((send(1, 3),),), ((recv(0, 3),),)), "below the channel's number of chunks"),

@@ -76,17 +76,17 @@ def test_an_error_says_where_and_what():
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        ([], "rank 0.*no receive of rank 1 meets it"),
-        ([send(0)], "no receive of rank 1 meets it"),
+        ([], "rank 0.*rank 1 has no matching receive"),
+        ([send(0)], "rank 1 has no matching receive"),
         ([send(0), reduce(0, is_final=True)], "does not wait for it"),
         ([send(0), recv(0, after=(0,))], "rank 1's data is missing"),
         ([send(0), reduce(0, after=(0,))], "completes the reduction without is_final"),
         ([send(0), reduce(0, source=OUT, after=(0,), is_final=True)], "OUTPUT, never written"),
         ([send(0, space=SCRATCH), reduce(0, after=(0,), is_final=True)], "SCRATCH, never written"),
-        ([send(0), reduce(0, target=IN, after=(0,), is_final=True)], "INPUT is the caller's"),
+        ([send(0), reduce(0, target=IN, after=(0,), is_final=True)], "INPUT is read-only"),
         ([send(0), reduce(0, target=SCRATCH, after=(0,), is_final=True)], "never written"),
         ([send(0), reduce(0, after=(1,), is_final=True)], "after must name earlier ops"),
-        ([send(0), reduce(0, after=(0, 0), is_final=True)], "after must ascend"),
+        ([send(0), reduce(0, after=(0, 0), is_final=True)], "after must be strictly ascending"),
         ([send(1), reduce(0, after=(0,), is_final=True)], "peer must be another rank"),
         ([send(2), reduce(0, after=(0,), is_final=True)], "peer must be below 2"),
         (
@@ -106,7 +106,7 @@ def test_data_added_twice_is_refused():
         reduce(0, after=(0,), is_final=True),
         local(OpKind.REDUCE, IN, OUT, after=(1,), is_final=True),
     ]
-    with pytest.raises(ScheduleError, match="complete already"):
+    with pytest.raises(ScheduleError, match="already complete"):
         check(exchange(None, program))
     program[1:] = [
         reduce(0, target=SCRATCH, after=(0,), is_final=True),
@@ -290,7 +290,7 @@ def test_sizes_below_one_are_refused(sizes):
 
 
 def test_a_schedule_wants_one_weight_a_channel():
-    with pytest.raises(InvalidArgument, match="one a channel"):
+    with pytest.raises(InvalidArgument, match="one per channel"):
         replace(exchange(None, None), weights=(1, 2))
 
 
@@ -341,5 +341,5 @@ def test_a_proof_that_proves_nothing_is_refused():
 
 def test_only_a_receive_can_be_a_proof():
     claims = Op(OpKind.RECV_REDUCE, 1, IN, 0, OUT, 0, (0,), True, True)
-    with pytest.raises(ScheduleError, match="only a RECV can be a proof"):
+    with pytest.raises(ScheduleError, match="only a RECV can have is_proof"):
         check(exchange([send(1), claims], None))

@@ -170,7 +170,7 @@ def test_a_deadlock_that_needs_two_slices_is_found():
     assert [is_stuck(SLICE_DEADLOCK, 2, nslices) for nslices in (1, 2)] == [False, True]
     arrays = arrays_of(SLICE_DEADLOCK, 2)
     events = build_events(arrays, match(arrays))
-    with pytest.raises(ScheduleError, match="deadlock when chunks are cut in slices"):
+    with pytest.raises(ScheduleError, match="deadlock when chunks are cut into slices"):
         check_slices(arrays, events)
 
 

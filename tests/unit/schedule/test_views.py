@@ -79,7 +79,7 @@ def test_bytes_on_the_wire_balance_and_match_the_declared_share(count, weights):
 def test_the_summary_is_one_line_of_facts():
     assert summary(ring.allreduce(4)) == (
         "allreduce ring: 4 ranks, 1 channel of 4 chunks, 6 steps, each rank sends 3/2 and "
-        "receives 3/2 of the data, 12 ops a rank and channel"
+        "receives 3/2 of the data, 12 ops per rank and channel"
     )
 
 
