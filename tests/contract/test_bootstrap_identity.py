@@ -150,7 +150,7 @@ def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r2ccl").chmod(0o755)
     leader, member = sources(tmp_path)
     for use in (leader.publish, member.current):
-        with pytest.raises(InvalidArgument, match="open to others"):
+        with pytest.raises(InvalidArgument, match="accessible to others"):
             use()
 
 
