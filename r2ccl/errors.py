@@ -57,9 +57,9 @@ class ScheduleError(R2cclError):
 class TransportError(R2cclError):
     """Failure of a path or of a resource that the transport needs.
 
-    Links recover from broken paths, so collective calls raise this only with
-    ``R2CC_MODE=failstop``; `init`, ``register()`` and ``shrink()`` raise it for devices, memory,
-    ports and descriptors.
+    Links recover from broken paths, so a broken path ends a call only with
+    ``R2CC_MODE=failstop``. Devices, memory, ports and file descriptors that cannot be used raise it
+    as well.
 
     Parameters
     ----------

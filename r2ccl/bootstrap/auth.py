@@ -266,7 +266,7 @@ class Acceptor:
         return Claim.unpack(claim)
 
     def answer(self) -> bytes:
-        """Return the last message: this side's proof, which also accepts the connection."""
+        """Return the last message: this side's proof, sent only to accept the connection."""
         if not self._answer:
             raise InternalError("answer() before verify()")
         return self._answer

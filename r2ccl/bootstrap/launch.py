@@ -228,7 +228,7 @@ def describe_exit(status: int | None) -> str:
 
 
 def _end(processes: Sequence[SpawnProcess], grace_s: float) -> None:
-    """Wait `grace_s` for the processes to exit, since they see the lost peer; then kill them."""
+    """Let processes exit for `grace_s`, as they see the lost peer; then terminate or kill them."""
     _join_all(processes, grace_s)
     for stop in (SpawnProcess.terminate, SpawnProcess.kill):
         alive = [process for process in processes if process.is_alive()]

@@ -35,9 +35,8 @@ logger = logging.getLogger("r2ccl.bootstrap")
 
 #: Most unauthenticated connections of one listener at a time; a new one evicts the oldest.
 MAX_PENDING = 64
-#: Rate and burst of connections that a listener accepts without their authenticating: each takes
-#: about 0.3 ms of the control thread. A full backlog is accepted within a second, before dialers
-#: time out.
+#: Rate and burst of accepted connections that fail to authenticate. Each takes about 0.3 ms of the
+#: control thread. A full backlog is accepted within a second, before dialers time out.
 _UNPROVED_PER_S, _UNPROVED_BURST = 1000.0, 1024.0
 #: Pause after a failed accept: a full table of file descriptors clears as connections close.
 _ACCEPT_RETRY_S = 0.1
@@ -86,9 +85,9 @@ class Unneeded(Exception):
 
 #: Takes over the socket of an authenticated connection; runs in the loop and must not block.
 Handover = Callable[[socket.socket], None]
-#: Decides about a connection, given its proved claim and the index of the listener that accepted
-#: it; may wait until the connection is expected. Raises HandshakeRejected to refuse it, Unneeded if
-#: it is superseded.
+#: Function that decides about a connection, given its proved claim and the index of the listening
+#: socket; may wait until the connection is expected. Returns the function that takes over the
+#: socket. Raises HandshakeRejected to refuse the connection, Unneeded if it is superseded.
 Gate = Callable[[Claim, int], Awaitable[Handover]]
 
 
@@ -197,8 +196,8 @@ class Listener:
         oldest = next(iter(self._pending))
         self._pending.pop(oldest).cancel()
         self._allowance.spend()
-        # Closed here, as a task cancelled before its first step does not run; and later, as the
-        # loop watches the descriptor until the cancellation has taken effect.
+        # The task cannot close the socket: cancelled before its first step, it never runs. Close it
+        # later, because the loop watches the descriptor until the cancellation takes effect.
         asyncio.get_running_loop().call_soon(oldest.close)
         self._rejections.add("too many unproved connections", "the oldest of them")
 

@@ -151,7 +151,7 @@ class _Listeners:
         Raises
         ------
         InvalidArgument
-            If there is no NIC, or an address cannot be listened at.
+            If there is no NIC, or this rank cannot listen at one of the addresses.
         TransportError
             If the NICs cannot be listed.
         """

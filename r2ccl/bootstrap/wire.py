@@ -248,7 +248,7 @@ async def receive_message(sock: socket.socket) -> bytes:
 
 
 def limit_silence(sock: socket.socket, timeout_s: float) -> None:
-    """Make the kernel close a connection after `timeout_s` without an answer of the remote kernel.
+    """Make the kernel close a connection whose remote kernel is silent for `timeout_s` seconds.
 
     On an idle connection it sends a keepalive every second, which the remote kernel answers even if
     its process is stopped. A remote process that does not read for `timeout_s`, with its receive

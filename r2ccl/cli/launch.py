@@ -187,7 +187,7 @@ class _Launcher:
         is_first = self._status == 0
         if is_first:
             self._status = status if status > 0 else 128 - status
-        # Only the first failure is reported, as it causes the others; unless they may continue.
+        # Report only the first failure, which causes the others, unless these may continue.
         if is_first or self._keeps_going:
             print(f"r2ccl launch: rank {rank}: {describe_exit(status)}", file=sys.stderr)
         if not self._keeps_going:
