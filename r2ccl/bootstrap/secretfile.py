@@ -29,7 +29,7 @@ class SecretSource(Protocol):
         """Return the secret, or None if it is not available yet."""
 
     def publish(self) -> None:
-        """Give the secret to the other ranks; rank 0 calls this once it owns the rendezvous port."""
+        """Give the secret to the other ranks; called on rank 0 once it owns the port."""
 
     def retract(self) -> None:
         """Remove the file that `publish` wrote."""
