@@ -1,7 +1,7 @@
-"""r2ccl: collectives that do not stop when the network breaks.
+"""r2ccl: collective communication that continues when NICs or links fail.
 
-The names in ``__all__`` are the public interface, and what version numbers promise. ``README.md``
-has a first program, `r2ccl.testing` the tools that break networks on purpose.
+The names in ``__all__`` are the public interface that version numbers cover. ``README.md`` has a
+first program; `r2ccl.testing` has the tools that inject network faults.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m r2ccl``: the command line."""
+"""Entry point of ``python -m r2ccl``: runs the command line of `r2ccl.cli`."""
 
 import sys
 

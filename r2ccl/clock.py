@@ -1,4 +1,4 @@
-"""Time, passed in rather than looked up, so that the simulator can own it."""
+"""Type of the clock that components receive as an argument; the simulator passes its own."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic seconds."""
+    """Callable that returns a monotonic time in seconds."""
 
     def __call__(self) -> float:
-        """Return the time in seconds."""
+        """Return the current time in seconds."""
         ...
 
 
-#: The real clock. CLOCK_MONOTONIC: the same for every process and network namespace of a host.
+#: The real clock, CLOCK_MONOTONIC: equal in all processes and network namespaces of a host.
 monotonic: Clock = time.monotonic
 
 __all__ = ["Clock", "monotonic"]

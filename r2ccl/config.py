@@ -1,6 +1,6 @@
-"""R2CC_* variables (and the NCCL_* spellings users already set) become one frozen `Config`.
+"""Settings of a communicator, read from R2CC_* variables, some NCCL_* variables and keywords.
 
-Reads the environment it is given and nothing else. Invariant: a `Config` that exists is valid.
+Invariant: every `Config` is valid; its constructor checks all values.
 """
 
 from __future__ import annotations
@@ -15,100 +15,104 @@ from r2ccl.errors import InvalidArgument
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """Every setting of a communicator; each field's variable is ``R2CC_`` + its name in capitals.
+    """Settings of a communicator; the variable of a field is ``R2CC_`` + its name in capitals.
 
-    Sizes in bytes, times in seconds. The fields listed in `AGREED` shape the wire or the plan
-    and must be equal on all ranks; rendezvous compares their digest.
+    Sizes are in bytes, times in seconds. The fields listed in `AGREED` affect the wire format or
+    the plan and must be equal on all ranks; rendezvous compares a digest of their values.
     """
 
-    #: failstop: a broken path ends the call; migrate: its slices move, and no more; balance: and
-    #: the work is shared out among the rails that are left; r2cc: and R2CC-AllReduce; auto: all
-    #: there is. The published system numbers the first four 0 to 3, which are understood too.
+    #: Reaction to failures. failstop: a broken path ends the call. migrate: its slices move to
+    #: other paths. balance: also, the work is divided by the bandwidth the rails have left. r2cc:
+    #: also, R2CC-AllReduce may run. auto: any schedule may run. The numbers 0 to 3 of the published
+    #: system are aliases of the first four.
     mode: str = "auto"
-    #: Slices up to this size are copied and sent at once, without clear-to-send.
+    #: Slices of ops up to this size are copied and sent at once, without clear-to-send.
     eager_nbytes: int = 64 << 10
-    #: Unconfirmed eager slices a link may have under way (the receiver's slots).
+    #: Unconfirmed eager slices that a link may have in flight (the receiver's slots).
     eager_slots: int = 16
-    #: Size of a slice: the unit of pipelining, acknowledgement and replay.
+    #: Largest slice: the unit of pipelining, acknowledgement and replay.
     slice_nbytes: int = 1 << 20
-    #: Landing places a receiver names ahead on one link.
+    #: Landing places that a receiver names in advance on one link.
     landing_depth: int = 2
-    #: Channels of a large collective; 0: chosen from the number of rails.
+    #: Most channels of a large collective; 0: derived from the number of rails.
     channels: int = 0
-    #: Schedule of large allreduces: one of `ALGOS`; auto: what is predicted to end first.
+    #: Schedule of large allreduces: one of `ALGOS`; auto: the one with the least predicted time.
     algo: str = "auto"
-    #: Number of rails to use; 0: one per interface found (two on loopback).
+    #: Number of rails to use; 0: one per usable interface (two on loopback).
     rails: int = 0
-    #: Interfaces to use, NCCL's syntax: prefixes, ``=`` exact, ``^`` exclude, comma separated.
+    #: Interfaces to use, in NCCL's syntax: comma-separated prefixes, ``=`` exact, ``^`` exclude.
     socket_ifname: str = ""
-    #: Interface that carries data between two ranks with no other rail in common: its name; auto:
-    #: the one that carries the rendezvous, unless it is a rail; none: no such interface.
+    #: Name of the interface that carries data between two ranks with no other common rail. auto:
+    #: the interface of the rendezvous, unless it is a rail; none: no such interface.
     last_resort: str = "auto"
-    #: Whether NICs of different rails reach each other, where two ranks have no rail in common:
-    #: full, rail (they do not: a third rank forwards), auto: whatever works first; none: two such
-    #: ranks do not go round.
+    #: Bypass of two ranks without a common rail. full: NICs of different rails reach each other;
+    #: rail: they do not, a third rank forwards; auto: whichever connects first; none: no bypass.
     fabric: str = "auto"
-    #: RDMA ports to use, NCCL's syntax (``mlx5_0:1``); empty: all that are ACTIVE; ``none``: none.
+    #: RDMA ports to use, in NCCL's syntax (``mlx5_0:1``); empty: all ACTIVE ones; ``none``: none.
     hca: str = ""
-    #: Entry of the GID table queue pairs send from; -1: chosen by type and address.
+    #: Index in the GID table of the address queue pairs send from; -1: chosen by type and address.
     gid_index: int = -1
-    #: Local ACK timeout: a NIC sends again after 4.096 us x 2**this without an acknowledgement ...
+    #: Local ACK timeout: a NIC retransmits after 4.096 us x 2**ib_timeout without an ACK ...
     ib_timeout: int = 16
-    #: ... and gives the queue pair up after this many times.
+    #: ... and puts the queue pair into the error state after this many retransmissions.
     ib_retry_cnt: int = 3
-    #: RDMA polls and posts by compiled code: 1, 0 (by pyverbs), auto: 1 but on Soft-RoCE.
+    #: How RDMA polls and posts. 1: by compiled code; 0: by pyverbs; auto: 1, except 0 on Soft-RoCE
+    #: and Soft-iWARP.
     fastpath: str = "auto"
-    #: Memory that may be registered at once; what was not used for longest is let go first.
+    #: Most memory registered with NICs at a time; the least recently used is deregistered first.
     registration_limit_nbytes: int = 4 << 30
-    #: Pinned host memory that collectives on device memory pass through, where rails need that;
-    #: where they do not, GPU memory that slices land in.
+    #: Staging memory of collectives on GPU memory: pinned host memory if the rails reach only host
+    #: memory, else GPU memory that slices land in.
     bounce_nbytes: int = 64 << 20
-    #: GPUs of one node work on each other's memory: 1, 0 (through pinned host memory), auto: where
-    #: they can.
+    #: Access of a node's GPUs to each other's memory. 1: direct; 0: through pinned host memory;
+    #: auto: direct if all GPUs of the node can.
     ipc: str = "auto"
-    #: No progress for this long with work outstanding starts probes.
+    #: A path without progress for this long, with work outstanding, is probed.
     suspicion_timeout_s: float = 0.5
-    #: How long a probe may take to be answered.
+    #: A probe that is not answered within this time has failed.
     probe_timeout_s: float = 0.06
-    #: A path that failed is used again after this many good probes in a row ...
+    #: A failed path is used again after this many successful probes in a row ...
     failback_probes: int = 3
-    #: ... this far apart; while they fail, the pause doubles up to the cap.
+    #: ... with this interval between them; after each failed probe it doubles, up to the cap.
     failback_interval_s: float = 0.1
     failback_cap_s: float = 1.0
-    #: Longest time a path that failed again and again has to be good before it is used.
+    #: Longest time that a repeatedly failing path must stay good before it is used again.
     quarantine_cap_s: float = 300.0
-    #: Channels shared out by the rates rails are measured at: 1, 0, auto: where rails are several.
+    #: Whether the work is divided by the measured rates of the rails. 1: yes; 0: no; auto: if rails
+    #: add bandwidth to one another.
     balance: str = "auto"
-    #: No path to a peer for this long: NoHealthyRail.
+    #: A call fails with NoHealthyRail after this long without a path to a peer.
     no_rail_timeout_s: float = 10.0
-    #: No sign of life from a peer's control session for this long: PeerLost.
+    #: A call fails with PeerLost after this long without a sign of life on the peer's control
+    #: session.
     peer_timeout_s: float = 10.0
-    #: A blocking call gives up after this long (TransportTimeout).
+    #: A blocking call fails with TransportTimeout after this long.
     timeout_s: float = 1800.0
-    #: init() and close() give up after this long.
+    #: init() and close() fail with TransportTimeout after this long.
     init_timeout_s: float = 60.0
-    #: init() waits this long for all rails, then goes on with those that are up.
+    #: init() waits this long for all rails, then continues with those that are up.
     connect_timeout_s: float = 5.0
-    #: Congestion control of TCP rails; auto: cubic, on loopback reno; empty: the system's.
+    #: Congestion control of TCP rails; auto: cubic, on loopback reno; empty: the system default.
     tcp_congestion: str = "auto"
-    #: The data loop yields the processor this long before it sleeps in epoll.
+    #: A waiting data loop calls sched_yield for this long before it sleeps in epoll.
     spin_s: float = 50e-6
-    #: Port of rank 0's rendezvous; 0: MASTER_PORT + 1, or chosen by the launcher.
+    #: TCP port of rank 0's rendezvous; 0: MASTER_PORT + 1, or chosen by the launcher.
     port: int = 0
-    #: Hexadecimal secret of the job, or the path of a 0600 file that holds it.
+    #: Secret of the job, 64 hexadecimal digits.
     secret: str = ""
+    #: Path of a file that holds the secret; owned by the user, mode 0600.
     secret_file: str = ""
-    #: Address the control plane binds and announces; empty: derived from the rendezvous.
+    #: Address that the control plane binds and announces; empty: derived from the rendezvous.
     control_address: str = ""
-    #: ``module:function`` that puts a transport around the one in use; empty: none.
+    #: ``module:function`` that wraps the transport in another one; empty: none.
     transport_wrapper: str = ""
-    #: JSON file with a fault plan, for a wrapper that has faults strike (testing).
+    #: JSON file with a fault plan, read by a transport wrapper that injects faults (testing).
     fault_plan: str = ""
-    #: SIGUSR1 or SIGUSR2: the signal that makes a rank write its status; empty: none.
+    #: Signal on which a rank writes its status: SIGUSR1 or SIGUSR2; empty: none.
     dump_signal: str = ""
-    #: File the status is appended to, ``{rank}`` in its name is filled in; empty: stderr.
+    #: File to which the status is appended; ``{rank}`` is replaced by the rank. Empty: stderr.
     dump_file: str = ""
-    #: WARN, INFO or TRACE: what the logger ``r2ccl`` lets through; empty: leave it alone.
+    #: Level of the logger ``r2ccl``, as in NCCL_DEBUG: WARN, INFO, TRACE ...; empty: unchanged.
     debug: str = ""
 
     def __post_init__(self) -> None:
@@ -142,7 +146,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 raise _bad(name, getattr(self, name), "seconds, above 0")
 
     def __repr__(self) -> str:
-        """Show the settings, not the secret."""
+        """Return all settings with their values, with the secret masked."""
         shown = (
             f"{name}={'***' if name == 'secret' and self.secret else repr(getattr(self, name))}"
             for name in self.__struct_fields__
@@ -151,32 +155,33 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_resilient(self) -> bool:
-        """Whether a broken path migrates; with mode failstop it ends the call."""
+        """Whether a broken path migrates; in mode failstop it ends the call instead."""
         return self.mode != "failstop"
 
     @property
     def is_balanced(self) -> bool:
-        """Whether rails get the work they can carry; else all are used as if they were whole."""
+        """Whether plans divide work by rail health; else they treat all rails as healthy."""
         return self.mode not in ("failstop", "migrate")
 
     @property
     def is_planned(self) -> bool:
-        """Whether more than rings may run."""
+        """Whether schedules other than rings may run."""
         return self.mode in ("r2cc", "auto")
 
     def digest(self) -> str:
-        """Fingerprint of the fields all ranks must share."""
+        """Return a fingerprint of the fields in `AGREED`, which all ranks compare."""
         values = msgspec.json.encode([getattr(self, name) for name in AGREED])
         return hashlib.sha256(values).hexdigest()[:16]
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], **overrides: Any) -> Config:
-        """Read every field from `env`; keyword arguments win over the environment.
+        """Make a `Config` of the variables in `env`; `overrides` take precedence.
 
         Raises
         ------
         InvalidArgument
-            A value does not parse or is out of range; names the variable.
+            If a value does not parse or is out of range (the message names the variable), or an
+            override is no setting.
         """
         values: dict[str, Any] = {}
         for field in msgspec.structs.fields(cls):
@@ -218,8 +223,8 @@ ALGOS = (
     "packed_trees",
 )
 
-#: Attributes of a queue pair (ibv_modify_qp(3)) have 8, 5 and 3 bits; -1 is our own, and a timeout
-#: of 0 is left out because it waits for ever.
+#: Smallest and largest value of a field. The first three are attributes of a queue pair of 8, 5
+#: and 3 bits (ibv_modify_qp(3)); r2ccl adds -1, and excludes timeout 0, which waits forever.
 RANGES: dict[str, tuple[float, float]] = {
     "gid_index": (-1, 255),
     "ib_timeout": (1, 31),
@@ -230,13 +235,13 @@ RANGES: dict[str, tuple[float, float]] = {
     "quarantine_cap_s": (0.0, 1e6),
 }
 
-#: Spellings of ``debug`` (NCCL's) and the level of the logger ``r2ccl`` each stands for.
+#: Values of ``debug``, which are NCCL's, and the Python logging level that each sets.
 DEBUG_LEVELS = {"": 0, "VERSION": 30, "WARN": 30, "INFO": 20, "ABORT": 20, "TRACE": 10}
 
-#: Signals a program may give away; others have a meaning of their own.
+#: Allowed values of ``dump_signal``: the signals POSIX leaves to the program, or none.
 DUMP_SIGNALS = ("", "SIGUSR1", "SIGUSR2")
 
-#: Fields that shape the wire format or the plan.
+#: Fields that affect the wire format or the plan, and must be equal on all ranks.
 AGREED = (
     "mode",
     "eager_nbytes",
@@ -250,7 +255,7 @@ AGREED = (
     "ipc",
 )
 
-#: Spellings of other libraries that mean the same.
+#: Variables of NCCL that set the same field; the R2CC_ variable takes precedence.
 ALIASES: dict[str, tuple[str, ...]] = {
     "socket_ifname": ("NCCL_SOCKET_IFNAME",),
     "hca": ("NCCL_IB_HCA",),

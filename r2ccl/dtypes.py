@@ -1,12 +1,11 @@
 """Element types and their numbers on the wire.
 
-Where NCCL has a type, the number is NCCL's (``ncclDataType_t`` in nccl.h: 10 and 11 are its 8-bit
-floats); the types it lacks start at 16. Numbers are part of the wire protocol: they are below 64,
-never change and are never used again for another type. ``longdouble`` has none, because its layout
+Types that NCCL has use NCCL's number (``ncclDataType_t`` in nccl.h: 10 and 11 are its 8-bit
+floats); types that NCCL lacks start at 16. Numbers are part of the wire protocol: they are below
+64, never change and are never reused for another type. ``longdouble`` has none, because its layout
 differs between machines; ``bool`` has none, because its sum is not a bool.
 
-This module imports NumPy and, where it is installed, ml_dtypes; of the library only `errors`.
-Invariant: every type here is in the machine's own byte order and holds plain numbers.
+Every type here has the byte order of the machine. bfloat16 is available if ml_dtypes is installed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from r2ccl.errors import InvalidArgument
 
 try:
     import ml_dtypes
-except ImportError:  # nobody in this process can hold a bfloat16 array then
+except ImportError:  # then no array of this process can be bfloat16
     _BFLOAT16: np.dtype[Any] | None = None
 else:
     _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -49,17 +48,17 @@ DTYPES: dict[int, np.dtype[Any]] = {
     code: dtype for code, dtype in _NUMBERED.items() if dtype is not None
 }
 
-#: NumPy dtype to number; a byte-swapped dtype is another key and therefore not found.
+#: NumPy dtype to number. Byte-swapped dtypes are different keys and are not found.
 CODES: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def dtype_of(code: int) -> np.dtype[Any]:
-    """Return the NumPy dtype with this number.
+    """Return the NumPy dtype with number `code`.
 
     Raises
     ------
     InvalidArgument
-        No such number, or bfloat16 without ml_dtypes.
+        If no type has this number, or the type is bfloat16 and ml_dtypes is not installed.
     """
     dtype = DTYPES.get(code)
     if dtype is not None:
@@ -70,7 +69,7 @@ def dtype_of(code: int) -> np.dtype[Any]:
 
 
 def dtype_name(code: int) -> str:
-    """Spell a dtype number for a message; a number without a type (a peer's) stays a number."""
+    """Return the name of dtype `code` for messages, or ``number N`` if this process lacks it."""
     if code == BFLOAT16_CODE:
         return "bfloat16"
     dtype = DTYPES.get(code)
@@ -78,7 +77,7 @@ def dtype_name(code: int) -> str:
 
 
 def names() -> str:
-    """Names of all element types, for messages."""
+    """Return the names of all element types, sorted and comma separated, for messages."""
     return ", ".join(sorted(dtype.name for dtype in CODES))
 
 

@@ -1,9 +1,8 @@
-"""Every exception r2ccl raises: one tree, fields as attributes, the next step in the message.
+"""Exceptions of r2ccl, and descriptions of operating system errors.
 
-Beside it, errors of the operating system in words: name, text, and what to do where a resource is
-used up; they need no file descriptor, so they work when none is left. Imports nothing of the
-library. A transport translates the operating system's and the
-verbs' errors into this tree once, at its edge, with ``raise ... from exc``.
+Transports translate errors of the operating system and of verbs into these exceptions once, at
+their edge, with ``raise ... from exc``. The functions that describe an ``errno`` add advice if a
+resource is exhausted; they open no file descriptor, so they work when none is left.
 
 Invariant: an error that crosses the public interface names the rank that raises it and, where one
 is involved, the peer and the rail; ``str(error)`` ends with what the reader can do next.
@@ -18,22 +17,22 @@ from collections.abc import Mapping, Sequence
 
 
 class R2cclError(Exception):
-    """Base of everything r2ccl raises on purpose."""
+    """Base class of all exceptions that r2ccl raises."""
 
 
 class InvalidArgument(R2cclError, ValueError):
-    """The caller's fault, raised before any byte moves; says what was given and what is allowed."""
+    """Wrong argument or setting; the message says what was given and what is allowed."""
 
 
 class ScheduleError(R2cclError):
-    """The checker refused a schedule.
+    """Schedule rejected by the checker.
 
     Parameters
     ----------
     message : str
-        What is wrong.
+        Description of the defect.
     rank, channel, op : int or None
-        Where; ``op`` is the index of the op in the rank's program of that channel.
+        Location of the defect; ``op`` is the index of the op in the rank's program of that channel.
     """
 
     def __init__(
@@ -56,7 +55,11 @@ class ScheduleError(R2cclError):
 
 
 class TransportError(R2cclError):
-    """A path broke. Recoverable inside a link; only ``R2CC_MODE=failstop`` lets the user see it.
+    """Failure of a path or of a resource that the transport needs.
+
+    Links recover from broken paths, so a broken path ends a call only with
+    ``R2CC_MODE=failstop``. Devices, memory, ports and file descriptors that cannot be used raise it
+    as well.
 
     Parameters
     ----------
@@ -82,19 +85,19 @@ class TransportError(R2cclError):
 
 
 class CompletionError(TransportError):
-    """A work request of an RDMA NIC failed; ``status`` is its work completion status."""
+    """Failure of an RDMA work request; ``status`` is its work completion status."""
 
 
 class RailDown(TransportError):
-    """The local NIC or port of a rail is down."""
+    """Failure of the local NIC or port of a rail."""
 
 
 class TransportTimeout(TransportError):
-    """A wait reached its deadline; lists which links wait for whom."""
+    """Timeout of a wait; the message names the links, ranks or GPU work that it waited for."""
 
 
 class NoHealthyRail(R2cclError):
-    """Every path to a peer is gone.
+    """Loss of every path to a peer.
 
     Parameters
     ----------
@@ -102,7 +105,7 @@ class NoHealthyRail(R2cclError):
     since_s : float
         Seconds since the last path was lost.
     causes : dict of int to str
-        Rail to the evidence that took it down.
+        Evidence of the failure, by rail.
     """
 
     def __init__(self, *, rank: int, peer: int, since_s: float, causes: dict[int, str]) -> None:
@@ -118,23 +121,24 @@ class NoHealthyRail(R2cclError):
 
 
 class PeerLost(R2cclError):
-    """A process died or went silent.
+    """Loss of a peer whose process died or stopped responding.
 
     Parameters
     ----------
     rank : int
-        Who raises.
+        Rank that raises the error.
     peer : int
-        Who is gone.
+        Rank that is lost.
     last_heard_s : float or None
-        Seconds since the last sign of life; None: another rank found it.
+        Seconds since the last sign of life; None if another rank reported the loss.
     why : str
+        Evidence of the loss.
     host : str
-        Where it ran; empty: not known.
+        Host of `peer`; empty: not known.
     last_op : int or None
-        The last collective it was seen in, 0: none; None: not known.
+        Number of the last collective `peer` was seen in; 0: none, None: not known.
     is_met : bool
-        Whether `r2ccl.init` was over: else there is nothing to go on with.
+        Whether `r2ccl.init` had completed; else there is no communicator to continue with.
     """
 
     def __init__(
@@ -157,7 +161,7 @@ class PeerLost(R2cclError):
         if is_met:
             super().__init__(
                 f"rank {rank}: lost rank {peer}{where} ({'; '.join(signs)}); look at that rank's "
-                "own log; go on without it with shrink(), or restart the job"
+                "own log; continue without it with shrink(), or restart the job"
             )
         else:
             super().__init__(
@@ -173,16 +177,18 @@ class PeerLost(R2cclError):
 
 
 class NoQuorum(R2cclError):
-    """Too few ranks are left to go on: others may be alive, and go on without this one.
+    """Too few ranks for ``shrink()``: the unreachable ones may be alive and continue by themselves.
 
     Parameters
     ----------
-    rank, nranks : int
-        Who raises, and of how many.
+    rank : int
+        Rank that raises the error.
+    nranks : int
+        Number of ranks of the communicator.
     alive : sequence of int
-        The ranks it can still reach, itself among them.
+        Ranks that `rank` can still reach, including `rank`.
     gone : mapping of int to str
-        The others, and what is known of their end.
+        Evidence of the loss of each other rank.
     """
 
     def __init__(
@@ -190,9 +196,9 @@ class NoQuorum(R2cclError):
     ) -> None:
         why = "; ".join(f"rank {peer}: {cause}" for peer, cause in sorted(gone.items()))
         super().__init__(
-            f"rank {rank}: of {nranks} ranks only {list(alive)} are left here, and shrink() needs "
+            f"rank {rank}: can reach only ranks {list(alive)} of {nranks}, but shrink() needs "
             f"more than half, or half with rank 0 ({why}); restart the job, or, if no other rank "
-            'can have gone on, call shrink(quorum="any") instead'
+            'can have continued, call shrink(quorum="any") instead'
         )
         self.rank = rank
         self.nranks = nranks
@@ -201,7 +207,7 @@ class NoQuorum(R2cclError):
 
 
 class CommunicatorRevoked(R2cclError):
-    """The communicator cannot be used any more; ``reason`` is the first error that revoked it."""
+    """Use of a communicator that was revoked or closed; ``reason`` is the error that revoked it."""
 
     def __init__(self, message: str, *, reason: BaseException | None = None) -> None:
         super().__init__(message)
@@ -209,21 +215,21 @@ class CommunicatorRevoked(R2cclError):
 
 
 class ConcurrentCalls(R2cclError):
-    """A blocking call while another one is under way, in another thread or below a signal handler.
+    """Blocking call made while another one runs, in another thread or below a signal handler.
 
-    It was refused before it began; the first one goes on. While asynchronous calls are under way,
-    calls are queued instead.
+    The second call is rejected before it starts; the first one continues. While asynchronous calls
+    are running, blocking calls are queued instead.
     """
 
 
 class InternalError(R2cclError):
-    """A broken invariant of r2ccl itself: please report it with the message."""
+    """Violated invariant of r2ccl, a defect: please report it with the message."""
 
 
 def describe_os_error(exc: BaseException) -> str:
-    """Return what happened: ``EMFILE: Too many open files; raise `ulimit -n` ...``.
+    """Return a description with advice: ``EMFILE: Too many open files; raise `ulimit -n` ...``.
 
-    An exception that carries no error number is described by its own text, or by its type.
+    An exception without an error number is described by its text or, without a text, by its type.
     """
     code = getattr(exc, "errno", None)
     if not isinstance(exc, OSError) or not isinstance(code, int) or code not in errno.errorcode:
@@ -232,28 +238,28 @@ def describe_os_error(exc: BaseException) -> str:
 
 
 def errno_name(exc: OSError) -> str:
-    """Return the name of the error's number, such as ``EMFILE``; EIO: it has none."""
+    """Return the name of the error's number, such as ``EMFILE``; ``EIO`` if it has no number."""
     return errno.errorcode.get(exc.errno or 0, "EIO")
 
 
 def describe_errno(code: int) -> str:
-    """Return name and text of an error number, and the advice if a resource is used up."""
+    """Return the name and text of an error number, and advice if a resource is exhausted."""
     text, hint = decode_errno(code), exhaustion_advice(code)
     return f"{text}; {hint}" if hint else text
 
 
 def decode_errno(code: int) -> str:
-    """Return name and text of an error number: ``EMFILE: Too many open files``."""
+    """Return the name and text of an error number: ``EMFILE: Too many open files``."""
     return f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
 
 
 def is_exhaustion(code: int | None) -> bool:
-    """Whether `code` says that this machine, or this process, has no more of something."""
+    """Whether error number `code` means that a resource of the process or host is exhausted."""
     return code in _ADVICE
 
 
 def exhaustion_advice(code: int) -> str:
-    """Return what to do about an exhausted resource; empty: `code` is another error."""
+    """Return advice for an error number that means an exhausted resource; empty for others."""
     if code not in _ADVICE:
         return ""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -262,16 +268,16 @@ def exhaustion_advice(code: int) -> str:
 
 _PORTS = "widen the sysctl net.ipv4.ip_local_port_range"
 
-#: What each error of socket(2), accept(2), bind(2), connect(2) and epoll_ctl(2) asks for.
+#: Advice for errors of socket(2), accept(2), bind(2), connect(2) and epoll_ctl(2).
 _ADVICE = {
     errno.EMFILE: (
-        "this process has as many descriptors as it may: raise `ulimit -n` (now {soft}, "
+        "this process has reached its limit of open files: raise `ulimit -n` (now {soft}, "
         "at most {hard})"
     ),
-    errno.ENFILE: "all processes together have too many files open: raise the sysctl fs.file-max",
+    errno.ENFILE: "the system has reached its limit of open files: raise the sysctl fs.file-max",
     errno.ENOBUFS: "the kernel has no memory for more sockets: raise the sysctl net.ipv4.tcp_mem",
     errno.ENOMEM: "the kernel has no memory left: free some, or use fewer ranks on this host",
-    errno.ENOSPC: "too many descriptors are watched: raise the sysctl fs.epoll.max_user_watches",
+    errno.ENOSPC: "epoll watches too many descriptors: raise the sysctl fs.epoll.max_user_watches",
     errno.EADDRNOTAVAIL: (
         "no local port is free, or this host has lost the address: " + _PORTS + ", or look at "
         "`ip address`"

@@ -1,4 +1,4 @@
-"""init(): from "who are we" to a communicator; where the parts are put together."""
+"""`init`: meets the other ranks and assembles a `Communicator` from its parts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Everything ranks say to each other, beside what bootstrap itself does.
+#: All message types on the control sessions, except those of bootstrap itself.
 MESSAGES: Any = (
     Announcement | Revoke | PortUp | Leaving | Spared | Calling | Offer | Answer | EndpointReady
     | ProbeRequest | ProbeReply | Finding
@@ -57,35 +57,36 @@ MESSAGES: Any = (
 def init(
     comm: Any = None, *, faults: TransportWrapper | None = None, **settings: Any
 ) -> Communicator:
-    """Meet the other ranks and connect every rail.
+    """Meet the other ranks, connect every rail and return the communicator.
 
     Parameters
     ----------
     comm : mpi4py communicator, optional
-        Its ranks are the communicator's. Default: the torchrun-style environment (``RANK``,
-        ``WORLD_SIZE``, ``MASTER_ADDR`` ...), as `r2ccl launch` and torchrun set it, or the world
-        of the MPI launcher the process was started by.
+        MPI communicator that provides the ranks. Default: the torchrun-style environment
+        (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...), as set by `r2ccl launch` and torchrun, or
+        ``MPI.COMM_WORLD`` if an MPI launcher started the process.
     faults : r2ccl.testing.FaultPlan, optional
-        Faults to inject (testing): anything that puts a transport around another. Default: what
-        ``R2CC_TRANSPORT_WRAPPER`` names, if anything.
+        Faults to inject (testing), or another object that wraps the transport. Default: the
+        function that ``R2CC_TRANSPORT_WRAPPER`` names, if any.
     **settings
-        Fields of `Config`, winning over their ``R2CC_*`` variables.
+        Fields of `Config`; they take precedence over their ``R2CC_*`` variables.
 
     Returns
     -------
     Communicator
-        Use it as a context manager: leaving the block closes it, or aborts it on an exception.
+        Use the communicator as a context manager: leaving the block closes it, or aborts it on an
+        exception.
 
     Raises
     ------
     InvalidArgument
-        A setting is wrong, ranks disagree on one, or nothing says who the ranks are.
+        If a setting is wrong, ranks differ in a setting, or nothing defines this process's rank.
     TransportTimeout
-        Not every rank came within ``R2CC_INIT_TIMEOUT_S``; names those missing.
+        If not every rank arrives within ``R2CC_INIT_TIMEOUT_S``; the message names the missing.
     PeerLost
-        A rank left meanwhile.
+        If a rank exits during `init`.
     TransportError
-        This process, or its host, has no more descriptors, ports or memory.
+        If this process or its host has run out of file descriptors, ports or memory.
 
     Notes
     -----
@@ -133,7 +134,7 @@ def init(
 
 @contextmanager
 def _exhaustion_explained(who: str) -> Iterator[None]:
-    """Translate errors of the operating system that say that something is used up."""
+    """Translate operating system errors that mean an exhausted resource to `TransportError`."""
     try:
         yield
     except OSError as exc:
@@ -152,7 +153,7 @@ def _assemble(
     members: tuple[int, ...],
     wrap: Callable[[Transport], Transport] | None = None,
 ) -> Communicator:
-    """Put a communicator together, `init`'s or one that was shrunk; owns `control`."""
+    """Make a communicator, for `init` or after a shrink; takes ownership of `control`."""
     opened: Transport | None = None
     try:
         opened, relayed = _open_transport(control, config, hcas)
@@ -180,9 +181,10 @@ def _assemble(
 def _open_transport(
     control: bootstrap.ControlPlane, config: Config, hcas: Sequence[Hca]
 ) -> tuple[Transport, PxnTransport | None]:
-    """Open the sockets' transport and, where every rank has RDMA ports, theirs beside it.
+    """Open the TCP transport and, if every rank has RDMA ports, the verbs transport beside it.
 
-    Returns the whole, and the part of it that can take pxn_routes through the memory of GPUs.
+    Returns the transport to use and its part that can use PXN routes through the memory of other
+    GPUs, or None without RDMA or CUDA.
     """
     tcp = TcpTransport(
         control.rank,
@@ -200,8 +202,8 @@ def _open_transport(
     )
     if control.nhcas < len(hcas):
         _log.warning(
-            "rank %d: %d RDMA ports here, but only %d on every rank: the others are not used; give "
-            "all ranks as many, or set R2CC_HCA",
+            "rank %d: this rank has %d RDMA ports, but some ranks have only %d: the surplus is not "
+            "used; give all ranks equally many, or set R2CC_HCA",
             control.rank, len(hcas), control.nhcas,
         )  # fmt: skip
     if not control.nhcas:
@@ -220,7 +222,7 @@ def _open_transport(
 
 
 def _set_log_level(config: Config) -> None:
-    """Let the library's logger through as far as ``R2CC_DEBUG`` says, to stderr if nowhere else."""
+    """Apply ``R2CC_DEBUG`` to the logger ``r2ccl``; add a stderr handler if it has none."""
     level = DEBUG_LEVELS[config.debug.upper()]
     logger = logging.getLogger("r2ccl")
     if level:
@@ -230,17 +232,19 @@ def _set_log_level(config: Config) -> None:
 
 
 def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca, ...]:
-    """Choose the RDMA ports of this rank; none on a single host, unless they are named."""
+    """Choose the RDMA ports of this rank; on a single host none, unless R2CC_HCA is set."""
     if config.hca == "none" or (is_one_host and not config.hca):
         return ()
     chosen = select_hcas(list_hcas(), config.hca)
     if chosen and find_spec("pyverbs") is None:
         if config.hca:
             raise InvalidArgument(
-                "R2CC_HCA names RDMA NICs, but there is no pyverbs: install the distribution's "
-                "package (Debian: python3-pyverbs)"
+                "R2CC_HCA names RDMA NICs, but pyverbs is not installed: install the "
+                "distribution's package (Debian: python3-pyverbs)"
             )
-        _log.warning("RDMA NICs are there, but no pyverbs: TCP is used; see docs/tuning.md")
+        _log.warning(
+            "RDMA NICs were found, but pyverbs is not installed: TCP is used; see docs/tuning.md"
+        )
         return ()
     if NameFilter(config.hca, variable="R2CC_HCA").is_selection:
         return chosen
@@ -248,15 +252,15 @@ def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca
 
 
 def _has_room(hca: Hca, nranks: int) -> bool:
-    """Whether a port that nobody named can serve a job of so many ranks; says if not."""
+    """Whether the completion queues of `hca` suffice for `nranks` ranks; log a warning if not."""
     from r2ccl.transport.verbs.device import room
 
     npeers = room(hca.name)
     if npeers >= nranks - 1:
         return True
     _log.warning(
-        "%s is not used: its completion queues have room for %d ranks, and the job has %d; "
-        "R2CC_HCA=none leaves out all, without this warning",
+        "%s is not used: its completion queues suffice for %d ranks, but the job has %d; set "
+        "R2CC_HCA=none to use no RDMA port and silence this warning",
         hca.label, npeers + 1, nranks,
     )  # fmt: skip
     return False
@@ -265,7 +269,7 @@ def _has_room(hca: Hca, nranks: int) -> bool:
 def _open_verbs(
     control: bootstrap.ControlPlane, config: Config, hcas: Sequence[Hca]
 ) -> TransportPart:
-    """Open the RDMA ports all ranks use; their rails come after TCP's."""
+    """Open the RDMA ports in `hcas`; their rails are numbered after those of TCP."""
     from r2ccl.transport.verbs.device import RdmaDevice
     from r2ccl.transport.verbs.registration import RegistrationCache
     from r2ccl.transport.verbs.transport import VerbsTransport
@@ -299,12 +303,12 @@ def _open_verbs(
 
 
 def _named_wrapper(config: Config) -> Callable[[Transport, int], WrappedTransport] | None:
-    """Import what ``R2CC_TRANSPORT_WRAPPER`` names; None: nothing."""
+    """Return the function that ``R2CC_TRANSPORT_WRAPPER`` names, or None if it is empty."""
     name = config.transport_wrapper
     if not name and config.fault_plan:
         raise InvalidArgument(
-            f"R2CC_FAULT_PLAN={config.fault_plan} is set, but no R2CC_TRANSPORT_WRAPPER that has "
-            "its faults strike: set r2ccl.testing.fault_plan:wrap_by_env, or unset the plan"
+            f"R2CC_FAULT_PLAN={config.fault_plan} is set, but no R2CC_TRANSPORT_WRAPPER injects "
+            "its faults: set it to r2ccl.testing.fault_plan:wrap_by_env, or unset R2CC_FAULT_PLAN"
         )
     try:
         found: Callable[[Transport, int], WrappedTransport] | None = (

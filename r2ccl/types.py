@@ -1,7 +1,4 @@
-"""The values that all packages use: reductions, NICs, rails, paths, probes.
-
-Values only: no I/O, no clock, no state; this module imports nothing of the library.
-"""
+"""Value types shared by all packages: reductions, collectives, NICs, path and probe keys."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class ReduceOp(enum.IntEnum):
 
 
 class Collective(enum.IntEnum):
-    """Collective operations, as they are numbered on the wire."""
+    """Collective operations and their numbers on the wire."""
 
     ALLREDUCE = 0
     BARRIER = 1
@@ -33,26 +30,28 @@ class Collective(enum.IntEnum):
     REDUCE = 5
 
 
-#: Collectives that combine data, and those with a root.
+#: Collectives that reduce data.
 REDUCTIONS = frozenset((Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE))
+#: Collectives with a root rank.
 ROOTED = frozenset((Collective.BROADCAST, Collective.REDUCE))
-#: Collectives whose buffer has one part a rank.
+#: Collectives whose larger buffer has one part per rank.
 PARTED = frozenset((Collective.ALLGATHER, Collective.REDUCE_SCATTER))
 
-#: Returns the bytes that each rank passed, by rank. *Collective*: all ranks, with equal lengths.
+#: Allgather of bytes: returns the bytes passed by each rank, in rank order.
+#: *Collective*: all ranks must call with equally many bytes.
 AllgatherBytes: TypeAlias = Callable[[bytes], Sequence[bytes]]
 
 
-#: The rail of a path that two ranks use when they have no rail in common.
+#: Rail number of a bypass: the path of two ranks that have no rail in common.
 BYPASS = 0xFFFF
 
 
 class Nic(msgspec.Struct, frozen=True):
-    """One local network device a rail can start from.
+    """Local network interface or RDMA port that can serve as this rank's end of a rail.
 
     ``name`` is the interface (``eth0``), ``address`` the IPv4 or IPv6 address to bind,
     ``index`` the kernel's interface index, ``speed_mbps`` the nominal rate (0: unknown).
-    ``is_last_resort``: slices travel over it only where two ranks have nothing else.
+    ``is_last_resort``: carries slices only between two ranks that have no other rail left.
     """
 
     name: str
@@ -63,14 +62,14 @@ class Nic(msgspec.Struct, frozen=True):
 
 
 def rail_name(rail: int) -> str:
-    """Name a path's rail for people."""
+    """Return the name of a path's rail for messages: ``rail 2`` or ``the bypass``."""
     return "the bypass" if rail == BYPASS else f"rail {rail}"
 
 
 class PathKey(NamedTuple):
-    """One rail between this rank and ``peer``: what fails, is fenced and migrates.
+    """Path from this rank to ``peer`` over one rail: the unit that fails, is fenced and migrates.
 
-    Rail `BYPASS` is none of the rails: see `BypassWay`.
+    Rail number `BYPASS` stands for a bypass, which uses no common rail: see `BypassWay`.
     """
 
     peer: int
@@ -78,15 +77,15 @@ class PathKey(NamedTuple):
 
     @property
     def is_bypass(self) -> bool:
-        """Whether it goes round the rails."""
+        """Whether the path is a bypass, which uses no common rail."""
         return self.rail == BYPASS
 
 
 class BypassWay(NamedTuple):
-    """How a bypass may go: from this rank's port of rail `via` to rank `to`'s port of rail `rail`.
+    """First hop of a possible bypass: this rank's port of rail `via` to `to`'s port of rail `rail`.
 
-    To the peer itself between ports of different rails, on a fabric that joins them; or to a third
-    rank, which forwards.
+    `to` is either the peer itself, if the fabric connects the ports of different rails, or a third
+    rank that forwards the bytes to the peer.
     """
 
     via: int
@@ -95,9 +94,10 @@ class BypassWay(NamedTuple):
 
 
 class ProbeKey(NamedTuple):
-    """The port `rail` of `peer` is asked for a sign of life, from this rank's port of rail `via`.
+    """Probe of `peer`'s port of rail `rail`, sent from this rank's port of rail `via`.
 
-    With ``via == rail`` the two ports are those of a path; any other is this rank's auxiliary.
+    With ``via == rail`` the two ports are the ends of a path. Otherwise this rank's port of rail
+    `via` is an auxiliary port.
     """
 
     peer: int
@@ -106,11 +106,11 @@ class ProbeKey(NamedTuple):
 
 
 class CallSignature(msgspec.Struct, frozen=True):
-    """What all ranks must agree on in one call; travels with every slice, packed in 64 bits.
+    """Arguments of a call that must be equal on all ranks; sent with every slice, in 64 bits.
 
-    ``count`` is that of the whole buffer, all ranks' parts together. ``op`` is SUM and ``root`` 0
-    where a collective has none. For an allreduce with a schedule of the caller's, ``root`` is
-    derived from its digest: see `with_schedule`.
+    ``count`` is the number of elements of the whole buffer, all ranks' parts together. ``op`` is
+    SUM and ``root`` 0 for collectives without them. For an allreduce that runs a schedule of the
+    caller, ``root`` is derived from the digest of that schedule: see `with_schedule`.
     """
 
     collective: int
@@ -120,20 +120,20 @@ class CallSignature(msgspec.Struct, frozen=True):
     root: int = 0
 
     def with_schedule(self, digest: int) -> CallSignature:
-        """Return the signature of this allreduce with the schedule of that `Schedule.digest`."""
+        """Return the signature of this allreduce run with the schedule whose `digest` is given."""
         return msgspec.structs.replace(self, root=1 + digest % _ROOT_MASK)
 
     def pack(self) -> int:
-        """Pack: 4 bits collective, 6 dtype, 4 op, 12 root, 38 count (elements).
+        """Return the 64-bit form: 4 bits collective, 6 dtype, 4 op, 12 root, 38 count (elements).
 
-        Of a root, and of a count, the lower bits: enough to tell calls apart.
+        Larger roots and counts are cut to their lower bits, which suffice to tell calls apart.
         """
         head = (self.collective << 10) | (self.dtype << 4) | self.op
         return (head << 50) | ((self.root & _ROOT_MASK) << 38) | (self.count & _COUNT_MASK)
 
     @classmethod
     def unpack(cls, packed: int) -> CallSignature:
-        """Invert `pack`."""
+        """Return the signature that `pack` packed; root and count have their lower bits only."""
         return cls(
             packed >> 60,
             (packed >> 54) & 0x3F,

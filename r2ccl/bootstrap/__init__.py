@@ -1,14 +1,16 @@
-"""Meet, prove who you are, and stay in touch: rendezvous and the control plane.
+"""Rendezvous, authentication and the control plane: how ranks find, trust and reach each other.
 
-For the data plane: `connect`, and then what `r2ccl.bootstrap.control` describes. For users:
-`r2ccl.bootstrap.launch.launch`. This package imports no other of its level (topology is passed in),
-and only it and the transports see sockets. Its parts, in the order a job meets them: ``launch``,
-``identity`` and ``secretfile`` (who am I), ``startup`` and ``rendezvous`` (who are the others),
-``wire`` and ``listener`` (authenticated connections), ``session``, ``peer``, ``paths`` and
-``control``; ``succession`` (who goes on after a death, and how they meet).
+The data plane calls `connect` and uses the `r2ccl.bootstrap.control.ControlPlane` that it returns.
+Users call `r2ccl.bootstrap.launch.launch`. Outside this package only transports use sockets.
 
-Names are imported on first use: asyncio costs tens of milliseconds that ``import r2ccl`` does not
-need to pay.
+Modules, in the order a job uses them: ``launch`` starts ranks; ``identity`` and ``secretfile``
+determine this process's rank and secret; ``startup`` and ``rendezvous`` find the other ranks;
+``wire`` and ``listener`` open authenticated connections; ``session``, ``peer``, ``paths`` and
+``control`` make the control plane; ``succession`` makes the control plane of the survivors after
+ranks were lost.
+
+Names are imported on first use, because asyncio would add tens of milliseconds to ``import
+r2ccl``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Mutual proof of a shared secret on a fresh connection: both sides as sans-I/O objects.
+"""Mutual authentication with a shared secret on a new connection: both sides, without I/O.
 
-Four fixed-size messages, so that nothing a stranger sends is ever parsed::
+The handshake has four messages of fixed size, so that no bytes of a stranger are ever parsed::
 
     dialer                                   acceptor
     magic, version, nonce (40 B)     ->
@@ -8,15 +8,15 @@ Four fixed-size messages, so that nothing a stranger sends is ever parsed::
     claim, HMAC("dial", ...) (76 B)  ->
                                      <-      HMAC("accept", ...) (32 B)
 
-Each HMAC-SHA256 covers its own label, both first messages and the claim; the acceptor's covers
-the dialer's proof too. So a proof is good for one role, one pair of ranks and one connection: it
-can be neither replayed nor reflected. The acceptor looks into the claim only after its proof.
+Each HMAC-SHA256 covers a label, both first messages and the claim; the acceptor's also covers the
+dialer's proof. A proof is therefore valid for one role, one pair of ranks and one connection: it
+can be neither replayed nor reflected. The acceptor reads the claim only after verifying its proof.
 
-What is proved is who opened the connection. The bytes after it are neither encrypted nor
-authenticated: someone who can rewrite packets on the path is outside the fault model.
+The handshake authenticates the two ends of the connection. Later bytes are neither encrypted nor
+authenticated: an attacker who can rewrite packets on the path is outside the fault model.
 
-This module does no I/O, reads no clock and draws no random number (nonces are passed in); it
-imports nothing but ``errors``. Invariant: a secret never shows in a repr, a message or a pickle.
+This module does no I/O; nonces are arguments. Invariant: a secret never appears in a repr, a
+message or a pickle.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import NamedTuple, NoReturn
 
 from r2ccl.errors import InternalError, InvalidArgument, R2cclError
 
-#: Version of everything on r2ccl's connections: handshake, frames, rendezvous.
+#: Version of the wire protocol: handshake, frames and rendezvous messages.
 PROTOCOL_VERSION = 2
 
 SECRET_NBYTES = 32
@@ -42,14 +42,14 @@ _MAC_NBYTES = 32
 _DIAL_LABEL = b"r2ccl dial\0"
 _ACCEPT_LABEL = b"r2ccl accept\0"
 
-#: Sizes of the four messages, in the order they travel (the first two are equal).
+#: Sizes in bytes of the four messages, in the order sent; both openings have the same size.
 OPENING_NBYTES = _OPENING.size
 PROOF_NBYTES = _CLAIM.size + _MAC_NBYTES
 ANSWER_NBYTES = _MAC_NBYTES
 
 
 class HandshakeRejected(R2cclError):
-    """The other side is not who it should be; `reason` is short, fixed text fit for a counter."""
+    """Failed or refused handshake; `reason` is a short, fixed text that can key a counter."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -57,7 +57,7 @@ class HandshakeRejected(R2cclError):
 
 
 class Secret:
-    """The 32 bytes all ranks of a job share. Prints as dots; refuses to be pickled.
+    """Secret of 32 bytes shared by all ranks of a job; its repr hides it, and it cannot be pickled.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class Secret:
     Raises
     ------
     InvalidArgument
-        `key` has another length.
+        If `key` does not have 32 bytes.
     """
 
     __slots__ = ("_key",)
@@ -82,12 +82,12 @@ class Secret:
 
     @classmethod
     def from_hex(cls, text: str) -> Secret:
-        """Read 64 hexadecimal digits; white space around them is ignored.
+        """Return the secret given as 64 hexadecimal digits; surrounding white space is ignored.
 
         Raises
         ------
         InvalidArgument
-            Anything else. The message does not repeat what was given.
+            If `text` is anything else. The message does not contain `text`.
         """
         try:
             return cls(bytes.fromhex(text.strip()))
@@ -98,7 +98,7 @@ class Secret:
             ) from None
 
     def hex(self) -> str:
-        """Return the secret itself, for the environment or the 0600 file it travels in."""
+        """Return the secret in hexadecimal, for an environment variable or a file of mode 0600."""
         return self._key.hex()
 
     def sign(self, message: bytes) -> bytes:
@@ -106,30 +106,33 @@ class Secret:
         return hmac.digest(self._key, message, "sha256")
 
     def __repr__(self) -> str:
-        """Tell nothing."""
+        """Return a text without the secret."""
         return "Secret(...)"
 
     def __reduce__(self) -> NoReturn:
-        """Refuse."""
-        raise InternalError("a secret must not be pickled; pass Secret.hex() where it has to go")
+        """Raise `InternalError`: a pickle would expose the secret."""
+        raise InternalError(
+            "a secret must not be pickled; pass Secret.hex() to the process that needs it"
+        )
 
 
 class Purpose(enum.IntEnum):
-    """What a connection is for."""
+    """Purpose of a connection."""
 
     CONTROL = 1
     DATA = 2
     RENDEZVOUS = 3
-    #: Bytes for another rank, to be forwarded.
+    #: Carries bytes that the acceptor forwards to another rank.
     FORWARD = 4
 
 
 class Claim(NamedTuple):
-    """What the dialer says the connection is; true once its proof is verified.
+    """Dialer's description of its connection; can be trusted once its proof is verified.
 
-    ``rail`` and ``epoch`` name the path of a DATA connection, ``beyond`` is the rank a FORWARD
-    connection is for; they are 0 otherwise. ``communicator`` is 16 bytes, zeros before rendezvous
-    has drawn them.
+    ``src`` and ``dst`` are the ranks of dialer and acceptor. ``rail`` and ``epoch`` identify the
+    path of a DATA connection; ``beyond`` is the rank to which a FORWARD connection is forwarded.
+    They are 0 otherwise. ``communicator`` is the communicator's id of 16 bytes, zeros until the
+    rendezvous has chosen it.
     """
 
     purpose: Purpose
@@ -141,19 +144,19 @@ class Claim(NamedTuple):
     beyond: int = 0
 
     def pack(self) -> bytes:
-        """Return the fixed-size wire form."""
+        """Return the wire form, which has a fixed size."""
         return _CLAIM.pack(
             self.purpose, self.src, self.dst, self.rail, self.epoch, self.beyond, self.communicator
         )
 
     @classmethod
     def unpack(cls, packed: bytes) -> Claim:
-        """Invert `pack`. Only for bytes whose proof was verified.
+        """Return the claim that `pack` packed. Only for bytes whose proof was verified.
 
         Raises
         ------
         HandshakeRejected
-            The purpose is unknown.
+            If the purpose is unknown.
         """
         purpose, src, dst, rail, epoch, beyond, communicator = _CLAIM.unpack(packed)
         try:
@@ -164,7 +167,9 @@ class Claim(NamedTuple):
 
 
 class Dialer:
-    """The side that connects: send `opening`, feed `prove`, send its result, feed `confirm`.
+    """Connecting side of a handshake.
+
+    Send `opening`, pass the answer to `prove`, send its result, pass the answer to `confirm`.
 
     Parameters
     ----------
@@ -181,16 +186,16 @@ class Dialer:
         self._expected_answer = b""
 
     def opening(self) -> bytes:
-        """Return the first message."""
+        """Return the first message of the handshake."""
         return self._opening
 
     def prove(self, opening: bytes) -> bytes:
-        """Answer the acceptor's opening with the claim and its proof.
+        """Return the claim and its proof, the reply to the acceptor's `opening`.
 
         Raises
         ------
         HandshakeRejected
-            Wrong magic or version.
+            If `opening` has a wrong magic or version.
         """
         _check_opening(opening)
         transcript = self._opening + opening + self._claim
@@ -199,12 +204,12 @@ class Dialer:
         return self._claim + proof
 
     def confirm(self, answer: bytes) -> None:
-        """Check the acceptor's proof; the connection may be used after that.
+        """Check the acceptor's proof; the connection may be used afterwards.
 
         Raises
         ------
         HandshakeRejected
-            The acceptor does not know the secret.
+            If the acceptor does not know the secret.
         """
         if not self._expected_answer:
             raise InternalError("confirm() before prove()")
@@ -213,7 +218,10 @@ class Dialer:
 
 
 class Acceptor:
-    """The side that listens: feed `challenge`, send its result, feed `verify`, send `answer`.
+    """Listening side of a handshake.
+
+    Pass the first message to `challenge`, send its result, pass the reply to `verify`, send
+    `answer`.
 
     Parameters
     ----------
@@ -229,24 +237,24 @@ class Acceptor:
         self._answer = b""
 
     def challenge(self, opening: bytes) -> bytes:
-        """Answer the dialer's opening with this side's.
+        """Return this side's opening, the reply to the dialer's.
 
         Raises
         ------
         HandshakeRejected
-            Wrong magic or version.
+            If `opening` has a wrong magic or version.
         """
         _check_opening(opening)
         self._transcript = opening + self._opening
         return self._opening
 
     def verify(self, message: bytes) -> Claim:
-        """Check the dialer's proof and only then read its claim.
+        """Check the dialer's proof and return its claim, which is read only after the check.
 
         Raises
         ------
         HandshakeRejected
-            The proof is wrong, or the claim names an unknown purpose.
+            If the proof is wrong, or the claim has an unknown purpose.
         """
         if not self._transcript:
             raise InternalError("verify() before challenge()")
@@ -258,7 +266,7 @@ class Acceptor:
         return Claim.unpack(claim)
 
     def answer(self) -> bytes:
-        """Return the last message: this side's proof, which also says that the claim is welcome."""
+        """Return the last message: this side's proof, sent only to accept the connection."""
         if not self._answer:
             raise InternalError("answer() before verify()")
         return self._answer

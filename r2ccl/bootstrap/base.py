@@ -1,7 +1,7 @@
-"""What the data plane needs of the control plane, as interfaces; nothing in them blocks.
+"""Interfaces of the control plane that the data plane uses; no method blocks.
 
-`r2ccl.bootstrap.control.ControlPlane` is what implements them, and `r2ccl.testing.simulation` has
-one of its own. Interfaces only.
+`r2ccl.bootstrap.control.ControlPlane` and the simulator in `r2ccl.testing.simulation` implement
+them.
 """
 
 from __future__ import annotations
@@ -13,42 +13,42 @@ from r2ccl.types import BypassWay
 
 
 class Post(Protocol):
-    """Carries messages to other ranks."""
+    """Sender of control messages to other ranks."""
 
     def send(self, peer: int, message: object) -> None:
-        """Queue `message`; it arrives exactly once, in order."""
+        """Queue `message` for `peer`; it arrives exactly once, in the order sent."""
         ...
 
     def broadcast(self, message: object) -> None:
-        """`send` to every other rank."""
+        """Queue `message` for every other rank."""
         ...
 
 
 class ControlPort(Post, Protocol):
-    """Connects paths too; a connection is reported to the handler's ``on_path``."""
+    """Control plane that also connects paths; new connections go to the handler's ``on_path``."""
 
     def accept_path(self, peer: int, rail: int, epoch: int) -> None:
-        """Let in one connection of exactly (peer, rail, epoch)."""
+        """Accept one data connection with exactly this (peer, rail, epoch)."""
         ...
 
     def dial_path(self, peer: int, rail: int, epoch: int) -> None:
-        """Connect until it succeeds."""
+        """Connect the path to `peer` on `rail`; retry until it succeeds or is cancelled."""
         ...
 
     def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
-        """Connect by the first of `ways` that works, if one does; as rail `BYPASS`."""
+        """Connect to `peer`, as its path of rail `BYPASS`, by the first of `ways` that works."""
         ...
 
     def cancel_path(self, peer: int, rail: int) -> None:
-        """Undo `accept_path` and `dial_path`."""
+        """Cancel `accept_path`, `dial_path` and `dial_bypass` of this path."""
         ...
 
     def kick(self, rail: int) -> None:
-        """Dial the pending paths of `rail` now."""
+        """Dial the pending paths of `rail` now, without waiting for their next retry."""
         ...
 
     def obstacles(self, peer: int) -> list[str]:
-        """Say why paths to `peer` are not connected, as far as this end knows; any thread."""
+        """Return the reasons known here why paths to `peer` are not connected; any thread."""
         ...
 
 

@@ -1,17 +1,16 @@
-"""Bypasses: connections of two ranks that have no rail in common, dialed and forwarded.
+"""Bypasses: connections between two ranks that have no rail in common.
 
-The lower rank tries several ways at once and takes the first over which the higher rank proves
-itself: from any of its NICs to any of the other's, or through a third rank. That one forwards
-bytes: it lets in a rank that proved itself, connects to the other over whichever rail gets there
-first, and copies both ways until either side ends. It cannot read a proof that is not its own, and
-the two ranks prove themselves to each other through it as they would without. Runs in the control
-thread.
+The lower rank dials several ways, each a little after the one before, and uses the first over
+which the higher rank authenticates: from any of its NICs to any NIC of the peer, or through a third
+rank, the forwarder. The forwarder accepts an authenticated rank, connects to the target over the
+first rail that answers, and copies bytes in both directions until either side closes. The two ranks
+authenticate each other end to end through the forwarder. Runs in the control thread.
 
-No probe watches a bypass. The kernel ends each connection it consists of once the far end's kernel
-said nothing for `SILENCE_S`, which ends all of it, and the two ranks try other ways.
+Bypasses are not probed. The kernel closes a TCP connection after `SILENCE_S` without an answer from
+the kernel at the other end. That closes the whole bypass, and the two ranks try other ways.
 
-Invariants: a rank forwards at most `MAX_FORWARDED` connections at a time, and between members of
-its communicator only; a socket that is not handed over is closed.
+Invariants: a rank forwards at most `MAX_FORWARDED` connections at a time, and only between members
+of its communicator; every socket is either handed over or closed.
 """
 
 from __future__ import annotations
@@ -32,31 +31,33 @@ from r2ccl.types import BypassWay, PathKey
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
-#: Connections a rank forwards at a time.
+#: Most connections that a rank forwards at a time.
 MAX_FORWARDED = 256
-#: Silence of a far kernel that ends a connection: several retransmissions on any sane network.
+#: Time without an answer from the remote kernel that closes a connection: enough for several
+#: retransmissions.
 SILENCE_S = 2.0
-#: One more way is tried after this long without success; a good one takes a few round trips.
+#: Pause before the next way is tried as well. A working way connects in a few round trips.
 STAGGER_S = 0.02
 #: Covers two retransmissions of a SYN (Linux sends the first after 1 s).
 _CONNECT_TIMEOUT_S = 2.0
 _COPY_NBYTES = 256 << 10
 
-#: Attempts a rank makes at a time, for all its peers together.
+#: Most connection attempts of a rank at a time, for all its peers together.
 MAX_ATTEMPTS = 64
 
 Attempt = Callable[[], Coroutine[Any, Any, socket.socket]]
 
 
 async def first_of(attempts: Sequence[Attempt], stagger_s: float = STAGGER_S) -> socket.socket:
-    """Try one after another, `stagger_s` apart or as soon as one fails; return the first success.
+    """Start the attempts one after another and return the socket of the first that succeeds.
 
-    The others are cancelled, or closed if they succeeded too.
+    The next attempt starts after `stagger_s`, or as soon as a running one fails. When one succeeds,
+    the others are cancelled, or their sockets closed.
 
     Raises
     ------
     OSError
-        None succeeded; says how many were tried and why the last one failed.
+        If all attempts fail; the message has their number and the error of the last one.
     """
     waiting = list(reversed(attempts))
     running: set[asyncio.Task[socket.socket]] = set()
@@ -81,7 +82,7 @@ async def first_of(attempts: Sequence[Attempt], stagger_s: float = STAGGER_S) ->
         for task in running:
             task.cancel()
             task.add_done_callback(_close_result)
-    raise OSError(f"none of {len(attempts)} ways works; the last one: {why or 'there is none'}")
+    raise OSError(f"none of {len(attempts)} ways works; last error: {why or 'nothing was tried'}")
 
 
 def _close_result(task: asyncio.Task[socket.socket]) -> None:
@@ -97,12 +98,14 @@ async def dial(
     ways: Sequence[BypassWay],
     room: asyncio.Semaphore,
 ) -> socket.socket:
-    """Connect to ``key.peer`` by the first of `ways` that works; attempts wait for `room`.
+    """Connect to ``key.peer`` by the first of `ways` that works; return the socket.
+
+    Each attempt holds the semaphore `room`, which bounds the attempts of this rank.
 
     Raises
     ------
     OSError
-        None does.
+        If no way works.
     """
     data = Claim(Purpose.DATA, setting.communicator_id, setting.rank, key.peer, key.rail, epoch)
 
@@ -123,7 +126,7 @@ async def dial(
 
 
 class Forwarder:
-    """The connections this rank forwards for others.
+    """Forwards connections between other ranks.
 
     Parameters
     ----------
@@ -138,12 +141,12 @@ class Forwarder:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def admit(self, claim: Claim) -> Handover:
-        """Say what becomes of a proved FORWARD connection.
+        """Return the function that takes over the socket of an authenticated FORWARD connection.
 
         Raises
         ------
         HandshakeRejected
-            There is nobody to forward to, or no room.
+            If the claim names no rank to forward to, or `MAX_FORWARDED` connections exist.
         """
         if not claim.src < claim.beyond < len(self._peers) or claim.beyond == self._setting.rank:
             raise HandshakeRejected("nobody to forward to")
@@ -152,7 +155,7 @@ class Forwarder:
         return lambda sock: self._begin(claim, sock)
 
     def close(self) -> None:
-        """End all of them."""
+        """Close all forwarded connections."""
         for task in self._tasks:
             task.cancel()
 
@@ -169,11 +172,11 @@ class Forwarder:
             far = await first_of(self._ways_to(claim.beyond))
         except OSError as exc:
             logger.info(
-                "rank %d: rank %d is not forwarded to rank %d: %s",
+                "rank %d: cannot forward rank %d to rank %d: %s",
                 rank, claim.src, claim.beyond, exc,
             )  # fmt: skip
             return
-        logger.info("rank %d: forwards rank %d to rank %d", rank, claim.src, claim.beyond)
+        logger.info("rank %d: forwarding rank %d to rank %d", rank, claim.src, claim.beyond)
         with far:
             for sock in (near, far):
                 wire.limit_silence(sock, SILENCE_S)
@@ -197,13 +200,13 @@ class Forwarder:
 
 
 async def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Copy until either end closes or breaks."""
+    """Copy bytes from `source` to `target` until either socket closes or fails."""
     loop = asyncio.get_running_loop()
     buffer = memoryview(bytearray(_COPY_NBYTES))
-    with contextlib.suppress(OSError):  # the other direction, and both ranks, see it too
+    with contextlib.suppress(OSError):  # the other direction and both ranks see the error, too
         while nbytes := await loop.sock_recv_into(source, buffer):
             await loop.sock_sendall(target, buffer[:nbytes])
-            # Neither call gives way to others while there is data and room.
+            # Neither call yields to other tasks while there is data to read and space to write.
             await asyncio.sleep(0)
 
 

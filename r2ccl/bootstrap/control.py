@@ -1,13 +1,13 @@
-"""The control plane: one thread that holds the sessions, opens the data sockets, watches the peers.
+"""Control plane: one thread that runs the control sessions, opens data sockets and monitors peers.
 
 A rank that is busy in user code must still answer its peers, so the control thread always runs.
-The data plane talks to it through `ControlPlane`, whose methods return at once from any thread,
-and is told through a `ControlHandler`, in the control thread. This module imports no other package
-of its level: what a message means, and which socket is used for what, is decided above.
+The data plane calls the methods of `ControlPlane`, from any thread and without blocking; the
+control plane calls the methods of its `ControlHandler`, in the control thread. The meaning of
+messages and the use of sockets is up to the data plane.
 
-Invariants: a message is handed over exactly once and in order, whatever happens to the
-connections; a socket is handed over only after both ends proved the secret, and only if its
-(peer, rail, epoch) is the one expected; a peer is reported lost at most once.
+Invariants: a message is delivered exactly once and in order, even if connections fail; a socket is
+handed over only after both ends proved the secret, and only if its (peer, rail, epoch) is the
+expected one; a peer is reported lost at most once.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ logger = logging.getLogger("r2ccl.bootstrap")
 
 _BUSY_TICK_S = 0.02
 _IDLE_TICK_S = 0.1
-#: A tick later than this was late because this process did not run.
+#: A tick that is late by more than this means that this process did not run.
 _STALL_S = 0.05
-#: What `close` grants the thread beyond the deadline of its Goodbyes.
+#: Time that `close` gives the thread to end, after its deadline for Goodbyes.
 _STOP_S = 1.0
 
 
 class ControlHandler(Protocol):
-    """What the user of a `ControlPlane` gets told, always in the control thread.
+    """Callbacks of a `ControlPlane`, all made in the control thread.
 
-    Every method must be quick (well under a millisecond) and must not raise: an exception is
-    logged, and ends nothing but that callback.
+    Every method must return quickly (well under a millisecond) and must not raise: an exception is
+    logged and ends only that callback.
     """
 
     def on_message(self, peer: int, message: object) -> None:
-        """Take one message of `peer`: exactly once, in the order sent.
+        """Handle a message from `peer`: each exactly once, in the order sent.
 
-        `message` is one of the registered types, or `Goodbye` when the peer leaves in order.
+        `message` has one of the registered types, or is `Goodbye` when the peer closes normally.
         """
 
     def on_path(self, peer: int, rail: int, epoch: int, sock: socket.socket) -> None:
-        """Own `sock` from now on: authenticated, connected, non-blocking, TCP_NODELAY.
+        """Take ownership of a data socket: connected, authenticated, non-blocking, TCP_NODELAY.
 
-        Called on both ends, once per `accept_path` or `dial_path` that succeeded. No byte of
-        the handshake is left in it; the first byte read is the peer's transport's.
+        Called on both ends, once per successful `accept_path`, `dial_path` or `dial_bypass`. The
+        handshake was read completely; the first byte to read is from the peer's transport.
         """
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        """`peer` is dead or silent. Once per peer; nothing more comes from it after that.
+        """Handle the loss of `peer`: once per peer, and its last callback.
 
         Parameters
         ----------
@@ -75,54 +75,55 @@ class ControlHandler(Protocol):
         """
 
     def on_tick(self, now: float) -> None:
-        """Advance timers. Every 20 ms while `ControlPlane.is_busy`, else every 100 ms."""
+        """Advance timers: called every 20 ms while `ControlPlane.is_busy`, else every 100 ms."""
 
 
 class ControlPlane:
-    """Sessions with every other rank, the data sockets, and who is alive.
+    """Control sessions with all other ranks, connections of data sockets, and liveness of peers.
 
-    Made by `r2ccl.bootstrap.connect`. All methods may be called from any thread and return at
-    once, except `close`. What they start before `start` happens then. Callbacks (`on_failed`, `fn`)
-    run in the control thread.
+    Made by `r2ccl.bootstrap.connect`. All methods except `close` may be called from any thread and
+    return without blocking. Calls before `start` take effect at `start`. Callbacks (`on_failed`,
+    `fn`) run in the control thread.
 
     Parameters
     ----------
     loop : ControlLoop
-        Owned: `close` ends it.
+        Loop of the control thread. Owned: `close` ends it.
     config : Config
     secret : Secret
     communicator_id : bytes
         16 random bytes, equal on all ranks, different for every communicator.
     rank : int
     peers : tuple of PeerInfo
-        One entry per rank, this one included.
+        One entry per rank, including this one.
     nics : tuple of Nic
         This rank's rails: ``nics[i]`` is the local end of rail i.
     listeners : sequence of socket.socket
-        Rail i's at index i, then the control listeners. Owned.
+        Listener of rail i at index i, then the control listeners. Owned.
     probe_sockets : sequence of socket.socket
-        Bound sockets, not listening, that hold this rank's probe ports. Owned.
+        Bound sockets that do not listen and reserve this rank's probe ports. Owned.
     message_types : type or union of types
-        The data plane's messages, see `Codec`.
+        Message types of the data plane, see `Codec`.
     rejections : Rejections, optional
-        Goes on counting where rendezvous stopped.
+        Counters of rejected connections, with the counts of the rendezvous.
     clock : Clock, optional
-        Must be the one asyncio uses.
+        Must be the clock of asyncio.
 
     Attributes
     ----------
     is_busy : bool
-        Plain attribute: the engine sets it while a call runs or background work is open. It is
-        read at every tick and wakes nobody, so setting it costs nothing.
+        Set by the engine while a call runs or background work is pending. The control thread reads
+        it at every tick; setting it wakes no thread.
     is_on_one_host : bool
         Whether all ranks share one network stack (`PeerInfo.host`).
     nwires : int
-        Rails that add bandwidth to one another: the RDMA ports where there are any; else one if
-        all are loopback, whose rails share one memory, else all. The same on all ranks.
+        Number of rails that add bandwidth to one another: the RDMA ports if there are any; else 1
+        if all rails are loopback, which share the memory bandwidth; else all rails that are no last
+        resort. Equal on all ranks.
     nhcas : int
-        RDMA ports every rank uses.
+        Number of RDMA ports that every rank uses.
     setting : Setting
-        What `r2ccl.bootstrap.succession` makes the next control plane from.
+        Values from which `r2ccl.bootstrap.succession` makes the next control plane.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class ControlPlane:
         self.is_on_one_host = len({info.host for info in peers}) == 1
         self.nhcas = len(peers[rank].hcas)
         nhomes = len(nics) - peers[rank].nlast_resorts
-        #: Rails of sockets that are used only where two ranks have nothing else; see `Nic`.
+        #: TCP rails used only between two ranks that have no other rail left; see `Nic`.
         self.last_resorts = frozenset(range(nhomes, len(nics))) if nhomes else frozenset()
         self.nwires = self.nhcas or (1 if _is_loopback(peers) else nhomes or len(nics))
         self.is_busy = False
@@ -173,7 +174,7 @@ class ControlPlane:
         )
         self._handler: ControlHandler | None = None
         self._inbox: deque[Callable[[], object]] = deque()
-        self._is_woken = True  # until start: work waits in the inbox
+        self._is_woken = True  # no wake-up before `start`: work waits in the inbox
         self._is_closing = False
         self._close_lock = threading.Lock()
         self._ticked_at = 0.0
@@ -182,22 +183,23 @@ class ControlPlane:
     # -- life -------------------------------------------------------------------------------
 
     def start(self, handler: ControlHandler) -> None:
-        """Begin: sessions connect, listeners accept, ticks run. Once."""
+        """Connect sessions, accept connections and start the ticks. Call once."""
         if self._handler is not None:
             raise InternalError(f"rank {self.rank}: the control plane was started before")
         self._handler = handler
         self._loop.loop.call_soon_threadsafe(self._start)
 
     def close(self, deadline_s: float) -> None:
-        """Say Goodbye, wait until it is acknowledged, end the thread.
+        """Send Goodbye to all peers, wait until they acknowledge it, and end the thread.
 
-        Everything sent before is acknowledged too by then. Sockets handed over stay open: they
-        are the transport's. Idempotent; not for the control thread.
+        The acknowledgment of Goodbye covers all earlier messages. Sockets that were handed over
+        stay open; the transport owns them. Idempotent; must not be called in the control thread.
 
         Parameters
         ----------
         deadline_s : float
-            How long to wait for peers. 0: leave without a word; the peers then see a loss.
+            Longest wait for the peers, in seconds. 0: send no Goodbye; the peers then report this
+            rank as lost.
         """
         with self._close_lock:
             if self._is_closing:
@@ -209,12 +211,12 @@ class ControlPlane:
                 self._loop.close(_STOP_S)
 
     def descriptors(self) -> list[int]:
-        """Descriptors in use; read where nothing else runs, as in the child of a fork."""
+        """Return the descriptors in use; no other thread may run, as in the child of a fork."""
         held = (sock.fileno() for sock in self._probe_sockets)
         return [*self._loop.descriptors(), *self._listener.descriptors(), *held]
 
     def disable(self) -> None:
-        """Stop using the control thread, which the child of a fork does not have."""
+        """Make all calls no-ops in the child of a fork, which has no control thread."""
         self._is_closing = True
 
     def _start(self) -> None:
@@ -237,7 +239,7 @@ class ControlPlane:
             except TimeoutError:
                 silent = [r for r, peer in self._sessions.items() if not peer.is_settled.is_set()]
                 logger.warning(
-                    "rank %d: ranks %s did not take leave within %.1f s",
+                    "rank %d: ranks %s did not acknowledge close() within %.1f s",
                     self.rank,
                     silent,
                     deadline_s,
@@ -264,39 +266,39 @@ class ControlPlane:
     # -- messages ---------------------------------------------------------------------------
 
     def send(self, peer: int, message: object) -> None:
-        """Queue `message` (one of the registered types). Encoded at once: it may change after.
+        """Queue `message` for `peer`; it is encoded before this returns and may be changed after.
 
-        To a peer that is lost or has left, or after `close`: dropped, since nobody can read it.
+        A message to a peer that is lost or has left, or after `close`, is dropped.
 
         Raises
         ------
         InvalidArgument
-            `peer` is this rank or no rank, or the type of `message` was not registered.
+            If `peer` is this rank or no rank, or the type of `message` was not registered.
         """
         session = self._session(peer)
         self._do(functools.partial(session.send, self._codec.encode(message)))
 
     def broadcast(self, message: object) -> None:
-        """`send` to every other rank."""
+        """Queue `message` for every other rank, as `send` does."""
         body = self._codec.encode(message)
         for session in self._sessions.values():
             self._do(functools.partial(session.send, body))
 
     def last_heard(self, peer: int) -> float:
-        """Clock reading (`r2ccl.clock.monotonic`) of the last sign of life from `peer`."""
+        """Return the time (`r2ccl.clock.monotonic`) of the last sign of life from `peer`."""
         return self._session(peer).last_heard
 
     def rejections(self) -> Mapping[str, int]:
-        """How many connections and frames were turned away, per reason."""
+        """Return the number of rejected connections and frames, by reason."""
         return dict(self._rejections.counts)
 
     # -- paths ------------------------------------------------------------------------------
 
     def accept_path(self, peer: int, rail: int, epoch: int) -> None:
-        """Let in one data connection of exactly (peer, rail, epoch); the higher rank's side.
+        """Accept one data connection with exactly this (peer, rail, epoch); for the higher rank.
 
-        Replaces an earlier expectation of the same (peer, rail). A connection that arrives a
-        little before this call waits for it (up to 1 s); an older epoch is rejected.
+        Replaces an earlier `accept_path` of the same (peer, rail). A connection that arrives up to
+        1 s before this call waits for it; a connection of an older epoch is rejected.
         """
         key = self._path_key(peer, rail)
         self._do(lambda: self._paths.accept(key, epoch))
@@ -304,20 +306,20 @@ class ControlPlane:
     def dial_path(
         self, peer: int, rail: int, epoch: int, on_failed: Callable[[str], None] | None = None
     ) -> None:
-        """Connect to `peer` on `rail`; the lower rank's side.
+        """Connect to `peer` on `rail`, from ``nics[rail].address``; for the lower rank.
 
-        Tries until it succeeds (`ControlHandler.on_path`) or is cancelled, with a pause of
-        0.05 s doubling to 1 s; bound to ``nics[rail].address``. Replaces an earlier dial of the
-        same (peer, rail). `on_failed` is told why after each failed attempt.
+        Retries until it succeeds (`ControlHandler.on_path`) or is cancelled, with a pause of 0.05 s
+        that doubles up to 1 s. Replaces an earlier dial of the same (peer, rail). `on_failed` is
+        called with the reason after each failed attempt.
         """
         key = self._path_key(peer, rail)
         guarded = None if on_failed is None else functools.partial(self._guard, on_failed)
         self._do(lambda: self._paths.dial(key, epoch, guarded) if self._is_open(peer) else None)
 
     def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
-        """Connect to `peer` by the first of `ways` that works, as its path of rail `BYPASS`.
+        """Connect to `peer`, as its path of rail `BYPASS`, by the first of `ways` that works.
 
-        Tries each once; replaces an earlier dial of the same peer.
+        Tries each way once. Replaces an earlier `dial_bypass` of the same peer.
         """
         self._session(peer)
         self._do(
@@ -325,40 +327,39 @@ class ControlPlane:
         )
 
     def cancel_path(self, peer: int, rail: int) -> None:
-        """Forget `accept_path` and `dial_path`.
+        """Cancel `accept_path`, `dial_path` and `dial_bypass` of this path.
 
-        Called in the control thread, no `on_path` for it follows; from another thread, one that
-        is just under way may.
+        After a call in the control thread, no `on_path` for the path follows. After a call in
+        another thread, an `on_path` that is already in progress may follow.
         """
         key = self._path_key(peer, rail)
         self._do(lambda: self._paths.cancel(key))
 
     def kick(self, rail: int) -> None:
-        """Dial the pending paths of `rail` now: its local carrier came up."""
+        """Dial the pending paths of `rail` now, because the local NIC has its carrier back."""
         self._do(lambda: self._paths.kick(rail))
 
     def obstacles(self, peer: int) -> list[str]:
-        """Say why paths to `peer` are not connected, as far as this end knows; any thread.
+        """Return the reasons known here why paths to `peer` are not connected; any thread.
 
-        Of a peer that dials, this end knows only what it turned away, whoever that was.
+        If `peer` is the one that dials, the only reasons known here are the connections that this
+        rank rejected, whoever opened them.
         """
         found = self._paths.obstacles(peer)
         turned_away = self._rejections.summary() if peer < self.rank else ""
-        return (
-            [*found, f"this rank turned connections away: {turned_away}"] if turned_away else found
-        )
+        return [*found, f"this rank rejected connections: {turned_away}"] if turned_away else found
 
-    # -- the loop, lent ---------------------------------------------------------------------
+    # -- access to the loop -----------------------------------------------------------------
 
     def call_soon(self, fn: Callable[[], object]) -> None:
-        """Run `fn` in the control thread."""
+        """Run `fn` in the control thread as soon as possible."""
         if self._loop.is_current():
             self._loop.loop.call_soon(self._guard, fn)
         else:
             self._do(functools.partial(self._guard, fn))
 
     def call_later(self, delay_s: float, fn: Callable[[], object]) -> None:
-        """Run `fn` in the control thread after `delay_s`."""
+        """Run `fn` in the control thread after `delay_s` seconds."""
         self._do(lambda: self._loop.loop.call_later(delay_s, self._guard, fn))
 
     def add_reader(self, fd: int, fn: Callable[[], object]) -> None:
@@ -366,13 +367,13 @@ class ControlPlane:
         self._do(lambda: self._loop.loop.add_reader(fd, self._guard, fn))
 
     def remove_reader(self, fd: int) -> None:
-        """Undo `add_reader`; before closing `fd`."""
+        """Stop watching `fd`; must be called before `fd` is closed."""
         self._do(lambda: self._loop.loop.remove_reader(fd))
 
-    # -- told by the sessions, the listener and the paths ------------------------------------
+    # -- callbacks of the sessions, the listener and the paths -------------------------------
 
     def on_peer_message(self, peer: int, message: object) -> None:
-        """Sort a message (called by the session)."""
+        """Handle a message from `peer` (called by the session)."""
         if isinstance(message, PeerDown):
             self._on_peer_down(peer, message)
             return
@@ -382,7 +383,7 @@ class ControlPlane:
             self._guard(self._handler.on_message, peer, message)
 
     def on_peer_end(self, peer: int, why: str, last_heard_s: float, is_hearsay: bool) -> None:
-        """Report a lost peer, here and, unless they know, to all others (the session calls it)."""
+        """Report a lost peer to the handler and, unless `is_hearsay`, to all other ranks."""
         self._paths.forget_peer(peer)
         if self._handler is None or self._is_closing:
             return
@@ -393,7 +394,7 @@ class ControlPlane:
 
     def _on_peer_down(self, witness: int, news: PeerDown) -> None:
         if news.rank == self.rank:
-            # No reason to accuse the witness before the others: they follow it.
+            # Hearsay, so that the witness is not reported as down: the others follow its report.
             self._sessions[witness].lose(f"it has given this rank up: {news.why}", is_hearsay=True)
         elif news.rank in self._sessions:
             self._sessions[news.rank].lose(f"{news.why}, says rank {witness}", is_hearsay=True)
@@ -440,7 +441,7 @@ class ControlPlane:
         self._session(peer)
         if rail != BYPASS and not 0 <= rail < len(self.nics):
             raise InvalidArgument(
-                f"rank {self.rank}: rail {rail} was given; there are {len(self.nics)}"
+                f"rank {self.rank}: rail {rail} was given; the number of rails is {len(self.nics)}"
             )
         return PathKey(peer, rail)
 
@@ -451,7 +452,7 @@ class ControlPlane:
             logger.exception("rank %d: a callback failed", self.rank)
 
     def _do(self, fn: Callable[[], object]) -> None:
-        """Run `fn` in the control thread, after what was asked for earlier."""
+        """Run `fn` in the control thread, after all work queued before it."""
         if self._is_closing:
             return
         self._inbox.append(fn)
@@ -459,11 +460,11 @@ class ControlPlane:
             self._drain()
         elif not self._is_woken:
             self._is_woken = True
-            with contextlib.suppress(RuntimeError):  # closed by another thread just now
+            with contextlib.suppress(RuntimeError):  # another thread just closed the loop
                 self._loop.loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
-        self._is_woken = False  # before the last look: what comes later wakes us again
+        self._is_woken = False  # first, so that work added from now on wakes the thread again
         while self._inbox:
             self._guard(self._inbox.popleft())
 

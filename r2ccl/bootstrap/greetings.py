@@ -1,7 +1,4 @@
-"""What ranks say to each other at the rendezvous.
-
-Values and their wire form only: no I/O, no clock.
-"""
+"""Messages of the rendezvous and their wire form."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from r2ccl.errors import InvalidArgument, PeerLost, R2cclError, TransportTimeout
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """What every rank says first; ``digest`` is `Config.digest`."""
+    """First message of every rank to rank 0; ``digest`` is `Config.digest`."""
 
     rank: int
     nranks: int
@@ -26,28 +23,28 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """All ranks are here."""
+    """Answer of rank 0 once all ranks have sent `Hello`."""
 
     communicator_id: bytes
     is_on_one_host: bool
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Say where this rank listens."""
+    """Second message of a rank to rank 0: the addresses at which it listens."""
 
     info: PeerInfo
 
 
 class Table(msgspec.Struct, frozen=True, tag="table"):
-    """All ranks listen: here they are."""
+    """Last message of rank 0, once all ranks listen: the addresses of all ranks."""
 
     peers: tuple[PeerInfo, ...]
 
 
 class MeetingFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """It cannot work, and why; the text goes into the error every rank raises.
+    """Failure of the rendezvous; every rank raises an error with this text.
 
-    ``lost`` is the rank that left meanwhile, on ``host``, if that is the reason.
+    If the cause is a rank that exited, ``lost`` is that rank and ``host`` its host.
     """
 
     text: str
@@ -56,7 +53,7 @@ class MeetingFailed(msgspec.Struct, frozen=True, tag="failed"):
     host: str = ""
 
     def error(self, rank: int) -> R2cclError:
-        """Return the error `rank` raises."""
+        """Return the error for `rank` to raise."""
         if self.lost >= 0:
             return PeerLost(
                 rank=rank, peer=self.lost, last_heard_s=0.0, why=self.text, host=self.host,
@@ -72,51 +69,52 @@ _T = TypeVar("_T")
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """What rendezvous ends with."""
+    """Result of a rendezvous."""
 
     communicator_id: bytes
     secret: Secret
     peers: tuple[PeerInfo, ...]
 
 
-#: Opens this rank's listeners; takes (is_on_one_host, control_address); raises no OSError.
+#: Function that takes (is_on_one_host, control_address), opens this rank's listeners and returns
+#: their addresses. Raises no OSError.
 Prepare = Callable[[bool, str], PeerInfo]
 
 
 def encode(greeting: Greeting) -> bytes:
-    """Return the wire form."""
+    """Return the wire form of a message."""
     return msgspec.msgpack.encode(greeting)
 
 
 def decode(body: bytes) -> Greeting:
-    """Invert `encode`.
+    """Return the message that `encode` encoded.
 
     Raises
     ------
     InvalidArgument
-        It is none of them.
+        If `body` is not a message of the rendezvous.
     """
     try:
         return _decoder.decode(body)
     except msgspec.MsgspecError as exc:
         raise InvalidArgument(
-            f"rendezvous: a message this version cannot read ({exc}): "
+            f"rendezvous: received a message that this version cannot decode ({exc}): "
             "is the same r2ccl installed everywhere?"
         ) from exc
 
 
 def expect(kind: type[_T], body: bytes) -> _T:
-    """Decode `body`, which has to be a `kind`.
+    """Decode `body` and check that it is a message of type `kind`.
 
     Raises
     ------
     InvalidArgument
-        It is something else.
+        If `body` is anything else.
     """
     message = decode(body)
     if not isinstance(message, kind):
         raise InvalidArgument(
-            f"rendezvous: {type(message).__name__} came where {kind.__name__} was due: "
+            f"rendezvous: received {type(message).__name__}, expected {kind.__name__}: "
             "is the same r2ccl installed everywhere?"
         )
     return message

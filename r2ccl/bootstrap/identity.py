@@ -1,8 +1,9 @@
-"""Who this process is: rank, nranks, where rank 0 is met, and where the secret comes from.
+"""Identity of this process: its rank, the number of ranks, rank 0's address and the secret.
 
-Asked in this order: an mpi4py communicator given by the caller; the environment torchrun and
-``r2ccl launch`` set; an MPI launcher's environment. Nothing is connected here, but for MPI's own
-collectives, and rank 0's rendezvous socket where it has to exist before its port can be told.
+Sources, in this order: an mpi4py communicator given by the caller; the environment set by torchrun
+or ``r2ccl launch``; the environment set by an MPI launcher. With MPI, this module runs MPI
+collectives, and rank 0 opens its rendezvous socket here, because it must send the port to the other
+ranks.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ _WAYS = (
 
 
 class Identity(msgspec.Struct):
-    """What a process knows before it has met the others.
+    """Rank, job size, rendezvous address and secret of this process.
 
-    ``address`` and ``port`` are rank 0's; ``listener`` is rank 0's socket there if it exists
-    already, and is owned by whoever holds the identity.
+    ``address`` and ``port`` are those of rank 0. ``listener`` is rank 0's socket there, if it is
+    already open; the holder of the identity owns it.
     """
 
     rank: int
@@ -56,21 +57,22 @@ class Identity(msgspec.Struct):
 
 
 def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identity:
-    """Find out who this process is.
+    """Determine the identity of this process.
 
     Parameters
     ----------
     config : Config
     comm : mpi4py.MPI.Comm or None
-        Collective over it, if given (or found).
+        MPI communicator that provides the ranks. If given, or if an MPI launcher started the
+        process, the call is collective.
     env : mapping
         The process environment.
 
     Raises
     ------
     InvalidArgument
-        Nothing says who this process is, what says so is incomplete, or the MPI launcher and mpi4py
-        differ on how many ranks there are.
+        If the rank of this process is not defined, its definition is incomplete, or the MPI
+        launcher and mpi4py differ in the number of ranks.
     """
     if comm is not None:
         mpi = sys.modules.get("mpi4py.MPI")
@@ -85,11 +87,11 @@ def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identi
         return _from_env(config, env)
     if launchers.is_launched(env):
         return _from_mpi(config, _comm_world(env))
-    raise InvalidArgument(f"nothing says which rank this process is; {_WAYS}")
+    raise InvalidArgument(f"the rank of this process is not defined; {_WAYS}")
 
 
 def host_id() -> str:
-    """Return host name, boot id and network namespace: equal where loopback reaches."""
+    """Return host name, boot id and network namespace: equal for ranks that share a loopback."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = os.stat("/proc/self/ns/net").st_ino
     return f"{socket.gethostname()}/{boot_id}/{namespace}"
@@ -131,7 +133,7 @@ def _from_mpi(config: Config, comm: Any) -> Identity:
             address, port = listener.getsockname()[:2]
             offer = (address, port, secrets.token_hex(SECRET_NBYTES))
         except (OSError, InvalidArgument) as exc:
-            offer = f"rank 0 cannot open its rendezvous: {exc}"  # the others wait for a word
+            offer = f"rank 0 cannot open its rendezvous: {exc}"  # the others wait for it
     offer = comm.bcast(offer, root=0)
     if isinstance(offer, str):
         raise InvalidArgument(offer)
@@ -147,14 +149,14 @@ def _listen_anywhere(config: Config, is_on_one_host: bool) -> socket.socket:
 
 
 def _outbound_address() -> str:
-    """Return the local address of the default route; connecting a UDP socket sends nothing."""
+    """Return the local address of the default route; connecting the UDP socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737): nobody's address
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737): an unassigned address
         except OSError as exc:
             raise InvalidArgument(
-                "there is no default route to tell which address the other hosts reach: set "
-                "R2CC_CONTROL_ADDRESS on every rank to an address of its own host that they reach"
+                "there is no default route, so the address that other hosts reach is unknown: set "
+                "R2CC_CONTROL_ADDRESS on every rank to an address of its host that others reach"
             ) from exc
         address: str = probe.getsockname()[0]
         return address
@@ -189,7 +191,7 @@ def _number(env: Mapping[str, str], name: str, instead: str = "") -> int:
 
 
 def _inherited_listener(env: Mapping[str, str]) -> socket.socket | None:
-    """Duplicate the launcher's socket, so that a second communicator finds it there again."""
+    """Duplicate the launcher's socket, so that a second communicator can use it again."""
     if LISTEN_FD_VARIABLE not in env:
         return None
     fd = _number(env, LISTEN_FD_VARIABLE)
@@ -226,7 +228,7 @@ def _secret_source(
 
 
 def _is_own_address(rank: int, host: str) -> bool:
-    """Whether a socket of this host can be bound to `host`; yes if that cannot be resolved yet."""
+    """Whether `host` is an address of this host; True if the name cannot be resolved yet."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     except UnicodeError as exc:

@@ -1,7 +1,7 @@
-"""Run a function, or prepare the environment of a script, as n ranks on this machine.
+"""Launch of n ranks on this machine: runs a function, or makes the environment for a script.
 
-The rendezvous port is taken here, as a listening socket that rank 0 inherits, so that no other
-process can come between; the secret is drawn here and travels in the environment only.
+The launcher opens the listening socket of the rendezvous and rank 0 inherits it, so that no other
+process can take the port. It also generates the secret, which it passes on in the environment only.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
 from r2ccl.bootstrap.orphans import end_with
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 
-#: How long the ranks may take to end by themselves, and after they were told to.
+#: Time for the ranks to exit by themselves, and time for them to exit after a signal.
 _FAILURE_GRACE_S = 5.0
 _TERMINATION_GRACE_S = 2.0
 
 
 class LocalJob:
-    """What n ranks on this machine share: rank 0's socket and the secret. A context manager.
+    """Rendezvous socket and secret shared by n ranks on this machine; a context manager.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class LocalJob:
     Raises
     ------
     InvalidArgument
-        `nranks` is below 1.
+        If `nranks` is below 1.
     """
 
     def __init__(self, nranks: int) -> None:
@@ -52,7 +52,7 @@ class LocalJob:
         self._secret = secrets.token_hex(SECRET_NBYTES)
 
     def __enter__(self) -> LocalJob:
-        """Return itself."""
+        """Return the job itself."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -60,11 +60,11 @@ class LocalJob:
         self.close()
 
     def close(self) -> None:
-        """Close this process' copy of rank 0's socket; once all ranks have been started."""
+        """Close this process's copy of rank 0's socket, after all ranks have been started."""
         self.listener.close()
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the variables of `rank`, less the descriptor that rank 0 inherits."""
+        """Return the environment variables of `rank`, except `LISTEN_FD_VARIABLE`."""
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.nranks),
@@ -83,36 +83,36 @@ def launch(
     timeout_s: float | None = None,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run `fn` in `nranks` new processes of this machine and return what each returned.
+    """Run `fn` in `nranks` new processes on this machine and return their results.
 
     Parameters
     ----------
     fn : callable
-        Takes nothing. Pickled by reference, so it must be importable (or defined in the main
-        script, below ``if __name__ == "__main__"`` protection); `functools.partial` passes
-        arguments. `r2ccl.init` finds rank and nranks in the environment.
+        Function without arguments; `functools.partial` passes arguments. It is pickled by
+        reference, so it must be importable, or defined in a main script that calls `launch` below
+        ``if __name__ == "__main__"``. `r2ccl.init` finds rank and nranks in the environment.
     nranks : int
     timeout_s : float, optional
-        Give up after this long; by default never.
+        Longest time to wait for the results, in seconds; by default unlimited.
     env : mapping, optional
-        Further variables for every rank, set before `fn` is imported (the main script is
-        imported earlier).
+        Additional environment variables for every rank, set before `fn` is imported (the main
+        script is imported earlier).
 
     Returns
     -------
     list
-        By rank.
+        Results of `fn`, by rank.
 
     Raises
     ------
     Exception
-        The first one raised by a rank, with its remote traceback as the cause.
+        If a rank raises: its exception, with the remote traceback as the cause.
     R2cclError
-        A rank died without one.
+        If a rank exits without a result or an exception.
     TransportTimeout
-        Not all have returned within `timeout_s`.
+        If not all ranks return within `timeout_s`.
     InvalidArgument
-        `nranks` is below 1, or `fn` cannot be pickled.
+        If `nranks` is below 1, or `fn` cannot be pickled.
     """
     try:
         pickled = pickle.dumps(fn)
@@ -154,7 +154,6 @@ def _run_rank(
     results: Connection,
     parent: int,
 ) -> None:
-    """Body of a child process."""
     end_with(parent)
     os.environ.update(env)
     if listener is not None:
@@ -193,8 +192,8 @@ def _collect(ranks: Sequence[_Rank], deadline: float, timeout_s: float | None) -
         ready = multiprocessing.connection.wait(list(waiting), left_s)
         if not ready:
             raise TransportTimeout(
-                f"launch: ranks {sorted(waiting.values())} have not returned within "
-                f"{timeout_s:g} s; they were ended"
+                f"launch: ranks {sorted(waiting.values())} did not return within "
+                f"{timeout_s:g} s and were terminated"
             )
         for results in ready:
             assert isinstance(results, Connection)
@@ -209,7 +208,7 @@ def _outcome(rank: int, process: SpawnProcess, results: Connection) -> Any:
     except EOFError:
         process.join(_TERMINATION_GRACE_S)
         raise R2cclError(
-            f"launch: rank {rank} (pid {process.pid}) ended without a result: "
+            f"launch: rank {rank} (pid {process.pid}) exited without a result: "
             f"{describe_exit(process.exitcode)}; look at its output"
         ) from None
     if not is_good:
@@ -218,9 +217,9 @@ def _outcome(rank: int, process: SpawnProcess, results: Connection) -> Any:
 
 
 def describe_exit(status: int | None) -> str:
-    """Say what an exit status means; negative: ended by that signal."""
+    """Describe an exit status: ``exit status 1``, or ``signal SIGKILL`` for -9."""
     if status is None:
-        return "it is still running"
+        return "still running"
     if status < 0:
         with contextlib.suppress(ValueError):
             return f"signal {signal.Signals(-status).name}"
@@ -229,7 +228,7 @@ def describe_exit(status: int | None) -> str:
 
 
 def _end(processes: Sequence[SpawnProcess], grace_s: float) -> None:
-    """Let processes end by themselves (they see a lost peer); then end them, gently first."""
+    """Let processes exit for `grace_s`, as they see the lost peer; then terminate or kill them."""
     _join_all(processes, grace_s)
     for stop in (SpawnProcess.terminate, SpawnProcess.kill):
         alive = [process for process in processes if process.is_alive()]

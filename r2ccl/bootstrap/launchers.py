@@ -1,10 +1,9 @@
-"""What an MPI launcher says of its job, held against what mpi4py makes of it.
+"""Check that the job size set by an MPI launcher agrees with the ``COMM_WORLD`` of mpi4py.
 
-A process that one MPI's launcher started and whose mpi4py is built for another finds itself alone:
-``COMM_WORLD`` then has one rank, and n processes would run n jobs of one rank, each with a wrong
-result.
+If the launcher and mpi4py belong to different MPI libraries, ``COMM_WORLD`` has a single rank: n
+processes would run n jobs of one rank, each with a wrong result.
 
-Must not import mpi4py: only a world that the caller, or this process, has open is looked at.
+This module must not import mpi4py, since importing it can initialise MPI.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from r2ccl.errors import InvalidArgument
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
-#: The rank's variable of each family of launchers, and the one with the number of ranks. PMIx has
-#: none of its own; under Slurm, which starts ranks by PMIx too, the step has.
+#: Variable with the rank, per family of launchers, and the one with the number of ranks. PMIx has
+#: no variable for the latter; Slurm, which can start ranks by PMIx, sets one for the job step.
 _VARIABLES = {
     "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
     "PMI_RANK": "PMI_SIZE",
@@ -28,14 +27,14 @@ _VARIABLES = {
 
 
 class LauncherClaim(msgspec.Struct, frozen=True):
-    """Rank and number of ranks by the environment; -1: not told. ``told`` quotes the variables."""
+    """Rank and number of ranks in a launcher's variables; -1: not set. ``told`` quotes them."""
 
     rank: int
     nranks: int
     told: str
 
     def fits(self, nranks: int) -> bool:
-        """Whether a world of `nranks` may be the one this is about."""
+        """Whether a ``COMM_WORLD`` of `nranks` ranks is consistent with these variables."""
         return nranks == self.nranks or (self.nranks < 0 and self.rank < nranks)
 
 
@@ -45,11 +44,12 @@ def is_launched(env: Mapping[str, str]) -> bool:
 
 
 def claims(env: Mapping[str, str]) -> list[LauncherClaim]:
-    """Return what launchers say; several, where one was started below another.
+    """Return the rank and job size of each launcher in `env`; several if launchers are nested.
 
-    Those that tell no number of ranks only if none does. A rank beyond its number of ranks is of
-    two launchers, and says nothing. Open MPI's ranks are told by PMIx too, and under Slurm the step
-    then counts hosts.
+    Claims without a number of ranks are returned only if none has one. A rank that is not below its
+    number of ranks mixes the variables of two launchers and is ignored. PMIx is ignored if Open
+    MPI's variables are set: Open MPI sets PMIx's rank, too, and under Slurm the job step then
+    counts hosts.
     """
     found = []
     for rank, nranks in _VARIABLES.items():
@@ -63,21 +63,22 @@ def claims(env: Mapping[str, str]) -> list[LauncherClaim]:
 
 
 def require_company(nranks: int, library: str, env: Mapping[str, str]) -> None:
-    """Check that ``COMM_WORLD`` is not one rank of several that a launcher started.
+    """Raise an error if ``COMM_WORLD`` has one rank although the launcher started several.
 
     Parameters
     ----------
     nranks : int
         Size of ``COMM_WORLD``.
     library : str
-        What mpi4py's MPI calls itself.
+        Name and version of mpi4py's MPI library.
     env : mapping
+        Environment of this process.
 
     Raises
     ------
     InvalidArgument
-        It is alone, and every launcher of the environment says that it is not. If only some say
-        so, that is logged: which of them started the other cannot be known.
+        If ``COMM_WORLD`` has one rank, but all launchers in the environment report several. If only
+        some do, a warning is logged, since it is unknown which launcher started the other.
     """
     odd = [claim for claim in claims(env) if not claim.fits(nranks)]
     if nranks > 1 or not odd:
@@ -85,14 +86,14 @@ def require_company(nranks: int, library: str, env: Mapping[str, str]) -> None:
     quoted = "; ".join(claim.told for claim in odd)
     if len(odd) < len(claims(env)):
         logger.warning(
-            "this is a job of one rank, though an MPI launcher tells of more (%s); if those ranks "
-            "are to be one job, start them with the launcher of mpi4py's MPI (%s) alone",
+            "this job has one rank, but an MPI launcher reports more (%s); if those ranks are to "
+            "form one job, start them only with the launcher of mpi4py's MPI (%s)",
             quoted, library,
         )  # fmt: skip
         return
     raise InvalidArgument(
         f"an MPI launcher started this process as one of several ranks ({quoted}), but mpi4py, "
-        f"which uses {library}, sees this one alone: the launcher is of another MPI than mpi4py; "
+        f"which uses {library}, sees only this one: launcher and mpi4py belong to different MPIs; "
         "start the job with the launcher of mpi4py's MPI, install mpi4py for the launcher's MPI, "
         "or use `r2ccl launch` or torchrun"
     )

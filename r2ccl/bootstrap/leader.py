@@ -1,6 +1,6 @@
-"""Rank 0's side of the rendezvous: let the ranks in, compare them, tell all of them the outcome.
+"""Rank 0's side of the rendezvous: accept all ranks, compare their settings, send the outcome.
 
-See `r2ccl.bootstrap.rendezvous` for the exchange. Runs in the control thread.
+`r2ccl.bootstrap.rendezvous` describes the messages. Runs in the control thread.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ logger = logging.getLogger("r2ccl.bootstrap")
 
 _T = TypeVar("_T")
 
-#: How long rank 0 waits for more ranks after it has found a fault, so that they hear of it too.
+#: Time that rank 0 waits for more ranks after an error, in order to send it to them, too.
 _FAULT_GRACE_S = 0.5
-#: How much longer than rank 0 the others wait, so that they hear its account of a timeout.
+#: Extra time that the other ranks wait, in order to receive rank 0's report of a timeout.
 VERDICT_MARGIN_S = 5.0
-#: How long rank 0 waits for its port: its user's previous job may be about to leave it.
+#: Longest wait of rank 0 for its port, which a previous job may be about to close.
 _BIND_PATIENCE_S = 3.0
 _BIND_PAUSE_S = 0.25
 _RESOLVE_PAUSE_S = 0.5
 
 
 class _Member(msgspec.Struct):
-    """A rank as rank 0 sees it."""
+    """State of another rank at rank 0."""
 
     hello: Hello
     sock: socket.socket
-    #: Reads what it says after its Hello, which shows at once when it leaves.
+    #: Reads the message after its Hello; fails at once if the rank exits.
     reader: asyncio.Task[bytes]
     info: PeerInfo | None = None
 
 
 class Leader:
-    """Meet nranks - 1 members; parameters as of `r2ccl.bootstrap.rendezvous.meet`."""
+    """Rank 0's part of a rendezvous; see `r2ccl.bootstrap.rendezvous.meet` for the parameters."""
 
     def __init__(
         self,
@@ -89,15 +89,15 @@ class Leader:
         self._members: dict[int, _Member] = {}
         self._surplus: list[socket.socket] = []
         self._faults: list[str] = []
-        #: Those that left.
+        #: Ranks that exited during the rendezvous.
         self._left: list[Hello] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._progress = asyncio.Event()
 
     async def run(self) -> Meeting:
-        """Lead; closes all it opened."""
+        """Run the rendezvous and return its result; close all sockets."""
         secret = self._identity.secret.current()
-        assert secret is not None, "rank 0 draws the secret or was given it"
+        assert secret is not None, "rank 0 generates the secret or was given it"
         sock = await self._listen()
         most = max(MAX_PENDING, self._identity.nranks)
         listener = Listener([sock], secret, self._admit, self._rejections, max_pending=most)
@@ -151,7 +151,7 @@ class Leader:
                 return wire.listen(host, identity.port)
             except OSError as exc:
                 if exc.errno == errno.EADDRNOTAVAIL and host not in ("0.0.0.0", "::"):
-                    # MASTER_ADDR may be a name that leads here by translation (containers).
+                    # MASTER_ADDR may reach this host by address translation (containers).
                     host = "::" if ":" in host else "0.0.0.0"
                     continue
                 if exc.errno != errno.EADDRINUSE or monotonic() > give_up_at:
@@ -176,7 +176,7 @@ class Leader:
             await asyncio.sleep(_RESOLVE_PAUSE_S)
 
     def _own_address(self, listening: socket.socket) -> str:
-        """Return what the first member reached: the listener may be bound to every address."""
+        """Return the local address that a member reached; rank 0 may listen on all addresses."""
         for member in self._members.values():
             return str(member.sock.getsockname()[0])
         return str(listening.getsockname()[0])
@@ -189,7 +189,7 @@ class Leader:
         return self._receive_member
 
     def _receive_member(self, sock: socket.socket) -> None:
-        self._surplus.append(sock)  # until it is a member
+        self._surplus.append(sock)  # until its Hello is accepted
         task = asyncio.get_running_loop().create_task(self._greet(sock))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -220,7 +220,7 @@ class Leader:
             self._announce()
 
     def _on_read(self, hello: Hello, reader: asyncio.Task[bytes]) -> None:
-        """See whether a member that was read from has left."""
+        """Record an error if the member closed its connection."""
         self._tasks.discard(reader)
         exc = None if reader.cancelled() else reader.exception()
         if exc is not None:
@@ -252,7 +252,7 @@ class Leader:
         if odd:
             names = ", ".join(f"R2CC_{name.upper()}" for name in AGREED)
             self._faults.append(
-                f"ranks {sorted(odd)} have other settings than rank 0: "
+                f"ranks {sorted(odd)} have settings that differ from rank 0's: "
                 f"these must be equal on all ranks: {names}"
             )
         if self._faults:
@@ -264,7 +264,7 @@ class Leader:
                 while len(self._members) < everyone:
                     await self._progress.wait()
         except TimeoutError:
-            logger.debug("some ranks will not hear what went wrong")
+            logger.debug("some ranks did not arrive in time to receive the error")
 
     # -- second round -----------------------------------------------------------------------
 
@@ -272,15 +272,15 @@ class Leader:
         try:
             message = decode(await member.reader)
         except OSError:
-            return  # noted when it was read
+            return  # `_on_read` has recorded it
         if isinstance(message, Ready):
             member.info = message.info
         else:
-            text = message.text if isinstance(message, MeetingFailed) else "out of step"
+            text = message.text if isinstance(message, MeetingFailed) else "unexpected message"
             self._faults.append(f"rank {member.hello.rank} failed: {text}")
 
     async def _tell_everyone(self, message: Greeting) -> None:
-        """Tell all members; one that cannot be told is found missing in the next round."""
+        """Send `message` to all members; the next round detects members that did not receive it."""
         body = encode(message)
         socks = [*self._surplus, *(member.sock for member in self._members.values())]
         try:
@@ -288,7 +288,7 @@ class Leader:
                 sends = (wire.send_message(sock, body) for sock in socks)
                 await asyncio.gather(*sends, return_exceptions=True)
         except TimeoutError:
-            logger.debug("rank 0 could not tell everyone: %s", message)
+            logger.debug("rank 0 could not send to all ranks: %s", message)
 
     def _account_of(self, error: R2cclError) -> MeetingFailed:
         if len(self._faults) == len(self._left) > 0:
@@ -318,11 +318,11 @@ class Leader:
 
     def _turned_away(self) -> str:
         summary = self._rejections.summary()
-        return f"rank 0 turned connections away meanwhile: {summary}; " if summary else ""
+        return f"rank 0 rejected connections meanwhile: {summary}; " if summary else ""
 
 
 def _with_common_rails(infos: Iterable[PeerInfo]) -> tuple[PeerInfo, ...]:
-    """Order by rank; all have as many rails, and RDMA ports, as the rank with the fewest."""
+    """Return `infos` by rank, cut to the rails and RDMA ports of the rank with the fewest."""
     ordered = sorted(infos, key=lambda info: info.rank)
     nhomes = min(len(info.rails) - info.nlast_resorts for info in ordered)
     nlast = min(info.nlast_resorts for info in ordered)
@@ -352,7 +352,7 @@ def _cannot_listen(host: str, port: int, exc: OSError) -> InvalidArgument:
     advice = "check MASTER_ADDR"
     if code == errno.EADDRINUSE:
         advice = (
-            "another process has it (another job, or a second rank 0): set R2CC_PORT to a free one"
+            "another process uses it (another job, or a second rank 0): set R2CC_PORT to a free one"
         )
     elif code != errno.EADDRNOTAVAIL and is_exhaustion(code):
         advice = exhaustion_advice(code)

@@ -1,9 +1,11 @@
-"""Let proved connections in and keep strangers out.
+"""Accept connections, authenticate them and hand over their sockets.
 
-Carries the accepting side of `r2ccl.bootstrap.auth`; what a connection is for, and whether it is
-welcome now, is for the *gate* of a `Listener` to say. Invariant: a socket leaves this module only
-after both sides have proved the secret; until then it costs bounded bytes, bounded time and one of
-a bounded number of places, and what a stranger sent has been compared, not parsed.
+Runs the accepting side of `r2ccl.bootstrap.auth`. The *gate* of a `Listener` decides whether an
+authenticated connection is accepted, and who takes it over.
+
+Invariant: a socket leaves this module only after both sides have proved the secret. Until then its
+bytes, its time and the number of such sockets are bounded, and bytes of strangers are compared but
+never parsed.
 """
 
 from __future__ import annotations
@@ -31,24 +33,23 @@ from r2ccl.errors import describe_os_error
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
-#: Unproved connections of one listener at a time; the oldest makes room for the newest.
+#: Most unauthenticated connections of one listener at a time; a new one evicts the oldest.
 MAX_PENDING = 64
-#: Unproved connections a second that all listeners of a rank take in the long run, and how many at
-#: once: each takes the control thread some 0.3 ms. A full backlog is through in a second, before
-#: those who dial give up.
+#: Rate and burst of accepted connections that fail to authenticate. Each takes about 0.3 ms of the
+#: control thread. A full backlog is accepted within a second, before dialers time out.
 _UNPROVED_PER_S, _UNPROVED_BURST = 1000.0, 1024.0
-#: A full table of file descriptors empties when some other connection ends.
+#: Pause after a failed accept: a full table of file descriptors clears as connections close.
 _ACCEPT_RETRY_S = 0.1
 _LOG_INTERVAL_S = 5.0
 
 
 class Rejections:
-    """Count what was turned away, per reason; log each reason at most once in 5 s.
+    """Counters of rejected connections by reason; each reason is logged at most once in 5 s.
 
     Parameters
     ----------
     rank : int
-        Named in the log lines.
+        Rank named in the log lines.
     clock : Clock
     """
 
@@ -59,14 +60,14 @@ class Rejections:
         self._logged_at: dict[str, float] = {}
 
     def add(self, reason: str, who: object) -> None:
-        """Note one case of `reason` (short, fixed text) from `who`."""
+        """Count a rejection of `who` for `reason`, a short, fixed text."""
         self.counts[reason] += 1
         now = self._clock()
         if now - self._logged_at.get(reason, float("-inf")) < _LOG_INTERVAL_S:
             return
         self._logged_at[reason] = now
         logger.warning(
-            "rank %d: turned away %s: %s (%d so far)",
+            "rank %d: rejected %s: %s (%d so far)",
             self._rank,
             who,
             reason,
@@ -74,25 +75,26 @@ class Rejections:
         )
 
     def summary(self) -> str:
-        """Return what was turned away, and how often, in words; empty: nothing; any thread."""
+        """Return the reasons and their counts as text; empty if there are none. Any thread."""
         return ", ".join(f"{reason} ({n} times)" for reason, n in dict(self.counts).items())
 
 
 class Unneeded(Exception):
-    """A gate's answer to a proved connection that is not wanted any more: closed without a word."""
+    """Raised by a gate for an authenticated connection no longer needed; not logged or counted."""
 
 
-#: Takes over the socket of a proved connection; runs in the loop and must not block.
+#: Takes over the socket of an authenticated connection; runs in the loop and must not block.
 Handover = Callable[[socket.socket], None]
-#: Says what to do with a proved claim that came in on listener i; may wait until it is welcome.
-#: Raises HandshakeRejected if it is not, Unneeded if that is nobody's fault.
+#: Function that decides about a connection, given its proved claim and the index of the listening
+#: socket; may wait until the connection is expected. Returns the function that takes over the
+#: socket. Raises HandshakeRejected to refuse the connection, Unneeded if it is superseded.
 Gate = Callable[[Claim, int], Awaitable[Handover]]
 
 
 class _Allowance:
     """Token bucket for connections that fail to authenticate.
 
-    What is proved costs nothing: ranks may all come at once.
+    Authenticated connections cost no token, since all ranks may connect at the same time.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -101,32 +103,32 @@ class _Allowance:
         self._counted_s = clock()
 
     def spend(self) -> None:
-        """Count a connection that proved nothing."""
+        """Take a token for a connection that did not authenticate."""
         now = self._clock()
         earned = (now - self._counted_s) * _UNPROVED_PER_S
         self._left = min(_UNPROVED_BURST, self._left + earned) - 1.0
         self._counted_s = now
 
     def wait_s(self) -> float:
-        """Return how long to take none."""
+        """Return the time in seconds until the next connection may be accepted."""
         earned = (self._clock() - self._counted_s) * _UNPROVED_PER_S
         return max(0.0, -(self._left + earned) / _UNPROVED_PER_S)
 
 
 class Listener:
-    """Accept on several sockets, authenticate, hand over.
+    """Accepts connections on several sockets, authenticates them and hands over their sockets.
 
     Parameters
     ----------
     sockets : sequence of socket.socket
-        Listening, non-blocking. Owned: closed by `close`.
+        Listening, non-blocking sockets. Owned: closed by `close`.
     secret : Secret
     gate : Gate
     rejections : Rejections
     timeout_s : float
-        Bound of one handshake, the gate's waiting included.
+        Longest time of one handshake in seconds, including the wait of the gate.
     max_pending : int
-        Unproved connections at a time.
+        Most unauthenticated connections at a time.
     """
 
     def __init__(
@@ -147,20 +149,20 @@ class Listener:
         self._max_pending = max_pending
         self._allowance = _Allowance(monotonic)
         self._tasks: set[asyncio.Task[None]] = set()
-        #: Unproved connections, oldest first (a dict keeps the order).
+        #: Unauthenticated connections, oldest first (a dict keeps the order).
         self._pending: dict[socket.socket, asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        """Begin to accept; in the loop."""
+        """Start accepting connections; call in the loop."""
         for index, sock in enumerate(self._sockets):
             self._spawn(self._accept(sock, index))
 
     def descriptors(self) -> list[int]:
-        """Descriptors of the listening sockets, and of connections that have yet to prove."""
+        """Return the descriptors of the listening sockets and unauthenticated connections."""
         return [sock.fileno() for sock in (*self._sockets, *self._pending)]
 
     async def close(self) -> None:
-        """Stop, close every unfinished handshake and the listening sockets."""
+        """Stop accepting; close the listening sockets and all unfinished handshakes."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -194,8 +196,8 @@ class Listener:
         oldest = next(iter(self._pending))
         self._pending.pop(oldest).cancel()
         self._allowance.spend()
-        # A task cancelled before its first step closes nothing; and not now: the loop still
-        # watches the descriptor until the cancellation has gone through.
+        # The task cannot close the socket: cancelled before its first step, it never runs. Close it
+        # later, because the loop watches the descriptor until the cancellation takes effect.
         asyncio.get_running_loop().call_soon(oldest.close)
         self._rejections.add("too many unproved connections", "the oldest of them")
 
@@ -229,7 +231,7 @@ class Listener:
         try:
             claim = acceptor.verify(await receive_exactly(sock, PROOF_NBYTES))
         except Visitor:
-            raise ConnectionResetError("left before its proof") from None
+            raise ConnectionResetError("closed before its proof") from None
         self._pending.pop(sock, None)
         handover = await self._gate(claim, index)
         await loop.sock_sendall(sock, acceptor.answer())

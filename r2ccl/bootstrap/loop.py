@@ -1,7 +1,7 @@
-"""A thread that runs an asyncio event loop: the control thread.
+"""Control thread: a thread that runs an asyncio event loop.
 
-asyncio is imported here and in the modules that run in the loop, so that ``import r2ccl`` does not
-pay for it. Invariant: `ControlLoop.close` returns within its deadline whatever runs in the loop.
+asyncio is imported only here and in the modules that run in the loop, to keep ``import r2ccl``
+fast. Invariant: `ControlLoop.close` returns within its deadline, whatever runs in the loop.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _T = TypeVar("_T")
 
 
 class ControlLoop:
-    """Start a daemon thread with a fresh event loop.
+    """Daemon thread with its own event loop, started by the constructor.
 
-    A daemon, so that a user who forgets to close cannot hang the interpreter's exit.
+    As a daemon thread, it cannot block the exit of the interpreter if the user forgets to close.
 
     Parameters
     ----------
@@ -39,18 +39,18 @@ class ControlLoop:
         self._thread.start()
 
     def is_current(self) -> bool:
-        """Whether the caller runs in this thread."""
+        """Whether the caller runs in the control thread."""
         return threading.get_ident() == self._thread.ident
 
     def descriptors(self) -> list[int]:
-        """Descriptors of the loop and of all sockets that it watches."""
+        """Return the descriptors of the loop and of all sockets that it watches."""
         if self.loop.is_closed():
             return []
         watched = self._selector.get_map().values()
         return [self._selector.fileno(), *(key.fd for key in watched)]
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run `work` in the loop and wait for it; an interrupt of the caller cancels it."""
+        """Run `work` in the loop and return its result; an exception in the caller cancels it."""
         if self.is_current():
             work.close()
             raise InternalError("a blocking call inside the control thread")
@@ -62,7 +62,7 @@ class ControlLoop:
             raise
 
     def close(self, deadline_s: float) -> None:
-        """Cancel every task, end the thread, wait up to `deadline_s` for it. Idempotent."""
+        """Cancel all tasks, stop the thread and wait up to `deadline_s` for its end. Idempotent."""
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(deadline_s)

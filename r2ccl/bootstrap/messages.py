@@ -1,7 +1,7 @@
-"""What bootstrap itself says: the table of ranks, and the two messages every session understands.
+"""`PeerInfo`, the two message types that bootstrap sends on control sessions, and their codec.
 
-Values only: no I/O, no clock. Invariant: these are the only message types bootstrap adds to those
-its user registers; their tags begin with ``boot.``, so that no user's type collides.
+Invariant: `Goodbye` and `PeerDown` are the only types that bootstrap adds to the registered ones;
+their tags begin with ``boot.``, so that no registered type collides.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from r2ccl.errors import InvalidArgument
 
 
 class PeerInfo(msgspec.Struct, frozen=True):
-    """Where one rank is and how to reach it; the same on all ranks.
+    """Host, process and addresses of one rank; equal on all ranks.
 
     Attributes
     ----------
     rank : int
     host : str
-        Host name, boot id and network namespace. Equal strings: the same network stack, so
-        that loopback reaches; two namespaces of one machine count as two hosts.
+        Host name, boot id and network namespace. Ranks with equal strings share a network stack
+        and reach each other by loopback; two namespaces of one machine count as two hosts.
     pid : int
     control_addresses : tuple of (str, int)
-        Address and port of the control listeners, management first. Rail listeners take control
-        connections too.
+        Address and port of the control listeners, that of the rendezvous network first. Rail
+        listeners accept control connections, too.
     rails : tuple of (str, int)
         Address and port of rail i's listener. All ranks have the same number of rails.
     probe_ports : tuple of int
-        Port i, at rail i's address, is bound and nobody listens: a connect is refused if the rail
-        works.
+        Port i, at rail i's address, is bound but not listened on: a working rail refuses a
+        connection to it.
     nlast_resorts : int
-        Rails at the end of these that are the last resort; as many on all ranks.
+        Number of rails at the end of ``rails`` that are last resorts; equal on all ranks.
     hcas : tuple of str
-        Names of the RDMA ports it can use beside; as many on all ranks.
+        Names of the RDMA ports that the rank can use besides; equally many on all ranks.
     """
 
     rank: int
@@ -51,32 +51,32 @@ class PeerInfo(msgspec.Struct, frozen=True):
 
     @property
     def hostname(self) -> str:
-        """The part of ``host`` that says something to people."""
+        """Host name, the first part of ``host``, for messages."""
         return self.host.partition("/")[0]
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="boot.goodbye"):
-    """The sender leaves in order: the end of its connections is no loss.
+    """Message of a rank that closes normally: the end of its connections is no loss.
 
-    Handed to ``on_message`` too, so that a call that still waits for this peer can end.
+    It is also passed to ``on_message``, so that a call that still waits for this peer can end.
     """
 
 
 class PeerDown(msgspec.Struct, frozen=True, tag="boot.peer_down"):
-    """`rank` is dead or silent as the sender sees it; every receiver reports it as well."""
+    """Message that the sender considers `rank` lost; every receiver reports the loss, too."""
 
     rank: int
     why: str
 
 
 class Codec:
-    """Turn messages into bytes and back: bootstrap's own and those its user registers.
+    """Encoder and decoder of messages: those of bootstrap and the registered types.
 
     Parameters
     ----------
     message_types : type or union of types
-        A tagged `msgspec.Struct`, or ``A | B | C`` of them, with different tags. Kept, for the
-        next communicator's.
+        A tagged `msgspec.Struct`, or a union ``A | B | C`` of them with different tags. Kept as an
+        attribute for the codec of the next communicator.
     """
 
     def __init__(self, message_types: Any) -> None:
@@ -87,27 +87,27 @@ class Codec:
         self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(union)
 
     def encode(self, message: object) -> bytes:
-        """Return the MessagePack form.
+        """Return the MessagePack form of `message`.
 
         Raises
         ------
         InvalidArgument
-            The type was not registered: no rank could read it.
+            If the type of `message` was not registered.
         """
         if not isinstance(message, self._types):
             names = ", ".join(t.__name__ for t in self._types)
             raise InvalidArgument(
-                f"a {type(message).__name__} is no message of this control plane; known: {names}"
+                f"control message type {type(message).__name__} is not registered; known: {names}"
             )
         return msgspec.msgpack.encode(message)
 
     def decode(self, body: bytes) -> object:
-        """Invert `encode`.
+        """Return the message that `encode` encoded.
 
         Raises
         ------
         msgspec.MsgspecError
-            Not one of the registered types.
+            If `body` is not a message of a registered type.
         """
         return self._decoder.decode(body)
 

@@ -1,11 +1,11 @@
-"""The numeric address behind MASTER_ADDR: found, or not there yet.
+"""Resolution of MASTER_ADDR to a numeric address, with retries.
 
-A name that does not exist may do so a moment later: where containers and nodes come up with the
-job, their names do too. So it is asked for again for as long as init waits, and the first refusal
-is logged at once, for whoever mistyped it. Only what no waiting can change ends init: a name that
-is none by its spelling, and a resolver that says it will never answer.
+The name may not exist yet: containers and nodes that start with the job get their names late. It is
+therefore resolved again until the timeout of `init`; the first failure is logged at once, in case
+the name is mistyped. Only permanent errors end `init`: a malformed name, or a resolver error that
+no retry can change.
 
-Invariant: an error that leaves this module names the rank, the name and the resolver's answer.
+Invariant: an error raised by this module names the rank, the name and the resolver's answer.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from r2ccl.errors import InvalidArgument, describe_os_error
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
-#: getaddrinfo(3): what asking again cannot change.
+#: Errors of getaddrinfo(3) that no retry can change.
 _FINAL = frozenset((socket.EAI_FAIL, socket.EAI_FAMILY, socket.EAI_SERVICE, socket.EAI_SOCKTYPE))
 _NAMES = {getattr(socket, name): name for name in dir(socket) if name.startswith("EAI_")}
 
 
 class LeaderName:
-    """Rank 0's address as its users spell it.
+    """Address of rank 0 as the user gave it, and its resolution.
 
     Parameters
     ----------
@@ -47,9 +47,9 @@ class LeaderName:
         Raises
         ------
         InvalidArgument
-            There cannot be such a name.
+            If the name is malformed, or its resolution fails permanently.
         OSError
-            It has no address now; the first such answer is logged.
+            If the name has no address now; the first such error is logged.
         """
         try:
             return await wire.resolve(self._name, self._port)
@@ -66,19 +66,19 @@ class LeaderName:
             return
         self._is_logged = True
         logger.warning(
-            "rank %d: MASTER_ADDR=%r cannot be resolved yet (%s); it is tried again for "
+            "rank %d: MASTER_ADDR=%r cannot be resolved yet (%s); retrying for up to "
             "R2CC_INIT_TIMEOUT_S; if the name is wrong, set MASTER_ADDR to the address of rank 0",
             self._rank, self._name, describe(exc),
         )  # fmt: skip
 
 
 def is_passing(exc: OSError) -> bool:
-    """Whether the resolver may answer otherwise later."""
+    """Whether a later retry of the resolution may succeed."""
     return not (isinstance(exc, socket.gaierror) and exc.errno in _FINAL)
 
 
 def unresolvable(rank: int, name: str, exc: OSError | UnicodeError) -> InvalidArgument:
-    """Return the error of a MASTER_ADDR without an address."""
+    """Return the error for a MASTER_ADDR that cannot be resolved."""
     return InvalidArgument(
         f"rank {rank}: MASTER_ADDR={name!r} cannot be resolved ({describe(exc)}): set it to the "
         "address of rank 0's host, or to a name for which `getent hosts` gives one on every host"
@@ -86,7 +86,7 @@ def unresolvable(rank: int, name: str, exc: OSError | UnicodeError) -> InvalidAr
 
 
 def describe(exc: OSError | UnicodeError) -> str:
-    """Return the resolver's answer: ``EAI_NONAME: Name or service not known``."""
+    """Return the resolver's error as text: ``EAI_NONAME: Name or service not known``."""
     if isinstance(exc, socket.gaierror):
         return f"{_NAMES.get(exc.errno, exc.errno)}: {exc.strerror}"
     return describe_os_error(exc)

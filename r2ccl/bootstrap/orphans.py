@@ -1,6 +1,6 @@
-"""Orphans: ranks that a launcher started end with it, however it ends.
+"""Termination of ranks when their launcher ends, even if it is killed.
 
-Invariant: between the start of a child and its request to the kernel no death is missed.
+Invariant: the end of the launcher is noticed even if it precedes the child's request to the kernel.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 
 _PR_SET_PDEATHSIG = 1
 
-#: Loaded here, as a child between fork and exec should load nothing.
+#: Loaded at import, because a child between fork and exec should load nothing.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -21,12 +21,12 @@ def end_with(parent: int) -> None:
     Parameters
     ----------
     parent : int
-        Process number of who started it.
+        Process id of the launcher.
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    if os.getppid() != parent:  # it had ended before
+    if os.getppid() != parent:  # the launcher ended before prctl
         os.kill(os.getpid(), signal.SIGKILL)
 
 

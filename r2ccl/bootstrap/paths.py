@@ -1,9 +1,9 @@
-"""Data sockets, one per (peer, rail, epoch): dial and let in.
+"""Connection of data sockets, one per (peer, rail, epoch).
 
-The lower rank dials a rail for as long as it takes: one that was dead for an hour comes back. A
-bypass it dials once for each list of ways it is given. The higher rank lets in exactly the (peer,
-rail, epoch) it expects. Which socket replaces which, and
-when, is the data plane's business. Runs in the control thread.
+The lower rank dials a rail until it succeeds, since a rail may come back after hours. It dials a
+bypass once for each list of ways that it is given. The higher rank accepts exactly the (peer, rail,
+epoch) that it expects. The data plane decides when a path gets a new socket. Runs in the control
+thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from r2ccl.types import BYPASS, BypassWay, PathKey
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
-#: The dialer learns of a new epoch up to this much earlier than the other side.
+#: Longest wait of a connection whose epoch the accepting rank does not expect yet.
 _EARLY_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
@@ -44,7 +44,7 @@ class _Dial(msgspec.Struct):
 
 
 class Paths:
-    """The data connections this rank dials or expects.
+    """Data connections that this rank dials or expects.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class Paths:
         One per rank.
     setting : Setting
     on_path : callable
-        Takes (peer, rail, epoch, sock) and owns the socket.
+        Takes (peer, rail, epoch, sock) and takes ownership of the socket.
     """
 
     def __init__(self, peers: Sequence[PeerInfo], setting: Setting, on_path: OnPath) -> None:
@@ -60,9 +60,9 @@ class Paths:
         self._setting = setting
         self._on_path = on_path
         self._dials: dict[PathKey, _Dial] = {}
-        #: Why the last attempt of each dial under way failed, and what to do about it.
+        #: Error of the last attempt of each pending dial, and advice.
         self._failures: dict[PathKey, tuple[str, str]] = {}
-        #: Epoch of the last bypass let in, by peer.
+        #: Epoch of the last accepted bypass, by peer.
         self._bypassed: dict[int, int] = {}
         self._room = asyncio.Semaphore(bypass.MAX_ATTEMPTS)
         #: By rail: one that is down holds up no other.
@@ -73,23 +73,26 @@ class Paths:
     # -- accepting --------------------------------------------------------------------------
 
     def accept(self, key: PathKey, epoch: int) -> None:
-        """Expect the peer's connection with exactly this epoch."""
+        """Expect a connection for path `key` with exactly this epoch."""
         self._expected[key] = epoch
         self._announce_change()
 
     async def admit(self, claim: Claim, listener: int) -> Handover:
-        """Wait until a proved DATA claim is expected; a `Gate`.
+        """Wait until an authenticated DATA connection is expected; a `Gate`.
 
         Raises
         ------
         HandshakeRejected
-            It came in on another rail, is of an older epoch, or nobody asked for it in time.
+            If the connection arrived on another rail, has an older epoch, or is not expected
+            within 1 s.
+        Unneeded
+            If another way of the same bypass connected first.
         """
         if claim.rail not in (listener, BYPASS):
             raise HandshakeRejected("path on the wrong rail")
         key = PathKey(claim.src, claim.rail)
         if key.is_bypass and claim.epoch <= self._bypassed.get(key.peer, -1):
-            raise Unneeded  # another way was faster
+            raise Unneeded  # another way connected first
         try:
             async with asyncio.timeout(_EARLY_S):
                 while self._expected.get(key) != claim.epoch:
@@ -101,7 +104,7 @@ class Paths:
         return lambda sock: self._let_in(key, claim.epoch, sock)
 
     def _let_in(self, key: PathKey, epoch: int, sock: socket.socket) -> None:
-        if self._expected.get(key) != epoch:  # changed while the answer was under way
+        if self._expected.get(key) != epoch:  # changed while the answer was being sent
             sock.close()
             return
         del self._expected[key]
@@ -117,14 +120,14 @@ class Paths:
     # -- dialing ----------------------------------------------------------------------------
 
     def dial(self, key: PathKey, epoch: int, on_failed: Callable[[str], None] | None) -> None:
-        """Connect, again and again, until it works or `cancel`."""
+        """Dial path `key` until it succeeds or `cancel` is called; replaces an earlier dial."""
         self._stop_dial(key)
         entry = _Dial(epoch, on_failed)
         self._dials[key] = entry
         self._start_dial(key, entry)
 
     def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
-        """Connect by the first of `ways` that works, if one does; replaces an earlier dial."""
+        """Dial a bypass to `peer` by `ways`, each once; replaces an earlier dial."""
         key = PathKey(peer, BYPASS)
         self._stop_dial(key)
         entry = self._dials[key] = _Dial(epoch, None)
@@ -132,31 +135,31 @@ class Paths:
         entry.task = asyncio.get_running_loop().create_task(work)
 
     def kick(self, rail: int) -> None:
-        """Begin every pending dial of `rail` anew, without its pause."""
+        """Restart every pending dial of `rail` now, without the rest of its pause."""
         for key, entry in list(self._dials.items()):
             if key.rail == rail and entry.task is not None:
                 entry.task.cancel()
                 self._start_dial(key, entry)
 
     def cancel(self, key: PathKey) -> None:
-        """Neither dial nor expect `key` any more."""
+        """Stop dialing and expecting path `key`."""
         self._stop_dial(key)
         self._expected.pop(key, None)
 
     def obstacles(self, peer: int) -> list[str]:
-        """Say why dials of `peer` have not succeeded; any thread."""
+        """Return the last errors of pending dials to `peer`, and advice; any thread."""
         found = {key.rail: text for key, text in self._failures.copy().items() if key.peer == peer}
         causes = [f"rail {rail}: {why}" for rail, (why, _) in found.items()]
-        # Mostly one for all rails.
+        # Usually all rails have the same advice: give it once.
         return causes + list(dict.fromkeys(hint for _, hint in found.values() if hint))
 
     def forget_peer(self, peer: int) -> None:
-        """Cancel everything with `peer`."""
+        """Cancel all dials and expectations of paths to `peer`."""
         for key in [key for key in (*self._dials, *self._expected) if key.peer == peer]:
             self.cancel(key)
 
     def close(self) -> None:
-        """Cancel everything."""
+        """Cancel all dials and expectations."""
         for key in [*self._dials, *self._expected]:
             self.cancel(key)
 

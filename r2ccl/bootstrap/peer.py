@@ -1,13 +1,14 @@
-"""Keep the session with one other rank alive, and know when there is nobody left to talk to.
+"""Control session with one other rank: its connections, and detection that the rank is lost.
 
-The lower rank dials: one carrier to the peer's management address and, where rails have other
-addresses, one over a rail, so that losing either network delays no message by more than the
-session's resend timer. A carrier that ends or falls silent is replaced, addresses in turn.
+A *carrier* is a TCP connection of the session. The lower rank dials one carrier to the peer's
+control address and, if rails have other addresses, one over a rail, so that the loss of either
+network delays no message by more than the session's resend timer. A carrier that ends or is silent
+for too long is replaced; the addresses are tried in turn.
 
-A peer is *lost* when the kernel of its host says that nobody listens any more at an address it had
-listened on (only ECONNREFUSED says that) while no carrier speaks; when its session has been
-silent for ``config.peer_timeout_s``; or when another rank says so. It has *left* when it said
-Goodbye. All of it runs in the control thread.
+A peer is *lost* when a connection to one of its listening addresses is refused (ECONNREFUSED: its
+process is gone) while all carriers are silent; when its session has been silent for
+``config.peer_timeout_s``; or when another rank reports it. A peer has *left* when it sent Goodbye.
+Runs in the control thread.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ from r2ccl.types import Nic
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
-#: Heartbeats of one peer timeout; with fewer, one hold of the interpreter lock weighs too much.
+#: Heartbeats per peer timeout: enough that a thread that holds the GIL can delay some.
 _BEATS_PER_TIMEOUT = 5
 _MAX_HEARTBEAT_S = 1.0
-#: A carrier silent for this many heartbeats is replaced.
+#: A carrier that is silent for this many heartbeat intervals is replaced.
 _STALE_BEATS = 2.5
-#: Bytes a carrier may hold unsent; beyond it frames are dropped and the session resends them.
+#: Most unsent bytes of a carrier; beyond them frames are dropped and the session resends them.
 _MAX_UNSENT_NBYTES = 4 << 20
-#: Carriers of one peer; the lower rank uses two, and two more while it replaces both.
+#: Most carriers of one peer; the lower rank uses two, and two more while it replaces both.
 _MAX_CARRIERS = 4
 _FIRST_PAUSE_S = 0.02
 _MAX_PAUSE_S = 0.5
-#: A dial that meets a black hole gives way to the next address.
+#: Timeout of a dial, after which the next address is tried.
 _DIAL_TIMEOUT_S = 1.0
-#: A carrier that ended sooner is not replaced at once: something closes them on purpose.
+#: A carrier that ends sooner is replaced only after a pause: something keeps closing them.
 _SHORT_LIFE_S = 1.0
 
 
 class PeerState(enum.Enum):
-    """OPEN, then LEFT (said Goodbye) or LOST, for good."""
+    """State of a peer: OPEN, then permanently LEFT (it sent Goodbye) or LOST."""
 
     OPEN = enum.auto()
     LEFT = enum.auto()
@@ -59,7 +60,7 @@ class PeerState(enum.Enum):
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """What all peers of one control plane share."""
+    """Values shared by all peers of one control plane."""
 
     rank: int
     config: Config
@@ -72,20 +73,22 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class PeerOwner(Protocol):
-    """Whom a `Peer` tells; in the control thread."""
+    """Callbacks of a `Peer`, made in the control thread."""
 
     def on_peer_message(self, peer: int, message: object) -> None:
-        """Take a message, `Goodbye` included."""
+        """Handle a message from `peer`, including `Goodbye`."""
 
     def on_peer_end(self, peer: int, why: str, last_heard_s: float, is_hearsay: bool) -> None:
-        """`peer` is lost; hearsay: another rank found out and tells everyone."""
+        """Handle the loss of `peer`; `is_hearsay`: another rank found it and reports it to all."""
 
 
 class Carrier(asyncio.Protocol):
-    """One authenticated TCP connection of a session.
+    """Authenticated TCP connection of a session.
 
     Parameters
     ----------
+    number : int
+        Identifies the carrier in its session.
     on_data : callable
         Takes the carrier and the bytes received.
     on_end : callable
@@ -100,46 +103,46 @@ class Carrier(asyncio.Protocol):
     ) -> None:
         self.number = number
         self.reader = FrameReader()
-        #: Set when it ended or fell silent: time to replace it.
+        #: Set when the carrier ended or is silent for too long, and must be replaced.
         self.is_spent = asyncio.Event()
         self._on_data = on_data
         self._on_end = on_end
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport (asyncio's callback)."""
+        """Store the transport (callback of asyncio)."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Pass bytes on (asyncio's callback)."""
+        """Pass received bytes to `on_data` (callback of asyncio)."""
         self._on_data(self, data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Report the end (asyncio's callback)."""
+        """Report the end of the connection to `on_end` (callback of asyncio)."""
         self._transport = None
         self.is_spent.set()
         self._on_end(self)
 
     def write(self, frame: bytes) -> None:
-        """Send `frame`, or drop it when the connection is gone or does not drain."""
+        """Send `frame`, or drop it if the connection has ended or holds too many unsent bytes."""
         if self._transport is None or self._transport.is_closing():
             return
         if self._transport.get_write_buffer_size() <= _MAX_UNSENT_NBYTES:
             self._transport.write(frame)
 
     def close(self) -> None:
-        """End it after what is buffered."""
+        """Close the connection after its buffered bytes are sent."""
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """End it now; nobody reads what is buffered."""
+        """Close the connection now and discard its buffered bytes."""
         if self._transport is not None:
             self._transport.abort()
 
     def hang_up(self) -> None:
-        """End it now, after what the kernel has taken."""
+        """Close now: bytes in the kernel are still sent, bytes buffered here are discarded."""
         if self._transport is not None and self._transport.get_write_buffer_size() == 0:
             self._transport.close()
         else:
@@ -147,7 +150,7 @@ class Carrier(asyncio.Protocol):
 
 
 class Peer:
-    """The session with rank ``info.rank`` and the connections under it.
+    """Control session with rank ``info.rank`` and its carriers.
 
     Parameters
     ----------
@@ -170,18 +173,18 @@ class Peer:
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        #: Set while every carrier is gone or silent.
+        #: Set while no carrier exists, or all are silent.
         self._is_dark = asyncio.Event()
         self._is_leaving = False
-        #: Why the last dial failed; empty: there was none, or it succeeded.
+        #: Error of the last dial; empty if there was none, or it succeeded.
         self._obstacle = ""
-        #: Set when nothing is left to wait for at close.
+        #: Set when close need not wait for this peer any longer.
         self.is_settled = asyncio.Event()
 
     # -- for the control plane --------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to dial, or to wait for the other side's dial."""
+        """Start dialing the peer or, on the higher rank, watching for its loss."""
         self._session.excuse(self._session.silence_s(self._setting.clock()))
         if self._setting.rank > self.rank:
             self._is_dark.set()
@@ -195,19 +198,19 @@ class Peer:
             self._spawn(self._keep_carrier(other_ways))
 
     def send(self, body: bytes) -> None:
-        """Queue an encoded message; dropped when the peer has left or is lost."""
+        """Queue an encoded message, or drop it if the peer has left or is lost."""
         if self.state is PeerState.OPEN:
             self._session.post(body)
             self._flush()
 
     def say_goodbye(self) -> None:
-        """Queue Goodbye; `is_settled` is set once it is acknowledged or nobody is there."""
+        """Queue Goodbye; `is_settled` is set when it is acknowledged or the peer is gone."""
         if self.state is PeerState.OPEN:
             self._is_leaving = True
             self.send(self._setting.codec.encode(Goodbye()))
 
     def adopt(self, sock: socket.socket) -> None:
-        """Use a connection the peer has dialed and proved."""
+        """Use an authenticated connection that the peer dialed as a carrier."""
         if self.state is PeerState.OPEN:
             task = self._spawn(self._adopt_quietly(sock))
             task.add_done_callback(lambda done: sock.close() if done.cancelled() else None)
@@ -215,7 +218,7 @@ class Peer:
             sock.close()
 
     def tick(self, now: float, stalled_s: float) -> None:
-        """Judge silence; `stalled_s` is how long this process itself did not run."""
+        """Check the peer for silence; `stalled_s` is the time that this process did not run."""
         if self.state is not PeerState.OPEN:
             return
         if stalled_s > 0:
@@ -227,9 +230,9 @@ class Peer:
             self.lose(f"silent for {silence:.1f} s{why}")
 
     def lose(self, why: str, is_hearsay: bool = False) -> None:
-        """Give the peer up and report it; nothing happens when it has left or was lost before.
+        """Mark the peer as lost and report it; do nothing if it has left or was lost before.
 
-        Should it be alive after all, it is told, so that it need not find out by silence.
+        Sends the peer a `PeerDown` of itself, so that a peer that is alive learns of it at once.
         """
         if self.state is not PeerState.OPEN:
             return
@@ -241,14 +244,14 @@ class Peer:
         self._owner.on_peer_end(self.rank, why, last_heard_s, is_hearsay)
 
     def close(self) -> None:
-        """Close every connection and stop every task."""
+        """Close all carriers and stop all tasks."""
         self._stop_tasks()
         for carrier in list(self._carriers.values()):
             carrier.close()
 
     @property
     def last_heard(self) -> float:
-        """Clock reading of the last frame."""
+        """Time of the last frame from the peer, by the clock in `Setting`."""
         return self._session.last_heard
 
     # -- carriers ---------------------------------------------------------------------------
@@ -274,7 +277,7 @@ class Peer:
             carrier = await self._dial_any(targets)
             born_at = self._setting.clock()
             if old is not None:
-                old.abort()  # it may never drain; what it held leaves again on the new one
+                old.abort()  # it may never drain; the session resends its bytes on the new carrier
             await carrier.is_spent.wait()
             if self._setting.clock() - born_at < _SHORT_LIFE_S:
                 await asyncio.sleep(_FIRST_PAUSE_S)
@@ -348,7 +351,7 @@ class Peer:
             self.lose(f"it sent a message this rank cannot read: {exc}")
             return
         if isinstance(message, Goodbye):
-            # Its connections stay until it closes them: it waits for this acknowledgement.
+            # The peer waits for the acknowledgement, so it is the peer that closes the carriers.
             self._session.ack_now()
             self._end(PeerState.LEFT)
         self._owner.on_peer_message(self.rank, message)
@@ -386,9 +389,9 @@ class Peer:
             self._is_dark.clear()
 
     async def _watch(self) -> None:
-        """Probe the peer's listening ports while all connections to it are silent.
+        """Probe the peer's listening ports while all carriers are silent.
 
-        A refused connection means that its process is gone.
+        A refused connection means that the peer's process is gone.
         """
         targets = [*self._targets_over_management(), *self._targets_over_rails()]
         pause = _FIRST_PAUSE_S
@@ -406,7 +409,7 @@ class Peer:
             pause = min(2 * pause, _MAX_PAUSE_S)
 
     def _judge_refusal(self, target: wire.Address) -> None:
-        """Nobody listens at `target` any more: the process is gone, unless a carrier speaks."""
+        """Mark the peer as lost after a refused connection, unless a carrier is active."""
         self._note_darkness(self._setting.clock())
         if self._is_dark.is_set():
             self.lose(f"its process is gone: connection refused at {target[0]}:{target[1]}")

@@ -1,7 +1,7 @@
-"""All ranks meet at rank 0, once, and part with the table of who is where.
+"""Rendezvous: all ranks connect to rank 0 once and receive the addresses of all ranks.
 
-Two rounds over one authenticated connection per rank, because which rails make sense depends on
-whether all ranks share a host::
+Each rank has one authenticated connection to rank 0. The exchange has two rounds, because the
+choice of rails depends on whether all ranks share a host::
 
     rank r                                rank 0
     Hello(rank, nranks, host, digest) ->  waits for all, compares
@@ -10,8 +10,8 @@ whether all ranks share a host::
     Ready(PeerInfo)                   ->  waits for all
                                       <-  Table(peers), all with the same number of rails
 
-Whatever goes wrong on any rank becomes ``MeetingFailed``, which rank 0 tells everyone, so that all
-ranks raise the same error. Runs in the control thread. Invariant: it ends by its deadline.
+An error on any rank becomes a ``MeetingFailed``, which rank 0 sends to all ranks, so that all raise
+the same error. Runs in the control thread. Invariant: the rendezvous ends by its deadline.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from r2ccl.bootstrap.naming import LeaderName
 from r2ccl.clock import monotonic
 from r2ccl.errors import PeerLost, R2cclError, TransportTimeout
 
-#: Claims of connections made before rank 0 has drawn the communicator's id.
+#: Communicator id in claims that are made before rank 0 has chosen the id.
 _NO_COMMUNICATOR = bytes(COMMUNICATOR_ID_NBYTES)
 _FIRST_PAUSE_S = 0.02
 _MAX_PAUSE_S = 0.5
@@ -57,26 +57,26 @@ async def meet(
     rejections: Rejections,
     timeout_s: float,
 ) -> Meeting:
-    """Meet the other ranks.
+    """Run the rendezvous and return its result.
 
     Parameters
     ----------
     identity : Identity
     hello : Hello
     prepare : callable
-        Called once, as soon as all ranks are known.
+        Opens this rank's listeners; called once, when all ranks have arrived.
     rejections : Rejections
     timeout_s : float
 
     Raises
     ------
     InvalidArgument
-        The ranks do not fit together, or one of them could not prepare; names them. Or rank 0's
-        name has no address.
+        If ranks or their settings do not fit together, a rank could not open its listeners (the
+        message names the ranks), or rank 0's name cannot be resolved.
     TransportTimeout
-        Not all ranks arrived; rank 0 names the missing ones, to all that did.
+        If not all ranks arrive in time; on all ranks that did, the message names the missing ones.
     PeerLost
-        Rank 0 went away.
+        If rank 0 exits, or another rank does.
     """
     if identity.rank == 0:
         leader = Leader(identity, hello, prepare, rejections, timeout_s)
@@ -93,19 +93,19 @@ class _Member:
         self._hello = hello
         self._prepare = prepare
         self._timeout_s = timeout_s
-        self._last_failure = "no secret yet"
+        self._last_failure = "rank 0 has not published the secret yet"
         self._leader = LeaderName(identity.rank, identity.address, identity.port)
 
     async def run(self) -> Meeting:
-        """Join; closes the connection."""
+        """Run the rendezvous with rank 0 and return its result; close the connection."""
         sock, secret = await self._reach_leader()
         try:
             async with asyncio.timeout(self._timeout_s + VERDICT_MARGIN_S):
                 return await self._join(sock, secret)
         except TimeoutError:
             raise TransportTimeout(
-                f"rank {self._hello.rank}: rank 0 at {self._where()} let this rank in and then "
-                f"said nothing for {self._timeout_s + VERDICT_MARGIN_S:g} s: look at its log",
+                f"rank {self._hello.rank}: rank 0 at {self._where()} accepted this rank but then "
+                f"sent nothing for {self._timeout_s + VERDICT_MARGIN_S:g} s: look at its log",
                 rank=self._hello.rank,
                 peer=0,
             ) from None

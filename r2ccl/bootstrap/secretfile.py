@@ -1,8 +1,8 @@
-"""The job's secret in files: the user's own, and one that ranks of one host share by themselves.
+"""Secret of a job in files: a file of the user, or one that rank 0 writes for ranks of its host.
 
-Invariant: nothing is read from, or written to, a place that another user could have prepared: a
-file must be a regular one of this user that nobody else may read; the runtime folder must be a
-real folder of this user with mode 0700, opened once and used through its descriptor.
+Invariant: nothing is read from or written to a path that another user could have prepared. A file
+must be a regular file of this user that no other user may read. The runtime directory must be a
+directory of this user, no link, with mode 0700; it is opened once and used through its descriptor.
 """
 
 from __future__ import annotations
@@ -23,48 +23,50 @@ _MAX_FILE_NBYTES = 256
 
 
 class SecretSource(Protocol):
-    """Where a rank gets the secret from."""
+    """Source of the secret of a job."""
 
     def current(self) -> Secret | None:
-        """Return the secret, or None while there is none yet."""
+        """Return the secret, or None if it is not available yet."""
 
     def publish(self) -> None:
-        """Make it known to the other ranks; rank 0, once it owns the rendezvous port."""
+        """Give the secret to the other ranks; called on rank 0 once it owns the port."""
 
     def retract(self) -> None:
-        """Take back what `publish` left behind."""
+        """Remove the file that `publish` wrote."""
 
 
 class GivenSecret:
-    """A secret that every rank got by other means; publishing it is nobody's business."""
+    """Secret that every rank already has, from its settings or from MPI."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
 
     def current(self) -> Secret | None:
-        """Return it."""
+        """Return the secret."""
         return self._secret
 
     def publish(self) -> None:
-        """Do nothing: every rank has it."""
+        """Do nothing: every rank has the secret."""
 
     def retract(self) -> None:
-        """Do nothing."""
+        """Do nothing: `publish` wrote no file."""
 
 
 class RuntimeFileSecret:
-    """A secret that rank 0 draws and leaves in the runtime folder for the other ranks of its host.
+    """Secret that rank 0 generates and writes to the runtime directory for ranks of its host.
 
-    Rank 0 owns the rendezvous port, which the name carries, before it writes: so two jobs cannot
-    write the same file, and a file left by a crashed job is replaced. A rank that read the old
-    one is turned away by the handshake and reads again.
+    The file name contains the rendezvous port, and rank 0 owns that port before it writes. So two
+    jobs cannot write the same file, and the file of a crashed job is replaced. A rank that read the
+    old file fails the handshake and reads the file again.
 
     Parameters
     ----------
     env : mapping
-        XDG_RUNTIME_DIR is read.
-    address, port
-        Of the rendezvous.
+        Environment of this process, with XDG_RUNTIME_DIR.
+    address : str
+        Address of the rendezvous.
+    port : int
+        Port of the rendezvous.
     is_leader : bool
         Whether this is rank 0.
     """
@@ -75,7 +77,7 @@ class RuntimeFileSecret:
         self._secret = Secret(secrets.token_bytes(SECRET_NBYTES)) if is_leader else None
 
     def current(self) -> Secret | None:
-        """Return rank 0's own, or what the file holds now."""
+        """Return the generated secret on rank 0, elsewhere the file's; None if there is no file."""
         if self._secret is not None:
             return self._secret
         try:
@@ -88,12 +90,12 @@ class RuntimeFileSecret:
             raise _untrusted(file, f"cannot be opened ({exc.strerror})") from exc
 
     def publish(self) -> None:
-        """Write the file, whole or not at all.
+        """Write the file atomically.
 
         Raises
         ------
         InvalidArgument
-            The runtime folder cannot be made, is not this user's alone, or is full.
+            If the runtime directory cannot be made, is accessible to other users, or is full.
         """
         if self._secret is None:
             raise InternalError("only rank 0 publishes the secret")
@@ -113,7 +115,7 @@ class RuntimeFileSecret:
             os.replace(draft, self._name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def retract(self) -> None:
-        """Remove the file, if it is still this job's."""
+        """Remove the file if it still holds this job's secret."""
         with contextlib.suppress(FileNotFoundError), _open_folder(self._folder) as folder:
             found = _read_secret(self._name, folder, os.O_NOFOLLOW)
             if self._secret is not None and found.hex() == self._secret.hex():
@@ -121,12 +123,13 @@ class RuntimeFileSecret:
 
 
 def read_secret_file(path: str) -> Secret:
-    """Read the secret from a file of the user's choice.
+    """Read the secret from the file that ``R2CC_SECRET_FILE`` names.
 
     Raises
     ------
     InvalidArgument
-        It cannot be read, belongs to someone else, others may read it, or it holds no secret.
+        If the file cannot be read, belongs to another user, is accessible to other users, or does
+        not hold a secret.
     """
     try:
         return _read_secret(path, None, 0)
@@ -155,7 +158,7 @@ def _read_secret(path: str, folder: int | None, flags: int) -> Secret:
 
 def _runtime_folder(env: Mapping[str, str]) -> Path:
     base = env.get("XDG_RUNTIME_DIR", "")
-    # Under sudo the variable may name another user's folder.
+    # Under sudo the variable may name the directory of another user.
     if base and os.path.isdir(base) and os.stat(base).st_uid == os.geteuid():
         return Path(base) / "r2ccl"
     return Path(tempfile.gettempdir()) / f"r2ccl-{os.geteuid()}"
@@ -163,19 +166,19 @@ def _runtime_folder(env: Mapping[str, str]) -> Path:
 
 @contextlib.contextmanager
 def _open_folder(path: Path) -> Iterator[int]:
-    """Yield a descriptor of the runtime folder after checking that it is this user's alone.
+    """Check that the runtime directory is private to this user; yield its descriptor.
 
     Raises
     ------
     FileNotFoundError
-        There is none yet.
+        If the directory does not exist yet.
     InvalidArgument
-        It is a link, another user's, or open to others.
+        If the path is a link, belongs to another user, or is accessible to other users.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (NotADirectoryError, PermissionError) as exc:
-        raise _untrusted(path, "is no folder of this user") from exc
+        raise _untrusted(path, "is not a directory of this user") from exc
     except OSError as exc:
         if isinstance(exc, FileNotFoundError):
             raise
@@ -183,7 +186,7 @@ def _open_folder(path: Path) -> Iterator[int]:
     try:
         status = os.fstat(fd)
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise _untrusted(path, "belongs to someone else or is open to others")
+            raise _untrusted(path, "belongs to another user or is accessible to others")
         yield fd
     finally:
         os.close(fd)
@@ -191,7 +194,7 @@ def _open_folder(path: Path) -> Iterator[int]:
 
 def _untrusted(path: Path, why: str) -> InvalidArgument:
     return InvalidArgument(
-        f"{path} {why}, so it cannot carry the job's secret: remove it, "
+        f"{path} {why}, so it cannot hold the job's secret: remove it, "
         "or give the secret in R2CC_SECRET or R2CC_SECRET_FILE"
     )
 

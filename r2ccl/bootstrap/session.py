@@ -1,27 +1,27 @@
-"""One reliable, ordered message stream between two ranks over carriers that may all be lost.
+"""Control session: a reliable, ordered message stream between two ranks over unreliable carriers.
 
-Theory of operation. Each message gets a sequence number. Frames travel on *carriers* (TCP
-connections, or anything else that moves a frame now and then); a carrier may lose, repeat,
-reorder or cut frames. The receiver delivers in sequence, keeps what came early (bounded), drops
-what came twice, and acknowledges cumulatively. The sender keeps every message until it is
-acknowledged and sends it again: at once on a carrier that came up, at once on the others when a
-carrier went down, and on all of them when a timer runs out (doubling while nothing comes back).
-New frames ride the carrier heard from last. An idle carrier carries a heartbeat, which is an
-acknowledgement without a message, so that silence means something.
+Each message has a sequence number. Frames are sent on *carriers*: TCP connections, or anything else
+that can move a frame. A carrier may lose, repeat, reorder or cut frames. The receiver delivers
+messages in sequence, keeps those that arrive early (up to a bound), drops duplicates, and
+acknowledges cumulatively. The sender keeps every message until it is acknowledged and resends it:
+on a carrier that comes up, on the others when a carrier goes down, and on all of them when the
+resend timer expires (it doubles until an acknowledgement arrives). New frames are sent on the
+carrier that received a frame last. On an idle carrier heartbeats are sent, which are
+acknowledgements without a message, so that a silent carrier is known to have failed.
 
 ====================  ==========================================================================
-event                 effect (frames leave at the next `poll`)
+event                 effect (the next `poll` returns the frames)
 ====================  ==========================================================================
-``post``              message gets the next number; leaves once the window reaches it
-``receive`` (data)    in sequence: delivered, with what waited behind it; ahead: kept; else dropped
-``receive`` (any)     acknowledged messages are forgotten; the carrier counts as alive
-``carrier_up``        everything unacknowledged leaves again on it
-``carrier_down``      everything unacknowledged leaves again on the carriers that remain
-timer                 everything unacknowledged leaves again on all carriers
+``post``              message gets the next number; sent when the window reaches it
+``receive`` (data)    in sequence: delivered, with its kept successors; early: kept; else dropped
+``receive`` (any)     acknowledged messages are deleted; the carrier counts as alive
+``carrier_up``        all unacknowledged messages are resent on the new carrier
+``carrier_down``      all unacknowledged messages are resent on the remaining carriers
+timer                 all unacknowledged messages are resent on all carriers
 ====================  ==========================================================================
 
-This module sees no socket, thread, clock or random source: time is an argument. Invariant: what
-`receive` returns over time is exactly what the other side posted, in order, each once.
+This module does no I/O and reads no clock: time is an argument. Invariant: the messages that
+`receive` returns are exactly those that the other end posted, in order, each once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import msgspec
 from r2ccl.bootstrap.auth import PROTOCOL_VERSION
 from r2ccl.errors import InternalError, InvalidArgument, R2cclError
 
-#: Longest frame on any carrier; a longer one ends the carrier that brought it.
+#: Longest frame in bytes; a carrier that delivers a longer one is closed.
 MAX_FRAME_NBYTES = 1 << 20
 
 # length of the whole frame, version, kind, 2 spare bytes, sequence number, cumulative ack
@@ -44,12 +44,12 @@ _HEADER = struct.Struct("!IBBxxQQ")
 _DATA = 1
 _HEARTBEAT = 2
 
-#: Longest message, encoded.
+#: Longest encoded message in bytes.
 MAX_BODY_NBYTES = MAX_FRAME_NBYTES - _HEADER.size
 
 
 class FrameError(R2cclError):
-    """Bytes that are no frame; `reason` is short, fixed text fit for a counter."""
+    """Malformed or unexpected frame; `reason` is a short, fixed text that can key a counter."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -57,32 +57,33 @@ class FrameError(R2cclError):
 
 
 class SessionFrame(NamedTuple):
-    """What travels: a message (``seq`` from 1 on), or a heartbeat (``seq`` 0, empty ``body``)."""
+    """Frame with a message (``seq`` from 1 on), or heartbeat (``seq`` 0, empty ``body``)."""
 
     seq: int
     ack: int
     body: bytes
 
     def pack(self) -> bytes:
-        """Return the wire form, its length first."""
+        """Return the wire form, which begins with its length."""
         kind = _DATA if self.seq else _HEARTBEAT
         nbytes = _HEADER.size + len(self.body)
         return _HEADER.pack(nbytes, PROTOCOL_VERSION, kind, self.seq, self.ack) + self.body
 
 
 class FrameReader:
-    """Cut a byte stream into frames; holds at most one unfinished frame."""
+    """Splits a byte stream into frames; buffers at most one incomplete frame between calls."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[SessionFrame]:
-        """Take bytes, return the frames they complete.
+        """Add received bytes and return the frames that they complete.
 
         Raises
         ------
         FrameError
-            Oversized, too short, of another version or kind. The stream is useless after that.
+            If a frame is too long or too short, or has another version or kind. The stream cannot
+            be read any further.
         """
         self._buffer += data
         frames = []
@@ -113,12 +114,13 @@ def _check_header(nbytes: int, version: int, kind: int, seq: int) -> None:
 
 
 class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Times in seconds and bounds of a `Session`.
+    """Timers in seconds and bounds of a `Session`.
 
-    ``heartbeat_s``: an idle carrier speaks this often. ``ack_s``: how long an acknowledgement
-    waits for a frame to ride on. ``resend_s`` doubles to ``resend_max_s``. ``window``: messages
-    under way and unacknowledged. ``early_nbytes``: memory for messages that came ahead of their
-    turn; what does not fit is dropped and comes again.
+    ``heartbeat_s``: interval of heartbeats on an idle carrier. ``ack_s``: longest time that an
+    acknowledgement waits for a frame that can carry it. ``resend_s``: first resend timeout; it
+    doubles up to ``resend_max_s``. ``window``: most unacknowledged messages in flight.
+    ``early_nbytes``: memory for messages that arrived early; those that do not fit are dropped, and
+    the sender resends them.
     """
 
     heartbeat_s: float = 1.0
@@ -135,19 +137,19 @@ class _Carrier:
     def __init__(self, now: float) -> None:
         self.heard_at = now
         self.spoke_at = now
-        #: Everything unacknowledged has to leave on it again.
+        #: All unacknowledged messages must be resent on this carrier.
         self.is_behind = True
 
 
 class Session:
-    """One end of a pair.
+    """One end of a control session.
 
     Parameters
     ----------
     now : float
-        Any monotonic clock; all later readings come from the same one.
+        Current time of a monotonic clock; all later times must be of the same clock.
     limits : SessionLimits
-        `heartbeat_s` may differ between the ends, ``window`` too.
+        ``heartbeat_s`` and ``window`` may differ between the ends.
     """
 
     def __init__(self, now: float, limits: SessionLimits | None = None) -> None:
@@ -168,15 +170,15 @@ class Session:
         self._early_nbytes = 0
         self._ack_at = float("inf")
 
-    # -- what the owner tells it ------------------------------------------------------------
+    # -- events from the owner --------------------------------------------------------------
 
     def post(self, body: bytes) -> None:
-        """Queue a message; `poll` sends it.
+        """Queue a message for `poll` to send.
 
         Raises
         ------
         InvalidArgument
-            `body` is longer than `MAX_BODY_NBYTES`.
+            If `body` is longer than `MAX_BODY_NBYTES`.
         """
         if len(body) > MAX_BODY_NBYTES:
             raise InvalidArgument(
@@ -186,24 +188,24 @@ class Session:
         self._unacked.append(body)
 
     def carrier_up(self, carrier: int, now: float) -> None:
-        """Use `carrier` (any number that names no present one) from now on."""
+        """Add `carrier`, a number that no current carrier has."""
         if carrier in self._carriers:
             raise InternalError(f"carrier {carrier} is up already")
         self._carriers[carrier] = _Carrier(now)
 
     def carrier_down(self, carrier: int) -> None:
-        """Forget `carrier`; what may have been lost with it leaves again on the others."""
+        """Remove `carrier`; unacknowledged messages are resent on the others."""
         if self._carriers.pop(carrier, None) is not None:
             for other in self._carriers.values():
                 other.is_behind = True
 
     def receive(self, carrier: int, frame: SessionFrame, now: float) -> list[bytes]:
-        """Take a frame from `carrier`; return the messages it makes deliverable, in order.
+        """Handle a frame from `carrier`; return the messages that can now be delivered, in order.
 
         Raises
         ------
         FrameError
-            The frame acknowledges what was never sent.
+            If the frame acknowledges a message that was never sent.
         """
         if frame.ack > self._sent:
             raise FrameError("acknowledgement of an unsent message")
@@ -211,40 +213,40 @@ class Session:
         self._take_ack(frame.ack, now)
         if frame.seq == 0:
             return []
-        # Repeated messages are acknowledged too: the earlier acknowledgement may be what was lost.
+        # Duplicates are acknowledged, too: the earlier acknowledgement may have been lost.
         self._ack_at = min(self._ack_at, now + self._limits.ack_s)
         return self._take_message(frame)
 
     def ack_now(self) -> None:
-        """Let the next `poll` acknowledge what was received, rather than wait for company."""
+        """Make the next `poll` send an acknowledgement without waiting for a frame to carry it."""
         self._ack_at = float("-inf")
 
     def excuse(self, gap_s: float) -> None:
-        """Do not count `gap_s` as silence: this process itself did not run."""
+        """Exclude `gap_s` seconds, in which this process did not run, from the silence."""
         self._excused_s += gap_s
 
-    # -- what it tells the owner ------------------------------------------------------------
+    # -- state and output -------------------------------------------------------------------
 
     @property
     def unacknowledged(self) -> int:
-        """How many posted messages the other side has not acknowledged."""
+        """Number of posted messages that the other end has not acknowledged."""
         return len(self._unacked)
 
     @property
     def last_heard(self) -> float:
-        """When a frame came in last; when the session was made, if none did."""
+        """Time of the last received frame, or of the creation of the session."""
         return self._heard_at
 
     def silence_s(self, now: float) -> float:
-        """How long nothing was heard, less what `excuse` took off."""
+        """Return the seconds since the last frame, less those excluded by `excuse`."""
         return max(0.0, now - self._heard_at - self._excused_s)
 
     def carrier_silence_s(self, carrier: int, now: float) -> float:
-        """`silence_s` of one carrier."""
+        """Return the seconds since the last frame on `carrier`, less those excluded by `excuse`."""
         return max(0.0, now - self._carriers[carrier].heard_at - self._excused_s)
 
     def deadline(self) -> float:
-        """Clock reading at which `poll` has something to do again; infinity: after an event."""
+        """Return the time of the next necessary `poll`; infinity: only after an event."""
         if not self._carriers:
             return float("inf")
         if self._sent < self._window_end() or any(c.is_behind for c in self._carriers.values()):
@@ -255,7 +257,7 @@ class Session:
     def poll(self, now: float) -> list[tuple[int, bytes]]:
         """Return the frames to send now, as (carrier, packed frame).
 
-        A frame that a carrier cannot take may be dropped: the timer sends it again.
+        The caller may drop a frame that a carrier cannot accept: the resend timer repeats it.
         """
         if not self._carriers:
             return []
@@ -312,7 +314,7 @@ class Session:
         self, number: int, frame: SessionFrame, now: float, frames: list[tuple[int, bytes]]
     ) -> None:
         self._carriers[number].spoke_at = now
-        self._ack_at = float("inf")  # every frame acknowledges
+        self._ack_at = float("inf")  # every frame carries an acknowledgement
         frames.append((number, frame.pack()))
 
     def _freshest(self) -> int:
@@ -323,7 +325,7 @@ class Session:
     def _hear(self, carrier: int, now: float) -> None:
         self._heard_at = now
         self._excused_s = 0.0
-        if carrier in self._carriers:  # else: the last words of one that went down
+        if carrier in self._carriers:  # else: a late frame of a carrier that went down
             self._carriers[carrier].heard_at = now
 
     def _take_ack(self, ack: int, now: float) -> None:
@@ -350,7 +352,7 @@ class Session:
 
     def _keep_early(self, frame: SessionFrame) -> None:
         is_wanted = frame.seq > self._delivered and frame.seq not in self._early
-        nbytes = _HEADER.size + len(frame.body)  # so that empty messages are bounded too
+        nbytes = _HEADER.size + len(frame.body)  # counts empty messages, too
         if is_wanted and self._early_nbytes + nbytes <= self._limits.early_nbytes:
             self._early[frame.seq] = frame.body
             self._early_nbytes += nbytes

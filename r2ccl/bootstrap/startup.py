@@ -1,7 +1,7 @@
-"""From a configuration to a running control plane: who am I, meet the others, listen.
+"""Entry point of bootstrap: `connect` makes the control plane of a job from its settings.
 
-The one entry point of the room. Which NICs become rails is asked of the caller, since topology is
-another package of the same layer.
+It determines this process's identity, runs the rendezvous and opens the listeners. The caller
+chooses the NICs that become rails, through a callback.
 """
 
 from __future__ import annotations
@@ -41,35 +41,38 @@ def connect(
     comm: Any | None = None,
     env: Mapping[str, str] | None = None,
 ) -> ControlPlane:
-    """Meet the other ranks of the job. Then call ``start(handler)`` on what is returned.
+    """Meet the other ranks of the job and return a control plane, not yet started.
 
-    *Collective*: every rank calls it, with equal `config` digests.
+    *Collective*: all ranks must call it, with equal ``config.digest()``. The caller then calls
+    ``start(handler)`` on the result.
 
     Parameters
     ----------
     config : Config
     message_types : type or union of types
-        Tagged `msgspec.Struct` types the data plane will send, ``A | B | C``.
+        Tagged `msgspec.Struct` types that the data plane sends, ``A | B | C``.
     nics_for : callable
-        Takes (nranks, is_on_one_host, control_address), returns at least one `Nic`; index i
-        becomes the local end of rail i. Ranks with more than others lose the surplus. Runs in the
-        control thread; must not block for long.
+        Takes (nranks, is_on_one_host, control_address) and returns at least one `Nic`; the one at
+        index i becomes the local end of rail i. All ranks use as many rails as the rank with the
+        fewest. Runs in the control thread and must not block for long.
     hcas_for : callable, optional
-        Returns the names of the RDMA ports this rank could use; called after `nics_for`.
+        Returns the names of the RDMA ports that this rank could use; called after `nics_for`.
     comm : mpi4py.MPI.Comm, optional
-        Where rank and nranks come from; by default the environment.
+        Provides rank and nranks; by default the environment does.
     env : mapping, optional
-        By default ``os.environ``.
+        Environment to read; by default ``os.environ``.
 
     Raises
     ------
     InvalidArgument
-        Nothing says who this process is, the ranks do not fit together, the port is taken, there
-        is no secret, no rail; the text says what to do.
+        If the rank of this process is not defined, ranks or settings do not fit together, the port
+        is in use, or there is no secret or no rail. The message says what to do.
     TransportTimeout
-        Not all ranks arrived within ``config.init_timeout_s``; rank 0 names the missing ones.
+        If not all ranks arrive within ``config.init_timeout_s``; the message names the missing.
     PeerLost
-        Rank 0 went away meanwhile.
+        If a rank exits during the rendezvous.
+    TransportError
+        If the NICs of this host cannot be listed.
     """
     identity = identify(config, comm, os.environ if env is None else env)
     listeners = _Listeners(identity, config, nics_for, hcas_for)
@@ -127,7 +130,7 @@ def _build(
 
 
 class _Listeners:
-    """Listening sockets of this rank, one per rail, then the control plane's; and probe ports."""
+    """Sockets of this rank: a listener and a probe port per rail, and the control listener."""
 
     def __init__(
         self, identity: Identity, config: Config, nics_for: NicsFor, hcas_for: HcasFor
@@ -143,14 +146,14 @@ class _Listeners:
         self._control: list[socket.socket] = []
 
     def open(self, is_on_one_host: bool, control_address: str) -> PeerInfo:
-        """Listen on every NIC and on the control address; say where.
+        """Listen on every NIC and on the control address; return the addresses.
 
         Raises
         ------
         InvalidArgument
-            There is no NIC, or its address cannot be listened at.
+            If there is no NIC, or this rank cannot listen at one of the addresses.
         TransportError
-            The NICs cannot be listed.
+            If the NICs cannot be listed.
         """
         control_address = self._config.control_address or control_address
         try:
@@ -185,7 +188,7 @@ class _Listeners:
     def take(
         self, agreed: PeerInfo
     ) -> tuple[tuple[Nic, ...], list[socket.socket], list[socket.socket]]:
-        """Hand over NICs, listeners and probe ports of the rails all have; close the rest."""
+        """Return NICs, listeners and probe sockets of the rails in `agreed`; close the others."""
         parts = zip(self.nics, self._rails, self._probes, strict=True)
         by_address = {_address(sock): (nic, sock, probes) for nic, sock, probes in parts}
         used = [by_address.pop(address) for address in agreed.rails]
@@ -197,7 +200,7 @@ class _Listeners:
         return tuple(nic for nic, _, _ in used), taken, [probes for _, _, probes in used]
 
     def close(self) -> None:
-        """Close what was not handed over."""
+        """Close the sockets that `take` did not return."""
         for sock in (*self._rails, *self._control, *self._probes):
             with contextlib.suppress(OSError):
                 sock.close()

@@ -1,14 +1,14 @@
-"""The control plane of those who go on, made from the one they leave.
+"""Control plane of the surviving ranks after a shrink, made from the old control plane.
 
-No rendezvous, hence no leader who could die in it: each rank opens the listeners of the next
-communicator first and sends their addresses over the old sessions (its `PeerInfo`); once all agree
-who goes on, each makes the same table from these. Secret and id are derived from the old ones,
-the members and the attempt, and are never sent. So a rank that was given up, and wakes with the old
-secret, is a stranger to the new communicator, and so is one that is still at an earlier attempt.
-MPI is not asked for anything.
+There is no rendezvous and no leader that could fail. Each rank opens the listeners of the next
+communicator and sends their addresses, as a `PeerInfo`, over the old sessions. After the survivors have
+agreed on the members, each makes the same table of addresses from them. The new secret
+and communicator id are derived from the old ones, the members and the attempt, and are never sent.
+A rank that was excluded but still has the old secret therefore cannot authenticate to the new
+communicator, nor can a rank that is still at an earlier attempt. MPI is not used.
 
-A rail whose address has gone from this host is named without a port; those who go on use the rails
-that all of them could open. Invariant: every socket opened here is handed over or closed.
+If this host has lost the address of a rail, the `PeerInfo` lists the rail with port 0. The members use
+the rails that all of them can open. Invariant: every socket opened here is handed over or closed.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ _STOP_S = 1.0
 
 
 class Succession:
-    """A rank's listeners for the next communicator, until `make` or `close`.
+    """Listeners of this rank for the next communicator; owns them until `make` or `close`.
 
     Parameters
     ----------
     old : ControlPlane
+        Control plane of the current communicator.
 
     Attributes
     ----------
     peer_info : bytes
-        For the others.
+        Encoded `PeerInfo` with the new addresses, to be sent to the other ranks.
     """
 
     def __init__(self, old: ControlPlane) -> None:
@@ -65,19 +66,20 @@ class Succession:
         self.peer_info = msgspec.msgpack.encode(info)
 
     def make(self, peer_infos: Mapping[int, bytes], attempt: int = 0) -> ControlPlane:
-        """Return the control plane of the ranks in `peer_infos`, numbered anew in their old order.
+        """Return the control plane of the ranks in `peer_infos`, renumbered in their old order.
 
         Parameters
         ----------
         peer_infos : mapping of int to bytes
-            Old rank to what it sent; the same on all of them, but for this rank's own.
+            What each member sent, by its old rank, equal on all members. This rank's own entry may
+            hold anything.
         attempt : int
-            Which one it is of these members, the same on all of them.
+            Number of this attempt of the same members, equal on all members.
 
         Raises
         ------
         TransportError
-            There is no rail that all of them could open.
+            If there is no rail that all members could open.
         """
         old = self._old
         members = sorted(peer_infos)
@@ -108,7 +110,7 @@ class Succession:
             raise
 
     def close(self) -> None:
-        """Close what was not handed over. Idempotent."""
+        """Close the sockets that `make` did not hand over. Idempotent."""
         for sock in (*self._rails, *self._control, *self._probes):
             if sock is not None:
                 sock.close()
@@ -123,14 +125,14 @@ class Succession:
         ]
         if not common:
             raise TransportError(
-                f"rank {self._old.rank}: no rail that ranks {members} could all open again: "
-                "are the interfaces' addresses still there?",
+                f"rank {self._old.rank}: ranks {members} have no rail that all could reopen: "
+                "check that their interfaces still have their addresses",
                 rank=self._old.rank,
             )
         return common
 
     def _hand_over(self, rails: Sequence[int]) -> tuple[list[socket.socket], list[socket.socket]]:
-        """Return the listeners, and what holds the probe ports; close those not in `rails`."""
+        """Return the listeners and probe sockets of `rails`; close those of other rails."""
         taken = [sock for rail in rails if (sock := self._rails[rail]) is not None]
         taken += [sock for sock in self._control if sock is not None]
         probes = [sock for rail in rails if (sock := self._probes[rail]) is not None]
@@ -144,9 +146,9 @@ class Succession:
 def derive(
     secret: Secret, communicator_id: bytes, members: Sequence[int], attempt: int = 0
 ) -> tuple[Secret, bytes]:
-    """Return secret and id of the communicator that `members` of another go on with.
+    """Return the secret and id of the next communicator, which has the ranks `members`.
 
-    Both are HMACs under the old secret, so neither tells anything of it, or of each other.
+    Both are HMACs with the old secret as key, so neither reveals the old secret or the other.
     """
     who = communicator_id + struct.pack(f"!I{len(members)}I", attempt, *members)
     identity = secret.sign(_ID_LABEL + who)[:COMMUNICATOR_ID_NBYTES]
@@ -168,7 +170,7 @@ def _open(make: Callable[[str], socket.socket], rank: int, host: str) -> socket.
     try:
         return make(host)
     except OSError as exc:
-        logger.warning("rank %d: cannot listen at %s any more: %s", rank, host, exc.strerror)
+        logger.warning("rank %d: can no longer listen at %s: %s", rank, host, exc.strerror)
         return None
 
 

@@ -1,7 +1,7 @@
-"""TCP in an asyncio loop: listen, dial and prove, probe a port; exact reads and framed messages.
+"""TCP in an asyncio loop: listening, authenticated dialing, port probes, length-prefixed messages.
 
-Carries the dialing side of `r2ccl.bootstrap.auth` (`r2ccl.bootstrap.listener` has the other) and
-nothing above it. Invariant: a socket that `dial` returns belongs to someone who proved the secret.
+Runs the dialing side of `r2ccl.bootstrap.auth`; `r2ccl.bootstrap.listener` runs the accepting side.
+Invariant: the far end of a socket that `dial` returns has proved the secret.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from r2ccl.errors import decode_errno, exhaustion_advice
 
 Address = tuple[str, int]
 
-#: A connection that has not proved itself by then is closed.
+#: A connection that is not authenticated within this time is closed.
 HANDSHAKE_TIMEOUT_S = 5.0
-#: Connections the kernel completes for a process that is stopped.
+#: Backlog of listening sockets: connections that the kernel completes before they are accepted.
 BACKLOG = 1024
-#: Length in front of a message of `send_message`; the bound is a table of about 50,000 ranks.
+#: Length prefix of `send_message`. The bound fits a table of about 50,000 ranks.
 _LENGTH = struct.Struct("!I")
 _MAX_MESSAGE_NBYTES = 16 << 20
 
 
 class Visitor(Exception):
-    """The other side closed without sending a byte."""
+    """Raised when the other side closed the connection without sending a byte."""
 
 
 async def dial(
@@ -47,21 +47,21 @@ async def dial(
     source: str = "",
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> socket.socket:
-    """Connect to `target` (numeric) from local address `source` and prove `claim`.
+    """Connect to `target` (numeric) from local address `source` and authenticate with `claim`.
 
     Returns
     -------
     socket.socket
-        Non-blocking, TCP_NODELAY, nothing read beyond the handshake.
+        Non-blocking, with TCP_NODELAY; no bytes beyond the handshake were read.
 
     Raises
     ------
     OSError
-        The connection failed (``ConnectionRefusedError`` only while connecting).
+        If the connection fails (``ConnectionRefusedError`` only while connecting).
     TimeoutError
-        Not done within `timeout_s`.
+        If it takes longer than `timeout_s`.
     HandshakeRejected
-        The other side does not know the secret, or does not want this connection now.
+        If the other side does not know the secret, or does not accept this connection now.
     """
     async with asyncio.timeout(timeout_s):
         sock = await reach(target, source)
@@ -72,7 +72,7 @@ async def dial(
 def explain_failure(
     exc: OSError | HandshakeRejected, target: Address, timeout_s: float
 ) -> tuple[str, str]:
-    """Say why a dial of `target` failed, and what to do about it; the latter may be empty.
+    """Return why a dial of `target` failed, and advice, which may be empty.
 
     Parameters
     ----------
@@ -80,29 +80,29 @@ def explain_failure(
         Raised by `dial`.
     target : Address
     timeout_s : float
-        As `dial` was given it.
+        Timeout that was passed to `dial`.
     """
     where = f"{target[0]}:{target[1]}"
     if isinstance(exc, HandshakeRejected):
-        return f"{where} turned this rank away ({exc.reason})", "see the log of the rank there"
+        return f"{where} rejected the connection ({exc.reason})", "see the log of the rank there"
     if isinstance(exc, TimeoutError) and exc.errno is None:
-        return f"{where} gave no answer within {timeout_s:g} s", "look for a filter or a lost route"
+        return f"{where} did not answer within {timeout_s:g} s", "check filters and routes"
     code = exc.errno or 0
     return f"{where}: {decode_errno(code) if code else exc}", exhaustion_advice(code)
 
 
 def describe_failure(exc: OSError | HandshakeRejected, target: Address, timeout_s: float) -> str:
-    """Say in one text what `explain_failure` says."""
+    """Return the result of `explain_failure` as one text."""
     return "; ".join(filter(None, explain_failure(exc, target, timeout_s)))
 
 
 async def reach(target: Address, source: str = "") -> socket.socket:
-    """Connect to `target` (numeric) from local address `source`, and prove nothing yet.
+    """Connect to `target` (numeric) from local address `source`, without authentication.
 
     Raises
     ------
     OSError
-        The connection failed.
+        If the connection fails.
     """
     sock = open_socket(target[0], source)
     try:
@@ -114,14 +114,14 @@ async def reach(target: Address, source: str = "") -> socket.socket:
 
 
 async def prove(sock: socket.socket, secret: Secret, claim: Claim) -> None:
-    """Prove `claim` to whoever is at the far end of `sock`, which is closed if that fails.
+    """Authenticate over `sock` with `claim`; close `sock` on failure.
 
     Raises
     ------
     OSError
-        The connection broke.
+        If the connection fails.
     HandshakeRejected
-        As `dial`.
+        If the other side does not know the secret, or does not accept this connection now.
     """
     try:
         await _shake_hands(sock, Dialer(secret, claim, os.urandom(NONCE_NBYTES)))
@@ -142,7 +142,7 @@ async def _shake_hands(sock: socket.socket, dialer: Dialer) -> None:
 
 
 def open_socket(target_host: str, source: str = "") -> socket.socket:
-    """Make a non-blocking TCP socket for `target_host`, bound to `source` unless empty."""
+    """Return a non-blocking TCP socket for `target_host`, bound to `source` unless empty."""
     family = socket.AF_INET6 if ":" in target_host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -157,7 +157,7 @@ def open_socket(target_host: str, source: str = "") -> socket.socket:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Listen on a numeric `host`; port 0: any free one."""
+    """Return a socket that listens on numeric address `host`; port 0 takes any free port."""
     sock = open_socket(host)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -170,10 +170,10 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Take a port of a numeric `host` on which nobody listens, so that its kernel refuses.
+    """Return a socket that reserves a port of numeric address `host` without listening.
 
-    That is an answer too, and one that needs no room in a listener's queue, which strangers may
-    have filled.
+    The kernel refuses connections to the port, which answers a probe without using the backlog of a
+    listener, which strangers may have filled.
     """
     sock = open_socket(host)
     try:
@@ -185,14 +185,14 @@ def reserve_port(host: str) -> socket.socket:
 
 
 async def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
-    """Read `nbytes`.
+    """Read exactly `nbytes` bytes.
 
     Raises
     ------
     Visitor
-        The stream ended, or was reset, before the first byte.
+        If the stream ends, or is reset, before the first byte.
     ConnectionError
-        It ended after some.
+        If the stream ends after fewer bytes.
     """
     loop = asyncio.get_running_loop()
     data = bytearray()
@@ -215,28 +215,28 @@ async def resolve(host: str, port: int) -> str:
     Raises
     ------
     OSError
-        It has none.
+        If `host` has none, or cannot be resolved.
     """
     with contextlib.suppress(ValueError):
-        return str(ipaddress.ip_address(host))  # no resolver, and no thread for it
+        return str(ipaddress.ip_address(host))  # needs no resolver thread
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return str(found[0][4][0])
 
 
 async def send_message(sock: socket.socket, body: bytes) -> None:
-    """Send `body` behind its length."""
+    """Send `body`, prefixed with its length."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(sock, _LENGTH.pack(len(body)) + body)
 
 
 async def receive_message(sock: socket.socket) -> bytes:
-    """Receive what `send_message` sent.
+    """Receive a message that `send_message` sent.
 
     Raises
     ------
     ConnectionError
-        The stream ended, or the length is above 16 MiB.
+        If the stream ends, or the length is above 16 MiB.
     """
     try:
         (nbytes,) = _LENGTH.unpack(await receive_exactly(sock, _LENGTH.size))
@@ -248,10 +248,11 @@ async def receive_message(sock: socket.socket) -> bytes:
 
 
 def limit_silence(sock: socket.socket, timeout_s: float) -> None:
-    """Have the kernel end a connection whose far kernel says nothing for about `timeout_s`.
+    """Make the kernel close a connection whose remote kernel is silent for `timeout_s` seconds.
 
-    Asked every second while nothing is under way, it answers whatever its process does; a process
-    that reads nothing for that long, with its window full, ends the connection too.
+    On an idle connection it sends a keepalive every second, which the remote kernel answers even if
+    its process is stopped. A remote process that does not read for `timeout_s`, with its receive
+    window full, ends the connection, too.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -261,20 +262,20 @@ def limit_silence(sock: socket.socket, timeout_s: float) -> None:
 
 def close_hard(sock: socket.socket) -> None:
     """Close with a reset, so that neither side keeps the connection's state (TIME_WAIT)."""
-    with contextlib.suppress(OSError):  # no connection, hence nothing to linger
+    with contextlib.suppress(OSError):  # not connected: no linger needed
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     sock.close()
 
 
 async def probe_port(target: Address, *, source: str = "", timeout_s: float) -> None:
-    """Ask the kernel at `target` whether anyone listens there, and hang up.
+    """Check that a process listens at `target`: connect and close at once.
 
     Raises
     ------
     ConnectionRefusedError
-        The host answers, nobody listens.
+        If the host answers, but no process listens.
     OSError
-        No answer within `timeout_s` (TimeoutError), or no route.
+        If there is no answer within `timeout_s` (TimeoutError), or no route.
     """
     async with asyncio.timeout(timeout_s):
         sock = await reach(target, source)

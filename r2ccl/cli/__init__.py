@@ -1,7 +1,7 @@
-"""The command ``r2ccl``: one module per subcommand, imported when the command line is parsed.
+"""Command ``r2ccl``: one module per subcommand, imported when the command line is parsed.
 
-A subcommand's module has ``add_parser(subparsers)``, which sets ``run``, a callable that takes the
-parsed arguments and returns the exit status. Nothing imports this package.
+The module of a subcommand has a function ``add_parser(subparsers)``, which sets ``run``: a callable
+that takes the parsed arguments and returns the exit status.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     argv : sequence of str, optional
-        By default ``sys.argv[1:]``.
+        Arguments; by default ``sys.argv[1:]``.
     """
     parser = argparse.ArgumentParser(
-        prog="r2ccl", description="Collectives that survive the loss of network cards."
+        prog="r2ccl", description="Collective communication that survives the loss of NICs."
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in _COMMANDS:

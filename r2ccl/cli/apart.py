@@ -1,7 +1,7 @@
-"""Runs code in a process of its own, for a bounded time: what it calls may crash, or never return.
+"""Execution of code in a separate process with a timeout, as it may crash or never return.
 
-Invariant: when `run` returns the process has ended; one that the kernel does not let be killed is
-left to itself.
+Invariant: when `run` returns, the process has ended, unless it is stuck in the kernel and cannot be
+killed.
 """
 
 from __future__ import annotations
@@ -14,33 +14,34 @@ from typing import NamedTuple
 
 from r2ccl.bootstrap.launch import describe_exit
 
-#: A killed process is gone in less, unless it is stuck in a system call of a driver.
+#: Longest wait for a killed process, which may be stuck in a system call of a driver.
 _KILL_TIMEOUT_S = 5.0
 
 
 class Ended(NamedTuple):
-    """What a process wrote to its standard output, and what went wrong, empty where nothing did."""
+    """Standard output of a process that has ended, and its error; empty if it succeeded."""
 
     said: str
     error: str
 
 
 def run(code: str, *, timeout_s: float, is_inner: bool = False) -> Ended:
-    """Run Python code, with the modules that this process would import.
+    """Run Python code in a new process, with the module path of this process.
 
     Parameters
     ----------
     code : str
     timeout_s : float
-        Then it is killed, with the processes it started.
+        Time in seconds after which the process is killed, with its children unless `is_inner`.
     is_inner : bool
-        Whether this process was started here itself, and is killed with those it started.
+        Whether the caller itself runs in a process started by `run`. The new process then stays in
+        the caller's process group and is killed with it.
 
     Returns
     -------
     Ended
-        Where it was killed, or crashed, with what it had written until then. The error is the last
-        line of its standard error, or says how it ended.
+        Output and error. The output is what the process wrote before it ended, crashed or was
+        killed. The error is the last line of its standard error, or describes how it ended.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", code],
@@ -72,11 +73,11 @@ def _kill(process: subprocess.Popen[bytes], is_inner: bool) -> None:
     if is_inner:
         process.kill()
     else:
-        os.killpg(process.pid, signal.SIGKILL)  # not reaped yet: the number is still its own
+        os.killpg(process.pid, signal.SIGKILL)  # not reaped yet: the process id was not reused
 
 
 def _rest(process: subprocess.Popen[bytes]) -> str:
-    """Reap a killed process; return all it wrote."""
+    """Reap a killed process; return all that it wrote."""
     try:
         return _text(process.communicate(timeout=_KILL_TIMEOUT_S)[0])
     except subprocess.TimeoutExpired as exc:

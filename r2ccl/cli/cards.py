@@ -1,7 +1,7 @@
-"""What the doctor knows of a machine's GPUs: values, which travel between processes as JSON.
+"""Facts about the GPUs of a machine, passed between processes as JSON.
 
-`r2ccl.cli.gpufacts` fills them in, `r2ccl.cli.gpus` says what they mean. Invariant: what failed can
-be told from what was not tried.
+`r2ccl.cli.gpufacts` collects the facts, `r2ccl.cli.gpus` interprets them. Invariant: a test that
+failed and a test that was not run have different values.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from r2ccl.transport.verbs.dmabuf import DeviceMemoryRoute
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU that CUDA shows, and what came of trying things on it.
+    """Properties of a GPU that CUDA lists, and the results of the tests run on it.
 
-    ``memory_nbytes`` is all the memory it has. ``waits_on_memory`` is the attribute of
-    `r2ccl.device.Device`, ``has_dmabuf`` DMA_BUF_SUPPORTED, ``is_rdma_capable`` what the driver
-    says of an allocation, IS_GPU_DIRECT_RDMA_CAPABLE.
+    ``memory_nbytes`` is the total memory. ``waits_on_memory`` is the attribute of
+    `r2ccl.device.Device`, ``has_dmabuf`` is DMA_BUF_SUPPORTED, and ``is_rdma_capable`` is
+    IS_GPU_DIRECT_RDMA_CAPABLE of an allocation.
 
-    What ends in ``_error`` is empty where something worked, None where it was not tried:
-    ``open_error`` of making a context, ``kernel_error`` of compiling and loading a kernel,
-    ``ipc_error`` of having another process map an allocation, ``dmabuf_error`` of exporting one.
-    ``nics`` are RDMA ports, and the way each of them registered an allocation; ``route`` is the way
-    that all of them did.
+    Each ``_error`` is empty if the test succeeded and None if it was not run: ``open_error`` of
+    making a context, ``kernel_error`` of compiling and loading a kernel, ``ipc_error`` of mapping
+    an allocation in another process, ``dmabuf_error`` of exporting an allocation. ``nics`` has, for
+    each RDMA port, the method by which it registered an allocation; ``route`` is the method by
+    which all ports together registered it.
     """
 
     ordinal: int
@@ -44,19 +44,19 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the doctor looks at of GPUs.
+    """Facts about CUDA and all GPUs of a machine.
 
-    ``pci`` are the bus ids of NVIDIA's display controllers, as sysfs shows them; ``module`` is what
-    the driver's kernel module says of itself, empty where it is not loaded. ``bindings`` is the
-    version of the package cuda-bindings, empty without it; ``driver`` that of CUDA which libcuda
-    has, 12040 for 12.4, 0 without it. ``error`` is what initialising it said, and ``status`` its
-    status. ``visible`` is CUDA_VISIBLE_DEVICES, None where it is not set.
+    ``pci`` has the bus ids of NVIDIA's display controllers in sysfs. ``module`` describes the
+    driver's kernel module; empty if it is not loaded. ``bindings`` is the version of the package
+    cuda-bindings; empty if it is not installed. ``driver`` is the CUDA version of libcuda, 12040
+    for 12.4; 0 without libcuda. ``error`` is the message of a failed initialisation and ``status``
+    its status. ``visible`` is CUDA_VISIBLE_DEVICES, None if it is not set.
 
-    ``compile_s`` is how long a kernel took to compile. ``cache`` is the directory that keeps
-    kernels, ``cache_error`` why it cannot, empty where it can. ``topology`` is for
-    `r2ccl.topology.sysfs.read_machine`. ``doing`` is what was under way when these facts were told
-    last, empty where nothing was left to do, and ``died`` how the process that found them ended,
-    empty where it ended well.
+    ``compile_s`` is the time in seconds to compile a kernel. ``cache`` is the directory of compiled
+    kernels, ``cache_error`` the reason why it cannot be written, empty if it can. ``topology`` is
+    an argument of `r2ccl.topology.sysfs.read_machine`. ``doing`` names the step in progress when
+    the facts were last printed, empty after the last step; ``died`` tells how the process that
+    collects the facts failed, empty if it did not.
     """
 
     pci: tuple[str, ...] = ()

@@ -1,8 +1,7 @@
-"""What a machine's state means for verbs: facts in, findings out.
+"""Diagnosis of verbs on a machine: each check is a pure function from `Facts` to a finding.
 
-Must not read the machine, which is `r2ccl.cli.doctor`'s part: each check is a pure function of a
-`Facts`, so that a recorded machine can be examined anywhere. Invariant: a finding that is a warning
-or an error has a fix.
+`r2ccl.cli.doctor` reads the machine, so the facts of any machine can be examined anywhere.
+Invariant: a finding that is a warning or an error has a fix.
 """
 
 from __future__ import annotations
@@ -17,23 +16,24 @@ from r2ccl.testing.rdmalab.packages import DISTRIBUTION_PYTHON, DISTRIBUTION_PYV
 from r2ccl.topology.hcas import Hca, choose_gid
 from r2ccl.topology.interfaces import Interface
 
-#: One buffer of a middling size. Where the limit was never raised it is 64 KiB to 8 MiB.
+#: Locked memory for one buffer of medium size. Default limits are 64 KiB to 8 MiB.
 _ENOUGH_MEMLOCK_NBYTES = 64 << 20
 
 Level = Literal["ok", "skipped", "warning", "error"]
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the doctor looks at.
+    """State of a machine that the checks of verbs and rails examine.
 
-    ``pyverbs_error`` is the last line of what trying to list devices with pyverbs said; empty where
-    it worked. ``verbs_devices`` is what it listed. ``is_distribution_pyverbs`` says that the
-    distribution's copy is installed, ``is_pyverbs_fitting`` that it is built for this Python.
-    ``has_rdma_class`` says that the kernel has ``/sys/class/infiniband``; ``rdma_modules`` are the
-    loaded modules that make devices or hand them to programs. ``uverbs`` gives each of
-    ``/dev/infiniband/uverbs*`` and why it cannot be opened, empty where it can.
-    ``memlock_nbytes`` is the soft limit, -1 for none; ``may_lock`` that this process is free of it.
-    ``interfaces`` are those of the network, ``cards`` the names of those with hardware behind them.
+    ``pyverbs_error`` is the last line of the error when pyverbs listed the devices; empty if it
+    succeeded. ``verbs_devices`` are the listed devices. ``is_distribution_pyverbs``: the
+    distribution's pyverbs is installed. ``is_pyverbs_fitting``: it is built for this Python.
+    ``has_rdma_class``: ``/sys/class/infiniband`` exists. ``rdma_modules`` are the loaded kernel
+    modules that provide RDMA devices or user access to them. ``uverbs`` has each
+    ``/dev/infiniband/uverbs*`` and the reason why it cannot be opened, empty if it can.
+    ``memlock_nbytes`` is the soft limit of locked memory, -1: unlimited. ``may_lock``: the limit
+    does not apply to this process. ``interfaces`` are the network interfaces, ``cards`` the names
+    of those that are physical devices.
     """
 
     platform: str
@@ -54,10 +54,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DoctorFinding(msgspec.Struct, frozen=True):
-    """One line of the diagnosis.
+    """Result of one check.
 
-    ``level`` is ``skipped`` where the matter cannot be looked at before another is put right.
-    ``fix`` is empty where nothing is wrong.
+    ``level`` is ``skipped`` if the check does not apply, or depends on another one that failed.
+    ``says`` is the result in words; ``fix`` is empty if nothing is wrong.
     """
 
     check: str
@@ -67,7 +67,7 @@ class DoctorFinding(msgspec.Struct, frozen=True):
 
 
 def check_pyverbs(facts: Facts) -> DoctorFinding:
-    """Whether pyverbs can be imported, and if not, which of the ways to get it wrong this is."""
+    """Check that pyverbs can be imported; if not, find out why."""
     error = facts.pyverbs_error
     if not _is_import_failure(error):
         return DoctorFinding("pyverbs", "ok", f"imports in {facts.python}")
@@ -75,8 +75,8 @@ def check_pyverbs(facts: Facts) -> DoctorFinding:
         return DoctorFinding(
             "pyverbs",
             "error",
-            f"is of another rdma-core than libibverbs: {error}",
-            "pip uninstall pyverbs, and take the distribution's, which is made with its "
+            f"belongs to another rdma-core than libibverbs: {error}",
+            "pip uninstall pyverbs, and install the distribution's package, which matches its "
             "libibverbs: apt-get install python3-pyverbs",
         )
     if "No module named" in error:
@@ -102,64 +102,64 @@ def _absent_pyverbs(facts: Facts) -> DoctorFinding:
             "pyverbs",
             "error",
             "is not installed",
-            "apt-get install python3-pyverbs ibverbs-providers (rather than pip: pyverbs must be "
-            "of the same rdma-core as libibverbs)",
+            "apt-get install python3-pyverbs ibverbs-providers (not pip: pyverbs must be of the "
+            "same rdma-core as libibverbs)",
         )
     if facts.is_pyverbs_fitting:
         return DoctorFinding(
             "pyverbs",
             "error",
-            f"is installed, but {facts.python} does not see it",
+            f"is installed, but {facts.python} does not find it",
             f"ln -s {DISTRIBUTION_PYVERBS} into this environment's site-packages",
         )
     return DoctorFinding(
         "pyverbs",
         "error",
         f"is installed, but for another Python than {facts.python}",
-        f"make the environment from {DISTRIBUTION_PYTHON} -m venv --system-site-packages",
+        f"create the environment with {DISTRIBUTION_PYTHON} -m venv --system-site-packages",
     )
 
 
 def check_kernel(facts: Facts) -> DoctorFinding:
-    """Whether the kernel has RDMA and hands it to programs."""
+    """Check that the kernel supports RDMA and gives user programs access to it."""
     if facts.platform != "linux":
         return DoctorFinding(
-            "kernel", "error", f"is {facts.platform}'s", "verbs are Linux's: use it"
+            "kernel", "error", f"is {facts.platform}, which has no verbs", "use Linux"
         )
     if not facts.has_rdma_class:
         return DoctorFinding(
             "kernel",
             "error",
             f"{facts.kernel} has no RDMA, or its module is not loaded: no /sys/class/infiniband",
-            "modprobe ib_uverbs; where there is no such module, boot the distribution's own "
-            "kernel, or try r2ccl rdmalab, which does so in a virtual machine",
+            "modprobe ib_uverbs; if there is no such module, boot the distribution's own "
+            "kernel, or use r2ccl rdmalab, which boots one in a virtual machine",
         )
     if "ib_uverbs" not in facts.rdma_modules and not facts.uverbs:
         return DoctorFinding(
             "kernel",
             "error",
-            f"{facts.kernel} has RDMA, but does not hand it to programs: ib_uverbs is not loaded",
+            f"{facts.kernel} has RDMA, but programs cannot use it: ib_uverbs is not loaded",
             "modprobe ib_uverbs",
         )
     return DoctorFinding("kernel", "ok", f"{facts.kernel} has RDMA")
 
 
 def check_devices(facts: Facts) -> DoctorFinding:
-    """Whether there is a device."""
+    """Check that the machine has an RDMA device."""
     if not facts.hcas:
         return DoctorFinding(
             "devices",
             "error",
-            "there is none",
-            "load the NIC's driver (modprobe mlx5_ib, irdma, bnxt_re, ...); in a container, hand "
-            "in /dev/infiniband and /sys; without such a NIC: modprobe rdma_rxe && rdma link add "
-            "rxe0 type rxe netdev eth0",
+            "none found",
+            "load the NIC's driver (modprobe mlx5_ib, irdma, bnxt_re, ...); in a container, pass "
+            "in /dev/infiniband and /sys; without an RDMA NIC, use Soft-RoCE: modprobe rdma_rxe "
+            "&& rdma link add rxe0 type rxe netdev eth0",
         )
     return DoctorFinding("devices", "ok", ", ".join(_describe(hca) for hca in facts.hcas))
 
 
 def check_ports(facts: Facts) -> DoctorFinding:
-    """Whether a port is ACTIVE; one that is not is a warning where another is."""
+    """Check that all ports are ACTIVE: an error if none is, a warning if only some are."""
     if not facts.hcas:
         return DoctorFinding("ports", "skipped", "there is no device")
     down = [hca for hca in facts.hcas if hca.state != "ACTIVE"]
@@ -169,15 +169,15 @@ def check_ports(facts: Facts) -> DoctorFinding:
     up = " && ".join(f"ip link set {hca.netdev} up" for hca in down if hca.netdev)
     subnet = any(hca.link_layer == "InfiniBand" for hca in down)
     fixes = [
-        *([f"{up}, and look at the cable and the switch's port"] if up else []),
+        *([f"{up}, and check the cable and the switch port"] if up else []),
         *(["start the InfiniBand fabric's subnet manager (opensm)"] if subnet else []),
     ]
     level: Level = "error" if len(down) == len(facts.hcas) else "warning"
-    return DoctorFinding("ports", level, says, "; ".join(fixes) or "look at the cable")
+    return DoctorFinding("ports", level, says, "; ".join(fixes) or "check the cable")
 
 
 def check_gids(facts: Facts) -> DoctorFinding:
-    """Whether an ACTIVE port has a GID that queue pairs can use."""
+    """Check that all ACTIVE ports have a GID that queue pairs can use."""
     active = [hca for hca in facts.hcas if hca.state == "ACTIVE"]
     if not active:
         return DoctorFinding("gids", "skipped", "there is no ACTIVE port")
@@ -189,22 +189,22 @@ def check_gids(facts: Facts) -> DoctorFinding:
         "gids",
         level,
         ", ".join(f"{hca.label} has no RoCE v2 GID" for hca in lacking),
-        "give the interface an address: "
+        "assign an address to the interface: "
         + " && ".join(f"ip address add ADDRESS/24 dev {hca.netdev or 'NETDEV'}" for hca in lacking)
-        + "; show_gids, or /sys/class/infiniband/*/ports/*/gids, shows the table",
+        + "; show_gids or /sys/class/infiniband/*/ports/*/gids shows the GID table",
     )
 
 
 def check_permission(facts: Facts) -> DoctorFinding:
-    """Whether this user may open the devices."""
+    """Check that this user may open the devices."""
     refused = [f"{path} ({why})" for path, why in facts.uverbs if why]
     if refused:
         return DoctorFinding(
             "permission",
             "error",
             f"this user cannot open {', '.join(refused)}",
-            "chmod 0666 them, or a udev rule that does; rdma-core's own sets it. In a container: "
-            "--device=/dev/infiniband",
+            "chmod 0666 the devices, or install rdma-core's udev rules, which do so; in a "
+            "container: --device=/dev/infiniband",
         )
     if not facts.hcas:
         return DoctorFinding("permission", "skipped", "there is no device")
@@ -216,12 +216,12 @@ def check_permission(facts: Facts) -> DoctorFinding:
             "modprobe ib_uverbs; in a container: --device=/dev/infiniband",
         )
     return DoctorFinding(
-        "permission", "ok", f"may open {', '.join(path for path, _ in facts.uverbs)}"
+        "permission", "ok", f"this user can open {', '.join(path for path, _ in facts.uverbs)}"
     )
 
 
 def check_memlock(facts: Facts) -> DoctorFinding:
-    """Whether enough memory may be locked to be registered."""
+    """Check that enough memory may be locked for registration with NICs."""
     if facts.may_lock or facts.memlock_nbytes < 0:
         return DoctorFinding("memlock", "ok", "no limit")
     size = f"{facts.memlock_nbytes >> 10} KiB may be locked"
@@ -231,17 +231,17 @@ def check_memlock(facts: Facts) -> DoctorFinding:
         "memlock",
         "error",
         f"only {size}: registering buffers will fail (ENOMEM)",
-        "ulimit -l unlimited; for good, '* - memlock unlimited' in /etc/security/limits.conf; in "
-        "a container: --ulimit memlock=-1",
+        "ulimit -l unlimited; permanently: '* - memlock unlimited' in /etc/security/limits.conf; "
+        "in a container: --ulimit memlock=-1",
     )
 
 
 def check_listing(facts: Facts) -> DoctorFinding:
-    """Whether libibverbs lists the devices that the kernel has."""
+    """Check that libibverbs lists all devices of the kernel."""
     names = {hca.name for hca in facts.hcas}
     unlisted = sorted(names - set(facts.verbs_devices))
     if _is_import_failure(facts.pyverbs_error):
-        return DoctorFinding("listing", "skipped", "there is no pyverbs to ask")
+        return DoctorFinding("listing", "skipped", "pyverbs cannot be imported")
     if not names:
         return DoctorFinding("listing", "skipped", "there is no device")
     if not unlisted:
@@ -252,7 +252,7 @@ def check_listing(facts: Facts) -> DoctorFinding:
         level,
         f"libibverbs does not list {', '.join(unlisted)}"
         + (f": {facts.pyverbs_error}" if facts.pyverbs_error else ""),
-        "apt-get install ibverbs-providers: libibverbs has no driver for them",
+        "apt-get install ibverbs-providers: libibverbs lacks drivers for these devices",
     )
 
 
@@ -269,17 +269,17 @@ CHECKS: tuple[Callable[[Facts], DoctorFinding], ...] = (
 
 
 def examine(facts: Facts) -> tuple[DoctorFinding, ...]:
-    """Run every check."""
+    """Run all checks and return their findings."""
     return tuple(check(facts) for check in CHECKS)
 
 
 def is_usable(findings: tuple[DoctorFinding, ...]) -> bool:
-    """Whether verbs can be used, if not on every port."""
+    """Whether verbs can be used, on at least some ports."""
     return all(finding.level != "error" for finding in findings)
 
 
 def _is_import_failure(error: str) -> bool:
-    """Whether pyverbs did not even load: what it raises itself is of a class named after it."""
+    """Whether the import of pyverbs failed; its own exceptions have Pyverbs in the class name."""
     return bool(error) and "Pyverbs" not in error.partition(":")[0]
 
 

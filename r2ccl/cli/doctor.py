@@ -1,9 +1,9 @@
-"""``r2ccl doctor``: a machine's rails, its GPUs, what is near what, whether verbs work; the fixes.
+"""``r2ccl doctor``: report on a machine's rails, GPUs, topology and verbs, with fixes for problems.
 
-`gather` and `r2ccl.cli.gpufacts` read the machine; what that means is the part of `r2ccl.cli.rails`
-(the rails), `r2ccl.cli.gpus`, `r2ccl.cli.machine` (which NIC for which GPU) and
-`r2ccl.cli.diagnosis` (verbs). pyverbs and CUDA are tried in processes of their own, for a copy that
-does not fit its library or its driver may crash, and importing pyverbs sets up logging.
+`gather` and `r2ccl.cli.gpufacts` read the machine. `r2ccl.cli.rails`, `r2ccl.cli.gpus`,
+`r2ccl.cli.machine` (which NIC each GPU uses) and `r2ccl.cli.diagnosis` (verbs) interpret the facts.
+pyverbs and CUDA are tried in separate processes, because a pyverbs that does not match its library,
+or a broken driver, may crash; and importing pyverbs configures logging.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from r2ccl.topology.sysfs import read_machine
 
 _PROBE_TIMEOUT_S = 60.0
 
-#: Prints the devices that verbs list; ends with a line that names the exception. A name is bytes in
-#: some versions and text in others.
+#: Program that prints the RDMA devices of pyverbs; on failure, the last line of its standard error
+#: is the exception. A device name is bytes in some versions and str in others.
 _PROBE = """
 import os
 import pyverbs.device
@@ -42,12 +42,12 @@ for device in pyverbs.device.get_device_list():
     print(os.fsdecode(device.name))
 """
 
-#: capabilities(7), and linux/capability.h for the number.
+#: Number of CAP_IPC_LOCK: capabilities(7), linux/capability.h.
 _CAP_IPC_LOCK = 14
 
 
 def gather() -> Facts:
-    """Read this machine."""
+    """Return the facts of this machine."""
     error, devices = _probe_pyverbs()
     return Facts(
         platform=sys.platform,
@@ -75,27 +75,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the ``doctor`` command to those of ``r2ccl``; its namespace goes to `main`."""
     parser = subparsers.add_parser(
         "doctor",
-        help="say which rails and GPUs this machine has, and whether verbs can be used",
-        description="Say which rails r2ccl would use on this machine, with the settings in force, "
-        "what its GPUs can do, which NIC is near to what, and whether verbs can be used. Exit "
-        "status 0: they can.",
+        help="show the rails and GPUs of this machine, and whether verbs can be used",
+        description="Show the rails that r2ccl would use on this machine with the current "
+        "settings, the capabilities of its GPUs, which NIC each GPU uses, and whether verbs can be "
+        "used. The exit status is 0 if they can, else 1.",
     )
-    parser.add_argument("--json", action="store_true", help="facts and findings, for programs")
+    parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
     parser.add_argument(
         "--topology-xml",
         metavar="FILE",
-        help="write the machine as a file for NCCL_TOPO_FILE instead, - for the standard output",
+        help="only write the topology as a file for NCCL_TOPO_FILE; - for standard output",
     )
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the parsed command; return 0 where verbs can be used or a file was asked for, else 1.
+    """Run the parsed command; return 0 if verbs can be used or a file was requested, else 1.
 
     Raises
     ------
     InvalidArgument
-        A setting is wrong, or the file cannot be written.
+        If a setting is wrong, or the file cannot be written.
     """
     if args.topology_xml is not None:
         _write_topology(args.topology_xml)
@@ -121,7 +121,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _write_topology(target: str) -> None:
-    """Write the machine to a file; say on the standard error why it has no GPUs, if it has none."""
+    """Write the topology file; if no GPU was found, print the reason to standard error."""
     cuda = read_cuda(is_tried=False)
     if cuda.died or not cuda.gpus:
         print(show(examine_gpus(cuda, Config())[0]), file=sys.stderr)
@@ -129,29 +129,29 @@ def _write_topology(target: str) -> None:
 
 
 def show(finding: DoctorFinding) -> str:
-    """Return a finding as text: a line, and one more for the fix."""
+    """Return a finding as a line of text, followed by a line with its fix, if any."""
     line = f"{finding.level:8}{finding.check:12}{finding.says}"
     return f"{line}\n{'':20}fix: {finding.fix}" if finding.fix else line
 
 
 def _probe_pyverbs() -> tuple[str, tuple[str, ...]]:
-    """Return the last line of what went wrong, and the devices that verbs list."""
+    """Return the last line of the error, or empty, and the devices that pyverbs lists."""
     ended = apart.run(_PROBE, timeout_s=_PROBE_TIMEOUT_S)
     return ended.error, () if ended.error else tuple(ended.said.split())
 
 
 def _rdma_rails(facts: Facts, config: Config) -> Sequence[str]:
-    """Return the labels of the RDMA ports that are rails; none where a setting rules that out."""
+    """Return the labels of the RDMA ports that are rails; none if a setting excludes them."""
     if facts.pyverbs_error:
         return ()
     try:
         return [hca.label for hca in select_hcas(facts.hcas, config.hca)]
-    except InvalidArgument:  # the rails' findings say so
+    except InvalidArgument:  # reported among the findings about rails
         return ()
 
 
 def _why_not_opened(path: Path) -> str:
-    """Open it: its mode does not tell, for a container may forbid a device (cgroups)."""
+    """Try to open the device: its mode may permit what cgroups of a container forbid."""
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
     except OSError as exc:
@@ -171,7 +171,7 @@ def _rdma_modules() -> tuple[str, ...]:
 
 
 def _may_lock() -> bool:
-    """Whether this process holds CAP_IPC_LOCK, which the limit does not bind."""
+    """Whether this process holds CAP_IPC_LOCK, which exempts it from the memlock limit."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Reads what a machine has of GPUs: some of it here, the rest in a process of its own.
+"""Collection of facts about the GPUs of a machine, partly in a separate process.
 
-Whatever calls the CUDA driver may crash, or never return, and leaves a process that must not fork:
-it is in `r2ccl.cli.gpuprobe`, which must not be imported here. What that process knew when it
-ended is what counts.
+Code that calls the CUDA driver may crash or never return, and its process must not fork. That code
+is therefore in `r2ccl.cli.gpuprobe`, which runs in another process and must not be imported here.
+The last facts that the process printed before it ended are used.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import msgspec
 from r2ccl.cli.apart import Ended, run
 from r2ccl.cli.cards import CudaFacts
 
-#: Eight GPUs of which none was in use take some 20 s until all have a context.
+#: Making contexts on eight idle GPUs takes about 20 s.
 _PROBE_TIMEOUT_S = 120.0
 
-#: PCI: NVIDIA's number, and the class of display controllers.
+#: PCI vendor id of NVIDIA, and the class of display controllers.
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 _PEERMEM = ("nvidia_peermem", "nv_peer_mem")
 
@@ -28,16 +28,16 @@ def read_cuda(
     nics: Sequence[str] = (), *, is_tried: bool = True, sysfs: Path = Path("/sys"),
     proc: Path = Path("/proc"),
 ) -> CudaFacts:  # fmt: skip
-    """Read what there is to know of GPUs.
+    """Return the facts about the GPUs of this machine.
 
     Parameters
     ----------
     nics : sequence of str
         Labels of the RDMA ports to register device memory with; pyverbs must work.
     is_tried : bool
-        Whether things are tried on the GPUs; else they are only read.
+        Whether to run tests on the GPUs; else only their properties are read.
     sysfs, proc : Path
-        Where these file systems are.
+        Mount points of these file systems.
     """
     code = (
         "from r2ccl.cli.gpuprobe import survey\n"
@@ -52,14 +52,14 @@ def read_cuda(
 
 
 def last_told(ended: Ended) -> CudaFacts:
-    """Return the last facts that a process told, one set a line, and how it ended."""
+    """Return the last facts that a process printed, one `CudaFacts` per line, and its error."""
     facts = CudaFacts(doing="starting")
     for line in ended.said.splitlines():
         try:
             facts = msgspec.json.decode(line, type=CudaFacts)
-        except msgspec.DecodeError:  # another's line, or the process died while it wrote
+        except msgspec.DecodeError:  # output of a library, or a line cut off by a crash
             continue
-    died = ended.error or ("it said nothing more" if facts.doing else "")
+    died = ended.error or ("it ended without an error message" if facts.doing else "")
     return msgspec.structs.replace(facts, died=died)
 
 
@@ -74,7 +74,7 @@ def _controllers(sysfs: Path) -> tuple[str, ...]:
 
 
 def _module(proc: Path) -> str:
-    """Return the version and the kind of the driver's kernel module; empty where there is none."""
+    """Return the kind and version of the driver's kernel module; empty if it is not loaded."""
     said = _text(proc / "driver/nvidia/version").partition("\n")[0]
     version = re.search(r"\b[0-9]+\.[0-9.]+\b", said)
     kind = "open" if "Open Kernel Module" in said else "closed"
@@ -84,7 +84,7 @@ def _module(proc: Path) -> str:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:  # it is not there, or may not be read
+    except OSError:  # the file does not exist or must not be read
         return ""
 
 

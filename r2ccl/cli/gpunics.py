@@ -1,7 +1,7 @@
-"""Tries how NICs reach a GPU's memory: exports a dma-buf, registers an allocation with RDMA ports.
+"""Tests of NIC access to GPU memory: dma-buf export and registration with RDMA ports.
 
-All of it is the library's own way there (`r2ccl.transport.verbs.dmabuf`). Runs in the process that
-`r2ccl.cli.gpuprobe` is in; must not be imported elsewhere. Invariant: no descriptor and no
+The tests use the code of the transport (`r2ccl.transport.verbs.dmabuf`). They run in the process of
+`r2ccl.cli.gpuprobe`; this module must not be imported elsewhere. Invariant: no descriptor and no
 registration outlives the call that made it.
 """
 
@@ -21,12 +21,13 @@ from r2ccl.transport.verbs.regions import MemoryRegion, Registrar, close_all
 
 
 def way_of(driver: CudaDriver, registrars: Sequence[Registrar], address: int) -> DeviceMemoryRoute:
-    """Register the allocation at `address` with one NIC or several, and end that again.
+    """Register the allocation at `address` with NICs, deregister it, and return the method used.
 
     Returns
     -------
     DeviceMemoryRoute
-        The way it was done; ``staging`` where it could not be done, with the reason.
+        Method by which the NICs registered the memory; ``staging``, with the reason, if they could
+        not.
     """
     memory = DeviceMemory(driver)
     try:
@@ -40,9 +41,9 @@ def way_of(driver: CudaDriver, registrars: Sequence[Registrar], address: int) ->
 
 
 def export_error(driver: CudaDriver, address: int) -> str:
-    """Export the allocation at `address` as a dma-buf, and close that; return what went wrong.
+    """Export the allocation at `address` as a dma-buf and close it; return the error, or empty.
 
-    The driver is asked even where it says that there is no use in asking.
+    The export is tried even if the driver reports that it is not supported.
     """
     insistent: Any = _Insistent(driver)
     route = way_of(insistent, [_Willing()], address)
@@ -50,18 +51,18 @@ def export_error(driver: CudaDriver, address: int) -> str:
 
 
 def is_rdma_capable(driver: CudaDriver, address: int) -> bool:
-    """Whether the driver calls the allocation at `address` GPUDirect RDMA capable."""
+    """Whether the driver reports the allocation at `address` as GPUDirect RDMA capable."""
     with driver.current(address):
         return driver.is_rdma_capable(address)
 
 
 def open_nics(stack: ExitStack, labels: Sequence[str]) -> dict[str, Registrar | str]:
-    """Open RDMA ports; the stack closes them.
+    """Open RDMA ports; `stack` closes them.
 
     Returns
     -------
     dict of str to Registrar or str
-        By label; a string says why a port could not be opened.
+        Registrar of each port by label, or the reason why the port could not be opened.
     """
     from r2ccl.transport.verbs.device import RdmaDevice  # imports pyverbs
 
@@ -79,7 +80,7 @@ def open_nics(stack: ExitStack, labels: Sequence[str]) -> dict[str, Registrar | 
 
 
 class _Insistent:
-    """A `CudaDriver` that says of every GPU and allocation that it can be exported."""
+    """`CudaDriver` that reports every GPU and allocation as exportable."""
 
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
@@ -95,20 +96,20 @@ class _Insistent:
 
 
 class _Taken(msgspec.Struct):
-    """A region of `_Willing`."""
+    """Memory region that `_Willing` returns."""
 
     lkey: int = 0
     rkey: int = 0
     iova_base: int = 0
 
     def close(self) -> None:
-        """Do nothing: nothing was registered."""
+        """Do nothing, since nothing was registered."""
 
 
 class _Willing:
-    """A NIC that takes what it is given: what remains to be seen is what the driver gives."""
+    """Fake NIC that registers any memory, so that only the export by the driver can fail."""
 
-    name = "a NIC that takes all"
+    name = "a NIC that accepts any memory"
 
     def register(self, address: int, nbytes: int) -> MemoryRegion:
         return _Taken()

@@ -1,9 +1,10 @@
-"""Asks the CUDA driver all the doctor wants to know, and tries what collectives do; runs apart.
+"""Collection of GPU facts and tests of the operations of collectives, in a process of its own.
 
-Every call here may crash or never return, so what is known is printed before each: one `CudaFacts`
-a line, as JSON. Must be imported only in a process that is started for it.
+Every call of the CUDA driver may crash or never return. The facts known so far are therefore
+printed before each step: one `CudaFacts` per line, as JSON. Import this module only in a process
+started for it.
 
-Invariant: what was opened is closed at the end, and nothing of it is visible to another process.
+Invariant: everything that was opened is closed at the end, and no file remains.
 """
 
 from __future__ import annotations
@@ -37,41 +38,42 @@ from r2ccl.transport.verbs.dmabuf import DeviceMemoryRoute
 from r2ccl.transport.verbs.regions import Registrar
 from r2ccl.types import ReduceOp
 
-#: One page of a GPU, so that the allocation begins and ends with a page of the host.
+#: Size of the test allocation: one GPU page, which begins and ends at a host page.
 _NBYTES = 2 << 20
 _NAME_NBYTES = 256
-#: Of all GPUs, one after another.
+#: Longest time to map the memory of all GPUs in another process, one after another.
 _MAP_TIMEOUT_S = 40.0
 _FORM = Form(dtype_code=CODES[np.dtype(np.float32)], op=ReduceOp.SUM)
 
-#: Maps allocations of other processes: GPU and handle of each; says what went wrong with each.
+#: Maps allocations of other processes, given as (GPU ordinal, IPC handle); returns the error of
+#: each, or empty.
 Mapper = Callable[[Sequence[tuple[int, bytes]]], list[str]]
 
 
 class Journal:
-    """What is known so far."""
+    """Facts known so far; prints them before each step."""
 
     def __init__(self, facts: CudaFacts) -> None:
         self.facts = facts
 
     def begin(self, doing: str) -> None:
-        """Print what is known, and what is done now; nothing: all is done."""
+        """Print the facts known so far, with `doing`, the next step; empty: all steps are done."""
         self.learn(doing=doing)
         print(msgspec.json.encode(self.facts).decode(), flush=True)
 
     def learn(self, **known: Any) -> None:
-        """Enter facts."""
+        """Add facts about the machine."""
         self.facts = msgspec.structs.replace(self.facts, **known)
 
     def learn_of(self, place: int, **known: Any) -> None:
-        """Enter facts of one GPU."""
+        """Add facts about the GPU at index `place`."""
         cards = list(self.facts.gpus)
         cards[place] = msgspec.structs.replace(cards[place], **known)
         self.learn(gpus=tuple(cards))
 
 
 class Opened(NamedTuple):
-    """A GPU with a context: its place in the facts, and an allocation of `_NBYTES`."""
+    """GPU with a context and an allocation of `_NBYTES`; `place` is its index in the facts."""
 
     place: int
     device: Device
@@ -79,7 +81,7 @@ class Opened(NamedTuple):
 
 
 def survey(nics: Sequence[str], *, is_tried: bool) -> None:
-    """Print all there is to know; see `r2ccl.cli.gpufacts.read_cuda`."""
+    """Collect and print all facts; see `r2ccl.cli.gpufacts.read_cuda` for the arguments."""
     journal = Journal(CudaFacts(visible=os.environ.get("CUDA_VISIBLE_DEVICES")))
     journal.begin("loading the CUDA driver")
     journal.learn(bindings=_bindings_version(), driver=_driver_version())
@@ -100,7 +102,7 @@ def survey(nics: Sequence[str], *, is_tried: bool) -> None:
 
 
 def describe(cuda: Cuda, source: GpuSource, ordinal: int) -> Card:
-    """Read what a GPU is."""
+    """Return the properties of a GPU."""
     device = cuda.call("cuDeviceGet", ordinal)
     name: bytes = cuda.call("cuDeviceGetName", _NAME_NBYTES, device)
     return Card(
@@ -118,7 +120,7 @@ def describe(cuda: Cuda, source: GpuSource, ordinal: int) -> Card:
 
 
 def try_all(journal: Journal, nics: Sequence[str]) -> None:
-    """Try on every GPU what collectives do."""
+    """Run all tests on every GPU."""
     with ExitStack() as stack:
         opened = open_gpus(journal, stack, CudaDevice)
         try_kernels(journal, opened, cache_directory(os.environ))
@@ -133,7 +135,7 @@ def try_all(journal: Journal, nics: Sequence[str]) -> None:
 def open_gpus(
     journal: Journal, stack: ExitStack, make: Callable[[int], Device]
 ) -> tuple[Opened, ...]:
-    """Make a context on every GPU, and an allocation; the stack closes them."""
+    """Make a context and an allocation on every GPU; `stack` closes the contexts."""
     opened = []
     for place, card in enumerate(journal.facts.gpus):
         journal.begin(f"opening GPU {card.ordinal}")
@@ -148,7 +150,7 @@ def open_gpus(
 
 
 def try_kernels(journal: Journal, opened: Sequence[Opened], directory: Path | None) -> None:
-    """Compile a kernel for each kind of GPU, whatever the cache has, and load it."""
+    """Compile a kernel for each architecture without the cache, and load it on every GPU."""
     journal.learn(cache=str(directory or ""), cache_error=why_not_kept(directory))
     compiled: dict[tuple[int, int], Ptx] = {}
     for place, device, _ in opened:
@@ -166,7 +168,7 @@ def try_kernels(journal: Journal, opened: Sequence[Opened], directory: Path | No
 
 
 def why_not_kept(directory: Path | None) -> str:
-    """Return why the cache cannot be written; nothing is made that is seen afterwards."""
+    """Return why the kernel cache cannot be written, or empty; leaves no file behind."""
     if directory is None:
         return "this user has no home directory"
     there = next(each for each in (directory, *directory.parents) if os.path.exists(each))
@@ -178,7 +180,7 @@ def why_not_kept(directory: Path | None) -> str:
 
 
 def try_mapping(journal: Journal, opened: Sequence[Opened], map_all: Mapper) -> None:
-    """Have another process map an allocation of every GPU."""
+    """Map an allocation of every GPU in another process."""
     exported = []
     for place, device, address in opened:
         journal.begin(f"exporting memory of GPU {device.ordinal} to another process")
@@ -188,28 +190,28 @@ def try_mapping(journal: Journal, opened: Sequence[Opened], map_all: Mapper) -> 
             journal.learn_of(place, ipc_error=str(exc))
     if not exported:
         return
-    journal.begin("having another process map memory of the GPUs")
+    journal.begin("mapping memory of the GPUs in another process")
     errors = map_all([(ordinal, handle) for _, ordinal, handle in exported])
     for (place, _, _), error in zip(exported, errors, strict=True):
         journal.learn_of(place, ipc_error=error)
 
 
 def map_apart(handles: Sequence[tuple[int, bytes]]) -> list[str]:
-    """Map allocations in another process; see `Mapper`."""
+    """Map allocations in another process and return the errors; a `Mapper`."""
     code = f"from r2ccl.cli.gpuprobe import map_all\nmap_all({list(handles)!r})"
     ended = run(code, timeout_s=_MAP_TIMEOUT_S, is_inner=True)
     if ended.error:
-        return [f"the process that tried: {ended.error}"] * len(handles)
+        return [f"the process that mapped it failed: {ended.error}"] * len(handles)
     return msgspec.json.decode(ended.said, type=list[str])
 
 
 def map_all(handles: Sequence[tuple[int, bytes]]) -> None:
-    """Map and unmap allocations; print what went wrong with each, as JSON."""
+    """Map and unmap allocations of another process; print a JSON list of errors, one per handle."""
     print(msgspec.json.encode([why_not_mapped(*each, CudaDevice) for each in handles]).decode())
 
 
 def why_not_mapped(ordinal: int, handle: bytes, make: Callable[[int], Device]) -> str:
-    """Map an allocation of another process, and unmap it; return what went wrong."""
+    """Map and unmap an allocation of another process; return the error, or empty."""
     try:
         with ExitStack() as stack:
             device = make(ordinal)
@@ -221,7 +223,7 @@ def why_not_mapped(ordinal: int, handle: bytes, make: Callable[[int], Device]) -
 
 
 def try_exports(journal: Journal, opened: Sequence[Opened], driver: CudaDriver) -> None:
-    """Export an allocation of every GPU as a dma-buf."""
+    """Try to export an allocation of every GPU as a dma-buf."""
     for place, device, address in opened:
         journal.begin(f"exporting a dma-buf of GPU {device.ordinal}")
         try:
@@ -237,7 +239,7 @@ def try_registering(
     driver: CudaDriver,
     nics: dict[str, Registrar | str],
 ) -> None:
-    """Register an allocation of every GPU with each NIC, then with all of them."""
+    """Register an allocation of every GPU with each NIC, then with all NICs together."""
     able = {label: nic for label, nic in nics.items() if not isinstance(nic, str)}
     refusals = {label: nic for label, nic in nics.items() if isinstance(nic, str)}
     for place, device, address in opened:
@@ -256,7 +258,7 @@ def _bindings_version() -> str:
 
 
 def _driver_version() -> int:
-    """Return the version of CUDA that the driver has, which it tells uninitialised; 0: none."""
+    """Return the CUDA version of the driver, without initialising it; 0: no driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:

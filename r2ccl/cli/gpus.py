@@ -1,8 +1,8 @@
-"""What the state of a machine's GPUs means for collectives on their memory: facts in, findings out.
+"""Diagnosis of a machine's GPUs for collectives on their memory.
 
-Must not read the machine (`r2ccl.cli.gpufacts` does): each check is a pure function of a
-`CudaFacts`. Invariants: a machine without a GPU has one finding; a finding that is a warning or an
-error has a fix, others have none.
+Each check is a pure function from `CudaFacts`, which `r2ccl.cli.gpufacts` collects, to a finding.
+Invariants: a machine without a GPU has one finding; a finding has a fix if and only if it is a
+warning or an error.
 """
 
 from __future__ import annotations
@@ -15,45 +15,47 @@ from r2ccl.config import Config
 from r2ccl.gpu.peer import MOST_RANKS
 from r2ccl.kernels.cuda.ptx import TARGETS
 
-#: The first driver that can load a kernel ahead of its launch (cuFuncLoad: cudaTypedefs.h).
+#: First CUDA version that can load a kernel before its launch (cuFuncLoad: cudaTypedefs.h).
 _OLDEST_DRIVER = 12040
 
-#: Values of CUDA_VISIBLE_DEVICES that hide all GPUs on purpose.
+#: Values of CUDA_VISIBLE_DEVICES that hide all GPUs intentionally.
 _HIDING = ("", "-1")
 
 _INSTALL = "pip install 'r2ccl[gpu]'"
-_CONTAINER = "in a container, have NVIDIA's container toolkit hand it in (--gpus all)"
-_CRASH = "look for NVRM and Xid in dmesg, and whether nvidia-smi answers; reload the driver"
+_CONTAINER = "in a container, use NVIDIA's container toolkit (--gpus all)"
+_CRASH = "look for NVRM and Xid in dmesg; check that nvidia-smi answers; reload the driver"
 _DIRECT = (
     "install the open kernel modules of the driver, which export dma-bufs, or modprobe "
     "nvidia_peermem"
 )
-_NIC = "see what verbs lack, below, and dmesg"
+_NIC = "see the section verbs below, and dmesg"
 
-#: What lies behind a status of the driver (CUDA Driver API, CUresult), and what to do.
+#: Fixes by status of the driver (CUDA Driver API, CUresult).
 _FIXES = {
-    "CUDA_ERROR_STUB_LIBRARY": "take the toolkit's directory of stubs out of LD_LIBRARY_PATH",
-    "CUDA_ERROR_DEVICE_UNAVAILABLE": "another process has it alone: end that, or nvidia-smi -c 0",
-    "CUDA_ERROR_OUT_OF_MEMORY": "nvidia-smi shows who has its memory: end that",
+    "CUDA_ERROR_STUB_LIBRARY": "remove the toolkit's stubs directory from LD_LIBRARY_PATH",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": (
+        "another process uses the GPU exclusively: end it, or run nvidia-smi -c 0"
+    ),
+    "CUDA_ERROR_OUT_OF_MEMORY": "end the processes that use its memory; nvidia-smi lists them",
     "CUDA_ERROR_SYSTEM_NOT_READY": (
-        "systemctl start nvidia-fabricmanager, of the driver's version: the NVSwitches need it"
+        "systemctl start nvidia-fabricmanager, in the driver's version: NVSwitches need it"
     ),
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": (
-        "load the kernel modules of libcuda's version: reboot; in a container, take the host's "
+        "reboot to load the kernel modules of libcuda's version; in a container, use the host's "
         "libcuda"
     ),
     "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE": (
-        "take CUDA's directory compat out of LD_LIBRARY_PATH: this GPU needs the driver's libcuda"
+        "remove CUDA's compat directory from LD_LIBRARY_PATH: this GPU needs the driver's libcuda"
     ),
     "CUDA_ERROR_UNKNOWN": (
-        "nvidia-modprobe -u -c 0; in a container, hand in /dev/nvidia-uvm; after a suspend, reload "
+        "nvidia-modprobe -u -c 0; in a container, pass in /dev/nvidia-uvm; after a suspend, reload "
         "nvidia_uvm"
     ),
 }
 
 
 def examine_gpus(facts: CudaFacts, config: Config) -> tuple[DoctorFinding, ...]:
-    """Say of the GPUs what collectives on their memory need; one line where there is none."""
+    """Return the findings about all GPUs; a single one if the machine has no usable GPU."""
     died = (_check_end(facts),) if facts.died else ()
     if not facts.gpus:
         return died or (_absence(facts),)
@@ -76,12 +78,12 @@ def examine_gpus(facts: CudaFacts, config: Config) -> tuple[DoctorFinding, ...]:
 
 
 def _check_end(facts: CudaFacts) -> DoctorFinding:
-    says = f"the process that asked ended while {facts.doing or 'leaving'}: {facts.died}"
+    says = f"the process that tests GPUs ended while {facts.doing or 'exiting'}: {facts.died}"
     return DoctorFinding("probe", "error", says, _CRASH)
 
 
 def _absence(facts: CudaFacts) -> DoctorFinding:
-    """Say why no GPU can be used; a warning where one is there, as far as can be told."""
+    """Explain why no GPU can be used; a warning if there are signs that one exists."""
     is_broken = facts.status.startswith("CUDA_ERROR")
     is_installed = bool(facts.module or (facts.driver and not facts.bindings))
     is_there = bool(facts.pci) or is_installed or is_broken
@@ -97,7 +99,7 @@ def _absence(facts: CudaFacts) -> DoctorFinding:
         is_there = is_there and facts.visible not in _HIDING
     else:
         why = facts.error or "CUDA sees none"
-        fix = f"look at nvidia-smi, and whether this user may open /dev/nvidia*; {_CONTAINER}"
+        fix = f"check nvidia-smi, and that this user may open /dev/nvidia*; {_CONTAINER}"
     if not is_there:
         return DoctorFinding("gpus", "skipped", f"none: {why}")
     who = ", ".join(facts.pci) or "GPUs"
@@ -105,7 +107,7 @@ def _absence(facts: CudaFacts) -> DoctorFinding:
 
 
 def check_driver(facts: CudaFacts) -> DoctorFinding:
-    """Which driver and bindings these are, and whether the driver is new enough."""
+    """Report the versions of driver and bindings; check that the driver is new enough."""
     says = f"CUDA {_version(facts.driver)}, cuda.bindings {facts.bindings}"
     if facts.module:
         says += f", {facts.module}"
@@ -117,7 +119,7 @@ def check_driver(facts: CudaFacts) -> DoctorFinding:
 
 
 def check_card(card: Card) -> DoctorFinding:
-    """What a GPU is, and whether a context can be made on it."""
+    """Report the properties of a GPU; check that a context can be made on it."""
     check = f"gpu {card.ordinal}"
     says = (
         f"{card.name} at {card.bus_id}: compute capability {_capability(card.capability)}, "
@@ -132,47 +134,47 @@ def check_card(card: Card) -> DoctorFinding:
 
 
 def check_streams(cards: Sequence[Card]) -> DoctorFinding:
-    """Whether streams can wait for the host, without which collectives refuse device arrays."""
+    """Check that streams can wait on memory values, which collectives on GPU arrays require."""
     lacking = [card for card in cards if not card.waits_on_memory]
     if not lacking:
-        return DoctorFinding("streams", "ok", "can wait for words in memory")
+        return DoctorFinding("streams", "ok", "can wait on memory values")
     return DoctorFinding(
         "streams",
         "error",
-        f"those of {_named(lacking)} cannot wait for words in memory, and collectives refuse its "
-        "arrays",
+        f"streams of {_named(lacking)} cannot wait on memory values: collectives refuse arrays "
+        "there",
         "copy the arrays to the host, or use another GPU",
     )
 
 
 def check_kernels(facts: CudaFacts, cards: Sequence[Card]) -> DoctorFinding:
-    """Whether kernels can be compiled, loaded, and kept for the next process."""
+    """Check that kernels can be compiled, loaded, and cached for other processes."""
     failed = [card for card in cards if card.kernel_error]
     if failed:
         says = _by_gpu(((card, card.kernel_error) for card in failed), cards)
         return DoctorFinding("kernels", "error", says, _kernel_fix(facts, failed))
     if any(card.kernel_error is None for card in cards):
         return DoctorFinding("kernels", "skipped", "were not tried")
-    says = f"can be compiled, in {facts.compile_s:.1f} s, and loaded"
+    says = f"compiled in {facts.compile_s:.1f} s, and loaded"
     if facts.cache_error:
         return DoctorFinding(
             "kernels",
             "warning",
-            f"{says}, but not be kept, so each process compiles its own: {facts.cache_error}",
+            f"{says}, but not cached, so each process compiles them: {facts.cache_error}",
             "set XDG_CACHE_HOME to a directory that this user may write to",
         )
-    return DoctorFinding("kernels", "ok", f"{says}; they are kept in {facts.cache}")
+    return DoctorFinding("kernels", "ok", f"{says}; cached in {facts.cache}")
 
 
 def check_ipc(cards: Sequence[Card], config: Config) -> DoctorFinding:
-    """Whether another process can map an allocation."""
+    """Check that another process can map an allocation."""
     failed = [card for card in cards if card.ipc_error]
     if failed:
         why = _by_gpu(((card, card.ipc_error) for card in failed), cards)
         says = f"another process cannot map device memory: {why}"
         if config.ipc == "0":
             return DoctorFinding("ipc", "skipped", says)
-        fix = "give the containers of a host's ranks one IPC and one PID namespace (--ipc=host "
+        fix = "let the containers of a host's ranks share IPC and PID namespaces (--ipc=host "
         return DoctorFinding("ipc", "warning", says, fix + "--pid=host), or set R2CC_IPC=0")
     if any(card.ipc_error is None for card in cards):
         return DoctorFinding("ipc", "skipped", "was not tried")
@@ -180,7 +182,7 @@ def check_ipc(cards: Sequence[Card], config: Config) -> DoctorFinding:
 
 
 def check_dmabuf(cards: Sequence[Card]) -> DoctorFinding:
-    """What came of exporting an allocation as a dma-buf; `check_nics` says whether it matters."""
+    """Report the export of an allocation as a dma-buf; `check_nics` decides if it matters."""
     failed = [card for card in cards if card.dmabuf_error]
     if failed:
         outcomes = (
@@ -193,20 +195,20 @@ def check_dmabuf(cards: Sequence[Card]) -> DoctorFinding:
     refused = [card for card in cards if not (card.has_dmabuf and card.is_rdma_capable)]
     if refused:
         why = _by_gpu(((card, _attributes(card)) for card in refused), cards)
-        says = "device memory was exported, but the driver calls it not fit for NICs"
+        says = "device memory was exported, but the driver reports it as unusable by NICs"
         return DoctorFinding("dmabuf", "skipped", f"{says}: {why}")
     return DoctorFinding("dmabuf", "ok", "device memory was exported")
 
 
 def check_peermem(facts: CudaFacts) -> DoctorFinding:
-    """Whether the module that resolves device pointers for NICs is loaded."""
+    """Report whether nvidia_peermem, which resolves device pointers for NICs, is loaded."""
     if facts.has_peermem:
         return DoctorFinding("peermem", "ok", "nvidia_peermem is loaded")
     return DoctorFinding("peermem", "skipped", "nvidia_peermem is not loaded")
 
 
 def check_nics(cards: Sequence[Card]) -> DoctorFinding:
-    """Which way each RDMA NIC in use registered device memory."""
+    """Report the method by which each RDMA port in use registered device memory."""
     found: dict[str, list[str]] = {}
     for label in dict.fromkeys(label for card in cards for label, _ in card.nics):
         routes = ((card, str(dict(card.nics)[label])) for card in cards if card.nics)
@@ -219,13 +221,13 @@ def check_nics(cards: Sequence[Card]) -> DoctorFinding:
     if not staged:
         return DoctorFinding("nics", "ok", f"reach device memory: {says}")
     says = f"do not all reach device memory: {says}"
-    if not any(card.is_rdma_capable for card in staged):  # no module would change that
+    if not any(card.is_rdma_capable for card in staged):  # no kernel module would change that
         return DoctorFinding("nics", "skipped", says)
     return DoctorFinding("nics", "warning", says, _DIRECT if "peermem: " in says else _NIC)
 
 
 def check_one_host(cards: Sequence[Card], config: Config) -> DoctorFinding:
-    """Which way device memory takes between ranks of one host."""
+    """Report how data moves between GPUs of ranks on one host."""
     lacking = [card for card in cards if not card.waits_on_memory]
     if lacking:
         return DoctorFinding(
@@ -235,15 +237,15 @@ def check_one_host(cards: Sequence[Card], config: Config) -> DoctorFinding:
     if config.ipc == "0":
         return DoctorFinding("one host", "ok", f"{staged}: R2CC_IPC=0")
     if not any(card.ipc_error for card in cards):
-        says = f"2 to {MOST_RANKS} ranks work on each other's device memory"
+        says = f"2 to {MOST_RANKS} ranks access each other's device memory"
         return DoctorFinding("one host", "ok", says)
     if config.ipc == "1":
-        return DoctorFinding("one host", "skipped", "none: R2CC_IPC=1 asks for ipc, see above")
+        return DoctorFinding("one host", "skipped", "none: R2CC_IPC=1 requires ipc, see above")
     return DoctorFinding("one host", "ok", f"{staged}: no ipc, see above")
 
 
 def check_hosts(cards: Sequence[Card], config: Config) -> DoctorFinding:
-    """Which way device memory takes between hosts, and why none that is better."""
+    """Report how data moves between GPUs of different hosts, and why not by a faster way."""
     if not all(card.waits_on_memory for card in cards):
         return DoctorFinding("hosts", "skipped", "see one host")
     staged = f"through pinned host memory ({_bounce(config)})"
@@ -282,7 +284,7 @@ def _attributes(card: Card) -> str:
 
 
 def _by_gpu(said: Iterable[tuple[Card, str | None]], cards: Sequence[Card]) -> str:
-    """Join what is said of some of the GPUs; what is said of all of them is said once."""
+    """Join texts about GPUs; a text that holds for all of `cards` appears once, without names."""
     found: dict[str | None, list[Card]] = {}
     for card, text in said:
         found.setdefault(text, []).append(card)

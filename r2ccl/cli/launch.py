@@ -1,9 +1,10 @@
 """``r2ccl launch -n 4 -- python script.py``: run a command as n ranks on this machine.
 
-Every rank gets torchrun's variables plus R2CC_PORT and R2CC_SECRET. Output is passed on line by
-line; a signal is passed on once; the exit status is that of the first rank that failed. Once one
-has failed the others are ended, after a while to end by themselves; with ``--keep-going`` they are
-not, so that they can go on without it (``comm.shrink()``).
+Every rank gets torchrun's environment variables plus R2CC_PORT and R2CC_SECRET. The launcher prints
+the ranks' output line by line and forwards the first signal to them. Its exit status is that of the
+first rank that failed. After a failure the other ranks have some time to exit by themselves and are
+then terminated; with ``--keep-going`` they run on and can continue without the failed rank
+(``comm.shrink()``).
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from r2ccl.bootstrap.launch import LocalJob, describe_exit
 from r2ccl.bootstrap.orphans import end_with
 from r2ccl.errors import InvalidArgument
 
-#: After one rank has failed the others may end by themselves: they see PeerLost.
+#: Time for the other ranks to exit by themselves after a failure: they get PeerLost.
 _FAILURE_GRACE_S = 10.0
 _TERMINATION_GRACE_S = 5.0
 _CHUNK_NBYTES = 64 << 10
 
 
 def add_parser(subparsers: Any) -> None:
-    """Register the subcommand."""
+    """Add the ``launch`` command to those of ``r2ccl``; its arguments go to `run`."""
     parser = subparsers.add_parser(
         "launch",
         help="run a command as several ranks on this machine",
@@ -39,27 +40,27 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("-n", "--nranks", type=int, required=True, help="number of ranks")
     parser.add_argument(
-        "--env", action="append", default=[], metavar="K=V", help="a variable for every rank"
+        "--env", action="append", default=[], metavar="K=V", help="set a variable for every rank"
     )
     parser.add_argument(
         "--keep-going",
         action="store_true",
-        help="let the others run on after a rank failed, for a job that shrinks; every rank that "
-        "fails is named, and the exit status is the first one's. Default: they are ended, "
-        f"{_FAILURE_GRACE_S:g} s later",
+        help="let the other ranks run on after a rank failed, for a job that shrinks; each failed "
+        "rank is reported, and the exit status is that of the first. Default: the other ranks are "
+        f"terminated after {_FAILURE_GRACE_S:g} s",
     )
     parser.add_argument(
         "--tag",
         choices=("auto", "always", "never"),
         default="auto",
-        help="put [rank] before output lines; auto: as soon as a second rank writes",
+        help="prefix output lines with [rank]; auto: once a second rank has written",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; return the exit status."""
+    """Run the parsed command; return the exit status."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise InvalidArgument("no command given: r2ccl launch -n 4 -- python script.py")
@@ -77,12 +78,12 @@ def _parse_assignment(text: str) -> tuple[str, str]:
 
 
 class LinePrinter:
-    """Write whole lines of several ranks to one stream, with ``[rank]`` before them if asked.
+    """Writes complete lines of several ranks to one stream, optionally prefixed with ``[rank]``.
 
     Parameters
     ----------
     tag : {"auto", "always", "never"}
-        ``auto``: from the first line of a second rank on.
+        When to prefix lines; ``auto``: from the first line of a second rank on.
     out : binary file
     """
 
@@ -93,13 +94,13 @@ class LinePrinter:
         self._unfinished: dict[tuple[int, str], bytes] = {}
 
     def feed(self, rank: int, stream: str, data: bytes) -> None:
-        """Take output of one stream of `rank`; write the lines it completes."""
+        """Add output of one stream of `rank`; write the lines that it completes."""
         *lines, rest = (self._unfinished.get((rank, stream), b"") + data).split(b"\n")
         self._unfinished[rank, stream] = rest
         self._write(rank, lines)
 
     def finish(self, rank: int, stream: str) -> None:
-        """Write what the stream ended with, as a line."""
+        """Write the last line of a stream, if it has no line end."""
         rest = self._unfinished.pop((rank, stream), b"")
         if rest:
             self._write(rank, [rest])
@@ -134,7 +135,7 @@ class _Launcher:
         self._is_ending = asyncio.Event()
 
     async def run(self) -> int:
-        """Start all ranks, wait for them; the first failure's exit status."""
+        """Start all ranks and wait for them; return the exit status of the first failure."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._forward, number)
@@ -163,7 +164,7 @@ class _Launcher:
                 env=env,
                 pass_fds=passed,
                 preexec_fn=partial(end_with, os.getpid()),
-                process_group=0,  # else a terminal's Ctrl-C would reach the ranks twice
+                process_group=0,  # else Ctrl-C in a terminal would reach the ranks twice
             )
         except OSError as exc:
             raise InvalidArgument(f"cannot run {self._command[0]!r}: {exc.strerror}") from exc
@@ -178,7 +179,7 @@ class _Launcher:
         status = await process.wait()
         if status != 0:
             self._note_failure(rank, status)
-        # A grandchild may hold the pipes open for ever.
+        # A grandchild may hold the pipes open forever.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(pumps, _TERMINATION_GRACE_S)
 
@@ -186,7 +187,7 @@ class _Launcher:
         is_first = self._status == 0
         if is_first:
             self._status = status if status > 0 else 128 - status
-        # The others fail because of the first one, unless they are to go on without it.
+        # Report only the first failure, which causes the others, unless these may continue.
         if is_first or self._keeps_going:
             print(f"r2ccl launch: rank {rank}: {describe_exit(status)}", file=sys.stderr)
         if not self._keeps_going:
@@ -200,7 +201,7 @@ class _Launcher:
             self._printer.finish(rank, stream)
 
     def _forward(self, number: int) -> None:
-        """Pass a signal on once; a second one of ours ends the ranks at once."""
+        """Forward the first signal to all ranks; kill the ranks at the second one."""
         if self._is_ending.is_set():
             self._signal_all(signal.SIGKILL)
             return

@@ -1,7 +1,7 @@
-"""What a machine is made of and which NICs are near: a `Machine` in, findings and a file out.
+"""Report on a machine's topology as findings, and its export as an NCCL topology file.
 
-Must not read the machine (`r2ccl.topology.sysfs` does), nor judge what is near
-(`r2ccl.topology.affinity` does): this says it. Invariant: a warning has a fix, nothing else has.
+`r2ccl.topology.sysfs` reads the `Machine`; `r2ccl.topology.affinity` chooses the NICs of each GPU.
+Invariant: a finding has a fix if and only if it is a warning.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from r2ccl.topology.affinity import Affinity, NicRoute, host_routes
 from r2ccl.topology.machine import Machine
 from r2ccl.topology.nccl_xml import format_xml
 
-#: How a remark ends that something can be done about (`r2ccl.topology.sysfs`).
+#: End of a remark of `r2ccl.topology.sysfs` about a problem that can be fixed.
 _RESEAT = "reseat the card"
-#: Backups of a GPU that are shown.
+#: Most backup NICs shown per GPU.
 _MOST_BACKUPS = 3
 
 
 def examine_machine(
     machine: Machine, links_from: str, cpus: Collection[int]
 ) -> tuple[DoctorFinding, ...]:
-    """Say what there is, which NIC each GPU would use, and what was assumed.
+    """Return findings about the machine's parts, the NIC that each GPU uses, and assumptions made.
 
     Parameters
     ----------
     machine : Machine
     links_from : str
-        Who knew of NVLinks, see `r2ccl.topology.gpus.GpuFacts`.
+        Source of the NVLinks, see `r2ccl.topology.gpus.GpuFacts`.
     cpus : collection of int
-        Those this process may run on: without GPUs, NICs are ordered for it.
+        CPUs on which this process may run. Without GPUs, the NICs are ordered by their distance to
+        these CPUs.
     """
     counts = (
         f"{_count(len(machine.nodes), 'NUMA node')}, {_count(len(machine.gpus), 'GPU')}, "
@@ -49,18 +50,18 @@ def examine_machine(
 
 
 def save_xml(machine: Machine, target: str) -> None:
-    """Write a machine as a topology file of NCCL's; all of it, or nothing.
+    """Write a machine atomically as an NCCL topology file.
 
     Parameters
     ----------
     machine : Machine
     target : str
-        A file, which is replaced if it is there; ``-``: the standard output.
+        Path of the file, which is replaced if it exists; ``-``: standard output.
 
     Raises
     ------
     InvalidArgument
-        It cannot be written, or is there and no regular file.
+        If the file cannot be written, or exists and is not a regular file.
     """
     text = format_xml(machine)
     if target == "-":
@@ -69,7 +70,7 @@ def save_xml(machine: Machine, target: str) -> None:
     path = Path(os.path.realpath(target))
     try:
         if path.exists() and not path.is_file():
-            raise _refusal(target, "it is there, and no regular file")
+            raise _refusal(target, "it exists and is not a regular file")
         _replace(path, text)
     except OSError as exc:
         raise _refusal(target, exc.strerror or str(exc)) from exc
@@ -78,7 +79,7 @@ def save_xml(machine: Machine, target: str) -> None:
 def _replace(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        # Not a temporary file, whose mode would keep it from other users' jobs.
+        # Not made by tempfile: its mode would keep other users' jobs from reading the file.
         with beside.open("x", encoding="utf-8") as file:
             file.write(text)
         beside.replace(path)
@@ -88,7 +89,7 @@ def _replace(path: Path, text: str) -> None:
 
 def _refusal(target: str, why: str) -> InvalidArgument:
     return InvalidArgument(
-        f"--topology-xml {target}: {why}; name a file that can be written or made, or - for the "
+        f"--topology-xml {target}: {why}; name a file that can be written or created, or - for "
         "standard output"
     )
 

@@ -1,7 +1,7 @@
-"""``r2ccl netlab``: run a program on a cluster of network namespaces and break its NICs.
+"""``r2ccl netlab``: run a program on a cluster of network namespaces and inject NIC faults.
 
-Turns a command line into a `Lab`, a `FaultPlan` and a run; adds nothing else. With ``--enter``:
-runs a command where labs can be built.
+The command makes a `Lab` and a `FaultPlan` from its arguments and runs the program. With
+``--enter`` it only runs a command in an environment in which labs can be built.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from r2ccl.testing.faults import Action, Fault
 from r2ccl.testing.netlab import Lab, LabError, LabShape, RankResult, clean, ensure_privileged
 from r2ccl.testing.netlab.fabric import FABRICS
 
-#: What timeout(1) returns for a command it had to end; sysexits.h for a wrong command line.
+#: Exit statuses: timed out as in timeout(1), wrong command line, unavailable as in sysexits.h.
 _EXIT_TIMED_OUT = 124
 _EXIT_USAGE = 2
 _EXIT_UNAVAILABLE = 69
@@ -26,9 +26,9 @@ _EXIT_UNAVAILABLE = 69
 _EPILOG = f"""\
 faults, as ACTION:name=value,...:
   actions   {", ".join(Action)}
-  target    node, rail (peer: the other node of an isolate; rank: of stop and kill)
-  trigger   at_s=SECONDS, or at_op=N[,at_step=M] (rank=R: whose progress counts)
-  others    duration_s, rate (of slow), mean_s and seed (of flap)
+  target    node, rail (isolate: also peer, the other node; stop and kill: rank)
+  trigger   at_s=SECONDS, or at_op=N[,at_step=M] (rank=R: the rank whose progress counts)
+  others    duration_s, rate (slow), mean_s and seed (flap)
 
 example:
   r2ccl netlab --nodes 4 --rails 4 --rate 200mbit \\
@@ -41,31 +41,39 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "netlab",
         help="run a program on a cluster of network namespaces, with faults",
-        description="Run one process a node on a cluster of network namespaces.",
+        description="Run one process per node on a cluster of network namespaces.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     default = LabShape()
     parser.add_argument("--nodes", type=int, default=default.nodes)
     parser.add_argument("--rails", type=int, default=default.rails, help="NICs on each node")
-    parser.add_argument("--rate", default=default.rate, help="of each NIC (default %(default)s)")
+    parser.add_argument(
+        "--rate", default=default.rate, help="rate of each NIC (default %(default)s)"
+    )
     parser.add_argument("--fabric", choices=FABRICS, default=default.fabric)
     parser.add_argument("--mtu", type=int, default=default.mtu)
-    parser.add_argument("--burst", default=default.burst, help="tbf bucket (default %(default)s)")
-    parser.add_argument("--latency", default=default.latency, help="bound of a NIC's queue")
-    parser.add_argument("--buffer", default=default.buffer, help="bound of a switch port's queue")
+    parser.add_argument(
+        "--burst", default=default.burst, help="size of the tbf bucket (default %(default)s)"
+    )
+    parser.add_argument("--latency", default=default.latency, help="longest delay in a NIC's queue")
+    parser.add_argument(
+        "--buffer", default=default.buffer, help="longest delay in a switch port's queue"
+    )
     parser.add_argument("--ranks-per-node", type=int, default=default.ranks_per_node)
     parser.add_argument("--fault", action="append", default=[], metavar="FAULT", help="repeatable")
     parser.add_argument("--plan", metavar="FILE", help="JSON list of faults")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
     parser.add_argument(
-        "--clean", action="store_true", help="remove what labs of dead processes left, and exit"
+        "--clean",
+        action="store_true",
+        help="remove the remains of labs whose processes are dead, and exit",
     )
     parser.add_argument(
         "--enter",
         action="store_true",
-        help="run the command once, where this user may build labs (in a user namespace unless "
-        "root), for programs that build their own; no lab is built",
+        help="do not build a lab: run the command once, for programs that build their own labs, "
+        "in a user namespace unless the user is root",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- program and its arguments")
     parser.set_defaults(run=main)
@@ -74,8 +82,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def main(args: argparse.Namespace) -> int:
     """Run the parsed command; return the exit status for the shell.
 
-    The first failing rank's own status (128 + signal for a signal), 124 where the time was up,
-    2 for a wrong command line, 69 where this machine cannot build a lab.
+    The status is that of the first failed rank (128 + signal number for a signal), 124 after a
+    timeout, 2 for a wrong command line, 69 if this machine cannot build a lab.
     """
     try:
         if args.clean:
@@ -132,7 +140,7 @@ def _plan(args: argparse.Namespace) -> FaultPlan:
 def _status(results: list[RankResult]) -> int:
     for result in results:
         if result.is_timed_out:
-            print(f"[lab] rank {result.rank}: ended, the time was up", file=sys.stderr)
+            print(f"[lab] rank {result.rank}: terminated after the timeout", file=sys.stderr)
     if any(result.is_timed_out for result in results):
         return _EXIT_TIMED_OUT
     failed = [result.returncode for result in results if result.returncode]

@@ -1,8 +1,8 @@
-"""Which rails r2ccl would use on a machine, and why not the others: facts in, findings out.
+"""Report on the rails that r2ccl would use on a machine, and why other interfaces are not used.
 
-Must not read the machine (`r2ccl.cli.doctor` does), nor choose: `r2ccl.topology` chooses, this says
-why. Invariant: the findings that are ``ok`` are exactly the rails of a rank among ranks of other
-hosts, in their order; a warning or an error has a fix.
+The module is a pure function of the facts of `r2ccl.cli.doctor`; `r2ccl.topology` chooses the
+rails. Invariants: the findings that are ``ok`` are exactly the rails of a rank in a job on several
+hosts, in order; a warning or an error has a fix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from r2ccl.types import Nic
 
 
 def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
-    """Say of every interface and RDMA port which rail it would be, or why it would be none."""
+    """Return one finding per interface and RDMA port: its rail, or why it is no rail."""
     try:
         hcas = select_hcas(facts.hcas, config.hca) if not facts.pyverbs_error else ()
         names = [hca.netdev for hca in hcas]
@@ -27,9 +27,7 @@ def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
     except InvalidArgument as exc:
         said = str(exc)
         return (
-            DoctorFinding(
-                "rails", "error", said, "bring an interface up, or correct the setting named"
-            ),
+            DoctorFinding("rails", "error", said, "bring an interface up, or correct the setting"),
         )
     found = [_interface(each, nics, facts, config, names) for each in facts.interfaces]
     found += [_port(each, hcas, len(nics), facts, config) for each in facts.hcas]
@@ -45,7 +43,7 @@ def _interface(
         several = f", as {len(used)} rails" if len(used) > 1 else ""
         return DoctorFinding(_name(used[0]), "ok", what + several)
     level, why, fix = _why_not(each, config, rdma_names)
-    if level == "warning" and each.name not in facts.cards:  # nobody plugs a cable into it
+    if level == "warning" and each.name not in facts.cards:  # a virtual interface
         level, fix = "skipped", ""
     return DoctorFinding("no rail", level, f"{what}: {why}", fix)
 
@@ -56,20 +54,20 @@ def _why_not(each: Interface, config: Config, rdma_names: Sequence[str]) -> tupl
     if names.is_selection and not is_named:
         return "skipped", f"R2CC_SOCKET_IFNAME={config.socket_ifname} does not name it", ""
     if names.is_exclusion and names.lists(each.name):
-        return "skipped", f"R2CC_SOCKET_IFNAME={config.socket_ifname} leaves it out", ""
+        return "skipped", f"R2CC_SOCKET_IFNAME={config.socket_ifname} excludes it", ""
     if not is_named and each.is_loopback:
-        return "skipped", "loopback: used where all ranks are on one host", ""
+        return "skipped", "loopback: used only if all ranks are on one host", ""
     if not is_named and each.name.startswith(VIRTUAL_PREFIXES):
-        return "skipped", "a bridge of containers or virtual machines", ""
+        return "skipped", "bridge of containers or virtual machines", ""
     if not each.is_up:
-        fix = f"ip link set {each.name} up; if it is up, look at the cable and the switch's port"
+        fix = f"ip link set {each.name} up; if it is up, check the cable and the switch port"
         return "warning", "is down, or has no carrier", fix
     if not each.addresses:
         fix = f"ip address add ADDRESS/24 dev {each.name}"
         return "warning", "has no address that can be bound", fix
     if each.name in rdma_names:
         return "skipped", "its RDMA port is the rail", ""
-    return "skipped", f"beyond R2CC_RAILS={config.rails}", ""
+    return "skipped", f"exceeds R2CC_RAILS={config.rails}", ""
 
 
 def _port(
@@ -98,21 +96,23 @@ def _summary(nics: Sequence[Nic], hcas: Sequence[Hca]) -> tuple[DoctorFinding, .
             DoctorFinding(
                 "rails",
                 "warning",
-                "one rail: nothing is left to go on with when it fails",
-                "give the host a second interface, and an address on it",
+                "only one rail: when it fails, the job cannot continue",
+                "add a second interface with an address",
             ),
         )
     if hcas:
         return (
-            DoctorFinding("rails", "skipped", "those of sockets are the last resort beside RDMA"),
+            DoctorFinding(
+                "rails", "skipped", "with RDMA rails, TCP rails are only the last resort"
+            ),
         )
     return (
         DoctorFinding(
             "rails",
             "skipped",
-            "the interface that carries the rendezvous is left out where there are others, "
-            "unless R2CC_SOCKET_IFNAME names it; it is the last resort of ranks that have no rail "
-            "in common (R2CC_LAST_RESORT)",
+            "the interface of the rendezvous is no rail if there are others, unless "
+            "R2CC_SOCKET_IFNAME names it; it is the last resort of ranks that have no rail in "
+            "common (R2CC_LAST_RESORT)",
         ),
     )
 

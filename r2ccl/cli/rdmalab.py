@@ -1,6 +1,6 @@
 """``r2ccl rdmalab``: run a program on Soft-RoCE devices in a virtual machine.
 
-Turns a command line into a `MachineShape`, a `VirtualMachine` and a run; adds nothing else.
+The command makes a `MachineShape` and a `VirtualMachine` from its arguments and runs the program.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pathlib import Path
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.rdmalab import MachineShape, RdmaLabError, VirtualMachine, VmResult, prepare, run
 
-#: As netlab's; from timeout(1) and sysexits.h.
+#: Exit statuses, as in `r2ccl.cli.netlab`: from timeout(1) and sysexits.h.
 _EXIT_TIMED_OUT = 124
 _EXIT_USAGE = 2
 _EXIT_UNAVAILABLE = 69
 _EXIT_BROKEN = 70
 
 _EPILOG = """\
-The root file system in the machine is this one's, writable; what the program writes is kept.
-Missing packages are installed, where this is root and there is apt-get.
+The virtual machine uses the root file system of this machine, writable: files that the program
+writes are kept. Missing packages are installed, if the user is root and apt-get exists.
 
 example:
   r2ccl rdmalab --nodes 2 --nics 3 -- python -m pytest tests/rdma
@@ -40,12 +40,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--nodes", type=int, default=shape.nodes)
     parser.add_argument("--nics", type=int, default=shape.nics, help="RDMA devices on each node")
     parser.add_argument("--cpus", type=int, default=machine.cpus)
-    parser.add_argument("--memory", default=machine.memory, help="default %(default)s")
+    parser.add_argument(
+        "--memory",
+        default=machine.memory,
+        help="memory of the virtual machine (default %(default)s)",
+    )
     parser.add_argument("--kvm", action="store_true", help="use KVM instead of emulation")
     parser.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="where results go; it is made")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="directory for results; created")
     parser.add_argument(
-        "--prepare", action="store_true", help="install what is missing, and do nothing else"
+        "--prepare", action="store_true", help="only install missing packages, then exit"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- program and its arguments")
     parser.set_defaults(run=main)
@@ -54,8 +58,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def main(args: argparse.Namespace) -> int:
     """Run the parsed command; return the exit status for the shell.
 
-    The program's own status, 124 where the time was up, 2 for a wrong command line, 69 where this
-    machine cannot run a lab, 70 where the lab broke.
+    The status is that of the program, 124 after a timeout, 2 for a wrong command line, 69 if this
+    machine cannot run a lab, 70 if the lab failed.
     """
     try:
         command = _command(args)
@@ -68,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
     except RdmaLabError as exc:
         return _refuse(exc, _EXIT_UNAVAILABLE)
     if args.prepare:
-        _say("everything a lab needs is here")
+        _say("all packages that a lab needs are installed")
         return 0
     try:
         result = run(
@@ -93,7 +97,7 @@ def _refuse(error: Exception, status: int) -> int:
 
 def _tell(result: VmResult, timeout_s: float) -> int:
     if result.is_timed_out:
-        _say(f"ended, the {timeout_s:.0f} s were up")
+        _say(f"terminated after the timeout of {timeout_s:.0f} s")
         return _EXIT_TIMED_OUT
     _say(f"exit status {result.status} after {result.total_s:.0f} s")
     return result.status

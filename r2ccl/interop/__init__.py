@@ -1,10 +1,10 @@
-"""Other libraries' shapes over the same `Communicator`, for programs that were written for those.
+"""Interfaces of other libraries on top of `Communicator`, for programs written for those libraries.
 
-`cupy` has the one of ``cupyx.distributed``. Nothing is decided here: names, arguments and defaults
-are translated, and a communicator does the work.
+`cupy` has the interface of ``cupyx.distributed``. The modules translate names, arguments and
+defaults, and call a communicator. They use only the public interface of r2ccl and do not import the
+other library.
 
-Must not import anything below the public interface, nor the libraries whose shapes these are.
-Invariant: what a shape cannot do is missing from it, and its docstring says so.
+Invariant: a function that r2ccl cannot provide is missing, and the module's docstring says so.
 """
 
 from __future__ import annotations

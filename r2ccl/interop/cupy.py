@@ -1,4 +1,4 @@
-"""The shape of ``cupyx.distributed`` over a communicator.
+"""Interface of ``cupyx.distributed`` on top of a `Communicator`.
 
 A program for CuPy changes one import::
 
@@ -7,12 +7,12 @@ A program for CuPy changes one import::
     comm = init_process_group(2, rank)
     comm.all_reduce(x, out)
 
-There are all_reduce, reduce, broadcast, reduce_scatter, all_gather, barrier and stop. There are no
-send, recv, send_recv, scatter, gather and all_to_all, because a communicator has none. Arrays may
-be CuPy's or NumPy's, of any dtype r2ccl knows; not sparse, and in C order only: of two, one in C
-and one in Fortran order, elements would change places without a word.
+It has all_reduce, reduce, broadcast, reduce_scatter, all_gather, barrier and stop. It has no send,
+recv, send_recv, scatter, gather or all_to_all, because `Communicator` has none. Arrays may be
+CuPy's or NumPy's, of any dtype that r2ccl supports. They must be dense and in C order: with one
+array in C and the other in Fortran order, elements would be misplaced without an error.
 
-Must not import CuPy. Invariant: nothing is kept but the communicator.
+This module does not import CuPy.
 
 References
 ----------
@@ -31,11 +31,11 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.factory import init
 from r2ccl.types import ReduceOp
 
-#: CuPy's defaults, and the variables it reads them from.
+#: Default host and port of CuPy, and the environment variables that override them.
 _HOST, _HOST_VARIABLE = "127.0.0.1", "CUPYX_DISTRIBUTED_HOST"
 _PORT, _PORT_VARIABLE = 13333, "CUPYX_DISTRIBUTED_PORT"
 
-#: What launchers set, and what of it would lead past `host` and `port`.
+#: Variables that launchers set; `_LISTENER` would override `host` and `port`.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 _LISTENER = "R2CC_LISTEN_FD"
 
@@ -51,22 +51,22 @@ def init_process_group(
     port: int | None = None,
     use_mpi: bool = False,
 ) -> Backend:
-    """Meet the other ranks, as ``cupyx.distributed.init_process_group`` does.
+    """Meet the other ranks like ``cupyx.distributed.init_process_group``; return the backend.
 
     Parameters
     ----------
     n_devices : int
         Number of ranks.
     rank : int
-        This one's, from 0.
+        Rank of this process, from 0.
     backend : {"r2ccl"}
     host : str, optional
-        Where rank 0 is met: an address of the machine it runs on.
+        Address of rank 0's machine, at which the other ranks reach it.
     port : int, optional
-        And the port it listens at.
+        TCP port at which rank 0 listens.
     use_mpi : bool
-        The ranks of ``MPI.COMM_WORLD`` meet over MPI, whichever of them has which `rank`; `host`
-        and `port` are not needed then. Unlike CuPy's, it raises if there is no mpi4py.
+        Use MPI to meet the ranks of ``MPI.COMM_WORLD``. `rank` may differ from the rank in MPI;
+        `host` and `port` are ignored. Unlike CuPy, this raises an error if mpi4py is not installed.
 
     Returns
     -------
@@ -75,25 +75,28 @@ def init_process_group(
     Raises
     ------
     InvalidArgument
-        Wrong arguments; or the launcher or MPI has other ranks; or as `r2ccl.init`.
+        If an argument is wrong, or differs from the ranks of the launcher or MPI, and for the
+        reasons given in `r2ccl.init`.
     TransportTimeout
-        As `r2ccl.init`.
+        If not every rank arrives within ``R2CC_INIT_TIMEOUT_S``.
+    PeerLost
+        If a rank exits during `init_process_group`.
 
     Notes
     -----
-    *Collective*: all ranks. What is not given comes from ``CUPYX_DISTRIBUTED_HOST`` and
-    ``CUPYX_DISTRIBUTED_PORT``; if neither is given, from the launcher that started the process
-    (torchrun, ``r2ccl launch``); else it is 127.0.0.1 and 13333. All other settings are the
-    ``R2CC_*`` variables'.
+    *Collective*: all ranks. Defaults of `host` and `port` are ``CUPYX_DISTRIBUTED_HOST`` and
+    ``CUPYX_DISTRIBUTED_PORT``. If neither argument nor variable is set, the addresses of the
+    launcher that started the process (torchrun, ``r2ccl launch``) are used, without a launcher
+    127.0.0.1 and 13333. All other settings come from the ``R2CC_*`` variables.
 
-    Every connection proves that it belongs to the job. On 127.0.0.1 and over MPI the ranks share a
-    secret by themselves. With another `host` every rank needs the same ``R2CC_SECRET``, or a
-    ``R2CC_SECRET_FILE`` made with ``openssl rand -hex 32 > FILE; chmod 600 FILE``: CuPy's
-    arguments cannot express it.
+    Every connection is authenticated with the secret of the job. On 127.0.0.1 and with MPI the
+    ranks share a secret automatically. With another `host` every rank needs the same
+    ``R2CC_SECRET``, or a ``R2CC_SECRET_FILE`` made with ``openssl rand -hex 32 > FILE; chmod 600
+    FILE``, as CuPy's function has no argument for it.
 
-    While ranks meet at a `host`, ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``LOCAL_WORLD_SIZE`` of the process say what is given here: no other thread may start a process
-    or a communicator meanwhile.
+    While ranks meet at a `host`, the environment variables ``RANK``, ``WORLD_SIZE``,
+    ``MASTER_ADDR`` and ``LOCAL_WORLD_SIZE`` of the process are set temporarily: no other thread may
+    start a process or a communicator at that time.
     """
     if not 0 <= rank < n_devices:
         raise InvalidArgument(
@@ -101,7 +104,7 @@ def init_process_group(
         )
     if backend != "r2ccl":
         raise InvalidArgument(
-            f"backend={backend!r}; allowed is 'r2ccl': cupyx.distributed has the others"
+            f"backend={backend!r}; allowed is 'r2ccl': use cupyx.distributed for other backends"
         )
     if use_mpi:
         return Backend(_meet_over_mpi(n_devices, rank))
@@ -115,20 +118,21 @@ def init_process_group(
 
 
 class Backend:
-    """A communicator with the methods of CuPy's ``NCCLBackend``; made by `init_process_group`.
+    """Communicator with the methods of CuPy's ``NCCLBackend``; made by `init_process_group`.
 
     Attributes
     ----------
     rank : int
     communicator : Communicator
-        What does the work, and tells what was repaired.
+        Communicator that runs the collectives; its ``repairs()`` lists the repaired failures.
 
     Notes
     -----
-    A method raises what the method of `Communicator` raises that it calls. A `stream` is a
-    ``cupy.cuda.Stream``, or another that `Communicator.allreduce` takes: the work is ordered on it,
-    by default on CuPy's current one, and the method returns at once. With NumPy arrays it is None,
-    and the result is there on return.
+    Each method raises the errors of the `Communicator` method that it calls. A `stream` is a
+    ``cupy.cuda.Stream``, or another stream that `Communicator.allreduce` accepts. The work is
+    ordered on that stream, by default on CuPy's current stream, and the method returns without
+    waiting. With NumPy arrays `stream` must be None, and the method returns when the result is
+    complete.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -138,12 +142,12 @@ class Backend:
     def all_reduce(
         self, in_array: Any, out_array: Any, op: str = "sum", stream: Any = None
     ) -> None:
-        """Reduce `in_array` over all ranks into every rank's `out_array`.
+        """Reduce `in_array` over all ranks into `out_array` on every rank.
 
         Parameters
         ----------
         in_array, out_array : array
-            Of one dtype and size; the same array works in place.
+            Arrays of equal dtype and size. They may be the same array, for an in-place reduction.
         op : {"sum", "prod", "min", "max", "avg"}
         stream : optional
         """
@@ -152,12 +156,12 @@ class Backend:
     def reduce(
         self, in_array: Any, out_array: Any, root: int = 0, op: str = "sum", stream: Any = None
     ) -> None:
-        """Reduce `in_array` over all ranks into the `out_array` of rank `root`.
+        """Reduce `in_array` over all ranks into `out_array` on rank `root`.
 
         Parameters
         ----------
         in_array, out_array : array
-            As for `all_reduce`; elsewhere than on `root`, `out_array` is not looked at.
+            As for `all_reduce`. On ranks other than `root`, `out_array` is ignored.
         root : int
         op, stream
             As for `all_reduce`.
@@ -165,7 +169,7 @@ class Backend:
         self.communicator.reduce(in_array, out_array, _op(op), root, stream=stream)
 
     def broadcast(self, in_out_array: Any, root: int = 0, stream: Any = None) -> None:
-        """Give every rank's `in_out_array` the elements of that of rank `root`.
+        """Copy `in_out_array` of rank `root` to `in_out_array` of every rank.
 
         Parameters
         ----------
@@ -178,16 +182,16 @@ class Backend:
     def reduce_scatter(
         self, in_array: Any, out_array: Any, count: int, op: str = "sum", stream: Any = None
     ) -> None:
-        """Reduce over all ranks; each gets the `count` elements of its number.
+        """Reduce `in_array` over all ranks; rank r gets the r-th part of `count` elements.
 
         Parameters
         ----------
         in_array : array
             Its first ``n_devices * count`` elements are used.
         out_array : array
-            Its first `count` elements get the result.
+            The result is written to its first `count` elements.
         count : int
-            Elements each rank gets.
+            Number of elements that each rank gets.
         op, stream
             As for `all_reduce`.
         """
@@ -196,16 +200,17 @@ class Backend:
         self.communicator.reduce_scatter(source, output, _op(op), stream=stream)
 
     def all_gather(self, in_array: Any, out_array: Any, count: int, stream: Any = None) -> None:
-        """Collect `count` elements of every rank on every rank.
+        """Gather `count` elements from every rank on every rank.
 
         Parameters
         ----------
         in_array : array
             Its first `count` elements are sent.
         out_array : array
-            Its first ``n_devices * count`` elements get all ranks', in the order of their numbers.
+            The elements of all ranks are written to its first ``n_devices * count`` elements, in
+            rank order.
         count : int
-            Elements each rank sends.
+            Number of elements that each rank sends.
         stream : optional
         """
         source = _first("in_array", in_array, count)
@@ -213,11 +218,11 @@ class Backend:
         self.communicator.allgather(source, output, stream=stream)
 
     def barrier(self) -> None:
-        """Return when all ranks have called it; as CuPy's, it concerns the host."""
+        """Block the calling thread until all ranks have called `barrier`, like CuPy's."""
         self.communicator.barrier()
 
     def stop(self) -> None:
-        """Leave, once all ranks have all their data; `Communicator.close`. Idempotent."""
+        """Close the communicator, once all ranks have all their data. Idempotent."""
         self.communicator.close()
 
 
@@ -234,12 +239,12 @@ def _meet_over_mpi(n_devices: int, rank: int) -> Communicator:
     size = world.Get_size()
     if sorted(ranks) != [(each, size) for each in range(size)]:
         raise InvalidArgument(
-            f"MPI's {size} ranks gave (rank, n_devices) = {ranks}; each needs a rank "
-            "of its own, and all of them the number of MPI's ranks: start as many with mpiexec"
+            f"MPI's {size} ranks gave (rank, n_devices) = {ranks}; each must give another "
+            "rank, and n_devices must be the number of MPI's ranks: start as many with mpiexec"
         )
     ordered = world.Split(0, rank)
     made = init(ordered)
-    ordered.Free()  # collective, so not where init() failed: other ranks may not come
+    ordered.Free()  # collective: not after a failed init(), when other ranks may not call it
     return made
 
 
@@ -248,7 +253,7 @@ def _meet_as_launched(n_devices: int, rank: int) -> Communicator:
     if launched != (str(n_devices), str(rank)):
         raise InvalidArgument(
             f"n_devices={n_devices} and rank={rank}, but the launcher set WORLD_SIZE={launched[0]} "
-            f"and RANK={launched[1]}: give those, or a host and a port"
+            f"and RANK={launched[1]}: give the same, or a host and a port"
         )
     return init()
 
@@ -262,7 +267,7 @@ def _port_in_environment() -> int | None:
 
 
 def _identity(n_devices: int, rank: int, host: str) -> dict[str, str | None]:
-    """Return the variables that say who this process is; None: not set."""
+    """Return the environment variables for `init`; None: to be removed."""
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(n_devices),
@@ -276,7 +281,7 @@ def _identity(n_devices: int, rank: int, host: str) -> dict[str, str | None]:
 
 @contextmanager
 def _environment(variables: dict[str, str | None]) -> Iterator[None]:
-    """Set variables of the process, and put back what was there."""
+    """Set environment variables, and restore their old values at the end."""
     before = {name: os.environ.get(name) for name in variables}
     _set(variables)
     try:
@@ -300,12 +305,12 @@ def _op(name: str) -> ReduceOp:
 
 
 def _first(name: str, array: Any, count: int) -> Any:
-    """View the first `count` elements of an array that may be longer."""
+    """Return a view of the first `count` elements of `array`."""
     if array.size == count:
         return array
     if not 0 <= count <= array.size:
         raise InvalidArgument(
-            f"{name} has {array.size} elements, and count asks for {count}: give a longer array, "
+            f"{name} has {array.size} elements, but count asks for {count}: give a longer array, "
             "or a smaller count"
         )
     if not array.flags.c_contiguous:  # reshape would copy it

@@ -150,7 +150,7 @@ def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r2ccl").chmod(0o755)
     leader, member = sources(tmp_path)
     for use in (leader.publish, member.current):
-        with pytest.raises(InvalidArgument, match="open to others"):
+        with pytest.raises(InvalidArgument, match="accessible to others"):
             use()
 
 
@@ -159,7 +159,7 @@ def test_a_linked_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r2ccl").symlink_to(tmp_path / "elsewhere")
     leader, member = sources(tmp_path)
     for use in (leader.publish, member.current):
-        with pytest.raises(InvalidArgument, match="no folder of this user"):
+        with pytest.raises(InvalidArgument, match="not a directory of this user"):
             use()
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
@@ -185,7 +185,7 @@ def test_another_users_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r2ccl").mkdir(mode=0o700)
     os.chown(tmp_path / "r2ccl", 12345, 12345)
     leader, _ = sources(tmp_path)
-    with pytest.raises(InvalidArgument, match="someone else"):
+    with pytest.raises(InvalidArgument, match="another user"):
         leader.publish()
 
 
@@ -357,7 +357,7 @@ OTHER_LAUNCHERS = [
 def test_a_rank_of_another_mpis_launcher_is_no_job_of_one(
     lone_world: FakeRank, env: dict[str, str], is_given: bool
 ) -> None:
-    with pytest.raises(InvalidArgument, match="another MPI than mpi4py") as caught:
+    with pytest.raises(InvalidArgument, match="belong to different MPIs") as caught:
         identify(Config(), lone_world if is_given else None, env)
     assert all(f"{name}={env[name]}" in str(caught.value) for name in list(env)[:2])
     assert "MPICH Version: 5.0.2" in str(caught.value)

@@ -148,7 +148,7 @@ def test_without_a_common_rail_it_is_said_and_nothing_stays_open(
     one = Succession(planes[0])
     only(RAILS[1].address)
     other = Succession(planes[1])
-    with pytest.raises(TransportError, match=r"no rail that ranks \[0, 1\] could all open again"):
+    with pytest.raises(TransportError, match=r"ranks \[0, 1\] have no rail that all could reopen"):
         one.make({0: one.peer_info, 1: other.peer_info})
     one.close()
     other.close()

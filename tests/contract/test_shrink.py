@@ -142,7 +142,7 @@ def test_a_stopped_rank_that_was_given_up_wakes_as_no_member() -> None:
         started[1].send_signal(signal.SIGCONT)
         woken = report(started[1])
         check_finished({0: report(started[0]), 2: report(started[2])})
-    assert woken["failure"].startswith("NoQuorum: rank 1: of 3 ranks only [1] are left here")
+    assert woken["failure"].startswith("NoQuorum: rank 1: can reach only ranks [1] of 3, but")
     assert woken["errors"] == ["PeerLost"]
 
 

@@ -100,10 +100,10 @@ def test_a_machine_where_all_works_has_nothing_to_fix() -> None:
         "79.2 GiB"
     )
     assert found["kernels"].says == (
-        "can be compiled, in 0.5 s, and loaded; they are kept in /home/ann/.cache/r2ccl/ptx"
+        "compiled in 0.5 s, and loaded; cached in /home/ann/.cache/r2ccl/ptx"
     )
     assert found["nics"].says == "reach device memory: mlx5_0:1, mlx5_3:1: dmabuf"
-    assert found["one host"].says == "2 to 8 ranks work on each other's device memory"
+    assert found["one host"].says == "2 to 8 ranks access each other's device memory"
     assert found["hosts"].says == "RDMA NICs reach device memory: dmabuf"
 
 

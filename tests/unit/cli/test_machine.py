@@ -161,4 +161,4 @@ def test_the_command_writes_the_file_and_asks_only_what_it_needs(
     assert capsys.readouterr().out == format_xml(NO_NICS)
     assert asked == [False, False]
     assert cli.main(["doctor", "--topology-xml", str(tmp_path)]) == 2
-    assert "no regular file" in capsys.readouterr().err
+    assert "not a regular file" in capsys.readouterr().err

@@ -57,7 +57,7 @@ def test_the_rails_shown_are_those_chosen_in_their_order() -> None:
         (LO, {}, "all ranks are on one host"),
         (DOCKER, {}, "containers"),
         (ETH1, {"socket_ifname": "=eth0"}, "does not name it"),
-        (ETH1, {"socket_ifname": "^eth1"}, "leaves it out"),
+        (ETH1, {"socket_ifname": "^eth1"}, "excludes it"),
         (ETH1, {"rails": 1}, "R2CC_RAILS=1"),
         (Interface("veth0", 9, (), False), {}, "no carrier"),
     ],

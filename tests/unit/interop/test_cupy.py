@@ -160,7 +160,7 @@ class TestCount:
             lambda: backend.reduce_scatter(x, part, count),
             lambda: backend.all_gather(part, x, count),
         ):
-            with pytest.raises(InvalidArgument, match=r"array has \d elements, and count asks"):
+            with pytest.raises(InvalidArgument, match=r"array has \d elements, but count asks"):
                 call()
         assert recorder.asked == []
 
