@@ -187,7 +187,7 @@ class Card:
         return total
 
     def close(self) -> None:
-        """End the threads. The device frees its resources when it is closed."""
+        """End the threads. The device frees the stream and the memory when it is closed."""
         self._threads.shutdown()
 
     def _waves(self, nbytes: int) -> Iterator[list[_Block]]:

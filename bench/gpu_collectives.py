@@ -89,7 +89,7 @@ Found = dict[tuple[str, Cell], Series]
 
 
 class Collectives:
-    """Measurement of several ways with a given number of ranks.
+    """Measurement of several ways (libraries and transports) with a given number of ranks.
 
     Parameters
     ----------

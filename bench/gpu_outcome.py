@@ -59,7 +59,10 @@ class Budget:
         return Budget(self.left_s * weight / of, self._clock)
 
     def is_late(self, nrounds: int) -> bool:
-        """Return whether one more round, as long as the mean of `nrounds`, exceeds the limit."""
+        """Return whether one more round would exceed the limit.
+
+        The round is expected to take the mean time of the `nrounds` rounds so far.
+        """
         passed_s = self._clock() - self._begun_s
         return passed_s * (nrounds + 1) / nrounds > self._until_s - self._begun_s
 

@@ -106,7 +106,7 @@ class Device(Protocol):
         ...
 
     def unpin(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Undo `pin`."""
+        """Unpin memory that `pin` has pinned."""
         ...
 
     # Between GPUs and processes
@@ -140,10 +140,13 @@ class Device(Protocol):
         ...
 
     def buffer_id(self, address: int) -> int:
-        """Return the number of the allocation, which is never reused in this process."""
+        """Return the number of the allocation that contains `address`.
+
+        No other allocation of this process ever has the same number.
+        """
         ...
 
-    # Written by others
+    # NIC writes
 
     def flush_remote_writes(self) -> None:
         """Make NIC writes to this GPU's memory visible to work that is enqueued later.
@@ -181,7 +184,7 @@ class Device(Protocol):
         ...
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Make later work on `stream` wait for the work that `event` has recorded by now."""
+        """Make later work on `stream` wait for the work that is recorded in `event` now."""
         ...
 
     def is_done(self, event: Event) -> bool:
@@ -193,7 +196,10 @@ class Device(Protocol):
         ...
 
     def write_word(self, stream: Stream, address: int, value: int) -> None:
-        """Enqueue a write of a 4-byte-aligned, 32-bit word; earlier work on `stream` is visible."""
+        """Enqueue a write of `value` to a 32-bit word, which must be 4-byte aligned.
+
+        The word is written after all earlier work on `stream` is visible.
+        """
         ...
 
     def wait_word(self, stream: Stream, address: int, value: int) -> None:
@@ -216,7 +222,10 @@ class Device(Protocol):
         nrows: int,
         stream: Stream,
     ) -> None:
-        """Enqueue a copy of `nrows` rows of `nbytes`; a pitch is the distance of row starts."""
+        """Enqueue a copy of `nrows` rows of `nbytes` bytes each.
+
+        A pitch is the distance between the starts of two rows in bytes.
+        """
         ...
 
     def load(self, ptx: bytes, entry: str) -> Kernel:

@@ -23,12 +23,12 @@ from r2ccl.clock import Clock
 from r2ccl.device.bindings import Cuda
 from r2ccl.errors import InternalError, TransportError, TransportTimeout
 
-#: First and longest pause between two polls, after the pauses of length 0, in seconds. A pause is
-#: as long as the wait has lasted, so a wait takes at most twice as long as necessary, and never
-#: more than the longest pause longer.
+#: First and longest pause between two polls, in seconds. A pause is as long as the wait has lasted
+#: so far, up to the longest pause. So a wait takes at most twice as long as necessary, and ends at
+#: most one longest pause too late.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
-#: Number of polls with pauses of length 0, which only yield the processor: short copies end within
-#: these.
+#: Number of polls before the first pause; after these polls the wait only yields the processor.
+#: Short copies are done by then.
 _NYIELDS = 8
 #: Flags of cuCtxEnablePeerAccess, which defines none.
 _NO_FLAGS = 0

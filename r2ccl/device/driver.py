@@ -140,7 +140,10 @@ class CudaDevice:
         return self._remote_writes.are_reordered
 
     def current(self) -> AbstractContextManager[None]:
-        """Make the context current on this thread inside the ``with`` block: calls cost less."""
+        """Make the context current on this thread inside the ``with`` block.
+
+        Driver calls inside the block cost less.
+        """
         return self._context.current()
 
     # Memory
@@ -277,7 +280,7 @@ class CudaDevice:
         """Implement `Device.buffer_id`."""
         return int(self._cuda.pointer_attribute("BUFFER_ID", address))
 
-    # Written by others
+    # NIC writes
 
     def flush_remote_writes(self) -> None:
         """Implement `Device.flush_remote_writes`.

@@ -38,7 +38,10 @@ class InterNodeBackend(Protocol):
     """Executes the part of a call between nodes: `GpuDirectBackend` or `StagedBackend`."""
 
     def supports(self, call: DeviceCall, nranks: int) -> bool:
-        """Return whether it can execute a call of `nranks` ranks; the same on all these ranks."""
+        """Return whether the backend can execute a call of `nranks` ranks.
+
+        The answer is the same on all these ranks.
+        """
         ...
 
     def is_prepared(self, call: DeviceCall) -> bool:
@@ -54,7 +57,7 @@ class InterNodeBackend(Protocol):
     ) -> tuple[Any, Event]:
         """Enqueue the device's part of `call`.
 
-        The call becomes as many collectives as a call of `widest` elements needs.
+        The backend divides the call into as many collectives as a call of `widest` elements.
         """
         ...
 

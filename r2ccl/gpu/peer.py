@@ -51,7 +51,7 @@ from r2ccl.types import CallSignature, Collective
 
 Array = npt.NDArray[Any]
 
-#: Bytes that kernels read and write at once; parts begin at multiples of it.
+#: Number of bytes that kernels read and write at once; parts begin at multiples of it.
 _VECTOR_NBYTES = 16
 #: Number of address tables, which calls use in turn. Before `PeerBackend.finish` fills a table, it
 #: waits until the previous call with that table is done.
@@ -339,7 +339,7 @@ class PeerBackend(SignalledStream):
         device.record(done, own)
 
     def _work(self, job: PeerJob) -> None:
-        """Enqueue the work between complete inputs and the complete result."""
+        """Enqueue the kernels of the call, between the waits for ``ready`` and ``done``."""
         call = job.call.signature
         ninputs, noutputs = _operands(call.collective, self._nlocal)
         self._launch(call, ninputs, noutputs, self._table_of(job.number))
@@ -460,7 +460,10 @@ class PeerBackend(SignalledStream):
         return base + place.offset
 
     def _watch(self, job: PeerJob, until_s: float) -> None:
-        """Wait for the device, unless a later call was begun: its wait includes this call."""
+        """Wait until the device has finished the call.
+
+        Return early if a later call was begun, because the wait for that call includes this one.
+        """
         while job.number == self._number and not self._device.synchronize(job.done, _LOOK_S):
             self._check()
             if self._clock() >= until_s:

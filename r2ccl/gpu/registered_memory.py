@@ -20,7 +20,8 @@ from r2ccl.transport.base import Registered
 #: Function that registers device memory with every NIC, or raises TransportError:
 #: `Transport.register_device`.
 Register = Callable[[int, int], Registered]
-#: Function that calls another one in the thread that owns the data loop, and thus the transport.
+#: Function that runs another function in the thread that owns the data loop and the transport, and
+#: returns its result.
 RunInDataLoop = Callable[[Callable[[], Any]], Any]
 
 #: Alignment of landing places in bytes, so that kernels read whole memory lines.

@@ -46,7 +46,7 @@ class Slot:
         self.address = address
         self.owner: Any = None
         self.is_copying = False
-        #: True while the slot is returned to its relay.
+        #: True after `Relay.give` and before the next `Relay.take`.
         self.is_given = True
         self.error: TransportError | None = None
         self._whole = view_of(address, nbytes)

@@ -139,8 +139,8 @@ class PxnRoutes:
         """Close all routes and free their memory; no slice may be in flight.
 
         If copies of a route do not end within `timeout_s` seconds, the slots of that route are not
-        freed. If a route cannot be closed because of an error, the others are closed all the same.
-        Both are logged.
+        freed. If a route cannot be closed because of an error, all other routes are closed. Both
+        are logged.
 
         Returns
         -------

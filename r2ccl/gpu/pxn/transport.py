@@ -439,14 +439,14 @@ class PxnTransport:
         return self._inner.descriptors()
 
     def close(self) -> None:
-        """Implement `Transport.close`; wait for copies, so that the relays can be freed then."""
+        """Implement `Transport.close`; wait for copies, after which the relays can be freed."""
         for state in self._states.values():
             state.drop()
         self._inner.close()
         if not all(relay.drain(_CLOSE_TIMEOUT_S) for relay in self._copying):
             _log.warning(
                 "copies through another GPU's memory did not end within %g s after the paths were "
-                "closed, so that GPU hangs; end the process and check dmesg",
+                "closed: that GPU hangs; end the process and check dmesg",
                 _CLOSE_TIMEOUT_S,
             )
         self._collect()
