@@ -1,14 +1,14 @@
-"""Everything that only a GPU can show, in one call: is it right, and how fast is it.
+"""GPU bench: checks the results and measures the speed of r2ccl on a GPU, in one command.
 
-Three parts, of which ``--what`` chooses: ``check`` (the tests of ``tests/gpu`` and what ``r2ccl
-doctor`` says), ``kernels`` (against a copy on the GPU, CuPy and torch: `gpu_kernels`) and
-``collectives`` (2 and 4 ranks on one GPU, against NCCL over sockets: `gpu_collectives`). It takes
-one GPU, the first that is visible, and ends within ``--limit-s``; what there was no time or memory
-for is named.
+The bench has three parts, selected with ``--what``: ``check`` runs the tests in ``tests/gpu`` and
+``r2ccl doctor``; ``kernels`` compares the reduction kernels with a copy on the GPU, CuPy and torch
+(`gpu_kernels`); ``collectives`` compares allreduces of 2 and 4 ranks on one GPU with NCCL over
+sockets (`gpu_collectives`). The bench uses one GPU, the first visible one, and ends within
+``--limit-s`` seconds. It lists measurements for which time or memory did not suffice.
 
-The last line is ``ok``, or says what failed. Exit status: 1 if an element is wrong or a part could
-not be run, 69 if there is no GPU to be used; a threshold of speed that is missed is shown and
-saved, and changes neither.
+The last line of the output is ``ok`` or lists the failures. The exit status is 1 if an element is
+wrong or a part could not run, and 69 if there is no GPU. A missed speed threshold is printed and
+saved, but changes neither the last line nor the exit status.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ _ORDINAL = 0
 _KERNEL_SIZES = "1M,16M,256M,1G"
 _ALLREDUCE_SIZES = "1K,16K,256K,1M,16M,64M,256M"
 _ALLREDUCE_TYPES = ("float32", "bfloat16")
-#: The driver's and NCCL's own memory of a process, at most.
+#: Largest amount of GPU memory that the driver and NCCL use per process.
 _CONTEXT_NBYTES = 640 << 20
+#: Share of the free GPU memory that the bench uses.
 _MOST_OF_MEMORY = 0.9
 _EXIT_UNAVAILABLE = 69
 
 
 def kernels(args: argparse.Namespace, budget: Budget, outcome: Outcome) -> None:
-    """Verify and measure the kernels."""
+    """Verify the kernels' results and measure their speed."""
     with open_card(_ORDINAL) as card:
         peers, lacking = find_peers(card)
         outcome.left_out += [f"comparison with {each}" for each in lacking]
@@ -64,28 +65,28 @@ def kernels(args: argparse.Namespace, budget: Budget, outcome: Outcome) -> None:
         print(f"{nkernels} kernels loaded in {time.monotonic() - begun_s:.1f} s", flush=True)
         try:
             for at, nbytes in enumerate(measured.sizes):
-                # The largest take longest, by far.
+                # Share the time in proportion to the sizes, because large sizes take longest.
                 part = budget.part(nbytes, sum(measured.sizes[at:]))
                 nrounds = measured.measure(nbytes, args.rounds, part)
                 print(f"{format_size(nbytes)}: {nrounds} rounds", flush=True)
-        finally:  # what was found before something failed counts
+        finally:  # report what was measured before a failure
             outcome.left_out += measured.left_out
             rows = kernel_rows(measured.found)
             judge(outcome, rows)
             outcome.lines += kernel_lines(rows)
-            outcome.lines.append("GB/s: bytes read and bytes written, of 1e9; of the copy too")
+            outcome.lines.append("GB/s: 1e9 bytes read or written per second, also for the copy")
 
 
 def collectives(args: argparse.Namespace, budget: Budget, outcome: Outcome) -> None:
-    """Verify and measure allreduces of several ranks on the GPU."""
+    """Verify and measure allreduces of several ranks that share the GPU."""
     ways = (IPC, TCP, CUT, NCCL)
     for at, nranks in enumerate(args.nranks):
         with open_card(_ORDINAL) as card:
             free_nbytes = int(_MOST_OF_MEMORY * card.driver.free_nbytes())
         sizes = fitting(args.allreduce_sizes, nranks, len(ways), free_nbytes, _CONTEXT_NBYTES)
         outcome.left_out += [
-            f"allreduces of {format_size(each)} by {nranks} ranks: they do not fit the "
-            f"{format_size(free_nbytes)} that may be taken"
+            f"allreduces of {format_size(each)} by {nranks} ranks: they do not fit in the "
+            f"{format_size(free_nbytes)} of GPU memory that the bench may use"
             for each in args.allreduce_sizes if each not in sizes
         ]  # fmt: skip
         if not sizes:
@@ -105,7 +106,7 @@ def collectives(args: argparse.Namespace, budget: Budget, outcome: Outcome) -> N
 
 
 class Part(NamedTuple):
-    """Something to do, and its share of the time; what it does not need is left to the others."""
+    """A part of the bench, and its share of the time; later parts get the time it does not use."""
 
     run: Callable[[argparse.Namespace, Budget, Outcome], None]
     weight: float
@@ -119,7 +120,7 @@ _PARTS = {
 
 
 def run(part: str, args: argparse.Namespace, budget: Budget) -> Outcome:
-    """Run a part; what ends it early, of whatever library, is a failure of that part alone."""
+    """Run a part; an exception, from any library, counts as a failure of that part only."""
     outcome = Outcome()
     try:
         _PARTS[part].run(args, budget, outcome)
@@ -133,7 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Verify and measure r2ccl on a GPU.")
     parser.add_argument(
-        "--what", nargs="+", choices=[*_PARTS], default=[*_PARTS], help="default: everything"
+        "--what", nargs="+", choices=[*_PARTS], default=[*_PARTS], help="parts; default: all"
     )
     parser.add_argument(
         "--kernel-sizes", type=parse_sizes, default=_KERNEL_SIZES, help=f"default: {_KERNEL_SIZES}"
@@ -145,9 +146,9 @@ def parse_arguments() -> argparse.Namespace:
         help=f"default: {_ALLREDUCE_SIZES}",
     )
     parser.add_argument("--nranks", type=parse_counts, default="2,4", help="default: 2,4")
-    parser.add_argument("--rounds", type=int, default=9, help="at most; default: 9")
-    parser.add_argument("--seed", type=int, help="of the inputs; default: another every time")
-    parser.add_argument("--limit-s", type=float, default=510.0, help="default: 510")
+    parser.add_argument("--rounds", type=int, default=9, help="largest number; default: 9")
+    parser.add_argument("--seed", type=int, help="seed of the inputs; default: from the time")
+    parser.add_argument("--limit-s", type=float, default=510.0, help="time limit; default: 510")
     add_json_argument(parser)
     args = parser.parse_args()
     args.loop_s = 0.02
@@ -159,7 +160,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Do all parts, print, save."""
+    """Run the selected parts; print and save the results."""
     args = parse_arguments()
     budget = Budget(args.limit_s)
     try:
@@ -180,14 +181,14 @@ def main() -> int:
         print(*outcome.lines, sep="\n", flush=True)
         for name in ("rows", "failures", "missed", "left_out"):
             getattr(whole, name).extend(getattr(outcome, name))
-        if args.json:  # after each part: whoever ends this early has those before
+        if args.json:  # after each part, so that its results survive if the bench is ended early
             write_json(args.json, [*whole.rows, verdict_row(whole)])
     print("", *closing_lines(whole), sep="\n")
     return 1 if whole.failures else 0
 
 
 def verdict_row(whole: Outcome) -> dict[str, Any]:
-    """Make the row of what failed, what was missed, what was left out."""
+    """Return the JSON row with failures, missed thresholds and measurements left out."""
     return {
         "measure": "verdict",
         "failures": whole.failures,
@@ -197,14 +198,14 @@ def verdict_row(whole: Outcome) -> dict[str, Any]:
 
 
 def closing_lines(whole: Outcome) -> list[str]:
-    """Say what was left out and missed; the last line is ``ok``, or says what failed."""
+    """List what was left out and missed; the last line is ``ok`` or lists the failures."""
     said = [f"left out: {each}" for each in whole.left_out]
     said += [f"threshold missed: {each}" for each in whole.missed]
     said.append("failed: " + "; ".join(whole.failures) if whole.failures else "ok")
-    return [" ".join(each.split()) for each in said]  # libraries speak in several lines
+    return [" ".join(each.split()) for each in said]  # messages of libraries may have several lines
 
 
 if __name__ == "__main__":
-    # On the way out all processes are ended.
+    # Exit through the handlers that end all child processes.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main())

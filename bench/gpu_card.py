@@ -1,11 +1,11 @@
-"""A GPU as the benches use it: memory, one stream, and the time between two events.
+"""The GPU interface of the GPU bench: memory, one stream, and the time between two events.
 
-A `Card` works through the library's own `Device` and a `Driver`, which is what a bench asks of CUDA
-beside: `CudaDriver` on a GPU, another one in tests. Arrays on it are addresses; `Memory` shows one
-to array libraries. Must not import an array library but NumPy.
+A `Card` uses the library's own `Device`, and a `Driver` for the CUDA functions that `Device` does
+not offer: `CudaDriver` on a GPU, a fake one in tests. Arrays on a card are addresses; `Memory`
+passes them to array libraries.
 
-Invariants: everything is given to one stream; every wait has a deadline; host memory is bounded,
-whatever the size of an array.
+Invariants: all work goes to one stream; every wait has a deadline; the use of host memory is
+bounded, independently of the size of an array.
 """
 
 from __future__ import annotations
@@ -28,57 +28,57 @@ from r2ccl.errors import TransportError, TransportTimeout
 Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 
-#: Bytes that pass through pinned memory as one, and how many such blocks are under way at once.
+#: Size in bytes of a block that is copied through pinned memory, and number of blocks in flight.
 BLOCK_NBYTES, NBLOCKS = 4 << 20, 8
-#: What outputs hold before they are written.
+#: Byte that fills outputs before kernels write them.
 POISON = 0xA5
 _TIMEOUT_S = 60.0
-#: Room for the name of a GPU.
+#: Size of the buffer for the name of a GPU.
 _NAME_NBYTES = 100
 _PACKAGES = ("cuda-bindings", "numba-cuda", "cupy-cuda13x", "cupy-cuda12x")
 
 
 class Driver(Protocol):
-    """What a bench asks of CUDA beside `Device`; the card's context is current."""
+    """CUDA functions that the bench needs besides `Device`; the card's context must be current."""
 
     def about(self) -> dict[str, Any]:
-        """Describe the GPU and its driver."""
+        """Return the properties of the GPU, and the versions of its driver and libraries."""
         ...
 
     def free_nbytes(self) -> int:
-        """Return how much of the GPU's memory nobody uses."""
+        """Return the amount of free GPU memory in bytes."""
         ...
 
     def fill(self, address: int, byte: int, nbytes: int, stream: Stream) -> None:
-        """Set every byte."""
+        """Enqueue a fill of device memory with `byte`."""
         ...
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Copy from device memory to device memory."""
+        """Enqueue a copy from device memory to device memory."""
         ...
 
     def time(self, stream: Stream, work: Callable[[], None]) -> float:
-        """Return the seconds that what `work` gives to `stream` takes there."""
+        """Call `work`, which enqueues on `stream`; return the GPU time of its work in seconds."""
         ...
 
 
 class CudaDriver:
-    """`Driver` over ``cuda.bindings.driver``.
+    """`Driver` that uses ``cuda.bindings.driver``.
 
     Parameters
     ----------
     device : CudaDevice
-        Its context is current for as long as this is used.
+        GPU whose context must be current during all calls.
     """
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._cuda = Cuda()
-        # Those of `Device.make_event` take no time.
+        # Events of `Device.make_event` do not record the time.
         self._events = [Event(int(self._cuda.call("cuEventCreate", 0))) for _ in range(2)]
 
     def about(self) -> dict[str, Any]:
-        """See `Driver`."""
+        """Implement `Driver.about`."""
         call = self._cuda.call
         device = call("cuDeviceGet", self._device.ordinal)
         name = bytes(call("cuDeviceGetName", _NAME_NBYTES, device))
@@ -95,19 +95,19 @@ class CudaDriver:
         }
 
     def free_nbytes(self) -> int:
-        """See `Driver`."""
+        """Implement `Driver.free_nbytes`."""
         return int(self._cuda.call("cuMemGetInfo")[0])
 
     def fill(self, address: int, byte: int, nbytes: int, stream: Stream) -> None:
-        """See `Driver`."""
+        """Implement `Driver.fill`."""
         self._cuda.call("cuMemsetD8Async", address, byte, nbytes, stream)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """See `Driver`."""
+        """Implement `Driver.copy`."""
         self._cuda.call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
 
     def time(self, stream: Stream, work: Callable[[], None]) -> float:
-        """See `Driver`; by two events, so to half a microsecond."""
+        """Implement `Driver.time` with two events; the resolution is half a microsecond."""
         begin, end = self._events
         self._device.record(begin, stream)
         work()
@@ -122,14 +122,14 @@ class CudaDriver:
 
 
 class Card:
-    """A GPU with a stream, and pinned memory that arrays pass through.
+    """A GPU with a stream, and pinned memory for copies from and to the host.
 
     Parameters
     ----------
     device : Device
     driver : Driver
     block_nbytes : int, optional
-        A multiple of 16; the arrays of `place` and `examine` are cut in blocks of so many bytes.
+        Size in bytes of the blocks in which `place` and `examine` copy arrays; a multiple of 16.
     """
 
     def __init__(self, device: Device, driver: Driver, block_nbytes: int = BLOCK_NBYTES) -> None:
@@ -142,18 +142,21 @@ class Card:
         self._threads = ThreadPoolExecutor(min(NBLOCKS, len(os.sched_getaffinity(0))))
 
     def finish(self) -> None:
-        """Wait until the stream has done what it was given.
+        """Wait until all work on the stream is done.
 
         Raises
         ------
         TransportTimeout
-            It has not in a minute.
+            If the work is not done after a minute.
         """
         self.device.record(self._done, self.stream)
         wait_for(self.device, self._done)
 
     def place(self, address: int, nbytes: int, block_of: Callable[[int], Array]) -> None:
-        """Write an array: `block_of` gives its blocks by their numbers, in threads."""
+        """Write an array to device memory.
+
+        ``block_of(number)`` returns a block of the array; it is called in several threads.
+        """
 
         def write(block: _Block) -> None:
             block.memory[:] = block_of(block.number).view(np.uint8)
@@ -168,7 +171,10 @@ class Card:
             self.finish()
 
     def examine(self, address: int, nbytes: int, look: Callable[[int, Bytes], int]) -> int:
-        """Read an array and return the sum of ``look(number, block)``, called in threads."""
+        """Read an array from device memory; return the sum of ``look(number, block)`` over blocks.
+
+        `look` is called in several threads.
+        """
         total = 0
         for wave in self._waves(nbytes):
             for block in wave:
@@ -181,7 +187,7 @@ class Card:
         return total
 
     def close(self) -> None:
-        """End the threads; what was allocated is the device's to free."""
+        """End the threads. The device frees the stream and the memory when it is closed."""
         self._threads.shutdown()
 
     def _waves(self, nbytes: int) -> Iterator[list[_Block]]:
@@ -194,7 +200,7 @@ class Card:
 
 
 class _Block(NamedTuple):
-    """Part of an array: its number, where it starts in bytes, and the pinned memory it is in."""
+    """Part of an array: its number, its offset in bytes, and the pinned memory that holds it."""
 
     number: int
     start: int
@@ -202,11 +208,12 @@ class _Block(NamedTuple):
 
 
 class Memory:
-    """Memory of a card as array libraries see it, by the CUDA Array Interface, version 3.
+    """Array on a card, which offers the CUDA Array Interface, version 3, to other libraries.
 
     Parameters
     ----------
     address, count : int
+        Address of the array, and number of its elements.
     dtype : dtype
     """
 
@@ -228,25 +235,25 @@ def wait_for(device: Device, event: Event) -> None:
     Raises
     ------
     TransportTimeout
-        It is not done in a minute.
+        If the event is not done after a minute.
     """
     if not device.synchronize(event, _TIMEOUT_S):
         raise TransportTimeout(
-            f"the GPU has not done in {_TIMEOUT_S:g} s what the bench gave it; look for a kernel "
-            "that hangs",
+            f"the GPU did not finish the bench's work in {_TIMEOUT_S:g} s; look for a kernel that "
+            "hangs",
             status="TIMEOUT",
         )
 
 
 @contextmanager
 def open_card(ordinal: int) -> Iterator[Card]:
-    """Open a GPU for a while; its context is current on this thread meanwhile.
+    """Open a GPU and make its context current on this thread, inside the ``with`` block.
 
     Raises
     ------
     TransportError
-        Status ``NO_CUDA``: the bindings, the driver or a GPU are missing; says which. Else what the
-        driver says.
+        If the bindings, the driver or a GPU are missing (status ``NO_CUDA``), or if the driver
+        fails (status: the driver's).
     """
     device = CudaDevice(ordinal)
     try:
@@ -258,7 +265,7 @@ def open_card(ordinal: int) -> Iterator[Card]:
                 card.close()
             driver.close()
     except BaseException:
-        with suppress(TransportError):  # what went wrong first is what is told
+        with suppress(TransportError):  # the first error is the one to report
             device.close()
         raise
     device.close()

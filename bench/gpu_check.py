@@ -1,6 +1,6 @@
-"""The library's own tests on a GPU, and what `r2ccl doctor` says of the machine.
+"""Runs the library's GPU tests and `r2ccl doctor`, each in a process group of its own.
 
-Sees processes. Invariant: a process that does not end in its time is killed, by its own number.
+Invariant: if a process does not end in time, its process group is killed.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _ROOT = Path(__file__).parents[1]
 _TESTS = ("-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider")
 _DOCTOR = ("-m", "r2ccl", "doctor")
 _DOCTOR_S = 60.0
-#: Of what pytest says, how much is shown of tests that failed.
+#: Number of lines of pytest's output that are shown if tests failed.
 _LAST_LINES = 40
-#: pytest's: all passed; and of doctor's those that say something of the machine.
+#: Exit statuses: pytest's if all tests passed; the doctor's if it examined the machine.
 _PASSED, _EXAMINED = (0,), (0, 1)
 
 
 class Ended(NamedTuple):
-    """How a process ended: its status, None if it was killed; and all it wrote."""
+    """Result of a process: its exit status, None if it was killed, and the lines it printed."""
 
     status: int | None
     lines: list[str]
 
 
 def check(budget: Budget, outcome: Outcome) -> None:
-    """Run the tests, then the doctor."""
+    """Run the GPU tests, then `r2ccl doctor`; add the results to `outcome`."""
     tests = run(_TESTS, budget.left_s)
     outcome.lines.append("pytest tests/gpu: " + closing_line(tests))
     if tests.status not in _PASSED:
@@ -49,7 +49,7 @@ def check(budget: Budget, outcome: Outcome) -> None:
 
 
 def run(arguments: tuple[str, ...], timeout_s: float) -> Ended:
-    """Run a Python program in the root of the checkout, all its processes in one group."""
+    """Run Python with `arguments` in the root of the checkout, in a process group of its own."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=_ROOT,
@@ -68,7 +68,7 @@ def run(arguments: tuple[str, ...], timeout_s: float) -> Ended:
         os.killpg(process.pid, signal.SIGKILL)
         said = process.communicate()[0]
         lines = said.strip().splitlines()
-        return Ended(None, [*lines, f"not ended after {timeout_s:.0f} s: killed"])
+        return Ended(None, [*lines, f"did not end within {timeout_s:.0f} s: killed"])
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -76,12 +76,12 @@ def run(arguments: tuple[str, ...], timeout_s: float) -> Ended:
 
 
 def closing_line(ended: Ended) -> str:
-    """Return the last line a process wrote."""
-    return ended.lines[-1].strip(" =") if ended.lines else f"no word, status {ended.status}"
+    """Return the last line that a process printed."""
+    return ended.lines[-1].strip(" =") if ended.lines else f"no output, status {ended.status}"
 
 
 def _paths() -> list[str]:
-    """List where modules are looked for: the checkout first, so that what is tested is there."""
+    """List the module search path: the checkout comes first, so that its modules are tested."""
     before = os.environ.get("PYTHONPATH", "")
     return [str(_ROOT), *([before] if before else [])]
 

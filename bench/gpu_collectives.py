@@ -1,15 +1,18 @@
-"""Allreduces of ranks that share a GPU: over CUDA IPC, over TCP rails, with a rail cut; and NCCL.
+"""Measures allreduces of ranks that share a GPU: r2ccl and NCCL.
 
-All ways' ranks are alive at once and sleep while another is measured. A round measures every way at
-every size and type, one after the other; which goes first changes from round to round. Each reading
-begins with an allreduce of fresh inputs, of which every element is verified: in turns sums that are
-exact, and sums of random floats.
+r2ccl runs over CUDA IPC, over TCP rails, and over TCP rails of which one is cut. Each of these
+configurations, and NCCL, is a *way*. The ranks of all ways are alive at once; they sleep while
+another way is measured. A round measures every way at every size and element type, one after
+another; the order changes from round to round. Each measurement begins with an allreduce of fresh
+inputs, of which every element is verified. Exact sums and sums of random floats alternate from
+round to round.
 
-A reading is a loop of calls in place, back to back, divided by their number, on the slowest rank.
-With a cut rail it is one call, in whose middle a rank loses a rail; before the next cut the rail is
-back. Its result is compared with that of the same inputs without a cut, bit for bit.
+A measured time is that of a loop of calls in place, divided by the number of calls, on the slowest
+rank. With a cut rail, it is the time of one call, during which a rank loses a rail; the rail works
+again before the next cut. The result of this call is compared bit for bit with that of the same
+inputs without a cut.
 
-Must not open a GPU. Invariant: ranks of all ways are ended when this is left.
+Invariant: when `Collectives.measure` returns, all ranks have been ended.
 """
 
 from __future__ import annotations
@@ -28,13 +31,14 @@ from r2ccl.config import Config
 from r2ccl.testing import Action, Fault, FaultPlan
 
 _NRAILS = 2
-#: What a cut rail is compared with must be planned as it is: rings, on rails that count as equal.
+#: Settings of both TCP ways. Calls with and without a cut need the same plan to give the same bits:
+#: rings, on rails that count as equal.
 _RAILS = {
     "R2CC_IPC": "0",
     "R2CC_RAILS": str(_NRAILS),
     "R2CC_ALGO": "ring",
     "R2CC_BALANCE": "0",
-    # A rail that is cut again and again is to be used again as soon as it answers.
+    # Use a rail again as soon as it answers, even if it was cut several times.
     "R2CC_QUARANTINE_CAP_S": "0",
 }
 _SOCKETS = {
@@ -48,13 +52,15 @@ IPC = Way("r2ccl, CUDA IPC", "r2ccl", {"R2CC_IPC": "1"})
 TCP = Way("r2ccl, TCP rails", "r2ccl", _RAILS)
 CUT = Way("r2ccl, a rail cut", "r2ccl", _RAILS)
 NCCL = Way("NCCL, sockets", "nccl", _SOCKETS)
-#: Which interface NCCL's sockets use: what is tried, one after the other.
+#: Settings of the interface for NCCL's sockets, tried one after another.
 _INTERFACES: tuple[dict[str, str], ...] = ({"NCCL_SOCKET_IFNAME": "lo"}, {})
 
-#: Smaller allreduces have no middle.
+#: Smallest allreduce during which a rail is cut, in bytes: smaller ones are too short.
 _LEAST_CUT_NBYTES = 1 << 20
-#: The barriers of `gpu_rank.Rank` before each of the two calls of a reading with a cut.
+#: Number of barriers that `gpu_rank.Rank` runs in a measurement with a cut: before the first call,
+#: and before the second one.
 _NBARRIERS = 2
+#: Number of calls in the first loop, which determines the length of later loops; longest loop.
 _TRIED_CALLS, _MOST_CALLS = 2, 200
 
 
@@ -66,7 +72,11 @@ class Cell(NamedTuple):
 
 
 class Series(msgspec.Struct):
-    """What was found of a way at a cell: the seconds of a call, one a round, and what was wrong."""
+    """Results of a way at a cell: the seconds of a call, one value per round, and error counts.
+
+    ``nwrong`` counts elements that are not the sum, ``ndiffering`` elements whose bits a cut rail
+    changed, and ``nrepairs`` repaired paths.
+    """
 
     seconds: list[float] = []
     nwrong: int = 0
@@ -74,29 +84,30 @@ class Series(msgspec.Struct):
     nrepairs: int = 0
 
 
-#: By way and cell.
+#: Results by name of the way and cell.
 Found = dict[tuple[str, Cell], Series]
 
 
 class Collectives:
-    """The ways of a number of ranks, measured in turns.
+    """Measurement of several ways (libraries and transports) with a given number of ranks.
 
     Parameters
     ----------
     nranks : int
     cells : sequence of Cell
     seed : int
+        Seed of the inputs.
     loop_s : float
-        How long a loop is to take.
+        Desired duration of a loop of calls, in seconds.
     nrounds : int
 
     Attributes
     ----------
     found : Found
     failures, left_out : list of str
-        Of r2ccl, and of NCCL: what could not be measured, and why.
+        Measurements of r2ccl, and of NCCL, that were not possible, with the reasons.
     versions : dict of str
-        Version of the library, by way.
+        Version of the library, by name of the way.
     """
 
     def __init__(
@@ -116,9 +127,9 @@ class Collectives:
         self.versions: dict[str, str] = {}
 
     def measure(self, ways: Sequence[Way], budget: Budget) -> int:
-        """Measure in rounds until time is up; return how many rounds were whole.
+        """Measure in rounds until the time is used up; return the number of complete rounds.
 
-        `TCP` must come before `CUT`: it tells how many collectives a call counts as.
+        In `ways`, `TCP` must precede `CUT`: its calls show how many collectives a call counts as.
         """
         with ExitStack() as stack:
             for way in ways:
@@ -137,7 +148,7 @@ class Collectives:
     # Starting
 
     def _start(self, way: Way, stack: ExitStack) -> None:
-        """Start a way's ranks; one that cannot be is named, and the others go on."""
+        """Start the ranks of a way; if they cannot start, report the way and leave it out."""
         env = {"BENCH_NBYTES": str(max(cell.nbytes for cell in self._cells))}
         try:
             if way.library == "nccl":
@@ -166,7 +177,7 @@ class Collectives:
         raise Unavailable("; then with any interface: ".join(dict.fromkeys(refusals)))
 
     def _count_ops(self, job: Job) -> None:
-        """Ask how many collectives an allreduce counts as: faults are planned by their numbers."""
+        """Count the collectives per allreduce, because faults are planned by collective number."""
         try:
             for cell in self._cut_cells():
                 measured = job.run(Loop(*cell, 1, self._seed, is_exact=True))
@@ -177,7 +188,7 @@ class Collectives:
 
     def _faults(self) -> dict[str, str]:
         if len(self._nops) < len(self._cut_cells()):
-            raise Unavailable(f"cuts are planned by what {TCP.name} counts, which did not run")
+            raise Unavailable(f"cuts need the collective counts of {TCP.name}, which did not run")
         plan = cuts(self._nops, self._nrounds, self._nranks, self._jobs[TCP.name].ready.nops)
         return {"BENCH_FAULTS": plan.to_json().decode()}
 
@@ -187,7 +198,7 @@ class Collectives:
     # Measuring
 
     def _turn(self, cell: Cell, number: int) -> None:
-        """Measure every way that is left at a cell."""
+        """Measure every way that has not failed at a cell."""
         jobs = list(self._jobs.values())
         first = number % max(1, len(jobs))
         for job in jobs[first:] + jobs[:first]:
@@ -201,7 +212,7 @@ class Collectives:
                 self._drop(job, f"failed at {cell.dtype}, {format_size(cell.nbytes)}: {exc}")
 
     def _loop(self, job: Job, cell: Cell, number: int) -> float:
-        """Return the seconds of a call, in a loop that takes about as long as is wanted."""
+        """Return the seconds of a call, from a loop that takes about `loop_s` seconds."""
         key = job.way.name, cell
 
         def run(ncalls: int) -> float:
@@ -215,14 +226,14 @@ class Collectives:
 
     def _cut(self, job: Job, cell: Cell, number: int) -> float:
         """Return the seconds of the call in which a rail is cut."""
-        # Random floats first: exact sums have the same bits in every order.
+        # Begin with random floats: the bits of exact sums do not depend on the order of additions.
         measured = job.run(Cut(*cell, self._seed + number, is_exact=number % 2 == 1))
         if sum(each.nfired for each in measured) != 1:
-            raise Unavailable("no rail was cut: the call has other collectives than were counted")
+            raise Unavailable("no rail was cut: the call ran other collectives than were counted")
         return self._slowest(job, cell, measured)
 
     def _slowest(self, job: Job, cell: Cell, measured: Sequence[Measured]) -> float:
-        """Count what was wrong; return the seconds of the slowest rank."""
+        """Add the error counts of all ranks to the results; return the slowest rank's seconds."""
         series = self._series(job.way, cell)
         series.nwrong += sum(each.nwrong for each in measured)
         series.ndiffering += sum(each.ndiffering for each in measured)
@@ -245,32 +256,33 @@ class Collectives:
         if not number:
             at = self._cells.index(cell)
             names = ", ".join(f"{dtype} {format_size(n)}" for dtype, n in self._cells[at:])
-            self.left_out.append(f"{self._nranks} ranks, for want of time: {names}")
+            self.left_out.append(f"{self._nranks} ranks, because of the time limit: {names}")
 
 
 def cuts(nops: dict[Cell, int], nrounds: int, nranks: int, first_op: int) -> FaultPlan:
-    """Plan the cuts of a job that makes one reading of every cell in every round.
+    """Plan the cuts of a job that measures every cell once per round.
 
     Parameters
     ----------
     nops : dict
-        How many collectives an allreduce counts as, by cell, in the order of the readings.
+        Number of collectives per allreduce, by cell, in the order of the measurements.
     nrounds, nranks : int
     first_op : int
-        How many collectives come before the first reading.
+        Number of collectives before the first measurement.
 
     Returns
     -------
     FaultPlan
-        In each reading another rank loses another rail, in the middle of its second call.
+        Plan in which one rank loses one rail in the middle of the second call of each measurement;
+        ranks and rails take turns.
     """
     faults = []
     op = first_op
     for at, (cell, n) in enumerate(list(nops.items()) * nrounds):
-        # A rank sends so many in each of them, but for the last, which may be shorter.
+        # Number of slices that a rank sends per collective; the last collective may have fewer.
         slices = 2 * (nranks - 1) * cell.nbytes // (nranks * n * Config().slice_nbytes)
         rank, rail = at % nranks, (at // nranks + at) % _NRAILS
-        # The barrier of the second call comes between.
+        # Both barriers, and the n collectives of the first call, precede the second call.
         middle = op + n + _NBARRIERS + (n - 1) // 2
         faults.append(
             Fault(
@@ -285,13 +297,13 @@ def cuts(nops: dict[Cell, int], nrounds: int, nranks: int, first_op: int) -> Fau
 def fitting(
     sizes: Sequence[int], nranks: int, nways: int, free_nbytes: int, context_nbytes: int
 ) -> list[int]:
-    """Return the sizes whose ranks fit the memory of a GPU all at once."""
+    """Return the sizes for which the ranks of all ways fit into the GPU's memory at once."""
     nprocesses = nranks * nways
     return [each for each in sizes if nprocesses * (each + context_nbytes) <= free_nbytes]
 
 
 def cells_of(sizes: Sequence[int], dtypes: Sequence[str]) -> list[Cell]:
-    """List the cells, small ones first."""
+    """List the combinations of size and element type, small sizes first."""
     return [Cell(dtype, nbytes) for nbytes in sorted(sizes) for dtype in dtypes]
 
 

@@ -1,7 +1,7 @@
-"""The kernels the GPU bench measures, and what each must give: in float64, on the host.
+"""The kernels that the GPU bench measures, with reference results computed on the host.
 
-Pure. Invariant: a reference uses none of the library's kernels. It is worked out in float64 and
-rounded where the kernel says it rounds, and nowhere else, so that results are compared bit for bit.
+Invariant: a reference uses none of the library's kernels. It is computed in float64 and rounded
+exactly where the kernel rounds, so that results can be compared bit for bit.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ _NRANKS = 3
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A kernel, and how it is called.
+    """A kernel and the arguments that the bench calls it with.
 
     Parameters
     ----------
     name : str
-        What it does, and how many arrays it reads and writes.
+        Operation of the kernel, with the numbers of arrays that it reads and writes.
     form : Form
     in_place : bool
-        Whether its output is its first input.
+        True if the output is the first input.
     """
 
     name: str
     form: Form
     in_place: bool = False
-    #: What a scaled form multiplies by, and a divided one divides by.
+    #: Factor of a form that scales its inputs, and divisor of a form that divides its result.
     factor: float = 1.0
     nranks: int = 1
 
     @property
     def narrays(self) -> int:
-        """How often it reads or writes an array."""
+        """Number of arrays that the kernel reads, plus the number that it writes."""
         return self.form.ninputs + self.form.noutputs
 
     def reference(self, operands: Sequence[Array]) -> Array:
-        """Return what its outputs must hold."""
+        """Return the correct contents of the outputs."""
         form, dtype = self.form, operands[0].dtype
         combine = _COMBINE[form.op]
         if dtype.kind in "iu":
@@ -72,13 +72,13 @@ class Case(msgspec.Struct, frozen=True):
         return value.astype(dtype)
 
     def _scaled(self, operand: Array, step: np.dtype[Any]) -> Array:
-        """Multiply as a kernel does: in float64 for itself, in float32 for all that is shorter."""
+        """Multiply as a kernel does: float64 in float64, all shorter types in float32."""
         real = np.dtype(np.float64 if step == np.float64 else np.float32)
         return _rounded(_rounded(operand * float(real.type(self.factor)), real), step)
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """List the kernels by element type."""
+    """Return the kernels to measure, by element type."""
     return {
         "float32": (
             _case("sum 2->1", "float32"),
@@ -123,7 +123,7 @@ def _case(
 
 
 def _rounded(value: Array, dtype: np.dtype[Any]) -> Array:
-    """Round float64 to a shorter type, and back."""
+    """Round float64 values to `dtype`; return them as float64."""
     return value.astype(dtype).astype(np.float64)
 
 

@@ -1,10 +1,10 @@
-"""Random operands of any length for a GPU, any block of which can be had again on the host.
+"""Random operands of any length for a GPU, whose blocks can be recomputed on the host.
 
-An operand is made of windows, each at a random place of the operand's own random numbers, so that a
-block costs nothing to have again and a thing that reads or writes at a wrong place is found. What
-an array must hold is worked out block by block from the same windows.
+Each block of an operand is a window at a random offset of a short array of random numbers. So the
+host obtains a block again at no cost, and code that reads or writes at a wrong address is detected.
+The correct contents of an array are computed block by block from the same windows.
 
-Pure. Invariant: an `Inputs` of the same arguments gives the same numbers, in every process.
+Invariant: `Inputs` with the same arguments has the same numbers in every process.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from gpu_card import Array, Bytes, Card
 
 from r2ccl.dtypes import DTYPES
 
-#: Up to where a float type holds every integer.
+#: Number up to which a float type represents every integer exactly.
 _WHOLE = {"bfloat16": 1 << 8, "float16": 1 << 11, "float32": 1 << 24, "float64": 1 << 53}
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
 
-#: What a block must hold, from the blocks of the operands.
+#: Function that returns the correct contents of a block, given the blocks of the operands.
 Reference = Callable[[Sequence[Array]], Array]
 
 
 class Inputs:
-    """The operands of something.
+    """Random operands of a kernel or a collective.
 
     Parameters
     ----------
     dtype : dtype
     noperands : int
     count : int
-        Elements of each.
+        Number of elements of each operand.
     seed : sequence of int
     block_nbytes : int
-        Of the blocks that `Card` cuts arrays in.
+        Size in bytes of the blocks in which `Card` copies arrays.
     is_exact : bool, optional
-        Integers so small that no sum of the operands is rounded, in any order. Else floats of the
-        normal distribution; integers of all values, whose sums wrap.
+        True for integer values so small that no sum of the operands is rounded, in any order. False
+        for normally distributed floats, or for integers of all values, whose sums wrap around.
     """
 
     def __init__(
@@ -59,25 +59,25 @@ class Inputs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of an operand."""
+        """Size of an operand in bytes."""
         return self.count * self.dtype.itemsize
 
     def block(self, operand: int, number: int) -> Array:
-        """Return a block of an operand; not to be written."""
+        """Return block `number` of an operand; the caller must not write to it."""
         at = self._places[operand, number]
         length = min(self._length, self.count - number * self._length)
         return self._bases[operand][at : at + length]
 
     def blocks(self, number: int) -> list[Array]:
-        """Return a block of every operand."""
+        """Return block `number` of every operand."""
         return [self.block(operand, number) for operand in range(self.noperands)]
 
     def place(self, card: Card, operand: int, address: int) -> None:
-        """Write an operand to a card."""
+        """Write an operand to device memory at `address`."""
         card.place(address, self.nbytes, lambda number: self.block(operand, number))
 
     def count_wrong(self, card: Card, address: int, reference: Reference) -> int:
-        """Count the elements of an array whose bits are not those of the reference."""
+        """Count the elements of a device array whose bits differ from the reference."""
 
         def look(number: int, found: Bytes) -> int:
             return differing(found.view(self.dtype), reference(self.blocks(number)))
@@ -85,10 +85,11 @@ class Inputs:
         return card.examine(address, self.nbytes, look)
 
     def count_wrong_sums(self, card: Card, address: int, *, is_exact: bool) -> int:
-        """Count the elements that are no sum of all operands, in whatever order they were added.
+        """Count the elements of a device array that are not a sum of all operands in any order.
 
-        Exact sums have one value. Else each addition may be off by half a unit of its result: an
-        element is wrong that is further than that from the sum in float64.
+        Exact sums have a single value. In other sums, each addition may be off by half a unit in
+        the last place. An element is wrong if it differs from the float64 sum by more than all
+        additions together may be off.
         """
 
         def look(number: int, found: Bytes) -> int:
@@ -97,24 +98,24 @@ class Inputs:
             allowed: Array | float = 0.0
             if not is_exact:
                 allowed = sum(map(np.abs, blocks)) * (self.noperands / _WHOLE[self.dtype.name])
-            return int(np.count_nonzero(~(off <= allowed)))  # so that NaN is wrong
+            return int(np.count_nonzero(~(off <= allowed)))  # NaN counts as wrong
 
         return card.examine(address, self.nbytes, look)
 
 
 def differing(left: Array, right: Array) -> int:
-    """Count the elements of two arrays of one dtype whose bits differ."""
+    """Count the elements whose bits differ between two arrays of the same dtype."""
     bits = _BITS[left.dtype.itemsize]
     return int(np.count_nonzero(left.view(bits) != right.view(bits)))
 
 
 def named(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name.
+    """Return the dtype with a given name.
 
     Raises
     ------
     KeyError
-        There is none; of bfloat16: without ml_dtypes.
+        If no such dtype exists; for bfloat16, if ml_dtypes is not installed.
     """
     return _BY_NAME[name]
 

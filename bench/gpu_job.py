@@ -1,10 +1,11 @@
-"""The ranks of one library on one GPU, alive for many readings; and what is said to them.
+"""Starts the ranks of one library on one GPU, and exchanges commands and answers with them.
 
-As `jobs`, of which several are alive at once and one is measured at a time: between commands every
-rank sleeps in a read of its socket. Sees no GPU: only the ranks (`gpu_rank.py`) open it.
+A job stays alive for many measurements. Several jobs are alive at once, and one is measured at a
+time: between commands every rank sleeps in a read of its socket. Only the ranks (`gpu_rank.py`)
+open the GPU.
 
-Invariants: a rank ends when its socket closes, so also when the bench is killed; what a rank that
-fails says reaches the bench in its own words.
+Invariants: a rank ends when its socket closes, and thus also when the bench is killed; the error
+message of a rank that fails reaches the bench unchanged.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from jobs import Hung, Ranks, ToStart, Unavailable
 
 _RANK = str(Path(__file__).with_name("gpu_rank.py"))
 _MESSAGE_NBYTES = 1 << 16
-#: torch takes some seconds to import, NCCL some more to connect.
+#: Time limits in seconds. The import of torch takes some seconds, NCCL's connecting some more.
 _START_TIMEOUT_S, _READING_TIMEOUT_S = 60.0, 60.0
 _LAST_LINES = 8
 
 
 class Loop(msgspec.Struct, frozen=True, tag=True):
-    """Verify one allreduce of fresh inputs, then time `ncalls` of them back to back, in place.
+    """Command to verify one allreduce of fresh inputs, then time `ncalls` in-place allreduces.
 
-    ``is_exact`` is that of `gpu_inputs.Inputs`.
+    ``is_exact`` is an argument of `gpu_inputs.Inputs`.
     """
 
     dtype: str
@@ -41,9 +42,9 @@ class Loop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cut(msgspec.Struct, frozen=True, tag=True):
-    """Verify one allreduce, then time another one of the same inputs, in which a rail is cut.
+    """Command to verify one allreduce, then time another of the same inputs while a rail is cut.
 
-    The plan of faults, which every rank got at its start, says when.
+    The fault plan, which every rank receives at its start, defines the moment of the cut.
     """
 
     dtype: str
@@ -53,33 +54,34 @@ class Cut(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A rank is: its library's version, and how many collectives it has counted already."""
+    """Message that a rank is ready: its library's version, and its number of collectives so far."""
 
     version: str
     nops: int
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
-    """A rank cannot go on."""
+    """Message that a command failed, or that a rank cannot start."""
 
     why: str
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):
-    """Answer of a rank.
+    """Answer of a rank to a command.
 
     Attributes
     ----------
     seconds : float
-        Of one allreduce.
+        Time of one allreduce.
     nwrong : int
-        Elements that are no sum of the inputs.
+        Number of elements that are not a sum of the inputs.
     ndiffering : int
-        Elements whose bits a cut rail changed.
+        Number of elements whose bits a cut rail changed.
     nops : int
-        Collectives the library counts one allreduce of this size as; 0: it does not count.
+        Number of collectives that the library counts for one allreduce of this size; 0 if it does
+        not count them.
     nfired, nrepairs : int
-        Faults this rank applied meanwhile, and paths it repaired.
+        Number of faults that this rank applied, and of paths that it repaired, in the timed call.
     """
 
     seconds: float
@@ -96,9 +98,9 @@ Expected = TypeVar("Expected", Ready, Measured)
 
 
 class Way(NamedTuple):
-    """A library, and how its bytes travel: what is compared.
+    """A configuration to compare: a library, and the transport that it uses.
 
-    ``env`` are the variables of its ranks, ``program`` is what they run.
+    ``env`` has the environment variables of the ranks; ``program`` is the script that they run.
     """
 
     name: str
@@ -115,17 +117,17 @@ class Job(Ranks):
     way : Way
     nranks : int
     **env : str
-        More variables of the ranks.
+        Additional environment variables of the ranks.
 
     Attributes
     ----------
     ready : Ready
-        What a rank said.
+        Message with which rank 0 reported that it was ready.
 
     Raises
     ------
     Unavailable
-        They did not come up; says why, in the words of the first rank that failed.
+        If the ranks did not start, with the error message of the first rank that failed.
     """
 
     def __init__(self, way: Way, nranks: int, **env: str) -> None:
@@ -140,12 +142,12 @@ class Job(Ranks):
             raise
 
     def run(self, command: Command) -> list[Measured]:
-        """Have every rank do a command; return what each measured.
+        """Run a command on every rank; return their measurements in the order of ranks.
 
         Raises
         ------
         Unavailable
-            A rank failed or did not answer in time.
+            If a rank failed or did not answer in time.
         """
         said = msgspec.json.encode(command)
         try:
@@ -156,7 +158,7 @@ class Job(Ranks):
         return self._hear(Measured, _READING_TIMEOUT_S)
 
     def _commands(self) -> list[ToStart]:
-        """List the processes to start, each with its own variables."""
+        """List the processes to start, each with its environment variables."""
         rank = [sys.executable, self.way.program, self.way.library]
         if self.way.library == "r2ccl":
             launch = [sys.executable, "-m", "r2ccl", "launch", "-n", str(self.nranks), "--"]
@@ -164,13 +166,13 @@ class Job(Ranks):
         store = str(Path(self._folder.name, "store"))
         common = {"WORLD_SIZE": str(self.nranks), "BENCH_STORE": store}
         return [
-            # With another host of its own, a rank may share a GPU with others.
+            # NCCL lets ranks share a GPU only if it takes them to be on different hosts.
             (rank, {**common, "RANK": str(number), "NCCL_HOSTID": f"r2ccl-bench-{number}"})
             for number in range(self.nranks)
         ]
 
     def _hear(self, kind: type[Expected], timeout_s: float) -> list[Expected]:
-        """Return the answers of all ranks, or raise what the first that fails says."""
+        """Return the answers of all ranks, or raise the error of the first rank that fails."""
         answers: dict[int, Expected] = {}
         until_s = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as waiting:
@@ -189,7 +191,7 @@ class Job(Ranks):
     def _read(self, rank: socket.socket, kind: type[Expected]) -> Expected:
         try:
             said = rank.recv(_MESSAGE_NBYTES)
-        except ConnectionResetError:  # it ended without reading what it was told
+        except ConnectionResetError:  # the rank ended without reading the command
             said = b""
         if not said:
             raise self._failed("a rank ended")

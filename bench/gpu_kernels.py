@@ -1,12 +1,13 @@
-"""Kernels against a copy on the same GPU, and against CuPy and torch, in turns.
+"""Measures kernels and compares them with a copy on the same GPU, with CuPy and with torch.
 
-A round has every element type: fresh random operands, then each kernel once on poisoned outputs,
-every element of which is compared with a float64 reference; then loops of each kernel, of
-``cuMemcpyDtoDAsync`` and of the peers' addition in place, in an order that changes from round to
-round. A time is that between two events around a loop, divided by its length. Bandwidth counts
-every byte that is read and every byte that is written, of the copy too, so ratios are fair.
+A round covers every element type. It starts with fresh random operands. Each kernel runs once on
+poisoned outputs, and every element is compared with a float64 reference. Then follow loops of each
+kernel, of ``cuMemcpyDtoDAsync``, and of the in-place addition of the other libraries (peers), in an
+order that changes from round to round. A time is measured between two events around a loop and
+divided by the number of calls. Bandwidth counts bytes read plus bytes written, also of the copy, so
+that ratios are fair.
 
-Must not know CUDA, nor a library by name. Invariant: all of a size use the same memory.
+Invariant: all kernels, copies and peers use the same memory at a given size.
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ from gpu_peers import Peer
 from r2ccl.kernels.cuda import Launcher
 from r2ccl.types import CallSignature, Collective
 
-#: Names of what is no kernel of ours, and how those of additions in place end.
+#: Names of the copy and of the peers, and suffix of the names of kernels that add in place.
 COPY, PEERS, IN_PLACE = "cuMemcpyDtoDAsync", ("cupy", "torch"), "in place"
-#: Most arrays a kernel reads, and writes.
+#: Largest number of arrays that a kernel reads, and that it writes.
 NSOURCES, NTARGETS = 4, 2
-#: Share of the free memory that is taken.
+#: Share of the free GPU memory that the arrays may use.
 _MOST_OF_MEMORY = 0.9
 _LEAST_CALLS, _MOST_CALLS = 3, 500
 _ADDRESS_NBYTES = 8
 
 
 class Subject(NamedTuple):
-    """Something that is measured.
+    """A kernel, a copy or a peer's addition to measure.
 
-    ``narrays`` says how often it reads or writes an array of the size.
+    ``call`` enqueues it once, ``targets`` are the addresses of its outputs, and ``narrays`` is the
+    number of arrays that it reads plus the number that it writes.
     """
 
     name: str
@@ -52,19 +54,19 @@ class Subject(NamedTuple):
 
 
 class Series(msgspec.Struct):
-    """What was found of a subject: the seconds of a call, one a round, and wrong elements."""
+    """Results of a subject: the seconds of a call, one value per round, and the wrong elements."""
 
     narrays: int
     seconds: list[float] = []
     nwrong: int = 0
 
 
-#: By element type, size and name of the subject.
+#: Results by element type, size in bytes, and name of the subject.
 Found = dict[tuple[str, int, str], Series]
 
 
 class Kernels:
-    """The kernels of a card under measurement.
+    """Measurement of kernels, copies and peers on a card.
 
     Parameters
     ----------
@@ -72,16 +74,17 @@ class Kernels:
     launcher : Launcher
     peers : sequence of Peer
     sizes : sequence of int
-        Bytes of an array.
+        Sizes of an array in bytes.
     seed : int
+        Seed of the operands.
     loop_s : float
-        How long a loop is to take.
+        Desired duration of a loop, in seconds.
 
     Attributes
     ----------
     found : Found
     left_out : list of str
-        Sizes there is no room for, and peers that cannot add a type.
+        Sizes that do not fit in memory, and element types that a peer cannot add.
     """
 
     def __init__(
@@ -103,14 +106,14 @@ class Kernels:
         self._ncalls: dict[tuple[str, int, str], int] = {}
 
     def compile(self) -> int:
-        """Load every kernel; return how many there are."""
+        """Compile and load all kernels; return their number."""
         forms = [case.form for group in cases().values() for case in group]
         for form in forms:
             self._launcher.prepare(form)
         return len(forms)
 
     def measure(self, nbytes: int, nrounds: int, budget: Budget) -> int:
-        """Measure one size until it was done `nrounds` times or time is up; return how often."""
+        """Measure one size, at most `nrounds` times, while time is left; return the rounds run."""
         groups = {name: self._subjects(name, nbytes) for name in cases()}
         for number in range(nrounds):
             if number and budget.is_late(number):
@@ -123,13 +126,13 @@ class Kernels:
         free_nbytes = _MOST_OF_MEMORY * self._card.driver.free_nbytes()
         fitting = [each for each in sizes if each * (NSOURCES + NTARGETS) <= free_nbytes]
         self.left_out += [
-            f"kernels on {format_size(each)}: {NSOURCES + NTARGETS} arrays of it do not fit the "
-            f"{format_size(int(free_nbytes))} that may be taken"
+            f"kernels on {format_size(each)}: {NSOURCES + NTARGETS} arrays of it do not fit in the "
+            f"{format_size(int(free_nbytes))} of GPU memory that the bench may use"
             for each in sizes if each not in fitting
         ]  # fmt: skip
         return fitting
 
-    # What is measured
+    # Subjects
 
     def _subjects(self, dtype: str, nbytes: int) -> list[Subject]:
         count = nbytes // named(dtype).itemsize
@@ -144,8 +147,8 @@ class Kernels:
         for peer in self._peers if in_place else ():
             try:
                 subjects.append(self._peer(peer, in_place[0], count, dtype))
-            except Exception as exc:  # of any library: it may know no such type
-                said = f"{peer.name} {peer.version} adds no {dtype}: {exc!r}"
+            except Exception as exc:  # of any library, which may not support the type
+                said = f"{peer.name} {peer.version} cannot add {dtype}: {exc!r}"
                 self.left_out += [] if said in self.left_out else [said]
         return subjects
 
@@ -185,10 +188,10 @@ class Kernels:
         x, y = (Memory(address, count, named(dtype)) for address in self._sources[:2])
         with peer.on_stream():
             call = peer.adder(x, y)
-            call()  # compiles, or says that there is no such type
+            call()  # compiles the kernel, or fails if the library does not support the type
         return ours._replace(name=peer.name, call=call, context=peer.on_stream)
 
-    # How
+    # Measuring
 
     def _round(self, dtype: str, subjects: list[Subject], nbytes: int, number: int) -> None:
         kind = named(dtype)
@@ -201,14 +204,14 @@ class Kernels:
         for subject in subjects:
             series = self.found.setdefault((dtype, nbytes, subject.name), Series(subject.narrays))
             series.nwrong += self._verify(subject, inputs)
-        self._loop(subjects[0], dtype, nbytes)  # as the clocks of a GPU that has waited go up
+        self._loop(subjects[0], dtype, nbytes)  # warm-up: the clocks of an idle GPU are low
         for subject in _in_turn(subjects, number):
             self.found[dtype, nbytes, subject.name].seconds.append(
                 self._loop(subject, dtype, nbytes)
             )
 
     def _verify(self, subject: Subject, inputs: Inputs) -> int:
-        """Run a subject once on poisoned outputs; return how many of their elements are wrong."""
+        """Run a subject once on poisoned outputs; return the number of wrong elements."""
         card, in_place = self._card, subject.targets[0] == self._sources[0]
         for target in () if in_place else subject.targets:
             card.driver.fill(target, POISON, inputs.nbytes, card.stream)
@@ -223,7 +226,7 @@ class Kernels:
         return nwrong
 
     def _loop(self, subject: Subject, dtype: str, nbytes: int) -> float:
-        """Return the seconds of a call, in a loop that takes about as long as is wanted."""
+        """Return the seconds of a call, from a loop that takes about `loop_s` seconds."""
         key = dtype, nbytes, subject.name
         if key not in self._ncalls:
             once_s = self._time(subject, _LEAST_CALLS) / _LEAST_CALLS
@@ -241,7 +244,7 @@ class Kernels:
 
 
 def _in_turn(subjects: Sequence[Subject], number: int) -> Iterator[Subject]:
-    """Yield all, beginning with another one in every round."""
+    """Yield all subjects, starting with a different one in every round."""
     first = number % len(subjects)
     yield from subjects[first:]
     yield from subjects[:first]

@@ -1,7 +1,4 @@
-"""What a part of the GPU bench comes to, and how long it may take.
-
-Values and arithmetic. Must not print.
-"""
+"""Results of a part of the GPU bench, and its time budget."""
 
 from __future__ import annotations
 
@@ -13,20 +10,20 @@ import msgspec
 
 
 class Outcome(msgspec.Struct):
-    """What a part found.
+    """Results of a part of the bench.
 
     Attributes
     ----------
     rows : list of dict
-        Flat objects, for the JSON file.
+        Flat objects for the JSON file.
     lines : list of str
-        What is shown.
+        Lines to print.
     failures : list of str
-        Wrong elements, and what could not be run though it must: any of them fails the bench.
+        Wrong elements, and mandatory measurements that could not run. Any entry fails the bench.
     missed : list of str
-        Thresholds of speed that were not reached.
+        Speed thresholds that were not reached.
     left_out : list of str
-        What was not measured, and why.
+        Measurements that were left out, with the reasons.
     """
 
     rows: list[dict[str, Any]] = []
@@ -37,12 +34,14 @@ class Outcome(msgspec.Struct):
 
 
 class Budget:
-    """A stretch of time, begun when it is made.
+    """Time limit that starts when the object is created.
 
     Parameters
     ----------
     seconds : float
+        Length of the limit.
     clock : callable, optional
+        ``clock()`` returns the time in seconds.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,15 +51,18 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """What is left of it; 0 if it is over."""
+        """Remaining time in seconds; 0 if none is left."""
         return max(0.0, self._until_s - self._clock())
 
     def part(self, weight: float, of: float) -> Budget:
-        """Return the part of what is left that one of several things may take, by their weights."""
+        """Return a budget with the share `weight` / `of` of the remaining time."""
         return Budget(self.left_s * weight / of, self._clock)
 
     def is_late(self, nrounds: int) -> bool:
-        """Whether one more round, as long as the mean of those before, would exceed it."""
+        """Return whether one more round would exceed the limit.
+
+        The round is expected to take the mean time of the `nrounds` rounds so far.
+        """
         passed_s = self._clock() - self._begun_s
         return passed_s * (nrounds + 1) / nrounds > self._until_s - self._begun_s
 

@@ -1,7 +1,7 @@
-"""CuPy's and torch's addition in place, on memory of a `Card` and on its stream.
+"""In-place addition of CuPy and torch, in the memory and on the stream of a `Card`.
 
-A library is imported when it is asked for. Invariant: one that cannot do it here says so in its own
-words, and the bench goes on without it.
+A library is imported on demand. Invariant: if a library cannot be used, its error message is
+reported and the bench continues without it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 from gpu_card import Card, Memory
 from jobs import Unavailable
 
-#: Makes the call ``x += y``.
+#: Function that returns a callable which enqueues ``x += y``.
 Adder = Callable[[Memory, Memory], Callable[[], object]]
 
 
 class Peer(NamedTuple):
-    """A library to be compared with.
+    """A library to compare with.
 
-    ``on_stream()`` is a context in which it works on the card's stream.
+    ``on_stream()`` returns a context manager in which the library uses the card's stream.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Peer(NamedTuple):
 
 
 def cupy_peer(card: Card) -> Peer:
-    """Return CuPy.
+    """Return CuPy as a `Peer`.
 
     Raises
     ------
     Unavailable
-        It is not installed, or finds no GPU.
+        If CuPy is not installed, or finds no GPU.
     """
     cupy = _imported("cupy")
     ordinal = card.device.ordinal
@@ -61,16 +61,16 @@ def cupy_peer(card: Card) -> Peer:
 
 
 def torch_peer(card: Card) -> Peer:
-    """Return torch.
+    """Return torch as a `Peer`.
 
     Raises
     ------
     Unavailable
-        It is not installed, or has no CUDA.
+        If torch is not installed, or cannot use CUDA.
     """
     torch = _imported("torch")
     if not torch.cuda.is_available():
-        raise Unavailable(f"torch {torch.__version__} has no CUDA here")
+        raise Unavailable(f"torch {torch.__version__} cannot use CUDA here")
     device = torch.device("cuda", card.device.ordinal)
     stream = torch.cuda.ExternalStream(card.stream, device=device)
 
@@ -82,7 +82,10 @@ def torch_peer(card: Card) -> Peer:
 
 
 def torch_view(torch: Any, memory: Memory, device: Any) -> Any:
-    """Return a tensor on memory of a card; torch reads no bfloat16 through the interface."""
+    """Return a torch tensor that shares the memory of a card.
+
+    bfloat16 is passed as int16, because torch does not accept it through the CUDA Array Interface.
+    """
     if memory.dtype.name == "bfloat16":
         bits = Memory(memory.address, memory.count, np.dtype(np.int16))
         return torch.as_tensor(bits, device=device).view(torch.bfloat16)
@@ -90,7 +93,7 @@ def torch_view(torch: Any, memory: Memory, device: Any) -> Any:
 
 
 def find_peers(card: Card) -> tuple[list[Peer], list[str]]:
-    """Return the libraries that are here, and why the others are not."""
+    """Return the available libraries, and the reasons why the others are not available."""
     peers, lacking = [], []
     for find in (cupy_peer, torch_peer):
         try:

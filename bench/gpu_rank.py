@@ -1,7 +1,8 @@
-"""One rank of one library under measurement, on a GPU that it shares; started by `gpu_job`.
+"""One rank of r2ccl or NCCL, measured on a GPU that it shares; `gpu_job` starts it.
 
-Connects to the bench, opens the GPU and the library, says so, and runs what it is told until the
-connection ends. While it waits it sleeps in a read. A library is imported only by its own rank.
+The rank connects to the bench, opens the GPU and the library, reports that it is ready, and runs
+commands until the connection ends. Between commands it sleeps in a read. It imports only the
+library that it measures.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from r2ccl.failover.health.table import WHOLE
 #: The only GPU: CUDA_VISIBLE_DEVICES chooses it.
 _ORDINAL = 0
 _MESSAGE_NBYTES = 1 << 16
-#: Of a message of a library.
+#: Number of characters of an error message that are sent to the bench.
 _MOST_WORDS = 8000
-#: How long a rail that was cut may take to be used again.
+#: Longest time until a rail that was cut is used again, and interval of checks, in seconds.
 _MENDED_S, _LOOK_S = 20.0, 0.01
 
 
 class History(NamedTuple):
-    """What a library counted since it was opened: collectives, faults applied, paths repaired."""
+    """Numbers of collectives, applied faults and repaired paths since the library was opened."""
 
     nops: int = 0
     nfired: int = 0
@@ -42,10 +43,11 @@ class History(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A library's communicator, reduced to what the bench needs.
+    """The functions of a library's communicator that the bench needs.
 
-    ``allreduce_of(memory)`` gives the call that sums it in place, given to the card's stream;
-    ``barrier()`` returns when all ranks came, ``mend()`` when no rail is out of use.
+    ``allreduce_of(memory)`` returns a callable that enqueues an in-place sum of the memory on the
+    card's stream. ``barrier()`` returns when all ranks have called it, ``mend()`` when all rails
+    are in use again.
     """
 
     version: str
@@ -59,7 +61,10 @@ class Group(NamedTuple):
 
 @contextmanager
 def open_r2ccl(card: Card) -> Iterator[Group]:
-    """Join by the launcher's environment, with the faults in ``BENCH_FAULTS``."""
+    """Open a communicator of r2ccl from the launcher's environment.
+
+    ``BENCH_FAULTS`` has the fault plan.
+    """
     import r2ccl
     from r2ccl.testing import FaultPlan
 
@@ -83,7 +88,7 @@ def _mend(comm: Any) -> None:
     Raises
     ------
     TimeoutError
-        One is not.
+        If a rail is not in use again in time.
     """
     until_s = time.monotonic() + _MENDED_S
     while not _is_whole(comm):
@@ -99,12 +104,12 @@ def _is_whole(comm: Any) -> bool:
 
 @contextmanager
 def open_nccl(card: Card) -> Iterator[Group]:
-    """Join through a file."""
+    """Open a process group of torch with NCCL; the ranks meet through a file."""
     import torch
     from torch import distributed as dist
 
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
-        raise RuntimeError(f"torch {torch.__version__} has no CUDA, or no NCCL, here")
+        raise RuntimeError(f"torch {torch.__version__} cannot use CUDA or NCCL here")
     rank, nranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", card.device.ordinal)
     torch.cuda.set_device(device)
@@ -133,13 +138,14 @@ _OPEN: dict[str, Callable[[Card], AbstractContextManager[Group]]] = {
 
 
 class Rank:
-    """One rank, with memory for the largest allreduce.
+    """Runs the commands of the bench, with memory for the largest allreduce.
 
     Parameters
     ----------
     card : Card
     group : Group
     nbytes : int
+        Size of the largest allreduce in bytes.
     """
 
     def __init__(self, card: Card, group: Group, nbytes: int) -> None:
@@ -148,7 +154,7 @@ class Rank:
         self._address = card.device.allocate(nbytes)
 
     def connect(self) -> Ready:
-        """Make a first allreduce, in which libraries connect, and look what they can do here."""
+        """Run a first allreduce, in which libraries connect and select their transports."""
         memory = Memory(self._address, 1, named("float32"))
         self._group.allreduce_of(memory)()
         self._card.finish()
@@ -156,7 +162,7 @@ class Rank:
         return Ready(self._group.version, self._group.history().nops)
 
     def do(self, command: Command) -> Measured:
-        """Run a command."""
+        """Run a command and return its measurements."""
         dtype = named(command.dtype)
         count = command.nbytes // dtype.itemsize
         inputs = Inputs(
@@ -169,13 +175,13 @@ class Rank:
         return self._cut(command, inputs, call)
 
     def _loop(self, command: Loop, inputs: Inputs, call: Callable[[], object]) -> Measured:
-        """Time calls that follow a verified one: sums of sums, which take as long."""
+        """Time calls after a verified one. They add up sums, which takes the same time."""
         nops, nwrong = self._verify(command, inputs, call)
         seconds = self._time(call, command.ncalls) / command.ncalls
         return Measured(seconds, nwrong, nops=nops)
 
     def _cut(self, command: Cut, inputs: Inputs, call: Callable[[], object]) -> Measured:
-        """Time a call in which a rail is cut, and compare it with the verified one before."""
+        """Time a call during which a rail is cut; compare its result with a verified one."""
         self._group.mend()
         self._group.barrier()
         _, nwrong = self._verify(command, inputs, call)
@@ -195,7 +201,7 @@ class Rank:
     def _verify(
         self, command: Command, inputs: Inputs, call: Callable[[], object]
     ) -> tuple[int, int]:
-        """Call once; return how many collectives that was, and how many elements are wrong."""
+        """Call once; return the number of collectives that ran, and of wrong elements."""
         inputs.place(self._card, self._group.rank, self._address)
         before = self._group.history().nops
         call()
@@ -205,7 +211,7 @@ class Rank:
         return nops, nwrong
 
     def _time(self, call: Callable[[], object], ncalls: int) -> float:
-        """Return the seconds of some calls back to back, from when all ranks are there."""
+        """Return the seconds of `ncalls` calls back to back, measured from a barrier."""
         self._group.barrier()
         begun_s = time.perf_counter()
         for _ in range(ncalls):
@@ -214,7 +220,7 @@ class Rank:
         return time.perf_counter() - begun_s
 
     def _read(self, inputs: Inputs) -> Array:
-        """Return a copy of the result."""
+        """Return a host copy of the result."""
         result = np.empty(inputs.nbytes, np.uint8)
         nbytes = self._card.block_nbytes
 
@@ -227,7 +233,7 @@ class Rank:
 
 
 def serve(bench: socket.socket, rank: Rank) -> None:
-    """Run commands until the bench closes the connection; it is told of one that fails."""
+    """Run commands until the bench closes the connection; answer `Broken` to one that fails."""
     decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
     while said := bench.recv(_MESSAGE_NBYTES):
         try:
@@ -242,7 +248,7 @@ def _broken(exc: Exception) -> Broken:
 
 
 def main() -> None:
-    """Serve the bench with the library that the command line names."""
+    """Run the commands of the bench with the library that the command line names."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as bench:
         bench.connect(os.environ["BENCH_ADDRESS"])
         try:
@@ -251,7 +257,7 @@ def main() -> None:
                 bench.send(msgspec.json.encode(rank.connect()))
                 serve(bench, rank)
         except Exception as exc:
-            with suppress(OSError):  # the bench may have gone
+            with suppress(OSError):  # the bench may have ended
                 bench.send(msgspec.json.encode(_broken(exc)))
             raise
 

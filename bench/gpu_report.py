@@ -1,7 +1,8 @@
-"""How the GPU bench shows what it found: flat rows, tables of them, thresholds beside.
+"""Report of the GPU bench: flat rows for JSON, tables of these rows, and speed thresholds.
 
-Pure. A ratio is the median of the rounds' own: the bandwidth of what is measured over that of what
-it is compared with, in the same round; above 1 it is the faster one.
+A ratio is the bandwidth of the measured kernel or allreduce divided by that of the one it is
+compared with. It is computed for each round; the median of the rounds is reported. A ratio above 1
+means that the measured one is faster.
 """
 
 from __future__ import annotations
@@ -16,25 +17,28 @@ from gpu_kernels import Found as FoundKernels
 from gpu_outcome import Outcome
 from verbs_report import lay_out
 
-#: Where kernels are held to the copy's bandwidth, and to how much of it.
+#: Element types and smallest size in bytes for which kernels have thresholds, and the threshold:
+#: their share of the copy's bandwidth.
 _HELD_TYPES, _HELD_NBYTES, _NEEDED_OF_COPY = ("float32", "float16", "bfloat16"), 256 << 20, 0.9
-#: What an addition in place is held to; half a percent is how far two loops of one thing differ.
+#: Threshold of an in-place addition, as a share of a peer's bandwidth. Two loops of the same kernel
+#: differ by half a percent.
 _NEEDED_OF_PEER = 0.995
-#: What ways of an allreduce are held to, beside NCCL: with so many ranks, from so many bytes on.
+#: Number of ranks and smallest size in bytes for which allreduces have thresholds, and the
+#: thresholds by name of the way, as multiples of NCCL's bandwidth.
 _HELD_NRANKS, _HELD_ALLREDUCE_NBYTES = 4, 64 << 20
 _NEEDED_OF_NCCL = {collectives.IPC.name: 3.0, collectives.CUT.name: 1.0}
 
 
 def kernel_rows(found: FoundKernels) -> list[dict[str, Any]]:
-    """Make one flat object per element type, size and kernel.
+    """Return one flat object per element type, size and kernel.
 
-    ``ratio_copy`` is that of bandwidths; ``ratio_cupy`` and ``ratio_torch`` are those of the
-    addition in place, where the library is there.
+    ``ratio_copy`` compares the bandwidth with that of a copy. ``ratio_cupy`` and ``ratio_torch``
+    compare in-place additions with those libraries, if they are available.
     """
     rows = []
     for (dtype, nbytes, name), series in found.items():
         if not (series.seconds and found[dtype, nbytes, COPY].seconds):
-            continue  # the bench was ended before
+            continue  # the bench ended before this measurement
         moved = nbytes * series.narrays
         speed = Stats.of([moved / seconds / 1e9 for seconds in series.seconds])
         copy = found[dtype, nbytes, COPY]
@@ -63,7 +67,7 @@ def kernel_rows(found: FoundKernels) -> list[dict[str, Any]]:
 
 
 def kernel_lines(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Lay the rows of kernels out."""
+    """Format the rows of kernels as a table."""
     return lay_out(
         ("type", "size", "what", "GB/s (quartiles)", "of copy", "of CuPy", "of torch", "wrong"),
         [
@@ -77,11 +81,11 @@ def kernel_lines(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def allreduce_rows(nranks: int, found: collectives.Found) -> list[dict[str, Any]]:
-    """Make one flat object per size, element type and way; ``ratio_nccl`` where NCCL is there."""
+    """Return one flat object per size, element type and way, with ``ratio_nccl`` if NCCL ran."""
     rows = []
     for (way, cell), series in sorted(found.items(), key=lambda item: item[0][1][::-1]):
         if not series.seconds:
-            continue  # the bench was ended before
+            continue  # the bench ended before this measurement
         us = Stats.of([seconds * 1e6 for seconds in series.seconds])
         row: dict[str, Any] = {
             "measure": "allreduce",
@@ -110,7 +114,7 @@ def allreduce_rows(nranks: int, found: collectives.Found) -> list[dict[str, Any]
 
 
 def allreduce_lines(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Lay the rows of allreduces out."""
+    """Format the rows of allreduces as a table."""
     return lay_out(
         ("size", "type", "way", "us (quartiles)", "algbw", "busbw", "x NCCL", "wrong", "differing"),
         [
@@ -125,9 +129,9 @@ def allreduce_lines(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def judge(outcome: Outcome, rows: Sequence[dict[str, Any]]) -> None:
-    """Enter rows into an outcome: what they have wrong, and which thresholds they miss.
+    """Add rows to an outcome, with their wrong elements and missed thresholds.
 
-    What a peer has wrong does not fail the bench, but is no comparison either: it is left out.
+    Wrong elements of another library do not fail the bench; they are listed as left out.
     """
     outcome.rows += rows
     for row in rows:
@@ -148,7 +152,10 @@ def judge(outcome: Outcome, rows: Sequence[dict[str, Any]]) -> None:
 def _ratio(
     other: str, seconds: Sequence[float], others: Sequence[float], work: float = 1.0
 ) -> dict[str, Any]:
-    """Compare round by round; `work` is how many times as much is done in `seconds`."""
+    """Return the ratio of bandwidths, round by round.
+
+    `work` is the number of bytes moved in `seconds` divided by the number moved in `others`.
+    """
     rounds = zip(seconds, others, strict=False)
     ratio = Stats.of([work * theirs / ours for ours, theirs in rounds])
     return {
@@ -167,7 +174,7 @@ def _spread(row: dict[str, Any], name: str) -> str:
 
 
 def _spell(row: dict[str, Any], other: str) -> str:
-    """Spell a ratio, and the threshold it is held to."""
+    """Format a ratio, with its threshold if it has one."""
     if f"ratio_{other}" not in row:
         return "-"
     spelled = f"{row[f'ratio_{other}']:.3f}"

@@ -1,11 +1,11 @@
-"""A GPU as collectives see it: memory, streams, events, kernels; nothing of ranks or schedules.
+"""The GPU interface that collectives use: memory, streams, events and kernels.
 
-`base` is the interface, `driver` makes it of the CUDA driver, `views` names device memory to
-transports. `r2ccl.testing.fakedevice` is the same interface on a machine without a GPU, which fails
-on work that is not ordered.
+`base` defines the interface, `driver` implements it with the CUDA driver, and `views` represents
+device memory as buffers for transports. `r2ccl.testing.fakedevice` implements the interface without
+a GPU and fails if two accesses to the same memory are not ordered.
 
-Must not import transports, kernels or anything above them. Invariant: no call here waits for the
-GPU, except `Device.close` and the two that say so.
+Invariant: enqueuing work never waits for the GPU. Allocating, freeing, mapping and loading may
+wait, as their docstrings say.
 """
 
 from __future__ import annotations

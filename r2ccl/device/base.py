@@ -1,15 +1,16 @@
-"""The interface of a GPU: the operations of the CUDA driver that collectives use.
+"""The GPU interface: the CUDA driver operations that collectives use.
 
-Work goes to *streams*: what one stream is given runs in that order, what two are given runs in any
-order unless an *event* orders it. The host sees an effect only once `is_done` said so of an event
-recorded after it. Words in pinned memory go the other way: a stream waits at one until the host, or
-a stream of another process, has written it.
+Work is enqueued on *streams*. Work on one stream runs in the order it was enqueued; work on two
+streams runs in any order unless an *event* orders it. The host may rely on the effects of work only
+after `is_done` returned True for an event recorded after that work. In the other direction, a
+stream can wait for a word in pinned memory until the host, or a stream of another process, writes
+it.
 
-Addresses are integers. Nothing is allocated, made or loaded while a call is under way: allocation
-may wait for the whole device.
+Addresses are integers. Callers must not allocate memory, create streams or load kernels while a
+collective is in progress, because allocation may wait for the whole device.
 
-Must not import the driver. Invariants: a call that fails raises `TransportError` whose ``status``
-is the driver's own name for it; every call may be made from any thread.
+Invariants: a call that fails raises `TransportError` with the driver's name of the error as
+``status``; any thread may make any call.
 
 References
 ----------
@@ -26,43 +27,43 @@ from typing import Any, NewType, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-#: A stream's handle as the driver has it (``CUstream``): also one the caller made; 0 is the legacy
-#: default stream, 1 the same by name, 2 the per-thread default stream.
+#: The driver's handle of a stream (``CUstream``), which may be a stream of the caller. 0 and 1 are
+#: the legacy default stream, 2 is the per-thread default stream.
 Stream = NewType("Stream", int)
-#: Handle of an event, of a kernel that was loaded.
+#: Handles of an event and of a loaded kernel.
 Event = NewType("Event", int)
 Kernel = NewType("Kernel", int)
 
-#: A kernel's argument: a value and its C type.
+#: A kernel argument: a value and its C type.
 Argument: TypeAlias = "tuple[int | float, type[ctypes._SimpleCData[Any]]]"
 
 
 class Device(Protocol):
-    """One GPU, in this process."""
+    """One GPU, as this process uses it."""
 
     @property
     def ordinal(self) -> int:
-        """Ordinal in this process."""
+        """Number of the GPU in this process."""
         ...
 
     @property
     def uuid(self) -> bytes:
-        """16 bytes that identify the GPU in every process and machine."""
+        """Identifier of the GPU, 16 bytes, the same in all processes and on all machines."""
         ...
 
     @property
     def bus_id(self) -> str:
-        """PCI bus id as the kernel writes it: ``0000:1b:00.0``."""
+        """PCI bus ID in the Linux kernel's notation, such as ``0000:1b:00.0``."""
         ...
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Compute capability."""
+        """Compute capability: major and minor version."""
         ...
 
     @property
     def nsms(self) -> int:
-        """Number of multiprocessors."""
+        """Number of streaming multiprocessors."""
         ...
 
     @property
@@ -72,133 +73,143 @@ class Device(Protocol):
 
     @property
     def reorders_remote_writes(self) -> bool:
-        """True if work may miss NIC writes from before it was enqueued: see `flush_remote_writes`.
+        """True if GPU work may miss NIC writes that completed before the work was enqueued.
 
-        Asked for once all GPUs that shall reach this one's memory do.
+        `flush_remote_writes` then makes them visible. Read this property after `reach` was called
+        for all GPUs that will access this GPU's memory, because `reach` may change it.
         """
         ...
 
     # Memory
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate device memory that other processes may map; aligned to 256 bytes."""
+        """Allocate `nbytes` of device memory, aligned to 256 bytes; other processes can map it."""
         ...
 
     def free(self, address: int) -> None:
-        """Free what `allocate` returned; waits for the work on it."""
+        """Free memory from `allocate`, after waiting for the work that uses it."""
         ...
 
     def allocate_pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Allocate host memory that every GPU of the process copies from and to directly.
+        """Allocate pinned host memory, which every GPU of the process accesses directly.
 
-        Zeroed. `free_pinned` frees it; the array must not be used after that.
+        The memory is zeroed. The array must not be used after `free_pinned`.
         """
         ...
 
     def free_pinned(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Free what `allocate_pinned` returned; waits for the work on it."""
+        """Free memory from `allocate_pinned`, after waiting for the work that uses it."""
         ...
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> int:
-        """Pin whole pages of host memory that exists, and return the GPU's address of it."""
+        """Pin existing host memory, whole pages only, and return its address on the GPU."""
         ...
 
     def unpin(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Undo `pin`."""
+        """Unpin memory that `pin` has pinned."""
         ...
 
     # Between GPUs and processes
 
     def reach(self, peer: Device) -> None:
-        """Let work given here use what `peer`, another GPU of this process, allocates.
+        """Let this GPU access the memory of `peer`, another GPU of this process.
 
-        And what it has allocated, but not what it allocates from a pool; in this direction only.
-        Asked for before any stream waits at a word: it may wait for either GPU. Where both are the
-        same GPU there is nothing to do.
+        This covers existing and future allocations of `peer`, but not those from memory pools. It
+        does not let `peer` access this GPU's memory. The call may wait for either GPU, so make it
+        before any stream waits for a word. If `peer` is the same GPU, the call does nothing.
         """
         ...
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """Return a handle of the allocation around `address`, and the offset of `address` in it.
+        """Return the IPC handle of the allocation that contains `address`, and the offset in it.
 
-        64 bytes, which `map` takes in another process of the machine. Memory of the stream-ordered
-        pool, managed memory and memory that another process exported have none.
+        Another process on this machine passes the handle, 64 bytes, to `map`. Memory of the
+        stream-ordered pool, managed memory and memory of another process have no handle.
         """
         ...
 
     def map(self, handle: bytes) -> int:
-        """Map another process's allocation; the same handle once at a time."""
+        """Map an allocation of another process and return its address.
+
+        A handle must be unmapped before it is mapped again.
+        """
         ...
 
     def unmap(self, address: int) -> None:
-        """Undo `map`; waits for the work on it."""
+        """Unmap memory from `map`, after waiting for the work that uses it."""
         ...
 
     def buffer_id(self, address: int) -> int:
-        """Return a number that no other allocation has or will have in this process."""
+        """Return the number of the allocation that contains `address`.
+
+        No other allocation of this process ever has the same number.
+        """
         ...
 
-    # Written by others
+    # NIC writes
 
     def flush_remote_writes(self) -> None:
-        """Have work given from now on see what NICs have written to this GPU's memory.
+        """Make NIC writes to this GPU's memory visible to work that is enqueued later.
 
-        Work of this GPU, and of those that reach it. Asked for once the completions were polled;
-        waits for the writes, not for any stream. On a GPU that does not reorder them there is
-        nothing to do.
+        The flush covers work of this GPU and of the GPUs that access its memory. Call it after
+        polling the completions of the writes. It waits for the writes, not for any stream. On a GPU
+        that does not reorder NIC writes, it does nothing.
         """
         ...
 
     # Streams and events
 
     def make_stream(self, *, waits: bool = False) -> Stream:
-        """Make a stream that does not wait for the default stream, nor it for this one.
+        """Create a stream that does not synchronize with the default stream.
 
-        ``waits``: it will wait at words of the host. Such streams hold up no others made here,
-        where streams have to share the queues of the hardware.
+        Set `waits` if the stream will wait for words that the host writes. Such a stream does not
+        block the other streams created here when streams share hardware queues.
         """
         ...
 
     def destroy_stream(self, stream: Stream) -> None:
-        """Free the stream once its work is done."""
+        """Free `stream` once its work is done."""
         ...
 
     def make_event(self) -> Event:
-        """Make an event, which has not been recorded: it counts as done."""
+        """Create an event; it counts as done until it is recorded."""
         ...
 
     def destroy_event(self, event: Event) -> None:
-        """Free the event once it is done."""
+        """Free `event` once it is done."""
         ...
 
     def record(self, event: Event, stream: Stream) -> None:
-        """Have `event` stand for all work `stream` has been given so far."""
+        """Record in `event` all work enqueued on `stream` so far."""
         ...
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Have what `stream` is given from now on wait for what `event` stands for now."""
+        """Make later work on `stream` wait for the work that is recorded in `event` now."""
         ...
 
     def is_done(self, event: Event) -> bool:
-        """Return whether all work `event` stands for is done; the host sees its effects then."""
+        """Return whether the work recorded in `event` is done and visible to the host."""
         ...
 
     def synchronize(self, event: Event, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for `event`; return whether it is done."""
+        """Wait up to `timeout_s` seconds for `event`; return whether it is done."""
         ...
 
     def write_word(self, stream: Stream, address: int, value: int) -> None:
-        """Write a 32-bit word, 4-byte aligned, after all earlier work of `stream` is visible."""
+        """Enqueue a write of `value` to a 32-bit word, which must be 4-byte aligned.
+
+        The word is written after all earlier work on `stream` is visible.
+        """
         ...
 
     def wait_word(self, stream: Stream, address: int, value: int) -> None:
-        """Have `stream` wait until the word is `value` or more, as a difference modulo 2**32."""
+        """Make `stream` wait until the 32-bit word reaches `value`, compared modulo 2**32."""
         ...
 
     # Work
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Copy between any two of device memory and pinned memory."""
+        """Enqueue a copy of `nbytes`; both addresses are in device memory or pinned memory."""
         ...
 
     def copy_rows(
@@ -211,22 +222,25 @@ class Device(Protocol):
         nrows: int,
         stream: Stream,
     ) -> None:
-        """Copy `nrows` rows of `nbytes` bytes whose starts lie a pitch apart."""
+        """Enqueue a copy of `nrows` rows of `nbytes` bytes each.
+
+        A pitch is the distance between the starts of two rows in bytes.
+        """
         ...
 
     def load(self, ptx: bytes, entry: str) -> Kernel:
-        """Load a kernel; it stays until `close`."""
+        """Load the kernel `entry` from PTX; it stays loaded until `close`."""
         ...
 
     def launch(
         self, kernel: Kernel, nblocks: int, nthreads: int, stream: Stream,
         arguments: Sequence[Argument],
     ) -> None:  # fmt: skip
-        """Run a kernel with a grid and blocks of one dimension."""
+        """Enqueue a kernel with a one-dimensional grid of one-dimensional blocks."""
         ...
 
     def close(self) -> None:
-        """Wait for the streams made here, then free them and all else that was made here."""
+        """Wait for the streams that this object created, then free all its resources."""
         ...
 
 

@@ -1,10 +1,10 @@
-"""The one place that imports NVIDIA's ``cuda.bindings``: calls of the CUDA driver by name.
+"""Calls CUDA driver functions by name, through NVIDIA's ``cuda.bindings``.
 
-The package is imported when a `Cuda` is made, so that a machine without it, or without a GPU, can
-import everything else. Must import no other module of the library but `errors`.
+No other module imports ``cuda.bindings``. The import happens when a `Cuda` object is created, so
+this library can be imported on a machine without the package or a GPU.
 
-Invariant: a call that fails raises `TransportError` whose ``status`` is the driver's own name for
-it; where there is nothing to call, ``NO_CUDA``.
+Invariant: a call that fails raises `TransportError` with the driver's name of the error as
+``status``, or ``NO_CUDA`` if the bindings or the driver are missing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from r2ccl.errors import TransportError
 
 
 class Cuda:
-    """The CUDA driver, initialised.
+    """The initialised CUDA driver.
 
     Attributes
     ----------
     api : module
-        ``cuda.bindings.driver``, for its enumerations and structs.
+        ``cuda.bindings.driver``, which defines the driver's enumerations and structs.
 
     Raises
     ------
     TransportError
-        Status ``NO_CUDA``: the bindings or the driver are missing, or there is no GPU; says which.
+        If the bindings, the driver or a GPU are missing (status ``NO_CUDA``); the message says
+        which. If the driver cannot be initialised (status: the driver's).
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class Cuda:
         status = self._answer("cuInit", (0,))[0]
         if status == self.api.CUresult.CUDA_ERROR_NO_DEVICE:
             raise TransportError(
-                "the CUDA driver sees no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use "
+                "the CUDA driver sees no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES, or use "
                 "host memory",
                 status="NO_CUDA",
             )
@@ -50,19 +51,24 @@ class Cuda:
             raise _failure("cuInit", status)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the driver.
+        """Call a driver function.
 
         Parameters
         ----------
         name : str
-            As in ``cuda.bindings.driver``.
+            Name of the function in ``cuda.bindings.driver``.
         *arguments
-            Handles and addresses may be integers.
+            Arguments of the function. Handles and addresses may be integers.
 
         Returns
         -------
         object
-            Its only result, the tuple of its results, or None.
+            The result of the function; a tuple if it has several, None if it has none.
+
+        Raises
+        ------
+        TransportError
+            If the function fails.
         """
         answer = self._answer(name, arguments)
         if answer[0] != self._success:
@@ -72,13 +78,19 @@ class Cuda:
         return answer[1:] or None
 
     def is_done(self, name: str, handle: int) -> bool:
-        """Call a function that asks whether something is done.
+        """Return whether an event or a stream is done.
 
         Parameters
         ----------
         name : str
-            ``cuEventQuery`` or ``cuStreamQuery``.
+            Driver function to call: ``cuEventQuery`` or ``cuStreamQuery``.
         handle : int
+            Handle of the event or the stream.
+
+        Raises
+        ------
+        TransportError
+            If earlier work failed.
         """
         status = self._answer(name, (handle,))[0]
         if status == self._not_ready:
@@ -88,23 +100,22 @@ class Cuda:
         return True
 
     def device_attribute(self, attribute: str, device: Any) -> int:
-        """Return an attribute of a ``CUdevice`` by its name without ``CU_DEVICE_ATTRIBUTE_``."""
+        """Return a device attribute; `attribute` is its name without ``CU_DEVICE_ATTRIBUTE_``."""
         which = getattr(self.api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
         return int(self.call("cuDeviceGetAttribute", which, device))
 
     def pointer_attribute(self, attribute: str, address: int) -> Any:
-        """Return an attribute of an address by its name without ``CU_POINTER_ATTRIBUTE_``."""
+        """Return a pointer attribute; `attribute` is its name without ``CU_POINTER_ATTRIBUTE_``."""
         which = getattr(self.api.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{attribute}")
         return self.call("cuPointerGetAttribute", which, address)
 
     def _answer(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Call; return the status and the results."""
         try:
             answer: tuple[Any, ...] = getattr(self.api, name)(*arguments)
-        except RuntimeError as exc:  # the bindings find no libcuda, or not this function in it
+        except RuntimeError as exc:  # libcuda is missing, or lacks this function
             raise TransportError(
-                f"there is no CUDA driver with {name} ({exc}): install NVIDIA's driver for the GPU,"
-                " or use host memory",
+                f"there is no CUDA driver with {name} ({exc}): install a recent NVIDIA driver, or "
+                "use host memory",
                 status="NO_CUDA",
             ) from exc
         return answer

@@ -1,15 +1,15 @@
-"""A GPU's primary context: calls with it current, waits, and the books of what was made in it.
+"""A GPU's primary context: driver calls in it, waits with a deadline, and a resource registry.
 
-The primary context is the one CuPy, Numba, torch and the CUDA runtime use: their streams and memory
-are usable here, and what is made here there. Must not know what is made, only how it is freed.
+CuPy, Numba, torch and the CUDA runtime use the primary context too, so they can use the streams and
+memory created here, and this library can use theirs.
 
-A call looks whether the context is current on its thread, which costs one call of the driver; where
-it is not, it is pushed and popped again, so that no thread is left with another context than it
-had: the runtime takes a thread's device from it. A thread that makes many calls enters
-`PrimaryContext.current` once around them.
+Each call checks whether the context is current on its thread, which costs one driver call. If it is
+not, the call pushes the context and pops it afterwards, so every thread keeps its own current
+context, from which the CUDA runtime derives the thread's device. A thread that makes many calls
+enters `PrimaryContext.current` once around them.
 
-Invariant: what was made is in the books until it was given back to the driver, so `close` frees all
-of it, and nothing that another made.
+Invariant: a resource created here stays registered until it is freed, so `close` frees all of them
+and none that another library created.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from r2ccl.clock import Clock
 from r2ccl.device.bindings import Cuda
 from r2ccl.errors import InternalError, TransportError, TransportTimeout
 
-#: First pause of a wait after those of no length, and the longest, in seconds. A pause is as long
-#: as all before it, so a wait ends at most that much, or the longest, too late.
+#: First and longest pause between two polls, in seconds. A pause is as long as the wait has lasted
+#: so far, up to the longest pause. So a wait takes at most twice as long as necessary, and ends at
+#: most one longest pause too late.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
-#: Polls that only yield the processor: short copies are done by then.
+#: Number of polls before the first pause; after these polls the wait only yields the processor.
+#: Short copies are done by then.
 _NYIELDS = 8
-#: Of cuCtxEnablePeerAccess, which has none.
+#: Flags of cuCtxEnablePeerAccess, which defines none.
 _NO_FLAGS = 0
 
-#: What is kept in the books, and the call that frees it: in the order of closing.
+#: Kinds of registered resources and the driver functions that free them, in the order of closing.
 _FREED_BY = {
     "event": "cuEventDestroy",
     "stream": "cuStreamDestroy",
@@ -51,15 +53,15 @@ class PrimaryContext:
     cuda : Cuda
     device : CUdevice
     name : str
-        The GPU, for messages.
+        Name of the GPU in messages.
     clock : Clock
     pause : callable
-        ``pause(seconds)``.
+        ``pause(seconds)`` sleeps between polls.
 
     Raises
     ------
     TransportError
-        The GPU is in use by another process alone, or has no memory left for a context.
+        If another process uses the GPU exclusively, or if the GPU has no memory left for a context.
     """
 
     def __init__(
@@ -72,12 +74,12 @@ class PrimaryContext:
         self._pause = pause
         self._books: dict[str, dict[int, None]] = {kind: {} for kind in _FREED_BY}
         self._lock = threading.Lock()
-        #: The driver's handle; None, which is no thread's context: closed.
+        #: The driver's handle of the context; None after `close`.
         self._handle: int | None = int(cuda.call("cuDevicePrimaryCtxRetain", device))
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Have the context current on this thread, for a while."""
+        """Make the context current on this thread inside the ``with`` block."""
         self._push()
         try:
             yield
@@ -85,7 +87,7 @@ class PrimaryContext:
             self._cuda.call("cuCtxPopCurrent")
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call the driver with the context current; see `Cuda.call`."""
+        """Call a driver function with the context current; see `Cuda.call`."""
         call = self._cuda.call
         if int(call("cuCtxGetCurrent")) == self._handle:
             return call(name, *arguments)
@@ -104,14 +106,15 @@ class PrimaryContext:
         return self._handle
 
     def reach(self, peer: PrimaryContext) -> None:
-        """Let work in this context use the memory of another GPU's; whoever asked for it before.
+        """Let work in this context access the memory of `peer`, the context of another GPU.
 
-        It is never undone: another library of the process may use it too.
+        Nothing happens if another library of the process has already enabled the access. The access
+        is never disabled, because other libraries may use it too.
 
         Raises
         ------
         TransportError
-            The driver's: ``CUDA_ERROR_TOO_MANY_PEERS``.
+            If the driver refuses; status ``CUDA_ERROR_TOO_MANY_PEERS``, for example.
         """
         try:
             self.call("cuCtxEnablePeerAccess", peer._open(), _NO_FLAGS)
@@ -120,32 +123,32 @@ class PrimaryContext:
                 raise
 
     def keep(self, kind: str, handle: Any) -> int:
-        """Enter what was made into the books; return its number."""
+        """Register a resource, so that `close` frees it; return its handle as an integer."""
         number = int(handle)
         with self._lock:
             self._books[kind][number] = None
         return number
 
     def end(self, kind: str, number: int) -> None:
-        """Give back what was made.
+        """Free a resource that `keep` registered.
 
         Raises
         ------
         InternalError
-            It is not in the books.
+            If the resource is not registered.
         TransportError
-            The driver refused; it is out of the books none the less.
+            If the driver refuses to free it; the resource is no longer registered then.
         """
         with self._lock:
             if number not in self._books[kind]:
                 raise InternalError(
-                    f"{kind} {number:#x} of {self._name} was not made here, or is gone"
+                    f"{kind} {number:#x} of {self._name} was not created here, or is already freed"
                 )
             del self._books[kind][number]
         self.call(_FREED_BY[kind], number)
 
     def wait_until(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """Poll, ever less often, whether `is_over` is true; return whether it came true in time."""
+        """Poll `is_over` at growing intervals; return whether it became true within `timeout_s`."""
         start = self._clock()
         npolls = 0
         while not is_over():
@@ -158,14 +161,17 @@ class PrimaryContext:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Wait for what was made, free it, release the context; again: nothing, or try again.
+        """Wait for all registered streams and events, free all resources, release the context.
+
+        After a timeout, `close` can be called again. After success, it does nothing.
 
         Raises
         ------
         TransportTimeout
-            Work did not end; nothing was freed, since the driver would wait for it for ever.
+            If work did not end. Nothing was freed, because the driver would wait for the work
+            without a deadline.
         TransportError
-            The driver refused to free something; all else was freed.
+            If the driver refused to free a resource. All other resources were freed.
         """
         if self._handle is None:
             return
@@ -173,8 +179,8 @@ class PrimaryContext:
             unended = self._unended(timeout_s)
             if unended:
                 raise TransportTimeout(
-                    f"{self._name}: work of {', '.join(unended)} has not ended within "
-                    f"{timeout_s:g} s, and nothing was freed: look at what it waits for, then "
+                    f"{self._name}: the work of {', '.join(unended)} did not end within "
+                    f"{timeout_s:g} s, so nothing was freed: check what that work waits for, then "
                     "close again",
                     status="CUDA_ERROR_NOT_READY",
                 )
@@ -183,12 +189,12 @@ class PrimaryContext:
         self._cuda.call("cuDevicePrimaryCtxRelease", self._device)
         if failures:
             raise TransportError(
-                f"{self._name} could not free {len(failures)} of its things: {failures[0]}",
+                f"{self._name} could not free {len(failures)} of its resources: {failures[0]}",
                 status=failures[0].status,
             )
 
     def _unended(self, timeout_s: float) -> list[str]:
-        """Wait for the streams and the events; say which have not ended in time."""
+        """Wait for all streams and events; list those whose work did not end in time."""
         pending = [
             (query, kind, number)
             for query, kind in (("cuStreamQuery", "stream"), ("cuEventQuery", "event"))
@@ -205,11 +211,11 @@ class PrimaryContext:
     def _has_ended(self, query: str, number: int) -> bool:
         try:
             return self._cuda.is_done(query, number)
-        except TransportError:  # a failed context runs nothing any more; freeing will tell of it
+        except TransportError:  # a failed context runs no more work; freeing reports the error
             return True
 
     def _free_all(self, kind: str) -> list[TransportError]:
-        """Free all of a kind, the last made first; return what the driver refused."""
+        """Free all resources of a kind, newest first; return the driver's errors."""
         failures = []
         for number in reversed(tuple(self._books[kind])):
             try:

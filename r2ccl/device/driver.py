@@ -1,14 +1,12 @@
-"""`CudaDevice`: the interface `Device` over the CUDA driver.
+"""`CudaDevice` implements the `Device` interface with the CUDA driver.
 
-Sees addresses and handles as integers, nothing of what they hold. Must not import a transport or a
-kernel; the driver is called through `r2ccl.device.context` and `r2ccl.device.bindings`.
-
-Invariant: calls are made with the device's primary context current, whatever the thread; nothing
-here waits without a deadline but the driver itself, where a method says so.
+Invariants: every driver call runs with the device's primary context current, on any thread; only
+the driver itself waits without a deadline, in methods that say so.
 
 References
 ----------
-CUDA driver API 13, https://docs.nvidia.com/cuda/cuda-driver-api/. The numbers below are cuda.h's.
+CUDA driver API 13, https://docs.nvidia.com/cuda/cuda-driver-api/. The numbers below are from
+cuda.h.
 """
 
 from __future__ import annotations
@@ -32,44 +30,44 @@ from r2ccl.errors import InternalError, InvalidArgument, TransportError
 
 #: CU_STREAM_NON_BLOCKING, CU_EVENT_DISABLE_TIMING.
 _NON_BLOCKING, _NO_TIMING = 1, 2
-#: CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP; CU_MEMHOSTREGISTER_ has the same two.
+#: CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP; CU_MEMHOSTREGISTER_ has the same values.
 _PORTABLE_AND_MAPPED = 1 | 2
 #: CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.
 _PEER_ACCESS = 1
-#: CU_STREAM_WRITE_VALUE_DEFAULT: with a fence before the write, as __threadfence_system().
+#: CU_STREAM_WRITE_VALUE_DEFAULT: a fence like __threadfence_system() precedes the write.
 _AFTER_A_FENCE = 0
-#: CU_STREAM_WAIT_VALUE_GEQ: until (int32_t)(word - value) >= 0.
+#: CU_STREAM_WAIT_VALUE_GEQ: wait until (int32_t)(word - value) >= 0.
 _GREATER_OR_EQUAL = 0
 
 _IPC_HANDLE_NBYTES = 64
 _WORD_MASK = 0xFFFFFFFF
-#: Room for what the compiler of the driver says of PTX that it refuses.
+#: Size of the buffer for the error log of the driver's PTX compiler.
 _LOG_NBYTES = 8192
 
 
 class CudaDevice:
-    """`Device` over ``cuda.bindings.driver``.
+    """One GPU, accessed through ``cuda.bindings.driver``.
 
     Parameters
     ----------
     ordinal : int
-        Number of the GPU in this process, after CUDA_VISIBLE_DEVICES.
+        Number of the GPU in this process, as CUDA_VISIBLE_DEVICES defines it.
     close_timeout_s : float
-        How long `close` waits for work under way.
+        Longest time that `close` waits for work in progress, in seconds.
     clock : Clock, optional
     pause : callable, optional
-        ``pause(seconds)``; for tests.
+        ``pause(seconds)`` sleeps between polls; tests replace it.
 
     Raises
     ------
     TransportError
-        Status ``NO_CUDA``: the bindings, the driver or a GPU are missing. Else the driver's:
-        ``CUDA_ERROR_INVALID_DEVICE`` where there is no such GPU.
+        If the bindings, the driver or a GPU are missing (status ``NO_CUDA``), or if the driver
+        refuses, with its status: ``CUDA_ERROR_INVALID_DEVICE`` if no GPU has this ordinal.
 
     Notes
     -----
-    Of the caller's streams those of the primary context are understood. A process that forks must
-    do so before it makes one: CUDA does not survive it.
+    The caller's streams must belong to the GPU's primary context. A process must not fork after it
+    created a `CudaDevice`: CUDA does not work in the child process.
     """
 
     def __init__(
@@ -92,8 +90,9 @@ class CudaDevice:
         )
         self._nsms = self._attribute("MULTIPROCESSOR_COUNT")
         self._max_pitch = self._attribute("MAX_PITCH")
-        # Version 2 of these calls, the only one since CUDA 12, needs no switch of the kernel module
-        # and has no attribute for 32 bits; devices without the calls of 64 bits are not trusted.
+        # Version 2 of the stream memory operations, the only one since CUDA 12, needs no parameter
+        # of the kernel module. It has no attribute for 32-bit operations, so the attribute for
+        # 64-bit operations must do.
         self._waits_on_memory = bool(self._attribute("CAN_USE_64_BIT_STREAM_MEM_OPS"))
         self._name = f"GPU {ordinal}"
         self._remote_writes = RemoteWrites(self._cuda, self._device, self._name)
@@ -107,55 +106,61 @@ class CudaDevice:
 
     @property
     def ordinal(self) -> int:
-        """See `Device`."""
+        """Number of the GPU in this process."""
         return self._ordinal
 
     @property
     def uuid(self) -> bytes:
-        """See `Device`; in MIG mode that of the instance."""
+        """Identifier of the GPU, or of the MIG instance, 16 bytes."""
         return self._uuid
 
     @property
     def bus_id(self) -> str:
-        """See `Device`; in MIG mode that of the GPU the instance is of."""
+        """PCI bus ID of the GPU; in MIG mode, of the GPU that contains the instance."""
         return self._bus_id
 
     @property
     def capability(self) -> tuple[int, int]:
-        """See `Device`."""
+        """Compute capability: major and minor version."""
         return self._capability
 
     @property
     def nsms(self) -> int:
-        """See `Device`."""
+        """Number of streaming multiprocessors."""
         return self._nsms
 
     @property
     def waits_on_memory(self) -> bool:
-        """See `Device`."""
+        """True if `write_word` and `wait_word` can be used."""
         return self._waits_on_memory
 
     @property
     def reorders_remote_writes(self) -> bool:
-        """See `Device`."""
+        """True if GPU work may miss NIC writes; see `Device.reorders_remote_writes`."""
         return self._remote_writes.are_reordered
 
     def current(self) -> AbstractContextManager[None]:
-        """Have the device's context current on this thread, for a while: calls cost less then."""
+        """Make the context current on this thread inside the ``with`` block.
+
+        Driver calls inside the block cost less.
+        """
         return self._context.current()
 
     # Memory
 
     def allocate(self, nbytes: int) -> int:
-        """See `Device`."""
+        """Implement `Device.allocate`."""
         return self._context.keep("device memory", self._call("cuMemAlloc", nbytes))
 
     def free(self, address: int) -> None:
-        """See `Device`; the driver may wait for all work of the device."""
+        """Implement `Device.free`; the driver may wait for all work of the device."""
         self._context.end("device memory", address)
 
     def allocate_pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """See `Device`; with unified addressing its address is the same on every GPU."""
+        """Implement `Device.allocate_pinned`.
+
+        The array has the same address on every GPU, because CUDA addressing is unified.
+        """
         address = self._call("cuMemHostAlloc", nbytes, _PORTABLE_AND_MAPPED)
         self._context.keep("pinned memory", address)
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(int(address)))
@@ -163,24 +168,25 @@ class CudaDevice:
         return memory
 
     def free_pinned(self, memory: npt.NDArray[np.uint8]) -> None:
-        """See `Device`."""
+        """Implement `Device.free_pinned`."""
         self._context.end("pinned memory", memory.ctypes.data)
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> int:
-        """See `Device`.
+        """Implement `Device.pin`.
 
         Raises
         ------
         InvalidArgument
-            The memory does not begin or end with a page.
+            If the memory does not consist of whole pages.
         TransportError
-            Status ``CUDA_ERROR_OUT_OF_MEMORY``: no more may be locked.
+            If the driver refuses; status ``CUDA_ERROR_OUT_OF_MEMORY``: the limit of locked memory
+            is reached.
         """
         address, page = memory.ctypes.data, os.sysconf("SC_PAGE_SIZE")
         if address % page or memory.nbytes % page or not memory.flags.c_contiguous:
             raise InvalidArgument(
-                f"{memory.nbytes} bytes at {address:#x} cannot be pinned: allowed are whole pages "
-                f"of {page} bytes"
+                f"{memory.nbytes} bytes at {address:#x} cannot be pinned: pass whole pages of "
+                f"{page} bytes"
             )
         self._call("cuMemHostRegister", address, memory.nbytes, _PORTABLE_AND_MAPPED)
         self._context.keep("pinning", address)
@@ -191,30 +197,30 @@ class CudaDevice:
             raise
 
     def unpin(self, memory: npt.NDArray[np.uint8]) -> None:
-        """See `Device`."""
+        """Implement `Device.unpin`."""
         self._context.end("pinning", memory.ctypes.data)
 
     # Between GPUs and processes
 
     def reach(self, peer: Device) -> None:
-        """See `Device`.
+        """Implement `Device.reach`.
 
         Raises
         ------
         InternalError
-            `peer` is no GPU of CUDA's.
+            If `peer` is not a `CudaDevice`.
         TransportError
-            Status ``NO_PEER_ACCESS``: the machine has no way from one to the other. ``NO_FLUSH``:
-            this GPU would miss what NICs write there. Else the driver's:
-            ``CUDA_ERROR_TOO_MANY_PEERS``.
+            If the machine has no path between the two GPUs (status ``NO_PEER_ACCESS``), if this GPU
+            may miss NIC writes to the memory of `peer` (``NO_FLUSH``), or if the driver refuses,
+            with its status: ``CUDA_ERROR_TOO_MANY_PEERS``, for example.
         """
         if peer.uuid == self._uuid:
             return
         if not isinstance(peer, CudaDevice):
-            raise InternalError(f"{self._name} was to reach {peer!r}, which is no GPU of CUDA's")
+            raise InternalError(f"{self._name} cannot reach {peer!r}, which is not a CudaDevice")
         if not self._cuda.call("cuDeviceCanAccessPeer", self._device, peer._device):
             raise TransportError(
-                f"{self._name} cannot reach the memory of {peer._name}: have data pass through "
+                f"{self._name} cannot reach the memory of {peer._name}: let data pass through "
                 "host memory",
                 status="NO_PEER_ACCESS",
             )
@@ -222,12 +228,12 @@ class CudaDevice:
         peer._remote_writes.share()
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """See `Device`.
+        """Implement `Device.export`.
 
         Raises
         ------
         TransportError
-            Status ``NO_IPC``: memory of this kind has no handle; says of which kind it is.
+            If memory of this kind has no handle (status ``NO_IPC``); the message names the kind.
         """
         with self.current():
             self._check_exportable(address)
@@ -246,19 +252,19 @@ class CudaDevice:
         if not attribute("IS_LEGACY_CUDA_IPC_CAPABLE", address):
             raise TransportError(
                 "the allocation has no IPC handle: it was mapped from pieces (expandable "
-                "segments), or is another process's",
+                "segments), or belongs to another process",
                 status="NO_IPC",
             )
 
     def map(self, handle: bytes) -> int:
-        """See `Device`; not in the process that exported it.
+        """Implement `Device.map`; the process that exported the handle cannot map it.
 
-        A GPU the memory is on must be visible to this process too; where it is another than this
-        one, access from one to the other is enabled.
+        The GPU that has the memory must be visible to this process too. If that GPU is not this
+        one, the call enables access from this GPU to it.
         """
         if len(handle) != _IPC_HANDLE_NBYTES:
             raise InvalidArgument(
-                f"an IPC handle of {len(handle)} bytes: allowed are {_IPC_HANDLE_NBYTES}"
+                f"an IPC handle of {len(handle)} bytes was given: it must have {_IPC_HANDLE_NBYTES}"
             )
         given = self._cuda.api.CUipcMemHandle()
         ctypes.memmove(given.getPtr(), handle, _IPC_HANDLE_NBYTES)
@@ -267,32 +273,34 @@ class CudaDevice:
         )
 
     def unmap(self, address: int) -> None:
-        """See `Device`."""
+        """Implement `Device.unmap`."""
         self._context.end("mapped allocation", address)
 
     def buffer_id(self, address: int) -> int:
-        """See `Device`."""
+        """Implement `Device.buffer_id`."""
         return int(self._cuda.pointer_attribute("BUFFER_ID", address))
 
-    # Written by others
+    # NIC writes
 
     def flush_remote_writes(self) -> None:
-        """See `Device`.
+        """Implement `Device.flush_remote_writes`.
 
         Raises
         ------
         TransportError
-            Status ``NO_FLUSH``: the GPU reorders writes, and the host cannot flush them.
+            If the GPU reorders writes and the driver does not support a flush (status
+            ``NO_FLUSH``).
         """
         self._remote_writes.flush(self._context)
 
     # Streams and events
 
     def make_stream(self, *, waits: bool = False) -> Stream:
-        """See `Device`; of the highest priority, so that a caller's kernels do not hold it up.
+        """Implement `Device.make_stream`.
 
-        Streams that wait have the next one, for a queue of the hardware
-        (CUDA_DEVICE_MAX_CONNECTIONS) has one priority.
+        The stream has the highest priority, so the caller's kernels do not delay it. A stream with
+        `waits` has the next lower priority: streams that share a hardware queue
+        (CUDA_DEVICE_MAX_CONNECTIONS) have the same priority.
         """
         lowest, highest = self._call("cuCtxGetStreamPriorityRange")
         priority = min(highest + waits, lowest)  # the highest is the least number
@@ -300,45 +308,54 @@ class CudaDevice:
         return Stream(self._context.keep("stream", stream))
 
     def destroy_stream(self, stream: Stream) -> None:
-        """See `Device`; does not wait."""
+        """Implement `Device.destroy_stream`; the call does not wait."""
         self._context.end("stream", stream)
 
     def make_event(self) -> Event:
-        """See `Device`; it takes no time."""
+        """Implement `Device.make_event`; the event does not record the time."""
         return Event(self._context.keep("event", self._call("cuEventCreate", _NO_TIMING)))
 
     def destroy_event(self, event: Event) -> None:
-        """See `Device`; does not wait."""
+        """Implement `Device.destroy_event`; the call does not wait."""
         self._context.end("event", event)
 
     def record(self, event: Event, stream: Stream) -> None:
-        """See `Device`."""
+        """Implement `Device.record`."""
         self._call("cuEventRecord", event, stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """See `Device`."""
+        """Implement `Device.wait`."""
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def is_done(self, event: Event) -> bool:
-        """See `Device`; raises what earlier work failed of, whichever event it is asked of."""
+        """Implement `Device.is_done`.
+
+        Raises
+        ------
+        TransportError
+            If any earlier work of the context failed, even if `event` does not cover that work.
+        """
         return self._cuda.is_done("cuEventQuery", event)
 
     def synchronize(self, event: Event, timeout_s: float) -> bool:
-        """See `Device`; polls, ever less often: the driver's own wait has no deadline."""
+        """Implement `Device.synchronize` by polling at growing intervals.
+
+        The driver's own wait has no deadline.
+        """
         return self._context.wait_until(lambda: self.is_done(event), timeout_s)
 
     def write_word(self, stream: Stream, address: int, value: int) -> None:
-        """See `Device`."""
+        """Implement `Device.write_word`."""
         word = value & _WORD_MASK
         self._call("cuStreamWriteValue32", stream, address, word, _AFTER_A_FENCE)
 
     def wait_word(self, stream: Stream, address: int, value: int) -> None:
-        """See `Device`.
+        """Implement `Device.wait_word`.
 
-        The driver does not know who will write the word. Where there are more streams than
-        CUDA_DEVICE_MAX_CONNECTIONS (8 by default), some share a queue of the hardware, and what is
-        enqueued after the wait stands still there, of whichever stream: the word must not depend on
-        it.
+        The driver does not know which work writes the word. If there are more streams than hardware
+        queues (CUDA_DEVICE_MAX_CONNECTIONS, by default 8), streams share a queue, and the wait
+        blocks all work that is enqueued later in that queue, on any stream. The write of the word
+        must not depend on such work.
         """
         word = value & _WORD_MASK
         self._call("cuStreamWaitValue32", stream, address, word, _GREATER_OR_EQUAL)
@@ -346,7 +363,7 @@ class CudaDevice:
     # Work
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """See `Device`."""
+        """Implement `Device.copy`."""
         self._call("cuMemcpyAsync", target, source, nbytes, stream)
 
     def copy_rows(
@@ -359,7 +376,10 @@ class CudaDevice:
         nrows: int,
         stream: Stream,
     ) -> None:
-        """See `Device`; rows further apart than the hardware can say are copied one by one."""
+        """Implement `Device.copy_rows`.
+
+        If a pitch exceeds the hardware's limit, the rows are copied one by one.
+        """
         if max(target_pitch, source_pitch) > self._max_pitch:
             for row in range(nrows):
                 at, from_ = target + row * target_pitch, source + row * source_pitch
@@ -373,14 +393,14 @@ class CudaDevice:
         self._call("cuMemcpy2DAsync", rows, stream)
 
     def load(self, ptx: bytes, entry: str) -> Kernel:
-        """See `Device`.
+        """Implement `Device.load`.
 
         Raises
         ------
         TransportError
-            The driver's compiler refuses the PTX, with what it says of it; status
-            ``CUDA_ERROR_UNSUPPORTED_PTX_VERSION``: the driver is too old for it.
-            ``CUDA_ERROR_NOT_FOUND``: it has no such entry.
+            If the driver's compiler rejects the PTX, with the compiler's log and the driver's
+            status. ``CUDA_ERROR_UNSUPPORTED_PTX_VERSION``: the driver is too old for the PTX.
+            ``CUDA_ERROR_NOT_FOUND``: the PTX has no such entry.
         """
         log = bytearray(_LOG_NBYTES)
         options = self._cuda.api.CUjit_option
@@ -392,13 +412,14 @@ class CudaDevice:
         except TransportError as exc:
             said = log.partition(b"\0")[0].decode(errors="replace").strip()
             raise TransportError(
-                f"the driver does not load kernel {entry} ({exc}): {said or 'it does not say why'}",
+                f"the driver cannot load kernel {entry} ({exc}): {said or 'it gives no reason'}",
                 status=exc.status,
             ) from exc
         number = self._context.keep("module", module)
         try:
             kernel = int(self._call("cuModuleGetFunction", number, entry.encode()))
-            # Loaded lazily it would be at its first launch, which may then wait for the device.
+            # Without this call the driver would load the kernel at its first launch, which might
+            # then wait for the device.
             self._call("cuFuncLoad", kernel)
             return Kernel(kernel)
         except TransportError:
@@ -409,7 +430,7 @@ class CudaDevice:
         self, kernel: Kernel, nblocks: int, nthreads: int, stream: Stream,
         arguments: Sequence[Argument],
     ) -> None:  # fmt: skip
-        """See `Device`."""
+        """Implement `Device.launch`."""
         values = tuple(value for value, _ in arguments)
         types = tuple(kind for _, kind in arguments)
         self._call(
@@ -417,14 +438,17 @@ class CudaDevice:
         )
 
     def close(self) -> None:
-        """See `Device`; no other call may be under way. Again: does nothing, or tries again.
+        """Implement `Device.close`; no other call may be in progress.
+
+        After a timeout, `close` can be called again. After success, it does nothing.
 
         Raises
         ------
         TransportTimeout
-            Work did not end; nothing was freed, since the driver would wait for it for ever.
+            If work did not end. Nothing was freed, because the driver would wait for the work
+            without a deadline.
         TransportError
-            The driver refused to free something; all else was freed.
+            If the driver refused to free a resource. All other resources were freed.
         """
         self._context.close(self._close_timeout_s)
 

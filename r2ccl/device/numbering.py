@@ -1,7 +1,8 @@
-"""Maps PCI bus ids, the same in every process, to ordinals, which are not.
+"""Maps the PCI bus ID of a GPU to its ordinal in this process.
 
-CUDA_VISIBLE_DEVICES and MIG decide which GPUs have an ordinal. Makes no contexts. Invariant: bus
-ids are written as the kernel and `r2ccl.topology` write them.
+Bus IDs are the same in all processes. Ordinals differ: CUDA_VISIBLE_DEVICES and MIG decide which
+GPUs have one. Functions of this module create no CUDA context. Invariant: bus IDs are in the
+notation of the Linux kernel, which `r2ccl.topology` uses too.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from typing import Any
 
 from r2ccl.device.bindings import Cuda
 
-#: More than a bus id takes: 13 characters, more where the domain has over four digits.
+#: Buffer size for a bus ID, which has 13 characters, or more if the domain exceeds four digits.
 _ROOM = 32
 
 
 def bus_id_of(cuda: Cuda, device: Any) -> str:
-    """Return the PCI bus id of a ``CUdevice``: ``0000:1b:00.0``."""
+    """Return the PCI bus ID of a ``CUdevice``, such as ``0000:1b:00.0``."""
     told = bytes(cuda.call("cuDeviceGetPCIBusId", _ROOM, device)).partition(b"\0")[0].decode()
     domain, _, rest = told.lower().partition(":")
     return f"{int(domain, 16):04x}:{rest}"
@@ -27,22 +28,24 @@ def ordinal_of(bus_id: str) -> int | None:
     Parameters
     ----------
     bus_id : str
-        As the kernel spells it.
+        PCI bus ID in the Linux kernel's notation, such as ``0000:1b:00.0``.
 
     Returns
     -------
     int or None
-        None: the process does not see it. In MIG mode that of the instance which it sees.
+        The ordinal; in MIG mode, the ordinal of the instance that this process sees. None if the
+        GPU is not visible to this process.
 
     Raises
     ------
     TransportError
-        Status ``NO_CUDA``: the bindings, the driver or a GPU are missing.
+        If the bindings, the driver or a GPU are missing (status ``NO_CUDA``).
 
     Notes
     -----
-    All are asked: what the driver's own search answers for a GPU that is not visible is not
-    documented. *Cost*: some µs, once the driver is initialised.
+    The function compares the bus IDs of all visible GPUs. ``cuDeviceGetByPCIBusId`` is not used,
+    because its result for a GPU that is not visible is not documented. *Cost*: some µs, once the
+    driver is initialised.
     """
     cuda = Cuda()
     for ordinal in range(int(cuda.call("cuDeviceGetCount"))):

@@ -1,17 +1,18 @@
-"""Ordering of NIC writes to a GPU's memory with the GPU's work.
+"""Orders NIC writes to a GPU's memory before GPU work that reads them.
 
-On a GPU that keeps the order, work sees the NIC writes from before it was enqueued. On others it
-does so after a flush, which the host requests between the completion and the work. Streams of
-some platforms flush too (CU_STREAM_MEM_OP_FLUSH_REMOTE_WRITES), each for what comes after it there;
-that is not used. Where NICs reach one GPU on two paths (PCIe beside a link to the processor), the
-driver speaks of each alone: all must take the same.
+On a GPU that keeps the order, work sees all NIC writes that completed before the work was enqueued.
+On other GPUs, the host must flush the writes after polling the completion and before enqueuing the
+work. On some platforms a stream can flush too (CU_STREAM_MEM_OP_FLUSH_REMOTE_WRITES), for the later
+work on that stream; this library does not use that. If NICs reach a GPU over two interconnects
+(PCIe and a link to the processor), the driver guarantees the order only within each of them, so all
+NICs must use the same one.
 
-Invariant: a flush that the driver cannot do raises; it is never skipped silently.
+Invariant: if a flush is necessary and the driver does not support it, an error is raised.
 
 References
 ----------
 CUDA driver API 13, cuFlushGPUDirectRDMAWrites, CUGPUDirectRDMAWritesOrdering,
-CUflushGPUDirectRDMAWritesOptions. The numbers below are cuda.h's.
+CUflushGPUDirectRDMAWritesOptions. The numbers below are from cuda.h.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from r2ccl.device.bindings import Cuda
 from r2ccl.device.context import PrimaryContext
 from r2ccl.errors import TransportError
 
-#: CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ and CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_: who sees writes in
-#: order by itself, or after a flush. A wider scope has a greater number.
+#: Values of CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ and CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_: the GPUs
+#: that see writes in order without a flush, or after one. A wider scope has a greater value.
 _OWNER, _ALL_DEVICES = 100, 200
-#: CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST: cuFlushGPUDirectRDMAWrites can be called.
+#: CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST: cuFlushGPUDirectRDMAWrites is supported.
 _BY_HOST = 1
 
 
 class RemoteWrites:
-    """Writes of NICs to the memory of one GPU.
+    """Ordering and flush of NIC writes to the memory of one GPU.
 
     Parameters
     ----------
     cuda : Cuda
     device : CUdevice
     name : str
-        The GPU, for messages.
+        Name of the GPU in messages.
     """
 
     def __init__(self, cuda: Cuda, device: Any, name: str) -> None:
-        #: Whether other GPUs of the process read what is written.
+        #: True if other GPUs of the process read the written memory too.
         self._are_for_all = False
         self._cuda = cuda
         self._name = name
@@ -51,44 +52,45 @@ class RemoteWrites:
 
     @property
     def are_reordered(self) -> bool:
-        """True if readers may miss writes without a flush."""
+        """True if GPU work may miss NIC writes without a flush."""
         return self._ordering < (_ALL_DEVICES if self._are_for_all else _OWNER)
 
     def share(self) -> None:
-        """Have other GPUs of the process see them too.
+        """Extend the ordering and the flush to the other GPUs of the process.
 
         Raises
         ------
         TransportError
-            Status ``NO_FLUSH``: they would miss some, and the host cannot flush them.
+            If other GPUs may miss writes and the driver does not support a flush (status
+            ``NO_FLUSH``).
         """
         if self._ordering < _ALL_DEVICES and not self._can_flush:
             raise TransportError(
-                f"other GPUs see what NICs write to the memory of {self._name} out of order, and "
-                "its driver has no flush of that: have NICs write elsewhere",
+                f"other GPUs may miss NIC writes to the memory of {self._name}, and its driver "
+                "supports no flush: let NICs write to other memory",
                 status="NO_FLUSH",
             )
         self._are_for_all = True
 
     def flush(self, context: PrimaryContext) -> None:
-        """Wait until who reads them sees them; nothing where they are in order.
+        """Make completed NIC writes visible to later GPU work, if that needs a flush.
 
         Parameters
         ----------
         context : PrimaryContext
-            Of the GPU.
+            Context of the GPU.
 
         Raises
         ------
         TransportError
-            Status ``NO_FLUSH``: they are not, and the host cannot flush them.
+            If a flush is needed and the driver does not support it (status ``NO_FLUSH``).
         """
         if not self.are_reordered:
             return
         if not self._can_flush:
             raise TransportError(
-                f"{self._name} reorders what NICs write to its memory, and its driver has no flush "
-                "of them: have data pass through host memory, as with R2CC_HCA=none",
+                f"{self._name} reorders NIC writes to its memory, and its driver supports no "
+                "flush: let data pass through host memory, for example with R2CC_HCA=none",
                 status="NO_FLUSH",
             )
         api = self._cuda.api

@@ -1,7 +1,7 @@
-"""Views of device memory, by which transports name slices that NICs read and write.
+"""Memoryviews of device memory, which transports pass to NICs.
 
-A view has an address and a length and is sliced like any other, but the host cannot access its
-bytes. Must not import the driver. Invariant: only NICs read or write through a view.
+A view has an address and a length and can be sliced, but the host cannot access its bytes.
+Invariant: only NICs read or write through a view.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import ctypes
 
 import numpy as np
 
-#: More than any GPU's memory, so that one type serves all views.
+#: Length of the array type in bytes: more than any GPU's memory, so one type serves all views.
 _EVERYTHING = 1 << 47
 
 
 class _DeviceBytes(ctypes.Array[ctypes.c_uint8]):
-    """Memory of a device, from some address on."""
+    """Device memory that starts at the address of the array."""
 
     _type_ = ctypes.c_uint8
     _length_ = _EVERYTHING
@@ -32,7 +32,7 @@ def address_of(view: memoryview) -> int:
 
 
 def is_device_view(view: memoryview) -> bool:
-    """Return whether a view is of device memory."""
+    """Return whether `view` is from `view_of`, or a part of such a view."""
     return isinstance(view.obj, _DeviceBytes)
 
 

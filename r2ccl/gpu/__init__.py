@@ -1,6 +1,6 @@
 """Collectives on GPU memory.
 
-`collectives` starts a call, which one of these `backends` carries out:
+`collectives` starts a call. One of these `backends` executes it:
 
 ===============  ==================================================================================
 `peer`           within a node, GPUs read and write each other's memory (CUDA IPC)
@@ -9,6 +9,6 @@
 `staged`         copies through pinned host memory
 ===============  ==================================================================================
 
-`nic_affinity` finds the NICs near each GPU, `pxn` reaches far ones through other GPUs, `hardware`
-opens GPUs. Importing this package imports none of them, nor a driver.
+`nic_affinity` finds the NICs near each GPU, `pxn` reaches distant NICs through other GPUs, and
+`hardware` opens GPUs. Importing this package imports no module of it and loads no driver.
 """

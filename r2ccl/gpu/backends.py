@@ -1,9 +1,10 @@
-"""Selects the backends of collectives on GPU memory; all ranks agree.
+"""Selects the backends for collectives on GPU memory, the same on all ranks.
 
-In order of preference: kernels that access the memory of all GPUs of a node (`r2ccl.gpu.peer`),
-with another backend between several such nodes (`r2ccl.gpu.hierarchical`); slices that NICs read
-from and write to GPU memory (`r2ccl.gpu.gpudirect`); windows through pinned host memory
-(`r2ccl.gpu.staged`), which always works. Each is tried, not inferred from attributes.
+In order of preference: kernels that access the memory of all GPUs of a node (`r2ccl.gpu.peer`), or,
+on several nodes, such kernels combined with another backend between the nodes
+(`r2ccl.gpu.hierarchical`); NICs that read and write slices in GPU memory (`r2ccl.gpu.gpudirect`);
+copies through pinned host memory (`r2ccl.gpu.staged`), which always work. To find out whether a
+backend works, the ranks try it: device attributes alone are not trusted.
 
 Invariant: all ranks have the same backends, in the same order.
 """
@@ -38,80 +39,88 @@ from r2ccl.types import AllgatherBytes
 
 _log = logging.getLogger(__name__)
 
-#: Slots of a PXN route: slices in flight, sent and received. Further slices go directly.
+#: Number of slots of a PXN route, one per slice in flight, sent or received. When all are in use,
+#: further slices travel directly.
 _NSLOTS = 16
 
 
 class GpuKernels(PeerKernels, ReductionKernels, Protocol):
-    """Loads and launches the kernels of every backend, as `r2ccl.kernels.cuda.Launcher` does."""
+    """Loader and launcher of all backends' kernels, such as `r2ccl.kernels.cuda.Launcher`."""
 
 
 class GpuBackend(Protocol):
-    """Carries out collectives on GPU memory: `PeerBackend`, `GpuDirectBackend`, `StagedBackend`."""
+    """Executes collectives on GPU memory.
+
+    `PeerBackend`, `HierarchicalBackend`, `GpuDirectBackend` and `StagedBackend` implement it.
+    """
 
     def supports(self, call: DeviceCall) -> bool:
-        """Return whether the backend can carry out `call`; the same on all ranks."""
+        """Return whether the backend can execute `call`; the answer is the same on all ranks."""
         ...
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """Return whether `prepare` has nothing to do."""
+        """Return whether `begin` can be called without `prepare`."""
         ...
 
     def prepare(self, call: DeviceCall) -> None:
-        """Load and allocate what `call` needs, which may wait for the device.
+        """Load the kernels and allocate the memory that `call` needs; may wait for the device.
 
-        No stream waits for the host meanwhile.
+        No stream may be waiting for the host during this call.
         """
         ...
 
     def begin(self, call: DeviceCall, stream: Stream) -> tuple[Any, Event]:
-        """Enqueue the device's work of a prepared call; see `StagedBackend.begin`."""
+        """Enqueue the device's part of a prepared call, after the earlier work of `stream`.
+
+        See `StagedBackend.begin` for the results.
+        """
         ...
 
     def finish(self, job: Any) -> None:
-        """Do the host's work of a call."""
+        """Execute the host's part of a call; runs in the communicator's worker thread."""
         ...
 
     def examine(self, job: Any) -> None:
-        """Raise the error of a call that the device has finished, if it has one."""
+        """Raise the error of a call that the device has finished, if the call failed."""
         ...
 
     def mark(self) -> Event:
-        """Return an event that is done when all calls begun so far are."""
+        """Return an event that is done when all calls begun so far are done."""
         ...
 
     def take_event(self) -> Event:
-        """Return an unused event, to be returned with `recycle`."""
+        """Return an unused event; return it with `recycle` after use."""
         ...
 
     def recycle(self, event: Event) -> None:
-        """Take an event back."""
+        """Return `event` to the pool of unused events."""
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the device, then free everything."""
+        """Wait up to `timeout_s` seconds for the device, then free all resources."""
         ...
 
 
 class BackendSelector:
-    """Selects the backends of one rank.
+    """Selects the backends of one rank, together with all other ranks.
 
     Parameters
     ----------
     engine : Engine
     entry : PlanSelector
+        Begins each collective and selects its plan.
     run : callable
         Runs a planned collective on host memory.
     config : Config
     nodes : sequence of sequence of int
-        The ranks of each node.
+        Ranks of each node.
     allgather : callable
         See `AllgatherBytes`.
     labels : sequence of str
         RDMA ports of the home rails, in the order of rails; empty if the rails are sockets.
     hardware : Hardware
     pxn : PxnTransport or None
-        Carries slices through other GPUs; None: not available.
+        Transport that can send slices through other GPUs; None if it is not available.
     """
 
     def __init__(
@@ -140,17 +149,19 @@ class BackendSelector:
         self._pxn = pxn
 
     def select(self, device: Device, kernels: GpuKernels) -> tuple[GpuBackend, ...]:
-        """Try the backends, together with all ranks.
+        """Try each backend on all ranks and return those that work.
 
         Returns
         -------
         tuple of GpuBackend
-            In order of preference; the last supports all calls. Close them in this order.
+            Backends in order of preference; the last one supports all calls. The caller must close
+            them in this order.
 
         Raises
         ------
         TransportError
-            Streams of the GPU cannot wait for the host, or R2CC_IPC=1 cannot be met.
+            If streams of the GPU cannot wait for the host, or if R2CC_IPC=1 is set and the GPUs
+            cannot access each other's memory.
 
         Notes
         -----
@@ -167,15 +178,15 @@ class BackendSelector:
         board = why or connect_peers(device, self._rank, self._nodes, self._allgather)
         if isinstance(board, str) and self._config.ipc == "1":
             raise TransportError(
-                f"rank {self._rank}: GPUs do not reach each other's memory ({board}), and "
-                "R2CC_IPC=1 allows no other backend; set it to auto",
+                f"rank {self._rank}: GPUs cannot access each other's memory ({board}), and "
+                "R2CC_IPC=1 allows no other backend; set R2CC_IPC=auto",
                 rank=self._rank,
                 status="NO_IPC",
             )
         if isinstance(board, str):
-            _log.info("rank %d: GPUs do not work on each other's memory: %s", self._rank, board)
+            _log.info("rank %d: GPUs do not access each other's memory: %s", self._rank, board)
             return self._rail_backends(device, kernels)
-        _log.info("rank %d: GPUs of a node work on each other's memory", self._rank)
+        _log.info("rank %d: GPUs of a node access each other's memory", self._rank)
         if len(self._nodes) > 1:
             group = tuple(sorted(node[board.index] for node in self._nodes))
             affinity = self._find_affinity(device)
@@ -187,7 +198,7 @@ class BackendSelector:
                 enter = self._entry.among(group, homes)
                 return self._hierarchical(device, kernels, board, backends, enter), *backends
             except BaseException:
-                # Closing the device does not end registrations with NICs.
+                # Closing the device does not deregister its memory from the NICs.
                 for each in backends:
                     each.close(self._config.timeout_s)
                 raise
@@ -195,12 +206,12 @@ class BackendSelector:
         return PeerBackend(device, kernels, board, members, **self._waiting()), self._staged(device)
 
     def _why_no_ipc(self) -> str:
-        """Return why GPUs cannot access each other's memory, as far as all ranks know already."""
+        """Return the reason not to try CUDA IPC that all ranks know, or an empty string."""
         sizes = {len(node) for node in self._nodes}
         if self._config.ipc == "0":
             return "R2CC_IPC=0"
         if not 2 <= min(sizes) <= max(sizes) <= MOST_RANKS:
-            return f"{min(sizes)} to {max(sizes)} ranks on a host; 2 to {MOST_RANKS} can"
+            return f"{min(sizes)} to {max(sizes)} ranks per host; it needs 2 to {MOST_RANKS}"
         if len(sizes) > 1:
             return "hosts have different numbers of ranks"
         return ""
@@ -223,9 +234,9 @@ class BackendSelector:
             pxn_routes=pxn_routes,
         )
         if isinstance(direct, str):
-            _log.info("rank %d: GPU memory passes through the host: %s", self._rank, direct)
+            _log.info("rank %d: GPU data passes through host memory: %s", self._rank, direct)
             return (staged,)
-        _log.info("rank %d: NICs reach the GPU's memory", self._rank)
+        _log.info("rank %d: NICs access the GPU's memory directly", self._rank)
         return direct, staged
 
     def _hierarchical(
@@ -249,7 +260,7 @@ class BackendSelector:
         )
 
     def _find_affinity(self, device: Device) -> NicAffinity | None:
-        """Return which rails are near which rank's GPU; None if the rails are sockets."""
+        """Return the rails near each rank's GPU; None if the rails are sockets."""
         if not self._labels:
             return None
         return find_nic_affinity(
@@ -262,7 +273,7 @@ class BackendSelector:
         )
 
     def _homes_of(self, group: Sequence[int], affinity: NicAffinity | None) -> list[int]:
-        """Return the rails near the GPUs of a group; empty if that is not known."""
+        """Return the rails near the GPUs of a group; empty if the rails are sockets."""
         if affinity is None:
             return []
         homes = self._engine.homes
@@ -275,7 +286,7 @@ class BackendSelector:
         group: Sequence[int],
         homes: Sequence[int],
     ) -> PxnRoutes | None:
-        """Return the PXN routes of this rank for `homes`, the rails its group uses; None: none."""
+        """Return this rank's PXN routes, opened if rails in `homes` fail; None if it has none."""
         rails, known_health = self._engine.homes, self._engine.known_health
         is_possible = affinity is not None and affinity.pxn_routes and self._pxn is not None
         if affinity is None or self._pxn is None or not is_possible or known_health() is None:
@@ -283,7 +294,7 @@ class BackendSelector:
 
         def health() -> Health:
             known = known_health()
-            assert known is not None, "asked above: it agrees from the start or never"
+            assert known is not None, "checked above; a health agreement exists always or never"
             return known.health
 
         return PxnRoutes(
@@ -315,7 +326,7 @@ class BackendSelector:
         )
 
     def _waiting(self) -> dict[str, Any]:
-        """Return the arguments with which `PeerBackend` waits."""
+        """Return the arguments of `PeerBackend` that control its waits."""
         return {
             "check": self._engine.check,
             "clock": monotonic,

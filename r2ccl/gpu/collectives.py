@@ -1,11 +1,11 @@
 """Collectives on GPU memory, ordered on a stream and asynchronous to the host.
 
-The caller's thread enqueues all of the device's work and returns; the communicator's worker does
-the host's part. `r2ccl.gpu.backends` selected the backends. The caller's stream waits for the
-result, unless the caller asked for a `Work`, which can make any stream wait.
+The caller's thread enqueues all of the device's work and returns. The communicator's worker thread
+executes the host's part, with a backend that `r2ccl.gpu.backends` selected. The caller's stream
+waits for the result, unless the caller asked for a `Work`, which can make any stream wait.
 
 Invariants: all ranks use the same backend for a call; arrays stay referenced until the device has
-finished with them.
+finished using them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from r2ccl.runtime.async_work import Task, Work, Worker
 if TYPE_CHECKING:
     from r2ccl.gpu.backends import GpuBackend, GpuKernels
 
-#: Returns the GPU with an ordinal, and its kernels.
+#: Function that opens the GPU with an ordinal and returns it with its kernels.
 OpenDevice: TypeAlias = "Callable[[int], tuple[Device, GpuKernels]]"
-#: Returns the backends for a GPU in order of preference; the last supports all calls.
+#: Function that returns the backends for a GPU in order of preference; the last supports all calls.
 SelectBackends: TypeAlias = "Callable[[Device, GpuKernels], Sequence[GpuBackend]]"
 
 
 class _BorrowedArrays(NamedTuple):
-    """Arrays that the device uses until `done`."""
+    """Arrays of a call, which the device uses until the event `done`."""
 
     done: Event
     request: Request
@@ -43,9 +43,9 @@ class _BorrowedArrays(NamedTuple):
 
 
 class _ActiveDevice(NamedTuple):
-    """The GPU in use, the backends its calls can take, and the arrays it still works on.
+    """The GPU in use, the backends of its calls, and the arrays it still uses.
 
-    ``is_closed`` is set before the device is closed, which is done with all calls then.
+    ``is_closed`` is set when all calls are done, just before the device is closed.
     """
 
     device: Device
@@ -55,7 +55,7 @@ class _ActiveDevice(NamedTuple):
 
 
 class DeviceOutcome:
-    """Completion of a call on GPU memory, an `Effects`; usable after the GPU was closed."""
+    """Completion of a call on GPU memory; implements `Effects`, even after the GPU was closed."""
 
     def __init__(
         self, active: _ActiveDevice, job: HostJob, stream: Stream, backend: GpuBackend
@@ -68,11 +68,11 @@ class DeviceOutcome:
         weakref.finalize(self, backend.recycle, self._done)
 
     def is_done(self) -> bool:
-        """See `Effects`."""
+        """Implement `Effects.is_done`."""
         return self._active.is_closed.is_set() or self._active.device.is_done(self._done)
 
     def synchronize(self, timeout_s: float) -> bool:
-        """See `Effects`."""
+        """Implement `Effects.synchronize`; raise the call's error if it failed."""
         active = self._active
         is_over = active.is_closed.is_set() or active.device.synchronize(self._done, timeout_s)
         if is_over:
@@ -80,7 +80,7 @@ class DeviceOutcome:
         return is_over
 
     def order(self, stream: Any) -> None:
-        """See `Effects`; the default is the stream of the call."""
+        """Implement `Effects.order`; the default is the stream of the call."""
         later = stream_of(stream, self._stream)
         if not self._active.is_closed.is_set():
             self._active.device.wait(later, self._done)
@@ -93,11 +93,11 @@ class DeviceCollectives:
     ----------
     rank : int
     timeout_s : float
-        Limit of a call.
+        Time limit of a call, in seconds.
     worker : Worker
-        Runs the host's part of calls, in their order.
+        Executes the host's part of calls, in their order.
     check : callable
-        Raises the error that ended the communicator, if any.
+        Raises the error that ended the communicator, if it has ended.
     open_device : callable
         See `OpenDevice`.
     select_backends : callable
@@ -128,20 +128,20 @@ class DeviceCollectives:
         Parameters
         ----------
         request : Request
-            On device memory.
+            The call, with arrays in device memory.
         stream : object or None
-            As the caller passed it.
+            Stream argument of the caller.
         is_async : bool
-            Return a `Work`; the stream does not wait for the result.
+            True to return a `Work` instead of making the stream wait for the result.
 
         Raises
         ------
         InvalidArgument
-            The GPU is not that of earlier calls, or `stream` is no stream.
+            If the arrays are not on the GPU of earlier calls, or if `stream` is not a stream.
         TransportError
-            The device failed; the communicator ends.
+            If the device failed; the communicator ends.
         R2cclError
-            The communicator had ended.
+            If the communicator has ended.
         """
         source, output = request.source, request.output
         assert isinstance(source, DeviceBuffer)
@@ -167,10 +167,10 @@ class DeviceCollectives:
         return request.result
 
     def _await_calls(self) -> None:
-        """Wait until no stream waits for the worker, before calls that wait for the GPU."""
+        """Wait until no stream waits for the worker: `GpuBackend.prepare` may wait for the GPU."""
         if not self._worker.drain(self._timeout_s):
             raise TransportTimeout(
-                f"rank {self._rank}: collectives begun before are not over in "
+                f"rank {self._rank}: earlier collectives did not finish in "
                 f"{self._timeout_s:g} s; look for a kernel that hangs, or raise R2CC_TIMEOUT_S",
                 rank=self._rank,
                 status="TIMEOUT",
@@ -178,14 +178,14 @@ class DeviceCollectives:
         self._check()
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the device and free everything; the worker is idle.
+        """Wait for the device and free all resources; the worker must be idle.
 
         Raises
         ------
         TransportTimeout
-            The device is still busy; the memory it uses is not freed.
+            If the device is still busy after `timeout_s` seconds; the memory it uses is not freed.
         TransportError
-            Something could not be freed; the rest was.
+            If a resource could not be freed; all others were freed.
         """
         active, self._active = self._active, None
         if active is None:
@@ -209,7 +209,7 @@ class DeviceCollectives:
     ) -> tuple[Task, HostJob, Event]:
         """Enqueue the device's work, and submit the host's part to the worker."""
         job, done = backend.begin(call, stream)
-        # Also if `begin` failed: the part that was enqueued must end.
+        # Even if `begin` failed: `finish` lets the work that was enqueued end.
         task = self._worker.submit(lambda: backend.finish(job))
         if job.error is not None:
             task.wait()
@@ -230,9 +230,9 @@ class DeviceCollectives:
             active = self._active = self._make(ordinal)
         if active.device.ordinal != ordinal:
             raise InvalidArgument(
-                f"rank {self._rank}: an array on GPU {ordinal}, but this communicator works on GPU "
-                f"{active.device.ordinal}, where its first one was: copy it, or make another "
-                "communicator"
+                f"rank {self._rank}: the array is on GPU {ordinal}, but this communicator uses GPU "
+                f"{active.device.ordinal}, where its first array was: copy the array, or create "
+                "another communicator"
             )
         return active
 
@@ -247,7 +247,7 @@ class DeviceCollectives:
             raise
 
     def _drop_finished(self, active: _ActiveDevice) -> None:
-        """Drop references to arrays that the device has finished with."""
+        """Drop references to arrays that the device no longer uses."""
         while active.borrowed and active.device.is_done(active.borrowed[0].done):
             arrays = active.borrowed.popleft()
             arrays.backend.recycle(arrays.done)

@@ -1,18 +1,18 @@
 """Reduces, divides and copies slices in GPU memory, asynchronously to the data loop.
 
-`ReductionStream` numbers the work it enqueues on one stream; an event recorded by each `commit`
-tells how far the stream has come.
+`ReductionStream` numbers the work it enqueues on one stream. Each `commit` records an event, by
+which the host learns how much of the work is done.
 
-*Order.* Work on the stream runs in order, so kernels need no host to order them among each other,
-whatever the lane. The host orders kernels and NICs. A NIC reads a kernel's output after the host
-has seen the kernel's event. A kernel reads a NIC's output because it is launched after the host has
-polled the completion: "only CUDA synchronization and work submission APIs provide memory ordering
-of GPUDirect RDMA operations". On a device that reorders remote writes they are flushed once, before
-the first work after each `commit`: a slice's work is enqueued after the slice arrived, and each
-poll of the transport is followed by a `commit`.
+*Order.* Work on the stream runs in order, so the host need not order kernels among each other, even
+those of different channels. The host orders kernels and NICs. A NIC reads a kernel's output after
+the host has seen that the kernel's event is done. A kernel that reads a NIC's output is launched
+after the host has polled the completion: "only CUDA synchronization and work submission APIs
+provide memory ordering of GPUDirect RDMA operations". On a device that reorders remote writes, one
+flush precedes the first work after each `commit`. That suffices, because the work for a slice is
+enqueued after the slice arrived, and a `commit` follows each poll of the transport.
 
-Only `ReductionStream.drain` waits for the device. Invariant: work counts as done once its event was
-seen to be.
+Only `ReductionStream.drain` waits for the device. Invariant: work counts as done only after the
+host has seen that its event is done.
 
 References
 ----------
@@ -31,7 +31,7 @@ from r2ccl.kernels.cuda.form import Form
 
 
 class ReductionKernels(Protocol):
-    """Loads and launches reduction kernels, as `r2ccl.kernels.cuda.Launcher` does."""
+    """Loader and launcher of reduction kernels, such as `r2ccl.kernels.cuda.Launcher`."""
 
     def prepare(self, form: Form) -> object:
         """Load a kernel; may wait for the device."""
@@ -48,19 +48,19 @@ class ReductionKernels(Protocol):
         factor: float = 1.0,
         nranks: int = 1,
     ) -> None:
-        """Launch a prepared kernel."""
+        """Launch a prepared kernel over `count` elements on `stream`."""
         ...
 
 
 class _Batch(NamedTuple):
-    """All work up to ``number`` is done when ``event`` is."""
+    """Work that one `commit` covers: all work up to ``number`` is done when ``event`` is done."""
 
     number: int
     event: Event
 
 
 class ReductionStream:
-    """Reductions and copies on one stream of a device; a `r2ccl.runtime.progress.Computer`.
+    """Reductions and copies on one stream of a device; implements `Computer` for the data loop.
 
     Parameters
     ----------
@@ -69,9 +69,10 @@ class ReductionStream:
 
     Notes
     -----
-    Used by the owner of the data loop; between collectives, by the thread that runs them.
+    Only the thread that owns the data loop may call it, and between collectives only the thread
+    that runs them.
 
-    *After failure*: a call that raises enqueued nothing and used no number; earlier work may
+    *After failure*: a method that raises has enqueued nothing and used no number. Earlier work may
     run until `drain` returns True.
     """
 
@@ -79,7 +80,7 @@ class ReductionStream:
         self._device = device
         self._kernels = kernels
         self._stream = device.make_stream()
-        #: Number of the last work that was enqueued, and recorded by an event.
+        #: Numbers of the newest work that was enqueued, covered by an event, and completed.
         self._begun = 0
         self._committed = 0
         self._computed = 0
@@ -95,7 +96,7 @@ class ReductionStream:
 
     @property
     def is_busy(self) -> bool:
-        """See `Computer`."""
+        """True if the host does not know yet that all enqueued work is done."""
         return self._computed < self._begun
 
     def run(self, form: Form, sources: Sequence[int], target: int, count: int, nranks: int) -> int:
@@ -120,7 +121,7 @@ class ReductionStream:
         return self._begun
 
     def commit(self) -> None:
-        """See `Computer`: record one event for all work since the last `commit`."""
+        """Record one event for all work enqueued since the last `commit`, if there is any."""
         if self._committed < self._begun:
             event = self._events.pop() if self._events else self._device.make_event()
             self._device.record(event, self._stream)
@@ -129,14 +130,20 @@ class ReductionStream:
         self._is_flushed = False
 
     def poll(self) -> int:
-        """See `Computer`."""
+        """Return the number of the newest work that is done; all earlier work is done too.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
+        """
         while self._batches and self._device.is_done(self._batches[0].event):
             self._computed, event = self._batches.popleft()
             self._events.append(event)
         return self._computed
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for all work; return whether it is done."""
+        """Wait up to `timeout_s` seconds for all work; return whether it is done."""
         self.commit()
         if self._batches:
             self._device.synchronize(self._batches[-1].event, timeout_s)
@@ -144,7 +151,7 @@ class ReductionStream:
         return not self.is_busy
 
     def close(self) -> None:
-        """Free the stream and the events; all work is done."""
+        """Free the stream and the events; all work must be done."""
         self._device.destroy_stream(self._stream)
         for event in self._events:
             self._device.destroy_event(event)

@@ -2,25 +2,28 @@
 
 Theory of operation
 -------------------
-A call runs as one on host memory: the same plan, lanes, links and repairs. Its buffers are device
-memory registered with every NIC, and kernels reduce its slices (`r2ccl.gpu.device_reduction`). At
-the call, all that is enqueued on the device, on a stream of this module's own, is to wait for the
-host: for a word in pinned memory that counts calls (`r2ccl.gpu.host_signal`). The communicator's
-worker waits for the earlier work of the caller's stream, runs the collective up to the end of its
-last kernel, and increments the word. It does so after a failure too: the result is undefined then,
-the communicator has ended, and no stream hangs.
+A call runs like a call on host memory, with the same plan, channels, links and repairs. Its buffers
+are device memory registered with every NIC, and kernels reduce its slices
+(`r2ccl.gpu.device_reduction`). When the user calls, the backend enqueues only one wait, on a stream
+of its own: a wait for the host to increment a word in pinned memory that counts calls
+(`r2ccl.gpu.host_signal`). The communicator's worker waits for the earlier work of the caller's
+stream, runs the collective until its last kernel is done, and increments the word. The worker
+increments it after a failure too, so that no stream hangs; the result is undefined then, and the
+communicator has ended.
 
-*Remote writes.* A kernel of the caller may have been launched before a NIC's write that it reads,
-and wait behind the word. Therefore the last work of every call is enqueued after the last
-completion was polled, and the word is incremented once that work is done.
+*Remote writes.* A kernel of the caller that reads data written by a NIC may have been launched
+before the write, and wait for the word. Therefore the last work of every call is enqueued after the
+last completion was polled, and the word is incremented once that work is done.
 
-*Memory and kernels* of a call are made in `GpuDirectBackend.prepare`, before the device waits for
-the host, since making them may wait for the device. The worker allocates what only the plan knows:
-scratch memory of some schedules, and landing places beyond the number used so far.
+*Memory and kernels* of a call are prepared in `GpuDirectBackend.prepare`, before the device waits
+for the host, because allocating and loading may wait for the device. The worker allocates only the
+memory whose size depends on the plan: scratch memory of some schedules, and landing places beyond
+the number used so far.
 
-*Groups.* `begin` may be given an `enter` for a subset of the ranks; see `r2ccl.gpu.hierarchical`.
+*Groups.* With an `enter` argument, `begin` runs a collective among a subset of the ranks; see
+`r2ccl.gpu.hierarchical`.
 
-*Small calls* are left to another backend: see `GpuDirectBackend.supports`.
+*Small calls* are left to another backend; see `GpuDirectBackend.supports`.
 
 Invariants: memory is registered while its slices are in flight; the word increases in the order of
 calls.
@@ -55,8 +58,9 @@ from r2ccl.runtime.executor import LandingPool, LaneRun
 class GpuDirectJob(msgspec.Struct, eq=False):
     """The host's part of a call.
 
-    ``enter`` enters it; ``before`` is done when earlier work on its arrays is; the stream waits for
-    ``number``. ``error`` is why the call failed, if it did.
+    ``enter`` begins the collective and returns its plan. The event ``before`` is done when earlier
+    work on the arrays is done. The stream waits until the host signals ``number``. ``error`` is the
+    error of the call, if it failed.
     """
 
     call: DeviceCall
@@ -68,7 +72,7 @@ class GpuDirectJob(msgspec.Struct, eq=False):
 
 
 class GpuDirectBackend(SignalledStream):
-    """Collectives of one rank on the memory of one GPU; a `r2ccl.gpu.backends.GpuBackend`.
+    """Collectives of one rank over NICs that access the memory of its GPU; a `GpuBackend`.
 
     Parameters
     ----------
@@ -77,11 +81,11 @@ class GpuDirectBackend(SignalledStream):
     engine : Engine
         Runs the collectives.
     enter : callable
-        Enters them.
+        Begins a collective among all ranks and returns its plan.
     memory : RegisteredDeviceMemory
-        Owned.
+        Memory for landing places and staging copies; the backend owns and closes it.
     pxn_routes : PxnRoutes or None
-        Routes to far NICs through other GPUs; owned.
+        Routes to distant NICs through other GPUs; the backend owns and closes them.
     config : Config
     clock : Clock
     """
@@ -109,24 +113,24 @@ class GpuDirectBackend(SignalledStream):
         self._nranks = engine.nranks
         self._pool = LandingPool(memory.place, config.landing_depth)
         self._reductions = ReductionStream(device, kernels)
-        #: A word in pinned memory whose write is the last work of each call.
+        #: Address of a word in pinned memory; the write of this word is the last work of each call.
         self._last_word = int(self._pinned.ctypes.data) + LINE_NBYTES
         self._number = 0
         self._arrays = StagingBuffers(device, memory, self._rank, self._nranks)
         self._prepared: set[Form] = set()
-        #: Layouts of plans and their `cleared` forms, by the id of the layout.
+        #: Layouts of plans, each with its `cleared` form, by the ``id`` of the layout.
         self._cleared: dict[int, tuple[Layout, Layout]] = {}
 
     def supports(self, call: DeviceCall, nranks: int = 0) -> bool:
         """Return whether a call of `nranks` ranks (0: all) is large enough for this backend.
 
-        Where a rank's part is one eager slice, the two copies of a window through pinned memory
-        cost less than one kernel a step.
+        If each rank's part fits one eager slice, the two copies of a window through pinned memory
+        cost less than one kernel per step.
         """
         return nbytes_of(call.signature) > self._config.eager_nbytes * (nranks or self._nranks)
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """See `GpuBackend`."""
+        """Return whether `begin` can be called without `prepare`."""
         is_route_due = self._pxn_routes is not None and self._pxn_routes.is_open_needed
         return (
             not is_route_due
@@ -135,12 +139,12 @@ class GpuDirectBackend(SignalledStream):
         )
 
     def prepare(self, call: DeviceCall) -> None:
-        """See `GpuBackend`; opens PXN routes, loads kernels, registers and allocates memory.
+        """Open PXN routes, load kernels, and register and allocate memory for `call`.
 
         Raises
         ------
         TransportError
-            The device failed, or there is no memory.
+            If the device failed, or if memory is full.
         """
         self._memory.free_replaced()
         if self._pxn_routes is not None:
@@ -154,24 +158,25 @@ class GpuDirectBackend(SignalledStream):
     def begin(
         self, call: DeviceCall, stream: Stream, enter: EnterCall | None = None, widest: int = 0
     ) -> tuple[GpuDirectJob, Event]:
-        """Make the device wait for the call's end; nothing is enqueued on the caller's `stream`.
+        """Make the backend's stream wait for the end of the call; enqueue nothing on `stream`.
 
         Parameters
         ----------
         call : DeviceCall
         stream : Stream
+            Stream of the caller, whose earlier work precedes the call.
         enter : callable, optional
-            Enters it; default: as a collective of all ranks.
+            Begins the collective and returns its plan; default: a collective of all ranks.
         widest : int, optional
             Ignored: every call is one collective.
 
         Returns
         -------
         GpuDirectJob
-            For `finish` or `abandon`, one of which must follow, in the order of `begin`. Its
-            ``error`` is why nothing was enqueued, if so.
+            Argument of `finish` or `abandon`; the caller must call one of them, in the order of
+            `begin`. Its ``error`` is set if nothing was enqueued.
         Event
-            Done when the result is complete. Return it with `recycle`.
+            Event that is done when the result is complete. Return it with `recycle`.
         """
         done = self.take_event()
         job = GpuDirectJob(call, enter or self._enter, self.take_event(), self._number)
@@ -186,16 +191,16 @@ class GpuDirectBackend(SignalledStream):
         return job, done
 
     def finish(self, job: GpuDirectJob) -> None:
-        """Run the collective, then let the stream continue; in the worker.
+        """Run the collective, then let the stream continue; runs in the worker thread.
 
         Raises
         ------
         TransportTimeout
-            The device did not finish the caller's earlier work, or a kernel.
+            If the device did not finish the caller's earlier work, or a kernel, in time.
         TransportError
-            The device failed, or is out of memory.
+            If the device failed, or is out of memory.
         R2cclError
-            The collective failed.
+            If the collective failed.
         """
         try:
             self.examine(job)
@@ -203,7 +208,7 @@ class GpuDirectBackend(SignalledStream):
             self._carry_out(job)
         except BaseException as exc:
             job.error = exc
-            # Enqueued kernels and copies still write; a further error is dropped.
+            # Wait for enqueued kernels and copies, which still write. Further errors are dropped.
             with contextlib.suppress(TransportError):
                 self._reductions.drain(_FAILED_S)
             if self._pxn_routes is not None:
@@ -213,20 +218,20 @@ class GpuDirectBackend(SignalledStream):
             self._end(job)
 
     def abandon(self, job: GpuDirectJob, error: BaseException) -> None:
-        """Let the stream continue without `finish`: the call failed elsewhere."""
+        """Let the stream continue without `finish`, because another part of the call failed."""
         job.error = job.error or error
         if not job.is_over:
             self._end(job)
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the device, then free everything; no job is left.
+        """Wait for the device, then free all resources; no job may be in progress.
 
         Raises
         ------
         TransportTimeout
-            A device is still busy: its memory was not freed.
+            If a device is still busy after `timeout_s` seconds; its memory was not freed.
         """
-        # Calls that were not finished.
+        # Let the stream pass calls that were not finished.
         self._signal(self._number)
         until_s = self._clock() + timeout_s
         is_over = self._is_idle_in(timeout_s)
@@ -235,7 +240,7 @@ class GpuDirectBackend(SignalledStream):
         self._reductions.close()
         self._free()
         if self._pxn_routes is not None and not self._pxn_routes.close(timeout_s):
-            raise self._still_busy("copies through others", timeout_s)
+            raise self._still_busy("copies through other GPUs", timeout_s)
         self._memory.close()
 
     # Host
@@ -274,7 +279,7 @@ class GpuDirectBackend(SignalledStream):
         engine.run(plan, make, self._reductions)
 
     def _cleared_of(self, layout: Layout) -> Layout:
-        # The id stays unique while the layout is held here.
+        # The table keeps the layout alive, so its id is not reused.
         found = self._cleared.get(id(layout))
         if found is None:
             if len(self._cleared) >= _MOST_LAYOUTS:
@@ -285,13 +290,13 @@ class GpuDirectBackend(SignalledStream):
     def _await(self, event: Event) -> None:
         until_s = self._clock() + self._config.timeout_s
         while not self._device.synchronize(event, _LOOK_S):
-            self._require_time(until_s, "the GPU has not done what its stream was given before")
+            self._require_time(until_s, "the GPU did not finish earlier work of the call's stream")
 
     def _settle(self) -> None:
-        """Wait for copies that nothing else waits for."""
+        """Wait for all kernels and copies of the call."""
         until_s = self._clock() + self._config.timeout_s
         while not self._reductions.drain(_LOOK_S):
-            self._require_time(until_s, "the GPU has not done its copies of a collective")
+            self._require_time(until_s, "the GPU did not finish the copies of a collective")
 
     def _require_time(self, until_s: float, what: str) -> None:
         self._engine.check()
@@ -304,9 +309,9 @@ class GpuDirectBackend(SignalledStream):
             )
 
 
-#: Interval of checks for the end of the communicator while waiting for the device.
+#: Interval at which a wait for the device checks whether the communicator has ended, in seconds.
 _LOOK_S = 0.05
-#: Longest waits for the kernels, and then the copies, of a failed call.
+#: Longest wait for the kernels of a failed call, and then for its PXN copies, in seconds.
 _FAILED_S = 5.0
 _MOST_LAYOUTS = 256
 

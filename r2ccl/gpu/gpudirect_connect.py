@@ -1,8 +1,8 @@
-"""Connects `GpuDirectBackend`: all ranks find out together whether NICs reach their GPUs' memory.
+"""Creates `GpuDirectBackend` if the NICs of all ranks can access the memory of their GPUs.
 
-Every rank tries to register the memory its slices will land in with every NIC.
+Every rank tries to register the memory for its landing places with every NIC.
 
-Invariant: all ranks get the backend, or none does and no memory is kept.
+Invariant: either all ranks get the backend, or none does and no memory stays allocated.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def connect_gpudirect(
     allgather: AllgatherBytes,
     pxn_routes: PxnRoutes | None = None,
 ) -> GpuDirectBackend | str:
-    """Register GPU memory with the NICs, on all ranks.
+    """Register GPU memory with the NICs on all ranks and return the backend.
 
     Returns
     -------
     GpuDirectBackend or str
-        The backend on all ranks, or on all ranks why there is none.
+        The backend; or, on all ranks, the reason of the first rank that cannot use it.
 
     Notes
     -----
@@ -78,7 +78,7 @@ def connect_gpudirect(
 
 
 def _exchanged(why: str, allgather: AllgatherBytes) -> Iterator[str]:
-    """Exchange the reasons why NICs do not reach GPU memory; yield all ranks'; empty: they do."""
+    """Yield each rank's reason why its NICs cannot access GPU memory; empty if they can."""
     for packed in allgather(why.encode()[:_REASON_NBYTES].ljust(_REASON_NBYTES, b"\0")):
         yield packed.rstrip(b"\0").decode(errors="replace")
 

@@ -1,4 +1,4 @@
-"""Opens the GPUs of this process and reads the machine around them, on demand.
+"""Opens the GPUs of this process and reads the topology of this machine, on demand.
 
 Tests replace `CudaHardware`. Importing this module loads no driver.
 """
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
 
 class Hardware(Protocol):
-    """The interface through which a communicator accesses GPUs and their machine."""
+    """Interface through which a communicator opens GPUs and reads the machine's topology."""
 
     def open(self, ordinal: int) -> tuple[Device, Any]:
         """Return a GPU and its kernels, a `r2ccl.gpu.backends.GpuKernels`."""
         ...
 
     def open_peer(self, bus_id: str) -> Device | None:
-        """Return the GPU at a PCI bus id; None if this process does not see it."""
+        """Return the GPU at a PCI bus ID; None if this process does not see it."""
         ...
 
     def read_machine(self) -> Machine:
-        """Return the machine as this process sees it."""
+        """Return the topology of the machine as this process sees it."""
         ...
 
 
 class CudaHardware:
-    """`Hardware` by the CUDA driver and the kernel's sysfs."""
+    """`Hardware` that uses the CUDA driver and the Linux kernel's sysfs."""
 
     def open(self, ordinal: int) -> tuple[Device, Any]:
-        """See `Hardware`.
+        """Implement `Hardware.open`.
 
         Raises
         ------
         TransportError
-            The driver is missing, or failed.
+            If the driver is missing, or failed.
         """
         from r2ccl.kernels.cuda.launch import Launcher  # takes 18 ms
 
@@ -48,13 +48,14 @@ class CudaHardware:
         return device, Launcher(device)
 
     def open_peer(self, bus_id: str) -> Device | None:
-        """See `Hardware`; as `open`."""
+        """Implement `Hardware.open_peer`; raise the same errors as `open`."""
         ordinal = ordinal_of(bus_id)
         return None if ordinal is None else CudaDevice(ordinal)
 
     def read_machine(self) -> Machine:
-        """See `Hardware`."""
-        from r2ccl.topology.gpus import find_gpus  # take 8 ms, and only some ask
+        """Implement `Hardware.read_machine`."""
+        # These imports take 8 ms, and not every communicator needs them.
+        from r2ccl.topology.gpus import find_gpus
         from r2ccl.topology.sysfs import read_machine
 
         return read_machine(find_gpus())

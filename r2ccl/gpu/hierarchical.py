@@ -1,11 +1,11 @@
-"""Allreduces among several nodes with several GPUs each: within nodes, then between them.
+"""Allreduces on several nodes with several GPUs each: within the nodes, then between them.
 
-Within a node the GPUs access each other's memory (`r2ccl.gpu.peer`); between nodes NICs access it
-(`r2ccl.gpu.gpudirect`), or windows pass through pinned memory (`r2ccl.gpu.staged`). Member i of
-every node owns part i of the data: it reduces its node's inputs, the members i of all nodes reduce
-their results, and each distributes the final result in its node. The rails carry each byte once a
-node, over the home rails of all its members at once. In the stream's order, between ``ready`` and
-``done`` of `PeerBackend`:
+Within a node the GPUs access each other's memory (`r2ccl.gpu.peer`). Between nodes NICs access GPU
+memory (`r2ccl.gpu.gpudirect`), or windows of the data pass through pinned memory
+(`r2ccl.gpu.staged`). Member i of every node owns part i of the data: it reduces this part of its
+node's inputs, runs an allreduce with the members i of the other nodes, and distributes the result
+in its node. The rails carry each byte once per node, over the home rails of all members at once.
+Work on the stream, between ``ready`` and ``done`` of `PeerBackend`, in this order:
 
 ::
 
@@ -13,10 +13,11 @@ node, over the home rails of all its members at once. In the stream's order, bet
     allreduce part i among the members i of all nodes, over the rails
     kernel: copy part i to the outputs of the node's other ranks
 
-Parts differ by some elements, and may be empty. All ranks derive from the widest part what they
-must agree on: the backend between nodes, and the number of collectives there.
+The lengths of the parts differ by some elements, and a part may be empty. All ranks must use the
+same backend and the same number of collectives between nodes, so they derive both from the widest
+part.
 
-Invariant: rank i writes only part i of an array that other ranks of its node access.
+Invariant: member i of a node writes only part i of an array that other ranks of the node access.
 """
 
 from __future__ import annotations
@@ -35,53 +36,60 @@ from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
 class InterNodeBackend(Protocol):
-    """Carries out the part of a call between nodes: `GpuDirectBackend` or `StagedBackend`."""
+    """Executes the part of a call between nodes: `GpuDirectBackend` or `StagedBackend`."""
 
     def supports(self, call: DeviceCall, nranks: int) -> bool:
-        """Return whether it can carry out a call of `nranks` ranks; the same on all of them."""
+        """Return whether the backend can execute a call of `nranks` ranks.
+
+        The answer is the same on all these ranks.
+        """
         ...
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """See `GpuBackend`."""
+        """Return whether `begin` can be called without `prepare`."""
         ...
 
     def prepare(self, call: DeviceCall) -> None:
-        """See `GpuBackend`."""
+        """Load the kernels and allocate the memory that `call` needs; may wait for the device."""
         ...
 
     def begin(
         self, call: DeviceCall, stream: Stream, enter: EnterCall, widest: int
     ) -> tuple[Any, Event]:
-        """Enqueue the device's work, as as many collectives as `widest` elements need."""
+        """Enqueue the device's part of `call`.
+
+        The backend divides the call into as many collectives as a call of `widest` elements.
+        """
         ...
 
     def recycle(self, event: Event) -> None:
-        """Take an event back."""
+        """Return `event` to the pool of unused events."""
         ...
 
     def finish(self, job: Any) -> None:
-        """Do the host's work, in the worker."""
+        """Execute the host's part of a call; runs in the communicator's worker thread."""
         ...
 
     def abandon(self, job: Any, error: BaseException) -> None:
-        """Let the device continue, even if `finish` was called: another part failed."""
+        """Let the device continue, even after `finish`, because another part of the call failed."""
         ...
 
 
-#: Index of the second kernel's addresses in a table.
+#: Index of the second kernel's addresses in a table of addresses.
 _SECOND = MOST_RANKS + 1
 
 
 class HierarchicalBackend(PeerBackend):
-    """The allreduces of one rank, first among its node's GPUs.
+    """Allreduces of one rank, within its node by CUDA IPC and between nodes by another backend.
 
     Parameters
     ----------
     backends : sequence of InterNodeBackend
-        The first that supports a call carries it out; the last supports all. Borrowed.
+        Backends between nodes, in order of preference; the last supports all calls. Borrowed: the
+        caller closes them.
     enter : callable
-        Enters an allreduce among the ranks with this rank's index in their nodes; AVG divides by
-        the number of all ranks.
+        Begins an allreduce among the ranks that have this rank's index in their nodes, and returns
+        its plan. AVG divides by the number of all ranks.
     nnodes : int
     **others
         See `PeerBackend`.
@@ -103,16 +111,16 @@ class HierarchicalBackend(PeerBackend):
         self._nnodes = nnodes
 
     def supports(self, call: DeviceCall) -> bool:
-        """Return whether `call` is an allreduce without a schedule of the caller's."""
+        """Return whether `call` is an allreduce without a user-defined schedule."""
         return super().supports(call) and call.signature.collective == Collective.ALLREDUCE
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """See `GpuBackend`."""
+        """Return whether `begin` can be called without `prepare`."""
         part, backend = self._between(call)
         return super().is_prepared(call) and backend.is_prepared(part)
 
     def prepare(self, call: DeviceCall) -> None:
-        """See `GpuBackend`; loads the kernels and prepares the part between the nodes."""
+        """Load the kernels, and prepare the part of `call` between the nodes."""
         super().prepare(call)
         part, backend = self._between(call)
         backend.prepare(part)
@@ -135,7 +143,7 @@ class HierarchicalBackend(PeerBackend):
         self._launch(_summed(call), 1, self._nlocal - 1, table[_SECOND:])
 
     def _between(self, call: DeviceCall) -> tuple[DeviceCall, InterNodeBackend]:
-        """Return this rank's call between the nodes, and the backend that carries it out."""
+        """Return this rank's call between the nodes, and the backend that executes it."""
         mine, widest = (self._part_of(call, at) for at in (self._at, 0))
         return mine, next(each for each in self._backends if each.supports(widest, self._nnodes))
 
@@ -167,7 +175,7 @@ class HierarchicalBackend(PeerBackend):
 
 
 def _summed(call: CallSignature) -> CallSignature:
-    """Return the call with SUM for AVG: the division follows between the nodes."""
+    """Return the call with SUM instead of AVG: the collective between nodes divides."""
     op = ReduceOp.SUM if call.op == ReduceOp.AVG else call.op
     return msgspec.structs.replace(call, op=op)
 

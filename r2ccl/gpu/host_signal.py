@@ -1,9 +1,9 @@
-"""A stream whose work waits for the host, common to all backends of collectives on GPU memory.
+"""Base class of the GPU backends: a stream whose work waits for a signal of the host.
 
-Each backend enqueues its work on a stream of its own, which waits at a word in pinned memory. The
+Each backend enqueues its work on a stream of its own, which waits for a word in pinned memory. The
 host increments the word when its part of a call is done. Events are pooled.
 
-Invariants: the word only increases; work that a stream waits for was numbered before it waits.
+Invariants: the word only increases; a call has its number before the stream waits for that number.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import numpy as np
 from r2ccl.device.base import Device, Event, Stream
 from r2ccl.errors import TransportTimeout
 
-#: Cache line: words with different writers lie on different lines.
+#: Bytes of a cache line. Words with different writers lie on different lines.
 LINE_NBYTES = 64
-#: Words that streams wait for wrap; so do comparisons.
+#: Mask of the 32-bit words that streams wait for. They wrap around, and comparisons allow for it.
 WORD = 0xFFFFFFFF
 
 
 class HostJob(Protocol):
-    """The host's part of a call; ``error`` is why the call failed, if it did."""
+    """The host's part of a call; ``error`` is the error of the call, if it failed."""
 
     error: BaseException | None
 
 
 class SignalledStream:
-    """Base class: a stream, its events, and the word at which it waits for the host.
+    """Base class with a stream, a pool of events, and the word that the stream waits for.
 
     Parameters
     ----------
     device : Device
     rank : int
-        For messages.
+        Rank to name in messages.
     nlines : int
-        Cache lines of pinned memory; the first starts with the word.
+        Number of cache lines of pinned memory; the word is at the start of the first one.
     """
 
     def __init__(self, device: Device, rank: int, nlines: int = 1) -> None:
@@ -48,35 +48,38 @@ class SignalledStream:
         self._events: list[Event] = []
 
     def examine(self, job: Any) -> None:
-        """Raise the error of `job`, a `HostJob` that the device has finished, if it has one."""
+        """Raise the error of `job`, a `HostJob` that the device has finished, if it failed."""
         if job.error is not None:
             raise job.error
 
     def mark(self) -> Event:
-        """Return an event that is done when all work so far is, to be returned with `recycle`."""
+        """Return an event that is done when all work enqueued so far is; `recycle` it after use."""
         event = self.take_event()
         self._device.record(event, self._stream)
         return event
 
     def take_event(self) -> Event:
-        """Return an unused event, to be returned with `recycle`."""
+        """Return an unused event; return it with `recycle` after use."""
         return self._events.pop() if self._events else self._device.make_event()
 
     def recycle(self, event: Event) -> None:
-        """Take an event back."""
+        """Return `event` to the pool of unused events."""
         self._events.append(event)
 
     def _follow(self, stream: Stream, event: Event) -> None:
-        """Make the own stream wait for the work of `stream` so far, by recording `event`."""
+        """Make this object's stream wait for the work of `stream` so far, recorded in `event`."""
         self._device.record(event, stream)
         self._device.wait(self._stream, event)
 
     def _wait_for_signal(self, number: int) -> None:
-        """Make the stream wait for `_signal` of `number` or more."""
+        """Make the stream wait until `_signal` is called with `number` or a later number."""
         self._device.wait_word(self._stream, int(self._pinned.ctypes.data), number & WORD)
 
     def _signal(self, number: int) -> None:
-        """Let the stream pass `number`; ignored below the current: calls may be abandoned early."""
+        """Let the stream continue up to `number`.
+
+        Numbers below the current one are ignored: a later call may have been abandoned already.
+        """
         if not 0 < (int(self._signal_word[0]) - number) & WORD < 1 << 31:
             self._signal_word[0] = number & WORD
 
@@ -84,23 +87,23 @@ class SignalledStream:
         return int(self._signal_word[0]) == number & WORD
 
     def _is_idle_in(self, timeout_s: float) -> bool:
-        """Wait until the stream is idle; return whether it is."""
+        """Wait up to `timeout_s` seconds for the stream; return whether it is idle."""
         last = self.mark()
         is_over = self._device.synchronize(last, timeout_s)
         self.recycle(last)
         return is_over
 
     def _still_busy(self, works: str, timeout_s: float) -> TransportTimeout:
-        """Return the error of a device that is still busy; `works`: a verb."""
+        """Return the error of a device that is still busy; `works` is a verb, such as "copies"."""
         return TransportTimeout(
-            f"rank {self._rank}: the GPU still {works} after {timeout_s:g} s: its memory is kept; "
-            "end the process",
+            f"rank {self._rank}: the GPU still {works} after {timeout_s:g} s, so its memory was "
+            "not freed; end the process",
             rank=self._rank,
             status="TIMEOUT",
         )
 
     def _free(self) -> None:
-        """Free the stream, which is idle, the events and the pinned memory."""
+        """Free the stream, the events and the pinned memory; the stream must be idle."""
         self._device.destroy_stream(self._stream)
         for event in self._events:
             self._device.destroy_event(event)

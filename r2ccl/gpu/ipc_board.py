@@ -1,19 +1,20 @@
-"""Shared memory in which the ranks of a node tell each other the locations of their arrays.
+"""Shared memory through which the ranks of a node exchange the locations of their arrays.
 
-Every rank has a page: counters written by its host, words written by its GPU's stream, and a ring
-of messages. No other rank writes there until one fails. A message is stored before its number, so a
-reader that sees the number reads the message whole.
+Every rank has a section: counters written by its host, words written by its GPU's stream, and a
+ring of messages. Until a rank fails, no other rank writes to the section. A message is stored
+before its number, so a reader that sees the number reads the complete message.
 
 ::
 
-    posted   number of the newest message              written by the host
-    taken    newest message of all ranks that it read  written by the host
-    ready    newest call whose input is complete       written by its stream
-    done     newest call it has finished               written by its stream
-    broken   whether its host wrote words of streams, and the first call for which they are wrong
+    posted   number of the newest message posted        written by the host
+    taken    number of the newest message read          written by the host
+    ready    newest call whose input is complete        written by the rank's stream
+    done     newest call that the rank has finished     written by the rank's stream
+    broken   flag: this rank's host has overwritten ready and done words after a failure;
+             followed by the first call that this affects
 
-The memory is a file, readable by its owner only, whose name is removed once all ranks have opened
-it. Invariant: a message is overwritten only after every rank has read it.
+The memory is a file, accessible only to its owner, whose name is removed after all ranks have
+opened it. Invariant: a message is overwritten only after every rank has read it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy.typing as npt
 
 from r2ccl.errors import InvalidArgument, TransportError
 
-#: A file system in memory.
+#: Directory for the file, on a file system in memory.
 _DIRECTORY = Path("/dev/shm")
 _PREFIX = "r2ccl-"
 _NAME_NBYTES = 16
@@ -42,20 +43,20 @@ _RING_AT = 5 * _LINE
 _DEPTH = 64
 MESSAGE_NBYTES = 192
 _PAGE = 4096
-#: Bytes of one rank's page, whole pages of memory.
+#: Bytes of one rank's section, a multiple of the memory page size.
 RANK_NBYTES = -(-(_RING_AT + _DEPTH * MESSAGE_NBYTES) // _PAGE) * _PAGE
 _WORD = 0xFFFFFFFF
 
 
 class IpcBoard:
-    """A rank's view of the node's shared memory.
+    """One rank's access to the node's shared memory.
 
     Parameters
     ----------
     memory : ndarray of uint8, shape (nlocal * RANK_NBYTES,)
-        Shared by all; initially zero.
+        Memory shared by the ranks of the node; initially zero.
     index, nlocal : int
-        Index of this rank's page, and number of pages.
+        Index of this rank's section, and number of sections.
     """
 
     def __init__(self, memory: npt.NDArray[np.uint8], index: int, nlocal: int) -> None:
@@ -65,25 +66,33 @@ class IpcBoard:
         self._words = memory.view(np.uint32).reshape(nlocal, -1)
 
     def may_post(self, number: int) -> bool:
-        """Return whether every rank has read the message that `number` overwrites."""
+        """Return whether every rank has read the message that message `number` overwrites."""
         return all(
             _is_reached(int(self._words[peer, _TAKEN // 4]), number - _DEPTH)
             for peer in range(self.nlocal)
         )
 
     def post(self, number: int, message: bytes) -> None:
-        """Post message `number`; `may_post` holds."""
+        """Post message `number`, after `may_post` returned True for it.
+
+        Raises
+        ------
+        InvalidArgument
+            If the message has more than `MESSAGE_NBYTES` bytes.
+        """
         if len(message) > MESSAGE_NBYTES:
-            raise InvalidArgument(f"a message of {len(message)} bytes; at most {MESSAGE_NBYTES}")
+            raise InvalidArgument(
+                f"a message of {len(message)} bytes was given; at most {MESSAGE_NBYTES} are allowed"
+            )
         at = self._message_at(self.index, number)
         self.memory[at : at + len(message)] = np.frombuffer(message, np.uint8)
-        # x86 keeps the order of one thread's stores; elsewhere taking and releasing a lock is a
-        # fence.
+        # x86 keeps the order of one thread's stores. On other processors, taking and releasing a
+        # lock is a memory fence.
         _FENCE()
         self._words[self.index, _POSTED // 4] = number & _WORD
 
     def read(self, peer: int, number: int) -> bytes | None:
-        """Return message `number` of `peer`; None if it was not posted yet."""
+        """Return message `number` of `peer`; None if `peer` has not posted it yet."""
         if not _is_reached(int(self._words[peer, _POSTED // 4]), number):
             return None
         _FENCE()
@@ -103,13 +112,17 @@ class IpcBoard:
         return peer * RANK_NBYTES + _DONE
 
     def has_done(self, peer: int, number: int) -> bool:
-        """Return whether the stream of `peer` has finished call `number`."""
+        """Return whether the stream of `peer` has finished call `number`.
+
+        After `release` it counts as finished too.
+        """
         return _is_reached(int(self._words[peer, _DONE // 4]), number)
 
     def release(self, number: int) -> None:
         """Let every stream of the node pass call `number`, after a failure.
 
-        Writes the words of calls that are not complete; these calls and later ones are spoiled.
+        The call writes the ``ready`` and ``done`` words of calls that are not complete. These calls
+        and all later ones are spoiled: their results are undefined.
         """
         untrue = [
             (peer, at // 4)
@@ -129,7 +142,7 @@ class IpcBoard:
             self._words[where] = number & _WORD
 
     def is_spoiled(self, number: int) -> bool:
-        """Return whether a rank's `release` covered the finished call `number`."""
+        """Return whether a rank's `release` made call `number` finish without its result."""
         _FENCE()
         return any(
             page[_BROKEN // 4] and _is_reached(number, int(page[_SPOILED // 4]))
@@ -141,7 +154,7 @@ class IpcBoard:
 
 
 class SharedFile:
-    """Memory that several processes map."""
+    """Memory that several processes share through a file in `/dev/shm`."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self._map = mmap.mmap(descriptor, nbytes)
@@ -149,12 +162,12 @@ class SharedFile:
 
     @classmethod
     def create(cls, nbytes: int) -> tuple[SharedFile, bytes]:
-        """Create a file; return it and the name for `open`, which is valid until `forget`.
+        """Create a file; return it, and its name for `open`, which is valid until `forget`.
 
         Raises
         ------
         TransportError
-            The file system is full.
+            If the file cannot be created: the file system is full, for example.
         """
         name = secrets.token_bytes(_NAME_NBYTES)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -170,7 +183,8 @@ class SharedFile:
                 os.close(descriptor)
         except OSError as exc:
             raise TransportError(
-                f"cannot make a file of {nbytes} bytes in {_DIRECTORY}: {exc}; give it more space",
+                f"cannot create a file of {nbytes} bytes in {_DIRECTORY}: {exc}; enlarge that file "
+                "system",
                 status="NO_SHARED_MEMORY",
             ) from exc
 
@@ -180,11 +194,15 @@ class SharedFile:
 
         Raises
         ------
+        InvalidArgument
+            If `name` is not a name that `create` returns.
         TransportError
-            It does not exist, or `create` did not make it.
+            If the file cannot be opened, belongs to another user or has another size.
         """
         if len(name) != _NAME_NBYTES:
-            raise InvalidArgument(f"a name of {len(name)} bytes; allowed is {_NAME_NBYTES}")
+            raise InvalidArgument(
+                f"a name of {len(name)} bytes was given; it must have {_NAME_NBYTES}"
+            )
         try:
             descriptor = os.open(_path(name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
@@ -194,22 +212,23 @@ class SharedFile:
                 os.close(descriptor)
         except OSError as exc:
             raise TransportError(
-                f"cannot open the memory that ranks of this host share: {exc}; have them all see "
-                f"one {_DIRECTORY}",
+                f"cannot open the memory that the ranks of this host share: {exc}; let all of them "
+                f"use the same {_DIRECTORY}",
                 status="NO_SHARED_MEMORY",
             ) from exc
 
     @staticmethod
     def forget(name: bytes) -> None:
-        """Remove the name, if it exists: all processes have opened the file."""
+        """Remove the name of the file, if it exists; processes that have opened it keep it."""
         _path(name).unlink(missing_ok=True)
 
 
 def _check_owner(found: os.stat_result, nbytes: int) -> None:
     if found.st_uid != os.geteuid() or found.st_size != nbytes:
         raise TransportError(
-            f"the memory that ranks of this host share is of user {found.st_uid} and "
-            f"{found.st_size} bytes, not {os.geteuid()} and {nbytes}: run them as one user",
+            f"the memory that the ranks of this host share belongs to user {found.st_uid} and has "
+            f"{found.st_size} bytes; expected are user {os.geteuid()} and {nbytes} bytes: run all "
+            "ranks as one user",
             status="NO_SHARED_MEMORY",
         )
 
@@ -219,7 +238,7 @@ def _path(name: bytes) -> Path:
 
 
 def _is_reached(word: int, number: int) -> bool:
-    """Return whether a counter that wraps has reached `number`."""
+    """Return whether a counter that wraps at 2**32 has reached `number`."""
     return (word - number) & _WORD < 1 << 31
 
 

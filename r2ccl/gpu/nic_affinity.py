@@ -1,19 +1,18 @@
-"""Finds which rails are near each rank's GPU; all ranks get the same answer.
+"""Finds the rails near each rank's GPU, with the same result on all ranks.
 
-Every rank sends all others a report: the part of its host's topology between its GPU and its NICs.
-The reports of a host's ranks are merged into one machine, for which `r2ccl.topology.affinity`
-assigns home rails to GPUs, and finds the rails that a GPU reaches best through the memory of
-another one (NCCL's PXN). If a rank has no usable report, or the ranks of a host name different NICs
-for a rail, all rails are home rails of all GPUs of that host.
+Every rank sends a report to all others: the part of its host's topology between its GPU and its
+NICs. The reports of a host's ranks are merged into one machine. For this machine
+`r2ccl.topology.affinity` assigns home rails to GPUs, and finds the rails that a GPU reaches best
+through the memory of another GPU (NCCL's PXN). If a rank has no usable report, or if the ranks of a
+host name different NICs for a rail, all rails are home rails of all GPUs of that host.
 
 A GPU gets n_rails // n_gpus home rails, at least one, but no more than its own PCIe link can use. A
-rail that is left over goes to one GPU that can use it, if it is no farther than its other home
-rails. It is never given to several: the ranks of a host have equal parts of the data, so a rail
+spare rail goes to one GPU that can use it, if it is no more distant than that GPU's other home
+rails. It never goes to several GPUs: the ranks of a host have equal parts of the data, so a rail
 shared by some of them would delay all.
 
-The caller passes in the function that reads the machine. Invariants: all ranks return the same home
-rails, whatever fails and whatever the reports contain; the time is bounded, because reports larger
-than those of any real machine are refused.
+Invariants: all ranks return the same home rails, even after failures and with malformed reports;
+the time is bounded, because reports larger than those of any real machine are refused.
 """
 
 from __future__ import annotations
@@ -32,24 +31,25 @@ from r2ccl.types import AllgatherBytes
 
 _log = logging.getLogger(__name__)
 
-#: First message of a rank: size of its report in bytes, number of rails.
+#: First message of a rank: size of its report in bytes, number of its rails.
 _HEAD = struct.Struct("<II")
-#: Last message: its home rails, one bit each.
+#: Last message of a rank: its home rails, one bit per rail.
 _HOMES = struct.Struct("<Q")
 _MOST_RAILS = 8 * _HOMES.size
-#: Limit of a report, which every rank receives. A NIC and two switches above it take 700 bytes.
+#: Size limit of a report in bytes. Every rank receives all reports. A NIC and the two switches
+#: above it take 700 bytes.
 _MOST_NBYTES = 64 << 10
-#: Limits of a host: PCI devices above its GPUs and NICs, devices on one path, NUMA nodes, rates of
-#: links. Machines have some tens, 5, 8 and 5. At the limits the assignment takes seconds, and
-#: beyond that it grows with their product.
+#: Limits per host: PCI devices above its GPUs and NICs, devices on one PCI path, NUMA nodes, and
+#: different link rates. Real machines have some tens, 5, 8 and 5. At the limits the assignment
+#: takes seconds; its time grows with the product of the four numbers.
 _MOST_DEVICES, _MOST_DEPTH, _MOST_NODES, _MOST_RATES = 256, 16, 32, 16
 
 
 class PxnRoute(msgspec.Struct, frozen=True):
     """A rail that this rank's GPU reaches best through the memory of another GPU.
 
-    ``rail`` is the index among the RDMA rails, ``via`` the bus id of the other GPU, which a rank of
-    this host uses.
+    ``rail`` is the index among the RDMA rails. ``via`` is the PCI bus ID of the other GPU, which
+    another rank of this host uses.
     """
 
     rail: int
@@ -57,10 +57,10 @@ class PxnRoute(msgspec.Struct, frozen=True):
 
 
 class NicAffinity(msgspec.Struct, frozen=True):
-    """Result of `find_nic_affinity`.
+    """Home rails of all ranks, and PXN routes of this rank; result of `find_nic_affinity`.
 
-    ``homes``: the home rails of every rank, as ascending indices, at least one each.
-    ``pxn_routes``: this rank's, ordered by rail.
+    ``homes`` has the home rails of every rank as ascending indices, at least one per rank.
+    ``pxn_routes`` has the routes of this rank, ordered by rail.
     """
 
     homes: tuple[tuple[int, ...], ...]
@@ -76,20 +76,21 @@ def find_nic_affinity(
     read: Callable[[], Machine],
     allgather: AllgatherBytes,
 ) -> NicAffinity:
-    """Find the rails near each rank's GPU, on all ranks.
+    """Find the rails near each rank's GPU.
 
     Parameters
     ----------
     rank : int
     nodes : sequence of sequence of int
-        The ranks of each host.
+        Ranks of each host.
     bus_id : str
-        PCI bus id of this rank's GPU.
+        PCI bus ID of this rank's GPU.
     labels : sequence of str
-        This rank's port of each RDMA rail, as ``mlx5_0:1``; equally many on all ranks.
+        This rank's port of each RDMA rail, such as ``mlx5_0:1``; as many on all ranks.
     read : callable
         Returns this host's machine as this process sees it, including this rank's GPU.
     allgather : callable
+        See `AllgatherBytes`.
 
     Returns
     -------
@@ -98,11 +99,11 @@ def find_nic_affinity(
     Raises
     ------
     InvalidArgument
-        Ranks have different numbers of rails, or none, or more than 64; raised by all ranks.
+        On all ranks, if they have different numbers of rails, no rails, or more than 64.
 
     Notes
     -----
-    *Collective*: all ranks. *Cost*: three allgathers, one of some kilobytes a rank.
+    *Collective*: all ranks. *Cost*: three allgathers, one of them with some kilobytes per rank.
     """
     nrails, received = _exchange(
         rank, len(labels), _encode_report(rank, bus_id, labels, read), allgather
@@ -124,7 +125,7 @@ def find_nic_affinity(
 
 
 def common_homes(homes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the union of the home rails of a group of ranks, with which the group plans.
+    """Return the rails that a group of ranks plans with: the union of their home rails.
 
     Parameters
     ----------
@@ -134,13 +135,13 @@ def common_homes(homes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     Returns
     -------
     tuple of int
-        Ascending.
+        Rails in ascending order.
     """
     return tuple(sorted({rail for rails in homes for rail in rails}))
 
 
 class _MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Report of a rank: its GPU, its ports by rail, and the part of its machine around them."""
+    """Report of a rank: its GPU, its port of each rail, and the PCI devices that connect them."""
 
     bus_id: str
     labels: tuple[str, ...]
@@ -150,18 +151,18 @@ class _MachineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _encode_report(
     rank: int, bus_id: str, labels: Sequence[str], read: Callable[[], Machine]
 ) -> bytes:
-    """Return this rank's report, encoded; empty if it cannot report."""
+    """Return this rank's report, encoded; empty if the machine cannot be read or is too large."""
     try:
         report = msgspec.msgpack.encode(_report_of(bus_id, labels, read()))
         why = ""
         if len(report) > _MOST_NBYTES:
             why = f"the report of its PCI paths has {len(report)} bytes, more than {_MOST_NBYTES}"
-    except Exception as exc:  # drivers may raise anything, and the other ranks wait for this one
+    except Exception as exc:  # drivers may raise anything, and the other ranks wait for a report
         report, why = b"", f"{type(exc).__name__}: {exc}"
     if why:
         _log.warning(
-            "rank %d: cannot tell which NICs are near to GPU %s (%s): all count as near on this "
-            "host; see what r2ccl doctor says of the topology",
+            "rank %d: cannot determine which NICs are near GPU %s (%s): all NICs count as near on "
+            "this host; see the topology section of `r2ccl doctor`",
             rank, bus_id, why,
         )  # fmt: skip
         return b""
@@ -174,7 +175,7 @@ def _report_of(bus_id: str, labels: Sequence[str], machine: Machine) -> _Machine
     Raises
     ------
     InvalidArgument
-        The machine has no such GPU or port, or lacks a part.
+        If the machine lacks the GPU, a port, or a device between them.
     """
     gpu = machine.gpu(parse_bus_id(bus_id))
     ports = [machine.port(label) for label in labels]
@@ -202,10 +203,10 @@ def _decode(received: bytes) -> _MachineReport | None:
         report = msgspec.msgpack.decode(received, type=_MachineReport)
         report = _report_of(
             report.bus_id, report.labels, report.machine
-        )  # drop parts that are not needed
+        )  # drop parts of the machine that are not needed
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
-    # Link rates are looked up by model and compute capability, which are not negative.
+    # Link rates are looked up by CPU model and compute capability, which must not be negative.
     least = min(*(gpu.compute_capability for gpu in report.machine.gpus),
                 *(node.model for node in report.machine.nodes))  # fmt: skip
     return report if least >= 0 else None
@@ -214,13 +215,13 @@ def _decode(received: bytes) -> _MachineReport | None:
 def _exchange(
     rank: int, nrails: int, report: bytes, allgather: AllgatherBytes
 ) -> tuple[int, list[bytes]]:
-    """Return the number of rails and all ranks' encoded reports; one over the limit is empty."""
+    """Return the number of rails and all ranks' encoded reports; reports too large are empty."""
     heads = [_parse_head(received) for received in allgather(_HEAD.pack(len(report), nrails))]
     counts = [head[1] for head in heads if head is not None] or [nrails]
     if not 1 <= min(counts) == max(counts) <= _MOST_RAILS:
         raise InvalidArgument(
-            f"rank {rank}: ranks have {min(counts)} to {max(counts)} RDMA rails: give all of them "
-            f"as many, 1 to {_MOST_RAILS}, with R2CC_HCA"
+            f"rank {rank}: ranks have {min(counts)} to {max(counts)} RDMA rails: give all ranks "
+            f"the same number, 1 to {_MOST_RAILS}, with R2CC_HCA"
         )
     lengths = [head[0] if head is not None and head[0] <= _MOST_NBYTES else 0 for head in heads]
     longest = max(1, *lengths)
@@ -238,22 +239,22 @@ def _parse_head(received: bytes) -> tuple[int, int] | None:
 def _reports_of(
     members: Sequence[int], received: Sequence[bytes], nrails: int
 ) -> tuple[list[_MachineReport], str]:
-    """Decode the reports of a host's ranks; if one is unusable return none, and why."""
+    """Decode the reports of a host's ranks; if one is unusable, return no report and the reason."""
     reports: list[_MachineReport] = []
     for member in members:
         report = _decode(received[member])
         if report is None:
-            return [], f"rank {member} does not know its machine"
+            return [], f"rank {member} sent no usable report of its topology"
         if len(report.labels) != nrails:
             return [], f"rank {member} names {len(report.labels)} NICs for {nrails} rails"
         if reports and report.labels != reports[0].labels:
-            return [], f"ranks {members[0]} and {member} have different NICs for a rail"
+            return [], f"ranks {members[0]} and {member} use different NICs for a rail"
         reports.append(report)
     return reports, ""
 
 
 def _excess(machine: Machine) -> str:
-    """Return which limit the merged machine of a host exceeds; empty: none."""
+    """Describe the limit that the merged machine of a host exceeds; empty if it exceeds none."""
     parents = {device.bus_id: device.parent for device in machine.pci}
     links = {(device.speed_mtps, device.width) for device in machine.pci}
     speeds = {port.speed_mbps for port in machine.ports}
@@ -264,14 +265,14 @@ def _excess(machine: Machine) -> str:
         ("rates of links", len(links) + len(speeds), _MOST_RATES),
     ):
         if count > most:
-            return f"its ranks tell of more than {most} {what}"
+            return f"its ranks report more than {most} {what}"
     return ""
 
 
 def _depth(parents: Mapping[str, str]) -> int:
-    """Return the number of devices on the longest path down, up to one beyond the limit.
+    """Return the number of devices on the longest PCI path, up to one more than the limit.
 
-    The bound ends the search in a report with a cycle.
+    The bound ends the search if a report contains a cycle.
     """
     at, depth = set(parents), 0
     while at and depth <= _MOST_DEPTH:
@@ -293,10 +294,11 @@ def _assign(mine: _MachineReport, machine: Machine) -> tuple[tuple[int, ...], tu
 
 
 def _homes(affinity: Affinity, share: int) -> dict[str, list[str]]:
-    """Return the home ports of each GPU: `share` of them, as far as it can use them.
+    """Return the home ports of each GPU, by bus ID: `share` of them, or as many as it can use.
 
-    One more flow of each GPU shows which GPUs can use a spare port. The first of them for which it
-    is no farther than its other ports gets it: over a longer path it could delay others.
+    An additional flow per GPU shows which GPUs can use a spare port. The first GPU for which the
+    port is no more distant than its other ports gets it. Over a longer path the port could delay
+    other flows.
     """
     nflows = max(1, share)
     routes = affinity.assign(nflows + 1)
@@ -316,7 +318,7 @@ def _homes(affinity: Affinity, share: int) -> dict[str, list[str]]:
 
 
 def _rails_of(received: bytes, nrails: int) -> tuple[int, ...]:
-    """Decode a rank's home rails; all rails if it sent none, or one that does not exist."""
+    """Decode a rank's home rails; return all rails if the message is invalid."""
     mask = _HOMES.unpack(received)[0] if len(received) == _HOMES.size else 0
     if not 0 < mask < 1 << nrails:
         return tuple(range(nrails))

@@ -1,6 +1,6 @@
-"""Turns each step of a slice, as the executor runs it, into one kernel or one copy in GPU memory.
+"""Executes the steps of a collective's slices on a GPU: one kernel or one copy per step.
 
-The work goes to a `ReductionStream`.
+The work is enqueued on a `ReductionStream`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from r2ccl.types import REDUCTIONS, CallSignature, ReduceOp
 
 
 class DeviceOperands:
-    """`r2ccl.runtime.executor.Operands` in device memory that the transport reaches.
+    """Buffers of a collective in device memory; implements `r2ccl.runtime.executor.Operands`.
 
     Parameters
     ----------
     layout : Layout
-        As `cleared` returns: only empty slices are eager.
+        Layout from `cleared`, in which only empty slices are eager.
     call : CallSignature
     spaces : sequence of int
         Addresses of input, output and scratch memory, indexed by `Space`.
     nranks : int
     reductions : ReductionStream
+        Stream that executes the kernels and copies.
     is_bandwidth_sample : bool
+        True if the collective measures the bandwidth of the rails.
     """
 
     __slots__ = (
@@ -60,7 +62,10 @@ class DeviceOperands:
         return self._reductions.computed
 
     def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
-        """See `Operands`."""
+        """Enqueue the work of `step` on elements ``[lo, hi)``; return its number, 0 if none.
+
+        `received` is the landing place of the slice, if the step reduces received data.
+        """
         if hi == lo:
             return 0
         out = self._at(step.dst_space, lo)
@@ -87,10 +92,10 @@ class DeviceOperands:
 
 
 def forms_of(call: CallSignature) -> Iterator[Form]:
-    """Yield the kernels that a collective's slices need.
+    """Yield the forms of the kernels that a collective's slices need.
 
-    Two inputs are reduced; with AVG the last contribution is divided too, or a single input if
-    that contribution arrived without a reduction. All other steps copy.
+    A reduction step combines two inputs. With AVG the final step also divides the result; if that
+    step has a single input, it only divides. All other steps copy and need no kernel.
     """
     if call.collective not in REDUCTIONS:
         return

@@ -3,28 +3,29 @@
 Theory of operation
 -------------------
 Each rank does an equal part of the work: one kernel reads that part of every rank's input and
-writes the result to its destinations. No data passes through the host or a rail, and none is copied
-twice. The kernel is enqueued at the call, before the addresses of the others' arrays are known: it
-reads them from a table that the host fills later. In the stream's order:
+writes the result to its destinations. No data passes through the host or a rail, and no data is
+copied twice. The kernel is enqueued when the user calls, before the addresses of the other ranks'
+arrays are known. It reads them from a table that the host fills later. Work on the stream, in this
+order:
 
 ::
 
     ready[me] = n          my input is complete, my output may be overwritten
     wait for the host      all ranks have called, and the table is filled
     wait for ready[all]
-    the kernel
+    run the kernel
     done[me] = n
     wait for done[all]     my input was read, my output is complete
 
-These words are on an `IpcBoard`, in memory that all processes of the node and their GPUs share,
-where ranks also post the locations of their arrays. In the communicator's worker, the host reads
-these messages, maps the others' allocations (once each), fills the table, lets the stream continue,
-and watches the device until it has finished. If a rank dies meanwhile, other hosts write its words,
-so that no stream hangs, and the communicator ends.
+The words ``ready`` and ``done`` are on an `IpcBoard`, in memory that all processes of the node and
+their GPUs share. Ranks also post the locations of their arrays there. The communicator's worker
+thread reads these messages, maps the other ranks' allocations (once each), fills the table, lets
+the stream continue, and waits until the device has finished. If a rank dies in between, the other
+ranks' hosts write its words, so that no stream hangs, and the communicator ends.
 
-Invariants: what a stream waits for was enqueued on it before, or is written by a host or by another
-rank's stream that waits for nothing later; a peer's memory is accessed only between its ``ready``
-and this rank's ``done``.
+Invariants: a stream waits only for its own earlier work, for a host, or for a word that another
+rank's stream writes without waiting for later work; a peer's memory is accessed only between the
+peer's ``ready`` and this rank's ``done``.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ from r2ccl.types import CallSignature, Collective
 
 Array = npt.NDArray[Any]
 
-#: Kernels read and write 16 bytes at once; parts begin at multiples of it.
+#: Number of bytes that kernels read and write at once; parts begin at multiples of it.
 _VECTOR_NBYTES = 16
-#: Tables: more than the calls in progress before a message is overwritten.
+#: Number of address tables, which calls use in turn. Before `PeerBackend.finish` fills a table, it
+#: waits until the previous call with that table is done.
 _NTABLES = 64
-#: Limit of ranks on a node: operands of one kernel.
+#: Largest number of ranks on a node; a kernel has one operand per rank.
 MOST_RANKS = 8
-#: More calls than a rank can be ahead of another.
+#: Number of calls that exceeds the lead of any rank over another.
 _AHEAD = 1 << 20
 _POLL_S = 20e-6
 _LOOK_S = 0.05
@@ -65,7 +67,7 @@ _CALL_INFO = struct.Struct("<QQ64sQQ64sQ")
 
 
 class _ArrayHandle(NamedTuple):
-    """Location of a rank's array: number and IPC handle of its allocation, and the offset there."""
+    """Location of a rank's array: its allocation's number and IPC handle, and the byte offset."""
 
     allocation: int
     handle: bytes
@@ -73,25 +75,25 @@ class _ArrayHandle(NamedTuple):
 
 
 class CallInfo(NamedTuple):
-    """Message about a call: the packed signature, the input, the output."""
+    """Message that a rank posts for a call: the packed signature, its input and its output."""
 
     signature: int
     source: _ArrayHandle
     output: _ArrayHandle
 
     def pack(self) -> bytes:
-        """Return the bytes to post."""
+        """Return the message as bytes."""
         return _CALL_INFO.pack(self.signature, *self.source, *self.output)
 
     @classmethod
     def unpack(cls, packed: bytes) -> CallInfo:
-        """Invert `pack`."""
+        """Return the message from the bytes that `pack` returned."""
         signature, *places = _CALL_INFO.unpack_from(packed)
         return cls(signature, _ArrayHandle(*places[:3]), _ArrayHandle(*places[3:]))
 
 
 class InterNodeJob(NamedTuple):
-    """The part of a call between nodes: the backend that carries it out, and that backend's job."""
+    """The part of a call between nodes: the backend that executes it, and that backend's job."""
 
     backend: Any
     job: Any
@@ -100,8 +102,8 @@ class InterNodeJob(NamedTuple):
 class PeerJob(msgspec.Struct, eq=False):
     """The host's part of a call.
 
-    ``between`` is the part between nodes, if there are several; ``error`` is why the call failed,
-    if it did.
+    ``between`` is the part between nodes, if there are several nodes. ``error`` is the error of the
+    call, if it failed.
     """
 
     call: DeviceCall
@@ -112,7 +114,7 @@ class PeerJob(msgspec.Struct, eq=False):
 
 
 class _Share(NamedTuple):
-    """A rank's part of the work: elements ``[start, start + length)`` of a row of `width`."""
+    """A rank's part of the work: elements ``[start, start + length)`` of rows of `width`."""
 
     start: int
     length: int
@@ -120,10 +122,10 @@ class _Share(NamedTuple):
 
 
 class PeerKernels(Protocol):
-    """Loads and launches kernels that take addresses from a table."""
+    """Loader and launcher of kernels that read the addresses of their operands from a table."""
 
     def prepare_from_table(self, call: CallSignature, ninputs: int, noutputs: int) -> None:
-        """Load the kernel of `launch_from_table`; may wait for the device."""
+        """Load the kernel that `launch_from_table` launches; may wait for the device."""
         ...
 
     def launch_from_table(
@@ -132,33 +134,33 @@ class PeerKernels(Protocol):
     ) -> None:  # fmt: skip
         """Enqueue a kernel that reduces or copies `count` elements.
 
-        `table` holds the addresses of inputs, then outputs. If the first is 0 when the kernel
-        runs, it does nothing.
+        `table` is the address of a table with the addresses of all inputs, then of all outputs. If
+        the first address in it is 0 when the kernel runs, the kernel does nothing.
         """
         ...
 
 
 class PeerBackend(SignalledStream):
-    """The collectives of one rank on the memory of all GPUs of its node.
+    """Collectives of one rank with kernels that access the memory of all GPUs of its node.
 
     Parameters
     ----------
     device : Device
     kernels : PeerKernels
     board : IpcBoard
-        Shared by all ranks of the node, whose pages are in their order.
+        Board shared by all ranks of the node, with one section per rank in the order of `members`.
     members : sequence of int
-        The ranks of the node, by their numbers in the communicator.
+        Ranks of the node.
     check : callable
-        Raises the error that ended the communicator, if any.
+        Raises the error that ended the communicator, if it has ended.
     clock : Clock
     sleep : callable
-        ``sleep(seconds)``; lets other threads run.
+        ``sleep(seconds)`` lets other threads run.
     timeout_s : float
-        Limit for the others to call, and for the device to finish.
+        Time limit for the other ranks to call, and for the device to finish, in seconds.
     """
 
-    #: Index of each kernel's addresses in a table.
+    #: Index of each kernel's first address in a table.
     _heads: Sequence[int] = (0,)
 
     def __init__(
@@ -179,7 +181,7 @@ class PeerBackend(SignalledStream):
         self._kernels = kernels
         self._board = board
         self._members = members
-        #: This rank's index in the node, and the number of ranks there.
+        #: This rank's index in the node, and the number of ranks in the node.
         self._at, self._nlocal = board.index, board.nlocal
         self._check = check
         self._clock = clock
@@ -189,9 +191,9 @@ class PeerBackend(SignalledStream):
         self._number = 0
         #: Collective, dtype and op of loaded kernels.
         self._prepared: set[tuple[int, int, int]] = set()
-        #: Calls in progress. The caller's thread adds to them, only the worker removes them.
+        #: Calls in progress. The caller's thread appends to the list, only the worker removes.
         self._jobs: list[PeerJob] = []
-        #: Error after which streams were let go, if any: every later call fails.
+        #: First error after which `_release_streams` was called; it makes every later call fail.
         self._broken: BaseException | None = None
         #: Handles and bases of this rank's allocations, by allocation number.
         self._exported: dict[int, tuple[bytes, int]] = {}
@@ -199,34 +201,34 @@ class PeerBackend(SignalledStream):
         self._mapped: dict[tuple[int, int], int] = {}
 
     def supports(self, call: DeviceCall) -> bool:
-        """Return whether `call` has no schedule of the caller's own."""
+        """Return whether `call` has no user-defined schedule."""
         return call.schedule is None
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """See `GpuBackend`."""
+        """Return whether `begin` can be called without `prepare`."""
         return _kernels_of(call) in self._prepared
 
     def prepare(self, call: DeviceCall) -> None:
-        """See `GpuBackend`; loads the kernels of a call.
+        """Load the kernels of `call`.
 
         Raises
         ------
         TransportError
-            The device failed.
+            If the device failed.
         """
         self._load(call.signature)
         self._prepared.add(_kernels_of(call))
 
     def begin(self, call: DeviceCall, stream: Stream) -> tuple[PeerJob, Event]:
-        """Enqueue all of the device's work; nothing is enqueued on the caller's `stream`.
+        """Enqueue all of the device's work on the backend's stream, after the work of `stream`.
 
         Returns
         -------
         PeerJob
-            For `finish`, which must follow, in the order of `begin`. Its ``error`` is why
-            work could not be enqueued, if so.
+            Argument of `finish`, which must be called for each job in the order of `begin`. Its
+            ``error`` is set if not all work could be enqueued.
         Event
-            Done when the result is complete. Return it with `recycle`.
+            Event that is done when the result is complete. Return it with `recycle`.
         """
         number = self._number + 1
         done = self.take_event()
@@ -237,7 +239,7 @@ class PeerBackend(SignalledStream):
             self._number = number
             self._jobs.append(job)
             self._give(job, done, stream)
-            if self._broken is not None:  # this rank's words do not count calls any more
+            if self._broken is not None:  # this rank's words no longer count calls
                 raise self._broken
             self._board.post(number, info.pack())
         except Exception as exc:
@@ -245,18 +247,18 @@ class PeerBackend(SignalledStream):
         return job, done
 
     def finish(self, job: PeerJob) -> None:
-        """Fill the table once all ranks have called, and wait for the device; in the worker.
+        """Fill the table when all ranks have called, then wait for the device; runs in the worker.
 
         Raises
         ------
         InvalidArgument
-            Another rank made a different call.
+            If another rank made a different call.
         TransportTimeout
-            Another rank did not call, or the device did not finish.
+            If another rank did not call, or the device did not finish, in time.
         TransportError
-            The device failed.
+            If the device failed.
         R2cclError
-            The communicator ended.
+            If the communicator ended.
         """
         try:
             error = job.error or self._broken
@@ -266,8 +268,8 @@ class PeerBackend(SignalledStream):
             infos = [self._read(at, job.number, until_s) for at in range(self._nlocal)]
             self._require_same(infos)
             while not self._board.has_done(self._at, job.number - _NTABLES):
-                self._device.is_done(job.done)  # raises if it failed
-                self._pause(job.number, until_s, "the GPU is far behind")
+                self._device.is_done(job.done)  # raises if the device failed
+                self._pause(job.number, until_s, "the GPU has not caught up with earlier calls")
             self._fill(job, infos)
             self._board.take(job.number)
             self._signal(job.number)
@@ -282,32 +284,32 @@ class PeerBackend(SignalledStream):
             raise
 
     def examine(self, job: PeerJob) -> None:
-        """Raise the error of a call that the device has finished, if it has one.
+        """Raise the error of a call that the device has finished, if the call failed.
 
         Raises
         ------
         R2cclError
-            The communicator ended here, or at a rank that let the streams go.
+            If the communicator ended at this rank, or at a rank that released the node's streams.
         """
         if job.error is None and self._board.is_spoiled(job.number):
             self._check()
             job.error = CommunicatorRevoked(
-                f"rank {self._rank}: another rank of this node gave up during collective "
-                f"{job.number} on GPU memory; see its own error"
+                f"rank {self._rank}: another rank of this node failed during collective "
+                f"{job.number} on GPU memory; see the error of that rank"
             )
         super().examine(job)
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the stream, then free everything; no job is left.
+        """Wait for the stream, then free all resources; no job may be in progress.
 
         Raises
         ------
         TransportTimeout
-            The device is still busy; nothing was freed.
+            If the device is still busy after `timeout_s` seconds; nothing was freed.
         """
         if not self._is_signalled(self._number):
             self._release_streams(
-                CommunicatorRevoked(f"rank {self._rank}: closed before it was done")
+                CommunicatorRevoked(f"rank {self._rank}: closed before its collectives were done")
             )
         if not self._is_idle_in(timeout_s):
             raise self._still_busy("works", timeout_s)
@@ -321,7 +323,6 @@ class PeerBackend(SignalledStream):
     # Device
 
     def _load(self, call: CallSignature) -> None:
-        """Load the kernels of a call."""
         self._kernels.prepare_from_table(call, *_operands(call.collective, self._nlocal))
 
     def _give(self, job: PeerJob, done: Event, stream: Stream) -> None:
@@ -338,7 +339,7 @@ class PeerBackend(SignalledStream):
         device.record(done, own)
 
     def _work(self, job: PeerJob) -> None:
-        """Give the stream what lies between the inputs' being there and the result."""
+        """Enqueue the kernels of the call, between the waits for ``ready`` and ``done``."""
         call = job.call.signature
         ninputs, noutputs = _operands(call.collective, self._nlocal)
         self._launch(call, ninputs, noutputs, self._table_of(job.number))
@@ -351,12 +352,13 @@ class PeerBackend(SignalledStream):
             )
 
     def _meanwhile(self, job: PeerJob) -> None:
-        """Do the host's work that overlaps the device's."""
+        """Execute host work that overlaps the device's work."""
 
     def _share_of(self, call: CallSignature, at: int | None = None) -> _Share:
-        """Share a call's elements out, by whole vectors; where rows are ranks', by rows.
+        """Return the part of a call that the member with index `at` works on, by default this one.
 
-        Returns the part of the rank at place `at`, by default this one's; the first has most.
+        Elements are divided in units of whole vectors; the first part is the largest. Where a row
+        belongs to each rank (allgather, reduce_scatter), the part is a row.
         """
         if call.collective in (Collective.ALLGATHER, Collective.REDUCE_SCATTER):
             width = call.count // self._nlocal
@@ -385,10 +387,10 @@ class PeerBackend(SignalledStream):
         return _ArrayHandle(allocation, handle, address - base)
 
     def _await_room(self, number: int) -> None:
-        """Wait, at the call, for ranks that are many calls behind."""
+        """Wait until all ranks of the node have read the message that this call overwrites."""
         until_s = self._clock() + self._timeout_s
         while not self._board.may_post(number):
-            self._pause(number, until_s, "ranks of this node are far behind")
+            self._pause(number, until_s, "other ranks of this node have not caught up")
 
     def _read(self, at: int, number: int, until_s: float) -> CallInfo:
         packed = self._board.read(at, number)
@@ -401,8 +403,8 @@ class PeerBackend(SignalledStream):
         self._check()
         if self._clock() >= until_s:
             raise TransportTimeout(
-                f"rank {self._rank}: {why} for {self._timeout_s:g} s, in collective "
-                f"{number} on GPU memory; see what it does, or raise R2CC_TIMEOUT_S",
+                f"rank {self._rank}: {why} for {self._timeout_s:g} s, in collective {number} on "
+                "GPU memory; check what that rank or GPU does, or raise R2CC_TIMEOUT_S",
                 rank=self._rank,
                 status="TIMEOUT",
             )
@@ -419,7 +421,7 @@ class PeerBackend(SignalledStream):
                 )
 
     def _fill(self, job: PeerJob, infos: Sequence[CallInfo]) -> None:
-        """Write the addresses this rank's kernel works on."""
+        """Write the addresses of the kernel's operands to the table of the call."""
         call = job.call.signature
         share, itemsize = self._share_of(call), dtype_of(call.dtype).itemsize
         if not share.length:
@@ -441,14 +443,14 @@ class PeerBackend(SignalledStream):
         self._table_of(job.number)[: len(addresses)] = addresses
 
     def _addresses(self, job: PeerJob, infos: Sequence[CallInfo]) -> tuple[list[int], list[int]]:
-        """Return this process's addresses of all ranks' inputs and outputs."""
+        """Return the addresses of all ranks' inputs and outputs in this process."""
         sources = [self._address(at, info.source) for at, info in enumerate(infos)]
         outputs = [self._address(at, info.output) for at, info in enumerate(infos)]
         sources[self._at], outputs[self._at] = job.call.source, job.call.output
         return sources, outputs
 
     def _address(self, peer: int, place: _ArrayHandle) -> int:
-        """Return this process's address of an array of `peer`, whose allocation it maps once."""
+        """Return the address of an array of `peer` in this process; map its allocation once."""
         if not place.allocation or peer == self._at:
             return 0
         key = (peer, place.allocation)
@@ -458,12 +460,15 @@ class PeerBackend(SignalledStream):
         return base + place.offset
 
     def _watch(self, job: PeerJob, until_s: float) -> None:
-        """Wait for the device, unless a later call was begun, whose wait covers this one."""
+        """Wait until the device has finished the call.
+
+        Return early if a later call was begun, because the wait for that call includes this one.
+        """
         while job.number == self._number and not self._device.synchronize(job.done, _LOOK_S):
             self._check()
             if self._clock() >= until_s:
                 raise TransportTimeout(
-                    f"rank {self._rank}: the GPU has not finished collective {job.number} in "
+                    f"rank {self._rank}: the GPU did not finish collective {job.number} in "
                     f"{self._timeout_s:g} s; look for a kernel that hangs on a GPU of this node, "
                     "or raise R2CC_TIMEOUT_S",
                     rank=self._rank,
@@ -471,28 +476,29 @@ class PeerBackend(SignalledStream):
                 )
 
     def _release_streams(self, error: BaseException) -> None:
-        """Let the streams of all ranks of the node continue: the communicator ends on all of them.
+        """Let the streams of all ranks of the node continue, because the communicator ends.
 
-        Kernels that have not run do nothing; calls that are not complete fail. The stream will
-        still write older numbers, perhaps over words that were just written for other ranks;
-        therefore the last number it writes is ahead of all ranks' calls.
+        Kernels that have not run do nothing, and calls that are not complete fail. This rank's
+        stream will still write the numbers of its enqueued calls, which may replace the higher
+        numbers that a host just wrote to this rank's words. Therefore the last number that the
+        stream writes exceeds the call numbers of all ranks.
         """
         self._broken = self._broken or error
         number = self._number
         for job in tuple(self._jobs):
             if not self._board.has_done(self._at, job.number):
                 job.error = job.error or error
-        # Only the first address of each is cleared: a kernel that has read it needs the others.
+        # Clear only the first address for each kernel: a kernel that has read it needs the others.
         self._tables.view(np.uint64).reshape(_NTABLES, -1)[:, self._heads] = 0
         self._signal(number)
         self._board.release(number)
-        # A failed device writes nothing; the first error is the one that is raised.
+        # A failed device writes nothing. Its error is dropped: the caller raises the first error.
         with contextlib.suppress(TransportError):
             for at in (self._board.ready_at(self._at), self._board.done_at(self._at)):
                 self._device.write_word(self._stream, self._words + at, number + _AHEAD & WORD)
 
     def _drop_done(self, number: int) -> None:
-        """Forget finished calls up to `number`."""
+        """Remove finished calls up to `number` from the calls in progress."""
         while self._jobs and self._jobs[0].number <= number:
             if not self._board.has_done(self._at, self._jobs[0].number):
                 return
@@ -509,7 +515,7 @@ def _kernels_of(call: DeviceCall) -> tuple[int, int, int]:
 
 
 def _operands(collective: int, nranks: int) -> tuple[int, int]:
-    """Return how many arrays a kernel reads, and how many it writes."""
+    """Return the number of arrays that a kernel reads, and the number that it writes."""
     ninputs = 1 if collective in (Collective.ALLGATHER, Collective.BROADCAST) else nranks
     noutputs = 1 if collective in (Collective.REDUCE, Collective.REDUCE_SCATTER) else nranks
     return ninputs, noutputs

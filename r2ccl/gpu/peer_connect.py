@@ -1,9 +1,9 @@
-"""Connects `PeerBackend`: the ranks of each node try to access each other's GPU memory.
+"""Finds out whether the ranks of each node can access each other's GPU memory by CUDA IPC.
 
 Every rank exports an allocation, maps those of the other ranks of its node, and opens the memory of
-their `IpcBoard`. If one fails, no rank uses the backend.
+the node's `IpcBoard`. If one rank fails, no rank uses `PeerBackend`.
 
-Invariant: all ranks get their node's board, or none does.
+Invariant: either all ranks get the board of their node, or none does.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ _PROBE_NBYTES = 256
 def connect_peers(
     device: Device, rank: int, nodes: Sequence[Sequence[int]], allgather: AllgatherBytes
 ) -> IpcBoard | str:
-    """Try CUDA IPC within every node, on all ranks.
+    """Try CUDA IPC within every node, on all ranks; return the board of this rank's node.
 
     Parameters
     ----------
     device : Device
     rank : int
     nodes : sequence of sequence of int
-        The ranks of each node.
+        Ranks of each node.
     allgather : callable
+        See `AllgatherBytes`.
 
     Returns
     -------
     IpcBoard or str
-        The board of this rank's node, or on all ranks why there is none.
+        The board of this rank's node; or, on all ranks, the reason why CUDA IPC cannot be used.
 
     Notes
     -----
@@ -81,7 +82,7 @@ def _agree(
     offers = [_OFFER.unpack(each) for each in allgather(offer)]
     if all(is_able for is_able, _, _ in offers):
         try:
-            # Only to try it.
+            # A test: the mappings are not kept.
             for peer in members:
                 if peer != rank:
                     device.unmap(device.map(offers[peer][1]))
@@ -90,14 +91,14 @@ def _agree(
         except TransportError as exc:
             why = str(exc)
     elif not why:
-        why = f"rank {[is_able for is_able, _, _ in offers].index(False)} cannot, see its log"
+        why = f"rank {[is_able for is_able, _, _ in offers].index(False)} cannot; see its log"
     answers = allgather(bytes([not why]))
-    # Nobody frees an allocation before all ranks have unmapped it.
+    # Barrier: no rank frees its allocation before all ranks have unmapped it.
     allgather(b"\0")
     if all(answer[0] for answer in answers):
         return "", file
     refusing = [peer for peer, answer in enumerate(answers) if not answer[0]]
-    return why or f"rank {refusing[0]} cannot, see its log", None
+    return why or f"rank {refusing[0]} cannot; see its log", None
 
 
 __all__ = ["connect_peers"]

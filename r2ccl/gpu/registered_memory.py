@@ -1,9 +1,10 @@
-"""Device memory of this library's run_in_data_loop that every NIC has registered.
+"""Allocates device memory that is registered with every NIC.
 
-It holds landing places, partial sums, and staging copies of arrays that NICs cannot reach. Areas
-grow and are kept; a replaced one is freed when nothing uses it.
+The memory holds landing places, partial sums, and staging copies of arrays that NICs cannot access.
+An area that becomes too small is replaced by a larger one; the caller frees replaced areas with
+`RegisteredDeviceMemory.free_replaced` when nothing uses them.
 
-Invariant: memory that is handed out is registered with every NIC for as long as it is kept.
+Invariant: memory stays registered with every NIC until it is freed.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from r2ccl.device.base import Device
 from r2ccl.device.views import view_of
 from r2ccl.transport.base import Registered
 
-#: Registers device memory with every NIC, or raises TransportError: `Transport.register_device`.
+#: Function that registers device memory with every NIC, or raises TransportError:
+#: `Transport.register_device`.
 Register = Callable[[int, int], Registered]
-#: Calls a function in the thread that owns the data loop, and thereby the transport.
+#: Function that runs another function in the thread that owns the data loop and the transport, and
+#: returns its result.
 RunInDataLoop = Callable[[Callable[[], Any]], Any]
 
-#: CallAddresses begin at multiples of it, where kernels read whole lines of memory.
+#: Alignment of landing places in bytes, so that kernels read whole memory lines.
 _ALIGNMENT = 256
 
 
 class AreaPurpose(enum.Enum):
-    """Use of an area."""
+    """Buffer of a call that an area replaces or provides."""
 
     INPUT = "input"
     OUTPUT = "output"
@@ -40,20 +43,22 @@ class _Area(NamedTuple):
 
 
 class RegisteredDeviceMemory:
-    """Registered memory of one device.
+    """Memory of one device, allocated by this library and registered with every NIC.
 
     Parameters
     ----------
     device : Device
     register : callable
+        See `Register`.
     run_in_data_loop : callable
+        See `RunInDataLoop`.
     slab_nbytes : int
-        Size of the allocations that landing places are cut from.
+        Size in bytes of the allocations that are divided into landing places.
 
     Raises
     ------
     TransportError
-        The NICs do not reach the device's memory, or it is full.
+        If the NICs cannot access the device's memory, or if the memory is full.
     """
 
     def __init__(
@@ -64,33 +69,35 @@ class RegisteredDeviceMemory:
         self._run_in_data_loop = run_in_data_loop
         self._slab_nbytes = slab_nbytes
         self._areas: dict[AreaPurpose, _Area] = {}
-        #: Replaced areas, and slabs of landing places; the last slab is free from ``_cut``.
+        #: Replaced areas, and slabs of landing places. The last slab is free from offset ``_cut``.
         self._replaced: list[_Area] = []
         self._slabs: list[_Area] = []
         self._cut = 0
         self._slabs.append(self._make(slab_nbytes, self.register))
 
     def register(self, address: int, nbytes: int) -> Registered:
-        """Register memory, also the user's; in any thread but the data loop's."""
+        """Register memory, of this library or the user; not to be called in the data loop."""
         made: Registered = self._run_in_data_loop(lambda: self._register(address, nbytes))
         return made
 
     def release(self, registered: Registered) -> None:
-        """End a registration; in any thread but the data loop's."""
+        """End a registration; not to be called in the data loop."""
         self._run_in_data_loop(registered.close)
 
     def has(self, purpose: AreaPurpose, nbytes: int) -> bool:
-        """Return whether `area` need not allocate."""
+        """Return whether an area of at least `nbytes` bytes exists for `purpose`."""
         found = self._areas.get(purpose)
         return not nbytes or (found is not None and found.nbytes >= nbytes)
 
     def area(self, purpose: AreaPurpose, nbytes: int) -> int:
-        """Return the address of an area of `nbytes` bytes; growing loses its contents.
+        """Return the address of an area of at least `nbytes` bytes; allocate it if necessary.
+
+        An area that is replaced by a larger one loses its contents.
 
         Raises
         ------
         TransportError
-            Memory is full, or a NIC failed.
+            If memory is full, or a NIC failed.
         """
         if not self.has(purpose, nbytes):
             made = self._make(1 << (nbytes - 1).bit_length(), self.register)
@@ -100,12 +107,12 @@ class RegisteredDeviceMemory:
         return self._areas[purpose].address if nbytes else 0
 
     def place(self, nbytes: int) -> memoryview:
-        """Allocate a landing place, until `close`; in the data loop.
+        """Allocate a landing place that is valid until `close`; call it only in the data loop.
 
         Raises
         ------
         TransportError
-            See `area`.
+            If memory is full, or a NIC failed.
         """
         wanted = aligned(nbytes)
         if self._cut + wanted > self._slabs[-1].nbytes:
@@ -117,12 +124,12 @@ class RegisteredDeviceMemory:
         return view_of(at, nbytes)
 
     def free_replaced(self) -> None:
-        """Free replaced areas; nothing uses them."""
+        """Free all replaced areas; nothing may use them."""
         while self._replaced:
             self._free(self._replaced.pop())
 
     def close(self) -> None:
-        """Free everything; nothing uses it."""
+        """Free all memory; nothing may use it."""
         self._replaced += [*self._areas.values(), *self._slabs]
         self._areas.clear()
         self._slabs.clear()
@@ -142,7 +149,7 @@ class RegisteredDeviceMemory:
 
 
 def aligned(nbytes: int) -> int:
-    """Return `nbytes` rounded up to the alignment of places."""
+    """Return `nbytes` rounded up to the alignment of landing places."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -1,20 +1,22 @@
-"""Collectives on GPU memory through pinned host memory, for rails that reach only host memory.
+"""Collectives on GPU memory through pinned host memory, for rails that access only host memory.
 
 Theory of operation
 -------------------
-A call is cut into windows (`r2ccl.gpu.staged_windows`). All of the device's work is enqueued on one
-stream at the call: copy windows 0 and 1 out, into two slots of pinned memory; wait for the host to
-return window 0; copy it in; copy window 2 out into its slot; and so on. The stream waits at a word
-in pinned memory that counts windows (`r2ccl.gpu.host_signal`). For each window the communicator's
-worker waits for the copy, runs the collective on the slot, and increments the word. So the copies
-of one window overlap the collective of another, and the caller's thread never waits.
+A call is divided into windows (`r2ccl.gpu.staged_windows`). When the user calls, all of the
+device's work is enqueued on one stream: copy windows 0 and 1 out, into two slots of pinned memory;
+wait until the host has finished window 0; copy its result in; copy window 2 out into the same slot;
+and so on. The stream waits for a word in pinned memory that counts windows
+(`r2ccl.gpu.host_signal`). For each window the communicator's worker waits for the copy, runs the
+collective on the slot, and increments the word. So the copies of one window overlap the collective
+of another, and the caller's thread never waits.
 
-No deadlock by a full hardware queue is possible: work that the word waits for was enqueued on the
-same stream before. A failed call increments the word past all its windows: the result is undefined,
-the communicator has ended, and no stream hangs.
+A full hardware queue cannot cause a deadlock: the copy that must precede an increment of the word
+was enqueued on the same stream before the wait. After a failed call the host increments the word
+past all windows of the call, so that no stream hangs; the result is undefined then, and the
+communicator has ended.
 
-Invariants: a slot is written only after its previous contents were copied in, by the stream's
-order; the word only increases, in the order of calls.
+Invariants: the stream's order ensures that a slot is written only after its previous contents were
+copied in; the word only increases, in the order of calls.
 """
 
 from __future__ import annotations
@@ -36,19 +38,19 @@ from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature, Collective
 
 Array = npt.NDArray[Any]
-#: Runs a collective on host memory: its plan, source and output.
+#: Function that runs a collective on host memory, given its plan, source and output.
 HostRun = Callable[[Any, Array, Array], None]
 
 _NSLOTS = 2
-#: Interval of checks for the end of the communicator while waiting for the device.
+#: Interval at which a wait for the device checks whether the communicator has ended, in seconds.
 _LOOK_S = 0.05
 
 
 class DeviceCall(NamedTuple):
     """A collective on GPU memory.
 
-    ``source`` and ``output`` are addresses; 0: this rank has no output. ``schedule`` is an
-    allreduce of the caller's own.
+    ``source`` and ``output`` are addresses; ``output`` is 0 if this rank has no output.
+    ``schedule`` is the user-defined schedule of an allreduce, if there is one.
     """
 
     signature: CallSignature
@@ -70,9 +72,9 @@ class StagedJob(msgspec.Struct, eq=False):
     call: DeviceCall
     enter: EnterCall
     grid: WindowGrid
-    #: Windows enqueued so far: the window, the event of its copy out, its number.
+    #: Windows enqueued so far, each with the event of its copy out and its number.
     windows: list[tuple[Window, Event, int]]
-    #: Why the call failed, if it did.
+    #: Error of the call, if it failed.
     error: BaseException | None = None
 
 
@@ -84,14 +86,16 @@ class StagedBackend(SignalledStream):
     device : Device
     rank, nranks : int
     slot_nbytes : int
-        Size of each slot.
-    enter, run : callable
-        Enter a collective and run it on host memory.
+        Size of each slot in bytes.
+    enter : callable
+        Begins a collective among all ranks and returns its plan.
+    run : callable
+        Runs a planned collective on host memory.
     check : callable
-        Raises the error that ended the communicator, if any.
+        Raises the error that ended the communicator, if it has ended.
     clock : Clock
     timeout_s : float
-        Limit for the caller's earlier work on the device.
+        Time limit for the caller's earlier work on the device, in seconds.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class StagedBackend(SignalledStream):
         self._timeout_s = timeout_s
         self._slot_nbytes = slot_nbytes
         self._slots = [device.allocate_pinned(slot_nbytes) for _ in range(_NSLOTS)]
-        #: Number of windows enqueued by all calls.
+        #: Number of windows that all calls have enqueued.
         self._nenqueued = 0
 
     def supports(self, call: DeviceCall, nranks: int = 0) -> bool:
@@ -124,33 +128,35 @@ class StagedBackend(SignalledStream):
         return True
 
     def is_prepared(self, call: DeviceCall) -> bool:
-        """Return True: there is nothing to prepare."""
+        """Return True: no call needs `prepare`."""
         return True
 
     def prepare(self, call: DeviceCall) -> None:
-        """Do nothing; see `GpuBackend`."""
+        """Do nothing: no call needs preparation."""
 
     def begin(
         self, call: DeviceCall, stream: Stream, enter: EnterCall | None = None, widest: int = 0
     ) -> tuple[StagedJob, Event]:
-        """Enqueue all of the device's work; nothing is enqueued on the caller's `stream`.
+        """Enqueue all of the device's work on the backend's stream, after the work of `stream`.
 
         Parameters
         ----------
         call : DeviceCall
         stream : Stream
+            Stream of the caller, whose earlier work precedes the call.
         enter : callable, optional
-            Enters the collective of each window; default: a collective of all ranks.
+            Begins the collective of each window and returns its plan; default: a collective of all
+            ranks.
         widest : int, optional
-            Make as many windows as a call of `widest` columns has, if it is wider.
+            Number of elements of the widest call that must have as many windows as this one.
 
         Returns
         -------
         StagedJob
-            For `finish` or `abandon`, one of which must follow, in the order of `begin`. Its
-            ``error`` is why work could not be enqueued, if so.
+            Argument of `finish` or `abandon`; the caller must call one of them, in the order of
+            `begin`. Its ``error`` is set if not all work could be enqueued.
         Event
-            Done when the result is complete. Return it with `recycle`.
+            Event that is done when the result is complete. Return it with `recycle`.
         """
         done = self.take_event()
         itemsize = dtype_of(call.signature.dtype).itemsize
@@ -165,21 +171,21 @@ class StagedBackend(SignalledStream):
         return job, done
 
     def abandon(self, job: StagedJob, error: BaseException) -> None:
-        """Let the stream continue, even without `finish`: the call failed elsewhere."""
+        """Let the stream continue without `finish`, because another part of the call failed."""
         job.error = job.error or error
         self._end(job)
 
     def finish(self, job: StagedJob) -> None:
-        """Run the collective of each window once it was copied out; in the worker.
+        """Run the collective of each window after its copy out; runs in the worker thread.
 
         Raises
         ------
         TransportTimeout
-            The device did not finish the caller's earlier work.
+            If the device did not finish the caller's earlier work in time.
         TransportError
-            The device failed.
+            If the device failed.
         R2cclError
-            The collective failed.
+            If the collective failed.
         """
         try:
             self.examine(job)
@@ -191,7 +197,7 @@ class StagedBackend(SignalledStream):
             job.error = exc
             raise
         finally:
-            # After a failure too: no stream may hang.
+            # Signal after a failure too, so that no stream hangs.
             self._end(job)
 
     def _end(self, job: StagedJob) -> None:
@@ -201,14 +207,14 @@ class StagedBackend(SignalledStream):
         job.windows = []
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the stream, then free everything; no job is left.
+        """Wait for the stream, then free all resources; no job may be in progress.
 
         Raises
         ------
         TransportTimeout
-            The device is still busy; nothing was freed.
+            If the device is still busy after `timeout_s` seconds; nothing was freed.
         """
-        # Calls that were not finished.
+        # Let the stream pass calls that were not finished.
         self._signal(self._nenqueued)
         if not self._is_idle_in(timeout_s):
             raise self._still_busy("copies", timeout_s)
@@ -219,7 +225,7 @@ class StagedBackend(SignalledStream):
     # Device
 
     def _enqueue(self, job: StagedJob, itemsize: int) -> None:
-        """Enqueue two copies out, then alternately one in and one out."""
+        """Enqueue two copies out, then alternately one copy in and one copy out."""
         ahead = list(windows(job.call.signature, job.grid))
         first = self._nenqueued
         for at, window in enumerate(ahead[:_NSLOTS]):
@@ -234,14 +240,15 @@ class StagedBackend(SignalledStream):
         """Enqueue the copy of `window` to its slot."""
         rows = self._rows_read(job.call.signature)
         if rows.number and window.length:
-            # An allgather's input is this rank's row alone.
+            # The input of an allgather has only this rank's row.
             is_part = job.call.signature.collective == Collective.ALLGATHER
             skip = rows.first if is_part else 0
             nbytes, pitch = window.length * itemsize, job.grid.width * itemsize
             source = job.call.source + window.start * itemsize + (rows.first - skip) * pitch
             target = self._address(number) + rows.first * nbytes
             self._copy(target, nbytes, source, pitch, nbytes, rows.number)
-        # Even if nothing is copied: the slot is free once its previous result was copied in.
+        # Record the event even if nothing is copied: it is done when the slot is free, because its
+        # previous result was copied in.
         event = self.take_event()
         self._device.record(event, self._stream)
         self._nenqueued = number
@@ -293,7 +300,7 @@ class StagedBackend(SignalledStream):
         return _Rows(0, int(call.output != 0))
 
     def _sums_at(self, job: StagedJob, window: Window) -> int:
-        """Return the offset of the result in a slot, in elements."""
+        """Return the offset of a window's result in its slot, in elements."""
         kind = job.call.signature.collective
         is_apart = kind in (Collective.REDUCE_SCATTER, Collective.REDUCE)
         return window.length * job.grid.nrows if is_apart else 0
@@ -306,9 +313,9 @@ class StagedBackend(SignalledStream):
             self._check()
             if self._clock() >= until_s:
                 raise TransportTimeout(
-                    f"rank {self._rank}: the GPU has not done in {self._timeout_s:g} s what its "
-                    "stream was given before this collective; look for a kernel that hangs, or "
-                    "raise R2CC_TIMEOUT_S",
+                    f"rank {self._rank}: the GPU did not finish the work that precedes this "
+                    f"collective on its stream within {self._timeout_s:g} s; look for a kernel "
+                    "that hangs, or raise R2CC_TIMEOUT_S",
                     rank=self._rank,
                     status="TIMEOUT",
                 )
@@ -325,7 +332,7 @@ class StagedBackend(SignalledStream):
         return int(self._slots[number % _NSLOTS].ctypes.data)
 
 
-#: CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far.
+#: Limit of a pitch in bytes: CU_DEVICE_ATTRIBUTE_MAX_PITCH of all GPUs known so far.
 _MAX_PITCH = (1 << 31) - 1
 
 __all__ = ["DeviceCall", "HostRun", "StagedBackend", "StagedJob"]

@@ -1,11 +1,12 @@
-"""Cuts a collective on memory of any size into collectives that fit a bounce buffer.
+"""Divides a collective of any size into smaller collectives that fit a bounce buffer.
 
-A call's memory is *rows* of equal length: one for an allreduce, a broadcast or a reduce, one a rank
-for an allgather or a reduce_scatter. A window is the same columns of every row, packed. The
-collective of a window is of the same kind over fewer elements; all windows together make the call.
+A call's memory consists of *rows* of equal length: one row for an allreduce, a broadcast or a
+reduce; one row per rank for an allgather or a reduce_scatter. A window consists of the same columns
+of every row, packed. The collective of a window is of the same kind as the call, over fewer
+elements; all windows together perform the call.
 
-Pure. Invariant: equal calls and limits give equal windows on every rank, at least one; an empty
-call has one empty window.
+Invariant: equal calls and limits give equal windows on every rank. Every call has at least one
+window; an empty call has one empty window.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import msgspec
 from r2ccl.types import CallSignature, Collective
 
 _BY_RANK = frozenset({Collective.ALLGATHER, Collective.REDUCE_SCATTER})
-#: Collectives whose partial sums need memory of their own.
+#: Collectives whose partial sums need memory besides the input.
 _SUMMED_APART = frozenset({Collective.REDUCE, Collective.REDUCE_SCATTER})
 
 
 class Window(NamedTuple):
-    """Columns ``[start, start + length)`` of every row, in elements, and the call over them."""
+    """Columns ``[start, start + length)`` of every row, and the signature of their collective."""
 
     start: int
     length: int
@@ -31,9 +32,10 @@ class Window(NamedTuple):
 
 
 class WindowGrid(NamedTuple):
-    """Dimensions of the windows of a call.
+    """Dimensions of a call's rows and windows.
 
-    ``nrows`` rows of ``width`` elements; ``nwindows`` of ``length`` columns, fewer at the end.
+    The call has ``nrows`` rows of ``width`` elements and ``nwindows`` windows of ``length``
+    columns; the last windows may have fewer columns, or none.
     """
 
     nrows: int
@@ -50,14 +52,20 @@ def window_grid(
     Parameters
     ----------
     call : CallSignature
-        An allgather counts the elements of its output, a reduce_scatter of its input.
+        The call. Its count is that of the output for an allgather, and of the input for a
+        reduce_scatter.
     itemsize : int
-        Bytes of an element.
+        Size of an element in bytes.
     nranks : int
     limit_nbytes : int
-        A window has at least one column of every row, whatever the limit.
+        Size limit of a window in bytes; a window always has at least one column of every row.
     widest : int, optional
-        Columns of the widest of several calls with equal numbers of windows; default: this call's.
+        Number of columns of the widest of several calls that must have equally many windows;
+        default: the number of columns of this call.
+
+    Returns
+    -------
+    WindowGrid
     """
     nrows = nranks if call.collective in _BY_RANK else 1
     width = call.count // nrows
@@ -68,7 +76,7 @@ def window_grid(
 
 
 def windows(call: CallSignature, grid: WindowGrid) -> Iterator[Window]:
-    """Yield the windows of `call` in order; those beyond its end are empty."""
+    """Yield the windows of `call` in order; windows beyond the end of the rows are empty."""
     for at in range(grid.nwindows):
         start = min(at * grid.length, grid.width)
         length = min(grid.length, grid.width - start)

@@ -1,13 +1,13 @@
-"""Finds the device memory that slices of a call travel from and to.
+"""Provides the registered device memory that NICs read and write during a call.
 
-That is the caller's arrays, registered with every NIC during the call. An array that NICs cannot
-reach (of the stream-ordered pool, managed, or not aligned to its elements) is copied to and from
-memory that they reach (`r2ccl.gpu.registered_memory`), since the choice of a backend, the same on
-all ranks, cannot depend on one rank's array. Partial sums that are not this rank's result have such
-memory too.
+NICs normally use the caller's arrays, which are registered with every NIC during the call. An array
+that NICs cannot access (in the stream-ordered pool, managed, or not aligned to its elements) is
+copied to and from an area of `r2ccl.gpu.registered_memory`. Falling back to another backend is not
+possible then, because all ranks must use the same backend and only one rank knows about its array.
+Partial sums that are not this rank's result are kept in such an area too.
 
-Invariant: whether NICs reach an allocation is found out before the device waits for the host, since
-finding out may wait for the device.
+Invariant: an allocation is tried with the NICs before the device waits for the host, because the
+attempt may wait for the device.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _log = logging.getLogger(__name__)
 
 
 class CallAddresses(NamedTuple):
-    """Addresses of a call's slices: where they are read, and where results are written."""
+    """Addresses of the buffers that NICs and kernels use in a call: the input and the output."""
 
     source: int
     output: int
 
 
 class _CallerArray(NamedTuple):
-    """An array of the caller's, and the area that replaces it if NICs cannot reach it.
+    """An array of the caller, and the area that replaces it if NICs cannot access the array.
 
-    ``is_read`` and ``is_written``: by the collective.
+    ``is_read`` and ``is_written`` say whether the collective reads and writes the array.
     """
 
     address: int
@@ -55,9 +55,9 @@ class StagingBuffers:
     ----------
     device : Device
     memory : RegisteredDeviceMemory
-        Borrowed.
+        Registered memory for staging copies; borrowed.
     rank, nranks : int
-        They tell this rank's part of a buffer.
+        This rank and the number of ranks; they define this rank's part of a buffer.
     """
 
     def __init__(
@@ -67,22 +67,22 @@ class StagingBuffers:
         self._memory = memory
         self._rank = rank
         self._nranks = nranks
-        #: Whether NICs reach an allocation, by its number.
+        #: True for allocations that NICs can access, False for others, by allocation number.
         self._reached: dict[int, bool] = {}
 
     def are_ready(self, call: DeviceCall) -> bool:
-        """Return whether `make_ready` has nothing to do."""
+        """Return whether `hold` can be called without `make_ready`."""
         return not any(map(self._is_unknown, _arrays(call))) and all(
             self._memory.has(purpose, nbytes_of(call.signature)) for purpose in self._areas(call)
         )
 
     def make_ready(self, call: DeviceCall) -> None:
-        """Find out which arrays NICs reach, and allocate the areas that replace the others.
+        """Find out which arrays NICs can access, and allocate areas that replace the others.
 
         Raises
         ------
         TransportError
-            Memory is full.
+            If memory is full.
         """
         nbytes, arrays = nbytes_of(call.signature), _arrays(call)
         if len(self._reached) + len(arrays) > _MOST_ALLOCATIONS:
@@ -96,12 +96,13 @@ class StagingBuffers:
     def hold(self, call: DeviceCall, reductions: ReductionStream) -> Iterator[CallAddresses]:
         """Register a call's arrays or copy them to areas; on exit, copy results back.
 
-        Copies are enqueued on `reductions`: wait for them after entering, and after leaving.
+        Copies are enqueued on `reductions`. The caller must wait for them after entering the
+        context, and again after leaving it.
 
         Raises
         ------
         TransportError
-            The device or a NIC failed.
+            If the device or a NIC failed.
         """
         signature = call.signature
         nbytes = nbytes_of(signature)
@@ -132,7 +133,7 @@ class StagingBuffers:
         output: int,
         reductions: ReductionStream,
     ) -> None:
-        """Copy results to the caller's arrays, unless they are there."""
+        """Copy results from areas to the caller's arrays."""
         nbytes = nbytes_of(call.signature)
         if nbytes and call.signature.collective == Collective.REDUCE_SCATTER:
             width = nbytes // self._nranks
@@ -148,7 +149,7 @@ class StagingBuffers:
         held: list[Registered],
         reductions: ReductionStream,
     ) -> int:
-        """Register `array` and return its address, or that of the area that replaces it."""
+        """Register `array` and return its address, or return the address of its staging copy."""
         nbytes = nbytes_of(call)
         if self._is_registrable(array, call):
             try:
@@ -167,7 +168,7 @@ class StagingBuffers:
         return is_aligned and self._reached.get(self._device.buffer_id(array.address), False)
 
     def _areas(self, call: DeviceCall) -> list[AreaPurpose]:
-        """List the areas that replace arrays; arrays not tried yet count as reached."""
+        """List the areas that a call needs; arrays that were not tried yet need none."""
         found = [
             each.purpose
             for each in _arrays(call)
@@ -189,18 +190,20 @@ class StagingBuffers:
             self._reached[self._device.buffer_id(address)] = True
 
     def _copy_from_now_on(self, address: int, why: TransportError) -> None:
-        """Copy arrays of this allocation from now on."""
-        _log.info("rank %d: an array on the GPU is copied for the NICs: %s", self._rank, why)
+        """Mark the allocation around `address` as one that NICs cannot access."""
+        _log.info(
+            "rank %d: NICs cannot access an array on the GPU, so it is copied: %s", self._rank, why
+        )
         self._reached[self._device.buffer_id(address)] = False
 
 
 def nbytes_of(call: CallSignature) -> int:
-    """Return the size of a call's memory, in bytes."""
+    """Return the size of a call's input or output, as its signature counts it, in bytes."""
     return call.count * dtype_of(call.dtype).itemsize
 
 
 def _arrays(call: DeviceCall) -> list[_CallerArray]:
-    """List the caller's arrays that slices are read from or written to; each once."""
+    """List the caller's arrays that a collective reads or writes; each once."""
     kind = call.signature.collective
     if not call.signature.count:
         return []
@@ -217,7 +220,7 @@ def _arrays(call: DeviceCall) -> list[_CallerArray]:
 
 
 def _sums_apart(call: DeviceCall) -> bool:
-    """Return whether partial sums need an area."""
+    """Return whether the partial sums of a call need an area."""
     return call.signature.collective == Collective.REDUCE_SCATTER or not call.output
 
 

@@ -1,1 +1,1 @@
-"""PXN: slices reach far NICs through the memory of the GPUs beside them, over NVLink."""
+"""PXN: sends slices to distant NICs through the memory of the GPUs near these NICs, over NVLink."""

@@ -1,18 +1,19 @@
-"""Slots of memory beside a NIC, and the copies between them and a GPU's own memory.
+"""Memory slots near a NIC, and the copies between these slots and the memory of another GPU.
 
-The slots are in the memory of the GPU beside the NIC, and the copies use NVLink. Each direction has
+The slots are in the memory of the GPU near the NIC, and the copies use NVLink. Each direction has
 a stream, on which copies finish in the order they were begun. Invariants: a slot is free only after
-it was returned and no copy uses it; a copy counts as done once its event was seen to be done, or
-the device failed.
+it was returned and no copy uses it; a copy counts as done after the host has seen that its event is
+done, or after the device failed.
 
-*Which GPU copies.* The source may have been written by a NIC: always for slots, and for the GPU's
-own memory where a slice that arrived directly is passed on. Remote writes are ordered, or flushed,
-for the GPU that owns the memory, but perhaps not for others. So the owner of the source copies.
+*Which GPU copies.* A NIC may have written the source of a copy: always if the source is a slot, and
+also if a slice that arrived directly is sent on from the GPU's own memory. NIC writes are ordered,
+or flushed, for the GPU that owns the memory, but perhaps not for other GPUs. Therefore the GPU that
+owns the source executes the copy.
 
-*Device failure.* After any failed driver call the relay hands out no slot. A copy that could not be
-begun has failed; if the device does not tell whether one is done, all copies in progress on it
-have failed. Failed copies count as done too: after an error of enqueued work, the driver runs
-nothing more in the process's context.
+*Device failure.* After a driver call has failed, the relay provides no more slots. A copy that
+could not be begun has failed. If the state of a copy cannot be queried, all copies in progress on
+that device have failed. Failed copies count as done: after enqueued work has failed, the driver
+runs no more work in the process's context.
 
 References
 ----------
@@ -32,9 +33,10 @@ from r2ccl.errors import TransportError
 
 
 class Slot:
-    """Memory for one slice; ``owner`` is for the caller of `Relay.take`.
+    """Memory for one slice.
 
-    ``is_copying``: a copy to or from it is in progress. ``error``: why the last copy failed.
+    ``owner`` is an attribute for the user of the slot. ``is_copying`` is True while a copy to or
+    from the slot is in progress. ``error`` is the error of the last copy, if it failed.
     """
 
     __slots__ = ("_whole", "address", "error", "is_copying", "is_given", "owner", "relay")
@@ -44,38 +46,41 @@ class Slot:
         self.address = address
         self.owner: Any = None
         self.is_copying = False
-        #: Returned by `Relay.give`.
+        #: True after `Relay.give` and before the next `Relay.take`.
         self.is_given = True
         self.error: TransportError | None = None
         self._whole = view_of(address, nbytes)
 
     def view(self, nbytes: int) -> memoryview:
-        """Return a view of its first bytes."""
+        """Return a view of the first `nbytes` bytes of the slot."""
         return self._whole[:nbytes]
 
 
 class Relay:
-    """Contiguous slots, and the streams on which they are filled and emptied.
+    """Contiguous slots, and the streams for the copies to and from the slots.
 
     Parameters
     ----------
     device : Device
-        The GPU that has the slots; it accesses the memory of `home`.
+        GPU that has the slots. It must be able to access the memory of `home`.
     base_address : int
-        Of the first slot. The memory is borrowed, and registered with every NIC.
+        Address of the first slot. The memory of the slots is borrowed and must be registered with
+        every NIC.
     slot_nbytes, nslots : int
+        Size of a slot in bytes, and number of slots.
     home : Device, optional
-        The GPU that has the slices; it accesses the slots. Default: `device`.
+        GPU that has the slices. It must be able to access the slots. Default: `device`.
 
     Raises
     ------
     TransportError
-        A device could not create a stream or an event.
+        If a device could not create a stream or an event.
 
     Notes
     -----
-    Used by the owner of the data loop. Its creator closes it and frees the memory after the
-    transport was closed, or after all paths were fenced and the transport stopped using it.
+    Only the thread that owns the data loop may call the methods. The creator closes the relay and
+    frees the memory after the transport was closed, or after the transport stopped using the relay
+    and all paths were fenced.
     """
 
     def __init__(
@@ -87,7 +92,7 @@ class Relay:
         home: Device | None = None,
     ) -> None:
         self.nslots = nslots
-        #: First failure of a device, after which `take` returns None.
+        #: First error of a device; `take` returns None after it.
         self.error: TransportError | None = None
         self._slot_nbytes = slot_nbytes
         self._inwards = _CopyStream(home or device, nslots)
@@ -112,7 +117,7 @@ class Relay:
         return bool(self._inwards.copying or self._outwards.copying)
 
     def take(self, nbytes: int) -> Slot | None:
-        """Return a free slot of at least `nbytes` bytes; None: there is none."""
+        """Return a free slot of at least `nbytes` bytes, or None if there is no such slot."""
         if not self._free or nbytes > self._slot_nbytes or self.error is not None:
             return None
         slot = self._free.pop()
@@ -120,7 +125,10 @@ class Relay:
         return slot
 
     def give(self, slot: Slot) -> None:
-        """Return a slot; it is free when its copy is done, and never if that failed."""
+        """Return `slot` to the relay.
+
+        The slot becomes free when its copy is done. It never becomes free if the copy failed.
+        """
         slot.is_given = True
         self._release(slot)
 
@@ -130,16 +138,22 @@ class Relay:
         Raises
         ------
         TransportError
-            The device failed.
+            If the device failed.
         """
         self._copy(self._inwards, slot, slot.address, address_of(view), len(view))
 
     def copy_out(self, slot: Slot, region: memoryview) -> None:
-        """Begin a copy from a slot to a region of device memory; see `copy_in`."""
+        """Begin a copy from a slot to a region of device memory.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
+        """
         self._copy(self._outwards, slot, address_of(region), slot.address, len(region))
 
     def collect(self) -> list[Slot]:
-        """Return the slots whose copies ended since the last call; does not wait."""
+        """Return the slots whose copies ended or failed since the last call, without waiting."""
         over: list[Slot] = []
         for stream in (self._inwards, self._outwards):
             try:
@@ -156,18 +170,18 @@ class Relay:
         return over
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for all copies, up to `timeout_s` a direction; call `collect` then.
+        """Wait up to `timeout_s` seconds per direction for all copies; `collect` returns them.
 
         Returns
         -------
         bool
-            Whether they are done.
+            True if all copies are done or failed.
         """
         is_filled = self._inwards.drain(timeout_s)
         return self._outwards.drain(timeout_s) and is_filled
 
     def close(self) -> None:
-        """Free the streams and the events; no copy is in progress."""
+        """Free the streams and the events; no copy may be in progress."""
         self._inwards.close()
         self._outwards.close()
 
@@ -192,7 +206,7 @@ class Relay:
 
 
 class _CopyStream:
-    """Copies of one direction, by the GPU that has the source; at most `ncopies` at once."""
+    """Copies in one direction, by the GPU that has the source; at most `ncopies` at once."""
 
     def __init__(self, device: Device, ncopies: int) -> None:
         self.copying: deque[tuple[Slot, Event]] = deque()
@@ -209,7 +223,7 @@ class _CopyStream:
         self._idle = list(self._events)
 
     def begin(self, slot: Slot, target: int, source: int, nbytes: int) -> None:
-        """Begin a copy for a slot that has none in progress."""
+        """Begin a copy to or from `slot`, which must have no copy in progress."""
         device = self._device
         if device.reorders_remote_writes:
             device.flush_remote_writes()
@@ -218,7 +232,7 @@ class _CopyStream:
         self.copying.append((slot, self._idle.pop()))
 
     def pop_done(self) -> Slot | None:
-        """Remove and return the slot of the oldest copy, if that is done."""
+        """Remove and return the slot of the oldest copy if the copy is done, else return None."""
         if not self.copying or not self._device.is_done(self.copying[0][1]):
             return None
         slot, event = self.copying.popleft()
@@ -226,22 +240,22 @@ class _CopyStream:
         return slot
 
     def abandon(self) -> list[Slot]:
-        """Remove and return the slots of all copies: the device failed."""
+        """Remove and return the slots of all copies, after the device failed."""
         slots = [slot for slot, _ in self.copying]
         self.copying.clear()
         return slots
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for the copies; return whether they ended or failed."""
+        """Wait up to `timeout_s` seconds for the copies; return whether they ended or failed."""
         if not self.copying:
             return True
         try:
             return self._device.synchronize(self.copying[-1][1], timeout_s)
         except TransportError:
-            return True  # `collect` reports it
+            return True  # `collect` reports the error
 
     def close(self) -> None:
-        """Free the stream and the events; no copy is in progress."""
+        """Free the stream and the events; no copy may be in progress."""
         for event in self._events:
             self._device.destroy_event(event)
         self._device.destroy_stream(self._stream)

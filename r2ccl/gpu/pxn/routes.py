@@ -1,12 +1,13 @@
-"""PXN routes of one rank: through the memory of other GPUs to far NICs, once a near NIC is lost.
+"""Opens and closes the PXN routes of one rank: routes to distant NICs through other GPUs' memory.
 
-`r2ccl.gpu.nic_affinity` found the rails that this GPU reaches best through another one. A route is
-opened when a home rail is down or slow, at this rank or one that it meets there: it opens the other
-GPU, if this process sees it, allocates slots in its memory and has `r2ccl.gpu.pxn.transport` use
-them on that rail. Without a route slices go to the NIC directly: correct, but slower.
+`r2ccl.gpu.nic_affinity` found the rails that this GPU reaches best through another GPU. A route is
+opened when a home rail is down or slow, at this rank or at a rank that it communicates with over
+that rail. To open a route, the rank opens the other GPU, if this process sees it, allocates slots
+in that GPU's memory, and lets `r2ccl.gpu.pxn.transport` use the slots for the rail. Without a
+route, slices travel to the NIC directly, which is correct but slower.
 
-Invariant: a route is opened before the device waits for the host, since opening may wait for the
-device. Each is tried once.
+Invariant: a route is opened before the device waits for the host, because opening may wait for the
+device. Each route is tried once.
 """
 
 from __future__ import annotations
@@ -38,29 +39,30 @@ class _Opened(NamedTuple):
 
 
 class PxnRoutes:
-    """The PXN routes of one rank's GPU.
+    """PXN routes of one rank's GPU.
 
     Parameters
     ----------
     device : Device
     rank : int
     wanted : iterable of PxnRoute
-        Rails by their numbers in the transport.
+        Possible routes; their rails are the transport's rail numbers.
     members, homes : sequence of int
-        Ranks, this one among them, and their home rails: routes are needed once one of these
-        rails is not whole at one of these ranks.
+        Group of ranks that includes this one, and the rails it uses. Routes are needed when one of
+        these rails has lost bandwidth at one of these ranks.
     transport : PxnTransport
-        Carries their slices; borrowed.
+        Transport that sends slices over the routes; borrowed.
     register : callable
         See `Register`.
     run_in_data_loop : callable
         See `RunInDataLoop`.
     open_peer : callable
-        Returns the GPU at a bus id, closed here; None if this process does not see it.
+        Returns the GPU at a bus ID, or None if this process does not see it. `close` closes the
+        GPU.
     health : callable
         Returns the current health of all ranks' rails.
     slot_nbytes, nslots : int
-        Slots of each route.
+        Size of a slot in bytes, and number of slots of each route.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class PxnRoutes:
     ) -> None:
         self._device = device
         self._rank = rank
-        #: Other GPU of each route that was not tried yet, by rail.
+        #: Bus ID of the other GPU of each route that was not tried yet, by rail.
         self._wanted = {each.rail: each.via for each in wanted}
         self._meets = [(member, rail) for member in members for rail in homes]
         self._transport = transport
@@ -91,20 +93,20 @@ class PxnRoutes:
         self._health = health
         self._slot_nbytes = slot_nbytes
         self._nslots = nslots
-        #: Version of the last health considered.
+        #: Version of the health that `open` used last.
         self._seen = -1
-        #: Other GPUs by bus id; None: not visible.
+        #: Other GPUs by bus ID; None for a GPU that this process does not see.
         self._peers: dict[str, Device | None] = {}
         self._opened: list[_Opened] = []
 
     @property
     def is_open_needed(self) -> bool:
-        """Return whether `open` has something to do."""
+        """True if `open` would try to open a route."""
         health = self._health()
         return bool(self._wanted) and health.version != self._seen and bool(self._needed(health))
 
     def open(self) -> None:
-        """Open the routes that the health of rails makes necessary, as far as possible."""
+        """Try to open the routes that the current health of the rails makes necessary."""
         health = self._health()
         self._seen = health.version
         for rail in self._needed(health):
@@ -115,16 +117,16 @@ class PxnRoutes:
                 why = str(exc)
             _log.info(
                 "rank %d: slices for rail %d %s GPU %s%s", self._rank, rail,
-                "do not go through" if why else "go through", via, f": {why}" if why else "",
+                "do not pass through" if why else "pass through", via, f": {why}" if why else "",
             )  # fmt: skip
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for all copies; return whether they are done.
+        """Wait up to `timeout_s` seconds per direction for all copies; return whether they ended.
 
-        For use after a failed call, which ends the communicator: no copy begins any more.
+        Call it after a failed call, which ends the communicator, so that no new copy begins.
         """
 
-        # In the data loop: the transport, until it is closed, polls copies too.
+        # Run in the data loop, because the transport polls copies there until it is closed.
         def wait() -> bool:
             are_over = True
             for each in self._opened:
@@ -134,15 +136,16 @@ class PxnRoutes:
         return bool(self._run_in_data_loop(wait))
 
     def close(self, timeout_s: float) -> bool:
-        """Close all routes and free their memory; no slice is in flight.
+        """Close all routes and free their memory; no slice may be in flight.
 
-        If copies are not done after `timeout_s`, the other GPU's memory is kept. A failure does
-        not keep other memory from being freed. Both are logged.
+        If copies of a route do not end within `timeout_s` seconds, the slots of that route are not
+        freed. If a route cannot be closed because of an error, all other routes are closed. Both
+        are logged.
 
         Returns
         -------
         bool
-            Whether no copy uses memory of this rank's GPU any more.
+            True if no copy uses memory of this rank's GPU any more.
         """
         hanging: set[str] = set()
         for each in self._opened:
@@ -152,8 +155,8 @@ class PxnRoutes:
                     continue
                 hanging.add(each.via)
                 _log.warning(
-                    "rank %d: copies through GPU %s are not over after %g s: its memory is kept; "
-                    "end the process", self._rank, each.via, timeout_s,
+                    "rank %d: copies through GPU %s did not end within %g s, so its memory was not "
+                    "freed; end the process", self._rank, each.via, timeout_s,
                 )  # fmt: skip
         self._opened.clear()
         for via, peer in self._peers.items():
@@ -164,13 +167,13 @@ class PxnRoutes:
         return not hanging
 
     def _needed(self, health: Health) -> list[int]:
-        """List the rails whose routes are to be opened."""
+        """List the rails whose routes must be opened."""
         if all(health.share(*port) == WHOLE for port in self._meets):
             return []
         return [rail for rail in self._wanted if health.share(self._rank, rail)]
 
     def _end(self, opened: _Opened, timeout_s: float) -> bool:
-        """Close a route unless copies are in progress; return whether it did."""
+        """Close a route if its copies end within `timeout_s`; return whether it was closed."""
         relay = opened.relay
 
         def settle() -> bool:
@@ -189,17 +192,17 @@ class PxnRoutes:
 
     @contextlib.contextmanager
     def _logging_failures(self, via: str) -> Iterator[None]:
-        """Log a failure of a route through another GPU."""
+        """Log a `TransportError` of the route through GPU `via` instead of raising it."""
         try:
             yield
         except TransportError as exc:
             _log.warning("rank %d: the PXN route through GPU %s failed: %s", self._rank, via, exc)
 
     def _open(self, rail: int, via: str) -> str:
-        """Open a route; return why it could not be, or an empty string."""
+        """Open a route; return an empty string, or the reason why this process cannot."""
         peer = self._peer(via)
         if peer is None:
-            return "this process does not see it (CUDA_VISIBLE_DEVICES)"
+            return "this process does not see that GPU (CUDA_VISIBLE_DEVICES)"
         self._device.reach(peer)
         peer.reach(self._device)
         nbytes = self._slot_nbytes * self._nslots

@@ -1,29 +1,29 @@
 """A transport that sends slices of some rails through another GPU's memory (NCCL's PXN).
 
-`PxnTransport` wraps another `TransportPart`. On rails for which `use` gave a `Relay`, a slice of
-device memory is copied to a slot beside the NIC and sent from there, or lands in a slot and is
-copied out. All other calls are forwarded unchanged.
+`PxnTransport` wraps another `TransportPart`. On rails for which `use` set a `Relay`, an outgoing
+slice of device memory is copied to a slot near the NIC and sent from the slot; an incoming slice
+lands in a slot and is copied to its landing place. All other calls are forwarded unchanged.
 
 Theory of operation
 -------------------
-``isend``: a slot is filled; once the copy is done, the inner transport sends the slot's view. Later
-sends on the path wait behind it, in order. `Sent` frees the slot.
+``isend``: the slice is copied to a slot. When the copy is done, the inner transport sends the
+slot's view. Later sends on the path wait behind it, in order. `Sent` frees the slot.
 
-``irecv``: the inner transport names a slot to the peer. Its `Arrived`, and every later event of the
-path, is held until the slot was copied to the region. `Fenced` is held until no copy of the path is
-in progress, including copies of slices that were dropped.
+``irecv``: the inner transport names a slot to the peer. The `Arrived` event of the slot, and every
+later event of the path, is held until the slot was copied to the region. `Fenced` is held until no
+copy of the path is in progress, including copies of slices that were dropped.
 
-If no slot is free or large enough, a slice goes directly: both ends of a path decide on their own,
-for each slice.
+If no slot is free or large enough, a slice travels directly. Each end of a path decides this
+independently, for each slice.
 
-*Confirmations.* A copy may fail, so the inner transport may not confirm by itself a slice that
-lands in a slot, nor a direct one after it: ``ack`` is withheld. So every slice it did confirm has
-arrived, and is always handed on.
+*Confirmations.* A copy may fail, so the inner transport must not confirm by itself a slice that
+lands in a slot, nor a direct slice after it: ``ack`` is withheld. So every slice that the inner
+transport confirmed has arrived, and its arrival is always reported.
 
 *A failed copy* is reported as the path's `Failed`, with the device's status. Nothing is lost: the
-slice was not sent, or its arrival is not reported, and it is replayed as on any path that broke.
-The relay hands out no more slots, so the repaired path sends directly. Raising instead would end
-the communicator for the loss of a route that it does not need.
+slice was not sent, or its arrival was not reported, and it is replayed as after any failure of a
+path. The relay provides no more slots, so the repaired path sends directly. An exception instead
+would end the communicator because of a route that it does not need.
 
 Invariants: the events of a path keep their order; after `Fenced` no copy of the path accesses
 memory; a slot is returned exactly once.
@@ -60,12 +60,12 @@ from r2ccl.types import PathKey, ProbeKey
 
 _log = logging.getLogger(__name__)
 
-#: Limit of `close` for copies, which take well under a millisecond each.
+#: Longest wait of `close` for copies, in seconds. A copy takes well under a millisecond.
 _CLOSE_TIMEOUT_S = 1.0
 
 
 class _Send(NamedTuple):
-    """A waiting ``isend``; ``slot`` None: it only waits for earlier ones."""
+    """An ``isend`` that waits for its copy to ``slot``, or, without a slot, for earlier sends."""
 
     frame: Frame
     view: memoryview
@@ -75,7 +75,7 @@ class _Send(NamedTuple):
 
 
 class _Landed(NamedTuple):
-    """A slice that arrived in a slot and is being copied out."""
+    """A slice that arrived in a slot and is being copied to its landing place."""
 
     event: Arrived
     slot: Slot
@@ -92,33 +92,33 @@ class _PathState:
 
     def __init__(self, path: PathKey) -> None:
         self.path = path
-        #: Sends in order, from the first whose copy is in progress.
+        #: Sends that wait, in order; the copy of the first is in progress.
         self.waiting: deque[_Send] = deque()
-        #: Slots that the NIC reads; slots that it writes, with the regions to copy to.
+        #: Slots that the NIC reads; slots that the NIC writes, with the regions to copy to.
         self.sending: dict[_Name, Slot] = {}
         self.landing: dict[_Name, tuple[Slot, memoryview]] = {}
-        #: Events in order, from the first that cannot be handed on.
+        #: Events that cannot be reported yet, in order.
         self.held: deque[Event | _Landed] = deque()
         #: Copies in progress, including those of dropped slices.
         self.ncopies = 0
-        #: `Failed` was reported, or is in ``held``.
+        #: True if `Failed` was reported, or is in ``held``.
         self.has_failed = False
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is in progress."""
+        """True if no slice, copy or event of the path is pending, and the path has not failed."""
         busy = self.waiting or self.sending or self.landing or self.held
         return not (busy or self.ncopies or self.has_failed)
 
     def drop(self) -> None:
-        """Drop waiting sends."""
+        """Drop all waiting sends and return their slots."""
         for item in self.waiting:
             if item.slot is not None:
                 item.slot.relay.give(item.slot)
         self.waiting.clear()
 
     def give_back(self) -> None:
-        """Return the slots that the inner transport had: it has fenced the path."""
+        """Return the slots that the inner transport used, after it has fenced the path."""
         for slot in (*self.sending.values(), *(slot for slot, _ in self.landing.values())):
             slot.relay.give(slot)
         self.sending.clear()
@@ -126,16 +126,16 @@ class _PathState:
 
 
 class PxnTransport:
-    """A `TransportPart` that wraps another one, and relays some slices.
+    """A `TransportPart` that wraps another one, and relays some slices through another GPU.
 
     Parameters
     ----------
     inner : TransportPart
-        Owned. Memory of slices and slots is registered with its NICs.
+        Wrapped transport; owned. The memory of slices and slots must be registered with its NICs.
 
     Notes
     -----
-    All calls are forwarded until `use` is called, and after the last relayed slice.
+    Before the first call of `use`, and after the last relayed slice, all calls are only forwarded.
     """
 
     def __init__(self, inner: TransportPart) -> None:
@@ -143,22 +143,22 @@ class PxnTransport:
         self._inner = inner
         self._relays: dict[int, Relay] = {}
         self._states: dict[PathKey, _PathState] = {}
-        #: Relays with copies under way; ways on which something may go on.
+        #: Relays with copies in progress; paths whose held events or waiting sends may continue.
         self._copying: dict[Relay, None] = {}
         self._touched: dict[_PathState, None] = {}
 
     def use(self, rail: int, relay: Relay | None) -> None:
-        """Relay slices of `rail` from now on; None: stop.
+        """Relay slices of `rail` through `relay` from now on; None stops relaying.
 
-        Slices in progress are not affected. In the data loop only. `relay` may serve several
-        rails. Its creator frees it after `close`, or after this call stopped its use and all
-        paths that it was used on were fenced.
+        Slices in progress are not affected. Call it only in the data loop. Several rails may use
+        the same relay. The creator of the relay may free it after `close`, or after this method
+        stopped its use and all paths of its rails were fenced.
         """
         if relay is not None:
             self._relays[rail] = relay
             return
         self._relays.pop(rail, None)
-        # At the next `poll` idle paths are forgotten.
+        # The next `poll` removes the states of idle paths.
         self._touched.update(
             (state, None) for path, state in self._states.items() if path.rail == rail
         )
@@ -173,7 +173,11 @@ class PxnTransport:
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
-        """See `Transport.isend`; a replay overtakes what the inner transport has not sent yet."""
+        """Implement `Transport.isend`; relay a slice in device memory if a slot is free.
+
+        A replay overtakes slices that the inner transport has queued, but not sends that wait for
+        a copy.
+        """
         state = self._states.get(path)
         slot = None
         if token is not None and path.rail in self._relays and self.is_open(path):
@@ -189,7 +193,7 @@ class PxnTransport:
             state.waiting.append(_Send(frame, view, token, is_replay, slot))
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
-        """See `Transport.irecv`."""
+        """Implement `Transport.irecv`; relay a slice for device memory if a slot is free."""
         state = self._states.get(path)
         slot = None
         if path.rail in self._relays and self.is_open(path):
@@ -201,22 +205,22 @@ class PxnTransport:
         elif state is None:
             self._inner.irecv(path, frame, region, ack)
         elif not state.has_failed:
-            # It would confirm earlier slices too, whose copies may fail.
+            # `ack` would confirm earlier slices too, whose copies may fail.
             is_proof = not state.landing and not state.held
             self._inner.irecv(path, frame, region, ack if is_proof else 0)
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
-        """See `Transport.confirm`."""
+        """Implement `Transport.confirm`; do nothing on a path that has failed."""
         state = self._states.get(path)
         if state is None or not state.has_failed:
             self._inner.confirm(path, channel, ack)
 
     def flush(self) -> None:
-        """See `Transport.flush`."""
+        """Forward `Transport.flush`."""
         self._inner.flush()
 
     def _take(self, rail: int, memory: memoryview) -> Slot | None:
-        """Return a slot for a slice, if it can be relayed now."""
+        """Return a slot for a slice, or None if the slice cannot be relayed now."""
         if not len(memory) or not is_device_view(memory):
             return None
         return self._relays[rail].take(len(memory))
@@ -230,7 +234,7 @@ class PxnTransport:
     def _begin(
         self, state: _PathState, slot: Slot, memory: memoryview, *, is_filling: bool
     ) -> bool:
-        """Begin a copy; return False if that failed the path."""
+        """Begin a copy; if the device fails, fail the path and return False."""
         relay = slot.relay
         slot.owner = state
         try:
@@ -249,12 +253,12 @@ class PxnTransport:
     # Paths
 
     def is_open(self, path: PathKey) -> bool:
-        """See `Transport.is_open`."""
+        """Implement `Transport.is_open`; a failed copy closes the path too."""
         state = self._states.get(path)
         return (state is None or not state.has_failed) and self._inner.is_open(path)
 
     def fence(self, path: PathKey) -> None:
-        """See `Transport.fence`."""
+        """Implement `Transport.fence`; drop the sends that wait for a copy."""
         state = self._states.get(path)
         if state is not None:
             state.drop()
@@ -265,8 +269,8 @@ class PxnTransport:
         if self.is_open(state.path):
             state.has_failed = True
             detail = (
-                f"the copy through another GPU's memory failed ({error}); the path will go without "
-                "it; look at the driver's messages (dmesg, Xid) about that GPU"
+                f"the copy through another GPU's memory failed ({error}); the path will not use "
+                "that GPU again; check the driver's messages about it (dmesg, Xid)"
             )
             state.held.append(Failed(state.path, error.status, detail))
             self._touched[state] = None
@@ -275,14 +279,14 @@ class PxnTransport:
     # Polling
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """See `Transport.poll`; does not sleep while copies are in progress."""
+        """Implement `Transport.poll`; do not sleep while copies are in progress."""
         if not self._states:
             return self._inner.poll(timeout_s)
         if self._copying:
             self._collect()
         events: list[Event] = []
         for event in self._inner.poll(0.0 if self.is_busy else timeout_s):
-            path: Any = getattr(event, "path", None)  # events of rails and probes have none
+            path: Any = getattr(event, "path", None)  # events of rails and probes have no path
             state = self._states.get(path)
             if state is None:
                 events.append(event)
@@ -305,7 +309,7 @@ class PxnTransport:
         for state in tuple(self._touched):
             has_sent |= self._send_waiting(state)
         if has_sent:
-            self._inner.flush()  # the caller has flushed before
+            self._inner.flush()  # the caller's own flush came before these sends
 
     def _send_waiting(self, state: _PathState) -> bool:
         """Send slices up to the first whose copy is in progress; return whether any was sent."""
@@ -326,7 +330,7 @@ class PxnTransport:
         return has_sent
 
     def _hold(self, state: _PathState, event: Any) -> None:
-        """Append an event of the inner transport to the held ones of its path."""
+        """Append an event of the inner transport to the held events of its path."""
         self._touched[state] = None
         kind = type(event)
         if kind is Arrived:
@@ -352,7 +356,7 @@ class PxnTransport:
         state.held.append(event)
 
     def _release(self, state: _PathState, events: list[Event]) -> None:
-        """Append the events of a path that can be reported."""
+        """Move the events of a path that can be reported to `events`."""
         held = state.held
         while held:
             event = held[0]
@@ -379,70 +383,70 @@ class PxnTransport:
     # Forwarded unchanged
 
     def joins(self, rail: int) -> bool:
-        """See `Transport.joins`."""
+        """Forward `Transport.joins`."""
         return self._inner.joins(rail)
 
     def offer(self, key: PathKey | ProbeKey) -> Endpoint:
-        """See `Transport.offer`."""
+        """Forward `Transport.offer`."""
         return self._inner.offer(key)
 
     def open(self, path: PathKey, endpoint: Any) -> None:
-        """See `Transport.open`."""
+        """Forward `Transport.open`."""
         self._inner.open(path, endpoint)
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """See `Transport.allocate`."""
+        """Forward `Transport.allocate`."""
         return self._inner.allocate(nbytes)
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Registered:
-        """See `Transport.register`."""
+        """Forward `Transport.register`."""
         return self._inner.register(memory)
 
     def register_device(self, address: int, nbytes: int) -> Registered:
-        """See `Transport.register_device`."""
+        """Forward `Transport.register_device`."""
         return self._inner.register_device(address, nbytes)
 
     def wake(self) -> None:
-        """See `Transport.wake`."""
+        """Forward `Transport.wake`."""
         self._inner.wake()
 
     def has_unsent(self) -> bool:
-        """See `Transport.has_unsent`."""
+        """Forward `Transport.has_unsent`."""
         return self._inner.has_unsent()
 
     def is_stuck(self, path: PathKey) -> bool:
-        """See `Transport.is_stuck`."""
+        """Forward `Transport.is_stuck`."""
         return self._inner.is_stuck(path)
 
     def probe(self, key: ProbeKey) -> None:
-        """See `Transport.probe`."""
+        """Forward `Transport.probe`."""
         self._inner.probe(key)
 
     def fileno(self) -> int:
-        """See `TransportPart.fileno`."""
+        """Forward `TransportPart.fileno`."""
         return self._inner.fileno()
 
     def arm(self) -> None:
-        """See `TransportPart.arm`."""
+        """Forward `TransportPart.arm`."""
         self._inner.arm()
 
     def limit_s(self, timeout_s: float) -> float:
-        """See `TransportPart.limit_s`; 0 while copies are in progress."""
+        """Implement `TransportPart.limit_s`; return 0 while copies are in progress."""
         return 0.0 if self.is_busy else self._inner.limit_s(timeout_s)
 
     def descriptors(self) -> list[int]:
-        """See `Transport.descriptors`."""
+        """Forward `Transport.descriptors`."""
         return self._inner.descriptors()
 
     def close(self) -> None:
-        """See `Transport.close`; waits for copies, after which relays may be freed."""
+        """Implement `Transport.close`; wait for copies, after which the relays can be freed."""
         for state in self._states.values():
             state.drop()
         self._inner.close()
         if not all(relay.drain(_CLOSE_TIMEOUT_S) for relay in self._copying):
             _log.warning(
-                "copies through another GPU's memory are not over %g s after the paths were "
-                "closed; the GPU hangs: end the process, and look at dmesg",
+                "copies through another GPU's memory did not end within %g s after the paths were "
+                "closed: that GPU hangs; end the process and check dmesg",
                 _CLOSE_TIMEOUT_S,
             )
         self._collect()

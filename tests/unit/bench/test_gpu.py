@@ -252,7 +252,7 @@ def test_peers_are_verified_and_one_that_lacks_a_type_says_so(bench: Any, card: 
     }  # fmt: skip
     assert all(series.nwrong == 0 for series in found.values())
     [said] = kernels.left_out
-    assert "cupy 1.0 adds no bfloat16" in said
+    assert "cupy 1.0 cannot add bfloat16" in said
     rows = {
         (row["dtype"], row["name"]): row for row in bench("gpu_report").kernel_rows(kernels.found)
     }
@@ -501,7 +501,7 @@ def test_a_process_that_does_not_end_is_killed(bench: Any) -> None:
     code = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
     ended = check.run(("-c", code), 3.0)
     assert ended.status is None
-    assert check.closing_line(ended) == "not ended after 3 s: killed"
+    assert check.closing_line(ended) == "did not end within 3 s: killed"
     with pytest.raises(ProcessLookupError):
         os.kill(int(ended.lines[0]), 0)
 

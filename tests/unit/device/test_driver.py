@@ -294,7 +294,7 @@ def test_without_a_driver_that_is_said(api: Script) -> None:
 def test_without_a_gpu_that_is_said(api: Script) -> None:
     api.failures["cuInit"] = Result.CUDA_ERROR_NO_DEVICE
 
-    with pytest.raises(TransportError, match="sees no GPU: look at nvidia-smi") as caught:
+    with pytest.raises(TransportError, match="sees no GPU: check nvidia-smi") as caught:
         CudaDevice(0)
     assert caught.value.status == "NO_CUDA"
 
@@ -431,13 +431,13 @@ def test_what_was_made_is_given_back_once(
     getattr(device, end)(made)
     assert api.named(call[0]) == [call]
 
-    with pytest.raises(InternalError, match=f"{made:#x} of GPU 1 was not made here, or is gone"):
+    with pytest.raises(InternalError, match=f"{made:#x} of GPU 1 was not created here, or is alr"):
         getattr(device, end)(made)
     assert api.named(call[0]) == [call]
 
 
 def test_what_another_made_is_not_freed(api: Script, device: CudaDevice) -> None:
-    with pytest.raises(InternalError, match="device memory 0x4000 of GPU 1 was not made here"):
+    with pytest.raises(InternalError, match="device memory 0x4000 of GPU 1 was not created here"):
         device.free(0x4000)
     with pytest.raises(InternalError, match="stream 0x2 "):
         device.destroy_stream(Stream(2))
@@ -484,7 +484,7 @@ def test_memory_the_device_cannot_address_is_not_left_pinned(
 
 def test_only_whole_pages_are_pinned(api: Script, device: CudaDevice) -> None:
     for part in (api.pinned[1:], api.pinned[: PAGE // 2], api.pinned[::2]):
-        with pytest.raises(InvalidArgument, match=f"allowed are whole pages of {PAGE} bytes"):
+        with pytest.raises(InvalidArgument, match=f"pass whole pages of {PAGE} bytes"):
             device.pin(part)
     assert api.calls == []
 
@@ -528,7 +528,7 @@ def test_a_handle_is_mapped_as_it_was_exported(api: Script, device: CudaDevice) 
     (_, handle, flags), *_ = api.named("cuIpcOpenMemHandle")
     assert ctypes.string_at(handle.getPtr(), 64) == known
     assert flags == 1
-    with pytest.raises(InvalidArgument, match="an IPC handle of 63 bytes: allowed are 64"):
+    with pytest.raises(InvalidArgument, match="an IPC handle of 63 bytes was given: it must have"):
         device.map(known[:-1])
 
 
@@ -594,7 +594,7 @@ def test_what_the_drivers_compiler_says_is_told(api: Script, device: CudaDevice)
 def test_a_compiler_that_says_nothing_is_no_empty_message(api: Script, device: CudaDevice) -> None:
     api.failures["cuModuleLoadDataEx"] = Result.CUDA_ERROR_OUT_OF_MEMORY
 
-    with pytest.raises(TransportError, match="it does not say why"):
+    with pytest.raises(TransportError, match="it gives no reason"):
         device.load(b".entry add", "add")
 
 
@@ -657,7 +657,7 @@ def test_a_gpu_whose_writes_others_would_miss_is_not_reached(api: Script, orderi
     api.attributes["GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS"] = 0
     device, peer = CudaDevice(1), peer_of(api)
 
-    with pytest.raises(TransportError, match=r"other GPUs see .* out of order") as caught:
+    with pytest.raises(TransportError, match=r"other GPUs may miss NIC writes") as caught:
         device.reach(peer)
     assert caught.value.status == "NO_FLUSH"
     assert peer.reorders_remote_writes == (ordering == 0)
@@ -766,7 +766,7 @@ def test_only_an_open_gpu_of_cudas_is_reached(api: Script, device: CudaDevice) -
     with pytest.raises(InternalError, match="GPU 2 was used after it was closed"):
         device.reach(peer)
     other: Any = types.SimpleNamespace(uuid=bytes(16))
-    with pytest.raises(InternalError, match=r"GPU 1 was to reach .* no GPU of CUDA's"):
+    with pytest.raises(InternalError, match=r"GPU 1 cannot reach .* not a CudaDevice"):
         device.reach(other)
 
 
@@ -923,9 +923,7 @@ def test_closing_does_not_wait_for_ever_and_can_be_tried_again(
     make_one_of_each(api, device)
     api.failures["cuStreamQuery"] = Result.CUDA_ERROR_NOT_READY
 
-    with pytest.raises(
-        TransportTimeout, match=r"work of stream 0x51 has not ended within 2 s"
-    ) as e:
+    with pytest.raises(TransportTimeout, match=r"work of stream 0x51 did not end within 2 s") as e:
         device.close()
 
     assert e.value.status == "CUDA_ERROR_NOT_READY"
@@ -942,7 +940,7 @@ def test_what_cannot_be_freed_keeps_nothing_else(api: Script, device: CudaDevice
     api.failures["cuModuleUnload"] = Result.CUDA_ERROR_ILLEGAL_ADDRESS
     api.failures["cuMemFree"] = Result.CUDA_ERROR_INVALID_VALUE
 
-    with pytest.raises(TransportError, match="could not free 2 of its things: cuModuleUnl") as e:
+    with pytest.raises(TransportError, match="could not free 2 of its resources: cuModule") as e:
         device.close()
 
     assert e.value.status == "CUDA_ERROR_ILLEGAL_ADDRESS"

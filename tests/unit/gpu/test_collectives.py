@@ -109,7 +109,7 @@ def test_a_call_that_is_never_over_is_not_waited_for_without_end() -> None:
     calls = calls_of(device, [backend], timeout_s=0.05)
     backend.may_finish.clear()
     x = call(calls, device)
-    with pytest.raises(TransportTimeout, match=r"begun before are not over in 0\.05 s"):
+    with pytest.raises(TransportTimeout, match=r"earlier collectives did not finish in 0\.05 s"):
         call(calls, device, 20)
     backend.may_finish.set()
     assert calls._worker.drain(TIMEOUT_S)

@@ -165,6 +165,6 @@ def test_only_its_owner_may_read_a_shared_file() -> None:
 def test_a_file_there_is_no_room_for_leaves_nothing() -> None:
     before = shared_files()
     room = os.statvfs("/dev/shm")
-    with pytest.raises(TransportError, match="more space"):
+    with pytest.raises(TransportError, match="enlarge that file system"):
         SharedFile.create(room.f_blocks * room.f_frsize * 4)
     assert shared_files() == before

@@ -159,7 +159,7 @@ def test_what_cannot_be_opened_is_done_without(how: str, caplog: pytest.LogCaptu
         bench.lose((0, 0))
     assert sorted(bench.used.relays) == [3]
     said = [record.getMessage() for record in caplog.records]
-    assert said[0].startswith(f"rank 0: slices for rail 1 do not go through GPU {VIA[1]}: ")
+    assert said[0].startswith(f"rank 0: slices for rail 1 do not pass through GPU {VIA[1]}: ")
     bench.lose((2, 0))
     assert len(bench.asked) == 2
     bench.close()
