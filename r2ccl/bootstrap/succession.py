@@ -1,14 +1,15 @@
 """Control plane of the surviving ranks after a shrink, made from the old control plane.
 
 There is no rendezvous and no leader that could fail. Each rank opens the listeners of the next
-communicator and sends their addresses, as a `PeerInfo`, over the old sessions. After the survivors have
-agreed on the members, each makes the same table of addresses from them. The new secret
-and communicator id are derived from the old ones, the members and the attempt, and are never sent.
-A rank that was excluded but still has the old secret therefore cannot authenticate to the new
+communicator and sends their addresses, as a `PeerInfo`, over the old sessions. After the survivors
+have agreed on the members, each makes the same table of addresses from them. The new secret and
+communicator id are derived from the old ones, the members and the attempt, and are never sent. A
+rank that was excluded but still has the old secret therefore cannot authenticate to the new
 communicator, nor can a rank that is still at an earlier attempt. MPI is not used.
 
-If this host has lost the address of a rail, the `PeerInfo` lists the rail with port 0. The members use
-the rails that all of them can open. Invariant: every socket opened here is handed over or closed.
+If this host has lost the address of a rail, the `PeerInfo` lists the rail with port 0. The members
+use the rails that all of them can open. Invariant: every socket opened here is handed over or
+closed.
 """
 
 from __future__ import annotations
