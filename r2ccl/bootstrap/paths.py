@@ -32,7 +32,7 @@ _MAX_PAUSE_S = 1.0
 _CONNECT_TIMEOUT_S = 2.0
 #: Handshakes a rank has under way on one rail: ranks that share a machine would else begin all at
 #: once, and none end in time.
-_MAX_HANDSHAKES = 16
+_MAX_HANDSHAKES = 4
 
 OnPath = Callable[[int, int, int, socket.socket], None]
 

@@ -49,6 +49,9 @@ async def dial(
 ) -> socket.socket:
     """Connect to `target` (numeric) from local address `source` and authenticate with `claim`.
 
+    A kernel accepts connections at once, a busy peer authenticates them later: `timeout_s` limits
+    the first, the longer of it and `HANDSHAKE_TIMEOUT_S` the second.
+
     Returns
     -------
     socket.socket
@@ -59,12 +62,13 @@ async def dial(
     OSError
         If the connection fails (``ConnectionRefusedError`` only while connecting).
     TimeoutError
-        If it takes longer than `timeout_s`.
+        If connecting or authenticating takes too long.
     HandshakeRejected
         If the other side does not know the secret, or does not accept this connection now.
     """
     async with asyncio.timeout(timeout_s):
         sock = await reach(target, source)
+    async with asyncio.timeout(max(timeout_s, HANDSHAKE_TIMEOUT_S)):
         await prove(sock, secret, claim)
     return sock
 

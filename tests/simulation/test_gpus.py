@@ -118,7 +118,7 @@ def _sent_early() -> contextlib.AbstractContextManager[Any]:
 
 def _believed_done() -> contextlib.AbstractContextManager[Any]:
     """Kernels count as done as soon as they are launched."""
-    return mock.patch.object(ReductionStream, "poll", lambda self: self._begun)
+    return mock.patch.object(ReductionStream, "computed", property(lambda self: self._begun))
 
 
 def _place_given_at_once() -> contextlib.AbstractContextManager[Any]:
@@ -127,8 +127,8 @@ def _place_given_at_once() -> contextlib.AbstractContextManager[Any]:
     pools: list[GpuPool] = []
     init: Callable[..., None] = GpuPool.__init__
 
-    def make(self: GpuPool, device: Any) -> None:
-        init(self, device)
+    def make(self: GpuPool, device: Any, depth: int) -> None:
+        init(self, device, depth)
         pools.append(self)
 
     def apply(self: DeviceOperands, step: Step, lo: int, hi: int, received: Any) -> int:
