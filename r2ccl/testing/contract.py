@@ -60,7 +60,7 @@ class Bench(Protocol):
         ...
 
     def silence(self, rail: int) -> None:
-        """Take rank 1's port of `rail` off the fabric without notifying either rank."""
+        """Disconnect rank 1's port of `rail` from the fabric without notifying either rank."""
         ...
 
     def close(self) -> None:

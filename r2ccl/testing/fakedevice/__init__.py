@@ -1,7 +1,7 @@
 """Fake GPU in host memory: implements `Device` for tests, and raises on unordered accesses.
 
-A `FakeGpu` is the card. A `FakeDevice` is one process on it; several of them, in threads or one
-after another, stand for several ranks on one GPU, which exchange handles of memory. A card made by
+A `FakeGpu` is the card. A `FakeDevice` is one process on it. Several devices, in threads or used in
+turn, act as several ranks on one GPU, which exchange handles of memory. A card made by
 `FakeGpu.beside` is a second GPU of the same machine. Work runs late and in an order drawn from a
 seed, and every access to memory is checked::
 
@@ -16,7 +16,7 @@ seed, and every access to memory is checked::
 **Always detected**, in every run:
 
 - Races: two accesses to the same bytes, at least one of them a write, that no stream, event or word
-  orders, in whatever order they happened to run. This covers copies, kernels, words,
+  orders, independent of the order in which they ran. This covers copies, kernels, words,
   `FakeDevice.read` and `write`, and accesses of the host that it declares by `host_reads` and
   `host_writes`.
 - Work enqueued before a flush that uses memory written by a NIC (`nic_write`), on a card that
@@ -32,8 +32,8 @@ seed, and every access to memory is checked::
 - It writes to a pinned source or target of work that may be in progress.
 - It reads a pinned target: it finds poison there, so its result is wrong.
 
-If the host writes to a word for which a stream waits, the fake notices the write at the next call
-and takes it as ordered after all that the host did before.
+If the host writes to a word for which a stream waits, the fake detects the write at the next call
+of any process, and assumes that it came after everything the host did before that call.
 
 **Not detected:**
 
@@ -41,9 +41,9 @@ and takes it as ordered after all that the host did before.
 - Accesses of the host between its write to a word and its next call.
 - A flush before the host knew of a NIC's write, if the data was already there.
 - Reliance on the ordering of the legacy default stream, which is like any other stream here.
-- Processes that rely on facts they were not told, unless ``are_hosts_one=False``.
+- Processes that rely on steps of others without being notified, unless ``are_hosts_one=False``.
 - Work delayed because its stream shares a hardware queue with another stream.
-- Durations.
+- Timing: the fake does not model how long work takes.
 """
 
 from r2ccl.testing.fakedevice.device import FakeDevice

@@ -306,7 +306,7 @@ class FakeDevice(FakeProcess):
 
     def _word(self, address: int) -> MemoryPiece:
         if not self.waits_on_memory:
-            raise refusal("a stream's word", "CUDA_ERROR_NOT_SUPPORTED")
+            raise refusal("access of a stream to a word", "CUDA_ERROR_NOT_SUPPORTED")
         if address % _WORD_NBYTES:
             raise Misuse.of(f"a word at {address:#x} is not aligned")
         place = self._find(address, _WORD_NBYTES)

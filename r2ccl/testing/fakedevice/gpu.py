@@ -27,7 +27,7 @@ class FakeGpu:
     are_hosts_one : bool
         If True, each process immediately knows what any process knows. Use it if processes notify
         each other in ways that the fake cannot see, such as a control connection. If False, a
-        process learns only what it gets by `FakeDevice.tell` and `hear`.
+        process knows of others' steps only by `FakeDevice.tell` and `hear`.
     uuid, bus_id : bytes and str, optional
         By default made from the card's number.
     capability : tuple of int
@@ -72,14 +72,14 @@ class FakeGpu:
         self.waits_on_memory = waits_on_memory
         self.reorders_remote_writes = reorders_remote_writes
         self.kernels: dict[str, FakeKernel] = {}
-        #: Actor that stands for all NICs of a host, by the actor of the host.
+        #: Actor that represents all NICs of a host, by the actor of the host.
         self._nics: dict[int, int] = {}
 
     def beside(self, **options: Any) -> FakeGpu:
         """Return another card of the same machine; `options` are those of the class.
 
-        After `FakeDevice.reach`, either card can use the other's memory. A process may open both,
-        with the same name.
+        `FakeDevice.reach` lets a device on either card use the other's memory. A process may open
+        both, with the same name.
         """
         return FakeGpu(board=self.board, **options)
 

@@ -161,7 +161,7 @@ class AddressSpace:
     """All spans of all processes and cards of a board, sorted by address."""
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []  # by address
+        self._spans: list[Span] = []  # sorted by address
         #: First address, last address and description of each freed span.
         self._gone: list[tuple[int, int, str]] = []
         self._next_address = _FIRST_ADDRESS
@@ -263,7 +263,7 @@ class AddressSpace:
         span = self._spans[index] if index >= 0 else None
         # The end address of a span is valid only for an access of 0 bytes.
         if span is None or address > span.address + span.nbytes - (nbytes > 0):
-            raise Misuse.of(f"{owner} has nothing at {address:#x}{self._memory_of(address)}")
+            raise Misuse.of(f"{owner} has no memory at {address:#x}{self._memory_of(address)}")
         if span.owner != owner:
             raise Misuse.of(f"{owner} has not mapped {span}")
         if span.card not in cards and not span.is_host:

@@ -149,7 +149,7 @@ class Shadow:
                 for other in segment.steps.get(before, {}).values():
                     if not other.is_known(clock):
                         raise Race.between(other.what, stamp.what)
-            if access is Access.WRITE:  # what is ordered after it is ordered after all others too
+            if access is Access.WRITE:  # steps after this write are after all earlier ones too
                 segment.steps = {}
             segment.steps.setdefault(access, {})[stamp.actor] = stamp
 

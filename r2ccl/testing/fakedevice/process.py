@@ -79,7 +79,7 @@ class FakeProcess:
         self._board.remove(span, doing)
 
     def _settle(self, is_over: Callable[[], bool]) -> None:
-        """Unless the device is strict, wait for work as the driver does."""
+        """Wait until `is_over()` is true, as the driver does, unless the device is strict."""
         if not self._is_strict and self._board.wait_until(is_over, self._timeout_s):
             self._board.learn_all(self._host, self._card)
 

@@ -75,7 +75,7 @@ def _await_ports(shape: MachineShape) -> None:
         if time.monotonic() > give_up:
             raise RdmaLabError(
                 f"RDMA ports not usable after {_PORTS_TIMEOUT_S:.0f} s: {'; '.join(missing)}; "
-                "`ip link` and `rdma link` in the lab show more"
+                "for details run `ip link` and `rdma link` in the lab"
             )
         time.sleep(_POLL_S)  # sysfs sends no notification when a GID table changes
 
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         set_up(MachineShape(nodes=args.nodes, nics=args.nics))
     except R2cclError as exc:
-        print(f"r2ccl rdmalab, inside: {exc}", file=sys.stderr)
+        print(f"r2ccl rdmalab, in the virtual machine: {exc}", file=sys.stderr)
         return 2 if isinstance(exc, ValueError) else 1
     return 0
 

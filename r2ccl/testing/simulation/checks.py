@@ -32,7 +32,7 @@ class Violation(AssertionError):
 
 
 class Checker:
-    """Record of what was sent, released and retired in one run, with the checks against it."""
+    """Record of the slices sent and the memory released or retired in one run, with its checks."""
 
     def __init__(self) -> None:
         #: Bytes posted, by (source, destination, channel, seq).
@@ -182,7 +182,7 @@ class CheckedPool(LandingPool):
         return place
 
     def give(self, place: Place) -> None:
-        """Poison a place and return it."""
+        """Poison a landing place and put it back into the pool."""
         assert isinstance(place, np.ndarray)
         place[:] = _POISON
         # Return a view: `take` checks only places with a base, and a new place has none.

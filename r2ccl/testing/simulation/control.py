@@ -44,7 +44,7 @@ class ControlHost(Protocol):
         ...
 
     def on_path(self, peer: int, rail: int, epoch: int, endpoint: End) -> None:
-        """Take over this rank's end of a new connection of a path."""
+        """Handle a new connection of a path; the rank owns its end, `endpoint`, from now on."""
         ...
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
@@ -106,13 +106,13 @@ class SimControl:
     # Messages
 
     def send(self, peer: int, message: object) -> None:
-        """Queue `message` for `peer`."""
+        """Queue `message` for delivery to `peer`."""
         if peer not in self._lost:
             self._sessions[peer].post(self._codec.encode(message))
             self._flush(peer)
 
     def broadcast(self, message: object) -> None:
-        """Queue `message` for every other rank."""
+        """Queue `message` for delivery to every other rank."""
         for peer in self._sessions:
             self.send(peer, message)
 
@@ -309,7 +309,7 @@ class SimControl:
     def _answered(self, key: PathKey, number: int, pause_s: float, wire: Wire, end: End) -> None:
         """Complete a dial when the peer's answer arrives.
 
-        If the path broke meanwhile, only the peer's end is in use; close this one and dial again.
+        If the path broke meanwhile, close this rank's end and dial again; the peer's end is in use.
         """
         if not self._is_current(key, number):
             end.close()

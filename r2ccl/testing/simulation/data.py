@@ -2,7 +2,7 @@
 
 Because a floating-point sum depends on the order of the additions, the expected results come from
 `r2ccl.schedule.interpret`, which runs the schedule op by op with NumPy's arithmetic. They are
-compared with a reduction in rank order, within the rounding error. The module does not use
+compared with a reduction in rank order, within the rounding error. The module does not reduce with
 `r2ccl.kernels`, whose results it checks. Equal arguments give equal data.
 """
 
@@ -36,7 +36,7 @@ _FUNCTIONS: dict[ReduceOp, Any] = {
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
 }
-#: Collectives in which nothing is reduced.
+#: Collectives without reduction.
 _MOVES = frozenset({"allgather", "broadcast"})
 #: Machine epsilon of bfloat16, which ``np.finfo`` does not support: the gap between 1 and the next
 #: number.
@@ -128,7 +128,9 @@ def _require_near(found: Array, inputs: list[Array], op: ReduceOp) -> None:
     reach = functools.reduce(function, [np.abs(each) for each in wide])
     eps = _BFLOAT16_EPS if dtype.name == "bfloat16" else float(np.finfo(dtype).eps)
     off = np.abs(_wide(found) - (total / nranks if op is ReduceOp.AVG else total))
-    assert np.all(off <= 4 * nranks * eps * reach), f"{op.name} of {dtype.name}: off by {off.max()}"
+    assert np.all(off <= 4 * nranks * eps * reach), (
+        f"{op.name} of {dtype.name} off by up to {off.max()}"
+    )
 
 
 def _wide(array: Array) -> Array:

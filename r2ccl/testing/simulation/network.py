@@ -156,7 +156,7 @@ class SimNetwork:
         self.nmessages += 1
         return self.route(message)
 
-    # Breaking and mending
+    # Cuts and repairs
 
     def cut(self, wire: Wire, cut: Cut) -> None:
         """Break `wire` as `cut` describes; nothing sent on it arrives until `restore`."""
@@ -225,7 +225,7 @@ class SimNetwork:
             self.timeline.after(self.retry_s, self.fail, end, "RETRY_EXC_ERR", detail)
 
     def _reset(self, end: End) -> None:
-        """React at `end` to the closing of the other end.
+        """Handle at `end` that the other end was closed.
 
         If the network `is_loud`, the end fails soon; otherwise only once a message to the other end
         stays unacknowledged.
@@ -236,7 +236,7 @@ class SimNetwork:
             self._starve(end)
 
     def set_port(self, rank: int, rail: int, is_up: bool) -> None:
-        """Take a port off the fabric, or put it back.
+        """Disconnect a port from the fabric, or reconnect it.
 
         This affects probes, new bypasses and, when the port goes down, existing bypasses. The
         caller must cut or restore the port's wires.
@@ -277,7 +277,7 @@ class SimNetwork:
     def _probed(
         self, rank: int, key: ProbeKey, spent_s: float, on_result: Callable[[bool], None]
     ) -> None:
-        """Complete a probe when its answer arrives; it fails if the way broke meanwhile."""
+        """Complete a probe when its answer arrives; it fails if the way broke since it was sent."""
         if self.is_way_up(rank, key):
             on_result(True)
         else:
@@ -363,7 +363,7 @@ class SimNetwork:
         if piece.is_lost:
             return
         first = end.flight.popleft()
-        assert first is piece, "a path keeps the order"
+        assert first is piece, "pieces arrived out of order on a path"
         other = end.other
         if other.state is EndState.NEW:
             other.backlog.append(piece)

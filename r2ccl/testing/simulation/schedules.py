@@ -84,8 +84,8 @@ def _trees_of_nodes(nranks: int, nchannels: int) -> Schedule:
     return hierarchy.wrap(packed_trees.allreduce(_uneven(len(teams)), nchannels), teams)
 
 
-#: Schedules whose channels are all alike; `r2ccl.planning.placement.place` chooses their rails and
-#: weights.
+#: Schedules whose channels all do the same; `r2ccl.planning.placement.place` chooses their rails
+#: and weights.
 RINGS: dict[str, Maker] = {
     "ring": ring.allreduce,
     "ring/allgather": ring.allgather,

@@ -51,7 +51,7 @@ class SimTransport(Dialed):
         self._probing: set[ProbeKey] = set()
 
     def open(self, path: PathKey, endpoint: End) -> None:
-        """Take one end of a connection into use, and process what arrived there before."""
+        """Open `path` on one end of a connection, and process the messages that already arrived."""
         if path in self._ends:
             raise InternalError(f"rank {self._rank}: {path} opened before it was fenced")
         self._gone.discard(path)

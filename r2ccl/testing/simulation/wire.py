@@ -170,7 +170,7 @@ class EndState(enum.IntEnum):
 
 
 class Wire:
-    """Wire between two ranks on one rail, over which one connection after another is made.
+    """Wire between two ranks on one rail; after a failure a new connection uses the same wire.
 
     Each bypass has a wire of its own. It either passes through a third rank over the two wires
     `legs`, or crosses rails between the two `ports`, each a (rank, rail). The wire of a bypass

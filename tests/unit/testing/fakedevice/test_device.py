@@ -320,7 +320,7 @@ def test_a_thread_that_waits_ends_when_another_does_wrong() -> None:
             with pytest.raises(Misuse):
                 b.device.synchronize(done, 60.0)
 
-    with pytest.raises(Misuse, match="rank 1 has nothing at"):
+    with pytest.raises(Misuse, match="rank 1 has no memory at"):
         run_ranks(2, program)
 
 
@@ -460,7 +460,7 @@ def misuses(b: Bench) -> dict[str, Callable[[], object]]:
     theirs = b.peer.allocate(NBYTES)
     kernel = load_add(device)
     return {
-        "has nothing at 0x10": lambda: device.copy(here, 16, 1, b.first),
+        "has no memory at 0x10": lambda: device.copy(here, 16, 1, b.first),
         "any more: 64 bytes of device memory": lambda: device.copy(freed + 8, here, 1, b.first),
         "rank 0 has not mapped": lambda: device.copy(here, theirs, 1, b.first),
         "reach beyond": lambda: device.copy(here, words.ctypes.data, NBYTES + 1, b.first),
