@@ -1,7 +1,7 @@
-"""Tools to test what is built on r2ccl: fault plans, and netlab, a cluster on one machine.
+"""Public test tools: fault plans, and netlab, a cluster of network namespaces on one machine.
 
-Public. Sits beside the executor and imports down. `r2ccl.testing.netlab` is imported by name, not
-from here, so that a rank's reporter costs no more than its own module.
+Import `r2ccl.testing.netlab` by name: this package does not import it, so that a rank which only
+reports faults does not load it.
 """
 
 from r2ccl.testing.fault_plan import FaultPlan, fail_at, reporter_from_env

@@ -1,10 +1,8 @@
-"""The transport contract: what `r2ccl.transport.base` promises, as checks any implementation takes.
+"""Transport contract: the promises of `r2ccl.transport.base` as checks for any implementation.
 
-Give each function of `CHECKS`, and of `r2ccl.testing.probecontract`, a fresh `Bench` of your
-transport; it raises AssertionError where a promise is broken. Public. Sees the interface only: no
-socket, no simulator.
-
-Invariant: every wait in here ends, at the latest after ``Bench.patience_s``.
+Call each function of `CHECKS` and of `r2ccl.testing.probecontract.PROBE_CHECKS` with a fresh
+`Bench` of your transport. A check raises AssertionError if the transport breaks its promise. The
+checks use only the `Transport` interface, and each wait ends after at most ``Bench.patience_s``.
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ class Bench(Protocol):
     Attributes
     ----------
     transports : sequence of Transport
-        Rank 0's and rank 1's; eager slices of 64 bytes must be allowed.
+        The transports of rank 0 and rank 1. They must accept eager slices of 64 bytes.
     patience_s : float
-        How long something that must happen may take; several probe timeouts.
+        Longest time in seconds that an expected event may take. Allow several probe timeouts.
     cross : bool or None
-        What rank 0 hears when it probes rail 0 of rank 1 from its own rail 1: None if there is no
-        way between rails.
+        Expected answer when rank 0 probes rail 0 of rank 1 from its own rail 1; None if the
+        network does not connect different rails.
     """
 
     transports: Sequence[Transport]
@@ -46,32 +44,32 @@ class Bench(Protocol):
     cross: bool | None
 
     def endpoints(self, rail: int) -> tuple[Any, Any]:
-        """Make a connection on `rail`; return what rank 0 and rank 1 give to ``open``."""
+        """Connect the ranks on `rail`; return the endpoints for ``open``, rank 0's first."""
         ...
 
     def run(self) -> None:
-        """Let the network do what it can now; empty where it needs no help."""
+        """Run a simulated network until it is idle; do nothing on a real one."""
         ...
 
     def break_path(self, rail: int) -> None:
-        """Break the newest connection of `rail` so that both ends notice."""
+        """Break the newest connection of `rail` in a way that both ends can detect."""
         ...
 
     def join_probes(self) -> None:
-        """Join the connections rank 0 probes rank 1 over; empty where they need no joining."""
+        """Establish the connections for probes of rank 0 to rank 1, if the transport has any."""
         ...
 
     def silence(self, rail: int) -> None:
-        """Take rank 1's port of `rail` off the fabric, without a word to anybody."""
+        """Disconnect rank 1's port of `rail` from the fabric without notifying either rank."""
         ...
 
     def close(self) -> None:
-        """Free everything."""
+        """Close both transports and free all resources."""
         ...
 
 
 class Side:
-    """One rank's end of one path, with everything its transport reported of it."""
+    """One rank's end of one path, and all events its transport reported."""
 
     def __init__(self, bench: Bench, rank: int, rail: int) -> None:
         self.transport = bench.transports[rank]
@@ -80,38 +78,38 @@ class Side:
         self.payloads: list[bytes] = []
 
     def poll(self) -> None:
-        """Collect what happened, payloads copied while they are borrowed."""
+        """Poll the transport; keep its events, and copy payloads while they are borrowed."""
         for event in self.transport.poll(0.0):
             if isinstance(event, Arrived) and event.payload is not None:
                 self.payloads.append(bytes(event.payload))
             self.events.append(event)
 
     def of(self, kind: type[Any]) -> list[Any]:
-        """Return the events of one kind, oldest first."""
+        """Return this path's events of one kind, oldest first."""
         return [e for e in self.events if isinstance(e, kind) and e.path == self.path]
 
     def queue(self, seq: int, data: bytes | bytearray, token: object = None, **more: Any) -> None:
-        """Queue slice `seq` of channel 3."""
+        """Queue slice `seq` of channel 3 without flushing."""
         frame = Frame(3, seq, more.pop("ack", 0), 5, 77)
         self.transport.isend(self.path, frame, memoryview(data), token, **more)
 
     def send(self, seq: int, data: bytes | bytearray, token: object = None, **more: Any) -> None:
-        """Send slice `seq` of channel 3."""
+        """Queue slice `seq` of channel 3 and flush."""
         self.queue(seq, data, token, **more)
         self.transport.flush()
 
     def want(self, seq: int, region: bytearray, ack: int = 0) -> None:
-        """Name a landing place for slice `seq` of channel 3."""
+        """Name `region` as the landing place of slice `seq` of channel 3, and flush."""
         self.transport.irecv(self.path, Frame(3, seq, 2, 5, 77), memoryview(region), ack)
         self.transport.flush()
 
     def fence(self) -> None:
-        """Begin to take this end out of use."""
+        """Start to fence this end of the path."""
         self.transport.fence(self.path)
 
 
 class JoinedPair:
-    """A connection and its two sides."""
+    """One connection of a bench and its two sides."""
 
     def __init__(self, bench: Bench, rail: int = 0) -> None:
         self.bench = bench
@@ -120,7 +118,7 @@ class JoinedPair:
             side.transport.open(side.path, endpoint)
 
     def settle(self) -> None:
-        """Let the network run and both sides poll, a few times."""
+        """Run the network, flush and poll both sides, five times."""
         for _ in range(5):
             self.bench.run()
             for side in (self.a, self.b):
@@ -128,29 +126,36 @@ class JoinedPair:
                 side.poll()
 
     def until(self, is_done: Callable[[], bool], what: str) -> None:
-        """Wait for `what`."""
+        """Wait until `is_done()` is true.
+
+        Raises
+        ------
+        AssertionError
+            If the wait exceeds ``Bench.patience_s``. The message names `what`.
+        """
         give_up = time.monotonic() + self.bench.patience_s
         while not is_done():
-            assert time.monotonic() < give_up, f"waited in vain for {what}"
+            assert time.monotonic() < give_up, f"timed out waiting for {what}"
             self.settle()
 
     def until_count(self, side: Side, kind: type[Any], count: int = 1) -> list[Any]:
-        """Wait until `side` has seen `count` events of `kind`; return them."""
+        """Wait until `side` has received `count` events of `kind`; return these events."""
         self.until(lambda: len(side.of(kind)) >= count, f"{count} {kind.__name__} of {side.path}")
         return side.of(kind)
 
     def cleared(self, region: bytearray, seq: int = 0) -> object:
-        """Have side `b` name a landing place for slice `seq`; return the token side `a` gets."""
+        """Name `region` as landing place of slice `seq` on side `b`; return side `a`'s token."""
         before = len(self.a.of(Cleared))
         self.b.want(seq, region)
         return self.until_count(self.a, Cleared, before + 1)[-1].token
 
 
 class Talker:
-    """A side that queues many eager slices at once, and another one after each poll that made room.
+    """A side that keeps its send queue full of eager slices.
 
-    What a poll brought is read by the next one. Whatever that lets a transport tell the other
-    side must get through though something was queued meanwhile, behind all that waits already.
+    It queues 40 slices at once, and one more in each turn in which slices arrived. A slice counts
+    as read only in the turn after its arrival. So the transport must get its credits or
+    acknowledgments to the peer although its queue of slices is full.
     """
 
     _AT_ONCE = 40
@@ -166,11 +171,11 @@ class Talker:
         side.transport.flush()
 
     def slice(self, seq: int) -> bytes:
-        """Return what is in slice `seq`."""
+        """Return the payload of slice `seq`."""
         return bytes(pattern(64, self._salt + seq))
 
     def turn(self) -> None:
-        """Poll, queue, flush."""
+        """Poll, queue one more slice if the previous turn received any, and flush."""
         nread = len(self.side.payloads)
         self.side.poll()
         if nread > self._nread and self.nqueued < self._AT_MOST:
@@ -184,12 +189,12 @@ class Talker:
 
 
 def pattern(nbytes: int, salt: int = 0) -> bytearray:
-    """Return bytes no shift of which looks alike."""
+    """Return test bytes that differ from themselves shifted by any small offset."""
     return bytearray((i * 31 + (i >> 8) * 7 + salt) & 0xFF for i in range(nbytes))
 
 
 def check_eager(bench: Bench) -> None:
-    """An eager slice arrives with its frame and payload, also an empty one."""
+    """Check that eager slices, including an empty one, arrive with frame and payload."""
     pair = JoinedPair(bench)
     for seq, nbytes in enumerate((64, 1, 0, 63)):
         pair.a.send(seq, pattern(nbytes, seq), ack=seq)
@@ -201,7 +206,7 @@ def check_eager(bench: Bench) -> None:
 
 
 def check_cleared(bench: Bench) -> None:
-    """A cleared slice lands in its region and nowhere else, whatever its size."""
+    """Check that a cleared slice of any size lands in its region."""
     pair = JoinedPair(bench)
     for seq, nbytes in enumerate((1, 65, 4096, (1 << 20) + 3)):
         region = bytearray(nbytes)
@@ -216,7 +221,7 @@ def check_cleared(bench: Bench) -> None:
 
 
 def check_confirmations_ride_along(bench: Bench) -> None:
-    """What a frame confirms reaches the peer, whichever call brought it."""
+    """Check that the ``ack`` of each eager or cleared frame reaches the peer."""
     pair = JoinedPair(bench)
     token = pair.cleared(bytearray(100))
     pair.a.send(0, pattern(100), token, ack=5)
@@ -233,7 +238,10 @@ def check_confirmations_ride_along(bench: Bench) -> None:
 
 
 def check_early_confirmation(bench: Bench) -> None:
-    """What the transport confirmed by itself has arrived, and says so, whatever comes next."""
+    """Check that a slice confirmed by the transport itself is reported as arrived.
+
+    This must hold even if the receiver fences the path right after the confirmation.
+    """
     pair = JoinedPair(bench)
     region = bytearray(300_000)
     pair.b.want(0, region, ack=1)
@@ -250,7 +258,7 @@ def check_early_confirmation(bench: Bench) -> None:
 
 
 def check_order(bench: Bench) -> None:
-    """Cleared slices arrive in the order they were sent, all of them."""
+    """Check that all cleared slices arrive, in the order sent."""
     pair = JoinedPair(bench)
     regions = [bytearray(5_000) for _ in range(8)]
     tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
@@ -262,7 +270,7 @@ def check_order(bench: Bench) -> None:
 
 
 def check_both_ways(bench: Bench) -> None:
-    """Eager and cleared slices and confirmations cross each other unharmed."""
+    """Check eager slices, a cleared slice and confirmations in opposite directions at once."""
     pair = JoinedPair(bench)
     region = bytearray(200_000)
     token = pair.cleared(region)
@@ -282,7 +290,7 @@ def check_both_ways(bench: Bench) -> None:
 
 
 def check_both_ways_full(bench: Bench) -> None:
-    """Both sides have more to say than the other has room for, and more whenever they read."""
+    """Check that no deadlock occurs if both sides keep their send queues full."""
     pair = JoinedPair(bench)
     talkers = Talker(pair.a, salt=0), Talker(pair.b, salt=100)
     give_up = time.monotonic() + bench.patience_s
@@ -292,7 +300,9 @@ def check_both_ways_full(bench: Bench) -> None:
 
     while not (has_all(*talkers) and has_all(*talkers[::-1])):
         narrived = [len(talker.side.payloads) for talker in talkers]
-        assert time.monotonic() < give_up, f"{narrived} slices arrived, no more came"
+        assert time.monotonic() < give_up, (
+            f"timed out: only {narrived} slices arrived at sides a and b"
+        )
         bench.run()
         for talker in talkers:
             talker.turn()
@@ -301,7 +311,7 @@ def check_both_ways_full(bench: Bench) -> None:
 
 
 def check_view_is_free_when_sent(bench: Bench) -> None:
-    """After `Sent` the view may hold something else."""
+    """Check that the sender may overwrite its view after `Sent`."""
     pair = JoinedPair(bench)
     region = bytearray(300_000)
     data = pattern(300_000)
@@ -314,7 +324,7 @@ def check_view_is_free_when_sent(bench: Bench) -> None:
 
 
 def check_replay(bench: Bench) -> None:
-    """A replay arrives once, like any slice, and may come before what was queued earlier."""
+    """Check that a replay arrives exactly once; it may overtake slices queued earlier."""
     pair = JoinedPair(bench)
     regions = [bytearray(50_000) for _ in range(3)]
     tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
@@ -328,9 +338,9 @@ def check_replay(bench: Bench) -> None:
 
 
 def check_paths_are_apart(bench: Bench) -> None:
-    """Two rails between the same ranks do not mix, and one goes on when the other is fenced."""
+    """Check that two rails between the same ranks are independent, also when one is fenced."""
     first, second = JoinedPair(bench, 0), JoinedPair(bench, 1)
-    # One transport serves both: a poll through either pair brings the events of both.
+    # Both pairs use one transport per rank: a poll through either pair returns events of both.
     second.a.events, second.b.events = first.a.events, first.b.events
     second.b.payloads = first.b.payloads
     first.a.send(0, pattern(10))
@@ -346,7 +356,7 @@ def check_paths_are_apart(bench: Bench) -> None:
 
 
 def check_break(bench: Bench) -> None:
-    """A broken path reports `Failed` once at each end; until fenced, calls on it do nothing."""
+    """Check that each end reports `Failed` once; until the fence, calls on the path do nothing."""
     pair = JoinedPair(bench)
     pair.a.send(0, pattern(10))
     pair.until_count(pair.b, Arrived)
@@ -368,7 +378,7 @@ def check_break(bench: Bench) -> None:
 
 
 def check_fence_is_last(bench: Bench) -> None:
-    """`Fenced` is the last event of a path, once."""
+    """Check that `Fenced` is reported once, as the last event of a path."""
     pair = JoinedPair(bench)
     for seq in range(5):
         pair.a.send(seq, pattern(60))
@@ -384,7 +394,10 @@ def check_fence_is_last(bench: Bench) -> None:
 
 
 def check_fence_keeps_writes_out(bench: Bench) -> None:
-    """After `Fenced` no write changes a region named before, sent earlier or later."""
+    """Check that after `Fenced` no write reaches a landing place named before the fence.
+
+    This holds for slices sent before the fence and after it.
+    """
     pair = JoinedPair(bench)
     regions = [bytearray(100_000) for _ in range(2)]
     tokens = [pair.cleared(region, seq) for seq, region in enumerate(regions)]
@@ -400,7 +413,7 @@ def check_fence_keeps_writes_out(bench: Bench) -> None:
 
 
 def check_fence_frees_the_view(bench: Bench) -> None:
-    """After `Fenced` at the sender its view is read no more: no new byte of it travels."""
+    """Check that the transport does not read a view after the sender reported `Fenced`."""
     pair = JoinedPair(bench)
     region = bytearray(400_000)
     data = pattern(400_000)
@@ -414,7 +427,7 @@ def check_fence_frees_the_view(bench: Bench) -> None:
 
 
 def check_reopen(bench: Bench) -> None:
-    """A fenced path can be opened again, and brings nothing of its former life."""
+    """Check that a fenced path can be reopened and reports no events of the earlier connection."""
     old = JoinedPair(bench)
     region = bytearray(1_000)
     token = old.cleared(region)
@@ -432,7 +445,7 @@ def check_reopen(bench: Bench) -> None:
 
 
 def check_wake(bench: Bench) -> None:
-    """A wake that came first keeps `poll` from sleeping; nothing else does."""
+    """Check that `wake` before `poll` makes `poll` return without sleeping."""
     transport = bench.transports[0]
     transport.wake()
     began = time.monotonic()
@@ -441,7 +454,7 @@ def check_wake(bench: Bench) -> None:
 
 
 def check_unknown_path(bench: Bench) -> None:
-    """Calls on a path that was never opened do nothing."""
+    """Check that calls on a path that was never opened do nothing."""
     side = Side(bench, 0, 0)
     assert not side.transport.is_open(side.path)
     assert not side.transport.is_stuck(side.path)
@@ -454,7 +467,7 @@ def check_unknown_path(bench: Bench) -> None:
 
 
 def check_idle_path_is_not_stuck(bench: Bench) -> None:
-    """A path that moved everything is not stuck."""
+    """Check that a path is not stuck once all its data has moved."""
     pair = JoinedPair(bench)
     assert pair.a.transport.is_open(pair.a.path)
     pair.a.send(0, pattern(64))

@@ -1,16 +1,15 @@
-"""pyverbs and RDMA NICs in memory, with completion queues that overrun as a NIC's do.
+"""Fake pyverbs with RDMA NICs in memory, whose completion queues overrun like real ones.
 
-`installed` puts modules in pyverbs' place and loads the modules that import it anew, so that
-`r2ccl.transport.verbs.transport` runs as it is, unmodified, where there is no RDMA device and no
-pyverbs. All NICs of a `FakeFabric` reach each other. Of verbs it has what r2ccl uses: reliable
-queue pairs, writes with and without immediate data, flushes, one completion queue a device.
+`installed` replaces pyverbs in ``sys.modules`` and reimports the modules that use it. So the
+unmodified `r2ccl.transport.verbs.transport` runs without an RDMA device and without pyverbs. All
+NICs of a `FakeFabric` reach each other. The fake implements the part of verbs that r2ccl uses:
+reliable queue pairs, RDMA writes with and without immediate data, flushes, and one completion
+queue per device.
 
-A write is done when it is posted, or kept under way while its port is mute. A queue pair that goes
-to ERR completes every request that is under way, also those that asked for no completion. A
-completion for which there is no room is lost, and the device says CQ_ERR (InfiniBand
-specification, volume 1, 10.8.2 and 11.6.3).
-
-Invariant: nothing is written through a queue pair that is not ready to receive.
+A write completes when it is posted; while its port is mute it stays in flight. A queue pair that
+goes to ERR completes every request in flight, including unsignaled ones. A completion that does not
+fit into the completion queue is lost, and the device raises CQ_ERR (InfiniBand specification,
+volume 1, 10.8.2 and 11.6.3). A write reaches memory only if the remote queue pair is in RTR or RTS.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-#: ``ibv_wc_status``, ``ibv_wc_opcode``, ``ibv_qp_state``, ``ibv_event_type``.
+#: Values of ``ibv_wc_status``, ``ibv_wc_opcode``, ``ibv_qp_state``, ``ibv_event_type``,
+#: ``ibv_port_state`` and ``ibv_mtu``, ``ibv_wr_opcode`` and ``ibv_send_flags``.
 _SUCCESS, _FLUSHED = 0, 5
 _SENT, _RECEIVED = 1, 129
 _RESET, _INIT, _RTR, _RTS, _ERR = 0, 1, 2, 3, 6
@@ -47,25 +47,25 @@ _ENUMS = {
     "IBV_WR_RDMA_WRITE": 0,
     "IBV_WR_RDMA_WRITE_WITH_IMM": _WITH_IMM,
 }
-#: Modules that import pyverbs, or one that does.
+#: Modules of `r2ccl.transport.verbs` that import pyverbs, directly or through each other.
 _IMPORTERS = ("device", "queuepair", "probe", "endpoint", "transport")
 
 
 class FakePyverbsError(Exception):
-    """pyverbs.pyverbs_error.PyverbsError."""
+    """Fake of ``pyverbs.pyverbs_error.PyverbsError``."""
 
 
 class Completion(SimpleNamespace):
-    """An ``ibv_wc``."""
+    """Fake of ``ibv_wc``."""
 
 
 class FakeFabric:
-    """The NICs of a test, by name.
+    """Network that connects all fake NICs of a test.
 
     Parameters
     ----------
     max_cqe : int
-        Entries of the largest completion queue of a device.
+        Largest number of entries that a device allows in a completion queue.
     """
 
     def __init__(self, max_cqe: int = 1 << 22) -> None:
@@ -76,28 +76,28 @@ class FakeFabric:
         self._keys = itertools.count(1)
 
     def add(self, qp: FakeQueuePair) -> int:
-        """Give a queue pair its number."""
+        """Register a queue pair and return its number."""
         number = next(self._numbers)
         self.qps[number] = qp
         return number
 
     def new_key(self) -> int:
-        """Return the key of another memory region."""
+        """Return a key that no other memory region has."""
         return next(self._keys)
 
     def mute(self, name: str) -> None:
-        """Have a port of the NIC send nothing: what is posted stays under way."""
+        """Make the NIC's port mute: it neither sends nor accepts writes, which stay in flight."""
         self.contexts[name].is_mute = True
 
     def fail_port(self, name: str) -> None:
-        """Break every queue pair of the NIC at once."""
+        """Move every connected queue pair of the NIC to ERR."""
         for qp in list(self.qps.values()):
             if qp.context is self.contexts[name] and qp.state in (_RTR, _RTS):
                 qp.to_error()
 
 
 class FakeContext:
-    """pyverbs.device.Context."""
+    """Fake of ``pyverbs.device.Context``."""
 
     def __init__(self, fabric: FakeFabric, name: str) -> None:
         self.fabric = fabric
@@ -112,70 +112,70 @@ class FakeContext:
         return SimpleNamespace(max_cqe=self.fabric.max_cqe)
 
     def query_port(self, port: int) -> Any:
-        """Return a port that is up."""
+        """Return the attributes of an active port."""
         return SimpleNamespace(state=_ACTIVE, lid=0, active_mtu=_MTU_4096)
 
     def raise_event(self, number: int) -> None:
-        """Have an asynchronous event."""
+        """Queue an asynchronous event, such as CQ_ERR."""
         self.events.append(number)
         os.eventfd_write(self.async_fd, 1)
 
     def get_async_event(self) -> Any:
-        """Take the oldest event."""
+        """Remove and return the oldest asynchronous event."""
         os.eventfd_read(self.async_fd)
         return SimpleNamespace(event_type=self.events.popleft(), ack=lambda: None)
 
     def close(self) -> None:
-        """Close its descriptor."""
+        """Close the event descriptor."""
         os.close(self.async_fd)
 
 
 class FakeDomain:
-    """pyverbs.pd.PD."""
+    """Fake of ``pyverbs.pd.PD``."""
 
     def __init__(self, context: FakeContext) -> None:
         self.context = context
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: a fake domain holds no resources."""
 
 
 class FakeRegion:
-    """pyverbs.mr.MR."""
+    """Fake of ``pyverbs.mr.MR``."""
 
     def __init__(self, pd: FakeDomain, nbytes: int, access: int, address: int) -> None:
         self.lkey = self.rkey = pd.context.fabric.new_key()
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: a fake region holds no resources."""
 
 
 class FakeChannel:
-    """pyverbs.cq.CompChannel."""
+    """Fake of ``pyverbs.cq.CompChannel``."""
 
     def __init__(self, context: FakeContext) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def get_cq_event(self, cq: FakeCompletionQueue) -> None:
-        """Take the notification."""
+        """Consume the pending notifications."""
         os.eventfd_read(self.fd)
 
     def close(self) -> None:
-        """Close its descriptor."""
+        """Close the event descriptor."""
         os.close(self.fd)
 
 
 class FakeCompletionQueue:
-    """pyverbs.cq.CQ.
+    """Fake of ``pyverbs.cq.CQ``.
 
     Attributes
     ----------
     cqe : int
-        Entries.
+        Capacity in entries.
     nlost : int
-        Completions for which there was no room.
+        Completions lost because the queue was full.
     nhighest : int
-        Most entries in use at a time.
+        Highest number of entries in use at a time.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class FakeCompletionQueue:
         self._is_armed = False
 
     def push(self, completion: Completion) -> None:
-        """Add an entry, or lose it."""
+        """Add an entry; if the queue is full, lose it and raise CQ_ERR."""
         if len(self._entries) == self.cqe:
             if not self.nlost:
                 self._context.raise_event(_CQ_ERR)
@@ -204,66 +204,70 @@ class FakeCompletionQueue:
             os.eventfd_write(self._channel.fd, 1)
 
     def poll(self, count: int) -> tuple[int, list[Completion]]:
-        """Take up to `count` entries; none once one was lost."""
+        """Remove up to `count` entries; return their number and the entries.
+
+        Once an entry was lost, every poll returns none.
+        """
         if self.nlost:
             return 0, []
         found = [self._entries.popleft() for _ in range(min(count, len(self._entries)))]
         return len(found), found
 
     def forget(self, number: int) -> None:
-        """Drop the entries of a queue pair that was reset or destroyed, as libmlx5 does."""
+        """Drop the entries of queue pair `number` on reset or destruction, as libmlx5 does."""
         self._entries = deque(each for each in self._entries if each.qp_num != number)
 
     def req_notify(self) -> None:
-        """Have the channel told of the next entry."""
+        """Arm the queue: the next entry notifies the channel."""
         self._is_armed = True
 
     def ack_events(self, count: int) -> None:
-        """Nothing is counted."""
+        """Do nothing: the fake does not count unacknowledged events."""
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: a fake completion queue holds no resources."""
 
 
 class FakeScatter:
-    """pyverbs.wr.SGE."""
+    """Fake of ``pyverbs.wr.SGE``."""
 
     def __init__(self, addr: int, length: int, lkey: int) -> None:
         self.addr, self.length, self.lkey = addr, length, lkey
 
 
 class FakeRequest:
-    """pyverbs.wr.SendWR and RecvWR."""
+    """Fake of ``pyverbs.wr.SendWR`` and ``RecvWR``."""
 
     def __init__(
         self, opcode: int = 0, num_sge: int = 0, sg: Any = (), send_flags: int = 0
     ) -> None:
         self.opcode, self.num_sge, self.send_flags = opcode, num_sge, send_flags
         self.wr_id = self.imm_data = self.rkey = self.remote = 0
-        #: pyverbs copies the entries it is given; r2ccl has its requests read the entry itself.
+        #: The entry itself. pyverbs copies the entry here, but r2ccl patches its requests so that
+        #: they read the original.
         self.sg_list: FakeScatter = sg[0]
 
     def set_wr_rdma(self, rkey: int, addr: int) -> None:
-        """Say where it writes to."""
+        """Set the remote address and key of an RDMA write."""
         self.rkey, self.remote = rkey, addr
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: a fake request holds no resources."""
 
 
 class FakeAttributes(SimpleNamespace):
-    """pyverbs.qp.QPAttr, QPInitAttr and QPCap; pyverbs.addr's classes."""
+    """Fake of ``QPAttr``, ``QPInitAttr`` and ``QPCap``, and of the classes of ``pyverbs.addr``."""
 
     def __init__(self, *_: Any, **given: Any) -> None:
         super().__init__(**given)
 
 
 class _Posted(SimpleNamespace):
-    """A send request as it was when it was posted."""
+    """Copy of a send request, made when it is posted."""
 
 
 class FakeQueuePair:
-    """pyverbs.qp.QP."""
+    """Fake of ``pyverbs.qp.QP``."""
 
     def __init__(self, pd: FakeDomain, init: FakeAttributes, attr: FakeAttributes) -> None:
         self.context = pd.context
@@ -276,19 +280,19 @@ class FakeQueuePair:
         self.qp_num = self.context.fabric.add(self)
 
     def to_init(self, attr: FakeAttributes) -> None:
-        """RESET to INIT."""
+        """Move the queue pair from RESET to INIT."""
         self.state = _INIT
 
     def to_rtr(self, attr: FakeAttributes) -> None:
-        """INIT to RTR."""
+        """Move the queue pair to RTR and set its remote queue pair."""
         self._remote, self.state = attr.dest_qp_num, _RTR
 
     def to_rts(self, attr: FakeAttributes) -> None:
-        """INIT to RTS."""
+        """Move the queue pair to RTS and set its remote queue pair."""
         self._remote, self.state = attr.dest_qp_num, _RTS
 
     def modify(self, attr: FakeAttributes, mask: int) -> None:
-        """Go to ERR, or to RESET."""
+        """Move the queue pair to ERR, or to RESET for any other state in `attr`."""
         if attr.qp_state == _ERR:
             self.to_error()
             return
@@ -298,7 +302,7 @@ class FakeQueuePair:
         self._cq.forget(self.qp_num)
 
     def to_error(self) -> None:
-        """Complete everything that is under way."""
+        """Move the queue pair to ERR and complete all its requests as flushed."""
         self.state = _ERR
         while self._sends:
             self._complete(self._sends.popleft().wr_id, _FLUSHED, _SENT)
@@ -306,7 +310,7 @@ class FakeQueuePair:
             self._complete(self._receives.popleft(), _FLUSHED, _RECEIVED)
 
     def post_recv(self, request: FakeRequest) -> None:
-        """Post a receive request, which names no memory that matters."""
+        """Post a receive request; its memory is not used."""
         if len(self._receives) == self._cap.max_recv_wr:
             raise FakePyverbsError("Failed to post recv. Errno: 12, Cannot allocate memory")
         self._receives.append(request.wr_id)
@@ -314,7 +318,7 @@ class FakeQueuePair:
             self.to_error()
 
     def post_send(self, request: FakeRequest) -> None:
-        """Post a write, which is done at once unless the port is mute."""
+        """Post a write; it completes at once unless a port on its way is mute."""
         if len(self._sends) == self._cap.max_send_wr:
             raise FakePyverbsError("Failed to post send. Errno: 12, Cannot allocate memory")
         source = request.sg_list if request.num_sge else FakeScatter(0, 0, 0)
@@ -331,7 +335,7 @@ class FakeQueuePair:
             self._carry_out()
 
     def close(self) -> None:
-        """Destroy it."""
+        """Destroy the queue pair and drop its completions."""
         self.context.fabric.qps.pop(self.qp_num, None)
         self._cq.forget(self.qp_num)
 
@@ -339,7 +343,7 @@ class FakeQueuePair:
         while self._sends:
             peer = self.context.fabric.qps.get(self._remote)
             if peer is None or peer.state not in (_RTR, _RTS) or peer.context.is_mute:
-                return  # it retransmits
+                return  # keep the write: a real queue pair would retransmit
             posted = self._sends.popleft()
             ctypes.memmove(posted.target, posted.source, posted.nbytes)
             if posted.opcode == _WITH_IMM:
@@ -348,7 +352,7 @@ class FakeQueuePair:
                 self._complete(posted.wr_id, _SUCCESS, _SENT)
 
     def _arrive(self, imm_data: int) -> None:
-        assert self._receives, "receiver not ready: r2ccl must see to it that this never happens"
+        assert self._receives, "receiver not ready: r2ccl must post receives before the peer sends"
         self._complete(self._receives.popleft(), _SUCCESS, _RECEIVED, imm_data)
 
     def _complete(self, wr_id: int, status: int, opcode: int, imm_data: int = 0) -> None:
@@ -362,10 +366,10 @@ class FakeQueuePair:
 
 @contextlib.contextmanager
 def installed(fabric: FakeFabric) -> Iterator[SimpleNamespace]:
-    """Put the fake in pyverbs' place; gives the modules that then see it.
+    """Replace pyverbs by the fake; yield the `r2ccl.transport.verbs` modules that then use it.
 
-    They are loaded anew, and forgotten afterwards: classes of theirs that were imported before
-    are others.
+    These modules are reimported on entry, and the originals are restored on exit. Their classes
+    are therefore not the same objects as those imported outside of this context.
     """
     importers = [f"r2ccl.transport.verbs.{name}" for name in _IMPORTERS]
     modules = _modules(fabric)
@@ -378,7 +382,7 @@ def installed(fabric: FakeFabric) -> Iterator[SimpleNamespace]:
         loaded = {
             name: importlib.import_module(f"r2ccl.transport.verbs.{name}") for name in _IMPORTERS
         }
-        # The descriptors of events are of another kind.
+        # The fake's event descriptors are eventfds, not those of the kernel's uverbs.
         loaded["device"]._EVENTS = "anon_inode:[eventfd]"  # type: ignore[attr-defined]
         yield SimpleNamespace(**loaded)
     finally:

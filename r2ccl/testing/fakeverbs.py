@@ -1,11 +1,10 @@
-"""A fake of an open RDMA device: stand-ins for pyverbs' objects, and the C structs they point to.
+"""Fake of an open RDMA device: stand-ins for pyverbs objects and the C structs behind them.
 
-Structs and function table are in NumPy memory and have libibverbs' layout; the caller supplies the
-addresses of the functions. So code that reads those structs and calls the table directly (the
-compiled path) can be tested, and `rates` can measure what it costs, without a device. Must not
-import pyverbs.
+The structs and the function table are in NumPy memory with libibverbs' layout; the caller supplies
+the addresses of the functions. The compiled path, which reads these structs and calls the table
+directly, can so be tested without a device and without pyverbs; `rates` measures its cost.
 
-Invariant: the memory of a `FakeNic` lives as long as the `FakeNic`, and no longer.
+The memory of a `FakeNic` is freed together with the `FakeNic`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _IN_INIT, _RC = 1, 2
 
 
 class FakeNic:
-    """A context, a domain and a completion queue, open.
+    """Open device context with a protection domain and a completion queue.
 
     Parameters
     ----------
@@ -38,7 +37,7 @@ class FakeNic:
     """
 
     def __init__(self, poll_cq: int, post_send: int, post_recv: int) -> None:
-        #: The structs; tests may spoil them.
+        #: The C structs by name; tests may overwrite fields to make them invalid.
         self.records = {
             "context": _record(
                 CONTEXT, poll_cq=poll_cq, post_send=post_send, post_recv=post_recv,
@@ -57,11 +56,11 @@ class FakeNic:
         self.cq = _holder(self.records["cq"], cqe=_CQE)
 
     def address(self, name: str) -> int:
-        """Where a struct is."""
+        """Return the address of a struct of `records`."""
         return self.records[name].ctypes.data
 
     def make_qp(self, number: int) -> Any:
-        """Return a queue pair as pyverbs makes them: RC, in INIT; its record is ``qp``."""
+        """Return a fake pyverbs queue pair, RC and in INIT; its struct is ``records["qp"]``."""
         cq = self.address("cq")
         self.records["qp"] = _record(
             QP, context=self.address("context"), pd=self.address("pd"), send_cq=cq, recv_cq=cq,
@@ -70,7 +69,7 @@ class FakeNic:
         return _holder(self.records["qp"], qp_num=number, qp_state=_IN_INIT, qp_type=_RC)
 
     def located(self) -> ProviderNic:
-        """What finding it must come to, but for the provider."""
+        """Return the `ProviderNic` that locating this device must yield; `provider` is empty."""
         table = self.records["context"][0]
         return ProviderNic(
             context=self.address("context"), pd=self.address("pd"), cq=self.address("cq"),
@@ -80,10 +79,18 @@ class FakeNic:
 
 
 class ProviderRates(msgspec.Struct, frozen=True):
-    """Seconds of one processor for calls of the compiled path, the provider's own left out.
+    """CPU seconds per call of the compiled path, without the provider's own time.
 
-    ``completion_s`` is a completion's share of a full batch, its tuple included; ``receive_s`` a
-    request's share of a chain.
+    Attributes
+    ----------
+    empty_poll_s : float
+        Per poll that finds no completion.
+    completion_s : float
+        Per completion of a full batch, including the construction of its tuple.
+    write_s : float
+        Per posted RDMA write.
+    receive_s : float
+        Per receive request of a chain.
     """
 
     empty_poll_s: float
@@ -93,14 +100,16 @@ class ProviderRates(msgspec.Struct, frozen=True):
 
 
 def rates(batch: int = 256, chain: int = 32, seconds: float = 0.2) -> ProviderRates:
-    """Measure the compiled path over functions that do next to nothing.
+    """Measure the compiled path over provider functions that do almost nothing.
 
     Parameters
     ----------
-    batch, chain : int
-        Completions of a poll that finds some; receive requests posted by one call.
+    batch : int
+        Completions that a non-empty poll returns.
+    chain : int
+        Receive requests posted by one call.
     seconds : float
-        Duration of each of the four measurements.
+        CPU time of each of the four measurements.
     """
     from numba import cfunc, types
 
@@ -123,7 +132,7 @@ def rates(batch: int = 256, chain: int = 32, seconds: float = 0.2) -> ProviderRa
 
 
 def _time_of(call: Callable[[], Any], seconds: float) -> float:
-    """CPU seconds of one call."""
+    """Return the CPU seconds of one call."""
     call()
     ncalls, start = 0, time.process_time()
     while (spent := time.process_time() - start) < seconds:
@@ -141,7 +150,7 @@ def _record(layout: np.dtype[Any], **values: int) -> Record:
 
 
 def _holder(record: Record, **shown: int) -> Any:
-    """Return an object that points to `record`, as ctypes' do, and shows numbers, as pyverbs'."""
+    """Return a ctypes object over the memory of `record` with pyverbs' attributes `shown`."""
     kind = type("Holder", (ctypes.c_char * record.nbytes,), shown)
     return kind.from_buffer(record.view(np.uint8).data)  # type: ignore[attr-defined]
 

@@ -1,7 +1,8 @@
-"""Plans of faults, and the record of what fired; a job has one by argument or by environment.
+"""Fault plans, and the record of the faults that fired.
 
-A `FaultPlan` is read from JSON or built in a test. netlab applies it to real interfaces and
-processes; without one, ``r2ccl.init(faults=plan)`` has a rank break its own connections.
+A `FaultPlan` is built in Python or read from JSON. A job gets it by ``r2ccl.init(faults=plan)`` or
+by the environment. A netlab applies its faults to network interfaces and processes; without a
+netlab, each rank breaks its own connections.
 """
 
 from __future__ import annotations
@@ -22,41 +23,42 @@ from r2ccl.transport.base import Transport
 
 
 class FaultPlan:
-    """Faults, in the order given, and the record of those that fired.
+    """List of faults for one run, with the record of those that fired.
 
-    A plan serves one run; ``FaultPlan(plan.faults)`` is a fresh one. As a context manager it holds
-    the run to it: leaving raises AssertionError where a fault did not fire.
+    For a second run, make a fresh plan with ``FaultPlan(plan.faults)``. As a context manager, the
+    plan raises AssertionError on exit if a fault did not fire.
 
     Parameters
     ----------
     faults : iterable of Fault
-        Each with a trigger (`at_s` or `at_op`).
+        Each fault must have a trigger (`at_s` or `at_op`).
 
     Raises
     ------
     InvalidArgument
-        A fault has no trigger.
+        If a fault has no trigger.
     """
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
         self.faults = tuple(faults)
         self.fired: list[Firing] = []
-        #: Faults this process is to see fired: all, or in a rank those it triggers.
+        #: Indices of the faults that must fire in this process: all by default; in a rank, those
+        #: that the rank triggers.
         self._claimed: Sequence[int] = range(len(self.faults))
         for fault in self.faults:
             if fault.at_s is None and fault.at_op is None:
                 raise InvalidArgument(
-                    f"fault {fault} of a plan has no trigger; give it at_s or at_op"
+                    f"fault {fault} of the plan has no trigger: give it at_s or at_op"
                 )
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Self:
-        """Read a plan: a JSON list of objects with the fields of `Fault`.
+        """Read a plan from a JSON list of objects with the fields of `Fault`.
 
         Raises
         ------
         InvalidArgument
-            Not JSON, or a fault is malformed; says which and where.
+            If `data` is not JSON or a fault is malformed. The message names the fault and field.
         """
         try:
             return cls(msgspec.json.decode(data, type=list[Fault]))
@@ -65,12 +67,12 @@ class FaultPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a plan from a file, as `from_json`.
+        """Read a plan from a JSON file; see `from_json`.
 
         Raises
         ------
         InvalidArgument
-            Not readable, or malformed.
+            If the file cannot be read or is malformed.
         """
         try:
             data = Path(path).read_bytes()
@@ -79,16 +81,16 @@ class FaultPlan:
         return cls.from_json(data)
 
     def to_json(self) -> bytes:
-        """Return the form `from_json` reads."""
+        """Return the plan as JSON for `from_json`."""
         return msgspec.json.encode(self.faults)
 
     def check(self, *, nodes: int, rails: int, ranks_per_node: int = 1) -> None:
-        """Raise InvalidArgument where a fault names a node, rail or rank that does not exist."""
+        """Raise InvalidArgument if a fault names a node, rail or rank that does not exist."""
         for fault in self.faults:
             check_fits(fault, nodes=nodes, rails=rails, ranks_per_node=ranks_per_node)
 
     def resolved(self, ranks_per_node: int) -> FaultPlan:
-        """Return a fresh plan in which every fault by `at_op` names the rank that triggers it."""
+        """Return a fresh plan whose faults with `at_op` name the rank that triggers them."""
         return FaultPlan(
             fault
             if fault.at_op is None
@@ -97,24 +99,32 @@ class FaultPlan:
         )
 
     def claim(self, indices: Sequence[int]) -> None:
-        """Say which faults this process sees fired: those of other ranks are theirs to miss."""
+        """Restrict `pending` to the faults at `indices`, which this process triggers."""
         self._claimed = indices
 
     def record(self, index: int, time_s: float, applied_s: float) -> Firing:
-        """Note that fault `index` was applied, and when (CLOCK_MONOTONIC seconds)."""
+        """Add a `Firing` of fault `index` to `fired` and return it.
+
+        Parameters
+        ----------
+        index : int
+            Position of the fault in the plan.
+        time_s, applied_s : float
+            CLOCK_MONOTONIC seconds; see `Firing`.
+        """
         firing = Firing(index=index, fault=self.faults[index], time_s=time_s, applied_s=applied_s)
         self.fired.append(firing)
         return firing
 
     def pending(self) -> Sequence[Fault]:
-        """Return the faults that have not fired; in a rank, of those it triggers."""
+        """Return the faults that have not fired; in a rank, only those that it triggers."""
         fired = {firing.index for firing in self.fired}
         return [self.faults[index] for index in self._claimed if index not in fired]
 
     def assert_all_fired(self) -> None:
-        """Raise AssertionError, naming them, where faults have not fired.
+        """Raise AssertionError if faults have not fired; the message names them.
 
-        One by `at_op` does not fire when the run ends, or that operation does, before `at_step`.
+        A fault with `at_op` does not fire if the run or that operation ends before `at_step`.
         """
         pending = self.pending()
         if pending:
@@ -136,24 +146,24 @@ class FaultPlan:
             self.assert_all_fired()
 
     def wrap(self, inner: Transport, rank: int) -> ReportingTransport:
-        """Put a transport around `inner` that has the faults of `rank` strike; for `r2ccl.init`."""
+        """Return a wrapper of `inner` that applies the faults of `rank`; `r2ccl.init` calls it."""
         return ReportingTransport(inner, lambda cut: FaultReporter(self, rank, cut))
 
 
 def fail_at(rank: int, rail: int, op: int, step: int = 0) -> FaultPlan:
-    """Plan that `rank` loses its `rail` just before it sends slice `step` of collective `op`.
+    """Return a plan in which `rank` loses `rail` just before it sends a given slice.
 
     Parameters
     ----------
     rank, rail : int
     op, step : int
-        Counted from 0; `step` counts the slices that `rank` sends in this collective.
+        The collective, and the slice that `rank` sends in it; both count from 0.
 
     Returns
     -------
     FaultPlan
-        For ``init(faults=plan)`` on every rank; as a context manager, `rank` fails if it did not
-        come to that.
+        Pass it to ``init(faults=plan)`` on every rank. As a context manager it raises
+        AssertionError in `rank` if the fault did not fire.
 
     Examples
     --------
@@ -165,9 +175,9 @@ def fail_at(rank: int, rail: int, op: int, step: int = 0) -> FaultPlan:
 
 
 def wrap_by_env(inner: Transport, rank: int) -> ReportingTransport:
-    """Put a transport around `inner` that has the plan of the environment strike.
+    """Return a wrapper of `inner` that applies the plan which the environment names.
 
-    ``R2CC_TRANSPORT_WRAPPER=r2ccl.testing.fault_plan:wrap_by_env`` has `r2ccl.init` call it.
+    `r2ccl.init` calls it if ``R2CC_TRANSPORT_WRAPPER=r2ccl.testing.fault_plan:wrap_by_env`` is set.
     """
     return ReportingTransport(inner, lambda cut: reporter_from_env(os.environ, apply=cut))
 
@@ -175,20 +185,26 @@ def wrap_by_env(inner: Transport, rank: int) -> ReportingTransport:
 def reporter_from_env(
     env: Mapping[str, str], *, apply: Callable[[Due], None] | None = None
 ) -> FaultReporter | None:
-    """Make the reporter that the environment asks for; None where it asks for none.
+    """Make the reporter for the plan that the environment names.
 
     Parameters
     ----------
     env : mapping
-        ``R2CC_FAULT_PLAN`` is the plan's file and ``RANK`` this rank. With
-        ``R2CC_FAULT_SOCKET`` the lab behind it applies the faults.
+        ``R2CC_FAULT_PLAN`` is the plan's file, ``RANK`` the number of this process. If
+        ``R2CC_FAULT_SOCKET`` is set, the lab that listens on this socket applies the faults.
     apply : callable, optional
-        Applies the faults where there is no lab.
+        Applies a fault if ``R2CC_FAULT_SOCKET`` is not set.
+
+    Returns
+    -------
+    FaultReporter or None
+        None if ``R2CC_FAULT_PLAN`` is not set.
 
     Raises
     ------
     InvalidArgument
-        The plan cannot be read, ``RANK`` is missing, or nobody is there to apply it.
+        If the plan cannot be read, ``RANK`` is missing or not a number, or neither a lab nor
+        `apply` can apply the faults.
     """
     path = env.get("R2CC_FAULT_PLAN")
     if not path:
@@ -198,21 +214,21 @@ def reporter_from_env(
         rank = int(env["RANK"])
     except (KeyError, ValueError) as exc:
         raise InvalidArgument(
-            f"R2CC_FAULT_PLAN={path} needs this process's number in RANK, "
-            f"which is {env.get('RANK')!r}"
+            f"R2CC_FAULT_PLAN={path} needs the number of this process in RANK, "
+            f"but RANK is {env.get('RANK')!r}"
         ) from exc
     address = env.get("R2CC_FAULT_SOCKET")
     if address:
         return FaultReporter(plan, rank, LabClient(address))
     if apply is None:
         raise InvalidArgument(
-            f"R2CC_FAULT_PLAN={path} is set, but nobody applies it here: "
-            "run under `r2ccl netlab`, which sets R2CC_FAULT_SOCKET, or unset it"
+            f"R2CC_FAULT_PLAN={path} is set, but no lab applies its faults: "
+            "run under `r2ccl netlab`, which sets R2CC_FAULT_SOCKET, or unset R2CC_FAULT_PLAN"
         )
     for fault in plan.faults:
         if fault.at_op is None:
             raise InvalidArgument(
-                f"fault {fault}: without a lab only faults by at_op can be applied"
+                f"fault {fault}: without a lab only faults with at_op can be applied"
             )
     return FaultReporter(plan, rank, apply)
 

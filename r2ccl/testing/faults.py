@@ -1,7 +1,7 @@
-"""Faults as values: an action, its target, and the moment it strikes.
+"""Faults as values: an action, its target, and its trigger.
 
-Must not import sockets or processes. Invariant: a fault that exists is well-formed on its own;
-`check_fits` adds that it fits a lab.
+`Fault` validates its own fields on construction. `check_fits` also checks that its node, rail and
+rank exist in a lab.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from r2ccl.errors import InvalidArgument
 
 
 class Action(enum.StrEnum):
-    """What a fault does to its target."""
+    """Effect of a fault on its target."""
 
-    #: The node's own NIC goes down: its owner gets a netlink event, the peer sees nothing.
+    #: The NIC goes down at its own node: the node gets a netlink event, its peers get none.
     NIC_DOWN = "nic_down"
-    #: The switch's port goes down: the NIC's owner loses its carrier.
+    #: The switch port of the NIC goes down: the NIC loses its carrier.
     SWITCH_PORT_DOWN = "switch_port_down"
-    #: Carrier stays up, nothing arrives in either direction.
+    #: The NIC keeps its carrier, but all packets are dropped in both directions.
     BLACKHOLE = "blackhole"
-    #: Just one pair of nodes cannot reach each other on a rail, silently.
+    #: On one rail, packets between one pair of nodes are dropped; carriers stay up.
     ISOLATE = "isolate"
-    #: The NIC is shaped to another rate.
+    #: The NIC is shaped to `rate`.
     SLOW = "slow"
-    #: The NIC goes down and up at random intervals, and ends up.
+    #: The NIC goes down and up at random intervals; after `duration_s` it stays up.
     FLAP = "flap"
-    #: Undo every NIC fault of a NIC, a node or the whole lab.
+    #: All NIC faults of a NIC, a node or the whole lab are undone.
     RESTORE = "restore"
-    #: SIGSTOP to a rank, SIGCONT after `duration_s`.
+    #: A rank gets SIGSTOP, and SIGCONT after `duration_s`.
     STOP = "stop"
-    #: SIGKILL to a rank.
+    #: A rank gets SIGKILL.
     KILL = "kill"
 
 
@@ -47,7 +47,7 @@ def _needs(required: str, optional: str = "") -> _Needs:
     return _Needs(frozenset(required.split()), frozenset(optional.split()))
 
 
-#: The fields an action must have and may have beside its trigger.
+#: Required and optional fields of each action, besides its trigger.
 _FIELDS = {
     Action.NIC_DOWN: _needs("node rail", "rank duration_s"),
     Action.SWITCH_PORT_DOWN: _needs("node rail", "rank duration_s"),
@@ -61,43 +61,44 @@ _FIELDS = {
 }
 
 _TRIGGER = frozenset({"at_s", "at_op", "at_step"})
-#: tc's spelling of a rate.
+#: Rate in tc's syntax.
 RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]?bit")
 
 
 class Fault(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """One thing that goes wrong.
+    """One fault: action, target and trigger.
 
     Parameters
     ----------
     action : Action
     node, rail : int, optional
-        The NIC; required for NIC faults. Of ``restore``, what is left out means all of them.
+        The NIC; required for NIC faults. For ``restore``, an omitted field means all nodes or
+        all rails.
     peer : int, optional
         The other node of an ``isolate``.
     rank : int, optional
-        Target of ``stop`` and ``kill``. For the others, the rank whose progress triggers an
-        `at_op`; left out, it is the first rank of `node`, or rank 0.
+        Target of ``stop`` and ``kill``. For other actions, the rank whose progress triggers
+        `at_op`; by default the first rank of `node`, or rank 0 if there is no `node`.
     at_s : float, optional
-        Seconds after the ranks were started.
+        Trigger: seconds after the start of the ranks.
     at_op, at_step : int, optional
-        The operation, and the slice the triggering rank posts within it, before which the fault
-        is applied; both count from 0, `at_step` is 0 unless given.
+        Trigger: the fault is applied before the triggering rank posts slice `at_step` of
+        collective `at_op`. Both count from 0; `at_step` is 0 by default.
     duration_s : float, optional
-        The fault undoes itself after this many seconds; left out, it stays.
+        The fault is undone after this many seconds. By default it stays.
     rate : str
-        Of ``slow``, in tc's spelling: ``20mbit``.
+        Rate of ``slow`` in tc's syntax, such as ``20mbit``.
     mean_s : float
-        Of ``flap``, mean of the exponentially distributed intervals between changes.
+        For ``flap``: mean in seconds of the exponentially distributed intervals between changes.
     seed : int
-        Of ``flap``, seed of the intervals.
+        For ``flap``: seed of the random intervals.
 
     Raises
     ------
     InvalidArgument
-        A field is missing, does not belong to the action, or is out of range.
+        If a field is missing, does not belong to the action, or is out of range.
     """
 
     action: Action
@@ -115,7 +116,7 @@ class Fault(
 
     def __post_init__(self) -> None:
         try:
-            # A plain string given in Python becomes the member it spells.
+            # Accept a plain string for the action, and store the enum member.
             msgspec.structs.force_setattr(self, "action", Action(self.action))
         except ValueError as exc:
             raise InvalidArgument(
@@ -128,11 +129,11 @@ class Fault(
             raise self._bad(f"needs {', '.join(sorted(missing))}")
         alien = given - needs.required - needs.optional - _TRIGGER - {"action"}
         if alien:
-            raise self._bad(f"has no use for {', '.join(sorted(alien))}")
+            raise self._bad(f"does not take {', '.join(sorted(alien))}")
         if self.at_s is not None and self.at_op is not None:
-            raise self._bad("is triggered by at_s or by at_op, not by both")
+            raise self._bad("has both at_s and at_op; give only one")
         if self.at_step is not None and self.at_op is None:
-            raise self._bad("has at_step without at_op")
+            raise self._bad("has at_step without at_op; give at_op too")
         self._check_ranges()
 
     def _check_ranges(self) -> None:
@@ -143,25 +144,27 @@ class Fault(
         for name in ("duration_s", "mean_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e6:
-                raise self._bad(f"has {name}={value}; it must be seconds, above 0")
+                raise self._bad(
+                    f"has {name}={value}; it must be more than 0 and less than 1e6 seconds"
+                )
         if self.peer is not None and self.peer == self.node:
-            raise self._bad(f"isolates node {self.node} from itself")
+            raise self._bad(f"isolates node {self.node} from itself; node and peer must differ")
         if self.rate is not None and not RATE.fullmatch(self.rate):
             raise self._bad(f"has rate={self.rate!r}; write it like 20mbit")
 
     @property
     def is_on_nic(self) -> bool:
-        """Whether the target is a NIC (or, of ``restore``, NICs) rather than a process."""
+        """True if the target is one or more NICs, False if it is a process."""
         return self.action not in (Action.STOP, Action.KILL)
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Read the command line's form: ``nic_down:node=1,rail=2,at_op=3,at_step=5``.
+        """Parse the command-line form, such as ``nic_down:node=1,rail=2,at_op=3,at_step=5``.
 
         Raises
         ------
         InvalidArgument
-            Malformed; says what is allowed.
+            If `text` is malformed. The message lists the allowed actions and fields.
         """
         action, _, rest = text.partition(":")
         fields: dict[str, Any] = {"action": action.strip()}
@@ -169,14 +172,14 @@ class Fault(
             name, equals, value = item.partition("=")
             if not equals or name in fields:
                 raise InvalidArgument(
-                    f"fault {text!r}: {item!r} is not name=value, or is there twice; "
+                    f"fault {text!r}: {item!r} is not name=value, or its name occurs twice; "
                     "example: nic_down:node=1,rail=2,at_op=3,at_step=5"
                 )
             fields[name] = value
         return _convert(fields, cls, f"fault {text!r}")
 
     def triggered_by(self, ranks_per_node: int = 1) -> int:
-        """Return the rank whose progress triggers an `at_op`."""
+        """Return the rank whose progress triggers a fault with `at_op`."""
         if self.rank is not None:
             return self.rank
         return (self.node or 0) * ranks_per_node
@@ -194,11 +197,17 @@ class Fault(
 
 
 class Firing(msgspec.Struct, frozen=True, kw_only=True):
-    """That a fault was applied.
+    """Record that a fault was applied.
 
-    ``time_s`` and ``applied_s`` are CLOCK_MONOTONIC seconds, comparable between the processes of a
-    machine: just before the fault was asked of the kernel, and when the kernel had done it. The
-    effect begins between the two; latencies counted from ``time_s`` are never flattered.
+    Attributes
+    ----------
+    index : int
+        Position of the fault in its plan.
+    fault : Fault
+    time_s, applied_s : float
+        CLOCK_MONOTONIC seconds, comparable between processes of one machine: just before the
+        request to the kernel, and just after its completion. The fault takes effect between the
+        two, so a latency measured from `time_s` is never too short.
     """
 
     index: int
@@ -208,7 +217,7 @@ class Firing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_fits(fault: Fault, *, nodes: int, rails: int, ranks_per_node: int = 1) -> None:
-    """Raise InvalidArgument where `fault` names a node, rail or rank that does not exist."""
+    """Raise InvalidArgument if `fault` names a node, rail or rank that does not exist."""
     limits = {
         "node": nodes,
         "peer": nodes,
@@ -219,7 +228,7 @@ def check_fits(fault: Fault, *, nodes: int, rails: int, ranks_per_node: int = 1)
         value = getattr(fault, name)
         if value is not None and value >= limit:
             raise InvalidArgument(
-                f"fault {fault}: {name} {value} does not exist; 0..{limit - 1} do"
+                f"fault {fault}: {name} {value} does not exist; it must be in 0..{limit - 1}"
             )
 
 
@@ -227,7 +236,7 @@ def _convert(fields: dict[str, Any], kind: type[Fault], what: str) -> Fault:
     try:
         return msgspec.convert(fields, kind, strict=False)
     except msgspec.ValidationError as exc:
-        # msgspec wraps the ValueError of __post_init__; that one already speaks for itself.
+        # msgspec wraps the InvalidArgument of __post_init__, whose message is already complete.
         if isinstance(exc.__cause__, InvalidArgument):
             raise exc.__cause__ from None
         raise InvalidArgument(

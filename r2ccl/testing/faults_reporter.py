@@ -1,9 +1,9 @@
-"""The rank's side of a fault plan: says which operation and step it has reached, and waits there.
+"""Rank side of a fault plan: triggers each fault at its collective and slice.
 
-The communicator calls `FaultReporter.at` before it posts each slice. Where a fault is due, the
-reporter asks the lab to apply it (over the Unix socket in ``R2CC_FAULT_SOCKET``), or calls the
-function it was given, and returns when that is done: the fault lands at that very slice. Must not
-know how a fault is applied. Invariant: with no fault left for this rank, `at` is one comparison.
+The transport wrapper calls `FaultReporter.at` before it posts each slice. If a fault is due, the
+reporter has it applied and returns once it is in force, so the fault takes effect exactly at that
+slice. In a netlab, `LabClient` asks the lab for this over the Unix socket in
+``R2CC_FAULT_SOCKET``. With no fault left for this rank, `at` costs one comparison.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from r2ccl.clock import monotonic
 from r2ccl.errors import TransportTimeout
 from r2ccl.testing.faults import Fault, Firing
 
-#: A netlink request takes less than a millisecond; seconds mean that the lab is gone.
+#: Seconds to wait for the lab's answer. Applying a fault takes milliseconds at most, so a lab
+#: that does not answer in this time is dead.
 ANSWER_TIMEOUT_S = 10.0
 
-#: Larger than any message of this protocol.
+#: Receive buffer size, larger than any message of this protocol.
 MESSAGE_NBYTES = 4096
 
 _NEVER = (math.inf, math.inf)
 
 
 class Due(msgspec.Struct, frozen=True):
-    """A rank's report that it has reached a fault; `index` is the fault's place in the plan."""
+    """Message of a rank that it reached the fault at position `index` of the plan."""
 
     rank: int
     op: int
@@ -40,37 +41,37 @@ class Due(msgspec.Struct, frozen=True):
 
 
 class Applied(msgspec.Struct, frozen=True):
-    """The lab's answer; `error` says why the fault could not be applied, empty when it was."""
+    """Answer of the lab: `error` is empty if the fault was applied, otherwise the reason."""
 
     error: str = ""
 
 
 class PlanRecord(Protocol):
-    """A plan, as far as a reporter sees it."""
+    """Interface of a fault plan that a reporter needs."""
 
     faults: tuple[Fault, ...]
 
     def claim(self, indices: Sequence[int]) -> None:
-        """Say which faults this process sees fired."""
+        """Declare that only the faults at `indices` are expected to fire in this process."""
         ...
 
     def record(self, index: int, time_s: float, applied_s: float) -> Firing:
-        """Note that a fault was applied, and when."""
+        """Record that fault `index` was applied; see `Firing` for the times."""
         ...
 
 
 class FaultReporter:
-    """Reports one rank's progress to whoever applies the faults.
+    """Trigger for those faults of a plan that depend on one rank's progress.
 
     Parameters
     ----------
     plan : PlanRecord
-        Only faults triggered by this rank's operations count, and it records when they fired;
-        those with `at_s` are the lab's.
+        The reporter uses only the faults with `at_op` that `rank` triggers, and records in the
+        plan when they fired. The lab applies faults with `at_s`.
     rank : int
     apply : callable of Due
-        The fault must be in force when it returns. On machines without namespaces this is where
-        the caller cuts a loopback rail: ``lambda due: cut(due.fault.rail)``.
+        Applies a fault. The fault must be in force when the call returns. Without a lab, it can
+        cut a loopback rail: ``lambda due: cut(due.fault.rail)``.
     """
 
     def __init__(self, plan: PlanRecord, rank: int, apply: Callable[[Due], None]) -> None:
@@ -89,21 +90,21 @@ class FaultReporter:
 
     @property
     def is_done(self) -> bool:
-        """Whether no fault is left for this rank."""
+        """True if no fault is left for this rank."""
         return self._next is _NEVER
 
     def at(self, op: int, step: int) -> None:
-        """Say that this rank is about to post slice `step` of operation `op`.
+        """Apply the faults that are due before this rank posts slice `step` of collective `op`.
 
         Parameters
         ----------
         op, step : int
-            Counted from 0; `step` counts the slices this rank sends in this operation.
+            Counted from 0; `step` counts the slices that this rank sends in the collective.
 
         Raises
         ------
         TransportTimeout
-            The lab did not answer, or could not apply the fault.
+            If the lab does not answer or cannot apply the fault.
         """
         if (op, step) >= self._next:
             self._reach(op, step)
@@ -112,8 +113,8 @@ class FaultReporter:
         while (op, step) >= self._next:
             at_op, _, index, fault = self._pending.popleft()
             self._advance()
-            # An operation that ended before `at_step` leaves its fault unfired, for
-            # `assert_all_fired` to name, rather than to strike a later one.
+            # If the collective ended before `at_step`, its fault must not be applied to a later
+            # collective: it stays unfired, and `assert_all_fired` reports it.
             if at_op == op:
                 begun_s = monotonic()
                 self._apply(Due(self._rank, op, step, index, fault))
@@ -124,14 +125,20 @@ class FaultReporter:
 
 
 class LabClient:
-    """Asks the lab to apply a fault and waits until it has; one short connection a fault."""
+    """Client that asks the lab to apply faults, over one short connection per fault."""
 
     def __init__(self, address: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         self._address = address
         self._timeout_s = timeout_s
 
     def __call__(self, due: Due) -> None:
-        """Have the fault of `due` applied; raises TransportTimeout where that fails."""
+        """Ask the lab to apply the fault of `due`, and wait until it is in force.
+
+        Raises
+        ------
+        TransportTimeout
+            If the lab does not answer or cannot apply the fault.
+        """
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as lab:
                 lab.settimeout(self._timeout_s)
@@ -147,7 +154,7 @@ class LabClient:
 
 def _not_applied(due: Due, why: str) -> TransportTimeout:
     return TransportTimeout(
-        f"rank {due.rank}: fault {due.fault} was not applied: {why}; look at the lab's output",
+        f"rank {due.rank}: fault {due.fault} was not applied: {why}; see the lab's output",
         rank=due.rank,
         rail=due.fault.rail,
         status="FAULT_NOT_APPLIED",

@@ -1,7 +1,7 @@
-"""The transport contract about probes, as checks any implementation takes.
+"""Transport contract for probes, as checks for any implementation.
 
-The second half of `r2ccl.testing.contract`, whose benches serve here too. Sees the interface only.
-Invariant: every wait in here ends, at the latest after ``Bench.patience_s``.
+The checks take the same `Bench` as those of `r2ccl.testing.contract`, and each wait ends after at
+most ``Bench.patience_s``.
 """
 
 from __future__ import annotations
@@ -13,19 +13,30 @@ from r2ccl.testing.contract import Bench, JoinedPair, pattern
 from r2ccl.transport.base import Arrived, Failed, Fenced, Probed
 from r2ccl.types import ProbeKey
 
-#: Rank 0 asks rank 1 between the two ports of a path.
+#: Probes of rank 0 to rank 1 along rails 0 and 1, from a port to the peer's port of that rail.
 STRAIGHT = (ProbeKey(1, 0, 0), ProbeKey(1, 1, 1))
 
 
 def ask(bench: Bench, key: ProbeKey) -> Probed:
-    """Have rank 0 probe; only its own transport is polled, so nobody but it can answer late."""
+    """Probe `key` from rank 0 and return the result.
+
+    Only rank 0's transport is polled, so the answer cannot depend on the process of rank 1.
+
+    Raises
+    ------
+    AssertionError
+        If no result is reported within ``Bench.patience_s``, or the result is malformed.
+    """
     transport = bench.transports[0]
     transport.probe(key)
     began = time.monotonic()
     while True:
         probed = [each for each in transport.poll(bench.patience_s) if isinstance(each, Probed)]
-        # Also what sleeps must be awake when the answer is there, or the time for it is over.
-        assert time.monotonic() - began < bench.patience_s, f"waited in vain for {key}"
+        # `poll` must return as soon as the answer arrives or the probe times out, even though
+        # its own timeout is longer.
+        assert time.monotonic() - began < bench.patience_s, (
+            f"timed out waiting for the probe of {key}"
+        )
         if probed:
             assert len(probed) == 1
             assert probed[0].key == key
@@ -35,7 +46,7 @@ def ask(bench: Bench, key: ProbeKey) -> Probed:
 
 
 def check_probe_is_answered_for_an_idle_process(bench: Bench) -> None:
-    """A probe is answered although the far process does nothing at all, and needs no path."""
+    """Check that a probe is answered while the peer's process is idle and no path is open."""
     bench.join_probes()
     for key in STRAIGHT * 2:
         assert ask(bench, key).is_answered is True
@@ -43,20 +54,23 @@ def check_probe_is_answered_for_an_idle_process(bench: Bench) -> None:
 
 
 def check_probe_of_a_port_that_is_gone(bench: Bench) -> None:
-    """A port off the fabric answers nobody, the one beside it does, and asking goes on."""
+    """Check that a port off the fabric answers no probe, while the peer's other port does.
+
+    Further probes of the lost port must also return an answer.
+    """
     bench.join_probes()
     gone, beside = STRAIGHT
     assert ask(bench, ProbeKey(1, 0, 1)).is_answered is bench.cross
     bench.silence(0)
     assert ask(bench, gone).is_answered is False
     assert ask(bench, ProbeKey(1, 0, 1)).is_answered is (None if bench.cross is None else False)
-    # Also where the connection broke, and cannot be asked by.
+    # Probe again: the first probe may have broken the connection that it used.
     assert ask(bench, gone).is_answered is False
     assert ask(bench, beside).is_answered is True
 
 
 def check_probe_survives_the_fence(bench: Bench) -> None:
-    """Neither a fenced path nor a broken one is what a probe travels on."""
+    """Check that a probe works although a path is fenced or broken."""
     bench.join_probes()
     pair = JoinedPair(bench)
     for side in (pair.a, pair.b):
@@ -69,7 +83,7 @@ def check_probe_survives_the_fence(bench: Bench) -> None:
 
 
 def check_probes_disturb_nothing(bench: Bench) -> None:
-    """Slices of a path pass while it is probed, and one probe at a time is under way."""
+    """Check that probes do not disturb slices, and that one probe per key is in flight."""
     bench.join_probes()
     pair = JoinedPair(bench)
     regions = [bytearray(50_000) for _ in range(8)]
@@ -92,7 +106,7 @@ def check_probes_disturb_nothing(bench: Bench) -> None:
 
 
 def check_probe_of_what_is_not_there(bench: Bench) -> None:
-    """A rail or a rank there is none of cannot be asked; that raises nothing."""
+    """Check that a probe of a rail or rank that does not exist returns None and does not raise."""
     bench.join_probes()
     for key in (ProbeKey(1, 7, 7), ProbeKey(1, 0, 7), ProbeKey(1, -1, -1), ProbeKey(5, 0, 0)):
         assert ask(bench, key).is_answered is None

@@ -1,7 +1,7 @@
-"""Programs of the operating system: where they are, and which package brings one that is missing.
+"""Location of operating system programs, and the Debian packages that provide them.
 
-Debian gives an ordinary user a PATH without the administrator's folders, where ``tc`` and
-``bridge`` are; they run there all the same. Must not run anything.
+On Debian an ordinary user's PATH lacks the sbin folders, which hold ``tc`` and ``bridge``. Such
+a user can still run these programs, so the search includes the folders.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import os
 import shutil
 from collections.abc import Iterable
 
-#: Searched after PATH.
+#: Folders searched after PATH.
 _ADMINISTRATOR_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 
-#: Debian's package of each program that the labs start.
+#: Debian package of each program that the labs start.
 _PACKAGES = {
     "bridge": "iproute2",
     "ip": "iproute2",
@@ -25,22 +25,23 @@ _PACKAGES = {
 
 
 def search_path() -> str:
-    """Return PATH, followed by the administrator's folders."""
+    """Return PATH followed by the sbin folders."""
     return os.pathsep.join([os.environ.get("PATH") or os.defpath, *_ADMINISTRATOR_FOLDERS])
 
 
 def find_program(name: str) -> str | None:
-    """Return the path of a program, or None where this machine does not have it."""
+    """Return the file path of a program, or None if it is not installed."""
     return shutil.which(name, path=search_path())
 
 
 def describe_missing(names: Iterable[str]) -> str:
-    """Say which of `names` are missing and how to install them; empty where none is.
+    """Describe which programs of `names` are missing and how to install them.
 
     Returns
     -------
     str
-        Such as ``tc is not in PATH or an sbin folder: install iproute2 (`apt-get install ...`)``.
+        Empty if none is missing; otherwise for example
+        ``tc is not in PATH or an sbin folder: install iproute2 (`apt-get install ...`)``.
     """
     missing = [name for name in names if find_program(name) is None]
     if not missing:

@@ -1,10 +1,10 @@
-"""A transport around a transport that lets a fault plan strike at a given slice.
+"""Transport wrapper that applies the faults of a plan at given slices.
 
-The library has no "if testing": whoever wants faults wraps the transport. Under a netlab the fault
-is applied to the real NIC by the lab; without one, ``nic_down`` silences this rank's connections of
-the rail and reports them as failed. They come back by being dialed again.
+The library itself contains no test code: tests inject faults by wrapping its transport. In a netlab
+the lab applies each fault to the emulated NIC. Without a netlab, ``nic_down`` stops traffic on this
+rank's connections of the rail and reports them as failed; the library then reconnects them.
 
-Invariant: with no fault left, a call costs one comparison more than the inner transport's.
+Once no fault is left, a call costs one comparison more than a call of the inner transport.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class ReportingTransport:
-    """Reports each slice posted, then passes it on.
+    """Transport that reports each slice to a `FaultReporter` before it sends the slice.
 
     Parameters
     ----------
     inner : Transport
+        The transport that does the work.
     make_reporter : callable
-        Takes what applies a fault of this rank; returns who is told of its slices, None: nobody.
+        Called once with a function that applies a fault to this rank. Returns the reporter, or
+        None if the rank has no faults.
     """
 
     def __init__(
@@ -39,11 +41,12 @@ class ReportingTransport:
     ) -> None:
         self.nrails = inner.nrails
         self._inner = inner
-        #: Slices number the collectives of a communicator from 1; plans those of its user, from 0.
+        #: Number of the user's first collective. Frames count all collectives of the
+        #: communicator from 1; fault plans count only the user's, from 0.
         self._first_op: int | None = None
         self._op = 0
         self._step = 0
-        #: Paths whose failure is on its way to the owner: nothing is sent on them any more.
+        #: Paths cut by a fault and not fenced yet: nothing more is sent on them.
         self._silent: set[PathKey] = set()
         self._injected: list[Event] = []
         self._open: set[PathKey] = set()
@@ -52,7 +55,7 @@ class ReportingTransport:
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
-        """Report the slice, which may break the rail it is about to ride, and send it."""
+        """Report the slice, which may cut this path, then send the slice unless it is cut."""
         if self._reporter is not None and self._first_op is not None:
             if frame.op != self._op:
                 self._op, self._step = frame.op, 0
@@ -62,90 +65,96 @@ class ReportingTransport:
             self._inner.isend(path, frame, view, token, is_replay)
 
     def begin(self, first_op: int) -> None:
-        """From collective `first_op` on the communicator is its user's."""
+        """Start counting the user's collectives at number `first_op`."""
         self._first_op = first_op
 
     def joins(self, rail: int) -> bool:
-        """See `Transport.joins`."""
+        """Forward to `Transport.joins` of the inner transport."""
         return self._inner.joins(rail)
 
     def offer(self, key: PathKey | ProbeKey) -> Endpoint:
-        """See `Transport.offer`."""
+        """Forward to `Transport.offer` of the inner transport."""
         return self._inner.offer(key)
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """See `Transport.allocate`."""
+        """Forward to `Transport.allocate` of the inner transport."""
         return self._inner.allocate(nbytes)
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Registered:
-        """See `Transport.register`."""
+        """Forward to `Transport.register` of the inner transport."""
         return self._inner.register(memory)
 
     def register_device(self, address: int, nbytes: int) -> Registered:
-        """See `Transport.register_device`."""
+        """Forward to `Transport.register_device` of the inner transport."""
         return self._inner.register_device(address, nbytes)
 
     def open(self, path: PathKey, endpoint: Any) -> None:
-        """See `Transport.open`."""
+        """Forward to the inner transport, and remember the path as open."""
         self._open.add(path)
         self._inner.open(path, endpoint)
 
     def is_open(self, path: PathKey) -> bool:
-        """See `Transport.is_open`."""
+        """Forward to `Transport.is_open` of the inner transport."""
         return self._inner.is_open(path)
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
-        """See `Transport.irecv`."""
+        """Forward to the inner transport unless the path is cut."""
         if path not in self._silent:
             self._inner.irecv(path, frame, region, ack)
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
-        """See `Transport.confirm`."""
+        """Forward to the inner transport unless the path is cut."""
         if path not in self._silent:
             self._inner.confirm(path, channel, ack)
 
     def flush(self) -> None:
-        """See `Transport.flush`."""
+        """Forward to `Transport.flush` of the inner transport."""
         self._inner.flush()
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """See `Transport.poll`; a cut path reports its failure first."""
+        """Return the failures of cut paths, followed by the inner transport's events."""
         events = self._inner.poll(0.0 if self._injected else timeout_s)
         injected, self._injected = self._injected, []
         return injected + events
 
     def wake(self) -> None:
-        """See `Transport.wake`."""
+        """Forward to `Transport.wake` of the inner transport."""
         self._inner.wake()
 
     def fence(self, path: PathKey) -> None:
-        """See `Transport.fence`."""
+        """Forward to the inner transport; afterwards the path may be opened again."""
         self._open.discard(path)
         self._silent.discard(path)
         self._inner.fence(path)
 
     def has_unsent(self) -> bool:
-        """See `Transport.has_unsent`."""
+        """Forward to `Transport.has_unsent` of the inner transport."""
         return self._inner.has_unsent()
 
     def is_stuck(self, path: PathKey) -> bool:
-        """See `Transport.is_stuck`."""
+        """Forward to `Transport.is_stuck` of the inner transport."""
         return self._inner.is_stuck(path)
 
     def probe(self, key: ProbeKey) -> None:
-        """See `Transport.probe`."""
+        """Forward to `Transport.probe` of the inner transport."""
         self._inner.probe(key)
 
     def descriptors(self) -> list[int]:
-        """See `Transport.descriptors`."""
+        """Forward to `Transport.descriptors` of the inner transport."""
         return self._inner.descriptors()
 
     def close(self) -> None:
-        """See `Transport.close`."""
+        """Forward to `Transport.close` of the inner transport."""
         self._inner.close()
 
     def _cut(self, due: Due) -> None:
-        """Break this rank's paths on the fault's rail."""
+        """Report this rank's open paths on the fault's rail as failed, and stop sending on them.
+
+        Raises
+        ------
+        InvalidArgument
+            If the fault is not ``nic_down``, which is the only one that works without a netlab.
+        """
         fault = due.fault
         if fault.action is not Action.NIC_DOWN:
             raise InvalidArgument(

@@ -185,7 +185,7 @@ def test_a_used_plan_is_refused(lab: Lab) -> None:
     plan = FaultPlan([Fault.parse("restore:at_s=0")])
     lab.run(["sleep", "0.2"], plan=plan)
     plan.assert_all_fired()
-    with pytest.raises(InvalidArgument, match="has been used"):
+    with pytest.raises(InvalidArgument, match="was already used"):
         lab.run(["true"], plan=plan)
 
 

@@ -1,9 +1,9 @@
-"""A GPU in host memory: the interface `Device` for tests, which fails on work that is not ordered.
+"""Fake GPU in host memory: implements `Device` for tests, and raises on unordered accesses.
 
-A `FakeGpu` is the card, a `FakeDevice` one process on it: several, as threads or in turn, are
-several ranks on one GPU, with handles of memory between them. A card made `FakeGpu.beside` another
-is a second GPU of the same machine. Work is run late and in an order drawn from a seed, and every
-access is looked at::
+A `FakeGpu` is the card. A `FakeDevice` is one process on it. Several devices, in threads or used in
+turn, act as several ranks on one GPU, which exchange handles of memory. A card made by
+`FakeGpu.beside` is a second GPU of the same machine. Work runs late and in an order drawn from a
+seed, and every access to memory is checked::
 
     gpu = FakeGpu(seed)
     device = FakeDevice(gpu)
@@ -13,27 +13,37 @@ access is looked at::
     while not device.is_done(event):
         ...
 
-**What is found, in every run.** Two accesses to the same bytes, one of them a write, that no
-stream, event or word orders, whichever ran first: by copies, kernels, words, `FakeDevice.read` and
-`write`, and by the host where it says so (`host_reads`, `host_writes`). Work on what a NIC wrote
-(`nic_write`) to a card that reorders such writes, given before a flush. Memory freed, unmapped or
-unpinned, streams and events destroyed, while their work is not known to be over. Addresses that
-are unknown, freed, another process's, of a GPU that was not let reach, or run over the end; the
-host's address of memory that was pinned; handles of another process.
+**Always detected**, in every run:
 
-**What is found of a host that says nothing**, in the runs in which it is early enough: that it
-writes to a pinned source or target of work that may be under way; that it reads a pinned target
-(it computes with poison, so the result is wrong). What it writes to a word that a stream waits for
-is seen, with all the host did before the last call that preceded it.
+- Races: two accesses to the same bytes, at least one of them a write, that no stream, event or word
+  orders, independent of the order in which they ran. This covers copies, kernels, words,
+  `FakeDevice.read` and `write`, and accesses of the host that it declares by `host_reads` and
+  `host_writes`.
+- Work enqueued before a flush that uses memory written by a NIC (`nic_write`), on a card that
+  reorders such writes.
+- Freeing, unmapping or unpinning memory, and destroying streams or events, while the host does not
+  know that their work is over.
+- Addresses that are unknown, freed, of another process or of a GPU not made reachable, accesses
+  beyond the end of an allocation, the host's address of pinned memory passed to the GPU, and
+  handles of another process.
 
-**What is not found.** A host that reads a target after the work was run, but before it knew.
-Accesses of the host between its write to a word and its next call. That a flush came before the
-host knew of a NIC's write, if the write was there. Orders that only the legacy default stream
-makes: it is a stream as any other here. That processes rely on knowing what they were not told,
-unless ``are_hosts_one=False``. Work that another stream holds up because both share a queue of the
-hardware. How long anything takes.
+**Detected in some runs**, if the host is early enough, although it declares nothing:
 
-Public. Sits beside the executor and imports down.
+- It writes to a pinned source or target of work that may be in progress.
+- It reads a pinned target: it finds poison there, so its result is wrong.
+
+If the host writes to a word for which a stream waits, the fake detects the write at the next call
+of any process, and assumes that it came after everything the host did before that call.
+
+**Not detected:**
+
+- A host that reads a target after the work ran, but before the host could know that.
+- Accesses of the host between its write to a word and its next call.
+- A flush before the host knew of a NIC's write, if the data was already there.
+- Reliance on the ordering of the legacy default stream, which is like any other stream here.
+- Processes that rely on steps of others without being notified, unless ``are_hosts_one=False``.
+- Work delayed because its stream shares a hardware queue with another stream.
+- Timing: the fake does not model how long work takes.
 """
 
 from r2ccl.testing.fakedevice.device import FakeDevice

@@ -1,11 +1,11 @@
-"""What runs: streams, the scheduler of what they were given, and what each host knows.
+"""Scheduler of the fake GPU: streams, their queued operations, and the vector clocks of hosts.
 
-Operations run when a host polls (`Board.advance`) or when a test says so (`Board.run`), one at a
-time, in an order drawn from a seed among all that streams, events and words allow. Must not know
-the interface `Device`; processes are names here, and cards are numbers.
+Operations run one at a time when a host polls (`Board.advance`) or a test asks for it
+(`Board.run`). A seed decides their order among those that streams, events and words allow. In this
+module processes are names and cards are numbers.
 
-Invariant: what happens depends on the seed and on the calls, in their order; one thread's calls
-alone are repeated exactly.
+A run depends only on the seed and on the sequence of calls, so a test with one thread is
+reproducible.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from r2ccl.testing.fakedevice.order import (
 )
 from r2ccl.testing.fakedevice.work import FakeOperation, Word
 
-#: How likely a poll runs one operation more.
+#: Probability that a poll runs one more operation.
 _ONE_MORE = 0.7
-#: How long a host that waits leaves the lock to others before it looks again: words that another
-#: thread writes to memory wake nobody.
+#: Seconds for which a waiting host releases the lock before it polls again. Polling is needed
+#: because a word that another thread writes to memory causes no notification.
 _LOOK_AGAIN_S = 0.001
 
 
 class Host:
-    """A process as the order of things has it: an actor among the streams."""
+    """Host side of a process, which has a vector clock like each stream."""
 
     def __init__(self, actor: int) -> None:
         self.actor = actor
         self.clock: Clock = {actor: 1}
-        #: What NICs wrote for it: it has seen that, but work that it gives need not.
+        #: NIC writes that the host has seen, but that work enqueued by it may not see yet.
         self.unflushed: Clock = {}
 
     @property
     def seen(self) -> Clock:
-        """All that is over for the host itself, and for NICs; not to be changed."""
+        """Vector clock of all steps that the host knows, including NIC writes; read only."""
         if not self.unflushed:
             return self.clock
         known = dict(self.clock)
@@ -57,18 +57,18 @@ class Host:
         return known
 
     def release(self) -> Clock:
-        """Return what is known until now; what the host does from now on is not."""
+        """Return a copy of the host's clock, which excludes all later steps of the host."""
         known = dict(self.clock)
         self.clock[self.actor] += 1
         return known
 
     def step(self, what: str) -> Stamp:
-        """Return a stamp for something the host does now."""
+        """Return a stamp for the current action of the host, described by `what`."""
         return Stamp(self.actor, self.clock[self.actor], what)
 
 
 class FakeStream:
-    """A queue of operations."""
+    """Stream: a queue of operations that run in order."""
 
     def __init__(self, actor: int, owner: str, card: int, handle: int, *, is_callers: bool) -> None:
         self.actor = actor
@@ -79,7 +79,7 @@ class FakeStream:
         self.queue: deque[FakeOperation] = deque()
         self.clock: Clock = {}
         self.time = 0
-        #: The last step it took.
+        #: Stamp of the last operation that ran.
         self.last = Stamp(actor, 0, "nothing")
 
     def __str__(self) -> str:
@@ -87,25 +87,27 @@ class FakeStream:
 
 
 class Board:
-    """What the cards that a process may open together share: memory, streams, and their order.
+    """State shared by all cards of a machine: memory, streams, processes and their ordering.
 
     Parameters
     ----------
     seed : int
+        Seed of the order in which operations run.
     are_hosts_one : bool
+        True if all processes share one `Host`; see `FakeGpu`.
     clock : Clock
-        See `FakeGpu`.
+        Seconds, for the deadlines of waits.
     """
 
     def __init__(self, seed: int, *, are_hosts_one: bool, clock: Time) -> None:
         self.space = AddressSpace()
-        #: Exported allocations by handle.
+        #: Exported allocations, by handle.
         self.exports: dict[bytes, Span] = {}
         self._are_hosts_one = are_hosts_one
         self._random = random.Random(seed)
         self._time = clock
         self._changed = threading.Condition(threading.RLock())
-        #: Of what is open: the card and the process.
+        #: Pairs of card and process name that are open.
         self._names: set[tuple[int, str]] = set()
         self._hosts: dict[str, Host] = {}
         self._streams: list[FakeStream] = []
@@ -116,18 +118,18 @@ class Board:
         self._nhandles = 0
         self._failure: WrongOrder | None = None
 
-    # Who is there
+    # Cards, processes and streams
 
     def add_card(self) -> int:
-        """Return the number of a new card."""
+        """Add a card and return its number."""
         self._ncards += 1
         return self._ncards
 
     def admit(self, name: str, card: int) -> Host:
-        """Return the host of a process that opens a card."""
+        """Open a card for a process and return the process's host."""
         with self._changed:
             if (card, name) in self._names:
-                raise Misuse.of(f"there are two processes called {name}")
+                raise Misuse.of(f"two processes with the name {name} open the same GPU")
             self._names.add((card, name))
             if name not in self._hosts:
                 one = next(iter(self._hosts.values()), None) if self._are_hosts_one else None
@@ -135,13 +137,13 @@ class Board:
             return self._hosts[name]
 
     def leave(self, name: str, card: int) -> None:
-        """Let a process close a card; another may have its name."""
+        """Close a card for a process, whose name may be used again."""
         self._names.remove((card, name))
 
     def add_stream(
         self, owner: str, card: int, handle: int | None = None, *, is_callers: bool
     ) -> FakeStream:
-        """Make a stream."""
+        """Make a stream; a new `handle` is chosen unless one is given."""
         made = FakeStream(
             self.new_actor(), owner, card, handle or self.new_handle(), is_callers=is_callers
         )
@@ -149,16 +151,16 @@ class Board:
         return made
 
     def remove_stream(self, stream: FakeStream) -> None:
-        """Forget a stream."""
+        """Remove a stream."""
         self._streams.remove(stream)
 
     def new_handle(self) -> int:
-        """Return a number that no stream, event or kernel has."""
+        """Return a new handle for a stream, event or kernel."""
         self._nhandles += 1
         return 0x5000 + self._nhandles * 0x10
 
     def new_actor(self) -> int:
-        """Return a number that no host, stream or NIC has."""
+        """Return a new index into vector clocks, for a host, a stream or a host's NICs."""
         self._nactors += 1
         return self._nactors
 
@@ -166,13 +168,13 @@ class Board:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Have the board for one call: nothing else happens meanwhile.
+        """Hold the board's lock during one call of a host.
 
         Raises
         ------
         WrongOrder
-            The call is wrong, or an earlier one was: then every call fails, so that no other
-            thread waits for what will not come.
+            If the call is wrong or an earlier one was. After the first error every call fails, so
+            that no other thread waits forever.
         """
         with self._changed:
             if self._failure is not None:
@@ -188,7 +190,10 @@ class Board:
                 self._changed.notify_all()
 
     def wait_until(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """Run work until `is_over` is true; in a call. Others' calls go on meanwhile."""
+        """Run operations until `is_over()` is true; return False after `timeout_s` seconds.
+
+        It must be called with the lock held (`entered`), and releases the lock while it sleeps.
+        """
         deadline = self._time() + timeout_s
         while not is_over():
             if self.step():
@@ -204,20 +209,20 @@ class Board:
         return True
 
     def _see_words(self) -> None:
-        """Notice words that hosts wrote; what the hosts knew before this call is known by them."""
+        """Detect words that hosts wrote, and order them after all that the hosts knew so far."""
         for word in self._words:
             if word.piece.span.is_host and word.has_changed:
                 word.note(self._known_around(word.piece))
 
     def _known_around(self, piece: MemoryPiece) -> Clock:
-        """Return what the hosts know that reach some bytes."""
+        """Return the joined clocks of all hosts that can write to `piece`."""
         known: Clock = {}
         for place in self.space.sharing(piece):
             join(known, self._hosts[place.span.owner].release())
         return known
 
     def word_at(self, piece: MemoryPiece) -> Word:
-        """Return the word of four bytes."""
+        """Return the word at `piece`, made if it does not exist yet."""
         for word in self._words:
             if word.piece.overlaps(piece):
                 return word
@@ -226,7 +231,7 @@ class Board:
         return word
 
     def remove(self, span: Span, why: str) -> None:
-        """Take memory away, and its handles; words in it that others reach too are theirs then."""
+        """Remove memory, its exported handles, and its words unless other spans share them."""
         self.space.remove(span, why)
         self.exports = {each: known for each, known in self.exports.items() if known is not span}
         for word in tuple(self._words):
@@ -240,12 +245,12 @@ class Board:
     # Work
 
     def enqueue(self, stream: FakeStream, operation: FakeOperation) -> None:
-        """Give a stream something to do."""
+        """Append an operation to a stream."""
         stream.queue.append(operation)
         self._guards[operation] = Guard(operation)
 
     def run(self, limit: int | None = None) -> int:
-        """Run what can run, at most `limit` operations; return how many there were."""
+        """Run up to `limit` operations, or all that can run; return how many ran."""
         with self.entered():
             count = 0
             while (limit is None or count < limit) and self.step():
@@ -253,12 +258,12 @@ class Board:
             return count
 
     def advance(self) -> None:
-        """Run some of what can run, perhaps nothing; in a call."""
+        """Run a random number of operations, perhaps none; call it with the lock held."""
         while self._random.random() < _ONE_MORE and self.step():
             pass
 
     def step(self) -> bool:
-        """Run one operation; return whether there was one."""
+        """Run one operation that is ready; return False if there is none."""
         ready = [each for each in self._streams if each.queue and each.queue[0].is_ready()]
         if not ready:
             return False
@@ -278,7 +283,7 @@ class Board:
         return True
 
     def _expose(self) -> None:
-        """Find what may be under way by now, and guard it."""
+        """Mark the operations that the GPU may be executing by now, and guard their memory."""
         found = True
         while found:
             found = False
@@ -303,7 +308,15 @@ class Board:
             yield from stream.queue
 
     def pending(self, owner: str | None = None, card: int | None = None) -> list[str]:
-        """Say what has not run; None: of all processes, of all cards."""
+        """Return descriptions of the operations that have not run.
+
+        Parameters
+        ----------
+        owner : str, optional
+            Process; by default all.
+        card : int, optional
+            Card; by default all.
+        """
         with self._changed:
             return [
                 operation.what
@@ -313,12 +326,13 @@ class Board:
             ]
 
     def touch(self, access: Access, piece: MemoryPiece, host: Host, stamp: Stamp) -> None:
-        """Note an access of a host, or of a NIC for it, which is over for it at once.
+        """Record an access of a host, or of a NIC whose completion the host has seen.
 
         Raises
         ------
         Race
-            It is not ordered with what was run, or with what may be under way.
+            If the access is not ordered with an operation that ran or that the GPU may be
+            executing.
         """
         piece.touch(access, stamp, host.seen)
         for other in self._pending():
@@ -327,10 +341,10 @@ class Board:
                 if any(each.overlaps(piece) for each in meets):
                     raise Race.between(other.what, stamp.what)
 
-    # The end of things
+    # Freeing
 
     def users(self, span: Span) -> list[FakeOperation]:
-        """Return what has not run and reaches a span by its own addresses."""
+        """Return the operations that have not run and use a span, or the memory it owns."""
         return [
             each
             for each in self._pending()
@@ -339,12 +353,12 @@ class Board:
         ]
 
     def check_idle(self, span: Span, host: Host, doing: str) -> None:
-        """Hold that a host knows of all work on a span that it is over.
+        """Check that a host knows that all work on a span is over.
 
         Raises
         ------
         StillInUse
-            It does not.
+            If the host does not know that, or another process has mapped the span.
         """
         if span.nmappings:
             raise StillInUse.by(doing, str(span), "is mapped by another process")
@@ -353,10 +367,12 @@ class Board:
         seen = host.seen
         for stamp in span.uses.values():
             if not stamp.is_known(seen):
-                raise StillInUse.by(doing, stamp.what, "may be under way: the host does not know")
+                raise StillInUse.by(
+                    doing, stamp.what, "may be in progress: the host does not know that it is over"
+                )
 
     def learn_all(self, host: Host, card: int) -> None:
-        """Have a host know of everything that a card has run: what a wait for all of it tells."""
+        """Add the clocks of all streams of a card to a host's, as a wait for the device does."""
         for stream in self._streams:
             if stream.card == card:
                 join(host.clock, stream.clock)

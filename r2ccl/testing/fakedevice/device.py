@@ -1,11 +1,11 @@
-"""`FakeDevice`: the interface `Device` on a machine without a GPU, for one process.
+"""`FakeDevice`: implementation of `Device` for one process, on a machine without a GPU.
 
-Every call is checked: addresses, handles, what is freed and who may still use it. What the host
-does with pinned memory it does without asking: `host_reads` and its siblings, in `FakeProcess`, say
-so where that matters. Must not be imported by the library itself.
+Every call checks its addresses and handles, and that freed resources are not in use. The fake
+cannot see direct accesses of the host to pinned memory, so the host declares them with `host_reads`
+and `host_writes`.
 
-Invariant: a call that the driver need not survive raises `WrongOrder`, which no code of the library
-catches; what the driver refuses raises `TransportError` with the driver's status.
+A call with undefined behaviour on a real GPU raises `WrongOrder`, which the library never catches.
+A call that the driver would refuse raises `TransportError` with the driver's status.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from r2ccl.testing.fakedevice.work import (
 
 _HANDLE_NBYTES = 64
 _WORD_NBYTES = 4
-#: Of a block, on every GPU.
+#: Largest number of threads per block, on every GPU.
 _MOST_THREADS = 1024
 
-_UNKNOWN = "may be under way: the host does not know"
+_UNKNOWN = "may be in progress: the host does not know that it is over"
 
 
 class FakeDevice(FakeProcess):
@@ -44,20 +44,21 @@ class FakeDevice(FakeProcess):
     ----------
     gpu : FakeGpu
     name : str
-        The process, for messages; no other that has the card open has it.
+        Name of the process, unique among those that have the card open.
     ordinal : int
     uuid : bytes, optional
-        Another than the card's: as if it were another card that reaches the same memory.
+        By default the card's. Another one makes the device look like a second card that reaches the
+        same memory.
     is_strict : bool
-        Whether leaning on a wait of the driver is an error: freeing memory or destroying a stream
-        or an event whose work the host does not know to be over. False: the call waits for it.
+        If True, freeing memory or destroying a stream or an event is an error unless the host knows
+        that its work is over. If False, the call waits for the work, as the driver does.
     timeout_s : float
-        How long such a wait, and `close`, may take.
+        Longest time in seconds that such a wait, or `close`, may take.
 
     Attributes
     ----------
     refusals : dict of str to str
-        Method to the driver's status it fails with; may be changed at any time.
+        Methods that shall fail, each with the driver's status; may be changed at any time.
     """
 
     def __init__(
@@ -73,106 +74,106 @@ class FakeDevice(FakeProcess):
         super().__init__(gpu, name, is_strict=is_strict, timeout_s=timeout_s)
         self._ordinal = ordinal
         self._uuid = uuid or gpu.uuid
-        #: What each event stands for.
+        #: Last record of each event; None before the first.
         self._events: dict[int, Record | None] = {}
         self._kernels: dict[int, tuple[str, FakeKernel]] = {}
 
     @property
     def ordinal(self) -> int:
-        """See `Device`."""
+        """Implement `Device.ordinal`."""
         return self._ordinal
 
     @property
     def uuid(self) -> bytes:
-        """See `Device`."""
+        """Implement `Device.uuid`."""
         return self._uuid
 
     @property
     def bus_id(self) -> str:
-        """See `Device`."""
+        """Implement `Device.bus_id`."""
         return self._gpu.bus_id
 
     @property
     def capability(self) -> tuple[int, int]:
-        """See `Device`."""
+        """Implement `Device.capability`."""
         return self._gpu.capability
 
     @property
     def nsms(self) -> int:
-        """See `Device`."""
+        """Implement `Device.nsms`."""
         return self._gpu.nsms
 
     @property
     def waits_on_memory(self) -> bool:
-        """See `Device`."""
+        """Implement `Device.waits_on_memory`."""
         return self._gpu.waits_on_memory
 
     @property
     def reorders_remote_writes(self) -> bool:
-        """See `Device`."""
+        """Implement `Device.reorders_remote_writes`."""
         return self._gpu.reorders_remote_writes
 
     @property
     def kernels(self) -> dict[str, FakeKernel]:
-        """What stands for each entry, for all devices of the card; add to it before `load`."""
+        """Fake kernels by entry name, shared by all devices of the card; fill it before `load`."""
         return self._gpu.kernels
 
     # Memory
 
     def allocate(self, nbytes: int) -> int:
-        """See `Device`; it holds no zeros."""
+        """Implement `Device.allocate`; the memory is filled with a nonzero pattern."""
         with self._called("allocate"):
             return self._board.space.allocate(
                 self._name, self._card, nbytes, MemoryKind.DEVICE
             ).address
 
     def free(self, address: int) -> None:
-        """See `Device`."""
+        """Implement `Device.free`."""
         with self._called("free"):
             self._retire(self._own(address, MemoryKind.DEVICE), "free")
 
     def allocate_pinned(self, nbytes: int) -> Bytes:
-        """See `Device`."""
+        """Implement `Device.allocate_pinned`."""
         with self._called("allocate_pinned"):
             return self._board.space.allocate_pinned(self._name, self._card, nbytes).memory
 
     def free_pinned(self, memory: Bytes) -> None:
-        """See `Device`."""
+        """Implement `Device.free_pinned`."""
         with self._called("free_pinned"):
             self._retire(self._own(memory.ctypes.data, MemoryKind.PINNED), "free_pinned")
 
     def pin(self, memory: Bytes) -> int:
-        """See `Device`; the address is never the host's."""
+        """Implement `Device.pin`; the returned address always differs from the host's."""
         with self._called("pin"):
             return self._board.space.pin(self._name, self._card, memory).address
 
     def unpin(self, memory: Bytes) -> None:
-        """See `Device`."""
+        """Implement `Device.unpin`."""
         with self._called("unpin"):
             place = self._board.space.at_host(self._name, memory.ctypes.data, memory.nbytes)
             if place is None or place.offset or place.span.kind is not MemoryKind.REGISTERED:
-                raise Misuse.of(f"{memory.nbytes} bytes that {self._name} has not pinned")
+                raise Misuse.of(f"{self._name} has not pinned these {memory.nbytes} bytes")
             self._retire(self._own(place.span.address, MemoryKind.REGISTERED), "unpin")
 
-    # Between GPUs and processes
+    # Access between GPUs and processes
 
     def reach(self, peer: Device) -> None:
-        """See `Device`; a peer is on a card that was made `beside` this one, or on this one."""
+        """Implement `Device.reach` for peers on this card or on one made by `FakeGpu.beside`."""
         with self._called("reach"):
             if peer.uuid == self.uuid:
                 return
             if not isinstance(peer, FakeDevice) or peer._board is not self._board:
                 raise refusal("reach", "NO_PEER_ACCESS")
             if peer._name != self._name:
-                raise Misuse.of(f"{peer._name} is another process: map what it exports")
+                raise Misuse.of(f"{peer._name} is another process: `map` what it exports")
             self._reached.add(peer._card)
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """See `Device`."""
+        """Implement `Device.export`."""
         with self._called("export"):
             span = self._find(address, 1).span
             if span.card != self._card and not span.is_host:
-                raise Misuse.of(f"{span} is of another GPU, which exports it")
+                raise Misuse.of(f"{span} is memory of another GPU: export it there")
             if span.kind is not MemoryKind.DEVICE:
                 kind = span.kind.value
                 raise TransportError(f"{kind} has no IPC handle", status="NO_IPC")
@@ -181,7 +182,7 @@ class FakeDevice(FakeProcess):
             return handle, address - span.address
 
     def map(self, handle: bytes) -> int:
-        """See `Device`."""
+        """Implement `Device.map`."""
         with self._called("map"):
             span = self._board.exports.get(handle)
             if span is None:
@@ -193,35 +194,35 @@ class FakeDevice(FakeProcess):
             return self._board.space.map(self._name, self._card, span).address
 
     def unmap(self, address: int) -> None:
-        """See `Device`."""
+        """Implement `Device.unmap`."""
         with self._called("unmap"):
             self._retire(self._own(address, MemoryKind.MAPPED), "unmap")
 
     def buffer_id(self, address: int) -> int:
-        """See `Device`."""
+        """Implement `Device.buffer_id`."""
         with self._called("buffer_id"):
             return self._find(address, 1).span.number
 
-    # Written by others
+    # Writes of NICs
 
     def flush_remote_writes(self) -> None:
-        """See `Device`; `refusals` stands for a GPU that cannot."""
+        """Implement `Device.flush_remote_writes`; set `refusals` for a GPU that cannot flush."""
         with self._called("flush_remote_writes"):
             self._gpu.flush(self._host)
 
     # Streams and events
 
     def make_stream(self, *, waits: bool = False) -> Stream:
-        """See `Device`; streams share nothing here."""
+        """Implement `Device.make_stream`; `waits` has no effect, as streams are independent."""
         with self._called("make_stream"):
             return self._new_stream(is_callers=False)
 
     def destroy_stream(self, stream: Stream) -> None:
-        """See `Device`."""
+        """Implement `Device.destroy_stream`."""
         with self._called("destroy_stream"):
             found = self._streams.get(stream)
             if found is None or found.is_callers:
-                raise Misuse.of(f"{stream:#x} is no stream that {self._name} made")
+                raise Misuse.of(f"{stream:#x} is not a stream made by {self._name}")
             self._settle(lambda: not found.queue)
             doing = f"destroy_stream of {found}, at {caller()}"
             for operation in found.queue:
@@ -232,14 +233,14 @@ class FakeDevice(FakeProcess):
             self._board.remove_stream(found)
 
     def make_event(self) -> Event:
-        """See `Device`."""
+        """Implement `Device.make_event`."""
         with self._called("make_event"):
             event = self._board.new_handle()
             self._events[event] = None
             return Event(event)
 
     def destroy_event(self, event: Event) -> None:
-        """See `Device`."""
+        """Implement `Device.destroy_event`."""
         with self._called("destroy_event"):
             record = self._record_of(event)
             if record is not None:
@@ -250,7 +251,7 @@ class FakeDevice(FakeProcess):
             del self._events[event]
 
     def record(self, event: Event, stream: Stream) -> None:
-        """See `Device`."""
+        """Implement `Device.record`."""
         with self._called("record"):
             self._record_of(event)
             made = Record(*self._enqueued("record", stream))
@@ -258,20 +259,20 @@ class FakeDevice(FakeProcess):
             self._board.enqueue(self._stream(stream), made)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """See `Device`."""
+        """Implement `Device.wait`."""
         with self._called("wait"):
             record = self._record_of(event)
             if record is not None:
                 self._give(stream, WaitForRecord(*self._enqueued("wait", stream), record))
 
     def is_done(self, event: Event) -> bool:
-        """See `Device`; work goes on while it is asked."""
+        """Implement `Device.is_done`; each call may run some operations."""
         with self._called("is_done"):
             self._board.advance()
             return self._is_done(self._record_of(event))
 
     def synchronize(self, event: Event, timeout_s: float) -> bool:
-        """See `Device`; work goes on meanwhile, also for no time at all."""
+        """Implement `Device.synchronize`; it runs operations even if `timeout_s` is 0."""
         with self._called("synchronize"):
             record = self._record_of(event)
             self._board.wait_until(lambda: record is None or record.is_over, timeout_s)
@@ -286,18 +287,18 @@ class FakeDevice(FakeProcess):
 
     def _record_of(self, event: Event) -> Record | None:
         if event not in self._events:
-            raise Misuse.of(f"{event:#x} is no event of {self._name}")
+            raise Misuse.of(f"{event:#x} is not an event of {self._name}")
         return self._events[event]
 
     def write_word(self, stream: Stream, address: int, value: int) -> None:
-        """See `Device`."""
+        """Implement `Device.write_word`."""
         with self._called("write_word"):
             place = self._word(address)
             what = self._enqueued(f"word {value} to {place}", stream)
             self._give(stream, SetWord(*what, place, self._board.word_at(place), value))
 
     def wait_word(self, stream: Stream, address: int, value: int) -> None:
-        """See `Device`."""
+        """Implement `Device.wait_word`."""
         with self._called("wait_word"):
             place = self._word(address)
             what = self._enqueued(f"wait for {value} in {place}", stream)
@@ -305,18 +306,18 @@ class FakeDevice(FakeProcess):
 
     def _word(self, address: int) -> MemoryPiece:
         if not self.waits_on_memory:
-            raise refusal("a stream's word", "CUDA_ERROR_NOT_SUPPORTED")
+            raise refusal("access of a stream to a word", "CUDA_ERROR_NOT_SUPPORTED")
         if address % _WORD_NBYTES:
             raise Misuse.of(f"a word at {address:#x} is not aligned")
         place = self._find(address, _WORD_NBYTES)
         if place.span.kind is MemoryKind.MANAGED:
-            raise Misuse.of(f"a word in {place.span}")
+            raise Misuse.of(f"a stream cannot set or wait for a word in {place.span}")
         return place
 
     # Work
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """See `Device`."""
+        """Implement `Device.copy`."""
         with self._called("copy"):
             place, origin = self._find(target, nbytes), self._find(source, nbytes)
             self._copy(f"copy of {origin} to {place}", [(place, origin)], stream)
@@ -331,10 +332,12 @@ class FakeDevice(FakeProcess):
         nrows: int,
         stream: Stream,
     ) -> None:
-        """See `Device`."""
+        """Implement `Device.copy_rows`."""
         with self._called("copy_rows"):
             if nbytes > min(target_pitch, source_pitch):
-                raise Misuse.of(f"rows of {nbytes} bytes are {target_pitch}, {source_pitch} apart")
+                raise Misuse.of(
+                    f"rows of {nbytes} bytes exceed the pitch {target_pitch} or {source_pitch}"
+                )
             rows = [
                 (
                     self._find(target + row * target_pitch, nbytes),
@@ -346,16 +349,16 @@ class FakeDevice(FakeProcess):
 
     def _copy(self, what: str, rows: list[tuple[MemoryPiece, MemoryPiece]], stream: Stream) -> None:
         if any(target.overlaps(source) for target, _ in rows for _, source in rows):
-            raise Misuse.of(f"a {what} overlaps itself")
+            raise Misuse.of(f"source and target of a {what} overlap")
         self._give(stream, Copy(*self._enqueued(what, stream), rows))
 
     def load(self, ptx: bytes, entry: str) -> Kernel:
-        """See `Device`; the PTX must name the entry, `kernels` must have what stands for it."""
+        """Implement `Device.load`; `ptx` must contain the entry name, `kernels` its fake."""
         with self._called("load"):
             if entry.encode() not in ptx:
                 raise refusal("load", "CUDA_ERROR_NOT_FOUND")
             if entry not in self.kernels:
-                raise Misuse.of(f"nothing in `kernels` stands for {entry}")
+                raise Misuse.of(f"`kernels` has no fake for {entry}")
             handle = self._board.new_handle()
             self._kernels[handle] = (entry, self.kernels[entry])
             return Kernel(handle)
@@ -364,12 +367,12 @@ class FakeDevice(FakeProcess):
         self, kernel: Kernel, nblocks: int, nthreads: int, stream: Stream,
         arguments: Sequence[Argument],
     ) -> None:  # fmt: skip
-        """See `Device`."""
+        """Implement `Device.launch`."""
         with self._called("launch"):
             if kernel not in self._kernels:
-                raise Misuse.of(f"{kernel:#x} is no kernel of {self._name}")
+                raise Misuse.of(f"{kernel:#x} is not a kernel of {self._name}")
             if nblocks < 1 or not 1 <= nthreads <= _MOST_THREADS:
-                raise Misuse.of(f"a grid of {nblocks} blocks of {nthreads} threads")
+                raise Misuse.of(f"{nblocks} blocks of {nthreads} threads are not a valid grid")
             entry, fake = self._kernels[kernel]
             values = [_as_passed(value, kind) for value, kind in arguments]
             grid = Grid(nblocks, nthreads, self._find)
@@ -379,19 +382,20 @@ class FakeDevice(FakeProcess):
             self._give(stream, Launch(label, clock, fake, grid, values, reads, writes))
 
     def _enqueued(self, what: str, stream: Stream) -> tuple[str, Clock]:
-        """Say what is enqueued where, and what the host knows now."""
+        """Return a description of an operation to be enqueued, and the host's clock."""
         return f"{what}, on {self._stream(stream)}, enqueued at {caller()}", self._host.release()
 
     def _give(self, stream: Stream, operation: FakeOperation) -> None:
         self._board.enqueue(self._stream(stream), operation)
 
     def close(self) -> None:
-        """See `Device.close`. Memory allocated here must no longer be in use by other streams.
+        """Implement `Device.close`: wait for the streams made here and free their memory.
 
         Raises
         ------
         StillInUse
-            It is, or a stream created here did not finish in time.
+            If other streams still use memory allocated here, or a stream made here does not finish
+            in time.
         """
         if self._is_closed:
             return
@@ -401,7 +405,7 @@ class FakeDevice(FakeProcess):
             doing = f"close of {self._name}, at {caller()}"
             for stream in own:
                 for operation in stream.queue:
-                    raise StillInUse.by(doing, operation.what, "does not end")
+                    raise StillInUse.by(doing, operation.what, "did not end in time")
                 join(self._host.clock, stream.clock)
             for span in self._board.space.of(self._name):
                 if span.card == self._card and not span.is_callers:
@@ -414,10 +418,10 @@ class FakeDevice(FakeProcess):
 
 
 def _as_passed(value: float, kind: type[Any]) -> Any:
-    """Return an argument as a kernel gets it; an integer must fit."""
+    """Return a kernel argument converted to its C type, into which an integer must fit."""
     passed = kind(value).value
     if isinstance(value, int) and (passed or 0) != value:
-        raise Misuse.of(f"argument {value!r} is no {kind.__name__}")
+        raise Misuse.of(f"argument {value!r} does not fit {kind.__name__}")
     return passed
 
 

@@ -1,10 +1,8 @@
-"""The library's own kernels on the fake GPU: what their forms say, by the host's kernels.
+"""The library's reduction kernels for the fake GPU, computed by the host's NumPy kernels.
 
-A kernel that is given its operands' addresses declares what it touches; one that looks them up in a
-table, which the host may fill after the launch, cannot. Not imported by the package: only who runs
-reductions needs it.
-
-Invariant: results have the bits that `r2ccl.kernels.cuda` promises of its own.
+A kernel whose arguments are the addresses of its operands declares the memory it touches. A kernel
+that reads these addresses from a table cannot, because the host may fill the table after the
+launch. Results have the same bits as those of `r2ccl.kernels.cuda`.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ _ADDRESS_NBYTES = 8
 
 
 class FakeLauncher(Launcher):
-    """`Launcher` for a `FakeDevice`: the same arguments and grids, no compiler.
+    """`Launcher` for a `FakeDevice`, with the same arguments and grids but without a compiler.
 
     Parameters
     ----------
     device : FakeDevice
     is_wide : bool
-        See `Launcher`.
+        As in `Launcher`.
     """
 
     def __init__(self, device: FakeDevice, *, is_wide: bool = False) -> None:
@@ -44,7 +42,7 @@ class FakeLauncher(Launcher):
         self._prepared: dict[str, Kernel] = {}
 
     def prepare(self, form: Form) -> Kernel:
-        """Have NumPy stand for the kernel of a form."""
+        """Return the fake kernel of a form, loaded on the device."""
         shared = canonical(form)
         if shared.name not in self._prepared:
             self._fake.kernels.setdefault(shared.name, kernel_of(shared))
@@ -53,7 +51,7 @@ class FakeLauncher(Launcher):
 
 
 def kernel_of(form: Form) -> FakeKernel:
-    """Return what stands for the kernel of a canonical form."""
+    """Return the fake kernel of a canonical form."""
     noperands = form.ninputs + form.noutputs
 
     def run(grid: Grid, *given: Any) -> None:
@@ -82,16 +80,18 @@ def _touches_of(form: Form) -> Touches:
 
 
 def combine(form: Form, sources: Sequence[Array], factor: float, nranks: int) -> Array:
-    """Combine operands as a form says.
+    """Return the combination of operands that a form describes.
 
     Parameters
     ----------
     form : Form
         Canonical.
     sources : sequence of ndarray
-        Of its type; the first may be overwritten.
-    factor, nranks : float, int
-        What a scaled form multiplies by, and a divided one divides by.
+        Operands of the form's element type; the first may be overwritten.
+    factor : float
+        Factor of a scaled form.
+    nranks : int
+        Divisor of a divided form.
     """
     dtype = dtype_of(form.dtype_code)
     code = _FLOAT32 if form.is_wide else form.dtype_code
@@ -109,7 +109,7 @@ def combine(form: Form, sources: Sequence[Array], factor: float, nranks: int) ->
 
 
 def _scaled(operand: Array, factor: float) -> Array:
-    """Multiply, rounding once; halves are multiplied in float32."""
+    """Multiply with a single rounding; 16-bit floats are multiplied in float32."""
     real = np.float64 if operand.real.dtype == np.float64 else np.float32
     is_complex = operand.dtype.kind == "c"
     parts = operand.view(real) if is_complex else operand.astype(real)

@@ -1,10 +1,8 @@
-"""The card: what a GPU is and can do, and how it takes what NICs write to its memory.
+"""`FakeGpu`: one card, with its properties and its handling of writes by NICs.
 
-Its work is run by the `Board` it is on, alone or beside others. Must not know the interface
-`Device`.
-
-Invariant: what a NIC wrote is known to its host at once, and to work on a card that reorders such
-writes only if it was given after a flush.
+The `Board` of the card runs its work; several cards may share a board. A host sees a NIC's write as
+soon as it has polled the completion. On a card that reorders such writes, only work enqueued after
+a flush sees it.
 """
 
 from __future__ import annotations
@@ -20,35 +18,34 @@ from r2ccl.testing.fakedevice.order import Access, Stamp
 
 
 class FakeGpu:
-    """A card that several processes may share, each with a `FakeDevice`.
+    """Fake GPU that several processes may share, each with a `FakeDevice`.
 
     Parameters
     ----------
     seed : int
-        Of the order in which work is run.
+        Seed of the order in which work runs.
     are_hosts_one : bool
-        Whether each process is taken to know at once what any of them knows: right where they tell
-        each other by means the fake does not see, as a control connection. False: only what
-        `FakeDevice.tell` says is known.
-    uuid : bytes, optional
-    bus_id : str, optional
-        By default made of the card's number.
+        If True, each process immediately knows what any process knows. Use it if processes notify
+        each other in ways that the fake cannot see, such as a control connection. If False, a
+        process knows of others' steps only by `FakeDevice.tell` and `hear`.
+    uuid, bus_id : bytes and str, optional
+        By default made from the card's number.
     capability : tuple of int
     nsms : int
     waits_on_memory : bool
     reorders_remote_writes : bool
-        Whether work may miss what a NIC wrote (`FakeDevice.nic_write`) if its host has not flushed
-        it, as on GPUs whose driver says so.
+        True if work may miss a NIC's write (`FakeDevice.nic_write`) that its host has not flushed,
+        as some drivers report of their GPUs.
     clock : Clock, optional
         Seconds, for the deadlines of waits.
     board : Board, optional
-        What the card runs on, of another card: see `beside`. By default it has its own, made of
-        `seed`, `are_hosts_one` and `clock`, which count only there.
+        Board of another card to share; see `beside`. By default the card makes its own, from
+        `seed`, `are_hosts_one` and `clock`, which are otherwise ignored.
 
     Attributes
     ----------
     kernels : dict of str to FakeKernel
-        What stands for each entry that is loaded.
+        Fake kernels by entry name.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class FakeGpu:
         board: Board | None = None,
     ) -> None:
         self.board = board or Board(seed, are_hosts_one=are_hosts_one, clock=clock)
-        #: Among the cards of the board.
+        #: Number of the card on its board.
         self.number = self.board.add_card()
         self.uuid = uuid or b"fake GPU %7d" % self.number
         self.bus_id = bus_id or f"0000:{self.number:02x}:00.0"
@@ -75,28 +72,29 @@ class FakeGpu:
         self.waits_on_memory = waits_on_memory
         self.reorders_remote_writes = reorders_remote_writes
         self.kernels: dict[str, FakeKernel] = {}
-        #: The NICs that write for a host are an actor, by that of the host.
+        #: Actor that represents all NICs of a host, by the actor of the host.
         self._nics: dict[int, int] = {}
 
     def beside(self, **options: Any) -> FakeGpu:
-        """Return another card, whose memory `FakeDevice.reach` lets this one use, and the reverse.
+        """Return another card of the same machine; `options` are those of the class.
 
-        A process may open both, by the same name. Its options are those of the class.
+        `FakeDevice.reach` lets a device on either card use the other's memory. A process may open
+        both, with the same name.
         """
         return FakeGpu(board=self.board, **options)
 
     def run(self, limit: int | None = None) -> int:
-        """Run what can run, here and beside it; see `Board.run`."""
+        """Run operations of all cards of the board; see `Board.run`."""
         return self.board.run(limit)
 
     def pending(self) -> list[str]:
-        """Say what has not run here, of all processes."""
+        """Return descriptions of this card's operations that have not run, of all processes."""
         return self.board.pending(card=self.number)
 
-    # What NICs write
+    # Writes of NICs
 
     def touch_remotely(self, piece: MemoryPiece, host: Host, what: str) -> None:
-        """Note a write of a NIC, whose completion a host has seen; see `Board.touch`."""
+        """Record a NIC's write whose completion a host has seen; see `Board.touch`."""
         stamp = host.step(what)
         if self.reorders_remote_writes and not piece.span.is_host:
             if host.actor not in self._nics:
@@ -107,7 +105,7 @@ class FakeGpu:
         self.board.touch(Access.WRITE, piece, host, stamp)
 
     def flush(self, host: Host) -> None:
-        """Have the work that a host gives from now on come after what NICs wrote here for it."""
+        """Order later work of a host after all writes of NICs to this card that it has seen."""
         nics = self._nics.get(host.actor)
         if nics is not None:
             host.clock[nics] = host.unflushed[nics]

@@ -1,11 +1,9 @@
-"""What the host must leave alone while an operation may be under way, found without its help.
+"""Detection of host accesses to pinned memory that an operation may be using.
 
-An operation is exposed once nothing but the GPU's leisure keeps it from running. From then on its
-pinned sources must not change, which is seen when it runs, and its pinned targets hold poison, so
-that a host that looks too early computes with that and not with what it hopes for; that the poison
-is still there is seen when it runs too. Must not know streams.
-
-Invariant: nothing is poisoned or compared that code in the right order may touch.
+An operation is exposed once the GPU could start it at any time. From then on its pinned sources
+must not change. Its pinned targets are filled with poison, so that a host which reads them too
+early gets a wrong result. When the operation runs, sources and poison are checked for writes of the
+host. Memory is guarded only if no correctly ordered access can touch it.
 """
 
 from __future__ import annotations
@@ -16,12 +14,12 @@ from r2ccl.testing.fakedevice.memory import MemoryPiece
 from r2ccl.testing.fakedevice.order import Race
 from r2ccl.testing.fakedevice.work import FakeOperation
 
-#: What a host finds where the GPU is about to write.
+#: Byte that fills pinned targets of exposed operations.
 POISON = 0xA5
 
 
 class Guard:
-    """The guarded memory of one exposed operation.
+    """Guarded memory of one exposed operation.
 
     Parameters
     ----------
@@ -41,16 +39,16 @@ class Guard:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there is memory that is not guarded yet."""
+        """True if some of the operation's pinned memory is not guarded yet."""
         return bool(self._sources or self._targets)
 
     def take(self, others: Iterable[FakeOperation]) -> None:
-        """Guard what no other operation that may run first still needs or writes.
+        """Guard the pinned memory that no operation which may run earlier still uses.
 
         Parameters
         ----------
         others : iterable of FakeOperation
-            All that have not run and do not come after this one in its stream.
+            Operations that have not run and are not behind this one in its stream.
         """
         others = tuple(others)
         for piece in tuple(self._sources):
@@ -64,12 +62,12 @@ class Guard:
                 piece.view[:] = POISON
 
     def check(self) -> None:
-        """Look whether the host touched anything; the operation runs next.
+        """Check guarded memory for writes of the host; call it just before the operation runs.
 
         Raises
         ------
         Race
-            It did.
+            If the host wrote to it.
         """
         for piece, seen in self._seen:
             if piece.view.tobytes() != seen:

@@ -1,7 +1,7 @@
-"""Kernels of the fake GPU: Python functions that stand for compiled ones.
+"""Kernels of the fake GPU: Python functions in place of compiled code.
 
-Must not know processes or streams. Invariant: a kernel reaches memory through its `Grid` alone,
-which notes every access in the shadow, or holds it against what the kernel declared.
+A kernel accesses memory only through its `Grid`. If the kernel declared the memory it touches, the
+grid refuses other accesses; otherwise it records each access when it happens.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from r2ccl.testing.fakedevice.memory import Bytes, MemoryPiece
 from r2ccl.testing.fakedevice.order import Access, Clock, Misuse, Stamp
 from r2ccl.testing.fakedevice.work import FakeOperation
 
-#: A kernel in Python: ``run(grid, *values)``.
+#: Body of a fake kernel: ``run(grid, *values)``.
 Run = Callable[..., None]
-#: ``touches(grid, *values)``: (address, nbytes) of all it reads, and of all it writes.
+#: Declaration of a fake kernel: ``touches(grid, *values)`` returns two lists of (address, nbytes),
+#: of the memory it reads and of the memory it writes.
 Touches = Callable[..., tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]]
 
 
 class FakeKernel(msgspec.Struct, frozen=True):
-    """What stands for a kernel.
+    """Kernel of the fake GPU, as Python functions.
 
     Parameters
     ----------
     run : callable
-        ``run(grid, *values)`` does at once what all blocks do; `grid` is a `Grid`.
+        ``run(grid, *values)`` does the work of all blocks; `grid` is a `Grid`.
     touches : callable, optional
-        ``touches(grid, *values)`` returns what is read and what is written, as lists of (address,
-        nbytes), before the kernel runs; it must write all of what it writes. Without it, memory is
-        looked at as the kernel comes to it, and a host that touches pinned memory meanwhile is
-        found only where it says so.
+        ``touches(grid, *values)`` returns two lists of (address, nbytes) before the kernel runs:
+        the memory that it reads, and the memory that it writes completely. Without it, accesses are
+        checked only when they happen, and accesses of the host to pinned memory in the meantime are
+        detected only if the host declares them.
     """
 
     run: Run
@@ -41,11 +42,13 @@ class FakeKernel(msgspec.Struct, frozen=True):
 
 
 class Grid:
-    """What a kernel in Python sees of its launch.
+    """Launch parameters of a fake kernel, and its access to memory.
 
     Attributes
     ----------
-    nblocks, nthreads : int
+    nblocks : int
+    nthreads : int
+        Threads per block.
     """
 
     def __init__(
@@ -58,22 +61,25 @@ class Grid:
         self._now: tuple[Stamp, Clock] | None = None
 
     def read(self, address: int, nbytes: int) -> Bytes:
-        """Return bytes to be read."""
+        """Return a read-only view of device memory."""
         view = self._reach(Access.READ, address, nbytes).view
         view.flags.writeable = False
         return view
 
     def write(self, address: int, nbytes: int) -> Bytes:
-        """Return bytes to be written."""
+        """Return a writable view of device memory."""
         return self._reach(Access.WRITE, address, nbytes).view
 
     def hold_against(self, declared: FakeOperation) -> None:
-        """Refuse what is not among the pieces of an operation, whose accesses are noted."""
+        """Refuse accesses to memory that the operation `declared` does not list.
+
+        The accesses that it lists are recorded when it starts.
+        """
         self._declared = declared
 
     @contextmanager
     def running(self, stamp: Stamp, clock: Clock) -> Iterator[None]:
-        """Note accesses as this step, by who has `clock`."""
+        """Allow accesses in the body of the ``with``, recorded with this stamp and clock."""
         self._now = (stamp, clock)
         try:
             yield
@@ -82,7 +88,7 @@ class Grid:
 
     def _step(self) -> tuple[Stamp, Clock]:
         if self._now is None:
-            raise Misuse.of("a kernel's memory is used while the kernel does not run")
+            raise Misuse.of("a grid is used while its kernel does not run")
         return self._now
 
     def _reach(self, access: Access, address: int, nbytes: int) -> MemoryPiece:
@@ -99,7 +105,7 @@ class Grid:
 
 
 class Launch(FakeOperation):
-    """A kernel's run."""
+    """Operation that runs a kernel."""
 
     def __init__(
         self, what: str, clock: Clock, kernel: FakeKernel, grid: Grid, values: Sequence[Any],
@@ -114,7 +120,7 @@ class Launch(FakeOperation):
             grid.hold_against(self)
 
     def run(self, stamp: Stamp, clock: Clock) -> None:
-        """Run it."""
+        """Run the kernel."""
         with self._grid.running(stamp, clock):
             self._kernel.run(self._grid, *self._values)
 

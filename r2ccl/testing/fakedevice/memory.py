@@ -1,11 +1,11 @@
-"""Memory of the fake GPU: who may use which addresses, and the bytes behind them.
+"""Memory of the fake GPU: address ranges, the processes that may use them, and their bytes.
 
-Device memory has addresses that no processor can use, and that are never given out again. Pinned
-memory that the fake allocates has one address for the host and the GPU; memory that is pinned has
-another one for the GPU, so that mixing them up is found. Must not know streams.
+Addresses of device memory are invalid for the host's CPU and never reused. Pinned memory that the
+fake allocates has the same address for host and GPU. Memory pinned later gets another address for
+the GPU, so that confusing the two is detected.
 
-Invariant: the same bytes have the same `Shadow` and position, whatever the process, the address or
-the mapping of a shared file they are reached by.
+Each byte has one `Shadow` and one position in it, the same for all processes, addresses and
+mappings of a shared file by which it can be reached.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from r2ccl.testing.fakedevice.order import Access, Clock, Misuse, Shadow, Stamp
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Not canonical on x86-64, and beyond what user space has elsewhere: to use one is a fault.
+#: First address of device memory. These addresses are not canonical on x86-64, and outside user
+#: space elsewhere, so an access of the host faults.
 _FIRST_ADDRESS = 0xD000_0000_0000
 _ALIGNMENT = 256
-#: Between two allocations: whoever runs over the end of one is not in the next.
+#: Unused bytes between two allocations, to detect accesses beyond the end of one.
 _GAP = 1 << 20
 _PAGE = 4096
 
-#: What fills memory that nobody has written.
+#: Byte that fills new and freed memory.
 _UNWRITTEN = 0xC5
 
 
 class MemoryKind(enum.Enum):
-    """How a range of addresses came to be."""
+    """Kind of a memory range, by how it was made."""
 
     DEVICE = "device memory"
     POOLED = "memory of a pool"
@@ -47,30 +48,32 @@ class MemoryKind(enum.Enum):
 
     @property
     def is_host(self) -> bool:
-        """Whether the host can reach it."""
+        """True if the host can access memory of this kind."""
         return self in (MemoryKind.PINNED, MemoryKind.REGISTERED)
 
 
 class Span:
-    """A range of addresses of one process.
+    """Address range of one process.
 
     Parameters
     ----------
     owner : str
-        The process.
+        Name of the process.
     card : int
-        Number of the card whose memory it is; of host memory, of the one it was made for.
+        Number of the card: the one that has the memory or, for host memory, for which it was made.
     kind : MemoryKind
     address : int
-        Where the GPU finds it.
+        Address for the GPU.
     memory : ndarray of uint8
+        The bytes.
     shadow : Shadow
+        Record of the accesses to the bytes.
     position : int
-        Of its first byte in the shadow.
+        Position of the first byte in the shadow.
     number : int
-        Of the allocation; no other has it.
+        Unique number of the span.
     is_callers : bool
-        The caller of the library made it, not the library.
+        True if the library's caller made it, False if the library did.
     """
 
     def __init__(
@@ -86,25 +89,26 @@ class Span:
         self.position = position
         self.number = number
         self.is_callers = is_callers
-        #: The last use of it by each actor.
+        #: Last use by each actor.
         self.uses: dict[int, Stamp] = {}
-        #: What it was mapped from, and how often it is mapped elsewhere.
+        #: Span of another process that this one maps, if any.
         self.source: Span | None = None
+        #: Number of spans that map this one.
         self.nmappings = 0
 
     @property
     def nbytes(self) -> int:
-        """How long it is."""
+        """Size in bytes."""
         return self.memory.size
 
     @property
     def is_host(self) -> bool:
-        """Whether the host can reach it."""
+        """True if the host can access the memory."""
         return self.kind.is_host
 
     @property
     def has_memory(self) -> bool:
-        """Whether the bytes go when it goes."""
+        """True if the span owns its bytes, which are then freed with it."""
         return self.kind not in (MemoryKind.REGISTERED, MemoryKind.MAPPED)
 
     def __str__(self) -> str:
@@ -112,7 +116,7 @@ class Span:
 
 
 class MemoryPiece(msgspec.Struct, frozen=True):
-    """Some bytes of a span."""
+    """Part of a span."""
 
     span: Span
     offset: int
@@ -120,22 +124,22 @@ class MemoryPiece(msgspec.Struct, frozen=True):
 
     @property
     def view(self) -> Bytes:
-        """The bytes."""
+        """The bytes, as a writable array."""
         return self.span.memory[self.offset : self.offset + self.nbytes]
 
     @property
     def position(self) -> int:
-        """Where it begins in the shadow."""
+        """Position of the first byte in the shadow."""
         return self.span.position + self.offset
 
     def overlaps(self, other: MemoryPiece) -> bool:
-        """Whether they share bytes."""
+        """Return True if the two pieces share bytes."""
         return self.span.shadow is other.span.shadow and max(self.position, other.position) < min(
             self.position + self.nbytes, other.position + other.nbytes
         )
 
     def covers(self, other: MemoryPiece) -> bool:
-        """Whether all bytes of `other` are in it."""
+        """Return True if this piece contains all bytes of `other`."""
         return (
             self.span.shadow is other.span.shadow
             and self.position <= other.position
@@ -143,7 +147,7 @@ class MemoryPiece(msgspec.Struct, frozen=True):
         )
 
     def touch(self, access: Access, stamp: Stamp, clock: Clock) -> None:
-        """Note an access; see `Shadow.touch`."""
+        """Record an access; see `Shadow.touch`."""
         if self.nbytes:
             self.span.shadow.touch(self.position, self.nbytes, access, stamp, clock)
             self.span.uses[stamp.actor] = stamp
@@ -154,32 +158,32 @@ class MemoryPiece(msgspec.Struct, frozen=True):
 
 
 class AddressSpace:
-    """All spans of the cards of a board, by address."""
+    """All spans of all processes and cards of a board, sorted by address."""
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []  # by address
-        #: First and last address of what is no more, and what it was.
+        self._spans: list[Span] = []  # sorted by address
+        #: First address, last address and description of each freed span.
         self._gone: list[tuple[int, int, str]] = []
         self._next_address = _FIRST_ADDRESS
         self._nspans = 0
         self._device = Shadow()
-        #: By device and inode of a shared file; of all other host memory under (0, 0).
+        #: Shadows of host memory, by device and inode of a shared file; (0, 0) for private memory.
         self._host: dict[tuple[int, int], Shadow] = {}
 
     def allocate(
         self, owner: str, card: int, nbytes: int, kind: MemoryKind, *, is_callers: bool = False
     ) -> Span:
-        """Make device memory."""
+        """Allocate device memory."""
         if nbytes < 1:
-            raise Misuse.of(f"{nbytes} bytes were asked for")
+            raise Misuse.of(f"an allocation needs at least 1 byte, not {nbytes}")
         memory = np.full(nbytes, _UNWRITTEN, np.uint8)
         address = self._reserve(nbytes)
         return self._add(owner, card, kind, address, memory, self._device, address, is_callers)
 
     def allocate_pinned(self, owner: str, card: int, nbytes: int) -> Span:
-        """Make host memory, zeroed, at a page's start, with one address for all."""
+        """Allocate zeroed, page-aligned host memory with one address for host and GPU."""
         if nbytes < 1:
-            raise Misuse.of(f"{nbytes} bytes were asked for")
+            raise Misuse.of(f"an allocation needs at least 1 byte, not {nbytes}")
         room = np.zeros(nbytes + _PAGE, np.uint8)
         start = -room.ctypes.data % _PAGE
         memory = room[start : start + nbytes]
@@ -188,10 +192,10 @@ class AddressSpace:
         return self._add(owner, card, MemoryKind.PINNED, address, memory, shadow, address)
 
     def pin(self, owner: str, card: int, memory: Bytes) -> Span:
-        """Give all GPUs of a process an address for host memory."""
+        """Pin host memory: give it an address for all GPUs of a process."""
         at = memory.ctypes.data
         if at % _PAGE or memory.nbytes % _PAGE or not memory.nbytes:
-            raise Misuse.of(f"{memory.nbytes} bytes at {at:#x} are not whole pages")
+            raise Misuse.of(f"{memory.nbytes} bytes at {at:#x} to pin are not whole pages")
         for span in self.of(owner):
             start = span.memory.ctypes.data
             if span.is_host and at < start + span.nbytes and start < at + memory.nbytes:
@@ -203,7 +207,7 @@ class AddressSpace:
         return self._add(owner, card, MemoryKind.REGISTERED, address, flat, shadow, position)
 
     def map(self, owner: str, card: int, source: Span) -> Span:
-        """Give a card in another process an address for device memory."""
+        """Map device memory of another process: give it an address for `card` in `owner`."""
         address = self._reserve(source.nbytes)
         span = self._add(
             owner, card, MemoryKind.MAPPED, address, source.memory, source.shadow, source.position
@@ -227,7 +231,7 @@ class AddressSpace:
         return span
 
     def remove(self, span: Span, why: str) -> None:
-        """Take addresses back; memory that no other span reaches is filled with what is wrong."""
+        """Free a span; if no other span shares its memory, overwrite the memory."""
         whole = MemoryPiece(span, 0, span.nbytes)
         self._spans.remove(span)
         self._gone.append((span.address, span.address + span.nbytes - 1, f"{span}, {why}"))
@@ -239,22 +243,37 @@ class AddressSpace:
                 span.memory.fill(_UNWRITTEN)
 
     def find(self, owner: str, cards: Container[int], address: int, nbytes: int) -> MemoryPiece:
-        """Return what a GPU finds at an address for a process: its own memory, that of `cards`."""
+        """Return the memory at an address, as seen by work of a process.
+
+        Parameters
+        ----------
+        owner : str
+            The process.
+        cards : container of int
+            Cards whose memory the work can use.
+        address, nbytes : int
+
+        Raises
+        ------
+        Misuse
+            If the address is unknown, freed, of another process or of an unreachable GPU, or the
+            range exceeds the span.
+        """
         index = bisect.bisect_right(self._spans, address, key=lambda each: each.address) - 1
         span = self._spans[index] if index >= 0 else None
-        # The end of a span is a place for nothing at all.
+        # The end address of a span is valid only for an access of 0 bytes.
         if span is None or address > span.address + span.nbytes - (nbytes > 0):
-            raise Misuse.of(f"{owner} has nothing at {address:#x}{self._memory_of(address)}")
+            raise Misuse.of(f"{owner} has no memory at {address:#x}{self._memory_of(address)}")
         if span.owner != owner:
             raise Misuse.of(f"{owner} has not mapped {span}")
         if span.card not in cards and not span.is_host:
-            raise Misuse.of(f"{span} is of a GPU that this one was not let reach")
+            raise Misuse.of(f"{span} is memory of a GPU that this one cannot reach without `reach`")
         if nbytes < 0 or address + nbytes > span.address + span.nbytes:
             raise Misuse.of(f"{nbytes} bytes at {address:#x} reach beyond {span}")
         return MemoryPiece(span, address - span.address, nbytes)
 
     def _memory_of(self, address: int) -> str:
-        """Say what was, or is, at an address."""
+        """Describe the freed or host memory at an invalid address; empty if there is none."""
         for first, last, what in reversed(self._gone):
             if first <= address <= last:
                 return f" any more: {what}"
@@ -265,7 +284,7 @@ class AddressSpace:
         return ""
 
     def at_host(self, owner: str, address: int, nbytes: int) -> MemoryPiece | None:
-        """Return what a process has pinned at an address of the host."""
+        """Return the pinned memory of a process at a host address; None if it is not pinned."""
         for span in self.of(owner):
             offset = address - span.memory.ctypes.data
             if span.is_host and 0 <= offset <= span.nbytes - nbytes:
@@ -273,12 +292,12 @@ class AddressSpace:
         return None
 
     def of(self, owner: str) -> list[Span]:
-        """Return the spans of a process, the last made first."""
+        """Return the spans of a process, newest first."""
         found = [span for span in self._spans if span.owner == owner]
         return sorted(found, key=lambda span: -span.number)
 
     def sharing(self, piece: MemoryPiece) -> list[MemoryPiece]:
-        """Return how each process reaches some bytes."""
+        """Return the same bytes as pieces of every span that contains them."""
         return [
             MemoryPiece(span, piece.position - span.position, piece.nbytes)
             for span in self._spans
@@ -287,9 +306,9 @@ class AddressSpace:
 
 
 def _backing(address: int) -> tuple[tuple[int, int], int]:
-    """Return device and inode of the shared file mapped at `address`, and the place in it.
+    """Return (device, inode) of the shared file mapped at `address`, and the offset in the file.
 
-    Memory that only this mapping reaches is (0, 0), at its own address.
+    For private memory it returns (0, 0) and the address itself.
     """
     for line in Path("/proc/self/maps").read_text().splitlines():
         extent, permissions, offset, device, inode, *_ = line.split()
@@ -301,9 +320,9 @@ def _backing(address: int) -> tuple[tuple[int, int], int]:
 
 
 def as_bytes(view: npt.NDArray[Any]) -> Bytes:
-    """View an array's bytes."""
+    """Return a flat uint8 view of a contiguous array."""
     if not view.flags.c_contiguous:
-        raise Misuse.of("an array that is not contiguous stands for no range of memory")
+        raise Misuse.of("the array is not contiguous, so it is not one range of memory")
     return view.reshape(-1).view(np.uint8)
 
 

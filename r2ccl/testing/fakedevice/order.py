@@ -1,11 +1,9 @@
-"""What comes before what on the fake GPU, and the errors that say it was not so.
+"""Ordering of memory accesses on the fake GPU by vector clocks, and the errors for violations.
 
-A clock says of every actor, a stream or a host, how many of its steps are known; a stamp names one
-step. Must not import the rest of the fake.
-
-Invariant: of two accesses to one byte, at least one of them a write, the clock of the later one
-knows the stamp of the earlier one; else `Race`. Whether there is such a pair does not depend on the
-order in which the fake ran them.
+An actor is a stream, a host, or the NICs of a host. A clock (a vector clock) holds for each actor
+the number of its last known step; a stamp identifies one step. Of two accesses to a byte, at least
+one of them a write, the clock of the later one must know the stamp of the earlier one; otherwise
+`Race` is raised. The result does not depend on the order in which the fake ran them.
 
 References
 ----------
@@ -23,48 +21,48 @@ from typing import TypeAlias
 
 import msgspec
 
-#: Actor to the number of its last step that is known.
+#: Vector clock: number of the last known step of each actor.
 Clock: TypeAlias = dict[int, int]
 
 _HERE = str(Path(__file__).parent)
 
 
 class WrongOrder(AssertionError):
-    """The code under test does what a GPU need not do in the order it hopes for."""
+    """Error raised when the code under test relies on an order that a GPU does not guarantee."""
 
 
 class Race(WrongOrder):
-    """Two accesses to the same memory are not ordered, and one of them writes."""
+    """Error raised for two unordered accesses to the same memory, one of them a write."""
 
     @classmethod
     def between(cls, first: str, second: str) -> Race:
-        """Name both."""
+        """Return the error for two accesses, given by their descriptions."""
         return cls(
-            f"race: nothing orders\n  {first}\nand\n  {second}\nwhich reach the same bytes, one of "
-            "them writing"
+            f"race: nothing orders\n  {first}\nand\n  {second}\nwhich access the same bytes, and "
+            "one of them writes"
         )
 
 
 class StillInUse(WrongOrder):
-    """Something is freed, destroyed or closed while work on it may be under way."""
+    """Error raised when a resource is freed while work on it may be in progress."""
 
     @classmethod
     def by(cls, what: str, user: str, why: str) -> StillInUse:
-        """Name both, and why they are not ordered."""
+        """Return the error for the freeing `what` during the work `user`, for the reason `why`."""
         return cls(f"in use: {what}\nwhile\n  {user}\n{why}")
 
 
 class Misuse(WrongOrder):
-    """An address, a handle or an argument that the driver would refuse, or not survive."""
+    """Error raised for an address, handle or argument that is invalid for a real driver."""
 
     @classmethod
     def of(cls, what: str) -> Misuse:
-        """Say what is wrong, and where."""
+        """Return the error with the problem `what` and the position of the calling code."""
         return cls(f"{what}, at {caller()}")
 
 
 class Access(enum.Enum):
-    """How memory is touched; words that a stream sets or waits for do not race with each other."""
+    """Kind of an access to memory; streams' accesses to words do not race with each other."""
 
     READ = "reads"
     WRITE = "writes"
@@ -72,7 +70,7 @@ class Access(enum.Enum):
     SET = "sets"
 
 
-#: What an access must come after.
+#: Kinds of earlier accesses with which an access of each kind must be ordered.
 _AFTER = {
     Access.READ: (Access.WRITE, Access.SET),
     Access.WRITE: tuple(Access),
@@ -82,26 +80,26 @@ _AFTER = {
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """A step of an actor, in words too."""
+    """Identity of one step of an actor, with a description for messages."""
 
     actor: int
     time: int
     what: str
 
     def is_known(self, clock: Clock) -> bool:
-        """Whether who has `clock` comes after it."""
+        """Return True if an actor with `clock` is ordered after this step."""
         return clock.get(self.actor, 0) >= self.time
 
 
 def join(clock: Clock, other: Clock) -> None:
-    """Have `clock` know what `other` knows."""
+    """Merge `other` into `clock`: keep the maximum for each actor."""
     for actor, time in other.items():
         if time > clock.get(actor, 0):
             clock[actor] = time
 
 
 def caller() -> str:
-    """Where the code under test stands: the nearest frame outside the fake."""
+    """Return the file and line of the code under test: the nearest frame outside the fake."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
         frame = frame.f_back
@@ -113,7 +111,7 @@ def _is_ours(filename: str) -> bool:
 
 
 class _Segment:
-    """Bytes that were touched alike: the last step of each actor, by access."""
+    """Range of bytes with the same accesses: the last step of each actor, by kind of access."""
 
     __slots__ = ("end", "start", "steps")
 
@@ -123,7 +121,7 @@ class _Segment:
         self.steps = steps
 
     def cut(self, at: int) -> _Segment:
-        """Keep what is before `at`; return the rest."""
+        """Shorten the segment to end at `at`; return the rest as a new segment."""
         steps = {access: dict(known) for access, known in self.steps.items()}
         rest = _Segment(at, self.end, steps)
         self.end = at
@@ -131,19 +129,19 @@ class _Segment:
 
 
 class Shadow:
-    """Who touched the bytes of some memory last; positions are any integers."""
+    """Record of the last accesses to each byte of some memory; positions are any integers."""
 
     def __init__(self) -> None:
-        #: In order, disjoint; bytes that were never touched are in none.
+        #: Disjoint segments in order; bytes without accesses are in none.
         self._segments: list[_Segment] = []
 
     def touch(self, start: int, nbytes: int, access: Access, stamp: Stamp, clock: Clock) -> None:
-        """Note an access, of one byte or more, by who has `clock`.
+        """Record an access to at least one byte by an actor with `clock`.
 
         Raises
         ------
         Race
-            It is not ordered with an earlier one.
+            If the access is not ordered with an earlier one.
         """
         segments = self._carve(start, start + nbytes)
         for segment in segments:
@@ -151,18 +149,18 @@ class Shadow:
                 for other in segment.steps.get(before, {}).values():
                     if not other.is_known(clock):
                         raise Race.between(other.what, stamp.what)
-            if access is Access.WRITE:  # it comes after all others: who comes after it does too
+            if access is Access.WRITE:  # steps after this write are after all earlier ones too
                 segment.steps = {}
             segment.steps.setdefault(access, {})[stamp.actor] = stamp
 
     def forget(self, start: int, nbytes: int) -> None:
-        """The memory is freed: what is there next is something else."""
+        """Forget all accesses to memory that is freed."""
         gone = self._carve(start, start + nbytes)
         first = self._segments.index(gone[0])
         del self._segments[first : first + len(gone)]
 
     def _carve(self, start: int, end: int) -> list[_Segment]:
-        """Return segments that make up exactly the range, made where there are none."""
+        """Return the segments of exactly this range; split and add segments as needed."""
         first = bisect.bisect_right(self._segments, start, key=lambda segment: segment.end)
         last = bisect.bisect_left(self._segments, end, key=lambda segment: segment.start)
         inside = self._segments[first:last]

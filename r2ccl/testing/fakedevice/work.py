@@ -1,10 +1,8 @@
-"""What streams are given: operations, run when the fake's scheduler picks them.
+"""Operations that are enqueued to streams of the fake GPU; the scheduler runs them.
 
-An operation is ready when what it waits for has happened; that it is first in its stream is the
-scheduler's business. Kernels are in `r2ccl.testing.fakedevice.kernels`. Must not know processes.
-
-Invariant: an operation touches memory only through pieces whose accesses were noted in the shadow,
-by its stream's clock, before the bytes move.
+An operation is ready once the event or word for which it waits has occurred; the scheduler checks
+that it is the first in its stream. Kernel launches are in `r2ccl.testing.fakedevice.kernels`. The
+accesses of an operation are recorded in the shadow, with its stream's clock, before bytes move.
 """
 
 from __future__ import annotations
@@ -17,55 +15,59 @@ from r2ccl.testing.fakedevice.memory import MemoryPiece
 from r2ccl.testing.fakedevice.order import Access, Clock, Stamp, join
 
 _MODULUS, _HALF = 1 << 32, 1 << 31
-#: Values of a word that are kept apart; who waits for an older one is taken to rely on these.
+#: Number of values remembered per word. A wait for an older value is ordered after the oldest
+#: remembered one.
 _KEPT = 256
 
 
 class Word:
-    """A 32-bit word that streams set or wait for.
+    """32-bit word that streams set or wait for.
 
     Parameters
     ----------
     piece : MemoryPiece
-        Its four bytes.
+        Memory of the word, four bytes.
     clock : Clock
-        What those know who may have written it until now.
+        Joined clocks of all hosts that may have written the initial value.
     """
 
     def __init__(self, piece: MemoryPiece, clock: Clock) -> None:
         self.piece = piece
-        #: Values, in the order they were written, with what their writers knew.
+        #: Values in the order written, each with the clock of its writer.
         self._written = [(self.value, clock)]
 
     @property
     def value(self) -> int:
-        """What is in memory."""
+        """Value in memory."""
         return int(self.piece.view.view(np.uint32)[0])
 
     @property
     def has_changed(self) -> bool:
-        """Whether memory holds something that is not noted: a host wrote it."""
+        """True if the value in memory was not recorded, because a host wrote it."""
         return self.value != self._written[-1][0]
 
     def note(self, clock: Clock) -> None:
-        """Take what is in memory for written by someone who has `clock`."""
+        """Record the value in memory as written by an actor with `clock`."""
         value = self.value
         if not _is_at_least(value, self._written[-1][0]):
-            self._written.clear()  # it went back: whoever waits from now on waits for what follows
+            self._written.clear()  # it decreased: later waits refer to this and later values
         self._written.append((value, dict(clock)))
         del self._written[:-_KEPT]
 
     def set(self, value: int, clock: Clock) -> None:
-        """Write it, as whoever has `clock`."""
+        """Write the word as an actor with `clock`."""
         self.piece.view.view(np.uint32)[0] = value % _MODULUS
         self.note(clock)
 
     def has_reached(self, value: int) -> bool:
-        """Whether it is known to be `value` or more, as a difference modulo 2**32."""
+        """Return True if the word was recorded as at least `value`, modulo 2**32."""
         return _is_at_least(self._written[-1][0], value)
 
     def learn(self, clock: Clock, value: int) -> None:
-        """Have `clock` know what whoever waited for `value` can rely on: its first writer."""
+        """Join `clock` with the clock of the first writer of `value` or more.
+
+        A wait for `value` is ordered after this write.
+        """
         join(clock, next(known for found, known in self._written if _is_at_least(found, value)))
 
 
@@ -74,21 +76,22 @@ def _is_at_least(value: int, other: int) -> bool:
 
 
 class FakeOperation:
-    """Something a stream was given.
+    """Operation of a stream; this base class does nothing.
 
     Parameters
     ----------
     what : str
-        What it is and where it was enqueued, for messages.
+        Description with the place where it was enqueued, for messages.
     clock : Clock
-        What the host knew then.
+        Clock of the host when it was enqueued.
     reads, writes : sequence of MemoryPiece
-        What it touches.
+        Memory that it reads and writes.
     words : sequence of MemoryPiece
         Words that it sets or waits for.
     """
 
-    #: Whether what it touches is known only when it runs: until then nothing after it is guarded.
+    #: True if its accesses are known only when it runs. Until then later operations of the stream
+    #: are not guarded.
     is_undeclared = False
 
     def __init__(
@@ -103,41 +106,41 @@ class FakeOperation:
         self.clock = clock
         self.reads = tuple(each for each in reads if each.nbytes)
         self.writes = tuple(each for each in writes if each.nbytes)
-        #: All that it reaches, as far as it is known before it runs.
+        #: All memory that it accesses, as far as known before it runs.
         self.pieces = (*self.reads, *self.writes, *words)
         self.is_over = False
-        #: Whether nothing but the GPU's leisure keeps it from running.
+        #: True once the GPU could start it at any time.
         self.is_exposed = False
 
     def is_ready(self) -> bool:
-        """Whether it can run now."""
+        """Return True if it can run now."""
         return True
 
     def is_due(self) -> bool:
-        """Whether it can run before the host does anything more."""
+        """Return True if it can run without any further action of the host."""
         return self.is_ready()
 
     def learn(self, clock: Clock) -> None:
-        """Have its stream know what it waited for."""
+        """Join the stream's clock with the clocks of all that the operation waited for."""
         join(clock, self.clock)
 
     def touch(self, stamp: Stamp, clock: Clock) -> None:
-        """Note its accesses."""
+        """Record its accesses."""
         for piece in self.reads:
             piece.touch(Access.READ, stamp, clock)
         for piece in self.writes:
             piece.touch(Access.WRITE, stamp, clock)
 
     def run(self, stamp: Stamp, clock: Clock) -> None:
-        """Do it."""
+        """Do the work of the operation."""
 
     def reaches(self, piece: MemoryPiece) -> bool:
-        """Whether it touches any of these bytes."""
+        """Return True if it accesses any byte of `piece`."""
         return any(each.overlaps(piece) for each in self.pieces)
 
 
 class Copy(FakeOperation):
-    """Copies; a row each."""
+    """Copy of one or more rows; each row is a (target, source) pair."""
 
     def __init__(
         self, what: str, clock: Clock, rows: Sequence[tuple[MemoryPiece, MemoryPiece]]
@@ -145,46 +148,46 @@ class Copy(FakeOperation):
         super().__init__(what, clock, [row[1] for row in rows], [row[0] for row in rows])
 
     def run(self, stamp: Stamp, clock: Clock) -> None:
-        """Copy all rows."""
+        """Copy the bytes of each row from its source to its target."""
         for target, source in zip(self.writes, self.reads, strict=True):
             target.view[:] = source.view
 
 
 class Record(FakeOperation):
-    """What an event stands for: all of the stream before it."""
+    """Record of an event: it is over once all earlier work of the stream is."""
 
-    #: The step of its stream that it was; None: not yet.
+    #: Stamp of its step in the stream; None until it has run.
     stamp: Stamp | None = None
 
     def run(self, stamp: Stamp, clock: Clock) -> None:
-        """Keep what is known now for whoever waits."""
+        """Keep the stream's clock for those that wait for the event."""
         self.clock = dict(clock)
         self.stamp = stamp
 
 
 class WaitForRecord(FakeOperation):
-    """Wait for what an event stood for when this was enqueued."""
+    """Wait for the record that an event had when the wait was enqueued."""
 
     def __init__(self, what: str, clock: Clock, record: Record) -> None:
         super().__init__(what, clock)
         self._record = record
 
     def is_ready(self) -> bool:
-        """Whether the event was reached."""
+        """Return True if the record has run."""
         return self._record.is_over
 
     def is_due(self) -> bool:
-        """Whether it will be reached without the host."""
+        """Return True if the record has run or can run without any further action of the host."""
         return self._record.is_over or self._record.is_exposed
 
     def learn(self, clock: Clock) -> None:
-        """Know what the other stream knew."""
+        """Join the stream's clock with the clock of the record."""
         super().learn(clock)
         join(clock, self._record.clock)
 
 
 class SetWord(FakeOperation):
-    """Write a word for others to wait for."""
+    """Write of a word for which other streams or hosts wait."""
 
     def __init__(self, what: str, clock: Clock, place: MemoryPiece, word: Word, value: int) -> None:
         super().__init__(what, clock, words=[place])
@@ -193,16 +196,16 @@ class SetWord(FakeOperation):
         self._value = value
 
     def touch(self, stamp: Stamp, clock: Clock) -> None:
-        """Note it."""
+        """Record the access to the word."""
         self._place.touch(Access.SET, stamp, clock)
 
     def run(self, stamp: Stamp, clock: Clock) -> None:
-        """Set it: all that is known here is known to whoever waits for it."""
+        """Set the word; a wait for its value is ordered after all earlier work of the stream."""
         self._word.set(self._value, clock)
 
 
 class WaitForWord(FakeOperation):
-    """Wait until a word is something, or more."""
+    """Wait until a word is at least a value, modulo 2**32."""
 
     def __init__(self, what: str, clock: Clock, place: MemoryPiece, word: Word, value: int) -> None:
         super().__init__(what, clock, words=[place])
@@ -211,16 +214,16 @@ class WaitForWord(FakeOperation):
         self._value = value
 
     def is_ready(self) -> bool:
-        """Whether it is."""
+        """Return True if the word has reached the value."""
         return self._word.has_reached(self._value)
 
     def learn(self, clock: Clock) -> None:
-        """Know what those who wrote it knew."""
+        """Join the stream's clock with that of the word's writer."""
         super().learn(clock)
         self._word.learn(clock, self._value)
 
     def touch(self, stamp: Stamp, clock: Clock) -> None:
-        """Note it."""
+        """Record the access to the word."""
         self._place.touch(Access.WAIT, stamp, clock)
 
 

@@ -1,11 +1,8 @@
-"""netlab: a cluster of nodes with several NICs each, on one machine, with real TCP and real faults.
+"""netlab: a cluster of multi-NIC nodes emulated on one machine, with real TCP and injected faults.
 
-Network namespaces stand for nodes, a bridge for each rail's switch, shaped veth pairs for NICs and
-cables. `Lab` builds it, runs programs on it and breaks it; a `FaultPlan` says what breaks when.
-iproute2 builds the network (one process a namespace, in batch mode); cuts go through netlink.
-
-Imports `topology`, errors and clock below it; nothing of the library imports this package but the
-command line.
+Each node is a network namespace, each rail's switch a bridge, each NIC with its cable a shaped veth
+pair. `Lab` builds the cluster, runs programs on it and injects the faults of a `FaultPlan`.
+iproute2 builds the network, with one batch process per namespace; faults use netlink.
 """
 
 from r2ccl.testing.netlab.fabric import LabShape

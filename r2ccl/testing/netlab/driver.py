@@ -1,8 +1,8 @@
-"""The lab's clock: one thread that fires what is due by time or by a rank's report.
+"""Driver thread of a lab: fires faults at their time or when a rank reports that it reached them.
 
-Durations, flaps and the faults of a plan all go through `call_later`; ranks report on Unix sockets
-this thread answers. Must not know how a fault is applied. Invariant: a rank that reports is
-answered, with an error where the fault could not be applied.
+Timed faults of a plan, ends of faults and flaps are scheduled with `Driver.call_later`. Ranks
+report over a Unix socket. Each report gets an answer, with an error if the fault could not be
+applied.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from r2ccl.testing.netlab.namespaces import LabError
 
 _JOIN_TIMEOUT_S = 10.0
 
-#: A rank writes its report right after it connects; one that does not is not listened to for ever.
+#: Seconds to wait for the report of a rank that has connected. A rank sends it at once; the limit
+#: keeps one that hangs from blocking the thread.
 _REPORT_TIMEOUT_S = 1.0
 
-#: Ranks that may report at the same instant.
+#: Ranks that may report at the same time.
 _BACKLOG = 1024
 
 
@@ -42,16 +43,16 @@ class _Entry(NamedTuple):
 
 
 class PlanRun:
-    """A plan under way: the socket its ranks report to, and whether it still counts.
+    """One run of a fault plan, with the socket to which its ranks report.
 
     Parameters
     ----------
     plan : FaultPlan
     directory : Path
-        Private; holds the socket and the plan's file while the run lasts.
+        Private directory for the socket and the plan's file.
     ranks_per_node : int
     apply : callable
-        Applies a fault and says when.
+        Applies a `Fault` and returns its `Firing`.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class PlanRun:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a rank needs in order to report."""
+        """Environment variables with which a rank finds the plan and the socket."""
         return {
             "R2CC_TRANSPORT_WRAPPER": "r2ccl.testing.fault_plan:wrap_by_env",
             "R2CC_FAULT_PLAN": str(self._file),
@@ -82,13 +83,13 @@ class PlanRun:
         }
 
     def fire(self, index: int) -> None:
-        """Apply a fault of the plan and record it; nothing happens after the run's end."""
+        """Apply fault `index` of the plan and record it; do nothing after the end of the run."""
         if not self._is_over:
             firing = self._apply(self.plan.faults[index])
             self.plan.record(index, firing.time_s, firing.applied_s)
 
     def answer(self) -> None:
-        """Serve one rank: apply the fault it has reached, then let it go on."""
+        """Accept one rank's report, apply the fault it names, and send the answer."""
         connection, _ = self.listener.accept()
         with connection:
             connection.settimeout(_REPORT_TIMEOUT_S)
@@ -103,21 +104,21 @@ class PlanRun:
                 error = str(exc) or repr(exc)
                 raise
             finally:
-                # A rank that the fault has killed does not read its answer.
+                # A rank that the fault killed does not read its answer.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     connection.send(msgspec.msgpack.encode(Applied(error)))
 
     def close(self) -> None:
-        """End the run: nothing fires any more."""
+        """End the run; faults that are still pending do not fire."""
         self._is_over = True
         self.listener.close()
         self._path.unlink(missing_ok=True)
 
 
 class Driver:
-    """Runs callables at their time in one thread, and serves the plans in force.
+    """Thread that runs scheduled callables and answers the reports of ranks.
 
-    What goes wrong there is kept in `errors`, for the run it spoils to raise.
+    Exceptions in this thread are appended to `errors`; the lab raises them at the end of the run.
     """
 
     def __init__(self) -> None:
@@ -133,20 +134,20 @@ class Driver:
         self._thread.start()
 
     def call_later(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Have `action` called in the driver's thread after `delay_s` seconds."""
+        """Schedule `action` to run in the driver's thread after `delay_s` seconds."""
         with self._lock:
             heapq.heappush(self._entries, _Entry(monotonic() + delay_s, next(self._order), action))
         self._wake_write.send(b"\0")
 
     def begin(self, run: PlanRun) -> None:
-        """Start the clock of a plan's timed faults and listen to its ranks."""
+        """Schedule a plan's timed faults, counted from now, and listen to its ranks."""
         self._in_thread(lambda: self._selector.register(run.listener, selectors.EVENT_READ, run))
         for index, fault in enumerate(run.plan.faults):
             if fault.at_s is not None:
                 self.call_later(fault.at_s, functools.partial(run.fire, index))
 
     def end(self, run: PlanRun) -> None:
-        """Stop listening; timed faults still to come do not fire."""
+        """Stop listening to the ranks; timed faults that are still pending do not fire."""
 
         def stop() -> None:
             if run.listener in self._selector.get_map():
@@ -156,7 +157,7 @@ class Driver:
         self._in_thread(stop)
 
     def _in_thread(self, action: Callable[[], object]) -> None:
-        """Have `action` run where the selector is used, and wait for it."""
+        """Run `action` in the driver's thread, which owns the selector, and wait for it."""
         done = threading.Event()
 
         def call() -> None:
@@ -168,7 +169,7 @@ class Driver:
             raise LabError(f"the lab's driver thread did not answer within {_JOIN_TIMEOUT_S} s")
 
     def close(self) -> None:
-        """Stop the thread; what was still to come is dropped."""
+        """Stop the thread and drop all scheduled callables."""
         if not self._is_stopping:
             self._is_stopping = True
             self._wake_write.send(b"\0")
@@ -190,7 +191,7 @@ class Driver:
     def _call(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as exc:  # kept for the run to raise; the thread must go on answering
+        except Exception as exc:  # the run raises it later; the thread must continue to answer
             self.errors.append(exc)
 
     def _time_left(self) -> float | None:

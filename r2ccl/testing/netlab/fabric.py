@@ -1,8 +1,8 @@
-"""The cluster a lab stands for, as values: names, addresses, and the iproute2 lines that build it.
+"""Names and addresses of a lab's cluster, and the iproute2 lines that build it.
 
-No I/O: everything here is text made from a `LabShape`. Invariant: the two ends of a veth never have
-the same interface index, because the kernel reports a lost carrier at once only where they differ
-(measured: 0.3 ms against 822 ms).
+This module does no I/O: it makes text from a `LabShape`. The two ends of a veth always have
+different interface indices, because only then does the kernel report a lost carrier at once
+(measured: after 0.3 ms instead of 822 ms).
 
 ::
 
@@ -11,8 +11,8 @@ the same interface index, because the kernel reports a lost carrier at once only
     rail1 --tbf--tbf-- n0r1 -- br1 -- n1r1 --tbf--tbf-- rail1     10.2.0.0/24
     mgmt0 ------------ n0m --- brm --- n1m ------------ mgmt0     10.0.0.0/24
 
-What a node sends from a rail's address leaves through that rail or not at all. With fabric ``full``
-the switch also routes between its bridges (the spine).
+Packets with a rail's source address leave the node through that rail or are dropped. With fabric
+``full`` the switch also routes between its bridges and so acts as the spine.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from r2ccl.testing.faults import RATE
 
 FABRICS = ("full", "rail")
 
-#: A node's number is the last byte of its addresses, a rail's (plus one) the second; 254 is the
-#: spine's own.
+#: Limits of the addresses ``10.<rail + 1>.0.<node + 1>``, where node byte 254 is the spine.
 MAX_NODES = 250
 MAX_RAILS = 100
 
@@ -43,28 +42,31 @@ class LabShape(msgspec.Struct, frozen=True, kw_only=True):
 
     Parameters
     ----------
-    nodes, rails, ranks_per_node : int
-        Nodes, NICs on each, and processes `Lab.run` starts on each.
+    nodes : int
+    rails : int
+        NICs per node.
     rate : str
-        Of each NIC, each direction, in tc's spelling.
+        Rate of each NIC in each direction, in tc's syntax.
     fabric : {"full", "rail"}
-        Any NIC reaches any NIC, or only NICs of the same index reach each other.
+        ``full``: any NIC reaches any NIC. ``rail``: only NICs of the same rail reach each other.
     mtu : int
-        Of every NIC, bytes.
+        MTU of every NIC in bytes.
     burst : str
-        tbf's bucket. Not below 64 KiB, the size of a segment TCP hands to the NIC: such packets
-        are cut up in software and cost the whole processor.
+        Bucket size of tbf. Use at least 64 KiB, the size of the segments that TCP passes to the
+        NIC: with a smaller bucket the kernel splits them in software, which takes all CPU time.
     latency : str
-        Longest stay in a NIC's queue, which bounds how long a busy NIC delays what is sent last.
-        A queue holds at least 128 KiB: below two of those segments TCP stalls.
+        Longest time a packet may wait in a NIC's queue, and so the longest delay that a busy NIC
+        adds. A queue holds at least 128 KiB, two such segments: below that TCP stalls.
     buffer : str
-        Longest stay in the queue of a switch's port: several nodes send to one at once, and
-        switches have the memory for that.
+        Longest time a packet may wait in the queue of a switch port. It is longer than `latency`
+        because several nodes send to one port at once, and switches have the memory for that.
+    ranks_per_node : int
+        Processes that `Lab.run` starts on each node.
 
     Raises
     ------
     InvalidArgument
-        Out of range or misspelt; says what is allowed.
+        If a field is out of range or malformed. The message says what is allowed.
     """
 
     nodes: int = 4
@@ -96,7 +98,7 @@ class LabShape(msgspec.Struct, frozen=True, kw_only=True):
             ("buffer", _TIME, "20ms"),
         ):
             if not pattern.fullmatch(getattr(self, name)):
-                raise _bad(name, getattr(self, name), f"tc's spelling, such as {example}")
+                raise _bad(name, getattr(self, name), f"tc's syntax, such as {example}")
 
     @property
     def nranks(self) -> int:
@@ -104,11 +106,11 @@ class LabShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.nodes * self.ranks_per_node
 
     def address(self, node: int, rail: int) -> str:
-        """Address of a node's NIC on a rail."""
+        """Return the IP address of a node's NIC on a rail."""
         return f"10.{rail + 1}.0.{node + 1}"
 
     def management_address(self, node: int) -> str:
-        """Address of a node on the management network, which no fault touches."""
+        """Return the IP address of a node on the management network, which no fault affects."""
         return f"10.0.0.{node + 1}"
 
 
@@ -117,32 +119,32 @@ def _bad(name: str, given: object, allowed: str) -> InvalidArgument:
 
 
 def nic_name(rail: int) -> str:
-    """Name of a NIC inside its node."""
+    """Return the interface name of a NIC inside its node."""
     return f"rail{rail}"
 
 
 def nic_index(rail: int) -> int:
-    """Interface index of a NIC inside its node."""
+    """Return the interface index of a NIC inside its node."""
     return 11 + rail
 
 
 def port_name(node: int, rail: int) -> str:
-    """Name of the switch's end of a NIC's veth."""
+    """Return the interface name of a switch port, the switch's end of a NIC's veth."""
     return f"n{node}r{rail}"
 
 
 def port_index(node: int, rail: int) -> int:
-    """Interface index of a switch port; never that of a NIC."""
+    """Return the interface index of a switch port, which no NIC has."""
     return 1024 + node * 128 + rail
 
 
 def bridge_name(rail: int) -> str:
-    """Name of a rail's bridge in the switch."""
+    """Return the interface name of a rail's bridge in the switch."""
     return f"br{rail}"
 
 
 def bridge_index(rail: int) -> int:
-    """Interface index of a rail's bridge."""
+    """Return the interface index of a rail's bridge in the switch."""
     return 256 + rail
 
 
@@ -150,12 +152,13 @@ _MIN_QUEUE_NBYTES = 128 << 10
 
 _MANAGEMENT_BRIDGE = "brm"
 _MANAGEMENT_NIC_INDEX = 10
-_MANAGEMENT_PORT = 127  # stands for a rail's number in `port_index`; above MAX_RAILS
+_MANAGEMENT_PORT = 127  # used as the rail in `port_index`; larger than MAX_RAILS
 
-#: Per namespace, written before there is an interface so that all of them inherit it. A NIC answers
-#: ARP for its own address only and sends its own address only: one that is down must not be
-#: answered for through another. Without IPv6 there is no duplicate address detection to wait for.
-#: The path metrics kept of a rail that failed would throttle the connections made after it.
+#: Kernel settings of a node's namespace, written before it has interfaces so that all inherit them.
+#: A NIC answers ARP only for its own address and announces only its own address: otherwise another
+#: NIC of the node would answer for one that is down. IPv6 is off because its duplicate address
+#: detection takes time. TCP metrics are not saved because those of a failed rail would throttle
+#: later connections.
 NODE_SYSCTLS = {
     "net/ipv4/conf/all/arp_ignore": "1",
     "net/ipv4/conf/all/arp_announce": "2",
@@ -170,13 +173,21 @@ SWITCH_SYSCTLS = {**NODE_SYSCTLS, "net/ipv4/ip_forward": "1"}
 
 
 def switch_lines(shape: LabShape, namespaces: list[str]) -> Iterator[str]:
-    """``ip -batch`` lines, run in the switch: bridges, and a veth into each of `namespaces`."""
+    """Yield the ``ip -batch`` lines for the switch: its bridges, and the veths to the nodes.
+
+    Parameters
+    ----------
+    shape : LabShape
+    namespaces : list of str
+        Namespace of each node.
+    """
     yield "link set lo up"
     yield f"link add {_MANAGEMENT_BRIDGE} type bridge mcast_snooping 0"
     yield f"link set {_MANAGEMENT_BRIDGE} up"
     for rail in range(shape.rails):
         bridge = bridge_name(rail)
-        # Its own address, or the bridge takes a port's and changes it when that port is removed.
+        # Give the bridge an explicit MAC address. Otherwise it takes that of a port, and changes
+        # it when that port is removed.
         yield (
             f"link add {bridge} index {bridge_index(rail)} address {_mac(2, rail, 0)} "
             "type bridge mcast_snooping 0"
@@ -202,7 +213,7 @@ def switch_lines(shape: LabShape, namespaces: list[str]) -> Iterator[str]:
 
 
 def node_lines(shape: LabShape, node: int) -> Iterator[str]:
-    """``ip -batch`` lines, run in a node: addresses, and routes that keep each rail to itself."""
+    """Yield the ``ip -batch`` lines for a node: addresses, and a routing table per rail."""
     yield "link set lo up"
     yield f"addr add {shape.management_address(node)}/24 dev {MANAGEMENT_NIC}"
     yield f"link set {MANAGEMENT_NIC} up"
@@ -211,13 +222,16 @@ def node_lines(shape: LabShape, node: int) -> Iterator[str]:
         yield f"link set {nic_name(rail)} up"
         table = _table(rail)
         yield f"rule add pref {table} from {shape.address(node, rail)} lookup {table}"
-        # Has no device, so it stays when the NIC goes down and takes its routes along.
+        # This route has no device, so it stays when the NIC goes down and loses its routes.
         yield f"route add unreachable default metric 4096 table {table}"
         yield from rail_routes(shape, node, rail)
 
 
 def rail_routes(shape: LabShape, node: int, rail: int) -> Iterator[str]:
-    """Lines for the routes that a NIC loses by going down and the kernel does not bring back."""
+    """Yield the ``ip -batch`` lines for the routes that a NIC loses when it goes down.
+
+    The kernel does not restore these routes when the NIC comes up again.
+    """
     source = shape.address(node, rail)
     device = f"dev {nic_name(rail)} src {source} table {_table(rail)}"
     yield f"route replace 10.{rail + 1}.0.0/24 {device}"
@@ -226,17 +240,24 @@ def rail_routes(shape: LabShape, node: int, rail: int) -> Iterator[str]:
 
 
 def nic_shaper(shape: LabShape, rail: int, *, rate: str = "", verb: str = "add") -> str:
-    """``tc -batch`` line that shapes what a node sends, to the lab's rate unless given."""
+    """Return the ``tc -batch`` line that shapes a NIC's outgoing traffic.
+
+    `rate` is in tc's syntax; empty means the lab's rate.
+    """
     return _shaper(shape, nic_name(rail), rate or shape.rate, verb, shape.latency)
 
 
 def port_shaper(shape: LabShape, node: int, rail: int, *, rate: str = "", verb: str = "add") -> str:
-    """``tc -batch`` line that shapes what the switch sends to a node's NIC."""
+    """Return the ``tc -batch`` line that shapes the switch's traffic to a node's NIC.
+
+    `rate` is in tc's syntax; empty means the lab's rate.
+    """
     return _shaper(shape, port_name(node, rail), rate or shape.rate, verb, shape.buffer)
 
 
 def _shaper(shape: LabShape, device: str, rate: str, verb: str, stay: str) -> str:
-    # Not tbf's own `latency`: that adds the burst to the queue, and so the time the burst takes.
+    # Do not use tbf's `latency`: it adds the burst to the queue size, and so adds the time that
+    # the burst takes.
     limit = max(_MIN_QUEUE_NBYTES, int(_bits_per_s(rate) * _seconds(stay) / 8))
     return f"qdisc {verb} dev {device} root tbf rate {rate} burst {shape.burst} limit {limit}"
 
@@ -260,7 +281,7 @@ def _table(rail: int) -> int:
 
 
 def _mac(kind: int, rail: int, node: int) -> str:
-    """Locally administered; kind 0 a NIC, 1 a port, 2 a bridge."""
+    """Return a locally administered MAC address; `kind` is 0 for NIC, 1 for port, 2 for bridge."""
     return f"02:00:00:{kind:02x}:{rail:02x}:{node:02x}"
 
 

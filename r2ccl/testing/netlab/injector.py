@@ -1,7 +1,8 @@
-"""Applies any fault to a lab: the NICs' at once, and what follows from it later by the driver.
+"""Injector of faults into the NICs and ranks of a lab.
 
-Must not know about plans. Invariant: applying and undoing are serialised, so a fault's two times
-enclose its own effect only.
+It applies a fault at once, and schedules the end of the fault or the changes of a flap with the
+driver. Applying and undoing are serialised, so no other fault's work lies between the two times of
+a `Firing`.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from r2ccl.testing.netlab.fabric import LabShape
 from r2ccl.testing.netlab.nicfaults import FaultHold, NicFaults
 from r2ccl.testing.netlab.ranks import LabJob
 
-#: Mean interval between the changes of a flap that does not say.
+#: Default mean interval in seconds between the changes of a flap.
 FLAP_MEAN_S = 0.1
 
 
 class Injector:
-    """Applies faults to the NICs of a lab and to the ranks of its job.
+    """Injector of faults into the NICs of a lab and the ranks of its job.
 
     Parameters
     ----------
     shape : LabShape
     nics : NicFaults
     driver : Driver
-        Runs what comes later: the end of a fault, the next change of a flap.
+        Schedules the end of a fault and the next change of a flap.
     find_job : callable
         Returns the running job, or None.
     """

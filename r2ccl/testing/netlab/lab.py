@@ -1,7 +1,6 @@
-"""The lab itself: builds the cluster, runs programs on it, breaks it, counts its bytes.
+"""`Lab`: builds the cluster, runs programs on it, injects faults, and counts bytes per NIC.
 
-Puts the other modules of this package together and adds no mechanism of its own. Invariant: when a
-`Lab` is closed, or its owner dies, nothing of it is left on the machine.
+When a `Lab` is closed or its process dies, all its namespaces, processes and files are removed.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ from r2ccl.testing.netlab.ranks import LabJob, RankProcess, RankResult, rank_env
 
 _T = TypeVar("_T")
 
-#: BBR, where it is the machine's default, reaches only 80-94 % of a shaped rate. A namespace may
-#: only choose what the machine allows everybody; reno is always among those.
+#: Congestion controls in order of preference. BBR, the default of some machines, reaches only
+#: 80-94 % of a shaped rate. A namespace may only choose those that the machine allows to all users,
+#: which always include reno.
 _CONGESTION_CONTROL = ("cubic", "reno")
 
 _PROC_NET_DEV = "/proc/thread-self/net/dev"
@@ -42,10 +42,10 @@ _SWITCH = "sw"
 
 
 class Lab:
-    """A cluster of network namespaces on this machine.
+    """Cluster of network namespaces on this machine, with real TCP over shaped NICs.
 
-    Nodes with `rails` shaped NICs each, real TCP, and faults on request. Needs root, or root in a
-    user namespace (see `ensure_privileged`). A context manager; several labs may live at once.
+    A lab needs root, or root in a user namespace (see `ensure_privileged`). It is a context
+    manager, and several labs may exist at once.
 
     Parameters
     ----------
@@ -56,9 +56,9 @@ class Lab:
     Raises
     ------
     InvalidArgument
-        A field is out of range.
+        If a field is out of range.
     LabError
-        The machine does not allow it or lacks a tool.
+        If the machine forbids building the lab or lacks a program.
 
     Examples
     --------
@@ -86,7 +86,7 @@ class Lab:
         self._wire()
         faults = NicFaults(self.shape, self._switch, self._nodes)
         self._stack.callback(faults.close)
-        # Opened inside, the file shows that namespace's devices for as long as it stays open.
+        # Opened inside the namespace, the file shows that namespace's devices until it is closed.
         self._counters = inside(self._switch, lambda: os.open(_PROC_NET_DEV, os.O_RDONLY))
         self._stack.callback(os.close, self._counters)
         self._secret = self._set.directory / "secret"
@@ -115,19 +115,22 @@ class Lab:
 
     @property
     def name(self) -> str:
-        """Prefix of the lab's namespaces."""
+        """Prefix of the names of the lab's namespaces."""
         return self._set.name
 
     def namespace(self, node: int) -> str:
-        """Name of a node's namespace, for ``ip netns exec``."""
+        """Return the name of a node's namespace, for ``ip netns exec``."""
         return self._nodes[node]
 
     def inside(self, node: int, function: Callable[[], _T]) -> _T:
-        """Call `function` in a thread inside a node; sockets it makes stay in that node."""
+        """Call `function` in a thread inside a node and return its result.
+
+        Sockets that the function creates remain in that node.
+        """
         return inside(self._nodes[node], function)
 
     def close(self) -> None:
-        """End what runs and remove the lab; a second call does nothing."""
+        """End the running job and remove the lab; a second call does nothing."""
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -152,21 +155,22 @@ class Lab:
     ) -> list[RankResult]:
         """Run a program as `ranks_per_node` ranks on every node and wait for all of them.
 
-        Faults stay in force after the run unless they undo themselves; see `restore`.
+        Faults without `duration_s` stay in force after the run; `restore` undoes them.
 
         Parameters
         ----------
         argv : sequence of str
-            The program; every rank runs the same, with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
-            ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and the ``R2CC_*`` settings of its node.
+            The program and its arguments, the same for every rank. The lab sets ``RANK``,
+            ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and the
+            ``R2CC_*`` settings of the rank's node in its environment.
         env : mapping, optional
-            Added to this process's environment and the lab's; wins over both.
+            Variables that override those of this process and of the lab.
         plan : FaultPlan, optional
-            What goes wrong; `plan.fired` says afterwards what did, and when.
+            Faults to inject; afterwards `plan.fired` records which fired, and when.
         timeout_s : float
-            Ranks that still run then are ended.
+            Seconds after which ranks that still run are ended.
         sink : callable, optional
-            Takes each line of output, already prefixed with its node; printed unless given.
+            Called with each line of output, prefixed with its node. By default lines are printed.
 
         Returns
         -------
@@ -176,9 +180,9 @@ class Lab:
         Raises
         ------
         InvalidArgument
-            The plan does not fit the lab or has been used.
+            If the plan does not fit the lab or was used before, or a job is running.
         LabError
-            A fault of the plan could not be applied.
+            If a fault of the plan could not be applied.
         """
         take = sink or _print_line
         with self._start(argv, env, plan, is_interactive=False) as job:
@@ -193,38 +197,40 @@ class Lab:
         env: Mapping[str, str] | None = None,
         plan: FaultPlan | None = None,
     ) -> LabJob:
-        """Start a program as `run` does, with pipes to each rank's stdin and stdout.
+        """Start a program as `run` does, but with pipes to each rank's stdin and stdout.
 
-        The plan's clock starts here. One job at a time; close it before the next.
+        Times of the plan count from this call. A lab runs one job at a time: close it before
+        starting the next.
         """
         return self._start(argv, env, plan, is_interactive=True)
 
     def apply(self, fault: Fault) -> Firing:
-        """Apply a fault now, whatever its trigger; its `duration_s` counts from here.
+        """Apply a fault now and ignore its trigger; its `duration_s` counts from this call.
 
         Returns
         -------
         Firing
-            When: CLOCK_MONOTONIC seconds before and after; `index` is -1.
+            The times just before and after; `index` is -1.
 
         Raises
         ------
         InvalidArgument
-            It names what does not exist, or no job runs whose rank could be stopped or killed.
+            If the fault names a node, rail or rank that does not exist, or is to stop or kill a
+            rank while no job runs.
         LabError
-            The kernel refused.
+            If the kernel refuses the change.
         """
         return self._injector.apply(fault)
 
     def restore(self, node: int | None = None, rail: int | None = None) -> Firing:
-        """Take back every fault of a NIC, of a node, of a rail or, with neither, of all NICs."""
+        """Undo all faults of a NIC, of a node, of a rail or, with no argument, of all NICs."""
         return self.apply(Fault(action=Action.RESTORE, node=node, rail=rail))
 
     def counters(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return the bytes each NIC has sent and received.
+        """Return the number of bytes that each NIC has sent and received.
 
-        Counted at its switch port, with link headers (one a segment as TCP hands it down, which
-        is up to 64 KiB). Cheap enough for tens of samples a second.
+        The bytes are counted at the switch port and include link headers, one per segment of up to
+        64 KiB that TCP passes to the NIC. The call is fast enough for tens of samples per second.
 
         Returns
         -------
@@ -235,7 +241,7 @@ class Lab:
         for line in _read_whole(self._counters).decode().splitlines()[2:]:
             name, _, numbers = line.partition(":")
             fields = numbers.split()
-            # What the port received, the NIC has sent. proc(5): 8 receive columns, then transmit.
+            # The port receives what the NIC sends. proc(5): 8 receive columns, then transmit.
             found[name.strip()] = (int(fields[0]), int(fields[8]))
         return {
             (node, rail): found[fabric.port_name(node, rail)]
@@ -244,7 +250,7 @@ class Lab:
         }
 
     def raise_errors(self) -> None:
-        """Raise LabError where a fault could not be applied since the last call."""
+        """Raise LabError if a fault could not be applied since the last call."""
         errors, self._driver.errors = self._driver.errors, []
         if errors:
             raise LabError(
@@ -285,7 +291,7 @@ class Lab:
         plan.check(nodes=shape.nodes, rails=shape.rails, ranks_per_node=shape.ranks_per_node)
         if plan.fired:
             raise InvalidArgument(
-                "netlab: this fault plan has been used; FaultPlan(plan.faults) is a fresh one"
+                "netlab: this fault plan was already used; make a fresh one: FaultPlan(plan.faults)"
             )
         return PlanRun(plan, self._set.directory, shape.ranks_per_node, self.apply)
 
@@ -305,7 +311,10 @@ class Lab:
 
 
 def _choose_congestion_control() -> str:
-    """Set the first of `_CONGESTION_CONTROL` that the calling thread's namespace allows."""
+    """Set the first of `_CONGESTION_CONTROL` that the calling thread's namespace allows.
+
+    Returns its name.
+    """
     refusals = []
     for name in _CONGESTION_CONTROL:
         try:
@@ -318,7 +327,7 @@ def _choose_congestion_control() -> str:
 
 
 def _read_whole(descriptor: int) -> bytes:
-    """Read a /proc file from its start; the kernel hands such files out a page at a time."""
+    """Read a /proc file from its start to its end; one read returns at most a page."""
     data = b""
     while piece := os.pread(descriptor, 1 << 16, len(data)):
         data += piece

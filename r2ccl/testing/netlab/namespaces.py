@@ -1,10 +1,9 @@
-"""Network namespaces: made, entered, and always removed, whatever happens to their owner.
+"""Sets of network namespaces that are removed even if their owner is killed.
 
-A set of namespaces is named ``r2cc-<pid>-<start time>-<random>-<part>`` after the process that owns
-it. A small guard process deletes them when it sees its end of a pipe close, which is when the owner
-closes them or dies, by any signal; what a killed guard leaves behind, the next set removes. Must
-not know what a namespace is used for. Invariant: only namespaces of this naming whose owner is
-gone, and processes inside them, are ever removed.
+The namespaces of a set are named ``r2cc-<pid>-<start time>-<random>-<part>``, after the process
+that owns the set. A guard process, connected to the owner by a pipe, deletes them when the owner
+closes the set or dies. If the guard is killed too, the next `NamespaceSet` or `clean` deletes them.
+Namespaces with other names, or whose owner is alive, are never removed.
 """
 
 from __future__ import annotations
@@ -30,13 +29,14 @@ _RUN = Path("/run/netns")
 _NAME = re.compile(r"(?P<set>r2cc-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]+)-\w+")
 _CLONE_NEWNET = 0x40000000
 
-#: Deleting a namespace takes milliseconds; on a machine that takes longer something is stuck.
+#: Seconds until the removal of a set counts as failed. Deleting a namespace takes milliseconds.
 _CLOSE_TIMEOUT_S = 20.0
 _COMMAND_TIMEOUT_S = 30.0
 
 _TOOLS = ("ip", "tc", "bridge", "sh")
 
-#: $1 is the directory, the rest are namespaces. What is already gone is no news.
+#: Shell script that removes a set: $1 is its directory, the other arguments are its namespaces.
+#: Errors are ignored, as some of these may be gone already.
 _REMOVE = """
 directory=$1; shift
 for namespace in "$@"; do
@@ -49,21 +49,21 @@ _GUARD = "read -r _\n" + _REMOVE
 
 
 class LabError(R2cclError):
-    """The machine did not do what a lab needs; says which command failed and why."""
+    """Error raised when a lab cannot be built or run; it names the failed command and the cause."""
 
 
 class NamespaceSet:
-    """Network namespaces and a private directory that share one life.
+    """Network namespaces and a private directory that are created and removed together.
 
     Parameters
     ----------
     parts : sequence of str
-        One namespace each; letters and digits.
+        Last part of each namespace's name; letters and digits only.
 
     Raises
     ------
     LabError
-        Not allowed, or iproute2 is missing.
+        If this process may not create namespaces, or iproute2 is missing.
     """
 
     def __init__(self, parts: Sequence[str]) -> None:
@@ -83,16 +83,17 @@ class NamespaceSet:
             raise
 
     def close(self) -> None:
-        """Kill what runs in the namespaces and remove them; a second call does nothing.
+        """Kill all processes in the namespaces and remove these; a second call does nothing.
 
         Raises
         ------
         LabError
-            They were not gone in time.
+            If the namespaces are not removed in time.
         """
         if self._guard.stdin is None or self._guard.stdin.closed:
             return
-        # The line, because a forked child of the owner may hold the pipe open.
+        # Closing the pipe is not enough: a forked child of the owner may hold it open. The line
+        # makes the guard act in any case.
         with contextlib.suppress(BrokenPipeError), self._guard.stdin as pipe:
             pipe.write(b"\n")
             pipe.flush()
@@ -100,20 +101,20 @@ class NamespaceSet:
             status = self._guard.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired as exc:
             raise _not_removed(self.name) from exc
-        if status:  # somebody has killed the guard
+        if status:  # the guard was killed
             _remove(self.name, list(self.namespaces.values()))
 
 
 def clean() -> list[str]:
-    """Remove the namespaces whose owner is gone; return the names of the sets removed.
+    """Remove the namespaces whose owner has died; return the names of the removed sets.
 
-    An owner counts as gone where this process cannot see it: processes that share ``/run`` must
-    share their process ids as well.
+    An owner that this process cannot see in /proc counts as dead. So processes that share ``/run``
+    must also share a PID namespace.
 
     Raises
     ------
     LabError
-        They were not gone in time.
+        If the namespaces are not removed in time.
     """
     if not _RUN.is_dir():
         return []
@@ -128,15 +129,15 @@ def clean() -> list[str]:
 
 
 def inside(namespace: str, function: Callable[[], _T]) -> _T:
-    """Call `function` in a thread that sits in `namespace`; what it opens stays there.
+    """Call `function` in a thread inside `namespace` and return its result.
 
-    A socket belongs for life to the namespace of the thread that made it, so this is how one
-    process holds sockets in many.
+    A socket belongs for its whole life to the namespace of the thread that created it. So one
+    process can hold sockets in several namespaces.
 
     Raises
     ------
     LabError
-        The namespace does not exist or may not be entered.
+        If the namespace does not exist or this process may not enter it.
     """
 
     def enter_and_call() -> _T:
@@ -153,7 +154,7 @@ def write_sysctls(values: dict[str, str]) -> None:
     Raises
     ------
     LabError
-        One of them was refused.
+        If the kernel refuses one of them.
     """
     for key, value in values.items():
         try:
@@ -168,7 +169,7 @@ def run_batch(command: list[str], lines: Iterable[str]) -> None:
     Raises
     ------
     LabError
-        The tool is missing or refused a line; carries its words.
+        If the tool is missing, takes too long or refuses a line. The message quotes the tool.
     """
     text = "\n".join(lines)
     argv = [find_program(command[0]) or command[0], *command[1:], "-batch", "-"]
@@ -188,13 +189,13 @@ def run_batch(command: list[str], lines: Iterable[str]) -> None:
 
 
 def _line_named(stderr: str, text: str) -> str:
-    """Quote the line that iproute2 names by number."""
+    """Quote the line whose number iproute2 gives in its error; empty if it gives none."""
     match = re.search(r"Command failed -:(\d+)", stderr)
     return f" ({text.splitlines()[int(match[1]) - 1]})" if match else ""
 
 
 def missing_tools() -> str:
-    """Say which programs netlab needs and this machine lacks, and their packages; empty if none."""
+    """Describe the programs that netlab needs and this machine lacks; empty if none is missing."""
     return describe_missing(_TOOLS)
 
 
@@ -204,7 +205,7 @@ def _enter(namespace: str) -> None:
     except OSError as exc:
         raise LabError(f"no network namespace {namespace}: {exc}") from exc
     try:
-        # os.setns exists only from Python 3.12 on.
+        # os.setns exists only since Python 3.12.
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(descriptor, _CLONE_NEWNET):
             code = ctypes.get_errno()
@@ -219,7 +220,7 @@ def _start_guard(directory: Path, names: list[str]) -> subprocess.Popen[bytes]:
             ["sh", "-c", _GUARD, "netlab-guard", str(directory), *names],
             stdin=subprocess.PIPE,
             env=_guard_environment(),
-            # Ctrl-C is for the owner, and must not end the guard first.
+            # Keep Ctrl-C from ending the guard before the owner.
             start_new_session=True,
         )
     except OSError as exc:
@@ -228,7 +229,7 @@ def _start_guard(directory: Path, names: list[str]) -> subprocess.Popen[bytes]:
 
 
 def _guard_environment() -> dict[str, str]:
-    """Return this process's environment with the administrator's folders in PATH.
+    """Return this process's environment with the sbin folders in PATH.
 
     The guard's script calls ``ip`` by name.
     """
@@ -246,7 +247,7 @@ def _remove(name: str, namespaces: list[str]) -> None:
 def _not_removed(name: str) -> LabError:
     return LabError(
         f"namespaces {name}-* were not removed within {_CLOSE_TIMEOUT_S} s; "
-        "try `r2ccl netlab --clean` after their owner ends"
+        "run `r2ccl netlab --clean` after the process that owns them has ended"
     )
 
 
@@ -255,15 +256,15 @@ def _directory(name: str) -> Path:
 
 
 def _start_time(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; 0 where there is none.
+    """Return the start time of a process in clock ticks since boot; 0 if it does not exist.
 
-    With the number it identifies a process for as long as the machine runs (proc(5), stat).
+    Together with its pid this identifies a process until the next boot (proc(5), stat).
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    # The second field, the name, is in parentheses and may hold spaces; start time is the 22nd.
+    # The second field, the name, is in parentheses and may contain spaces. Start time is the 22nd.
     return int(text.rpartition(")")[2].split()[19])
 
 

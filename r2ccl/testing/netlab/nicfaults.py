@@ -1,9 +1,9 @@
-"""Breaks NICs of a running lab and mends them.
+"""Faults of the NICs of a running lab: applying and undoing them.
 
-Cuts go through netlink sockets held open in each namespace, because a cut must land at the moment
-it is asked for; a NIC's return, which needs its routes as well, and a change of rate go through
-iproute2. Must not know about time or plans. Invariant: whatever faults overlap, `undo` of one
-leaves the NIC as it would be had that fault never been.
+Faults that cut a NIC use netlink sockets held open in each namespace, so that they take effect
+without delay. Bringing a NIC up again, which also needs its routes, and changing a rate use
+iproute2. If faults overlap, `NicFaults.undo` of one leaves the NIC in the state that the others
+alone would have caused.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _IFF_UP = 0x1
 _IFLA_MASTER = 10
 
 _U32 = struct.Struct("=I")
-#: IEEE 802.1D reserves it for pause frames, which no bridge forwards: what is sent there is lost at
-#: the switch.
+#: MAC address that IEEE 802.1D reserves for pause frames. No bridge forwards packets to it, so they
+#: are lost at the switch.
 _NOWHERE = bytes.fromhex("0180c2000001")
 
 
 class Target(NamedTuple):
-    """What a fault changes: of several with one target, the last is in force."""
+    """State of the lab that a fault changes; of several faults with one target the last applies."""
 
     action: Action
     node: int
@@ -40,7 +40,7 @@ class Target(NamedTuple):
 
 
 class FaultHold:
-    """One fault in force; an object, so that two equal faults stay two."""
+    """Applied fault, compared by identity so that two equal faults are undone separately."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
@@ -48,10 +48,10 @@ class FaultHold:
 
 
 class NicFaults:
-    """The faults that last on the NICs of one lab, in any combination. Not thread-safe.
+    """Faults in force on the NICs of one lab. Not thread-safe.
 
-    Faults of different targets add up. Of those with one target (two rates of a NIC) the last is
-    in force, and when it ends the one before is again.
+    Faults with different targets add up. Of several with the same target, such as two rates of a
+    NIC, the last applies; when it ends, the one before it applies again.
 
     Parameters
     ----------
@@ -88,17 +88,17 @@ class NicFaults:
         }
 
     def close(self) -> None:
-        """Let go of the namespaces."""
+        """Close the netlink sockets in the namespaces."""
         for each in self._sockets.values():
             each.close()
 
     def apply(self, fault: Fault) -> FaultHold:
-        """Put a fault in force; it is when this returns.
+        """Apply a fault, which is in force when the call returns.
 
         Raises
         ------
         LabError
-            The kernel refused.
+            If the kernel refuses the change.
         """
         hold = FaultHold(fault)
         self._change(self._do, hold)
@@ -106,11 +106,11 @@ class NicFaults:
         return hold
 
     def is_held(self, hold: FaultHold) -> bool:
-        """Whether a fault lasts: whether it is not undone, though a later one may hide it."""
+        """Return True if a fault was not undone, even if a later one overrides it."""
         return hold in self._holds.get(hold.target, ())
 
     def undo(self, hold: FaultHold) -> None:
-        """Take one fault back; nothing happens where that was done before."""
+        """Undo one fault; do nothing if it was undone before."""
         if not self.is_held(hold):
             return
         holds = self._holds[hold.target]
@@ -122,13 +122,16 @@ class NicFaults:
         holds.remove(hold)
 
     def restore(self, node: int | None = None, rail: int | None = None) -> None:
-        """Take back every fault of a NIC, of a node, of a rail, or all."""
+        """Undo all faults of a NIC, of a node, of a rail or, with no argument, of all NICs."""
         for hold in [each for holds in self._holds.values() for each in reversed(holds)]:
             if node in (None, hold.fault.node, hold.fault.peer) and rail in (None, hold.fault.rail):
                 self.undo(hold)
 
     def set_flapping(self, hold: FaultHold, *, is_up: bool) -> None:
-        """Move a flapping NIC without ending its flap; nothing happens where a later fault is."""
+        """Set a flapping NIC up or down without ending its flap.
+
+        Do nothing if a later fault of the same target overrides the flap.
+        """
         if self._holds[hold.target][-1] is hold:
             self._change(self._undo if is_up else self._do, hold)
 
@@ -145,7 +148,7 @@ class NicFaults:
 
     def _nic_down(self, _: Fault, node: int, rail: int) -> None:
         _set_link(self._sockets[self._nodes[node]], fabric.nic_index(rail), is_up=False)
-        # A NIC that goes down forgets its neighbours; those it is isolated from stay lost.
+        # A NIC that goes down loses its neighbour entries: set those of an ``isolate`` again.
         for target, holds in self._holds.items():
             if holds and target.action is Action.ISOLATE and target.rail == rail:
                 for near, far in _directions(holds[-1].fault):
@@ -178,7 +181,7 @@ class NicFaults:
             self._sockets[self._nodes[node]].transact(netlink.RTM_DELNEIGH, body)
 
     def _lose_neighbour(self, node: int, peer: int, rail: int | None) -> None:
-        """Have `node` send to nowhere what it sends to `peer` on a rail; no event tells of it."""
+        """Make the packets of `node` to `peer` on a rail get lost at the switch, silently."""
         body = self._neighbour(peer, rail) + netlink.attribute(netlink.NDA_LLADDR, _NOWHERE)
         flags = netlink.NLM_F_CREATE | netlink.NLM_F_REPLACE
         self._sockets[self._nodes[node]].transact(netlink.RTM_NEWNEIGH, body, flags=flags)
@@ -201,7 +204,8 @@ class NicFaults:
 def _target(fault: Fault) -> Target:
     assert fault.node is not None
     assert fault.rail is not None
-    # A flap is the NIC's own doing as much as a cut: the two must not undo each other.
+    # A flap sets the same NIC state as ``nic_down``. They share a target, so that the end of one
+    # does not bring up a NIC that the other holds down.
     action = Action.NIC_DOWN if fault.action is Action.FLAP else fault.action
     if fault.peer is None:
         return Target(action, fault.node, fault.rail, None)

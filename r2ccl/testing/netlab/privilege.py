@@ -1,7 +1,7 @@
-"""Whether this process may build a lab, and how it may come to.
+"""Privileges for building a lab: the check for them, and the restart in a user namespace.
 
-Must not build anything that outlives the question, and must not enter a namespace that a lab was
-not seen to work in.
+The check removes everything it builds. A process is restarted in a user namespace only after a
+probe process built a working lab in one.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from r2ccl.testing.netlab.lab import Lab
 from r2ccl.testing.netlab.namespaces import LabError, missing_tools
 from r2ccl.testing.programs import describe_missing, find_program
 
-#: Set in the process that was started again, where a lab has been seen to work.
+#: Environment variable set in the restarted process, where a probe found that a lab works.
 _MARK = "R2CC_NETLAB_UNSHARED"
 
 _NAMESPACES = ("--user", "--map-root-user", "--net", "--mount")
-#: iproute2 keeps its namespaces under /run, where only the real root may write. A new network
-#: namespace starts with its loopback down, and the program may need that. $0 is ``ip``.
+#: Shell script run in the new namespaces; $0 is ``ip``, the arguments are the command to run.
+#: iproute2 keeps its namespaces under /run, where only the real root may write, so a tmpfs covers
+#: it. The program may need the loopback interface, which is down in a new network namespace.
 _PREPARE = 'mount -t tmpfs netlab /run && "$0" link set lo up && exec "$@"'
-#: Prints why no lab works there; prints nothing where one does.
+#: Python code of the probe process: prints why no lab works, or nothing if one does.
 _PROBE = (
     "from r2ccl.testing.netlab import unavailable_reason; print(unavailable_reason() or '', end='')"
 )
-#: On one busy core the imports alone have taken 3 s.
+#: Seconds; on one busy core the imports alone took 3 s.
 _PROBE_TIMEOUT_S = 30.0
 
 
 def unavailable_reason() -> str | None:
-    """Return why no lab can be built by this process; None where one can.
+    """Return the reason why this process cannot build a lab; None if it can.
 
-    Builds the smallest one, runs a program in it and removes it, so that the answer holds for
-    namespaces, veth, bridge, tbf and ``ip netns exec`` alike.
+    It builds the smallest lab, runs a program in it and removes it. This tests namespaces, veth,
+    bridge, tbf and ``ip netns exec``.
     """
     if not sys.platform.startswith("linux"):
         return f"netlab needs Linux network namespaces; this is {sys.platform}"
@@ -44,7 +45,7 @@ def unavailable_reason() -> str | None:
     if os.geteuid() != 0:
         return (
             "netlab needs root: `r2ccl netlab --enter -- COMMAND` runs a command as root of a user "
-            "namespace, or says why it cannot"
+            "namespace, or reports why it cannot"
         )
     try:
         with Lab(nodes=1, rails=1) as lab:
@@ -52,22 +53,22 @@ def unavailable_reason() -> str | None:
     except LabError as exc:
         return f"netlab is not possible here: {exc}"
     if ended.returncode:
-        return f"netlab: no program can be run in a network namespace: {ended.output.strip()}"
+        return f"netlab cannot run a program in a network namespace: {ended.output.strip()}"
     return None
 
 
 def ensure_privileged() -> None:
-    """Start the running command again inside a user namespace, where that is what it takes.
+    """Restart the running command in a user namespace if a lab needs that.
 
-    Returns only where a lab can be built by this process; otherwise replaces the process by the
-    same command line with root in its own user, network and mount namespaces, after another
-    process has seen a lab work there. Call it first thing, before threads, children or open files
-    matter.
+    Returns if this process can build a lab, or was restarted already. Otherwise it replaces the
+    process by the same command line, run as root of its own user, network and mount namespaces,
+    once a probe process has built a lab there. Call it before creating threads, child processes or
+    open files that the restart would lose.
 
     Raises
     ------
     LabError
-        Neither is possible; says why. Nothing has been entered.
+        If neither is possible. The message gives the reason.
     """
     if _MARK in os.environ:
         return
@@ -79,7 +80,7 @@ def ensure_privileged() -> None:
     enter = _enter_command()
     refusal = _why_not_inside(enter)
     if refusal:
-        raise LabError(f"netlab needs root or user namespaces, and here {refusal}")
+        raise LabError(f"netlab needs root or user namespaces, but here {refusal}")
     argv = [*enter, sys.executable, *sys.orig_argv[1:]]
     os.execve(argv[0], argv, {**os.environ, _MARK: "1"})
 
@@ -90,7 +91,7 @@ def _enter_command() -> list[str]:
     Raises
     ------
     LabError
-        ``unshare`` is missing.
+        If ``unshare`` or ``ip`` is missing.
     """
     unshare, ip = find_program("unshare"), find_program("ip")
     if unshare is None or ip is None:
@@ -99,7 +100,10 @@ def _enter_command() -> list[str]:
 
 
 def _why_not_inside(enter: list[str]) -> str:
-    """Return why no lab works in a user namespace, found out by a process that enters one."""
+    """Return the reason why no lab works in a user namespace; empty if one works.
+
+    A probe process enters the namespace and builds a lab there.
+    """
     argv = [*enter, sys.executable, "-c", _PROBE]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     try:

@@ -1,7 +1,6 @@
-"""The processes of one run: started in their node's namespace, watched, ended by a deadline.
+"""Processes of one job in a lab: starting them in their node, reading their output, ending them.
 
-Must not know about faults. Invariant: `LabJob.close` leaves no rank alive. What a rank started and
-left behind in the background ends with the lab.
+`LabJob.close` leaves no rank alive. Background processes that a rank left behind end with the lab.
 """
 
 from __future__ import annotations
@@ -23,29 +22,36 @@ import msgspec
 from r2ccl.testing.netlab.fabric import LabShape, nic_name
 from r2ccl.testing.programs import find_program
 
-#: How long a process may take to end after SIGTERM before SIGKILL.
+#: Seconds between SIGTERM and SIGKILL.
 TERM_GRACE_S = 2.0
 
-#: After SIGKILL only the kernel can hold a process up.
+#: Seconds to wait for a process after SIGKILL, which only the kernel can delay.
 _KILL_TIMEOUT_S = 10.0
 
-#: A pipe holds 64 KiB (pipe(7)), up to 1 MiB where root has made it larger.
+#: Reads of 64 KiB that empty any pipe: it holds 64 KiB (pipe(7)), and at most 1 MiB if root has
+#: enlarged it.
 _PIPE_READS = 16
 
 _READ_NBYTES = 1 << 16
 
 
-#: Namespaces have their ports to themselves, so these never clash.
+#: Fixed ports cannot clash: each namespace has its own port space.
 MASTER_PORT = 29500
 R2CC_PORT = 29501
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rank ended.
+    """Exit status and output of a rank.
 
-    ``returncode`` is negative for a signal, as in `subprocess`; ``is_timed_out`` says that the
-    deadline ended it. ``output`` is what it wrote to stdout and stderr, empty where those were
-    left to the caller.
+    Attributes
+    ----------
+    rank, node : int
+    returncode : int
+        Negative signal number if a signal ended the rank, as in `subprocess`.
+    is_timed_out : bool
+        True if the rank was ended because it ran longer than the time limit.
+    output : str
+        Its stdout and stderr; empty if the caller reads the pipes itself.
     """
 
     rank: int
@@ -56,7 +62,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankProcess(msgspec.Struct, eq=False):
-    """A running rank; `popen` has its pid and, from `Lab.start`, its stdin and stdout."""
+    """Process of a rank; after `Lab.start`, `popen` has pipes to its stdin and stdout."""
 
     rank: int
     node: int
@@ -64,17 +70,17 @@ class RankProcess(msgspec.Struct, eq=False):
 
     @property
     def pid(self) -> int:
-        """Process id of the rank itself."""
+        """Process id of the rank."""
         return self.popen.pid
 
 
 class LabJob:
-    """The ranks of one run; a context manager that ends them on leaving.
+    """Ranks of one run; a context manager that ends them on exit.
 
     Parameters
     ----------
     on_close : callable
-        Called once, when the job is over.
+        Called once, after all ranks have ended.
 
     Attributes
     ----------
@@ -88,22 +94,22 @@ class LabJob:
         self._is_closed = False
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to a rank; nothing happens where it has ended."""
+        """Send a signal to a rank; do nothing if the rank has ended."""
         self.ranks[rank].popen.send_signal(number)
 
     def wait(self, timeout_s: float) -> list[RankResult]:
-        """Wait for every rank, end those that are late, and return how they ended.
+        """Wait for all ranks, end those that run longer than `timeout_s`, and return their results.
 
-        Their pipes, if any, are the caller's to read: a rank that fills its stdout waits for that.
+        If the ranks have pipes, the caller must read them: a rank blocks when its stdout is full.
         """
         return self._watch(timeout_s, None)
 
     def stream(self, timeout_s: float, sink: Callable[[int, str], None]) -> list[RankResult]:
-        """Like `wait`, and hand each line of output to ``sink(rank, line)`` as it comes."""
+        """Do as `wait`, and call ``sink(rank, line)`` for each line of output when it arrives."""
         return self._watch(timeout_s, sink)
 
     def close(self) -> None:
-        """End what still runs: SIGTERM, then SIGKILL; a second call does nothing."""
+        """End the ranks that still run by SIGTERM, then SIGKILL; a second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -115,7 +121,7 @@ class LabJob:
     def _end_ranks(self) -> None:
         alive = [each.popen for each in self.ranks if each.popen.poll() is None]
         for popen in alive:
-            # A stopped process would not see the SIGTERM.
+            # A stopped process handles SIGTERM only after SIGCONT.
             _signal_group(popen, signal.SIGTERM)
             _signal_group(popen, signal.SIGCONT)
         deadline = time.monotonic() + TERM_GRACE_S
@@ -128,7 +134,7 @@ class LabJob:
         for each in self.ranks:
             for pipe in (each.popen.stdin, each.popen.stdout):
                 if pipe is not None:
-                    # Closing a pipe to a process that is gone flushes into nowhere.
+                    # Closing flushes the pipe, which fails if the process has ended.
                     with contextlib.suppress(BrokenPipeError):
                         pipe.close()
 
@@ -184,7 +190,7 @@ class LabJob:
 
 
 class _LineReader:
-    """Reads a rank's output without blocking and passes whole lines on."""
+    """Reader of a rank's output that does not block and passes whole lines to a sink."""
 
     def __init__(self, process: RankProcess, sink: Callable[[int, str], None]) -> None:
         assert process.popen.stdout is not None
@@ -199,7 +205,7 @@ class _LineReader:
         return self._pipe.fileno()
 
     def read(self) -> bool:
-        """Take one piece; False at the end of the output, or where there is none right now."""
+        """Read one piece of output; return False at its end, or if none is available now."""
         try:
             data = os.read(self.fileno(), _READ_NBYTES)
         except BlockingIOError:
@@ -211,9 +217,9 @@ class _LineReader:
         return bool(data)
 
     def finish(self) -> None:
-        """Take what the pipe holds, and the line that lacks its end.
+        """Read the rest of the pipe, and pass on the last line even if it has no newline.
 
-        Not more: a child the rank left behind may write for ever.
+        The number of reads is limited, as a child process of the rank may write forever.
         """
         for _ in range(_PIPE_READS):
             if not self.read():
@@ -229,9 +235,10 @@ class _LineReader:
 def spawn(
     namespace: str, argv: Sequence[str], env: Mapping[str, str], *, is_interactive: bool
 ) -> subprocess.Popen[bytes]:
-    """Start a program in a namespace; the pid is the program's own.
+    """Start a program in a namespace; the returned pid is that of the program itself.
 
-    With pipes for stdin and stdout where `is_interactive`, else one for stdout and stderr together.
+    If `is_interactive`, it has pipes for stdin and stdout, otherwise one pipe for both stdout and
+    stderr.
     """
     return subprocess.Popen(
         [find_program("ip") or "ip", "netns", "exec", namespace, *argv],
@@ -239,28 +246,28 @@ def spawn(
         stdin=subprocess.PIPE if is_interactive else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=None if is_interactive else subprocess.STDOUT,
-        # Ctrl-C is for the lab's owner, who ends the ranks in order; and it makes the rank's own
-        # children reachable as a group.
+        # Keep Ctrl-C from the ranks, which the lab's process ends itself. The session also makes
+        # a rank and its children a process group that can be signalled together.
         start_new_session=True,
     )
 
 
 def _signal_group(popen: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Signal a rank and its children; only while it is not reaped is the number surely its own."""
+    """Signal a rank and its children, unless it was reaped: its pid may then be in use again."""
     if popen.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(popen.pid, number)
 
 
 def rank_environment(shape: LabShape, node: int, local_rank: int, secret: Path) -> dict[str, str]:
-    """Return the variables of one rank.
+    """Return the environment variables of one rank.
 
     Parameters
     ----------
     shape : LabShape
     node, local_rank : int
     secret : Path
-        File with the job's secret, readable by its owner only.
+        File with the job's secret, which only its owner can read.
     """
     rails = ",".join(nic_name(rail) for rail in range(shape.rails))
     return {
@@ -274,7 +281,7 @@ def rank_environment(shape: LabShape, node: int, local_rank: int, secret: Path) 
         "R2CC_PORT": str(R2CC_PORT),
         "R2CC_SECRET_FILE": str(secret),
         "R2CC_CONTROL_ADDRESS": shape.management_address(node),
-        # NCCL's spelling: a leading "=" makes the whole list exact.
+        # NCCL's syntax: after a leading "=" all names of the list must match exactly.
         "R2CC_SOCKET_IFNAME": f"={rails}",
     }
 

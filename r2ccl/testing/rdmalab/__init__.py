@@ -1,13 +1,12 @@
-"""rdmalab: real ibverbs on Soft-RoCE devices, in a virtual machine with a kernel that has RDMA.
+"""rdmalab: real ibverbs on Soft-RoCE devices, in a virtual machine with an RDMA-capable kernel.
 
-QEMU boots a distribution's kernel on the root file system of this very machine (virtme-ng), so what
-is installed here is installed there; the processor is emulated unless KVM is asked for. Inside,
-veth pairs stand for NICs and cables, and rdma_rxe makes an RDMA device of each. A "node" is a set
-of devices: rdma_rxe 6.1 knows no network namespaces.
+QEMU boots a distribution's kernel on the host's own root file system (with virtme-ng), so all
+software installed on the host is available in the machine. The CPU is emulated unless KVM is
+requested. In the machine, NICs and cables are veth pairs, and rdma_rxe makes an RDMA device of each
+NIC. A node is only a set of devices, because rdma_rxe 6.1 does not support network namespaces.
 
-`packages` says what that takes and gets it, `shape` names what the lab has, `vm` boots and runs,
-`guest` is what happens inside. Imports errors and `topology` below it; nothing of the library
-imports this package but the command line.
+`packages` checks and installs the requirements, `shape` defines names and addresses, `vm` boots the
+machine and runs a command, `guest` makes the devices inside the machine.
 """
 
 from r2ccl.testing.rdmalab.packages import prepare, unavailable_reason

@@ -1,8 +1,8 @@
-"""What is done inside the virtual machine: kernel modules, interfaces, RDMA devices.
+"""Setup inside the virtual machine: loads kernel modules, makes interfaces and RDMA devices.
 
-``python -m r2ccl.testing.rdmalab.guest --nodes 2 --nics 3`` as root, under a kernel with rdma_rxe.
-Must not know how the machine was booted. Invariant: a second run changes nothing, and afterwards
-every port is ACTIVE and has its IPv4 address as a GID.
+Run ``python -m r2ccl.testing.rdmalab.guest --nodes 2 --nics 3`` as root, under a kernel with
+rdma_rxe. Afterwards every port is ACTIVE and has its IPv4 address as a GID. A second run changes
+nothing.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from r2ccl.topology.hcas import Hca, list_hcas
 _NET = Path("/sys/class/net")
 _COMMAND_TIMEOUT_S = 60.0
 
-#: A carrier comes with the kernel's link watch, at most a second later on a real processor.
+#: Seconds until a port must be ACTIVE. The kernel's link watch reports a carrier within a second on
+#: a real CPU, and later on an emulated one.
 _PORTS_TIMEOUT_S = 30.0
 _POLL_S = 0.05
 
 
 def set_up(shape: MachineShape) -> None:
-    """Make the lab's devices, those that are not there yet.
+    """Make those of the lab's devices that do not exist yet, and wait until they are usable.
 
     Raises
     ------
     RdmaLabError
-        The kernel has no rdma_rxe, a tool refused a line, or a port did not become ACTIVE.
+        If the kernel has no rdma_rxe, a tool refuses a line, or a port does not become ACTIVE.
     """
     for module in ("veth", "bridge", "rdma_rxe"):
         _call(["modprobe", module])
@@ -53,7 +54,7 @@ def set_up(shape: MachineShape) -> None:
 
 
 def missing_ports(shape: MachineShape, hcas: Iterable[Hca]) -> list[str]:
-    """Return the lab's devices that cannot be used yet, each with what it lacks."""
+    """Return one line for each of the lab's devices that is not usable yet, with the reason."""
     found = {each.name: each for each in hcas}
     missing = []
     for node, rail in shape.places():
@@ -74,9 +75,9 @@ def _await_ports(shape: MachineShape) -> None:
         if time.monotonic() > give_up:
             raise RdmaLabError(
                 f"RDMA ports not usable after {_PORTS_TIMEOUT_S:.0f} s: {'; '.join(missing)}; "
-                "`ip link` and `rdma link` in the lab show more"
+                "for details run `ip link` and `rdma link` in the lab"
             )
-        time.sleep(_POLL_S)  # sysfs tells no news of a GID table
+        time.sleep(_POLL_S)  # sysfs sends no notification when a GID table changes
 
 
 def _call(argv: Sequence[str], lines: Iterable[str] = ()) -> None:
@@ -94,7 +95,7 @@ def _call(argv: Sequence[str], lines: Iterable[str] = ()) -> None:
         raise RdmaLabError(f"cannot run {' '.join(argv)}: {exc}") from exc
     if done.returncode:
         said = (done.stderr or done.stdout).strip()
-        raise RdmaLabError(f"{' '.join(argv)}: {said}{f'; given was: {text!r}' if text else ''}")
+        raise RdmaLabError(f"{' '.join(argv)}: {said}{f'; its input: {text!r}' if text else ''}")
 
 
 def _write(path: Path, value: str) -> None:
@@ -105,18 +106,19 @@ def _write(path: Path, value: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status: 0, 1 where the machine refused, 2 for usage."""
+    """Run the command line and return its exit status: 0, 1 on failure, 2 on wrong usage."""
     default = MachineShape()
     parser = argparse.ArgumentParser(
-        prog="python -m r2ccl.testing.rdmalab.guest", description="Make a lab's RDMA devices here."
+        prog="python -m r2ccl.testing.rdmalab.guest",
+        description="Make a lab's RDMA devices on this machine.",
     )
     parser.add_argument("--nodes", type=int, default=default.nodes)
-    parser.add_argument("--nics", type=int, default=default.nics, help="RDMA devices a node")
+    parser.add_argument("--nics", type=int, default=default.nics, help="RDMA devices per node")
     args = parser.parse_args(argv)
     try:
         set_up(MachineShape(nodes=args.nodes, nics=args.nics))
     except R2cclError as exc:
-        print(f"r2ccl rdmalab, inside: {exc}", file=sys.stderr)
+        print(f"r2ccl rdmalab, in the virtual machine: {exc}", file=sys.stderr)
         return 2 if isinstance(exc, ValueError) else 1
     return 0
 

@@ -1,7 +1,8 @@
-"""What a lab needs from this machine, and how it is got: distribution packages, virtme-ng, pyverbs.
+"""Requirements of rdmalab on this machine: distribution packages, virtme-ng and pyverbs.
 
-Installs only when asked, only what is missing, and says so in one line first. Must not boot
-anything. Invariant: what cannot be had is named, with the command that would get it.
+`missing` checks them without changing anything. `prepare` installs those that are missing, and
+prints a line before each change. For a requirement that it cannot install, it reports the command
+that would.
 """
 
 from __future__ import annotations
@@ -22,24 +23,32 @@ import msgspec
 from r2ccl.testing.programs import find_program
 from r2ccl.testing.rdmalab.shape import RdmaLabError
 
-#: Where Debian and its kin keep it, for their own interpreter.
+#: Location of the pyverbs of Debian and its derivatives.
 DISTRIBUTION_PYVERBS = Path("/usr/lib/python3/dist-packages/pyverbs")
 
-#: The distribution's interpreter, which that copy is built for.
+#: The distribution's Python interpreter, for which `DISTRIBUTION_PYVERBS` is built.
 DISTRIBUTION_PYTHON = "/usr/bin/python3"
 
 QEMU = "qemu-system-x86_64"
 
 _RXE = "kernel/drivers/infiniband/sw/rxe/rdma_rxe.ko*"
 
-#: About 100 MB to fetch and an initial ram disk to make (51 s on two cores, fetched before).
+#: Seconds. The packages are about 100 MB, and installing a kernel makes an initial RAM disk; that
+#: took 51 s on two cores without the download.
 _INSTALL_TIMEOUT_S = 900.0
 
 
 class Need(msgspec.Struct, frozen=True):
-    """One thing a lab needs.
+    """One requirement of rdmalab.
 
-    ``package`` is Debian's, empty where it comes from the Python Package Index instead.
+    Attributes
+    ----------
+    what : str
+        Its description, for messages.
+    package : str
+        Debian package that provides it; empty if it comes from the Python Package Index.
+    is_there : callable
+        Returns True if this machine meets the requirement.
     """
 
     what: str
@@ -48,13 +57,13 @@ class Need(msgspec.Struct, frozen=True):
 
 
 def needs() -> tuple[Need, ...]:
-    """Return everything a lab needs, present or not."""
-    # Debian's name; Ubuntu keeps rdma_rxe in its generic kernel.
+    """Return all requirements of rdmalab, both met and missing."""
+    # On Ubuntu the generic kernel package has rdma_rxe; otherwise use Debian's package name.
     kernel = "linux-image-generic" if _distribution() == "ubuntu" else "linux-image-amd64"
     return (
         Need(QEMU, "qemu-system-x86", lambda: _has(QEMU)),
         Need("a kernel with rdma_rxe in /boot", kernel, lambda: find_kernel() is not None),
-        Need("busybox, linked statically", "busybox-static", _has_static_busybox),
+        Need("statically linked busybox", "busybox-static", _has_static_busybox),
         Need("ip and rdma", "iproute2", lambda: _has("ip") and _has("rdma")),
         Need("modprobe", "kmod", lambda: _has("modprobe")),
         Need("the drivers of libibverbs", "ibverbs-providers", _has_provider),
@@ -65,12 +74,12 @@ def needs() -> tuple[Need, ...]:
 
 
 def missing() -> tuple[Need, ...]:
-    """Return what a lab needs and this machine does not have."""
+    """Return the requirements that this machine does not meet."""
     return tuple(need for need in needs() if not need.is_there())
 
 
 def unavailable_reason() -> str | None:
-    """Return why no lab can be booted here as things are, and what to do; None where one can."""
+    """Return the reason why this machine cannot boot a lab, with a remedy; None if it can."""
     if not _is_supported():
         return f"rdmalab needs Linux on x86_64; this is {sys.platform} on {platform.machine()}"
     lacks = missing()
@@ -78,7 +87,7 @@ def unavailable_reason() -> str | None:
 
 
 def lack_of(lacks: Sequence[Need]) -> str:
-    """Say what is missing and how to get it."""
+    """Describe the missing requirements and how to install them."""
     how = []
     if packages := _packages(lacks):
         how.append(f"as root: apt-get install --no-install-recommends {packages}")
@@ -88,21 +97,21 @@ def lack_of(lacks: Sequence[Need]) -> str:
 
 
 def prepare(say: Callable[[str], None]) -> None:
-    """Install what a lab needs and this machine lacks, where that is possible.
+    """Install the missing requirements that this process can install.
 
-    Distribution packages by apt-get, as root; virtme-ng by pip, into a virtual environment only.
-    The distribution's pyverbs is linked into the running interpreter's virtual environment, where
-    it is built for the same version of Python.
+    Distribution packages are installed by apt-get if the process is root, virtme-ng by pip if it
+    runs in a virtual environment. The distribution's pyverbs is linked into the virtual environment
+    if it is built for the running version of Python.
 
     Parameters
     ----------
     say : callable
-        Takes one line before anything is changed.
+        Called with a line of text before each change.
 
     Raises
     ------
     RdmaLabError
-        Something is missing and cannot be installed from here; says what and how to get it.
+        If a requirement is missing and cannot be installed. The message names it and the remedy.
     """
     lacks = missing() if _is_supported() else ()
     if _packages(lacks) and os.geteuid() == 0 and _has("apt-get"):
@@ -120,7 +129,7 @@ def prepare(say: Callable[[str], None]) -> None:
 
 
 def find_kernel(root: Path = Path("/")) -> Path | None:
-    """Return the newest kernel image under `root` whose modules include rdma_rxe, if any."""
+    """Return the newest kernel image under `root` that has an rdma_rxe module; None if none has."""
     versions = [module.parents[5].name for module in root.glob(f"lib/modules/*/{_RXE}")]
     images = [root / "boot" / f"vmlinuz-{version}" for version in versions]
     readable = [image for image in images if os.access(image, os.R_OK)]
@@ -128,10 +137,10 @@ def find_kernel(root: Path = Path("/")) -> Path | None:
 
 
 def virtme() -> list[str] | None:
-    """Return the command that starts virtme-ng's runner; None where it is not installed.
+    """Return the command of virtme-ng's runner; None if it is not installed.
 
-    Not ``vng`` itself: that lays a RAM disk over ``/tmp``, where results would be lost, and passes
-    its arguments through a shell.
+    The runner is used instead of ``vng``, which mounts a RAM disk over ``/tmp``, where results
+    would be lost, and passes its arguments through a shell.
     """
     if _can_import("virtme"):
         return [sys.executable, "-m", "virtme.commands.run"]
@@ -140,9 +149,10 @@ def virtme() -> list[str] | None:
 
 
 def fits(pyverbs: Path) -> bool:
-    """Whether a copy of pyverbs is built for the running interpreter.
+    """Return True if the pyverbs in this directory is built for the running interpreter.
 
-    Its modules are compiled for one minor version; the file names say which (PEP 3149).
+    Its modules are compiled for one minor version of Python, which their file names contain
+    (PEP 3149).
     """
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     return (pyverbs / f"device{suffix}").exists()
@@ -156,7 +166,7 @@ def _link_pyverbs(say: Callable[[str], None]) -> None:
     except OSError as exc:
         raise RdmaLabError(
             f"cannot link {DISTRIBUTION_PYVERBS} to {link}: {exc.strerror}; make that link by "
-            "hand, or use an environment you may write to"
+            "hand, or use a virtual environment that you can write to"
         ) from exc
 
 
@@ -165,7 +175,7 @@ def _install_packages(packages: Iterable[str]) -> None:
     try:
         _call(install)
     except RdmaLabError:
-        # A machine made from an image has no lists of packages until it fetches them.
+        # A machine made from an image may have no package lists until it fetches them.
         _call(["apt-get", "update", "--quiet=2"])
         _call(install)
 
@@ -204,9 +214,9 @@ def _has_provider() -> bool:
 
 
 def _has_static_busybox() -> bool:
-    """Whether there is one that needs no loader, for the boot starts before there are libraries."""
+    """Return True if a statically linked busybox exists: the boot has no libraries at its start."""
     found = next(filter(None, map(find_program, ("busybox-static", "busybox"))), None)
-    # A program's loader is named in the ELF header's neighbourhood (elf(5), PT_INTERP).
+    # The path of a program's loader stands close to its ELF header (elf(5), PT_INTERP).
     return found is not None and b"/ld-linux" not in Path(found).read_bytes()[:4096]
 
 
@@ -230,7 +240,7 @@ def _distribution() -> str:
 
 
 def _version_key(name: str) -> list[tuple[bool, int, str]]:
-    """Order 6.1.0-50 after 6.1.0-9."""
+    """Return a sort key that compares numbers in versions: 6.1.0-50 comes after 6.1.0-9."""
     return [
         (part.isdigit(), int(part) if part.isdigit() else 0, part)
         for part in re.findall(r"\d+|\D+", name)

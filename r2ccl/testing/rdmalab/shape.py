@@ -1,6 +1,6 @@
-"""What a lab has, as values: names, addresses, and the lines for ip and rdma that make it.
+"""Names and addresses of a lab's devices, and the input lines for ip and rdma that make them.
 
-No I/O: everything here is text made from a `MachineShape`.
+This module does no I/O: it makes text from a `MachineShape`.
 
 ::
 
@@ -10,7 +10,7 @@ No I/O: everything here is text made from a `MachineShape`.
                  n1r0 ---- s1r0 }- br0                                 a bridge is the switch
                  n2r0 ---- s2r0
 
-On each ``n<node>r<rail>`` sits the RDMA device ``rxe_n<node>r<rail>``.
+Each interface ``n<node>r<rail>`` has the RDMA device ``rxe_n<node>r<rail>``.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ import msgspec
 
 from r2ccl.errors import InvalidArgument, R2cclError
 
-#: The variables a program in the lab finds. The first is 1 there and absent elsewhere.
+#: Environment variables of a program in the lab. `MARK` is 1 in a lab and not set elsewhere.
 MARK = "R2CC_RDMALAB"
 _NODES = "R2CC_RDMALAB_NODES"
 _NICS = "R2CC_RDMALAB_NICS"
 REPORT = "R2CC_RDMALAB_REPORT"
 
-#: Every device is kernel memory and an emulated processor's time; also the bounds of an address.
+#: Limits: each device takes kernel memory and time of the emulated CPU, and addresses are bounded.
 MAX_NODES = 16
 MAX_NICS = 16
 
-#: The largest packet of RoCE, 4096 bytes, and its headers fit into this, and into netlab's default.
+#: MTU of the interfaces in bytes, the default of netlab. RoCE's largest packet, 4096 bytes plus
+#: headers, fits.
 MTU = 9000
 
-#: Soft-RoCE sends from addresses of this machine to addresses of this machine. Without accept_local
-#: such packets are dropped, and a queue pair does not leave INIT (ETIMEDOUT). Without arp_ignore
-#: every interface on a bridge answers for the addresses of all, and packets reach the wrong device.
+#: Kernel settings of each interface. Soft-RoCE sends between addresses of the same machine. Without
+#: accept_local such packets are dropped and a queue pair does not leave INIT (ETIMEDOUT). Without
+#: arp_ignore each interface on a bridge answers ARP for all addresses, and packets reach the wrong
+#: device.
 _SYSCTLS = {"accept_local": "1", "rp_filter": "0", "arp_ignore": "1", "arp_announce": "2"}
 
 
 class RdmaLabError(R2cclError):
-    """The machine, or the one inside it, did not do what a lab needs; says what and why."""
+    """Error raised when the host or the virtual machine cannot run a lab; it gives the cause."""
 
 
 class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,13 +52,14 @@ class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
 
     Parameters
     ----------
-    nodes, nics : int
-        Nodes, and RDMA devices on each.
+    nodes : int
+    nics : int
+        RDMA devices per node.
 
     Raises
     ------
     InvalidArgument
-        Out of range; says what is allowed.
+        If a value is out of range. The message gives the range.
     """
 
     nodes: int = 2
@@ -70,40 +73,40 @@ class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self | None:
-        """Return the shape of the lab a program runs in; None outside of a lab."""
+        """Return the shape of the lab in which this program runs; None outside a lab."""
         if environment.get(MARK) != "1":
             return None
         return cls(nodes=int(environment[_NODES]), nics=int(environment[_NICS]))
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that describe the lab to the programs in it."""
+        """Return the environment variables that describe the lab to programs in it."""
         return {MARK: "1", _NODES: str(self.nodes), _NICS: str(self.nics)}
 
     def netdev(self, node: int, rail: int) -> str:
-        """Name of a node's network interface."""
+        """Return the name of a node's network interface."""
         return f"n{node}r{rail}"
 
     def device(self, node: int, rail: int) -> str:
-        """Name of a node's RDMA device."""
+        """Return the name of a node's RDMA device."""
         return f"rxe_{self.netdev(node, rail)}"
 
     def devices(self, node: int) -> tuple[str, ...]:
-        """Names of a node's RDMA devices, in order of their rails."""
+        """Return the names of a node's RDMA devices, in order of their rails."""
         return tuple(self.device(node, rail) for rail in range(self.nics))
 
     def address(self, node: int, rail: int) -> str:
-        """IPv4 address of an interface, without the length of its prefix, which is 24."""
+        """Return the IPv4 address of an interface; its prefix length is 24."""
         return f"10.{50 + rail}.0.{node + 1}"
 
     def places(self) -> Iterator[tuple[int, int]]:
-        """Yield every ``(node, rail)``."""
+        """Yield ``(node, rail)`` of every device."""
         return ((node, rail) for rail in range(self.nics) for node in range(self.nodes))
 
 
 def link_lines(shape: MachineShape, present: Collection[str]) -> Iterator[str]:
-    """Yield what ``ip -batch`` makes the interfaces with; those in `present` are left as they are.
+    """Yield the ``ip -batch`` lines that make the interfaces, except those in `present`.
 
-    Nothing is given an address here: see `address_lines`.
+    `address_lines` assigns their addresses.
     """
     for rail in range(shape.nics):
         if shape.nodes == 2:
@@ -122,7 +125,7 @@ def link_lines(shape: MachineShape, present: Collection[str]) -> Iterator[str]:
 
 
 def address_lines(shape: MachineShape) -> Iterator[str]:
-    """Yield what ``ip -batch`` gives the interfaces their addresses with and takes them up."""
+    """Yield the ``ip -batch`` lines that assign addresses to the interfaces and set them up."""
     for node, rail in shape.places():
         name = shape.netdev(node, rail)
         yield f"address replace {shape.address(node, rail)}/24 dev {name}"
@@ -130,7 +133,7 @@ def address_lines(shape: MachineShape) -> Iterator[str]:
 
 
 def device_lines(shape: MachineShape, present: Collection[str]) -> Iterator[str]:
-    """Yield what ``rdma -b`` makes the RDMA devices with, less those in `present`."""
+    """Yield the ``rdma -b`` lines that make the RDMA devices, except those in `present`."""
     for node, rail in shape.places():
         name = shape.device(node, rail)
         if name not in present:
@@ -138,7 +141,7 @@ def device_lines(shape: MachineShape, present: Collection[str]) -> Iterator[str]
 
 
 def sysctls(shape: MachineShape) -> dict[str, str]:
-    """Return the settings under ``/proc/sys`` that let a machine talk to itself by its NICs."""
+    """Return the settings under ``/proc/sys`` that let a machine's NICs send to each other."""
     netdevs = [shape.netdev(node, rail) for node, rail in shape.places()]
     return {
         f"net/ipv4/conf/{netdev}/{key}": value

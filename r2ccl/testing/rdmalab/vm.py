@@ -1,8 +1,8 @@
-"""Boots the virtual machine, runs one command in it, brings back its output and exit status.
+"""Virtual machine of a lab: boots it, runs one command, returns its output and exit status.
 
-The root file system in there is this machine's, writable: files the command writes are here when
-it ends, and it may do with them what its user may do here. Must not know what devices a lab makes.
-Invariant: no process of the machine outlives `run`, nor, by any signal, the process that called it.
+The machine's root file system is the host's, and writable: files that the command writes stay on
+the host, and it has the permissions of the host user. All processes of the machine end with `run`,
+also if the process that called `run` is killed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.testing.rdmalab.packages import find_kernel, unavailable_reason, virtme
 from r2ccl.testing.rdmalab.shape import REPORT, MachineShape, RdmaLabError
 
-#: Where this copy of r2ccl is imported from.
+#: Directory from which this copy of r2ccl is imported.
 _IMPORTS = Path(__file__).parents[3]
 
 _READ_NBYTES = 1 << 16
 _KILL_TIMEOUT_S = 10.0
 _MEMORY = re.compile(r"[1-9][0-9]*[MG]")
 
-#: What the machine has of its own instead of this one's (virtme-ng's init).
+#: Directories that the machine does not share with the host (virtme-ng's init mounts its own).
 _NOT_SHARED = ("/dev", "/proc", "/run", "/sys", "/var/cache", "/var/log", "/var/tmp")
 
-#: $1 is the private directory. Killing group 0 is killing the group this shell is in, which is the
-#: machine's and cannot be anybody else's. The reader holds no end of the output: else it would not
-#: end. It wakes when the owner closes its pipe or dies.
+#: Shell script that starts the machine; $1 is the private directory, the rest is the command. A
+#: background reader of stdin wakes when the owner closes the pipe or dies, and kills process group
+#: 0: its own group, which contains only the machine. The reader's output goes to /dev/null because
+#: holding the output pipe open would keep the owner from seeing its end.
 _GUARDED = """
 exec 3<&0 </dev/null
 directory=$1; shift
@@ -46,26 +47,27 @@ directory=$1; shift
 exec "$@" 3<&-
 """
 
-#: A panic, or a boot that does not come this far, leaves no file.
+#: Files that the machine writes when it reaches these stages; after a failure the later ones are
+#: missing.
 _BOOTED, _READY, _STATUS = "booted", "ready", "status"
 
 
 class VirtualMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """The virtual machine's size.
+    """Size of the virtual machine.
 
     Parameters
     ----------
     cpus : int
     memory : str
-        In QEMU's spelling: ``4G``, ``512M``.
+        In QEMU's syntax: ``4G``, ``512M``.
     is_kvm : bool
-        Let the processor run it instead of emulating one. Faster, where it works: a hypervisor
-        that does not nest may show ``/dev/kvm`` and hang.
+        Use KVM instead of an emulated CPU. It is faster, but may hang under a hypervisor that
+        offers ``/dev/kvm`` without nested virtualization.
 
     Raises
     ------
     InvalidArgument
-        Out of range or misspelt; says what is allowed.
+        If a value is out of range or malformed. The message says what is allowed.
     """
 
     cpus: int = 2
@@ -80,11 +82,18 @@ class VirtualMachine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VmResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended.
+    """Result of a run.
 
-    ``status`` is the command's exit status as a shell gives it, and 124 where ``is_timed_out`` says
-    that the deadline ended the machine. In seconds: ``boot_s`` is how long the command had to wait
-    from the kernel's start on, by the machine's own clock, ``total_s`` how long everything took.
+    Attributes
+    ----------
+    status : int
+        Exit status of the command as a shell reports it; 124 after a timeout.
+    is_timed_out : bool
+        True if the time limit ended the machine.
+    boot_s : float
+        Seconds from the kernel's start until the command started, by the machine's clock.
+    total_s : float
+        Seconds of the whole run, by the host's clock.
     """
 
     status: int
@@ -103,39 +112,39 @@ def run(
     environment: Mapping[str, str] | None = None,
     sink: Callable[[bytes], None] | None = None,
 ) -> VmResult:
-    """Boot, make the lab's devices, run a command, power off.
+    """Boot the machine, make the lab's devices, run a command, and power off.
 
     Parameters
     ----------
     command : sequence of str
-        Runs as root in the current directory, with this process's environment and the lab's
-        variables; without limit of locked memory.
+        Runs as root in the current directory, with the environment of this process and the lab's
+        variables, and with unlimited locked memory.
     shape : MachineShape
-        The devices made before it starts.
+        The devices to make before the command starts.
     machine : VirtualMachine, optional
     timeout_s : float
-        For everything, the boot included.
+        Time limit in seconds for the whole run, including the boot.
     report : Path, optional
-        A directory for the command's results, made if need be; it is named to the command in
-        ``R2CC_RDMALAB_REPORT``. Any other file that it writes is kept as well.
+        Directory for the command's results, created if it does not exist. The command finds its
+        path in ``R2CC_RDMALAB_REPORT``. Files written elsewhere are kept as well.
     environment : mapping, optional
-        Wins over this process's.
+        Variables that override those of this process.
     sink : callable, optional
-        Takes the command's output, stdout and stderr together, in pieces as they come; written to
-        stdout unless given.
+        Called with each piece of the command's output, stdout and stderr together. By default the
+        output goes to stdout.
 
     Raises
     ------
     RdmaLabError
-        Something needed is missing, the machine did not boot or did not hold, the devices could not
-        be made, or a directory is one that the machine does not share.
+        If a requirement is missing, the machine does not boot or ends early, the devices cannot be
+        made, or the machine does not share a directory that the run needs.
     """
     reason = unavailable_reason()
     if reason is not None:
         raise RdmaLabError(reason)
     machine = machine or VirtualMachine()
     if machine.is_kvm and not os.access("/dev/kvm", os.R_OK | os.W_OK):
-        raise RdmaLabError("KVM was asked for, and /dev/kvm cannot be opened; go without it")
+        raise RdmaLabError("KVM was requested, but /dev/kvm cannot be opened; run without --kvm")
     for path in (Path.cwd(), Path(tempfile.gettempdir()), *([report] if report else [])):
         _check_shared(path)
     values = {**os.environ, **shape.environment(), **(environment or {})}
@@ -155,13 +164,14 @@ def run(
 def guest_script(
     command: Sequence[str], shape: MachineShape, environment: Mapping[str, str], private: Path
 ) -> str:
-    """Return the shell script that the machine runs as soon as it is up.
+    """Return the shell script that the machine runs after boot.
 
-    It leaves word in `private` how far it has come; the command's exit status comes last.
+    The script writes a file into `private` after each stage; the last one holds the command's exit
+    status.
     """
     guest = [sys.executable, "-m", "r2ccl.testing.rdmalab.guest"]
     guest += ["--nodes", str(shape.nodes), "--nics", str(shape.nics)]
-    # To a virtio port Python would write in blocks.
+    # Without PYTHONUNBUFFERED, Python buffers its output to a virtio port in blocks.
     merged = {"PYTHONUNBUFFERED": "1", **environment}
     variables = [f"{name}={value}" for name, value in merged.items()]
     lines = [
@@ -171,7 +181,7 @@ def guest_script(
         "ulimit -l unlimited",
         f"PYTHONPATH={shlex.quote(str(_IMPORTS))} {shlex.join(guest)} || exit 1",
         f"cut -d ' ' -f 1 /proc/uptime > \"$directory/{_READY}\"",
-        # Not exported: a shell does not take every name, nor let every variable be set.
+        # Use env instead of export: a shell rejects some names and makes some variables read-only.
         shlex.join(["env", *variables, *command]),
         f'echo $? > "$directory/{_STATUS}"',
     ]
@@ -182,15 +192,15 @@ def _check_shared(path: Path) -> None:
     for hidden in _NOT_SHARED:
         if path.resolve().is_relative_to(hidden):
             raise RdmaLabError(
-                f"{path} is not seen in the virtual machine, which has a {hidden} of its own; "
-                "work in another directory, or set TMPDIR to one"
+                f"{path} is not shared with the virtual machine, which has its own {hidden}; "
+                "work in another directory, or set TMPDIR to another one"
             )
 
 
 def _pass_on(
     process: subprocess.Popen[bytes], deadline: float, sink: Callable[[bytes], None]
 ) -> bool:
-    """Hand on the output until the machine is off; False where the deadline came first."""
+    """Pass the output on until the machine is off; return False if `deadline` passes first."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
@@ -206,15 +216,15 @@ def _pass_on(
 
 @contextlib.contextmanager
 def _started(private: Path, argv: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the machine; on leaving kill all of it and remove `private`."""
+    """Start the machine; on exit kill all its processes and remove `private`."""
     process = subprocess.Popen(
         ["sh", "-c", _GUARDED, "rdmalab-guard", str(private), *argv],
-        # Temporary files of virtme and QEMU go with the directory.
+        # Temporary files of virtme and QEMU are removed together with the directory.
         env={**os.environ, "TMPDIR": str(private)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        # A group of its own for the guard to kill, and Ctrl-C is for this process.
+        # The session gives the guard a process group to kill, and keeps Ctrl-C from the machine.
         start_new_session=True,
     )
     assert process.stdin is not None
@@ -225,7 +235,7 @@ def _started(private: Path, argv: Sequence[str]) -> Iterator[subprocess.Popen[by
         process.stdin.close()
         try:
             process.wait(_KILL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # somebody has killed the guard
+        except subprocess.TimeoutExpired:  # the guard was killed
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(_KILL_TIMEOUT_S)
         finally:
@@ -245,19 +255,19 @@ def _virtme_command(script: Path, machine: VirtualMachine) -> list[str]:
 def _result(private: Path, is_timed_out: bool, timeout_s: float, total_s: float) -> VmResult:
     booted, ready, status = (_number(private / name) for name in (_BOOTED, _READY, _STATUS))
     if ready is None:
-        why = f"{timeout_s:.0f} s were up" if is_timed_out else "it ended"
+        why = f"the time limit of {timeout_s:.0f} s passed" if is_timed_out else "it ended"
         if booted is None:
             raise RdmaLabError(
-                f"the virtual machine did not boot: {why} before it ran anything; what it said is "
-                "above; try more time, more memory, or no KVM"
+                f"the virtual machine did not boot: {why} before the boot was complete; see its "
+                "output above; try more time, more memory, or no KVM"
             )
-        raise RdmaLabError(f"the lab's devices were not made: {why}; the reason is above")
+        raise RdmaLabError(f"the lab's devices could not be made: {why}; see the output above")
     if status is None and not is_timed_out:
         raise RdmaLabError(
-            "the virtual machine ended before the command did: a kernel panic, or no memory left; "
-            "try more memory"
+            "the virtual machine ended before the command: a kernel panic, or no memory left; "
+            "see the output above, or try more memory"
         )
-    # 124 as timeout(1) gives it.
+    # timeout(1) uses status 124 as well.
     return VmResult(
         status=124 if status is None else int(status),
         is_timed_out=status is None,
@@ -267,7 +277,7 @@ def _result(private: Path, is_timed_out: bool, timeout_s: float, total_s: float)
 
 
 def _number(path: Path) -> float | None:
-    """Return what a file of one number holds; None where it is not there or not yet written."""
+    """Return the number in a file; None if the file is missing or empty."""
     try:
         text = path.read_text(encoding="ascii").strip()
     except FileNotFoundError:

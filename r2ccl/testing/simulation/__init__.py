@@ -1,8 +1,8 @@
-"""Many ranks in one thread on a virtual clock: the real links, repairs and executor, any failure.
+"""Deterministic simulator: many ranks in one thread, on a virtual clock and a simulated network.
 
-`simulate` runs a `Workload` under a `FailurePlan` and a seed. Public: a new schedule, a change of
-the tables or a nastier network can be held against everything that ever went wrong. Sits beside the
-executor and imports down; must not import sockets or threads.
+The ranks run the library's own links, migration and executor. `simulate` runs a `Workload` under a
+`FailurePlan` and a seed. It is public, so that new schedules, changes of the failover tables and
+harsher networks can be tested against any failure.
 """
 
 from r2ccl.testing.simulation.checks import Violation

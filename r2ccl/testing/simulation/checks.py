@@ -1,7 +1,7 @@
-"""What must hold at every event of a simulation, and the poison that makes mistakes visible.
+"""Checks at every event of a simulation, and poisoned memory that makes wrong accesses visible.
 
-Each check raises `Violation`. The classes here are the library's own with an eye in them: they
-change nothing it does.
+Each check raises `Violation`. The classes are subclasses of the library's own that report to a
+`Checker` and do not change its behaviour.
 """
 
 from __future__ import annotations
@@ -21,42 +21,43 @@ from r2ccl.testing.simulation.network import MessageKind, SimMessage
 
 Array = npt.NDArray[Any]
 
-#: Written over memory nobody may use any more.
+#: Byte that fills memory which must not be used any more.
 _POISON = 0xA5
 
 
 class Violation(AssertionError):
-    """The library broke one of its promises."""
+    """Error raised when the library broke one of its promises in a simulation."""
 
 
 class Checker:
-    """Remembers what was sent, released and retired in one run, and compares."""
+    """Record of the slices sent and the memory released or retired in one run, with its checks."""
 
     def __init__(self) -> None:
-        #: (source, destination, channel, seq) to the bytes posted, and to be delivered next.
+        #: Bytes posted, by (source, destination, channel, seq).
         self.sent: dict[tuple[int, int, int, int], bytes] = {}
+        #: Slice to be delivered next, by (source, destination, channel).
         self.next_seq: dict[tuple[int, int, int], int] = {}
-        #: Views given back to their owner; kept alive, so that an id names one view.
+        #: Views given back to their owner, by id. They are kept alive so that ids stay unique.
         self.released: dict[int, memoryview] = {}
-        #: What the first rank that started a collective planned it with.
+        #: Health with which the first rank to start a collective planned it, by collective.
         self.plans: dict[int, Health] = {}
-        #: When it did so, in events.
+        #: Number of events before the first rank started a collective, by collective.
         self.began: dict[int, int] = {}
-        #: Returns what a view of a rank's memory holds.
+        #: Function that returns the bytes of a view of a rank's memory.
         self.bytes_of: Callable[[int, memoryview | bytes], bytes] = lambda rank, view: bytes(view)
         self._retired: list[tuple[str, Array]] = []
 
     def posted(self, source: int, link: SendLink, view: memoryview) -> None:
-        """Note a slice before it gets its number."""
+        """Record the bytes of a slice that `source` is about to post on `link`."""
         key = (source, link.peer, link.channel, link.posted)
         self.sent[key] = self.bytes_of(source, view)
 
     def delivered(self, rank: int, peer: int, channel: int, landing: Landing, payload: Any) -> None:
-        """Hold a delivered slice against what was posted: in order, once, whole."""
+        """Raise Violation unless a delivered slice is the next one and has the bytes posted."""
         key = (peer, rank, channel)
         expected = self.next_seq.get(key, 0)
         if landing.seq != expected:
-            raise Violation(f"link {key} delivered slice {landing.seq}, expected {expected}")
+            raise Violation(f"link {key} delivered slice {landing.seq} instead of {expected}")
         self.next_seq[key] = expected + 1
         found = landing.region if payload is None else payload
         assert found is not None
@@ -64,7 +65,7 @@ class Checker:
             raise Violation(f"link {key} delivered wrong bytes as slice {landing.seq}")
 
     def read(self, message: SimMessage) -> None:
-        """Refuse a read of memory that was given back; a `SimNetwork.on_read`."""
+        """Raise Violation if a NIC reads memory that was released; set as `SimNetwork.on_read`."""
         is_own_memory = message.kind is MessageKind.WRITE and not message.is_copied
         if is_own_memory and id(message.view) in self.released:
             frame = message.frame
@@ -74,33 +75,45 @@ class Checker:
             )
 
     def planned(self, rank: int, op: int, health: Health, nevents: int) -> None:
-        """Refuse two ranks that plan one collective with different healths."""
+        """Raise Violation if two ranks plan one collective with different healths.
+
+        Parameters
+        ----------
+        rank : int
+        op : int
+            Number of the collective.
+        health : Health
+        nevents : int
+            Events so far.
+        """
         self.began.setdefault(op, nevents)
         first = self.plans.setdefault(op, health)
         if health != first:
-            raise Violation(f"rank {rank} plans collective {op} with {health}, others with {first}")
+            raise Violation(
+                f"rank {rank} plans collective {op} with {health}, other ranks with {first}"
+            )
 
     def result(self, rank: int, call: int, found: bytes, expected: bytes) -> None:
-        """Compare a result bit for bit."""
+        """Raise Violation unless a result has exactly the expected bytes."""
         if found != expected:
             raise Violation(f"rank {rank}: call {call} returned a wrong result")
 
     def retire(self, what: str, *arrays: Array) -> None:
-        """The caller has its memory back: nothing may write there any more."""
+        """Poison memory that was given back to its caller and must not be written any more."""
         for array in arrays:
             raw = array.view(np.uint8)
             raw[:] = _POISON
             self._retired.append((what, raw))
 
     def check_retired(self) -> None:
-        """Look at all retired memory."""
+        """Raise Violation if any retired memory was written."""
         for what, raw in self._retired:
             if not np.all(raw == _POISON):
                 raise Violation(f"memory of {what} was written after it was given back")
 
 
 class CheckedLinks(Links):
-    """`Links` that show their checker what is posted, delivered and released."""
+    """`Links` that report posted, delivered and released slices to a checker."""
 
     def __init__(self, checker: Checker, context: RankContext) -> None:
         super().__init__(context)
@@ -110,23 +123,23 @@ class CheckedLinks(Links):
     def send(
         self, link: SendLink, view: memoryview, is_eager: bool, consumer: Consumer, index: int
     ) -> None:
-        """Post a slice."""
+        """Report a slice to the checker and post it."""
         self._checker.posted(self._rank, link, view)
         super().send(link, view, is_eager, consumer, index)
 
     def delivered(self, peer: int, channel: int, landing: Landing, payload: Any) -> None:
-        """Show a delivered slice."""
+        """Report a delivered slice to the checker."""
         self._checker.delivered(self._rank, peer, channel, landing, payload)
 
     def release(self, slices: list[Slice]) -> None:
-        """Give slices back."""
+        """Report slices to the checker and release them."""
         for item in slices:
             self._checker.released[id(item.view)] = item.view
         super().release(slices)
 
 
 class CheckedRun(LaneRun):
-    """`LaneRun` that shows each slice before it is used."""
+    """`LaneRun` that reports each received slice to a checker before using it."""
 
     __slots__ = ("_shown",)
 
@@ -135,7 +148,7 @@ class CheckedRun(LaneRun):
         self._shown = links
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
-        """Take a slice."""
+        """Report a received slice to the checker and use it."""
         peer = self._steps[landing.index].peer
         channel = self._receivers[peer].link.channel
         self._shown.delivered(peer, channel, landing, payload)
@@ -143,14 +156,14 @@ class CheckedRun(LaneRun):
 
 
 class CheckedPool(LandingPool):
-    """`LandingPool` that poisons free places and finds writes into them."""
+    """`LandingPool` that poisons free landing places and detects writes into them."""
 
     def __init__(self, rank: int, depth: int) -> None:
         super().__init__(lambda nbytes: np.empty(nbytes, np.uint8), depth)
         self._rank = rank
 
     def take(self, nbytes: int) -> Place:
-        """Return a place nobody wrote to since it was given back."""
+        """Return a free place; raise Violation if it was written since it was given back."""
         place = super().take(nbytes)
         assert isinstance(place, np.ndarray)
         if place.base is not None and not np.all(place == _POISON):
@@ -158,10 +171,10 @@ class CheckedPool(LandingPool):
         return place
 
     def give(self, place: Place) -> None:
-        """Poison a place and return it."""
+        """Poison a landing place and put it back into the pool."""
         assert isinstance(place, np.ndarray)
         place[:] = _POISON
-        # A view marks a place that was used before; a new one owns its memory.
+        # Return a view: `take` checks only places with a base, and a new place has none.
         super().give(place if place.base is not None else place[:])
 
 

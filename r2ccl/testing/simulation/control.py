@@ -1,9 +1,9 @@
-"""The control plane of simulated ranks: real sessions over carriers that lose, repeat and reorder.
+"""Simulated control plane: the library's control sessions over connections that lose frames.
 
-`Session` is the library's own; only what carries its frames and dials is simulated. Each pair of
-ranks has two carriers. Must not touch links or paths: it is the `ControlPort` below them.
-
-Invariant: as long as not every frame is lost, each message arrives exactly once and in order.
+`Session` is the library's own. Only the connections that carry its frames, called carriers, and
+the dialing of paths are simulated. Each pair of ranks has two carriers, which may lose, repeat,
+delay and reorder frames. Each message still arrives exactly once and in order, unless all frames
+are lost.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from r2ccl.testing.simulation.network import Act, End, MessageKind, SimMessage, 
 from r2ccl.transport.base import Frame
 from r2ccl.types import BYPASS, BypassWay, PathKey
 
-#: Heartbeats per peer timeout, as the real control plane has it.
+#: Heartbeats per peer timeout, as in the real control plane.
 _BEATS_PER_TIMEOUT = 5
 _CARRIERS = (0, 1)
-#: A dialed connection waits this long for the other side to expect its epoch.
+#: Seconds a dialed connection waits for the peer to accept its epoch.
 _EARLY_S = 1.0
 _LOOK_S = 0.005
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 _CONNECT_TIMEOUT_S = 2.0
-#: One more way of a bypass is tried after this long.
+#: Seconds before the next way of a bypass is tried.
 _STAGGER_S = 0.02
-#: A kernel repeats a connection request that nobody answered after this long.
+#: Seconds before the kernel retransmits an unanswered connection request (SYN).
 _SYN_AGAIN_S = 1.0
 
 
 class ControlHost(Protocol):
-    """The rank a control plane belongs to."""
+    """Rank that owns a control plane and receives its events."""
 
     rank: int
     is_stopped: bool
     is_dead: bool
 
     def on_message(self, peer: int, message: object) -> None:
-        """Take a message of `peer`, in the order sent."""
+        """Handle a message from `peer`; messages arrive in the order sent."""
         ...
 
     def on_path(self, peer: int, rail: int, epoch: int, endpoint: End) -> None:
-        """Own one end of a connection."""
+        """Handle a new connection of a path; the rank owns its end, `endpoint`, from now on."""
         ...
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        """Hear that `peer` is dead or silent."""
+        """Handle the loss of `peer`, which is dead, silent, or given up by another rank."""
         ...
 
 
 class SimControl:
-    """`ControlPort` of one rank.
+    """Simulated `ControlPort` of one rank.
 
     Parameters
     ----------
     network : SimNetwork
-        Its `route` hook sees every frame, as a message of `MessageKind.CONTROL`.
+        Its `route` hook gets every frame, as a message of `MessageKind.CONTROL`.
     host : ControlHost
     codec : Codec
     peer_timeout_s : float
@@ -80,17 +80,18 @@ class SimControl:
         self.peers: dict[int, SimControl] = {}
         self._sessions: dict[int, Session] = {}
         self._lost: set[int] = set()
-        #: When the session's next flush is due, so that no second one is planned for it.
+        #: Time of the scheduled flush of each session, to avoid scheduling a second one.
         self._due: dict[int, float] = {}
-        #: Epoch this end lets in, per path; and the dial under way, per path.
+        #: Epoch that this rank accepts, per path.
         self._expected: dict[PathKey, int] = {}
+        #: Number and epoch of the current dial, per path.
         self._dials: dict[PathKey, tuple[int, int]] = {}
         self._ndials = 0
-        #: Frames that came while the process was stopped.
+        #: Frames that arrived while the process was stopped.
         self._kept: list[tuple[int, int, bytes]] = []
 
     def connect(self, controls: dict[int, SimControl]) -> None:
-        """Begin the sessions with all other ranks."""
+        """Start the sessions with all other ranks."""
         now = self._timeline.now
         limits = SessionLimits(heartbeat_s=self._peer_timeout_s / _BEATS_PER_TIMEOUT)
         for peer, control in controls.items():
@@ -105,18 +106,21 @@ class SimControl:
     # Messages
 
     def send(self, peer: int, message: object) -> None:
-        """Queue `message` for `peer`."""
+        """Queue `message` for delivery to `peer`."""
         if peer not in self._lost:
             self._sessions[peer].post(self._codec.encode(message))
             self._flush(peer)
 
     def broadcast(self, message: object) -> None:
-        """Queue `message` for every other rank."""
+        """Queue `message` for delivery to every other rank."""
         for peer in self._sessions:
             self.send(peer, message)
 
     def tick(self, excused_s: float) -> None:
-        """Judge the silence of peers; `excused_s` is how long this process did not run."""
+        """Declare peers lost that were silent for longer than the peer timeout.
+
+        `excused_s` is how long this process did not run, which does not count as silence.
+        """
         now = self._timeline.now
         for peer, session in self._sessions.items():
             if excused_s:
@@ -126,7 +130,7 @@ class SimControl:
                 self._lose(peer, f"silent for {silence:.1f} s")
 
     def resume(self) -> None:
-        """The process runs again: read what the kernel kept."""
+        """Process the frames that arrived while the process was stopped."""
         kept, self._kept = self._kept, []
         for peer, carrier, data in kept:
             self._receive(peer, carrier, data)
@@ -199,33 +203,33 @@ class SimControl:
     # Paths
 
     def accept_path(self, peer: int, rail: int, epoch: int) -> None:
-        """Let in a connection of exactly (peer, rail, epoch)."""
+        """Accept a connection of `peer` on `rail` with exactly this `epoch`."""
         self._expected[PathKey(peer, rail)] = epoch
 
     def dial_path(self, peer: int, rail: int, epoch: int) -> None:
-        """Connect until it works or another dial replaces this one."""
+        """Dial a path repeatedly until it connects or another dial replaces this one."""
         self._start_dial(PathKey(peer, rail), epoch)
 
     def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
-        """Connect by the first of `ways` that works, if one does."""
+        """Dial a bypass over the first of `ways` that works; give up if none does."""
         key = PathKey(peer, BYPASS)
         self._ndials += 1
         self._dials[key] = (self._ndials, epoch)
         self._try_ways(key, self._ndials, tuple(ways))
 
     def cancel_path(self, peer: int, rail: int) -> None:
-        """Forget `accept_path` and `dial_path`."""
+        """Cancel `accept_path` and `dial_path` of a path."""
         self._dials.pop(PathKey(peer, rail), None)
         self._expected.pop(PathKey(peer, rail), None)
 
     def kick(self, rail: int) -> None:
-        """Begin the pending dials of `rail` anew, without their pause."""
+        """Restart the pending dials of `rail` at once."""
         for key, (_, epoch) in list(self._dials.items()):
             if key.rail == rail:
                 self._start_dial(key, epoch)
 
     def obstacles(self, peer: int) -> list[str]:
-        """Say nothing: what keeps paths from being connected is the test's own doing."""
+        """Return no obstacles: only the test itself keeps paths from connecting."""
         return []
 
     def _try_ways(self, key: PathKey, number: int, ways: tuple[BypassWay, ...]) -> None:
@@ -267,7 +271,7 @@ class SimControl:
 
     def _again(self, key: PathKey, number: int, pause_s: float, spent_s: float) -> None:
         if key.is_bypass:
-            del self._dials[key]  # whoever wants it offers new ways
+            del self._dials[key]  # the caller of `dial_bypass` tries again with new ways
             return
         doubled = min(2 * pause_s, _MAX_PAUSE_S)
         self._timeline.after(spent_s + pause_s, self._dial, key, number, doubled)
@@ -275,7 +279,7 @@ class SimControl:
     def _try_dial(
         self, key: PathKey, number: int, pause_s: float, wire: Wire, patience: float
     ) -> None:
-        """The handshake reaches the other side, which waits a little for the epoch asked for."""
+        """Deliver the handshake to the peer, which waits up to `patience` to accept its epoch."""
         if not self._is_current(key, number):
             return
         epoch = self._dials[key][1]
@@ -294,16 +298,19 @@ class SimControl:
             self._again(key, number, pause_s, 0.0)
 
     def admits(self, peer: int, rail: int, epoch: int) -> bool:
-        """Whether a connection of `peer` is welcome now."""
+        """Return True if this rank accepts a connection of `peer` with this epoch now."""
         is_running = not self._host.is_dead and not self._host.is_stopped
         return is_running and self._expected.get(PathKey(peer, rail)) == epoch
 
     def let_in(self, peer: int, rail: int, epoch: int, end: End) -> None:
-        """Hand a connection over; another of the same epoch stays welcome."""
+        """Pass a connection to the rank; further ones of the same epoch are accepted too."""
         self._host.on_path(peer, rail, epoch, end)
 
     def _answered(self, key: PathKey, number: int, pause_s: float, wire: Wire, end: End) -> None:
-        """The other side's answer is here, unless the path broke meanwhile: one end is up then."""
+        """Complete a dial when the peer's answer arrives.
+
+        If the path broke meanwhile, close this rank's end and dial again; the peer's end is in use.
+        """
         if not self._is_current(key, number):
             end.close()
         elif not wire.is_up or end.is_broken:
@@ -315,7 +322,7 @@ class SimControl:
 
 
 class _ControlEnd:
-    """Names sender and receiver of a control frame for the `route` hook."""
+    """Sender and receiver of a control frame, for the `route` hook."""
 
     __slots__ = ("path", "rank")
 

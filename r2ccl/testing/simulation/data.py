@@ -1,10 +1,9 @@
-"""What simulated ranks bring into a call, and what must come out: by NumPy and nothing of ours.
+"""Input data of simulated ranks, and the results that a call must produce, bit for bit.
 
-A float's sum depends on the order of the additions, and so do the results here: they are those of
-the schedule, run op by op (`r2ccl.schedule.interpret`) with NumPy's own arithmetic, and held
-against what NumPy makes of the data in whatever order.
-
-Must not reduce with `kernels`: it testifies against them. Invariant: equal arguments, equal data.
+Because a floating-point sum depends on the order of the additions, the expected results come from
+`r2ccl.schedule.interpret`, which runs the schedule op by op with NumPy's arithmetic. They are
+compared with a reduction in rank order, within the rounding error. The module does not reduce with
+`r2ccl.kernels`, whose results it checks. Equal arguments give equal data.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from r2ccl.types import ReduceOp
 
 Array = npt.NDArray[Any]
 
-#: Element types by name, and their numbers.
+#: Number of each element type, by name.
 CODES: dict[str, int] = {dtype.name: code for code, dtype in DTYPES.items()}
-#: Every element type, by name, and operation that there is.
+#: All valid pairs of element type (by name) and operation.
 PAIRS: tuple[tuple[str, ReduceOp], ...] = tuple(
     (DTYPES[code].name, op) for code in DTYPES for op in sorted(OPS[code])
 )
@@ -37,18 +36,19 @@ _FUNCTIONS: dict[ReduceOp, Any] = {
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
 }
-#: Collectives in which nothing is reduced.
+#: Collectives without reduction.
 _MOVES = frozenset({"allgather", "broadcast"})
-#: Of bfloat16, which NumPy knows nothing of: the gap between 1 and the next number.
+#: Machine epsilon of bfloat16, which ``np.finfo`` does not support: the gap between 1 and the next
+#: number.
 _BFLOAT16_EPS = 2.0**-7
 
 
 @functools.lru_cache(maxsize=4096)
 def draw(dtype: str, count: int, call: int, rank: int) -> Array:
-    """Draw data whose every element counts: integers of all sizes, floats that round.
+    """Draw random input data of one rank for one call.
 
-    Floats have magnitudes of which a sum of a few rounds in most orders differently, and no product
-    of up to seven overflows.
+    Integers cover the whole range of their type. The magnitudes of floats vary so much that sums in
+    different orders mostly round differently, but a product of up to seven does not overflow.
     """
     kind = DTYPES[CODES[dtype]]
     random = np.random.default_rng((count, call, rank))
@@ -61,7 +61,7 @@ def draw(dtype: str, count: int, call: int, rank: int) -> Array:
 
 
 def part(schedule: Schedule, rank: int, count: int) -> slice:
-    """Say which elements of its output a rank is promised."""
+    """Return the elements of its output that the schedule defines for a rank."""
     if schedule.collective == "reduce_scatter":
         return slice(rank * count // schedule.nranks, (rank + 1) * count // schedule.nranks)
     is_promised = schedule.collective != "reduce" or rank == schedule.root
@@ -72,7 +72,13 @@ def part(schedule: Schedule, rank: int, count: int) -> slice:
 def expected(
     schedule: Schedule, dtype: str, count: int, call: int, op: ReduceOp
 ) -> tuple[bytes, ...]:
-    """Return what each rank must end with in the `part` that it is promised."""
+    """Return the bytes that each rank must have in its `part` of the output.
+
+    Raises
+    ------
+    AssertionError
+        If the interpreted schedule differs from NumPy's result by more than the rounding error.
+    """
     inputs = [draw(dtype, count, call, rank) for rank in range(schedule.nranks)]
     finish = functools.partial(_mean, nranks=schedule.nranks) if op is ReduceOp.AVG else None
     outputs = interpret(schedule, inputs, _FUNCTIONS[op], finish=finish)
@@ -88,22 +94,22 @@ def expected(
 
 
 def _floats(random: np.random.Generator, count: int, spread: int) -> Array:
-    """Draw magnitudes from ``2**-spread`` to ``2**(spread + 1)``, and signs."""
+    """Draw floats of random sign with magnitudes from ``2**-spread`` to ``2**(spread + 1)``."""
     scale = 2.0 ** random.integers(-spread, spread, count, endpoint=True)
     return np.asarray(random.uniform(1, 2, count) * random.choice((-1.0, 1.0), count) * scale)
 
 
 def _mean(total: Array, nranks: int) -> Array:
-    if total.dtype.kind in "iu":  # toward zero, as C does it
+    if total.dtype.kind in "iu":  # round toward zero, as C does
         is_above = (total < 0) & (total % nranks != 0)
         return np.asarray(total // nranks + is_above, total.dtype)
-    # A complex sum is divided part by part; NumPy's complex division may round differently.
+    # Divide real and imaginary parts separately: NumPy's complex division may round differently.
     parts = total.view(total.real.dtype)
     return np.asarray(parts / parts.dtype.type(nranks)).view(total.dtype)
 
 
 def _moved(schedule: Schedule, inputs: list[Array]) -> Array:
-    """Return what every rank ends with where nothing is reduced."""
+    """Return the output of every rank for a collective without reduction."""
     if schedule.collective == "broadcast":
         return inputs[schedule.root]
     count = inputs[0].size // schedule.nranks
@@ -111,7 +117,7 @@ def _moved(schedule: Schedule, inputs: list[Array]) -> Array:
 
 
 def _require_near(found: Array, inputs: list[Array], op: ReduceOp) -> None:
-    """Hold a reduction against one in the order of the ranks: equal, or as close as it can be."""
+    """Assert that a reduction equals one in rank order, within rounding error for floats."""
     function, nranks, dtype = _FUNCTIONS[op], len(inputs), found.dtype
     if dtype.kind in "iu" or op in (ReduceOp.MIN, ReduceOp.MAX):
         total = functools.reduce(function, inputs)
@@ -122,7 +128,9 @@ def _require_near(found: Array, inputs: list[Array], op: ReduceOp) -> None:
     reach = functools.reduce(function, [np.abs(each) for each in wide])
     eps = _BFLOAT16_EPS if dtype.name == "bfloat16" else float(np.finfo(dtype).eps)
     off = np.abs(_wide(found) - (total / nranks if op is ReduceOp.AVG else total))
-    assert np.all(off <= 4 * nranks * eps * reach), f"{op.name} of {dtype.name}: off by {off.max()}"
+    assert np.all(off <= 4 * nranks * eps * reach), (
+        f"{op.name} of {dtype.name} off by up to {off.max()}"
+    )
 
 
 def _wide(array: Array) -> Array:

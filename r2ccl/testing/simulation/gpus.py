@@ -1,12 +1,12 @@
-"""Simulated ranks whose collectives are on the memory of fake GPUs, which every NIC reaches.
+"""Simulated ranks whose collectives use the memory of fake GPUs, reached directly by NICs.
 
-A `GpuNetwork` moves slices between the ranks' `FakeDevice`s; each access of a NIC is one of the
-host to the fake, which fails on what no order allows: a slice sent before the kernel that makes it
-is known to be done, a landing place named while a kernel reads it. Kernels run late, in any order
-that streams and events allow.
+A `GpuNetwork` moves slices between the `FakeDevice`s of the ranks. The fake treats each access of a
+NIC as one of the host, and raises an error for unordered accesses: for example if a slice is sent
+before the host knows that the kernel which makes it is done, or a landing place is named while a
+kernel reads it. Kernels run late, in any order that streams and events allow.
 
-``simulate(..., network_type=GpuNetwork, rank_type=GpuRank)``. Invariant: as in `simulate`, equal
-workloads, plans and seeds give equal runs.
+Use it with ``simulate(..., network_type=GpuNetwork, rank_type=GpuRank)``. Equal workloads, plans
+and seeds give equal runs.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from r2ccl.testing.simulation.network import SimMessage, SimNetwork
 from r2ccl.testing.simulation.rank import SimRank
 from r2ccl.testing.simulation.work import SimTask
 
-#: In landing places that nobody uses.
+#: Byte that fills free landing places.
 _POISON = 0xA5
 _PATIENCE_S = 1.0
 
 
 class GpuNetwork(SimNetwork):
-    """`SimNetwork` whose NICs read and write device memory too."""
+    """`SimNetwork` whose NICs also read and write device memory."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.reaches_devices = True
-        #: By rank.
+        #: Device of each rank.
         self.devices: dict[int, FakeDevice] = {}
 
     def bytes_of(self, rank: int, view: memoryview | bytes) -> bytes:
-        """Read what a view of a rank's memory holds."""
+        """Return the bytes of a view of a rank's host or device memory."""
         if not view or isinstance(view, bytes) or not is_device_view(view):
             return bytes(view)
         return self.devices[rank].read(address_of(view), len(view)).tobytes()
 
     def move(self, message: SimMessage, start: int, end: int) -> None:
-        """See `SimNetwork.move`."""
+        """Move bytes of a cleared slice between host or device memories."""
         assert message.region is not None
         assert message.view is not None
         data = self.bytes_of(message.end.rank, message.view[start:end])
@@ -61,13 +61,13 @@ class GpuNetwork(SimNetwork):
             target[:] = data
 
     def copy_of(self, message: SimMessage) -> memoryview:
-        """See `SimNetwork.copy_of`."""
+        """Return a host copy of a slice in flight, from host or device memory."""
         assert message.view is not None
         return memoryview(self.bytes_of(message.end.rank, message.view))
 
 
 class GpuPool(LandingPool):
-    """Landing places in device memory: poisoned when free, and looked at when they are taken."""
+    """Pool of landing places in device memory that detects writes into free places."""
 
     def __init__(self, device: FakeDevice, depth: int) -> None:
         super().__init__(self._make, depth)
@@ -82,20 +82,20 @@ class GpuPool(LandingPool):
         self._device.write(_address_of(place), np.full(place.nbytes, _POISON, np.uint8))
 
     def take(self, nbytes: int) -> Place:
-        """Return a place nobody wrote to since it was given back."""
+        """Return a free place; raise Violation if it was written since it was given back."""
         place = super().take(nbytes)
         if (self._device.read(_address_of(place), nbytes) != _POISON).any():
             raise Violation("a free landing place in device memory was written")
         return place
 
     def give(self, place: Place) -> None:
-        """Poison a place and return it; a kernel that still reads it is found."""
+        """Poison a place and put it back; the fake raises Race if a kernel may still read it."""
         self._poison(place)
         super().give(place)
 
 
 class GpuRank(SimRank):
-    """`SimRank` with a fake GPU; every other rank's reorders what NICs write."""
+    """`SimRank` with a fake GPU; the GPUs of odd ranks reorder writes of NICs."""
 
     def __init__(self, rank: int, network: GpuNetwork, *others: Any) -> None:
         super().__init__(rank, network, *others)
@@ -105,12 +105,13 @@ class GpuRank(SimRank):
         self.pool = GpuPool(self.device, self.pool.depth)
         self.reductions = self.computer = ReductionStream(self.device, FakeLauncher(self.device))
         self._checker.bytes_of = network.bytes_of
-        #: Input, output and scratch memory of the call, and what kind of elements they have.
+        #: Addresses of the call's input, output and scratch memory.
         self._spaces: tuple[int, ...] = ()
+        #: Array of the shape and dtype of the output.
         self._like = np.empty(0)
 
     def operands(self, task: SimTask) -> Operands:
-        """Make the memory of the next call, in the GPU."""
+        """Allocate and fill the GPU memory of the next call."""
         source, output = self._work.memory(self.ncalls, self.rank)
         self._like = output
         first = self._put(source)
@@ -128,15 +129,15 @@ class GpuRank(SimRank):
         )
 
     def output(self) -> Array:
-        """Read the output memory."""
+        """Return a copy of the call's output memory."""
         if not self._like.nbytes:
             return self._like
         return self.device.read(self._spaces[1], self._like.nbytes).view(self._like.dtype)
 
     def retire(self, what: str) -> None:
-        """Free the call's memory: whoever still reads or writes it is found."""
+        """Free the call's memory; the fake raises an error if it may still be in use."""
         if self.revocation.error is not None:
-            # As `GpuDirectBackend` does: kernels wait for nothing.
+            # As in `GpuDirectBackend`. The wait ends, because no kernel waits for another rank.
             self.reductions.drain(_PATIENCE_S)
         for address in dict.fromkeys(self._spaces):
             self.device.free_caller_memory(address)

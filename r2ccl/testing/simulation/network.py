@@ -1,16 +1,15 @@
-"""A simulated network: virtual time, and paths that break at any event.
+"""Simulated network in virtual time, whose paths can break at any event.
 
-It is modelled on RDMA rather than on sockets, because that is the harder contract. A cleared
-slice is a one-sided write: the network moves it, in two halves, from the sender's memory into the
-landing place, without either process taking part. The sender's view is read at the moment a half
-lands, so memory given back too early shows as wrong bytes; a path that dies between the halves
-leaves a torn slice; and a write that was under way when a path was cut may land long afterwards
-(`Cut.late_s`) unless the receiver has fenced its end. Fencing takes time.
+It models RDMA instead of sockets, because RDMA is the harder case. A cleared slice is a one-sided
+write: the network moves it in two halves from the sender's memory into the landing place, without
+either process taking part. The sender's view is read when a half lands, so memory that was released
+too early shows as wrong bytes. A path that breaks between the halves leaves a torn slice. A write
+in flight when a path is cut may land long afterwards (`Cut.late_s`), unless the receiver has fenced
+its end. Fencing takes time.
 
-Everything happens on a `Timeline`, one seeded heap of timed events; what it happens to is in
-`r2ccl.testing.simulation.wire`, and `r2ccl.testing.simulation.transport` puts a `Transport` on top.
-Imports no socket, no thread and no real clock. Invariant: equal seeds and equal calls give equal
-traces.
+All events are scheduled on a `Timeline`. The state of wires, connections and messages is in
+`r2ccl.testing.simulation.wire`; `r2ccl.testing.simulation.transport` implements `Transport` on top.
+Equal seeds and equal calls give equal traces.
 """
 
 from __future__ import annotations
@@ -37,26 +36,31 @@ from r2ccl.types import BYPASS, BypassWay, ProbeKey
 
 
 class SimNetwork:
-    """Full mesh of `nranks` ranks over `nrails` rails.
+    """Simulated network that connects each pair of `nranks` ranks on each of `nrails` rails.
 
     Parameters
     ----------
     timeline : Timeline
     nranks, nrails : int
-    latency_s, overhead_s, bandwidth : float
-        One way delay, time a message occupies the wire whatever its size, bytes per second.
+    latency_s : float
+        Minimum one-way delay in seconds.
+    overhead_s : float
+        Seconds that a message of any size occupies the wire, in addition to its transfer time.
+    bandwidth : float
+        Bytes per second.
     jitter : float
-        Latencies vary by up to this fraction.
+        Largest random increase of the latency, as a fraction of it.
     fence_s : float
-        Longest time a fence takes.
+        Longest time in seconds that a fence takes.
     retry_s : float
-        How long a dead connection's unacknowledged message takes to be reported.
+        Seconds until an end reports a broken connection on which a message stays unacknowledged.
     probe_timeout_s : float
-        When an unanswered probe is given up.
+        Seconds after which an unanswered probe fails.
     is_loud : bool
-        Closing one end tells the other (TCP's FIN and RST); a queue pair's does not.
+        True if closing one end notifies the other, as with TCP's FIN and RST; False if it does not,
+        as with queue pairs.
     is_full : bool
-        Ports of different rails reach each other.
+        True if ports of different rails reach each other.
     """
 
     def __init__(
@@ -87,15 +91,15 @@ class SimNetwork:
         self.probe_timeout_s = probe_timeout_s
         self.is_loud = is_loud
         self.is_full = is_full
-        #: Whether its NICs move slices of device memory: `move` and `copy_of` must know how.
+        #: True if NICs access device memory; a subclass must then override `move` and `copy_of`.
         self.reaches_devices = False
-        #: The one hook through which every message goes, control messages included.
+        #: Hook that decides the fate of every message, including control messages.
         self.route: Callable[[SimMessage], Fate] = lambda message: DELIVER
-        #: Told of every read of a sender's view, before it happens.
+        #: Hook called before each read of a sender's view.
         self.on_read: Callable[[SimMessage], None] = lambda message: None
         self.trace: list[tuple[Any, ...]] = []
         self.nmessages = 0
-        #: Connections made round the rails.
+        #: Number of bypass connections made.
         self.nbypasses = 0
         self.wires = {
             (a, b, rail): Wire((a, b), rail)
@@ -103,17 +107,17 @@ class SimNetwork:
             for b in range(a + 1, nranks)
             for rail in range(nrails)
         }
-        #: (rank, rail) of the ports that reach nobody, on any rail.
+        #: (rank, rail) of the ports that are off the fabric.
         self._down: set[tuple[int, int]] = set()
-        #: Those of bypasses, by the pair of ranks.
+        #: Newest bypass of each pair of ranks.
         self._bypasses: dict[tuple[int, int], Wire] = {}
 
     def wire(self, a: int, b: int, rail: int) -> Wire:
-        """Return what connects ranks `a` and `b` on `rail`."""
+        """Return the wire between ranks `a` and `b` on `rail`."""
         return self.wires[min(a, b), max(a, b), rail]
 
     def bypass(self, rank: int, peer: int, way: BypassWay) -> Wire | None:
-        """Return what connects `rank` to `peer` by `way` now, None if nothing does."""
+        """Make and return a wire from `rank` to `peer` by `way`; None if the way is broken."""
         pair = (min(rank, peer), max(rank, peer))
         if way.to == peer:
             ports = frozenset({(rank, way.via), (peer, way.rail)})
@@ -131,7 +135,7 @@ class SimNetwork:
         return wire
 
     def connect(self, wire: Wire) -> tuple[End, End]:
-        """Make a connection; returns the lower rank's end, then the higher rank's."""
+        """Make a connection; return the lower rank's end, then the higher rank's."""
         low, high = (End(self._abandon, wire, rank) for rank in wire.pair)
         low.other, high.other = high, low
         wire.ends = (low, high)
@@ -139,23 +143,23 @@ class SimNetwork:
         return low, high
 
     def delay(self) -> float:
-        """Draw a one way latency."""
+        """Draw a one-way latency in seconds."""
         return self.latency_s * (1.0 + self.jitter * self.timeline.random.random())
 
     def note(self, *what: Any) -> None:
-        """Add a line to the trace."""
+        """Add an entry with the current time to the trace."""
         self.trace.append((self.timeline.now, *what))
 
     def number(self, message: SimMessage) -> Fate:
-        """Count a message and ask the hook what becomes of it."""
+        """Number a message and return the fate that the `route` hook decides for it."""
         message.number = self.nmessages
         self.nmessages += 1
         return self.route(message)
 
-    # Breaking and mending
+    # Cuts and repairs
 
     def cut(self, wire: Wire, cut: Cut) -> None:
-        """Break `wire`; until `restore` nothing sent on it arrives."""
+        """Break `wire` as `cut` describes; nothing sent on it arrives until `restore`."""
         if not wire.is_up:
             return
         self.note("cut", wire.pair, wire.rail)
@@ -168,11 +172,11 @@ class SimNetwork:
                 self.timeline.after(self.delay(), self.fail, end, "PORT_ERR", "the port went down")
         for bypass in self._bypasses.values():
             if wire in bypass.legs:
-                # Ends that know nothing of the cut find out when their kernels do.
+                # The ends of a bypass are not notified: they detect the cut by a timeout.
                 self.cut(bypass, Cut((), cut.keep, cut.late_s))
 
     def restore(self, wire: Wire) -> None:
-        """Mend `wire`; connections that only stalled go on."""
+        """Repair `wire`; connections that only stalled continue."""
         if wire.is_up:
             return
         self.note("restore", wire.pair, wire.rail)
@@ -189,7 +193,7 @@ class SimNetwork:
                 self._reset(end)
 
     def fail(self, end: End, status: str, detail: str) -> None:
-        """Have `end` report its failure to its owner, once."""
+        """Report the failure of `end` to its transport, once."""
         if end.state is EndState.NEW:
             end.is_dead = True
         elif end.state is EndState.LIVE:
@@ -214,21 +218,29 @@ class SimNetwork:
         self._starve(end)
 
     def _starve(self, end: End) -> None:
-        """Report a dead connection once something on it stayed unacknowledged long enough."""
+        """Schedule the failure of a broken connection if a message on it is unacknowledged."""
         if end.unacked and not end.is_starving:
             end.is_starving = True
             detail = "transport retry counter exceeded"
             self.timeline.after(self.retry_s, self.fail, end, "RETRY_EXC_ERR", detail)
 
     def _reset(self, end: End) -> None:
-        """The other end is closed: a loud network says so, a quiet one only when written to."""
+        """Handle at `end` that the other end was closed.
+
+        If the network `is_loud`, the end fails soon; otherwise only once a message to the other end
+        stays unacknowledged.
+        """
         if self.is_loud and end.wire.is_up:
             self.timeline.after(self.delay(), self.fail, end, "EOF", "the peer closed its end")
         else:
             self._starve(end)
 
     def set_port(self, rank: int, rail: int, is_up: bool) -> None:
-        """Take a port off the fabric, or back: its wires, and the ways to ports of other rails."""
+        """Disconnect a port from the fabric, or reconnect it.
+
+        This affects probes, new bypasses and, when the port goes down, existing bypasses. The
+        caller must cut or restore the port's wires.
+        """
         self._down.discard((rank, rail))
         if not is_up:
             self._down.add((rank, rail))
@@ -239,20 +251,23 @@ class SimNetwork:
     # Probes
 
     def has_way(self, rank: int, key: ProbeKey) -> bool:
-        """Whether there is a way for `key` at all."""
+        """Return True if the network has the rank and ports that `key` names, and connects them."""
         if key.rail != key.via and not self.is_full:
             return False
         is_peer = 0 <= key.peer < self.nranks and key.peer != rank
         return is_peer and 0 <= key.rail < self.nrails and 0 <= key.via < self.nrails
 
     def is_way_up(self, rank: int, key: ProbeKey) -> bool:
-        """Whether what `rank` sends along `key` arrives now."""
+        """Return True if a probe of `rank` along `key` would arrive now."""
         if {(rank, key.via), (key.peer, key.rail)} & self._down:
             return False
         return key.rail != key.via or self.wire(rank, key.peer, key.rail).is_up
 
     def probe(self, rank: int, key: ProbeKey, on_result: Callable[[bool], None]) -> None:
-        """Ask a port; it answers whatever the process behind it does, stopped and dead included."""
+        """Probe a port, and call `on_result` with True if it answered.
+
+        A port answers even if its process is stopped or dead.
+        """
         if self.is_way_up(rank, key):
             delay_s = 2 * self.delay()
             self.timeline.after(delay_s, self._probed, rank, key, delay_s, on_result)
@@ -262,7 +277,7 @@ class SimNetwork:
     def _probed(
         self, rank: int, key: ProbeKey, spent_s: float, on_result: Callable[[bool], None]
     ) -> None:
-        """The answer is back, unless the way broke before it was."""
+        """Complete a probe when its answer arrives; it fails if the way broke since it was sent."""
         if self.is_way_up(rank, key):
             on_result(True)
         else:
@@ -275,12 +290,16 @@ class SimNetwork:
         self.fence(end, lambda: None)
 
     def fence(self, end: End, on_drained: Callable[[], None]) -> None:
-        """Take `end` out of use; nothing of the connection touches its memory afterwards."""
+        """Fence `end`, and call `on_drained` once no write of the connection can reach its memory.
+
+        Slices that `end` sent and that are in flight are copied, and no longer depend on its
+        memory.
+        """
         if end.state >= EndState.DRAINING:
             return
         end.state = EndState.DRAINING
         for piece in end.flight:
-            # It has left this NIC: from here on it no longer depends on this rank's memory.
+            # The piece has left this NIC, so it must not read this rank's memory any more.
             message = piece.message
             if message.kind is MessageKind.WRITE and message.view is not None:
                 message.view = self.copy_of(message)
@@ -299,7 +318,7 @@ class SimNetwork:
     # Moving messages
 
     def pump(self, end: End) -> None:
-        """Put the next queued message of `end` on the wire; small ones overtake."""
+        """Put the next queued message of `end` on the wire; small messages go before slices."""
         queue = end.small or end.bulk
         end.is_busy = bool(queue) and end.state is EndState.LIVE
         if not end.is_busy:
@@ -340,11 +359,11 @@ class SimNetwork:
         self.timeline.after(arrival - self.timeline.now, self._land, end, piece)
 
     def _land(self, end: End, piece: WirePiece) -> None:
-        """A piece reaches the other end."""
+        """Deliver a piece to the other end, unless it was lost."""
         if piece.is_lost:
             return
         first = end.flight.popleft()
-        assert first is piece, "a path keeps the order"
+        assert first is piece, "pieces arrived out of order on a path"
         other = end.other
         if other.state is EndState.NEW:
             other.backlog.append(piece)
@@ -354,11 +373,11 @@ class SimNetwork:
             self.take(other, piece)
 
     def refuse(self, end: End, piece: WirePiece) -> None:
-        """A piece for a fenced end changes nothing there."""
+        """Discard a piece that arrived at a fenced end."""
         self._reset(end.other)
 
     def take(self, end: End, piece: WirePiece) -> None:
-        """Do what a piece says, at the end it arrived at."""
+        """Process a piece at the end where it arrived: write it to memory or report its event."""
         message = piece.message
         assert end.transport is not None
         if message.kind is MessageKind.WRITE:
@@ -374,7 +393,7 @@ class SimNetwork:
         end.transport.report(self._event(end, message, is_confirmed))
 
     def _confirm_early(self, end: End, frame: Frame) -> bool:
-        """Confirm a slice that has landed, if that was allowed, before its owner learns of it."""
+        """Confirm a landed slice before its owner learns of it, if ``irecv`` allowed that."""
         ack = end.early.pop((frame.channel, frame.seq), 0)
         if not ack or end.state is not EndState.LIVE:
             return False
@@ -385,7 +404,7 @@ class SimNetwork:
         return True
 
     def write(self, message: SimMessage, is_last: bool) -> None:
-        """Move half a cleared slice from the sender's memory to its landing place."""
+        """Move one half of a cleared slice from the sender's memory to its landing place."""
         region, view = message.region, message.view
         assert region is not None
         assert view is not None
@@ -398,13 +417,13 @@ class SimNetwork:
             self.move(message, 0, half)
 
     def move(self, message: SimMessage, start: int, end: int) -> None:
-        """Move bytes of a cleared slice; a network whose NICs reach other memory does it there."""
+        """Move bytes `start` to `end` of a cleared slice; override it for device memory."""
         assert message.region is not None
         assert message.view is not None
         message.region[start:end] = message.view[start:end]
 
     def copy_of(self, message: SimMessage) -> memoryview:
-        """Return what a slice under way holds, in memory of the network's own; as `move`."""
+        """Return a copy of a slice in flight; override it for device memory."""
         assert message.view is not None
         return memoryview(bytes(message.view))
 
@@ -423,14 +442,14 @@ class SimNetwork:
         return Confirmed(end.path, frame.channel, frame.ack)
 
     def _acknowledge(self, message: SimMessage) -> None:
-        """The sender's NIC learns that a write arrived, and reads its view no more."""
+        """Process the acknowledgment of a write: the sender's NIC no longer needs the view."""
         end = message.end
         if end.state is EndState.FENCED or end.is_broken:
             return
         if not end.wire.is_up:
             end.acks.append(message)
             return
-        # Until now the NIC might have had to send it again.
+        # Until now the NIC might have had to retransmit it, which would read the view.
         self.on_read(message)
         end.unacked.discard(message)
         if end.transport is not None:

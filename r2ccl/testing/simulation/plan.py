@@ -1,9 +1,8 @@
-"""What a simulated job does, and what goes wrong in it: values that shrink and print well.
+"""Workloads and failure plans of the simulator, as values that print and shrink well.
 
-Values only. Invariant: a `Workload`, a plan and a seed determine a run, event for event.
-
-A fault happens before event number ``at`` of the timeline. All numbers are whole, so that a
-property test can shrink them; times are milliseconds (``_ms``) or microseconds (``_us``).
+A `Workload`, a `FailurePlan` and a seed determine a run, event for event. A fault happens before
+event number ``at`` of the timeline. All numbers are integers, so that a property test can shrink
+them; times are in milliseconds (``_ms``) or microseconds (``_us``).
 """
 
 from __future__ import annotations
@@ -15,11 +14,24 @@ from r2ccl.types import ReduceOp
 
 
 class CallSpec(msgspec.Struct, frozen=True):
-    """One collective of ``count`` elements of ``dtype``, by NumPy's name.
+    """One collective call of a simulated job.
 
-    ``algorithm`` names one of `r2ccl.testing.simulation.SCHEDULES`, which stays the same whatever
-    the health says. With ``is_planned`` it is one of `r2ccl.config.ALGOS`, and the planner makes
-    an allreduce of it for the health agreed on, over as many ``channels`` as it likes.
+    Attributes
+    ----------
+    count : int
+        Number of elements.
+    algorithm : str
+        Name in `r2ccl.testing.simulation.SCHEDULES`, whose schedule does not depend on the health.
+        With `is_planned`, a name in `r2ccl.config.ALGOS`.
+    channels : int
+        Channels of the schedule; ignored with `is_planned`.
+    is_in_place : bool
+        True if input and output are the same array.
+    dtype : str
+        NumPy's name of the element type.
+    op : ReduceOp
+    is_planned : bool
+        True if the planner makes an allreduce for the health agreed on.
     """
 
     count: int
@@ -32,12 +44,26 @@ class CallSpec(msgspec.Struct, frozen=True):
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """What all ranks do, one call after another.
+    """Job of a simulation: the number of ranks and rails, the settings, and the calls in order.
 
-    ``busy_ms[rank]``, if given, is how long that rank computes before each of its calls. ``slow``
-    are rails measured to carry less than they should before the first call: plans are made for
-    that, and for what breaks. In a ``fabric`` that is ``full`` ports of different rails
-    reach each other, in one that is ``rail`` they do not; with ``none`` no rank goes round.
+    Attributes
+    ----------
+    nranks, nrails : int
+    calls : tuple of CallSpec
+        The calls that all ranks make, one after another.
+    slice_nbytes, eager_nbytes, eager_slots, landing_depth : int
+        Settings of `r2ccl.config.Config` by the same names.
+    busy_ms : tuple of int
+        How long each rank computes before each of its calls; repeated if shorter than the number of
+        ranks.
+    no_rail_timeout_ms : int
+    is_loud : bool
+        See `r2ccl.testing.simulation.network.SimNetwork`.
+    fabric : str
+        ``full``: ports of different rails reach each other. ``rail``: they do not. ``none``: they
+        do not, and no bypass is used.
+    slow : tuple of RailShare
+        Rails that were measured as slow before the first call; plans take them into account.
     """
 
     nranks: int = 3
@@ -55,10 +81,23 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class CutPath(msgspec.Struct, frozen=True):
-    """One rail between two ranks breaks; ``told`` of them notice at once.
+    """Fault: the path between two ranks on one rail breaks.
 
-    ``keep`` halves under way each way still land, ``late_us`` after; ``is_stall``: what is lost
-    goes on after the restore. It is restored after ``restore_us``; 0: never.
+    Attributes
+    ----------
+    at : int
+        Event before which the path breaks.
+    a, b, rail : int
+        The two ranks and the rail.
+    told : tuple of int
+        Ranks that are notified at once.
+    keep : int
+        Halves of slices in flight in each direction that still land, `late_us` after the cut.
+    late_us : int
+    is_stall : bool
+        True if lost messages continue after the repair; see `r2ccl.testing.simulation.wire.Cut`.
+    restore_us : int
+        Time until the path is repaired; 0 means never.
     """
 
     at: int
@@ -73,7 +112,10 @@ class CutPath(msgspec.Struct, frozen=True):
 
 
 class NicDown(msgspec.Struct, frozen=True):
-    """A rank's NIC breaks, with every path on it; with ``is_seen`` its own rank is told."""
+    """Fault: a rank's NIC breaks, with all its paths; if `is_seen`, its rank is notified.
+
+    The other attributes are as in `CutPath`.
+    """
 
     at: int
     rank: int
@@ -86,7 +128,7 @@ class NicDown(msgspec.Struct, frozen=True):
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """A process stands still (SIGSTOP) for ``ms``; its kernel and its NIC go on."""
+    """Fault: a process is stopped (SIGSTOP) for `ms`; its kernel and NICs continue to run."""
 
     at: int
     rank: int
@@ -94,27 +136,27 @@ class Stop(msgspec.Struct, frozen=True):
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """A process dies and never comes back."""
+    """Fault: a process dies."""
 
     at: int
     rank: int
 
 
 class Lose(msgspec.Struct, frozen=True):
-    """Message ``number`` is lost: a control frame, or with it the path's connection."""
+    """Fault: message `number` is lost; unless it is a control frame, its connection breaks."""
 
     number: int
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Message ``number`` is late by ``ms``, with all behind it on its path."""
+    """Fault: message `number`, and all later ones on its path, are delayed by `ms`."""
 
     number: int
     ms: int
 
 
 class Noise(msgspec.Struct, frozen=True):
-    """Per cent of control frames lost, repeated and late (by up to ``late_ms``)."""
+    """Percentages of control frames that are lost, repeated, and delayed by up to `late_ms`."""
 
     lose: int = 0
     repeat: int = 0
@@ -126,7 +168,7 @@ Fault = CutPath | NicDown | Stop | Kill | Lose | Hold
 
 
 class FailurePlan(msgspec.Struct, frozen=True):
-    """Everything that goes wrong in a run."""
+    """All faults of a run, and the random noise on its control frames."""
 
     faults: tuple[Fault, ...] = ()
     noise: Noise = Noise()

@@ -1,9 +1,8 @@
-"""One simulated rank: the real `Progress`, `Failover` and `LaneRun`, driven as the engine does it.
+"""Simulated rank: the library's `Progress`, `Failover` and `LaneRun`, driven as by its engine.
 
-While the rank is in a call its own turns move the loop; between calls, and while it computes, the
-control plane's tick does, as in `r2ccl.runtime.engine`. What the engine's lock and threads
-guarantee holds here because there is one thread. Everything that goes through memory is watched by
-a `Checker`.
+As in `r2ccl.runtime.engine`, the rank runs the data loop during a call; otherwise the control
+plane's tick runs it. A single thread replaces the engine's lock and threads. A `Checker` observes
+all slices and the memory of all calls.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ from r2ccl.transport.base import Transport
 
 _BUSY_TICK_S = 0.02
 _IDLE_TICK_S = 0.1
-#: A tick later than this was late because the process did not run.
+#: Seconds; a tick that is later than this means that the process was stopped.
 _STALL_S = 0.05
-#: A turn follows its cause by up to this much: the loop is not infinitely fast.
+#: Longest time in seconds from an event to the turn of the data loop that handles it.
 _TURN_S = 10e-6
 
 
 class RankPhase(enum.Enum):
-    """What the rank's own thread does."""
+    """State of the rank's user thread."""
 
     CONNECTING = "connecting"
     COMPUTING = "computing"
-    #: Others must promise something before the next call may start.
+    #: The next call waits for the ranks to agree on the health to plan it with.
     ENTERING = "entering"
     CALLING = "calling"
     LEAVING = "leaving"
-    #: An error is known; the call ends when no peer can write any more.
+    #: An error occurred; the call ends once no peer can write into its memory.
     FENCING = "fencing"
     DONE = "done"
 
@@ -76,7 +75,7 @@ WAITING = (
 
 
 class SimRank:
-    """A rank and everything it owns.
+    """Rank with its transport, control plane, links and calls.
 
     Parameters
     ----------
@@ -84,7 +83,7 @@ class SimRank:
     network : SimNetwork
     config : Config
     work : SimWork
-        What it is to do.
+        The calls of the job.
     checker : Checker
     """
 
@@ -103,7 +102,7 @@ class SimRank:
         self._work = work
         self._checker = checker
         self.pool: LandingPool = CheckedPool(rank, config.landing_depth)
-        #: Does what slices of device memory take.
+        #: Executes GPU work; None if the calls use host memory.
         self.computer: Computer | None = None
         self.transport = self.make_transport()
         self.control = SimControl(
@@ -140,38 +139,38 @@ class SimRank:
         self._arrays: tuple[Array, ...] = ()
 
     def make_transport(self) -> Transport:
-        """Make what its links run over."""
+        """Return a new transport for the rank's links."""
         return SimTransport(self._network, self.rank, self._wake)
 
     @property
     def must_look(self) -> bool:
-        """Whether something is under way of whose end no event tells."""
+        """True if work is in progress whose end causes no event, so that the loop must poll."""
         return self.progress.is_computing
 
     def start(self) -> None:
-        """Connect; the rest follows by itself."""
+        """Start to connect; the calls follow once all paths are connected."""
         self.failover.start()
         self._deadline = self._timeline.now + self._config.init_timeout_s
         self._tick_after(_BUSY_TICK_S)
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Return what it last found to be wrong with each path."""
+        """Return the rank's newest verdict on each path."""
         assert self.failover.diagnosis is not None
         return self.failover.diagnosis.verdicts()
 
     def known_health(self) -> Health:
-        """Return the newest health it has heard of."""
+        """Return the newest health that the rank knows."""
         assert self.failover.agreement is not None
         return self.failover.agreement.known.health
 
     def stop(self, duration_s: float) -> None:
-        """Stand still, as SIGSTOP does it."""
+        """Stop the process for `duration_s` seconds, as by SIGSTOP and SIGCONT."""
         if not self.is_stopped and not self.is_dead:
             self.is_stopped = True
             self._timeline.after(duration_s, self._go_on)
 
     def kill(self) -> None:
-        """Die; the kernel closes what the process had open."""
+        """Kill the process; its kernel closes all connections."""
         self.is_dead = True
         self.transport.close()
 
@@ -182,27 +181,27 @@ class SimRank:
             self._wake()
             self._tick(0)
 
-    # What the control plane tells
+    # Events of the control plane
 
     def on_message(self, peer: int, message: object) -> None:
-        """Take a message of `peer`."""
+        """Pass a message from `peer` to the failover."""
         self.submit(self.failover.on_message, peer, message)
 
     def on_path(self, peer: int, rail: int, epoch: int, endpoint: End) -> None:
-        """Take a connection."""
+        """Pass a new connection to the migration."""
         self.submit(self.migration.on_opened, peer, rail, epoch, endpoint)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        """Give `peer` up."""
+        """Report the loss of `peer` to the failover."""
         self.submit(self.failover.on_peer_lost, peer, why, last_heard_s)
 
     def on_carrier(self, rail: int, is_up: bool) -> None:
-        """The local NIC of `rail` changed."""
+        """Report a carrier change of the local NIC of `rail` to the failover."""
         if not self.is_dead:
             self.submit(self.failover.on_carrier, rail, is_up)
 
     def submit(self, fn: Callable[..., None], *args: Any) -> None:
-        """Have the owner of the loop run ``fn(*args)``."""
+        """Queue ``fn(*args)`` for the next turn of the data loop."""
         self._inbox.append((fn, args))
         self._wake(is_control=True)
 
@@ -248,7 +247,7 @@ class SimRank:
             self._next_look = now + _BUSY_TICK_S
             self.failover.tick(now, self._peers)
         if now >= self._deadline and self.revocation.error is None:
-            raise TransportTimeout(f"rank {self.rank}: gave up in {self.phase}", rank=self.rank)
+            raise TransportTimeout(f"rank {self.rank}: timed out in {self.phase}", rank=self.rank)
 
     def _tick_after(self, delay_s: float) -> None:
         self._timeline.after(delay_s, self._tick, delay_s)
@@ -270,7 +269,7 @@ class SimRank:
         elif self.phase is not RankPhase.DONE:
             self.progress.step()
 
-    # The rank's own thread
+    # The user thread
 
     def _finish_if_done(self) -> None:
         if self.revocation.error is not None:
@@ -341,21 +340,21 @@ class SimRank:
         progress.advance()
         self._wake()
 
-    # Its memory
+    # Memory of a call
 
     def operands(self, task: SimTask) -> Operands:
-        """Make the memory of the next call."""
+        """Allocate and fill the memory of the next call."""
         source, output = self._work.memory(self.ncalls, self.rank)
         call = HostCall(task.layout, source, output, *self._work.arithmetic(task))
         self._arrays = call.spaces
         return call
 
     def output(self) -> Array:
-        """Return what the call left in its output memory."""
+        """Return the output array of the call."""
         return self._arrays[1]
 
     def retire(self, what: str) -> None:
-        """Give the call's memory back: nothing may write there any more."""
+        """Retire the call's memory, which must not be written any more."""
         self._checker.retire(what, *self._arrays)
 
     def _return(self) -> None:
@@ -378,7 +377,7 @@ class SimRank:
                 self.phase = RankPhase.DONE
 
     def _give_up(self) -> None:
-        """Raise out of the call, once no peer can write into its memory any more."""
+        """End the call with an error once no peer can write into its memory any more."""
         if self.phase is RankPhase.DONE:
             return
         self.phase = RankPhase.FENCING

@@ -1,11 +1,11 @@
-"""Simulated ranks whose slices go through a relay on some rails, and not on others.
+"""Simulated ranks whose slices pass through a PXN relay on some rails.
 
-Every rank relays on every other rail, so that there are paths relayed at both ends, at one, and at
-none; slots are few, so that some slices go directly. What is free is poisoned and looked at, and
-the copies are the fake GPU's: they run late.
+Each rank relays on every second rail, so some paths are relayed at both ends, some at one end, some
+at none. There are few slots, so some slices travel directly. Free slots are poisoned to detect
+writes into them. The copies run late, as work of the fake GPU.
 
-``simulate(..., network_type=GpuNetwork, rank_type=RelayRank)``. Invariant: as in `simulate`, equal
-workloads, plans and seeds give equal runs.
+Use it with ``simulate(..., network_type=GpuNetwork, rank_type=RelayRank)``. Equal workloads, plans
+and seeds give equal runs.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from r2ccl.testing.simulation.gpus import GpuNetwork, GpuRank
 from r2ccl.testing.simulation.transport import SimTransport
 from r2ccl.transport.base import Transport
 
-#: In slots that are free.
+#: Byte that fills free slots.
 _POISON = 0xB6
 
 
 class SimPart(SimTransport):
-    """`SimTransport` in the shape of a `Part`: nobody sleeps, so there is nothing to wait for."""
+    """`SimTransport` with the interface of a `Part`; it has no descriptor, as it never sleeps."""
 
     def fileno(self) -> int:
-        """Return no descriptor."""
+        """Return -1: the transport has no file descriptor."""
         return -1
 
     def arm(self) -> None:
-        """Nothing to arm."""
+        """Do nothing: the transport never sleeps."""
 
     def limit_s(self, timeout_s: float) -> float:
-        """Return what was given."""
+        """Return `timeout_s` unchanged."""
         return timeout_s
 
 
 class CheckedRelay(Relay):
-    """`Relay` on a fake GPU: free slots are poisoned, and looked at when they are taken.
+    """`Relay` on a fake GPU that detects writes into free slots.
 
-    Ends of copies are seen at every `nth_look` alone, as by a loop that has much else to do.
+    Only every `nth_look`-th call of `collect` returns finished copies, as in a busy data loop.
     """
 
     def __init__(
@@ -59,19 +59,19 @@ class CheckedRelay(Relay):
             self._poison(slot)
 
     def take(self, nbytes: int) -> Slot | None:
-        """Return a slot nobody wrote to since it was given back."""
+        """Return a free slot, or None; raise Violation if it was written while it was free."""
         slot = super().take(nbytes)
         if slot is not None and (self._fake.read(slot.address, self._nbytes) != _POISON).any():
             raise Violation("a free slot of a relay was written")
         return slot
 
     def collect(self) -> list[Slot]:
-        """See which copies are over, if it is time."""
+        """Return the slots whose copies are done, in every `nth_look`-th call."""
         self._nlooks += 1
         return [] if self._nlooks % self._nth_look else super().collect()
 
     def give(self, slot: Slot) -> None:
-        """Take a slot back that nobody has given yet."""
+        """Put a slot back; raise Violation if it was put back before."""
         if slot.is_given:
             raise Violation("a slot of a relay was given back twice")
         super().give(slot)
@@ -85,7 +85,7 @@ class CheckedRelay(Relay):
 
 
 class RelayRank(GpuRank):
-    """`GpuRank` that relays on every other rail, the even ranks on the even ones."""
+    """`GpuRank` that relays on the even rails if its rank is even, else on the odd rails."""
 
     slot_nbytes = 16
     nslots = 2
@@ -98,13 +98,13 @@ class RelayRank(GpuRank):
             self.pxn.use(rail, self.relay)
 
     def make_transport(self) -> Transport:
-        """Make a transport that can relay."""
+        """Return a `PxnTransport` over the simulated transport."""
         self.pxn = PxnTransport(SimPart(self._network, self.rank, self._wake))
         return self.pxn
 
     @property
     def must_look(self) -> bool:
-        """Whether work or copies are under way, of whose end no event tells."""
+        """True if GPU work or relay copies are in progress, whose end causes no event."""
         return super().must_look or self.pxn.is_busy
 
 

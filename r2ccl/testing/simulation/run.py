@@ -1,7 +1,7 @@
-"""Run a job on simulated ranks to its end, with everything that goes wrong in it.
+"""`simulate`: runs a job on simulated ranks, with all faults of a plan.
 
-One thread, one virtual clock that jumps to the next event. Invariant: a run ends, with a result or
-a `Violation`; the number of events is bounded.
+A run uses one thread and a virtual clock that jumps to the next event. The number of events is
+limited, so each run ends, with a `SimOutcome` or a `Violation`.
 """
 
 from __future__ import annotations
@@ -43,36 +43,36 @@ from r2ccl.testing.simulation.rank import RankPhase, SimRank
 from r2ccl.testing.simulation.work import SimWork
 
 MAX_EVENTS = 200_000
-#: After the last rank is done, late writes still get this long to do harm.
+#: Seconds that the simulation continues after the last rank is done, to detect late writes.
 _AFTERMATH_S = 0.05
 
 
 class SimOutcome(msgspec.Struct, frozen=True):
-    """How a run ended.
+    """Result of a run.
 
     Attributes
     ----------
     errors : tuple of R2cclError or None
-        What each rank's last call raised; None also for a rank that was killed.
+        Error that ended each rank's last call; None if it raised none or the rank was killed.
     ncalls : tuple of int
-        Calls each rank returned from.
+        Number of calls that each rank completed.
     nevents, nmessages : int
     time_s : float
-        Virtual time.
+        Virtual time at the end of the run.
     trace : list of tuple
-        Everything the network did.
+        All actions of the network, each with its time.
     repairs : int
-        Paths that were given up, counted at both ends.
+        Number of lost paths, counted at both ends.
     nbypasses : int
-        Connections made round the rails.
+        Number of bypass connections made.
     verdicts : tuple of tuple of Verdict
-        What each rank last found to be wrong with each of its paths.
+        Each rank's newest verdict on each of its paths.
     known : tuple of Health
-        The newest health each rank has heard of.
+        The newest health that each rank knows.
     plans : dict of int to Health
-        What each collective was planned with.
+        Health with which each collective was planned.
     began : dict of int to int
-        Events there had been when the first rank began each collective.
+        Number of events before the first rank began each collective.
     """
 
     errors: tuple[R2cclError | None, ...]
@@ -90,11 +90,11 @@ class SimOutcome(msgspec.Struct, frozen=True):
 
     @property
     def is_clean(self) -> bool:
-        """Whether every rank returned from every call."""
+        """True if no rank raised an error and all completed the same number of calls."""
         return not any(self.errors) and len(set(self.ncalls)) == 1
 
     def digest(self) -> str:
-        """Fingerprint of the trace."""
+        """Return a hash of the trace, as hexadecimal digits."""
         return hashlib.sha256(repr(self.trace).encode()).hexdigest()[:16]
 
 
@@ -107,13 +107,25 @@ def simulate(
     rank_type: type[SimRank] = SimRank,
     max_events: int = MAX_EVENTS,
 ) -> SimOutcome:
-    """Run `workload` under `plan`.
+    """Run `workload` under `plan` and return its outcome.
+
+    Parameters
+    ----------
+    workload : Workload
+    plan : FailurePlan, optional
+        By default nothing fails.
+    seed : int
+        Seed of the order of simultaneous events, of latencies and of noise.
+    network_type, rank_type : type
+        Classes of the network and of the ranks.
+    max_events : int
+        Number of events after which a run counts as hung.
 
     Raises
     ------
     Violation
-        A promise was broken, or nothing moves any more; the message has seed, plan and the end
-        of the trace.
+        If the library broke a promise or the run makes no progress. The message has the seed, the
+        workload, the plan and the end of the trace.
     """
     world = World(workload, plan or FailurePlan(), seed, network_type, rank_type)
     return world.run(max_events)
@@ -156,7 +168,7 @@ class World:
         self._faults = sorted(timed, key=lambda fault: -fault.at)
 
     def run(self, max_events: int) -> SimOutcome:
-        """Run to the end."""
+        """Run all ranks to their end; see `simulate`."""
         controls = {rank.rank: rank.control for rank in self.ranks}
         try:
             for rank in self.ranks:
@@ -268,7 +280,7 @@ class World:
             return Fate(Act.DELAY, late_s)
         return DELIVER
 
-    # Telling
+    # Messages
 
     def _phases(self) -> str:
         return ", ".join(

@@ -1,8 +1,7 @@
-"""The schedules a simulated job can run: every one of `r2ccl.algos`, in each of its forms.
+"""Schedules that a simulated job can run: every algorithm of `r2ccl.algos`, in each of its forms.
 
-Those for unequal ranks are made for ranks of which rank 0 has lost some of its bandwidth.
-
-Imports `algos` and down. Invariant: equal arguments, equal schedules.
+In the schedules for unequal ranks, rank 0 has the least bandwidth. Equal arguments give equal
+schedules.
 """
 
 from __future__ import annotations
@@ -26,27 +25,27 @@ from r2ccl.algos import (
 )
 from r2ccl.schedule.ir import Schedule
 
-#: ``make(nranks, nchannels)``, for two ranks or more; some take more channels than that.
+#: Function ``make(nranks, nchannels)`` for at least two ranks; some use more than `nchannels`.
 Maker = Callable[[int, int], Schedule]
 
 
 def _uneven(nranks: int) -> range:
-    """Bandwidths that all differ; the later ranks have more to give."""
+    """Return bandwidths that increase with the rank."""
     return range(2, nranks + 2)
 
 
 def _mild(nranks: int) -> list[int]:
-    """Bandwidths of which only the first is less, and by so little that its rank can relay."""
+    """Return bandwidths of which only rank 0's is reduced, so little that it can still relay."""
     return [15] + [16] * (nranks - 1)
 
 
 def _severe(nranks: int) -> list[int]:
-    """Bandwidths of which only the first is less, by half."""
+    """Return bandwidths of which only rank 0's is reduced, to half."""
     return [1] + [2] * (nranks - 1)
 
 
 def _turning_rings(nranks: int, nchannels: int) -> Schedule:
-    """Build rings of which every other runs the other way."""
+    """Build rings that run in alternating directions."""
     orders = [tuple(range(nranks))[:: 1 - 2 * (at % 2)] for at in range(nchannels)]
     return ring.allreduce(nranks, nchannels, orders)
 
@@ -56,22 +55,22 @@ def _double_binary(nranks: int, nchannels: int) -> Schedule:
 
 
 def _chains(nranks: int, nchannels: int) -> list[tree.Parents]:
-    """Chains from the last rank to the first."""
+    """Return chains from the last rank to the first."""
     return [tree.chain(range(nranks)[::-1])] * nchannels
 
 
 def _flat(nranks: int, nchannels: int) -> list[tree.Parents]:
-    """Binary trees, all with the last rank as their root."""
+    """Return binary trees with the last rank as the root of each."""
     return [tree.turned(tree.double_binary(nranks)[0], nranks - 1)] * nchannels
 
 
 def _bridged(nranks: int, nchannels: int) -> Schedule:
-    """Build the ring in which ranks 0 and 1 are no neighbours, if it has more than those."""
+    """Build a ring in which ranks 0 and 1 are not neighbours, if there are at least four ranks."""
     return bridged_ring.allreduce(nranks, nchannels, lambda a, b: nranks < 4 or {a, b} != {0, 1})
 
 
 def _teams(nranks: int) -> list[range]:
-    """Put two ranks on a node, on the last one what is left."""
+    """Group the ranks into nodes of two; the last node may have only one."""
     return [range(first, min(first + 2, nranks)) for first in range(0, nranks, 2)]
 
 
@@ -85,7 +84,8 @@ def _trees_of_nodes(nranks: int, nchannels: int) -> Schedule:
     return hierarchy.wrap(packed_trees.allreduce(_uneven(len(teams)), nchannels), teams)
 
 
-#: All channels do the same: `r2ccl.planning.placement.place` chooses rails and weights for them.
+#: Schedules whose channels all do the same; `r2ccl.planning.placement.place` chooses their rails
+#: and weights.
 RINGS: dict[str, Maker] = {
     "ring": ring.allreduce,
     "ring/allgather": ring.allgather,
@@ -104,8 +104,8 @@ RINGS: dict[str, Maker] = {
     "hierarchy/ring": _ring_of_nodes,
 }
 
-#: Channels differ, in what they do or in their share: `r2ccl.planning.placement.place_edges`
-#: chooses rails.
+#: Schedules whose channels differ in their ops or their shares of the buffer;
+#: `r2ccl.planning.placement.place_edges` chooses their rails.
 UNEVEN: dict[str, Maker] = {
     "ring/turning": _turning_rings,
     "double_binary_tree": _double_binary,
@@ -118,7 +118,7 @@ UNEVEN: dict[str, Maker] = {
     "hierarchy/packed_trees": _trees_of_nodes,
 }
 
-#: All of them, by the name a `CallSpec` gives.
+#: All schedules, by the name that `CallSpec.algorithm` gives.
 SCHEDULES: dict[str, Maker] = RINGS | UNEVEN
 
 __all__ = ["RINGS", "SCHEDULES", "UNEVEN", "Maker"]

@@ -1,7 +1,7 @@
-"""`Transport` over a simulated network (`network`), where writes are one-sided.
+"""`Transport` over a `SimNetwork`, with one-sided writes.
 
-Imports no socket, no thread and no real clock. Invariant: an event is reported at the first poll
-after it happened, in order, and nothing of a path after its `Fenced`.
+The first poll after an event reports it. Events are reported in order, and none of a path after its
+`Fenced`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class SimTransport(PreconnectedTransport):
-    """`Transport` of one rank over a `SimNetwork`.
+    """Transport of one rank over a `SimNetwork`.
 
     Parameters
     ----------
     network : SimNetwork
     rank : int
     on_event : callable
-        Called when something was added for the next `poll`.
+        Called when a new event waits for the next `poll`.
 
     Notes
     -----
-    ``poll`` never sleeps: whoever drives the `Timeline` decides when it is called. The payloads
-    of one poll are overwritten at the next, and what is used on a path that was reported fenced
-    raises InternalError, so that neither mistake passes unseen.
+    ``poll`` never sleeps. To detect mistakes of the caller, each poll overwrites the payloads of
+    the poll before it, and a call on a path that was reported as fenced raises InternalError.
     """
 
     def __init__(
@@ -42,8 +41,9 @@ class SimTransport(PreconnectedTransport):
         self._rank = rank
         self._on_event = on_event
         self._ends: dict[PathKey, End] = {}
-        #: Paths whose `Fenced` the owner has handled, and those in its hands now.
+        #: Paths whose `Fenced` was returned by a poll before the last one.
         self._gone: set[PathKey] = set()
+        #: Paths whose `Fenced` was returned by the last poll, which the caller may still process.
         self._going: set[PathKey] = set()
         self._dirty: list[End] = []
         self._events: list[Event] = []
@@ -51,7 +51,7 @@ class SimTransport(PreconnectedTransport):
         self._probing: set[ProbeKey] = set()
 
     def open(self, path: PathKey, endpoint: End) -> None:
-        """Take one end of a connection into use."""
+        """Open `path` on one end of a connection, and process the messages that already arrived."""
         if path in self._ends:
             raise InternalError(f"rank {self._rank}: {path} opened before it was fenced")
         self._gone.discard(path)
@@ -66,20 +66,26 @@ class SimTransport(PreconnectedTransport):
             self._network.fail(endpoint, "EOF", "the connection broke before it was in use")
 
     def register_device(self, address: int, nbytes: int) -> Unregistered:
-        """Refuse, unless the network's NICs reach device memory."""
+        """Accept device memory if the network's NICs reach it.
+
+        Raises
+        ------
+        TransportError
+            If they do not.
+        """
         if self._network.reaches_devices:
             return Unregistered()
         return super().register_device(address, nbytes)
 
     def is_open(self, path: PathKey) -> bool:
-        """Whether `path` was opened and not yet failed or fenced."""
+        """Return True if `path` is open and has not failed or been fenced."""
         end = self._ends.get(path)
         return end is not None and end.state is EndState.LIVE
 
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: Any, is_replay: bool = False
     ) -> None:
-        """Queue a slice; cleared ones go where `token`, the landing place, says."""
+        """Queue a slice; `token` is the landing place of a cleared slice, None for an eager one."""
         end = self._live(path)
         if end is None:
             return
@@ -90,11 +96,13 @@ class SimTransport(PreconnectedTransport):
         if token is None:
             self.report(Sent(path, frame.channel, frame.seq))
         elif len(token) != len(view):
-            raise InternalError(f"slice of {len(view)} bytes for a place of {len(token)}")
+            raise InternalError(
+                f"slice of {len(view)} bytes for a landing place of {len(token)} bytes"
+            )
         self._queue(end, message, is_replay)
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
-        """Name where slice ``frame.seq`` lands."""
+        """Queue the announcement that slice ``frame.seq`` shall land in `region`."""
         end = self._live(path)
         if end is not None:
             if ack:
@@ -102,20 +110,20 @@ class SimTransport(PreconnectedTransport):
             self._queue(end, SimMessage(MessageKind.CLEAR, end, frame, region), False)
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
-        """Confirm the peer's slices of `channel` below `ack`."""
+        """Queue the confirmation of the peer's slices of `channel` below `ack`."""
         end = self._live(path)
         if end is not None:
             frame = Frame(channel, 0, ack, 0, 0)
             self._queue(end, SimMessage(MessageKind.CONFIRM, end, frame, None), False)
 
     def flush(self) -> None:
-        """Hand what was queued to the network; nothing leaves before."""
+        """Pass queued messages to the network; none is sent before `flush`."""
         dirty, self._dirty = self._dirty, []
         for end in dirty:
             for message, is_replay in end.queued:
                 if message.kind is not MessageKind.WRITE:
                     end.small.append(message)
-                elif is_replay:  # the interface lets it overtake other replays too
+                elif is_replay:  # it overtakes other replays too, which `Transport.isend` allows
                     end.bulk.appendleft(message)
                 else:
                     end.bulk.append(message)
@@ -124,7 +132,7 @@ class SimTransport(PreconnectedTransport):
                 self._network.pump(end)
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Return what happened since the last poll."""
+        """Return the events since the last poll, without sleeping."""
         for payload in self._lent:
             payload[:] = b"\xee" * len(payload)
         self._lent.clear()
@@ -140,27 +148,27 @@ class SimTransport(PreconnectedTransport):
         return events
 
     def wake(self) -> None:
-        """Have the rank's loop run."""
+        """Schedule a turn of the rank's data loop."""
         self._on_event()
 
     def fence(self, path: PathKey) -> None:
-        """Begin to take the local end of `path` out of use."""
+        """Start to fence the local end of `path`; `Fenced` follows."""
         end = self._ends.get(path)
         if end is not None:
             self._network.note("fence", self._rank, path)
             self._network.fence(end, lambda: self._on_drained(path, end))
 
     def has_unsent(self) -> bool:
-        """See `Transport.has_unsent`: the network takes all at once."""
+        """Return False: `flush` always passes everything to the network."""
         return False
 
     def is_stuck(self, path: PathKey) -> bool:
-        """Whether something is unacknowledged on a connection that lost something."""
+        """Return True if a message is unacknowledged on a broken connection or a cut wire."""
         end = self._ends.get(path)
         return end is not None and bool(end.unacked) and (end.is_broken or not end.wire.is_up)
 
     def probe(self, key: ProbeKey) -> None:
-        """Ask the port itself; see `Transport.probe`."""
+        """Probe a port over the network; report at once if the network has no such way."""
         if key in self._probing:
             return
         if not self._network.has_way(self._rank, key):
@@ -170,7 +178,7 @@ class SimTransport(PreconnectedTransport):
         self._network.probe(self._rank, key, partial(self._on_probed, key))
 
     def descriptors(self) -> list[int]:
-        """See `Transport.descriptors`: the network is memory."""
+        """Return no descriptors: the network is in memory."""
         return []
 
     def close(self) -> None:
@@ -179,12 +187,12 @@ class SimTransport(PreconnectedTransport):
             self.fence(path)
 
     def report(self, event: Event) -> None:
-        """Add an event for the next poll; called by the network."""
+        """Add an event for the next poll; the network calls this."""
         self._events.append(event)
         self._on_event()
 
     def lend(self, view: memoryview) -> memoryview:
-        """Copy a payload into memory that is good until the poll after its own."""
+        """Return a copy of a payload, which is valid until the poll after the one returning it."""
         return memoryview(bytearray(view))
 
     def _on_probed(self, key: ProbeKey, is_answered: bool) -> None:

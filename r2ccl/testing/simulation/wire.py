@@ -1,8 +1,7 @@
-"""What a simulated network is made of: time, messages, ends of connections, ways to break.
+"""Parts of a simulated network: virtual clock, messages, wires, connection ends, and cuts.
 
-State without behaviour, but for the clock; `r2ccl.testing.simulation.network` moves it. Imports no
-socket, no thread and no real clock. Invariant: equal seeds and equal calls give equal orders of
-events.
+Apart from the clock these classes only hold state; `r2ccl.testing.simulation.network` changes it.
+Equal seeds and equal calls give equal orders of events.
 """
 
 from __future__ import annotations
@@ -21,31 +20,32 @@ from r2ccl.types import PathKey
 
 
 class Timeline:
-    """Virtual clock and the events to come; calling it reads the clock (`r2ccl.clock.Clock`).
+    """Virtual clock with a queue of scheduled events.
 
-    Events of one instant happen in an order the seed decides.
+    A call of the object returns the time, as `r2ccl.clock.Clock` requires. The seed decides the
+    order of events scheduled for the same time.
     """
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
-        #: Events that have happened; what fault plans count.
+        #: Number of events that have happened; failure plans refer to it.
         self.count = 0
         self._heap: list[tuple[float, float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
 
     def __call__(self) -> float:
-        """Read the clock."""
+        """Return the virtual time in seconds."""
         return self.now
 
     def after(self, delay_s: float, fn: Callable[..., None], *args: Any) -> None:
-        """Have ``fn(*args)`` happen `delay_s` from now."""
+        """Schedule ``fn(*args)`` for `delay_s` seconds from now."""
         self._serial += 1
         entry = (self.now + delay_s, self.random.random(), self._serial, fn, args)
         heapq.heappush(self._heap, entry)
 
     def step(self) -> bool:
-        """Jump to the next event and let it happen; False if there is none."""
+        """Advance the clock to the next event and run it; return False if there is none."""
         if not self._heap:
             return False
         self.now, _, _, fn, args = heapq.heappop(self._heap)
@@ -55,7 +55,7 @@ class Timeline:
 
 
 class MessageKind(enum.Enum):
-    """What a message is; all but CONTROL travel on a path."""
+    """Kind of a message; all but CONTROL travel on a path."""
 
     EAGER = "eager"
     WRITE = "write"
@@ -65,10 +65,10 @@ class MessageKind(enum.Enum):
 
 
 class Act(enum.Enum):
-    """What the network does to a message.
+    """Action of the network on a message.
 
-    On a path, which is reliable and ordered while it lives, DROP means that it is broken from
-    this message on, and DELAY holds up what follows; DUPLICATE is for control messages.
+    A path is reliable and ordered, so DROP breaks its connection, and DELAY also delays all later
+    messages. CUT breaks the wire. DUPLICATE is only for control messages.
     """
 
     DELIVER = "deliver"
@@ -79,7 +79,10 @@ class Act(enum.Enum):
 
 
 class Fate(msgspec.Struct, frozen=True):
-    """Answer of the `route` hook; ``delay_s`` is added to the latency (DELAY, DUPLICATE's copy)."""
+    """Fate of a message, returned by the `route` hook.
+
+    `delay_s` is added to the latency of the message (DELAY) or of its copy (DUPLICATE).
+    """
 
     act: Act
     delay_s: float = 0.0
@@ -89,19 +92,21 @@ DELIVER = Fate(Act.DELIVER)
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """How a path breaks.
+    """Break of a wire.
 
     Parameters
     ----------
     told : tuple of int
-        Ranks whose end reports `Failed` at once; the others must find out.
+        Ranks whose end reports `Failed` at once; other ranks must detect the failure.
     keep : int
-        Halves under way in each direction that still arrive, ``late_s`` after the cut. The ones
-        behind them do not: an odd number tears a slice.
+        Number of halves in flight in each direction that still arrive, `late_s` after the cut.
+        Later halves do not arrive, so an odd number can tear a slice.
     late_s : float
+        Seconds.
     is_stall : bool
-        What is lost waits and goes on if the path is restored (TCP); otherwise the connection is
-        dead and an end with something unacknowledged reports it after the retry time (verbs).
+        True if lost messages wait and continue after a repair, as with TCP. False if the connection
+        is dead, as with verbs; an end with unacknowledged messages then reports the failure after
+        the retry time.
     """
 
     told: tuple[int, ...] = ()
@@ -111,7 +116,7 @@ class Cut(msgspec.Struct, frozen=True):
 
 
 class SimMessage:
-    """One thing on the wire; ``number`` counts all of a network's messages."""
+    """Message of a simulated network; `number` is its position among all messages."""
 
     __slots__ = (
         "began_s", "end", "frame", "is_copied", "kind", "nbytes", "number", "region", "view",
@@ -123,7 +128,7 @@ class SimMessage:
         self.frame = frame
         self.view = view
         self.region: memoryview | None = None
-        #: It has left the sender's memory: ``view`` is the network's own.
+        #: True once `view` is a copy owned by the network instead of the sender's memory.
         self.is_copied = False
         self.nbytes = len(view) if view is not None and kind is not MessageKind.CLEAR else 0
         self.number = -1
@@ -131,44 +136,45 @@ class SimMessage:
 
 
 class WirePiece:
-    """Half of a write, or a whole small message, on its way."""
+    """Half of a write, or a whole message of another kind, in flight."""
 
     __slots__ = ("is_last", "is_lost", "message")
 
     def __init__(self, message: SimMessage, is_last: bool) -> None:
         self.message = message
         self.is_last = is_last
-        #: It will not arrive, at least not as this.
+        #: True if this piece will not arrive; a new piece may replace it.
         self.is_lost = False
 
 
 class EndOwner(Protocol):
-    """The transport an end was given to."""
+    """Transport that owns a connection end."""
 
     def report(self, event: Event) -> None:
-        """Add an event for its next poll."""
+        """Add an event for the transport's next poll."""
         ...
 
     def lend(self, view: memoryview) -> memoryview:
-        """Copy an eager payload into memory of its own."""
+        """Return a copy of an eager payload in the transport's memory."""
         ...
 
 
 class EndState(enum.IntEnum):
-    """Life of one end of a connection."""
+    """State of one end of a connection."""
 
-    NEW = 0  #: dialed, not taken into use by its transport
+    NEW = 0  #: connected, but not taken into use by its transport
     LIVE = 1
-    FAILED = 2  #: told its owner; still lets in what the network brings
-    DRAINING = 3  #: being fenced
+    FAILED = 2  #: failure reported to its owner; arriving messages are still processed
+    DRAINING = 3  #: fence in progress
     FENCED = 4
 
 
 class Wire:
-    """Cable between two ranks on one rail; outlives its connections.
+    """Wire between two ranks on one rail; after a failure a new connection uses the same wire.
 
-    A bypass has one of its own: ``legs`` are the wires it goes over, and ``ports`` the ports
-    (rank, rail) of a cross way. It breaks with any of them, and does not come back.
+    Each bypass has a wire of its own. It either passes through a third rank over the two wires
+    `legs`, or crosses rails between the two `ports`, each a (rank, rail). The wire of a bypass
+    breaks if one of these does, and is never repaired.
     """
 
     __slots__ = ("ends", "is_up", "legs", "pair", "ports", "rail")
@@ -185,12 +191,12 @@ class Wire:
         self.legs = legs
         self.ports = ports
         self.is_up = True
-        #: Both ends of the newest connection.
+        #: Both ends of the newest connection; empty before the first.
         self.ends: tuple[End, ...] = ()
 
 
 class End:
-    """One end of one connection; what `SimTransport.open` takes."""
+    """One end of one connection: the endpoint for `SimTransport.open`."""
 
     __slots__ = (
         "_abandon", "acks", "backlog", "bulk", "clear_at", "early", "flight", "held", "is_broken",
@@ -206,13 +212,13 @@ class End:
         self.other: End = self
         self.transport: EndOwner | None = None
         self.state = EndState.NEW
-        #: The connection lost something for good.
+        #: True if the connection has lost a message for good.
         self.is_broken = False
-        #: Failed before its transport took it.
+        #: True if the connection failed before its transport took this end into use.
         self.is_dead = False
         self.is_starving = False
         self.is_busy = False
-        #: Earliest time the next message may arrive at the other end: order is kept.
+        #: Earliest time at which the next message may arrive at the other end, to keep the order.
         self.clear_at = 0.0
         self.queued: list[tuple[SimMessage, bool]] = []
         self.small: deque[SimMessage] = deque()
@@ -222,11 +228,11 @@ class End:
         self.acks: list[SimMessage] = []
         self.backlog: list[WirePiece] = []
         self.unacked: set[SimMessage] = set()
-        #: What may be confirmed once a slice (channel, seq) has landed, before its owner knows.
+        #: ``ack`` to send at once when slice (channel, seq) lands, as allowed by ``irecv``.
         self.early: dict[tuple[int, int], int] = {}
 
     def close(self) -> None:
-        """Give up an end that was never taken into use."""
+        """Abandon an end that was never taken into use."""
         self._abandon(self)
 
 

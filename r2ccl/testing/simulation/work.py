@@ -1,4 +1,7 @@
-"""What the ranks of a simulated job do: worked out once per `Workload`, shared by its many runs."""
+"""Calls of a simulated job: their schedules, plans, data and expected results.
+
+Schedules and plans are cached across runs.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
 class SimTask(NamedTuple):
-    """What one rank does in one call."""
+    """Plan of one rank for one call."""
 
     schedule: Schedule
     signature: CallSignature
@@ -35,7 +38,7 @@ class SimTask(NamedTuple):
 
 
 class SimWork:
-    """What the ranks of one `Workload` do.
+    """Calls, data and expected results of one `Workload`.
 
     Parameters
     ----------
@@ -48,38 +51,49 @@ class SimWork:
         self.config = _config(workload)
 
     def task(self, call: int, rank: int, homes: Sequence[int], health: Health) -> SimTask:
-        """Return what `rank` does, with its schedule placed as the planner does it."""
+        """Return the plan of `rank` for a call, with rails placed for `health`.
+
+        Parameters
+        ----------
+        call : int
+            Position in the workload's calls.
+        rank : int
+        homes : sequence of int
+            Home rails.
+        health : Health
+            The health agreed on for this call.
+        """
         spec = self.calls[call]
         make = _planned if spec.is_planned else _chosen
         return make(spec, rank, tuple(homes), self._seen(health), self.config)
 
     def arithmetic(self, task: SimTask) -> tuple[kernels.Reducer, kernels.Divider | None]:
-        """Return what reduces slices, and what finishes those of the result."""
+        """Return the function that reduces slices, and the one that divides a mean's result."""
         code, op = task.signature.dtype, ReduceOp(task.signature.op)
         is_mean = op is ReduceOp.AVG
         divide = kernels.divider(code, self.workload.nranks) if is_mean else None
         return kernels.reducer(code, op), divide
 
     def memory(self, call: int, rank: int) -> tuple[Array, Array]:
-        """Return fresh input and output memory, the same array when in place."""
+        """Return new input and output arrays of a call; one array for both if it is in place."""
         spec = self.calls[call]
         source = data.draw(spec.dtype, spec.count, call, rank).copy()
         return source, source if spec.is_in_place else np.empty_like(source)
 
     def result(self, call: int, rank: int, task: SimTask, output: Array) -> tuple[bytes, bytes]:
-        """Return what `rank` has of what it is promised, and what it must have."""
+        """Return the bytes that `rank` has in its part of the output, and the expected bytes."""
         spec = self.calls[call]
         found = output[data.part(task.schedule, rank, spec.count)].tobytes()
         wanted = data.expected(task.schedule, spec.dtype, spec.count, call, spec.op)
         return found, wanted[rank]
 
     def busy_s(self, rank: int) -> float:
-        """Return how long `rank` computes before a call."""
+        """Return the seconds that `rank` computes before each call."""
         busy = self.workload.busy_ms
         return busy[rank % len(busy)] / 1e3 if busy else 0.0
 
     def _seen(self, health: Health) -> Health:
-        """Add what was measured before the job began."""
+        """Return `health` reduced by the workload's slow rails."""
         slow = self.workload.slow
         worst = [each._replace(share=min(each.share, health.share(*each[:2]))) for each in slow]
         return health.changed(worst) if worst else health
@@ -89,7 +103,7 @@ class SimWork:
 def _chosen(
     spec: CallSpec, rank: int, homes: tuple[int, ...], health: Health, config: Config
 ) -> SimTask:
-    """Place the schedule that the call names; it is the same whatever the health says."""
+    """Place the schedule that the call names, which does not depend on the health."""
     schedule = _schedule(spec.algorithm, health.nranks, spec.channels)
     if spec.algorithm in RINGS:
         placement = place(schedule.nchannels, homes, health)
@@ -113,7 +127,7 @@ def _chosen(
 def _planned(
     spec: CallSpec, rank: int, homes: tuple[int, ...], health: Health, config: Config
 ) -> SimTask:
-    """Have the planner make the call's schedule, for the health agreed on."""
+    """Let the planner make the call's schedule for `health`."""
     config = msgspec.structs.replace(config, algo=spec.algorithm)
     fabric = Fabric(homes, health.nrails)
     code = data.CODES[spec.dtype]

@@ -34,11 +34,11 @@ def test_an_action_may_be_spelt_in_python() -> None:
     [
         ("melt:node=1", "melt.*actions: nic_down"),
         ("nic_down:node=1", "needs rail"),
-        ("kill:rank=1,rail=0", "has no use for rail"),
+        ("kill:rank=1,rail=0", "does not take rail"),
         ("nic_down:node=1,rail=-1", "rail=-1; it must be 0 or more"),
-        ("nic_down:node=1,rail=2,at_s=1,at_op=1", "not by both"),
+        ("nic_down:node=1,rail=2,at_s=1,at_op=1", "give only one"),
         ("nic_down:node=1,rail=2,at_step=1", "at_step without at_op"),
-        ("nic_down:node=1,rail=2,duration_s=0", "above 0"),
+        ("nic_down:node=1,rail=2,duration_s=0", "more than 0"),
         ("nic_down:node=1,rail=two", "int"),
         ("nic_down:node=1,node=2", "twice"),
         ("nic_down:node", "not name=value"),
@@ -91,7 +91,7 @@ def test_missing_plan_file_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_fault_must_fit_the_lab(fault: Fault) -> None:
-    with pytest.raises(InvalidArgument, match="does not exist; 0"):
+    with pytest.raises(InvalidArgument, match="does not exist; it must be in 0"):
         FaultPlan([fault]).check(nodes=4, rails=4, ranks_per_node=2)
 
 
@@ -188,7 +188,7 @@ def test_environment_that_nobody_can_serve_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="RANK"):
         reporter_from_env({**env, "RANK": "one"})
     path.write_bytes(FaultPlan([nic_down(at_s=1.0)]).to_json())
-    with pytest.raises(InvalidArgument, match="only faults by at_op"):
+    with pytest.raises(InvalidArgument, match="only faults with at_op"):
         reporter_from_env(env, apply=Recorder())
 
 
