@@ -319,7 +319,7 @@ def test_a_chain_works_in_place_whichever_input_is_the_output(place: int) -> Non
 
 
 def test_a_chain_needs_scratch_where_every_output_is_read_late() -> None:
-    with pytest.raises(InvalidArgument, match=r"2 inputs are read late.*scratch"):
+    with pytest.raises(InvalidArgument, match=r"the 2 inputs of later kernels.*scratch"):
         chain(Form(dtype_code=8, op=SUM), range(10), (9, 8))
 
 
