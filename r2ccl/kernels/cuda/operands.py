@@ -47,7 +47,7 @@ def check_addresses(form: Form, sources: Sequence[int], targets: Sequence[int]) 
     for address in (*sources, *targets):
         if address % alignment:
             raise InvalidArgument(
-                f"address {address:#x} is not aligned to {alignment} bytes; pass a view that "
+                f"address {address:#x} is not aligned to {alignment} bytes: pass a view that "
                 "starts at an element"
             )
 

@@ -143,7 +143,7 @@ def _work(form: Form) -> list[str]:
 
 
 def _look_up(operands: list[str]) -> list[str]:
-    """Return the lines that read the addresses, once per block (the table may be in host memory)."""
+    """Return the lines that read the table, once per block, because host memory is slow to read."""
     return [
         f"    table_of_block = cuda.shared.array({len(operands)}, int64)",
         "    i = cuda.threadIdx.x",
