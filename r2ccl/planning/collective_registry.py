@@ -97,7 +97,10 @@ def _disseminations(collective: Collective, terms: Terms) -> Iterator[Candidate]
 
 
 def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
-    """Return the order of ranks in rings and chains; () if neighbours in any order lack a rail.
+    """Return the order of ranks in rings and chains; () if no ring exists.
+
+    No ring exists if home rails connect all nodes, but every order found has neighbours without a
+    common home rail.
 
     Nodes keep their order while all neighbours share as much bandwidth as the poorer of the two can
     use. Otherwise degraded nodes are spread among healthy ones if that raises the shared bandwidth.
@@ -139,7 +142,7 @@ def _narrowest(order: Sequence[int], terms: Terms, wide: Sequence[int]) -> Fract
 
 
 def _swapped(order: tuple[int, ...], terms: Terms, wide: Sequence[int]) -> tuple[int, ...]:
-    """Swap the best pair of nodes as long as that raises the `_narrowest` shared bandwidth."""
+    """Swap pairs of nodes, the best pair first, while that raises the `_narrowest` bandwidth."""
     best = _narrowest(order, terms, wide)
     while best < 1:
         swaps = []
@@ -198,7 +201,7 @@ def _rooted(
 
 
 def _crossings(order: Sequence[int], terms: Terms) -> int:
-    """Return how often a ring of ranks in `order` leaves a node, for the node it leaves most."""
+    """Return the largest number of times that a ring of ranks in `order` leaves one node."""
     node_of = {rank: node for node, team in enumerate(terms.teams) for rank in team}
     nodes = [node_of[rank] for rank in order]
     left = Counter(node for node, after in pairwise([*nodes, nodes[0]]) if node != after)

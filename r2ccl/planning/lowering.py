@@ -1,7 +1,10 @@
 """Lowering: turn one rank's program and one call's sizes into slices that the executor runs.
 
-The result is computed once per plan and kept in the plan cache. Invariant: chunks with the same
-index are cut into the same slices on every rank, so a dependency can hold slice by slice.
+The result is computed once per plan and kept in the plan cache. A *link channel* is the channel
+number that links use; `r2ccl.planning.placement` assigns one to each edge of the schedule.
+
+Invariant: chunks with the same index are cut into the same slices on every rank, so a dependency
+can hold slice by slice.
 """
 
 from __future__ import annotations

@@ -190,11 +190,11 @@ def port_time(
     nodes: Sequence[int] = (),
     flows: Flows | None = None,
 ) -> Fraction | None:
-    """Return the time of the busiest port for one buffer; a port carries its share per unit time.
+    """Return the time that the busiest port takes for its part of one buffer.
 
-    A whole port carries `WHOLE` buffers per unit of time. The load placed on a port that is down
-    detours over the home rails that are up at both ends, in proportion to their shares. Returns
-    None if two neighbours have no common home rail.
+    A port with share s carries s buffers per unit of time, a whole port `WHOLE`. Load placed on a
+    port that is down detours over the home rails that are up at both ends, in proportion to their
+    shares. Returns None if two neighbours have no common home rail.
     """
     ports = _Ports(homes, health, nodes)
     carried = flows or flows_of(schedule)
@@ -212,7 +212,7 @@ def port_time(
 def mean_time(
     flows: Flows, homes: Sequence[int], health: Health, nodes: Sequence[int] = ()
 ) -> Fraction:
-    """Return the average time of all ports for one buffer, in the unit of `port_time`."""
+    """Return the average time that a port takes for its part of one buffer; see `port_time`."""
     ports = _Ports(homes, health, nodes)
     total = sum(flow.up + flow.down for flow in flows.flows if not ports.is_inside(flow))
     capacity = sum(map(sum, ports.shares.values()))
@@ -371,7 +371,10 @@ class _Ports:
         return time, -node, -at
 
     def floor(self) -> _Time:
-        """Return the time of the busiest node if its ports shared its load evenly by share."""
+        """Return the time of the busiest node if its ports split its load in proportion to shares.
+
+        No placement makes the busiest port faster.
+        """
         times = (
             Fraction(max(sum(self._sent[node]), sum(self._received[node])) * _SCALE, sum(row))
             for node, row in self.shares.items()

@@ -53,9 +53,9 @@ class Plan(NamedTuple):
 
 
 class GroupPlanCache:
-    """Plan cache of allreduces within a group of ranks, while other groups run theirs.
+    """Plan cache of the allreduces within one group of ranks.
 
-    Each rank belongs to one group, and all groups run at the same time.
+    Each rank belongs to one group, and all groups run their allreduces at the same time.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ class GroupPlanCache:
 
 
 class PlanCache:
-    """Plan cache of one rank; call the cache to get the plan of a call.
+    """Plan cache of one rank: a callable that returns the plan of a call.
 
     Parameters
     ----------

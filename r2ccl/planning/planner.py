@@ -63,7 +63,7 @@ class Explanation(NamedTuple):
 
 
 class Planner:
-    """Chooses the schedules of one communicator's calls.
+    """Planner of one communicator, which chooses the schedule of each call.
 
     Parameters
     ----------

@@ -25,7 +25,7 @@ from r2ccl.topology.machine import Machine, NicPort, NumaNode, bus_order
 
 
 class Affinity:
-    """Assigns NICs to the GPUs of one machine.
+    """Assignment of NICs to the GPUs of one machine, with backups for lost and slow NICs.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class Affinity:
         self._ports = _chosen(ports, [port.label for port in machine.ports], machine.port)
 
     def assign(self, nchannels: int = 1) -> tuple[NicRoute, ...]:
-        """Place `nchannels` flows of every GPU while all NICs work.
+        """Place `nchannels` flows of every GPU, assuming that all NICs work.
 
         Returns
         -------
@@ -94,7 +94,7 @@ class Affinity:
     def reroute(
         self, routes: Sequence[NicRoute], speeds: Mapping[str, int]
     ) -> tuple[NicRoute, ...]:
-        """Move the flows of lost and slow NICs to others; the other flows stay.
+        """Move the flows of lost and slow NICs to other NICs; all other flows stay.
 
         Parameters
         ----------

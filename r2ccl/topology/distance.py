@@ -57,7 +57,7 @@ _TRANSIT = frozenset((VertexKind.CPU, VertexKind.PCI, VertexKind.NVS, VertexKind
 
 
 class PathFinder:
-    """Finds the best paths of a graph and keeps them.
+    """Search for the best paths of a graph, which keeps the paths it has found.
 
     Parameters
     ----------

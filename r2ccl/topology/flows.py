@@ -154,7 +154,7 @@ class Load:
         self._count(self._option_of(route))
 
     def settle(self, routes: Iterable[NicRoute]) -> list[NicRoute]:
-        """Return routes of flows already added, with ``share_mbps`` updated to all flows."""
+        """Return routes of added flows with ``share_mbps`` updated for all flows added so far."""
         return [
             msgspec.structs.replace(
                 route,
@@ -217,7 +217,7 @@ class Load:
         return min(paths, key=self._rank, default=None)
 
     def _rank(self, option: Option) -> tuple[int, Distance, int]:
-        """Sort key: most bandwidth first, then the nearest port, then the port with least flows."""
+        """Return the sort key: most bandwidth, then nearest port, then port with fewest flows."""
         return -self._share(option), option.distance, self._in_use[option.port]
 
     def _share(self, option: Option) -> int:

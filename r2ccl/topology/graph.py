@@ -29,7 +29,7 @@ class VertexKind(enum.IntEnum):
 
 
 class Vertex(NamedTuple):
-    """A part of a machine.
+    """Vertex of the graph: a part of a machine, known by its kind and name.
 
     ``name`` is the bus id of a GPU or a switch, the bus id of a NIC without its function (functions
     share a link), the id of a NUMA node, or the label of a port.
@@ -50,7 +50,7 @@ class Medium(enum.IntEnum):
 
 
 class Link(NamedTuple):
-    """A symmetric link between two vertices."""
+    """Bandwidth (in each direction) and medium of a link between two vertices."""
 
     bandwidth_mbps: int
     medium: Medium

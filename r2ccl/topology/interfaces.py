@@ -52,7 +52,7 @@ def discover(
     rdma_names: Collection[str] = (),
     is_one_host: bool = False,
 ) -> tuple[Nic, ...]:
-    """Return the NICs of this machine that are rails.
+    """Return the NICs of this machine that become rails.
 
     Parameters
     ----------

@@ -75,7 +75,7 @@ class PciDevice(msgspec.Struct, frozen=True):
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One GPU.
+    """Identity and capabilities of a GPU.
 
     ``compute_capability`` is 90 for 9.0; ``nsm`` is the number of multiprocessors. If unknown, both
     are 0 and ``uuid`` is empty. ``has_gdr`` is true if NICs can access the GPU's memory (GPUDirect

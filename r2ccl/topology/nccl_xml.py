@@ -69,7 +69,7 @@ def _device_attributes(device: PciDevice) -> dict[str, str]:
 
 
 class _Writer:
-    """Adds the parts of a machine to an XML element."""
+    """Writer that adds the parts of a machine to an XML element."""
 
     def __init__(self, machine: Machine, ranks: Mapping[str, int]) -> None:
         self._machine = machine

@@ -51,7 +51,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Neighbours:
-    """Lookup of link-layer addresses reachable through one interface. Not thread-safe.
+    """Lookup of the link-layer addresses of peers behind one interface. Not thread-safe.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class Neighbours:
         return False
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the netlink socket; no lookup is possible afterwards."""
         self._route.close()
 
     def _say_exhausted(self, destination: str, exc: OSError) -> None:
