@@ -1,11 +1,10 @@
-"""Reductions on slices: one table of operations and element types, one module per device.
+"""Reductions of slices: one table of operations and element types, one module per device.
 
-`table` says what exists, `host` does it with NumPy, `half` holds the compiled loops for 16-bit
-floats, `cuda` does it on GPUs. The package sees arrays, addresses and numbers only: no socket, no
-clock, no schedule.
+`table` lists the supported operations, `host` implements them with NumPy, `half` has the compiled
+loops for 16-bit floats, and `cuda` implements them on GPUs.
 
-Invariant: a result depends on the operands' values alone, element by element, never on where a
-slice begins or ends, so that a replayed or differently cut slice gives the same bits.
+Invariant: each element of a result depends only on the operands' elements at the same index, never
+on where a slice begins or ends. A replayed or differently cut slice therefore gives the same bits.
 """
 
 from __future__ import annotations

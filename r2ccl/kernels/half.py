@@ -1,14 +1,15 @@
-"""Compiled loops for float16 and bfloat16, seen as their bits (uint16).
+"""Compiled loops that reduce float16 and bfloat16, passed as their bits (uint16).
 
-NumPy converts 16-bit floats one element at a time; these loops vectorise: the sum of 64 KiB takes
-16 µs instead of 180 (float16) and 6 instead of 45 (bfloat16), measured on an EPYC with AVX-512.
-Importing this module imports Numba (about 0.5 s), so only `host` does it, the first time a 16-bit
-float is reduced; each kernel then takes 0.2-0.4 s to compile, or some ms to load from Numba's
-cache on disk.
+NumPy converts 16-bit floats one element at a time; these loops are vectorised. The sum of 64 KiB
+takes 16 µs instead of 180 (float16) and 6 instead of 45 (bfloat16), measured on an EPYC with
+AVX-512. Importing this module imports Numba (about 0.5 s), so only `host` imports it, the first
+time a 16-bit float is reduced. Each kernel then takes 0.2-0.4 s to compile, or some ms to load from
+Numba's disk cache.
 
-Semantics: SUM, PROD and division go through float32 and round once to nearest even, as NumPy and
-ml_dtypes do. MIN and MAX compare bit patterns in IEEE 754's order, where -0 is below +0. Any NaN
-gives the one quiet NaN of the type, so results are the same bits whatever the order of operands.
+Semantics: SUM, PROD and division are computed in float32 and rounded once to nearest even, as in
+NumPy and ml_dtypes. MIN and MAX compare bit patterns in IEEE 754's total order, where -0 is below
++0. Any NaN gives the one quiet NaN of the type, so the result has the same bits for any order of
+operands.
 
 References: IEEE 754-2019, sections 4.3.1 (rounding), 5.10 (totalOrder), 9.6 (minimum, maximum).
 """
@@ -29,9 +30,9 @@ from r2ccl.types import ReduceOp
 _log = logging.getLogger(__name__)
 
 Bits = npt.NDArray[np.uint16]
-#: ``kernel(left, right, out)``, three C-contiguous uint16 arrays of one length.
+#: ``kernel(left, right, out)`` on three C-contiguous uint16 arrays of equal length.
 BitsReducer = Callable[[Bits, Bits, Bits], None]
-#: ``kernel(out, nranks)``, in place.
+#: ``kernel(out, nranks)``: divides `out` in place.
 BitsDivider = Callable[[Bits, float], None]
 
 # A read-only argument type accepts writable arrays too.
@@ -46,8 +47,8 @@ _F32_INF = 0x7F800000
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-# The helpers are `register_jitable` and not `njit`: a kernel that closes over a compiled function
-# has another key in Numba's disk cache in every process and would never be found again.
+# Helpers use `register_jitable`, not `njit`: a kernel that closes over a compiled function has a
+# different key in Numba's disk cache in every process, so the cache would never have it.
 def _inline(function: _F) -> _F:
     inlined: _F = register_jitable(function)
     return inlined
@@ -61,7 +62,7 @@ def _float_of_bf16(bits: Any) -> Any:
 @_inline
 def _bf16_of_float(value: Any) -> Any:
     bits = np.float32(value).view(np.uint32)
-    # Half a unit in the last place, less one where the kept part is even: ties go to even.
+    # Add half a unit in the last place, minus one if the kept part is even: ties go to even.
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(_F32_INF)
     return np.uint16(np.uint32(_BF16_NAN) if is_nan else rounded)
@@ -71,7 +72,7 @@ def _bf16_of_float(value: Any) -> Any:
 def _float_of_f16(bits: Any) -> Any:
     magnitude = np.uint32(bits & np.uint16(0x7FFF))
     sign = np.uint32(np.uint32(bits & np.uint16(0x8000)) << np.uint32(16))
-    # Exponents: bias 15 becomes 127 (+112); all ones stay all ones (+112 once more).
+    # Exponent bias 15 becomes 127 (+112); an exponent of all ones stays all ones (+112 again).
     bias = np.uint32((127 - 15) << 23) * np.uint32(2 if magnitude >= np.uint32(_F16_INF) else 1)
     normal = np.uint32(np.uint32(magnitude << np.uint32(13)) + bias)
     # A subnormal is its mantissa times 2**-24, exact in float32.
@@ -85,7 +86,7 @@ def _f16_of_float(value: Any) -> Any:
     bits = np.float32(value).view(np.uint32)
     sign = np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000)
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
-    # Bias 127 becomes 15, modulo 2**32; the rounding carry may reach the exponent, up to infinity.
+    # Exponent bias 127 becomes 15, modulo 2**32; a rounding carry may turn the result to infinity.
     odd = np.uint32(magnitude >> np.uint32(13)) & np.uint32(1)
     shifted = np.uint32(magnitude + np.uint32((15 - 127) * 2**23 % 2**32) + np.uint32(0xFFF) + odd)
     rounded = np.uint32(shifted >> np.uint32(13))
@@ -102,7 +103,7 @@ def _f16_of_float(value: Any) -> Any:
 
 @_inline
 def _order(bits: Any) -> Any:
-    # Sign and magnitude to two's complement: integers in the order of the numbers.
+    # Convert sign and magnitude to two's complement: integers in the order of the floats.
     signed = np.int16(bits)
     return np.int16(signed ^ np.int16(np.int16(signed >> 15) & np.int16(0x7FFF)))
 
@@ -172,7 +173,7 @@ _CONVERT = {
 
 
 def compile_reducer(dtype_name: str, op: ReduceOp) -> BitsReducer:
-    """Compile, or load from the disk cache, the loop of one operation.
+    """Compile the loop of one operation, or load it from the disk cache.
 
     Parameters
     ----------
@@ -184,8 +185,9 @@ def compile_reducer(dtype_name: str, op: ReduceOp) -> BitsReducer:
     combine = _COMBINE[dtype_name, op]
 
     def reduce_bits(left: Bits, right: Bits, out: Bits) -> None:
-        # LLVM proves at run time that arrays do not overlap and else takes a scalar loop, 8 times
-        # slower; in place is one array in its eyes. Swapping is free: the operations commute.
+        # LLVM checks at run time that arrays do not overlap and otherwise runs a scalar loop, 8
+        # times slower. An in-place loop that names the array once is vectorised. Operands may be
+        # swapped, because the operations commute.
         if out.ctypes.data == left.ctypes.data:
             for i in range(out.size):
                 out[i] = combine(out[i], right[i])
@@ -201,7 +203,7 @@ def compile_reducer(dtype_name: str, op: ReduceOp) -> BitsReducer:
 
 
 def compile_divider(dtype_name: str) -> BitsDivider:
-    """Compile, or load from the disk cache, the loop that divides in place."""
+    """Compile the loop that divides in place, or load it from the disk cache."""
     widen, narrow = _CONVERT[dtype_name]
 
     def divide_bits(out: Bits, nranks: float) -> None:
@@ -215,7 +217,7 @@ def compile_divider(dtype_name: str) -> BitsDivider:
 def _compile(function: Callable[..., None], signature: Any) -> Any:
     try:
         return njit(signature, nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError as exc:  # Numba found no directory it may write its cache to
+    except RuntimeError as exc:  # Numba found no writable directory for its cache
         _log.info("compiled %s without a disk cache: %s", function.__name__, exc)
         return njit(signature, nogil=True, error_model="numpy")(function)
 

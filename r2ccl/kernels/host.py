@@ -1,10 +1,10 @@
-"""Reductions in host memory, by NumPy; 16-bit floats by the compiled loops in `half`.
+"""Reductions in host memory: with NumPy, and for 16-bit floats with the compiled loops in `half`.
 
-Numba is imported only when a 16-bit float is first reduced, inside `reducer`, so that the cost
-falls in planning and not between two slices.
+`reducer` imports Numba when it is first called for a 16-bit float, so that the import happens
+during planning and not between two slices.
 
-Invariant: a kernel keeps no state, allocates nothing that grows with the message, and accepts
-`out` that is exactly `left` or exactly `right`.
+Invariant: a kernel keeps no state, allocates no memory that grows with the message, and accepts
+`left` or `right` itself as `out`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from r2ccl.types import ReduceOp
 Array = np.ndarray[Any, np.dtype[Any]]
 #: ``reduce(left, right, out)``: elementwise ``out = left (op) right``.
 Reducer = Callable[[Array, Array, Array], object]
-#: ``divide(out)``: in place.
+#: ``divide(out)``: divides `out` in place.
 Divider = Callable[[Array], object]
 
 
 def _minimum(left: Array, right: Array, out: Array) -> None:
-    np.minimum(left, right, out=out)  # NumPy deprecates a positional `out` here, and only here
+    np.minimum(left, right, out=out)  # NumPy deprecates a positional `out` for MIN and MAX only
 
 
 def _maximum(left: Array, right: Array, out: Array) -> None:
@@ -38,8 +38,8 @@ def _maximum(left: Array, right: Array, out: Array) -> None:
 
 def _complex_product(left: Array, right: Array, out: Array) -> None:
     if out.size == 1:
-        # NumPy takes one element in place for a reduction, whose loop rounds in other places: the
-        # last bits would depend on where slices are cut, and on whether the call is in place.
+        # NumPy treats a single element in place as a reduction, whose loop rounds differently: the
+        # last bits would depend on where slices are cut and on whether the call is in place.
         out[:] = np.multiply(left, right)
     else:
         np.multiply(left, right, out=out)
@@ -55,7 +55,7 @@ _FUNCTIONS: dict[ReduceOp, Reducer] = {
 
 _HALVES = ("float16", "bfloat16")
 _BITS = np.dtype(np.uint16)
-#: Elements handled at once where a temporary is needed; at most 256 KiB, so it stays in cache.
+#: Elements per block if a temporary is needed; at most 256 KiB, so that it stays in cache.
 _BLOCK = 1 << 15
 
 
@@ -68,28 +68,28 @@ def reducer(dtype_code: int, op: ReduceOp) -> Reducer:
     dtype_code : int
         Number from `r2ccl.dtypes`.
     op : ReduceOp
-        AVG gives the function of SUM; `divider` finishes it.
+        Operation. AVG gives the function of SUM; `divider` gives the division.
 
     Returns
     -------
     Reducer
-        ``reduce(left, right, out)`` on three C-contiguous 1-D arrays of that dtype and of one
+        ``reduce(left, right, out)`` on three C-contiguous 1-D arrays of that dtype and of equal
         length; `out` may be `left` or `right` itself, but not a shifted view of them.
 
     Raises
     ------
     InvalidArgument
-        The table has no such pair.
+        If the dtype does not support `op`.
 
     Notes
     -----
-    Integers wrap. MIN and MAX give NaN where either operand is NaN. float16 and bfloat16 are
-    rounded to their own type at every step, through float32. NumPy would warn about overflow and
-    invalid values in float32, float64 and complex: run the loop inside `quiet_context`.
+    Integers wrap. MIN and MAX give NaN if either operand is NaN. float16 and bfloat16 are computed
+    in float32 and rounded to their own type at every step. NumPy warns about overflow and invalid
+    values in float32, float64 and complex, so call the function inside `quiet_context`.
 
-    *Cost*: 0.3 µs a call beside the arithmetic (0.9 µs for 16-bit floats). The first call for a
-    16-bit float imports Numba and compiles, about 1.5 s, or 0.5 s when Numba's disk cache is warm:
-    call it when planning.
+    *Cost*: 0.3 µs per call in addition to the arithmetic (0.9 µs for 16-bit floats). The first call
+    for a 16-bit float imports Numba and compiles, which takes about 1.5 s, or 0.5 s with a warm
+    Numba disk cache. Call it during planning.
     """
     op = check_op(dtype_code, op)
     dtype = dtype_of(dtype_code)
@@ -110,14 +110,14 @@ def reducer(dtype_code: int, op: ReduceOp) -> Reducer:
 
 @functools.cache
 def divider(dtype_code: int, nranks: int) -> Divider:
-    """Return the function that turns a sum into AVG, in place.
+    """Return the function that divides a sum by `nranks` in place, for AVG.
 
     Parameters
     ----------
     dtype_code : int
         Number from `r2ccl.dtypes`.
     nranks : int
-        At least 1.
+        Divisor, at least 1.
 
     Returns
     -------
@@ -127,14 +127,14 @@ def divider(dtype_code: int, nranks: int) -> Divider:
     Raises
     ------
     InvalidArgument
-        Unknown dtype, or `nranks` below 1.
+        If the dtype is unknown or `nranks` is below 1.
 
     Notes
     -----
-    Integers are truncated toward zero, as NCCL does (``FuncSumPostDiv`` in its
-    reduce_kernel.h divides the magnitude and puts the sign back) and as C's ``/`` does. The sum
-    has wrapped before, as in NCCL. Floats are divided by `nranks` after the sum, rounding once;
-    NCCL multiplies each input by 1/`nranks` instead, which rounds at every rank.
+    Integer quotients are truncated toward zero, as in NCCL (``FuncSumPostDiv`` in its
+    reduce_kernel.h divides the magnitude and restores the sign) and as with C's ``/``. The sum may
+    have wrapped before the division, as in NCCL. Floats are divided by `nranks` after the sum,
+    rounding once; NCCL multiplies each input by 1/`nranks` instead, which rounds at every rank.
     """
     dtype = dtype_of(dtype_code)
     if nranks < 1:
@@ -153,9 +153,9 @@ def divider(dtype_code: int, nranks: int) -> Divider:
 def quiet_context() -> contextvars.Context:
     """Return a context in which NumPy does not warn about overflow, NaN or infinity.
 
-    ``context.run(function)`` costs 0.1 µs where ``np.errstate`` costs 0.9: keep one context per
-    thread that runs kernels (a context cannot be entered twice at once) and enter it once per
-    collective. NumPy keeps its error state in a context variable since 2.0.
+    ``context.run(function)`` costs 0.1 µs, ``np.errstate`` 0.9 µs. Keep one context per thread that
+    runs kernels, because a context cannot be entered twice at once, and enter it once per
+    collective. NumPy keeps its error state in a context variable since version 2.0.
     """
     context = contextvars.copy_context()
     context.run(np.seterr, all="ignore")
@@ -163,7 +163,7 @@ def quiet_context() -> contextvars.Context:
 
 
 def _leave(out: Array) -> None:
-    """Divide by one."""
+    """Leave `out` unchanged: division by 1."""
 
 
 def _unsigned_divider(dtype: np.dtype[Any], nranks: int) -> Divider:
@@ -177,15 +177,15 @@ def _signed_divider(dtype: np.dtype[Any], nranks: int) -> Divider:
     info = np.iinfo(dtype)
     if nranks > -int(info.min):
         return _fill_zero
-    if nranks > info.max:  # it is -min: that value has a quotient of -1, the others have 0
+    if nranks > info.max:  # nranks is -min: the quotient of min is -1, all others are 0
         return _minus_one_where_lowest
     divisor = dtype.type(nranks)
     lift = dtype.type(nranks - 1)
 
     def divide(out: Array) -> None:
-        for start in range(0, out.size, _BLOCK):  # the mask below must not grow with the message
+        for start in range(0, out.size, _BLOCK):  # bounds the size of the mask below
             block = out[start : start + _BLOCK]
-            # floor((x + n - 1) / n) is the quotient rounded up, which for x < 0 is toward zero.
+            # floor((x + n - 1) / n) rounds the quotient up, which is toward zero for x < 0.
             np.add(block, lift, out=block, where=block < 0)
             np.floor_divide(block, divisor, out=block)
 
@@ -200,7 +200,7 @@ def _half_divider(name: str, nranks: int) -> Divider:
 
 
 def _real_divider(dtype: np.dtype[Any], nranks: int) -> Divider:
-    # A complex number is two reals; dividing those keeps infinities apart from NaN.
+    # Divide the two real parts of complex numbers; a complex division would turn infinities to NaN.
     real = np.empty(0, dtype).real.dtype
     divisor = real.type(nranks)
 

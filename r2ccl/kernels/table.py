@@ -1,7 +1,6 @@
-"""Which reduction exists for which element type: one table for every device.
+"""Table of the reductions that each element type supports, on every device.
 
-Values only. Each implementation (`host`) supports exactly these pairs; another pair
-is refused before any byte moves. Must not import an implementation.
+`host` and `cuda` support exactly these pairs; any other pair is refused before data moves.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from r2ccl.types import ReduceOp
 _ORDERED = frozenset(ReduceOp)
 _UNORDERED = _ORDERED - {ReduceOp.MIN, ReduceOp.MAX}
 
-#: Dtype number to the operations it supports; complex numbers have no order.
+#: Supported operations by dtype number. Complex numbers have no order, so no MIN and MAX.
 OPS: dict[int, frozenset[ReduceOp]] = {
     code: _UNORDERED if np.issubdtype(dtype, np.complexfloating) else _ORDERED
     for code, dtype in DTYPES.items()
@@ -23,7 +22,7 @@ OPS: dict[int, frozenset[ReduceOp]] = {
 
 
 def check_op(dtype_code: int, op: ReduceOp | int) -> ReduceOp:
-    """Return `op` if the table has it for this dtype.
+    """Return `op` as a `ReduceOp` if the dtype supports it.
 
     Parameters
     ----------
@@ -34,7 +33,8 @@ def check_op(dtype_code: int, op: ReduceOp | int) -> ReduceOp:
     Raises
     ------
     InvalidArgument
-        Unknown dtype number or operation, or a pair that has no meaning (MIN of complex numbers).
+        If the dtype number or the operation is unknown, or the dtype does not support the
+        operation (MIN of complex numbers).
     """
     dtype = dtype_of(dtype_code)
     supported = OPS[dtype_code]

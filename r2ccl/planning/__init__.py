@@ -1,5 +1,6 @@
-"""Which schedule a call runs, made for what every node has left.
+"""Planning: choose, place and slice the schedule of a call, given the health of every node's NICs.
 
-`planner` chooses among the candidates by `cost_model`, `placement` puts the edges of a schedule on
-rails, `lowering` makes slices of its ops, and `plan_cache` keeps what was made.
+`planner` chooses among candidate schedules by their predicted time (`cost_model`), `placement`
+assigns the edges of a schedule to rails, `lowering` cuts its ops into slices, and `plan_cache`
+keeps the resulting plans.
 """

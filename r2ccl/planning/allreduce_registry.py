@@ -1,10 +1,11 @@
-"""Candidates: the schedules an allreduce of large data may run, each made for what nodes have left.
+"""Candidate schedules of a large allreduce, built for the bandwidth that each node has left.
 
-One function a family, and for each form of it, such as a number of trees, one candidate. They are
-made over nodes. Where several ranks share one, `expand` makes the candidate that is chosen a
-schedule over ranks (`r2ccl.algos.hierarchy`): the node's ports carry each byte once for all.
+Each schedule family has one function, which yields one candidate per variant, for example per
+number of trees. Candidates are schedules over nodes. If several ranks share a node, `expand` turns
+the chosen candidate into a schedule over ranks (`r2ccl.algos.hierarchy`), in which a node's ports
+carry each byte once for all ranks of the node.
 
-Imports `algos` and `schedule`. Pure. Invariant: equal terms, equal candidates, in the same order.
+Invariant: equal terms give equal candidates in the same order, on every rank.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ from r2ccl.schedule.ir import Schedule
 
 
 class Terms(NamedTuple):
-    """What candidates are made for.
+    """Input of the candidate functions: port shares, ranks per node and the channel count of rings.
 
     Attributes
     ----------
     shares : tuple of tuple of int
-        Of every node, what each home carries.
+        Share of every home rail's port, 0 to `WHOLE`: one row per node.
     teams : tuple of tuple of int
-        Of every node its ranks.
+        Ranks of each node.
     nchannels : int
         Channels of a ring.
     """
@@ -66,17 +67,17 @@ class Terms(NamedTuple):
 
     @property
     def nhomes(self) -> int:
-        """Rails that channels are at home on."""
+        """Number of home rails."""
         return len(self.shares[0])
 
     @property
     def bandwidths(self) -> list[int]:
-        """Usable bandwidth of each node; 1 where only the last resort reaches it."""
+        """Usable bandwidth of each node, in shares; 1 if only the last-resort rail reaches it."""
         return [max(1, sum(row)) for row in self.usable]
 
     @property
     def usable(self) -> list[list[int]]:
-        """Usable share of every node and home: no more than the other nodes have on that rail."""
+        """Share of each port, capped by the sum of the other nodes' shares on the same rail."""
         totals = [sum(column) for column in zip(*self.shares, strict=True)]
         return [
             [min(own, total - own) for own, total in zip(row, totals, strict=True)]
@@ -84,25 +85,25 @@ class Terms(NamedTuple):
         ]
 
     def rooms(self, edges: int) -> list[int]:
-        """Return how many edges each node's ports take if a whole port takes `edges`.
+        """Return how many edges the ports of each node take together if a whole port takes `edges`.
 
-        One of share s takes ``edges * s / WHOLE`` of them, rounded down.
+        A port with share s takes ``edges * s // WHOLE`` edges.
         """
         return [sum(edges * share // WHOLE for share in row) for row in self.usable]
 
     @property
     def is_whole(self) -> bool:
-        """Whether all nodes carry the same, on every rail."""
+        """True if all nodes have the same shares and no port is down."""
         return len(set(self.shares)) == 1 and min(self.shares[0]) > 0
 
     @property
     def masks(self) -> tuple[int, ...]:
-        """Bit set of the homes that are up, for every node."""
+        """Bit set of the home rails that are up, for every node."""
         return tuple(sum(1 << at for at, share in enumerate(row) if share) for row in self.shares)
 
     @property
     def is_connected(self) -> bool:
-        """Whether any two nodes have a home in common that is up at both."""
+        """True if every two nodes have a common home rail that is up at both."""
         masks = set(self.masks)
         return len(self.shares) == 1 or (
             0 not in masks and all(a & b for a, b in combinations(masks, 2))
@@ -110,7 +111,7 @@ class Terms(NamedTuple):
 
     @property
     def is_joined(self) -> bool:
-        """Whether there is a way between any two nodes, over others that have homes in common."""
+        """True if every two nodes are connected, directly or over other nodes, by home rails."""
         parts: list[int] = []
         for mask in set(self.masks):
             joined = mask
@@ -125,7 +126,7 @@ class Terms(NamedTuple):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether nodes are joined, but two of them can exchange little of what both carry."""
+        """True if nodes are joined, but some two share at most half of the poorer's bandwidth."""
         if not self.is_joined:
             return False
         return any(
@@ -134,36 +135,37 @@ class Terms(NamedTuple):
         )
 
     def meets(self) -> Reach:
-        """Return ``reach(a, b)``: whether two nodes have a home in common."""
+        """Return ``reach(a, b)``, true if nodes `a` and `b` have a common home rail that is up."""
         masks = self.masks
         return lambda a, b: bool(masks[a] & masks[b])
 
     def rank_meets(self) -> Reach:
-        """Return what `meets` does, for ranks; those of one node reach each other."""
+        """Return ``reach(a, b)`` for ranks: as `meets`; ranks of one node reach each other."""
         masks = self.masks
         node_of = {rank: node for node, team in enumerate(self.teams) for rank in team}
         return lambda a, b: node_of[a] == node_of[b] or bool(masks[node_of[a]] & masks[node_of[b]])
 
 
 class Candidate(NamedTuple):
-    """A schedule, and what to know of it.
+    """A schedule that a call may run, with the data needed to place it and to predict its time.
 
     Attributes
     ----------
     name : str
-        Of its family.
+        Name of the schedule's family.
     schedule : Schedule
-        Over nodes if `is_among_nodes`, else over ranks.
+        Schedule over nodes if `is_among_nodes`, else over ranks.
     fill : int
-        Slices of a channel that pass before all ports are busy, and after.
+        Pipeline fill and drain: slices of a channel that pass while some ports are idle.
     is_ring : bool
-        Whether all its channels are rings of all ranks, to be placed as a whole.
+        True if every channel is a ring of all ranks, placed on one rail as a whole.
     flows : Flows or None
-        Those of the schedule, where they are known without its ops.
+        Flows of the schedule, if they are known without its ops.
     is_among_nodes : bool
-        Whether nodes have several ranks, which `expand` has yet to add.
+        True if nodes have several ranks, which `expand` adds later.
     edges : tuple of EdgeAtHome
-        Places of its edges, if the schedule was made for them; among nodes if `is_among_nodes`.
+        Placement of the edges, if the schedule was made for one. Edges are between nodes if
+        `is_among_nodes`.
     """
 
     name: str
@@ -176,12 +178,13 @@ class Candidate(NamedTuple):
 
 
 def candidates(name: str, terms: Terms) -> Iterator[Candidate]:
-    """Make the forms of one family; none where it does not apply.
+    """Yield the candidates of one family; none if the family does not apply.
 
     Parameters
     ----------
     name : str
-        One of `FAMILIES`, or ``spanning_tree``, over ranks: for nodes whose ranks have no order.
+        One of `FAMILIES`, or ``spanning_tree``. A spanning tree is built over ranks, so it applies
+        to nodes whose leaders are not in node order too.
     terms : Terms
     """
     is_flat = all(len(team) == 1 for team in terms.teams)
@@ -216,7 +219,7 @@ def expand(
     teams: Sequence[Sequence[int]],
     flows: Flows | None = None,
 ) -> tuple[Schedule, Placement]:
-    """Make a schedule among nodes, and where its edges are, one among all their ranks."""
+    """Turn a schedule over nodes and its placement into a schedule over ranks and its placement."""
     edges = []
     for channel, low, high, number in placement.edges:
         one, other = (teams[node][channel % len(teams[node])] for node in (low, high))
@@ -226,7 +229,10 @@ def expand(
 
 
 def _can_lead(teams: Sequence[Sequence[int]]) -> bool:
-    """Whether leaders have the order of their nodes, whoever of a node leads."""
+    """Return whether the leaders of each channel have rank numbers in the order of their nodes.
+
+    Every rank of a node leads some channels. `r2ccl.algos.hierarchy` explains why order matters.
+    """
     if all(max(team) < min(after) for team, after in pairwise(teams)):
         return True
     is_even = len({len(team) for team in teams}) == 1
@@ -235,7 +241,7 @@ def _can_lead(teams: Sequence[Sequence[int]]) -> bool:
 
 def _rings(terms: Terms) -> Iterator[Candidate]:
     n = len(terms.shares)
-    # They are not needed to place it, but to expand it.
+    # Placing a ring does not need its flows; expanding it does.
     has_fellows = any(len(team) > 1 for team in terms.teams)
     flows = flows_of_rings(range(n), terms.nchannels) if has_fellows else None
     yield Candidate("ring", ring.allreduce(n, terms.nchannels), is_ring=True, flows=flows)
@@ -260,7 +266,7 @@ def _disseminations(terms: Terms) -> Iterator[Candidate]:
 
 
 def at_home(flows: Flows, terms: Terms) -> tuple[EdgeAtHome, ...]:
-    """Return where edges are if channel c is at home on home c; () if homes are not all equal."""
+    """Return the placement of channel c on home rail ``c % nhomes``; () if shares differ."""
     if not terms.is_whole or len(set(terms.shares[0])) > 1:
         return ()
     return tuple((*flow[:3], flow.channel % terms.nhomes) for flow in flows.flows)
@@ -271,7 +277,8 @@ def _one_shot(terms: Terms) -> Iterator[Candidate]:
 
 
 def _packed_trees(terms: Terms) -> Iterator[Candidate]:
-    # Nodes that nobody reaches are left to the last resort, like all their neighbours.
+    # If some node is unreachable over home rails, all edges ignore reach and those of the
+    # unreachable node travel on the last-resort rail.
     reach = terms.meets() if not terms.is_connected and terms.is_joined else None
     for ntrees, bandwidths in _counts_of_trees(terms):
         trees = packed_trees.pack(bandwidths, ntrees, reach)
@@ -298,25 +305,26 @@ def _port_packed(terms: Terms) -> Candidate:
 
 
 def _counts_of_trees(terms: Terms) -> list[tuple[int, list[int]]]:
-    """Return numbers of trees whose edges fill the ports evenly, and bandwidths to pack them by.
+    """Return tree counts whose edges fill the ports evenly, with the bandwidths to pack them by.
 
-    If a whole port takes k edges, the most trees whose edges fit all ports (`Terms.rooms`) take k
-    over their number; for some k that comes close to the lower bound, whose k would be no integer.
-    For each of `_EVEN`: the fewest trees that take up to this multiple of the least time.
+    If a whole port takes k edges, at most t trees fit the ports (`Terms.rooms`), and their time is
+    proportional to k / t. The lower bound would need a fractional k; for some integers k, the time
+    is close to the lower bound. For each factor in `_EVEN`, the result has the smallest tree count
+    whose time is at most that factor times the least time.
     """
     n = len(terms.shares)
     tight: dict[int, tuple[Fraction, list[int]]] = {}
     loose: dict[int, tuple[Fraction, list[int]]] = {}
     for edges in range(2, MOST_EDGES + 1):
         room = terms.rooms(edges)
-        # Full ports can be shared out evenly for even numbers of edges alone (Petersen), and not
-        # in all networks. Room for one more edge at every other node suffices.
+        # Edges can fill all ports exactly only if their number per port is even (Petersen's
+        # theorem), and not in all networks. Leaving one edge end free per node suffices.
         for found, slack in ((tight, edges % 2 * n), (loose, n)):
             ntrees = min((sum(room) - slack) // (2 * (n - 1)) if n > 1 else 1, *room)
             ntrees = min(ntrees, MOST_TREES_PER_HOME * terms.nhomes)
             if ntrees > 0:
                 found.setdefault(ntrees, (Fraction(edges, ntrees), room))
-    # Fewer trees have larger slices, so the fewest of about equally good ones are taken.
+    # Fewer trees have larger slices, so prefer the smallest of about equally good counts.
     counts: dict[int, list[int]] = {}
     for found, few in ((tight, _TIGHT), (loose, _LOOSE)):
         least = min((time for time, _ in found.values()), default=Fraction(0))
@@ -341,10 +349,10 @@ def _nested_rings(terms: Terms) -> Iterator[Candidate]:
 def _bridged_rings(terms: Terms) -> Iterator[Candidate]:
     n = len(terms.shares)
     if terms.is_connected or n == 1:
-        return  # the ring itself
+        return  # the family "ring" covers this case
     try:
         order = bridged_ring.bridge(range(n), terms.meets())
-    except InvalidArgument:  # there is no such ring
+    except InvalidArgument:  # no ring exists in which all neighbours have a common rail
         return
     schedule = ring.allreduce(n, terms.nchannels, [order] * terms.nchannels)
     schedule = msgspec.structs.replace(schedule, name="bridged_ring")
@@ -354,8 +362,9 @@ def _bridged_rings(terms: Terms) -> Iterator[Candidate]:
 def _r2cc(terms: Terms) -> Iterator[Candidate]:
     lost = straggler_of(terms.bandwidths).lost
     if len(terms.shares) > 2 and lost:
-        # In proportion to the rails the straggler has left, and has lost; enough of them to be
-        # spread evenly (4 and 8 nodes: 1.21 and 1.19 of the ring's load, with a third as many 1.5).
+        # Channel counts are proportional to the rails that the straggler has left and has lost.
+        # The factors make enough channels for an even spread: the load is 1.21 (4 nodes) and 1.19
+        # (8 nodes) times the ring's; with a third as many channels it is 1.5 times.
         rest = max(1, round((1 - lost) * terms.nhomes))
         channels = (3 * rest, 6 * max(1, terms.nhomes - rest))
         yield Candidate("r2cc", r2cc_allreduce.allreduce(terms.bandwidths, _CHUNKS, None, channels))
@@ -366,7 +375,7 @@ def _optcc(terms: Terms) -> Iterator[Candidate]:
         yield Candidate("optcc", optcc.allreduce(terms.bandwidths, _CHUNKS, 3 * terms.nhomes))
 
 
-#: Makes the candidates of a family, over nodes.
+#: Functions that yield the candidates of each family, over nodes.
 FAMILIES: dict[str, Callable[[Terms], Iterator[Candidate]]] = {
     "recursive_doubling": _recursive_doubling,
     "one_shot": _one_shot,
@@ -381,8 +390,9 @@ FAMILIES: dict[str, Callable[[Terms], Iterator[Candidate]]] = {
     "r2cc": _r2cc,
 }
 
-#: Nodes up to which there are schedules of a family: with more, to make and to place one takes
-#: seconds, while a call waits (0.4 s for all together with 16 nodes of 8 rails, 1.5 s with 32).
+#: Largest number of nodes for which a family yields candidates. Beyond it, making and placing one
+#: takes seconds while a call waits (all families together, 8 rails per node: 0.4 s with 16 nodes,
+#: 1.5 s with 32).
 _MOST_NODES = {
     "bridged_ring": 64,
     "dissemination": 256,
@@ -392,24 +402,26 @@ _MOST_NODES = {
     "optcc": 32,
     "r2cc": 32,
 }
-#: Nodes up to which trees are packed by ports, where two have little in common, and otherwise (12
-#: nodes of 8 rails: 20 ms, 6 nodes: 5 ms).
+#: Largest number of nodes for which trees are packed by ports: if the network is sparse
+#: (`Terms.is_sparse`), and otherwise (8 rails per node: 20 ms with 12 nodes, 5 ms with 6).
 _PACKED_BY_PORTS, _ALWAYS_BY_PORTS = 12, 6
-#: Trees for every home at most: with more, slices are too few or too small.
+#: Most trees per home rail: with more, slices are too few or too small.
 MOST_TREES_PER_HOME = 8
-#: Edges at a whole port at most.
+#: Most edges at a whole port.
 MOST_EDGES = 16
-#: Multiples of the least time within which numbers of trees are tried, and those for many nodes.
+#: Factors of the least time that `_counts_of_trees` accepts: up to `_MANY_NODES` nodes, and for
+#: more nodes with a tight and a loose fit.
 _EVEN = tuple(Fraction(each, 100) for each in (100, 101, 103, 107))
 _TIGHT, _LOOSE = (Fraction(101, 100),), (Fraction(107, 100),)
-#: Channels of a leaf ring for every home; with more, edges are shared out more evenly.
+#: Channels of a leaf ring per home rail, below `_LARGE_RING` nodes; more channels spread edges more
+#: evenly.
 _RINGS_PER_HOME = (2, 3)
 _LARGE_RING = 16
-#: Nodes above which fewer forms are tried.
+#: Number of nodes above which fewer variants are tried.
 _MANY_NODES = 32
-#: Segments of a leaf ring: relaying comes close to the shares wanted.
+#: Segments of leaf rings and nested rings: enough for relaying to come close to the wanted shares.
 _SEGMENTS = 8
-#: K of R2CC-AllReduce, and k of OptCC.
+#: Parameter K of R2CC-AllReduce and k of OptCC.
 _CHUNKS = 8
 
 __all__ = [

@@ -1,11 +1,10 @@
-"""Calibration: what the network gives, measured once with a few calls and agreed on.
+"""Calibration: derive the latency and the bandwidth of the network from a few timed allreduces.
 
-alpha is what a step of an allreduce of a few bytes takes; beta follows from what a large one takes
-beyond the alphas of its steps.
+alpha is the time per step of an allreduce of a few bytes. beta follows from the time of a large
+allreduce minus alpha times its steps.
 
-All ranks take the same times, the longest that any rank saw, or they would plan differently.
-
-Pure: whoever calls it has the clock and the network. Invariant: equal times, equal rates.
+The caller supplies the timing function. It must return the same times on all ranks (the longest
+time of any rank), because equal times give equal rates, and equal rates equal plans.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from r2ccl.planning.cost_model import Choice, Rates
 
 
 def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -> Rates:
-    """Measure.
+    """Measure the step latency and the rail bandwidth of the network.
 
     Parameters
     ----------
     time_ns : callable
-        Runs allreduces of so many bytes one after another, so many of them; returns what the
-        fastest took but for the first, which finds cold windows and full buckets. The same at all
-        ranks.
+        ``time_ns(nbytes, n)`` runs ``max(2, n)`` consecutive allreduces of `nbytes` each and
+        returns the time of the fastest in ns, excluding the first one, which finds cold TCP windows
+        and full token buckets. Returns the same value on all ranks.
     of : callable
-        What an allreduce of that many bytes runs.
+        ``of(nbytes)`` returns the `Choice` of an allreduce of `nbytes`.
     """
     small, large = (of(nbytes).schedule.cost.steps for nbytes in (_SMALL_NBYTES, _MOST_NBYTES))
     alpha_ns = min(time_ns(_SMALL_NBYTES, 2) for _ in range(_NSMALL)) // small
@@ -33,14 +32,14 @@ def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -
     while nbytes < _MOST_NBYTES and time_ns(nbytes, 1) < _ENOUGH_NS:
         nbytes *= 2
     took_ns = _settled(lambda: time_ns(nbytes, _NLARGE))
-    # Where latency is most of it, what is left of the time says nothing.
+    # If latency dominates, the difference is noise; use at least half of the time.
     wire_ns = max(took_ns - large * alpha_ns, took_ns // 2, 1)
     beta = of(nbytes).load * nbytes * 10**9 / wire_ns
     return Rates(max(1, alpha_ns), max(1, int(beta)))
 
 
 def _settled(measure: Callable[[], int]) -> int:
-    """Measure until a time repeats; return the least. Whatever disturbs makes it longer."""
+    """Measure until a time repeats within 5 %; return the least, as disturbances only add time."""
     least = measure()
     for _ in range(_NTRIES):
         again = measure()
@@ -54,12 +53,12 @@ def _settled(measure: Callable[[], int]) -> int:
 _SMALL_NBYTES = 8
 _NSMALL = 10
 _FIRST_NBYTES = 1 << 20
-#: So long that a process that was not scheduled for once does not make it.
+#: Longer than the time that a process may wait for the CPU once.
 _ENOUGH_NS = 50_000_000
-#: Calls of one measurement, and how often one is repeated at most.
+#: Allreduces per measurement of the bandwidth, and most repetitions of the measurement.
 _NLARGE = 4
 _NTRIES = 3
-#: Memory to measure with, at most; also what a network so fast is measured with.
+#: Largest allreduce measured; bounds the memory, and is what very fast networks are measured with.
 _MOST_NBYTES = 64 << 20
 
 __all__ = ["calibrate"]

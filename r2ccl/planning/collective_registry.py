@@ -1,12 +1,12 @@
-"""Candidates of the collectives other than allreduce, for large data.
+"""Candidate schedules of large collectives other than allreduce.
 
-Allgather and reduce-scatter are rings or disseminations, or a spanning tree where no ring exists;
-broadcast and reduce chains or packed trees. On a whole network channels are at home on one rail
-each. On others every edge is placed on its own: a ring needs as many edges out of a node and into
-it as it has channels, and their number is chosen so that those fill the ports of the node that has
-least.
+Allgather and reduce-scatter run as rings or disseminations, or as a spanning tree if no ring
+exists; broadcast and reduce run as chains or packed trees. On a healthy network each channel has
+one home rail. On a degraded network every edge is placed separately. A ring has one edge into and
+one out of a node per channel, so the number of channels is chosen to fill the ports of the node
+with the least bandwidth.
 
-Imports `algos` and `schedule`. Pure. Invariant: equal terms, equal candidates, in the same order.
+Invariant: equal terms give equal candidates in the same order, on every rank.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from r2ccl.types import Collective
 def collective_candidates(
     collective: Collective, root: int, terms: Terms, *, keeps_order: bool = False
 ) -> Iterator[Candidate]:
-    """Make the candidates of a call.
+    """Yield the candidate schedules of a call.
 
     Parameters
     ----------
     collective : Collective
         Allgather, reduce-scatter, broadcast or reduce.
     root : int
-        Of broadcast and reduce.
+        Root rank of broadcast and reduce.
     terms : Terms
     keeps_order : bool
-        Reduce in the order of ranks, whatever is lost, wherever neighbours in it have a home in
-        common: the result has the same bits then.
+        Reduce in rank order, whichever ports failed, if all neighbours in that order have a common
+        home rail. The result then has the same bits as before the failure.
     """
     order = ring_order(terms, keeps_order=keeps_order)
     if collective in (Collective.BROADCAST, Collective.REDUCE):
@@ -65,10 +65,10 @@ def collective_candidates(
 
 
 def parted(collective: Collective, terms: Terms, nchannels: int) -> Schedule:
-    """Return an allgather or a reduce-scatter of so many channels, each the same.
+    """Return an allgather or a reduce-scatter with `nchannels` equal channels.
 
-    It is the ring in the order of ranks while all nodes have a home in common, else one in another
-    order, or a tree where there is no such ring.
+    The schedule is the ring in rank order while every two nodes have a common home rail. Otherwise
+    it is a ring whose neighbours have one, or a spanning tree if no such ring exists.
     """
     nranks = sum(map(len, terms.teams))
     if terms.is_connected or not terms.is_joined:
@@ -83,7 +83,7 @@ def parted(collective: Collective, terms: Terms, nchannels: int) -> Schedule:
 
 
 def _disseminations(collective: Collective, terms: Terms) -> Iterator[Candidate]:
-    """Make them for one rank a node: with several, nearly all would be sent between nodes."""
+    # With several ranks per node, nearly all data would travel between nodes.
     n = len(terms.shares)
     if n < _FEW_NODES or not terms.is_connected or any(len(team) > 1 for team in terms.teams):
         return
@@ -97,11 +97,15 @@ def _disseminations(collective: Collective, terms: Terms) -> Iterator[Candidate]
 
 
 def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
-    """Return the ranks in an order for rings and chains; () if there is none without gaps.
+    """Return the order of ranks in rings and chains; () if no ring exists.
 
-    Nodes keep their order unless neighbours have less in common than either of them can use; then
-    those that lack something are dealt out among the others. With `keeps_order` it is the order of
-    ranks, if neighbours in that have a home in common.
+    No ring exists if home rails connect all nodes, but every order found has neighbours without a
+    common home rail.
+
+    Nodes keep their order while all neighbours share as much bandwidth as the poorer of the two can
+    use. Otherwise degraded nodes are spread among healthy ones if that raises the shared bandwidth.
+    With `keeps_order`, the result is the rank order if all neighbours in it have a common home
+    rail.
     """
     if keeps_order:
         reach, nranks = terms.rank_meets(), sum(map(len, terms.teams))
@@ -123,9 +127,9 @@ def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
 
 
 def _narrowest(order: Sequence[int], terms: Terms, wide: Sequence[int]) -> Fraction:
-    """Return what the worst neighbours have in common, of what the poorer of them can use.
+    """Return the least bandwidth two neighbours share, as a fraction of what the poorer can use.
 
-    `wide` are the bandwidths of `terms`, worked out once for many orders.
+    `wide` is ``terms.bandwidths``, computed once for many orders.
     """
     shares = terms.shares
     return min(
@@ -138,7 +142,7 @@ def _narrowest(order: Sequence[int], terms: Terms, wide: Sequence[int]) -> Fract
 
 
 def _swapped(order: tuple[int, ...], terms: Terms, wide: Sequence[int]) -> tuple[int, ...]:
-    """Exchange two nodes at a time as long as the worst neighbours have more in common then."""
+    """Swap pairs of nodes, the best pair first, while that raises the `_narrowest` bandwidth."""
     best = _narrowest(order, terms, wide)
     while best < 1:
         swaps = []
@@ -146,7 +150,7 @@ def _swapped(order: tuple[int, ...], terms: Terms, wide: Sequence[int]) -> tuple
             tried = list(order)
             tried[a], tried[b] = tried[b], tried[a]
             swaps.append((_narrowest(tried, terms, wide), tuple(tried)))
-        # Ties go to the first, so that all ranks take the same.
+        # Ties go to the first pair, so all ranks choose the same order.
         found, better = max(swaps, key=lambda swap: swap[0], default=(best, order))
         if found <= best:
             break
@@ -155,7 +159,7 @@ def _swapped(order: tuple[int, ...], terms: Terms, wide: Sequence[int]) -> tuple
 
 
 def _dealt_out(terms: Terms) -> tuple[int, ...]:
-    """Return the nodes with those that lack something spread evenly among the others."""
+    """Return the nodes with the degraded ones spread evenly among the healthy ones."""
     whole = [node for node, row in enumerate(terms.shares) if set(row) == {WHOLE}]
     poor = [node for node in range(len(terms.shares)) if node not in set(whole)]
     n, npoor = len(terms.shares), len(poor)
@@ -197,7 +201,7 @@ def _rooted(
 
 
 def _crossings(order: Sequence[int], terms: Terms) -> int:
-    """Return how often a ring in this order leaves the node that it leaves most often."""
+    """Return the largest number of times that a ring of ranks in `order` leaves one node."""
     node_of = {rank: node for node, team in enumerate(terms.teams) for rank in team}
     nodes = [node_of[rank] for rank in order]
     left = Counter(node for node, after in pairwise([*nodes, nodes[0]]) if node != after)
@@ -205,10 +209,10 @@ def _crossings(order: Sequence[int], terms: Terms) -> int:
 
 
 def _counts(terms: Terms, degree: int) -> list[int]:
-    """Return numbers of channels that fill the ports of the node that has least, evenly.
+    """Return channel counts that evenly fill the ports of the node with the least bandwidth.
 
-    Each channel has `degree` edges into a node and as many out of it. Of the numbers that come
-    within 1, 3 and 7 % of the best, the smallest.
+    Each channel has `degree` edges into a node and `degree` out of it. The result has the smallest
+    counts whose time is within 1, 3 and 7 % of the best.
     """
     found: dict[int, Fraction] = {}
     for edges in range(1, MOST_EDGES + 1):
@@ -227,22 +231,23 @@ def _counts(terms: Terms, degree: int) -> list[int]:
 
 
 def _edges_for(terms: Terms, count: int) -> int:
-    """Return for how many edges a whole port must have room, for `count` at every node."""
+    """Return how many edges a whole port must take so that every node takes at least `count`."""
     return next(
         (each for each in range(1, MOST_EDGES + 1) if min(terms.rooms(each)) >= count), MOST_EDGES
     )
 
 
-#: Makes an allgather or a reduce-scatter by dissemination.
+#: Functions that build an allgather or a reduce-scatter by dissemination.
 DISSEMINATIONS: dict[Collective, Callable[..., Schedule]] = {
     Collective.ALLGATHER: dissemination.allgather,
     Collective.REDUCE_SCATTER: dissemination.reduce_scatter,
 }
-#: Fewest nodes with which a ring has more exchanges; edges placed one by one at most (20 ms).
+#: Fewest nodes for which a dissemination has fewer steps than a ring, and the most edges of a
+#: dissemination that are placed one by one (20 ms).
 _FEW_NODES, _MOST_EDGES_PLACED = 4, 2000
-#: Nodes up to which their order in a ring is looked over again (12: 5 ms).
+#: Largest number of nodes for which `_swapped` improves the order of a ring (12 nodes: 5 ms).
 _MOST_SWAPPED = 12
-#: Makes an allgather or a reduce-scatter of rings.
+#: Functions that build an allgather or a reduce-scatter of rings.
 _RINGS: dict[Collective, Callable[..., Schedule]] = {
     Collective.ALLGATHER: ring.allgather,
     Collective.REDUCE_SCATTER: ring.reduce_scatter,

@@ -1,16 +1,17 @@
-"""Prediction: how long a candidate takes on what the rails have left.
+"""Cost model: predict the time of a candidate schedule on the bandwidth that the rails have left.
 
 ::
 
     T = steps x alpha + D x (load + mean x fill of the pipeline) / beta
 
-`load` is what the most loaded port carries of the data D, over what that port has left; it includes
-the detours of what is at home on a port that is down. A pipeline has to be filled and emptied: a
-chain of n ranks takes n - 1 slices for that; a tree its height, at the pace of ports that carry
-what they do on average, of which some is hidden where trees take turns (`_fill_of_trees`). alpha
-and beta were measured (`r2ccl.planning.calibration`).
+`load` is the part of the data D that the busiest port carries, divided by the share that the port
+has left. It includes slices that detour from a failed port. `mean` is the same, averaged over all
+ports. A pipeline must be filled and drained: for a chain of n ranks that takes n - 1 slices at the
+pace of the busiest port; for a tree its height in slices at the pace of the average port, less what
+overlaps where trees take turns at a port (`_fill_of_trees`). alpha and beta are measured
+(`r2ccl.planning.calibration`).
 
-Pure. Invariant: integers and fractions only, so that all ranks predict the same.
+Invariant: the model uses only integers and fractions, so all ranks predict the same times.
 """
 
 from __future__ import annotations
@@ -40,37 +41,37 @@ from r2ccl.schedule.ir import Schedule
 
 
 class Rates(NamedTuple):
-    """What all ranks agreed that the network gives.
+    """Latency and bandwidth of the network, agreed on by all ranks.
 
     Attributes
     ----------
     alpha_ns : int
-        From one rank's slice to the next one's, of no size.
+        Time of one step with an empty slice, in ns.
     beta : int
-        Bytes/s of a rail that carries all it should, each way.
+        Bandwidth of a healthy rail in each direction, in bytes/s.
     """
 
     alpha_ns: int
     beta: int
 
 
-#: Where nothing was measured: candidates are compared by their loads alone.
+#: Rates of an unmeasured network: candidates are compared by their loads alone.
 UNMEASURED = Rates(0, 10**9)
 
 
 class Fabric(NamedTuple):
-    """What lies between the ranks; the same for all of them.
+    """The network between the ranks, as the planner sees it; equal on all ranks.
 
     Attributes
     ----------
     homes : sequence of int
-        Rails that channels are at home on.
+        Home rails.
     nwires : int
-        Rails that add bandwidth to one another: rails on one wire, as on loopback, are backups of
-        each other and get one channel together (measured there, 1 against 2 channels: 8 to 30 %
-        less time from 256 KiB to 64 MiB, with 2 and 4 ranks).
+        Number of rails whose bandwidths add up. Rails that share one wire, as on loopback, only
+        back each other up and get one channel together (loopback, 2 and 4 ranks, 256 KiB to 64 MiB:
+        1 channel takes 8 to 30 % less time than 2).
     nodes : sequence of int
-        Of every rank its node, whose ports it shares; empty: one rank a node.
+        Node of each rank; ranks of a node share its ports. Empty: one rank per node.
     rates : Rates
     """
 
@@ -81,30 +82,30 @@ class Fabric(NamedTuple):
 
     @property
     def inlet_nbytes(self) -> int:
-        """What a port to which several peers send is to be sent at once."""
+        """In-flight byte budget of a port with several senders."""
         return max(_LEAST_INLET_NBYTES, int(self.rates.beta * _INLET_S))
 
 
 class Choice(NamedTuple):
-    """What a call runs, where its channels go, and the size of a slice.
+    """The schedule of a call, its placement, its slice size and its predicted time.
 
     Attributes
     ----------
     name : str
-        Of the schedule's family.
+        Name of the schedule's family.
     schedule : Schedule
     placement : Placement
     slice_nbytes : int
     load : Fraction
-        What the busiest port takes for the data, as a multiple of what one whole rail takes.
+        Time of the busiest port, as a multiple of the time in which a whole rail carries the data.
     predicted_ns : int
-        How long the call takes, 0: nothing is known of it.
+        Predicted time of the call in ns; 0 if unknown.
     steps : int
-        Messages one after another.
+        Number of messages on the longest chain of dependent messages.
     is_among_nodes : bool
-        Whether the schedule is over nodes, of several ranks each, and not expanded yet.
+        True if the schedule is over nodes of several ranks and not yet expanded to ranks.
     flows : Flows or None
-        What its edges carry, where that is known without its ops.
+        Flows of the schedule, if they are known without its ops.
     """
 
     name: str
@@ -119,26 +120,29 @@ class Choice(NamedTuple):
 
     @property
     def is_bandwidth_sample(self) -> bool:
-        """Whether its slices show what rails carry: one peer sends to a port, and all the time."""
+        """True if the call can measure rail bandwidth: each port has one sender that never pauses.
+
+        Only then is the traffic of a port limited by its rail and not by the schedule.
+        """
         return self.schedule.name in _GAUGES and not self.is_among_nodes
 
 
 class Placed(NamedTuple):
-    """A candidate on the rails of one health, for data of any size.
+    """A candidate placed on the rails for one health, valid for data of any size.
 
     Attributes
     ----------
     candidate : Candidate
     placement : Placement
     load : Fraction
-        As in `Choice`.
+        Load of the busiest port, as in `Choice`.
     mean : Fraction
-        Average over all ports, in the same unit.
+        Average load of all ports, in the same unit.
     nlinks : int
-        Links that end at the port at which most do; 0: that is no matter.
+        Largest number of links that end at one port; 0 if it does not limit the slice size.
     has_way : bool
-        Whether all neighbours have a home in common. Without one, they use the last resort, whose
-        rate is not known, or cannot exchange data.
+        True if all neighbours have a common home rail. Otherwise some use the last-resort rail,
+        whose bandwidth is unknown, or cannot exchange data.
     """
 
     candidate: Candidate
@@ -150,7 +154,7 @@ class Placed(NamedTuple):
 
 
 def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
-    """Place a candidate: on the ports of nodes if it is among these."""
+    """Place a candidate on the rails; on the ports of nodes if its schedule is over nodes."""
     schedule, homes, nodes = candidate.schedule, fabric.homes, fabric.nodes
     if candidate.is_among_nodes:
         health, nodes = _of_nodes(health, nodes), ()
@@ -158,7 +162,7 @@ def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
         placement = place(schedule.nchannels, homes, health)
         load, nlinks = ring_time(placement, homes, health, nodes), 0
         if candidate.is_among_nodes:
-            # The leader's fellows feed a pipeline too, so its slices are small.
+            # The other ranks of a node feed their leader in a pipeline too, so slices are small.
             nlinks = 2 * -(-schedule.nchannels // len(homes))
         if load and schedule.collective != "allreduce":
             load /= 2  # an allreduce is a reduce-scatter and an allgather
@@ -181,7 +185,10 @@ def put(candidate: Candidate, fabric: Fabric, health: Health) -> Placed:
 
 
 def _of_nodes(health: Health, nodes: Sequence[int]) -> Health:
-    """Return the table of nodes in the order of their first ranks; the worst of a node's counts."""
+    """Return the health with one row per node, in the order of their first ranks.
+
+    The share of a node's port is the least share that any of the node's ranks has on that rail.
+    """
     rows: dict[int, bytes] = {}
     for rank, node in enumerate(nodes):
         row = health.shares[rank * health.nrails : (rank + 1) * health.nrails]
@@ -191,19 +198,20 @@ def _of_nodes(health: Health, nodes: Sequence[int]) -> Health:
 
 
 def _of_one_wire(health: Health, homes: Sequence[int]) -> Health:
-    """Return the table of rails that are one wire: it carries what the best of them does."""
+    """Return the health with one rail, which has the best share of all rails on the shared wire."""
     shares = bytes(max(health.share(rank, rail) for rail in homes) for rank in range(health.nranks))
     return msgspec.structs.replace(health, nrails=1, shares=shares)
 
 
 def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choice:
-    """Cut a call of `nbytes` in slices, and say how long it takes."""
+    """Return the choice for a call of `nbytes`, with its slice size and predicted time."""
     candidate, placement, load, mean, nlinks, _ = placed
     schedule, rates = candidate.schedule, fabric.rates
     wire_ns = load * nbytes * 10**9 / rates.beta
     slice_nbytes = config.slice_nbytes
     if nlinks:
-        # Small enough for a pipeline, and for the ports, and large enough to be worth handling.
+        # Slices must be small enough for the pipeline and for the byte budget of the ports, and
+        # large enough to be worth their overhead.
         nslices = _nslices(int(wire_ns) * candidate.fill, rates.alpha_ns)
         wanted = min(nbytes // schedule.nchannels // nslices, fabric.inlet_nbytes // (2 * nlinks))
         slice_nbytes = min(slice_nbytes, max(_MIN_SLICE_NBYTES, wanted))
@@ -233,12 +241,12 @@ def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choi
 
 
 def _fill_of_trees(fill: Fraction, nranks: int, ntrees: int, nwires: int) -> Fraction:
-    """Return what filling trees takes, as a part of what ports carry on average.
+    """Return the time to fill and drain trees, as a fraction of the time of the average port.
 
-    `fill` is the height of a tree over the slices of its channel. Trees on one rail take turns at a
-    port, so that some fill it while others wait; the fewer slices, the more of that there is.
-    (Fitted to simulations of 1,220 trees on 400 random clusters of 3 to 64 nodes, 1 to 16 MiB: 94 %
-    of the predictions are within 10 %.)
+    `fill` is the height of a tree divided by the number of slices of its channel. Trees on one rail
+    take turns at a port: some fill it while others wait, and the fewer slices, the more they
+    overlap. (Fitted to simulations of 1,220 trees on 400 random clusters of 3 to 64 nodes, 1 to
+    16 MiB: 94 % of the predictions are within 10 %.)
     """
     root = Fraction(isqrt(10_000 * ntrees // nwires), 100)
     shown = Fraction(15, 7) * fill * (1 - Fraction(2, 3 * nranks))
@@ -246,18 +254,18 @@ def _fill_of_trees(fill: Fraction, nranks: int, ntrees: int, nwires: int) -> Fra
 
 
 def _nslices(fill_ns: int, alpha_ns: int) -> int:
-    """Return the slices of a channel that a pipeline does best with.
+    """Return the number of slices per channel with the least pipeline time.
 
-    To fill it takes `fill_ns` divided by their number, about; each takes a fourth of a step to
-    handle.
+    With n slices, filling takes about ``fill_ns / n``, and handling each slice takes a quarter of
+    `alpha_ns`.
     """
     return max(_FEW_SLICES, min(_MANY_SLICES, isqrt(4 * fill_ns // max(1, alpha_ns))))
 
 
-#: Schedules in which everybody receives from one rank alone.
+#: Families in which every rank receives from only one other rank.
 _GAUGES = ("ring", "bridged_ring", "chain")
-#: Schedules that wait for their fill with all of their ports, or have none. All others count as
-#: trees: leaf rings, nested rings, OptCC and R2CC-AllReduce too.
+#: Families whose ports all wait while the pipeline fills, or that have no pipeline. All others are
+#: predicted as trees, leaf rings, nested rings, OptCC and R2CC-AllReduce included.
 NOT_TREES = (
     "chain",
     "ring",
@@ -266,14 +274,16 @@ NOT_TREES = (
     "recursive_doubling",
     "one_shot",
 )
-#: Steps of a dissemination overlap: the first parts of each are there before.
+#: Fraction of a dissemination's step latencies that counts: steps overlap, because the first parts
+#: that a step sends have arrived before the previous step ends.
 _OVERLAPPED = Fraction(1, 3)
-#: Part of a tree's steps that shows: the others pass while its ports are busy (same fit).
+#: Fraction of a tree's step latencies that counts: the others pass while ports are busy (same fit).
 _SHOWN_STEPS = Fraction(9, 11)
-#: Bounds of the slices of a channel, and the least a slice should have.
+#: Bounds of the number of slices per channel, and the least size of a slice.
 _FEW_SLICES, _MANY_SLICES = 16, 128
 _MIN_SLICE_NBYTES = 32 << 10
-#: What a port is sent at once: as much as it takes in this time, and no less than that.
+#: In-flight byte budget of a port: what the port receives in `_INLET_S` seconds, at least
+#: `_LEAST_INLET_NBYTES`.
 _INLET_S = Fraction(1, 100)
 _LEAST_INLET_NBYTES = 256 << 10
 

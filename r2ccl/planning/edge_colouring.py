@@ -1,15 +1,15 @@
 """Edge colouring with capacities: assigns edges to rails so that no port exceeds its share.
 
-A vertex is a node, or one direction of a node's traffic; a colour is a rail; a vertex with a colour
-is a port. If a whole port (share `WHOLE`) takes `edges` edges, another one takes ``edges * share //
-WHOLE``. `even_out` looks for the least `edges` for which it finds a colouring.
+A vertex is a node, or one direction of a node's traffic; a colour is a rail; a (vertex, colour)
+pair is a port. If a whole port (share `WHOLE`) takes `edges` edges, a port with another share takes
+``edges * share // WHOLE``. `even_out` finds a colouring with the least `edges` it can.
 
-As in proofs of Vizing's and König's theorems, excess is moved along an alternating path: a vertex
-that is over its capacity in one colour recolours one of its edges to a colour in which it has room.
-If that puts the edge's other end over its capacity, that vertex recolours one of its edges in turn,
-and so on. Breadth-first search finds the shortest path that ends at a vertex with room.
+As in proofs of Vizing's and König's theorems, excess moves along an alternating path: a vertex over
+its capacity in one colour recolours one of its edges to a colour in which it has capacity left. If
+that puts the edge's other end over its capacity, that vertex recolours one of its edges in turn,
+and so on. Breadth-first search finds the shortest path that ends at a vertex with capacity left.
 
-Pure. Invariant: equal arguments give equal colours.
+Invariant: equal arguments give equal colours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 
 from r2ccl.failover.health.table import WHOLE
 
-#: A vertex with an edge too many of one colour, and the colour it gave for that, -1: none.
+#: A vertex, the colour of which it has one edge too many, and the colour that this edge had before
+#: (-1: none).
 _Excess = tuple[int, int, int]
 _Step = tuple[_Excess, int, int]
 
@@ -30,27 +31,27 @@ def even_out(
     shares: Mapping[int, Sequence[int]],
     colours: Sequence[int],
 ) -> list[int]:
-    """Spread edges over the colours, so that no vertex has more of one than it need have.
+    """Spread edges over the colours in proportion to each vertex's shares.
 
     Parameters
     ----------
     ends : sequence of (int, int)
-        The vertices of every edge.
+        The two vertices of each edge.
     allowed : sequence of sequence of int
-        The colours each edge may have, at least one.
+        Colours each edge may have, at least one.
     shares : mapping of int to sequence of int
-        Of every vertex what it has of each colour, 0 to `WHOLE`.
+        For each vertex, its share of each colour, 0 to `WHOLE`.
     colours : sequence of int
-        Of every edge, to begin with. They are good already where little is to be done.
+        Initial colour of each edge. The better the initial colours, the fewer edges change.
 
     Returns
     -------
     list of int
-        The colour of every edge.
+        Colour of each edge; the initial colours if no better ones are found.
 
     Notes
     -----
-    *Cost*: some microseconds an edge, for a few steps from the first `edges` that might do.
+    *Cost*: some microseconds per edge for each capacity `edges` tried, usually a few.
     """
     given = _Colouring(ends, allowed, shares, colours)
     for edges in range(_least(ends, shares), given.most()):
@@ -61,7 +62,7 @@ def even_out(
 
 
 class _Colouring:
-    """Colours of edges, and who has which."""
+    """Colour of each edge, and the edges of each vertex by colour."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class _Colouring:
         self._room: dict[int, list[int]] = {}
 
     def most(self) -> int:
-        """Return for how many edges a whole share must have room, with the colours as they are."""
+        """Return how many edges a whole port must take for the current colours to fit."""
         return max(
             (
                 -(-len(edges) * WHOLE // share) if share else 0
@@ -93,7 +94,10 @@ class _Colouring:
         )
 
     def fit(self, edges: int) -> bool:
-        """Change colours until no vertex is over its room; return whether that was possible."""
+        """Change colours until every port fits its capacity; return whether that was possible.
+
+        A port with share s has the capacity ``edges * s // WHOLE``.
+        """
         self._room = {
             vertex: [edges * share // WHOLE for share in row]
             for vertex, row in self._shares.items()
@@ -112,9 +116,9 @@ class _Colouring:
         return len(self._at[vertex][colour]) < self._room[vertex][colour]
 
     def _path(self, vertex: int, colour: int) -> dict[int, int]:
-        """Find edges to change, and their new colours, so that `vertex` has one fewer of `colour`.
+        """Return edges and their new colours that take one edge of `colour` from `vertex`.
 
-        Empty: there is no such path.
+        Returns an empty dict if no alternating path exists.
         """
         start: _Excess = (vertex, colour, -1)
         came: dict[_Excess, _Step | None] = {start: None}
@@ -148,7 +152,7 @@ class _Colouring:
 
 
 def _least(ends: Sequence[tuple[int, int]], shares: Mapping[int, Sequence[int]]) -> int:
-    """Return for how many edges a whole share must have room, at least."""
+    """Return a lower bound of how many edges a whole port must take."""
     counts = Counter(vertex for both in ends for vertex in both)
     most = 0
     for vertex, count in counts.items():
@@ -161,7 +165,7 @@ def _least(ends: Sequence[tuple[int, int]], shares: Mapping[int, Sequence[int]])
 
 
 def _walked(end: _Excess, came: Mapping[_Excess, _Step | None]) -> dict[int, int]:
-    """Read a path backwards; empty if it passes an edge or a vertex twice."""
+    """Return the recolourings on the path to `end`; empty if it passes an edge or vertex twice."""
     steps: dict[int, int] = {}
     vertices = {end[0]}
     at = end

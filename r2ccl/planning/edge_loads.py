@@ -1,9 +1,9 @@
-"""Flows: what the edges of a schedule carry, without its ops where an algorithm's shape tells it.
+"""Flows: the load of each edge of a schedule, computed from the algorithm's shape where possible.
 
-An *edge* is the pair of links between two ranks on one channel. A planner compares many schedules
-and runs one of them; the ops of the others are never generated.
+An *edge* is the pair of links between two ranks on one channel. The planner compares many schedules
+and runs one of them. Computing loads without ops avoids generating the ops of all the others.
 
-Pure. Invariant: for the same schedule, every function here returns the same flows.
+Invariant: for the same schedule, every function here returns the same flows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from r2ccl.schedule.ir import OpKind, Schedule
 
 
 class Flow(NamedTuple):
-    """Load of an edge from `low` to `high` (`up`) and back (`down`), in units of `Flows`."""
+    """Load of an edge from rank `low` to `high` (`up`) and back (`down`), in units of `Flows`."""
 
     channel: int
     low: int
@@ -31,14 +31,14 @@ class Flow(NamedTuple):
 
 
 class Flows(NamedTuple):
-    """The flows of a schedule; `unit` of their units are the whole buffer."""
+    """The flows of a schedule; a load of `unit` is the whole buffer."""
 
     flows: tuple[Flow, ...]
     unit: int
 
 
 def carried(flows: Flows) -> dict[tuple[int, int], tuple[Fraction, Fraction]]:
-    """Return what each (rank, channel) sends and receives, as a multiple of the buffer."""
+    """Return the data each (rank, channel) sends and receives, as multiples of the buffer."""
     found: dict[tuple[int, int], list[int]] = {}
     for channel, low, high, up, down in flows.flows:
         for rank, sent, received in ((low, up, down), (high, down, up)):
@@ -52,7 +52,7 @@ def carried(flows: Flows) -> dict[tuple[int, int], tuple[Fraction, Fraction]]:
 
 
 def flows_of(schedule: Schedule) -> Flows:
-    """Add up what every edge carries; generates all ranks' ops."""
+    """Return the flows of any schedule, by generating the ops of all ranks and adding them up."""
     ops = as_arrays(schedule).ops
     sends = ops[ops["kind"] == OpKind.SEND]
     common = math.lcm(*schedule.nchunks)
@@ -72,7 +72,7 @@ def flows_of(schedule: Schedule) -> Flows:
 def flows_of_dissemination(
     nranks: int, nchannels: int, *, gathers: bool = True, scatters: bool = True
 ) -> Flows:
-    """Return the flows of `dissemination`: of the allgather, the reduce-scatter, or both."""
+    """Return the flows of a dissemination: allgather, reduce-scatter, or both (an allreduce)."""
     carried: dict[tuple[int, int], list[int]] = {}
     for distance, nparts in dissemination.steps_of(nranks):
         for rank in range(nranks):
@@ -91,7 +91,7 @@ def flows_of_dissemination(
 
 
 def flows_of_trees(trees: Sequence[Sequence[int]]) -> Flows:
-    """Return the flows of `tree.allreduce` over `trees`: every edge carries its share each way."""
+    """Return the flows of `tree.allreduce`: each edge carries its channel once each way."""
     return Flows(
         tuple(
             Flow(channel, min(rank, parent), max(rank, parent), 1, 1)
@@ -110,9 +110,9 @@ def flows_of_rings(order: Sequence[int], nchannels: int) -> Flows:
 
 
 def flows_of_cycle(order: Sequence[int], nchannels: int, load: Fraction) -> Flows:
-    """Return the flows of rings in which everybody sends `load` of its channel to the next."""
+    """Return the flows of rings in which each rank sends `load` times its channel to the next."""
     n = len(order)
-    # With two ranks, one edge has both ways.
+    # With two ranks, one edge carries both directions.
     edges: dict[tuple[int, int], list[int]] = {}
     for place in range(n if n > 1 else 0):
         rank, after = order[place - 1], order[place]

@@ -1,7 +1,10 @@
-"""Lowering: one rank's program and one call's sizes become slices the executor can walk.
+"""Lowering: turn one rank's program and one call's sizes into slices that the executor runs.
 
-Pure: values in, values out; computed once per (collective, count, dtype, op) and kept. Invariant:
-the slices of equal chunk indices coincide on every rank, so a dependency can hold slice by slice.
+The result is computed once per plan and kept in the plan cache. A *link channel* is the channel
+number that links use; `r2ccl.planning.placement` assigns one to each edge of the schedule.
+
+Invariant: chunks with the same index are cut into the same slices on every rank, so a dependency
+can hold slice by slice.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from r2ccl.schedule.ir import Op, OpKind, RankProgram, Space
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
-    """An op with its place in memory.
+    """An op with its position in memory and its slice boundaries.
 
-    ``cuts`` holds the slice boundaries in elements. Each entry of ``after`` is an op index, whether
-    the dependency holds slice by slice, and whether a retired send satisfies it (else a released
-    one). ``is_left`` says that what is received is the left operand.
+    ``cuts`` holds the slice boundaries in elements of the buffer. Each entry of ``after`` has the
+    index of an op to wait for, whether the dependency holds slice by slice, and whether a retired
+    send satisfies it (otherwise a send must be released). ``is_left`` is true if the received data
+    is the left operand of the reduction.
     """
 
     kind: OpKind
@@ -36,14 +40,15 @@ class Step(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def nslices(self) -> int:
-        """Slices of the op, at least one: an empty chunk still travels, so that ranks meet."""
+        """Number of slices of the op, at least 1: empty chunks are sent to synchronise ranks."""
         return len(self.cuts) - 1
 
 
 class LinkSteps(NamedTuple):
-    """One link of a lane, by its peer and the links' channel: the steps it sees, in order.
+    """The steps of a lane that use one link, in the order of their slices on the link.
 
-    ``depth`` bounds the landing places a receiver names ahead on it.
+    ``peer`` and ``channel`` identify the link; ``channel`` is a link channel, which may differ from
+    the schedule's channel. ``depth`` bounds how many landing places the receiver names ahead.
     """
 
     peer: int
@@ -53,9 +58,10 @@ class LinkSteps(NamedTuple):
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """One channel of one rank: its steps, and in which order each link sees them.
+    """One channel of one rank: its steps, and the order of sends and receives on each link.
 
-    ``channels`` are the links' channels it uses: no other lane of the call does.
+    ``locals`` are the indices of steps without a peer. ``channels`` are the link channels that the
+    lane uses; no other lane of the call uses them.
     """
 
     steps: tuple[Step, ...]
@@ -67,7 +73,7 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """What one rank does in one collective of one size."""
+    """The slices that one rank sends, receives and reduces in one collective of one size."""
 
     rank: int
     count: int
@@ -89,16 +95,21 @@ def lower(
     channels: Sequence[int] | None = None,
     numbers: Mapping[tuple[int, int], int] | None = None,
 ) -> Layout:
-    """Place `program` over `count` elements of `itemsize` bytes.
+    """Map `program` to a buffer of `count` elements of `itemsize` bytes and cut it into slices.
 
     Parameters
     ----------
+    slice_nbytes : int
+        Largest size of a slice.
+    eager_nbytes : int
+        Ops whose slices have at most this size are sent eagerly.
     weights : sequence of int, optional
-        Share of each channel of the program; by default the schedule's.
+        Weight of each channel's share of the buffer. Default: the program's weights.
     channels : sequence of int, optional
-        The links' channel each of them travels on; its own number by default.
+        Link channel that each channel of the program travels on. Default: the same number.
     numbers : mapping of (int, int) to int, optional
-        By channel and peer, links' channels that differ from that.
+        Link channels of single edges that differ from `channels`, by channel of the program and
+        peer.
     """
     nchannels = len(program.channels)
     pieces = layout(count, program.nchunks, weights or program.weights, itemsize, program.nparts)
@@ -129,7 +140,7 @@ def lower(
 
 
 def renumbered(layout: Layout, ranks: Sequence[int], channel: Callable[[int], int]) -> Layout:
-    """Return a layout of other ranks and links: number i is ``ranks[i]``, ``channel(i)``."""
+    """Return the layout with rank i mapped to ``ranks[i]``, link channel i to ``channel(i)``."""
 
     def way(old: LinkSteps) -> LinkSteps:
         return old._replace(peer=ranks[old.peer], channel=channel(old.channel))
@@ -156,9 +167,9 @@ def renumbered(layout: Layout, ranks: Sequence[int], channel: Callable[[int], in
 
 
 def cleared(layout: Layout) -> Layout:
-    """Return the layout without eager slices, but for empty ones, which have no place to go.
+    """Return the layout with all slices sent by clear-to-send, except empty ones, which stay eager.
 
-    For memory whose bytes this process cannot copy. All ranks must do the same.
+    Use it for memory that this process cannot copy from. All ranks must use it in the same call.
     """
     return msgspec.structs.replace(layout, lanes=tuple(_cleared(each) for each in layout.lanes))
 
@@ -196,7 +207,7 @@ def _place(
 
 
 def _lane(steps: tuple[Step, ...], channels: Mapping[int, int]) -> Lane:
-    """Sort steps by their links; `channels` has the links' channel to every peer."""
+    """Group steps by link; `channels` maps each peer to the link channel used with it."""
     sends: dict[int, list[int]] = {}
     recvs: dict[int, list[int]] = {}
     local: list[int] = []
@@ -218,26 +229,27 @@ def _lane(steps: tuple[Step, ...], channels: Mapping[int, int]) -> Lane:
 
 
 def limit_windows(layout: Layout, nhomes: int, nbytes: int) -> Layout:
-    """Bound the landing places each link names ahead: its receive window.
+    """Return the layout with a bounded receive window for links into ports with several senders.
 
     Parameters
     ----------
     layout : Layout
-        Of this rank.
+        Layout of this rank.
     nhomes : int
-        Rails that channels are at home on: those of equal remainder share one.
+        Number of home rails. Link channels with equal remainder modulo `nhomes` share a port.
     nbytes : int
-        What a port to which several peers send is to be sent at once.
+        In-flight byte budget of a port with several senders.
 
     Notes
     -----
-    Who receives names the places slices land in, and so decides what is sent. Where several peers
-    send to one port, what they send together must fit the queue before it: a queue that runs over
-    drops segments, and TCP waits 200 ms for one that nothing follows (measured, 4 nodes of 4 rails
-    of 200 Mbit/s with queues of 128 KiB, packed trees of 128 KiB slices, two named ahead: 1,000
-    segments sent again and 3 to 7 such waits a call, 1.4 times the time it takes with one named
-    ahead). Where one peer sends to a port there is no such queue: its own port is as slow. Every
-    link may have one slice under way, or ranks would wait for one another.
+    A receiver controls what is in flight by the landing places it names. If several peers send to
+    one port, the data in flight to that port must fit the switch queue before it. A queue that
+    overflows drops segments, and TCP waits 200 ms to retransmit the last segment of a burst.
+    Measured with 4 nodes of 4 rails of 200 Mbit/s, queues of 128 KiB, packed trees and slices of
+    128 KiB: with two landing places ahead, a call retransmits 1,000 segments, waits 200 ms 3 to 7
+    times and takes 1.4 times as long as with one. A port with one sender needs no bound, because
+    the sender's port is as slow. Every link keeps at least one slice in flight; otherwise ranks
+    would wait for one another.
     """
     ways = [way for lane in layout.lanes for way in lane.recvs]
     peers = {(way.channel % nhomes, way.peer) for way in ways}

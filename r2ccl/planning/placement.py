@@ -1,19 +1,18 @@
-"""Spread: on which rails the channels of a schedule travel, and how much each carries.
+"""Placement: choose the rails that a schedule's channels travel on, and the share of each channel.
 
-A rail that is *home* to a channel is where its slices go while that is up, see
-`r2ccl.failover.migration.routes`. The links' channels are numbered so that number c is at home on
-``homes[c % len(homes)]``: to choose a number is to choose a rail.
+A channel's slices travel on its *home rail* while that rail is up (see
+`r2ccl.failover.migration.routes`). A *link channel* is the channel number that links use. The home
+rail of link channel c is ``homes[c % len(homes)]``, so choosing a link channel chooses a rail.
 
-Rings: every hop of a channel on the same rail. A ring is as slow as its slowest channel, and a
-channel as its slowest hop. So the channels that are at home on a rail get the share of the work
-which the worst port of that rail can carry, and then all of them end together. A port that is down
-is no reason to spare its rail elsewhere: its channels make a detour at that one hop, and carry as
-much as any other.
+Rings: all hops of a channel use the same rail. A ring is as slow as its slowest channel, and a
+channel as slow as its slowest hop. Each channel therefore gets work in proportion to the worst port
+of its home rail, so that all channels end together. A port that is down does not reduce the share
+of its rail: the rail's channels detour at that one hop only, and carry as much as any other.
 
-Schedules for unequal ranks: every edge on a rail of its own choice, so that the ports of each node
-are loaded in proportion to what they carry, and none that is down is used.
+Schedules for unequal nodes: each edge is placed on its own rail, so that the ports of a node are
+loaded in proportion to their shares, and no port that is down is used.
 
-Pure: it reads what all ranks share. Invariant: equal arguments, equal placement, on every rank.
+Invariant: equal arguments give equal placements, on every rank.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from r2ccl.schedule.ir import Schedule
 
 
 class Edge(NamedTuple):
-    """The links between ranks `low` < `high` of a schedule's channel: which of theirs it takes."""
+    """Edge between ranks `low` < `high` on a schedule's channel, and its link channel `number`."""
 
     channel: int
     low: int
@@ -42,21 +41,21 @@ class Edge(NamedTuple):
     number: int
 
 
-#: Channel, lower rank, higher rank of an edge, and which of the homes it is on.
+#: An edge placed on a rail: channel, lower rank, higher rank, and index of its home rail.
 EdgeAtHome: TypeAlias = tuple[int, int, int, int]
 
 
 class Placement(NamedTuple):
-    """Where a schedule's channels go.
+    """Link channels and weights of a schedule's channels.
 
     Attributes
     ----------
     channels : tuple of int
-        For each of them the links' channel it travels on.
+        Link channel that each of the schedule's channels travels on.
     weights : tuple of int
-        Its share of the work.
+        Weight of each channel's share of the work.
     edges : tuple of Edge
-        Those that travel on another.
+        Edges with their own link channel, which overrides `channels`.
     """
 
     channels: tuple[int, ...]
@@ -64,7 +63,7 @@ class Placement(NamedTuple):
     edges: tuple[Edge, ...] = ()
 
     def numbers(self, rank: int) -> dict[tuple[int, int], int]:
-        """Return the links' channel of every edge of `rank`: by the schedule's channel and peer."""
+        """Return the link channels of the `edges` of `rank`, by schedule channel and peer."""
         found = {}
         for channel, low, high, number in self.edges:
             if rank in (low, high):
@@ -73,30 +72,30 @@ class Placement(NamedTuple):
 
 
 def place(nchannels: int, homes: Sequence[int], health: Health) -> Placement:
-    """Spread the channels of rings over the rails, the best ones first.
+    """Place the channels of rings on the home rails in turn, best rails first.
 
     Parameters
     ----------
     nchannels : int
     homes : sequence of int
-        Rails that channels are at home on.
+        Home rails.
     health : Health
-        What the ports of all ranks carry.
+        Shares of the ports of all ranks.
 
     Returns
     -------
     Placement
-        Of a whole network the channels in order, all of one weight.
+        On a healthy network, channels in order, with equal weights.
 
     Raises
     ------
     InvalidArgument
-        There is no home, or no such rail.
+        If `homes` is empty or names a rail that `health` does not have.
     """
     _require(homes)
     worst = [min(health.share(rank, rail) for rank in range(health.nranks)) for rail in homes]
     order = sorted(range(len(homes)), key=lambda at: -worst[at])
-    # What makes a detour shares the rails of others: as if its own were as good as the best.
+    # A channel that detours uses the other rails, so it counts as if its rail were the best one.
     detour = worst[order[0]] or WHOLE
     channels, weights = [], []
     for number in range(nchannels):
@@ -114,33 +113,33 @@ def place_edges(
     nodes: Sequence[int] = (),
     flows: Flows | None = None,
 ) -> Placement:
-    """Spread the edges of any schedule over the rails.
+    """Place the edges of any schedule on the home rails, one by one.
 
-    Edges of nodes with few rails choose first, of those the heaviest; each takes the rail on which
-    the busier of its two ports has least to do for what it can carry. Then edges leave the busiest
-    port, or change places with others, as long as that helps; edges that all carry the same are
-    evened out (`r2ccl.planning.edge_colouring`). One between nodes that share no home is left to
-    routing.
+    Edges of nodes with few rails choose first, the heaviest of these before others. Each takes the
+    rail on which the busier of its two ports has the least time. Then edges with equal loads are
+    spread by edge colouring (`r2ccl.planning.edge_colouring`); edges with other loads leave the
+    busiest port, or swap rails with other edges, as long as that helps. An edge between nodes
+    without a common home rail gets an arbitrary rail; routing chooses the path.
 
     Parameters
     ----------
     schedule : Schedule
-        Of as many ranks as there are in `health`.
+        Schedule over all ranks of `health`.
     homes, health
         As for `place`.
     nodes : sequence of int, optional
-        Of every rank, the node whose ports it uses. Default: each has its own.
+        Node of each rank; ranks of a node share its ports. Default: one rank per node.
     flows : Flows, optional
-        Those of the schedule, if they are known.
+        Flows of the schedule, if they are known.
 
     Raises
     ------
     InvalidArgument
-        There is no home, or no such rail.
+        If `homes` is empty.
 
     Notes
     -----
-    *Cost*: some 10 us an edge, and at most `_MOST_TRIED` changes of place.
+    *Cost*: some 10 us per edge, plus at most `_MOST_TRIED` trial moves.
     """
     _require(homes)
     width = len(homes)
@@ -156,14 +155,15 @@ def place_edges(
 
 
 def placed_at(schedule: Schedule, width: int, edges: Iterable[EdgeAtHome]) -> Placement:
-    """Return the placement of edges whose homes are known.
+    """Return the placement of edges whose home rails are known.
 
     Parameters
     ----------
     schedule : Schedule
     width : int
-        Homes there are.
+        Number of home rails.
     edges : iterable of EdgeAtHome
+        All edges of the schedule between nodes, with their rails.
     """
     return Placement(
         tuple(channel * width for channel in range(schedule.nchannels)),
@@ -173,7 +173,7 @@ def placed_at(schedule: Schedule, width: int, edges: Iterable[EdgeAtHome]) -> Pl
 
 
 def inlets(placement: Placement, homes: Sequence[int]) -> int:
-    """Return how many links end at the port at which most do, of edges placed one by one."""
+    """Return the largest number of separately placed edges that end at one port."""
     found = Counter(
         (rank, number % len(homes))
         for _, low, high, number in placement.edges
@@ -190,10 +190,11 @@ def port_time(
     nodes: Sequence[int] = (),
     flows: Flows | None = None,
 ) -> Fraction | None:
-    """Return what the busiest port takes for one unit of data, on rails that carry `WHOLE` a unit.
+    """Return the time that the busiest port takes for its part of one buffer.
 
-    What is placed on a port that is down makes a detour over those that are up at both ends, in
-    proportion to what they carry. None: two neighbours have no home in common.
+    A port with share s carries s buffers per unit of time, a whole port `WHOLE`. Load placed on a
+    port that is down detours over the home rails that are up at both ends, in proportion to their
+    shares. Returns None if two neighbours have no common home rail.
     """
     ports = _Ports(homes, health, nodes)
     carried = flows or flows_of(schedule)
@@ -211,7 +212,7 @@ def port_time(
 def mean_time(
     flows: Flows, homes: Sequence[int], health: Health, nodes: Sequence[int] = ()
 ) -> Fraction:
-    """Return what ports take on average for one unit of data, in the unit of `port_time`."""
+    """Return the average time that a port takes for its part of one buffer; see `port_time`."""
     ports = _Ports(homes, health, nodes)
     total = sum(flow.up + flow.down for flow in flows.flows if not ports.is_inside(flow))
     capacity = sum(map(sum, ports.shares.values()))
@@ -221,7 +222,7 @@ def mean_time(
 def ring_time(
     placement: Placement, homes: Sequence[int], health: Health, nodes: Sequence[int] = ()
 ) -> Fraction | None:
-    """Return what `port_time` does for a ring allreduce of ranks in order, without its ops."""
+    """Return the `port_time` of a ring allreduce in rank order, without its flows."""
     n, width = health.nranks, len(homes)
     channels: list[list[int]] = [[] for _ in homes]
     for channel, weight in zip(placement.channels, placement.weights, strict=True):
@@ -236,12 +237,12 @@ def ring_time(
     return time * 2 * (n - 1) / (n * sum(placement.weights))
 
 
-#: What a port is busy for, in units of which `_SCALE` take a rail that carries 1 a unit of time.
+#: Busy time of a port: a load of 1 takes ``_SCALE / share``.
 _Time = int | Fraction
 
 
 class _Ports:
-    """What the ports of all nodes have to send and to receive."""
+    """Load that the ports of all nodes send and receive."""
 
     def __init__(self, homes: Sequence[int], health: Health, nodes: Sequence[int]) -> None:
         self.width = len(homes)
@@ -252,7 +253,7 @@ class _Ports:
             row = [health.shares[start + rail] for rail in homes]
             before = rows.get(node)
             rows[node] = row if before is None else [*map(min, row, before)]
-        #: Of every node and home, what it carries, and the time of one unit of load.
+        #: Share of each port, by node and home rail; `_scale` has the time of one unit of load.
         self.shares = rows
         self._scale = {
             node: [_SCALE // share if share else 0 for share in row] for node, row in rows.items()
@@ -263,19 +264,19 @@ class _Ports:
         self._both: dict[tuple[int, int], list[int]] = {}
 
     def ends(self, flow: Flow) -> tuple[int, int]:
-        """Return the nodes of both ends."""
+        """Return the nodes at both ends of `flow`, that of rank `flow.low` first."""
         return self._node_of[flow.low], self._node_of[flow.high]
 
     def is_inside(self, flow: Flow) -> bool:
-        """Whether both ends of it are at one node."""
+        """Return whether both ends of `flow` are on the same node."""
         return self._node_of[flow.low] == self._node_of[flow.high]
 
     def fewest(self, flow: Flow) -> int:
-        """Return how many ports are up at the end that has fewer."""
+        """Return the number of ports up at the end of `flow` that has fewer."""
         return min(self._nup[self._node_of[flow.low]], self._nup[self._node_of[flow.high]])
 
     def common(self, flow: Flow) -> list[int]:
-        """Return the homes that are up at both ends."""
+        """Return the home rails that are up at both ends of `flow`."""
         low, high = self.ends(flow)
         found = self._both.get((low, high))
         if found is None:
@@ -285,7 +286,7 @@ class _Ports:
         return found
 
     def add(self, flow: Flow, at: int, part: _Time = 1) -> None:
-        """Have home `at` carry a part of a flow; a negative part is taken away."""
+        """Add `part` times the load of `flow` to home rail `at`; a negative `part` removes load."""
         low, high = self.ends(flow)
         up, down = part * flow.up, part * flow.down
         self._sent[low][at] += up
@@ -294,12 +295,12 @@ class _Ports:
         self._received[high][at] += up
 
     def add_detoured(self, flow: Flow, at: int) -> bool:
-        """Have home `at` carry a flow, or where it is down those that are up at both ends.
+        """Add `flow` to home rail `at`, or if that is down, to the rails that are up at both ends.
 
         Returns
         -------
         bool
-            False: there is none.
+            False if no home rail is up at both ends.
         """
         common = self.common(flow)
         if at in common:
@@ -313,11 +314,11 @@ class _Ports:
         return bool(common)
 
     def add_channels(self, hop: Flow, channels: Sequence[Sequence[int]]) -> bool:
-        """Have a hop carry the channels of all homes, by their weights.
+        """Add the weights of all channels to the ports of one hop of a ring.
 
-        One whose home is down goes whole to another that is up, the one whose detours are the
-        fewest for what it carries, as `r2ccl.failover.migration.routes` sends it. False: there is
-        none.
+        A channel whose home rail is down at either end moves as a whole to the rail that is up at
+        both and has the fewest detours for its share, as in `r2ccl.failover.migration.routes`.
+        Returns False if no home rail is up at both ends.
         """
         low, high = self.ends(hop)
         left = {at: min(self.shares[low][at], self.shares[high][at]) for at in self.common(hop)}
@@ -333,7 +334,10 @@ class _Ports:
         return bool(left)
 
     def take_best(self, flow: Flow) -> int:
-        """Put a flow on the home on which the busier of its ports has least to do; return that."""
+        """Add `flow` to the rail on which the busier of its two ports ends first; return the rail.
+
+        Returns the index among the home rails; the channel's own rail if none is up at both ends.
+        """
         low, high = self.ends(flow)
         sent, received, scale = self._sent[low], self._received[low], self._scale[low]
         others = self._sent[high], self._received[high], self._scale[high]
@@ -350,16 +354,16 @@ class _Ports:
         return best_at
 
     def time(self, node: int, at: int) -> _Time:
-        """Return what a port takes; 0 where it is down."""
+        """Return the time of a port; 0 if it is down."""
         return max(self._sent[node][at], self._received[node][at]) * self._scale[node][at]
 
     def busier(self, flow: Flow, at: int) -> _Time:
-        """Return the time of the busier of the two ports `flow` uses at home `at`."""
+        """Return the time of the busier of the two ports that `flow` uses on home rail `at`."""
         low, high = self.ends(flow)
         return max(self.time(low, at), self.time(high, at))
 
     def busiest(self) -> tuple[_Time, int, int]:
-        """Return the time of the busiest port that is up, its node and home."""
+        """Return the time, the node and the home rail of the busiest port that is up."""
         times = (
             (self.time(node, at), -node, -at) for node in self.shares for at in range(self.width)
         )
@@ -367,7 +371,10 @@ class _Ports:
         return time, -node, -at
 
     def floor(self) -> _Time:
-        """Return the time of the busiest node if its ports shared its load in proportion."""
+        """Return the time of the busiest node if its ports split its load in proportion to shares.
+
+        No placement makes the busiest port faster.
+        """
         times = (
             Fraction(max(sum(self._sent[node]), sum(self._received[node])) * _SCALE, sum(row))
             for node, row in self.shares.items()
@@ -377,10 +384,11 @@ class _Ports:
 
 
 def _even_out(flows: Sequence[Flow], chosen: Sequence[int], ports: _Ports) -> list[int] | None:
-    """Spread edges that all carry the same; None where they do not, or one has no home.
+    """Spread edges of equal load by edge colouring; return None if that does not apply.
 
-    Edges that carry both ways take as much of a port out as in. Of edges that carry one way, those
-    out of a node and those into it are no concern of each other.
+    It applies if all edges carry the same load both ways, or all the same load one way, and every
+    edge has a rail that is up at both ends. With one-way loads, the edges out of a node and those
+    into it use different directions of its ports, so each direction is a vertex of its own.
     """
     loads = {flow[3:] for flow in flows}
     is_one_way = len({up + down for up, down in loads}) == 1 and not any(u * d for u, d in loads)
@@ -399,7 +407,7 @@ def _even_out(flows: Sequence[Flow], chosen: Sequence[int], ports: _Ports) -> li
 
 
 def _improve(flows: Sequence[Flow], chosen: list[int], ports: _Ports) -> None:
-    """Relieve the busiest port, edge by edge, until no step does or it is as good as can be."""
+    """Move edges away from the busiest port until no move helps or the spread is even enough."""
     crowds: dict[tuple[int, int], set[int]] = {}
     for index, (flow, at) in enumerate(zip(flows, chosen, strict=True)):
         for node in ports.ends(flow):
@@ -421,7 +429,7 @@ def _improve(flows: Sequence[Flow], chosen: list[int], ports: _Ports) -> None:
         chosen[index] = target
 
     def relieve(index: int, worst: _Time) -> bool:
-        """Move a flow elsewhere, or have it change places, so that all ports take less."""
+        """Move a flow, or swap it with another, if all ports involved then end before `worst`."""
         nonlocal left
         flow, here = flows[index], chosen[index]
         for there in ports.common(flow):
@@ -454,7 +462,7 @@ def _improve(flows: Sequence[Flow], chosen: list[int], ports: _Ports) -> None:
     while heap and left > 0:
         worst, node, at = heap[0]
         if -worst != ports.time(node, at):
-            heapq.heappop(heap)  # what it was before a move
+            heapq.heappop(heap)  # outdated by a move
             continue
         if -worst <= enough:
             return
@@ -464,12 +472,13 @@ def _improve(flows: Sequence[Flow], chosen: list[int], ports: _Ports) -> None:
 
 def _require(homes: Sequence[int]) -> None:
     if not homes:
-        raise InvalidArgument("channels need at least one rail to be at home on")
+        raise InvalidArgument("no home rails; a placement needs at least one")
 
 
-#: Divided by every share but 0.
+#: Common multiple of all shares above 0, so that times are integers.
 _SCALE = math.lcm(*range(1, WHOLE + 1))
-#: Changes of place that are looked at, 3 us each; and how close to an even spread is close enough.
+#: Most moves and swaps that `_improve` tries (3 us each), and the factor of the time of an even
+#: spread at which it stops.
 _MOST_TRIED = 20_000
 _GOOD_ENOUGH = Fraction(201, 200)
 

@@ -1,12 +1,11 @@
-"""Plans: what this rank does in a call of one shape, worked out once and kept.
+"""Plan cache: the plan of each call shape, made on first use and kept.
 
-`planner` chooses the schedule and its place on the rails, the checker refuses one that is wrong,
-`lowering` cuts it into slices, `kernels` has the arithmetic. A plan depends on the call's signature
-and the agreed health, both the same on all ranks, and on nothing else; so do the plans of all ranks
-fit together.
+`planner` chooses the schedule and its placement on the rails, the checker refuses a wrong schedule,
+`lowering` cuts the schedule into slices, and `kernels` has the arithmetic. A plan depends only on
+the call's signature, its number and the agreed health, which are equal on all ranks, so the plans
+of all ranks match.
 
-Must not see memory, links or the clock. Invariant: at most `_KEPT` plans are held; the oldest goes
-first.
+Invariant: a cache holds at most `_KEPT` plans and evicts the oldest first.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from r2ccl.types import CallSignature, ReduceOp
 
 
 class Plan(NamedTuple):
-    """Everything about a call that does not depend on its memory.
+    """Schedule, slices and arithmetic of a call: everything that does not depend on its memory.
 
     Attributes
     ----------
     signature : int
-        Packed, as it travels with every slice.
+        Packed call signature that travels with every slice.
     layout : Layout
     reduce : callable
-        ``reduce(left, right, out)``.
+        Reduction of two operands, ``reduce(left, right, out)``.
     finish : callable or None
-        What AVG does to the finished result.
+        Division of the finished sum, for AVG.
     is_bandwidth_sample : bool
-        Whether its slices show what the rails carry.
+        True if the traffic of the call can measure the bandwidth of rails.
     """
 
     signature: int
@@ -54,21 +53,23 @@ class Plan(NamedTuple):
 
 
 class GroupPlanCache:
-    """The plans of allreduces among some of the ranks, each in one group; all groups at once.
+    """Plan cache of the allreduces within one group of ranks.
+
+    Each rank belongs to one group, and all groups run their allreduces at the same time.
 
     Parameters
     ----------
     rank : int
-        One of `members`.
+        This rank, one of `members`.
     members : sequence of int
-        Ranks of the group, in rising order, each on a node of its own.
+        Ranks of the group in ascending order, each on a different node.
     nranks : int
-        What AVG divides by.
+        Divisor of AVG.
     fabric : Fabric
-        Of the whole communicator.
+        Fabric of the whole communicator.
     config : Config
     homes : sequence of int, optional
-        Those of the fabric's homes that the group's channels are at home on. Default: all.
+        Home rails of the group's channels, a subset of the fabric's. Default: all.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class GroupPlanCache:
     ) -> None:
         self._members = tuple(members)
         self._nranks = nranks
-        #: Of every home of the group its place among the fabric's.
+        #: Index of each of the group's home rails among the fabric's.
         self._places = [fabric.homes.index(rail) for rail in homes or fabric.homes]
         self._width = len(fabric.homes)
         index = self._members.index(rank)
@@ -93,7 +94,7 @@ class GroupPlanCache:
         self._renumbered: dict[tuple[int, CallSignature], Plan] = {}
 
     def __call__(self, call: CallSignature, health: Health) -> Plan:
-        """Return the plan of an allreduce while the rails of all ranks are as `health` says."""
+        """Return the plan of an allreduce of the group, given the health of all ranks."""
         key = (health.version, call)
         found = self._renumbered.get(key)
         if found is None:
@@ -112,21 +113,21 @@ class GroupPlanCache:
     def _planned_with(self, health: Health) -> Health:
         among = health.of_ranks(self._members)
         if self._is_at_home:
-            # Other homes are other groups': what is lost makes a detour over all of them in equal
-            # parts, where a schedule that spares a port would put its part on few.
+            # The other home rails belong to other groups. Work of a lost rail detours over all of
+            # them in equal parts; a schedule that avoids the lost port would load only a few.
             among = msgspec.structs.replace(
                 among, shares=bytes(each or WHOLE for each in among.shares)
             )
         return among
 
     def _channel(self, number: int) -> int:
-        """Return the links' channel that is at home where the group's own number is."""
+        """Return the link channel of the communicator for link channel `number` of the group."""
         turn, at = divmod(number, len(self._places))
         return turn * self._width + self._places[at]
 
 
 class PlanCache:
-    """The plans of one rank.
+    """Plan cache of one rank: a callable that returns the plan of a call.
 
     Parameters
     ----------
@@ -142,20 +143,23 @@ class PlanCache:
         self._config = config
         self._measures = config.balance != "0"
         self._plans: dict[_Key, Plan] = {}
-        #: Version of the health, the first collective planned with it, and how often measuring
-        #: collectives come soon after that.
+        #: Health version, number of the first collective planned with it, and period of bandwidth
+        #: samples soon after that collective.
         self._since = (-1, 0, _GAUGE_EVERY)
-        #: By version and call, how often it measures the rails in the long run; 0: it need not.
+        #: Long-term period of bandwidth samples, by health version and call; 0: none are needed.
         self._periods: dict[tuple[int, CallSignature], int] = {}
         self._checked: set[tuple[str, str, int, int, int]] = set()
 
     @property
     def fabric(self) -> Fabric:
-        """What lies between the ranks, as it is planned with."""
+        """Fabric that plans are made for, with the rates measured so far."""
         return self._planner.fabric
 
     def measured(self, rates: Rates) -> None:
-        """Plan with these rates from now on; all ranks must at the same call."""
+        """Use `rates` in all later plans and drop the existing plans.
+
+        All ranks must call this between the same two collectives, with equal rates.
+        """
         self._planner = Planner(self.fabric._replace(rates=rates), self._config)
         self._plans.clear()
         self._periods.clear()
@@ -167,24 +171,24 @@ class PlanCache:
         op: int | None = None,
         own: Schedule | None = None,
     ) -> Plan:
-        """Return the plan of `call` while the rails are as `health` says.
+        """Return the plan of `call` for the given health.
 
         Parameters
         ----------
         call : CallSignature
         health : Health
         op : int, optional
-            Number of the collective: now and then it is one that measures the rails. Default: it is
-            none of those.
+            Number of the collective, which decides whether the plan is a bandwidth sample.
+            Default: the plan is not one.
         own : Schedule, optional
-            The user's, to run instead of what the planner would choose.
+            Schedule supplied by the user, which replaces the planner's choice.
 
         Raises
         ------
         InvalidArgument
-            There is no such operation on this dtype.
+            If the dtype does not support the reduction.
         ScheduleError
-            The user's schedule is wrong.
+            If `own` is not a correct schedule.
         """
         is_bandwidth_sample = (
             op is not None and own is None and self._is_bandwidth_sample(call, health, op)
@@ -199,11 +203,11 @@ class PlanCache:
         return found
 
     def choose(self, nbytes: int, health: Health) -> Choice:
-        """Return what an allreduce of `nbytes` runs."""
+        """Return the planner's choice for an allreduce of `nbytes`."""
         return self._planner.allreduce(nbytes, health)
 
     def explain(self, nbytes: int, health: Health) -> Explanation:
-        """Compare what an allreduce of `nbytes` could run."""
+        """Compare the schedules that an allreduce of `nbytes` could run."""
         return self._planner.explain(nbytes, health)
 
     def _make(
@@ -216,7 +220,7 @@ class PlanCache:
             choice = self._planner.plan(
                 call, nbytes, health, is_bandwidth_sample=is_bandwidth_sample
             )
-            # What is placed edge by edge was made for this health; a ring is the same for all.
+            # A schedule placed edge by edge was made for this health; a ring is equal for all.
             self._check(choice.schedule, health.version if choice.placement.edges else 0)
         else:
             check(own)
@@ -229,7 +233,7 @@ class PlanCache:
             call.count,
             itemsize,
             slice_nbytes=choice.slice_nbytes,
-            # What nobody asked for would overrun the ports that several peers send to.
+            # Eager slices ignore the receive window and would overrun ports with several senders.
             eager_nbytes=0 if is_bulk else self._config.eager_nbytes,
             weights=placement.weights,
             channels=placement.channels,
@@ -242,10 +246,11 @@ class PlanCache:
         )
 
     def _is_bandwidth_sample(self, call: CallSignature, health: Health, op: int) -> bool:
-        """Return whether this collective is one that measures the rails, whatever else is faster.
+        """Return whether collective number `op` is a bandwidth sample, even if it is slower.
 
-        Soon after the health has changed often, as it may change back; then as rarely as that costs
-        no more than `_BUDGET` of the time, as predicted. All ranks see a health at the same call.
+        Samples are frequent soon after the health changed, because it may change back. Later they
+        are rare enough to cost at most `_BUDGET` of the predicted time. All ranks agree, because
+        all see a new health at the same call.
         """
         if not self._measures or self.fabric.rates == UNMEASURED:
             return False
@@ -275,7 +280,7 @@ class PlanCache:
         return max(1, min(_RAREST, ceil(_GAUGES * extra / _BUDGET)))
 
     def _check(self, schedule: Schedule, version: int) -> None:
-        """Replay a schedule symbolically before its first use; the tests check large ones."""
+        """Check a schedule before its first use, except large ones, which only the tests check."""
         shape = (
             schedule.collective, schedule.name, schedule.nchannels, schedule.root, version
         )  # fmt: skip
@@ -284,22 +289,23 @@ class PlanCache:
             self._checked.add(shape)
 
 
-#: Version of the health, the call, whether it measures the rails, and the user's schedule.
+#: Health version, call, whether the plan is a bandwidth sample, and the user's schedule.
 _Key = tuple[int, CallSignature, bool, Schedule | None]
 
-#: A training job has a few dozen call shapes.
+#: Most plans kept per cache. A training job has a few dozen call shapes.
 _KEPT = 1024
-#: In every period, so many collectives one after another run rings, or chains, whatever else is
-#: faster: only where one peer sends to a port does it show what it carries, and only for a while
-#: does it show clearly. More often while a rail is slow, which can end at any time.
+#: In every period, `_GAUGES` consecutive collectives run as rings or chains to sample rail
+#: bandwidth, even if other schedules are faster: the traffic of a port shows its bandwidth only if
+#: one peer sends to it, and one collective alone is too short for a clear result. The period is
+#: shorter while a rail is slow, because the rail can recover at any time.
 _GAUGES = 3
 _GAUGE_EVERY_SLOW, _GAUGE_EVERY = 16, 48
-#: Collectives after a change of health in which that holds; later the share of the time that
-#: measuring may cost, and the longest period.
+#: Number of collectives after a change of health that use these periods. Later periods are chosen
+#: so that samples cost at most `_BUDGET` of the time, up to `_RAREST` collectives.
 _SOON = 64
 _BUDGET = Fraction(1, 100)
 _RAREST = 4096
-#: Ranks times channels up to which a schedule is checked before use (some 10 ms).
+#: Largest product of ranks and channels of a schedule that is checked before use (some 10 ms).
 _CHECKED_SIZE = 64
 
 __all__ = ["GroupPlanCache", "Plan", "PlanCache"]

@@ -1,16 +1,14 @@
-"""Planner: which schedule a call runs, on which rails and in what slices; alike on every rank.
+"""Planner: choose the schedule of a call, its placement on rails and its slice size.
 
-It reads what all ranks share (the call, the configuration, the fabric with the rates they agreed
-on, the agreed health) and nothing a rank measured for itself.
+All ranks make the same choice, because the planner reads only what all ranks share: the call, the
+configuration, the fabric with the agreed rates, and the agreed health. Results that the planner
+keeps from call to call save time and never change a choice.
 
-While the data fits one eager slice, where latency decides, it is recursive doubling, dissemination
-or a binary tree. Above it every collective runs the candidate that is predicted to end first
-(`r2ccl.planning.cost_model`). ``R2CC_ALGO`` names a family, ``R2CC_MODE`` bounds what there is to
-choose from. Where some nodes have no rail in common, only schedules whose neighbours have one are
-admissible.
-
-Invariant: equal arguments, equal choice. What is kept from call to call saves time and changes
-nothing.
+Data that fits one eager slice is bound by latency and runs recursive doubling, dissemination or a
+binary tree. Larger collectives run the candidate with the least predicted time
+(`r2ccl.planning.cost_model`). ``R2CC_ALGO`` fixes the schedule family, ``R2CC_MODE`` restricts the
+families. If some nodes have no common rail, only schedules whose neighbours share one are
+candidates.
 """
 
 from __future__ import annotations
@@ -32,15 +30,17 @@ from r2ccl.types import PARTED, CallSignature, Collective
 
 
 class Explanation(NamedTuple):
-    """Why a call runs what it runs; ``str()`` is a table.
+    """Comparison of the schedules for a call, with the reason of the choice; ``str()`` is a table.
 
     Attributes
     ----------
     nbytes : int
+        Size of the allreduce.
     chosen : Choice
     others : tuple of Choice
-        The best form of every other family, the fastest first.
+        Best variant of every other family, fastest first.
     why : str
+        Reason of the choice, for people.
     """
 
     nbytes: int
@@ -63,7 +63,7 @@ class Explanation(NamedTuple):
 
 
 class Planner:
-    """Chooses for the calls of one communicator.
+    """Planner of one communicator, which chooses the schedule of each call.
 
     Parameters
     ----------
@@ -74,16 +74,16 @@ class Planner:
     def __init__(self, fabric: Fabric, config: Config) -> None:
         self.fabric = fabric
         self._config = config
-        #: By health, family or call, and channels of a ring: all forms, on the rails.
+        #: Placed candidates by health version, family or call, and channel count of a ring.
         self._placed: dict[_Key, list[Placed]] = {}
 
     def plan(
         self, call: CallSignature, nbytes: int, health: Health, *, is_bandwidth_sample: bool = False
     ) -> Choice:
-        """Choose for a call whose whole buffer has `nbytes` bytes.
+        """Return the choice for a call whose whole buffer has `nbytes` bytes.
 
-        With `is_bandwidth_sample`, what shows what the rails carry, if any schedule may run: see
-        `r2ccl.planning.plan_cache`.
+        With `is_bandwidth_sample`, choose a schedule whose traffic measures rail bandwidth, unless
+        the settings fix another one (see `r2ccl.planning.plan_cache`).
         """
         is_small = nbytes <= self._config.eager_nbytes
         carried = self._carried(health)
@@ -101,7 +101,7 @@ class Planner:
         return best(gauges or found)
 
     def _small(self, call: CallSignature, terms: Terms, health: Health) -> Choice:
-        """Choose the schedule of a call without data, or whose data fits one eager slice."""
+        """Return the choice for a call without data, or whose data fits one eager slice."""
         nranks = health.nranks
         is_bridged = not terms.is_connected and terms.is_joined
         if call.collective in PARTED:
@@ -111,7 +111,7 @@ class Planner:
             else:
                 schedule = DISSEMINATIONS[collective](nranks, 1)
         elif is_bridged:
-            # Some nodes have no home in common: only neighbours in this tree need one.
+            # Some nodes have no common home rail; neighbours in this tree have one.
             parents = spanning_tree.span(nranks, terms.rank_meets(), call.root)
             schedule = _TREES.get(call.collective, tree.allreduce)([parents], "spanning_tree")
         elif call.collective in _TREES:
@@ -125,7 +125,7 @@ class Planner:
         return Choice(schedule.name, schedule, placement, self._config.slice_nbytes)
 
     def _placed_for(self, call: CallSignature, terms: Terms, health: Health) -> list[Placed]:
-        """Place the candidates of a collective other than allreduce, once for a health."""
+        """Return the placed candidates of a collective other than allreduce, kept per health."""
         collective = Collective(call.collective)
         key = (health.version, f"{collective.name} {call.root}", terms.nchannels)
         made = partial(
@@ -136,26 +136,26 @@ class Planner:
 
     @property
     def _keeps_order(self) -> bool:
-        """Whether nothing but rings may run, in the order of ranks if they can."""
+        """True if only rings and chains may run, in rank order where possible."""
         return not self._config.is_planned or self._config.algo == "ring"
 
     def allreduce(self, nbytes: int, health: Health) -> Choice:
-        """Choose for an allreduce of `nbytes`, of whatever type and operation."""
+        """Return the choice for an allreduce of `nbytes`, which is equal for all dtypes and ops."""
         return self.plan(CallSignature(Collective.ALLREDUCE, 0, 0, nbytes), nbytes, health)
 
     def compare(
         self, nbytes: int, health: Health, families: Iterable[str] | None = None
     ) -> list[Choice]:
-        """Predict every candidate for an allreduce of `nbytes`, in the order of the families.
+        """Return the predictions of all candidates for an allreduce of `nbytes`, by family.
 
-        Where nodes have several ranks, the schedules are among nodes: `plan` expands the best.
+        If nodes have several ranks, the schedules are over nodes; `plan` expands the best one.
 
         Parameters
         ----------
         families : iterable of str, optional
-            Names in `FAMILIES`. Default: those that the settings allow, and that
-            may be the best for this health. Where none of them has a way it is the ring,
-            then what bridges.
+            Names in `FAMILIES`. Default: the families that the settings allow and that can be the
+            best for this health. If no candidate of these has a common home rail between all its
+            neighbours, the ring is tried, then families that bridge such gaps.
         """
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)
@@ -165,12 +165,13 @@ class Planner:
             found = [each for each in placed if each.has_way]
             if found:
                 break
-        # Without a way over homes it is the ring, over the last resort or until a rail is back.
+        # Without a connection over home rails, the ring uses the last-resort rail or waits for a
+        # rail to come back.
         found = found or self._put("ring", terms, carried)
         return [predict(each, nbytes, self.fabric, self._config) for each in found]
 
     def _put(self, name: str, terms: Terms, health: Health) -> list[Placed]:
-        """Place the forms of a family, once for a health."""
+        """Return the placed candidates of a family, kept per health."""
         key = (health.version, name, terms.nchannels if name in _OF_RINGS else 0)
         return self._keep(key, partial(candidates, name, terms), health)
 
@@ -186,14 +187,14 @@ class Planner:
         return found
 
     def own(self, schedule: Schedule, nbytes: int, health: Health) -> Choice:
-        """Place a schedule that a user brings."""
+        """Return the choice that runs a given schedule, placed on the rails."""
         fill = 0 if schedule.name in NOT_TREES else schedule.cost.steps // 2
         candidate = Candidate(schedule.name, schedule, fill)
         placed = put(candidate, self.fabric, self._carried(health))
         return predict(placed, nbytes, self.fabric, self._config)
 
     def explain(self, nbytes: int, health: Health) -> Explanation:
-        """Compare all families for an allreduce of `nbytes` with what would run."""
+        """Compare the schedule that an allreduce of `nbytes` runs with all other families."""
         chosen = self.allreduce(nbytes, health)
         forms: dict[str, list[Choice]] = {}
         for each in self.compare(nbytes, health, FAMILIES):
@@ -204,23 +205,23 @@ class Planner:
         )
         if nbytes <= self._config.eager_nbytes:
             chosen = self.own(chosen.schedule, nbytes, health)
-        if self.fabric.rates == UNMEASURED:  # loads compare; times would be of some other network
+        if self.fabric.rates == UNMEASURED:  # loads are comparable, but times would be fiction
             chosen, *others = (each._replace(predicted_ns=0) for each in (chosen, *others))
         return Explanation(nbytes, chosen, tuple(others), self._why(nbytes))
 
     def _why(self, nbytes: int) -> str:
         config = self._config
         if nbytes <= config.eager_nbytes:
-            return "as it fits one eager slice"
+            return "because the data fits one eager slice"
         if config.mode != "auto":
-            return f"as R2CC_MODE={config.mode} says"
+            return f"because R2CC_MODE={config.mode}"
         if config.algo != "auto":
-            return f"as R2CC_ALGO={config.algo} says"
+            return f"because R2CC_ALGO={config.algo}"
         if self.fabric.nwires == 1:
-            return "as rails that are one wire lose no bandwidth with a rail"
+            return "because all rails share one wire, so losing a rail costs no bandwidth"
         if self.fabric.rates == UNMEASURED:
-            return "as the network was not measured"
-        return "predicted to end first, or as good as first and preferred"
+            return "because the network was not measured"
+        return "predicted fastest, or preferred and within 2 % of the fastest"
 
     def _nchannels(self, nbytes: int, nranks: int) -> int:
         nwires = self.fabric.nwires
@@ -229,7 +230,7 @@ class Planner:
         return min(most, max(1, nbytes // (nranks * _MIN_CHUNK_NBYTES)))
 
     def _carried(self, health: Health) -> Health:
-        """Return the health that counts: rails that only migrate are used as if all were whole."""
+        """Return the health to plan with: all whole if the mode never rebalances, else `health`."""
         if self._config.is_balanced:
             return health
         return Health.whole(health.nranks, health.nrails)
@@ -246,7 +247,7 @@ class Planner:
         return Terms(shares, tuple(map(tuple, teams.values())), nchannels)
 
     def _names(self, terms: Terms) -> tuple[str, ...]:
-        """Return the families that may be the best, the one to prefer first."""
+        """Return the families that can be the best for `terms`, preferred ones first."""
         mode, algo = self._config.mode, self._config.algo
         if not self._config.is_planned:
             return ("ring",)
@@ -260,7 +261,10 @@ class Planner:
 
 
 def best(found: Sequence[Choice]) -> Choice:
-    """Return the choice that is predicted to end first, of nearly equal ones the first here."""
+    """Return the first of `found` whose predicted time is within 2 % of the least.
+
+    A dissemination's predicted time is raised by 5 % (`_CROWDED`).
+    """
 
     def weighed(choice: Choice) -> Fraction:
         return choice.predicted_ns * (_CROWDED if choice.name == "dissemination" else Fraction(1))
@@ -270,7 +274,7 @@ def best(found: Sequence[Choice]) -> Choice:
 
 
 def _expanded(choice: Choice, terms: Terms) -> Choice:
-    """Return the choice over ranks."""
+    """Return the choice with its schedule over ranks instead of nodes."""
     if not choice.is_among_nodes:
         return choice
     schedule, placement = expand(choice.schedule, choice.placement, terms.teams, choice.flows)
@@ -278,41 +282,43 @@ def _expanded(choice: Choice, terms: Terms) -> Choice:
 
 
 def full_channels(nhomes: int, nrails: int) -> int:
-    """Channels that keep every rail busy on which some are at home, also when one is lost.
+    """Return the number of channels that keeps all home rails busy, even if one rail is lost.
 
-    Each carries a multiple of ``nrails - 1`` channels, so that those of a lost rail spread evenly
-    over the others.
+    Each home rail has ``nrails - 1`` channels, so the channels of a lost rail spread evenly over
+    the other rails.
     """
     return nhomes * max(1, nrails - 1)
 
 
-#: Makes a rooted collective of trees.
+#: Functions that build a rooted collective from trees.
 _TREES: dict[int, Callable[..., Schedule]] = {
     Collective.BROADCAST: tree.broadcast,
     Collective.REDUCE: tree.reduce,
 }
-#: Version of the health, family, channels of a ring.
+#: Health version, family or call, and channel count of a ring.
 _Key = tuple[int, str, int]
 
-#: Families that can be the best while nothing is broken, and when something is: the one first that
-#: is taken where several are predicted to be equally good. Others run by name: measured on 4 nodes
-#: of 4 rails that lacked NICs, none was ahead of all of these by more than 2 %.
+#: Families tried on a whole and on a degraded network; if several are predicted to be equally good,
+#: the first one runs. Other families run only if named by R2CC_ALGO: measured on 4 nodes of 4 rails
+#: with lost NICs, none of them was more than 2 % faster than all of these.
 _FOR_WHOLE = ("ring", "dissemination", "packed_trees", "tree")
 _FOR_DEGRADED = ("packed_trees", "ring", "bridged_ring", "tree")
-#: Families for networks in which some nodes have no home in common, if no wanted one has a way.
+#: Families for networks in which some nodes have no common home rail, tried if no other family has
+#: a common home rail between all neighbours.
 _BRIDGED = ("bridged_ring", "packed_trees", "spanning_tree")
-#: What is predicted to take up to this much more counts as equally good: that is how far
-#: predictions are off.
+#: Factor of the least predicted time up to which choices count as equally good: the error of
+#: predictions.
 _AS_GOOD = Fraction(102, 100)
-#: Ports to which several peers send are not used to the full where switches drop what is too much
-#: (netlab, 4 x 4 and 8 x 2 rails, 4 and 16 MiB: 1.0 to 1.6 of a ring's time; 256 KiB: 0.2 to 0.5).
+#: Penalty of a dissemination: a port with several senders is not fully used if switches drop
+#: excess data (netlab, 4 x 4 and 8 x 2 rails: 1.0 to 1.6 times a ring's time with 4 and 16 MiB, 0.2
+#: to 0.5 times with 256 KiB).
 _CROWDED = Fraction(105, 100)
-#: A channel is worth its overhead from this many bytes per chunk on: below it the ring's steps
-#: cost more than the rails gain.
+#: Least bytes per chunk at which another channel is worth its overhead: below it, the ring's steps
+#: cost more time than the additional rails save.
 _MIN_CHUNK_NBYTES = 64 << 10
-#: Families that depend on `Terms.nchannels`, which are fewer for little data.
+#: Families whose schedules depend on `Terms.nchannels`, which is smaller for little data.
 _OF_RINGS = ("ring", "bridged_ring", "spanning_tree")
-#: Placed families that are kept.
+#: Most entries of placed candidates kept.
 _KEPT = 128
 
 __all__ = ["Explanation", "Planner", "best", "full_channels"]

@@ -1,16 +1,16 @@
 """Assigns NICs to GPUs, and finds backups for NICs that are lost or slow.
 
-Traffic is flows, one for each channel of a GPU, which are placed one by one; the flow that can get
-the largest share of a NIC comes first. Flows that share a port or a link get equal parts of it.
-Among equal shares the nearer NIC wins, then the one less in use, then the order of names. So a free
-NIC is used before one is shared.
+A flow is the traffic of one channel of one GPU. Flows are placed one by one; the flow that can get
+the most bandwidth comes first. Flows that share a port or a link get equal parts of its bandwidth.
+Among NICs with equal bandwidth, the nearer one wins, then the one with fewer flows, then the first
+in the order of names. A free NIC is therefore used before a NIC is shared.
 
-A flow may pass the memory of another GPU (NCCL's PXN): over NVLink to the GPU beside a NIC, and
-from there over PCI switches alone. It does if its share is larger than on the direct route, or
-equal where the direct route passes a processor.
+A flow may pass through the memory of another GPU (NCCL's PXN): over NVLink to a GPU near the NIC,
+and from there over PCI switches only. It does so if that route gives it more bandwidth than the
+direct one, or equal bandwidth without passing a processor.
 
 Invariant: processes of a host that pass the same machine, GPUs and ports get the same results,
-since integers and a fixed order decide.
+because only integers and a fixed order decide.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from r2ccl.topology.machine import Machine, NicPort, NumaNode, bus_order
 
 
 class Affinity:
-    """Assigns NICs to the GPUs of one machine.
+    """Assignment of NICs to the GPUs of one machine, with backups for lost and slow NICs.
 
     Parameters
     ----------
     machine : Machine
-        The same in all processes of the host; see `r2ccl.topology.machine.merge`.
+        The machine, equal in all processes of the host; see `r2ccl.topology.machine.merge`.
     gpus : collection of str, optional
-        Bus ids of the GPUs in use; default: all. Only these carry traffic for others.
+        Bus ids of the GPUs in use; default: all. Only these relay the traffic of other GPUs.
     ports : collection of str, optional
         Labels of the ports in use; default: all.
 
     Raises
     ------
     InvalidArgument
-        One of them is not in the machine.
+        If a GPU or a port is not in the machine.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Affinity:
         self._ports = _chosen(ports, [port.label for port in machine.ports], machine.port)
 
     def assign(self, nchannels: int = 1) -> tuple[NicRoute, ...]:
-        """Place `nchannels` flows of every GPU while all NICs work.
+        """Place `nchannels` flows of every GPU, assuming that all NICs work.
 
         Returns
         -------
@@ -72,8 +72,10 @@ class Affinity:
     def preferences(self) -> dict[str, tuple[NicRoute, ...]]:
         """Return the routes of every GPU to all ports: its home port, then backups, best first.
 
-        A backup's share assumes that all other GPUs use their home ports. Equally good backups
-        are in a different order for each GPU, so that GPUs that lose a NIC together spread.
+        The home port is the one that `assign` gives the GPU while all NICs work.
+        The bandwidth of a backup assumes that all other GPUs use their home ports. The order of
+        equally good backups differs between GPUs, so GPUs that lose the same NIC spread over
+        different backups.
         """
         options = Options(self._machine, self._gpus, self._ports, {})
         homes = self.assign()
@@ -92,25 +94,26 @@ class Affinity:
     def reroute(
         self, routes: Sequence[NicRoute], speeds: Mapping[str, int]
     ) -> tuple[NicRoute, ...]:
-        """Move the flows of lost and slow NICs to others; the other flows stay.
+        """Move the flows of lost and slow NICs to other NICs; all other flows stay.
 
         Parameters
         ----------
         routes : sequence of NicRoute
             Routes of all flows while every NIC worked, from `assign`.
         speeds : mapping of str to int
-            Current rates of lost and slow ports, by label, Mbit/s; 0: lost. A flow stays on a slow
-            port if no other gives it more.
+            Current rates of lost and slow ports by label, in Mbit/s; 0: lost. A flow stays on a
+            slow port if no other port gives it more bandwidth.
 
         Returns
         -------
         tuple of NicRoute
-            Ordered by GPU, then by channel. Flows without a usable port are left out.
+            Routes of all flows with a usable port, ordered by GPU, then by channel.
 
         Raises
         ------
         InvalidArgument
-            A port is not in the machine, a rate is negative, or a route is not of this machine.
+            If a port is not in the machine, a rate is negative, or a route is not one of this
+            machine.
         """
         load = Load(Options(self._machine, self._gpus, self._ports, speeds))
         kept = [route for route in routes if route.port not in speeds]
@@ -125,27 +128,27 @@ class Affinity:
 def host_routes(
     machine: Machine, cpus: Collection[int], *, ports: Collection[str] | None = None
 ) -> tuple[NicRoute, ...]:
-    """Order the NICs for a process that uses host memory: the widest first, then the nearest.
+    """Return the routes from a process's host memory to all ports: fastest first, then nearest.
 
     Parameters
     ----------
     machine : Machine
     cpus : collection of int
         CPUs the process may run on, as from ``os.sched_getaffinity``. Its memory is assumed to be
-        on the NUMA node with most of them. Among equally wide NICs the distance to all of them
-        decides. CPUs outside all NUMA nodes do not count.
+        on the NUMA node with most of these CPUs. Among equally fast NICs, the NIC with the least
+        sum of NUMA distances to these CPUs comes first. CPUs outside all NUMA nodes are ignored.
     ports : collection of str, optional
         Labels of the ports in use; default: all.
 
     Returns
     -------
     tuple of NicRoute
-        One for each port; equally good ones in the order of ports.
+        One route per reachable port; equally good ones in the order of ports.
 
     Raises
     ------
     InvalidArgument
-        A port is not in the machine.
+        If a port is not in the machine.
     """
     paths = PathFinder(Graph(machine))
     counts = {node.id: len(set(node.cpus).intersection(cpus)) for node in machine.nodes}
@@ -176,7 +179,7 @@ def _host_route(home: NumaNode, port: NicPort, path: TopologyPath) -> NicRoute:
 def _chosen(
     asked: Collection[str] | None, there: Sequence[str], find: Callable[[str], object]
 ) -> tuple[str, ...]:
-    """Return the names asked for, in the machine's order; `find` raises if it has no such name."""
+    """Return the names in `asked`, in the machine's order; `find` raises for unknown names."""
     for name in asked or ():
         find(name)
     return tuple(name for name in there if asked is None or name in asked)

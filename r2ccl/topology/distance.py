@@ -1,11 +1,11 @@
 """Finds the best path between any two GPUs, NIC ports and processors of a machine.
 
-The best path is the widest, then the shortest. It passes processors and switches, but not the
-memory of a third GPU, except between two GPUs over NVLink alone. Paths do not compete for bandwidth
-here: `affinity` assigns traffic.
+The best path has the highest bandwidth, and is the shortest of these. It may pass processors and
+switches, but no third GPU, except between two GPUs over NVLink only. Bandwidths here are those
+without other traffic; `affinity` assigns traffic.
 
-Invariant: integers and the order of vertices decide, so equal machines have equal paths on every
-host.
+Invariant: only integers and the order of vertices decide, so equal machines have equal paths on
+every host.
 
 References
 ----------
@@ -25,16 +25,16 @@ from r2ccl.topology.graph import Graph, Hop, Medium, Vertex, VertexKind
 
 
 class Distance(enum.IntEnum):
-    """NCCL's classes of paths, by what they pass; nearest first."""
+    """NCCL's classes of paths, by the links and devices that a path passes; nearest first."""
 
-    LOC = 0  #: nothing: it is the same device
+    LOC = 0  #: same device
     NVL = 1  #: NVLink, with or without an NVSwitch
-    NVB = 2  #: NVLink, with the memory of a third GPU between
+    NVB = 2  #: NVLink, through a third GPU
     C2C = 3  #: NVLink-C2C, between a GPU and its processor
-    PIX = 4  #: one PCI switch at most
+    PIX = 4  #: at most one PCI switch
     PXB = 5  #: several PCI switches
-    P2C = 6  #: NVLink-C2C, and PCI from the processor on
-    PXN = 7  #: NVLink to another GPU, and PCI switches from there
+    P2C = 6  #: NVLink-C2C to the processor, then PCI
+    PXN = 7  #: NVLink to another GPU, then PCI switches
     PHB = 8  #: a processor
     SYS = 9  #: processors of several NUMA nodes
 
@@ -48,16 +48,16 @@ class TopologyPath(msgspec.Struct, frozen=True):
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """Its links, in order; a link is there twice if the path goes to a processor and back."""
+        """Links of the path in order; a link occurs twice on a path to a processor and back."""
         return _hops(self.vertices)
 
 
-#: Vertices that a path may pass; a NIC only towards its own port.
+#: Kinds of vertices that a path may pass; a NIC only leads to its own port.
 _TRANSIT = frozenset((VertexKind.CPU, VertexKind.PCI, VertexKind.NVS, VertexKind.NIC))
 
 
 class PathFinder:
-    """Finds the best paths of a graph, each once.
+    """Search for the best paths of a graph, which keeps the paths it has found.
 
     Parameters
     ----------
@@ -70,15 +70,15 @@ class PathFinder:
         self._found: dict[tuple[Vertex, Vertex], TopologyPath | None] = {}
 
     def between(self, start: Vertex, end: Vertex) -> TopologyPath | None:
-        """Return the best path; None: there is none.
+        """Return the best path from `start` to `end`, or None if there is none.
 
-        A path between a GPU and a port that cannot access its memory passes the GPU's processor,
-        where the data is copied.
+        A path between a GPU and a port that cannot access the GPU's memory passes the GPU's
+        processor, where the data is copied.
 
         Raises
         ------
         InvalidArgument
-            A vertex is not in the machine.
+            If a vertex is not in the machine.
         """
         for vertex in (start, end):
             self._graph.neighbours(vertex)
@@ -112,7 +112,7 @@ class PathFinder:
     def _over_a_gpu(
         self, start: Vertex, end: Vertex, direct: TopologyPath | None
     ) -> TopologyPath | None:
-        """Return the widest path over NVLinks of a third GPU, if wider than the direct one."""
+        """Return the fastest NVLink path through a third GPU if faster than `direct`, else that."""
         best = direct
         for gpu in self._graph.machine.gpus:
             middle = Vertex(VertexKind.GPU, gpu.bus_id)
@@ -134,7 +134,7 @@ class PathFinder:
         return self._path((*first.vertices, *second.vertices[1:]))
 
     def _search(self, start: Vertex, end: Vertex) -> TopologyPath | None:
-        """Find the widest path by trying ever narrower links, and the shortest of those."""
+        """Return the shortest of the fastest paths, trying the highest link bandwidths first."""
         for least in self._widths:
             vertices = self._shortest(start, end, least)
             if vertices is not None:
@@ -142,7 +142,7 @@ class PathFinder:
         return None
 
     def _shortest(self, start: Vertex, end: Vertex, least: int) -> tuple[Vertex, ...] | None:
-        """Search breadth first over links that carry `least`."""
+        """Search breadth first over links of at least `least` Mbit/s."""
         came_from = {start: start}
         front = [start]
         while front and end not in came_from:

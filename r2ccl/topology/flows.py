@@ -1,8 +1,8 @@
 """Routes of flows from GPUs to NIC ports, and the bandwidth that each link has left.
 
-A flow is one channel of one GPU. Flows that share a link are assumed to get equal parts of it.
-`affinity` decides which flows there are. Invariant: integers and a fixed order decide, so equal
-machines and flows give equal routes in every process of a host.
+A flow is the traffic of one channel of one GPU. Flows that share a link are assumed to get equal
+parts of its bandwidth. `affinity` decides which flows exist. Invariant: only integers and a fixed
+order decide, so equal machines and flows give equal routes in every process of a host.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from r2ccl.topology.machine import Machine
 class NicRoute(msgspec.Struct, frozen=True):
     """The route of one flow to a NIC port.
 
-    ``gpu`` is a bus id, empty for host memory; ``channel`` numbers the flows of a GPU; ``port`` is
-    a label. ``via`` is the bus id of the GPU whose memory it passes, None: directly.
-    ``bandwidth_mbps`` is the bandwidth without other flows, ``share_mbps`` with them. ``why`` and
-    ``str()`` are for people.
+    ``gpu`` is the GPU's bus id, empty for host memory; ``channel`` numbers the flows of a GPU;
+    ``port`` is the port's label. ``via`` is the bus id of the GPU whose memory the route passes
+    through, None for a direct route. ``bandwidth_mbps`` is the bandwidth of the route without other
+    flows, ``share_mbps`` with them. ``why`` and ``str()`` are for people.
     """
 
     gpu: str
@@ -46,7 +46,7 @@ class NicRoute(msgspec.Struct, frozen=True):
 
 
 class Option(NamedTuple):
-    """A possible route of a GPU to a port."""
+    """A possible route from a GPU to a port."""
 
     gpu: str
     port: str
@@ -57,7 +57,7 @@ class Option(NamedTuple):
 
 
 class Options:
-    """All possible routes of GPUs to ports.
+    """All possible routes from GPUs to ports.
 
     Parameters
     ----------
@@ -65,19 +65,19 @@ class Options:
     gpus, ports : sequence of str
         Bus ids and labels of the GPUs and ports in use.
     speeds : mapping of str to int
-        Rates that differ from the nominal ones, by port label, Mbit/s.
+        Rates of ports that differ from the nominal ones, by label, in Mbit/s.
 
     Attributes
     ----------
     ports : sequence of str
-        As given.
+        Labels of the ports in use.
     capacity : dict of Hop to int
-        Bandwidth of each link, Mbit/s.
+        Bandwidth of each link in Mbit/s.
 
     Raises
     ------
     InvalidArgument
-        A GPU or a port is not in the machine, or a rate is negative.
+        If a GPU or a port is not in the machine, or a rate is negative.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class Options:
         }
 
     def of(self, gpu: str, port: str) -> list[Option]:
-        """Return the possible routes of a GPU to a port, the direct one first."""
+        """Return the possible routes from a GPU to a port, the direct one first."""
         return self._found.get((gpu, port), [])
 
     def _path(self, gpu: str, port: str) -> TopologyPath | None:
         return self._paths.between(Vertex(VertexKind.GPU, gpu), Vertex(VertexKind.PORT, port))
 
     def _nearest(self, gpus: Sequence[str], port: str) -> Iterator[tuple[str, TopologyPath]]:
-        """Yield the GPUs nearest to a port, which may carry the traffic of others to it."""
+        """Yield the GPUs nearest to a port, which may relay the traffic of other GPUs to it."""
         paths = [(gpu, path) for gpu in gpus if (path := self._path(gpu, port)) is not None]
         if paths:
             best = min((-path.bandwidth_mbps, path.distance) for _, path in paths)
@@ -131,7 +131,7 @@ class Options:
 
 
 class Load:
-    """Number of flows on each link; initially none.
+    """Counter of flows per link; initially no flows.
 
     Parameters
     ----------
@@ -144,17 +144,17 @@ class Load:
         self._in_use: Counter[str] = Counter()
 
     def add(self, route: NicRoute) -> None:
-        """Add an existing flow.
+        """Add a flow that has a route already.
 
         Raises
         ------
         InvalidArgument
-            There is no such route.
+            If the machine has no such route.
         """
         self._count(self._option_of(route))
 
     def settle(self, routes: Iterable[NicRoute]) -> list[NicRoute]:
-        """Return added routes with their current shares."""
+        """Return routes of added flows with ``share_mbps`` updated for all flows added so far."""
         return [
             msgspec.structs.replace(
                 route,
@@ -169,10 +169,11 @@ class Load:
     def place(
         self, flows: Sequence[tuple[str, int]], causes: Mapping[tuple[str, int], str]
     ) -> list[NicRoute]:
-        """Add flows, given as (GPU, channel), each on the route with the largest share.
+        """Add flows, given as (GPU, channel), each on the route that gives it the most bandwidth.
 
-        The flow that can get the largest share comes first. Routes are returned in this order,
-        with their shares at that time. `causes` explain to people why flows are moved.
+        The flow that can get the most bandwidth is placed first. Routes are returned in the order
+        of placement, with ``share_mbps`` as it was then; flows without a route are left out.
+        `causes` explains to people why flows are moved.
         """
         waiting = list(flows)
         placed: list[NicRoute] = []
@@ -188,7 +189,10 @@ class Load:
             waiting.remove(flow)
 
     def ranked(self, home: NicRoute, turn: int) -> list[NicRoute]:
-        """Return a GPU's routes to all ports but its home, best first; `turn` breaks ties."""
+        """Return a GPU's best route to each port except its home port, best first.
+
+        Equally good routes are in port order, rotated by `turn`.
+        """
         ports = self._options.ports
         ahead = [*ports[turn % len(ports) :], *ports[: turn % len(ports)]]
         paths = (self._options.of(home.gpu, port) for port in ahead if port != home.port)
@@ -203,19 +207,21 @@ class Load:
         for option in self._options.of(route.gpu, route.port):
             if option.via == route.via:
                 return option
-        raise InvalidArgument(f"there is no such route: {route}; pass what assign() returned")
+        raise InvalidArgument(
+            f"the machine has no such route: {route}; pass routes that assign() returned"
+        )
 
     def _best(self, gpu: str) -> Option | None:
-        """Return the best route for one more flow of a GPU; None: there is none."""
+        """Return the best route for one more flow of a GPU, or None if there is none."""
         paths = (option for port in self._options.ports for option in self._options.of(gpu, port))
         return min(paths, key=self._rank, default=None)
 
     def _rank(self, option: Option) -> tuple[int, Distance, int]:
-        """Sort key: the largest share, then the nearest port, then the one least in use."""
+        """Return the sort key: most bandwidth, then nearest port, then port with fewest flows."""
         return -self._share(option), option.distance, self._in_use[option.port]
 
     def _share(self, option: Option) -> int:
-        """Return the share of one more flow on a route."""
+        """Return the bandwidth that one more flow on a route would get, in Mbit/s."""
         return min(
             self._options.capacity[hop] // (self._flows[hop] + times)
             for hop, times in option.hops.items()
@@ -234,18 +240,18 @@ class Load:
         )
 
     def _instead(self, option: Option) -> str:
-        """Explain a route through another GPU."""
+        """Describe why a route through another GPU is better; empty for direct routes."""
         direct = [each for each in self._options.of(option.gpu, option.port) if not each.via]
         if option.via is None or not direct:
             return ""
         share, name = self._share(direct[0]), direct[0].distance.name
         if share < self._share(option):
-            return f"; directly it would get {gbps(share)} GB/s ({name})"
-        return f"; directly it would get no more, and pass a processor ({name})"
+            return f"; a direct route gives {gbps(share)} GB/s ({name})"
+        return f"; a direct route gives no more and passes a processor ({name})"
 
 
 def gbps(mbps: int) -> str:
-    """Return Mbit/s as GB/s, for people."""
+    """Format a rate in Mbit/s as GB/s, for people."""
     return f"{mbps / 8000:.1f}"
 
 

@@ -1,11 +1,11 @@
-"""The GPUs of a machine and the NVLinks between them, as CUDA's driver and NVML tell.
+"""Reads the GPUs of a machine and their NVLinks from the CUDA driver and NVML.
 
-`read_gpus` makes facts of what two small interfaces answer. `BindingsSource` implements one with
-the CUDA driver, `BindingsLinks` the other with ``cuda.bindings.nvml``, imported when one is made.
-Must not read sysfs.
+`read_gpus` collects the facts through two small interfaces. `BindingsSource` implements `GpuSource`
+with the CUDA driver; `BindingsLinks` implements `LinkSource` with ``cuda.bindings.nvml``, which it
+imports when created.
 
-Invariant: a machine without CUDA has no GPUs and a remark that says why, and is no error. Whatever
-was assumed for want of NVML is in a remark.
+Invariant: a machine without CUDA is no error; it has no GPUs and a remark with the reason. Anything
+assumed because NVML is missing is in a remark.
 
 References
 ----------
@@ -28,26 +28,26 @@ from r2ccl.device.bindings import Cuda
 from r2ccl.errors import InvalidArgument, TransportError
 from r2ccl.topology.machine import Gpu, LinkEnd, NvLink, parse_bus_id
 
-#: NVLinks of one GPU, from which compute capability on: Hopper and Blackwell, GA10x, A100, V100,
-#: P100. Used where NVML does not count them.
+#: Number of NVLinks of one GPU by least compute capability: Hopper and Blackwell, GA10x, A100,
+#: V100, P100. Used if NVML cannot count NVLinks.
 _NVLINKS = ((90, 18), (86, 4), (80, 12), (70, 6), (60, 4), (0, 1))
 
 _NVML_NVLINK_CAP_P2P_SUPPORTED = 0
 _NVML_FEATURE_ENABLED = 1
 _NVML_NVLINK_DEVICE_TYPE_GPU = 0
 _NVML_NVLINK_DEVICE_TYPE_IBMNPU = 1
-#: What NVML refuses a question about a link with that the GPU has not.
+#: NVML errors of a query about a link that the GPU does not have.
 _NO_LINK = frozenset(("NotSupportedError", "InvalidArgumentError"))
 
-#: More than the 13 characters of a bus id and its end.
+#: Buffer size; more than the 13 bytes of a bus id with its terminator.
 _BUS_ID_NBYTES = 32
 
 
 class GpuSource(Protocol):
-    """Queries of the CUDA driver; a failed call raises `TransportError` with its status."""
+    """Interface to the CUDA driver; a failed call raises `TransportError` with the CUDA status."""
 
     def count(self) -> int:
-        """Return how many GPUs this process may use."""
+        """Return the number of GPUs this process may use."""
         ...
 
     def bus_id(self, ordinal: int) -> str:
@@ -55,11 +55,11 @@ class GpuSource(Protocol):
         ...
 
     def uuid(self, ordinal: int) -> str:
-        """Return its UUID, as nvidia-smi spells it."""
+        """Return the UUID of a GPU, as nvidia-smi spells it."""
         ...
 
     def attribute(self, name: str, ordinal: int) -> int:
-        """Return CU_DEVICE_ATTRIBUTE_`name` of it."""
+        """Return CU_DEVICE_ATTRIBUTE_`name` of a GPU."""
         ...
 
     def peer_attribute(self, name: str, source: int, target: int) -> int:
@@ -68,22 +68,22 @@ class GpuSource(Protocol):
 
 
 class LinkSource(Protocol):
-    """Queries of NVML; a failed call raises `TransportError` with its status."""
+    """Interface to NVML; a failed call raises `TransportError` with the NVML status."""
 
     def nvlinks(self, bus_id: str) -> tuple[NvLink, ...]:
         """Return the NVLinks of a GPU that are up."""
         ...
 
     def close(self) -> None:
-        """Let go of NVML."""
+        """Shut NVML down."""
         ...
 
 
 class GpuFacts(msgspec.Struct, frozen=True):
     """Facts about the GPUs that this process may use.
 
-    ``gpus`` are in the order of CUDA's ordinals. ``links_from`` says who knew of NVLinks: ``NVML``,
-    or ``peer access`` from which they were inferred; empty where nobody was asked.
+    ``gpus`` are in the order of CUDA's ordinals. ``links_from`` is the source of ``nvlinks``:
+    ``NVML``, or ``peer access`` if they were inferred; empty if nothing was queried.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -93,22 +93,23 @@ class GpuFacts(msgspec.Struct, frozen=True):
 
 
 def read_gpus(source: GpuSource, open_links: Callable[[], LinkSource]) -> GpuFacts:
-    """Ask what there is to know of GPUs.
+    """Read the GPUs and their NVLinks.
 
-    Where NVML does not count NVLinks, two GPUs that can do atomics on each other's memory are taken
-    to be joined by some, for PCIe has no such atomics, and the links of each GPU to be shared out
-    equally among such neighbours.
+    If NVML cannot count NVLinks, two GPUs that can do atomics on each other's memory are assumed to
+    have NVLinks between them, because PCIe has no such atomics. The NVLinks of a GPU are then
+    assumed to be divided equally among these neighbours.
 
     Parameters
     ----------
     source : GpuSource
     open_links : callable
-        Returns what counts NVLinks, to be closed here; `TransportError`: nothing does.
+        Returns a `LinkSource`, which this function closes; raises `TransportError` if NVML is not
+        available.
 
     Raises
     ------
     TransportError
-        The driver refused an answer.
+        If a query of the driver failed.
     """
     gpus = tuple(_read_gpu(source, ordinal) for ordinal in range(source.count()))
     try:
@@ -121,16 +122,16 @@ def read_gpus(source: GpuSource, open_links: Callable[[], LinkSource]) -> GpuFac
     except TransportError as exc:
         why = str(exc)
     inferred = tuple(_infer_nvlinks(source, gpus))
-    remark = f"NVLinks are not counted ({why}), but inferred from peer access: {len(inferred)}"
+    remark = f"NVLinks inferred from peer access, not counted ({why}): {len(inferred)}"
     return GpuFacts(gpus, inferred, (remark,) if len(gpus) > 1 else (), "peer access")
 
 
 def find_gpus() -> GpuFacts:
-    """Read the GPUs of this machine; none, and a remark, where CUDA does not work.
+    """Read the GPUs of this machine; without a working CUDA, return none and a remark.
 
     Notes
     -----
-    Initialises the CUDA driver, after which a process must not fork; makes no context.
+    Initialises the CUDA driver, after which the process must not fork. Creates no CUDA context.
     """
     try:
         return read_gpus(BindingsSource(), BindingsLinks)
@@ -139,38 +140,38 @@ def find_gpus() -> GpuFacts:
 
 
 class BindingsSource:
-    """`GpuSource` over the CUDA driver.
+    """`GpuSource` that queries the CUDA driver.
 
     Raises
     ------
     TransportError
-        The bindings or the driver are missing, or there is no GPU: says which.
+        If the bindings or the driver are missing, or there is no GPU; the message says which.
     """
 
     def __init__(self) -> None:
         self._cuda = Cuda()
 
     def count(self) -> int:
-        """See `GpuSource`."""
+        """Implement `GpuSource.count`."""
         return int(self._cuda.call("cuDeviceGetCount"))
 
     def bus_id(self, ordinal: int) -> str:
-        """See `GpuSource`."""
+        """Implement `GpuSource.bus_id`."""
         device = self._device(ordinal)
         raw: bytes = self._cuda.call("cuDeviceGetPCIBusId", _BUS_ID_NBYTES, device)
         return parse_bus_id(raw.partition(b"\0")[0].decode("ascii"))
 
     def uuid(self, ordinal: int) -> str:
-        """See `GpuSource`."""
+        """Implement `GpuSource.uuid`."""
         raw = self._cuda.call("cuDeviceGetUuid", self._device(ordinal))
         return f"GPU-{uuid.UUID(bytes=bytes(raw.bytes))}"
 
     def attribute(self, name: str, ordinal: int) -> int:
-        """See `GpuSource`."""
+        """Implement `GpuSource.attribute`."""
         return self._cuda.device_attribute(name, self._device(ordinal))
 
     def peer_attribute(self, name: str, source: int, target: int) -> int:
-        """See `GpuSource`."""
+        """Implement `GpuSource.peer_attribute`."""
         kinds = self._cuda.api.CUdevice_P2PAttribute
         which = getattr(kinds, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")
         ends = self._device(source), self._device(target)
@@ -181,12 +182,12 @@ class BindingsSource:
 
 
 class BindingsLinks:
-    """`LinkSource` over ``cuda.bindings.nvml``.
+    """`LinkSource` that queries ``cuda.bindings.nvml``.
 
     Raises
     ------
     TransportError
-        The bindings or NVML are missing, or NVML does not start: says which.
+        If the bindings or NVML are missing, or NVML does not start; the message says which.
     """
 
     def __init__(self) -> None:
@@ -195,22 +196,23 @@ class BindingsLinks:
             self._call("init_v2")
         except (ImportError, RuntimeError) as exc:  # RuntimeError: the library is not found
             raise TransportError(
-                f"NVML cannot be loaded ({exc}): it comes with NVIDIA's driver", status="NO_NVML"
+                f"NVML cannot be loaded ({exc}); install NVIDIA's driver, which contains it",
+                status="NO_NVML",
             ) from exc
 
     def nvlinks(self, bus_id: str) -> tuple[NvLink, ...]:
-        """See `LinkSource`."""
+        """Implement `LinkSource.nvlinks`."""
         device = self._call("device_get_handle_by_pci_bus_id_v2", bus_id)
         ends = (self._end(device, link) for link in range(self._api.NVLINK_MAX_LINKS))
         counts = Counter(end for end in ends if end is not None)
         return tuple(NvLink(bus_id, *end, count) for end, count in sorted(counts.items()))
 
     def close(self) -> None:
-        """Let go of NVML."""
+        """Shut NVML down."""
         self._call("shutdown")
 
     def _end(self, device: int, link: int) -> tuple[str, LinkEnd] | None:
-        """Return what a link leads to; None for one that is down, or not there."""
+        """Return the bus id and kind of a link's far end; None if it is down or does not exist."""
         try:
             can_peer = self._call(
                 "device_get_nvlink_capability", device, link, _NVML_NVLINK_CAP_P2P_SUPPORTED
@@ -236,7 +238,7 @@ class BindingsLinks:
 
 
 def _named(remote: str, kind: int) -> tuple[str, LinkEnd]:
-    """Return the bus id and the kind of a link's far end; one that shows no bus id is a switch."""
+    """Return the bus id and the kind of a link's far end; without a bus id, it is a switch."""
     try:
         target = parse_bus_id(remote)
     except InvalidArgument:

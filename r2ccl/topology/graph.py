@@ -1,8 +1,8 @@
-"""The graph of a machine, whose vertices are its parts and whose edges are the links between them.
+"""Graph of a machine: its vertices are the machine's parts, its edges the links between them.
 
-Vertices are processors (NUMA nodes), PCI switches, NICs, their ports, GPUs, and one for all
-NVSwitches. `distance` searches it. Invariant: neighbours come in the order of vertices, so equal
-machines give equal search results on every host.
+Vertices are processors (NUMA nodes), PCI switches, NICs, NIC ports, GPUs, and one vertex for all
+NVSwitches. `distance` searches the graph. Invariant: neighbours are in the order of vertices, so
+equal machines give equal search results on every host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from r2ccl.topology.machine import LinkEnd, Machine
 
 
 class VertexKind(enum.IntEnum):
-    """Kinds of vertices."""
+    """Kind of a vertex."""
 
     CPU = 0
     PCI = 1
@@ -29,10 +29,10 @@ class VertexKind(enum.IntEnum):
 
 
 class Vertex(NamedTuple):
-    """A part of a machine.
+    """Vertex of the graph: a part of a machine, known by its kind and name.
 
-    ``name`` is the bus id of a GPU or a switch, that of a NIC without its function (functions share
-    a link), a NUMA node's id, a port's label.
+    ``name`` is the bus id of a GPU or a switch, the bus id of a NIC without its function (functions
+    share a link), the id of a NUMA node, or the label of a port.
     """
 
     kind: VertexKind
@@ -40,7 +40,7 @@ class Vertex(NamedTuple):
 
 
 class Medium(enum.IntEnum):
-    """Kinds of links."""
+    """Kind of a link."""
 
     PCI = 0
     NVLINK = 1
@@ -50,13 +50,13 @@ class Medium(enum.IntEnum):
 
 
 class Link(NamedTuple):
-    """A symmetric link between two vertices."""
+    """Bandwidth (in each direction) and medium of a link between two vertices."""
 
     bandwidth_mbps: int
     medium: Medium
 
 
-#: Two neighbours, the lower first.
+#: A link, as its two vertices, the lower one first.
 Hop = tuple[Vertex, Vertex]
 
 _SWITCHES = Vertex(VertexKind.NVS, "")
@@ -69,12 +69,12 @@ class Graph:
     ----------
     machine : Machine
     speeds : mapping of str to int
-        Rates that differ from the nominal ones, by port label, Mbit/s; 0: down.
+        Rates of ports that differ from the nominal ones, by label, in Mbit/s; 0: down.
 
     Raises
     ------
     InvalidArgument
-        A rate is negative, or its port does not exist.
+        If a rate is negative, or its port does not exist.
     """
 
     def __init__(self, machine: Machine, speeds: Mapping[str, int] | None = None) -> None:
@@ -92,16 +92,16 @@ class Graph:
         Raises
         ------
         InvalidArgument
-            It is not in the machine.
+            If the vertex is not in the machine.
         """
         if vertex not in self._links:
             raise InvalidArgument(
-                f"no {vertex.kind.name} {vertex.name!r} in this machine: name a part that is there"
+                f"no {vertex.kind.name} {vertex.name!r} in this machine; name an existing part"
             )
         return self._links[vertex]
 
     def capacities(self) -> dict[Hop, int]:
-        """Return the bandwidth of every link, Mbit/s."""
+        """Return the bandwidth of every link, in Mbit/s."""
         return {
             (min(a, b), max(a, b)): link.bandwidth_mbps
             for a, near in self._links.items()
@@ -113,7 +113,7 @@ class Graph:
         return _processor(self.machine.device(bus_id).numa_node)
 
     def _connect(self, a: Vertex, b: Vertex, medium: Medium, mbps: int) -> None:
-        """Add a link. Parallel links of one medium add up; of different media the wider counts."""
+        # Parallel links of one medium add up; of links of different media the fastest counts.
         link = Link(mbps, medium)
         there = self._links.setdefault(a, {}).get(b)
         if there is not None and there.medium is medium:
@@ -181,7 +181,7 @@ def _checked(machine: Machine, speeds: Mapping[str, int]) -> Mapping[str, int]:
     for label, mbps in speeds.items():
         machine.port(label)
         if mbps < 0:
-            raise InvalidArgument(f"port {label} at {mbps} Mbit/s: allowed are 0 and above")
+            raise InvalidArgument(f"port {label} at {mbps} Mbit/s; allowed is 0 or more")
     return speeds
 
 

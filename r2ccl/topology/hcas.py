@@ -1,10 +1,9 @@
-"""RDMA devices and their GIDs as sysfs tells them: which become rails, and from which address.
+"""Reads RDMA devices and their GIDs from sysfs, and chooses the ports and GIDs that carry data.
 
-`list_hcas` and `GidFinder` read the machine; `select_hcas` and `choose_gid` are pure functions of
-what was read. Must not import verbs: this much is known on a machine without them, and a device
-need not be opened to be left out. The active MTU is not here, for sysfs does not have it.
-Invariant: the same tree and settings give the same ports in the same order, because the order
-depends on names alone.
+`list_hcas` and `GidFinder` read the machine; `select_hcas` and `choose_gid` are pure functions.
+This module does not use verbs, so it works on machines without them and opens no device that is
+not used. The active MTU is missing, because sysfs does not have it. Invariant: the same sysfs tree
+and settings give the same ports in the same order, because the order depends only on names.
 
 References
 ----------
@@ -29,17 +28,17 @@ from r2ccl.topology.names import NameFilter, natural
 
 SYSFS = Path("/sys/class/infiniband")
 
-#: `Gid.kind` of an entry that travels in UDP and IP; every other one reads ``IB/RoCE v1``.
+#: `Gid.kind` of a RoCE v2 GID, whose packets travel in UDP over IP; all others: ``IB/RoCE v1``.
 ROCE_V2 = "RoCE v2"
 
-#: Pattern that turns RDMA off.
+#: Value of ``R2CC_HCA`` that turns RDMA off.
 NO_HCA = "none"
 
-# What reading an attribute fails with when the kernel has nothing to say: EINVAL for an empty slot
-# of the GID table and for an entry of another network namespace, the others once a device is gone.
+# Errors of reading an attribute that has no value: EINVAL for an empty slot of the GID table and
+# for an entry of another network namespace, the others after a device was removed.
 _ABSENT = frozenset((errno.EINVAL, errno.ENOENT, errno.ENODEV))
 
-#: The kernel gives an attribute a page at most, and all of it to one read.
+#: The kernel limits an attribute to one page and returns all of it in one read.
 _ATTRIBUTE_NBYTES = 4096
 
 _RATE = re.compile(r"([0-9.]+) Gb/sec")
@@ -48,9 +47,9 @@ _RATE = re.compile(r"([0-9.]+) Gb/sec")
 class Gid(msgspec.Struct, frozen=True):
     """One entry of a port's GID table: an address the port sends from.
 
-    ``kind`` is sysfs's word, ``RoCE v2`` or ``IB/RoCE v1`` (also InfiniBand's). ``address`` is IPv6
-    text, an IPv4 address mapped (``::ffff:10.0.0.1``). ``netdev`` is the interface that owns it,
-    a VLAN's included, and empty on InfiniBand.
+    ``kind`` is sysfs's value, ``RoCE v2`` or ``IB/RoCE v1`` (also on InfiniBand). ``address`` is an
+    IPv6 address as text; an IPv4 address is mapped (``::ffff:10.0.0.1``). ``netdev`` is the
+    interface that owns the GID, which may be a VLAN; empty on InfiniBand.
     """
 
     index: int
@@ -62,10 +61,11 @@ class Gid(msgspec.Struct, frozen=True):
 class Hca(msgspec.Struct, frozen=True):
     """One port of an RDMA device.
 
-    ``netdev`` is its Ethernet interface and ``index`` the kernel's number of that (empty and 0 on
-    InfiniBand, or where there is none in this network namespace). ``link_layer`` is ``Ethernet``
-    or ``InfiniBand``, ``state`` ``ACTIVE``, ``DOWN``, ``INIT``, ``ARMED``. ``speed_mbps`` is 0 and
-    ``numa_node`` -1 where unknown. ``gids`` are the entries in use, by index.
+    ``netdev`` is the port's Ethernet interface and ``index`` the kernel's number of that interface;
+    they are empty and 0 on InfiniBand, or if this network namespace has no such interface.
+    ``link_layer`` is ``Ethernet`` or ``InfiniBand``; ``state`` is ``ACTIVE``, ``DOWN``, ``INIT`` or
+    ``ARMED``. If unknown, ``speed_mbps`` is 0 and ``numa_node`` is -1. ``gids`` are the GID table
+    entries in use, by index.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Hca(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """Name for people and in ``R2CC_HCA``: ``mlx5_0:1``."""
+        """Name of the port for people and in ``R2CC_HCA``: ``mlx5_0:1``."""
         return f"{self.name}:{self.port}"
 
 
@@ -90,42 +90,47 @@ def list_hcas(root: Path = SYSFS) -> tuple[Hca, ...]:
     Parameters
     ----------
     root : Path
-        The class directory; the directory ``net`` beside it gives the interfaces' numbers.
+        Directory ``class/infiniband`` of sysfs; the directory ``net`` beside it gives the numbers
+        of interfaces.
 
     Returns
     -------
     tuple of Hca
-        In natural order of the names (``mlx5_2`` before ``mlx5_10``), then by port. Empty where the
-        kernel has no RDMA.
+        Ports in natural order of device names (``mlx5_2`` before ``mlx5_10``), then by port number.
+        Empty if the kernel has no RDMA.
 
     Raises
     ------
     OSError
-        An attribute cannot be read for another reason than that it is not there.
+        If an attribute exists and cannot be read.
     """
     found = [
         _read_port(root, device, port)
         for device in _children(root)
         for port in _children(device / "ports")
     ]
-    # A port without a state went away while it was read.
+    # A port without a state was removed while its attributes were read.
     return tuple(
         sorted((each for each in found if each.state), key=lambda x: (natural(x.name), x.port))
     )
 
 
 class GidFinder:
-    """Looks up under which GID peers address a port, again and again.
+    """Callable that looks up the current GID of a port.
 
-    Cheap while the GID stays in its slot; else the port's whole table is read, as at first.
+    A call is cheap while the GID stays in its slot. The first call, and any call after the GID
+    moved, reads the port's whole table.
 
     Parameters
     ----------
     name : str
-        The device.
+        Name of the RDMA device.
     port : int
+        Port number, from 1.
     index : int
-        The slot asked for; -1: the best one, see `choose_gid`.
+        Slot of the GID in the port's table; -1: the best one, see `choose_gid`.
+    root : Path
+        Directory ``class/infiniband`` of sysfs.
     """
 
     def __init__(self, name: str, port: int, index: int = -1, root: Path = SYSFS) -> None:
@@ -136,12 +141,12 @@ class GidFinder:
         self._last: Gid | None = None
 
     def __call__(self) -> tuple[int, str]:
-        """Return its (index, GID) as they are now.
+        """Return the current index and address of the port's GID.
 
         Raises
         ------
         InvalidArgument
-            The port is gone, or has no GID to use.
+            If the port no longer exists, or has no usable GID.
         """
         device = self._root / self._name
         port = device / "ports" / str(self._port)
@@ -149,31 +154,34 @@ class GidFinder:
         if last is None or _read_gid(port, str(last.index)) != last:
             found = _read_port(self._root, device, port)
             if not found.state:
-                raise InvalidArgument(f"port {self._port} of RDMA NIC {self._name} is gone")
+                raise InvalidArgument(
+                    f"port {self._port} of RDMA NIC {self._name} no longer exists"
+                )
             self._last = last = choose_gid(found, self._index)
         return last.index, last.address
 
 
 def select_hcas(hcas: Sequence[Hca], pattern: str) -> tuple[Hca, ...]:
-    """Choose the ports that carry data; only those that are ACTIVE.
+    """Choose the ACTIVE ports that carry data.
 
     Parameters
     ----------
     hcas : sequence of Hca
-        In the order the result keeps.
+        Ports of the machine; the result keeps their order.
     pattern : str
-        ``R2CC_HCA``: prefixes, ``=`` exact, ``^`` exclude, ``name:port``. Empty, or an exclusion:
-        all (others) that have a GID `choose_gid` takes by itself. ``none``: no port.
+        Value of ``R2CC_HCA``: prefixes, ``=`` exact, ``^`` exclude, ``name:port``. If empty or an
+        exclusion, all ports not excluded that have a GID which `choose_gid` accepts without being
+        told. ``none``: no port.
 
     Returns
     -------
     tuple of Hca
-        Empty only if none was asked for by name.
+        Chosen ports; never empty if `pattern` selects ports by name.
 
     Raises
     ------
     InvalidArgument
-        The pattern does not parse, or names no port that is ACTIVE; lists the ports there are.
+        If the pattern does not parse or names no ACTIVE port. The message lists all ports.
     """
     if pattern.strip() == NO_HCA:
         return ()
@@ -186,32 +194,32 @@ def select_hcas(hcas: Sequence[Hca], pattern: str) -> tuple[Hca, ...]:
     chosen = tuple(each for each in active if names.lists(each.name, each.port))
     if not chosen:
         raise InvalidArgument(
-            f"R2CC_HCA={pattern!r} names no RDMA port that is ACTIVE; ports of this machine: "
-            f"{_describe(hcas)}; name others, or set R2CC_HCA={NO_HCA} to go without RDMA"
+            f"R2CC_HCA={pattern!r} names no ACTIVE RDMA port; ports of this machine: "
+            f"{_describe(hcas)}; name other ports, or set R2CC_HCA={NO_HCA} to run without RDMA"
         )
     return chosen
 
 
 def choose_gid(hca: Hca, index: int = -1, address: str = "") -> Gid:
-    """Choose the GID a queue pair on `hca` sends from.
+    """Choose the GID that a queue pair on `hca` sends from.
 
-    On Ethernet it is a RoCE v2 entry: one that holds an IPv4 address before a global IPv6 one
-    before a link-local one; among equals the port's own interface before a VLAN on it, then the
-    lowest index. On InfiniBand it is entry 0, the port's own.
+    On Ethernet, the GID is a RoCE v2 entry. IPv4 addresses come before global IPv6 addresses, and
+    these before link-local ones. Among equals, the port's own interface comes before a VLAN on it,
+    then the lowest index. On InfiniBand, the GID is entry 0, the port's own.
 
     Parameters
     ----------
     hca : Hca
     index : int
-        This entry, whatever its kind (``R2CC_GID_INDEX``); -1: choose.
+        Index of the entry to use, of any kind (``R2CC_GID_INDEX``); -1: choose.
     address : str
-        Only an entry that holds this IPv4 or IPv6 address: how a port is found again whose table
-        was rebuilt, which moves entries.
+        If not empty, accept only an entry with this IPv4 or IPv6 address. This finds the GID again
+        after the table was rebuilt, which moves entries.
 
     Raises
     ------
     InvalidArgument
-        There is no such entry; lists those there are.
+        If no such entry exists. The message lists all entries.
     """
     is_chosen = index >= 0
     candidates = [x for x in hca.gids if x.index == index] if is_chosen else _preferred(hca)
@@ -243,9 +251,9 @@ def _read_port(root: Path, device: Path, port: Path) -> Hca:
 
 
 def _read_gids(port: Path) -> tuple[Gid, ...]:
-    """Read the slots in use; an empty one shows zeros, has no type, or both.
+    """Read the slots in use; an empty slot reads as zeros, has no type, or both.
 
-    A table has up to 1024 slots, nearly all of them empty: what those cost is what listing costs.
+    A table has up to 1024 slots, nearly all of them empty, so reading an empty slot must be cheap.
     """
     slots = sorted(_names(port / "gids"), key=int)
     return tuple(gid for slot in slots if (gid := _read_gid(port, slot)))
@@ -259,26 +267,26 @@ def _read_gid(port: Path, slot: str) -> Gid | None:
     kind = _read(attributes / "types" / slot)
     if not kind:
         return None
-    # Not str() of an IPv6Address: how it spells mapped addresses depends on the Python.
+    # str() of an IPv6Address spells mapped addresses differently in different Python versions.
     address = socket.inet_ntop(socket.AF_INET6, ipaddress.IPv6Address(text).packed)
     return Gid(int(slot), kind, address, _read(attributes / "ndevs" / slot))
 
 
 def _netdev_of(device: Path, port: int, gids: Iterable[Gid]) -> str:
-    """Name the interface of an Ethernet port: its first GID's, Soft-RoCE's, the PCI function's."""
+    """Return the interface of an Ethernet port: of its first GID, Soft-RoCE, or PCI function."""
     named = [gid.netdev for gid in gids if gid.netdev]
     if named:
         return named[0]
     if parent := _read(device / "parent"):
         return parent
     for interface in _children(device / "device" / "net"):
-        if _read(interface / "dev_port") == str(port - 1):  # counted from 0 there
+        if _read(interface / "dev_port") == str(port - 1):  # dev_port counts from 0
             return interface.name
     return ""
 
 
 def _preferred(hca: Hca) -> list[Gid]:
-    """Return the entries that may be chosen without being asked for, best first."""
+    """Return the entries that `choose_gid` may choose by itself, best first."""
     if hca.link_layer == "InfiniBand":
         return [gid for gid in hca.gids if gid.index == 0]
 
@@ -294,12 +302,12 @@ def _packed(address: str) -> bytes:
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError as exc:
-        raise InvalidArgument(f"address {address!r}: give an IPv4 or IPv6 address") from exc
+        raise InvalidArgument(f"address {address!r} is not an IPv4 or IPv6 address") from exc
     return parsed.packed if parsed.version == 6 else bytes(10) + b"\xff\xff" + parsed.packed
 
 
 def _read(path: Path | str) -> str:
-    """Return an attribute's text; empty where the kernel has none."""
+    """Return the text of an attribute; empty if it has no value."""
     try:
         attribute = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -313,7 +321,7 @@ def _read(path: Path | str) -> str:
 
 
 def _names(path: Path) -> list[str]:
-    """Return the names in a directory; none where there is no directory."""
+    """Return the sorted names in a directory; an empty list if it does not exist."""
     try:
         return sorted(os.listdir(path))
     except OSError as exc:
@@ -330,7 +338,7 @@ def _no_gid(hca: Hca, index: int, address: str) -> InvalidArgument:
     if index >= 0:
         asked, remedy = f"GID at index {index} (R2CC_GID_INDEX)", "give another index"
     elif hca.link_layer == "InfiniBand":
-        asked, remedy = "GID at index 0", "see whether its subnet manager runs"
+        asked, remedy = "GID at index 0", "check that its subnet manager runs"
     else:
         asked, remedy = f"{ROCE_V2} GID", f"give {hca.netdev or 'its interface'} an IP address"
     there = ", ".join(

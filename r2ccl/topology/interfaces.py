@@ -1,8 +1,8 @@
-"""Turns the machine's network interfaces into rails.
+"""Chooses the network interfaces of the machine that become rails.
 
-`list_interfaces` reads the machine, `select` is a pure function of what was read, `discover` is
-the two together. Must not import sockets of any transport. Invariant: rail i is the same interface
-in every process of a host, because the order depends on names alone.
+`list_interfaces` reads the machine, `select` is a pure function of the interfaces read, and
+`discover` combines the two. Invariant: rail i is the same interface in every process of a host,
+because the order depends only on names.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.topology.names import NameFilter, natural
 from r2ccl.types import Nic
 
-#: Rails on loopback when `Config.rails` does not say: two, so that losing one is survivable.
+#: Default number of rails on loopback: two, so that losing one is survivable.
 DEFAULT_LOOPBACK_RAILS = 2
 
-#: 127.0.0.1 ... 127.0.0.254; Linux answers on all of 127.0.0.0/8.
+#: Rails on loopback use 127.0.0.1 to 127.0.0.254; Linux answers on all of 127.0.0.0/8.
 MAX_LOOPBACK_RAILS = 254
 
-#: Container and hypervisor bridges lead to no other host; NCCL leaves the same ones out.
+#: Name prefixes of container and hypervisor bridges, which lead to no other host. NCCL leaves the
+#: same ones out.
 VIRTUAL_PREFIXES = ("docker", "virbr")
 
 
 class Interface(msgspec.Struct, frozen=True):
-    """One interface as the kernel lists it.
+    """One network interface as the kernel lists it.
 
-    ``addresses`` holds those a rail can bind: IPv4 first, then IPv6 without link-local ones.
-    ``is_up`` means administratively up with carrier; ``speed_mbps`` is 0 where unknown.
+    ``addresses`` are those a rail can bind: IPv4 first, then IPv6 except link-local ones.
+    ``is_up`` means administratively up with carrier; ``speed_mbps`` is 0 if unknown.
     """
 
     name: str
@@ -51,32 +52,34 @@ def discover(
     rdma_names: Collection[str] = (),
     is_one_host: bool = False,
 ) -> tuple[Nic, ...]:
-    """Return the NICs of this machine that rails start from.
+    """Return the NICs of this machine that become rails.
 
     Parameters
     ----------
     config : Config
-        ``socket_ifname`` chooses interfaces, ``rails`` their number.
+        ``socket_ifname`` selects interfaces, ``rails`` sets their number, and ``last_resort``
+        the interface of the last-resort rail.
     exclude_addresses : collection of str
-        Interfaces that carry one of these addresses are left out unless ``socket_ifname`` names
-        them: the management interface, which is a rail only when asked for.
+        Addresses of the management interface. Interfaces with one of these addresses are left out
+        unless ``socket_ifname`` names them or no other interface qualifies.
     rdma_names : collection of str
-        Interfaces of the RDMA NICs in use. If there are any, rails of sockets are the last resort
-        behind them: they start from the other interfaces, the management's among them.
+        Interfaces of the RDMA NICs in use. If not empty, all socket rails are last-resort rails
+        behind RDMA; they use the other interfaces, the management interface included.
     is_one_host : bool
-        All ranks run on this host; then rails are loopback addresses, unless ``socket_ifname``
-        names interfaces.
+        True if all ranks run on this host. Rails are then loopback addresses, unless
+        ``socket_ifname`` names interfaces.
 
     Returns
     -------
     tuple of Nic
-        At least one, in natural order of their names (``eth2`` before ``eth10``), then the last
-        resort, if there is one; rail i is element i.
+        Rails, at least one; element i is rail i. They are in natural order of their names (``eth2``
+        before ``eth10``), followed by the last-resort rail if there is one.
 
     Raises
     ------
     InvalidArgument
-        Nothing qualifies, or fewer than ``config.rails`` do; lists the interfaces found.
+        If no interface qualifies, fewer than ``config.rails`` do, or ``config.last_resort`` names
+        no usable interface. The message lists the interfaces found.
     """
     return select(
         list_interfaces(),
@@ -95,7 +98,7 @@ def select(
     rdma_names: Collection[str] = (),
     is_one_host: bool = False,
 ) -> tuple[Nic, ...]:
-    """Choose rails among `interfaces`; the pure part of `discover`, same parameters and errors."""
+    """Choose rails among `interfaces`; parameters and errors are those of `discover`."""
     names = NameFilter(config.socket_ifname, variable="R2CC_SOCKET_IFNAME")
     usable = sorted(
         (each for each in interfaces if each.is_up and each.addresses),
@@ -117,7 +120,7 @@ def select(
             others = [each for each in real if each.name not in rdma_names]
         else:
             others = [each for each in real if not _carries(each, exclude_addresses)]
-        # Hosts with one NIC each have to share it: between control and data, sockets and RDMA.
+        # A host with a single NIC uses it for control and data, and for sockets and RDMA.
         chosen = others or real
     if not chosen:
         raise _nothing_found(interfaces, config)
@@ -126,11 +129,11 @@ def select(
     if config.rails > len(chosen):
         raise InvalidArgument(
             f"R2CC_RAILS={config.rails}, but only {len(chosen)} interface(s) qualify: "
-            f"{', '.join(each.name for each in chosen)}; ask for fewer, or name others with "
+            f"{', '.join(each.name for each in chosen)}; lower R2CC_RAILS, or name more with "
             f"R2CC_SOCKET_IFNAME. Interfaces of this machine: {_describe(interfaces)}"
         )
     chosen = chosen[: config.rails or None]
-    # Beside RDMA, all rails of sockets are the last resort.
+    # With RDMA in use, all socket rails are last-resort rails already.
     allowed = [each for each in usable if not names.is_exclusion or not names.lists(each.name)]
     last = () if rdma_names else _last_resort(allowed, chosen, config, exclude_addresses)
     return (
@@ -145,7 +148,7 @@ def _last_resort(
     config: Config,
     control_addresses: Collection[str],
 ) -> list[Interface]:
-    """Return the interface of the last resort, if there is one beside the rails."""
+    """Return the interface of the last-resort rail, if there is one besides the rails."""
     others = [each for each in usable if each not in chosen and not each.is_loopback]
     if config.last_resort == "auto":
         return [each for each in others if _carries(each, control_addresses)][:1]
@@ -154,19 +157,19 @@ def _last_resort(
     named = [each for each in others if each.name == config.last_resort]
     if not named and all(each.name != config.last_resort for each in chosen):
         raise InvalidArgument(
-            f"R2CC_LAST_RESORT={config.last_resort!r}: no such interface is up and has an address; "
-            f"allowed are auto, none and an interface's name. This machine has: {_describe(usable)}"
+            f"R2CC_LAST_RESORT={config.last_resort!r} is no interface that is up and has an "
+            f"address; allowed are auto, none or one of these interfaces: {_describe(usable)}"
         )
     return named
 
 
 def list_interfaces() -> tuple[Interface, ...]:
-    """Read every interface of the calling process's network namespace, in the kernel's order."""
+    """Read all interfaces of the calling process's network namespace, in the kernel's order."""
     indexes = {name: index for index, name in socket.if_nameindex()}
     states = psutil.net_if_stats()
     found = []
     for name, entries in psutil.net_if_addrs().items():
-        # An alias label (eth0:1) has addresses and no index; one that vanished meanwhile, neither.
+        # An alias label (eth0:1) has no index; an interface just removed has no state either.
         if name not in indexes or name not in states:
             continue
         addresses = (entry.address for entry in entries if entry.family in _FAMILIES)
@@ -188,7 +191,7 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def _bindable(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Drop link-local IPv6 (needs a scope to bind) and put IPv4 first."""
+    """Drop link-local IPv6 addresses, which need a scope to bind, and put IPv4 first."""
     parsed = [ipaddress.ip_address(address) for address in addresses]
     kept = [each for each in parsed if each.version == 4 or not each.is_link_local]
     return tuple(str(each) for each in sorted(kept, key=lambda each: each.version))
@@ -198,7 +201,7 @@ def _loopback_rails(loopback: Interface, config: Config) -> tuple[Nic, ...]:
     count = config.rails or DEFAULT_LOOPBACK_RAILS
     if count > MAX_LOOPBACK_RAILS:
         raise InvalidArgument(
-            f"R2CC_RAILS={count}: loopback gives at most {MAX_LOOPBACK_RAILS} rails"
+            f"R2CC_RAILS={count}; loopback allows at most {MAX_LOOPBACK_RAILS} rails"
         )
     return tuple(Nic(loopback.name, f"127.0.0.{rail + 1}", loopback.index) for rail in range(count))
 
@@ -212,7 +215,7 @@ def _nothing_found(interfaces: Iterable[Interface], config: Config) -> InvalidAr
     return InvalidArgument(
         f"{asked}no interface qualifies as a rail (it must be up and have an address); "
         f"interfaces of this machine: {_describe(interfaces)}; "
-        "name some with R2CC_SOCKET_IFNAME, e.g. eth,ib or =eth0,eth1"
+        "select some with R2CC_SOCKET_IFNAME, e.g. eth,ib or =eth0,eth1"
     )
 
 

@@ -1,12 +1,12 @@
-"""The parts of a machine that move data: NUMA nodes, PCI tree, GPUs, NIC ports.
+"""Values that describe the parts of a machine that move data: NUMA nodes, PCI tree, GPUs, NICs.
 
-Values only: `sysfs` and `gpus` read them from the machine, `distance` compares them. A GPU is named
-by its PCI bus id, since CUDA's ordinals depend on ``CUDA_VISIBLE_DEVICES`` and differ between the
-processes of a host.
+`sysfs` and `gpus` read these values from the machine, `distance` finds paths between the parts. A
+GPU is named by its PCI bus id, because CUDA's ordinals depend on ``CUDA_VISIBLE_DEVICES`` and
+differ between the processes of a host.
 
-Invariant: a `Machine` made by `Machine.of` is in canonical order and every part it refers to is in
-it, except far ends of NVLinks, which may be outside. So equal parts make equal machines, and the
-processes of a host that `merge` what each of them saw hold the same value.
+Invariant: a `Machine` made by `Machine.of` is in canonical order and contains every part it refers
+to, except far ends of NVLinks, which may be missing. Equal parts therefore make equal machines, and
+processes of a host that `merge` the readings of all of them get the same value.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from r2ccl.topology.names import natural
 
 _BUS_ID = re.compile(r"([0-9a-f]{1,8}):([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-7])")
 
-#: NUMA distance of a node to itself, and to another where the firmware does not say: the ACPI
-#: specification's, System Locality Distance Information Table.
+#: NUMA distance of a node to itself, and default distance to another node; from the ACPI
+#: specification, System Locality Distance Information Table.
 LOCAL_DISTANCE = 10
 REMOTE_DISTANCE = 20
 
@@ -33,9 +33,9 @@ REMOTE_DISTANCE = 20
 class NumaNode(msgspec.Struct, frozen=True):
     """Processors that share a memory controller; NCCL's ``cpu``.
 
-    ``arch`` is NCCL's word (``x86_64``, ``arm64``, ``ppc64``). ``vendor``, ``family`` and ``model``
-    are the processor's as /proc/cpuinfo has them, empty and 0 where it has none. ``distances`` are
-    pairs of a node's id and the distance to it, empty where unknown.
+    ``arch`` is NCCL's name (``x86_64``, ``arm64``, ``ppc64``). ``vendor``, ``family`` and ``model``
+    are those in /proc/cpuinfo, empty and 0 if it has none. ``distances`` are pairs of a node's id
+    and the distance to that node, empty if unknown.
     """
 
     id: int
@@ -47,7 +47,7 @@ class NumaNode(msgspec.Struct, frozen=True):
     distances: tuple[tuple[int, int], ...] = ()
 
     def distance_to(self, node: int) -> int:
-        """Return the NUMA distance: what the firmware says, else `REMOTE_DISTANCE`."""
+        """Return the NUMA distance to `node`: the firmware's value, or a default if it has none."""
         known = dict(self.distances).get(node, 0)
         return known or (LOCAL_DISTANCE if node == self.id else REMOTE_DISTANCE)
 
@@ -55,11 +55,11 @@ class NumaNode(msgspec.Struct, frozen=True):
 class PciDevice(msgspec.Struct, frozen=True):
     """An endpoint or a switch of the PCI tree, and the link above it.
 
-    A PCIe link has two ends, each a function of its own: a port, and below it the device. The port
-    is no `PciDevice`; ``parent`` is the device the port belongs to, a switch, and empty where that
-    is a root complex. ``device_class`` has 24 bits (0x060400: bridge). ``speed_mtps`` is the
+    A PCIe link has two ends, each a PCI function: a port above, and the device below. The port is
+    no `PciDevice`. ``parent`` is the switch that the port belongs to, empty if the port belongs to
+    a root complex. ``device_class`` has 24 bits (0x060400: bridge). ``speed_mtps`` is the
     signalling rate of a lane in megatransfers per second, ``width`` the number of lanes. The
-    identifiers are 0 where unknown.
+    numeric identifiers are 0 if unknown.
     """
 
     bus_id: str
@@ -75,11 +75,12 @@ class PciDevice(msgspec.Struct, frozen=True):
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """One GPU.
+    """Identity and capabilities of a GPU.
 
-    ``compute_capability`` is 90 for 9.0; ``nsm`` the number of multiprocessors. Both are 0, and
-    ``uuid`` empty, where unknown. ``has_gdr`` says that NICs may reach its memory (GPUDirect RDMA
-    or dma-buf). ``c2c_nlinks`` links of ``c2c_mbps`` each lead to its processor (NVLink-C2C).
+    ``compute_capability`` is 90 for 9.0; ``nsm`` is the number of multiprocessors. If unknown, both
+    are 0 and ``uuid`` is empty. ``has_gdr`` is true if NICs can access the GPU's memory (GPUDirect
+    RDMA or dma-buf). ``c2c_nlinks`` is the number of NVLink-C2C links to the processor, each of
+    ``c2c_mbps``.
     """
 
     bus_id: str
@@ -92,7 +93,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class LinkEnd(enum.StrEnum):
-    """Kind of an NVLink's far end; all GPUs reach all switches, so switches are not told apart."""
+    """Kind of an NVLink's far end; all GPUs reach all switches, so all switches count as one."""
 
     GPU = "gpu"
     SWITCH = "switch"
@@ -100,7 +101,7 @@ class LinkEnd(enum.StrEnum):
 
 
 class NvLink(msgspec.Struct, frozen=True):
-    """The NVLinks of one GPU to one neighbour, whose bus id is ``target``."""
+    """The NVLinks from one GPU to one neighbour, whose bus id is ``target``."""
 
     gpu: str
     target: str
@@ -111,10 +112,10 @@ class NvLink(msgspec.Struct, frozen=True):
 class NicPort(msgspec.Struct, frozen=True):
     """One port of a NIC.
 
-    ``name`` is the RDMA device or the interface, ``port`` its number, 0 for an interface that
-    carries sockets only. ``bus_id`` is empty for a NIC without a PCI device. ``guid`` identifies
-    the hardware the port belongs to, 0: unknown. ``netdev`` is an RDMA port's interface, on
-    InfiniBand that of IP over it. ``has_gdr`` says that it can reach the memory of GPUs.
+    ``name`` is the RDMA device or the interface. ``port`` is the number of the RDMA port, 0 for an
+    interface without RDMA. ``bus_id`` is empty for a NIC without a PCI device. ``guid`` identifies
+    the hardware that the port belongs to; 0: unknown. ``netdev`` is the interface of an RDMA port,
+    on InfiniBand the IPoIB interface. ``has_gdr`` is true if the port can access GPU memory.
     """
 
     name: str
@@ -128,15 +129,16 @@ class NicPort(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """Name for people: ``mlx5_0:1``, or ``eth0`` without RDMA."""
+        """Name of the port for people: ``mlx5_0:1``, or ``eth0`` without RDMA."""
         return f"{self.name}:{self.port}" if self.port else self.name
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """One host. Made by `of`; GPUs are in the order of their bus ids, which is also NVML's.
+    """The parts of one host; create it with `of`.
 
-    ``pci`` are the devices that lead to a GPU or a NIC, with these. ``remarks`` say what was
-    assumed for want of a fact, for people.
+    ``gpus`` are in the order of their bus ids, which is also NVML's order. ``pci`` are the GPUs,
+    the NICs and the PCI devices above these. ``remarks`` tell people what was assumed because a
+    fact was missing.
     """
 
     nodes: tuple[NumaNode, ...]
@@ -156,12 +158,12 @@ class Machine(msgspec.Struct, frozen=True):
         nvlinks: Iterable[NvLink] = (),
         remarks: Iterable[str] = (),
     ) -> Self:
-        """Put parts in canonical order.
+        """Create a machine with its parts in canonical order.
 
         Raises
         ------
         InvalidArgument
-            A part is there twice, or refers to one that is not there.
+            If a part occurs twice, or refers to a part that is missing.
         """
         machine = cls(
             nodes=tuple(sorted(nodes, key=lambda node: node.id)),
@@ -175,52 +177,52 @@ class Machine(msgspec.Struct, frozen=True):
         return machine
 
     def device(self, bus_id: str) -> PciDevice:
-        """Return the PCI device of a bus id; InvalidArgument where there is none."""
+        """Return the PCI device with a bus id; raise InvalidArgument if there is none."""
         return _find(self.pci, "PCI device", "bus_id", bus_id)
 
     def gpu(self, bus_id: str) -> Gpu:
-        """Return the GPU of a bus id; InvalidArgument where there is none."""
+        """Return the GPU with a bus id; raise InvalidArgument if there is none."""
         return _find(self.gpus, "GPU", "bus_id", bus_id)
 
     def port(self, label: str) -> NicPort:
-        """Return the port of a label; InvalidArgument where there is none."""
+        """Return the NIC port with a label; raise InvalidArgument if there is none."""
         return _find(self.ports, "NIC port", "label", label)
 
 
 def parse_bus_id(text: str) -> str:
-    """Return a bus id as the kernel spells it: ``0000:1b:00.0``, from ``00000000:1B:00.0`` too.
+    """Normalise a PCI bus id, such as ``00000000:1B:00.0``, to the kernel's ``0000:1b:00.0``.
 
     Raises
     ------
     InvalidArgument
-        It is none.
+        If `text` is no PCI bus id.
     """
     found = _BUS_ID.fullmatch(text.strip().lower())
     if found is None:
-        raise InvalidArgument(f"PCI bus id {text!r}: write domain:bus:device.function in hex")
+        raise InvalidArgument(f"PCI bus id {text!r}; write domain:bus:device.function in hex")
     domain, bus, device, function = (int(part, 16) for part in found.groups())
     return f"{domain:04x}:{bus:02x}:{device:02x}.{function}"
 
 
 def bus_order(bus_id: str) -> tuple[int, ...]:
-    """Sort key of bus ids: by their numbers."""
+    """Return the sort key of a bus id: its domain, bus, device and function as integers."""
     return tuple(int(part, 16) for part in re.split(r"[:.]", bus_id))
 
 
 def merge(machines: Sequence[Machine]) -> Machine:
-    """Put together what several processes of one host saw of it.
+    """Merge the readings of several processes of one host into one machine.
 
-    A process sees the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves it and the interfaces of its
-    network namespace. In whatever order the readings come, the result is the same; where two tell
-    different things of a part, one of them is kept, the same one in every process.
+    A process sees only the GPUs in ``CUDA_VISIBLE_DEVICES`` and the interfaces of its network
+    namespace. The result does not depend on the order of `machines`. If two readings of a part
+    differ, one of them is kept, the same one in every process.
 
     Raises
     ------
     InvalidArgument
-        None was given.
+        If `machines` is empty.
     """
     if not machines:
-        raise InvalidArgument("merge() of no machine: give what each process of the host read")
+        raise InvalidArgument("merge() of no machines; pass the reading of each process of a host")
     return Machine.of(
         nodes=_union((node.id, node) for each in machines for node in each.nodes),
         pci=_union((device.bus_id, device) for each in machines for device in each.pci),
@@ -234,10 +236,10 @@ def merge(machines: Sequence[Machine]) -> Machine:
 
 
 def over_sockets(machine: Machine) -> Machine:
-    """Return the machine as transports over sockets see it: interfaces in place of RDMA ports.
+    """Return the machine as socket transports see it: with interfaces instead of RDMA ports.
 
-    Interfaces reach no memory of GPUs. RDMA ports without one are left out, and of several on one
-    interface all but the first.
+    Sockets cannot access GPU memory, so all ports lose ``has_gdr``. RDMA ports without an interface
+    are left out. Of several ports with the same interface, the first is kept.
     """
     ports: dict[str, NicPort] = {}
     for port in machine.ports:
@@ -263,7 +265,7 @@ def _union(parts: Iterable[tuple[object, _Part]]) -> list[_Part]:
 
 def _check(machine: Machine) -> None:
     if not machine.nodes:
-        raise InvalidArgument("machine without a NUMA node: give at least one")
+        raise InvalidArgument("machine without a NUMA node; pass at least one")
     nodes = _unique("NUMA node", [node.id for node in machine.nodes])
     devices = _unique("PCI device", [device.bus_id for device in machine.pci])
     gpus = _unique("GPU", [gpu.bus_id for gpu in machine.gpus])
@@ -281,7 +283,7 @@ def _unique(what: str, names: Sequence[Any]) -> set[Any]:
     counts = Counter(names)
     twice = sorted(str(name) for name, count in counts.items() if count > 1)
     if twice:
-        raise InvalidArgument(f"{what} {', '.join(twice)} is there twice: name each part once")
+        raise InvalidArgument(f"{what} {', '.join(twice)} occurs twice; pass each part once")
     return set(counts)
 
 
@@ -289,7 +291,7 @@ def _contained(what: str, there: set[Any], named: Iterable[Any]) -> None:
     missing = sorted({str(name) for name in named if name not in there})
     if missing:
         raise InvalidArgument(
-            f"{what} {', '.join(missing)} is referred to and not there: add it to the machine"
+            f"{what} {', '.join(missing)} is missing, but another part refers to it; add it"
         )
 
 
@@ -298,7 +300,7 @@ def _find(parts: Sequence[_Part], what: str, attribute: str, name: str) -> _Part
         if getattr(part, attribute) == name:
             return part
     there = ", ".join(str(getattr(part, attribute)) for part in parts)
-    raise InvalidArgument(f"no {what} {name!r} in this machine; there is {there or 'none'}")
+    raise InvalidArgument(f"no {what} {name!r} in this machine; it has {there or 'none'}")
 
 
 __all__ = [

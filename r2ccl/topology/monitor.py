@@ -1,8 +1,8 @@
-"""Tells at once when a local NIC loses its carrier, is taken down, vanishes or loses its address.
+"""Reports at once when a local NIC loses its carrier, is taken down, vanishes or loses an address.
 
-The fastest evidence about the local end of a rail; only this module listens for it.
-Must not decide what a dead NIC means: it reports transitions as values. Invariant: each event is a
-change against the last reported state, also after the kernel dropped notifications.
+These netlink notifications are the fastest evidence of a failure at the local end of a rail. The
+module only reports changes as values; `r2ccl.failover` decides what they mean. Invariant: each
+event differs from the last reported state, even after the kernel dropped notifications.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _FAMILY_NBYTES = {socket.AF_INET: 4, socket.AF_INET6: 16}
 
 
 class LinkEvent(msgspec.Struct, frozen=True, gc=False):
-    """A NIC, or one of its addresses, came or went.
+    """A change of a NIC: up or down, or one of its addresses added or removed.
 
-    ``time`` is the reader's monotonic clock, in seconds. ``address`` is empty for the link itself
-    and names the address where just that was added or removed.
+    ``time`` is the time of the read on the monotonic clock, in seconds. ``address`` is the address
+    added or removed, and empty if the link itself changed.
     """
 
     index: int
@@ -50,18 +50,19 @@ class LinkEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class LinkMonitor:
-    """Watches the interfaces of the network namespace it is made in.
+    """Monitor of the interfaces in the network namespace in which it is created.
 
-    `fileno` is readable when `read` has something, so it fits a selector or asyncio's
-    ``add_reader``; nothing here blocks beyond the one table dump of the constructor and of an
-    overflow. Not thread-safe. Usable as a context manager.
+    The descriptor `fileno` is readable when `read` has events, so it can be used with a selector or
+    asyncio's ``add_reader``. Only the dump of the kernel's tables blocks, which the constructor
+    makes, and `read` after the notification queue overflowed. Not thread-safe. Usable as a context
+    manager.
 
     Parameters
     ----------
     clock : Clock
-        Stamps the events.
+        Source of the events' times.
     receive_buffer_nbytes : int
-        Size asked for the kernel's queue of unread notifications; 0: the system's default.
+        Requested size of the kernel's queue of unread notifications; 0: the system's default.
     """
 
     def __init__(self, *, clock: Clock = monotonic, receive_buffer_nbytes: int = 0) -> None:
@@ -69,13 +70,13 @@ class LinkMonitor:
         self._links: dict[int, tuple[str, bool]] = {}
         self._addresses: set[tuple[int, str]] = set()
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
-        # Opened now, not when needed: `read` may run in a thread of another namespace.
+        # Opened now because `read` may run in a thread of another network namespace.
         self._tables = netlink.RouteSocket()
         try:
             self._socket.setblocking(False)
             if receive_buffer_nbytes:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_nbytes)
-            # Listen first: what changes during the first dump is then news, not lost.
+            # Bind before the first dump, so that changes during the dump are not lost.
             self._socket.bind((0, _GROUPS))
             self._reread()
         except OSError:
@@ -83,7 +84,7 @@ class LinkMonitor:
             raise
 
     def fileno(self) -> int:
-        """Return the descriptor to wait on for reading."""
+        """Return the file descriptor that is readable when `read` has events."""
         return self._socket.fileno()
 
     def is_up(self, index: int) -> bool:
@@ -96,7 +97,7 @@ class LinkMonitor:
         Raises
         ------
         OSError
-            The socket was closed.
+            If the monitor was closed, or a dump of the kernel's tables failed.
         """
         events: list[LinkEvent] = []
         while True:
@@ -107,7 +108,7 @@ class LinkMonitor:
             except OSError as exc:
                 if exc.errno != errno.ENOBUFS:
                     raise
-                # The kernel dropped notifications: what is true now counts, not how it came about.
+                # The kernel dropped notifications; compare the current state instead.
                 events += self._reread()
                 continue
             for message in netlink.messages(data):
@@ -163,7 +164,7 @@ class LinkMonitor:
         yield LinkEvent(index, name, is_there and is_up, self._clock(), address)
 
     def _reread(self) -> list[LinkEvent]:
-        """Compare the kernel's tables with the state reported so far."""
+        """Dump the kernel's tables and return the differences from the state reported so far."""
         events: list[LinkEvent] = []
         links = _dump_links(self._tables)
         addresses = _dump_addresses(self._tables)
@@ -192,7 +193,7 @@ def _dump_addresses(tables: netlink.RouteSocket) -> set[tuple[int, str]]:
 
 
 def _parse_link(message: netlink.NetlinkMessage) -> tuple[int, str, bool] | None:
-    """Return (index, name, is usable); None for a bridge's news about its port."""
+    """Return (index, name, is usable); None for a bridge's notification about one of its ports."""
     if len(message.body) < netlink.IFINFO.size:
         return None
     family, _, index, flags, _ = netlink.IFINFO.unpack_from(message.body)
@@ -202,17 +203,17 @@ def _parse_link(message: netlink.NetlinkMessage) -> tuple[int, str, bool] | None
     for kind, payload in netlink.attributes(message.body[netlink.IFINFO.size :]):
         if kind == netlink.IFLA_IFNAME:
             name = bytes(payload).rstrip(b"\0").decode(errors="replace")
-            break  # the kernel names it first, and dozens of others follow
+            break  # the kernel writes the name first, followed by dozens of other attributes
     return index, name, flags & _USABLE == _USABLE
 
 
 def _parse_address(message: netlink.NetlinkMessage) -> tuple[int, str] | None:
-    """Return (index, address); None for families no rail can use."""
+    """Return (index, address); None for address families that no rail can use."""
     if len(message.body) < netlink.IFADDR.size:
         return None
     family, _, _, _, index = netlink.IFADDR.unpack_from(message.body)
     found = dict(netlink.attributes(message.body[netlink.IFADDR.size :]))
-    # On a point-to-point link IFA_ADDRESS is the peer's end; IFA_LOCAL, where given, is ours.
+    # On a point-to-point link, IFA_ADDRESS is the peer's address and IFA_LOCAL the local one.
     raw = found.get(netlink.IFA_LOCAL, found.get(netlink.IFA_ADDRESS))
     if raw is None or _FAMILY_NBYTES.get(family) != len(raw):
         return None

@@ -1,7 +1,6 @@
-"""Lists of device names as NCCL's users write them, and the order devices are numbered in.
+"""Filters of device names in NCCL's syntax, and the order in which devices are numbered.
 
-Pure functions of text. Must not import anything that reads the machine. Invariant: what a list
-names and the order of what it names depend on the names alone, so all processes of a host agree.
+Invariant: filters and order depend only on the names, so all processes of a host agree.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ class _Rule(NamedTuple):
 
 
 class NameFilter:
-    """A list such as ``eth,ib``, ``=eth0,eth1``, ``^docker`` or ``mlx5_0:1,mlx5_2``.
+    """Filter of device names: ``eth,ib``, ``=eth0,eth1``, ``^docker`` or ``mlx5_0:1,mlx5_2``.
 
     Names are separated by commas. A leading ``^`` turns the whole list into an exclusion, a leading
-    ``=`` makes the whole list exact; ``=`` may also stand before a single name. Everything else is
-    a prefix. ``:`` and a number behind a name ask for that port of the device.
+    ``=`` makes all its names exact; ``=`` before a single name makes that name exact. All other
+    names are prefixes. ``:`` and a number after a name select that port of the device.
 
     Parameters
     ----------
     text : str
-        The list; empty names nothing.
+        The list of names; an empty list names nothing.
     variable : str
-        Where it was given, for the message.
+        Name of the environment variable with the list, for error messages.
 
     Raises
     ------
     InvalidArgument
-        A name is missing, or a port is not a number.
+        If a name is missing, or a port is not a number.
 
     References
     ----------
@@ -55,16 +54,16 @@ class NameFilter:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing was listed."""
+        """True if the list has no names."""
         return not self._rules
 
     @property
     def is_selection(self) -> bool:
-        """True if devices were asked for by name."""
+        """True if the list has names to include, not to exclude."""
         return bool(self._rules) and not self.is_exclusion
 
     def lists(self, name: str, port: int | None = None) -> bool:
-        """Return whether `name`, or its `port` if given, is listed; ``^`` is not applied."""
+        """Return whether the list has `name`, or its `port` if given; ``^`` is not applied."""
         return any(
             (name == rule.name if rule.is_exact else name.startswith(rule.name))
             and (port is None or rule.port in (None, port))
@@ -77,7 +76,7 @@ class NameFilter:
             raise self._missing_name()
         if colon and not re.fullmatch(r"[0-9]+", port):
             raise InvalidArgument(
-                f"{self._given}: the port of {name!r} is a number, as in {name}:1"
+                f"{self._given}: the port of {name!r} must be a number, as in {name}:1"
             )
         return _Rule(name, int(port) if colon else None, is_exact or item.startswith("="))
 
@@ -89,7 +88,7 @@ class NameFilter:
 
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Sort key that compares runs of digits as numbers: ``eth2`` before ``eth10``."""
+    """Return a sort key that compares runs of digits as numbers: ``eth2`` before ``eth10``."""
     return tuple(
         (0, int(part)) if part.isdecimal() else (1, part)
         for part in re.split(r"(\d+)", name)

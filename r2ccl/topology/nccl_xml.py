@@ -1,7 +1,7 @@
-"""Writes a `Machine` as an NCCL topology file, which NCCL reads when ``NCCL_TOPO_FILE`` names it.
+"""Writes a `Machine` as an NCCL topology file, which NCCL reads if ``NCCL_TOPO_FILE`` names it.
 
-Pure. The format cannot express UUIDs, multiprocessor counts, NUMA distances, network interfaces of
-RDMA ports or remarks; all else of the machine is written.
+The format has no UUIDs, multiprocessor counts, NUMA distances, network interfaces of RDMA ports or
+remarks; everything else of the machine is written.
 
 References
 ----------
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from r2ccl.topology.machine import LinkEnd, Machine, NumaNode, PciDevice
 
-#: NCCL_TOPO_XML_VERSION.
+#: Format version: NCCL_TOPO_XML_VERSION.
 _VERSION = "1"
 #: PCI class of the device at the far end of an NVLink.
 _END_CLASSES = {LinkEnd.GPU: "0x030200", LinkEnd.SWITCH: "0x068000", LinkEnd.CPU: "0x068001"}
@@ -69,7 +69,7 @@ def _device_attributes(device: PciDevice) -> dict[str, str]:
 
 
 class _Writer:
-    """Adds the parts of a machine to an XML element."""
+    """Writer that adds the parts of a machine to an XML element."""
 
     def __init__(self, machine: Machine, ranks: Mapping[str, int]) -> None:
         self._machine = machine

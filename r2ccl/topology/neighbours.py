@@ -1,9 +1,9 @@
-"""Asks the kernel whether it can reach a neighbour, before a call that would wait for it.
+"""Checks that the kernel knows a peer's link-layer address, before a queue pair connects.
 
-Connecting a RoCE queue pair resolves the peer's link-layer address inside a system call, for as
-long as a second, and Python holds its lock meanwhile. So the kernel's tables are looked at first;
-where they do not know the neighbour, an empty datagram has the kernel ask for it, and the caller
-comes again. Must not wait for an answer itself.
+Connecting a RoCE queue pair resolves the peer's link-layer address inside a system call, which can
+take a second while Python's GIL is held. `Neighbours` therefore looks into the kernel's neighbour
+table first. If the address is missing, it sends an empty datagram, which makes the kernel resolve
+the address, and the caller tries again later. Nothing here waits for the resolution.
 
 References
 ----------
@@ -38,12 +38,12 @@ from r2ccl.topology.netlink import (
 
 _log = logging.getLogger(__name__)
 
-#: RFC 863: whoever receives it throws it away.
+#: Discard protocol (RFC 863): the receiver drops the datagram.
 _DISCARD_PORT = 9
-#: linux/in.h; Python names it from 3.12 on.
+#: From linux/in.h; Python's `socket` module has it from 3.12 on.
 _IP_PKTINFO = 8
 _INDEX = struct.Struct("=i")
-#: in_pktinfo: interface, the source, (destination); in6_pktinfo: source, interface.
+#: in_pktinfo: interface, source, (destination); in6_pktinfo: source, interface.
 _PKTINFO = struct.Struct("=i4s4x")
 _PKTINFO6 = struct.Struct("=16si")
 
@@ -51,31 +51,44 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Neighbours:
-    """Asks about neighbours beyond one interface. Not thread-safe.
+    """Lookup of the link-layer addresses of peers behind one interface. Not thread-safe.
 
     Parameters
     ----------
     index : int
-        The interface.
+        The kernel's number of the interface.
     """
 
     def __init__(self, index: int) -> None:
         self._index = index
         self._route = RouteSocket()
-        #: Error numbers of questions that could not be put; each is logged once.
+        #: Error numbers of failed lookups; each is logged once.
         self._said: set[int | None] = set()
 
     def knows(self, source: str, destination: str) -> bool:
-        """Return whether a packet to `destination` could leave now; if not, have it resolved.
+        """Return whether the link-layer address of `destination` is known; if not, request it.
 
-        Both are IP addresses, IPv4 also in its form within IPv6, as GIDs spell them. True as well
-        where the kernel need not ask (the machine's own and link-local addresses), and where it
-        cannot tell (before Linux 5.0). False where this process has no descriptor, or the kernel no
-        memory, to ask with: the caller comes again.
+        Parameters
+        ----------
+        source, destination : str
+            IP addresses; an IPv4 address may be mapped to IPv6, as in GIDs.
+
+        Returns
+        -------
+        bool
+            True also if no resolution is needed (the machine's own and link-local addresses), or
+            if the kernel cannot be asked (before Linux 5.0). False also if no route exists, or if
+            this process has no free file descriptor or the kernel no memory for the lookup; try
+            again later.
+
+        Raises
+        ------
+        OSError
+            If the lookup failed for another reason.
         """
         to = _plain(destination)
         if to.version == 6 and to.is_link_local:
-            return True  # RoCE takes the link-layer address out of the address itself
+            return True  # RoCE derives the link-layer address from the link-local address
         try:
             hop = self._next_hop(to)
             if hop is None or self._is_valid(hop):
@@ -92,20 +105,20 @@ class Neighbours:
         return False
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the netlink socket; no lookup is possible afterwards."""
         self._route.close()
 
     def _say_exhausted(self, destination: str, exc: OSError) -> None:
         if exc.errno not in self._said:
             self._said.add(exc.errno)
             _log.warning(
-                "the link-layer address of %s cannot be asked for now: %s; it is asked for again, "
-                "and this is not logged again",
+                "cannot resolve the link-layer address of %s now: %s; retrying without logging "
+                "this error again",
                 destination, describe_os_error(exc),
             )  # fmt: skip
 
     def _next_hop(self, to: _Address) -> _Address | None:
-        """Return the gateway, `to` itself if it is on the link, None if it is this machine."""
+        """Return the gateway to `to`, `to` itself if on the link, or None if it is this machine."""
         body = RTMSG.pack(_family(to), to.max_prefixlen, 0, 0, 0, 0, 0, 0, 0)
         body += attribute(RTA_DST, to.packed) + attribute(RTA_OIF, _INDEX.pack(self._index))
         answer = self._route.ask(RTM_GETROUTE, body).body
@@ -128,7 +141,7 @@ class Neighbours:
         return bool(state & NUD_VALID)
 
 
-#: No route, the interface is down or gone, the source address is.
+#: Errors if there is no route, or the interface or the source address is down or was removed.
 _NO_WAY = frozenset(
     (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENODEV, errno.EADDRNOTAVAIL,
      errno.EINVAL)
@@ -136,7 +149,7 @@ _NO_WAY = frozenset(
 
 
 def _send_nothing(source: _Address, to: _Address, index: int) -> None:
-    """Send an empty datagram through the interface, whatever the routes of sockets say."""
+    """Send an empty datagram to `to` through interface `index`, whatever the routing table says."""
     if isinstance(source, ipaddress.IPv4Address):
         where = (socket.IPPROTO_IP, _IP_PKTINFO, _PKTINFO.pack(index, source.packed))
     else:
@@ -146,7 +159,7 @@ def _send_nothing(source: _Address, to: _Address, index: int) -> None:
         sock.sendmsg([b""], [where], 0, (str(to), _DISCARD_PORT))
 
 
-@functools.lru_cache(maxsize=4096)  # peers are asked about again and again
+@functools.lru_cache(maxsize=4096)  # peers are looked up repeatedly
 def _plain(address: str) -> _Address:
     parsed = ipaddress.ip_address(address)
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None

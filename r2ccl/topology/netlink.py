@@ -1,8 +1,8 @@
-"""The few routing-netlink messages the library needs: frames, attributes, dumps, acknowledgements.
+"""Minimal routing-netlink client: frames, attributes, requests, dumps and acknowledgements.
 
-Its own small parser rather than a library's because a link event must reach the data loop within
-a millisecond and importing a general one costs more than joining a communicator. Must not keep
-the kernel's state. Invariant: nothing of a message is believed beyond the length in its header.
+The library has its own small parser because a link event must reach the data loop within a
+millisecond, and importing a general netlink library takes longer than joining a communicator.
+Invariant: no message is read beyond the length in its header.
 
 References
 ----------
@@ -56,14 +56,14 @@ RTA_GATEWAY = 5
 RTN_LOCAL = 2
 NDA_DST = 1
 NDA_LLADDR = 2
-#: States in which the kernel sends to a neighbour at once: all but none, incomplete and failed.
+#: Neighbour states in which the kernel sends at once: all except none, incomplete and failed.
 NUD_VALID = 0xDE
-#: The kernel neither asks for the neighbour's address nor learns another.
+#: Neighbour state in which the kernel never resolves or changes the link-layer address.
 NUD_PERMANENT = 0x80
 
 #: nlmsghdr: length, type, flags, sequence, port id.
 HEADER = struct.Struct("=IHHII")
-#: ifinfomsg: family, (pad), device type, index, flags, mask of the flags to change.
+#: ifinfomsg: family, (pad), device type, index, flags, mask of flags to change.
 IFINFO = struct.Struct("=BxHiII")
 #: ifaddrmsg: family, prefix length, flags, scope, index.
 IFADDR = struct.Struct("=BBBBI")
@@ -81,7 +81,7 @@ _TYPE_MASK = 0x3FFF  # the two top bits of an attribute's type are flags
 
 
 class NetlinkMessage(NamedTuple):
-    """One netlink message: its header without the length, and what follows it."""
+    """One netlink message: its header without the length, and its body."""
 
     kind: int
     flags: int
@@ -90,7 +90,7 @@ class NetlinkMessage(NamedTuple):
 
 
 def messages(data: bytes) -> Iterator[NetlinkMessage]:
-    """Split a datagram into its messages; a torn tail ends the iteration."""
+    """Yield the messages of a datagram; a truncated message ends the iteration."""
     view = memoryview(data)
     while len(view) >= HEADER.size:
         length, kind, flags, sequence, _ = HEADER.unpack_from(view)
@@ -101,7 +101,7 @@ def messages(data: bytes) -> Iterator[NetlinkMessage]:
 
 
 def attributes(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Iterate over (type, payload) of an attribute list."""
+    """Yield (type, payload) of each attribute in a list; a truncated attribute ends it."""
     while len(data) >= _ATTRIBUTE.size:
         length, kind = _ATTRIBUTE.unpack_from(data)
         if not _ATTRIBUTE.size <= length <= len(data):
@@ -123,14 +123,15 @@ def request(kind: int, flags: int, sequence: int, body: bytes) -> bytes:
 
 
 class RouteSocket:
-    """Questions and orders to the kernel, one at a time, each with a deadline.
+    """Routing-netlink socket for one request to the kernel at a time, each with a deadline.
 
-    Belongs for life to the network namespace of the thread that made it. Not thread-safe.
+    Always uses the network namespace of the thread that created it. Not thread-safe.
 
     Parameters
     ----------
     timeout_s : float
-        The kernel answers from within the call; more than this means a broken one, not a slow one.
+        Deadline of each answer in seconds. The kernel answers within the send call, so a timeout
+        means a broken kernel, not a slow one.
     """
 
     def __init__(self, *, timeout_s: float = 5.0) -> None:
@@ -139,12 +140,12 @@ class RouteSocket:
         self._sequence = 0
 
     def transact(self, kind: int, body: bytes, *, flags: int = 0) -> None:
-        """Have the kernel change something; it has when this returns.
+        """Send a request that changes kernel state and wait for its acknowledgment.
 
         Raises
         ------
         OSError
-            It refused, with its errno, or did not answer in time.
+            If the kernel refused the request, with its errno, or did not answer in time.
         """
         self._send(kind, NLM_F_ACK | flags, body)
         for message in self._answers():
@@ -157,18 +158,20 @@ class RouteSocket:
         Raises
         ------
         OSError
-            There is none (ENOENT), the kernel refused, with its errno, or did not answer in time.
+            If the entry does not exist (ENOENT), or the kernel refused, with its errno, or did not
+            answer in time.
         """
         self._send(kind, 0, body)
         return next(self._answers())
 
     def dump(self, kind: int, body: bytes) -> list[NetlinkMessage]:
-        """Return a table of the kernel, one message an entry.
+        """Return a kernel table as one message per entry.
 
         Raises
         ------
         OSError
-            It refused, with its errno, did not answer in time, or the table kept changing.
+            If the kernel refused, with its errno, or did not answer in time, or if the table
+            changed during every attempt.
         """
         for _ in range(_DUMP_ATTEMPTS):
             self._send(kind, NLM_F_DUMP, body)
@@ -181,7 +184,9 @@ class RouteSocket:
                 found.append(message)
             if not is_torn:
                 return found
-        raise OSError(errno.EAGAIN, f"table {kind} changed during each of {_DUMP_ATTEMPTS} dumps")
+        raise OSError(
+            errno.EAGAIN, f"netlink table {kind} changed during all {_DUMP_ATTEMPTS} dumps"
+        )
 
     def close(self) -> None:
         """Close the socket; a second call does nothing."""
@@ -192,7 +197,7 @@ class RouteSocket:
         self._socket.send(request(kind, flags, self._sequence, body))
 
     def _answers(self) -> Iterator[NetlinkMessage]:
-        """Iterate over the answers to the last request; those to one given up on are skipped."""
+        """Yield the answers to the last request; skip late answers to earlier requests."""
         while True:
             for message in messages(self._socket.recv(RECEIVE_NBYTES)):
                 if message.sequence == self._sequence:

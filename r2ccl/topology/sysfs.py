@@ -1,13 +1,13 @@
-"""Reads a machine from sysfs: NUMA nodes, the PCI tree above GPUs and NICs, the NICs' ports.
+"""Reads a machine from sysfs: NUMA nodes, the PCI tree above GPUs and NICs, and NIC ports.
 
-The roots of the file systems are given, so a recorded tree reads like a live one. Must not import
-CUDA: what is known of GPUs is passed in. Invariant: nothing that a tree lacks, or has garbled, is
-an error; what is taken instead is said in a remark of the machine.
+The roots of sysfs and proc are parameters, so recorded trees can be read like live ones. Facts
+about GPUs are passed in, because sysfs does not have them. Invariant: a missing or garbled
+attribute is no error; a remark of the machine states the value assumed instead.
 
 References
 ----------
 Linux, Documentation/ABI/testing/sysfs-bus-pci and sysfs-class-net, stable/sysfs-devices-node. NCCL,
-src/graph/xml.cc, for which functions of a path are the two ends of one link.
+src/graph/xml.cc, for which PCI functions on a path are the two ends of one link.
 """
 
 from __future__ import annotations
@@ -32,34 +32,35 @@ _RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 _SPEED = re.compile(r"([0-9]{1,3})(?:\.([0-9]))? GT/s")
 #: PCIe Base Specification, Link Capabilities register; some devices show other numbers.
 _WIDTHS = frozenset((1, 2, 4, 8, 12, 16, 32))
-#: An attribute is a page at most; /proc/cpuinfo, where this is enough for the first processor.
+#: Most bytes read of a file: one page holds any attribute, and the first processor's entry in
+#: /proc/cpuinfo.
 _READ_NBYTES = 4096
 
-#: PCI class codes, for devices that do not show theirs.
+#: PCI class codes of devices whose own class is unknown.
 _BRIDGE, _DISPLAY, _NETWORK = 0x060400, 0x030000, 0x020000
-#: The kernel's words for architectures where NCCL has others.
+#: NCCL's names of architectures, by the kernel's names, where they differ.
 _ARCHES = {"aarch64": "arm64", "ppc64le": "ppc64"}
 
-#: The PCI functions from a root complex down to a device: bus id, and where sysfs has it.
+#: The PCI functions from a root complex down to a device: bus id and sysfs directory of each.
 _Chain = list[tuple[str, Path]]
 
 
 def read_machine(
     gpus: GpuFacts | None = None, *, sysfs: Path = SYSFS, proc: Path = PROC, arch: str = ""
 ) -> Machine:
-    """Read what there is to know of a machine.
+    """Read a machine from sysfs and proc.
 
     Parameters
     ----------
     gpus : GpuFacts, optional
-        As of `r2ccl.topology.gpus.find_gpus`; default: there are none.
+        GPUs of the machine, as from `r2ccl.topology.gpus.find_gpus`. Default: no GPUs.
     sysfs, proc : Path
-        Where these file systems are.
+        Mount points of these file systems, or recorded copies.
     arch : str
-        The processors' architecture as uname(2) has it; default: this machine's.
+        Architecture of the processors as in uname(2). Default: that of this machine.
     """
     facts = gpus or GpuFacts()
-    there = {gpu.bus_id: gpu for gpu in facts.gpus}  # partitions of a GPU share its bus id
+    there = {gpu.bus_id: gpu for gpu in facts.gpus}  # partitions of a GPU have the same bus id
     reader = _Reader(sysfs)
     nodes = _read_nodes(reader, _read_processor(reader, proc, arch or platform.machine()))
     tree = _Tree(reader, [node.id for node in nodes])
@@ -78,7 +79,7 @@ def read_machine(
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """Return the CPUs of a kernel's list such as ``0-3,8``; none where it is garbled."""
+    """Return the CPUs in a kernel's list such as ``0-3,8``; an empty tuple if it is garbled."""
     cpus: set[int] = set()
     for part in filter(None, text.split(",")):
         found = _RANGE.fullmatch(part.strip())
@@ -89,7 +90,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 
 class _Reader:
-    """Attributes below one root; what is missing or garbled reads as empty, or as a default."""
+    """Reader of attributes below one root; missing or garbled ones read as empty or a default."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -99,7 +100,7 @@ class _Reader:
         try:
             with path.open("rb") as file:
                 return file.read(_READ_NBYTES).decode("utf-8", "replace").strip()
-        except OSError:  # it is not there, or the kernel has nothing to say, as of a link down
+        except OSError:  # the attribute does not exist, or has no value, e.g. speed of a link down
             return ""
 
     def integer(self, path: Path, default: int = 0) -> int:
@@ -112,7 +113,7 @@ class _Reader:
     def has(self, path: str) -> bool:
         try:
             return (self.root / path).exists()
-        except OSError:  # it may not be looked at
+        except OSError:  # no permission
             return False
 
     def names(self, path: str) -> list[str]:
@@ -122,7 +123,7 @@ class _Reader:
             return []
 
     def chain(self, path: str) -> _Chain:
-        """Return the PCI functions on the real path of a device; none for one off the PCI tree."""
+        """Return the PCI functions on the real path of a device; none if it is no PCI device."""
         try:
             real = (self.root / path).resolve(strict=True)
         except (OSError, RuntimeError):  # RuntimeError: a loop of links, before Python 3.13
@@ -132,7 +133,7 @@ class _Reader:
 
 
 class _Tree:
-    """Collects devices, and the switches that lead to them."""
+    """The PCI devices collected so far, with the switches above them."""
 
     def __init__(self, reader: _Reader, nodes: list[int]) -> None:
         self.devices: dict[str, PciDevice] = {}
@@ -142,7 +143,8 @@ class _Tree:
     def add(self, chain: _Chain, device_class: int) -> None:
         """Add the last device of a chain and the switches above it.
 
-        Every other function is a port: the upper end of the link of the one that follows it.
+        Counted from the last, every second function of a chain is a device or switch; each function
+        between is a port, the upper end of the link to the function that follows.
         """
         devices = chain[::-2]
         ports = chain[-2::-2]
@@ -168,26 +170,26 @@ class _Tree:
             )
 
     def node(self, name: str, place: Path) -> int:
-        """Return the NUMA node of a device; the first one where the kernel knows none."""
+        """Return the NUMA node of a device; the first node if the kernel does not know it."""
         node = self._reader.integer(place / "numa_node", -1)
         if node in self._nodes:
             return node
         if len(self._nodes) > 1:
-            self._reader.remarks.append(f"{name}: NUMA node unknown, taken for {self._nodes[0]}")
+            self._reader.remarks.append(f"{name}: NUMA node unknown, assuming {self._nodes[0]}")
         return self._nodes[0]
 
     def _link(self, bus_id: str, ends: list[Path]) -> tuple[int, int]:
-        """Return the rate and the number of lanes of a link, as both its ends allow.
+        """Return the lane rate (MT/s) and the number of lanes of a link, given its two ends.
 
-        The rate is the highest they can have, for an idle device lowers it. The lanes are those in
-        use: a card that does not use all of them will not by itself.
+        The rate is the highest that both ends support, because an idle device lowers the current
+        rate. The lanes are those in use, because a link trained to fewer lanes keeps them.
         """
         remarks = self._reader.remarks
         speeds = [mtps for end in ends if (mtps := self._speed(end / "max_link_speed"))]
         most = [lanes for end in ends if (lanes := self._lanes(end / "max_link_width"))]
         used = [lanes for end in ends if (lanes := self._lanes(end / "current_link_width"))]
         if not speeds or not most:
-            remarks.append(f"{bus_id}: PCIe link not described, taken for PCIe 3, 16 lanes")
+            remarks.append(f"{bus_id}: PCIe link unknown, assuming PCIe 3 with 16 lanes")
         elif used and min(used) < min(most):
             remarks.append(f"{bus_id}: uses {min(used)} of {min(most)} PCIe lanes; reseat the card")
         return min(speeds, default=ASSUMED_SPEED_MTPS), min(used or most, default=ASSUMED_WIDTH)
@@ -202,7 +204,7 @@ class _Tree:
 
 
 def _read_processor(reader: _Reader, proc: Path, arch: str) -> NumaNode:
-    """Return a node that has nothing but a processor."""
+    """Return a node with the processor's architecture, vendor, family and model only."""
     first = reader.text(proc / "cpuinfo").partition("\n\n")[0]
     lines = (line.partition(":") for line in first.splitlines())
     said = {key.strip(): value.strip() for key, _, value in lines}
@@ -227,16 +229,16 @@ def _read_nodes(reader: _Reader, processor: NumaNode) -> list[NumaNode]:
         distances = reader.text(place / "distance").split()
         is_whole = len(distances) == len(ids) and all(each.isdecimal() for each in distances)
         pairs = tuple(zip(ids, map(int, distances), strict=True)) if is_whole else ()
-        if cpus:  # others are memory alone
+        if cpus:  # a node without CPUs has only memory
             nodes.append(msgspec.structs.replace(processor, id=number, cpus=cpus, distances=pairs))
     if nodes:
         return nodes
-    reader.remarks.append("no NUMA node with processors, taken for a single one")
+    reader.remarks.append("no NUMA node with processors, assuming a single node")
     return [msgspec.structs.replace(processor, cpus=parse_cpus(reader.text(base / "cpu/online")))]
 
 
 def _read_ports(reader: _Reader, tree: _Tree) -> list[NicPort]:
-    """Return RDMA ports, each with its interface, and the other interfaces that have a device."""
+    """Return all RDMA ports, with their interfaces, and all other interfaces with a device."""
     hcas = _list_hcas(reader)
     ports = [_rdma_port(reader, tree, hca) for hca in hcas]
     for name in reader.names("class/net"):
@@ -257,7 +259,7 @@ def _read_ports(reader: _Reader, tree: _Tree) -> list[NicPort]:
 
 def _rdma_port(reader: _Reader, tree: _Tree, hca: Hca) -> NicPort:
     place = f"class/infiniband/{hca.name}"
-    # Software RDMA names the interface it works on, and shows its device or none.
+    # Software RDMA has a `parent`, the interface it uses, or no device of its own.
     is_software = reader.text(reader.root / place / "parent") or not reader.has(f"{place}/device")
     device = f"class/net/{hca.netdev}/device" if is_software else f"{place}/device"
     bus_id, node = _locate(reader, tree, hca.name, device)
@@ -282,7 +284,7 @@ def _list_hcas(reader: _Reader) -> tuple[Hca, ...]:
 
 
 def _locate(reader: _Reader, tree: _Tree, name: str, device: str) -> tuple[str, int]:
-    """Add a NIC to the tree; return its bus id, empty where it has no PCI device, and its node."""
+    """Add a NIC to the tree; return its bus id (empty without a PCI device) and its NUMA node."""
     chain = reader.chain(device)
     if not chain:
         return "", tree.node(name, reader.root / device)
@@ -294,12 +296,12 @@ def _locate(reader: _Reader, tree: _Tree, name: str, device: str) -> tuple[str, 
 def _speed(reader: _Reader, name: str, mbps: int) -> int:
     if mbps > 0:
         return mbps
-    reader.remarks.append(f"{name}: rate unknown, taken for {ASSUMED_PORT_MBPS // 1000} Gbit/s")
+    reader.remarks.append(f"{name}: rate unknown, assuming {ASSUMED_PORT_MBPS // 1000} Gbit/s")
     return ASSUMED_PORT_MBPS
 
 
 def _guid(reader: _Reader, place: str) -> int:
-    """Return what identifies the hardware: that of the whole adapter, else that of the device."""
+    """Return the GUID of the whole adapter, else of the RDMA device; 0 if neither is known."""
     for name in ("sys_image_guid", "node_guid"):
         text = reader.text(reader.root / place / name).replace(":", "")
         if re.fullmatch(r"[0-9a-f]{16}", text):

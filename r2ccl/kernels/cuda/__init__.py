@@ -1,14 +1,15 @@
 """Reductions and copies in GPU memory, compiled to PTX by Numba.
 
-A `form` names what a kernel computes and `template` writes it, with the arithmetic of `arithmetic`
-and `integers` on the instruction set of `machine`: `primitives` for a GPU, `twins` for Numba's
-simulator. `ptx` compiles through `compiling` and caches the result on disk, `operands` packs the
-arguments, `launch` chooses the grid and launches on a `Device`, `chain` plans kernels for any
-number of inputs. Numba is imported only to compile.
+A `form` specifies what a kernel computes. `template` generates the kernel's source, using the
+functions of `arithmetic` and `integers` on the instruction set defined by `machine`: `primitives`
+implements it for a GPU, `twins` for Numba's simulator. `ptx` compiles through `compiling` and
+caches the result on disk, `operands` packs the arguments, `launch` chooses the grid and launches on
+a `Device`, and `chain` plans kernels for any number of inputs. Numba is imported only to compile.
 
-Invariant: for two inputs the results have the bits of `r2ccl.kernels.host`; for more, those of the
-host's kernels applied from the left. Any NaN stays a NaN, but its bits may be others; of zeros with
-two signs MIN gives -0 and MAX +0, where the host gives either for float32 and float64.
+Invariant: with two inputs the results have the same bits as those of `r2ccl.kernels.host`; with
+more, the same bits as the host's kernels applied from the left. Two exceptions: a NaN stays a NaN,
+but its bits may differ; and of zeros with opposite signs MIN gives -0 and MAX +0, while the host
+gives either for float32 and float64.
 """
 
 from __future__ import annotations

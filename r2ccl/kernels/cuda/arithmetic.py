@@ -1,9 +1,10 @@
-"""Arithmetic of one lane: loading an input, combining two, storing the result.
+"""Arithmetic of one lane: converting an input, combining two, converting the result for storing.
 
-Written in the subset that both Numba compiles and NumPy runs, on the instructions of a given
-`InstructionSet`, so that the simulator runs the same lines as a GPU. Must not import Numba.
+The functions use only what both Numba can compile and NumPy can run, on the instructions of a given
+`InstructionSet`, so the simulator runs the same source lines as a GPU. This module must not import
+Numba.
 
-Invariant: what happens to an element does not depend on those beside it in its lane.
+Invariant: the result of an element does not depend on other elements in its lane.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ _LANES = {
 
 
 class Arithmetic(msgspec.Struct, frozen=True):
-    """The functions of one form; None where there is nothing to do.
+    """Functions that compute one form; a function is None if it would change nothing.
 
     Parameters
     ----------
     lane : str
-        What memory holds, of `r2ccl.kernels.cuda.machine.LANES`.
+        Lane type in memory, one of `r2ccl.kernels.cuda.machine.LANES`.
     enter : callable or None
-        ``enter(lane)`` gives the accumulator of an input that is not scaled.
+        ``enter(lane)`` converts an unscaled input to an accumulator.
     scale : callable or None
-        ``scale(lane, factor)`` gives that of one that is.
+        ``scale(lane, factor)`` converts a scaled input to an accumulator.
     combine : callable
-        ``combine(left, right)`` of two accumulators.
+        ``combine(left, right)`` combines two accumulators.
     leave : callable or None
-        ``leave(accumulator)`` gives the lane to store, ``leave(accumulator, divisor)`` if the form
-        divides.
+        ``leave(accumulator)`` converts an accumulator to the lane to store;
+        ``leave(accumulator, divisor)`` if the form divides.
     """
 
     lane: str
@@ -61,12 +62,12 @@ class Arithmetic(msgspec.Struct, frozen=True):
 
 
 def lane_of(form: Form) -> str:
-    """Return what the memory of a canonical form holds."""
+    """Return the lane type of a canonical form in memory."""
     return _LANES.get(dtype_name(form.dtype_code), "u32")
 
 
 def numbers_of(form: Form) -> tuple[str, str]:
-    """Return the types of the two numbers given at launch, of the factor and of the divisor."""
+    """Return the types of the factor and the divisor, the two numbers passed at launch."""
     name = dtype_name(form.dtype_code)
     if "int" in name:
         return "f32", ("u" if name.startswith("u") else "s") + ("64" if "64" in name else "32")
@@ -75,7 +76,7 @@ def numbers_of(form: Form) -> tuple[str, str]:
 
 
 def arithmetic(form: Form, machine: InstructionSet) -> Arithmetic:
-    """Make the functions of a canonical form."""
+    """Return the functions that compute a canonical form."""
     name = dtype_name(form.dtype_code)
     if name in _PACKED:
         return (_wide if form.is_wide else _packed)(form, machine, _PACKED[name])
@@ -103,10 +104,10 @@ def _real(form: Form, machine: InstructionSet, kind: str) -> Arithmetic:
 
 
 def _complex(form: Form, machine: InstructionSet, kind: str) -> Arithmetic:
-    """Make the functions of complex numbers: a product is all that is left of them.
+    """Return the functions of complex numbers, which only occur in products.
 
-    Each part of it is one fused multiply-add of a product, as NumPy's loops are where the processor
-    has the instruction (FMA3, NEON).
+    `canonical` turns their sums into sums of reals. Each part of a product is one multiplication
+    and one fused multiply-add, like NumPy's loops on processors with FMA (FMA3, NEON).
     """
     part = kind[:3]
     mul, fma = machine.instruction(f"mul.{part}"), machine.instruction(f"fma.{part}")
@@ -127,7 +128,7 @@ def _complex(form: Form, machine: InstructionSet, kind: str) -> Arithmetic:
 
 
 def _packed(form: Form, machine: InstructionSet, half: str) -> Arithmetic:
-    """Make the functions of two halves in one register, rounded at every step."""
+    """Return the functions of two 16-bit floats in one register, rounded at every step."""
     widen, narrow = machine.instruction(f"widen.{half}"), machine.instruction(f"narrow.{half}")
 
     def by(operation: str) -> Function:
@@ -149,7 +150,7 @@ def _packed(form: Form, machine: InstructionSet, half: str) -> Arithmetic:
 
 
 def _wide(form: Form, machine: InstructionSet, half: str) -> Arithmetic:
-    """Make the functions of two halves as float32, rounded once at the end."""
+    """Return the functions of two 16-bit floats computed in float32, rounded once at the end."""
     widen, narrow = machine.instruction(f"widen.{half}"), machine.instruction(f"narrow.{half}")
     mul, div = machine.instruction("mul.f32"), machine.instruction("div.f32")
     function = machine.instruction(f"{_OPERATIONS[form.op]}.f32")

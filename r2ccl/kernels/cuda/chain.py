@@ -1,7 +1,7 @@
-"""Plans the kernels that combine more inputs than one kernel takes.
+"""Plans a chain of kernels that combines more inputs than one kernel takes.
 
-Pure. Must not import Numba. Invariant: operands are combined from
-the left, in the order they are given.
+Invariant: operands are combined from the left, in the order given. This module must not import
+Numba.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from r2ccl.kernels.cuda.form import MOST, Form
 
 
 class ChainStep(msgspec.Struct, frozen=True):
-    """One kernel: its form, its inputs and outputs."""
+    """One kernel of a chain: its form and the addresses of its inputs and outputs."""
 
     form: Form
     sources: tuple[int, ...]
@@ -30,27 +30,27 @@ def chain(
     Parameters
     ----------
     form : Form
-        What is done; its `ninputs` and `noutputs` are not looked at.
+        The computation; its `ninputs` and `noutputs` are ignored.
     sources, targets : sequence of int
-        Addresses, as `Launcher.launch` takes them; 1 to `MOST` targets.
+        Addresses, as for `Launcher.launch`; 1 to `MOST` targets.
     scratch : int or None
-        Address of as much memory, where partial results may lie if every target is an input that
-        is read late.
+        Address of a scratch buffer of the same size. It holds partial results if every target is
+        also an input of a later kernel.
 
     Returns
     -------
     tuple of ChainStep
-        To be launched in this order on one stream, with one factor and one number of ranks.
+        Kernels to launch in this order on one stream, all with the same factor and number of ranks.
 
     Raises
     ------
     InvalidArgument
-        There is nowhere to put partial results, or a form has no meaning.
+        If partial results have no place, or a form is invalid.
 
     Notes
     -----
-    The bits are those of one kernel with that many inputs, but for `is_wide`: between two kernels a
-    partial result is rounded to the type.
+    The result has the same bits as one kernel with all the inputs would give, except with
+    `is_wide`: between two kernels, a partial result is rounded to the type.
     """
     replace = msgspec.structs.replace
     inputs, later = tuple(sources[:MOST]), tuple(sources[MOST:])
@@ -70,8 +70,8 @@ def _place_of_partial(targets: Sequence[int], scratch: int | None, later: Sequen
         if each is not None and each not in later:
             return each
     raise InvalidArgument(
-        f"{len(later)} inputs are read late, and all outputs ({len(targets)}) are among them: pass "
-        "scratch memory for partial results"
+        f"no place for partial results: the {len(later)} inputs of later kernels include all "
+        f"outputs ({len(targets)}); pass scratch memory"
     )
 
 

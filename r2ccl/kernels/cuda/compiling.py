@@ -1,8 +1,7 @@
 """Compiles a form to PTX with Numba.
 
-A module of its own because importing it imports Numba: `r2ccl.kernels.cuda.ptx` does so only when
-it must compile.
-Invariant: the PTX depends on the form and the target alone, and needs no GPU to be made.
+Importing this module imports Numba, so `r2ccl.kernels.cuda.ptx` imports it only when it must
+compile. Invariant: the PTX depends only on the form and the target; compiling needs no GPU.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ def compile_kernel(form: Form, target: tuple[int, int], bounds: tuple[int, int])
     ----------
     form : Form
     target : tuple of int
-        Compute capability.
+        Compute capability to compile for.
     bounds : tuple of int
-        Most threads of a block, and how many such blocks a multiprocessor must have room for.
+        Launch bounds: most threads per block, and least blocks resident per multiprocessor.
 
     Returns
     -------
     text, entry : str
-        As Numba writes them.
+        The PTX and the name of its entry, as Numba writes them.
     """
     numbers = [primitives.type_of(kind) for kind in numbers_of(form)]
     signature = types.void(*(types.int64 for _ in parameters(form)), *numbers)

@@ -1,7 +1,7 @@
-"""The form of a GPU kernel, a value that names what it computes: one form, one kernel.
+"""The form of a GPU kernel: a value that specifies what the kernel computes.
 
-Values only: this module must not import Numba. Invariant: two forms with one `canonical` form
-have the same results, bit for bit, on every input, so they share one kernel.
+Invariant: two forms with the same `canonical` form give the same results on every input, bit for
+bit, so they share one kernel. This module must not import Numba.
 """
 
 from __future__ import annotations
@@ -16,43 +16,47 @@ from r2ccl.errors import InvalidArgument
 from r2ccl.kernels.table import check_op
 from r2ccl.types import ReduceOp
 
-#: Most inputs, and most outputs, of one kernel; `r2ccl.kernels.cuda.chain` takes more inputs.
+#: Most inputs and most outputs of one kernel; `r2ccl.kernels.cuda.chain` handles more inputs.
 MOST = 8
 
-#: Numbers of float16 and bfloat16.
+#: Dtype numbers of float16 and bfloat16.
 HALVES = (CODES[np.dtype(np.float16)], BFLOAT16_CODE)
 _COPIED_AS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """Every output gets ``in_0 (op) in_1 (op) ...``, element by element, from the left.
+    """Specification of a kernel that stores ``in_0 (op) in_1 (op) ...`` in every output.
+
+    The kernel combines element by element, from the left.
 
     Parameters
     ----------
     dtype_code : int
-        Number from `r2ccl.dtypes`, of all inputs and outputs.
+        Number from `r2ccl.dtypes` of all inputs and outputs.
     op : ReduceOp
-        AVG combines as SUM does.
+        Operation; AVG combines like SUM.
     ninputs, noutputs : int
-        1 to `MOST`. One input is copied.
+        Number of inputs and outputs, 1 to `MOST`. A single input is copied.
     is_scaled : bool
-        Each input is first multiplied by a real factor, given at launch and rounded to float32
-        (float64 for float64 and complex128). Floats and complex numbers only.
+        Multiply each input by a real factor first. The factor is passed at launch and rounded to
+        float32 (float64 for float64 and complex128). Floats and complex numbers only.
     is_resumed : bool
-        The first input is what an earlier kernel of the same reduction gave: it is not scaled.
+        Do not scale the first input, because it is the result of an earlier kernel of the same
+        reduction.
     is_divided : bool
-        The sum is divided by ``nranks``, given at launch, as `r2ccl.kernels.divider` does.
+        Divide the sum by ``nranks``, passed at launch, like `r2ccl.kernels.divider`.
     is_wide : bool
-        float16 and bfloat16 only. False: each step rounds to the type, as on the host. True: all
-        is computed in float32 and rounded once, when it is stored.
+        float16 and bfloat16 only. False: round to the type at every step, as on the host. True:
+        compute in float32 and round once, when storing.
     has_table : bool
-        The kernel reads the addresses of its inputs, then of its outputs, from memory when it runs,
-        instead of being given them. If the first of them is 0, it does nothing.
+        Read the addresses of inputs and outputs, in this order, from a table in memory when the
+        kernel runs, instead of passing them at launch. If the first address is 0, the kernel does
+        nothing.
 
     Raises
     ------
     InvalidArgument
-        Such a kernel has no meaning, or too many inputs or outputs.
+        If the combination is invalid, or there are too many inputs or outputs.
     """
 
     dtype_code: int
@@ -66,7 +70,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     has_table: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what has no meaning."""
+        """Refuse invalid combinations."""
         check_op(self.dtype_code, self.op)
         for name in ("ninputs", "noutputs"):
             number = getattr(self, name)
@@ -76,7 +80,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
         if self.is_scaled and dtype_of(self.dtype_code).kind in "iu":
             raise InvalidArgument(f"is_scaled for dtype {kind}: only floats can be scaled")
         if self.is_resumed and not self.is_scaled:
-            raise InvalidArgument("is_resumed without is_scaled: leave it out, nothing is scaled")
+            raise InvalidArgument("is_resumed without is_scaled: nothing is scaled; leave it out")
         if self.is_divided and self.op not in (ReduceOp.SUM, ReduceOp.AVG):
             raise InvalidArgument(f"is_divided for op={self.op.name}: only a sum is averaged")
         if self.is_wide and self.dtype_code not in HALVES:
@@ -84,12 +88,12 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """Size of one element in bytes."""
         return dtype_of(self.dtype_code).itemsize
 
     @property
     def name(self) -> str:
-        """Name of the kernel: of letters, digits and underscores, different for every form."""
+        """Name of the kernel, unique per form; letters, digits and underscores only."""
         flags = ("is_scaled", "is_resumed", "is_divided", "is_wide", "has_table")
         said = "".join(f"_{flag.partition('_')[2]}" for flag in flags if getattr(self, flag))
         kind = f"{self.op.name.lower()}_{dtype_name(self.dtype_code)}"
@@ -98,18 +102,20 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def canonical(form: Form) -> Form:
-    """Return the form whose kernel has the same results, so that fewer kernels are compiled.
+    """Return a form with the same results that stands for all equivalent forms.
 
-    A copy moves unsigned integers; a sum of complex numbers is a sum of real ones, twice as many;
-    wrapping sums and products do not see signs; rounding once in float32 or once in the type is
-    the same.
+    Equivalent forms share one kernel, so fewer kernels are compiled. A copy moves unsigned
+    integers. A sum of complex numbers is a sum of twice as many real ones. Wrapping sums and
+    products are equal for signed and unsigned integers. With a single rounding, `is_wide` makes no
+    difference.
 
     Notes
     -----
-    Why one rounding is one rounding: float32 has 24 bits, and 24 >= 2 p + 2 for the 11 bits of
-    float16 and the 8 of bfloat16, so rounding a sum or product of two to float32 first does not
-    show (Figueroa, "When is double rounding innocuous?", SIGNUM Newsletter 30(3), 1995). Products
-    too small for a normal float32 are exact in it where they reach half the smallest bfloat16.
+    Why `is_wide` makes no difference with a single rounding: float32 has p' = 24 significand bits,
+    and 24 >= 2 p + 2 for the p = 11 bits of float16 and p = 8 of bfloat16. Rounding a sum or
+    product of two to float32 first therefore does not change the result (Figueroa, "When is double
+    rounding innocuous?", SIGNUM Newsletter 30(3), 1995). Products too small for a normal float32
+    are exact in float32 if they reach half the smallest bfloat16.
     """
     op = ReduceOp.SUM if form.op is ReduceOp.AVG or form.ninputs == 1 else form.op
     is_scaled = form.is_scaled and (form.ninputs > 1 or not form.is_resumed)
@@ -125,7 +131,7 @@ def canonical(form: Form) -> Form:
 
 
 def _roundings(form: Form, op: ReduceOp) -> int:
-    """Count how often a half is rounded when every step rounds."""
+    """Return how often a 16-bit float is rounded if every step rounds."""
     combined = form.ninputs - 1 if op in (ReduceOp.SUM, ReduceOp.PROD) else 0
     scaled = form.ninputs - form.is_resumed if form.is_scaled else 0
     return combined + scaled + form.is_divided

@@ -1,9 +1,10 @@
-"""Integers in lanes: one of 32 or 64 bits, two of 16, four of 8.
+"""Arithmetic of integers in lanes: one of 32 or 64 bits, two of 16 or four of 8 per lane.
 
-As `r2ccl.kernels.cuda.arithmetic`: what Numba compiles and NumPy runs alike. Must not import Numba.
+As in `r2ccl.kernels.cuda.arithmetic`, both Numba and NumPy run these functions; this module must
+not import Numba.
 
-Invariants: integers wrap; an integer beside another does not change it. An expression is cut to its
-type where it is made: Numba calculates in 64 bits, NumPy does not.
+Invariants: integers wrap, and integers in the same lane do not affect each other. Every expression
+is converted to its type at once, because Numba computes in 64 bits and NumPy does not.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _U32 = np.uint32
 
 
 def combine_integers(machine: InstructionSet, name: str, op: ReduceOp) -> Function:
-    """Make ``combine(left, right)`` for integers of this name, in lanes."""
+    """Return ``combine(left, right)`` for lanes of integers of dtype `name`."""
     bits, is_signed = _split(name)
     if bits == 64:
         chosen = _whole(op, np.uint64, np.int64 if is_signed else np.uint64)
@@ -34,7 +35,7 @@ def combine_integers(machine: InstructionSet, name: str, op: ReduceOp) -> Functi
 
 
 def divide_integers(machine: InstructionSet, name: str) -> Function:
-    """Make ``leave(lane, divisor)``: every integer of a lane divided, truncated toward zero."""
+    """Return ``leave(lane, divisor)``, which divides every integer, truncating toward zero."""
     bits, is_signed = _split(name)
     kind = ("s" if is_signed else "u") + str(max(bits, 32))
     div = machine.instruction(f"div.{kind}")
@@ -53,7 +54,7 @@ def _split(name: str) -> tuple[int, bool]:
 
 
 def _whole(op: ReduceOp, word: Any, compared: Any) -> Function:
-    """Make the function of a lane that is one integer."""
+    """Return the function for lanes of one integer."""
     if op is ReduceOp.SUM:
         return lambda a, b: word(a + b)
     if op is ReduceOp.PROD:
@@ -64,7 +65,7 @@ def _whole(op: ReduceOp, word: Any, compared: Any) -> Function:
 
 
 def _sum(bits: int) -> Function:
-    """Make the sum of every integer in a lane at once: the uppermost bits apart, without carry."""
+    """Return the sum of all integers in a lane at once; top bits are added without carry."""
     ones = (2**32 - 1) // (2**bits - 1)
     uppermost = _U32(ones << (bits - 1))
     lower = _U32(~uppermost)
@@ -72,10 +73,11 @@ def _sum(bits: int) -> Function:
 
 
 def _one(op: ReduceOp, bits: int, is_signed: bool) -> Function:
-    """Make ``one(left, right, shift)``: the integer `shift` bits below the top of both lanes.
+    """Return ``one(left, right, shift)``, which combines one integer of each lane.
 
-    It is moved to the top, where it has the sign and decides the order whatever lies below it, and
-    its result back to its place.
+    The integer begins `shift` bits below the top of the lane. It is shifted to the top, where it
+    has the lane's sign bit and decides comparisons regardless of the bits below. The result is
+    shifted back.
     """
     top = 32 - bits
     moved = np.int32 if is_signed else _U32
@@ -97,7 +99,7 @@ def _one(op: ReduceOp, bits: int, is_signed: bool) -> Function:
 
 
 def _one_divided(div: Function, bits: int, is_signed: bool) -> Function:
-    """Make ``one(lane, divisor, shift)``, as `_one`."""
+    """Return ``one(lane, divisor, shift)``, which divides one integer of a lane; see `_one`."""
     top = 32 - bits
     moved = np.int32 if is_signed else _U32
 
@@ -108,7 +110,7 @@ def _one_divided(div: Function, bits: int, is_signed: bool) -> Function:
 
 
 def _each(one: Function, bits: int) -> Function:
-    """Make the function of all integers in a lane from that of one."""
+    """Return a function for all integers in a lane, given the function for one."""
     if bits == 16:
         return lambda a, b: _U32(one(a, b, _U32(0)) | one(a, b, _U32(16)))
     return lambda a, b: _U32(

@@ -1,7 +1,7 @@
 """Loads kernels into a device, each once, and launches them with a suitable grid.
 
-Sees a `Device`, addresses and counts. Must not import Numba. Invariant: what a kernel computes does
-not depend on its grid, nor on where a buffer starts.
+Invariant: the result of a kernel depends neither on its grid nor on the addresses of buffers. This
+module must not import Numba.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from r2ccl.kernels.cuda.operands import arguments, check_addresses
 from r2ccl.kernels.cuda.ptx import NBLOCKS_AT_ONCE, NTHREADS, cache_directory, ptx_of
 from r2ccl.types import CallSignature, ReduceOp
 
-#: Most blocks of a multiprocessor, those that wait for one included: several times as many as run
-#: at once, so that the last of them to end does not keep the others waiting for long.
+#: Most blocks of a grid per multiprocessor. This is several times the number that runs at once, so
+#: that multiprocessors are idle only briefly while the last blocks run.
 BLOCKS_PER_SM = 16
 
 
 class Launcher:
-    """The kernels of one device.
+    """Loader and launcher of the kernels of one device.
 
     Parameters
     ----------
     device : Device
     is_wide : bool
-        Whether `launch_from_table` combines float16 and bfloat16 in float32, rounded once; else it
-        rounds at every step, as the host does.
+        True: `launch_from_table` combines float16 and bfloat16 in float32 and rounds once. False:
+        it rounds at every step, as on the host.
     directory : Path or None, optional
-        Where compiled kernels are kept; by default `cache_directory` of the environment.
+        Disk cache of compiled kernels. Default: `cache_directory` of the environment.
 
     Notes
     -----
-    For any thread; a form that two prepare at once is loaded twice. Kernels stay loaded until the
-    device is closed.
+    Thread-safe; a form that two threads prepare at the same time is loaded twice. Kernels stay
+    loaded until the device is closed.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class Launcher:
         self._loaded: dict[Form, Kernel] = {}
 
     def prepare(self, form: Form) -> Kernel:
-        """Load the kernel of a form, unless it is.
+        """Return the kernel of a form, loading it first if needed.
 
         Raises
         ------
         InvalidArgument, TransportError
-            As `r2ccl.kernels.cuda.ptx_of` and `Device.load`.
+            If `r2ccl.kernels.cuda.ptx_of` or `Device.load` raises it.
 
         Notes
         -----
-        *Cost*: 0.2 µs if it is loaded, else ms, and as `ptx_of` if it must be compiled. Loading may
-        wait for work of the device: prepare before a stream is given anything that waits for what
-        the host does later.
+        *Cost*: 0.2 µs if the kernel is loaded; otherwise some ms to load it, plus the time of
+        `ptx_of`. Loading may wait for work queued on the device. To avoid a deadlock, prepare
+        kernels before queueing work that waits for a later action of the host.
         """
         kernel = self._loaded.get(form)
         if kernel is None:
@@ -91,60 +91,61 @@ class Launcher:
         ----------
         form : Form
         sources, targets : sequence of int
-            Addresses of the inputs and outputs, aligned as their type is. An output is exactly an
-            input, or shares no memory with any.
+            Addresses of the inputs and outputs, aligned to their element type. An output either
+            is exactly an input or shares no memory with any input.
         count : int
-            Elements of each; none are no work.
+            Number of elements of each; with 0, nothing is launched.
         stream : Stream
         factor : float
-            What a scaled form multiplies by.
+            Factor of a scaled form.
         nranks : int
-            What a divided form divides by.
+            Divisor of a divided form.
 
         Raises
         ------
         InvalidArgument
-            Other numbers of inputs or outputs than the form's, an address that is not aligned,
-            `nranks` out of range, or a form with a table.
+            If the number of inputs or outputs differs from the form's, an address is not aligned,
+            `nranks` is out of range, or the form has a table.
         InvalidArgument, TransportError
-            As `prepare` and `Device.launch`.
+            If `prepare` or `Device.launch` raises it.
         """
         check_addresses(form, sources, targets)
         self._launch(form, (*sources, *targets), count, stream, factor, nranks)
 
     def prepare_from_table(self, call: CallSignature, ninputs: int, noutputs: int) -> None:
-        """Load the kernel that `launch_from_table` runs; see `prepare`."""
+        """Load the kernel that `launch_from_table` runs for a call; see `prepare`."""
         self.prepare(self._form_of(call, ninputs, noutputs))
 
     def launch_from_table(
         self, call: CallSignature, ninputs: int, noutputs: int, table: int, count: int,
         nranks: int, stream: Stream,
     ) -> None:  # fmt: skip
-        """Run the kernel of a collective, whose operands' addresses are at `table` by then.
+        """Run the kernel of a collective; the kernel reads its operands' addresses from `table`.
 
         Parameters
         ----------
         call : CallSignature
-            What is called: its dtype and op.
+            Call signature with the dtype and the op.
         ninputs, noutputs : int
-            1 to `MOST`. One input is copied.
+            Number of inputs and outputs, 1 to `MOST`. A single input is copied.
         table : int
-            Address, for the device, of the inputs' and then the outputs' addresses, 8 bytes each.
+            Device address of a table with the addresses of the inputs, then of the outputs, 8 bytes
+            each. The table must be filled before the kernel runs.
         count : int
-            Elements of each.
+            Number of elements of each operand.
         nranks : int
-            What AVG divides by.
+            Divisor of AVG.
         stream : Stream
 
         Raises
         ------
         InvalidArgument
-            The table is not aligned.
+            If `table` is not aligned to 8 bytes.
         InvalidArgument, TransportError
-            As `launch`.
+            If `launch` would raise it.
         """
         if table % 8:
-            raise InvalidArgument(f"table at {table:#x}: its addresses are aligned to 8 bytes")
+            raise InvalidArgument(f"table at {table:#x} is not aligned to 8 bytes")
         form = self._form_of(call, ninputs, noutputs)
         self._launch(form, (table,), count, stream, 1.0, nranks)
 
@@ -177,17 +178,18 @@ def _form_of_call(dtype: int, op: int, ninputs: int, noutputs: int, is_wide: boo
 
 
 def nblocks_of(form: Form, count: int, nsms: int) -> int:
-    """Say how many blocks of `NTHREADS` run a kernel.
+    """Return the number of blocks of `NTHREADS` threads that run a kernel.
 
     Parameters
     ----------
     form : Form
     count : int
-        Elements of an operand.
+        Number of elements of each operand.
     nsms : int
-        Multiprocessors to run it on.
+        Number of multiprocessors that run the kernel.
     """
-    # A table may lie in host memory, which takes each block 1 to 2 us to read: once for each place.
+    # A table may be in host memory, where each block takes 1 to 2 us to read it; with at most the
+    # resident number of blocks, that time is spent once.
     most = nsms * (NBLOCKS_AT_ONCE if form.has_table else BLOCKS_PER_SM)
     vectors = -(-count * form.itemsize // VECTOR)
     return max(1, min(-(-vectors // NTHREADS), most))

@@ -1,10 +1,10 @@
-"""The instruction set that kernels are written in, and its interface.
+"""Interface of the instruction set that kernels are written in.
 
-Two modules implement `InstructionSet`: `r2ccl.kernels.cuda.primitives` in inline PTX for a GPU,
-`r2ccl.kernels.cuda.twins` in NumPy for the simulator. Must not import either.
+Two modules implement `InstructionSet`: `r2ccl.kernels.cuda.primitives` in inline PTX for a GPU, and
+`r2ccl.kernels.cuda.twins` in NumPy for the simulator.
 
-A *lane* is the unit of arithmetic: one or two registers. Invariant: a lane holds one element, or
-several independent ones; unused bits are zero.
+A *lane* is the unit of arithmetic: one or two registers. Invariant: a lane holds one element or
+several independent elements; unused bits are zero.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from typing import Any, Protocol
 
 Function = Callable[..., Any]
 
-#: Bytes of a vector, which one thread moves at once.
+#: Size in bytes of a vector, the unit that a thread loads or stores at once.
 VECTOR = 16
 
-#: Kinds of lanes and their bytes. ``x2`` are two registers, as a tuple: a complex number, or two
-#: halves in float32. Halves and integers of 8 and 16 bits lie packed in ``u32``. A routine also
-#: takes and returns tuples of them: ``f32[4]`` is one of four, ``f32[4][2]`` two of those.
+#: Lane types and their sizes in bytes. ``x2`` means two registers, as a tuple: a complex number, or
+#: two 16-bit floats as float32. 16-bit floats and integers of 8 and 16 bits are packed in ``u32``.
+#: A routine also accepts and returns tuples of lanes: ``f32[4]`` is a tuple of four, ``f32[4][2]``
+#: a tuple of two such tuples.
 LANES = {"u32": 4, "u64": 8, "f32": 4, "f64": 8, "f32x2": 8, "f64x2": 16}
 
-#: Instructions: their result and operands. Everything is rounded to nearest, ties to even, once;
-#: subnormal numbers are numbers; a minimum or maximum is NaN where either operand is, and -0 is
-#: below +0 (PTX ISA, ``min`` and ``max``). ``narrow`` rounds, ``widen`` is exact; division of
-#: integers truncates toward zero; ``advance`` is an addition that compilers do not see through.
+#: Instructions, with the types of their result and operands. Results are rounded once, to nearest,
+#: ties to even. Subnormal numbers are not flushed to zero. A minimum or maximum is NaN if either
+#: operand is, and -0 is below +0 (PTX ISA, ``min`` and ``max``). ``narrow`` rounds, ``widen`` is
+#: exact. Integer division truncates toward zero. ``advance`` is an addition that compilers cannot
+#: analyse.
 INSTRUCTIONS: dict[str, tuple[str, ...]] = {
     **{f"{name}.{kind}": (kind, kind, kind)
        for name in ("add", "mul", "div", "min", "max") for kind in ("f32", "f64")},
@@ -40,30 +42,33 @@ INSTRUCTIONS: dict[str, tuple[str, ...]] = {
 
 
 class InstructionSet(Protocol):
-    """Provides the functions that kernels call."""
+    """Interface to the functions that kernels call; each method returns such a function."""
 
     def instruction(self, name: str) -> Function:
-        """Return one of `INSTRUCTIONS`."""
+        """Return the function of one of `INSTRUCTIONS`."""
         ...
 
     def load_vector(self, lane: str) -> Function:
-        """Return ``load(address, offset)``: the lanes of `VECTOR` bytes, aligned to as many."""
+        """Return ``load(address, offset)``, which loads the lanes of one aligned vector."""
         ...
 
     def store_vector(self, lane: str) -> Function:
-        """Return ``store(address, offset, lanes)``."""
+        """Return ``store(address, offset, lanes)``, which stores one aligned vector."""
         ...
 
     def load_element(self, lane: str, itemsize: int) -> Function:
-        """Return ``load(address, offset)``: the lane of one element, aligned as its parts are."""
+        """Return ``load(address, offset)``, which loads one element into a lane.
+
+        The address must be aligned to the element, or to one part of a complex number.
+        """
         ...
 
     def store_element(self, lane: str, itemsize: int) -> Function:
-        """Return ``store(address, offset, lane)``; what a lane holds besides it is left out."""
+        """Return ``store(address, offset, lane)``, which stores the first element of a lane."""
         ...
 
     def routine(self, function: Function, result: str, *operands: str) -> Function:
-        """Make a Python function of these types callable from a kernel."""
+        """Return a Python function with the given types in a form that kernels can call."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Arguments of kernels: the addresses they accept, and C types.
+"""Arguments of kernels: checks of addresses, and values with their C types.
 
-Values only. Must not import Numba. Invariant: the arguments are in the order of
-`r2ccl.kernels.cuda.template.parameters`, then the two numbers.
+Invariant: the arguments are in the order of `r2ccl.kernels.cuda.template.parameters`, followed by
+the factor and the divisor. This module must not import Numba.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ _C_TYPES: dict[str, type[ctypes._SimpleCData[Any]]] = {
 
 
 def check_addresses(form: Form, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Refuse addresses that a kernel would fail on.
+    """Refuse addresses that would make a kernel fail.
 
     Raises
     ------
     InvalidArgument
-        See `Launcher.launch`.
+        If the form has a table, the number of inputs or outputs is wrong, or an address is not
+        aligned.
     """
     if form.has_table:
-        raise InvalidArgument(f"{form.name} finds addresses in a table: use launch_from_table")
+        raise InvalidArgument(f"{form.name} reads addresses from a table; use launch_from_table")
     if len(sources) != form.ninputs or len(targets) != form.noutputs:
         raise InvalidArgument(
-            f"{len(sources)} inputs and {len(targets)} outputs for {form.name}: give "
+            f"{len(sources)} inputs and {len(targets)} outputs for {form.name}; pass "
             f"{form.ninputs} and {form.noutputs}"
         )
     alignment = _layout(form).alignment
@@ -54,22 +55,22 @@ def check_addresses(form: Form, sources: Sequence[int], targets: Sequence[int]) 
 def arguments(
     form: Form, addresses: Sequence[int], count: int, *, factor: float = 1.0, nranks: int = 1
 ) -> tuple[Argument, ...]:
-    """List a kernel's arguments.
+    """Return a kernel's arguments with their C types.
 
     Parameters
     ----------
     form : Form
     addresses : sequence of int
-        Of the inputs, then of the outputs; or of the table alone.
+        Addresses of the inputs, then of the outputs; or the address of the table only.
     count : int
-        Elements of an operand.
+        Number of elements of each operand.
     factor, nranks : float, int
-        See `Launcher.launch`.
+        Factor of a scaled form, and divisor of a divided form.
 
     Raises
     ------
     InvalidArgument
-        `nranks` is out of range.
+        If `nranks` is out of range.
     """
     if not 1 <= nranks < 1 << 31:
         raise InvalidArgument(f"nranks={nranks}: allowed is 1 to {(1 << 31) - 1}")
@@ -83,7 +84,7 @@ def arguments(
 
 
 class _Layout(NamedTuple):
-    """Bytes of an element, what its address is a multiple of, and the types of the two numbers."""
+    """Size and alignment of an element in bytes, and the C types of the factor and the divisor."""
 
     itemsize: int
     alignment: int
@@ -93,7 +94,7 @@ class _Layout(NamedTuple):
 
 @functools.cache
 def _layout(form: Form) -> _Layout:
-    # A complex number is aligned as its parts are.
+    # A complex number has the alignment of its parts.
     nparts = 2 if dtype_of(form.dtype_code).kind == "c" else 1
     factor, divisor = (_C_TYPES[kind] for kind in numbers_of(canonical(form)))
     return _Layout(form.itemsize, form.itemsize // nparts, factor, divisor)

@@ -1,17 +1,15 @@
-"""The instruction set of a GPU: inline PTX and routines that Numba compiles.
+"""Instruction set of a GPU: inline PTX, and routines that Numba compiles.
 
-Importing this module imports Numba. It implements
-`r2ccl.kernels.cuda.machine.InstructionSet`.
+The module implements `r2ccl.kernels.cuda.machine.InstructionSet`. Importing it imports Numba.
 
-Invariants: every floating-point instruction names its rounding, so that no compiler joins two of
-them into one; loads and stores keep the order they are written in. All of it runs from compute
-capability 8.0 on.
+Invariants: every floating-point instruction names its rounding mode, so no compiler fuses two of
+them; loads and stores keep their order in the source. Requires compute capability 8.0.
 
 References
 ----------
-PTX ISA, chapter "Instruction Set". bfloat16 is added and multiplied by ``fma.rn.bf16x2``, which
-compute capability 8.0 has, while ``add.rn.bf16x2`` needs 9.0: ``a * 1 + b`` is ``a + b`` and
-``a * b + (-0)`` is ``a * b``, exact before the one rounding, with the sign of every zero.
+PTX ISA, chapter "Instruction Set". bfloat16 sums and products use ``fma.rn.bf16x2``, which compute
+capability 8.0 has, because ``add.rn.bf16x2`` needs 9.0: ``a + b`` is ``a * 1 + b`` and ``a * b`` is
+``a * b + (-0)``, both exact before the single rounding, and with the right sign of zeros.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _TYPES: dict[str, Any] = {
     "f32x2": types.UniTuple(types.float32, 2),
     "f64x2": types.UniTuple(types.float64, 2),
 }
-#: How inline PTX names the register of an operand.
+#: Constraint letter of an operand's register in inline PTX.
 _LETTERS = {
     types.uint32: "r",
     types.int32: "r",
@@ -54,7 +52,7 @@ _ORDERED_F64 = (
     "selp.f64 $0, 0d7FF8000000000000, t, p;}}"
 )
 
-#: PTX of the instructions that are not called as here; ``$0`` is the result's first register.
+#: PTX of the instructions with another name or form in PTX; ``$0`` is the result's first register.
 _TEXTS = {
     "min.f32": _BINARY.format("min.NaN.f32"),
     "max.f32": _BINARY.format("max.NaN.f32"),
@@ -81,7 +79,7 @@ _TEXTS = {
 
 
 def type_of(kind: str) -> Any:
-    """Return Numba's type for a kind of `r2ccl.kernels.cuda.machine`, or tuples of it."""
+    """Return Numba's type for a lane type of `r2ccl.kernels.cuda.machine`, or for tuples of it."""
     name, *counts = kind.replace("]", "").split("[")
     made = _TYPES[name]
     for count in counts:
@@ -90,7 +88,7 @@ def type_of(kind: str) -> Any:
 
 
 def instruction(name: str) -> Function:
-    """See `InstructionSet`."""
+    """Implement `InstructionSet.instruction` with inline PTX."""
     result, *operands = (type_of(kind) for kind in INSTRUCTIONS[name])
     operation, kind = name.split(".")
     rounding = ".rn" if "f" in kind else ""
@@ -103,7 +101,7 @@ def instruction(name: str) -> Function:
 
 
 def load_vector(lane: str) -> Function:
-    """See `InstructionSet`."""
+    """Implement `InstructionSet.load_vector` with one vector load."""
     lanes = _vector(lane)
     registers = [f"${i}" for i in range(len(_leaves(lanes)))]
     text = f"ld.global.v{len(registers)}.{lane[:3]} {{{', '.join(registers)}}}, "
@@ -111,7 +109,7 @@ def load_vector(lane: str) -> Function:
 
 
 def store_vector(lane: str) -> Function:
-    """See `InstructionSet`."""
+    """Implement `InstructionSet.store_vector` with one vector store."""
     lanes = _vector(lane)
     registers = [f"${i + 1}" for i in range(len(_leaves(lanes)))]
     text = f"st.global.v{len(registers)}.{lane[:3]} [$0], {{{', '.join(registers)}}};"
@@ -119,26 +117,26 @@ def store_vector(lane: str) -> Function:
 
 
 def load_element(lane: str, itemsize: int) -> Function:
-    """See `InstructionSet`."""
+    """Implement `InstructionSet.load_element` with one load per register."""
     kind, nbytes, count = _registers(lane, itemsize)
     text = " ".join(f"ld.global.{kind} ${i}, [${count}+{i * nbytes}];" for i in range(count))
     return _access(text, _TYPES[lane])
 
 
 def store_element(lane: str, itemsize: int) -> Function:
-    """See `InstructionSet`."""
+    """Implement `InstructionSet.store_element` with one store per register."""
     kind, nbytes, count = _registers(lane, itemsize)
     text = " ".join(f"st.global.{kind} [$0+{i * nbytes}], ${i + 1};" for i in range(count))
     return _access(text, types.void, _TYPES[lane])
 
 
 def routine(function: Function, result: str, *operands: str) -> Function:
-    """See `InstructionSet`; Numba compiles it once, and NVVM joins it to its callers."""
+    """Implement `InstructionSet.routine`: Numba compiles once, NVVM inlines into the callers."""
     signature = type_of(result)(*(type_of(kind) for kind in operands))
     compiled: list[Any] = []
 
     def generate(context: Any, builder: Any, _: Any, values: Sequence[Any]) -> Any:
-        # Numba's own cache holds functions with equal code and other globals for the same.
+        # Numba's own cache would confuse functions with equal code and different globals.
         if not compiled:
             made = context.compile_subroutine(builder, function, signature, caching=False)
             compiled.append(made)
@@ -153,14 +151,14 @@ def _vector(lane: str) -> Any:
 
 
 def _registers(lane: str, itemsize: int) -> tuple[str, int, int]:
-    """Return the type of what an element's registers are in memory, its bytes, their number."""
+    """Return the PTX type and size in memory of an element's registers, and their number."""
     count = len(_leaves(_TYPES[lane]))
     nbytes = itemsize // count
     return f"{lane[0]}{8 * nbytes}", nbytes, count
 
 
 def _access(text: str, result: Any, *stored: Any) -> Function:
-    """Make a function of an address, an offset and what is stored, if anything is."""
+    """Return a function of an address, an offset and, for stores, the value to store."""
 
     def generate(context: Any, builder: Any, _: Any, values: Sequence[Any]) -> Any:
         address, offset, *rest = values
@@ -175,7 +173,7 @@ def _inline(
     context: Any, builder: Any, text: str, result: Any, operands: Sequence[Any],
     values: Sequence[Any], *, is_ordered: bool = False,
 ) -> Any:  # fmt: skip
-    """Write inline PTX; a tuple is as many registers as it has items."""
+    """Emit inline PTX; a tuple takes one register per item."""
     registers: list[Any] = []
     for kind, value in zip(operands, values, strict=True):
         registers += _flatten(builder, kind, value)
@@ -193,14 +191,14 @@ def _inline(
 
 
 def _returned(outputs: list[Any]) -> Any:
-    """Return what LLVM says inline PTX with these outputs returns."""
+    """Return the LLVM return type of inline PTX with these outputs."""
     if not outputs:
         return ir.VoidType()
     return outputs[0] if len(outputs) == 1 else ir.LiteralStructType(outputs)
 
 
 def _leaves(kind: Any) -> list[Any]:
-    """List the types of the registers of a value, which may be a tuple of tuples."""
+    """Return the register types of a value, which may be a tuple of tuples."""
     if kind is types.void:
         return []
     if isinstance(kind, types.BaseTuple):
@@ -209,7 +207,7 @@ def _leaves(kind: Any) -> list[Any]:
 
 
 def _flatten(builder: Any, kind: Any, value: Any) -> list[Any]:
-    """List the registers of a value."""
+    """Return the registers of a value, which may be a tuple of tuples."""
     if not isinstance(kind, types.BaseTuple):
         return [value]
     parts = cgutils.unpack_tuple(builder, value, len(kind))
@@ -221,14 +219,14 @@ def _flatten(builder: Any, kind: Any, value: Any) -> list[Any]:
 
 
 def _nest(builder: Any, kind: Any, registers: Iterator[Any]) -> Any:
-    """Undo `_flatten`."""
+    """Build a value of type `kind` from its registers; the inverse of `_flatten`."""
     if not isinstance(kind, types.BaseTuple):
         return next(registers)
     return cgutils.pack_array(builder, [_nest(builder, part, registers) for part in kind])
 
 
 def _intrinsic(signature: Any, generate: Function) -> Function:
-    """Make an intrinsic of one signature; Numba wants each argument named."""
+    """Return an intrinsic with one signature; Numba requires named arguments."""
 
     def unary(typing_context: Any, a: Any) -> Any:
         return signature, generate

@@ -1,10 +1,11 @@
-"""PTX of the kernels: compiled by Numba once, then read from a cache on disk.
+"""PTX of the kernels: compiled by Numba once, then read from a disk cache.
 
-Numba, half a second to import and as long to compile, is imported only for a kernel that the cache
-lacks. Sees files and no GPU.
+Numba takes half a second to import and as long to compile a kernel, so it is imported only for a
+kernel that the cache lacks. No GPU is needed.
 
-Invariant: what the cache gives is what compiling would give. An entry's name covers the form, the
-target, the sources of this package and the compiler's version; its first line covers the rest.
+Invariant: the cache returns exactly the PTX that compiling would give. The file name of an entry is
+a digest of the form, the target, the sources of this package and the compiler's version; its first
+line is a digest of the PTX.
 """
 
 from __future__ import annotations
@@ -26,48 +27,48 @@ from r2ccl.kernels.cuda.form import Form, canonical
 
 _log = logging.getLogger(__name__)
 
-#: Threads of a block.
+#: Threads per block.
 NTHREADS = 256
-#: Blocks that a multiprocessor has room for at once, at least: 64 registers for each thread, so
-#: that none is spilled where ptxas would rather have more threads.
+#: Least number of resident blocks per multiprocessor. It leaves 64 registers per thread, so ptxas
+#: does not spill registers to fit more threads.
 NBLOCKS_AT_ONCE = 4
 
-#: Compute capabilities that kernels are compiled for, and the oldest PTX ISA that has each. Numba
-#: writes the newest it knows, which drivers older than its compiler refuse; kernels need no more
-#: than 7.0 (``cvt.rn.bf16x2.f32``, ``min.NaN``).
+#: Compute capabilities that kernels are compiled for, and the oldest PTX ISA version that supports
+#: each. Numba writes the newest version it knows, which drivers older than its compiler refuse.
+#: The kernels themselves need only 7.0 (``cvt.rn.bf16x2.f32``, ``min.NaN``).
 TARGETS: dict[tuple[int, int], str] = {(8, 0): "7.0", (9, 0): "7.8", (10, 0): "8.6"}
 
 
 class Ptx(msgspec.Struct, frozen=True):
-    """A kernel's PTX, and the name of its entry."""
+    """PTX of a kernel, and the name of its entry."""
 
     text: bytes
     entry: str
 
 
 def target_of(capability: tuple[int, int]) -> tuple[int, int]:
-    """Return the target whose PTX a GPU runs: the newest that is not newer than the GPU.
+    """Return the newest of `TARGETS` that a GPU of this compute capability can run.
 
     Raises
     ------
     InvalidArgument
-        The GPU is older than all of them.
+        If the GPU is older than all targets.
     """
     fitting = [target for target in TARGETS if target <= capability]
     if not fitting:
         oldest = ".".join(map(str, min(TARGETS)))
         given = ".".join(map(str, capability))
         raise InvalidArgument(
-            f"a GPU of compute capability {given}: kernels need {oldest}; keep the data in host "
-            "memory"
+            f"GPU of compute capability {given}; kernels need at least {oldest}; keep the data in "
+            "host memory"
         )
     return max(fitting)
 
 
 def cache_directory(env: Mapping[str, str]) -> Path | None:
-    """Return where compiled kernels are kept: as XDG says, or None if there is no home."""
+    """Return the disk cache of kernels, by the XDG rules; None without a home directory."""
     base = env.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # the specification has relative ones ignored
+    if os.path.isabs(base):  # by the XDG specification, relative paths are ignored
         return Path(base, "r2ccl", "ptx")
     try:
         return Path.home() / ".cache" / "r2ccl" / "ptx"
@@ -77,28 +78,29 @@ def cache_directory(env: Mapping[str, str]) -> Path | None:
 
 
 def ptx_of(form: Form, capability: tuple[int, int], directory: Path | None) -> Ptx:
-    """Return the PTX of a form, compiled or from the cache.
+    """Return the PTX of a form, from the disk cache or compiled.
 
     Parameters
     ----------
     form : Form
-        Forms with one `canonical` form have one PTX.
+        Form of the kernel. Forms with the same `canonical` form have the same PTX.
     capability : tuple of int
         Compute capability of the GPU, such as ``(9, 0)``.
     directory : Path or None
-        The cache, see `cache_directory`; None: compile.
+        The disk cache, see `cache_directory`; None: always compile.
 
     Raises
     ------
     InvalidArgument
-        As `target_of`.
+        If the GPU is too old, see `target_of`.
     TransportError
-        numba-cuda is missing, or does not find NVIDIA's compiler; ``status`` is ``"NO_CUDA"``.
+        If numba-cuda is missing or does not find NVIDIA's compiler; ``status`` is ``"NO_CUDA"``.
 
     Notes
     -----
-    *Cost*: 0.2 ms from the cache; else 0.2 to 0.5 s, and 1 s more the first time in a process.
-    A cache that cannot be written or is damaged is logged at INFO, and the kernel compiled.
+    *Cost*: 0.2 ms from the cache; otherwise 0.2 to 0.5 s, plus 1 s the first time in a process.
+    If the cache cannot be written or an entry is damaged, this is logged at INFO and the kernel is
+    compiled.
     """
     target = target_of(capability)
     shared = canonical(form)
@@ -118,7 +120,7 @@ def _digest(form: Form, target: tuple[int, int]) -> str:
 
 @functools.cache
 def _sources() -> str:
-    """Digest the modules of this package."""
+    """Return a digest of the source files of this package."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
@@ -130,29 +132,29 @@ def _compiler() -> str:
         return importlib.metadata.version("numba-cuda")
     except importlib.metadata.PackageNotFoundError as exc:
         raise TransportError(
-            "numba-cuda, which compiles kernels for a GPU, is not installed: "
-            "`pip install r2ccl[gpu]`",
+            "numba-cuda, which compiles kernels for a GPU, is not installed; "
+            "run `pip install r2ccl[gpu]`",
             status="NO_CUDA",
         ) from exc
 
 
 def _read(path: Path) -> bytes | None:
-    """Read an entry; None if there is none, or a damaged one."""
+    """Return the PTX of a cache entry; None if the entry is missing, unreadable or damaged."""
     try:
         head, _, text = path.read_bytes().partition(b"\n")
     except FileNotFoundError:
         return None
     except OSError as exc:
-        _log.info("cannot read the compiled kernel %s: %s", path, exc)
+        _log.info("cannot read cached kernel %s: %s; compiling it again", path, exc)
         return None
     if head == _seal(text):
         return text
-    _log.info("the compiled kernel %s is damaged: it is compiled again", path)
+    _log.info("cached kernel %s is damaged; compiling it again", path)
     return None
 
 
 def _write(path: Path, text: bytes) -> None:
-    """Write an entry; others see all of it or nothing."""
+    """Write a cache entry atomically: other processes see all of it or nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -160,7 +162,7 @@ def _write(path: Path, text: bytes) -> None:
             whole.write_bytes(_seal(text) + b"\n" + text)
             whole.replace(path)
     except OSError as exc:
-        _log.info("cannot keep the compiled kernel %s: %s", path, exc)
+        _log.info("cannot write kernel %s to the disk cache: %s", path, exc)
 
 
 def _seal(text: bytes) -> bytes:
@@ -174,14 +176,15 @@ def _compile(form: Form, target: tuple[int, int]) -> bytes:
         text, entry = compile_kernel(form, target, (NTHREADS, NBLOCKS_AT_ONCE))
     except (ImportError, RuntimeError) as exc:  # a library of NVIDIA's compiler is not found
         raise TransportError(
-            f"{form.name} cannot be compiled ({exc}): `pip install r2ccl[gpu]` brings the compiler",
+            f"{form.name} cannot be compiled ({exc}); install the compiler with "
+            "`pip install r2ccl[gpu]`",
             status="NO_CUDA",
         ) from exc
     return _tidy(text, entry, form.name, TARGETS[target])
 
 
 def _tidy(text: str, entry: str, name: str, version: str) -> bytes:
-    """Give Numba's PTX our entry's name and the oldest version; leave out what it never uses."""
+    """Rename the entry of Numba's PTX, lower its PTX version and drop unused declarations."""
     body = text[text.index(".version") :].replace(entry, name)
     body = re.sub(r"^\.version .*$", f".version {version}", body, count=1, flags=re.MULTILINE)
     return re.sub(r"^\.common .*NumbaEnv.*\n", "", body, flags=re.MULTILINE).encode()

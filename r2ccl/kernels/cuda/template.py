@@ -1,17 +1,19 @@
-"""The one kernel: its source for a form, and the function made of it for a machine.
+"""Generates the source of the kernel for a form, and builds a function from it for a machine.
 
-The source is flat and calls nothing but what the machine gives: a function of the GPU that another
-calls Numba compiles only where a GPU is present, or joins to its callers at ten times the cost.
+The source is flat: the kernel calls only functions that the instruction set provides. Numba
+compiles other device functions only on a machine with a GPU, or inlines them at ten times the cost.
 
-A thread takes every `nthreads`-th vector; where there is enough, several at once, all of them read
-before one is written, so that many reads are under way. Before the first and after the last
-multiple of 16 bytes, and everywhere if inputs and outputs do not share these, it takes single
-elements. An output may be exactly an input: nobody else reads what a thread writes.
+A thread processes every `nthreads`-th vector. If there are enough vectors, it processes several at
+once and reads all of them before it writes one, so that many reads are in flight. It processes
+single elements before the first and after the last multiple of 16 bytes, and everywhere if the
+operands have different offsets from a multiple of 16 bytes. An output may be exactly an input,
+because no other thread reads what a thread writes.
 
-A loop goes on by ``advance``, an addition that the compiler does not see: where it does, it unrolls
-the loop once more, after a division of 64 bits to learn how often it runs.
+Loops advance by ``advance``, an addition that the compiler cannot analyse. Otherwise the compiler
+would unroll the loop once more, after a 64-bit division that computes the number of iterations.
 
-Must not import Numba. Invariant: operands are combined from the left, in the order of the inputs.
+Invariant: operands are combined from the left, in the order of the inputs. This module must not
+import Numba.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ from r2ccl.kernels.cuda.arithmetic import arithmetic, lane_of, numbers_of
 from r2ccl.kernels.cuda.form import Form
 from r2ccl.kernels.cuda.machine import LANES, VECTOR, Function, InstructionSet
 
-#: Reads that a thread has under way at once, if its inputs are so few: 8 of 16 bytes by 1,024
-#: threads are 128 KiB, over three times what 4.8 TB/s and 1 us ask of each of 132 multiprocessors.
+#: Reads that a thread keeps in flight, if `_MOST_AT_ONCE` units per input allow as many. 8 reads of
+#: 16 bytes by 1,024 threads are 128 KiB, over three times the bandwidth-delay product of one of 132
+#: multiprocessors at 4.8 TB/s and 1 us.
 _READS = 8
+#: Most units of each input that a thread reads before it writes one.
 _MOST_AT_ONCE = 4
 
 
 class _Unit(NamedTuple):
-    """Unit that a thread moves at once: a vector of lanes, or one element, which is one lane."""
+    """Unit that a thread loads or stores at once: a vector of lanes, or one element in one lane."""
 
     name: str
     nbytes: int
@@ -41,9 +45,9 @@ class _Unit(NamedTuple):
 
 
 def source(form: Form) -> str:
-    """Write the kernel of a canonical form in Python, and before it what it does to one unit.
+    """Return the Python source of a canonical form's kernel, with its functions of one unit.
 
-    Its arguments are `parameters`, then ``factor`` and ``divisor``.
+    The kernel's arguments are `parameters`, then ``factor`` and ``divisor``.
     """
     element, vector = _units(form)
     lines = [
@@ -60,33 +64,33 @@ def source(form: Form) -> str:
 
 
 def parameters(form: Form) -> list[str]:
-    """Name a kernel's arguments of 64 bits.
+    """Return the names of a kernel's 64-bit arguments.
 
-    They are the addresses of the inputs, then of the outputs, or that of the table which has them,
-    and ``nbytes`` of each.
+    They are the addresses of the inputs, then of the outputs, or the address of the table with
+    these addresses; and ``nbytes``, the size of each operand.
     """
     return [*(["table"] if form.has_table else _operands(form)), "nbytes"]
 
 
 def units_at_once(form: Form) -> int:
-    """Say how many units of each input a thread reads before it writes one."""
-    most = _MOST_AT_ONCE // 2 if form.is_divided else _MOST_AT_ONCE  # division takes registers
+    """Return how many units of each input a thread reads before it writes one."""
+    most = _MOST_AT_ONCE // 2 if form.is_divided else _MOST_AT_ONCE  # division needs registers
     return max(1, min(most, _READS // form.ninputs))
 
 
 def build(form: Form, machine: InstructionSet, cuda: Any) -> Function:
-    """Make the kernel of a canonical form.
+    """Build the kernel function of a canonical form.
 
     Parameters
     ----------
     form : Form
     machine : InstructionSet
     cuda : module
-        ``numba.cuda``, or the simulator in its place.
+        ``numba.cuda``, or its simulator.
     """
     lines = source(form)
     name = f"<{form.name}>"
-    # Where Numba and tracebacks look for the lines of a function.
+    # Numba and tracebacks look up the source lines of a function in `linecache`.
     linecache.cache[name] = (len(lines), None, lines.splitlines(keepends=True), name)
     calls = arithmetic(form, machine)
     scope: dict[str, Any] = {
@@ -127,7 +131,7 @@ def _operands(form: Form) -> list[str]:
 
 
 def _work(form: Form) -> list[str]:
-    """Write all that is done to the operands."""
+    """Return the lines that process all operands: head, body and tail."""
     element, vector = _units(form)
     at_once = units_at_once(form)
     return [
@@ -139,7 +143,7 @@ def _work(form: Form) -> list[str]:
 
 
 def _look_up(operands: list[str]) -> list[str]:
-    """Write how the addresses are read: once a block, for the table may lie in host memory."""
+    """Return the lines that read the table, once per block, because host memory is slow to read."""
     return [
         f"    table_of_block = cuda.shared.array({len(operands)}, int64)",
         "    i = cuda.threadIdx.x",
@@ -148,14 +152,14 @@ def _look_up(operands: list[str]) -> list[str]:
         "        i += cuda.blockDim.x",
         "    cuda.syncthreads()",
         *(f"    {name} = table_of_block[{i}]" for i, name in enumerate(operands)),
-        # Whoever fills the table gave up.
+        # The first address is 0 if the filling of the table was given up.
         f"    if {operands[0]} == 0:",
         "        nbytes = int64(0)",
     ]
 
 
 def _split(form: Form) -> list[str]:
-    """Write where vectors begin and end: nowhere if the addresses do not allow any."""
+    """Return the lines that compute where vectors begin and end; they are empty if not aligned."""
     first, *rest = _operands(form)
     differ = " | ".join(f"({name} ^ {first})" for name in rest)
     return [
@@ -169,12 +173,12 @@ def _split(form: Form) -> list[str]:
 
 
 def _sweep(form: Form, unit: _Unit, begin: str, end: str, at_once: int) -> list[str]:
-    """Write the loops over the units from `begin` to `end`, in bytes."""
+    """Return the lines of the loops over the units from `begin` to `end`, in bytes."""
     lines = [
         f"    step = {unit.nbytes} * nthreads",
         f"    at = {begin} + {unit.nbytes} * thread",
     ]
-    for number in dict.fromkeys((at_once, 1)):  # what is left over goes one by one
+    for number in dict.fromkeys((at_once, 1)):  # remaining units are processed one by one
         last = f" + {number - 1} * step" if number > 1 else ""
         lines.append(f"    while at{last} < {end}:")
         places = ["at", *(f"at{i}" for i in range(1, number))]
@@ -196,7 +200,7 @@ def _sweep(form: Form, unit: _Unit, begin: str, end: str, at_once: int) -> list[
 
 
 def _result_of(form: Form, unit: _Unit) -> list[str]:
-    """Write the function from the inputs of one unit to what is stored."""
+    """Return the lines of the function that computes one unit of the result."""
     inputs = [f"inputs[{i}]" for i in range(form.ninputs)]
     if unit.name == "vector":
         lanes = (_lane(form, [f"{each}[{i}]" for each in inputs]) for i in range(unit.nlanes))
@@ -207,7 +211,7 @@ def _result_of(form: Form, unit: _Unit) -> list[str]:
 
 
 def _lane(form: Form, inputs: list[str]) -> str:
-    """Write the expression of one lane."""
+    """Return the expression of one lane of the result."""
     value = ""
     for i, each in enumerate(inputs):
         if form.is_scaled and not (i == 0 and form.is_resumed):

@@ -1,9 +1,9 @@
-"""The instruction set in plain Python, for Numba's simulator, on addresses of host memory.
+"""Instruction set in plain Python for Numba's simulator, on host memory.
 
-It implements `r2ccl.kernels.cuda.machine.InstructionSet` with NumPy's scalars, one thread at a
-time. Slow, and used only when asked for. Must not import Numba.
+The module implements `r2ccl.kernels.cuda.machine.InstructionSet` with NumPy scalars, one thread at
+a time. It is slow and used only on request. It must not import Numba.
 
-Invariant: an access that a GPU would refuse, because its address is not aligned, raises here.
+Invariant: an access at an unaligned address, which a GPU would refuse, raises an error here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HALVES: dict[str, Any] = {"f16x2": np.float16, "bf16x2": ml_dtypes.bfloat16}
 
 
 def instruction(name: str) -> Function:
-    """See `InstructionSet`; like a GPU it does not warn of what overflows."""
+    """Implement `InstructionSet.instruction`; like a GPU, without warnings about overflow."""
     quiet: Function = np.errstate(all="ignore")(_instruction(*name.split(".")))
     return quiet
 
@@ -50,7 +50,7 @@ def _instruction(operation: str, kind: str) -> Function:
 
 
 def load_vector(lane: str) -> Function:
-    """See `InstructionSet`."""
+    """Implement `InstructionSet.load_vector`."""
     scalar, nregisters = _SCALARS[lane[:3]], _nregisters(lane)
 
     def load(address: int, offset: int) -> tuple[Any, ...]:
@@ -63,7 +63,7 @@ def load_vector(lane: str) -> Function:
 
 
 def store_vector(lane: str) -> Function:
-    """See `InstructionSet`."""
+    """Implement `InstructionSet.store_vector`."""
     scalar = _SCALARS[lane[:3]]
 
     def store(address: int, offset: int, lanes: tuple[Any, ...]) -> None:
@@ -73,7 +73,7 @@ def store_vector(lane: str) -> Function:
 
 
 def load_element(lane: str, itemsize: int) -> Function:
-    """See `InstructionSet`."""
+    """Implement `InstructionSet.load_element`."""
     scalar, nregisters = _SCALARS[lane[:3]], _nregisters(lane)
     stored = _stored(lane, itemsize)
 
@@ -85,7 +85,7 @@ def load_element(lane: str, itemsize: int) -> Function:
 
 
 def store_element(lane: str, itemsize: int) -> Function:
-    """See `InstructionSet`."""
+    """Implement `InstructionSet.store_element`."""
     stored, nregisters = _stored(lane, itemsize), _nregisters(lane)
 
     def store(address: int, offset: int, value: Any) -> None:
@@ -95,7 +95,7 @@ def store_element(lane: str, itemsize: int) -> Function:
 
 
 def routine(function: Function, result: str, *operands: str) -> Function:
-    """See `InstructionSet`: the function itself."""
+    """Implement `InstructionSet.routine` by returning the function unchanged."""
     return function
 
 
@@ -104,12 +104,12 @@ def _nregisters(lane: str) -> int:
 
 
 def _stored(lane: str, itemsize: int) -> Any:
-    """Return the type that a register of an element has in memory."""
+    """Return the NumPy type in memory of one register of an element."""
     return np.dtype(f"{lane[0]}{itemsize // _nregisters(lane)}").type
 
 
 def _memory(address: int, scalar: Any, count: int, alignment: int = 0) -> Any:
-    """View `count` values of memory."""
+    """Return an array of `count` values at an address; raise if the address is not aligned."""
     nbytes = scalar().itemsize
     if address % (alignment or nbytes):
         raise InternalError(f"address {address:#x} is not aligned to {alignment or nbytes} bytes")
@@ -117,7 +117,7 @@ def _memory(address: int, scalar: Any, count: int, alignment: int = 0) -> Any:
 
 
 def _packed(function: Function, half: Any, a: Any, b: Any) -> Any:
-    """Apply a function to both halves of two words."""
+    """Apply a function to both 16-bit floats in each of two words."""
     left, right = (np.array([word], np.uint32).view(half) for word in (a, b))
     return function(left, right).astype(half).view(np.uint32)[0]
 
@@ -146,7 +146,7 @@ def _fused_multiply_add(a: Any, b: Any, c: Any) -> Any:
 
 
 def _rounded(exact: Fraction, scalar: Any) -> Any:
-    """Round to nearest, ties to even; rounding to float64 first may have missed by one place."""
+    """Round to nearest, ties to even, without the double rounding of a conversion over float64."""
     try:
         near = scalar(float(exact))
     except OverflowError:

@@ -87,7 +87,7 @@ def test_assumptions_are_said_and_too_few_lanes_are_a_warning(
     assert warning.says == "0000:1b:00.0: uses 8 of 16 PCIe lanes"
     assert warning.fix == "reseat the card"
     (assumed,) = (finding for finding in said if finding.level == "skipped")
-    assert assumed.says == "eno3: rate unknown, taken for 10 Gbit/s"
+    assert assumed.says == "eno3: rate unknown, assuming 10 Gbit/s"
 
 
 # The file

@@ -72,7 +72,7 @@ def test_a_lost_nics_load_goes_over_nvlink_to_another_gpus_nic(load: Load) -> No
         distance=Distance.PXN,
         bandwidth_mbps=384_000,
         share_mbps=192_000,
-        why="mlx5_0:1 is lost; directly it would get no more, and pass a processor (PHB)",
+        why="mlx5_0:1 is lost; a direct route gives no more and passes a processor (PHB)",
     )
     assert homes(after[1:]) == homes(routes[1:])
     assert [route.share_mbps // 8000 for route in after] == [24, 24, 48, 48, 48, 48, 48, 48]
@@ -88,7 +88,7 @@ def test_nvlink_beats_crossing_sockets(load: Load) -> None:
     assert {route.distance for route in moved} == {Distance.PXN}
     # Four flows over the one link between the sockets would get a quarter of 22 GB/s each.
     assert {route.share_mbps // 8000 for route in after} == {24}
-    assert "directly it would get 22.0 GB/s (SYS)" in moved[0].why
+    assert "a direct route gives 22.0 GB/s (SYS)" in moved[0].why
 
 
 def test_without_nvlink_the_machine_uses_the_near_socket_first(load: Load) -> None:
@@ -318,7 +318,7 @@ def test_a_gpu_with_few_lanes_sends_over_its_neighbours(tmp_path: Path) -> None:
     first, second = Affinity(machine).assign()
     assert (first.via, second.via, second.port) == (None, one, "mlx5_1:1")
     assert second.share_mbps == 96_000
-    assert second.why == "first choice; directly it would get 3.0 GB/s (PIX)"
+    assert second.why == "first choice; a direct route gives 3.0 GB/s (PIX)"
 
 
 # Without GPUs
@@ -380,7 +380,7 @@ def test_a_route_tells_people_what_it_is(load: Load) -> None:
     after = affinity.reroute(routes, dict.fromkeys(COMPUTE[:4], 0))
     assert str(after[0]) == (
         f"GPU {H100[0]} to mlx5_6:1 through GPU {H100[4]} (PXN, 24.0 of 48.0 GB/s): mlx5_0:1 is "
-        "lost; directly it would get 22.0 GB/s (SYS)"
+        "lost; a direct route gives 22.0 GB/s (SYS)"
     )
 
 
@@ -526,4 +526,4 @@ def test_the_page_shows_what_is_printed(load: Load) -> None:
     halves = affinity.reroute(affinity.assign(), lost)[0].share_mbps / 8000
     quarters = without.reroute(without.assign(), lost)[0].share_mbps / 8000
     assert f"({halves:g} GB/s) of the other socket" in page.replace("\n", " ")
-    assert f"the link between the sockets would give it {quarters:g}." in page.replace("\n", " ")
+    assert f"the sockets would give each GPU {quarters:g} GB/s." in page.replace("\n", " ")

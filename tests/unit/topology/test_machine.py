@@ -71,15 +71,15 @@ def test_parts_are_in_one_order_whatever_order_they_come_in() -> None:
     ("parts", "message"),
     [
         ({"nodes": []}, "without a NUMA node"),
-        ({"nodes": [NODE, NODE]}, "NUMA node 0 is there twice"),
-        ({"pci": [device(A), device(A)]}, f"PCI device {A} is there twice"),
-        ({"gpus": [Gpu(A), Gpu(A)], "pci": [device(A)]}, f"GPU {A} is there twice"),
-        ({"ports": [NicPort("eth0", 0, "", 0, 1)] * 2}, "NIC port eth0 is there twice"),
-        ({"pci": [device(A, node=3)]}, "NUMA node 3 is referred to"),
-        ({"pci": [device(A, B)]}, f"PCI device {B} is referred to"),
-        ({"gpus": [Gpu(A)]}, f"PCI device {A} is referred to"),
-        ({"ports": [PORT]}, f"PCI device {NIC} is referred to"),
-        ({"nvlinks": [NvLink(A, B, LinkEnd.GPU, 1)]}, f"GPU {A} is referred to"),
+        ({"nodes": [NODE, NODE]}, "NUMA node 0 occurs twice"),
+        ({"pci": [device(A), device(A)]}, f"PCI device {A} occurs twice"),
+        ({"gpus": [Gpu(A), Gpu(A)], "pci": [device(A)]}, f"GPU {A} occurs twice"),
+        ({"ports": [NicPort("eth0", 0, "", 0, 1)] * 2}, "NIC port eth0 occurs twice"),
+        ({"pci": [device(A, node=3)]}, "NUMA node 3 is missing"),
+        ({"pci": [device(A, B)]}, f"PCI device {B} is missing"),
+        ({"gpus": [Gpu(A)]}, f"PCI device {A} is missing"),
+        ({"ports": [PORT]}, f"PCI device {NIC} is missing"),
+        ({"nvlinks": [NvLink(A, B, LinkEnd.GPU, 1)]}, f"GPU {A} is missing"),
     ],
 )
 def test_a_machine_without_sense_is_refused(parts: dict[str, list[object]], message: str) -> None:
@@ -91,11 +91,11 @@ def test_asking_for_what_is_not_there_lists_what_is() -> None:
     machine = Machine.of([NODE], [device(A), device(NIC)], [Gpu(A)], [PORT])
     assert machine.gpu(A) == Gpu(A)
     assert machine.port("mlx5_0:1") == PORT
-    with pytest.raises(InvalidArgument, match=rf"no GPU '{B}' in this machine; there is {A}"):
+    with pytest.raises(InvalidArgument, match=rf"no GPU '{B}' in this machine; it has {A}"):
         machine.gpu(B)
-    with pytest.raises(InvalidArgument, match=r"no NIC port 'mlx5_0'.*there is mlx5_0:1"):
+    with pytest.raises(InvalidArgument, match=r"no NIC port 'mlx5_0'.*it has mlx5_0:1"):
         machine.port("mlx5_0")
-    with pytest.raises(InvalidArgument, match=r"no GPU .*there is none"):
+    with pytest.raises(InvalidArgument, match=r"no GPU .*it has none"):
         Machine.of([NODE]).gpu(A)
 
 

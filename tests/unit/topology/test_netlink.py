@@ -89,7 +89,7 @@ def test_a_dump_torn_by_a_change_is_repeated(monkeypatch: pytest.MonkeyPatch) ->
     good = (netlink.RTM_NEWLINK, 0, 0, b"good")
     route = scripted(monkeypatch, [torn, DONE], [good, DONE])
     assert [bytes(each.body) for each in route.dump(netlink.RTM_GETLINK, b"")] == [b"good"]
-    with pytest.raises(OSError, match="changed during each"):
+    with pytest.raises(OSError, match="changed during all"):
         scripted(monkeypatch, *[[torn, DONE]] * 10).dump(netlink.RTM_GETLINK, b"")
 
 

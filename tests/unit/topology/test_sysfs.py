@@ -108,10 +108,10 @@ def test_a_virtual_machine_that_tells_little(tmp_path: Path) -> None:
     assert {(device.speed_mtps, device.width) for device in machine.pci} == {(8_000, 16)}
     assert {port.speed_mbps for port in machine.ports} == {10_000}
     assert machine.remarks == (
-        "0000:00:03.0: PCIe link not described, taken for PCIe 3, 16 lanes",
-        "0000:00:04.0: PCIe link not described, taken for PCIe 3, 16 lanes",
-        "eth0: rate unknown, taken for 10 Gbit/s",
-        "eth1: rate unknown, taken for 10 Gbit/s",
+        "0000:00:03.0: PCIe link unknown, assuming PCIe 3 with 16 lanes",
+        "0000:00:04.0: PCIe link unknown, assuming PCIe 3 with 16 lanes",
+        "eth0: rate unknown, assuming 10 Gbit/s",
+        "eth1: rate unknown, assuming 10 Gbit/s",
     )
 
 
@@ -147,7 +147,7 @@ def test_a_rate_that_is_not_known_is_assumed_from_the_other_end(dgx: Recorded, t
     put(dgx.function("0000:17:00.0") / "max_link_speed", text)
     machine = dgx.read()
     assert machine.device("0000:18:00.0").speed_mtps == 8_000
-    assert machine.remarks == ("0000:18:00.0: PCIe link not described, taken for PCIe 3, 16 lanes",)
+    assert machine.remarks == ("0000:18:00.0: PCIe link unknown, assuming PCIe 3 with 16 lanes",)
 
 
 @pytest.mark.parametrize("text", ["0", "255", "63", "", "x16", "-8"])
@@ -167,7 +167,7 @@ def test_a_node_that_is_not_known_is_the_first(dgx: Recorded, text: str) -> None
     below = ("0000:98:00.0", "0000:9a:00.0", "0000:9b:00.0", "0000:9d:00.0")
     assert {machine.device(bus_id).numa_node for bus_id in below} == {0}
     assert machine.port("mlx5_6:1").numa_node == 0
-    assert "0000:98:00.0: NUMA node unknown, taken for 0" in machine.remarks
+    assert "0000:98:00.0: NUMA node unknown, assuming 0" in machine.remarks
 
 
 def test_a_kernel_without_numa(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_kernel_without_numa(tmp_path: Path) -> None:
     machine = recorded.read()
     assert [(node.id, node.cpus) for node in machine.nodes] == [(0, tuple(range(24)))]
     assert machine.nodes[0].vendor == "GenuineIntel"
-    assert machine.remarks == ("no NUMA node with processors, taken for a single one",)
+    assert machine.remarks == ("no NUMA node with processors, assuming a single node",)
 
 
 def test_memory_without_processors_is_no_node(dgx: Recorded) -> None:
