@@ -14,16 +14,15 @@ import pickle
 import secrets
 import signal
 import socket
+import subprocess
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from multiprocessing import spawn
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from r2ccl.bootstrap.auth import SECRET_NBYTES
-from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
-from r2ccl.bootstrap.orphans import end_with
+from r2ccl.bootstrap.rank_server import RankRequest, command
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 
 #: Time for the ranks to exit by themselves, and time for them to exit after a signal.
@@ -119,62 +118,117 @@ def launch(
     except (pickle.PicklingError, AttributeError, TypeError) as exc:
         raise InvalidArgument(f"{fn!r} cannot be sent to another process: {exc}") from exc
     with LocalJob(nranks) as job:
-        ranks = [_start(job, rank, pickled, env or {}) for rank in range(nranks)]
+        started = _Ranks(job, pickled, env or {})
     deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     try:
-        return _collect(ranks, deadline, timeout_s)
+        return _collect(started, deadline, timeout_s)
     finally:
-        grace_s = _FAILURE_GRACE_S if time.monotonic() < deadline else 0.0
-        _end([process for process, _ in ranks], grace_s)
-        for _, results in ranks:
-            results.close()
+        started.end(_FAILURE_GRACE_S if time.monotonic() < deadline else 0.0)
 
 
-_Rank = tuple[SpawnProcess, Connection]
+class _Rank:
+    """One rank's process, a child of the server."""
+
+    def __init__(self, pid: int, results: Connection) -> None:
+        self.pid = pid
+        self.results = results
+        #: None while it runs.
+        self.exit_status: int | None = None
+        self._descriptor = os.pidfd_open(pid)
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal unless the process has exited."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signum)
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        os.close(self._descriptor)
+        self.results.close()
 
 
-def _start(job: LocalJob, rank: int, pickled: bytes, env: Mapping[str, str]) -> _Rank:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    listener = job.listener if rank == 0 else None
-    process = context.Process(
-        target=_run_rank,
-        args=({**env, **job.environment(rank)}, listener, pickled, theirs, os.getpid()),
-        name=f"r2ccl-rank-{rank}",
-    )
-    process.start()
-    theirs.close()
-    return process, ours
+class _Ranks:
+    """The processes of a job, forked by a server (`r2ccl.bootstrap.rank_server`).
 
+    Parameters
+    ----------
+    job : LocalJob
+    function : bytes
+        Pickled.
+    env : mapping
+        Further variables of all ranks.
+    """
 
-def _run_rank(
-    env: dict[str, str],
-    listener: socket.socket | None,
-    pickled: bytes,
-    results: Connection,
-    parent: int,
-) -> None:
-    end_with(parent)
-    os.environ.update(env)
-    if listener is not None:
-        os.environ[LISTEN_FD_VARIABLE] = str(listener.detach())
-    try:
-        outcome = (True, pickle.loads(pickled)(), "")
-        message = pickle.dumps(outcome)
-    except BaseException as exc:
-        message = _pickle_failure(exc)
-    results.send_bytes(message)
-    results.close()
+    def __init__(self, job: LocalJob, function: bytes, env: Mapping[str, str]) -> None:
+        preparation = spawn.get_preparation_data("r2ccl-rank")  # refuses a main that is imported
+        # A key that says so may be pickled only by multiprocessing itself.
+        preparation["authkey"] = bytes(preparation["authkey"])
+        pipes = [multiprocessing.Pipe(duplex=False) for _ in range(job.nranks)]
+        self._server, theirs = multiprocessing.Pipe()
+        passed = [theirs.fileno(), job.listener.fileno(), *(end.fileno() for _, end in pipes)]
+        self._process = subprocess.Popen(
+            command(theirs.fileno()),
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            pass_fds=passed,
+        )
+        request = RankRequest(
+            environments=[{**env, **job.environment(rank)} for rank in range(job.nranks)],
+            results=[end.fileno() for _, end in pipes],
+            listener=job.listener.fileno(),
+            preparation=preparation,
+            function=function,
+        )
+        theirs.close()
+        for _, end in pipes:
+            end.close()
+        self.ranks: list[_Rank] = []
+        try:
+            self._server.send_bytes(pickle.dumps(request))
+            pids = self._server.recv()
+        except (EOFError, OSError) as exc:
+            self.close()
+            raise R2cclError(
+                "launch: the process that forks the ranks ended early "
+                f"({describe_exit(self._process.returncode)}); look at its output"
+            ) from exc
+        self.ranks = [_Rank(pid, end) for pid, (end, _) in zip(pids, pipes, strict=True)]
+        self._server.send(None)
 
+    def join(self, timeout_s: float, rank: int | None = None) -> None:
+        """Wait until `rank`, by default every rank, has exited, or `timeout_s` is over."""
+        until_s = time.monotonic() + timeout_s
+        awaited = self.ranks if rank is None else [self.ranks[rank]]
+        while any(each.exit_status is None for each in awaited):
+            try:
+                if not self._server.poll(max(0.0, until_s - time.monotonic())):
+                    return
+                ended, status = self._server.recv()
+            except (EOFError, OSError):  # the server was killed, and its ranks with it
+                return
+            self.ranks[ended].exit_status = status
 
-def _pickle_failure(exc: BaseException) -> bytes:
-    text = "".join(traceback.format_exception(exc))
-    try:
-        message = pickle.dumps((False, exc, text))
-        pickle.loads(message)  # an exception with required arguments may fail only here
-    except Exception:
-        return pickle.dumps((False, R2cclError(f"{type(exc).__name__}: {exc}"), text))
-    return message
+    def end(self, grace_s: float) -> None:
+        """Wait for the ranks, which see a lost peer; then end them, first with SIGTERM."""
+        self.join(grace_s)
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            alive = [each for each in self.ranks if each.exit_status is None]
+            for each in alive:
+                each.send_signal(signum)
+            if alive:
+                self.join(_TERMINATION_GRACE_S)
+        self.close()
+
+    def close(self) -> None:
+        """Free everything; ends what still runs."""
+        self._server.close()
+        for each in self.ranks:
+            each.close()
+        try:
+            self._process.wait(_TERMINATION_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 class _RemoteTraceback(Exception):
@@ -184,32 +238,33 @@ class _RemoteTraceback(Exception):
         return f"\n\n{self.args[0]}"
 
 
-def _collect(ranks: Sequence[_Rank], deadline: float, timeout_s: float | None) -> list[Any]:
+def _collect(started: _Ranks, deadline: float, timeout_s: float | None) -> list[Any]:
     outcomes: dict[int, Any] = {}
-    waiting = {results: rank for rank, (_, results) in enumerate(ranks)}
+    waiting = {each.results: rank for rank, each in enumerate(started.ranks)}
     while waiting:
         left_s = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
         ready = multiprocessing.connection.wait(list(waiting), left_s)
         if not ready:
             raise TransportTimeout(
-                f"launch: ranks {sorted(waiting.values())} did not return within "
-                f"{timeout_s:g} s and were terminated"
+                f"launch: ranks {sorted(waiting.values())} did not return within {timeout_s:g} s "
+                "and were terminated"
             )
         for results in ready:
             assert isinstance(results, Connection)
             rank = waiting.pop(results)
-            outcomes[rank] = _outcome(rank, *ranks[rank])
-    return [outcomes[rank] for rank in range(len(ranks))]
+            outcomes[rank] = _outcome(rank, started)
+    return [outcomes[rank] for rank in range(len(started.ranks))]
 
 
-def _outcome(rank: int, process: SpawnProcess, results: Connection) -> Any:
+def _outcome(rank: int, started: _Ranks) -> Any:
+    process = started.ranks[rank]
     try:
-        is_good, value, text = pickle.loads(results.recv_bytes())
+        is_good, value, text = pickle.loads(process.results.recv_bytes())
     except EOFError:
-        process.join(_TERMINATION_GRACE_S)
+        started.join(_TERMINATION_GRACE_S, rank)
         raise R2cclError(
-            f"launch: rank {rank} (pid {process.pid}) exited without a result: "
-            f"{describe_exit(process.exitcode)}; look at its output"
+            f"launch: rank {rank} (pid {process.pid}) ended without a result: "
+            f"{describe_exit(process.exit_status)}; look at its output"
         ) from None
     if not is_good:
         raise value from _RemoteTraceback(f"rank {rank}:\n{text}")
@@ -225,22 +280,6 @@ def describe_exit(status: int | None) -> str:
             return f"signal {signal.Signals(-status).name}"
         return f"signal {-status}"
     return f"exit status {status}"
-
-
-def _end(processes: Sequence[SpawnProcess], grace_s: float) -> None:
-    """Let processes exit for `grace_s`, as they see the lost peer; then terminate or kill them."""
-    _join_all(processes, grace_s)
-    for stop in (SpawnProcess.terminate, SpawnProcess.kill):
-        alive = [process for process in processes if process.is_alive()]
-        for process in alive:
-            stop(process)
-        _join_all(alive, _TERMINATION_GRACE_S)
-
-
-def _join_all(processes: Sequence[SpawnProcess], grace_s: float) -> None:
-    give_up_at = time.monotonic() + grace_s
-    for process in processes:
-        process.join(max(0.0, give_up_at - time.monotonic()))
 
 
 __all__ = ["LocalJob", "describe_exit", "launch"]

@@ -49,7 +49,6 @@ def test_a_user_can_bring_a_schedule() -> None:
     assert launch(run, 3, timeout_s=TIMEOUT_S) == [[]] * 3
 
 
-@pytest.mark.slow
 def test_more_than_2_gib() -> None:
     assert launch(programs.larger_than_2gib, 2, timeout_s=TIMEOUT_S) == [True, True]
 

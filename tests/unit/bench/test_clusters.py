@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.slow import slow_but
 
 from r2ccl.algos import ring
 from r2ccl.types import Collective
@@ -27,8 +28,7 @@ def clusters(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@pytest.mark.parametrize("ranks_per_node", slow_but([2], [1, 2]))
 def test_choices_have_routes_and_come_close_to_the_bound(
     clusters: ModuleType, ranks_per_node: int
 ) -> None:

@@ -191,7 +191,6 @@ def test_patterns_depend_on_seed_and_number_alone(bench) -> None:
         assert lost.count(nics) / len(lost) == pytest.approx(chance, abs=0.02)
 
 
-@pytest.mark.slow
 def test_processes_find_what_one_finds(bench) -> None:
     failures = bench("tables_failures")
     assert failures.judge_all(3, [4, 5], 2) == failures.judge_all(3, [4, 5], 1)
@@ -267,7 +266,6 @@ def test_serving_loses_less_than_published(quick) -> None:
         assert balance["simulated"] < hot_repair["simulated"]
 
 
-@pytest.mark.slow
 def test_closed_forms_are_close_to_what_is_simulated(bench) -> None:
     strategies = bench("tables_strategies")
     for strategy in strategies.Strategy:
@@ -281,7 +279,6 @@ def test_closed_forms_are_close_to_what_is_simulated(bench) -> None:
             assert model * (1 - ROUNDING) <= simulated <= 1.02 * model
 
 
-@pytest.mark.slow
 def test_the_published_schedule_of_gpus_adds_up_everything(bench) -> None:
     strategies = bench("tables_strategies")
     for alive in ((8, 7), (6, 8)):
