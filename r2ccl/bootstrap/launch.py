@@ -189,7 +189,7 @@ class _Ranks:
         except (EOFError, OSError) as exc:
             self.close()
             raise R2cclError(
-                "launch: the process that forks the ranks ended early "
+                "launch: the process that forks the ranks exited early "
                 f"({describe_exit(self._process.returncode)}); look at its output"
             ) from exc
         self.ranks = [_Rank(pid, end) for pid, (end, _) in zip(pids, pipes, strict=True)]
@@ -263,7 +263,7 @@ def _outcome(rank: int, started: _Ranks) -> Any:
     except EOFError:
         started.join(_TERMINATION_GRACE_S, rank)
         raise R2cclError(
-            f"launch: rank {rank} (pid {process.pid}) ended without a result: "
+            f"launch: rank {rank} (pid {process.pid}) exited without a result: "
             f"{describe_exit(process.exit_status)}; look at its output"
         ) from None
     if not is_good:
