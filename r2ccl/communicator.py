@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import numpy as np
 
+from r2ccl.algos.neighbors import neighbors
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.clock import monotonic
@@ -114,6 +115,7 @@ class Communicator:
             nodes=nodes,
             hosts=[info.hostname for info in control.peers],
             port_map=port_map_of(self.rank, control.peers, self._rails),
+            neighbors=neighbors(self.rank, self.nranks, nodes),
         )
         self._engine = Engine(context, control)
         fabric = Fabric(context.homes, control.nwires, nodes)

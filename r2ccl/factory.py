@@ -23,7 +23,7 @@ from r2ccl.errors import (
 )
 from r2ccl.failover.connector import Answer, EndpointReady, Offer
 from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest
-from r2ccl.failover.failover import PortUp
+from r2ccl.failover.failover import ConnectPaths, PortUp
 from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
 from r2ccl.failover.migration.path import Announcement
 from r2ccl.failover.revocation import Leaving, Revoke, Spared
@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 
 #: All message types on the control sessions, except those of bootstrap itself.
 MESSAGES: Any = (
-    Announcement | Revoke | PortUp | Leaving | Spared | Calling | Offer | Answer | EndpointReady
-    | ProbeRequest | ProbeReply | Finding
+    Announcement | ConnectPaths | Revoke | PortUp | Leaving | Spared | Calling
+    | Offer | Answer | EndpointReady | ProbeRequest | ProbeReply | Finding
     | Report | Prepare | Promise | Commit
     | Shrinking
 )  # fmt: skip

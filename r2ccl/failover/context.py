@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from r2ccl.bootstrap.base import ControlPort
@@ -19,7 +19,8 @@ class RankContext(NamedTuple):
     ``nwires`` rails add bandwidth to one another. ``last_resorts`` are used only where two ranks
     have nothing else. ``nodes`` has every rank's node where several share one, else it is empty.
     ``hosts`` has their names, for people; empty: not known. ``port_map``: which ports are one NIC,
-    and what people call them; None: every rank has NICs of its own.
+    and what people call them; None: every rank has NICs of its own. Data paths to
+    ``neighbors`` are connected at the start, others when a plan needs them; None: to all ranks.
     """
 
     rank: int
@@ -33,11 +34,17 @@ class RankContext(NamedTuple):
     nodes: Sequence[int] = ()
     hosts: Sequence[str] = ()
     port_map: PortMap | None = None
+    neighbors: Collection[int] | None = None
 
     @property
     def peers(self) -> list[int]:
         """All other ranks."""
         return [peer for peer in range(self.nranks) if peer != self.rank]
+
+    @property
+    def first_peers(self) -> Sequence[int]:
+        """Ranks that data paths are connected to at the start, in rising order."""
+        return self.peers if self.neighbors is None else sorted(self.neighbors)
 
     @property
     def nrails(self) -> int:

@@ -42,6 +42,10 @@ class PortUp(msgspec.Struct, frozen=True, tag="port_up"):
     rail: int
 
 
+class ConnectPaths(msgspec.Struct, frozen=True, tag="connect_paths"):
+    """Control message: the sender connects data paths to the receiver, which must do the same."""
+
+
 class Failover:
     """The failover of one rank, put together.
 
@@ -55,7 +59,6 @@ class Failover:
         self._context = context
         self._links = links
         self._rank = context.rank
-        self._peers = context.peers
         self._config = context.config
         self._clock = context.clock
         self._transport = context.transport
@@ -70,7 +73,8 @@ class Failover:
         self._connector = Connector(
             context.rank, context.transport, context.control.send, self._on_joined_path, self._clock
         )
-        needed = probe_keys(self._peers, context.joined) if self._config.is_resilient else ()
+        self._joined = context.joined if self._config.is_resilient else []
+        needed = probe_keys(context.first_peers, self._joined)
         #: Signs of life, for whoever asks.
         self.probes = Probes(context.transport, self._connector, needed)
         #: Ways round where rails do not lead; the fail-stop baseline has none.
@@ -146,7 +150,17 @@ class Failover:
         self._join_by_s = self._clock() + self._config.connect_timeout_s
         self.migration.start()
         if self._bypasses is not None:
-            self._bypasses.start()
+            for peer in self._links.peers:
+                self._bypasses.admit(peer)
+
+    def add_peer(self, peer: int, *, is_own: bool = True) -> None:
+        """Connect data paths to another rank, which is told to do the same if `is_own`."""
+        if peer in self._links.peers:
+            return
+        self.probes.unjoined += probe_keys([peer], self._joined)
+        self.migration.add_peer(peer)
+        if is_own:
+            self._control.send(peer, ConnectPaths())
 
     def fence_all(self) -> None:
         """Begin to take every path out of use; whoever steps the loop sees when they are."""
@@ -193,7 +207,7 @@ class Failover:
 
     def _port_down(self, rail: int, cause: str) -> None:
         """Fail the paths of a local port, and say why, also of those that failed before it did."""
-        for peer in self._peers:
+        for peer in self._links.peers:
             self.migration.fail(PathKey(peer, rail), cause)
         if self.diagnosis is not None and not self.revocation.is_leaving:
             self.diagnosis.port_down(rail, cause)
@@ -201,7 +215,7 @@ class Failover:
 
     def _port_up(self, rail: int) -> None:
         """Have the paths of a local port that came up probed soon, by whichever end does that."""
-        for peer in self._peers:
+        for peer in self._links.peers:
             key = PathKey(peer, rail)
             if self._links.paths[key].state is PathState.UP:
                 continue
@@ -228,6 +242,8 @@ class Failover:
             return
         elif isinstance(message, Offer | Answer | EndpointReady):
             self._connector.on_message(peer, message)
+        elif isinstance(message, ConnectPaths):
+            self.add_peer(peer, is_own=False)
         elif isinstance(message, PortUp):
             self.failback.port_up(PathKey(peer, message.rail))
             self._connector.kick(message.rail, peer)
@@ -365,7 +381,7 @@ class Failover:
         """Tell the others of a dead port, unless a path that is up shows that it carries."""
         if self.agreement is None or self.revocation.is_leaving or self.is_over:
             return
-        peers = self._peers if rank == self._rank else [rank]
+        peers = self._links.peers if rank == self._rank else self._links.peers & {rank}
         if not any(
             self._links.paths[PathKey(peer, rail)].state is PathState.UP
             for peer in peers
@@ -393,4 +409,4 @@ class Failover:
 #: Rounds of ways begun in one look: each takes file descriptors, and some of the loop's time.
 _MOST_SEEKS = 4
 
-__all__ = ["Failover", "PortUp"]
+__all__ = ["ConnectPaths", "Failover", "PortUp"]

@@ -70,6 +70,8 @@ _REST_S = 0.002
 #: destroyed by its transport. And how often Ctrl-C can come meanwhile.
 _SETTLE_S = 2.0
 _MOST_INTERRUPTS = 1_000
+#: Time for all rails to a new peer to come up, before a call begins over those that are.
+STANDBY_S = 0.5
 #: Time for a call to see that the communicator was closed.
 _LAST_CALL_S = 10.0
 #: Timers are looked at this often while a call waits; the suspicion timeout is 25 times as long.
@@ -137,6 +139,8 @@ class Engine:
         self._next_tick = 0.0
         self._peers: frozenset[int] = frozenset()
         self._has_raised = False
+        #: Calls that had to connect data paths before their first slice.
+        self.nconnects = 0
         #: The control thread sends what a call has left.
         self._is_sending_rest = False
         #: A call has begun and not ended.
@@ -303,7 +307,7 @@ class Engine:
                 if self._migration.is_whole:
                     return True
                 is_late = self._clock() >= give_up
-                return is_late and all(map(self._migration.up, self._peers_of_job))
+                return is_late and all(map(self._migration.up, self._links.peers))
 
             self._wait(is_connected, self._patience(self._pending_init))
 
@@ -385,6 +389,8 @@ class Engine:
                     else:
                         agreement.last_started, health = op, steady
                 plan = plan(health, links.op)
+            if not plan.layout.peers <= links.peers:
+                self._connect(plan.layout.peers - links.peers)
             self._peers = plan.layout.peers
             self._is_calling = is_calling = True
             try:
@@ -420,6 +426,24 @@ class Engine:
         if not self._is_sending_rest and self._transport.has_unsent():
             self._is_sending_rest = True
             self._control.call_later(_REST_S, self._send_rest)
+
+    def _connect(self, peers: frozenset[int]) -> None:
+        """Connect data paths to ranks that a plan needs for the first time."""
+        self.nconnects += 1
+        for peer in sorted(peers):
+            self._failover.add_peer(peer)
+        enough_s = self._clock() + STANDBY_S
+
+        def is_connected() -> bool:
+            if all(map(self._migration.is_connected, peers)):
+                return True
+            return self._clock() >= enough_s and all(map(self._migration.up, peers))
+
+        def pending() -> Pending:
+            doing = f"call {self._links.op + 1}, before its first slice"
+            return self._blocked(doing, waits=self._waits_for_paths(peers))
+
+        self._wait(is_connected, _Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending))
 
     def call(self, fn: Callable[[], Any]) -> Any:
         """Run ``fn()`` as the owner of the data loop; Ctrl-C in its midst ends the communicator.
@@ -650,11 +674,13 @@ class Engine:
         return _Patience(self.config.init_timeout_s, "R2CC_INIT_TIMEOUT_S", pending)
 
     def _pending_init(self) -> Pending:
-        alone = [peer for peer in self._peers_of_job if not self._migration.up(peer)]
-        waits = (
+        return self._blocked("init()", waits=self._waits_for_paths(self._links.peers))
+
+    def _waits_for_paths(self, peers: Iterable[int]) -> tuple[Wait, ...]:
+        alone = [peer for peer in sorted(peers) if not self._migration.up(peer)]
+        return tuple(
             Wait(peer, "path", why="; ".join(self._failover.obstacles(peer))) for peer in alone
         )
-        return self._blocked("init()", waits=tuple(waits))
 
     def _pending_call(self) -> Pending:
         doing = f"call {self._links.op}, {describe(self._links.signature)}"
@@ -721,4 +747,4 @@ def _timeout(patience: _Patience) -> TransportTimeout:
     )
 
 
-__all__ = ["BackgroundControl", "Engine", "RegisteredMemory", "SelectPlan"]
+__all__ = ["STANDBY_S", "BackgroundControl", "Engine", "RegisteredMemory", "SelectPlan"]

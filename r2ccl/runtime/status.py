@@ -293,7 +293,7 @@ def waits_for_confirmation(links: Links, *, is_eager_too: bool) -> tuple[Wait, .
 def last_ops(paths: Mapping[PathKey, Path], desync: DesyncCheck) -> dict[int, int]:
     """Peer to the last collective it was seen in, by its slices or its own word; 0: none."""
     found = dict(desync.said)
-    for key, path in paths.items():
+    for key, path in dict(paths).items():
         found[key.peer] = max(found[key.peer], path.op)
     return found
 
@@ -305,7 +305,7 @@ def absent(paths: Mapping[PathKey, Path], desync: DesyncCheck, op: int) -> dict[
 
 def path_entries(links: Links) -> tuple[PathEntry, ...]:
     """List the paths: all on rails, and the bypasses that were ever in use."""
-    return tuple(_path(path) for path in links.paths.values() if _is_shown(path))
+    return tuple(_path(path) for path in links.paths.copy().values() if _is_shown(path))
 
 
 def peer_entries(
@@ -361,7 +361,7 @@ def rails(
     """Every rail of this rank, by its paths; ``nics[i]`` is the local end of rail i."""
     found, repaired = [], Counter(repair.rail for repair in repairs)
     for rail, nic in enumerate(nics):
-        entries = tuple(_path(path) for key, path in on_rails.items() if key.rail == rail)
+        entries = tuple(_path(path) for key, path in dict(on_rails).items() if key.rail == rail)
         up = sum(entry.state == PathState.UP.value for entry in entries)
         state = "up" if up == len(entries) else "degraded" if up else "down"
         found.append(

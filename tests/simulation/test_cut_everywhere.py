@@ -7,6 +7,7 @@ restore, instead of one path and one of the two in turn.
 import itertools
 import os
 
+import msgspec
 import pytest
 from support.slow import slow_but
 
@@ -58,12 +59,14 @@ def test_a_path_is_cut_at_every_event(workload: Workload, who: str) -> None:
 
 
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
+@pytest.mark.parametrize("is_lazy", [True, False])
 @pytest.mark.parametrize("is_seen", [True, False])
-def test_a_nic_goes_down_at_every_event(is_seen: bool) -> None:
+def test_a_nic_goes_down_at_every_event(is_seen: bool, is_lazy: bool) -> None:
+    workload = msgspec.structs.replace(CLEARED, is_lazy=is_lazy)
     step = 1 if IS_THOROUGH else 3
-    for at in range(0, simulate(CLEARED).nevents, step):
+    for at in range(0, simulate(workload).nevents, step):
         down = NicDown(at, at % 3, at // 3 % 3, is_seen, keep=at % 3, restore_us=300 * (at % 2))
-        outcome = simulate(CLEARED, FailurePlan((down,)), seed=at)
+        outcome = simulate(workload, FailurePlan((down,)), seed=at)
         assert outcome.is_clean, (down, outcome.errors)
         assert outcome.time_s < BOUND_S, (down, outcome.time_s)
 

@@ -65,6 +65,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         landing_depth=draw(st.sampled_from([1, 2, 4])),
         busy_ms=tuple(draw(st.lists(st.sampled_from([0, 1, 30, 700]), max_size=nranks))),
         is_loud=draw(st.booleans()),
+        is_lazy=draw(st.booleans()),
         # Eight losses of 0.6 s, each in the moment of a redial, are no reason to give up.
         no_rail_timeout_ms=20_000,
     )

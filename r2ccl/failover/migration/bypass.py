@@ -81,9 +81,9 @@ class Bypasses:
         self._nrounds: dict[int, int] = {}
         self._due_s: dict[int, float] = {}
 
-    def start(self) -> None:
-        """Let the lower ranks in."""
-        for peer in range(self._rank):
+    def admit(self, peer: int) -> None:
+        """Accept the first bypass of `peer`, if that is the end which dials."""
+        if peer < self._rank:
             self._control.accept_path(peer, BYPASS, 0)
 
     def lost(self, key: PathKey) -> None:
@@ -170,7 +170,9 @@ class Bypasses:
             is_joined = any(
                 self._is_carrying(rank, at) and self._is_carrying(peer, at) for at in self._sockets
             )
-            rails = [at for at in self._sockets if self._is_up(rank, (at,))]
+            # Where this rank has no data path it cannot know: what carries may do.
+            is_peer = PathKey(rank, BYPASS) in self._paths
+            rails = [at for at in self._sockets if not is_peer or self._is_up(rank, (at,))]
             rails = _turned(rails, number + nrounds)
             rails.sort(key=lambda at, rank=rank: not self._carries_both(rank, at))  # type: ignore[misc]
             found = joined if is_joined else doubtful

@@ -101,8 +101,8 @@ class Migration:
         )
         links.on_added(self.routes.begin)
         #: Peers no path leads to, and since when.
-        self.cut_off = set(context.peers)
-        self.cut_off_since = dict.fromkeys(context.peers, self._clock())
+        self.cut_off = set(links.peers)
+        self.cut_off_since = dict.fromkeys(links.peers, self._clock())
 
     @property
     def is_quiet(self) -> bool:
@@ -121,6 +121,26 @@ class Migration:
         for path in self._links.on_rails.values():
             path.since_s = now
             self.connect(path.key)
+
+    def add_peer(self, peer: int) -> None:
+        """Create the paths to another rank and have them connected."""
+        now = self._clock()
+        self.cut_off.add(peer)
+        self.cut_off_since[peer] = now
+        for path in self._links.add_peer(peer):
+            path.since_s = now
+            self.connect(path.key)
+        if self._bypasses is not None:
+            self._bypasses.admit(peer)
+
+    def is_connected(self, peer: int) -> bool:
+        """Whether every rail leads to `peer` whose two ports carry, as far as this rank knows."""
+        keys = [PathKey(peer, rail) for rail in range(self._transport.nrails)]
+        return bool(self.up(peer)) and all(
+            self._paths[key].state is PathState.UP
+            or not (self._port_share(self._rank, key.rail) and self._port_share(*key))
+            for key in keys
+        )
 
     def up(self, peer: int) -> list[PathKey]:
         """Paths to `peer` that may be used, by rail; the bypass comes last."""

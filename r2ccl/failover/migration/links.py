@@ -60,17 +60,15 @@ class Links:
         self._clock = context.clock
         self._is_resilient = context.config.is_resilient
         self._neager = context.config.eager_slots
-        rails = range(context.nrails)
-        #: Paths on rails; and all, with the bypasses.
-        self.on_rails = {
-            key: Path(key)
-            for key in (PathKey(peer, rail) for peer in context.peers for rail in rails)
-        }
-        self.paths = dict(self.on_rails)
-        if context.has_bypasses:
-            self.paths.update(
-                {key: Path(key) for key in (PathKey(to, BYPASS) for to in context.peers)}
-            )
+        self._rails = range(context.nrails)
+        self._has_bypasses = context.has_bypasses
+        #: Ranks this one has data paths to, or will have.
+        self.peers: set[int] = set()
+        #: Paths on rails; and all paths, with the bypasses.
+        self.on_rails: dict[PathKey, Path] = {}
+        self.paths: dict[PathKey, Path] = {}
+        for peer in context.first_peers:
+            self.add_peer(peer)
         self.senders: dict[tuple[int, int], SendLink] = {}
         self.receivers: dict[tuple[int, int], RecvLink] = {}
         #: What this rank's rails are measured at, where there are several.
@@ -89,6 +87,17 @@ class Links:
         self.unconfirmed: dict[RecvLink, None] = {}
         self._confirm_after = max(1, context.config.eager_slots // 2)
         self._on_added: Callable[[int, int], None] | None = None
+
+    def add_peer(self, peer: int) -> list[Path]:
+        """Create the paths to another rank, all down; return those on rails."""
+        self.peers.add(peer)
+        added = [Path(PathKey(peer, rail)) for rail in self._rails]
+        self.on_rails.update({path.key: path for path in added})
+        self.paths.update({path.key: path for path in added})
+        if self._has_bypasses:
+            key = PathKey(peer, BYPASS)
+            self.paths[key] = Path(key)
+        return added
 
     def on_added(self, route: Callable[[int, int], None]) -> None:
         """Call ``route(peer, channel)`` whenever a pair of links is created."""
@@ -150,7 +159,8 @@ class Links:
 
     def last_op_of(self, peer: int) -> int:
         """Return the last collective of `peer` that was seen."""
-        return max(path.op for key, path in self.paths.items() if key.peer == peer)
+        ops = (path.op for key, path in self.paths.items() if key.peer == peer)
+        return max(ops, default=0)
 
     def is_drained(self) -> bool:
         """Whether every slice ever posted is confirmed."""

@@ -62,6 +62,8 @@ class Workload(msgspec.Struct, frozen=True):
     fabric : str
         ``full``: ports of different rails reach each other. ``rail``: they do not. ``none``: they
         do not, and no bypass is used.
+    is_lazy : bool
+        True if no data path is connected before a call needs it.
     slow : tuple of RailShare
         Rails that were measured as slow before the first call; plans take them into account.
     """
@@ -77,6 +79,7 @@ class Workload(msgspec.Struct, frozen=True):
     no_rail_timeout_ms: int = 5_000
     is_loud: bool = True
     fabric: str = "full"
+    is_lazy: bool = False
     slow: tuple[RailShare, ...] = ()
 
 

@@ -17,11 +17,12 @@ from r2ccl.config import Config
 from r2ccl.errors import InternalError, R2cclError, TransportTimeout
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest, Verdict
-from r2ccl.failover.failover import Failover, PortUp
+from r2ccl.failover.failover import ConnectPaths, Failover, PortUp
 from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.path import Announcement
 from r2ccl.failover.revocation import Leaving, Revoke, Spared
+from r2ccl.runtime.engine import STANDBY_S
 from r2ccl.runtime.executor import HostCall, LandingPool, LaneRun, Operands
 from r2ccl.runtime.progress import Computer, Progress
 from r2ccl.testing.simulation.checks import (
@@ -52,6 +53,8 @@ class RankPhase(enum.Enum):
     COMPUTING = "computing"
     #: The next call waits for the ranks to agree on the health to plan it with.
     ENTERING = "entering"
+    #: Paths that the call needs are being connected.
+    JOINING = "joining"
     CALLING = "calling"
     LEAVING = "leaving"
     #: An error occurred; the call ends once no peer can write into its memory.
@@ -60,7 +63,7 @@ class RankPhase(enum.Enum):
 
 
 _MESSAGES: Any = (
-    Announcement | Revoke | PortUp | Leaving | Spared
+    Announcement | ConnectPaths | Revoke | PortUp | Leaving | Spared
     | ProbeRequest | ProbeReply | Finding
     | Report | Prepare | Promise | Commit
 )  # fmt: skip
@@ -68,6 +71,7 @@ _MESSAGES: Any = (
 WAITING = (
     RankPhase.CONNECTING,
     RankPhase.ENTERING,
+    RankPhase.JOINING,
     RankPhase.CALLING,
     RankPhase.LEAVING,
     RankPhase.FENCING,
@@ -119,9 +123,9 @@ class SimRank:
             config,
             self._timeline,
             nwires=network.nrails,
+            neighbors=() if work.workload.is_lazy else None,
         )
         self.homes = context.homes
-        self.peers = context.peers
         self.links = CheckedLinks(checker, context)
         self.failover = Failover(context, self.links)
         self.migration = self.failover.migration
@@ -132,6 +136,7 @@ class SimRank:
         self._ticked_at = 0.0
         self._next_look = 0.0
         self._deadline = 0.0
+        self._enough_s = 0.0
         self._peers: frozenset[int] = frozenset()
         self._runs: list[LaneRun] = []
         self._task: SimTask | None = None
@@ -277,11 +282,18 @@ class SimRank:
         if self.phase is RankPhase.CONNECTING:
             if all(self.transport.is_open(key) for key in self.links.on_rails) or (
                 self._timeline.now >= self._config.connect_timeout_s
-                and all(map(self.migration.up, self.peers))
+                and all(map(self.migration.up, self.links.peers))
             ):
                 self._compute()
         elif self.phase is RankPhase.ENTERING:
             self._enter()
+        elif self.phase is RankPhase.JOINING:
+            assert self._task is not None
+            peers = self._task.layout.peers
+            if all(map(self.migration.is_connected, peers)) or (
+                self._timeline.now >= self._enough_s and all(map(self.migration.up, peers))
+            ):
+                self._begin(self._task)
         elif self.phase is RankPhase.CALLING:
             if not any(run.remaining for run in self._runs):
                 self._return()
@@ -321,12 +333,18 @@ class SimRank:
         health = self.failover.agreement.enter(op)
         if health is not None:
             self._checker.planned(self.rank, op, health, self._timeline.count)
-            self._begin(health)
+            task = self._task = self._work.task(self.ncalls, self.rank, self.homes, health)
+            missing = task.layout.peers - self.links.peers
+            for peer in sorted(missing):
+                self.failover.add_peer(peer)
+            if missing:
+                self.phase = RankPhase.JOINING
+                self._enough_s = self._timeline.now + STANDBY_S
+            else:
+                self._begin(task)
 
-    def _begin(self, health: Health) -> None:
+    def _begin(self, task: SimTask) -> None:
         self.phase = RankPhase.CALLING
-        task = self._work.task(self.ncalls, self.rank, self.homes, health)
-        self._task = task
         call = self.operands(task)
         layout, progress = call.layout, self.progress
         self.links.begin(task.signature.pack())

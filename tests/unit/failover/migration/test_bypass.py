@@ -81,7 +81,8 @@ class World:
 
 def test_the_higher_rank_lets_in_and_never_dials() -> None:
     world = World(rank=2)
-    world.bypasses.start()
+    for peer in (0, 1, 3):
+        world.bypasses.admit(peer)
     assert world.control.accepted == [(0, BYPASS, 0), (1, BYPASS, 0)]
     world.lose(1)
     assert world.sought(1) == []

@@ -1,0 +1,64 @@
+"""Ranks that one rank exchanges data with in the schedules of a whole network.
+
+Rings and chains connect consecutive ranks; recursive doubling and dissemination connect ranks at
+distances of powers of two. Where nodes have several ranks, the same holds among
+nodes. So a rank has some 2 log2(n) neighbors, and twice as many with several ranks per node. Schedules
+made for a degraded network use further edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from r2ccl.algos import recursive_doubling
+from r2ccl.errors import InvalidArgument
+
+
+def neighbors(rank: int, nranks: int, nodes: Sequence[int] = ()) -> frozenset[int]:
+    """Return the ranks that `rank` exchanges data with; the relation is symmetric.
+
+    Parameters
+    ----------
+    rank, nranks : int
+    nodes : sequence of int, optional
+        Node of each rank; empty: each rank has its own, or all share one.
+
+    Returns
+    -------
+    frozenset of int
+        Some 2 log2(`nranks`) other ranks, twice as many with several ranks per node.
+
+    Raises
+    ------
+    InvalidArgument
+        If there is no such rank.
+    """
+    if not 0 <= rank < nranks:
+        raise InvalidArgument(f"rank={rank}; allowed is 0 to {nranks - 1}")
+    distances = set(_powers_of_two(nranks))
+    per_node = _ranks_per_node(nodes)
+    if per_node > 1:
+        distances |= {per_node * power for power in _powers_of_two(nranks // per_node)}
+    near = {(rank + sign * distance) % nranks for distance in distances for sign in (1, -1)}
+    if nranks > 1:  # where the number of ranks is no power of two, some ranks stand in for others
+        ops = recursive_doubling.allreduce(nranks).program(rank).channels[0]
+        near |= {op.peer for op in ops if op.peer >= 0}
+    return frozenset(near - {rank})
+
+
+def _powers_of_two(limit: int) -> list[int]:
+    return [1 << power for power in range(max(1, limit - 1).bit_length()) if 1 << power < limit]
+
+
+def _ranks_per_node(nodes: Sequence[int]) -> int:
+    """Return how many consecutive ranks each node has; 0 if they differ or are scattered."""
+    if not nodes:
+        return 0
+    number = list(nodes).count(nodes[0])
+    is_regular = all(
+        len(set(nodes[first : first + number])) == 1 for first in range(0, len(nodes), number)
+    )
+    return number if is_regular and len(nodes) == number * len(set(nodes)) else 0
+
+
+__all__ = ["neighbors"]
