@@ -1,9 +1,9 @@
 """Ranks that one rank exchanges data with in the schedules of a whole network.
 
 Rings and chains connect consecutive ranks; recursive doubling and dissemination connect ranks at
-distances of powers of two. Where nodes have several ranks, the same holds among
-nodes. So a rank has some 2 log2(n) neighbors, and twice as many with several ranks per node. Schedules
-made for a degraded network use further edges.
+distances of powers of two. Where nodes have several ranks, the same holds among nodes. So a rank
+has some 2 log2(n) neighbors, and twice as many with several ranks per node. Schedules made for a
+degraded network use further edges.
 """
 
 from __future__ import annotations

@@ -203,6 +203,7 @@ class Engine:
             nranks=self.nranks,
             now_s=pending.now_s,
             error="" if self.error is None else str(self.error),
+            nconnects=self.nconnects,
             pending=pending,
             operations=(doing,) if left else (),
             paths=path_entries(self._links),

@@ -248,12 +248,17 @@ class HeldPath(msgspec.Struct, frozen=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """Everything one rank has under way; ``error`` is what ended the communicator, if anything."""
+    """Everything one rank has under way.
+
+    ``error`` is what ended the communicator, if anything. ``nconnects`` counts the calls that
+    connected data paths before their first slice.
+    """
 
     rank: int
     nranks: int
     now_s: float
     error: str
+    nconnects: int
     pending: Pending
     operations: tuple[Operation, ...]
     paths: tuple[PathEntry, ...]

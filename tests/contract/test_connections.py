@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
 import r2ccl
@@ -25,7 +27,7 @@ def rounds_of_calls() -> tuple[int, list[int], bool]:
                     y = np.full(count, comm.rank)
                     comm.broadcast(y, root=root)
                     is_right &= bool((y == root).all())
-            connected.append(comm._engine.nconnects)
+            connected.append(json.loads(comm.dump())["nconnects"])
     return first, connected, is_right
 
 
