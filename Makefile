@@ -3,47 +3,47 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Not quiet: a slow download is visible.
+# pip is not quiet, so that a slow download is visible.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-# matplotlib's cache of fonts: in .venv, so that no home is needed.
+# The font cache of matplotlib is in .venv, so that no home directory is needed.
 export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/matplotlib
-# Tests to run: folders, files or file::test each. By default `make test` runs those of every folder
-# that are not marked as slow; what TESTS names it runs in full.
+# Tests to run: a list of folders, files or file::test. By default, `make test` runs the tests of all
+# folders that are not marked as slow. Tests named in TESTS run even if they are marked as slow.
 TESTS ?=
 FOLDERS := $(addprefix tests/,unit contract simulation endings netlab rdma gpu)
-# Those that measure, as all in network namespaces do, have the machine to themselves.
+# Tests that measure time, which includes all tests in network namespaces, do not run in parallel.
 ALONE = $(filter tests/endings% tests/netlab% tests/rdma% tests/gpu%,$(or $(TESTS),$(FOLDERS)))
 SHARED = $(filter-out $(ALONE),$(or $(TESTS),$(FOLDERS)))
 
-# pyverbs is compiled for the distribution's own Python, so the tests on ibverbs run under that one.
+# The distribution compiles pyverbs for its own Python, so the tests on ibverbs run with that Python.
 RDMA_PYTHON ?= /usr/bin/python3
 RDMA_VENV := $(VENV)/rdma
 RDMA_BIN := $(RDMA_VENV)/bin
 
 .PHONY: help demo test test-slow test-all test-rdma fresh lint bench bench-degraded bench-rdma bench-gpu simulate campaign chaos pictures clean
 .DEFAULT_GOAL := help
-# Tests and benches measure.
+# Tests and benchmarks measure time, so no two targets run at once.
 .NOTPARALLEL:
 
-# Runs a command where it may make network namespaces: as it is for root, in a user namespace for
-# others. Where neither is allowed the tests that need it skip, saying why.
+# Prefix of a command that needs network namespaces: it runs the command in a user namespace unless
+# the user is root. It is empty if the machine forbids both; the tests then skip with the reason.
 ENTER = $(shell $(BIN)/r2ccl netlab --enter -- true >/dev/null 2>&1 && echo $(BIN)/r2ccl netlab --enter --)
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(VENV)/.demo ## train a small model over four rails a node and lose one on the way
+demo: $(VENV)/.demo ## train a small model over four rails per node and lose one rail during the training
 	@$(BIN)/python examples/train_digits.py
 
-test: $(VENV)/.test ## run the tests but the slow ones, in 6 minutes; TESTS="tests/unit/algos ..." runs those
+test: $(VENV)/.test ## run all tests except the slow ones, in 6 minutes; TESTS="tests/unit/algos ..." selects tests
 	@$(call pytest,$(if $(TESTS),,-m "not slow"))
 
 test-slow: $(VENV)/.test ## run the tests that `make test` leaves out
 	@$(call pytest,-m slow)
 
-test-all: test test-slow ## run every test, the slow ones last
+test-all: test test-slow ## run all tests, the slow ones last
 
-# Runs $(SHARED) on all cores, then $(ALONE) one by one, with the options given.
+# Runs $(SHARED) on all cores, then $(ALONE) one after another; $(1) holds options of pytest.
 define pytest
 TMPDIR=$$(mktemp -d) && export TMPDIR && trap 'rm -rf "$$TMPDIR"' EXIT || exit; status=0; \
 	$(if $(SHARED),$(BIN)/python -m pytest $(1) -n logical --maxprocesses 8 $(SHARED) || status=$$?;) \
@@ -52,14 +52,15 @@ TMPDIR=$$(mktemp -d) && export TMPDIR && trap 'rm -rf "$$TMPDIR"' EXIT || exit; 
 	exit $$status
 endef
 
-fresh: ## try the commands of the README on bare machines of 15 kinds; FRESH="user ..." tries those
+fresh: ## run the commands of the README in 15 kinds of minimal environments; FRESH="user ..." selects some
 	@$(PYTHON) tests/fresh/matrix.py $(FRESH)
 
-# Verdicts need a third node. -s: pytest's capture shortens a file it has unlinked, and the machine's file system (9p) cannot.
-# Not $(MAKE), which `make -n` would run together with all else on its line.
-test-rdma: ## run the tests on real ibverbs: Soft-RoCE in a virtual machine; reports in out/rdma*.xml
+# The tests of verdicts need a third node. With -s, pytest does not capture output: capturing truncates
+# an unlinked file, which the file system of the virtual machine (9p) does not support.
+# The recipe calls make, not $(MAKE): `make -n` would run a line with $(MAKE), and all else on it.
+test-rdma: ## run the tests on real ibverbs, with Soft-RoCE in a virtual machine; reports in out/rdma*.xml
 	@if ! $(RDMA_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
-		echo "test-rdma: skipped: $(RDMA_PYTHON), which pyverbs is made for, is no Python 3.11"; \
+		echo "test-rdma: skipped: $(RDMA_PYTHON), for which pyverbs is compiled, is missing or older than Python 3.11"; \
 		exit 0; \
 	fi; \
 	make --no-print-directory $(RDMA_VENV)/.test || exit; \
@@ -72,25 +73,25 @@ test-rdma: ## run the tests on real ibverbs: Soft-RoCE in a virtual machine; rep
 	$(RDMA_BIN)/r2ccl rdmalab --nodes 3 --nics 2 --timeout 1800 -- \
 		$(RDMA_BIN)/python -m pytest -s tests/rdma/test_verdicts.py --junitxml=out/rdma3.xml
 
-lint: $(VENV)/.lint ## style, types and layers
+lint: $(VENV)/.lint ## check style, types and layers
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check --diff . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache
-	@echo "lint: style, types and layers hold"
+	@echo "lint: style, types and layers are correct"
 
-bench: $(VENV)/.bench ## measure against gloo and MPICH, and what resilience costs; results in out/
+bench: $(VENV)/.bench ## compare with gloo and MPICH, and measure the cost of resilience; results in out/
 	@mkdir -p out
 	@$(BIN)/python bench/peers.py --json out/peers.json
 	@$(BIN)/python bench/overhead.py --json out/overhead.json
 	@$(BIN)/python bench/failover.py --json out/failover.json --png out/failover.png
 
-# As test-rdma. The native part is measured outside: the machine's processor is emulated.
-bench-degraded: $(VENV)/.demo ## measure what lost NICs cost, and the planner; 40 minutes; results in out/
+bench-degraded: $(VENV)/.demo ## measure the slowdown by lost NICs, and the planner, in 40 minutes; results in out/
 	@mkdir -p out; for what in cloudlab straggler planner; do \
 		$(BIN)/python bench/degraded.py --what $$what --json out/degraded-$$what.json || exit; \
 	done
 
-bench-rdma: ## measure RDMA against perftest, in a virtual machine; results in out/verbs.json
+# The virtual machine emulates the processor, so the CPU time of the fast path is measured outside (--native).
+bench-rdma: ## compare RDMA with perftest, in a virtual machine; results in out/verbs*.json
 	@if ! $(RDMA_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
-		echo "bench-rdma: skipped: $(RDMA_PYTHON), which pyverbs is made for, is no Python 3.11"; \
+		echo "bench-rdma: skipped: $(RDMA_PYTHON), for which pyverbs is compiled, is missing or older than Python 3.11"; \
 		exit 0; \
 	fi; \
 	make --no-print-directory $(RDMA_VENV)/.test || exit; \
@@ -102,8 +103,8 @@ bench-rdma: ## measure RDMA against perftest, in a virtual machine; results in o
 	$(RDMA_BIN)/r2ccl rdmalab --nodes 2 --nics 3 --timeout 1800 -- \
 		$(RDMA_BIN)/python bench/verbs_perf.py --json out/verbs.json
 
-# CuPy and the compiler are large: not fetched where there is no driver to run them.
-bench-gpu: ## verify and measure all that needs a GPU, in 9 minutes; results in out/gpu.json
+# CuPy and the compiler are large downloads, so they are installed only if there is a driver.
+bench-gpu: ## test and measure everything that needs a GPU, in 9 minutes; results in out/gpu.json
 	@if ! $(PYTHON) -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null; then \
 		echo "bench-gpu: skipped: there is no NVIDIA driver here (libcuda.so.1)"; \
 		exit 0; \
@@ -114,29 +115,29 @@ bench-gpu: ## verify and measure all that needs a GPU, in 9 minutes; results in 
 	if [ $$status -eq 69 ]; then echo "bench-gpu: skipped: for the reason above"; exit 0; fi; \
 	exit $$status
 
-simulate: $(VENV)/.test ## 20,000 random fault plans in the simulator
+simulate: $(VENV)/.test ## run 20,000 random fault plans in the simulator
 	@R2CC_SIM_EXAMPLES=20000 $(BIN)/python -m pytest tests/simulation --timeout 7200
 
-campaign: $(VENV)/.test ## 50 runs of every fault on real sockets in network namespaces
+campaign: $(VENV)/.test ## run every fault 50 times on real sockets in network namespaces
 	@R2CC_CAMPAIGN_RUNS=50 $(BIN)/python -m pytest tests/netlab --timeout 3600 -rA
 
-chaos: $(VENV)/.test ## random jobs under random faults on random netlabs; SECONDS=600 SEED=1
+chaos: $(VENV)/.test ## run random jobs with random faults on random netlabs; SECONDS=600 SEED=1
 	@$(BIN)/python bench/chaos.py --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1); status=$$?; \
 	if [ $$status -eq 69 ]; then echo "chaos: skipped: for the reason above"; exit 0; fi; \
 	exit $$status
 
-pictures: $(VENV)/.core ## draw the schedules and the packages anew: docs/pictures/
+pictures: $(VENV)/.core ## redraw the pictures of the schedules and packages in docs/pictures/
 	@$(BIN)/python docs/pictures/draw.py && $(BIN)/python docs/pictures/packages.py
 
-clean: ## remove what make made
+clean: ## remove .venv, out and build files
 	rm -rf $(VENV) out build *.egg-info
 
-# Stamps: one a set of packages, made anew when pyproject.toml changes.
+# Stamp files, one per set of packages; a set is installed again when pyproject.toml changes.
 $(VENV)/.core: pyproject.toml
 	@echo "installing r2ccl into $(VENV) ..."
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "r2ccl needs Python 3.11 or newer, which '$(PYTHON)' is not;" \
-			"another one: make PYTHON=python3.12"; exit 1; }
+			"choose another with: make PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "r2ccl needs Python's venv module: apt-get install python3-venv"; exit 1; }
 	@$(PIP) install "pip>=25.1"
@@ -144,33 +145,33 @@ $(VENV)/.core: pyproject.toml
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.core
-	@echo "installing what the demo needs ..."
+	@echo "installing the packages of the demo ..."
 	@$(PIP) install --editable ".[demo]"
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.demo
-	@echo "installing what the tests need ..."
+	@echo "installing the packages of the tests ..."
 	@$(PIP) install --group test
 	@touch $@
 
 $(RDMA_VENV)/.test: $(VENV)/.core
-	@echo "installing what the tests on ibverbs need into $(RDMA_VENV) ..."
+	@echo "installing the packages of the tests on ibverbs into $(RDMA_VENV) ..."
 	@test -x $(RDMA_BIN)/python || $(RDMA_PYTHON) -m venv --without-pip $(RDMA_VENV)
 	@$(PIP) --python $(RDMA_BIN)/python install --editable . --group test --group rdmalab
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test
-	@echo "installing what the checks need ..."
+	@echo "installing the packages of the checks ..."
 	@$(PIP) install --group lint
 	@touch $@
 
-# torch is not among it: which build of it fits depends on the driver.
+# torch is not installed: the right build depends on the driver.
 $(VENV)/.gpu: $(VENV)/.test
 	@echo "installing CuPy and the compiler of the kernels ..."
 	@$(PIP) install --editable ".[gpu]"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.demo
-	@echo "installing the peers to measure against ..."
+	@echo "installing the libraries to compare with ..."
 	@$(PIP) install --group bench
 	@touch $@

@@ -1,7 +1,7 @@
-"""Draw docstrings and messages of the library at random, for a reader who did not write them.
+"""Print random docstrings and messages of the library, for a review of their wording.
 
-``python docs/sample_prose.py SEED`` prints 30 docstrings and 10 messages. Who has to read one of
-them twice rewrites it.
+``python docs/sample_prose.py SEED`` prints 30 docstrings and 10 messages. Rewrite every text that
+must be read twice to be understood.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NDOCSTRINGS = 30
 NMESSAGES = 10
-#: Shorter constants are names and formats, not messages.
+#: Minimum length of a message in characters; shorter strings are names and formats.
 _MIN_MESSAGE = 60
 
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def docstrings(file: Path, tree: ast.AST) -> Iterator[str]:
-    """Yield each docstring with its place."""
+    """Yield the docstrings of a file, each with its file, line and name."""
     for node in ast.walk(tree):
         if isinstance(node, _Documented) and (text := ast.get_docstring(node)):
             line = getattr(node, "lineno", 1)
@@ -31,7 +31,7 @@ def docstrings(file: Path, tree: ast.AST) -> Iterator[str]:
 
 
 def messages(file: Path, tree: ast.AST) -> Iterator[str]:
-    """Yield the texts of errors that are raised, and of what is logged, with their places."""
+    """Yield the messages of raised errors and log calls, each with its file and line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             arguments = node.exc.args[:1]
@@ -49,7 +49,7 @@ def messages(file: Path, tree: ast.AST) -> Iterator[str]:
 
 
 def main(seed: int) -> None:
-    """Print a sample."""
+    """Print a random sample of docstrings and messages, the same for the same `seed`."""
     files = sorted((ROOT / "r2ccl").rglob("*.py"))
     trees = [(file, ast.parse(file.read_text(encoding="utf-8"))) for file in files]
     rng = random.Random(seed)

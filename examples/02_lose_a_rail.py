@@ -1,4 +1,4 @@
-"""Lose a rail in mid-allreduce and get the right sum. Run: python examples/02_lose_a_rail.py."""
+"""Lose a rail during an allreduce and get the right sum. Run: python examples/02_lose_a_rail.py."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Start from MPI's ranks. Run: mpiexec -n 2 python examples/03_mpi.py (needs mpi4py)."""
+"""Run an allreduce over MPI ranks. Run: mpiexec -n 2 python examples/03_mpi.py (needs mpi4py)."""
 
 import numpy as np
 from mpi4py import MPI
@@ -13,7 +13,7 @@ def main() -> None:
         comm.allreduce(x)
         assert (x == expected).all()
         if comm.rank == 0:
-            print(f"{comm.nranks} ranks of MPI: the same sum as MPI's own, to the last bit")
+            print(f"{comm.nranks} ranks of MPI: the same sum as that of MPI, bit for bit")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Train a small network on four nodes, lose a NIC in mid-allreduce, get the same weights.
+"""Train a small network on four nodes, lose a NIC during an allreduce, get the same weights.
 
-Runs the same training twice, the second time with a NIC of one node dying inside an allreduce,
-and compares everything. Ends with 1 if a single bit differs or the NIC did not die as planned.
-Needs the packages of ``pip install r2ccl[demo]``.
+Runs the same training twice. In the second run, a NIC of one node fails during an allreduce. The
+program compares the losses and the final weights of both runs. It exits with status 1 if any bit
+of the weights differs, or if the NIC did not fail during an allreduce. Needs the packages of
+``pip install r2ccl[demo]``.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from sklearn.datasets import load_digits
 
 from r2ccl.testing import Action, Fault, FaultPlan
 
-#: Which NIC dies, and before which slice its node sends in the allreduce of the middle step; a
-#: rank sends more than 100 slices a step.
+#: Node and rail of the NIC that fails, just before the node sends slice `AT_SLICE` of the allreduce
+#: in the middle step. A rank sends more than 100 slices per step.
 NODE, RAIL, AT_SLICE = 1, 2, 40
 PNG = Path("out/demo.png")
 RANK_PROGRAM = Path(__file__).with_name("digits") / "rank.py"
 
 
 class Step(NamedTuple):
-    """One step of the training, as rank 0 tells it; CLOCK_MONOTONIC seconds."""
+    """Report of rank 0 about one training step; times are CLOCK_MONOTONIC seconds."""
 
     epoch: int
     loss: float
@@ -41,7 +42,7 @@ class Step(NamedTuple):
 
 
 class Run:
-    """One training: reads what its ranks say, and keeps it."""
+    """Record of one training run, built from the output of its ranks."""
 
     def __init__(self, folder: Path, narration: Narration) -> None:
         self.folder = folder
@@ -50,7 +51,7 @@ class Run:
         self._narration = narration
 
     def take(self, line: str) -> None:
-        """Take a line of a rank, ``[who] text``: JSON of the demo, or a word of the library's."""
+        """Handle a line of output, ``[rank] text``: record JSON, display any other text."""
         text = line.partition("] ")[2]
         if not text.startswith("{"):
             self._narration.line(line)
@@ -63,49 +64,49 @@ class Run:
             self._narration.step(said["epoch"], said["loss"])
 
     def losses(self) -> list[float]:
-        """Mean loss of each epoch."""
+        """Return the mean loss of each epoch."""
         epochs = range(self.steps[-1].epoch + 1)
         return [float(np.mean([s.loss for s in self.steps if s.epoch == at])) for at in epochs]
 
     def weights(self) -> set[bytes]:
-        """Final weights of all ranks: one element if they are equal bit for bit."""
+        """Return the final weights of all ranks; one element if all are bit-for-bit equal."""
         files = (self.folder / f"weights-{rank}.npy" for rank in range(cluster.NODES))
         return {np.load(file).tobytes() for file in files}
 
     def step_at(self, time_s: float) -> Step | None:
-        """Return the step in whose allreduce that moment lies."""
+        """Return the step whose allreduce was running at `time_s`; None if there is none."""
         inside = (step for step in self.steps if 0 <= time_s - step.begun_s <= step.took_s)
         return next(inside, None)
 
 
 def cut_time(plan: FaultPlan, run: Run) -> float | None:
-    """Return when the NIC was cut (CLOCK_MONOTONIC seconds); None if it was not."""
+    """Return the time of the NIC failure (CLOCK_MONOTONIC seconds); None if there was none."""
     if plan.fired:
         return plan.fired[0].time_s
-    # Without a lab the rank cuts its own connections; the first of them it knows to be lost, by
-    # itself or from a peer that was quicker, tells when.
+    # Without a netlab, the rank cuts its own connections, and no time is recorded in `plan`. Use
+    # the time at which the rank first learned, from a socket or a peer, that a connection was lost.
     lost = (each for each in run.repairs[NODE] if each["rail"] == RAIL)
     return min((each["failed_s"] for each in lost), default=None)
 
 
 def judge(console: Console, healthy: Run, struck: Run, cut_s: float | None) -> str:
-    """Compare the runs and print what is to be seen; return what is wrong, if anything."""
+    """Compare the runs and print the results; return an error message, empty if all is right."""
     report.print_losses(console, healthy.losses(), struck.losses())
     step = struck.step_at(cut_s) if cut_s is not None else None
     if cut_s is None or step is None:
-        return "the planned fault did not strike inside an allreduce"
+        return "the planned fault did not happen during an allreduce"
     usual_ms = 1e3 * float(np.median([each.took_s for each in healthy.steps]))
     report.print_repair(console, report.summarise(struck.repairs, cut_s))
-    console.print(f"that allreduce    {1e3 * step.took_s:.0f} ms, otherwise {usual_ms:.0f} ms")
+    console.print(f"that allreduce    {1e3 * step.took_s:.0f} ms; usually {usual_ms:.0f} ms")
     if len(healthy.weights() | struck.weights()) > 1:
-        return "the final weights differ"
+        return "the final weights differ between the runs or between ranks"
     return ""
 
 
 def train_twice(
     where: cluster.Where, epochs: int, console: Console, folder: Path
 ) -> tuple[Run, Run, float | None]:
-    """Train without and with the fault; return both runs, and when the NIC was cut."""
+    """Train without and with the fault; return both runs and the time of the NIC failure."""
     digits = load_digits()
     x = (digits.data / digits.data.max()).astype(np.float32)
     nsteps = epochs * (len(x) // (BATCH_PER_RANK * cluster.NODES))
@@ -130,41 +131,41 @@ def train_twice(
 
 
 def demonstrate(where: cluster.Where, epochs: int, console: Console) -> int:
-    """Train twice, show everything; return the exit status."""
+    """Train twice, print and plot the comparison; return the exit status."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="r2ccl-demo-") as folder:
         healthy, struck, cut_s = train_twice(where, epochs, console, Path(folder))
         wrong = judge(console, healthy, struck, cut_s)
     if where.samples and cut_s is not None:
-        title = f"Node {NODE} loses rail {RAIL} in mid-allreduce"
+        title = f"Node {NODE} loses rail {RAIL} during an allreduce"
         report.plot(PNG, where.samples, node=NODE, cut_s=cut_s, title=title)
-        console.print(f"throughput        drawn in {PNG}")
+        console.print(f"throughput        plotted in {PNG}")
     else:
-        console.print("throughput        not drawn: loopback rails share one interface")
+        console.print("throughput        not plotted: all loopback rails share one interface")
     if wrong:
         console.print(f"[bold red]FAILED[/]: {wrong}")
         return 1
     console.print(
-        "[bold green]OK[/]: a NIC died in mid-allreduce, and the final weights are bit for bit "
-        f"equal to those without failure, on all ranks ({time.monotonic() - began:.0f} s)",
+        "[bold green]OK[/]: a NIC died during an allreduce, and on all ranks the final weights are "
+        f"bit-for-bit equal to those without failure ({time.monotonic() - began:.0f} s)",
         soft_wrap=True,
     )
     return 0
 
 
 def main() -> int:
-    """Parse the command line, choose where to run, train."""
+    """Parse the command line, choose netlab or loopback, and run both trainings."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--loopback", action="store_true", help="do without network namespaces")
+    parser.add_argument("--loopback", action="store_true", help="use no network namespaces")
     args = parser.parse_args()
     if args.epochs < 1:
-        parser.error("--epochs must be above 0")
+        parser.error("--epochs must be 1 or more")
     console = Console(highlight=False)
-    where = cluster.Loopback("as asked for") if args.loopback else cluster.choose()
+    where = cluster.Loopback("requested with --loopback") if args.loopback else cluster.choose()
     console.print(f"[bold]r2ccl demo[/] on {where.name}", soft_wrap=True)
     size = f"{4 * nweights() / 2**20:.1f} MiB"
-    console.print(f"{args.epochs} epochs of scikit-learn's digits, a gradient of {size} a step\n")
+    console.print(f"{args.epochs} epochs of scikit-learn's digits, a gradient of {size} per step\n")
     try:
         return demonstrate(where, args.epochs, console)
     except cluster.Failed as exc:

@@ -1,6 +1,6 @@
-"""Draw the schedules that docs/algorithms.md shows, for four ranks; `make pictures` runs this.
+"""Draw the schedules shown in docs/algorithms.md, for four ranks; `make pictures` runs this.
 
-`PICTURES` has the schedules; `r2ccl.schedule.draw` draws them from their ops.
+`PICTURES` lists the schedules; `r2ccl.schedule.draw` draws each from its ops.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from r2ccl.schedule.ir import Schedule
 FOLDER = Path(__file__).parent
 N = 4
 
-#: Pictures in this folder that other programs draw.
+#: Pictures in this folder that are drawn by other programs.
 OTHERS = frozenset({"packages"})
 
-#: Rank 3 has lost a quarter, or half, of its bandwidth.
+#: Bandwidth of each rank, in any unit: rank 3 has lost a quarter, or half, of its bandwidth.
 QUARTER_LOST, HALF_LOST = (4, 4, 4, 3), (2, 2, 2, 1)
 
 
 class Picture(NamedTuple):
-    """A schedule, and what it was made for."""
+    """A schedule, and a caption that states its conditions."""
 
     schedule: Schedule
     caption: str = ""
 
 
 def of_quarter(schedule: Schedule) -> Picture:
-    """Say that rank 3 has lost a quarter of its bandwidth."""
-    return Picture(schedule, "Made for rank 3 with 3/4 of the bandwidth of each other")
+    """Return a picture whose caption says that rank 3 has lost a quarter of its bandwidth."""
+    return Picture(schedule, "Rank 3 has 3/4 of the bandwidth of each other rank")
 
 
 def of_half(schedule: Schedule) -> Picture:
-    """Say that rank 3 has lost half of its bandwidth."""
-    return Picture(schedule, "Made for rank 3 with 1/2 of the bandwidth of each other")
+    """Return a picture whose caption says that rank 3 has lost half of its bandwidth."""
+    return Picture(schedule, "Rank 3 has 1/2 of the bandwidth of each other rank")
 
 
-#: By the file's name.
+#: Pictures by file name, without the suffix.
 PICTURES = {
     "ring": Picture(ring.allreduce(N)),
     "recursive_doubling": Picture(recursive_doubling.allreduce(N)),
@@ -72,7 +72,7 @@ PICTURES = {
     "nested_rings": of_quarter(nested_rings.allreduce(QUARTER_LOST, 1)),
     "bridged_ring": Picture(
         bridged_ring.allreduce(N, 1, lambda a, b: {a, b} != {0, 1}),
-        "Made for ranks 0 and 1 without a common rail",
+        "Ranks 0 and 1 have no common rail",
     ),
     "hierarchy": Picture(
         hierarchy.wrap(ring.allreduce(2, 2), ((0, 1), (2, 3))),
@@ -86,12 +86,12 @@ PICTURES = {
 
 
 def drawn(name: str) -> str:
-    """Return what the file of this name should hold."""
+    """Return the SVG text of the picture `name`."""
     return svg(*PICTURES[name])
 
 
 def main() -> None:
-    """Write all files, and remove those of pictures that are no more."""
+    """Write all SVG files, and remove the files of pictures that no longer exist."""
     for path in FOLDER.glob("*.svg"):
         if path.stem not in OTHERS.union(PICTURES):
             path.unlink()

@@ -1,8 +1,8 @@
-"""Draw the packages of r2ccl and what each imports, as docs/architecture.md shows them.
+"""Draw the packages of r2ccl and their imports, as shown in docs/architecture.md.
 
-Rows are the layers of `pyproject.toml`; arrows are the imports found in the source with `ast`, also
-those for type checking and those inside functions. Left out are arrows that others imply: if `a`
-imports `b` and `b` imports `c`, there is no arrow from `a` to `c`. `make pictures` runs this.
+Rows are the layers of `pyproject.toml`. Arrows are the imports found in the source with `ast`,
+including imports for type checking and imports inside functions. Implied arrows are omitted: if
+`a` imports `b` and `b` imports `c`, there is no arrow from `a` to `c`. `make pictures` runs this.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).with_suffix(".svg")
 TITLE = "Packages of r2ccl and what they import"
 
-# Pixels.
+# Sizes in pixels.
 _MARGIN, _NUMBERS, _ROW, _BOX, _LINE = 20, 24, 66, 28, 21
 _CHARACTER, _PADDING, _GAP, _LANE_GAP = 7.6, 12, 26, 11
-#: Rounds in which rows are ordered, and in which boxes are moved towards what they are joined to.
+#: Number of iterations of both layout steps: ordering the rows, and moving boxes towards their
+#: neighbours.
 _ROUNDS = 24
 
 Edges = Mapping[str, frozenset[str]]
 
 
 class Node(NamedTuple):
-    """A box, or the place where arrows to `name` pass a row in which it is not."""
+    """A box, or the position at which arrows to `name` cross a row between their ends."""
 
     row: int
     name: str
@@ -39,7 +40,7 @@ class Node(NamedTuple):
 
     @property
     def half_width(self) -> float:
-        """Half of the space it takes in its row, without the gap beside it."""
+        """Half of the width of the node in pixels, without the gap beside it."""
         return len(self.name) * _CHARACTER / 2 + _PADDING if self.is_box else 0
 
 
@@ -47,7 +48,7 @@ _Segment = tuple[Node, Node]
 
 
 def layers() -> list[list[str]]:
-    """Return the packages of each layer, the highest first, as import-linter checks them."""
+    """Return the packages of each layer that import-linter checks, highest layer first."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
     [contract] = [each for each in contracts if each["type"] == "layers"]
@@ -58,7 +59,7 @@ def layers() -> list[list[str]]:
 
 
 def imports(names: Sequence[str]) -> Edges:
-    """Return which of the packages and modules `names` each imports directly."""
+    """Return, for each package or module in `names`, the others that it imports directly."""
     known = frozenset(names)
     return {
         name: frozenset(other for path in _files(name) for other in _named(path)) & (known - {name})
@@ -67,7 +68,7 @@ def imports(names: Sequence[str]) -> Edges:
 
 
 def reduced(edges: Edges) -> Edges:
-    """Leave out every edge that a longer way implies."""
+    """Return `edges` without those that a longer path implies (transitive reduction)."""
     return {
         name: frozenset(
             other
@@ -79,7 +80,7 @@ def reduced(edges: Edges) -> Edges:
 
 
 def drawn() -> str:
-    """Return what the file should hold."""
+    """Return the SVG text of the picture."""
     rows = layers()
     names = [name for row in rows for name in row]
     edges = reduced(imports(names))
@@ -92,7 +93,7 @@ def _files(name: str) -> list[Path]:
 
 
 def _named(path: Path) -> Iterator[str]:
-    """Yield the first part below `r2ccl` of everything a file imports."""
+    """Yield the name after `r2ccl.` of every import in a file."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             dotted = [alias.name for alias in node.names]
@@ -115,11 +116,11 @@ def _reached(edges: Edges, name: str) -> set[str]:
     return found
 
 
-# Layout: arrows that pass a row on their way have a place in it; those to one target share it.
+# Layout: an arrow that crosses a row has a node there; arrows to the same target share the node.
 
 
 def _graph(rows: Sequence[Sequence[str]], edges: Edges) -> tuple[list[list[Node]], set[_Segment]]:
-    """Return the nodes of every row, and the segments between those of neighbouring rows."""
+    """Return the nodes of each row, and the segments between nodes of neighbouring rows."""
     row_of = {name: at for at, row in enumerate(rows) for name in row}
     nodes = [[Node(at, name, True) for name in row] for at, row in enumerate(rows)]
     segments: set[_Segment] = set()
@@ -136,7 +137,7 @@ def _graph(rows: Sequence[Sequence[str]], edges: Edges) -> tuple[list[list[Node]
 
 
 def _order(nodes: list[list[Node]], segments: set[_Segment]) -> list[list[Node]]:
-    """Order each row so that few segments cross."""
+    """Return the rows, ordered to reduce the number of crossing segments."""
     neighbours = _neighbours(segments)
     best, fewest = [list(row) for row in nodes], _crossings(nodes, segments)
     for turn in range(_ROUNDS):
@@ -155,7 +156,7 @@ def _order(nodes: list[list[Node]], segments: set[_Segment]) -> list[list[Node]]
 
 
 def _swap(nodes: list[list[Node]], at: int, segments: set[_Segment]) -> None:
-    """Exchange neighbours in a row where that takes crossings away."""
+    """Exchange adjacent nodes in a row if this reduces the number of crossings."""
     row = nodes[at]
     for index in range(len(row) - 1):
         before = _crossings(nodes, segments)
@@ -178,7 +179,7 @@ def _crossings(nodes: Sequence[Sequence[Node]], segments: set[_Segment]) -> int:
 
 
 def _columns(nodes: Sequence[Sequence[Node]], segments: set[_Segment]) -> dict[Node, float]:
-    """Return where the middle of every node is, from the left: near to what it is joined to."""
+    """Return the horizontal centre of each node in pixels, close to the nodes joined to it."""
     neighbours = _neighbours(segments)
     place: dict[Node, float] = {}
     for row in nodes:
@@ -192,7 +193,7 @@ def _columns(nodes: Sequence[Sequence[Node]], segments: set[_Segment]) -> dict[N
 
 
 def _spread(row: Sequence[Node], wanted: Sequence[float]) -> list[float]:
-    """Return the places nearest to those `wanted` at which the nodes of a row keep apart."""
+    """Return the centres closest to `wanted` at which the nodes of a row keep their gaps."""
     offsets = [0.0]
     for one, other in pairwise(row):
         gap = _GAP if one.is_box and other.is_box else _LANE_GAP
@@ -219,7 +220,7 @@ def _neighbours(segments: set[_Segment]) -> dict[Node, list[Node]]:
 def _wanted(
     node: Node, neighbours: Mapping[Node, Sequence[Node]], place: Mapping[Node, float]
 ) -> float:
-    """Return the mean place of what a node is joined to; its own, if that is nothing."""
+    """Return the mean position of the nodes joined to `node`; its own if there are none."""
     joined = neighbours.get(node, [node])
     return sum(place[each] for each in joined) / len(joined)
 
@@ -238,7 +239,7 @@ def _svg(rows: Sequence[Sequence[str]], edges: Edges) -> str:
         shapes.text((_MARGIN, _MARGIN + 13), TITLE, size=17, is_bold=True),
         shapes.text(
             (_MARGIN, _MARGIN + 13 + _LINE),
-            "A row is a layer; an arrow means imports. What others imply is left out.",
+            "Each row is a layer; arrows are imports. Implied arrows are omitted.",
             size=13,
         ),
     ]
@@ -257,13 +258,13 @@ def _svg(rows: Sequence[Sequence[str]], edges: Edges) -> str:
 
 
 def _targets(nodes: Sequence[Sequence[Node]], segments: set[_Segment]) -> list[str]:
-    """Return whatever is imported, in the order in which it is drawn."""
+    """Return the names of all imported packages, in drawing order."""
     named = {lower.name for _, lower in segments}
     return [node.name for row in nodes for node in row if node.is_box and node.name in named]
 
 
 def _segment(begin: Point, end: Point, upper: Node, lower: Node, ink: str) -> str:
-    """Draw a part of an arrow: from and to the edges of boxes, straight past other rows."""
+    """Draw a segment of an arrow between two rows; at a box it ends at the edge of the box."""
     start = begin[0], begin[1] + _BOX / 2
     stop = end[0], end[1] - _BOX / 2
     pieces = [] if upper.is_box else [shapes.line(begin, start, ink, 1.5)]
@@ -283,7 +284,7 @@ def _box(at: Point, node: Node) -> str:
 
 
 def main() -> None:
-    """Write the file."""
+    """Write the SVG file."""
     FILE.write_text(drawn(), encoding="utf-8")
 
 

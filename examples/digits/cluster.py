@@ -1,7 +1,7 @@
-"""Where the demo's ranks run: in a netlab, or on loopback rails where that is not allowed.
+"""Execution of the demo's ranks, in a netlab or, if the machine allows none, on loopback rails.
 
-Both start one rank a node and hand every line a rank writes to the caller. In a netlab the cut is
-made to the real NIC, by the lab; on loopback by the rank itself, to its connections.
+`Netlab` and `Loopback` start one rank per node and pass every line of output to the caller. In a
+netlab, the lab takes the NIC down. On loopback, the rank closes its own connections instead.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from r2ccl.testing.netlab import Lab, LabError, ensure_privileged
 NODES = 4
 RAILS = 4
 RATE = "400mbit"
-#: Bound of one training, which takes 6 s on two cores.
+#: Timeout of one training run, which takes 6 s on two cores.
 _RUN_TIMEOUT_S = 240.0
-#: A rank that finds no peer says so after this long instead of a minute.
+#: Shorter than the default of a minute, so that a failed start is reported sooner.
 _INIT_TIMEOUT_S = 30
-#: Of the NICs' counters.
+#: Interval between readings of the NICs' byte counters.
 SAMPLE_S = 0.05
 
-#: Has the faults of a plan strike where there is no netlab.
+#: Transport wrapper that applies a fault plan without a netlab.
 _WRAPPER = "r2ccl.testing.fault_plan:wrap_by_env"
 
 _SETTINGS = {
-    # Else each of the ranks starts a thread a core, and sums differ with their number.
+    # By default each rank starts one thread per core, and the sums depend on the number of threads.
     **{f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "BLIS", "VECLIB")},
     "R2CC_INIT_TIMEOUT_S": str(_INIT_TIMEOUT_S),
 }
@@ -42,27 +42,27 @@ Sink = Callable[[str], None]
 
 
 class Sample(NamedTuple):
-    """When (CLOCK_MONOTONIC seconds), and how many bytes each (node, rail) had sent."""
+    """Time (CLOCK_MONOTONIC seconds), and total bytes sent by then, per (node, rail)."""
 
     time_s: float
     sent: dict[tuple[int, int], int]
 
 
 class Failed(Exception):
-    """A rank did not end well."""
+    """A rank failed or timed out."""
 
 
 class Netlab:
-    """Ranks in network namespaces, each with NICs of its own."""
+    """Runner that gives each rank a network namespace with its own NICs."""
 
     name = f"netlab: {NODES} namespaces with {RAILS} NICs of {RATE}/s each, real TCP"
 
     def __init__(self) -> None:
-        #: Throughput of the last run.
+        #: Readings of the NICs' byte counters during the last run.
         self.samples: list[Sample] = []
 
     def run(self, argv: Sequence[str], plan: FaultPlan, sink: Sink) -> None:
-        """Run one rank a node; `plan` says afterwards what fired, `samples` what was sent."""
+        """Run one rank per node; record the fired faults in `plan`, bytes sent in `samples`."""
         self.samples = []
         with Lab(nodes=NODES, rails=RAILS, rate=RATE) as lab:
             is_over = threading.Event()
@@ -77,7 +77,9 @@ class Netlab:
                 sampler.join()
         bad = [result for result in results if result.returncode or result.is_timed_out]
         if bad:
-            raise Failed(f"rank {bad[0].rank} ended with {bad[0].returncode}:\n{bad[0].output}")
+            raise Failed(
+                f"rank {bad[0].rank} exited with status {bad[0].returncode}:\n{bad[0].output}"
+            )
 
     def _sample(self, lab: Lab, is_over: threading.Event) -> None:
         while not is_over.wait(SAMPLE_S):
@@ -86,21 +88,21 @@ class Netlab:
 
 
 class Loopback:
-    """Ranks on this machine, with loopback addresses for rails."""
+    """Runner that starts all ranks on this machine, with loopback addresses as rails."""
 
     def __init__(self, why: str) -> None:
         self.name = f"loopback: {NODES} processes with {RAILS} rails of 127.0.0.x each ({why})"
-        #: All rails share one interface there, so there is nothing to tell them apart by.
+        #: Always empty: all loopback rails share one interface, whose counters cannot be separated.
         self.samples: list[Sample] = []
 
     def run(self, argv: Sequence[str], plan: FaultPlan, sink: Sink) -> None:
-        """Run one rank a node; the rank that cuts its own rail says so in its repairs."""
+        """Run one rank per node; the fault appears only in the repairs that the ranks report."""
         launch = [sys.executable, "-m", "r2ccl", "launch", "-n", str(NODES), "--tag", "always"]
         with tempfile.TemporaryDirectory(prefix="r2ccl-demo-") as folder:
             file = Path(folder, "plan.json")
             file.write_bytes(plan.to_json())
             faults = {"R2CC_TRANSPORT_WRAPPER": _WRAPPER, "R2CC_FAULT_PLAN": str(file)}
-            # As many channels as in the netlab; left alone, loopback would use one rail for all.
+            # As many channels as in the netlab; by default, loopback uses one channel on one rail.
             rails = {"R2CC_RAILS": str(RAILS), "R2CC_CHANNELS": str(RAILS * (RAILS - 1))}
             ranks = subprocess.Popen(
                 [*launch, "--", *argv],
@@ -110,7 +112,7 @@ class Loopback:
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            # Its end closes the pipe, and with it the loop below.
+            # Terminating the launcher closes the pipe, which ends the loop below.
             timer = threading.Timer(_RUN_TIMEOUT_S, ranks.terminate)
             timer.start()
             assert ranks.stdout is not None
@@ -125,14 +127,17 @@ class Loopback:
                     ranks.wait()
                 ranks.stdout.close()
         if status:
-            raise Failed(f"the ranks ended with {status}")
+            raise Failed(f"the launcher of the ranks exited with status {status}")
 
 
 Where = Netlab | Loopback
 
 
 def choose() -> Where:
-    """Choose a netlab where this machine allows one, also by way of a user namespace."""
+    """Return a `Netlab` if this machine allows one, else a `Loopback`.
+
+    An ordinary user gets a netlab inside a user namespace.
+    """
     try:
         ensure_privileged()
     except LabError as exc:

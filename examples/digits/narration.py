@@ -1,4 +1,7 @@
-"""Progress of the demo: a bar on a terminal, elsewhere a line an epoch and one every 10 s."""
+"""Progress display of the demo: a progress bar on a terminal, otherwise lines of text.
+
+Without a terminal, each epoch prints a line, and a further line appears after 10 s without output.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,20 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-#: Without a terminal, something is printed at least this often.
+#: Without a terminal, longest time without output.
 _SILENCE_S = 10.0
 
 _COLUMNS = ("{task.description}", BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
 
 
 class Narration:
-    """Display of the trainings' progress; a context manager.
+    """Progress display of several trainings; a context manager.
 
     Parameters
     ----------
     console : Console
     nepochs, nsteps : int
-        Of each training.
+        Number of epochs and of steps in each training.
     """
 
     def __init__(self, console: Console, nepochs: int, nsteps: int) -> None:
@@ -59,20 +62,20 @@ class Narration:
         self._bars.stop()
 
     def begin(self, label: str) -> None:
-        """Announce a training."""
+        """Start the display of a training named `label`."""
         self._label, self._epoch, self._began_s = label, -1, time.monotonic()
         self._task = self._bars.add_task(label, total=self._nsteps, loss="")
         self._say("starting the ranks")
 
     def step(self, epoch: int, loss: float) -> None:
-        """Count a step."""
+        """Advance the display by one step of `epoch`."""
         self._bars.update(self._task, advance=1, loss=f"loss {loss:.4f}")
         if epoch != self._epoch:
             self._epoch = epoch
             self._say(f"epoch {epoch + 1} of {self._nepochs}, loss {loss:.4f}")
 
     def line(self, text: str) -> None:
-        """Print what a rank wrote."""
+        """Print a line of a rank's output."""
         self._last_word_s = time.monotonic()
         self._console.print(text, style="dim", markup=False, soft_wrap=True)
 

@@ -1,8 +1,8 @@
 """One rank of the demo: data-parallel training of a small network on handwritten digits.
 
-Started by ``train_digits.py`` through a launcher; reads the data set from the folder it is given,
-says every step in a line of JSON, and leaves its final weights in that folder. Nothing here knows
-of faults: this is what a user's own program looks like.
+``train_digits.py`` starts this program through a launcher. It reads the data set from the folder
+given on the command line, prints a line of JSON for each step, and saves its final weights in that
+folder. It contains no code for failures, like any program of a user.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import r2ccl
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: 4.3 million weights, of which the gradient is 16.5 MiB.
+#: Units per layer: 4.3 million weights, whose gradient has 16.5 MiB.
 LAYERS = (64, 2048, 2048, 10)
 BATCH_PER_RANK = 36
 LEARNING_RATE = 0.05
@@ -29,7 +29,7 @@ SEED = 2026
 
 
 def layers_of(flat: Array) -> list[tuple[Array, Array]]:
-    """Cut a flat vector into the weights and bias of each layer, as views."""
+    """Return the weights and bias of each layer, as views of the flat vector `flat`."""
     views, start = [], 0
     for rows, columns in pairwise(LAYERS):
         middle, end = start + rows * columns, start + (rows + 1) * columns
@@ -39,12 +39,12 @@ def layers_of(flat: Array) -> list[tuple[Array, Array]]:
 
 
 def nweights() -> int:
-    """Count weights and biases."""
+    """Return the total number of weights and biases."""
     return sum((rows + 1) * columns for rows, columns in pairwise(LAYERS))
 
 
 def initial_weights() -> Array:
-    """Draw the weights (He et al. 2015), the same on every rank."""
+    """Return random initial weights (He et al. 2015), the same on every rank."""
     rng = np.random.default_rng(SEED)
     flat = np.zeros(nweights(), np.float32)
     for weights, _ in layers_of(flat):
@@ -54,9 +54,10 @@ def initial_weights() -> Array:
 
 
 def backpropagate(weights: Array, gradient: Array, x: Array, labels: Array) -> float:
-    """Write the gradient of the mean cross-entropy of a batch into `gradient`; return that loss.
+    """Write the gradient of the mean cross-entropy of a batch into `gradient`; return the loss.
 
-    `x` is (batch, 64), `labels` (batch,), the other two flat; ReLU after every layer but the last.
+    `x` has shape (batch, 64), `labels` has shape (batch,), and `weights` and `gradient` are flat.
+    ReLU follows every layer except the last.
     """
     layers = layers_of(weights)
     inputs = [x]
@@ -79,12 +80,12 @@ def backpropagate(weights: Array, gradient: Array, x: Array, labels: Array) -> f
 
 
 def train(comm: r2ccl.Communicator, x: Array, labels: Array, nepochs: int) -> Array:
-    """Train for `nepochs` epochs, one allreduce a step; return the weights."""
+    """Train for `nepochs` epochs, with one allreduce per step; return the weights."""
     weights = initial_weights()
-    # The loss rides behind the gradient: its mean over the ranks comes with theirs.
+    # The last element is the loss, so that one allreduce averages both gradient and loss.
     averaged = np.empty(len(weights) + 1, np.float32)
     batch = comm.nranks * BATCH_PER_RANK
-    rng = np.random.default_rng(SEED)  # every rank shuffles alike, then takes its own part
+    rng = np.random.default_rng(SEED)  # all ranks shuffle alike; each uses its own part
     for epoch in range(nepochs):
         order = rng.permutation(len(x))
         for start in range(0, len(x) - batch + 1, batch):
@@ -100,15 +101,16 @@ def train(comm: r2ccl.Communicator, x: Array, labels: Array, nepochs: int) -> Ar
 
 
 def say(**fields: Any) -> None:
-    """Tell the driver something."""
+    """Print `fields` as a line of JSON for ``train_digits.py``."""
     print(json.dumps(fields), flush=True)
 
 
 def main() -> None:
-    """Train, save the weights, report the repairs."""
+    """Train, save the final weights and print the repairs."""
     folder, nepochs = Path(sys.argv[1]), int(sys.argv[2])
     data = np.load(folder / "digits.npz")
-    # Rings alone: what is faster without a NIC adds in another order, and here bits are compared.
+    # Mode balance always uses rings. Other modes may change the schedule after a NIC is lost, and
+    # with it the order of additions; this demo compares the results of both runs bit for bit.
     with r2ccl.init(mode="balance") as comm:
         weights = train(comm, data["x"], data["labels"], nepochs)
         np.save(folder / f"weights-{comm.rank}.npy", weights)

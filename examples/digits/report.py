@@ -1,4 +1,4 @@
-"""What the demo shows at its end: the two runs side by side, and the throughput of the rails."""
+"""Final report of the demo: comparison of the two runs, and throughput of the rails."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from rich.table import Table
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
-#: Throughput is averaged over this long (a Hann window): a step computes, then sends.
+#: Width of the Hann window over which throughput is averaged; it evens out the alternation of
+#: computing and sending within each step.
 _WINDOW_S = 1.0
 
 
 class Repaired(NamedTuple):
-    """What became of the cut."""
+    """Summary of the repairs after the NIC failure."""
 
     cause: str
-    #: Milliseconds from the cut to the first byte over another rail, at each rank that waited for
-    #: one, in order of time.
+    #: Pairs of a rank and the milliseconds from the NIC failure to the first byte that this rank
+    #: received over another rail, earliest first; only ranks that waited for a byte.
     first_bytes_ms: list[tuple[int, float]]
     nbytes_replayed: int
 
 
 def summarise(repairs: dict[int, list[dict[str, Any]]], cut_s: float) -> Repaired:
-    """Put the repairs of all ranks together; `cut_s` is CLOCK_MONOTONIC seconds, as theirs."""
+    """Summarise the repairs of all ranks; `cut_s` is the time of the failure (CLOCK_MONOTONIC)."""
     everything = [(rank, repair) for rank in repairs for repair in repairs[rank]]
     causes = sorted((repair["failed_s"], repair["cause"]) for _, repair in everything)
     first = [
@@ -46,7 +47,7 @@ def summarise(repairs: dict[int, list[dict[str, Any]]], cut_s: float) -> Repaire
 
 
 def print_losses(console: Console, without: Sequence[float], with_cut: Sequence[float]) -> None:
-    """Print the mean loss of every epoch, side by side, to the last digit."""
+    """Print a table with the mean loss of each epoch in both runs, in full precision."""
     table = Table("epoch", "loss, no failure", "loss, NIC lost", "same bits")
     for epoch, (one, other) in enumerate(zip(without, with_cut, strict=True)):
         table.add_row(str(epoch + 1), f"{one:.9f}", f"{other:.9f}", "yes" if one == other else "NO")
@@ -54,17 +55,20 @@ def print_losses(console: Console, without: Sequence[float], with_cut: Sequence[
 
 
 def print_repair(console: Console, repaired: Repaired) -> None:
-    """Print how the cut was found and repaired."""
+    """Print the evidence of the failure, the recovery times and the bytes replayed."""
     console.print(f"evidence          {repaired.cause}")
     for rank, milliseconds in repaired.first_bytes_ms:
-        console.print(f"first byte        {milliseconds:.1f} ms after the cut, at rank {rank}")
+        console.print(f"first byte        {milliseconds:.1f} ms after the failure, at rank {rank}")
     if not repaired.first_bytes_ms:
-        console.print("first byte        none awaited, or the rail was back before it came")
+        console.print("first byte        none: no rank waited for one, or the rail recovered")
     console.print(f"replayed          {repaired.nbytes_replayed / 2**20:.2f} MiB")
 
 
 def throughput(samples: Sequence[Sample], node: int) -> tuple[Array, Array]:
-    """Return times, and for every NIC of `node` the Mbit/s it sent around each of them."""
+    """Return sampling times, and the Mbit/s that each NIC of `node` sent at these times.
+
+    The rates have shape (rails, times) and are averaged over `_WINDOW_S`.
+    """
     times = np.arange(samples[0].time_s, samples[-1].time_s, SAMPLE_S)
     sampled_at = [sample.time_s for sample in samples]
     weights = np.hanning(round(_WINDOW_S / SAMPLE_S))
@@ -77,7 +81,7 @@ def throughput(samples: Sequence[Sample], node: int) -> tuple[Array, Array]:
 
 
 def plot(path: Path, samples: Sequence[Sample], *, node: int, cut_s: float, title: str) -> None:
-    """Draw what each NIC of `node` sent over time, one above the other, with the cut."""
+    """Plot the stacked throughput of the NICs of `node` over time, and mark the failure."""
     moving = [after for before, after in pairwise(samples) if before.sent != after.sent]
     shown = [s for s in samples if moving[0].time_s - 1 <= s.time_s <= moving[-1].time_s + 1]
     times, rates = throughput(shown, node)
@@ -86,7 +90,7 @@ def plot(path: Path, samples: Sequence[Sample], *, node: int, cut_s: float, titl
     axes.stackplot(times - cut_s, rates, labels=[f"rail {rail}" for rail in range(RAILS)])
     axes.axvline(0, color="black", linestyle="--", linewidth=1)
     axes.annotate(" NIC down", (0, 1), xycoords=("data", "axes fraction"), va="top")
-    axes.set(xlabel="seconds after the cut", ylabel=f"Mbit/s sent, mean over {_WINDOW_S:g} s")
+    axes.set(xlabel="seconds after the failure", ylabel=f"Mbit/s sent, mean over {_WINDOW_S:g} s")
     axes.set(title=title, xlim=(times[0] - cut_s, times[-1] - cut_s))
     axes.set_ylim(0, 1.15 * float(rates.sum(axis=0).max()))
     axes.legend(loc="upper left")

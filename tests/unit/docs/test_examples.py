@@ -73,7 +73,7 @@ def test_demo_on_loopback_loses_a_rail_and_no_bit(tmp_path: Path) -> None:
     written = run(sys.executable, demo, "--epochs", "1", "--loopback", cwd=tmp_path)
     # Whichever end is first to notice: the one that was cut, or its peer.
     assert re.search(r"evidence +(ENETDOWN|EOF|ECONNRESET|EPIPE): ", written), written
-    assert written.rstrip().splitlines()[-1].startswith("OK: a NIC died in mid-allreduce")
+    assert written.rstrip().splitlines()[-1].startswith("OK: a NIC died during an allreduce")
 
 
 def test_gradient_of_the_demo_is_that_of_its_loss() -> None:
