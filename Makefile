@@ -114,6 +114,10 @@ bench-gpu: ## verify and measure all that needs a GPU, in 9 minutes; results in 
 	if [ $$status -eq 69 ]; then echo "bench-gpu: skipped: for the reason above"; exit 0; fi; \
 	exit $$status
 
+bench-scale: $(VENV)/.demo ## measure what each rank costs as ranks are added; results in out/
+	@mkdir -p out
+	@$(BIN)/python bench/scale.py --json out/scale.json --png out/scale.png
+
 simulate: $(VENV)/.test ## 20,000 random fault plans in the simulator
 	@R2CC_SIM_EXAMPLES=20000 $(BIN)/python -m pytest tests/simulation --timeout 7200
 
