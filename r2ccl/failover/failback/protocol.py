@@ -168,7 +168,7 @@ class Quarantine:
         self._put_off(now)
 
     def unasked(self, now: float) -> None:
-        """Record a probe that could not be sent; it proves nothing and is repeated after a pause."""
+        """Record a probe that could not be sent: it proves nothing and is due again later."""
         if self.is_in_use:
             return
         self._asked = False
