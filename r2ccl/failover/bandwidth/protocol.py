@@ -14,8 +14,9 @@ rails that count as whole (those with the highest weight) and were busy in the s
     rail 2      49    51    13    70    50   a quarter of them; spell 4 has no reference
 
 The estimate of a rail is the mean of its latest comparisons, over `_COMPARED_S` of busy time. A
-spell counts only if more than half of the whole rails were busy: when the fast rails have finished
-their part of a long operation, a slow rail would otherwise be compared with other slow rails.
+spell counts only if more than half of the rails with the highest weight were busy: when the fast
+rails have finished their part of a long operation, a slow rail would otherwise be compared with
+other slow rails.
 
 A weight changes only after the estimate has called for another weight for `_SETTLE_S` without a
 break. A slow rail gets work in proportion to its rate, but always some. With a quarter of the work,
@@ -54,7 +55,7 @@ _MEMORY_S = 10.0
 #: Active time for which another weight must be proposed before it replaces the one in use.
 _SETTLE_S = 0.5
 #: Number of spells that a level is taken from, the quantile of their rates that is the level, and
-#: the part of the nominal rate from which rails count as whole.
+#: the part of the nominal rate from which a level counts as the full rate.
 _LEVEL_NSPELLS = 16
 _LEVEL_QUANTILE = 0.75
 _WHOLE_LEVEL = 0.7
@@ -168,7 +169,7 @@ class Balance:
         return found
 
     def estimates(self, now: float) -> dict[int, float | None]:
-        """Return the rate of every rail relative to that of the whole rails; None if not known.
+        """Return the rate of every rail relative to the rails of highest weight; None if not known.
 
         If a rail had no train for more than `_FRESH_S` of active time, its last estimate doubles
         with every further `_FRESH_S`, at most to that of the best rail. Only a rail that gets work
@@ -186,10 +187,10 @@ class Balance:
         return {rail: found.get(rail) for rail in self._meters}
 
     def level(self) -> float:
-        """Return the rate of the whole rails over the nominal rate.
+        """Return the rate of the rails of highest weight, as a fraction of the nominal rate.
 
-        1.0 if it is at least `_WHOLE_LEVEL`, if the nominal rate is unknown, or if there are too
-        few measurements.
+        1.0 if the fraction is at least `_WHOLE_LEVEL`, if the nominal rate is unknown, or if there
+        are too few measurements.
         """
         if not self._nominal:
             return 1.0
@@ -223,7 +224,7 @@ class Balance:
         return bool(settled)
 
     def _record(self, rail: int, train: Train, active_s: float) -> None:
-        """Distribute the bytes of a train over the spells in which it ran."""
+        """Distribute the bytes and busy time of a train over the spells in which it ran."""
         begun_s = active_s - train.length_s
         first = max(int(begun_s / _SPELL_S), int((active_s - _MEMORY_S) / _SPELL_S), 0)
         for number in range(first, int(active_s / _SPELL_S) + 1):
@@ -262,7 +263,10 @@ class Balance:
         return {rail: total[rail] / length_s for rail, length_s in busy_s.items() if length_s}
 
     def _whole(self, spell: _Spell) -> list[float]:
-        """Return the rates of the whole rails busy in `spell`; empty if half of them or fewer."""
+        """Return the rates of the rails of highest weight that were busy in `spell`.
+
+        Empty unless more than half of them were busy.
+        """
         highest = max(self.weights.values())
         most = sum(weight == highest for weight in self.weights.values()) / 2
         whole = [spell.rate(rail) for rail in spell.busy_s if self.weights[rail] == highest]
@@ -294,7 +298,7 @@ def shares(
     previous : mapping of int to int, optional
         Weights in use.
     nominal : float, optional
-        Rate of a whole rail, in the unit of `rates`; default: the best rate.
+        Rate that counts as weight 16, in the unit of `rates`; default: the best rate.
 
     Returns
     -------

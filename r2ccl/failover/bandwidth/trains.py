@@ -53,7 +53,10 @@ class Train(NamedTuple):
 
 
 class Meter:
-    """Meter of one rail. All slices of one poll must be recorded with the same clock reading."""
+    """Meter of the rate of one rail, which turns confirmations of slices into trains.
+
+    All slices confirmed in one poll must be recorded with the same clock reading.
+    """
 
     __slots__ = ("_began_s", "_last_s", "_nbytes", "_nslices", "under_way")
 
@@ -89,7 +92,7 @@ class Meter:
                 train = self._train()
                 self._begin(self._last_s)
             self._add(now, nbytes)
-        elif now > self._began_s:  # at the same instant as the one before it
+        elif now > self._began_s:  # at the same instant as the previous confirmation
             self._add(now, nbytes)
         if self.under_way == 0:
             if self._nslices >= _SHORT_NSLICES and self._nbytes >= _LEAST_NBYTES:

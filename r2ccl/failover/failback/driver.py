@@ -94,7 +94,10 @@ class Failback:
                 self._ask(ProbeKey(key.peer, key.rail, key.rail), partial(self._probed, key))
 
     def held(self) -> dict[PathKey, float]:
-        """Return the hold of each path in quarantine, in seconds."""
+        """Return the hold of each path in quarantine, in seconds.
+
+        The hold is the time for which all probes must be answered before the path may return.
+        """
         return {key: quarantine.hold_s for key, quarantine in self._waiting.copy().items()}
 
     def _probed(self, key: PathKey, event: Probed) -> None:

@@ -66,7 +66,7 @@ DEFAULT = Policy()
 
 
 class Quarantine:
-    """Quarantine of one path, which is in use at first.
+    """Failback state of one path: in use, as at first, or out of use and probed.
 
     Parameters
     ----------

@@ -92,7 +92,7 @@ class HealthAgreement:
         return health
 
     def waits_for(self) -> tuple[int, ...]:
-        """Return the ranks whose message must arrive before the round under way ends."""
+        """Return the ranks that the current round waits for; empty if no round is running."""
         return self._agreement.waits_for()
 
     # Reports of this rank

@@ -278,7 +278,7 @@ class Shrinking:
         return [rank for rank in self._others() if rank not in self._views]
 
     def undecided(self) -> list[int]:
-        """Return the ranks whose last View differs from this rank's set and attempt."""
+        """Return the ranks that have not sent a View with this rank's set and attempt."""
         now = self._now()
         return [
             rank
