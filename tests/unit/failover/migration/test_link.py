@@ -88,7 +88,7 @@ def test_an_old_confirmation_and_one_from_the_future() -> None:
     link.confirm(1)
     assert link.confirm(0) == []
     assert link.confirm(1) == []
-    with pytest.raises(InternalError, match=r"confirmed slice 1 .* posted are 1"):
+    with pytest.raises(InternalError, match=r"confirmed slice 1 .* number of slices posted is 1"):
         link.confirm(2)
 
 
@@ -155,7 +155,7 @@ def test_a_report_of_slices_never_posted() -> None:
     link = sender()
     post(link)
     link.fenced(A)
-    with pytest.raises(InternalError, match="posted are 1"):
+    with pytest.raises(InternalError, match="number of slices posted is 1"):
         link.resume(A, LinkReport(0, 0, 2))
 
 
