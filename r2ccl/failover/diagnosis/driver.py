@@ -310,7 +310,7 @@ class Diagnosis:
         self._go_on(case, actions)
 
     def _go_on(self, case: _Case, actions: Sequence[Action] = (), *, is_told: bool = False) -> None:
-        """Publish the verdict, or else carry out `actions`; `is_told`: the peer found the verdict."""
+        """Publish the verdict, or else carry out `actions`; `is_told`: the peer found it."""
         verdict = case.path_diagnosis.verdict
         if verdict is None:
             for action in actions:
