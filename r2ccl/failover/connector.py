@@ -100,7 +100,7 @@ def probe_keys(peers: Sequence[int], rails: Sequence[int]) -> list[ProbeKey]:
 
 
 class _Attempt:
-    """One end of a path or of a probe's connection, while it is connected."""
+    """One end of a path or of a probe's connection, while it is being connected."""
 
     __slots__ = ("deadline", "endpoint", "epoch", "expiry", "number", "offer", "pause")
 

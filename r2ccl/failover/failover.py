@@ -200,7 +200,7 @@ class Failover:
         self._report_down(self._rank, rail)
 
     def _port_up(self, rail: int) -> None:
-        """Have the paths of a local port that is up probed soon; the lower rank of each probes."""
+        """Have the failed paths of a local port probed soon, by the lower rank of each path."""
         for peer in self._peers:
             key = PathKey(peer, rail)
             if self._links.paths[key].state is PathState.UP:
@@ -213,7 +213,7 @@ class Failover:
     # Control messages
 
     def on_message(self, peer: int, message: object) -> None:
-        """Dispatch a control message from `peer`."""
+        """Dispatch a control message from `peer` to the part that handles it."""
         if isinstance(message, Announcement):
             self.migration.on_announced(peer, message)
         elif isinstance(message, Leaving):
@@ -251,7 +251,7 @@ class Failover:
     # Time
 
     def tick(self, now: float, peers: frozenset[int]) -> None:
-        """Do all work that depends on time.
+        """Do the periodic work.
 
         Detect silent paths, advance probes, failback, diagnoses and the health agreement, search
         bypasses, and end the communicator if a peer has had no path for too long.
@@ -363,7 +363,7 @@ class Failover:
     def _report_bandwidth(self, agreement: HealthAgreement, balance: Balance) -> None:
         rates = {rail: round(rate / 1e6, 1) for rail, rate in balance.rates().items()}
         _log.info(
-            "rank %d: bandwidth of the rails: %s sixteenths of nominal, measured %s MB/s",
+            "rank %d: bandwidth per rail: shares %s (of 16), measured %s MB/s",
             self._rank, balance.weights, rates,
         )  # fmt: skip
         agreement.report_bandwidth(balance.weights, balance.toward)

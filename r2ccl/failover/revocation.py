@@ -55,7 +55,7 @@ class Revocation:
     ----------
     context : RankContext
     links : Links
-        Give the unconfirmed slices, and the last collective of each peer.
+        Read for unconfirmed slices, and for the last collective of each peer.
     fence_all : callable
         Called once when the communicator ends: fences all paths, so that no peer can write any
         more.
@@ -145,7 +145,7 @@ class Revocation:
             self._end_by(Revoke("", _LEFT, peer))
 
     def on_spared(self, peer: int, rank: int) -> None:
-        """Record that `peer` continues without `rank`; if this rank has ended, reply the reason."""
+        """Record that `peer` continues without `rank`; reply the reason if this rank ended."""
         self._spared.add(rank)
         if self.reason is not None:
             self._control.send(peer, self.reason)

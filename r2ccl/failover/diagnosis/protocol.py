@@ -138,7 +138,7 @@ class PathDiagnosis:
         self._is_stuck = self._has_round = self._has_replied = False
 
     def begin(self, now: float, own_cause: str = "", peers_cause: str = "") -> list[Action]:
-        """Begin; return the first probes, or none if a port reports itself down.
+        """Begin the diagnosis; return the first probes, or none if a port reports itself down.
 
         Without a cause the path is only suspected, and still in use.
 
@@ -158,7 +158,7 @@ class PathDiagnosis:
         return self._ask([self._direct], now)
 
     def on_cause(self, now: float, cause: str, *, is_own: bool) -> None:
-        """Add hard evidence that arrived after `begin`.
+        """Add hard evidence of a failure that arrived after `begin`.
 
         A port that reports itself down gives, or revises, the verdict. Other evidence turns a
         suspicion into a failure, and is ignored once there is a verdict.

@@ -143,7 +143,7 @@ class Migration:
         self.fail(event.path, f"{event.status}: {event.detail}")
 
     def fail(self, key: PathKey, cause: str) -> None:
-        """Take path `key` out of use because of `cause`, which this end found.
+        """Fence path `key` because of `cause`, which this end found.
 
         In the fail-stop baseline, end the communicator instead.
         """
@@ -196,7 +196,7 @@ class Migration:
             self._apply(path, step(path, PathEvent.FENCED))
 
     def on_opened(self, peer: int, rail: int, epoch: int, endpoint: Any) -> None:
-        """Take an authenticated connection of `epoch` into use, or close a stale one.
+        """Open the path with an authenticated connection of `epoch`, or close a stale connection.
 
         A second connection for the current epoch of a path that is up means that the peer does not
         use the first one, so the path fails.
@@ -318,7 +318,7 @@ class Migration:
             self._control.accept_path(peer, rail, epoch)
 
     def _use(self, path: Path) -> None:
-        """Take a path into use and return channels to their home rails, without a fence."""
+        """Use a path that is open, and return channels to their home rails, without a fence."""
         peer = path.key.peer
         self.cut_off.discard(peer)
         self.cut_off_since[peer] = path.since_s = self._clock()
@@ -334,7 +334,7 @@ class Migration:
             _log.warning("rank %d: rail %d to rank %d is up again", self._rank, path.key.rail, peer)
 
     def _share(self, key: PathKey) -> float:
-        """Return the share of the worse of the path's two ports, at least 1."""
+        """Return the bandwidth share of the worse of the path's two ports, at least 1."""
         return max(1, min(self._port_share(self._rank, key.rail), self._port_share(*key)))
 
 

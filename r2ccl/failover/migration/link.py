@@ -397,7 +397,7 @@ class RecvLink:
             )
 
     def report(self) -> LinkReport:
-        """Return the slices that this end holds; call only after the local end is fenced."""
+        """Return a report of the slices this end holds; call only after the local end is fenced."""
         early = tuple(sorted(seq for seq in self.arrivals if seq >= self.received))
         return LinkReport(self.channel, self.consumed, self.received, early)
 

@@ -71,7 +71,7 @@ class PathAction(enum.Enum):
 
 
 class Announcement(msgspec.Struct, frozen=True, tag="announcement"):
-    """Control message: the sender's end of a path is fenced, and these slices were received.
+    """Control message: the sender's end of a path is fenced; with the slices it received.
 
     ``routes`` has the rail that the sender proposes for each channel, between the two ranks, that
     has no route. It is empty in the higher rank's announcement.

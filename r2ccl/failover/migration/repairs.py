@@ -111,7 +111,7 @@ class RepairLog:
                 took_ms = (repair.resumed_s - repair.failed_s) * 1e3
                 rails = ", ".join(map(rail_name, sorted(set(repair.moved.values()))))
                 channels = sorted(repair.moved)
-                what = f"moved channels {channels} to {rails}" if rails else "nothing moved"
+                what = f"moved channels {channels} to {rails}" if rails else "no channels moved"
                 return f"{what}, in {took_ms:.1f} ms"
         return ""
 

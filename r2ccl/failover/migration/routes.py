@@ -128,7 +128,7 @@ class Routes:
         return self._homes[channel % len(self._homes)]
 
     def _choose(self, peer: int) -> dict[int, PathKey]:
-        """Choose a path that is up for each channel to `peer` without a route.
+        """Choose one of the paths that are up for each channel to `peer` without a route.
 
         Only channels away from their home rail count as load. So the channels of one schedule that
         lost their home rail go to different rails, whatever schedules ran before. Channels on their
