@@ -297,7 +297,7 @@ class Failover:
 
     def _watched(self) -> Iterator[tuple[PathKey, int, bool]]:
         awaited = self._links.awaited_peers()
-        # Bypasses are left out: only the TCP user timeout of the kernel detects their failure.
+        # Bypasses are left out: only the kernel's TCP timeouts detect their failure.
         for key, path in self._links.on_rails.items():
             if path.state is PathState.UP:
                 # If a confirmation is lost, only the peer misses it. If the peer's end of the path
@@ -338,7 +338,7 @@ class Failover:
                 path.key, "FLOW_STUCK: the rail answers a probe, this connection only retransmits"
             )
 
-    # Between the parts
+    # Calls between the parts
 
     def _connect(self, key: PathKey) -> None:
         self.migration.connect(key)

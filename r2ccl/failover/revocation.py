@@ -88,7 +88,7 @@ class Revocation:
         #: Lost ranks without which other ranks continue.
         self._spared: set[int] = set()
 
-    # Found by this rank
+    # Errors found by this rank
 
     def revoke(self, message: Revoke, error: R2cclError | None = None) -> None:
         """End the communicator on every rank; at this rank with `error`, if given.

@@ -272,7 +272,7 @@ class Diagnosis:
         elif case is None or case.epoch < finding.epoch or not case.has_failed:
             self._early[key] = finding
 
-    # Inquiries
+    # Diagnoses
 
     def _begin(self, key: PathKey, epoch: int, news: _News | None = None) -> None:
         stale = self._open.pop(key, None)

@@ -263,7 +263,7 @@ class PathDiagnosis:
         needless = {self._back} if self._is_peer_reached() else set()
         return bool(self._open - needless)
 
-    # Questions
+    # Probes to make
 
     def _ask(self, questions: Sequence[_Question], now: float) -> list[Action]:
         new = [q for q in dict.fromkeys(questions) if q not in self._put]
@@ -292,7 +292,7 @@ class PathDiagnosis:
             questions.append(_Question(thirds[0], ProbeKey(thirds[1], rail, rail)))
         return questions
 
-    # The end
+    # Verdict
 
     def _note(self, cause: str, is_own: bool) -> None:
         self._causes.append(cause if is_own else f"reported by rank {self.path.peer}: {cause}")

@@ -86,7 +86,7 @@ class Slice:
         self.owner = owner
         self.index = index
         self.path: PathKey | None = None
-        #: Fenced path on which the slice was in flight; None if there is none.
+        #: Last fenced path on which the slice was in flight; None if there was none.
         self.lost_on: PathKey | None = None
         self.state = SliceState.WAITING
 

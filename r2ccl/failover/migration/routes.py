@@ -161,9 +161,9 @@ class Routes:
         return [channel for to, channel in self._links.senders if to == peer]
 
 
-#: Weights so small that a channel goes to a bypass only if no home rail is up, and to the last
-#: resort only if no bypass is up either. A bypass is up together with the last resort only if it
-#: joins NICs of different rails, which are usually faster than the network of the rendezvous.
+#: So small that a channel goes to a bypass only if no home rail is up, and to the last resort only
+#: if no bypass is up either. While the last resort is up, only bypasses between NICs of different
+#: rails are dialed; these NICs are usually faster than the network of the rendezvous.
 _BYPASS_WEIGHT, _LAST_RESORT_WEIGHT = 1e-6, 1e-12
 
 __all__ = ["Routes"]
