@@ -215,7 +215,7 @@ def test_the_picture_shows_the_layers_that_are_checked() -> None:
 
 
 def test_each_dependency_has_its_reason() -> None:
-    section = text_of("README.md").split("## What it depends on")[1].split("\n## ")[0]
+    section = text_of("README.md").split("## Dependencies")[1].split("\n## ")[0]
     given = [name for name, why in list(rows(section))[1:] if why]
     needed = tomllib.loads(text_of("pyproject.toml"))["project"]["dependencies"]
     assert given == [re.split(r"[<>=]", each)[0] for each in needed]
