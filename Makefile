@@ -20,13 +20,13 @@ RDMA_PYTHON ?= /usr/bin/python3
 RDMA_VENV := $(VENV)/rdma
 RDMA_BIN := $(RDMA_VENV)/bin
 
-.PHONY: help demo test test-slow test-all test-rdma fresh lint bench bench-degraded bench-rdma bench-gpu simulate campaign chaos pictures clean
+.PHONY: help demo test test-slow test-all test-rdma fresh lint bench bench-degraded bench-rdma bench-gpu bench-scale simulate campaign chaos pictures clean
 .DEFAULT_GOAL := help
 # Tests and benchmarks measure time, so no two targets run at once.
 .NOTPARALLEL:
 
 # Prefix of a command that needs network namespaces: it runs the command in a user namespace unless
-# the user is root. It is empty if the machine forbids both; the tests then skip with the reason.
+# the user is root. It is empty if the machine allows neither; the tests then skip with the reason.
 ENTER = $(shell $(BIN)/r2ccl netlab --enter -- true >/dev/null 2>&1 && echo $(BIN)/r2ccl netlab --enter --)
 
 help: ## list the targets
@@ -114,6 +114,10 @@ bench-gpu: ## test and measure everything that needs a GPU, in 9 minutes; result
 	$(BIN)/python bench/gpu.py --json out/gpu.json; status=$$?; \
 	if [ $$status -eq 69 ]; then echo "bench-gpu: skipped: for the reason above"; exit 0; fi; \
 	exit $$status
+
+bench-scale: $(VENV)/.demo ## measure the cost per rank for growing numbers of ranks; results in out/
+	@mkdir -p out
+	@$(BIN)/python bench/scale.py --json out/scale.json --png out/scale.png
 
 simulate: $(VENV)/.test ## run 20,000 random fault plans in the simulator
 	@R2CC_SIM_EXAMPLES=20000 $(BIN)/python -m pytest tests/simulation --timeout 7200

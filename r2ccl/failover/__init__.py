@@ -1,15 +1,15 @@
-"""Surviving failures: one package a concept, with its state machine and what drives it.
+"""Fault tolerance: one package per concept, each with a state machine and its driver.
 
 ==============  ===================================================================================
-`migration`     the slices of a channel move from a path that failed to another
-`diagnosis`     what failed: local NIC, remote NIC, link or slow peer
-`health`        all ranks agree which NICs are down or slow, and from which call on
-`bandwidth`     what each rail carries, measured from the traffic
-`failback`      when a path that failed may carry work again
-`shrink`        which ranks go on after deaths, and with what
+`migration`     moves the slices of a channel from a failed path to another path
+`diagnosis`     determines what failed: local NIC, remote NIC, link, rail or slow peer
+`health`        makes all ranks agree which NICs are down or slow, and from which collective on
+`bandwidth`     measures the bandwidth of each rail from the traffic
+`failback`      decides when a failed path is probed and used again
+`shrink`        makes the surviving ranks agree on their new communicator
 ==============  ===================================================================================
 
-In each, ``protocol.py`` holds tables and pure state: it is fed events and answers with actions, and
-sees no socket, thread or clock. ``driver.py`` feeds it and carries out what it says. `connector`
-and `probes` serve several of them.
+In each package, ``protocol.py`` holds tables and pure state: it takes events, returns actions, and
+uses no socket, thread or clock. ``driver.py`` passes events to it and carries out its actions.
+`failover` dispatches events to the packages. `connector` and `probes` serve several of them.
 """

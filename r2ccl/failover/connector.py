@@ -1,29 +1,29 @@
-"""Connects paths and probes whose two ends exchange endpoint info over the control plane.
+"""Connects RDMA paths and probes, whose ends exchange endpoint info over the control plane.
 
-The lower rank calls: it makes its end and offers its info; the higher rank makes its own, joins it
-to the offered one and answers; the caller joins in turn, proves the way there and back, says so,
-and both take the path into use::
+The lower rank is the caller. It creates its endpoint and offers its info. The answerer, the higher
+rank, creates its own endpoint, joins it to the offered one and answers. The caller joins in turn,
+verifies both directions, reports that, and both ends take the path into use::
 
     caller    Offer(info) ->              join, hello ... Joined    EndpointReady ->    use
     answerer              join, Answer(info) ->                                      use
 
-Whatever goes wrong, the caller begins again with fresh ends, after a pause that doubles, for as
-long as it takes; an answerer whose own port is not ready yet tries the same offer again until a
-newer one comes. ``attempt`` tells the rounds apart and ``epoch`` the lives of a path. Trust comes
-from the session that carries the endpoint info.
+After any failure the caller begins again with new endpoints, without limit, after a pause that
+doubles. An answerer whose port is not ready retries the same offer until a newer one arrives.
+``attempt`` numbers the attempts, ``epoch`` the lives of a path. The control session, which carries
+the endpoint info, is authenticated, so the endpoints need no authentication.
 
-The connection of a probe serves the one rank that asks over it, so the asker calls, whichever rank
-it is, and nobody has to be told that it is ready::
+The connection of a probe serves only the rank that probes over it. So that rank is the caller,
+whether lower or higher, and need not report that the connection is ready::
 
-    asker     Offer(info) ->              join, hello ... Joined
-    asked                 join, Answer(info)
+    prober    Offer(info) ->              join, hello ... Joined
+    probed                join, Answer(info)
 
-The asked end stays as it is until the next offer, which is how it learns that the asker's end is
-gone. Probes wait: one is called per tick, and one that cannot be joined, on a fabric without a way
-between rails, is tried ever more rarely, until a path of one of its ports comes up.
+The probed end stays unchanged until the next offer, which means that the prober's end is closed.
+Probes have low priority: one is called per tick. A probe that cannot be connected (on a fabric that
+does not connect its two rails) is retried ever more rarely, until a path of one of its ports is up.
 
-Must not import sockets or verbs. Invariant: at most one end of a path, and one of each role of a
-probe, exists here at a time, and one that is not handed over is closed.
+Invariant: this rank has at most one endpoint of each path, and one per role of each probe, that is
+not in use yet. An endpoint that is not handed over is closed.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 _MAX_PROBE_PAUSE_S = 60.0
-#: ``via`` of what is about a path.
+#: ``via`` of messages about a path.
 _NO_PROBE = -1
-#: How long the caller waits for an answer, and for its proof.
+#: Time that the caller waits for an answer, and after it for the verification to finish.
 _ANSWER_TIMEOUT_S = 2.0
 _PROOF_TIMEOUT_S = 10.0
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """Control message: the caller's end of a path, or of a probe's connection.
+    """Control message: endpoint info of the caller, for a path or a probe.
 
-    ``rail`` is the receiver's port and ``via`` the sender's, -1 for a path.
+    ``rail`` is the receiver's rail. ``via`` is the sender's rail; -1 for a path.
     """
 
     rail: int
@@ -64,7 +64,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """Control message: the answerer's end, joined to the offered one; rails as in `Offer`."""
+    """Control message: endpoint info of the answerer, joined to the offer; rails as in `Offer`."""
 
     rail: int
     epoch: int
@@ -74,7 +74,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class EndpointReady(msgspec.Struct, frozen=True, tag="ready"):
-    """Control message: the caller has proved the path and uses it."""
+    """Control message: the caller has verified the path and uses it."""
 
     rail: int
     epoch: int
@@ -82,13 +82,13 @@ class EndpointReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 def probe_keys(peers: Sequence[int], rails: Sequence[int]) -> list[ProbeKey]:
-    """Return the probes that have connections: from each port's own rail, and from the next one.
+    """Return the probes that have connections: to each port, from the same and the next rail.
 
     Parameters
     ----------
     peers : sequence of int
     rails : sequence of int
-        Those that join.
+        RDMA rails.
     """
     following = dict(zip(rails, [*rails[1:], *rails[:1]], strict=True))
     return [
@@ -100,7 +100,7 @@ def probe_keys(peers: Sequence[int], rails: Sequence[int]) -> list[ProbeKey]:
 
 
 class _Attempt:
-    """A path, or one end of a probe's connection, on its way up."""
+    """One end of a path or of a probe's connection, while it is being connected."""
 
     __slots__ = ("deadline", "endpoint", "epoch", "expiry", "number", "offer", "pause")
 
@@ -108,28 +108,28 @@ class _Attempt:
         self.epoch = epoch
         self.number = 0
         self.endpoint: Endpoint | None = None
-        #: The answerer's: what it could not answer yet, and until when the caller waits for it.
+        #: Answerer only: offer not answered yet, and time until which the caller waits for it.
         self.offer: Offer | None = None
         self.expiry = 0.0
-        #: When the caller begins again, and when the answerer tries again to answer.
+        #: Time when the caller begins again, or the answerer tries to answer again.
         self.deadline = 0.0
         self.pause = _FIRST_PAUSE_S
 
     def hurry(self) -> None:
-        """Have a call that waits for its turn begin at the next tick."""
+        """Let a call that is waiting begin at the next tick."""
         if self.endpoint is None:
             self.deadline = 0.0
             self.pause = _FIRST_PAUSE_S
 
     def drop(self) -> None:
-        """Close this end, if there is one."""
+        """Close the endpoint, if there is one."""
         if self.endpoint is not None:
             self.endpoint.close()
             self.endpoint = None
 
 
 class Connector:
-    """The paths and probes of one rank that are on their way up.
+    """Connection attempts of one rank, for RDMA paths and probes; not thread-safe.
 
     Parameters
     ----------
@@ -138,8 +138,8 @@ class Connector:
     send : callable
         ``send(peer, message)`` over the control plane, exactly once and in order.
     on_joined : callable
-        Takes (peer, rail, epoch, endpoint) of a path, and owns the endpoint. A probe's is the
-        transport's.
+        ``on_joined(peer, rail, epoch, endpoint)``: takes ownership of the endpoint of a path that
+        is connected. The endpoint of a probe belongs to the transport.
     clock : Clock
     """
 
@@ -157,24 +157,24 @@ class Connector:
         self._on_joined = on_joined
         self._clock = clock
         self._attempts: dict[PathKey | ProbeKey, _Attempt] = {}
-        #: Ends at which peers ask, as they last offered.
+        #: Endpoints at which peers probe this rank, each for the last offer.
         self._asked: dict[ProbeKey, _Attempt] = {}
-        #: Lives of probes, which tell their connections apart as epochs do those of a path.
+        #: Number of probe connections begun; the number of each serves as its epoch.
         self._nlives = 0
-        #: No path is under repair, which comes before probes.
+        #: True if no path is being repaired; repairs have priority over probes.
         self._is_calm = True
-        #: Offers of epochs this rank has not reached yet.
+        #: Offers that arrived before this rank began to connect the path in that epoch.
         self._early: dict[PathKey, Offer] = {}
-        #: Why the last attempt at a path failed, of paths that are not up.
+        #: Reason why the last attempt failed, of each path that is not up.
         self._failures: dict[PathKey, str] = {}
 
     def obstacles(self, peer: int) -> list[str]:
-        """Say why paths to `peer` are not joined; any thread."""
+        """Describe why paths to `peer` are not connected, one text per rail; any thread."""
         failures = self._failures.copy()
         return [f"rail {key.rail}: {why}" for key, why in failures.items() if key.peer == peer]
 
     def begin(self, key: PathKey, epoch: int) -> None:
-        """Bring `key` up in `epoch`."""
+        """Begin to connect path `key` in `epoch`: call, or wait for an offer."""
         self.cancel(key)
         attempt = self._attempts[key] = _Attempt(epoch)
         if self._rank < key.peer:
@@ -185,13 +185,13 @@ class Connector:
                 self._on_offer(key, offer)
 
     def begin_probe(self, key: ProbeKey) -> None:
-        """Bring the connection of a probe up, when there is time, in place of the one it had."""
+        """Schedule a new connection of probe `key`, in place of the previous attempt."""
         self.cancel(key)
         self._nlives += 1
         self._attempts[key] = _Attempt(self._nlives)
 
     def cancel(self, key: PathKey | ProbeKey) -> None:
-        """Do not bring `key` up any more."""
+        """Stop connecting `key`."""
         if isinstance(key, PathKey):
             self._failures.pop(key, None)
         attempt = self._attempts.pop(key, None)
@@ -199,7 +199,7 @@ class Connector:
             attempt.drop()
 
     def close(self) -> None:
-        """Cancel everything."""
+        """Cancel all attempts, and close the endpoints at which peers probe this rank."""
         for key in list(self._attempts):
             self.cancel(key)
         for attempt in self._asked.values():
@@ -207,9 +207,13 @@ class Connector:
         self._asked.clear()
 
     def kick(self, rail: int, peer: int | None = None) -> None:
-        """Have the calls and answers of `rail` begin again at once: its port is back.
+        """Retry the attempts of `rail` without delay, because a port of the rail is up again.
 
-        Its local port, or that of `peer`.
+        Parameters
+        ----------
+        rail : int
+        peer : int, optional
+            Rank whose port is up again; default: this rank's own port.
         """
         for key, attempt in self._attempts.items():
             if isinstance(key, PathKey) and key.rail == rail and peer in (None, key.peer):
@@ -220,13 +224,13 @@ class Connector:
                 attempt.hurry()
 
     def hurry(self, key: ProbeKey) -> None:
-        """Have the call of `key`, if it waits for its turn, begin at the next tick."""
+        """Let the call of probe `key`, if it is waiting, begin at the next tick."""
         attempt = self._attempts.get(key)
         if attempt is not None:
             attempt.hurry()
 
     def tick(self, now: float, is_calm: bool = True) -> None:
-        """Begin calls, and try answers, whose time has come; those of probes when it is calm."""
+        """Begin the calls and retry the answers that are due; those of probes only if `is_calm`."""
         for key, attempt in list(self._attempts.items()):
             if now >= attempt.deadline and isinstance(key, PathKey):
                 self._begin_again(key, attempt)
@@ -238,8 +242,8 @@ class Connector:
         due = [(key, attempt) for key, attempt in self._probes() if now >= attempt.deadline]
         for key, attempt in due:
             if attempt.endpoint is not None:
-                self._failed(key, attempt, "no answer to the offer, or no proof, in time")
-        # One at a time: making and joining an end takes a millisecond or more.
+                self._failed(key, attempt, "no answer to the offer, or no verification, in time")
+        # Only one per tick: to create and join an endpoint takes a millisecond or more.
         for key, attempt in due:
             if attempt.endpoint is None and now >= attempt.deadline:
                 self._call(key, attempt)
@@ -252,21 +256,26 @@ class Connector:
                     attempt.offer = None
 
     def _probes(self) -> Iterator[tuple[ProbeKey, _Attempt]]:
-        """Those this rank calls."""
+        """Yield the probes that this rank calls, with their attempts."""
         for key, attempt in self._attempts.items():
             if isinstance(key, ProbeKey):
                 yield key, attempt
 
     def on_message(self, peer: int, message: Offer | Answer | EndpointReady) -> None:
-        """Take a message of `peer`; a stale one changes nothing."""
+        """Handle a control message from `peer`; ignore a stale one."""
         rails = {message.rail}
         key: PathKey | ProbeKey = PathKey(peer, message.rail)
         if not isinstance(message, EndpointReady) and message.via != _NO_PROBE:
-            # What is the sender's own port is the far one here.
+            # The sender's local rail is the remote rail here.
             key = ProbeKey(peer, message.via, message.rail)
             rails.add(message.via)
         if not rails <= set(range(self._transport.nrails)):
-            _log.warning("rank %d: rank %d spoke of rails %s", self._rank, peer, sorted(rails))
+            _log.warning(
+                "rank %d: ignored a message from rank %d about rails %s, not all of which exist",
+                self._rank,
+                peer,
+                sorted(rails),
+            )
         elif isinstance(message, Offer):
             if isinstance(key, ProbeKey):
                 self._on_asker(key, message)
@@ -281,7 +290,7 @@ class Connector:
                 self._on_reply(key, attempt, message)
 
     def on_joined(self, event: Joined) -> None:
-        """The caller's end has proved itself, or failed to."""
+        """Handle the end of the verification of an endpoint: hand it over, or schedule a retry."""
         key = event.key
         attempt = self._attempts.get(key)
         if attempt is None or attempt.endpoint is None:
@@ -289,7 +298,7 @@ class Connector:
         if event.error:
             self._failed(key, attempt, event.error)
         elif isinstance(key, ProbeKey):
-            del self._attempts[key]  # the transport has it in use
+            del self._attempts[key]  # the transport uses the endpoint already
         elif self._rank < key.peer:
             self._send(key.peer, EndpointReady(key.rail, attempt.epoch, attempt.number))
             self._hand_over(key, attempt)
@@ -313,7 +322,7 @@ class Connector:
         self._send(key.peer, Offer(key.rail, attempt.epoch, attempt.number, info, _via(key)))
 
     def _on_asker(self, key: ProbeKey, offer: Offer) -> None:
-        """Make the end that `key.peer` asks at; its offers come in order, the newest counts."""
+        """Create the endpoint at which `key.peer` probes this rank; the newest offer counts."""
         previous = self._asked.get(key)
         if previous is not None:
             previous.drop()
@@ -372,11 +381,11 @@ class Connector:
         self._on_joined(key.peer, key.rail, attempt.epoch, endpoint)
 
     def _failed(self, key: PathKey | ProbeKey, attempt: _Attempt, why: str) -> None:
-        """Close this end; the caller calls again later, the answerer tries this offer again."""
+        """Close this end and schedule the next call, or the next answer to the same offer."""
         is_probe = isinstance(key, ProbeKey)
         if not isinstance(key, ProbeKey):
             self._failures[key] = why
-        # Where there is no way between rails, this is said for as long as the job runs.
+        # DEBUG for probes: on a fabric that does not connect rails, some fail throughout the job.
         _log.log(
             logging.DEBUG if is_probe else logging.INFO,
             "rank %d: rail %d to rank %d%s: %s",

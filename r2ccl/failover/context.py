@@ -1,4 +1,4 @@
-"""Values that all parts of one rank's data path are given when they are made."""
+"""Context of one rank: the values that all parts of its data path share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,28 @@ from r2ccl.transport.base import Transport
 
 
 class RankContext(NamedTuple):
-    """One rank of a job, what it sends by, and what it knows of the others.
+    """One rank of a job: its transport, control plane and settings, and facts about other ranks.
 
-    ``nwires`` rails add bandwidth to one another. ``last_resorts`` are used only where two ranks
-    have nothing else. ``nodes`` has every rank's node where several share one, else it is empty.
-    ``hosts`` has their names, for people; empty: not known. ``port_map``: which ports are one NIC,
-    and what people call them; None: every rank has NICs of its own. Data paths to
-    ``neighbors`` are connected at the start, others when a plan needs them; None: to all ranks.
+    Attributes
+    ----------
+    rank, nranks : int
+    transport : Transport
+    control : ControlPort
+    config : Config
+    clock : Clock
+    nwires : int
+        Number of rails whose bandwidths add up.
+    last_resorts : frozenset of int
+        Rails that are used only if no other path connects two ranks.
+    nodes : sequence of int
+        Node of every rank, if some ranks share a node; else empty.
+    hosts : sequence of str
+        Host name of every rank, for messages; empty: not known.
+    port_map : PortMap or None
+        Shared NICs and names of ports; None: no two ranks share a NIC.
+    neighbors : collection of int or None
+        Ranks that data paths are connected to at the start; others follow when a plan needs them.
+        None: all ranks.
     """
 
     rank: int
@@ -38,7 +53,7 @@ class RankContext(NamedTuple):
 
     @property
     def peers(self) -> list[int]:
-        """All other ranks."""
+        """All other ranks, in order."""
         return [peer for peer in range(self.nranks) if peer != self.rank]
 
     @property
@@ -48,23 +63,23 @@ class RankContext(NamedTuple):
 
     @property
     def nrails(self) -> int:
-        """Rails of the transport."""
+        """Number of rails of the transport."""
         return self.transport.nrails
 
     @property
     def joined(self) -> list[int]:
-        """Rails whose ends the transport connects itself: those of RDMA NICs."""
+        """RDMA rails: their ends exchange endpoint info, and the transport connects them."""
         return [rail for rail in range(self.nrails) if self.transport.joins(rail)]
 
     @property
     def homes(self) -> list[int]:
-        """Rails channels are at home on: not those of TCP beside RDMA, nor the last resort."""
+        """Home rails: the RDMA rails, or without RDMA the TCP rails other than the last resort."""
         sockets = (rail for rail in range(self.nrails) if rail not in self.last_resorts)
         return self.joined or list(sockets)
 
     @property
     def is_measured(self) -> bool:
-        """Whether the rates of rails are measured from the traffic."""
+        """True if the bandwidth of rails is measured from the traffic."""
         wanted = self.config.balance
         is_several = self.nwires > 1 if wanted == "auto" else wanted == "1"
         return is_several and self.config.is_balanced
@@ -75,7 +90,7 @@ class RankContext(NamedTuple):
 
     @property
     def has_bypasses(self) -> bool:
-        """Whether there are ways round where rails do not lead; the fail-stop baseline has none."""
+        """True if bypasses are in use; never in the fail-stop baseline."""
         return self.config.is_resilient and self.config.fabric != "none"
 
 

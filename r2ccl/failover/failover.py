@@ -1,9 +1,9 @@
-"""Failover of one rank: every event of a failure comes in here and goes to its concept.
+"""Failover of one rank: creates the parts that handle failures, and dispatches events to them.
 
-Events come from the transport, the control plane, the link monitor and the clock (`tick`). Owned
-by one caller at a time, and never blocks.
+Events arrive from the transport, the control plane, the carrier monitor and the clock (`tick`). Not
+thread-safe; never blocks.
 
-Invariant: after an error no path is open, so no peer can write into memory of a call that raised.
+Invariant: an error fences all paths, so no peer can write into the memory of a call that raised.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class PortUp(msgspec.Struct, frozen=True, tag="port_up"):
-    """Control message: the sender's port of `rail` came up; its paths are worth a probe."""
+    """Control message: the sender's port of `rail` is up again, so its paths should be probed."""
 
     rail: int
 
@@ -47,7 +47,7 @@ class ConnectPaths(msgspec.Struct, frozen=True, tag="connect_paths"):
 
 
 class Failover:
-    """The failover of one rank, put together.
+    """Failure handling of one rank: migration, diagnosis, failback, health and revocation.
 
     Parameters
     ----------
@@ -75,11 +75,11 @@ class Failover:
         )
         self._joined = context.joined if self._config.is_resilient else []
         needed = probe_keys(context.first_peers, self._joined)
-        #: Signs of life, for whoever asks.
+        #: Probes of ports, shared by diagnosis, failback and the detection of silent paths.
         self.probes = Probes(context.transport, self._connector, needed)
-        #: Ways round where rails do not lead; the fail-stop baseline has none.
+        #: Paths between ranks without a common rail; None in the fail-stop baseline.
         self._bypasses = self._make_bypasses() if context.has_bypasses else None
-        #: Brings back what failed.
+        #: Probes failed paths and connects them again.
         self.failback = Failback(
             self._config,
             self._clock,
@@ -87,7 +87,7 @@ class Failover:
             connect=self._connect,
             is_alone=lambda peer: not self.migration.up(peer),
         )
-        #: Moves slices off paths that fail.
+        #: Moves slices from failed paths to others.
         self.migration = Migration(
             context,
             links,
@@ -101,9 +101,9 @@ class Failover:
         )
         self._watch = Watch(self._config.suspicion_timeout_s)
         self._join_by_s = 0.0
-        #: Finds out what broke; the fail-stop baseline has none.
+        #: Determines what failed; None in the fail-stop baseline.
         self.diagnosis = self._make_diagnosis() if self._config.is_resilient else None
-        #: Agrees with the others on what to plan with; nor has it that.
+        #: Agrees with all ranks on the health that plans use; None in the fail-stop baseline.
         self.agreement = self._make_agreement() if self._config.is_resilient else None
 
     def _make_bypasses(self) -> Bypasses:
@@ -142,11 +142,11 @@ class Failover:
 
     @property
     def is_over(self) -> bool:
-        """Whether the communicator has ended, with an error."""
+        """True if the communicator has ended with an error."""
         return self.revocation.error is not None
 
     def start(self) -> None:
-        """Have every path connected; connections of probes come after."""
+        """Begin to connect all paths; connections of probes are made after them."""
         self._join_by_s = self._clock() + self._config.connect_timeout_s
         self.migration.start()
         if self._bypasses is not None:
@@ -163,23 +163,23 @@ class Failover:
             self._control.send(peer, ConnectPaths())
 
     def fence_all(self) -> None:
-        """Begin to take every path out of use; whoever steps the loop sees when they are."""
+        """Begin to fence every path; ``migration.is_quiet`` is True once all are fenced."""
         self._connector.close()
         self.migration.fence_all()
 
     def obstacles(self, peer: int) -> list[str]:
-        """Say why paths to `peer` are not up, as far as this end knows; any thread."""
+        """Describe why paths to `peer` are not up, as far as this end knows; any thread."""
         return [*self._control.obstacles(peer), *self._connector.obstacles(peer)]
 
     def set_nominal_rate(self, rate: int) -> None:
-        """Set the rate of a whole rail, in bytes/s."""
+        """Set the nominal bandwidth of a rail, in bytes per second."""
         if self._balance is not None:
             self._balance.set_nominal_rate(rate)
 
     # Events of ports and probes
 
     def on_carrier(self, rail: int, is_up: bool) -> None:
-        """The local NIC of `rail` lost or found its carrier."""
+        """Handle a change of the carrier of the local NIC of `rail`."""
         if is_up:
             self._control.kick(rail)
             self._port_up(rail)
@@ -187,7 +187,7 @@ class Failover:
             self._port_down(rail, f"{NO_CARRIER}: the local NIC of the rail has no carrier")
 
     def on_rail(self, event: RailChanged) -> None:
-        """The device of a rail says that its port changed."""
+        """Handle the report of an RDMA device that its port went up or down."""
         if event.is_up:
             self._connector.kick(event.rail)
             self._port_up(event.rail)
@@ -196,17 +196,17 @@ class Failover:
             self._port_down(event.rail, f"{PORT_ERR}: {why}")
 
     def on_joined(self, event: Joined) -> None:
-        """An end this rank called with has proved itself, or not."""
+        """Handle the end of the verification of a connection that this rank called."""
         self._connector.on_joined(event)
         if isinstance(event.key, ProbeKey) and not event.error:
             self.failback.hurry(PathKey(event.key.peer, event.key.rail))
 
     def on_probed(self, event: Probed) -> None:
-        """Tell who asked for a sign of life."""
+        """Pass the result of a probe to all callers that wait for it."""
         self.probes.on_probed(event, is_over=self.is_over)
 
     def _port_down(self, rail: int, cause: str) -> None:
-        """Fail the paths of a local port, and say why, also of those that failed before it did."""
+        """Fail the paths of a local port, and report `cause` to the diagnosis."""
         for peer in self._links.peers:
             self.migration.fail(PathKey(peer, rail), cause)
         if self.diagnosis is not None and not self.revocation.is_leaving:
@@ -214,7 +214,7 @@ class Failover:
         self._report_down(self._rank, rail)
 
     def _port_up(self, rail: int) -> None:
-        """Have the paths of a local port that came up probed soon, by whichever end does that."""
+        """Have the failed paths of a local port probed soon, by the lower rank of each path."""
         for peer in self._links.peers:
             key = PathKey(peer, rail)
             if self._links.paths[key].state is PathState.UP:
@@ -227,7 +227,7 @@ class Failover:
     # Control messages
 
     def on_message(self, peer: int, message: object) -> None:
-        """Take a message of `peer`."""
+        """Dispatch a control message from `peer` to the part that handles it."""
         if isinstance(message, Announcement):
             self.migration.on_announced(peer, message)
         elif isinstance(message, Leaving):
@@ -257,7 +257,7 @@ class Failover:
             self.agreement.on_message(peer, message)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        """The control plane gave `peer` up."""
+        """Handle the loss of `peer`, which the control plane reports."""
         if self.revocation.spares(peer):
             return
         if self.agreement is not None:
@@ -267,20 +267,32 @@ class Failover:
     # Time
 
     def tick(self, now: float, peers: frozenset[int]) -> None:
-        """Look for silence; `peers` are those the running call talks to."""
+        """Do the periodic work.
+
+        Detect silent paths, advance probes, failback, diagnoses and the health agreement, search
+        bypasses, and end the communicator if a peer has had no path for too long.
+
+        Parameters
+        ----------
+        now : float
+            Time in seconds.
+        peers : frozenset of int
+            Ranks that the running call exchanges data with.
+        """
         if self.is_over:
             return
         is_calm, is_leaving = not self.migration.repairing, self.revocation.is_leaving
-        # Else an eager slice that no other one follows would be waited for without end.
+        # Otherwise the sender would wait for ever for the confirmation of a last eager slice.
         self._links.confirm_all()
         self._transport.flush()
         if self.probes.unjoined and (self.migration.is_whole or now >= self._join_by_s):
-            # Once the paths are up, or as many as will be.
+            # All paths are up, or the time for connecting them is over.
             self.probes.join()
         self._connector.tick(now, is_calm=is_calm)
         self.failback.tick(now)
         for key in self._watch.look(now, self._watched()):
-            # A queue pair that is broken says so itself, but not that its peer is only slow.
+            # A broken queue pair reports itself, so only TCP paths are probed here. The diagnosis
+            # still tells whether the peer of an RDMA path is slow.
             if not self._transport.joins(key.rail):
                 self._probe(key)
             if self.diagnosis is not None:
@@ -301,16 +313,19 @@ class Failover:
 
     def _watched(self) -> Iterator[tuple[PathKey, int, bool]]:
         awaited = self._links.awaited_peers()
-        # The kernel alone watches a bypass.
+        # Bypasses are left out: only the kernel's TCP timeouts detect their failure.
         for key, path in self._links.on_rails.items():
             if path.state is PathState.UP:
-                # A confirmation that does not get through is missed by the peer alone, which
-                # cannot tell if its own end of the path never came up.
+                # If a confirmation is lost, only the peer misses it. If the peer's end of the path
+                # never came up, the peer cannot detect that, so this end also checks `is_stuck`.
                 is_due = key.peer in awaited or self._transport.is_stuck(key)
                 yield key, path.activity, is_due
 
     def _seek(self, bypasses: Bypasses, peers: frozenset[int], now: float) -> None:
-        """Look for ways round to peers no path leads to, once all rails that will come up are."""
+        """Search bypasses to peers without a path, in at most `_MOST_SEEKS` new rounds.
+
+        Peers that no data is exchanged with are included once `connect_timeout_s` is over.
+        """
         wanted = peers | self._links.awaited_peers()
         if now >= self._join_by_s:
             wanted |= self.migration.cut_off
@@ -328,18 +343,18 @@ class Failover:
         )
 
     def _probed(self, path: Path, epoch: int, activity: int, event: Probed) -> None:
-        """Act on a probe: unanswered, the path is gone; answered, only a stuck flow moves."""
+        """Fail the path if its probe is unanswered, or if its connection only retransmits."""
         if path.epoch != epoch or path.activity != activity or event.is_answered is None:
             return
         if not event.is_answered:
-            cause = f"no progress, and the peer's kernel does not answer ({event.detail})"
+            cause = f"no progress, and the peer's kernel does not answer a probe ({event.detail})"
             self.migration.fail(path.key, f"PROBE_UNANSWERED: {cause}")
         elif self._transport.is_stuck(path.key):
             self.migration.fail(
-                path.key, "FLOW_STUCK: the rail answers, this flow only retransmits"
+                path.key, "FLOW_STUCK: the rail answers a probe, this connection only retransmits"
             )
 
-    # Between the parts
+    # Calls between the parts
 
     def _connect(self, key: PathKey) -> None:
         self.migration.connect(key)
@@ -348,12 +363,12 @@ class Failover:
         self.migration.on_opened(peer, rail, epoch, endpoint)
 
     def _look_into(self, key: PathKey, epoch: int, cause: str, *, is_own: bool) -> None:
-        # While all ranks leave, those that are done first close their ends.
+        # While all ranks leave, the ranks that finish first close their connections: no failure.
         if self.diagnosis is not None and not self.revocation.is_leaving and not key.is_bypass:
             self.diagnosis.failed(key, epoch, cause, is_own=is_own)
 
     def _no_rail(self, peer: int, now: float) -> NoHealthyRail | None:
-        """Make the error of a peer no path leads to; None: one does."""
+        """Return the error of a peer that no path leads to, or None if a path is up."""
         if self.migration.up(peer):
             return None
         on_rails = self._links.on_rails
@@ -364,13 +379,17 @@ class Failover:
     def _report_bandwidth(self, agreement: HealthAgreement, balance: Balance) -> None:
         rates = {rail: round(rate / 1e6, 1) for rail, rate in balance.rates().items()}
         _log.info(
-            "rank %d: rails carry %s sixteenths, measured at %s MB/s",
+            "rank %d: bandwidth per rail: shares %s (of 16), measured %s MB/s",
             self._rank, balance.weights, rates,
         )  # fmt: skip
         agreement.report_bandwidth(balance.weights, balance.toward)
 
     def _on_verdict(self, verdict: Verdict) -> None:
-        """Doubt the port a verdict names; a peer's only if the peer itself did not name it."""
+        """Report the port that a verdict names as failed to the health agreement.
+
+        A peer's port is reported only if the verdict rests on probes. Otherwise the verdict repeats
+        the peer's own evidence, and the peer reports its port itself.
+        """
         peer, rail = verdict.path
         if verdict.kind is VerdictKind.LOCAL_NIC:
             self._report_down(self._rank, rail)
@@ -378,7 +397,7 @@ class Failover:
             self._report_down(peer, rail)
 
     def _report_down(self, rank: int, rail: int) -> None:
-        """Tell the others of a dead port, unless a path that is up shows that it carries."""
+        """Report a failed port to the health agreement, unless a path that is up shows it works."""
         if self.agreement is None or self.revocation.is_leaving or self.is_over:
             return
         peers = self._links.peers if rank == self._rank else self._links.peers & {rank}
@@ -390,7 +409,7 @@ class Failover:
             self.agreement.report_down(rank, rail)
 
     def _report_up(self, key: PathKey) -> None:
-        """A path is up, so both its ports carry, unless it does not leave the node."""
+        """Report that both ports of a path work, unless the path stays within the node."""
         if self.agreement is None or self.revocation.is_leaving or key.is_bypass:
             return
         if not self._is_inside(key.peer):
@@ -402,11 +421,11 @@ class Failover:
         return bool(nodes) and nodes[peer] == nodes[self._rank]
 
     def _port_share(self, rank: int, rail: int) -> float:
-        """Share of its rate that a port carries, as far as this rank has heard."""
+        """Return the known share of its bandwidth that a port has left; 1 without an agreement."""
         return 1.0 if self.agreement is None else self.agreement.known.health.share(rank, rail)
 
 
-#: Rounds of ways begun in one look: each takes file descriptors, and some of the loop's time.
+#: Maximum number of bypass rounds begun per tick: each costs file descriptors and loop time.
 _MOST_SEEKS = 4
 
 __all__ = ["ConnectPaths", "Failover", "PortUp"]

@@ -1,10 +1,9 @@
-"""Signs of life: when silence on a path is suspicious, and probes of ports by who suspects.
+"""Probes of ports, and detection of paths that make no progress.
 
-Rails that dial are asked without preparation. Those that join need a connection for each probe,
-made once the paths are up, and made anew after a probe that was not answered broke it.
+A TCP rail is probed without preparation. An RDMA rail needs a connection for each probe. It is made
+once the paths are up, and again after an unanswered probe, which breaks the connection.
 
-Must not import sockets or verbs; owned by one caller at a time, like
-`r2ccl.failover.migration.driver`. Invariant: whoever asked is told, once.
+Not thread-safe. Invariant: every caller of `Probes.ask` gets exactly one result.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class Probes:
-    """The probes of one rank.
+    """Probes of one rank: shares each probe between all callers that wait for it.
 
     Parameters
     ----------
     transport : Transport
     connector : Connector
-        Makes the connections.
+        Makes the connections of probes.
     unjoined : iterable of ProbeKey
-        Probes that need one.
+        Probes that need a connection.
     """
 
     def __init__(
@@ -33,26 +32,29 @@ class Probes:
     ) -> None:
         self._transport = transport
         self._connector = connector
-        #: Those whose connection nobody has begun to make.
+        #: Probes that need a connection which is not begun yet.
         self.unjoined = list(unjoined)
-        #: Who is to be told what became of a probe.
+        #: Callbacks that wait for the result of a probe.
         self._asking: dict[ProbeKey, list[Callable[[Probed], None]]] = {}
 
     def ask(self, key: ProbeKey, on_answer: Callable[[Probed], None]) -> None:
-        """Ask for a sign of life; `on_answer` is told within the probe timeout."""
+        """Probe `key`; ``on_answer(probed)`` is called within the probe timeout."""
         waiting = self._asking.setdefault(key, [])
         waiting.append(on_answer)
         if len(waiting) == 1:
             self._transport.probe(key)
 
     def join(self) -> None:
-        """Begin to make the connections of `unjoined`."""
+        """Begin to make the connections of the `unjoined` probes, and clear the list."""
         unjoined, self.unjoined = self.unjoined, []
         for key in unjoined:
             self._connector.begin_probe(key)
 
     def on_probed(self, event: Probed, *, is_over: bool = False) -> None:
-        """Tell who asked; `is_over`: nothing is joined any more."""
+        """Pass the result of a probe to all callers that wait for it.
+
+        Restore a broken connection, unless the communicator has ended (`is_over`).
+        """
         key = event.key
         if not is_over and self._transport.joins(key.rail):
             if event.is_answered is False:
@@ -64,12 +66,12 @@ class Probes:
 
 
 class Watch:
-    """Tells which paths stood still for `suspicion_s` while work was outstanding on them.
+    """Detector of paths without progress for `suspicion_s` seconds while work is outstanding.
 
     A path that stays silent is suspected again after each further `suspicion_s`. A suspicion only
-    starts probes, it never moves a link by itself. A rank that was itself stopped or starved does
-    not blame its paths for the time it was away: the gap between two looks counts as at most one
-    ordinary interval.
+    starts probes and never moves slices. The time between two calls of `look` counts as at most
+    ``suspicion_s / 4``, so that a rank that was stopped or got no CPU time does not suspect its
+    paths.
     """
 
     def __init__(self, suspicion_s: float) -> None:
@@ -79,7 +81,20 @@ class Watch:
         self._last: float | None = None
 
     def look(self, now: float, paths: Iterable[tuple[PathKey, int, bool]]) -> list[PathKey]:
-        """Look at ``(path, activity, has_work)`` of every path that is up."""
+        """Update the silence of every path, and return the paths that are suspected.
+
+        Parameters
+        ----------
+        now : float
+            Time in seconds.
+        paths : iterable of (PathKey, int, bool)
+            ``(path, activity, has_work)`` of every path that is up. ``activity`` changes with every
+            event on the path; ``has_work``: an event is expected.
+
+        Returns
+        -------
+        list of PathKey
+        """
         gap = 0.0 if self._last is None else now - self._last
         gap = min(gap, self._suspicion_s / 4)
         self._last = now

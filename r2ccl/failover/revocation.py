@@ -1,10 +1,10 @@
-"""The end of a communicator: which error, who is told, and who may leave before.
+"""Revocation: ends a communicator on all ranks with the same reason, and tracks ranks that leave.
 
-As in ULFM, a communicator of which one rank has an error that cannot be repaired is revoked: all
-ranks raise, with the same reason, and it stays of no use. Ranks that leave in order say so first,
-and their going is no error then.
+As in ULFM, an error at one rank that cannot be repaired revokes the communicator: all ranks raise,
+with the same reason, and the communicator cannot be used again. A rank that calls `close()` sends
+`Leaving` first, so that its disconnection is not an error.
 
-Invariant: the first reason wins, on this rank, and is told to whoever waits for another.
+Invariant: the first reason at this rank is kept; later ones are ignored.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from r2ccl.failover.migration.links import Links
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
-    """Control message: the communicator is of no use any more, and why.
+    """Control message: the communicator is revoked, and the reason.
 
-    ``kind`` is the name of the error, ``rank`` who found it, ``peer`` whom it concerns (-1: all).
-    ``text`` is the error's, or of a `PeerLost` why: whoever hears of it makes the same error.
+    ``kind`` is the name of the error class, ``rank`` the rank that found the error, ``peer`` the
+    rank that it concerns (-1: all). ``text`` is the error's message, or the cause of a `PeerLost`.
+    The receiver raises the same error.
     """
 
     kind: str
@@ -38,28 +39,28 @@ class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """Control message: the sender has all its data and may go once everybody says so."""
+    """Control message: the sender has all its data, and disconnects once all ranks sent this."""
 
 
 class Spared(msgspec.Struct, frozen=True, tag="spared"):
-    """Control message: `rank` is lost, but it had left the sender in order, which lives on."""
+    """Control message: `rank` is lost, but it was leaving, so the sender continues without it."""
 
     rank: int
 
 
 class Revocation:
-    """Whether, and why, the communicator of one rank has ended.
+    """State of one rank's communicator: in use, leaving, or ended with an error.
 
     Parameters
     ----------
     context : RankContext
     links : Links
-        Asked which slices are not confirmed, and which call each peer was in.
+        Read for unconfirmed slices, and for the last collective of each peer.
     fence_all : callable
-        Called once, at the end: no path may be left over which a peer could still write.
+        Called once when the communicator ends: fences all paths, so that no peer can write any
+        more.
     no_rail : callable
-        ``no_rail(peer)``: this rank's own error for a peer that says it has no rail to this one;
-        None: there is one.
+        ``no_rail(peer)``: returns this rank's error if no path to `peer` is up, else None.
     """
 
     def __init__(
@@ -77,22 +78,22 @@ class Revocation:
         self._links = links
         self._fence_all = fence_all
         self._no_rail = no_rail
-        #: First error that ended the communicator, and what tells others of it.
+        #: Error that ended the communicator, and the message about it; None while it is in use.
         self.error: R2cclError | None = None
         self.reason: Revoke | None = None
-        #: Every slice of this rank is confirmed, and it says so.
+        #: True once this rank leaves: all its slices are confirmed, and it has sent `Leaving`.
         self.is_leaving = False
-        #: Ranks that said that they leave.
+        #: Ranks that sent `Leaving`.
         self.left: set[int] = set()
-        #: Ranks whose loss others live on with.
+        #: Lost ranks without which other ranks continue.
         self._spared: set[int] = set()
 
-    # Found by this rank
+    # Errors found by this rank
 
     def revoke(self, message: Revoke, error: R2cclError | None = None) -> None:
-        """End the communicator on every rank, here with `error` if given.
+        """End the communicator on every rank; at this rank with `error`, if given.
 
-        One that has ended already was ended everywhere: its first reason must not be overtaken.
+        Do nothing if it has ended already: the first reason was sent to all ranks.
         """
         if self.error is not None:
             return
@@ -103,7 +104,7 @@ class Revocation:
             self.end(error, message)
 
     def give_up(self, error: R2cclError, kind: str = "", peer: int = -1) -> None:
-        """End it because of `peer`; the others are told if a `kind` of error is given."""
+        """End the communicator because of `peer`; if `kind` is given, revoke it on all ranks."""
         text = error.why if isinstance(error, PeerLost) else str(error)
         message = Revoke(kind or type(error).__name__, text, self._rank, peer)
         if self.error is None and kind:
@@ -111,16 +112,16 @@ class Revocation:
         self.end(error, message)
 
     def end(self, error: R2cclError, message: Revoke) -> None:
-        """Keep the first reason, and leave no path over which a peer could still write."""
+        """Store the first reason and fence all paths, so that no peer can write any more."""
         if self.error is None:
             self.error, self.reason = error, message
             self._fence_all()
 
     def spares(self, peer: int) -> bool:
-        """Whether the loss of `peer` is no error: it left in order, and has all it needs.
+        """Return True if the loss of `peer` is no error: it was leaving and has all its data.
 
-        What it did not confirm then it never will. Ranks that have not left may still want
-        something of it, and end; then this rank, which waits for them, has to hear of it.
+        `Spared` is then sent to the ranks that have not left. Such a rank may still need data of
+        `peer`, and end with an error; it sends its error back to this rank, which waits for it.
         """
         if peer not in self.left or not self._links.is_drained_to(peer):
             return False
@@ -130,27 +131,27 @@ class Revocation:
         return True
 
     def lose(self, peer: int, why: str, last_heard_s: float | None) -> None:
-        """The control plane gave `peer` up: the end."""
-        # Else every rank gives it up by itself, and says so with the same error.
+        """End the communicator because the control plane lost `peer`."""
+        # If False, every rank detects the loss by itself and raises the same error.
         is_news = peer in self.left or peer in self._spared
         error = self._loss(peer, why, last_heard_s)
         self.give_up(error, "PeerLost" if is_news else "", peer)
 
-    # Said by others
+    # Messages of other ranks
 
     def on_goodbye(self, peer: int) -> None:
-        """`peer` closed its end; without having left it ends the job for all."""
+        """Handle the disconnection of `peer`; end the communicator unless `peer` was leaving."""
         if peer not in self.left:
             self._end_by(Revoke("", _LEFT, peer))
 
     def on_spared(self, peer: int, rank: int) -> None:
-        """`peer` lives on without `rank`; it is told if this rank does not."""
+        """Record that `peer` continues without `rank`; reply the reason if this rank ended."""
         self._spared.add(rank)
         if self.reason is not None:
             self._control.send(peer, self.reason)
 
     def on_revoke(self, message: Revoke) -> None:
-        """Make the error that another rank has made."""
+        """End the communicator with the error that another rank reports."""
         if message.kind == "InvalidArgument":
             self.end(InvalidArgument(message.text), message)
         elif message.kind == "NoHealthyRail" and message.peer == self._rank and self.error is None:
@@ -160,7 +161,7 @@ class Revocation:
             else:
                 self.give_up(error, "NoHealthyRail", message.rank)
         elif message.kind == "PeerLost" and message.peer in self._peers:
-            why = f"rank {message.rank} says: {message.text}"
+            why = f"rank {message.rank} reports: {message.text}"
             self.end(self._loss(message.peer, why, None), message)
         else:
             self._end_by(message)
@@ -180,7 +181,7 @@ class Revocation:
         self.end(error, message)
 
 
-#: Reason given for a rank that said Goodbye without Leaving.
-_LEFT = "it left, and other ranks had not"
+#: Reason for a rank that sent Goodbye without Leaving.
+_LEFT = "it closed the communicator while other ranks still used it"
 
 __all__ = ["Leaving", "Revocation", "Revoke", "Spared"]

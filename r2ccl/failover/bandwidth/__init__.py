@@ -1,1 +1,1 @@
-"""Rates of rails, measured from the slices they carry, and the shares of work that follow."""
+"""Bandwidth of rails, measured from their traffic, and each rail's share of the traffic."""

@@ -1,36 +1,40 @@
-"""Bandwidth of rails, compared by their traffic, and the shares of work that follow.
+"""Comparison of the bandwidths of a rank's rails, and the weights derived from it.
 
 Theory of operation
 -------------------
-`r2ccl.failover.bandwidth.trains` measures what a rail carries at one time. What counts is how the
-rails compare, and a time is hard on all of them or on none: a process that stalls, at either end,
-slows whatever is under way, and lets the backlog look like a burst afterwards. So rails are
-compared within short spells of time, each with the rails that count as whole and were busy in the
-same spell::
+`r2ccl.failover.bandwidth.trains` measures the rate of one rail. Rates measured at different times
+cannot be compared: a process that stalls, at either end, slows all rails at that time, and its
+backlog looks like a burst afterwards. The rate of a rail is therefore compared only with the rates
+of other rails in the same short interval, called a *spell*. The reference is the median of the
+rails that count as whole (those with the highest weight) and were busy in the spell::
 
     spell       0     1     2     3     4
     rail 0     196   198    51   285         the process stalled in 2 and caught up in 3:
-    rail 1     199   195    53               each spell says that they are equal
-    rail 2      49    51    13    70    50   a quarter; nothing to compare 4 with
+    rail 1     199   195    53               in each spell, rails 0 and 1 are about equal
+    rail 2      49    51    13    70    50   a quarter of them; spell 4 has no reference
 
-A rail's estimate is the mean of its last comparisons, of `_COMPARED_S` in all that it was busy. A
-spell in which not most of the whole rails were busy says nothing: when a long operation's fast
-rails are done, the slow ones alone would look as good as any.
+The estimate of a rail is the mean of its latest comparisons, over `_COMPARED_S` of busy time. A
+spell counts only if more than half of the rails with the highest weight were busy: when the fast
+rails have finished their part of a long operation, a slow rail would otherwise be compared with
+other slow rails.
 
-A weight changes only if it should for `_SETTLE_S` on end. A rail that lost most of its rate gets
-less work in proportion, but always some: at a quarter of the work it is as busy as the others, so
-that its trains show at once when it recovers. One that carries too little to form trains is taken
-to be better with time (`Balance.estimates`), until it gets enough work to be measured again. What
-is measured is what a rail gives with the slices that links keep under way, the same for all rails.
+A weight changes only after the estimate has called for another weight for `_SETTLE_S` without a
+break. A slow rail gets work in proportion to its rate, but always some. With a quarter of the work,
+a rail of a quarter of the rate is as busy as the others, so its trains show at once when the rail
+recovers. The estimate of a rail that carries too little to form trains rises with time
+(`Balance.estimates`), until the rail gets enough work to be measured again. The measured rate is
+that of the slices which links keep in flight; their number is the same for all rails.
 
-A *weight* is a rail's share of `r2ccl.failover.health.table`, in sixteenths of what the best rail
-gives: rails that were made unequal are told apart like those that became so. Where all rails of a
-rank are slow, none of them shows it. Once the network's rate is known (`set_nominal_rate`), those
-that count as whole do so only if their median is most of that rate: their *level* is what they gave
-in the better spells, as a process that stalls makes some of them worse and few better.
+A *weight* is the share of a rail in `r2ccl.failover.health.table`, in sixteenths of the rate of the
+best rail. Rails of unequal nominal rates therefore get unequal weights too. If all rails of a rank
+are slow, the comparison cannot show it. For this case the nominal rate can be set
+(`set_nominal_rate`): the best rails keep weight 16 only if their *level*, their median rate over
+the nominal rate, is at least `_WHOLE_LEVEL`. The level is taken from the better spells, because a
+process that stalls lowers the rate in some spells and raises it in few.
 
-Pure: times are passed in. Invariants: an idle rail's estimate does not change; a weight is at least
-one, for what still carries anything is not down; equal arguments give equal shares on every rank.
+Times are passed in as clock readings. Invariants: the estimate of a rail does not change while all
+rails are idle; a weight is at least 1, because share 0 means down; equal arguments of `shares` give
+equal results on every rank.
 """
 
 from __future__ import annotations
@@ -42,26 +46,26 @@ from collections.abc import Iterable, Mapping
 from r2ccl.failover.bandwidth.trains import Meter, Train
 from r2ccl.failover.health.table import WHOLE
 
-#: Length of a spell.
+#: Length of a spell, in seconds of active time.
 _SPELL_S = 0.05
-#: Busy time of a rail that its estimate covers, and how much time with traffic that may take: a
-#: rail at a hundredth of its rate carries a slice in seconds.
+#: Busy time of a rail that its estimate covers, and the age, in active time, at which spells are
+#: dropped. A rail at a hundredth of its rate takes seconds for one slice.
 _COMPARED_S = 0.3
 _MEMORY_S = 10.0
-#: A weight that differs from the one in use is taken once it has done so for this long.
+#: Active time for which another weight must be proposed before it replaces the one in use.
 _SETTLE_S = 0.5
-#: Spells that a level takes, which of them counts, and from what part of the network's rate on
-#: rails count as whole.
+#: Number of spells that a level is taken from, the quantile of their rates that is the level, and
+#: the part of the nominal rate from which a level counts as the full rate.
 _LEVEL_NSPELLS = 16
 _LEVEL_QUANTILE = 0.75
 _WHOLE_LEVEL = 0.7
-#: Time with traffic anywhere after which a rail without a train is taken to be better; each
-#: further one doubles what it is taken for.
+#: Active time after which the estimate of a rail without a train begins to rise. It doubles with
+#: each further period of this length.
 _FRESH_S = 2.0
 
 
 class _Spell:
-    """What each rail carried in a short time: bytes, and how long it was busy with them."""
+    """Traffic in one short interval: per rail, the bytes confirmed and the busy time."""
 
     __slots__ = ("busy_s", "nbytes", "number")
 
@@ -79,41 +83,45 @@ class _Spell:
 
 
 class Balance:
-    """The rails of one rank: how they compare, and the weights that follow.
+    """Measured bandwidths of the rails of one rank, and the weights derived from them.
+
+    *Active time* is the time during which at least one slice was in flight on any rail.
 
     Parameters
     ----------
     rails : iterable of int
-        What is reported of others counts for nothing.
+        Rails to measure. Slices on other rails are ignored.
     """
 
     def __init__(self, rails: Iterable[int]) -> None:
         self._meters = {rail: Meter() for rail in rails}
-        #: Bytes/s that a whole rail carries, 0: not known.
+        #: Nominal rate of a rail in bytes/s; 0 if unknown.
         self._nominal = 0
-        #: Rank that the last slice on a rail went to.
+        #: Rank that the last slice on each rail was sent to; -1 before the first slice.
         self.toward = dict.fromkeys(self._meters, -1)
-        #: Weights in use.
+        #: Weight in use of each rail, 1 to `WHOLE`.
         self.weights = dict.fromkeys(self._meters, WHOLE)
-        #: Since when, in active time, another weight of a rail is proposed.
+        #: Active time since which another weight has been proposed, per rail with a proposal.
         self._proposed_s: dict[int, float] = {}
-        #: Time with traffic on any rail, until the rails last fell idle; since when they are busy.
+        #: Active time until all rails last became idle, and the clock reading at which the first
+        #: rail became busy after that.
         self._active_s = 0.0
         self._busy_since_s: float | None = None
         self._under_way = 0
         self._spells: deque[_Spell] = deque()
-        #: Active time at each rail's last train, and its last estimate.
+        #: Active time at the last train of each rail, and the last estimate of each rail.
         self._measured_s = dict.fromkeys(self._meters, 0.0)
         self._last_known: dict[int, float] = {}
 
     def set_nominal_rate(self, rate: int) -> None:
-        """Set the rate of a whole rail, in bytes/s."""
+        """Set the nominal rate of a rail, in bytes/s; 0 means unknown."""
         self._nominal = rate
 
     def posted(self, rail: int, peer: int, now: float) -> None:
-        """A cleared slice for `peer` was handed to `rail`.
+        """Record that a cleared slice for `peer` was posted to `rail`.
 
-        Eager ones wait for a peer that may not have called yet: they say nothing about a rail.
+        Eager slices must not be recorded: they may wait for a peer that has not called yet, so
+        their times say nothing about the rail.
         """
         if rail not in self._meters:
             return
@@ -124,7 +132,7 @@ class Balance:
         self._under_way += 1
 
     def confirmed(self, rail: int, now: float, nbytes: int) -> None:
-        """A slice of `rail` that was counted by `posted` was confirmed."""
+        """Record that a slice counted by `posted` was confirmed on `rail`."""
         if rail not in self._meters:
             return
         train = self._meters[rail].confirmed(now, nbytes)
@@ -135,20 +143,20 @@ class Balance:
         self._ended(1, now)
 
     def dropped(self, rail: int, now: float, nslices: int) -> None:
-        """So many slices under way on `rail` will not be confirmed there."""
+        """Record that `nslices` slices in flight on `rail` will not be confirmed on this rail."""
         if rail not in self._meters:
             return
         self._meters[rail].dropped(nslices)
         self._ended(nslices, now)
 
     def active_s(self, now: float) -> float:
-        """Time with traffic on any rail so far."""
+        """Return the active time so far, in seconds."""
         if self._busy_since_s is None:
             return self._active_s
         return self._active_s + max(0.0, now - self._busy_since_s)
 
     def rates(self) -> dict[int, float]:
-        """Return the last rates of the rails that were measured, in bytes/s; for people."""
+        """Return the recent rate of each measured rail in bytes/s, for display only."""
         found = {}
         for rail in self._meters:
             nbytes = busy_s = 0.0
@@ -161,10 +169,11 @@ class Balance:
         return found
 
     def estimates(self, now: float) -> dict[int, float | None]:
-        """Compare every rail with those that count as whole: 1.0 is as good; None: not known.
+        """Return the rate of every rail relative to the rails of highest weight; None if not known.
 
-        One that had no train for a while, with traffic elsewhere, is taken to be better the
-        longer ago it was measured, until it counts as whole: only work can tell.
+        If a rail had no train for more than `_FRESH_S` of active time, its last estimate doubles
+        with every further `_FRESH_S`, at most to that of the best rail. Only a rail that gets work
+        can be measured.
         """
         active_s = self.active_s(now)
         self._forget(active_s)
@@ -178,7 +187,11 @@ class Balance:
         return {rail: found.get(rail) for rail in self._meters}
 
     def level(self) -> float:
-        """Return the rate of the whole rails over the nominal one; 1.0 from `_WHOLE_LEVEL` on."""
+        """Return the rate of the rails of highest weight, as a fraction of the nominal rate.
+
+        1.0 if the fraction is at least `_WHOLE_LEVEL`, if the nominal rate is unknown, or if there
+        are too few measurements.
+        """
         if not self._nominal:
             return 1.0
         found = []
@@ -192,7 +205,10 @@ class Balance:
         return 1.0
 
     def update(self, now: float) -> bool:
-        """Bring the weights up to date; returns whether they changed. Call it now and then."""
+        """Update the weights from the measurements; return whether they changed.
+
+        Call it periodically.
+        """
         estimates, level = self.estimates(now), self.level()
         rates = {rail: each and each * level for rail, each in estimates.items()}
         proposed = shares(rates, self.weights, nominal=1.0 if level < 1.0 else None)
@@ -208,7 +224,7 @@ class Balance:
         return bool(settled)
 
     def _record(self, rail: int, train: Train, active_s: float) -> None:
-        """Share a train out among the spells it lasted through."""
+        """Distribute the bytes and busy time of a train over the spells in which it ran."""
         begun_s = active_s - train.length_s
         first = max(int(begun_s / _SPELL_S), int((active_s - _MEMORY_S) / _SPELL_S), 0)
         for number in range(first, int(active_s / _SPELL_S) + 1):
@@ -247,7 +263,10 @@ class Balance:
         return {rail: total[rail] / length_s for rail, length_s in busy_s.items() if length_s}
 
     def _whole(self, spell: _Spell) -> list[float]:
-        """Return the rates of the rails that count as whole, if most were busy in this spell."""
+        """Return the rates of the rails of highest weight that were busy in `spell`.
+
+        Empty unless more than half of them were busy.
+        """
         highest = max(self.weights.values())
         most = sum(weight == highest for weight in self.weights.values()) / 2
         whole = [spell.rate(rail) for rail in spell.busy_s if self.weights[rail] == highest]
@@ -265,20 +284,26 @@ def shares(
     previous: Mapping[int, int] | None = None,
     nominal: float | None = None,
 ) -> dict[int, int]:
-    """Quantise rates: the best rail counts 16, or what it is of `nominal`, and never more.
+    """Round rates to weights, in sixteenths of the best rate or of `nominal`.
 
-    A previous weight is kept while the rate is within 3/16 of it, or within one step: noise
-    does not flip weights. One that equals the best, to half a step, is whole again. Where nothing
-    is known the previous weight stays, or a rail gets the full one and will be measured.
+    A weight is 1 to 16. A previous weight is kept while the rate differs from it by at most 3/16 of
+    the weight or one step, whichever is more, so that noise does not change weights. A rail within
+    half a step of the reference gets weight 16. A rail of unknown rate keeps its previous weight,
+    or gets weight 16, so that it gets work and can be measured.
 
     Parameters
     ----------
     rates : mapping of int to float or None
-        What every rail that may be used gives of what it should, in any unit.
+        Rate of every rail that may be used, all in the same unit; None if not known.
     previous : mapping of int to int, optional
         Weights in use.
     nominal : float, optional
-        What a whole rail gives.
+        Rate that counts as weight 16, in the unit of `rates`; default: the best rate.
+
+    Returns
+    -------
+    dict of int to int
+        Weight of each rail.
     """
     old = previous or {}
     given = {rail: rate for rail, rate in rates.items() if rate is not None}
@@ -292,7 +317,8 @@ def shares(
             is_as_good = wanted >= WHOLE - 0.5
             if rail not in old or is_as_good or abs(wanted - weight) > slack:
                 weight = min(WHOLE, max(1, round(wanted)))
-                # One less than whole would hardly be left again, and differs as noise does.
+                # Weight 15 differs from 16 by no more than noise, and a healthy rail measured just
+                # below 15.5 would keep it.
                 weight = WHOLE if weight == WHOLE - 1 else weight
         weights[rail] = weight
     return weights

@@ -1,11 +1,12 @@
-"""Trains: what one rail carries, measured from the slices it carries anyway.
+"""Measurement of the rate of one rail from the confirmations of its slices.
 
 Theory of operation
 -------------------
-What a data loop sees for nothing is when a slice was handed to a rail and when it was confirmed.
-From one slice alone no rate follows: its time has the latency in it, and the wait behind others.
-While at least one slice is under way all the time, though, a slice's confirmation comes one
-service time after the one before it. So a *train* counts from one confirmation to a later one::
+The data loop knows, at no extra cost, when a slice was posted to a rail and when the slice was
+confirmed. The time of a single slice gives no rate, because it includes the latency and the wait
+behind other slices. While at least one slice is always in flight, however, each confirmation
+follows the previous one after the service time of one slice. A *train* therefore counts from one
+confirmation to a later one::
 
     posted      1 2   3   4   5          6 7
     confirmed       1   2   3   4   5          6   7 ...
@@ -13,15 +14,15 @@ service time after the one before it. So a *train* counts from one confirmation 
 
     rate = bytes confirmed after the first / time since the first
 
-That is the delivery rate of Cheng, Cardwell et al. (draft-cheng-iccrg-delivery-rate-estimation-02)
-and, at its core, the packet pair of Keshav (SIGCOMM 1991), with trains that begin at a confirmation
-and end when the rail falls idle. So neither latency nor idle time, nor the caller's, nor a slower
-rail's that the schedule waits for, is in any rate, and nothing has to be marked as limited by the
-application. What is confirmed at one instant counts as one: confirmations that were held up and
-come together (ack compression) neither begin nor end a train in their midst. Trains too short to
-mean anything, as those of small operations are, count for nothing.
+This is the delivery rate of Cheng, Cardwell et al. (draft-cheng-iccrg-delivery-rate-estimation-02),
+based on the packet pair of Keshav (SIGCOMM 1991), with trains that begin at a confirmation and end
+at the latest when the rail becomes idle. A rate therefore contains no latency and no idle time,
+whether the rail waits for the caller or for a slower rail of the schedule, and no sample needs to
+be marked as limited by the application. Confirmations that arrive at the same instant count as one:
+if confirmations were delayed and arrive together (ack compression), no train begins or ends between
+them. Trains that are too short, as in small operations, are discarded.
 
-Pure: times are passed in. Invariant: the trains of a rail do not overlap.
+Times are passed in as clock readings. Invariant: the trains of a rail do not overlap.
 """
 
 from __future__ import annotations
@@ -30,53 +31,58 @@ from typing import NamedTuple
 
 from r2ccl.errors import InternalError
 
-#: A train is measured once it has this many slices and lasted this long: what one confirmation
-#: is late by is then small beside it.
+#: A train is complete once it has this many slices and lasts this many seconds: the delay of a
+#: single confirmation is then small in comparison.
 _NSLICES = 8
 _TRAIN_S = 0.002
-#: So that slow rails, with slices of hundreds of ms, are measured in time too.
+#: Or once it lasts this many seconds with fewer slices, so that a slow rail, on which a slice takes
+#: hundreds of ms, is measured early enough.
 _LONG_TRAIN_S = 0.1
 _LONG_NSLICES = 2
-#: A train that ended because the rail fell idle needs this much.
+#: Fewest slices of a train that ends because the rail becomes idle.
 _SHORT_NSLICES = 3
-#: Less than this is no train: a small operation's time is not the rail's.
+#: Fewest bytes of any train: the time of a small operation is not that of the rail.
 _LEAST_NBYTES = 256 << 10
 
 
 class Train(NamedTuple):
-    """Bytes that were confirmed, and how long that took."""
+    """Measurement of a rail: the bytes confirmed, and the time it took, in seconds."""
 
     nbytes: int
     length_s: float
 
 
 class Meter:
-    """Measures one rail. Times that are read within one poll must be equal."""
+    """Meter of the rate of one rail, which turns confirmations of slices into trains.
+
+    All slices confirmed in one poll must be recorded with the same clock reading.
+    """
 
     __slots__ = ("_began_s", "_last_s", "_nbytes", "_nslices", "under_way")
 
     def __init__(self) -> None:
-        #: Slices handed to the rail and not confirmed.
+        #: Number of slices posted to the rail and not yet confirmed.
         self.under_way = 0
-        #: The train under way, if any: its first and last confirmation, and what came between.
+        #: Current train, if any: the times of its first and last confirmation, and the slices and
+        #: bytes confirmed after the first.
         self._began_s: float | None = None
         self._last_s = 0.0
         self._nslices = self._nbytes = 0
 
     def posted(self) -> None:
-        """A slice was handed to the rail."""
+        """Record that a slice was posted to the rail."""
         self.under_way += 1
 
     def confirmed(self, now: float, nbytes: int) -> Train | None:
-        """A slice was confirmed; returns the train that was whole by then, if one was.
+        """Record that a slice was confirmed; return the train this completes, or None.
 
         Raises
         ------
         InternalError
-            None was under way.
+            If no slice is in flight.
         """
         if self.under_way == 0:
-            raise InternalError("a rail confirmed a slice it was never given")
+            raise InternalError("a slice was confirmed on a rail that has none in flight")
         self.under_way -= 1
         train = None
         if self._began_s is None:
@@ -86,7 +92,7 @@ class Meter:
                 train = self._train()
                 self._begin(self._last_s)
             self._add(now, nbytes)
-        elif now > self._began_s:  # at the same instant as the one before it
+        elif now > self._began_s:  # at the same instant as the previous confirmation
             self._add(now, nbytes)
         if self.under_way == 0:
             if self._nslices >= _SHORT_NSLICES and self._nbytes >= _LEAST_NBYTES:
@@ -95,15 +101,17 @@ class Meter:
         return train
 
     def dropped(self, nslices: int) -> None:
-        """So many of those under way will not be confirmed: their path was fenced.
+        """Record that `nslices` slices in flight will not be confirmed: their path was fenced.
 
         Raises
         ------
         InternalError
-            Fewer were under way.
+            If fewer slices are in flight.
         """
         if nslices > self.under_way:
-            raise InternalError(f"a rail lost {nslices} slices of {self.under_way} under way")
+            raise InternalError(
+                f"{nslices} slices were dropped on a rail that has {self.under_way} in flight"
+            )
         self.under_way -= nslices
         self._began_s = None
 

@@ -1,1 +1,1 @@
-"""Finds out by probes from three points whether a local NIC, a remote NIC or a link failed."""
+"""Determines by probes from three points whether a local NIC, a remote NIC or a link failed."""

@@ -1,17 +1,16 @@
-"""The diagnosis: looks into every failed or suspect path until it has a verdict, and keeps it.
+"""Diagnosis driver: probes every failed or suspected path until it has a verdict, which it keeps.
 
-`r2ccl.failover.diagnosis.protocol` says which questions to put; this module puts them: its own
-through the transport's probes, other ranks' by control message, and it answers theirs. It never
-decides that a path moves: hard evidence has moved it already (`r2ccl.failover.migration.driver`),
-and a slow peer's stays.
+`r2ccl.failover.diagnosis.protocol` decides which probes to make. This module makes this rank's
+probes through the transport, requests those of other ranks by control message, and answers their
+requests. It never moves slices: a path that failed was taken out of use already
+(`r2ccl.failover.migration.driver`), and the path to a slow peer stays in use.
 
-A failure is looked into at the next tick, when repairs under way are done: they come first. What
-another rank says is checked before it is used: a question about a rail there is none of, or about
-the very rank it is put to, is answered with "could not be asked".
+The diagnosis of a failure begins at a tick after running repairs are done, because repairs have
+priority. Requests are validated: a request for a rail that does not exist, or for a probe of the
+rank that receives it, is refused.
 
-Must not import sockets, verbs or threads. Invariants: one diagnosis a path at a time and at
-most `MAX_DIAGNOSES` in all; every question a rank puts is answered, or counts as unanswerable in
-time.
+Invariants: at most one diagnosis per path and `MAX_DIAGNOSES` in all; every probe gets an answer,
+or counts as not made when its time is over.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class _News:
-    """A failure that waits to be looked into."""
+    """Failure whose diagnosis has not begun."""
 
     __slots__ = ("epoch", "own_cause", "peers_cause", "since_s")
 
@@ -57,7 +56,7 @@ class _News:
 
 
 class _Case:
-    """A diagnosis about `epoch` of its path; `has_failed`: it is more than a suspicion."""
+    """Diagnosis of `epoch` of a path; `has_failed`: the path failed, and is not just suspected."""
 
     __slots__ = ("activity", "epoch", "has_failed", "numbers", "path_diagnosis", "said")
 
@@ -68,14 +67,14 @@ class _Case:
         self.epoch = epoch
         self.has_failed = has_failed
         self.activity = path.activity
-        #: Requests to other ranks that are not answered yet.
+        #: Numbers of the requests to other ranks that are not answered yet.
         self.numbers: set[int] = set()
-        #: The verdict as it was last given out.
+        #: Verdict that was last published.
         self.said: Verdict | None = None
 
 
 class _Asked(NamedTuple):
-    """A request on its way: to whom, what, and for which case."""
+    """Unanswered request to `rank` to probe `key`."""
 
     rank: int
     key: ProbeKey
@@ -83,26 +82,27 @@ class _Asked(NamedTuple):
 
 
 class Diagnosis:
-    """Verdicts of one rank; owned by one caller at a time, like `Recovery`.
+    """Diagnoses and verdicts of one rank; not thread-safe.
 
     Parameters
     ----------
     rank, nranks : int
     paths : mapping of PathKey to Path
-        Read, never changed.
+        Paths on rails of this rank; read only.
     transport : Transport
-        Only asked what it knows: which rails join, which paths are stuck.
+        Queried for the rails that it connects itself, and for stuck paths.
     control : Post
+        Sends control messages.
     ask : callable
-        ``ask(key, on_answer)``: probe `key` from this rank; `on_answer` gets the `Probed`.
+        ``ask(key, on_answer)``: probe `key` from this rank and call ``on_answer(probed)``.
     config : Config
     clock : Clock
     sequel : callable
-        ``sequel(path, epoch)``: what was done about a failure, in words.
+        ``sequel(path, epoch)``: description of the repair of a failure.
     on_verdict : callable
-        Told of every verdict, also one that revises another.
+        Called with every verdict, including one that revises an earlier verdict.
     port_map : PortMap, optional
-        Default: every rank has NICs of its own.
+        Default: no two ranks share a NIC.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Diagnosis:
         self._open: dict[PathKey, _Case] = {}
         self._settled: dict[PathKey, _Case] = {}
         self._verdicts: dict[PathKey, Verdict] = {}
-        #: Findings that came before the failure they are about.
+        #: Findings of peers that arrived before this end learned of the failure.
         self._early: dict[PathKey, Finding] = {}
         self._asked: dict[int, _Asked] = {}
         self._nasked = 0
@@ -143,11 +143,11 @@ class Diagnosis:
         self._said_slow_s: dict[int, float] = {}
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Return the last verdict on each path that ever had one."""
+        """Return the last verdict on each path that has one; any thread."""
         return tuple(self._verdicts.copy().values())
 
     def slow_since(self, when_s: float) -> tuple[int, ...]:
-        """Ranks that were found slow, not cut off, at `when_s` or later."""
+        """Return the ranks that verdicts since `when_s` found slow, with their ports working."""
         verdicts = self._verdicts.copy().values()
         return tuple(
             sorted({v.path.peer for v in verdicts if not v.is_down and v.when_s >= when_s})
@@ -156,7 +156,10 @@ class Diagnosis:
     # Evidence
 
     def failed(self, key: PathKey, epoch: int, cause: str, *, is_own: bool) -> None:
-        """Take note that `epoch` of a path failed, for a cause found here or by the peer."""
+        """Handle the failure of path `key` in `epoch`, found by this end (`is_own`) or by the peer.
+
+        Add the cause to a diagnosis of that epoch, or queue the failure for a new diagnosis.
+        """
         if cause.startswith(_ECHO):
             return
         case = self._open.get(key) or self._settled.get(key)
@@ -175,7 +178,10 @@ class Diagnosis:
             news.peers_cause = news.peers_cause or cause
 
     def port_down(self, rail: int, cause: str) -> None:
-        """Take the word of this rank's port, also about paths that failed just before it came."""
+        """Handle the report that this rank's port of `rail` is down.
+
+        Paths of the rail that failed just before the report get `cause` as evidence too.
+        """
         now = self._clock()
         for key in self._paths:
             if key.rail != rail or self._is_up(key):
@@ -188,12 +194,18 @@ class Diagnosis:
                 self._go_on(case)
 
     def suspect(self, key: PathKey) -> None:
-        """Look into the silence of a path in use; it is suspected again if there is no room now."""
+        """Begin to diagnose a silent path that is in use, if fewer than `MAX_DIAGNOSES` run.
+
+        Otherwise do nothing: the path is suspected again if the silence continues.
+        """
         if key not in self._open and key not in self._news and len(self._open) < MAX_DIAGNOSES:
             self._begin(key, self._paths[key].epoch)
 
     def tick(self, now: float, *, is_calm: bool) -> None:
-        """End rounds that are overdue, and begin to look into failures; `is_calm`: none repairs."""
+        """End overdue rounds, and begin the diagnoses of failures.
+
+        A failure waits while `is_calm` is False (repairs run), for at most `_GIVE_WAY_S`.
+        """
         for case in list(self._open.values()):
             self._go_on(case, case.path_diagnosis.tick(now))
         for key, news in list(self._news.items()):
@@ -206,7 +218,7 @@ class Diagnosis:
     # Control messages
 
     def on_message(self, peer: int, message: ProbeRequest | ProbeReply | Finding) -> None:
-        """Take a message of `peer`; one that makes no sense here changes nothing."""
+        """Handle a control message from `peer`; ignore a stale or unexpected one."""
         match message:
             case ProbeRequest():
                 self._on_request(peer, message)
@@ -217,9 +229,9 @@ class Diagnosis:
 
     def _on_request(self, peer: int, request: ProbeRequest) -> None:
         key = request.key
-        refusal = "" if self._has(key) else "there is no such port to ask"
+        refusal = "" if self._has(key) else "no such port"
         if self._serving[peer] >= MAX_SERVED:
-            refusal = "busy with other questions of this rank"
+            refusal = "too many probes for this rank are running"
         if refusal:
             self._control.send(peer, ProbeReply(request.number, key, None, refusal))
         else:
@@ -260,7 +272,7 @@ class Diagnosis:
         elif case is None or case.epoch < finding.epoch or not case.has_failed:
             self._early[key] = finding
 
-    # Inquiries
+    # Diagnoses
 
     def _begin(self, key: PathKey, epoch: int, news: _News | None = None) -> None:
         stale = self._open.pop(key, None)
@@ -298,7 +310,7 @@ class Diagnosis:
         self._go_on(case, actions)
 
     def _go_on(self, case: _Case, actions: Sequence[Action] = (), *, is_told: bool = False) -> None:
-        """Put further questions, or give the verdict out; `is_told`: the peer found it."""
+        """Publish the verdict, or else carry out `actions`; `is_told`: the peer found it."""
         verdict = case.path_diagnosis.verdict
         if verdict is None:
             for action in actions:
@@ -322,7 +334,7 @@ class Diagnosis:
             return
         path = self._paths[key]
         if event.is_answered and not case.has_failed and path.activity != case.activity:
-            # It moves again: there is nothing to find out.
+            # The path makes progress again: drop the suspicion.
             del self._open[key]
             self._forget_questions(case)
             return
@@ -351,7 +363,7 @@ class Diagnosis:
         peer = verdict.path.peer
         level = logging.WARNING
         if not verdict.is_down:
-            # One process that computes for long is suspected on every rail, again and again.
+            # A process that computes for long is suspected on every rail, repeatedly.
             said_s = self._said_slow_s.get(peer, float("-inf"))
             if verdict.when_s < said_s + _SAY_AGAIN_S:
                 level = logging.DEBUG
@@ -371,7 +383,7 @@ class Diagnosis:
         return path is not None and path.state is PathState.UP
 
     def _bad(self) -> set[Port]:
-        """Ports that verdicts call down, as long as their path is not back."""
+        """Return the ports that verdicts name as failed, while their paths are not up."""
         bad = set()
         for key, verdict in self._verdicts.items():
             if verdict.kind is VerdictKind.LOCAL_NIC and not self._is_up(key):
@@ -381,21 +393,21 @@ class Diagnosis:
         return bad
 
 
-#: Inquiries at once; failures beyond wait, suspicions come again.
+#: Maximum number of diagnoses at once. Further failures wait; suspicions are dropped and recur.
 MAX_DIAGNOSES = 32
-#: Questions of one rank that are being answered at once: two diagnoses' worth from each of its
-#: rails, with eight of them.
+#: Maximum number of probes in progress on behalf of one rank: those of two diagnoses on each of 8
+#: rails.
 MAX_SERVED = 64
-#: Beside a probe's time: a control message to a rank in user code, which looks at its transport
-#: ten times a second, and the reply.
+#: Time allowed, besides the probe timeout, for a control message and its reply, in seconds. A rank
+#: in user code polls its transport ten times per second.
 _REPLY_S = 0.3
-#: A failure is not looked into for this long while paths are being repaired.
+#: Maximum delay of a diagnosis while paths are being repaired, in seconds.
 _GIVE_WAY_S = 0.1
-#: A peer that is slow is mentioned again after this long.
+#: Minimum interval between two warnings about the same slow peer, in seconds.
 _SAY_AGAIN_S = 60.0
-#: How the path table begins the cause of a failure that the peer reported.
+#: Prefix that the path table gives to the cause of a failure that the peer reported.
 _ECHO = "reported by rank "
-#: Characters of another rank's text that are kept, and of one's own that are sent.
+#: Maximum length of a detail text, sent or received, in characters.
 _TEXT_NCHARS = 500
 
 __all__ = ["MAX_DIAGNOSES", "MAX_SERVED", "Diagnosis"]

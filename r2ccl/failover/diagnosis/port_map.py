@@ -1,4 +1,4 @@
-"""Which ports of which ranks are one NIC, and what people call them."""
+"""Map of all ranks' ports: which of them share a NIC, and their names in messages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from r2ccl.types import Nic
 
 
 class PortMap(NamedTuple):
-    """The ports of all ranks, as one rank knows them.
+    """Ports of all ranks, as one rank knows them.
 
-    ``nics(rail)``: of every rank, its end of a rail; equal strings are one NIC. ``name(rank,
-    rail)``: what people call a port.
+    ``nics(rail)`` returns a NIC identifier per rank; ranks with equal identifiers share a NIC.
+    ``name(rank, rail)`` returns the name of a port for users.
     """
 
     nics: Callable[[int], Sequence[str]]
@@ -22,18 +22,19 @@ class PortMap(NamedTuple):
 
 
 def port_map_of(rank: int, peers: Sequence[PeerInfo], nics: Sequence[Nic]) -> PortMap:
-    """Return NICs and names of ports as rank `rank` knows them.
+    """Return the port map of rank `rank`.
 
-    Ranks of one host share a NIC if they gave the same address, or the same RDMA port, for a rail.
+    Ranks of one host share a NIC if they announced the same address, or the same RDMA port, for a
+    rail.
 
     Parameters
     ----------
     rank : int
     peers : sequence of PeerInfo
-        Of every rank.
+        Announced information of every rank, by rank.
     nics : sequence of Nic
-        This rank's rails, by number: of its own ports the interface is known, of others' sockets
-        the address only.
+        This rank's NICs, by rail. They give its own ports the name of the interface; ports of
+        other ranks are named by the address or the RDMA port.
     """
 
     def end(of: PeerInfo, rail: int) -> str:
@@ -51,7 +52,7 @@ def port_map_of(rank: int, peers: Sequence[PeerInfo], nics: Sequence[Nic]) -> Po
 
 
 def own_ports(nranks: int) -> PortMap:
-    """Return the map of ranks that have NICs of their own."""
+    """Return the port map of ranks that share no NIC."""
     alone = [str(each) for each in range(nranks)]
     return PortMap(lambda _: alone, _plain_name)
 

@@ -1,31 +1,33 @@
-"""Diagnosis of one path: which questions to ask, until they give a `Verdict`.
+"""Diagnosis of one path: decides which ports to probe until the answers give a `Verdict`.
 
 Theory of operation
 -------------------
 ::
 
-    begin        -> ask local -> remote                a port that says it is down settles it
-    it answers   -> PEER_SLOW, or FLOW
-    it does not  -> round 1: two auxiliaries, the peer itself, the other rails to it
-    round over   -> settled, or round 2 with two more auxiliaries if it is PATH or RAIL so far
-    round over   -> settled
+    begin        -> probe local -> remote   (a port that reports itself down gives the verdict)
+    answered     -> PEER_SLOW, or FLOW
+    unanswered   -> round 1: two auxiliaries, the peer itself, the other rails to the peer
+    round over   -> verdict, or round 2 with two more auxiliaries if the kind is PATH or RAIL
+    round over   -> verdict
 
-A slow peer, by far the most frequent suspect, so costs one probe. A round ends with its last
-answer or at its deadline; what is missing then counts as one that could not be asked. An
-*auxiliary* is one of:
+So a slow peer, by far the most frequent suspect, costs one probe. A round ends with its last answer
+or at its deadline; probes without an answer by then count as not made. An *auxiliary* is one of:
 
-* a third rank on the same rail, asked by control message to probe the remote port, while its own
-  port is probed from here. It shares nothing with the suspects but the switch, so it comes first.
-  Two of them probe each other too: that they answer vouches for both, and for the switch.
-* another NIC of this node and of the peer's, on a fabric with a way between rails. It needs no
-  third host and no message, but it shares both hosts with the suspects, and a fabric without such
-  a way only says so after the time of a probe.
+* a third rank on the same rail. A control message asks it to probe the remote port, while this rank
+  probes the third rank's port. It shares only the switch with the suspected ports, so it comes
+  first. If there are two third ranks, one also probes the other: an answer shows that both of their
+  ports and the switch work.
+* another rail of both nodes, on a fabric that connects different rails. It needs no third host and
+  no message. But it shares both hosts with the suspected ports, and on a fabric that does not
+  connect rails the probe fails only after its timeout.
 
-The peer is asked to probe back. That answer counts for little: what counts is that the session
-brings one, for a peer is dead or cut off only if it does not and no rail reaches it either.
+The peer is also asked to probe this rank's port. The important part is not the result but that
+the control session delivers a reply: the verdict is PEER (dead or cut off) only if there is no
+reply and no rail reaches the peer either.
 
-Pure: events in, questions out; times are passed in. Invariants: at most two rounds; a question is
-put once, and an answer taken once; a verdict that is there changes only by a port's own word.
+Times are passed in. Invariants: at most two rounds; each probe is made once, and its answer used
+once; once there is a verdict, only a port that reports itself down changes it, or the peer's
+finding if the kind is PATH.
 """
 
 from __future__ import annotations
@@ -59,26 +61,26 @@ class Ask(NamedTuple):
 
 
 class AskRank(NamedTuple):
-    """Action: have `rank` probe `key`, by control message."""
+    """Action: request `rank`, by control message, to probe `key`."""
 
     rank: int
     key: ProbeKey
 
 
 class ThirdRank(NamedTuple):
-    """Auxiliary: `rank`'s port of the suspect rail."""
+    """Auxiliary: the port of third rank `rank` on the suspected rail."""
 
     rank: int
 
 
 class OtherRail(NamedTuple):
-    """Auxiliary: both nodes' ports of `rail`."""
+    """Auxiliary: the ports of both ends of the path on another `rail`."""
 
     rail: int
 
 
 class _Question(NamedTuple):
-    """`asker` probes `key`."""
+    """Probe of `key` by rank `asker`."""
 
     asker: int
     key: ProbeKey
@@ -89,7 +91,7 @@ Auxiliary = ThirdRank | OtherRail
 
 
 class PathDiagnosis:
-    """One suspicion, or one failure, being looked into.
+    """State of the diagnosis of one path that failed or is suspected.
 
     Parameters
     ----------
@@ -99,11 +101,11 @@ class PathDiagnosis:
     auxiliaries : sequence of Auxiliary
         Best first, as `choose_auxiliaries` returns them; the first `MAX_AUXILIARIES` are used.
     rails : collection of int
-        All rails there are to the peer.
+        All rails to the peer.
     name : callable
-        ``name(rank, rail)``: the port as a user knows it.
+        ``name(rank, rail)``: name of a port for users.
     patience_s : float
-        How long a round waits: a probe's time, and that of a control message there and back.
+        Timeout of a round: that of a probe, plus a control message and its reply.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class PathDiagnosis:
     ) -> None:
         self.path = path
         self.verdict: Verdict | None = None
-        #: When `tick` has something to do.
+        #: Time when the current round is over; infinite if none runs.
         self.deadline_s = float("inf")
         self._me = me
         self._name = name
@@ -136,10 +138,17 @@ class PathDiagnosis:
         self._is_stuck = self._has_round = self._has_replied = False
 
     def begin(self, now: float, own_cause: str = "", peers_cause: str = "") -> list[Action]:
-        """Begin; returns the first questions, none if a port settled it.
+        """Begin the diagnosis; return the first probes, or none if a port reports itself down.
 
-        Without a cause this is a suspicion only: the path is in use. ``own_cause`` is what this
-        end found (``STATUS: detail``), ``peers_cause`` what the peer's announcement says.
+        Without a cause the path is only suspected, and still in use.
+
+        Parameters
+        ----------
+        now : float
+        own_cause : str
+            Evidence that this end found, ``STATUS: detail``.
+        peers_cause : str
+            Evidence in the peer's announcement.
         """
         for cause, is_own in ((own_cause, True), (peers_cause, False)):
             if cause:
@@ -149,16 +158,17 @@ class PathDiagnosis:
         return self._ask([self._direct], now)
 
     def on_cause(self, now: float, cause: str, *, is_own: bool) -> None:
-        """Take hard evidence that came meanwhile; a port's word settles, or revises, the verdict.
+        """Add hard evidence of a failure that arrived after `begin`.
 
-        Any other makes of a suspicion a failure; it is of no interest any more once settled.
+        A port that reports itself down gives, or revises, the verdict. Other evidence turns a
+        suspicion into a failure, and is ignored once there is a verdict.
         """
         if self.verdict is None or is_port_status(cause):
             self._note(cause, is_own)
             self._settled_by_port(now)
 
     def on_finding(self, now: float, finding: Finding) -> None:
-        """Take the other end's verdict on the same path, unless this end told more apart."""
+        """Adopt the peer's verdict on the same path if this end has none, or only PATH."""
         kind = MIRRORED.get(finding.kind)
         if kind is not None and (self.verdict is None or self.verdict.kind is VerdictKind.PATH):
             self._causes.append(f"found by rank {self.path.peer}: {finding.text}")
@@ -174,11 +184,21 @@ class PathDiagnosis:
         *,
         is_stuck: bool = False,
     ) -> list[Action]:
-        """Take an answer to a question that `asker` put; returns further questions.
+        """Handle the answer to the probe of `key` by `asker`; return further actions.
 
-        ``is_stuck`` is whether the path only retransmits, by the transport's own evidence. Of the
-        peer and of third ranks, what counts as an answer is a reply of theirs. One that nobody
-        waits for (any more) changes nothing.
+        An answer that is not expected, or no longer, changes nothing.
+
+        Parameters
+        ----------
+        now : float
+        asker : int
+            Rank that made the probe: this one, or the sender of the reply.
+        key : ProbeKey
+        is_answered : bool or None
+            None: the probe could not be made.
+        detail : str
+        is_stuck : bool
+            The transport reports that the path only retransmits.
         """
         question = _Question(asker, key)
         if question not in self._open or self.verdict is not None:
@@ -190,7 +210,7 @@ class PathDiagnosis:
         return self._advance(now)
 
     def tick(self, now: float) -> list[Action]:
-        """End a round that is overdue; returns further questions."""
+        """End the round if it is overdue; return further actions."""
         if self.verdict is not None or now < self.deadline_s:
             return []
         for question in sorted(self._open):
@@ -212,7 +232,7 @@ class PathDiagnosis:
             self._has_round = True
             return self._ask([*self._next_auxiliaries(), *self._about_peer()], now)
         assert kind is not None
-        # That the link between two working ports is at fault cannot be unsaid by further answers.
+        # Further answers cannot change the verdict LINK, so do not wait for them.
         if kind is not VerdictKind.LINK and self._waits():
             return []
         if kind in (VerdictKind.PATH, VerdictKind.RAIL) and self._auxiliaries:
@@ -223,7 +243,7 @@ class PathDiagnosis:
         return []
 
     def _judge(self) -> VerdictKind | None:
-        """What the answers say so far; None: the first one asks for more."""
+        """Return the kind of verdict that the answers give so far; None: a round is needed."""
         columns = arrange(self._readings, self._local, self._remote)
         if columns.direct:
             return VerdictKind.FLOW if self._causes or self._is_stuck else VerdictKind.PEER_SLOW
@@ -233,7 +253,7 @@ class PathDiagnosis:
             return None
         if not self._has_replied and not self._is_peer_reached():
             return VerdictKind.PEER
-        # A path that broke counts as one that does not answer, also if it could not be asked.
+        # A path that failed counts as unanswered, even if the probe could not be made.
         return judge(columns._replace(direct=False))
 
     def _is_peer_reached(self) -> bool:
@@ -243,7 +263,7 @@ class PathDiagnosis:
         needless = {self._back} if self._is_peer_reached() else set()
         return bool(self._open - needless)
 
-    # Questions
+    # Probes to make
 
     def _ask(self, questions: Sequence[_Question], now: float) -> list[Action]:
         new = [q for q in dict.fromkeys(questions) if q not in self._put]
@@ -272,7 +292,7 @@ class PathDiagnosis:
             questions.append(_Question(thirds[0], ProbeKey(thirds[1], rail, rail)))
         return questions
 
-    # The end
+    # Verdict
 
     def _note(self, cause: str, is_own: bool) -> None:
         self._causes.append(cause if is_own else f"reported by rank {self.path.peer}: {cause}")
@@ -310,25 +330,26 @@ def choose_auxiliaries(
     is_up: Callable[[PathKey], bool],
     bad: Collection[Port] = (),
 ) -> list[Auxiliary]:
-    """List auxiliaries for a diagnosis of rank `me`, best first.
+    """Return the auxiliaries for a diagnosis by rank `me`, best first.
 
-    Third ranks before other rails, those in use before those that are not. One rank a NIC, and none
-    of the two NICs in question, which ranks of one host may share. Ranks above `me` come first, so
-    that not all ranks ask the same one. Of other rails the neighbours come first:
-    where probes need connections, only those between neighbours are joined.
+    Auxiliaries whose path is up come before the others, and among these, third ranks come before
+    other rails. There is one third rank per NIC, and none on the two NICs of the path, which ranks
+    of one host may share. Ranks are taken in increasing order from ``me + 1`` on, so that different
+    ranks ask different ones. Rails are taken by distance, because probes that need a connection
+    have one only to the next rail.
 
     Parameters
     ----------
     me : int
     path : PathKey
     nics : sequence of str
-        Of every rank, its end of this rail; equal strings are one NIC.
+        NIC identifier of every rank on this rail; ranks with equal identifiers share a NIC.
     rails : collection of int
-        All rails there are.
+        Rails that auxiliaries may use, including that of the path.
     is_up : callable
-        Whether a path of this rank is in use.
+        ``is_up(path)``: True if a path of this rank is up.
     bad : collection of Port
-        Ports known to be down: they are not worth asking.
+        Ports known to be down, which are not probed.
     """
     taken = {nics[me], nics[path.peer]}
     thirds: list[Auxiliary] = []
@@ -352,14 +373,14 @@ def choose_auxiliaries(
 
 
 def _neighbours(rail: int, rails: Collection[int]) -> list[int]:
-    """All others of `rails`, the nearest first, both ways round."""
+    """Return the other rails by distance from `rail` on the ring of `rails`."""
     ring = sorted(rails)
     at = ring.index(rail)
     near = [ring[(at + step * way) % len(ring)] for step in range(1, len(ring)) for way in (1, -1)]
     return [other for other in dict.fromkeys(near) if other != rail]
 
 
-#: Auxiliaries of one path_diagnosis, and of one round.
+#: Maximum number of auxiliaries of a diagnosis, and of one round.
 MAX_AUXILIARIES = 4
 _PER_ROUND = 2
 

@@ -1,35 +1,33 @@
-"""Verdict: what broke, told from who still answers whom.
+"""Verdict: which part of a path failed, inferred from which ports still answer which.
 
 Theory of operation
 -------------------
-A path (peer, rail) joins two *ports*, this rank's and the peer's; a port stands for the NIC, its
-cable and the switch's socket it is plugged into. When the port itself says that it is down, that
-settles it. Else ports are asked for signs of life (`r2ccl.transport.base.Transport.probe`), which
-the NIC or the kernel answers and never the process. From three points one can tell which part is
-at fault::
+A path (peer, rail) joins two *ports*, this rank's and the peer's. A port stands for the NIC, its
+cable and the switch port that the cable is plugged into. A port that reports itself down is at
+fault. Otherwise ports are probed (`r2ccl.transport.base.Transport.probe`). The NIC or the kernel
+answers a probe, never the process. Probes between three points tell which part is at fault::
 
     local -> remote   aux -> remote   local -> aux   verdict
     ------------------------------------------------------------------------------------
-    works             -               -              the peer is slow: do not migrate
+    works             -               -              the peer is slow: nothing migrates
     fails             fails           works          the remote NIC
     fails             works           fails          the local NIC
     fails             works           works          the link between them
-    fails             fails           fails          the rail (its switch), or, if two ports beside
-                                                     them reach each other, both NICs: this rank
-                                                     names its own, as the peer names its
-    fails             not known       not known      the path: not told apart
+    fails             fails           fails          the rail (its switch); or both NICs, if two
+                                                     other ports reach each other: then this rank
+                                                     names its own NIC, and the peer likewise
+    fails             not known       not known      the path: the part is not known
 
-An answer is a fact: both ports, and what is between them, work. Silence is one only if the end
-that noticed it, or was not reached, is known to work from another answer: else an auxiliary that
-is itself broken would accuse others. On a dead rail nobody can vouch for anybody, so there a third
-rank that is silent both ways counts.
+An answer proves that both ports, and the network between them, work. An unanswered probe counts
+only if another answer shows that the third point of the probe works. Otherwise a failed auxiliary
+would put the blame on other ports. On a failed rail no port can be shown to work, so there a third
+rank that neither reaches the remote port nor is reached from the local port counts.
 
-So LINK and PEER_SLOW rest on answers and hold whatever else is broken. LOCAL_NIC and REMOTE_NIC
-explain the silence by one broken part instead of several cut pairs. RAIL says that no two of the
-ports that were asked reach each other on it.
+So LINK and PEER_SLOW rest on answers, and are right whatever else has failed. LOCAL_NIC and
+REMOTE_NIC explain the unanswered probes by one failed part instead of several cut connections. RAIL
+means that no two of the probed ports reach each other on the rail.
 
-Pure values and functions: no I/O, no clock. Invariant: a verdict names a part only on evidence it
-carries; PATH is the answer when there is too little.
+Invariant: a verdict names a part only on evidence that it contains; otherwise its kind is PATH.
 """
 
 from __future__ import annotations
@@ -44,31 +42,31 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class VerdictKind(enum.Enum):
-    """What is at fault, seen from the rank that judges."""
+    """Part at fault, as seen from the rank that makes the verdict."""
 
     LOCAL_NIC = "local_nic"
     REMOTE_NIC = "remote_nic"
     LINK = "link"
     RAIL = "rail"
-    #: The peer's process: every port that was asked works. Nothing should move.
+    #: The peer's process: the ports of the path work, so no slices move.
     PEER_SLOW = "peer_slow"
-    #: One connection: its ports work, it does not. It should move.
+    #: One connection: it fails although its ports work, so its slices move.
     FLOW = "flow"
-    #: Not told apart.
+    #: The path; there is not enough evidence to name the part.
     PATH = "path"
-    #: Every rail to the peer and its session are silent.
+    #: The peer: neither any rail to it nor its control session answers.
     PEER = "peer"
 
 
 class Port(NamedTuple):
-    """One rank's end of one rail."""
+    """Port: one rank's end of one rail."""
 
     rank: int
     rail: int
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """What came of one question; ``is_answered`` as in `r2ccl.transport.base.Probed`."""
+    """Result of one probe; ``is_answered`` as in `r2ccl.transport.base.Probed`."""
 
     asker: Port
     target: Port
@@ -77,23 +75,24 @@ class Reading(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What broke and how that is known; its ``str`` is what a user reads.
+    """Result of a diagnosis: the part at fault, and the evidence; ``str`` is the text for users.
 
     Attributes
     ----------
     kind : VerdictKind
     path : PathKey
     where : str
-        The part, by name.
+        Name of the part at fault.
     evidence : tuple of str
+        Causes found at either end, then the readings in words.
     readings : tuple of Reading
-        Answers of the probes, in the order they came.
+        Results of the probes, in the order they arrived.
     when_s : float
-        Reading of the clock.
+        Time of the verdict, a reading of the clock.
     is_down : bool
-        Whether the path is of no use; False means that nothing should move.
+        True if the path cannot be used; False if it stays in use.
     sequel : str
-        What was done about it, if its owner has added that.
+        Description of the repair; empty if there is none.
     """
 
     kind: VerdictKind
@@ -111,14 +110,14 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class ProbeRequest(msgspec.Struct, frozen=True, tag="probe_request"):
-    """Control message: probe `key` from your own port ``key.via`` and answer with `ProbeReply`."""
+    """Control message: asks the receiver to probe `key` from its port ``key.via``, and to reply."""
 
     number: int
     key: ProbeKey
 
 
 class ProbeReply(msgspec.Struct, frozen=True, tag="probe_reply"):
-    """Control message: what became of the `ProbeRequest` of this number."""
+    """Control message: result of the `ProbeRequest` with the same number."""
 
     number: int
     key: ProbeKey
@@ -127,7 +126,7 @@ class ProbeReply(msgspec.Struct, frozen=True, tag="probe_reply"):
 
 
 class Finding(msgspec.Struct, frozen=True, tag="finding"):
-    """Control message to the other end of the path: what this end found, as this end sees it."""
+    """Control message to the other end of the path: the sender's verdict, in the sender's view."""
 
     rail: int
     epoch: int
@@ -136,7 +135,11 @@ class Finding(msgspec.Struct, frozen=True, tag="finding"):
 
 
 class Columns(NamedTuple):
-    """The table's columns; None: not known. ``beside``: two other ports of the rail reach."""
+    """Columns of `TABLE`; None: not known.
+
+    ``direct``: local reaches remote. ``to_remote``: a third port reaches remote. ``from_local``:
+    local reaches a third port. ``beside``: another port of the rail works.
+    """
 
     direct: bool | None
     to_remote: bool | None
@@ -144,7 +147,8 @@ class Columns(NamedTuple):
     beside: bool | None
 
 
-#: Rows are tried in order; None matches anything. Without a match: PATH.
+#: Kind of verdict for each pattern of columns. The first match counts; None matches any value.
+#: If no row matches, the kind is PATH.
 TABLE: tuple[tuple[Columns, VerdictKind], ...] = (
     (Columns(True, None, None, None), VerdictKind.PEER_SLOW),
     (Columns(False, False, True, None), VerdictKind.REMOTE_NIC),
@@ -154,30 +158,30 @@ TABLE: tuple[tuple[Columns, VerdictKind], ...] = (
     (Columns(False, False, False, None), VerdictKind.RAIL),
 )
 
-#: Statuses by which a port speaks of itself.
+#: Statuses by which a port reports itself down.
 PORT_STATUSES = frozenset({"CARRIER_DOWN", "PORT_ERR"})
 
-#: (own port says it is down, the peer's does) -> kind. Both at once: what is between them, for a
-#: switch without power takes the carrier of every port that is plugged into it.
+#: (own port reports itself down, the peer's port does) -> kind. If both do, the rail is at fault: a
+#: switch without power takes the carrier from every port that is plugged into it.
 HARD: dict[tuple[bool, bool], VerdictKind] = {
     (True, False): VerdictKind.LOCAL_NIC,
     (False, True): VerdictKind.REMOTE_NIC,
     (True, True): VerdictKind.RAIL,
 }
 
-#: How each kind reads, after the name of the part.
+#: Text of each kind for users, after the name of the part.
 WORDS: dict[VerdictKind, str] = {
-    VerdictKind.LOCAL_NIC: "local NIC, its cable or switch port",
-    VerdictKind.REMOTE_NIC: "remote NIC, its cable or switch port",
-    VerdictKind.LINK: "link between two NICs that work",
-    VerdictKind.RAIL: "rail, its switch",
-    VerdictKind.PEER_SLOW: "slow, its ports answer; nothing moves",
-    VerdictKind.FLOW: "one connection, the ports answer",
-    VerdictKind.PATH: "path, not told apart",
-    VerdictKind.PEER: "dead or cut off, every rail and its session are silent",
+    VerdictKind.LOCAL_NIC: "the local NIC, its cable or its switch port failed",
+    VerdictKind.REMOTE_NIC: "the remote NIC, its cable or its switch port failed",
+    VerdictKind.LINK: "the link failed, both NICs work",
+    VerdictKind.RAIL: "the rail (its switch) failed",
+    VerdictKind.PEER_SLOW: "the process is slow, its port answers; no slices move",
+    VerdictKind.FLOW: "one connection failed, its ports answer",
+    VerdictKind.PATH: "path, the part at fault is not known",
+    VerdictKind.PEER: "dead or cut off, neither a rail nor the control session answers",
 }
 
-#: What one end's finding is for the other; other kinds are no news for it.
+#: The sender's verdict -> the same verdict in the view of the other end. Other kinds are not sent.
 MIRRORED: dict[VerdictKind, VerdictKind] = {
     VerdictKind.LOCAL_NIC: VerdictKind.REMOTE_NIC,
     VerdictKind.REMOTE_NIC: VerdictKind.LOCAL_NIC,
@@ -190,12 +194,12 @@ Naming = Callable[[int, int], str]
 
 
 def is_port_status(cause: str) -> bool:
-    """Whether `cause`, ``STATUS: what happened``, is a port's own word."""
+    """Return whether `cause` (``STATUS: detail``) is a port's report that it is down."""
     return cause.partition(":")[0] in PORT_STATUSES
 
 
 def judge(columns: Columns) -> VerdictKind:
-    """Look `columns` up in `TABLE`."""
+    """Return the kind of verdict that `TABLE` gives for `columns`."""
     for row, kind in TABLE:
         cells = zip(row, columns, strict=True)
         if all(cell is None or cell is seen for cell, seen in cells):
@@ -204,19 +208,22 @@ def judge(columns: Columns) -> VerdictKind:
 
 
 def arrange(readings: Iterable[Reading], local: Port, remote: Port) -> Columns:
-    """Turn answers into the table's columns, leaving out silence nobody vouches for.
+    """Return the table's columns for the probe results.
+
+    Unanswered probes count only if another answer shows that their third point works, or if no port
+    of the rail is known to work.
 
     Parameters
     ----------
     readings : iterable of Reading
     local, remote : Port
-        Ends of the path in question.
+        Ends of the path that is diagnosed.
     """
     found = list(readings)
     alive = working(found)
     ends = {local, remote}
     direct = _between(found, local, remote)
-    if direct is None:  # the way back is the same way
+    if direct is None:  # an answer in the opposite direction proves the same
         direct = _between(found, remote, local) or None
     silent = [r for r in found if r.is_answered is False and {r.asker, r.target} != ends]
     to_remote = remote in alive or _denied(r.asker in alive for r in silent if r.target == remote)
@@ -229,12 +236,12 @@ def arrange(readings: Iterable[Reading], local: Port, remote: Port) -> Columns:
 
 
 def working(readings: Iterable[Reading]) -> set[Port]:
-    """Return the ports known to work: those at both ends of an answer."""
+    """Return the ports known to work: both ports of each answered probe."""
     return {port for r in readings if r.is_answered for port in (r.asker, r.target)}
 
 
 def place(kind: VerdictKind, me: int, path: PathKey, name: Naming) -> str:
-    """Name the part that `kind` puts at fault on `path` of rank `me`."""
+    """Return the name of the part that `kind` puts at fault on `path` of rank `me`."""
     local, remote = name(me, path.rail), name(path.peer, path.rail)
     if kind is VerdictKind.LOCAL_NIC:
         return local
@@ -248,8 +255,8 @@ def place(kind: VerdictKind, me: int, path: PathKey, name: Naming) -> str:
 
 
 def describe(readings: Sequence[Reading], name: Naming) -> tuple[str, ...]:
-    """Spell answers, one text each."""
-    words = {True: "answered", False: "no answer", None: "could not be asked"}
+    """Describe each reading in words."""
+    words = {True: "answered", False: "no answer", None: "could not be probed"}
     return tuple(
         f"{name(*r.asker)} -> {name(*r.target)}: {words[r.is_answered]}"
         + (f" ({r.detail})" if r.detail else "")
@@ -258,7 +265,7 @@ def describe(readings: Sequence[Reading], name: Naming) -> tuple[str, ...]:
 
 
 def _between(readings: Iterable[Reading], asker: Port, target: Port) -> bool | None:
-    """What became of the question that `asker` put to `target`; None also if it put none."""
+    """Return the result of the probe of `target` from `asker`; None also if there was none."""
     for reading in readings:
         if (reading.asker, reading.target) == (asker, target):
             return reading.is_answered
@@ -266,12 +273,12 @@ def _between(readings: Iterable[Reading], asker: Port, target: Port) -> bool | N
 
 
 def _denied(vouched: Iterable[bool]) -> bool | None:
-    """False if any silence is vouched for, else not known."""
+    """Return False if any unanswered probe counts, else None (not known)."""
     return False if any(vouched) else None
 
 
 def _is_silent_both_ways(silent: list[Reading], local: Port, remote: Port) -> bool:
-    """Whether a third port of the rail neither reached `remote` nor was reached by `local`."""
+    """Return whether a third port neither reached `remote` nor was reached from `local`."""
     unreached = {r.target for r in silent if r.asker == local}
     unreaching = {r.asker for r in silent if r.target == remote}
     return any(port.rail == local.rail for port in unreached & unreaching)

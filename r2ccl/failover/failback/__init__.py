@@ -1,1 +1,1 @@
-"""When a path that failed is probed, and when it may carry work again."""
+"""Failback: probes paths that failed, and decides when they may carry traffic again."""

@@ -1,13 +1,13 @@
-"""Failback: brings paths that failed back into use, not before they deserve it.
+"""Driver of failback: probes paths that failed, and reconnects those that have proved reliable.
 
-One end of a path decides, the lower rank's: it probes the path's ports, over connections of their
-own, as `r2ccl.failover.failback.protocol` asks, and connects the path once that says so. The other
-end only lets it in. A peer that no path leads to is another matter: then a doubtful path is better
-than none, and is connected at once.
+The lower rank of a path decides; the higher rank only accepts the connection. The lower rank probes
+the ports of the path, over separate connections, at the times that
+`r2ccl.failover.failback.protocol` sets, and connects the path when the protocol allows it. If no
+path to a peer is up, a path to this peer is connected at once: an unreliable path is better than
+none.
 
-Must not import sockets, verbs or threads; owned by one caller at a time, like
-`r2ccl.failover.migration.driver`. Invariant: a path waits here or is being connected or is in use,
-never two of them.
+Only one thread may use a `Failback` at a time. Invariant: a path either waits here, is being
+connected, or is in use.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class Failback:
-    """The paths of one rank that failed, those it has to bring back.
+    """Failed paths that this rank must bring back into use.
 
     Parameters
     ----------
     config : Config
     clock : Clock
     ask : callable
-        ``ask(key, on_answer)``: probe `key`; `on_answer` gets the `Probed`.
+        ``ask(key, on_answer)`` probes `key` and later calls `on_answer` with the `Probed`.
     connect : callable
-        ``connect(path)``: bring it up, for as long as it takes.
+        ``connect(path)`` connects the path, and retries until it succeeds.
     is_alone : callable
-        ``is_alone(peer)``: whether no path to `peer` is up.
+        ``is_alone(peer)`` returns whether no path to `peer` is up.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Failback:
         self._ask = ask
         self._connect = connect
         self._is_alone = is_alone
-        #: Of every path that ever failed: a quarantine remembers.
+        #: Quarantine of every path that ever failed; kept, because it stores the strikes.
         self._quarantines: dict[PathKey, Quarantine] = {}
         self._waiting: dict[PathKey, Quarantine] = {}
 
     def failed(self, key: PathKey) -> None:
-        """Both ends of `key` are out of use."""
+        """Put the path `key` into quarantine after both of its ends were taken out of use."""
         now = self._clock()
         quarantine = self._quarantines.get(key)
         if quarantine is None:
@@ -65,26 +65,26 @@ class Failback:
         self._waiting[key] = quarantine
 
     def opened(self, key: PathKey) -> None:
-        """`key` is in use."""
+        """Record that the path `key` is in use."""
         self._waiting.pop(key, None)
         quarantine = self._quarantines.get(key)
         if quarantine is not None:
             quarantine.returned(self._clock())
 
     def port_up(self, key: PathKey) -> None:
-        """A port of `key` came up: it had been down, and is worth a probe."""
+        """Probe the path `key` at once, because one of its ports was down and came up."""
         quarantine = self._waiting.get(key)
         if quarantine is not None:
             quarantine.carrier_up(self._clock())
 
     def hurry(self, key: PathKey) -> None:
-        """Probes of `key` can be sent again: send one."""
+        """Probe the path `key` at once, because its probe connection is ready again."""
         quarantine = self._waiting.get(key)
         if quarantine is not None:
             quarantine.hurry(self._clock())
 
     def tick(self, now: float) -> None:
-        """Probe what is due, and connect what may return."""
+        """Send the probes that are due, and connect the paths that may return."""
         for key, quarantine in list(self._waiting.items()):
             if quarantine.may_return(now) or self._is_alone(key.peer):
                 del self._waiting[key]
@@ -94,7 +94,10 @@ class Failback:
                 self._ask(ProbeKey(key.peer, key.rail, key.rail), partial(self._probed, key))
 
     def held(self) -> dict[PathKey, float]:
-        """Return how long each path that waits has to be good without a break, in seconds."""
+        """Return the hold of each path in quarantine, in seconds.
+
+        The hold is the time for which all probes must be answered before the path may return.
+        """
         return {key: quarantine.hold_s for key, quarantine in self._waiting.copy().items()}
 
     def _probed(self, key: PathKey, event: Probed) -> None:
@@ -110,7 +113,7 @@ class Failback:
 
 
 def policy_of(config: Config) -> Policy:
-    """Return how patient failback is by the settings."""
+    """Return the failback policy that the settings define."""
     return Policy(
         nprobes=config.failback_probes,
         spacing_s=config.failback_interval_s,

@@ -1,33 +1,33 @@
-"""Quarantine: when a path that failed is probed, and when it may carry work again.
+"""Quarantine of a failed path: when the path is probed, and when it may carry traffic again.
 
 Theory of operation
 -------------------
-A path out of use is probed for ever. Silence doubles the pause between probes up to a cap; an
-answer, or a carrier that came up, makes it short again; the latter also says that the path had been
-down, and for a while silence lengthens nothing. It may return after `Policy.nprobes` good
-probes in a row, and once it has been good for its *hold* without a break.
+A path out of use is probed until it returns. A probe without an answer doubles the pause before the
+next probe, up to a cap. An answer resets the pause. A port that comes up also resets the pause, and
+prevents its growth for a while; it resets the count of good probes too, because the path had been
+down. The path may return after `Policy.nprobes` good probes in a row, once all probes have been
+answered for the time of its *hold*.
 
-The hold grows with *strikes*: each failure in use adds one, and time in use without failure halves
-what there is every `Policy.half_life_s`::
+The hold grows with the number of *strikes*. Each failure while in use adds one strike; time in use
+without failure halves the number every `Policy.half_life_s`::
 
     hold = hold_unit * (2**(strikes - 1) - 1), at most hold_cap
 
-So the first failure after a long healthy time costs nothing but the probes; one unit, three,
-seven, fifteen follow for a path that fails as soon as it is back. A path that goes down while in
-quarantine gets no strike, for nothing moved; it only has to be good for the whole hold again. A
-path whose good times are shorter than its hold stays away until they are not. This is route flap
-damping (RFC 2439), with what its users learned (RFC 7196): only failures of this very path, while
-it carried work, count.
+The first failure after a long healthy time therefore costs only the probes. A path that fails
+immediately after each return is held for 1, 3, 7, 15 units. A path that goes down in quarantine
+gets no strike, because it carried no traffic; its hold starts again. A path whose good periods are
+shorter than its hold stays in quarantine. This is route flap damping (RFC 2439) with the correction
+of RFC 7196: only failures of the path itself count, and only while it carried traffic.
 
-Why these values: three answers 0.1 s apart keep out a link that bounces as it comes up, and cost
-0.2 s after the first; a cap of 1 s bounds what a restored path without a carrier event of its own
-(the far NIC, the switch) waits to be noticed, at one probe per second and path. A unit of 1 s makes
-of a second failure in a row hardly more than of bad luck, and of a fifth a quarter of a minute. The
-hold's cap leaves a path that is bad for days 12 returns an hour, and the half-life lets it forget
-all that within ten healthy minutes.
+Why these values: three answers 0.1 s apart exclude a link that bounces while coming up, and cost
+0.2 s after the first answer. The cap of 1 s limits how long a restored path stays unnoticed if no
+carrier event is seen here (remote NIC, switch), at a cost of one probe per second and path. With a
+unit of 1 s, a second failure in a row, which may be chance, costs 1 s; a fifth costs 15 s. The cap
+of the hold allows a path that fails for days 12 returns per hour; after ten healthy minutes, the
+half-life has cleared its strikes.
 
-Pure: the time is passed in. Invariant: a path is never due and in use at once, and what is known
-of it is forgotten by healthy time alone, never by a carrier event.
+Times are passed in as clock readings. Invariants: a path that is in use is never due for a probe;
+only healthy time in use reduces the strikes, a carrier event does not.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ import msgspec
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """How patient failback is; times in seconds.
+    """Parameters of failback; times in seconds.
 
     Attributes
     ----------
     nprobes : int
-        Good probes in a row (K).
+        Number of good probes in a row that a return requires (K).
     spacing_s : float
-        Between good probes, and after the first that failed (W).
+        Pause after a good probe, and after the first failed one (W).
     cap_s : float
         Longest pause between probes.
     hold_unit_s, hold_cap_s : float
-        See the theory of operation.
+        Unit and upper limit of the hold; see the formula of this module.
     half_life_s : float
-        Healthy time in use that halves the strikes.
+        Time in use without failure that halves the number of strikes.
     """
 
     nprobes: int = 3
@@ -66,13 +66,13 @@ DEFAULT = Policy()
 
 
 class Quarantine:
-    """Failback of one path, or of one rail. In use from the start.
+    """Failback state of one path: in use, as at first, or out of use and probed.
 
     Parameters
     ----------
-    policy : Policy
     now : float
-        Reading of the clock, as all others.
+        Clock reading, in seconds, as in all methods.
+    policy : Policy
     """
 
     __slots__ = (
@@ -86,32 +86,32 @@ class Quarantine:
         self._returned_s = now
         self._strikes = 0.0
         self._pause_s = policy.spacing_s
-        #: When the next probe is due, and whether one is under way.
+        #: When the next probe is due, and whether a probe is unanswered.
         self._next_s = now
         self._asked = False
         self._ngood = 0
         self._good_since_s = self._last_good_s = now
-        #: Until then silence does not lengthen the pause.
+        #: Until this time, a probe without an answer does not lengthen the pause.
         self._keen_until_s = now
 
     @property
     def next_s(self) -> float:
-        """When `due` will be true, unless something happens; infinite while that is awaited."""
+        """Time of the next probe; infinite while the path is in use or a probe is unanswered."""
         return math.inf if self.is_in_use or self._asked else self._next_s
 
     @property
     def hold_s(self) -> float:
-        """How long the path has to be good without a break."""
+        """Time for which all probes must be answered before the path may return, in seconds."""
         return _hold_s(self._policy, self._strikes)
 
     def failed(self, now: float) -> None:
-        """Take it out of use; a path that is already counts as `bad`."""
+        """Record a failure of the path; handle it as `bad` if the path is not in use."""
         if not self.is_in_use:
             self.bad(now)
             return
         policy = self._policy
         kept = 0.5 ** ((now - self._returned_s) / policy.half_life_s)
-        # More strikes than the cap has room for would take longer to forget than to explain.
+        # Strikes beyond those that reach the hold cap would only take longer to decay.
         self._strikes = min(self._strikes * kept + 1, _most_strikes(policy))
         self.is_in_use = False
         self._asked = False
@@ -119,29 +119,30 @@ class Quarantine:
         self._next_s = now + policy.spacing_s
 
     def carrier_up(self, now: float) -> None:
-        """A port of the path came up: probe at once, and keep at it. Nothing is forgiven.
+        """Make a probe due at once because a port of the path came up; no strike is removed.
 
-        So it had been down, whether or not a probe fell into that time.
+        The good probes so far do not count any more: the port had been down, even if no probe was
+        sent during that time.
         """
         self._ngood = 0
         self.hurry(now)
 
     def hurry(self, now: float) -> None:
-        """Probe at once, and keep at it for a while."""
+        """Make a probe due at once, and keep the pause short for a while."""
         self._next_s = now
         self._pause_s = self._policy.spacing_s
         self._keen_until_s = now + _KEEN_NCAPS * self._policy.cap_s
 
     def due(self, now: float) -> bool:
-        """Whether to probe now; say so with `asked`."""
+        """Return whether a probe is due now; the caller then sends it and calls `asked`."""
         return now >= self.next_s
 
     def asked(self) -> None:
-        """A probe is under way: `good`, `bad` or `unasked` follows."""
+        """Record that a probe was sent; `good`, `bad` or `unasked` must follow."""
         self._asked = True
 
     def good(self, now: float) -> None:
-        """A probe was answered, or the path was joined."""
+        """Record a probe that was answered."""
         if self.is_in_use:
             return
         policy = self._policy
@@ -154,12 +155,12 @@ class Quarantine:
         if self._ngood < policy.nprobes:
             self._next_s = now + policy.spacing_s
         else:
-            # Seldom while it waits for the end of its hold, and once when that has come.
+            # Until the end of the hold, probe at intervals of `cap_s`, and once when it ends.
             end_s = max(self._good_since_s + self.hold_s, now + policy.spacing_s)
             self._next_s = min(now + policy.cap_s, end_s)
 
     def bad(self, now: float) -> None:
-        """A probe was not answered, or a port of the path went down."""
+        """Record a probe without an answer, or a port of the path that went down."""
         if self.is_in_use:
             return
         self._asked = False
@@ -167,22 +168,22 @@ class Quarantine:
         self._put_off(now)
 
     def unasked(self, now: float) -> None:
-        """A probe could not be made: it proves nothing, and is made again after the pause."""
+        """Record a probe that could not be sent: it proves nothing and is due again later."""
         if self.is_in_use:
             return
         self._asked = False
         self._put_off(now)
 
     def may_return(self, now: float) -> bool:
-        """Whether it may carry work again; say that it does with `returned`."""
+        """Return whether the path may carry traffic again; the caller then calls `returned`."""
         policy = self._policy
-        # What was good long ago, while nobody had time to probe, has to be seen once more.
+        # After a time without probes, because the loop was busy, an old answer proves nothing.
         is_fresh = now - self._last_good_s <= 2 * policy.cap_s
         is_served = now >= self._good_since_s + self.hold_s
         return not self.is_in_use and self._ngood >= policy.nprobes and is_fresh and is_served
 
     def returned(self, now: float) -> None:
-        """It carries work again; before its time, if there is no other way to the peer."""
+        """Record that the path is in use; early if no other path leads to the peer."""
         if self.is_in_use:
             return
         self.is_in_use = True
@@ -199,8 +200,8 @@ def _hold_s(policy: Policy, strikes: float) -> float:
     return min(grown, policy.hold_cap_s)
 
 
-#: How long a port that came up is probed without a pause that grows, in caps: a kernel that has
-#: asked for the peer's link-layer address in vain asks again only after a second.
+#: Time for which the pause does not grow after `hurry`, in units of `Policy.cap_s`. A kernel that
+#: got no answer to a request for the peer's link-layer address repeats it only after a second.
 _KEEN_NCAPS = 2.0
 
 

@@ -1,1 +1,1 @@
-"""One table of NICs that are down or slow, and the agreement from which call on it holds."""
+"""Table of NICs that are down or slow, and the agreement on which collective first uses it."""

@@ -1,12 +1,12 @@
-"""One rank's part in the agreement of all ranks on which rails are down or slow.
+"""Driver of the health agreement: connects the protocol to the control plane and a clock.
 
-What this rank finds of a rail, its own or a peer's, goes in: it is down (`report_down`), it carries
-again (`report_up`), this is what it was measured at (`report_bandwidth`). What all ranks plan a
-collective with comes out (`enter`). Between, `r2ccl.failover.health.protocol` says what to send,
-and the control plane carries it.
+A rank reports the state of a rail, its own or a peer's: down (`report_down`), up again
+(`report_up`) or its measured bandwidth (`report_bandwidth`). `enter` returns the health with which
+all ranks plan a collective. `r2ccl.failover.health.protocol` decides which messages to send; the
+control plane sends them.
 
-Must not import sockets or threads; owned by one caller at a time. Invariant: a rail that was
-reported down here is so until it is reported up.
+Only one thread may use a `HealthAgreement` at a time. A rail that this rank reported down stays
+down until this rank reports it up.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _log = logging.getLogger(__name__)
 
 
 class Known(NamedTuple):
-    """A health and the clock's reading when this rank learned of it."""
+    """Health, and the clock reading at which this rank learned of it."""
 
     health: Health
     since_s: float
 
 
 class HealthAgreement:
-    """The agreement of one rank, with a control plane and a clock.
+    """Health agreement of one rank, which sends its messages and reads the clock.
 
     Parameters
     ----------
     rank : int
     health : Health
-        What to plan with at first; the same on all ranks.
+        Initial health; the same on all ranks.
     control : Post
     clock : Clock
     """
@@ -56,28 +56,29 @@ class HealthAgreement:
         self._control = control
         self._clock = clock
         self._agreement = Agreement(rank, health)
-        #: Newest version this rank has heard of; it may not plan with it yet.
+        #: Newest health this rank has received. It may not be agreed on yet.
         self.known = Known(health, clock())
-        #: What this rank says of rails that are not whole: those that are down, of any rank, and
-        #: the shares of its own that are slow.
+        #: Last reports of this rank: the rails of any rank that are down; per own rail, the
+        #: measured share and the rank its slices were last sent to.
         self._down: set[tuple[int, int]] = set()
         self._weights: dict[tuple[int, int], int] = {}
         self._toward: dict[int, int] = {}
-        #: Health of all collectives while no change is being agreed on; else None, and `enter`
-        #: must be asked. Whoever starts a collective with it sets `last_started`, which the
-        #: agreement reads before its next event: so a collective costs one comparison.
+        #: Health of every next collective while no round is running, else None. While it is set, a
+        #: caller may skip `enter`: it plans with this health and sets `last_started`, which the
+        #: agreement reads before its next event. The check then costs one comparison.
         self.steady = self._agreement.steady
         self.last_started = 0
 
-    # What a collective asks
+    # Called before a collective
 
     def enter(self, op: int) -> Health | None:
-        """Count collective `op`, the next one, as started.
+        """Count collective `op`, which must be the next one, as started.
 
         Returns
         -------
         Health or None
-            What to plan it with; None: wait, and ask again after a message.
+            Health to plan `op` with. None: `op` may not start yet and is not counted; call again
+            after the next message.
         """
         if self.steady is not None:
             self.last_started = op
@@ -91,30 +92,32 @@ class HealthAgreement:
         return health
 
     def waits_for(self) -> tuple[int, ...]:
-        """Ranks whose word is missing before more collectives may start."""
+        """Return the ranks that the current round waits for; empty if no round is running."""
         return self._agreement.waits_for()
 
-    # What this rank finds
+    # Reports of this rank
 
     def report_down(self, rank: int, rail: int) -> None:
-        """Report that `rail` of `rank` carries nothing; once."""
+        """Report that `rail` of `rank` is down; do nothing if it is already reported down."""
         if (rank, rail) not in self._down:
             self._down.add((rank, rail))
             self._report([(rank, rail)])
 
     def report_up(self, rank: int, rail: int) -> None:
-        """Take back that it is down, if this rank said so."""
+        """Withdraw this rank's report that `rail` of `rank` is down, if there is one."""
         if (rank, rail) in self._down:
             self._down.remove((rank, rail))
             self._report([(rank, rail)])
 
     def report_bandwidth(self, weights: Mapping[int, int], toward: Mapping[int, int]) -> None:
-        """Report what this rank's rails carry, of those that carry anything.
+        """Report the measured bandwidth of this rank's rails.
+
+        Only shares that changed are sent, and none of a rail that is reported down.
 
         Parameters
         ----------
         weights : mapping of int to int
-            Share of each rail.
+            Share of each rail, 1 to `WHOLE`.
         toward : mapping of int to int
             Rank that each rail's slices were last sent to.
         """
@@ -140,21 +143,21 @@ class HealthAgreement:
     # Events
 
     def on_message(self, peer: int, message: Message) -> None:
-        """Take a message of `peer`.
+        """Handle an agreement message from `peer`.
 
         Raises
         ------
         InternalError
-            It breaks the protocol.
+            If the message breaks the protocol.
         """
         self._event(lambda: self._agreement.on_message(self._clock(), peer, message))
 
     def tick(self, now: float) -> None:
-        """Begin a round that had to wait, and look whether one takes too long."""
+        """Begin a postponed round if it is due; warn if the current round takes too long."""
         self._event(lambda: self._agreement.tick(now))
 
     def peer_lost(self, peer: int) -> None:
-        """`peer` is gone: nothing more is agreed or started."""
+        """End the agreement because `peer` is lost: no further round or collective starts."""
         self._catch_up()
         self._agreement.peer_lost(peer)
 
@@ -165,7 +168,7 @@ class HealthAgreement:
         self._do(actions)
 
     def _catch_up(self) -> None:
-        """Tell the agreement what was started while nothing was under way."""
+        """Count the collectives that were started with `steady`, without a call of `enter`."""
         if self.steady is not None:
             self._agreement.skip_to(self.last_started)
             self.steady = None
@@ -181,14 +184,15 @@ class HealthAgreement:
                     self.known = Known(action.health, self._clock())
                 case HealthAgreed():
                     _log.info(
-                        "rank %d: health version %d holds from collective %d on; degraded ranks: "
-                        "%s",
+                        "rank %d: all ranks plan with health version %d from collective %d on; "
+                        "degraded ranks: %s",
                         self._rank, action.version, action.first_op,
                         list(self.known.health.degraded()) or "none",
                     )  # fmt: skip
                 case Late():
                     _log.warning(
-                        "rank %d: agreeing on health version %d takes long; missing: ranks %s",
+                        "rank %d: the agreement on health version %d is delayed; still waiting "
+                        "for ranks %s",
                         self._rank, action.version, list(action.ranks),
                     )  # fmt: skip
 

@@ -1,53 +1,57 @@
-"""Agreement: from which collective on all ranks plan with a new `Health`.
+"""Health agreement: all ranks switch to a new `Health` at the same collective.
 
 Theory of operation
 -------------------
-Rank 0 coordinates. Whoever learns something about a rail reports it there; the coordinator merges
-what has come and runs one *round* at a time. Collectives are numbered from 1 as they are planned,
-alike on every rank; ``reached`` is the last one a rank has started, ``W`` the window::
+Rank 0 is the coordinator. A rank that detects a change of a rail reports the change to the
+coordinator. The coordinator merges the reports and runs one *round* at a time. Every rank numbers
+its collectives from 1 in the order of planning, so the numbers match. ``reached`` is the last
+collective that a rank has started, ``W`` the window::
 
-    message           from -> to            the receiver
+    message           from -> to            action of the receiver
     --------------------------------------------------------------------------------------------
-    Report(news)      any -> coordinator    notes them; begins a round unless one is under way,
-                                            or ended less than `rest_s` ago, or nothing changes
-    Prepare(health)   coordinator -> all    holds it, answers Promise(version, reached), and
+    Report(news)      any -> coordinator    stores the news; begins a round unless one is running,
+                                            one ended less than `rest_s` ago, or nothing changes
+    Prepare(health)   coordinator -> all    holds the health, answers Promise(version, reached),
                                             starts nothing beyond reached + W until the Commit
-    Promise(v, r)     all -> coordinator    with the last one: Commit(v, max(r) + W + 1)
-    Commit(v, first)  coordinator -> all    plans with it from collective `first` on
+    Promise(v, r)     all -> coordinator    after the last one: sends Commit(v, max(r) + W + 1)
+    Commit(v, first)  coordinator -> all    plans with version v from collective `first` on
 
-The coordinator is also a rank like any other: it hands itself its own messages, at once. What is
-*held* is known (a user may read it); what is *planned with* is agreed.
+The coordinator takes part as a rank too: it handles its own messages immediately, without sending
+them. A health is *held* after its Prepare: the user may read it. The rank *plans with* the health
+only after its Commit.
 
 Why no two ranks ever plan one collective from different versions
 -----------------------------------------------------------------
-Between two ranks messages arrive once and in order. Let rank r start collective k.
+Messages between two ranks arrive exactly once and in order. Let rank r start collective k.
 
-1. *It has every Commit(v, f) with f <= k.* Suppose it has not. Either it had not promised v yet:
-   then its later promise says reached >= k, so f >= reached + W + 1 > k. Or it had: then k is at
-   most its reached + W, and f = max(reached) + W + 1 > k. Both contradict f <= k.
-2. *f never decreases with v.* The coordinator prepares v + 1 after it committed v, so a rank's
-   promise of v + 1 is later than that of v, and its reached is not lower.
+1. *Rank r has received every Commit(v, f) with f <= k.* Suppose one is missing. If r had not yet
+   promised v, its later promise has reached >= k, so f >= reached + W + 1 > k. If r had promised
+   v, then k <= reached + W, and f = max(reached) + W + 1 > k. Both contradict f <= k.
+2. *f never decreases with v.* The coordinator prepares v + 1 after it committed v, so each rank
+   promises v + 1 after v, with a ``reached`` that is not lower.
 
-By 1 all ranks choose for k among the same commits, and by 2 "the newest whose first is at most k"
-is the same one for all. By the same argument the answer for k is final before k starts: W ahead
-of the last start while nothing is promised, and up to the limit while something is (`health_of`).
+By 1, all ranks choose the health of k among the same commits. By 2, "the newest version whose
+first collective is at most k" is the same version on all ranks. By the same argument the health of
+k is final before k starts: for W collectives after the last one started while no promise is open,
+and up to the limit of the promise otherwise (`health_of`).
 
-Why it goes on
---------------
-A promise is given by whoever owns the rank's loop, also in the midst of a collective, so a round
-waits for no collective; a rank that does not answer is reported (`Late`), a dead one ends the
-communicator, and the agreement with it (`peer_lost`).
+Why the agreement makes progress
+--------------------------------
+The thread that runs a rank's data loop answers a Prepare even during a collective, so a round
+waits for no collective. A rank that does not answer is reported to the user (`Late`). A dead rank
+ends the communicator and with it the agreement (`peer_lost`).
 
-W is at least 1. A rank that has not begun the collective the others are in can then join it, and
-each round lets every rank start W more, so that no rate of reports stops the collectives. With
-W = 1, the default, a collective that takes longer than a round does not wait at all, and a shorter
-one waits once, for the rest of the round. A larger W would spare short ones that too, and put the
-new plan off by as many collectives for long ones, which need it more. Short ones are protected by
-time instead: `rest_s` between a commit and the next round. Counting collectives there would keep
-a rank that runs none from hearing news, and a flapping rail's reports merge meanwhile.
+W is at least 1. A rank that has not begun the collective which the others run can therefore begin
+it, and each round lets every rank start W more collectives, so reports at any rate cannot stop the
+collectives. With the default W = 1, a collective that takes longer than a round never waits, and a
+shorter one waits once, for the rest of the round. A larger W would avoid that wait too, but would
+delay the new plan by more collectives, which costs most when collectives are long. Short
+collectives are protected by a time instead: `rest_s` passes between a commit and the next round.
+A pause counted in collectives would delay news on a rank that runs none. During the pause, the
+reports of a flapping rail are merged.
 
-Pure: no I/O, no clock; times are readings passed in. Invariant: a `Health` returned by `start` or
-`health_of` for some collective is what every other rank gets for it.
+There is no I/O and no clock here: every time is a clock reading passed in. Invariant: all ranks get
+the same `Health` from `start` and `health_of` for the same collective.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ from r2ccl.failover.health.rounds import (
 )
 from r2ccl.failover.health.table import Health, RailShare
 
-#: The rank that merges what all report.
+#: Rank that merges the reports of all ranks.
 COORDINATOR = 0
 
 
@@ -89,20 +93,20 @@ class Broadcast(msgspec.Struct, frozen=True):
 
 
 class HealthKnown(msgspec.Struct, frozen=True):
-    """Action: this rank knows `health` from now on; it does not plan with it yet."""
+    """Action: record `health` as the newest one known; this rank does not plan with it yet."""
 
     health: Health
 
 
 class HealthAgreed(msgspec.Struct, frozen=True):
-    """Action: this rank plans with `version` from `first_op` on; what waited may start."""
+    """Action: plan with `version` from collective `first_op` on; collectives may start again."""
 
     version: int
     first_op: int
 
 
 class Late(msgspec.Struct, frozen=True):
-    """Action: tell the user that the round for `version` has waited for `ranks` too long."""
+    """Action: warn the user that the round for `version` has waited too long for `ranks`."""
 
     version: int
     ranks: tuple[int, ...]
@@ -112,37 +116,44 @@ Action: TypeAlias = Send | Broadcast | HealthKnown | HealthAgreed | Late
 
 
 class Agreement:
-    """One rank's end of the protocol: events in, actions out, to be taken in the order given.
+    """State machine of one rank: takes events and returns actions, to be executed in order.
 
     Parameters
     ----------
     rank : int
     health : Health
-        What to plan with until the first agreement; the same on all ranks, whose number it gives.
-        Of a communicator made from another: the rows of its ranks (`Health.of_ranks`) in the
-        version the call that made it was planned with.
+        Health to plan with until the first agreement; the same on all ranks. Its table defines the
+        number of ranks. For a communicator made from another one: the rows of its ranks
+        (`Health.of_ranks`), in the version with which the call that made it was planned.
     limits : AgreementLimits, optional
+
+    Raises
+    ------
+    InvalidArgument
+        If `rank` is not in the table.
     """
 
     def __init__(self, rank: int, health: Health, limits: AgreementLimits | None = None) -> None:
         if not 0 <= rank < health.nranks:
-            raise InvalidArgument(f"rank {rank}; the health given is of {health.nranks} ranks")
+            raise InvalidArgument(
+                f"rank {rank} is not in the health table, which has {health.nranks} ranks"
+            )
         self.rank = rank
         self.nranks = health.nranks
         self._limits = limits or AgreementLimits()
         self._member = Member(rank, health, self._limits.window)
         is_coordinator = rank == COORDINATOR
         self._coordinator = Coordinator(health, self._limits) if is_coordinator else None
-        #: Whose loss ended the agreement; None while it goes on.
+        #: Rank whose loss ended the agreement; None while the agreement runs.
         self.lost: int | None = None
         self._looked_at = 0.0
         self._waited_s = 0.0
 
-    # What a collective asks
+    # Called before a collective
 
     @property
     def held(self) -> Health:
-        """The newest version this rank knows; it may not plan with it yet."""
+        """Newest health this rank has received. It may not be agreed on yet."""
         return self._member.held
 
     @property
@@ -151,40 +162,40 @@ class Agreement:
         return self._member.started
 
     def may_start(self, op: int) -> bool:
-        """Whether collective `op`, the next one, may start now; if not, wait for a message."""
+        """Return whether collective `op`, the next one, may start now; if not, await a message."""
         return self.lost is None and self._member.may_start(op)
 
     def start(self, op: int) -> Health:
-        """Count collective `op` as started and return what to plan it with.
+        """Count collective `op` as started and return the health to plan it with.
 
-        A call that failed before any byte moved may start its number again.
+        A call that failed before any byte moved may start with the same number again.
 
         Raises
         ------
         CommunicatorRevoked
-            A rank is lost.
+            If a rank is lost.
         InternalError
-            `op` is not the next one, or `may_start` forbids it.
+            If `op` is neither the last collective started nor the next, or `may_start` forbids it.
         """
         self._check_alive()
         return self._member.start(op)
 
     @property
     def steady(self) -> Health | None:
-        """What to plan with while nothing is under way; then `start` may be left to `skip_to`.
+        """Health of every next collective while no round is running; None: call `start` for each.
 
-        It holds until the next event (`report`, `on_message`, `tick`, `peer_lost`). None: ask
-        `start` for each collective.
+        Valid until the next event (`report`, `on_message`, `tick` or `peer_lost`). Collectives
+        planned with it need no `start`, but must be counted with `skip_to` before that event.
         """
         return self._member.steady if self.lost is None else None
 
     def skip_to(self, op: int) -> None:
-        """Count all collectives up to `op` as started; before the next event.
+        """Count all collectives up to `op` as started; call it before the next event.
 
         Raises
         ------
         InternalError
-            Nothing was `steady`, or `op` is behind.
+            If `steady` is None, or a later collective than `op` has been started.
         """
         self._member.skip_to(op)
 
@@ -194,13 +205,17 @@ class Agreement:
         Raises
         ------
         InternalError
-            `op` is before the last collective started, or so far ahead that its version may still
-            change.
+            If `op` is before the last collective started, or so far ahead that its version may
+            still change.
         """
         return self._member.health_of(op)
 
     def waits_for(self) -> tuple[int, ...]:
-        """Ranks this one waits for before more may start: it names them when a call gives up."""
+        """Return the ranks that the current round waits for.
+
+        On the coordinator: the ranks without a promise. On any other rank that has promised: the
+        coordinator.
+        """
         if self._coordinator is not None:
             return tuple(sorted(self._coordinator.missing))
         return () if self._member.limit is None else (COORDINATOR,)
@@ -208,37 +223,37 @@ class Agreement:
     # Events
 
     def report(self, now: float, news: Sequence[RailShare]) -> list[Action]:
-        """Tell what this rank now finds of some rails: its own, or a peer's by a verdict.
+        """Report the state of rails to the coordinator: this rank's, or a peer's after a verdict.
 
         Raises
         ------
         InvalidArgument
-            There is no such rank, rail or share.
+            If a rank, rail or share does not exist.
         """
-        self.held.changed(news)  # refuses here, not at the coordinator, what does not exist
+        self.held.changed(news)  # raises here, not only on the coordinator
         message = Report(tuple(news))
         return self._to_coordinator(now, message) if news and self.lost is None else []
 
     def on_message(self, now: float, peer: int, message: Message) -> list[Action]:
-        """Take a message of `peer`.
+        """Handle a message from `peer`.
 
         Raises
         ------
         InternalError
-            It breaks the protocol; names who sent what.
+            If the message breaks the protocol; the text names the sender and the message.
         """
         if self.lost is not None:
             return []
         name = type(message).__name__
         if not 0 <= peer < self.nranks or peer == self.rank:
             raise InternalError(
-                f"rank {self.rank}: {name} from rank {peer}; the others are of 0 to "
+                f"rank {self.rank}: {name} from rank {peer}, which is not another rank of 0 to "
                 f"{self.nranks - 1}"
             )
         if (self.rank if isinstance(message, TO_COORDINATOR) else peer) != COORDINATOR:
             raise InternalError(
-                f"rank {self.rank}: {name} from rank {peer}, which is between rank {COORDINATOR} "
-                "and the others"
+                f"rank {self.rank}: {name} from rank {peer}, but Report and Promise are sent only "
+                f"to rank {COORDINATOR}, Prepare and Commit only by that rank"
             )
         try:
             return self._take(now, peer, message)
@@ -246,17 +261,15 @@ class Agreement:
             raise InternalError(f"rank {self.rank}: {name} of rank {peer}: {exc}") from exc
 
     def tick(self, now: float) -> list[Action]:
-        """Begin a round that had to wait, and look whether one takes too long."""
+        """Begin a postponed round if it is due; return `Late` if the current one takes too long."""
         if self.lost is not None:
             return []
         return self._begin(now) + self._look(now)
 
     def peer_lost(self, peer: int) -> None:
-        """`peer` is gone: nothing is agreed or started any more, what is held can be read."""
+        """End the agreement because `peer` is lost; `held` can still be read."""
         if self.lost is None:
             self.lost = peer
-
-    # Inside
 
     def _take(self, now: float, peer: int, message: Message) -> list[Action]:
         match message:
@@ -301,7 +314,11 @@ class Agreement:
         return others + self._take(now, self.rank, message)
 
     def _look(self, now: float) -> list[Action]:
-        """Count the time a round takes; a gap in which this rank was away counts as a short one."""
+        """Measure how long the current round takes, and return `Late` if too long.
+
+        A gap between two calls counts as at most a quarter of `late_s`: while this rank did not run
+        its loop, it could not receive answers either.
+        """
         gap = min(now - self._looked_at, self._limits.late_s / 4)
         self._looked_at = now
         ranks = self.waits_for()
@@ -316,8 +333,8 @@ class Agreement:
     def _check_alive(self) -> None:
         if self.lost is not None:
             raise CommunicatorRevoked(
-                f"rank {self.rank}: rank {self.lost} is lost, so no health is agreed on any more; "
-                "go on with a communicator of the others"
+                f"rank {self.rank}: rank {self.lost} is lost, so this communicator has ended; "
+                "continue with a communicator of the others (shrink())"
             )
 
 

@@ -1,9 +1,9 @@
-"""Rounds: the messages of the health agreement, and the two tables that give and take them.
+"""Rounds of the health agreement: the messages, and the state that they change.
 
-`Member` is what every rank keeps, `Coordinator` what rank 0 keeps beside. How they play together,
-and why no two ranks ever differ, is told in `r2ccl.failover.health.protocol`.
+`Member` is the state of every rank, `Coordinator` the additional state of rank 0.
+`r2ccl.failover.health.protocol` explains the protocol and proves that ranks never disagree.
 
-Pure tables: no I/O, no clock. Invariant: a promise given is kept until its commit.
+Invariant: a rank keeps its promise until the matching commit.
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ from r2ccl.failover.health.table import Findings, Health, RailShare
 
 
 class Report(msgspec.Struct, frozen=True, tag="health.report"):
-    """Control message: what the sender now finds of these rails, its own or a peer's."""
+    """Control message: new shares of rails, of the sender or a peer, as the sender sees them."""
 
     news: tuple[RailShare, ...]
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="health.prepare"):
-    """Control message: hold this; promise to start nothing that may have to be planned with it."""
+    """Control message: asks the receiver to hold `health` and to answer with a `Promise`."""
 
     health: Health
 
 
 class Promise(msgspec.Struct, frozen=True, tag="health.promise"):
-    """Control message: the last collective started; not beyond the window until the commit."""
+    """Control message: the sender starts nothing beyond `reached` + window until the `Commit`.
+
+    `reached` is the last collective that the sender has started.
+    """
 
     version: int
     reached: int
 
 
 class Commit(msgspec.Struct, frozen=True, tag="health.commit"):
-    """Control message: plan every collective from `first_op` on with this version."""
+    """Control message: all ranks plan collectives from `first_op` on with `version`."""
 
     version: int
     first_op: int
@@ -45,21 +48,28 @@ class Commit(msgspec.Struct, frozen=True, tag="health.commit"):
 
 Message: TypeAlias = Report | Prepare | Promise | Commit
 
-#: The messages only the coordinator takes; it alone sends the others.
+#: Messages sent only to the coordinator. The other types are sent only by the coordinator.
 TO_COORDINATOR = (Report, Promise)
 
 
 class AgreementLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of an agreement; ``window`` must be equal on all ranks.
+    """Limits of an agreement.
 
-    ``window``: collectives a rank may start between its promise and the commit. ``rest_s``: time
-    from a commit to the next round. ``late_s``: a round that takes longer is reported, again after
-    each further ``late_s``; default well above what a call that holds the interpreter costs.
+    Attributes
+    ----------
+    window : int
+        Number of collectives that a rank may start between its promise and the commit. Must be
+        equal on all ranks.
+    rest_s : float
+        Shortest time from a commit to the next round, in seconds.
+    late_s : float
+        Duration of a round after which a warning is logged, and again after each further `late_s`.
+        The default is well above the time for which a call holds the interpreter lock.
 
     Raises
     ------
     InvalidArgument
-        One is out of range.
+        If a limit is out of range.
     """
 
     window: int = 1
@@ -74,32 +84,33 @@ class AgreementLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Member:
-    """What every rank keeps: the versions it plans with, and its promise."""
+    """State of every rank: the health versions it plans with, and its promise."""
 
     __slots__ = ("_plans", "_rank", "_window", "held", "limit", "started")
 
     def __init__(self, rank: int, health: Health, window: int) -> None:
         self._rank = rank
         self._window = window
-        #: The newest version known here.
+        #: Newest health this rank has received.
         self.held = health
         #: Number of the last collective started.
         self.started = 0
-        #: The last collective the promise allows; None while nothing is promised.
+        #: Last collective that the promise allows; None while there is no promise.
         self.limit: int | None = None
-        #: (first collective, version), both ascending: those still needed, the oldest in force.
+        #: (first collective, health) of the committed versions still needed, both in ascending
+        #: order. The first entry is the one in use.
         self._plans: list[tuple[int, Health]] = [(0, health)]
 
     def may_start(self, op: int) -> bool:
-        """Whether the promise allows collective `op`."""
+        """Return whether the promise allows collective `op` to start."""
         return self.limit is None or op <= self.limit
 
     def start(self, op: int) -> Health:
-        """Count collective `op` as started; once more is harmless. Returns what to plan it with."""
+        """Count collective `op` as started and return its health; a repeated call is allowed."""
         if op not in (self.started, self.started + 1) or not self.may_start(op):
             raise InternalError(
-                f"rank {self._rank}: collective {op} started after {self.started}, "
-                f"promised not to pass {self.limit}"
+                f"rank {self._rank}: collective {op} started after {self.started} "
+                f"(last collective that the promise allows: {self.limit})"
             )
         self.started = op
         while len(self._plans) > 1 and self._plans[1][0] <= op:
@@ -108,64 +119,65 @@ class Member:
 
     @property
     def steady(self) -> Health | None:
-        """What all collectives are planned with until a promise is given; None: it depends."""
+        """Health of every next collective until the next promise; None: call `start` for each."""
         return self._plans[0][1] if self.limit is None and len(self._plans) == 1 else None
 
     def skip_to(self, op: int) -> None:
-        """Count all collectives up to `op` as started, planned with what was `steady`."""
+        """Count all collectives up to `op` as started; they were planned with `steady`."""
         if self.steady is None or op < self.started:
             raise InternalError(
-                f"rank {self._rank}: collectives up to {op} started unseen after {self.started}, "
-                f"promised not to pass {self.limit}"
+                f"rank {self._rank}: cannot count collectives up to {op} as started: the last one "
+                f"started is {self.started}, the last one that the promise allows is {self.limit}"
             )
         self.started = op
 
     def health_of(self, op: int) -> Health:
-        """Return what to plan `op` with, the last collective started or one still to come."""
+        """Return the health of `op`, which is the last collective started or a later one."""
         final = self.started + self._window if self.limit is None else self.limit
         if not self.started <= op <= final:
             raise InternalError(
-                f"rank {self._rank}: health of collective {op} asked; known is that of "
-                f"{self.started} to {final}"
+                f"rank {self._rank}: health of collective {op} requested, but it is known only "
+                f"for collectives {self.started} to {final}"
             )
         return next(health for first, health in reversed(self._plans) if first <= op)
 
     def prepare(self, message: Prepare) -> Promise | None:
-        """Hold a version and promise; None for an old one."""
+        """Hold the health of `message` and return the promise; None if the version is not new."""
         health, held = message.health, self.held
         if health.version <= held.version:
             return None
         if health.version != held.version + 1 or self.limit is not None:
             raise InternalError(
-                f"version {health.version} prepared, {held.version} is held"
+                f"version {health.version} prepared, but version {held.version} is held"
                 + (" and not committed" if self.limit is not None else "")
             )
         if (health.nranks, health.nrails, health.config) != (
             held.nranks, held.nrails, held.config,
         ):  # fmt: skip
             raise InternalError(
-                f"version {health.version} is of {health.nranks} ranks, {health.nrails} rails, "
-                f"configuration {health.config!r}; here it is {held.nranks}, {held.nrails}, "
-                f"{held.config!r}"
+                f"version {health.version} is a table of {health.nranks} ranks, {health.nrails} "
+                f"rails, configuration {health.config!r}; expected are {held.nranks} ranks, "
+                f"{held.nrails} rails, configuration {held.config!r}"
             )
         self.held = health
         self.limit = self.started + self._window
         return Promise(health.version, self.started)
 
     def commit(self, message: Commit) -> bool:
-        """Plan with the version held from its collective on; False for an old commit."""
+        """Plan with the held version from its first collective on; return False if already done."""
         version, first = message.version, message.first_op
         if version < self.held.version or (version == self.held.version and self.limit is None):
             return False
-        # Beyond the promise, or it may be planned already; not before the last version's first.
+        # `first` must be beyond the promise, since collectives up to the limit may already be
+        # planned, and not before the first collective of the preceding version.
         earliest = max(self.limit or 0, self._plans[-1][0] - 1) + 1
         if version > self.held.version or first < earliest:
             raise InternalError(
-                f"version {version} committed from collective {first} on; held is "
-                f"{self.held.version}, which cannot begin before {earliest}"
+                f"version {version} committed from collective {first} on, but version "
+                f"{self.held.version} is held and cannot begin before collective {earliest}"
             )
         self.limit = None
-        # Of versions that begin at one collective only the newest is ever planned with.
+        # If several versions begin at the same collective, only the newest is ever used.
         if self._plans[-1][0] == first:
             self._plans.pop()
         self._plans.append((first, self.held))
@@ -173,7 +185,7 @@ class Member:
 
 
 class Coordinator:
-    """What rank 0 keeps beside: the findings of all ranks, and the round under way."""
+    """Additional state of rank 0: the findings of all ranks, and the current round."""
 
     __slots__ = (
         "_findings",
@@ -192,17 +204,23 @@ class Coordinator:
         self._has_news = False
         self._reached: dict[int, int] = {}
         self._rest_until = float("-inf")
-        #: Ranks whose promise the round under way waits for; empty: there is none.
+        #: Ranks whose promise the current round waits for; empty if no round is running.
         self.missing: frozenset[int] = frozenset()
 
     def report(self, reporter: int, news: Sequence[RailShare]) -> None:
-        """Note what `reporter` found."""
-        self._newest.changed(news)  # refuses what does not exist
+        """Store the news from `reporter`.
+
+        Raises
+        ------
+        InvalidArgument
+            If a rank, rail or share does not exist.
+        """
+        self._newest.changed(news)  # checks the news
         self._findings.note(reporter, news)
         self._has_news = True
 
     def begin(self, now: float) -> Prepare | None:
-        """Begin a round if there is reason to, and it is time."""
+        """Begin a round if the news change the health, none is running and the pause is over."""
         if not self._has_news or self.missing or now < self._rest_until:
             return None
         self._has_news = False
@@ -215,11 +233,12 @@ class Coordinator:
         return Prepare(merged)
 
     def promise(self, now: float, rank: int, message: Promise) -> Commit | None:
-        """Note a promise; with the last one, commit."""
+        """Store a promise; return the `Commit` once all ranks have promised, else None."""
         version = self._newest.version
         if message.version > version:
             raise InternalError(
-                f"rank {rank} promised version {message.version}, prepared is {version}"
+                f"rank {rank} promised version {message.version}, but the newest version prepared "
+                f"is {version}"
             )
         if message.version < version or rank not in self.missing:
             return None

@@ -1,13 +1,13 @@
-"""Health: the one table a planner reads, and how many ranks' findings become one table.
+"""Health: the table of rail bandwidths that planners read, and how reports are merged into it.
 
-A *share* is what one rail of one rank can carry, in sixteenths of that rail's nominal rate: 0 is
-down, `WHOLE` is all of it. Shares are coarse on purpose: two ranks that plan from equal tables
-build equal schedules, and noise of a measurement is no reason for a new plan. When a share has
-changed *enough* to be worth reporting is for whoever measures it to decide, with a threshold that
-differs on the way down and up; this table has no memory of its own.
+A *share* is the bandwidth that one rail of one rank has left, in sixteenths of the rail's nominal
+rate: 0 is down, `WHOLE` is the full rate. Shares are coarse on purpose: measurement noise must not
+cause a new plan. Ranks that plan from equal tables build equal schedules. The code that measures a
+share decides when a change is large enough to report, with different thresholds for a decrease and
+an increase; this table keeps no history.
 
-Pure values: no I/O, no clock. Invariants: a `Health` that exists is valid, on the wire too; equal
-findings give equal tables, in whatever order they came.
+Invariants: every `Health` is valid, including one decoded from a message; equal findings give equal
+tables, whatever the order of the reports.
 """
 
 from __future__ import annotations
@@ -19,15 +19,22 @@ import msgspec
 
 from r2ccl.errors import InvalidArgument
 
-#: The share of a rail that carries all it should.
+#: Share of a rail that has its full nominal rate.
 WHOLE = 16
 
 
 class RailShare(NamedTuple):
-    """What `rail` of `rank` can carry, in sixteenths of its nominal rate.
+    """Share of one rail of one rank, as reported by a rank.
 
-    ``toward`` is the rank that the measured slices were sent to, -1 if nothing was measured. A low
-    share may be due to that rank's port.
+    Attributes
+    ----------
+    rank, rail : int
+        Rail whose share is reported.
+    share : int
+        Bandwidth left, in sixteenths of the nominal rate.
+    toward : int
+        Rank that the measured slices were sent to; -1 if nothing was measured. The port of that
+        rank may be the cause of a low share.
     """
 
     rank: int
@@ -37,26 +44,28 @@ class RailShare(NamedTuple):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """Version and content of what all ranks plan a collective from.
+    """Table from which all ranks plan a collective: the share of every rail, with a version.
 
-    Takes one byte a rail on the wire: 8 KiB for 1,024 ranks with eight rails.
+    A table takes one byte per rail of each rank on the wire: 8 KiB for 1,024 ranks with 8 rails.
 
     Parameters
     ----------
     version : int
-        Counts agreed changes, from 0. Equal versions of one communicator have equal content.
+        Number of changes agreed on so far. Within a communicator, equal versions have equal
+        content.
     nrails : int
-        Rails of each rank.
+        Number of rails per rank.
     shares : bytes, nranks x nrails
-        Share of each rail, rank by rank.
+        Share of each rail, ordered by rank, then by rail.
     config : str
-        Fingerprint of everything else a planner reads and no one may change: the settings
-        (`r2ccl.config.Config.digest`) and what the shares are shares of.
+        Fingerprint of the settings that all ranks must share (`r2ccl.config.Config.digest`), which
+        planners read too.
 
     Raises
     ------
     InvalidArgument
-        The table is empty or has a share above `WHOLE`; to a decoder it is a malformed message.
+        If the table is empty or incomplete, a share exceeds `WHOLE` or the version is negative.
+        When decoding a message, msgspec raises `ValidationError` instead.
     """
 
     version: int
@@ -67,20 +76,20 @@ class Health(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.version < 0 or self.nrails < 1:
             raise InvalidArgument(
-                f"version {self.version}, {self.nrails} rails; versions count from 0, and a rank "
-                "has at least one rail"
+                f"version {self.version}, {self.nrails} rails; allowed are a version of 0 or more "
+                "and at least one rail"
             )
         if not self.shares or len(self.shares) % self.nrails:
             raise InvalidArgument(
-                f"{len(self.shares)} shares; with {self.nrails} rails a rank, give that many for "
-                "each of at least one rank"
+                f"{len(self.shares)} shares; with {self.nrails} rails per rank, give one share per "
+                "rail, for at least one rank"
             )
         if max(self.shares) > WHOLE:
             raise InvalidArgument(f"share {max(self.shares)}; allowed is 0 (down) to {WHOLE}")
 
     @classmethod
     def whole(cls, nranks: int, nrails: int, config: str = "") -> Health:
-        """Version 0: nothing is broken."""
+        """Return the table of version 0, in which every rail has its full rate."""
         return cls(0, nrails, bytes([WHOLE]) * (nranks * nrails), config)
 
     @property
@@ -89,22 +98,22 @@ class Health(msgspec.Struct, frozen=True):
         return len(self.shares) // self.nrails
 
     def share(self, rank: int, rail: int) -> int:
-        """Share of `rail` of `rank`, 0 to `WHOLE`.
+        """Return the share of `rail` of `rank`, 0 to `WHOLE`.
 
         Raises
         ------
         InvalidArgument
-            There is no such rank or rail.
+            If the rank or rail does not exist.
         """
         return self.shares[self._index(rank, rail)]
 
     def capacity(self, rank: int) -> int:
-        """Sum of the shares of a rank; ``nrails * WHOLE`` when it is whole."""
+        """Return the sum of the shares of a rank, at most ``nrails * WHOLE``."""
         start = self._index(rank, 0)
         return sum(self.shares[start : start + self.nrails])
 
     def rails(self, rank: int, peer: int) -> tuple[int, ...]:
-        """Rails that are up at both ranks."""
+        """Return the rails that are up at both `rank` and `peer`."""
         one, other = self._index(rank, 0), self._index(peer, 0)
         return tuple(
             rail
@@ -113,17 +122,17 @@ class Health(msgspec.Struct, frozen=True):
         )
 
     def degraded(self) -> tuple[int, ...]:
-        """Ranks with a rail that is not whole."""
+        """Return the ranks that have a rail with less than its full rate."""
         full = self.nrails * WHOLE
         return tuple(rank for rank in range(self.nranks) if self.capacity(rank) < full)
 
     def changed(self, news: Iterable[RailShare]) -> Health:
-        """Return the next version with `news` in it, or this one if they change nothing.
+        """Return the next version, with `news` applied, or this table if `news` change nothing.
 
         Raises
         ------
         InvalidArgument
-            `news` name a rank, rail or share that does not exist.
+            If `news` contain a rank, rail or share that does not exist.
         """
         shares = bytearray(self.shares)
         for rank, rail, share, _ in news:
@@ -134,7 +143,7 @@ class Health(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, version=self.version + 1, shares=bytes(shares))
 
     def of_ranks(self, ranks: Sequence[int]) -> Health:
-        """Return the table of some ranks, renumbered in the order given; the version stays."""
+        """Return the table of `ranks` only, renumbered in that order, with the same version."""
         starts = [self._index(rank, 0) for rank in ranks]
         rows = (self.shares[start : start + self.nrails] for start in starts)
         return msgspec.structs.replace(self, shares=b"".join(rows))
@@ -149,22 +158,23 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class Findings:
-    """Every rank's last word on every rail; the worst one counts.
+    """Last report of every rank on every rail; the lowest share reported for a rail counts.
 
-    So a rail that two ranks doubt is back only when both take it back, and what is merged does not
-    depend on whose word came first. The shares of the initial table count as said by each rail's
-    own rank. Memory: a word per rail and rank that doubts it.
+    A rail that two ranks reported as degraded is therefore whole again only after both withdraw
+    their reports, and the merged table does not depend on the order of the reports. Shares below
+    `WHOLE` in the initial table count as reported by the rank that owns the rail. Memory: one
+    entry per rail and rank that reports less than `WHOLE`.
 
-    What a rank measures is an edge: its own port and the one it sends to, of which the slower
-    counts. In a ring both edges at a slow port are slow, so where the next rank finds its own edge
-    slow too, a port is as good as the better of its two::
+    A rank measures an edge, which consists of its own port and the port it sends to; the slower
+    port limits the edge. In a ring, both edges at a slow port are slow. If the edge of the next
+    rank is slow too, the share of a port is therefore the higher share of its two edges::
 
         edge       0 -> 1   1 -> 2   2 -> 3   3 -> 0
         measured     16        4        4       16
         port            1: 16      2: 4     3: 16
 
-    A slow edge between two good ones counts for the port that sends: one direction is slow, and
-    nothing tells which port's.
+    A slow edge between two good edges is attributed to the sending port: one direction of one port
+    is slow, and the measurements cannot tell which port's.
     """
 
     def __init__(self, health: Health) -> None:
@@ -174,7 +184,7 @@ class Findings:
                 self.note(rank, [RailShare(rank, rail, health.share(rank, rail))])
 
     def note(self, reporter: int, news: Iterable[RailShare]) -> None:
-        """Replace what `reporter` said before about the rails in `news`, which must exist."""
+        """Replace the last reports of `reporter` on the rails in `news`, which must exist."""
         for word in news:
             words = self._words.setdefault((word.rank, word.rail), {})
             if word.share == WHOLE:
@@ -183,7 +193,7 @@ class Findings:
                 words[reporter] = word
 
     def merged(self, health: Health) -> Health:
-        """Return the version after `health` that says what is known now, or `health` itself."""
+        """Return the version after `health` with all findings, or `health` if they are in it."""
         edges = {
             key: word
             for key, words in self._words.items()
@@ -205,16 +215,22 @@ class Findings:
 
 
 def to_share(rate: float, nominal_rate: float) -> int:
-    """Round a measured rate to a share; what still carries anything is never called down.
+    """Round a measured rate to a share, at least 1 if `rate` is above 0.
+
+    Parameters
+    ----------
+    rate, nominal_rate : float
+        Measured and nominal rate of a rail, in the same unit.
 
     Raises
     ------
     InvalidArgument
-        A negative rate, or no nominal one.
+        If `rate` is negative or `nominal_rate` is not positive.
     """
     if rate < 0 or nominal_rate <= 0:
         raise InvalidArgument(
-            f"rate {rate} of nominal {nominal_rate}; give one of 0 or more, of one above 0"
+            f"rate {rate}, nominal rate {nominal_rate}; allowed are a rate of 0 or more and a "
+            "nominal rate above 0"
         )
     if rate == 0:
         return 0

@@ -1,4 +1,4 @@
-"""A failed path's slices move to another: roll back, choose a path, replay.
+"""Moves the slices of a failed path to other paths: fence, choose a route, replay.
 
-`link` numbers slices and decides what is replayed, `path` when a path may be used.
+`link` numbers slices and decides which are replayed; `path` holds the state machine of a path.
 """

@@ -1,16 +1,15 @@
-"""Bypass: the path of two ranks that have no rail in common, and the ways it may go.
+"""Bypass: the path between two ranks without a common rail, and the search for a way it can take.
 
-The lower rank dials when no path leads to the peer. It offers the control plane all ways it can
-think of, cross ways between ports of different rails and ranks that may forward, and the first that
-works is taken: on a fabric where all NICs reach each other a cross way does before anyone else is
-asked. A bypass that fails is fenced and replayed like any other path; each round begins with other
-ways than the one before. The higher rank always lets one in.
+The lower rank dials when no path leads to the peer. It gives the control plane a list of ways:
+*cross ways*, between ports of different rails, and third ranks that may forward. The first way that
+works becomes the bypass. On a fabric where all NICs reach each other, a cross way works before a
+third rank is asked. A bypass that fails is fenced and replayed like any other path. Each round of
+the search begins with different ways. The higher rank always accepts a bypass.
 
-Where the last resort leads to the peer, only cross ways are tried, once, when slices wait: nobody
-has to carry for others what can go by itself. Beside RDMA any path of sockets is that last resort.
+If the last resort leads to the peer, only cross ways are tried, and only once: third ranks need not
+forward what can travel directly. With RDMA NICs, every TCP path is a last resort.
 
-Must not import sockets or the control plane; owned by one caller at a time, like
-`r2ccl.failover.migration.driver`.
+Not thread-safe.
 """
 
 from __future__ import annotations
@@ -24,30 +23,29 @@ from r2ccl.clock import Clock
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.types import BYPASS, BypassWay, PathKey
 
-#: Ways given to the control plane at a time, of either kind.
+#: Maximum number of ways of each kind (cross ways, third ranks) given to the control plane at once.
 MAX_WAYS = 32
-#: By then all of them have been tried.
+#: Duration of a round, in which all its ways are tried, in seconds.
 ROUND_S = 3.5
-#: A bypass that broke is not dialed again sooner.
+#: Minimum pause before a failed bypass is dialed again, in seconds.
 PAUSE_S = 0.2
 
 
 class Bypasses:
-    """The bypasses of one rank.
+    """Bypasses of one rank.
 
     Parameters
     ----------
     rank, nranks : int
     paths : mapping of PathKey to Path
-        Read, never changed.
+        Paths of this rank; read only.
     homes, sockets, last_resorts : collection of int
-        Rails slices travel on as long as they can, those that consist of sockets, and of these the
-        ones that are no ordinary rails.
+        Home rails; TCP rails; and the TCP rails that are used only as a last resort.
     fabric : str
-        ``full``: ports of different rails reach each other; ``rail``: they do not; ``auto``:
-        whatever works first.
+        ``full``: NICs of different rails reach each other, so no third rank is asked; ``rail``:
+        they do not, so no cross way is tried; ``auto``: both are tried.
     share : callable
-        ``share(rank, rail)``: what a port carries, as far as is known; 0: nothing.
+        ``share(rank, rail)``: known share of its bandwidth that a port has left; 0: down.
     control : ControlPort
     clock : Clock
     """
@@ -71,30 +69,30 @@ class Bypasses:
         self._paths = paths
         self._homes = homes
         self._sockets = sockets
-        #: Rails whose ports a cross way may join, if bypasses are for sockets at all.
+        #: Rails whose ports a cross way may join.
         self._crossed = [rail for rail in sockets if rail not in last_resorts]
         self._fabric = fabric
         self._share = share
         self._control = control
         self._clock = clock
-        #: For peers that have no home rail up: rounds begun, and when the next one may be.
+        #: Per peer without a home rail that is up: rounds begun, and earliest time of the next one.
         self._nrounds: dict[int, int] = {}
         self._due_s: dict[int, float] = {}
 
     def admit(self, peer: int) -> None:
-        """Accept the first bypass of `peer`, if that is the end which dials."""
+        """Accept the first bypass of `peer`, which dials if it is the lower rank."""
         if peer < self._rank:
             self._control.accept_path(peer, BYPASS, 0)
 
     def lost(self, key: PathKey) -> None:
-        """A path was lost: what failed before may be what is needed now."""
+        """Handle the loss of path `key`: set when the next round may begin."""
         if key.is_bypass:
             self._due_s[key.peer] = self._clock() + PAUSE_S
         else:
             self._due_s.pop(key.peer, None)
 
     def found(self, key: PathKey) -> None:
-        """A path came up; one at home ends the search."""
+        """Handle path `key` coming up: a path on a home rail ends the search."""
         if key.rail not in self._homes:
             return
         self._due_s.pop(key.peer, None)
@@ -102,7 +100,7 @@ class Bypasses:
             self._control.cancel_path(key.peer, BYPASS)
 
     def seek(self, peer: int) -> bool:
-        """Begin a round of ways to `peer`, if it needs one; return whether one was begun."""
+        """Begin a round of the search for a way to `peer`, if one is due; return True if begun."""
         now = self._clock()
         if (
             peer < self._rank
@@ -126,7 +124,7 @@ class Bypasses:
         return any(self._paths[PathKey(peer, rail)].state is PathState.UP for rail in rails)
 
     def _ways(self, peer: int, nrounds: int, *, with_forwarders: bool) -> list[BypassWay]:
-        """Return ways to `peer`, the likelier ones first, both kinds in turn."""
+        """Return ways to `peer`, the most likely ones first, alternating between the kinds."""
         cross: list[BypassWay] = [] if self._fabric == "rail" else self._cross_ways(peer, nrounds)
         others: list[BypassWay] = []
         if with_forwarders and self._fabric != "full":
@@ -150,16 +148,17 @@ class Bypasses:
 
         ways = [BypassWay(via, peer, rail) for via in rails for rail in rails if via != rail]
         ways.sort(key=likelihood)
-        # A way may work at first, and then not; and there may be more than a round has time for.
+        # Each round starts elsewhere: a way that worked may have failed since, and a round has no
+        # time for more than MAX_WAYS.
         return _turned(ways, nrounds * (MAX_WAYS if len(ways) > MAX_WAYS else 1))
 
     def _forwarders(self, peer: int, nrounds: int) -> list[BypassWay]:
-        """Return ways through ranks this one reaches; first those `peer` should reach, by one rail.
+        """Return ways through third ranks that this rank has a path to.
 
-        A path may be up only because nobody has missed anything on it yet, so ranks are asked over
-        different rails.
+        Third ranks that share a working rail with `peer` come first. Different ranks are asked over
+        different rails, because a path may have failed without anybody having noticed.
         """
-        # Pairs begin at different ranks, and each round after those of the one before.
+        # Different pairs start at different ranks, and each round after the ranks of the last one.
         first = self._rank + peer + 1 + nrounds * MAX_WAYS
         joined: list[tuple[int, int, BypassWay]] = []
         doubtful: list[tuple[int, int, BypassWay]] = []
@@ -184,16 +183,14 @@ class Bypasses:
         return [way for *_, way in (*sorted(joined), *sorted(doubtful))]
 
     def _carries_both(self, rank: int, rail: int) -> bool:
-        """Whether this rank's port and that of `rank` carry anything, as far as is known."""
         return self._is_carrying(self._rank, rail) and self._is_carrying(rank, rail)
 
     def _is_carrying(self, rank: int, rail: int) -> bool:
-        """Whether a port carries anything, as far as is known."""
         return self._share(rank, rail) > 0
 
 
 def _turned(items: Sequence[Any], by: int) -> list[Any]:
-    """Return the items from number `by` on, and round."""
+    """Return the items rotated left by `by` places."""
     at = by % len(items) if items else 0
     return [*items[at:], *items[:at]]
 

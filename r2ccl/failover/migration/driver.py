@@ -1,8 +1,8 @@
-"""Migration: what a rank does about paths that fail and come back; the path table, applied.
+"""Migration driver: feeds events to the path table and carries out its actions.
 
-Events come from the transport (`on_failed`, `on_fenced`), the control plane (`on_opened`,
-`on_announced`) and from whoever finds evidence (`fail`). The answers go to the transport, the
-control plane and the links. Owned by one caller at a time, and never blocks.
+Events arrive from the transport (`on_failed`, `on_fenced`), from the control plane (`on_opened`,
+`on_announced`) and from any module that finds evidence of a failure (`fail`). Actions go to the
+transport, the control plane and the links. Not thread-safe; never blocks.
 """
 
 from __future__ import annotations
@@ -37,32 +37,33 @@ from r2ccl.types import PathKey, rail_name
 
 _log = logging.getLogger(__name__)
 
-#: Statuses of a local port that is down: its interface's carrier, its RDMA device.
+#: Statuses of a local port that is down: no carrier (TCP), error of the RDMA port.
 NO_CARRIER = "CARRIER_DOWN"
 PORT_ERR = "PORT_ERR"
 
 
 class Migration:
-    """Paths of one rank, and the slices on them.
+    """Migration of one rank: takes failed paths out of use and replays their slices elsewhere.
 
     Parameters
     ----------
     context : RankContext
     links : Links
     revocation : Revocation
-        Whether the communicator has ended.
+        State of the communicator: in use, leaving or ended.
     connector : Connector
-        Connects what two ends join by exchanging endpoint info.
+        Connects paths of rails whose ends exchange endpoint info (RDMA).
     failback : Failback
-        Told which paths failed and which are up.
+        Receives each path that failed or is up.
     bypasses : Bypasses or None
-        Likewise.
+        Receives each path that was lost or is up.
     share : callable
-        What the port ``(rank, rail)`` carries, as far as this rank has heard, of 1.
+        ``share(rank, rail)``: known share of its bandwidth that a port has left, 0 to 16.
     look_into : callable
-        ``look_into(path, epoch, cause, is_own=...)``: a path failed; find out what it was.
+        ``look_into(path, epoch, cause, is_own=...)``: diagnoses a path that failed. ``is_own``:
+        this end found the evidence.
     on_up : callable
-        A path is up, so both its ports carry.
+        ``on_up(path)``: called when a path is up, which shows that both of its ports work.
     """
 
     def __init__(
@@ -92,31 +93,31 @@ class Migration:
         self._port_share = share
         self._look_into = look_into
         self._on_up = on_up
-        #: Paths being fenced here or at the peer: slices wait for the control plane.
+        #: Paths being fenced here or at the peer; their slices wait for the announcement.
         self.repairing: set[PathKey] = set()
         self.log = RepairLog()
-        #: Which path each channel rides.
+        #: Path of each channel.
         self.routes = Routes(
             links, nrails=context.nrails, homes=context.homes, share=self._share, log=self.log
         )
         links.on_added(self.routes.begin)
-        #: Peers no path leads to, and since when.
+        #: Peers that no path leads to, and the time since which a peer had none.
         self.cut_off = set(links.peers)
         self.cut_off_since = dict.fromkeys(links.peers, self._clock())
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no path is in use or being fenced: after an error, memory is the caller's."""
+        """True if no path is up or being fenced, so no peer can write to the caller's memory."""
         busy = (PathState.UP, PathState.FENCING)
         return not any(path.state in busy for path in self._paths.values())
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rail leads to every peer."""
+        """True if the paths of all rails to all peers are up."""
         return all(path.state is PathState.UP for path in self._links.on_rails.values())
 
     def start(self) -> None:
-        """Have every path connected: the lower rank dials."""
+        """Begin to connect all paths on rails; the lower rank of each pair dials."""
         now = self._clock()
         for path in self._links.on_rails.values():
             path.since_s = now
@@ -143,11 +144,11 @@ class Migration:
         )
 
     def up(self, peer: int) -> list[PathKey]:
-        """Paths to `peer` that may be used, by rail; the bypass comes last."""
+        """Return the paths to `peer` that are up, in the order of their rails, the bypass last."""
         return self.routes.up(peer)
 
     def fence_all(self) -> None:
-        """Begin to take every path out of use; whoever steps the loop sees when they are."""
+        """Begin to fence every path that is up; `is_quiet` is True once all are fenced."""
         for key, path in self._paths.items():
             if path.state is PathState.UP:
                 path.state = PathState.FENCING
@@ -158,16 +159,19 @@ class Migration:
     # Events
 
     def on_failed(self, event: Failed) -> None:
-        """Hard evidence from the data path."""
+        """Handle a path failure that the transport reports."""
         self.fail(event.path, f"{event.status}: {event.detail}")
 
     def fail(self, key: PathKey, cause: str) -> None:
-        """Take `key` out of use for `cause`, found at this end."""
+        """Fence path `key` because of `cause`, which this end found.
+
+        In the fail-stop baseline, end the communicator instead.
+        """
         path = self._paths[key]
         if path.state is not PathState.UP or self._revocation.error is not None:
             return
         path.cause = cause
-        # While all ranks leave, those that are done first close their ends.
+        # While all ranks leave, the ranks that finish first close their connections: no failure.
         if not self._config.is_resilient and not self._revocation.is_leaving:
             error = self._no_migration(key, cause)
             self._revocation.give_up(error, type(error).__name__, key.peer)
@@ -176,29 +180,30 @@ class Migration:
         self._look_into(key, path.epoch, cause, is_own=True)
 
     def _no_migration(self, key: PathKey, cause: str) -> TransportError:
-        """Make the error of a path that failed in the fail-stop baseline."""
+        """Return the error that a failed path raises in the fail-stop baseline."""
         rank, (peer, rail) = self._rank, key
         status = cause.partition(":")[0]
         if status in (NO_CARRIER, PORT_ERR):
             return RailDown(
-                f"rank {rank}: its port of rail {rail}, on the way to rank {peer}, is down "
-                f"({cause}); R2CC_MODE=failstop does not migrate, the default does",
+                f"rank {rank}: the local port of rail {rail}, used to reach rank {peer}, is down "
+                f"({cause}); R2CC_MODE=failstop does not migrate slices to other rails, "
+                "the default mode does",
                 rank=rank, peer=peer, rail=rail, status=status,
             )  # fmt: skip
         if is_completion_status(status):
             return CompletionError(
                 f"rank {rank}: a work request to rank {peer} on rail {rail} failed ({cause}); "
-                "R2CC_MODE=failstop does not migrate, the default does",
+                "R2CC_MODE=failstop does not migrate slices to other rails, the default mode does",
                 rank=rank, peer=peer, rail=rail, status=status,
             )  # fmt: skip
         return TransportError(
-            f"rank {rank}: path to rank {peer} on rail {rail} broke ({cause}); "
-            "R2CC_MODE=failstop does not migrate, the default does",
+            f"rank {rank}: the path to rank {peer} on rail {rail} failed ({cause}); "
+            "R2CC_MODE=failstop does not migrate slices to other rails, the default mode does",
             rank=rank, peer=peer, rail=rail, status=status,
         )  # fmt: skip
 
     def on_fenced(self, event: Fenced) -> None:
-        """The local end is drained."""
+        """Handle the end of a fence: the local end of the path is drained."""
         path = self._paths[event.path]
         if self._revocation.error is not None:
             path.state = PathState.DOWN
@@ -211,9 +216,10 @@ class Migration:
             self._apply(path, step(path, PathEvent.FENCED))
 
     def on_opened(self, peer: int, rail: int, epoch: int, endpoint: Any) -> None:
-        """Take an authenticated connection of `epoch` into use, or close a stale one.
+        """Open the path with an authenticated connection of `epoch`, or close a stale connection.
 
-        A second one of an epoch in use means that the peer never got hold of the first.
+        A second connection for the current epoch of a path that is up means that the peer does not
+        use the first one, so the path fails.
         """
         path = self._paths[PathKey(peer, rail)]
         if (
@@ -223,13 +229,13 @@ class Migration:
         ):
             endpoint.close()
             if path.epoch == epoch:
-                self.fail(path.key, "REDIALED: the peer dials again, its end is not in use")
+                self.fail(path.key, "REDIALED: the peer dials again because its end is not in use")
             return
         self._transport.open(path.key, endpoint)
         self._apply(path, step(path, PathEvent.OPENED))
 
     def on_announced(self, peer: int, message: Announcement) -> None:
-        """The peer's end of a path is fenced."""
+        """Handle the announcement of `peer` that its end of a path is fenced."""
         path = self._paths.get(PathKey(peer, message.rail))
         if path is None or self._revocation.error is not None:
             return
@@ -239,7 +245,7 @@ class Migration:
             self._look_into(path.key, message.epoch, message.cause, is_own=False)
 
     def note_arrival(self, event: Arrived) -> None:
-        """See whether a slice is the first one a repair waits for."""
+        """Record the arrival of a slice in the repairs that wait for it."""
         self.log.arrived(event.path, event.frame.channel, event.frame.seq, event.began_s)
 
     # Actions of the path table
@@ -254,7 +260,7 @@ class Migration:
 
     def _fence(self, path: Path) -> None:
         failed_s = path.since_s = self._clock()
-        self._transport.fence(path.key)  # the NIC works while the rest is done
+        self._transport.fence(path.key)  # first: the NIC drains while the rest is done
         self.log.failed(path.key, path.epoch, path.cause, failed_s)
         rail, peer = rail_name(path.key.rail), path.key.peer
         _log.info("rank %d: %s to rank %d: %s", self._rank, rail, peer, path.cause)
@@ -296,25 +302,24 @@ class Migration:
         ended(path)
 
     def _say_repaired(self, path: Path, moved: dict[int, int]) -> None:
-        """Tell the user, now that the slices are on their way."""
         rails = ", ".join(map(rail_name, sorted(set(moved.values()))))
-        # While all ranks leave, those that are done first close their ends: nothing to worry about.
+        # While all ranks leave, the ranks that finish first close their connections: no failure.
         _log.log(
             logging.INFO if self._revocation.is_leaving else logging.WARNING,
-            "rank %d: %s to rank %d is out of use (%s); channels %s go on over %s",
+            "rank %d: %s to rank %d is out of use (%s); channels %s now use %s",
             self._rank, rail_name(path.key.rail), path.key.peer, path.cause, sorted(moved) or "-",
             rails or "-",
         )  # fmt: skip
 
     def _redial(self, path: Path) -> None:
-        """Let a path back in; the lower rank's end connects it when it has earned it."""
+        """Accept the next connection (higher rank), or start failback (lower rank)."""
         peer, rail = path.key
         if peer < self._rank:
             self.connect(path.key)
             return
         if path.key.is_bypass:
-            return  # dialed again when it is needed
-        # What may still be connecting is of the epoch that has just ended.
+            return  # dialed again when needed
+        # A connection attempt that is still running belongs to the epoch that has just ended.
         if self._transport.joins(rail):
             self._connector.cancel(path.key)
         else:
@@ -322,7 +327,7 @@ class Migration:
         self._failback.failed(path.key)
 
     def connect(self, key: PathKey) -> None:
-        """Have a path connected that is down."""
+        """Begin to connect path `key`, which is down, in its current epoch."""
         peer, rail = key
         epoch = self._paths[key].epoch
         if not key.is_bypass and self._transport.joins(rail):
@@ -333,7 +338,7 @@ class Migration:
             self._control.accept_path(peer, rail, epoch)
 
     def _use(self, path: Path) -> None:
-        """A path is up: the channels at home on it come home, without any fence."""
+        """Use a path that is open, and return channels to their home rails, without a fence."""
         peer = path.key.peer
         self.cut_off.discard(peer)
         self.cut_off_since[peer] = path.since_s = self._clock()
@@ -344,12 +349,12 @@ class Migration:
         self.log.opened(path.key, path.epoch, self._clock())
         self._on_up(path.key)
         if path.key.is_bypass:
-            _log.warning("rank %d: a bypass leads to rank %d", self._rank, peer)
+            _log.warning("rank %d: a bypass to rank %d is up", self._rank, peer)
         elif path.epoch:
-            _log.warning("rank %d: rail %d to rank %d is back", self._rank, path.key.rail, peer)
+            _log.warning("rank %d: rail %d to rank %d is up again", self._rank, path.key.rail, peer)
 
     def _share(self, key: PathKey) -> float:
-        """What a path carries, as far as this rank has heard: the worse of its two ports."""
+        """Return the bandwidth share of the worse of the path's two ports, at least 1."""
         return max(1, min(self._port_share(self._rank, key.rail), self._port_share(*key)))
 
 

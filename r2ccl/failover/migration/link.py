@@ -3,28 +3,30 @@
 Theory of operation
 -------------------
 Slices are numbered by ``seq``, per (sender, receiver, channel), for the life of a communicator. A
-slice is identified by its number, never by the path it rode, so any slice may travel on any live
-path and a link changes path without a handshake of its own. Each end chooses only what it must:
+slice is identified by its number, never by the path it travels on. So any slice may travel on any
+path that is up, and a link changes its path without a handshake:
 
-* An *eager* slice is copied by the sender and rides the sender's ``route``.
-* A *cleared* slice rides the path on which the receiver named its landing place.
+* An *eager* slice is copied by the sender and travels on the sender's ``route``.
+* A *cleared* slice travels on the path on which the receiver named its landing place.
 
-Three numbers describe the sender (``confirmed <= posted``) and three the receiver
+Two counts describe the sender (``confirmed <= posted``) and three the receiver
 (``consumed <= received <= posted``)::
 
     sender    confirmed ........ posted        slices between may have to be replayed
     receiver  consumed .. received .. posted   received, not yet consumed | landing places named
 
-When a path is fenced at both ends the receiver's report (``received`` and the slices that came
+When a path is fenced at both ends, the receiver's report (``received`` and the slices that arrived
 early over another path) decides what the sender replays: exactly its slices of that path that are
-not in the report. A slice torn by the failure is not in it and is sent again whole.
+not in the report. A slice that the failure interrupted is not in the report; all of it is sent
+again.
 
-Memory of a cleared slice is released when the peer confirmed it *and* its request is retired (the
-transport reported it sent, or its path was fenced): a confirmation does not stop a network card's
-retransmission, and a retired request does not prove the peer saw the data.
+Memory of a cleared slice is released when the peer has confirmed the slice *and* the send request
+is retired (the transport reported it sent, or its path was fenced). Both are needed: a
+confirmation does not stop a NIC's retransmission, and a retired request does not prove that the
+peer received the data.
 
-Pure tables: no I/O, no clock, no threads. Invariants, held by the property tests: a slice is
-delivered once, in order, whole; nothing below ``confirmed`` is read again.
+Invariants, checked by the property tests: every slice is delivered once, in order and whole; no
+slice below ``confirmed`` is read again.
 """
 
 from __future__ import annotations
@@ -40,9 +42,10 @@ from r2ccl.types import PathKey
 
 
 class LinkReport(msgspec.Struct, frozen=True, gc=False):
-    """What the receiving end of one link holds when a path is fenced.
+    """Slices that the receiving end of one link holds when a path is fenced.
 
-    ``early`` lists slices at or above ``received`` that came over another path.
+    Slices below ``consumed`` are consumed, those below ``received`` have arrived. ``early`` lists
+    slices above ``received`` that have arrived over another path.
     """
 
     channel: int
@@ -52,16 +55,20 @@ class LinkReport(msgspec.Struct, frozen=True, gc=False):
 
 
 class SliceState(enum.IntEnum):
-    """Where a posted slice is, seen by its sender."""
+    """State of a posted slice at its sender."""
 
-    WAITING = 0  #: on no path: needs a route or a new landing place
-    WRITING = 1  #: given to a path; the transport reads its view
-    RETIRED = 2  #: the transport is done with the view
-    HELD = 3  #: retired, and the receiver reported that it holds the slice
+    WAITING = 0  #: on no path: needs a route (eager) or a new landing place (cleared)
+    WRITING = 1  #: given to a path; the transport may read its view
+    RETIRED = 2  #: the transport no longer reads its view
+    HELD = 3  #: retired, and the receiver reported that it has the slice
 
 
 class Slice:
-    """One posted slice; ``owner`` and ``index`` are the executor's, returned when released."""
+    """One posted slice.
+
+    ``view`` is the payload, ``op`` and ``signature`` the collective's number and packed signature.
+    ``owner`` and ``index`` identify the send op in the executor, which is notified of the release.
+    """
 
     __slots__ = (
         "index", "is_eager", "lost_on", "op", "owner", "path", "seq", "signature", "state", "view",
@@ -79,21 +86,21 @@ class Slice:
         self.owner = owner
         self.index = index
         self.path: PathKey | None = None
-        #: The fenced path it rode in vain.
+        #: Last fenced path on which the slice was in flight; None if there was none.
         self.lost_on: PathKey | None = None
         self.state = SliceState.WAITING
 
 
 class SendLink:
-    """The sender's half of a link.
+    """Sending end of a link.
 
     Parameters
     ----------
     peer, channel : int
     slots : int
-        Unconfirmed eager slices allowed under way.
+        An eager slice may be posted while fewer than this many slices are unconfirmed.
     is_confirmed : bool
-        False for the fail-stop baseline: cleared slices are released once they are retired.
+        If False (the fail-stop baseline), slices are released once retired, without confirmation.
     """
 
     __slots__ = (
@@ -106,19 +113,19 @@ class SendLink:
         self.channel = channel
         self.slots = slots
         self.is_confirmed = is_confirmed
-        #: Path eager slices ride; None while no path to the peer is up.
+        #: Path that eager slices travel on; None while no path to the peer is up.
         self.route: PathKey | None = None
         self.posted = 0
         self.confirmed = 0
-        #: Every slice below it is retired, in order.
+        #: `newly_retired` has passed every slice below this number.
         self.retired_below = 0
-        #: Slices not yet released, contiguous in ``seq``.
+        #: Slices not yet released, contiguous in ``seq``, oldest first.
         self.outstanding: deque[Slice] = deque()
-        #: Landing places the peer named for slices not posted yet.
+        #: Landing places named for slices not posted yet: seq -> (path, bytes, token).
         self.clears: dict[int, tuple[PathKey, int, object]] = {}
 
     def can_post(self, is_eager: bool) -> bool:
-        """Whether the next slice may be posted: a free slot, or a named landing place."""
+        """Return whether the next slice has a free slot (eager) or a landing place (cleared)."""
         if is_eager:
             return self.posted - self.confirmed < self.slots
         return self.posted in self.clears
@@ -126,7 +133,10 @@ class SendLink:
     def post(
         self, view: memoryview, is_eager: bool, op: int, signature: int, owner: Any, index: int
     ) -> tuple[Slice, object]:
-        """Number a slice; the caller writes it now if its state is WRITING, with the token."""
+        """Number the next slice; return it with the token of its landing place.
+
+        The caller writes the slice now if its state is WRITING.
+        """
         seq = self.posted
         self.posted = seq + 1
         item = Slice(seq, view, is_eager, op, signature, owner, index)
@@ -141,15 +151,23 @@ class SendLink:
         return item, token
 
     def cleared(self, path: PathKey, seq: int, nbytes: int, token: object) -> Slice | None:
-        """Note a landing place; returns the slice to write now if it was already posted."""
+        """Record a landing place that the peer named for slice `seq`.
+
+        Return the slice, to be written now, if it was posted already; else None.
+
+        Raises
+        ------
+        InternalError
+            If slice `seq` is released, eager, or held by the peer, and so needs no landing place.
+        """
         if seq >= self.posted:
             self.clears[seq] = (path, nbytes, token)
             return None
         item = self._find(seq)
         if item is None or item.is_eager or item.state == SliceState.HELD:
             raise InternalError(
-                f"link to rank {self.peer}, channel {self.channel}: landing place named on rail "
-                f"{path.rail} for slice {seq}, which needs none "
+                f"link to rank {self.peer}, channel {self.channel}: the peer named a landing place "
+                f"on rail {path.rail} for slice {seq}, which needs none "
                 f"(confirmed {self.confirmed}, posted {self.posted})"
             )
         item.path = path
@@ -157,14 +175,20 @@ class SendLink:
         return item
 
     def retired(self, path: PathKey, seq: int) -> list[Slice]:
-        """The transport no longer reads the view; returns the slices released by that."""
+        """Mark slice `seq` as no longer read by the transport on `path`.
+
+        Return the slices that this releases.
+        """
         item = self._find(seq)
         if item is not None and item.path == path and item.state == SliceState.WRITING:
             item.state = SliceState.RETIRED
         return self._release()
 
     def newly_retired(self) -> list[Slice]:
-        """Take the slices that are retired, as all before them are, for the first time."""
+        """Return the slices that became retired since the last call, in order.
+
+        The list stops before the first slice that is not retired. Released slices are left out.
+        """
         found = []
         while self.retired_below < self.posted:
             item = self._find(self.retired_below)
@@ -176,27 +200,27 @@ class SendLink:
         return found
 
     def confirm(self, ack: int) -> list[Slice]:
-        """Slices below `ack` were consumed; returns the slices released by that.
+        """Record that the peer consumed every slice below `ack`; return the slices released.
 
         Raises
         ------
         InternalError
-            The peer confirmed a slice that was never posted.
+            If the peer confirmed a slice that was never posted.
         """
         if ack <= self.confirmed:
             return []
         if ack > self.posted:
             raise InternalError(
                 f"rank {self.peer} confirmed slice {ack - 1} of channel {self.channel}, "
-                f"posted are {self.posted}"
+                f"but the number of slices posted is {self.posted}"
             )
         self.confirmed = ack
         return self._release()
 
     def fenced(self, path: PathKey) -> list[Slice]:
-        """The local end of `path` is drained: its requests are retired, its clears void.
+        """Retire the slices in flight on `path`, and drop the landing places named on it.
 
-        Returns the slices released by that.
+        The local end of `path` must be fenced. Return the slices that this releases.
         """
         for item in self.outstanding:
             if item.path == path and item.state == SliceState.WRITING:
@@ -206,23 +230,23 @@ class SendLink:
         return self._release()
 
     def resume(self, path: PathKey, report: LinkReport) -> list[Slice]:
-        """Both ends of `path` are fenced; the report says what arrived. Returns the released.
+        """Apply the peer's report for `path`, fenced at both ends; return the slices released.
 
-        What is lost becomes WAITING: an eager slice for a route (`waiting` takes it), a cleared
-        one for the landing place the receiver names next.
+        A lost slice becomes WAITING: an eager one until `waiting` returns it, a cleared one until
+        the receiver names a new landing place.
 
         Raises
         ------
         InternalError
-            The report names slices that were never posted.
+            If the report names slices that were never posted.
         """
         if report.received > self.posted:
             raise InternalError(
                 f"rank {self.peer} resumes channel {self.channel} at slice {report.received}, "
-                f"posted are {self.posted}"
+                f"but the number of slices posted is {self.posted}"
             )
-        # Confirmations on healthy paths overtake the report, which may be older than `confirmed`;
-        # about slices of the fenced path it is final.
+        # Confirmations on healthy paths may overtake the report, so `confirmed` may be newer than
+        # the report. For slices of the fenced path the report is final.
         released = self.confirm(report.consumed)
         held_below = max(report.received, self.confirmed)
         for item in self.outstanding:
@@ -233,7 +257,7 @@ class SendLink:
         return released + self._release()
 
     def waiting(self) -> list[Slice]:
-        """Take the eager slices that have no path, now that there is a route, to write them."""
+        """Assign the eager slices without a path to the route; return them, to be written."""
         found = [
             item
             for item in self.outstanding
@@ -261,7 +285,10 @@ class SendLink:
 
 
 class Landing:
-    """Where one slice is wanted; ``region`` None: eager, it comes with its payload."""
+    """Posted receive of one slice.
+
+    ``region`` is the landing place; None for an eager slice, whose payload arrives in a buffer.
+    """
 
     __slots__ = (
         "index", "is_last", "op", "owner", "path", "region", "seq", "signature", "was_lost",
@@ -272,9 +299,9 @@ class Landing:
         is_last: bool = False,
     ) -> None:  # fmt: skip
         self.seq = seq
-        #: Nothing follows it on this link in its call: its sender waits for the confirmation.
+        #: True for the last slice of the call on this link: its sender waits for the confirmation.
         self.is_last = is_last
-        #: It was named on a path that failed: its slice will be a replay.
+        #: True if it was named on a path that failed: its slice is replayed.
         self.was_lost = False
         self.region = region
         self.op = op
@@ -285,7 +312,7 @@ class Landing:
 
 
 class RecvLink:
-    """The receiver's half of a link."""
+    """Receiving end of a link."""
 
     __slots__ = (
         "acked", "arrivals", "channel", "consumed", "delivered", "duplicates", "landings", "peer",
@@ -295,16 +322,16 @@ class RecvLink:
     def __init__(self, peer: int, channel: int) -> None:
         self.peer = peer
         self.channel = channel
-        #: Path landing places are named on; None while no path to the peer is up.
+        #: Path on which landing places are named; None while no path to the peer is up.
         self.route: PathKey | None = None
         self.posted = 0
         self.received = 0
         self.delivered = 0
         self.consumed = 0
-        #: The ``consumed`` the peer was last told.
+        #: Value of ``consumed`` that was last sent to the peer.
         self.acked = 0
         self.landings: dict[int, Landing] = {}
-        #: Slices here but not delivered: payload of eager ones, None for cleared ones.
+        #: Slices received but not delivered: seq -> payload if eager, None if cleared.
         self.arrivals: dict[int, memoryview | bytes | None] = {}
         self.duplicates = 0
 
@@ -312,7 +339,10 @@ class RecvLink:
         self, region: memoryview | None, op: int, signature: int, owner: Any, index: int,
         is_last: bool = False,
     ) -> Landing:  # fmt: skip
-        """Want the next slice; the caller names cleared ones on ``route``."""
+        """Post a receive of the next slice, into `region` if cleared.
+
+        The caller names the landing place on its ``path``, unless that is None.
+        """
         seq = self.posted
         self.posted = seq + 1
         landing = Landing(seq, region, op, signature, owner, index, is_last)
@@ -322,11 +352,12 @@ class RecvLink:
         return landing
 
     def early_ack(self, landing: Landing) -> int:
-        """What the transport may confirm by itself once `landing`'s slice is safe; 0: nothing.
+        """Return the count that the transport may confirm once `landing`'s slice is safe.
 
-        A confirmation is for all slices before it too, and a path keeps only its own in order:
-        every slice still expected must come on the path of `landing`. A replay overtakes what is
-        queued, so it proves nothing about the others.
+        0 means that the transport must not confirm by itself. A confirmation covers all earlier
+        slices too, and only slices on one path keep their order. So every slice still expected
+        must travel on the path of `landing`. A replayed slice overtakes the queued ones, so its
+        arrival does not prove that they arrived.
         """
         if not landing.is_last or landing.was_lost:
             return 0
@@ -334,7 +365,7 @@ class RecvLink:
         return landing.seq + 1 if is_alone else 0
 
     def arrived(self, seq: int, payload: memoryview | bytes | None) -> bool:
-        """Note a slice; False for one that was here before (dropped and counted)."""
+        """Record slice `seq`; return False if it is a duplicate, which is dropped and counted."""
         if seq < self.received or seq in self.arrivals:
             self.duplicates += 1
             return False
@@ -344,7 +375,7 @@ class RecvLink:
         return True
 
     def take(self) -> tuple[Landing, memoryview | bytes | None] | None:
-        """Next slice to deliver, in order, or None."""
+        """Remove and return the next slice in order; None unless it is posted and has arrived."""
         seq = self.delivered
         if seq not in self.arrivals or seq not in self.landings:
             return None
@@ -352,30 +383,38 @@ class RecvLink:
         return self.landings.pop(seq), self.arrivals.pop(seq)
 
     def consume(self) -> None:
-        """The executor is done with the next delivered slice; it may be confirmed."""
+        """Count the oldest delivered slice as consumed: it may be confirmed.
+
+        Raises
+        ------
+        InternalError
+            If no delivered slice is left.
+        """
         self.consumed += 1
         if self.consumed > self.delivered:
-            raise InternalError(f"link from rank {self.peer}: consumed more than was delivered")
+            raise InternalError(
+                f"link from rank {self.peer}: more slices were consumed than delivered"
+            )
 
     def report(self) -> LinkReport:
-        """What this end holds; compute it only after the path is fenced."""
+        """Return a report of the slices this end holds; call only after the local end is fenced."""
         early = tuple(sorted(seq for seq in self.arrivals if seq >= self.received))
         return LinkReport(self.channel, self.consumed, self.received, early)
 
     def is_awaiting(self, path: PathKey) -> bool:
-        """Whether the first slice not received is wanted, and may have been lost on `path`."""
+        """Return whether the first missing slice is posted and may have been lost on `path`."""
         landing = self.landings.get(self.received)
         return landing is not None and (landing.region is None or landing.path == path)
 
     def resume(self, path: PathKey) -> None:
-        """Both ends of `path` are fenced: the landing places named on it need a new one."""
+        """Mark the landing places named on `path` as lost, once both of its ends are fenced."""
         for seq, landing in self.landings.items():
             if landing.path == path and seq not in self.arrivals:
                 landing.path = None
                 landing.was_lost = True
 
     def unnamed(self) -> list[Landing]:
-        """Take the landing places that have no path, now that there is a route, to name them."""
+        """Assign the landing places without a path to the route; return them, to be named."""
         found = [
             landing
             for seq, landing in sorted(self.landings.items())

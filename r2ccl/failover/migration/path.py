@@ -1,13 +1,14 @@
-"""Path: one rail between two ranks; when it may be used, and what its loss sets in motion.
+"""Path: one rail between two ranks, and the state machine that handles its failure.
 
 Theory of operation
 -------------------
-Both ends of a path run the table below. Whoever finds out first fences its own end and announces;
-the announcement fences the other end, which announces in turn. An end computes what it has
-received only after its own fence, so no late write can change the answer; it resumes only when it
-holds the peer's announcement, so the peer's end is fenced too. Failures at both ends at once are
-the same exchange. Each completed exchange ends an *epoch*: announcements of earlier ones are
-stale, and a path comes back only under the next epoch's number, bound into its authentication.
+Both ends of a path run the table below. The end that detects the failure first fences itself and
+announces what it received. Its announcement makes the other end fence and announce in turn. An end
+computes what it has received only after its own fence, so no late write can change the result. It
+resumes only when it holds the peer's announcement, so the peer's end is fenced too. If both ends
+detect the failure at the same time, the exchange is the same. Each completed exchange ends an
+*epoch*: announcements of earlier epochs are stale, and the path is connected again only under the
+next epoch's number, which its authentication includes.
 
 ::
 
@@ -19,14 +20,14 @@ stale, and a path comes back only under the next epoch's number, bound into its 
     FENCED   ANNOUNCED -> DOWN     resume, redial   epoch + 1
     DOWN     OPENED    -> UP       use
     DOWN     ANNOUNCED -> DOWN     announce, resume, redial
-                                   the peer's end was open, this one not yet (or no more)
+                                   the peer's end was open, this end was not (yet or any more)
 
 An announcement that arrives while this end is FENCING is kept until the fence is done. The lower
-rank's announcement also proposes the new route of every channel that rode the path; the higher
-rank follows it as far as the proposed path is up there. Routes that differ are harmless: slices
-are known by number (`r2ccl.failover.migration.link`).
+rank's announcement also proposes a new route for every channel without one. The higher rank uses
+each proposed path that is up at its end. Different routes at the two ends are harmless, because
+slices are identified by number (`r2ccl.failover.migration.link`).
 
-Pure tables: no I/O, no clock. Invariant: no action ever asks for the use of a path that is not UP.
+Invariant: no action asks for the use of a path that is not UP.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from r2ccl.types import PathKey
 
 
 class PathState(enum.Enum):
-    """Where a path is in its life."""
+    """State of one end of a path."""
 
     UP = "up"
     FENCING = "fencing"
@@ -51,7 +52,7 @@ class PathState(enum.Enum):
 
 
 class PathEvent(enum.Enum):
-    """What can happen to a path."""
+    """Event that the table of a path handles."""
 
     FAILED = "failed"
     ANNOUNCED = "announced"
@@ -60,7 +61,7 @@ class PathEvent(enum.Enum):
 
 
 class PathAction(enum.Enum):
-    """What the owner of the table must do, in the order given."""
+    """Action that the owner of the table carries out, in the order given."""
 
     FENCE = "fence"
     ANNOUNCE = "announce"
@@ -70,10 +71,10 @@ class PathAction(enum.Enum):
 
 
 class Announcement(msgspec.Struct, frozen=True, tag="announcement"):
-    """Control message: this end of the path is fenced, and this is what it received.
+    """Control message: the sender's end of a path is fenced; with the slices it received.
 
-    ``routes`` maps the channels that rode the path to the rails the sender of this message
-    proposes; only the lower rank's proposal counts.
+    ``routes`` has the rail that the sender proposes for each channel, between the two ranks, that
+    has no route. It is empty in the higher rank's announcement.
     """
 
     rail: int
@@ -95,17 +96,17 @@ class Path:
         self.key = key
         self.state = PathState.DOWN
         self.epoch = 0
-        #: Why it went down last.
+        #: Evidence of the last failure of the path.
         self.cause = "not connected yet"
-        #: The peer's announcement of this epoch, once it is here.
+        #: The peer's announcement of this epoch; None until it arrives.
         self.announcement: Announcement | None = None
-        #: Counts events on the path: a stalled path is one whose count stands still.
+        #: Number of events on the path. A path whose count does not change is stalled.
         self.activity = 0
-        #: Since when it is in use, or out of use; a reading of its owner's clock.
+        #: Time when the path was last taken into or out of use, in seconds of its owner's clock.
         self.since_s = 0.0
-        #: Last collective of the peer that was seen on it.
+        #: Number of the peer's last collective that was seen on the path.
         self.op = 0
-        #: Payload given to it and taken from it, what came or went twice included.
+        #: Payload sent and received on the path, replays and duplicates included.
         self.nslices_sent = 0
         self.nslices_received = 0
         self.nbytes_sent = 0
@@ -114,7 +115,7 @@ class Path:
 
 S, E, A = PathState, PathEvent, PathAction
 
-#: (state, event) -> (next state, actions); pairs that are missing change nothing.
+#: (state, event) -> (next state, actions). Pairs that are not listed change nothing.
 TRANSITIONS: dict[tuple[PathState, PathEvent], tuple[PathState, tuple[PathAction, ...]]] = {
     (S.UP, E.FAILED): (S.FENCING, (A.FENCE,)),
     (S.UP, E.ANNOUNCED): (S.FENCING, (A.FENCE,)),
@@ -126,7 +127,7 @@ TRANSITIONS: dict[tuple[PathState, PathEvent], tuple[PathState, tuple[PathAction
 
 
 def step(path: Path, event: PathEvent) -> tuple[PathAction, ...]:
-    """Advance `path` by one event and return what to do.
+    """Advance `path` by one event and return the actions to carry out.
 
     After RESUME the owner calls `ended` to begin the next epoch.
     """
@@ -140,19 +141,19 @@ def step(path: Path, event: PathEvent) -> tuple[PathAction, ...]:
 
 
 def announced(path: Path, announcement: Announcement) -> tuple[PathAction, ...]:
-    """Take the peer's announcement; a stale one changes nothing.
+    """Handle the peer's announcement and return the actions; ignore a stale announcement.
 
     Raises
     ------
     InternalError
-        The announcement is from an epoch this end has not reached.
+        If the announcement is of an epoch that this end has not reached.
     """
     if announcement.epoch < path.epoch or path.announcement is not None:
         return ()
     if announcement.epoch > path.epoch:
         raise InternalError(
             f"rank {path.key.peer} announced epoch {announcement.epoch} of rail {path.key.rail}, "
-            f"this end is at {path.epoch}"
+            f"but this end is at epoch {path.epoch}"
         )
     path.announcement = announcement
     if path.state in (S.UP, S.DOWN):
@@ -161,7 +162,7 @@ def announced(path: Path, announcement: Announcement) -> tuple[PathAction, ...]:
 
 
 def ended(path: Path) -> None:
-    """Both ends are fenced and resumed: the next epoch begins."""
+    """Begin the next epoch of `path`, once this end has resumed."""
     path.epoch += 1
     path.announcement = None
 
@@ -173,11 +174,28 @@ def choose_routes(
     weight: Callable[[PathKey], float],
     crowd: Mapping[PathKey, int] | None = None,
 ) -> dict[int, PathKey]:
-    """Spread `channels` over the paths that are up, in proportion to their weight.
+    """Assign `channels` to paths, in proportion to the weights of the paths.
 
-    Each channel goes where the load after it, divided by the weight, is least; ties go to the
-    heavier path, then to the one with the smaller `crowd`, then to the lower rail. Empty when
-    there is no candidate.
+    Each channel goes to the path with the least (load + 1) / weight. Ties go to the path with the
+    larger weight, then to the one with the smaller crowd, then to the lower rail.
+
+    Parameters
+    ----------
+    channels : iterable of int
+        Channels that need a route.
+    candidates : sequence of PathKey
+        Paths that are up.
+    load : mapping of PathKey to int
+        Number of channels that already ride a path; a missing path has 0.
+    weight : callable
+        Relative bandwidth of a path; above 0.
+    crowd : mapping of PathKey to int, optional
+        Number of other channels on a path, which only break ties.
+
+    Returns
+    -------
+    dict of int to PathKey
+        Route of each channel; empty if there is no candidate.
     """
     others = crowd or {}
     count = {path: load.get(path, 0) for path in candidates}

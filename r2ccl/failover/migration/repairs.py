@@ -1,7 +1,7 @@
-"""What repairs did: the record the user reads, kept while they happen.
+"""Records of path failures and their repairs, which `comm.repairs()` returns.
 
-Values and bookkeeping only. Times are readings of the clock in seconds (CLOCK_MONOTONIC, the same
-for all processes of a host), so that a fault injected by another process can be subtracted.
+All times are readings of CLOCK_MONOTONIC in seconds. That clock is the same for all processes of a
+host, so the time since a fault that another process injected can be computed.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from r2ccl.types import PathKey, rail_name
 
 
 class Repair(msgspec.Struct):
-    """One path that failed, seen from one of its ends.
+    """Record of one path failure, as seen by one end of the path.
 
     Attributes
     ----------
     peer, rail, epoch : int
-        Which path.
+        Path that failed, and its epoch then.
     cause : str
-        Evidence, decoded.
+        Evidence of the failure, in words.
     failed_s, fenced_s, resumed_s : float
-        When this end knew, had its end fenced, and went on. 0: not yet.
+        Times when this end learned of the failure, was fenced, and resumed. 0: not yet.
     first_byte_s : float
-        When the first byte of a slice that had been under way on the path arrived here over
-        another one. 0: none was, or not yet.
+        Time when the first byte of a slice that this end missed on the path arrived over another
+        path. 0: not yet, or no slice was missing.
     moved : dict of int to int
-        Channel to its new rail; empty: no path was left then.
+        New rail of each channel that changed its route; empty if none did, or no path was left.
     nbytes_replayed : int
-        Bytes this rank wrote again.
+        Bytes that this rank sent again.
     restored_s : float
-        When the path came back. 0: not yet.
+        Time when the path was in use again. 0: not yet.
     """
 
     peer: int
@@ -49,7 +49,11 @@ class Repair(msgspec.Struct):
 
 
 class RepairLog:
-    """The last repairs of a rank, oldest first, and those whose first byte is awaited."""
+    """Log of a rank's path failures and repairs.
+
+    ``repairs`` has the last `_KEPT` records, oldest first. ``open`` has those whose first replayed
+    byte has not arrived.
+    """
 
     def __init__(self) -> None:
         self.repairs: deque[Repair] = deque(maxlen=_KEPT)
@@ -57,22 +61,22 @@ class RepairLog:
         self._awaited: dict[PathKey, dict[int, int]] = {}
 
     def failed(self, key: PathKey, epoch: int, cause: str, now: float) -> None:
-        """Begin a record."""
+        """Begin a record: `key` failed in `epoch`."""
         self.repairs.append(Repair(key.peer, key.rail, epoch, cause, now))
 
     def fenced(self, key: PathKey, now: float) -> None:
-        """The local end is fenced."""
+        """Record that the local end of `key` is fenced."""
         for repair in self._last(key):
             repair.fenced_s = now
 
     def awaits(self, key: PathKey, received: dict[int, int]) -> None:
-        """Channel to the first slice that was wanted but not here when `key` was fenced."""
+        """Store the first missing slice of each channel at the fence of `key`."""
         self._awaited[key] = received
 
     def resumed(self, key: PathKey, moved: dict[int, int], now: float) -> None:
-        """Both ends are fenced; `moved` channels go on elsewhere."""
+        """Record that both ends of `key` are fenced and the `moved` channels have new routes."""
         for repair in self._last(key):
-            if repair.resumed_s:  # the peer's end failed before this one was in use again
+            if repair.resumed_s:  # the peer announced a failure before this end was open again
                 continue
             repair.resumed_s = now
             repair.moved = moved
@@ -80,13 +84,13 @@ class RepairLog:
                 self.open.append(repair)
 
     def replayed(self, lost_on: PathKey | None, nbytes: int) -> None:
-        """Count bytes of a slice lost on `lost_on` that are written again."""
+        """Count `nbytes` of a slice lost on `lost_on` as replayed."""
         if lost_on is not None:
             for repair in self._last(lost_on):
                 repair.nbytes_replayed += nbytes
 
     def arrived(self, path: PathKey, channel: int, seq: int, began_s: float) -> None:
-        """Close the repairs for which this slice is the first byte."""
+        """Set the first-byte time of the open repairs that wait for slice `seq` of `channel`."""
         for repair in list(self.open):
             key = PathKey(repair.peer, repair.rail)
             first = self._awaited.get(key, {}).get(channel)
@@ -95,31 +99,31 @@ class RepairLog:
                 self.open.remove(repair)
 
     def opened(self, key: PathKey, epoch: int, now: float) -> None:
-        """`key` is up again under `epoch`."""
+        """Record that `key` is in use again, in `epoch`."""
         for repair in self._last(key):
             if repair.epoch < epoch and not repair.restored_s:
                 repair.restored_s = now
 
     def sequel(self, key: PathKey, epoch: int) -> str:
-        """Say what was done about the failure of `key` in `epoch`; empty: nothing is known."""
+        """Describe the repair of `key` in `epoch`; return an empty string if it is not done."""
         for repair in self._last(key):
             if repair.epoch == epoch and repair.resumed_s:
                 took_ms = (repair.resumed_s - repair.failed_s) * 1e3
                 rails = ", ".join(map(rail_name, sorted(set(repair.moved.values()))))
                 channels = sorted(repair.moved)
-                what = f"moved channels {channels} to {rails}" if rails else "nothing moved"
+                what = f"moved channels {channels} to {rails}" if rails else "no channels moved"
                 return f"{what}, in {took_ms:.1f} ms"
         return ""
 
     def _last(self, key: PathKey) -> list[Repair]:
-        """Return the newest record of `key`, or nothing if it was never in use."""
+        """Return a list of the newest record of `key`; empty if the path has never failed."""
         for repair in reversed(self.repairs):
             if (repair.peer, repair.rail) == key:
                 return [repair]
         return []
 
 
-#: Records kept; older ones are forgotten.
+#: Maximum number of records kept; the oldest are dropped.
 _KEPT = 1024
 
 __all__ = ["Repair", "RepairLog"]

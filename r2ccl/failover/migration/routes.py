@@ -1,12 +1,11 @@
-"""Routing: which path each channel to a peer rides, and what is set going when that changes.
+"""Routing: assigns a path to each channel of a peer, and restarts its slices when that changes.
 
-A channel is at *home* on one rail. While its home to a peer is down it rides another path, chosen
-so that the paths that are left are loaded in proportion to what they carry; it goes home as soon
-as its home is up, which fences nothing, because slices are known by number
-(`r2ccl.failover.migration.link`).
+Each channel has a home rail. While the path to a peer on that rail is down, the channel rides
+another path, chosen so that the load of the remaining paths is proportional to their bandwidth. The
+channel returns to its home rail as soon as that path is up. Nothing is fenced for that, because
+slices are identified by number (`r2ccl.failover.migration.link`).
 
-Must not import sockets or the control plane; owned by one caller at a time, like
-`r2ccl.failover.migration.driver`. Invariant: a route is a path that is up, or None.
+Not thread-safe. Invariant: a route is a path that is up, or None.
 """
 
 from __future__ import annotations
@@ -22,20 +21,19 @@ from r2ccl.types import BYPASS, PathKey
 
 
 class Routes:
-    """Routes of all channels of one rank.
+    """Routing table: the path of every channel of one rank.
 
     Parameters
     ----------
     links : Links
-        Those that are routed, over its paths.
+        Links and paths of this rank.
     nrails : int
     homes : sequence of int
-        Rails channels are at home on: channel c on ``homes[c % len(homes)]``. The others are the
-        last resort.
+        Home rails: channel c has ``homes[c % len(homes)]``. Other rails are the last resort.
     share : callable
-        What a path carries, in any unit, the same for all; above 0.
+        Relative bandwidth of a path, in the same unit for all paths; above 0.
     log : RepairLog
-        Told of what is written again.
+        Counts replayed bytes.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class Routes:
         self._log = log
 
     def up(self, peer: int) -> list[PathKey]:
-        """Paths to `peer` that may be used, by rail; the bypass comes last."""
+        """Return the paths to `peer` that are up, in the order of their rails, the bypass last."""
         keys = (PathKey(peer, rail) for rail in (*range(self._nrails), BYPASS))
         return [key for key in keys if key in self._paths and self._is_up(key)]
 
@@ -63,39 +61,39 @@ class Routes:
         return self._paths[key].state is PathState.UP
 
     def go_home(self, peer: int) -> None:
-        """A path to `peer` came up: channels at home on it go there, those without a route too."""
+        """Move the channels to `peer` to their home rails; route those without a route."""
         for channel in self._channels(peer):
             self._set(peer, channel, self._home(peer, channel))
         self.reroute(peer)
 
     def begin(self, peer: int, channel: int) -> None:
-        """Give the new links of (peer, channel) their route."""
+        """Assign a route to the new links of (peer, channel)."""
         self._set(peer, channel, self._home(peer, channel))
         self.reroute(peer)
 
     def lose(self, key: PathKey) -> None:
-        """`key` is down: what rides it has no route."""
+        """Remove the routes that use `key`, which is down."""
         for (peer, channel), link in self._links.senders.items():
             if link.route == key:
                 self._set(peer, channel, None)
 
     def proposal(self, peer: int) -> dict[int, int]:
-        """Return a rail for every channel to `peer` that has no route."""
+        """Return a rail for every channel to `peer` without a route; assign nothing."""
         return {channel: key.rail for channel, key in self._choose(peer).items()}
 
     def reroute(self, peer: int, proposed: Mapping[int, int] | None = None) -> dict[int, int]:
-        """Give every channel without a route one, and set its waiting slices going.
+        """Assign a route to every channel to `peer` without one; restart the waiting slices.
 
         Parameters
         ----------
         peer : int
         proposed : mapping of int to int, optional
-            Rails the peer proposes, followed as far as they are up here.
+            Rails that the peer proposes; used where the path is up at this end.
 
         Returns
         -------
         dict of int to int
-            Channel to its new rail.
+            New rail of each channel that had no route.
         """
         up = self.up(peer)
         routes = self._choose(peer)
@@ -114,7 +112,7 @@ class Routes:
     def _set_going(self, sender: SendLink, receiver: RecvLink) -> None:
         if sender.route is None:
             return
-        # What was consumed while there was no route could not be confirmed then.
+        # Slices consumed while the link had no route could not be confirmed then.
         self._links.confirm_all((receiver,))
         for landing in receiver.unnamed():
             self._links.name(receiver, landing)
@@ -130,11 +128,11 @@ class Routes:
         return self._homes[channel % len(self._homes)]
 
     def _choose(self, peer: int) -> dict[int, PathKey]:
-        """Choose among the paths that are up, for the channels that have no route.
+        """Choose one of the paths that are up for each channel to `peer` without a route.
 
-        Channels on a detour are spread among themselves: the channels of any one schedule that
-        lost their home then go to different rails, whatever other schedules ran before. Those at
-        home only decide between rails with as many detours.
+        Only channels away from their home rail count as load. So the channels of one schedule that
+        lost their home rail go to different rails, whatever schedules ran before. Channels on their
+        home rail only break ties.
         """
         unrouted: list[int] = []
         detours: Counter[PathKey] = Counter()
@@ -163,9 +161,9 @@ class Routes:
         return [channel for to, channel in self._links.senders if to == peer]
 
 
-#: So small that every path on a home rail is fuller before a channel goes elsewhere, and that a
-#: bypass is fuller before one goes to the last resort: the two are up together only if the bypass
-#: is between NICs of rails, which the network of the rendezvous seldom equals.
+#: So small that a channel goes to a bypass only if no home rail is up, and to the last resort only
+#: if no bypass is up either. While the last resort is up, only bypasses between NICs of different
+#: rails are dialed; these NICs are usually faster than the network of the rendezvous.
 _BYPASS_WEIGHT, _LAST_RESORT_WEIGHT = 1e-6, 1e-12
 
 __all__ = ["Routes"]

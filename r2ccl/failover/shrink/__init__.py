@@ -1,1 +1,1 @@
-"""The survivors of a communicator agree on who they are and go on."""
+"""Shrink: the surviving ranks agree on the members of a new communicator and connect it."""

@@ -1,15 +1,17 @@
-"""Regroup: from a communicator that lost ranks to the one its survivors go on with.
+"""Driver of shrink: builds the communicator of the ranks that survived a failure.
 
-`r2ccl.failover.shrink.protocol` says who agrees on whom, and when it is safe to go on; here it
-meets the old communicator's control plane, whose sessions between survivors outlive its data plane,
-and the clock. What others say may come before this rank knows of any failure, so `EventQueue`
-listens from the communicator's first day. Only the old control plane says who is gone: one that a
-successor lost and the old control plane did not was late, and is met again.
+`r2ccl.failover.shrink.protocol` decides which ranks are members and when the new communicator may
+be used. This module connects the protocol to a clock and to the control plane of the old
+communicator, whose sessions between survivors remain open after its data plane has failed. A
+message from another rank may arrive before this rank knows of any failure, so an `EventQueue`
+receives the control messages from the start of the communicator. Only the old control plane decides
+that a rank is gone. If a successor lost a rank that the old control plane can still reach, that
+rank was only late, and the survivors make another attempt with it.
 
-The calling thread owns the table and connects the new communicator; the control thread only queues
-what it hears, and interrupts a connecting that has become pointless. This module does not know what
-a communicator is, beyond `Successor`. Invariants: every wait ends by the deadline; of the
-successors made, the one that is returned is the only one left open.
+The thread that calls `regroup` owns the `Shrinking` table and connects the successor. The control
+thread only queues events, and interrupts a connection attempt that can no longer succeed.
+Invariants: every wait ends by the deadline; `regroup` leaves only the successor that it returns
+open.
 """
 
 from __future__ import annotations
@@ -32,27 +34,30 @@ from r2ccl.failover.shrink.protocol import Built, Done, Message, Shrinking, Shri
 
 _log = logging.getLogger(__name__)
 
-#: A successor that could not be connected is tried again after this long, unless the old control
-#: plane says before who is gone, or that others try again.
+#: Time after which a failed connection attempt is repeated, in seconds. A loss or a new View that
+#: arrives earlier starts the next attempt at once.
 _RETRY_S = 0.5
 
-#: A peer, and what it said, or why it is gone.
+#: Event: a peer, with its message or, as text, the reason why it is gone.
 News: TypeAlias = tuple[int, Message | str]
 
 
 class Successor(Protocol):
-    """What is made of the survivors: a communicator that is not connected yet."""
+    """Communicator of the survivors, as `regroup` uses it; not connected at first."""
 
     def connect(self) -> None:
-        """Connect it, or raise and leave nothing open."""
+        """Connect to all members, or raise and leave nothing open."""
         ...
 
     def revoke(self, why: str) -> None:
-        """End it everywhere; from any thread, at once. A `connect` under way raises."""
+        """End the communicator on all ranks, so that a running `connect` raises.
+
+        Any thread may call it. It does not block.
+        """
         ...
 
     def abort(self, why: str) -> None:
-        """Leave it in bounded time."""
+        """Close this rank's end in bounded time."""
         ...
 
 
@@ -60,7 +65,17 @@ _S = TypeVar("_S", bound=Successor)
 
 
 class Building:
-    """A successor that is being connected, and what makes that pointless."""
+    """Connection attempt of a successor, with the conditions that end the attempt.
+
+    Parameters
+    ----------
+    members : collection of int
+        Old ranks of the members.
+    give_up_at : float
+        Clock reading at which the attempt times out.
+    revoke : callable
+        `Successor.revoke`.
+    """
 
     def __init__(
         self, members: Collection[int], give_up_at: float, revoke: Callable[[str], None]
@@ -71,24 +86,28 @@ class Building:
         self._revoke = revoke
 
     def is_upset_by(self, news: News) -> bool:
-        """Whether a member is lost, or starts over; that others are done is no reason to stop."""
+        """Return whether `news` makes this attempt pointless.
+
+        It does if a member is lost, or sends any message other than `Built` and therefore takes no
+        part in this attempt any more.
+        """
         peer, what = news
         return peer in self._members and not isinstance(what, Built)
 
     def stop(self, why: str) -> None:
-        """Have `Successor.connect` raise."""
+        """Make `Successor.connect` raise; only the first call has an effect."""
         if not self.is_stopped:
             self.is_stopped = True
             self._revoke(why)
 
 
 class EventQueue:
-    """Handler of a control plane: keeps what concerns shrinking, passes the rest on.
+    """Control handler that queues the events of shrink and passes the others to `handler`.
 
     Parameters
     ----------
     handler : ControlHandler
-        The engine; it is told of losses too.
+        The engine. It also receives the losses and `Goodbye` messages that are queued here.
     """
 
     def __init__(self, handler: ControlHandler) -> None:
@@ -96,13 +115,13 @@ class EventQueue:
         self._news: deque[News] = deque()
         self._changed = threading.Condition()
         self._building: Building | None = None
-        #: Why nothing is to be made of what is heard, empty: it is.
+        #: Reason why shrink was cancelled; empty while it is not.
         self._end = ""
 
-    # Called in the control thread
+    # Called by the control thread
 
     def on_message(self, peer: int, message: object) -> None:
-        """See `ControlHandler.on_message`."""
+        """Queue a message of shrink; pass any other message to the handler."""
         if isinstance(message, View | Built | Done):
             self._put((peer, message))
             return
@@ -111,20 +130,20 @@ class EventQueue:
         self._handler.on_message(peer, message)
 
     def on_path(self, peer: int, rail: int, epoch: int, sock: socket.socket) -> None:
-        """See `ControlHandler.on_path`."""
+        """Pass the connection of a path to the handler."""
         self._handler.on_path(peer, rail, epoch, sock)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        """See `ControlHandler.on_peer_lost`."""
+        """Queue the loss of `peer` and pass it to the handler."""
         self._put((peer, why))
         self._handler.on_peer_lost(peer, why, last_heard_s)
 
     def on_tick(self, now: float) -> None:
-        """See `ControlHandler.on_tick`."""
+        """Pass the tick to the handler, and stop a connection attempt that has timed out."""
         self._handler.on_tick(now)
         building = self._building
         if building is not None and now >= building.give_up_at:
-            building.stop("shrink() is out of time")
+            building.stop("shrink() timed out")
 
     def _put(self, news: News) -> None:
         with self._changed:
@@ -137,7 +156,7 @@ class EventQueue:
     # Called by any thread
 
     def end(self, why: str) -> None:
-        """Have a shrinking that is under way, and any later one, raise."""
+        """Cancel shrink: a running `regroup` raises `CommunicatorRevoked`, and so do later ones."""
         with self._changed:
             self._end = self._end or why
             self._changed.notify_all()
@@ -148,22 +167,22 @@ class EventQueue:
     # Called by the user's thread
 
     def take(self, timeout_s: float) -> News | None:
-        """Return the oldest news, or None if there is none within `timeout_s`.
+        """Return the oldest event, or None if none arrives within `timeout_s` seconds.
 
         Raises
         ------
         CommunicatorRevoked
-            It was ended.
+            If `end` was called.
         """
         with self._changed:
             has_some = self._changed.wait_for(lambda: self._news or self._end, timeout_s)
             if self._end:
-                raise CommunicatorRevoked(f"shrink() was broken off: {self._end}")
+                raise CommunicatorRevoked(f"shrink() was cancelled: {self._end}")
             return self._news.popleft() if has_some else None
 
     @contextlib.contextmanager
     def during(self, building: Building) -> Iterator[None]:
-        """Stop `building` as soon as it is pointless, which it may be already."""
+        """Stop `building` when an event makes it pointless, also one that is already queued."""
         with self._changed:
             self._building = building
             upset = [news for news in self._news if building.is_upset_by(news)]
@@ -181,32 +200,40 @@ def regroup(
     control: ControlPlane,
     make: Callable[[ControlPlane, tuple[int, ...]], _S],
 ) -> _S:
-    """Agree with the other survivors who they are, and connect their communicator.
+    """Agree with the other survivors on the members, and connect the new communicator.
 
-    *Collective*: all ranks that are left. `control` is the caller's to close, afterwards, so that
-    what was said last is heard.
+    *Collective*: all surviving ranks. The caller closes `control` after the return, so that the
+    last messages still reach the other ranks.
 
     Parameters
     ----------
     table : Shrinking
-        A fresh one.
+        A new table.
     event_queue : EventQueue
-        The handler of `control` since its start.
+        Handler of `control` since its start.
     control : ControlPlane
-        The old one, running. Its data plane must not be used any more.
+        Control plane of the old communicator, still running. The data plane of the old
+        communicator must not be used any more.
     make : callable
-        Takes the new control plane, which it owns even if it raises, and the old ranks of its
-        members; returns the successor.
+        ``make(control, members)`` returns the successor. It takes the new control plane, which it
+        owns even if it raises, and the old ranks of the members.
+
+    Returns
+    -------
+    Successor
+        The connected successor, of the type that `make` returns.
 
     Raises
     ------
     NoQuorum
-        Too few are left, as this rank sees it.
+        If too few ranks survive, as far as this rank knows.
     TransportTimeout
-        Some rank did not call, or could not be connected, within ``config.init_timeout_s``; names
-        it.
+        If a rank did not call `shrink`, did not agree or could not be connected within
+        ``config.init_timeout_s``. The message names the ranks.
     TransportError
-        No rail can be opened again.
+        If the survivors have no rail that all of them can reopen.
+    CommunicatorRevoked
+        If `EventQueue.end` was called.
     """
     attempt = _Regrouping(table, event_queue, control, make)
     try:
@@ -229,20 +256,21 @@ class _Regrouping(Generic[_S]):
         self._make = make
         self._timeout_s = control.setting.config.init_timeout_s
         self._give_up_at = monotonic() + self._timeout_s
-        #: Listeners that the last View told of.
+        #: Listeners whose addresses the last View contains.
         self._succession: Succession | None = None
         self._held: _S | None = None
         self._failure: PeerLost | CommunicatorRevoked | None = None
-        #: When a failure that nothing here explains has all survivors meet again.
+        #: Clock reading at which a failed connection attempt leads to the next attempt, if no loss
+        #: has explained the failure by then.
         self._retry_at = math.inf
 
     def run(self) -> _S:
-        """Do what the table says, until it says that it is over."""
+        """Execute the steps of the table until the successor is ready or an error ends the loop."""
         while True:
             step = self._table.step
             if step is ShrinkStep.GO_ON:
                 return self._go_on()
-            # What is known already may change the step, and a step costs more than a look.
+            # Handle queued events first: they may change the step, and a step is expensive.
             news = self._event_queue.take(0.0)
             if news is not None:
                 self._hear(news)
@@ -261,7 +289,7 @@ class _Regrouping(Generic[_S]):
                 self._wait()
 
     def close(self) -> None:
-        """Leave what is not returned; bounded."""
+        """Close everything that is not returned, in bounded time."""
         self._drop()
         if self._succession is not None:
             self._succession.close()
@@ -287,7 +315,7 @@ class _Regrouping(Generic[_S]):
     def _build(self) -> None:
         infos = self._table.begin_building()
         self._drop()
-        assert self._succession is not None, "a View was told"
+        assert self._succession is not None, "no View was sent"
         members = tuple(infos)
         successor = self._make(self._succession.make(infos, self._table.attempt), members)
         building = Building(members, self._give_up_at, successor.revoke)
@@ -295,11 +323,13 @@ class _Regrouping(Generic[_S]):
             with self._event_queue.during(building):
                 successor.connect()
         except (PeerLost, CommunicatorRevoked) as exc:
-            # Whoever is gone will be heard of here, and that decides. But one that was only late
-            # is lost there alone.
+            # The old control plane will report a member that is gone, which starts the next
+            # attempt. It will not report one that was only late: then `_retry_at` does.
             self._failure = exc
             self._retry_at = monotonic() + _RETRY_S
-            _log.info("rank %d: not connected: %s", self._control.rank, exc)
+            _log.info(
+                "rank %d: could not connect the new communicator: %s", self._control.rank, exc
+            )
             return
         if building.is_stopped:
             successor.abort("shrink() starts over")
@@ -308,7 +338,7 @@ class _Regrouping(Generic[_S]):
         self._control.broadcast(self._table.built())
 
     def _go_on(self) -> _S:
-        assert self._held is not None, "nothing was built"
+        assert self._held is not None, "no successor was built"
         held, self._held = self._held, None
         self._control.broadcast(self._table.go_on())
         return held
@@ -332,16 +362,19 @@ class _Regrouping(Generic[_S]):
         if absent := self._table.absent():
             return f"ranks {absent} have not called shrink()"
         if undecided := self._table.undecided():
-            attempt = f", for attempt {self._table.attempt + 1}" * bool(self._table.attempt)
-            return f"ranks {undecided} have not said that ranks {self._gone()} are gone{attempt}"
-        return f"ranks {self._table.unbuilt()} have not connected ({self._failure or 'silent'})"
+            attempt = f" in attempt {self._table.attempt + 1}" * bool(self._table.attempt)
+            return f"ranks {undecided} have not agreed that ranks {self._gone()} are gone{attempt}"
+        return (
+            f"ranks {self._table.unbuilt()} have not connected the new communicator "
+            f"({self._failure or 'no error reported'})"
+        )
 
     def _gone(self) -> list[int]:
         return sorted(self._table.gone)
 
     def _drop(self) -> None:
         if self._held is not None:
-            self._held.abort("shrink() did not go on with it")
+            self._held.abort("shrink() did not use this communicator")
             self._held = None
 
 

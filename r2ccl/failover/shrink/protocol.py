@@ -1,36 +1,39 @@
-"""Shrinking: the survivors of a communicator agree on who they are.
+"""Shrink protocol: the surviving ranks agree on the members of the new communicator.
 
 Theory of operation
 -------------------
-Every rank that calls ``shrink()`` keeps a set of ranks that are *gone*: dead, silent, or left. It
-only grows. Building the new communicator may fail although nobody is gone, so that all have to meet
-once more; `attempt` counts these meetings, and only grows too. Each rank tells both to all others
-(`View`), with its next addresses (`info`), takes in what it is told, and tells
-again whenever its set or attempt has grown. When every rank that is not in the set has told the
-same set and attempt, they are *agreed*, and what is left is done in three steps, any of which a
-further death, or a failure to build, may interrupt::
+Every rank that calls ``shrink()`` keeps a set of ranks that are *gone*: dead, silent or closed. The
+set only grows. Building the new communicator may fail although no rank is gone; all survivors then
+make another attempt. `attempt` counts these repetitions and only grows. Each rank sends its set
+and attempt to all other ranks in a `View`, with its addresses for the new communicator (`info`). It
+merges the Views that it receives, and sends a new View whenever its set or attempt has grown. When
+every rank outside the set has sent the same set and attempt, both are *agreed*. The remaining
+steps can be interrupted by another loss or by a failure to build::
 
-    set or attempt grown             ->  tell View(gone, attempt, info)
-    all others told the same         ->  build the new communicator; then tell Built
-    all others have built            ->  tell Done, go on with it
-    Done for what is built here      ->  tell Done, go on with it
-    not to be built, nobody is gone  ->  attempt + 1
-    a rank of the new one is gone,   ->  tell the larger View; keep what is built until that is
-    or could not build it                agreed, for it may turn out to be in use
+    event                                   action
+    ---------------------------------------------------------------------------------------------
+    set or attempt has grown                send View(gone, attempt, info)
+    all others sent the same View           build the new communicator, then send Built
+    all others sent the same Built          send Done, use the new communicator
+    Done for the communicator built here    send Done, use the new communicator
+    build failed and no rank is gone        attempt + 1
+    a member is gone, or could not build    send the larger View; keep the communicator built here
+                                            until that View is agreed: another rank may use it
 
-A rank that goes on never tells a View again, and nothing larger that leaves it in is agreed without
-its View. So either nobody alive goes on with what was agreed, or everybody alive does: a rank that
-has built hears ``Done`` from whoever went on before, unless that one is gone by its own finding.
-Deaths that come too late for that are the new communicator's first failure, and it can be shrunk
-again. Nobody goes on before all have built, so one that could not does not part from the others.
+A rank that uses the new communicator sends no further View, and a larger set that leaves this rank
+alive cannot be agreed without its View. Either no rank alive uses the communicator that was agreed
+on, or all do: a rank that has built it receives ``Done`` from every rank that used it earlier,
+unless this rank has found that rank gone. A rank that dies too late to be excluded is the first
+failure of the new communicator, which can be shrunk again. No rank uses the new communicator before
+all members have built it, so a rank that failed to build is not left behind.
 
-A rank whose View leaves this one out has given it up, rightly or not; the two are gone for each
-other. So a stopped process that wakes, and a side of a partition, end without a quorum. What a rank
-that is gone says counts for nothing.
+If this rank receives a View that lists this rank as gone, it counts the sender as gone too, whether
+or not the sender was right. A stopped process that resumes, and the smaller side of a partition,
+therefore end without a quorum. Messages from a rank that is gone are ignored.
 
-Pure: no I/O, no clock; `info` is opaque. Channels must be first in, first out, and silent once a
-rank was reported gone. Invariant: of two ranks that go on, each in the other's set of survivors,
-both have the same set and attempt.
+There is no I/O and no clock here; `info` is opaque. Messages from one rank must arrive in order,
+and no message may arrive from a rank after it was reported gone. Invariant: if two ranks use a new
+communicator and each counts the other as a survivor, both have the same set and attempt.
 """
 
 from __future__ import annotations
@@ -45,36 +48,43 @@ from r2ccl.errors import InternalError, InvalidArgument
 
 
 def has_quorum(nranks: int, alive: Collection[int], quorum: str = "majority") -> bool:
-    """Whether the ranks `alive` of `nranks` may go on without the others.
+    """Return whether the ranks `alive` of `nranks` may continue without the others.
 
-    Others may be alive behind a partition and ask the same, so that at most one group is allowed
-    to: one of more than half of the ranks, or the half with rank 0.
+    The other ranks may be alive on the far side of a partition and make the same decision. With
+    "majority", at most one group may therefore continue: more than half of the ranks, or exactly
+    half of them including rank 0.
 
     Parameters
     ----------
     nranks : int
+        Number of ranks of the communicator that is shrunk.
     alive : collection of int
-        The ranks that go on.
+        Ranks that would continue.
     quorum : {"majority", "any"}
-        "any" allows every group, for those who know that no other is left.
+        "any" accepts every group that is not empty. It is safe only if the caller knows that no
+        other group is alive.
 
     Raises
     ------
     InvalidArgument
-        An unknown `quorum`, or ranks that do not exist.
+        If `quorum` is unknown or `alive` contains a rank that does not exist.
     """
     if quorum not in ("majority", "any"):
         raise InvalidArgument(f"quorum={quorum!r}; allowed is 'majority' or 'any'")
     ranks = set(alive)
     if not ranks <= set(range(nranks)):
-        raise InvalidArgument(f"ranks {sorted(ranks)} alive; there are 0 to {nranks - 1}")
+        raise InvalidArgument(f"alive={sorted(ranks)}: allowed are ranks 0 to {nranks - 1}")
     if quorum == "any":
         return bool(ranks)
     return 2 * len(ranks) > nranks or (2 * len(ranks) == nranks and 0 in ranks)
 
 
 class View(msgspec.Struct, frozen=True, tag="shrink.view"):
-    """Control message: the sender is in shrink(); `gone` is sorted, `info` is where to meet it."""
+    """Control message: the sender is in ``shrink()`` and counts the ranks `gone` as gone.
+
+    `gone` is sorted. `info` contains the sender's addresses for the new communicator, as an encoded
+    `PeerInfo`.
+    """
 
     gone: tuple[int, ...]
     info: bytes
@@ -82,25 +92,28 @@ class View(msgspec.Struct, frozen=True, tag="shrink.view"):
 
 
 class Built(msgspec.Struct, frozen=True, tag="shrink.built"):
-    """Control message: the communicator of all ranks but `gone` is connected at the sender."""
+    """Control message: the sender has connected the communicator of all ranks except `gone`."""
 
     gone: tuple[int, ...]
     attempt: int = 0
 
 
 class Done(msgspec.Struct, frozen=True, tag="shrink.done"):
-    """Control message: it is connected everywhere, and the sender goes on with it."""
+    """Control message: the sender uses the communicator of all ranks except `gone` from now on.
+
+    All its members have connected it.
+    """
 
     gone: tuple[int, ...]
     attempt: int = 0
 
 
-#: Everything ranks say to each other here.
+#: Messages of the shrink protocol.
 Message = View | Built | Done
 
 
 class _Terms(NamedTuple):
-    """What survivors agree on; of two that one rank told, the later is the larger."""
+    """Set and attempt that survivors agree on. Those that one rank sends only grow."""
 
     gone: tuple[int, ...]
     attempt: int
@@ -111,40 +124,40 @@ def _terms(message: Message) -> _Terms:
 
 
 class ShrinkStep(enum.Enum):
-    """What a rank has to do next."""
+    """Next step that the driver must execute."""
 
-    TELL = "tell"  #: send `Shrinking.tell`'s View to all
-    BUILD = "build"  #: build for `Shrinking.begin_building`'s ranks
-    WAIT = "wait"  #: for what others say, or for a loss
-    GO_ON = "go on"  #: send `Shrinking.go_on`'s Done to all: it is over
-    STOP = "stop"  #: too few are left
+    TELL = "tell"  #: send the View that `Shrinking.tell` returns to all ranks
+    BUILD = "build"  #: connect the ranks that `Shrinking.begin_building` returns
+    WAIT = "wait"  #: wait for a message or a loss
+    GO_ON = "go on"  #: send the Done that `Shrinking.go_on` returns to all ranks, and finish
+    STOP = "stop"  #: give up: too few ranks survive
 
 
 class Shrinking:
-    """One rank's part.
+    """State machine of one rank: takes losses and messages, and decides the next step.
 
     Parameters
     ----------
     rank, nranks : int
-        Of the communicator that is shrunk.
+        This rank, and the number of ranks, in the communicator that is shrunk.
     quorum : {"majority", "any"}
-        See `has_quorum`.
+        Which groups of survivors may continue; see `has_quorum`.
 
     Attributes
     ----------
     gone : dict of int to str
-        Who is, and why.
+        Ranks that are gone, each with the reason.
     attempt : int
-        How often the survivors had to meet again, from 0.
+        Number of repeated attempts to build the new communicator, from 0.
 
     Raises
     ------
     InvalidArgument
-        An unknown `quorum`.
+        If `quorum` is unknown or `rank` does not exist.
     """
 
     def __init__(self, rank: int, nranks: int, quorum: str = "majority") -> None:
-        has_quorum(nranks, [rank], quorum)  # refuses nonsense before anyone hears of this rank
+        has_quorum(nranks, [rank], quorum)  # checks the arguments before any message is sent
         self.rank = rank
         self.nranks = nranks
         self.gone: dict[int, str] = {}
@@ -153,19 +166,19 @@ class Shrinking:
         self._told: _Terms | None = None
         self._views: dict[int, View] = {}
         self._built: dict[int, _Terms] = {}
-        #: For what this rank has begun to build last, and for what it has told Built.
+        #: Terms of the last build that this rank began, and of the one it has sent Built for.
         self._begun: _Terms | None = None
         self._held: _Terms | None = None
         self._is_done_elsewhere = False
 
-    # What happens
+    # Events
 
     def lost(self, peer: int, why: str) -> None:
-        """`peer` is dead, silent or has left."""
+        """Count `peer` as gone, for the reason `why`; the first reason given is kept."""
         self.gone.setdefault(peer, why)
 
     def heard(self, peer: int, message: Message) -> None:
-        """Take what `peer` says."""
+        """Handle a message from `peer`."""
         if peer in self.gone:
             return
         if isinstance(message, Built):
@@ -179,21 +192,22 @@ class Shrinking:
             self._views[peer] = message
             self.attempt = max(self.attempt, message.attempt)
             for other in message.gone:
-                self.lost(other, f"says rank {peer}")
+                self.lost(other, f"reported gone by rank {peer}")
 
     def not_built(self) -> None:
-        """Connecting failed, and nobody has turned out to be gone: all have to meet again.
+        """Begin the next attempt, after a failure to connect that no loss explains.
 
-        Nothing happens if that is known already, or this rank has built.
+        Do nothing if the set or attempt has grown since the build began, or if this rank has built
+        successfully.
         """
         if self._begun == self._now() and self._held is None:
             self.attempt += 1
 
-    # What to do
+    # Steps
 
     @property
     def step(self) -> ShrinkStep:
-        """What to do next; look again after every event."""
+        """Next step to execute; it may change with every event."""
         if self._may_go_on():
             return ShrinkStep.GO_ON
         if not has_quorum(self.nranks, self.alive, self._quorum):
@@ -205,48 +219,66 @@ class Shrinking:
         return ShrinkStep.WAIT
 
     def tell(self, info: bytes) -> View:
-        """Return what all others have to hear now; `info` is where this rank is met for it."""
+        """Return the `View` to send to all other ranks, with the addresses `info` of this rank."""
         self._told = self._now()
         return View(self._told.gone, info, self._told.attempt)
 
     def begin_building(self) -> dict[int, bytes]:
-        """Return the survivors agreed on, in order, and their `PeerInfo` (this rank's own: empty).
+        """Return the agreed survivors in ascending order, each with its encoded `PeerInfo`.
 
-        What was built before is in use nowhere, from here on for certain: drop it.
+        The `PeerInfo` of this rank is empty. If this rank has built a communicator before, the
+        caller must now close it: after this agreement, no rank can use it.
+
+        Raises
+        ------
+        InternalError
+            If `step` is not ``BUILD``.
         """
         if self.step is not ShrinkStep.BUILD:
-            raise InternalError(f"rank {self.rank}: nothing to build at {self.step}")
+            raise InternalError(f"rank {self.rank}: begin_building() was called at {self.step}")
         self._begun = self._told
         self._held = None
         self._is_done_elsewhere = False
         return {rank: b"" if rank == self.rank else self._views[rank].info for rank in self.alive}
 
     def built(self) -> Built:
-        """It is connected here; return what all others have to hear."""
+        """Record that this rank has connected the communicator; return the `Built` to send.
+
+        Raises
+        ------
+        InternalError
+            If `begin_building` was not called before.
+        """
         if self._begun is None:
-            raise InternalError(f"rank {self.rank}: built before it was agreed for whom")
+            raise InternalError(f"rank {self.rank}: built() was called before begin_building()")
         self._held = self._begun
         return Built(*self._held)
 
     def go_on(self) -> Done:
-        """Return what all others have to hear before this rank leaves them."""
+        """Return the `Done` to send to all other ranks before the new communicator is used.
+
+        Raises
+        ------
+        InternalError
+            If `step` is not ``GO_ON``.
+        """
         if not self._may_go_on() or self._held is None:
-            raise InternalError(f"rank {self.rank}: goes on at {self.step}")
+            raise InternalError(f"rank {self.rank}: go_on() was called at {self.step}")
         return Done(*self._held)
 
-    # Who is where
+    # Ranks by state
 
     @property
     def alive(self) -> list[int]:
-        """Ranks that are not gone, this one among them."""
+        """Ranks that are not gone, including this one, in ascending order."""
         return [rank for rank in range(self.nranks) if rank not in self.gone]
 
     def absent(self) -> list[int]:
-        """Ranks that are there and have not called shrink()."""
+        """Return the ranks that are not gone and from which no View has arrived."""
         return [rank for rank in self._others() if rank not in self._views]
 
     def undecided(self) -> list[int]:
-        """Ranks that have not told the set and attempt this rank tells."""
+        """Return the ranks that have not sent a View with this rank's set and attempt."""
         now = self._now()
         return [
             rank
@@ -255,7 +287,7 @@ class Shrinking:
         ]
 
     def unbuilt(self) -> list[int]:
-        """Ranks that have not built for the set and attempt this rank tells."""
+        """Return the ranks that have not sent Built for the set and attempt this rank sent last."""
         return [rank for rank in self._others() if self._built.get(rank) != self._told]
 
     def _others(self) -> list[int]:
@@ -265,9 +297,9 @@ class Shrinking:
         return _Terms(tuple(sorted(self.gone)), self.attempt)
 
     def _may_go_on(self) -> bool:
-        """Whether all of those told of last have built, or one of them went on.
+        """Return whether all members have built the communicator, or one of them uses it.
 
-        A rank that is gone since, but not by what this rank has told, does not change that.
+        A rank that was lost after this rank sent its last View still counts as a member.
         """
         if self._held is None:
             return False

@@ -293,7 +293,7 @@ def test_a_slow_peer_costs_one_probe_and_one_mention_a_minute(
     assert world.kinds() == {A: VerdictKind.PEER_SLOW, PathKey(1, 1): VerdictKind.PEER_SLOW}
     assert world.findings() == []
     (record,) = caplog.records
-    assert record.getMessage().startswith("rank 0: rail 0 to rank 1: rank 1: slow")
+    assert record.getMessage().startswith("rank 0: rail 0 to rank 1: rank 1: the process is slow")
 
 
 def test_who_is_slow_is_known_and_from_when_on() -> None:

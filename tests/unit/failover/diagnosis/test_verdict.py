@@ -450,7 +450,8 @@ def test_contradictory_answers_end_with_what_was_reached() -> None:
 def test_the_verdict_reads_with_its_evidence_and_its_sequel() -> None:
     verdict = Run(World(3, 2, dead_nics=frozenset({REMOTE})), cause="ETIMEDOUT: gone").verdict
     text = str(msgspec.structs.replace(verdict, sequel="moved 6 links to eth1 in 3.1 ms"))
-    assert text.startswith("node 1 eth0: remote NIC, its cable or switch port; ETIMEDOUT: gone; ")
+    failed = "the remote NIC, its cable or its switch port failed"
+    assert text.startswith(f"node 1 eth0: {failed}; ETIMEDOUT: gone; ")
     assert "node 0 eth0 -> node 1 eth0: no answer" in text
     assert "node 0 eth0 -> node 2 eth0: answered" in text
     assert text.endswith("; moved 6 links to eth1 in 3.1 ms")

@@ -183,4 +183,4 @@ def test_a_round_that_takes_long_is_reported_with_who_is_missing(
             world.now += 0.02
             world.agreements[0].tick(world.now)
     (record,) = caplog.records
-    assert "missing: ranks [1, 2]" in record.getMessage()
+    assert "waiting for ranks [1, 2]" in record.getMessage()

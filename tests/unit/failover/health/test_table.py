@@ -220,5 +220,5 @@ def test_shares_grow_with_the_rate() -> None:
 
 @pytest.mark.parametrize(("rate", "nominal"), [(-1.0, 1.0), (1.0, 0.0), (1.0, -5.0)])
 def test_a_rate_without_meaning_is_refused(rate: float, nominal: float) -> None:
-    with pytest.raises(InvalidArgument, match="give one of 0 or more"):
+    with pytest.raises(InvalidArgument, match="allowed are a rate of 0 or more"):
         to_share(rate, nominal)

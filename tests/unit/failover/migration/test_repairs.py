@@ -59,7 +59,7 @@ def test_a_failures_sequel_is_said_once_and_only_of_that_failure() -> None:
     assert log.sequel(A, 1) == log.sequel(B, 0) == ""
     log.failed(B, 0, "EIO", 2.0)
     log.resumed(B, {}, 2.001)
-    assert log.sequel(B, 0) == "nothing moved, in 1.0 ms"
+    assert log.sequel(B, 0) == "no channels moved, in 1.0 ms"
 
 
 def test_failures_of_two_paths_are_kept_apart() -> None:

@@ -136,7 +136,7 @@ def test_survivors_go_on_with_what_was_heard_before_the_call(opened: list[bool])
     ("heard", "missing"),
     [
         ([], r"ranks \[1\] have not called shrink\(\)"),
-        ([View((), b"")], r"ranks \[1\] have not said that ranks \[2\] are gone"),
+        ([View((), b"")], r"ranks \[1\] have not agreed that ranks \[2\] are gone"),
         ([View((2,), b"")], r"ranks \[1\] have not connected"),
     ],
 )
@@ -152,7 +152,9 @@ def test_who_is_waited_for_too_long_is_named(
         here.regroup()
     assert PATIENCE_S <= time.monotonic() - begin < LONG_S / 2
     assert not any(opened)
-    assert successor.said == ["abort: shrink() did not go on with it"] * bool(successor.members)
+    assert successor.said == ["abort: shrink() did not use this communicator"] * bool(
+        successor.members
+    )
 
 
 def test_connecting_that_does_not_end_is_ended_by_the_deadline() -> None:
@@ -166,10 +168,10 @@ def test_connecting_that_does_not_end_is_ended_by_the_deadline() -> None:
 
     ticking = threading.Thread(target=tick)
     ticking.start()
-    with pytest.raises(TransportTimeout, match="out of time"):
+    with pytest.raises(TransportTimeout, match="timed out"):
         here.regroup()
     ticking.join(LONG_S)
-    assert successor.said == ["revoke: shrink() is out of time"]
+    assert successor.said == ["revoke: shrink() timed out"]
 
 
 def test_a_member_that_starts_over_ends_connecting_for_all() -> None:
@@ -236,7 +238,7 @@ def test_one_that_does_not_come_to_the_next_attempt_is_named(
     monkeypatch.setattr(room, "_RETRY_S", PATIENCE_S / 10)
     here = Survivor(Successor(failure=LOST))
     here.hear(View((2,), b""))
-    missing = r"ranks \[1\] have not said that ranks \[2\] are gone, for attempt 2"
+    missing = r"ranks \[1\] have not agreed that ranks \[2\] are gone in attempt 2"
     with pytest.raises(TransportTimeout, match=missing) as caught:
         here.regroup()
     assert caught.value.__cause__ is LOST

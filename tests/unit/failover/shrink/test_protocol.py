@@ -437,7 +437,7 @@ def test_the_first_account_of_an_end_is_kept() -> None:
     table = Shrinking(0, 3)
     table.heard(1, View((2,), b""))
     table.lost(2, "silent")
-    assert table.gone == {2: "says rank 1"}
+    assert table.gone == {2: "reported gone by rank 1"}
 
 
 def test_nonsense_is_refused() -> None:

@@ -39,7 +39,7 @@ def test_any_allows_every_group_but_an_empty_one() -> None:
 
 
 def test_nonsense_is_refused_by_name() -> None:
-    with pytest.raises(InvalidArgument, match=r"ranks \[0, 4\] alive; there are 0 to 3"):
+    with pytest.raises(InvalidArgument, match=r"alive=\[0, 4\]: allowed are ranks 0 to 3"):
         has_quorum(4, [0, 4])
     with pytest.raises(InvalidArgument, match="quorum='all'; allowed is 'majority' or 'any'"):
         has_quorum(4, [0], quorum="all")
