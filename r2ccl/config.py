@@ -63,7 +63,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     registration_limit_nbytes: int = 4 << 30
     #: Staging memory of collectives on GPU memory: pinned host memory if the rails reach only host
     #: memory, else GPU memory that slices land in.
-    bounce_nbytes: int = 64 << 20
+    staging_nbytes: int = 64 << 20
     #: Access of a node's GPUs to each other's memory. 1: direct; 0: through pinned host memory;
     #: auto: direct if all GPUs of the node can.
     ipc: str = "auto"
@@ -119,7 +119,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "mode", MODE_NUMBERS.get(self.mode, self.mode))
         positive = (
             "slice_nbytes", "landing_depth", "eager_slots", "registration_limit_nbytes",
-            "bounce_nbytes",
+            "staging_nbytes",
         )  # fmt: skip
         for name in positive:
             if getattr(self, name) <= 0:
@@ -251,7 +251,7 @@ AGREED = (
     "channels",
     "algo",
     "fabric",
-    "bounce_nbytes",
+    "staging_nbytes",
     "ipc",
 )
 

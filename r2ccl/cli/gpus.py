@@ -233,7 +233,7 @@ def check_one_host(cards: Sequence[Card], config: Config) -> DoctorFinding:
         return DoctorFinding(
             "one host", "skipped", f"no collectives on memory of {_named(lacking)}"
         )
-    staged = f"through pinned host memory ({_bounce(config)})"
+    staged = f"through pinned host memory ({_staging_size(config)})"
     if config.ipc == "0":
         return DoctorFinding("one host", "ok", f"{staged}: R2CC_IPC=0")
     if not any(card.ipc_error for card in cards):
@@ -248,7 +248,7 @@ def check_hosts(cards: Sequence[Card], config: Config) -> DoctorFinding:
     """Report how data moves between GPUs of different hosts, and why not by a faster way."""
     if not all(card.waits_on_memory for card in cards):
         return DoctorFinding("hosts", "skipped", "see one host")
-    staged = f"through pinned host memory ({_bounce(config)})"
+    staged = f"through pinned host memory ({_staging_size(config)})"
     routes = [(card, card.route) for card in cards if card.route is not None]
     if not routes:
         return DoctorFinding("hosts", "ok", f"{staged}: no RDMA port is a rail")
@@ -260,8 +260,8 @@ def check_hosts(cards: Sequence[Card], config: Config) -> DoctorFinding:
     return DoctorFinding("hosts", "ok", f"RDMA NICs reach device memory: {ways}")
 
 
-def _bounce(config: Config) -> str:
-    return f"{config.bounce_nbytes / (1 << 20):g} MiB, R2CC_BOUNCE_NBYTES"
+def _staging_size(config: Config) -> str:
+    return f"{config.staging_nbytes / (1 << 20):g} MiB, R2CC_STAGING_NBYTES"
 
 
 def _kernel_fix(facts: CudaFacts, failed: Sequence[Card]) -> str:

@@ -317,7 +317,7 @@ class BackendSelector:
             device,
             self._rank,
             self._nranks,
-            slot_nbytes=max(1, self._config.bounce_nbytes // 2),
+            slot_nbytes=max(1, self._config.staging_nbytes // 2),
             enter=self._entry,
             run=self._run,
             check=self._engine.check,

@@ -52,7 +52,7 @@ def connect_gpudirect(
             device,
             engine.register_device,
             engine.call,
-            config.bounce_nbytes,
+            config.staging_nbytes,
         )
     except TransportError as exc:
         why = str(exc)

@@ -79,7 +79,7 @@ class StagedJob(msgspec.Struct, eq=False):
 
 
 class StagedBackend(SignalledStream):
-    """Collectives of one rank through two bounce buffers (slots) in pinned memory.
+    """Collectives of one rank through two staging buffers (slots) in pinned memory.
 
     Parameters
     ----------

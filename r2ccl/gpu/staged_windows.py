@@ -1,4 +1,4 @@
-"""Divides a collective of any size into smaller collectives that fit a bounce buffer.
+"""Divides a collective of any size into smaller collectives that fit a staging buffer.
 
 A call's memory consists of *rows* of equal length: one row for an allreduce, a broadcast or a
 reduce; one row per rank for an allgather or a reduce_scatter. A window consists of the same columns

@@ -52,7 +52,7 @@ def launch(nranks: int, *arguments: str, keeps_going: bool = False, **env: str) 
 @pytest.mark.parametrize("nranks", [2, 4])
 def test_every_collective_is_exact(nranks: int, ipc: str) -> None:
     # Through the host in windows of half of that.
-    status, said = launch(nranks, "every_collective", R2CC_IPC=ipc, R2CC_BOUNCE_NBYTES="262144")
+    status, said = launch(nranks, "every_collective", R2CC_IPC=ipc, R2CC_STAGING_NBYTES="262144")
     assert status == 0, said
 
 

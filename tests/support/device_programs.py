@@ -52,7 +52,7 @@ def values_of(rank: int, count: int) -> Any:
 def collectives(counts: tuple[int, ...]) -> list[str]:
     """Every collective on device memory, of sizes from none to many windows; what was wrong."""
     card, wrong = Card(int(os.environ["RANK"])), []
-    with r2ccl.init(bounce_nbytes=WINDOWS) as comm:
+    with r2ccl.init(staging_nbytes=WINDOWS) as comm:
         rank, nranks = comm.rank, comm.nranks
         for count in counts:
             xs = [values_of(each, count * nranks) for each in range(nranks)]
@@ -104,7 +104,7 @@ def losing_a_rail(count: int) -> tuple[bool, int]:
     card = Card(3)
     with (
         fail_at(rank=1, rail=0, op=5, step=1) as plan,
-        r2ccl.init(faults=plan, bounce_nbytes=WINDOWS, slice_nbytes=4096, eager_nbytes=0) as comm,
+        r2ccl.init(faults=plan, staging_nbytes=WINDOWS, slice_nbytes=4096, eager_nbytes=0) as comm,
     ):
         x, at = card.array(values_of(comm.rank, count))
         comm.allreduce(x, stream=card.stream)
@@ -118,7 +118,7 @@ def dying(victim: int, room: str) -> str:
     Each leaves a file in `room` when it has called.
     """
     card = Card(4)
-    comm = r2ccl.init(bounce_nbytes=WINDOWS)
+    comm = r2ccl.init(staging_nbytes=WINDOWS)
     x, _ = card.array(values_of(comm.rank, 100_000))
     comm.allreduce(x, stream=card.stream)
     if comm.rank == victim:
@@ -144,7 +144,7 @@ def dying(victim: int, room: str) -> str:
 def unseen_failure() -> str:
     """A call on device memory fails, and nobody waits for it: the next call says so."""
     card = Card(5)
-    comm = r2ccl.init(bounce_nbytes=WINDOWS)
+    comm = r2ccl.init(staging_nbytes=WINDOWS)
     x, _ = card.array(values_of(comm.rank, 100))
     comm.allreduce(x, stream=card.stream)
     comm.barrier()
@@ -162,7 +162,7 @@ def unseen_failure() -> str:
 def asked_after_close() -> list[str]:
     """A handle is asked once its communicator is closed, and with it the GPU; what was wrong."""
     card, wrong = Card(int(os.environ["RANK"])), []
-    with r2ccl.init(bounce_nbytes=WINDOWS) as comm:
+    with r2ccl.init(staging_nbytes=WINDOWS) as comm:
         x, at = card.array(values_of(comm.rank, 1000))
         work = comm.allreduce(x, stream=card.stream, async_op=True)
         total = np.sum([values_of(rank, 1000) for rank in range(comm.nranks)], axis=0)
@@ -185,7 +185,7 @@ def broken_card() -> str:
             raise TransportError("the driver is broken, for a test", status="NO_CUDA")
 
         mine.open = refuse
-    comm = r2ccl.init(bounce_nbytes=WINDOWS)
+    comm = r2ccl.init(staging_nbytes=WINDOWS)
     x = Producer(0x7000, (100,), dtype=(0, 64, 1), device=(CUDA, 0))
 
     def call() -> None:
@@ -201,7 +201,7 @@ def broken_card() -> str:
 def wrong_arguments() -> list[str]:
     """Mistakes around devices and streams; each is refused and harms nothing."""
     card, said = Card(6), []
-    with r2ccl.init(bounce_nbytes=WINDOWS) as comm:
+    with r2ccl.init(staging_nbytes=WINDOWS) as comm:
         x, at = card.array(values_of(comm.rank, 10))
         other = Producer(at, (10,), dtype=(0, 64, 1), device=(CUDA, 3))
         host = np.arange(10)

@@ -174,7 +174,7 @@ class Group:
         #: Of every node its ranks.
         self.nodes = [tuple(range(first, first + nlocal)) for first in range(0, nranks, nlocal)]
         self._cards: dict[int, FakeGpu] = {}
-        defaults = {"eager_nbytes": 16, "slice_nbytes": 64, "bounce_nbytes": 2048}
+        defaults = {"eager_nbytes": 16, "slice_nbytes": 64, "staging_nbytes": 2048}
         self.config = Config(**(defaults | settings))
         self.lock = threading.RLock()
         self.network = GpuNetwork(Timeline(seed), nranks, 2)

@@ -19,7 +19,7 @@ gets no strike, because it carried no traffic; its hold starts again. A path who
 shorter than its hold stays in quarantine. This is route flap damping (RFC 2439) with the correction
 of RFC 7196: only failures of the path itself count, and only while it carried traffic.
 
-Why these values: three answers 0.1 s apart exclude a link that bounces while coming up, and cost
+Why these values: three answers 0.1 s apart exclude a link that flaps while coming up, and cost
 0.2 s after the first answer. The cap of 1 s limits how long a restored path stays unnoticed if no
 carrier event is seen here (remote NIC, switch), at a cost of one probe per second and path. With a
 unit of 1 s, a second failure in a row, which may be chance, costs 1 s; a fifth costs 15 s. The cap

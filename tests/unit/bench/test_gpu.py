@@ -596,7 +596,7 @@ def test_a_cut_rail_changes_no_bit_and_who_is_not_there_says_why(
     monkeypatch.setattr(gpu, "_ALLREDUCE_TYPES", ("float32",))
     names = ("IPC", "TCP", "CUT", "NCCL")
     # Windows are half of that: a call of 1 MiB is four collectives.
-    ways = ways_on_fakes(bench, *names, R2CC_BOUNCE_NBYTES=str(1 << 19))
+    ways = ways_on_fakes(bench, *names, R2CC_STAGING_NBYTES=str(1 << 19))
     for name, way in zip(names, ways, strict=True):
         monkeypatch.setattr(gpu, name, way)
     status, rows = run(

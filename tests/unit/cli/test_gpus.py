@@ -247,12 +247,12 @@ def test_kernels_that_cannot_be_kept_are_a_warning() -> None:
 
 def test_memory_no_other_process_can_map_goes_through_the_host() -> None:
     refused = "cuIpcOpenMemHandle failed: CUDA_ERROR_MAP_FAILED"
-    found = examine(with_card(ipc_error=refused), bounce_nbytes=32 << 20)
+    found = examine(with_card(ipc_error=refused), staging_nbytes=32 << 20)
     assert found["ipc"].level == "warning"
     assert found["ipc"].says == f"another process cannot map device memory: GPU 1: {refused}"
     assert "--ipc=host" in found["ipc"].fix
     assert found["one host"].says == (
-        "through pinned host memory (32 MiB, R2CC_BOUNCE_NBYTES): no ipc, see above"
+        "through pinned host memory (32 MiB, R2CC_STAGING_NBYTES): no ipc, see above"
     )
     assert examine(with_card(ipc_error=refused), ipc="0")["ipc"].level == "skipped"
     assert examine(with_card(ipc_error=refused), ipc="1")["one host"].level == "skipped"
@@ -291,7 +291,7 @@ def test_without_a_nic_an_export_that_fails_costs_nothing() -> None:
     assert {found[check].level for check in ("dmabuf", "nics")} == {"skipped"}
     assert "no RDMA port" in found["nics"].says
     assert found["hosts"].says == (
-        "through pinned host memory (64 MiB, R2CC_BOUNCE_NBYTES): no RDMA port is a rail"
+        "through pinned host memory (64 MiB, R2CC_STAGING_NBYTES): no RDMA port is a rail"
     )
 
 

@@ -420,7 +420,7 @@ def test_memory_that_another_gpu_copies_to_is_kept() -> None:
 
 def test_a_call_without_memory_on_its_way_ends_the_communicator() -> None:
     """Its landing places are made in the loop: before anything is waited for, paths are fenced."""
-    group = Group(2, bounce_nbytes=64)
+    group = Group(2, staging_nbytes=64)
     group.open()
     mine = group.ranks[0]
     call = CallSignature(Collective.ALLREDUCE, CODES[np.dtype(np.int64)], ReduceOp.SUM, 300)

@@ -1,4 +1,4 @@
-"""Collectives through bounce buffers: right, in order, and never hanging a stream.
+"""Collectives through staging buffers: right, in order, and never hanging a stream.
 
 The devices are fakes that run work late and in any order that streams, events and words allow.
 """
