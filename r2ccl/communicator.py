@@ -604,7 +604,7 @@ class Communicator:
             If an asynchronous call failed and no call has raised its error yet.
         """
         if self._collectives.is_blocking and not self._is_forked:
-            self.abort("close() was called while a collective was under way")
+            self.abort("close() was called while a collective was in progress")
             return
         if self._collectives.is_closed:
             self._event_queue.end("close() was called")
@@ -672,7 +672,7 @@ class Communicator:
         -------
         Communicator
             Communicator of the ranks that called `shrink`, in the order of their old ranks, which
-            are its ``members``. If a rank died too late to be excluded, the first call on the new
+            are its ``members``. If a rank died too late to be excluded, a call on the new
             communicator raises `PeerLost`: call `shrink` again.
 
         Raises

@@ -48,7 +48,7 @@ _UINT8 = CODES[np.dtype(np.uint8)]
 
 
 class Collectives:
-    """Starts the collectives of one communicator.
+    """Entry point for the collectives of one communicator.
 
     Parameters
     ----------
@@ -323,7 +323,7 @@ class Collectives:
         self._run_engine(select, partial(host_lanes, self._pool, source, output))
 
     def _scratch_like(self, array: Array) -> Array:
-        """Return memory with the size and dtype of `array`, valid until the next call here."""
+        """Return memory with the size and dtype of `array`; later calls return the same memory."""
         if self._scratch.nbytes < array.nbytes:
             self._scratch = np.empty(array.nbytes, np.uint8)
         return self._scratch[: array.nbytes].view(array.dtype)

@@ -69,7 +69,7 @@ _REST_S = 0.002
 #: Time that paths have to become quiet after an error. A transport destroys a queue pair that has
 #: not drained after one second.
 _SETTLE_S = 2.0
-#: Number of Ctrl-C that the end of a call tolerates.
+#: Maximum number of Ctrl-C that may interrupt the end of a failed call.
 _MOST_INTERRUPTS = 1_000
 #: Time that a running call has to end after the communicator was closed.
 _LAST_CALL_S = 10.0
@@ -83,7 +83,7 @@ SelectPlan = Callable[[Health, int], Plan]
 
 
 class BackgroundControl(ControlPort, Protocol):
-    """Control plane interface for the engine."""
+    """Interface of the control plane that the engine uses, in addition to `ControlPort`."""
 
     is_busy: bool
 

@@ -33,7 +33,7 @@ from r2ccl.types import REDUCTIONS, ROOTED, CallSignature, Collective, PathKey, 
 
 
 class Computer(Protocol):
-    """Executes slice work in order and asynchronously, outside the data loop."""
+    """Executor of slice work, in order and asynchronously, outside the data loop."""
 
     @property
     def computed(self) -> int:

@@ -117,7 +117,8 @@ class PathEntry(msgspec.Struct, frozen=True):
     since_s : float
         Time at which the path was last taken into or out of use.
     nslices_sent, nslices_received, nbytes_sent, nbytes_received : int
-        Slices and payload bytes, without headers. A slice counts each time it is sent.
+        Counts of slices and of payload bytes, without headers. A slice that is sent again counts
+        again.
     """
 
     peer: int
@@ -208,7 +209,7 @@ class RailHealth(msgspec.Struct, frozen=True):
 
 
 class HealthReport(msgspec.Struct, frozen=True):
-    """State of all rails of one rank; ``str()`` is a table for people."""
+    """State of all rails of one rank; ``str()`` is a text for people."""
 
     rank: int
     now_s: float

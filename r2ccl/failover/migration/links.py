@@ -185,7 +185,7 @@ class Links:
             by the link.
         is_eager : bool
         consumer : Consumer
-            Notified when the slice is released.
+            Notified when a cleared slice is released; not notified for an eager slice.
         index : int
 
         Raises

@@ -109,7 +109,10 @@ def producer_stream(x: Any, entry: Any) -> Stream | None:
 
 
 def _handle_in(given: Any, protocol: Any) -> int:
-    """Return the handle from ``__cuda_stream__``: a method or, in drafts of it, a property."""
+    """Return the handle from `protocol`, the ``__cuda_stream__`` of `given`.
+
+    It is a method, or a property in drafts of the protocol.
+    """
     answer = protocol() if callable(protocol) else protocol
     if isinstance(answer, tuple) and len(answer) == 2 and answer[0] == 0:
         handle = answer[1]
