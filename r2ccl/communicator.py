@@ -1,4 +1,4 @@
-"""Communicator: the collectives of a group of ranks, its state, and its end."""
+"""Communicator: collectives among a group of ranks, status of the group, and orderly shutdown."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ _log = logging.getLogger(__name__)
 
 
 class Communicator:
-    """A group of ranks that run collectives together; made by `r2ccl.init`.
+    """Group of ranks that run collectives together; created by `r2ccl.init`.
 
-    Every method that is marked *collective* must be called by all ranks in the same order.
+    Every method marked *collective* must be called by all ranks in the same order.
 
     Attributes
     ----------
     rank, nranks : int
-        This process's number, from 0, and how many there are.
+        Number of this process, from 0, and number of ranks.
     members : tuple of int
-        By rank, the rank it had in the communicator this one was shrunk from; its own in one
-        that `r2ccl.init` made.
+        For each rank, its rank in the communicator from which `shrink` made this one. In a
+        communicator made by `r2ccl.init`, each rank's own number.
     config : Config
-        The settings in force.
+        Settings of this communicator.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class Communicator:
         self._relayed = relayed
         self._control = control
         self._nrails = transport.nrails
-        #: The local ends of all rails; the control plane knows those of sockets.
+        #: Local NICs of all rails; those of TCP rails come from the control plane.
         self._rails = tuple(rails) or control.nics
-        #: This process is a child of the one that made it.
+        #: This process is a fork of the process that created the communicator.
         self._is_forked = False
-        #: All ranks have taken leave: there is nobody to be told of anything.
+        #: All ranks have left in agreement, so no rank needs to be notified any more.
         self._is_left = False
         self._monitor: LinkMonitor | None = None
         self._signal_dump: SignalDump | None = None
@@ -145,7 +145,7 @@ class Communicator:
         self._event_queue = EventQueue(self._engine)
 
     def connect(self) -> None:
-        """Start the control plane and connect every rail; `r2ccl.init` calls it."""
+        """Start the control plane and connect every rail; called by `r2ccl.init`."""
         try:
             self._ending.prepare()
             forking.hold(self, Communicator._descriptors, Communicator._disable)
@@ -172,84 +172,88 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Reduce `x` over all ranks; every rank gets the result.
+        """Reduce `x` over all ranks; every rank receives the result.
 
         Parameters
         ----------
         x : array_like, any shape
-            In host memory on all ranks, or in device memory on all. C-contiguous, of the same
-            dtype and number of elements. Borrowed until the call is done.
+            In host memory on all ranks, or in device memory on all ranks. C-contiguous; dtype and
+            number of elements must be equal on all ranks. Borrowed until the collective has
+            finished.
         out : array_like, optional
-            Gets the result: the same memory as `x` or disjoint from it. Default: `x` itself.
+            Receives the result: the same memory as `x` or disjoint from it. Default: `x` itself.
         op : ReduceOp
             SUM, PROD, MIN, MAX or AVG (the sum divided by ``nranks``).
         stream : optional
-            For device memory: the stream whose earlier work makes `x`, and whose later work sees
-            the result. A handle, or a stream of CuPy, Numba, torch, or with ``__cuda_stream__``.
-            Default: the current stream of the array's library.
+            For device memory only. The collective runs after the work enqueued on this stream
+            before the call, and work enqueued on it later sees the result. A handle, a stream of
+            CuPy, Numba or torch, or an object with ``__cuda_stream__``. Default: the current
+            stream of the array's library.
         async_op : bool
-            Return at once, with a `Work` to wait for.
+            Return a `Work` at once.
 
         Returns
         -------
-        array_like
-            `out`, or `x` if there is none; with ``async_op`` a `Work` that gives it. On device
-            memory the call returns at once in any case: what `stream` is given next sees the
-            result. With ``async_op`` not even that waits for it, until `Work.order` says so.
+        array_like or Work
+            `out`, or `x` without `out`; with ``async_op``, a `Work` whose `wait` returns the array.
+            A call on device memory always returns at once, and work enqueued on `stream` afterwards
+            sees the result. With ``async_op``, such work sees the result only after `Work.order`.
 
         Raises
         ------
         InvalidArgument
-            Wrong memory, dtype or op (before any byte moves), or ranks that disagree on the
-            call; the latter revokes the communicator on every rank.
+            If memory, dtype or op are invalid (before any data moves), or if the ranks disagree on
+            the call; a disagreement revokes the communicator on every rank.
         NoHealthyRail, PeerLost, TransportTimeout
-            See `r2ccl.errors`; they revoke the communicator. Of a call on device memory, and with
-            ``async_op``, they are raised by `Work.wait` and by whatever is called next.
+            If the collective failed (see `r2ccl.errors`); the communicator is revoked. For a call
+            on device memory or with ``async_op``, `Work.wait` and the next call raise the error.
         CommunicatorRevoked
-            It was revoked before.
+            If the communicator was revoked before.
         ConcurrentCalls
-            Another thread is in a blocking call.
+            If another thread is in a blocking call.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: up to one eager slice, log2(n) exchanges of the data;
-        above, a ring that sends 2(n - 1)/n of the data per rank. *After failure*: a path that
-        fails changes nothing in the result, bit for bit; later calls, planned for what is left,
-        may round differently (docs/fault-model.md). If the call raises, `out` is undefined.
-        Calls of one communicator are carried out in their order, whatever they are asynchronous to.
+        *Collective*: all ranks. *Cost*: log2(n) exchanges of the data if it fits one eager slice;
+        otherwise, for a ring, each rank sends 2(n - 1)/n of the data. *After failure*: the failure
+        of a path does not change a bit of the result. Later calls are planned for the remaining
+        rails and may round differently (docs/fault-model.md). If the call raises, `out` is
+        undefined. The calls of one communicator, blocking or asynchronous, run in the order in
+        which they were made.
         """
         return self._collectives.start(stream, async_op, arguments.allreduce, x, out, op)
 
     def allgather(
         self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False
     ) -> Any:
-        """Collect every rank's `x` on every rank.
+        """Gather the `x` of every rank on every rank.
 
         Parameters
         ----------
         x : array_like, any shape
-            As for `allreduce`; may be this rank's own part of `out`, which saves a copy.
+            As for `allreduce`. May be this rank's part of `out`, which saves a copy.
         out : array_like, optional
-            Gets all ranks' data in the order of their ranks: ``nranks`` times as many elements as
-            `x`, of its dtype. Default: a new array of shape ``(nranks, *x.shape)``.
+            Receives the data of all ranks in rank order: ``nranks`` times as many elements as `x`,
+            of the same dtype. Default: a new array of shape ``(nranks, *x.shape)``.
         stream, async_op
             As for `allreduce`.
 
         Returns
         -------
-        array_like
-            `out`, or the new array.
+        array_like or Work
+            `out`, or the new array without `out`; with ``async_op`` a `Work`.
 
         Raises
         ------
         InvalidArgument
-            As `allreduce`; or `out` has another size or overlaps `x` elsewhere than in place.
-        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked
-            As `allreduce`.
+            As for `allreduce`, or if `out` has a wrong size, or overlaps `x` but `x` is not this
+            rank's part of `out`.
+        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: a ring that sends (n - 1)/n of `out` per rank.
+        *Collective*: all ranks. *Cost*: each rank sends (n - 1)/n of `out`, in a ring.
         """
         make = arguments.allgather
         return self._collectives.start(stream, async_op, make, x, out, self.rank, self.nranks)
@@ -263,17 +267,17 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Reduce `x` over all ranks; each rank gets its part of the result.
+        """Reduce `x` over all ranks; each rank receives one part of the result.
 
         Parameters
         ----------
         x : array_like
-            As for `allreduce`; its number of elements is a multiple of ``nranks``. Not changed,
-            unless `out` is a part of it.
+            As for `allreduce`; the number of elements must be a multiple of ``nranks``. Not
+            modified, unless `out` is a part of `x`.
         out : array_like, optional
-            Gets the part of this rank's number, an ``nranks``-th; it may be that part of `x`
-            itself. Default: a new array, of shape ``(x.shape[0] / nranks, *x.shape[1:])`` where
-            that is an integer, else flat.
+            Receives part number `rank` of ``nranks`` equal parts of the result. May be the same
+            part of `x`. Default: a new array, of shape ``(x.shape[0] / nranks, *x.shape[1:])`` if
+            ``nranks`` divides ``x.shape[0]``, otherwise flat.
         op : ReduceOp
             As for `allreduce`.
         stream, async_op
@@ -281,21 +285,21 @@ class Communicator:
 
         Returns
         -------
-        array_like
-            `out`, or the new array.
+        array_like or Work
+            `out`, or the new array without `out`; with ``async_op`` a `Work`.
 
         Raises
         ------
         InvalidArgument
-            As `allreduce`; or `x` is no multiple, `out` no part of that size, or it overlaps `x`
-            elsewhere than in place.
-        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked
-            As `allreduce`.
+            As for `allreduce`, or if the number of elements of `x` is not a multiple of ``nranks``,
+            or `out` has a wrong size, or `out` overlaps `x` but is not this rank's part of `x`.
+        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: a ring that sends (n - 1)/n of `x` per rank, and memory of
-        the size of `x` for partial sums, kept from call to call.
+        *Collective*: all ranks. *Cost*: each rank sends (n - 1)/n of `x`, in a ring, and needs
+        memory of the size of `x` for partial sums, which is reused across calls.
         """
         make = arguments.reduce_scatter
         return self._collectives.start(stream, async_op, make, x, out, op, self.rank, self.nranks)
@@ -309,35 +313,36 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Give every rank the data of rank `root`.
+        """Send the data of rank `root` to every rank.
 
         Parameters
         ----------
         x : array_like, any shape
-            On `root` the data, elsewhere what gets it unless there is an `out`. Of the same dtype
-            and number of elements on all ranks.
+            On `root`, the data. On other ranks, the array that receives the data if `out` is not
+            given. Dtype and number of elements must be equal on all ranks.
         out : array_like, optional
-            Gets the data: the same memory as `x` or disjoint from it. Default: `x` itself.
+            Receives the data: the same memory as `x` or disjoint from it. Default: `x` itself.
         root : int
         stream, async_op
             As for `allreduce`.
 
         Returns
         -------
-        array_like
-            `out`, or `x` if there is none.
+        array_like or Work
+            `out`, or `x` without `out`; with ``async_op`` a `Work`.
 
         Raises
         ------
         InvalidArgument
-            As `allreduce`; or there is no such root.
-        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked
-            As `allreduce`.
+            As for `allreduce`, or if `root` is not a rank.
+        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: up to one eager slice, log2(n) messages one after another;
-        above, a pipeline through all ranks in which each receives and sends the data once.
+        *Collective*: all ranks. *Cost*: log2(n) messages one after another if the data fits one
+        eager slice; otherwise a pipeline through all ranks, in which each rank receives and sends
+        the data at most once.
         """
         self._require_rank(root)
         return self._collectives.start(stream, async_op, arguments.broadcast, x, out, root)
@@ -352,14 +357,14 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Reduce `x` over all ranks; rank `root` gets the result.
+        """Reduce `x` over all ranks; rank `root` receives the result.
 
         Parameters
         ----------
         x : array_like, any shape
-            As for `allreduce`. Not changed, except on `root` where there is no `out`.
+            As for `allreduce`. Not modified, except on `root` without `out`.
         out : array_like, optional
-            On `root`, gets the result; as for `allreduce`. Ignored elsewhere.
+            On `root`, receives the result, as for `allreduce`. Ignored on other ranks.
         op : ReduceOp
             As for `allreduce`.
         root : int
@@ -368,20 +373,20 @@ class Communicator:
 
         Returns
         -------
-        array_like or None
-            On `root` `out`, or `x` if there is none; None elsewhere.
+        array_like or None or Work
+            On `root`, `out`, or `x` without `out`; None on other ranks. With ``async_op`` a `Work`.
 
         Raises
         ------
         InvalidArgument
-            As `allreduce`; or there is no such root.
-        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked
-            As `allreduce`.
+            As for `allreduce`, or if `root` is not a rank.
+        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: as `broadcast`, the other way; elsewhere than on `root`
-        memory of the size of `x` for partial sums, kept from call to call.
+        *Collective*: all ranks. *Cost*: as for `broadcast`, in the opposite direction. Ranks other
+        than `root` need memory of the size of `x` for partial sums, which is reused across calls.
         """
         self._require_rank(root)
         return self._collectives.start(
@@ -398,38 +403,40 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Run an allreduce by a schedule of your own, as resilient as any other.
+        """Run an allreduce with a user-defined schedule, which survives rail failures like others.
 
         Parameters
         ----------
         schedule : Schedule
-            An allreduce of `nranks` ranks, the same on all of them: of `r2ccl.algos`, or made with
-            `r2ccl.schedule.build`. Its edges are spread over the rails, its chunks cut in slices.
+            Allreduce of `nranks` ranks, equal on all ranks; from `r2ccl.algos` or made with
+            `r2ccl.schedule.build`. Its edges are placed on the rails, and its chunks cut into
+            slices.
         x, out, op, stream, async_op
             As for `allreduce`.
 
         Returns
         -------
-        array_like
-            `out`, or `x` if there is none.
+        array_like or Work
+            `out`, or `x` without `out`; with ``async_op`` a `Work`.
 
         Raises
         ------
         ScheduleError
-            The checker refuses it: it would not leave every contribution everywhere, once.
+            If the checker refuses the schedule, for example because a contribution would be missing
+            or doubled on some rank.
         InvalidArgument
-            As `allreduce`; or it is another collective, or of another number of ranks.
-        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked
-            As `allreduce`.
+            As for `allreduce`, or if the schedule is of another collective or number of ranks.
+        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: `check`, once for a schedule, size and state of the rails.
+        *Collective*: all ranks. *Cost*: `check` runs once per schedule, size and health.
         """
         if (schedule.collective, schedule.nranks) != ("allreduce", self.nranks):
             raise InvalidArgument(
-                f"schedule of {schedule.collective} over {schedule.nranks} ranks; give an "
-                f"allreduce over {self.nranks}"
+                f"the schedule is a {schedule.collective} over {schedule.nranks} ranks: pass an "
+                f"allreduce over {self.nranks} ranks"
             )
         return self._collectives.start(stream, async_op, arguments.allreduce, x, out, op, schedule)
 
@@ -438,8 +445,8 @@ class Communicator:
 
         Notes
         -----
-        *Local*, from the health of all ranks' rails that this one knows: what runs next is the
-        same for all ranks, and this can be one change of health older.
+        *Local*: uses the health that this rank knows. The next allreduce may be planned with a
+        health that is one version newer or older; all ranks use the same version for a call.
         """
         if nbytes < 0:
             raise InvalidArgument(f"nbytes={nbytes}; allowed is 0 or more")
@@ -447,122 +454,125 @@ class Communicator:
 
     @property
     def ncalls(self) -> int:
-        """Collectives so far; `r2ccl.init` makes some too, where it measures the network."""
+        """Number of collectives so far, including the measurements of `r2ccl.init`."""
         return self._engine.op
 
     def register(self, x: Any) -> RegisteredMemory:
-        """Have slices of `x` travel from and to its own memory, without a copy.
+        """Register the memory of `x` with the NICs, so that slices are transferred without a copy.
 
-        Over RDMA, memory that is not registered passes through buffers that are; registering a
-        buffer that is used again and again saves that copy. Over TCP there is nothing to save and
-        the call does nothing.
+        Over RDMA, data in unregistered memory is copied through registered buffers. Registering an
+        array that is used repeatedly saves that copy. Over TCP the call has no effect.
 
         Parameters
         ----------
         x : array_like in host memory
-            C-contiguous and writable. Not kept alive: the registration ends with it.
+            C-contiguous and writable. Not kept alive: the registration ends when `x` is freed.
 
         Returns
         -------
         RegisteredMemory
-            A context manager; leaving it (or ``close()``) ends the registration.
+            A context manager; leaving it, or calling ``close()``, ends the registration.
 
         Raises
         ------
         InvalidArgument
-            Wrong memory.
+            If `x` is not such an array.
         TransportError
-            A NIC refused, or ``R2CC_REGISTRATION_LIMIT_NBYTES`` would be exceeded.
+            If a NIC refuses the memory, or ``R2CC_REGISTRATION_LIMIT_NBYTES`` would be exceeded.
 
         Notes
         -----
-        *Local*: ranks need not do it alike.
+        *Local*: the other ranks need not call it.
         """
         memory = as_buffer(x, writable=True).array.view(np.uint8)
         return self._engine.register(memory)
 
     def barrier(self) -> None:
-        """Return when all ranks have called it.
+        """Wait until all ranks have called `barrier`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: log2(n) empty messages.
+        *Collective*: all ranks. *Cost*: log2(n) empty messages per rank.
         """
         self._collectives.barrier()
 
     def repairs(self) -> tuple[Repair, ...]:
-        """Return what was repaired at this rank, oldest first: what moved where, when, why."""
+        """Return the repairs of this rank's paths, oldest first.
+
+        A repair records which slices moved to which rails, when, and the evidence of the failure.
+        """
         return self._engine.repairs()
 
     def health(self) -> status.HealthReport:
-        """Return the state of this rank's rails: to which peer since when, and why not.
+        """Return the state of this rank's rails and of their paths to each peer.
 
         Notes
         -----
-        *Local*, in any thread, at once. ``str()`` of it is for people.
+        *Local*; callable in any thread, does not wait. ``str()`` of the report is for people.
         """
         rails = self._engine.rails(self._rails)
         return status.HealthReport(self.rank, monotonic(), rails)
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Return what this rank last found to be wrong with each path; ``str()`` is for people.
+        """Return the last verdict of this rank on each path; ``str()`` of a verdict is for people.
 
-        Empty with ``R2CC_MODE=failstop``, which looks into nothing.
+        Empty with ``R2CC_MODE=failstop``, which does not diagnose failures.
 
         Notes
         -----
-        *Local*, in any thread, at once.
+        *Local*; callable in any thread, does not wait.
         """
         return self._engine.verdicts()
 
     def known_health(self) -> Known:
-        """Return the newest health of all ranks' rails this one has heard of, and since when.
+        """Return the newest health of all ranks' rails that this rank has received, with its time.
 
-        All ranks plan with it from an agreed collective on. Version 0 is whole; with
-        ``R2CC_MODE=failstop`` there is no other.
+        All ranks plan with that health from an agreed collective on. In version 0, all rails have
+        their full bandwidth; with ``R2CC_MODE=failstop`` there is no other version.
 
         Notes
         -----
-        *Local*, in any thread, at once.
+        *Local*; callable in any thread, does not wait.
         """
         return self._engine.known_health() or Known(self._engine.whole_health, 0.0)
 
     def pending(self) -> status.Pending:
-        """Return what this rank waits for: which ranks have not called, which links wait for whom.
+        """Return the ranks, slices and other objects that the blocked call of this rank waits for.
 
         Notes
         -----
-        *Local*, at once; meant for another thread while a call blocks. ``str()`` of it is for
-        people. A rank that has called is known as such once it sent something to this one, or
-        answered: a call that stands still for ``R2CC_SUSPICION_TIMEOUT_S`` asks.
+        *Local*; callable in any thread while a call blocks, does not wait. ``str()`` of the result
+        is for people. This rank knows that a peer has called the collective from its slices, or
+        from its answer to the desync check, which a call starts after ``R2CC_SUSPICION_TIMEOUT_S``
+        without progress.
         """
         return self._engine.pending()
 
     def dump(self) -> str:
-        """Return the whole status as one line of JSON.
+        """Return the full status of this rank as one line of JSON.
 
-        The call under way, what it waits for, every path, link, peer and repair: the fields are
-        those of `r2ccl.runtime.status.RankStatus`.
+        The fields are those of `r2ccl.runtime.status.RankStatus`: the running collective, the
+        objects that it waits for, and every path, link, peer and repair.
 
         Notes
         -----
-        *Local*, in any thread, at once.
+        *Local*; callable in any thread, does not wait.
         """
         peers = [info for info in self._control.peers if info.rank != self.rank]
         read = self._engine.status(peers, self._control.last_heard)
         return msgspec.json.encode(read).decode()
 
     def dump_on_signal(self, signum: int = signal.SIGUSR1) -> None:
-        """Write `dump` to stderr, or to ``R2CC_DUMP_FILE``, whenever `signum` comes.
+        """Write `dump` to ``R2CC_DUMP_FILE``, or to stderr, on every signal `signum`.
 
-        Also while the main thread is inside a call. The handler that was there before is called
-        after it, and put back by ``close()`` or ``abort()``. ``R2CC_DUMP_SIGNAL=SIGUSR1`` does it
-        from the start.
+        The handler also runs while the main thread is in a blocking call of r2ccl. The previous
+        handler of the signal is called after it, and is restored by ``close()`` or ``abort()``.
+        ``R2CC_DUMP_SIGNAL=SIGUSR1`` installs the handler in `r2ccl.init`.
 
         Raises
         ------
         InvalidArgument
-            This is not the main thread, or `signum` cannot be handled.
+            If this is not the main thread, or `signum` cannot be handled.
 
         Notes
         -----
@@ -574,28 +584,29 @@ class Communicator:
         self._signal_dump = SignalDump(signum, lambda: write_line(self.dump(), path))
 
     def rejections(self) -> dict[str, int]:
-        """How many connections and frames of strangers were turned away, per reason."""
+        """Return the number of rejected connections and frames of unknown processes, by reason."""
         return dict(self._control.rejections())
 
     def close(self) -> None:
-        """Wait until every rank has all its data, then leave. Idempotent.
+        """Wait until every rank has received all its data, then leave. Idempotent.
 
-        If a blocking collective is under way in another thread, or below the signal handler that
-        calls this, it is an `abort`. Asynchronous calls are waited for.
+        Waits for asynchronous calls. Acts as `abort` if a blocking collective runs in another
+        thread, or was interrupted by the signal handler that calls `close`.
 
         Notes
         -----
-        *Collective*: all ranks. A communicator that was revoked is left at once.
+        *Collective*: all ranks. Does not wait for the other ranks if the communicator is revoked.
 
         Raises
         ------
         TransportTimeout
-            Some rank did not call it within ``R2CC_INIT_TIMEOUT_S``; names it.
+            If asynchronous calls did not end, or some rank did not call `close`, within
+            ``R2CC_INIT_TIMEOUT_S``; the message names the rank.
         CommunicatorRevoked
-            An asynchronous call failed, and nobody waited for it or called after it.
+            If an asynchronous call failed and no call has raised its error yet.
         """
         if self._collectives.is_blocking and not self._is_forked:
-            self.abort("close() was called while a collective was under way")
+            self.abort("close() was called while a collective was in progress")
             return
         if self._collectives.is_closed:
             self._event_queue.end("close() was called")
@@ -606,7 +617,7 @@ class Communicator:
             if not self._worker.drain(self.config.init_timeout_s):
                 raise TransportTimeout(
                     f"rank {self.rank}: close() waited {self.config.init_timeout_s:g} s for "
-                    f"asynchronous calls: {self.pending()}; wait for them before, or raise "
+                    f"asynchronous calls: {self.pending()}; wait for them before close(), or raise "
                     "R2CC_INIT_TIMEOUT_S",
                     rank=self.rank,
                     status="TIMEOUT",
@@ -619,12 +630,12 @@ class Communicator:
         self._collectives.require_seen()
 
     def abort(self, why: str = "abort() was called") -> None:
-        """Leave at once and revoke the communicator on every rank; returns within a second.
+        """Revoke the communicator on every rank and leave it; return within a second.
 
         Notes
         -----
-        *Local*, in any thread and in a signal handler. Calls that are under way, here and
-        elsewhere, end with `CommunicatorRevoked`. Idempotent.
+        *Local*; callable in any thread and in a signal handler. Running calls on all ranks end with
+        `CommunicatorRevoked`. Idempotent.
         """
         self._collectives.close(self._forked if self._is_forked else self._closed)
         if not self._is_left and not self._is_forked:
@@ -633,54 +644,57 @@ class Communicator:
         self._free(_ABORT_S)
 
     def revoke(self, why: str = "revoke() was called") -> None:
-        """End the communicator on every rank, without leaving it: `shrink` can follow.
+        """End the communicator on every rank without leaving it, so that `shrink` can follow.
 
-        Every call that is blocked, here or elsewhere, ends with `CommunicatorRevoked`, and so does
-        every later one. A communicator that has ended keeps its first reason.
+        Every running and every later call on all ranks ends with `CommunicatorRevoked`. If the
+        communicator has ended already, its first reason stays.
 
         Notes
         -----
-        *Local*, in any thread and in a signal handler, at once.
+        *Local*; callable in any thread and in a signal handler, does not wait.
         """
         if not self._collectives.is_closed:
             self._engine.revoke(why)
 
     def shrink(self, *, quorum: str = "majority") -> Communicator:
-        """Go on without the ranks that are gone.
+        """Return a new communicator of the surviving ranks.
 
-        Call it after `PeerLost`, or after `CommunicatorRevoked` because of it; a communicator that
-        still works is revoked first. This one is left and closed, whatever comes of it.
+        Call it after `PeerLost`, or after a `CommunicatorRevoked` that a `PeerLost` on another rank
+        caused. A communicator that still works is revoked first. This communicator is closed, even
+        if `shrink` raises.
 
         Parameters
         ----------
         quorum : {"majority", "any"}
-            Who may go on: more than half of the ranks, or half of them with rank 0, so that of two
-            sides that do not reach each other at most one does; or whoever is left, for those who
-            know that no other side is alive.
+            Set of ranks that may continue. "majority": more than half of the ranks, or half of them
+            including rank 0; if the network is partitioned, at most one side continues. "any": any
+            set; use it only if no other surviving ranks exist.
 
         Returns
         -------
         Communicator
-            Of the ranks that called it, numbered in their old order; its ``members`` are their old
-            ranks. A rank that dies too late to be left out is lost in the new one: shrink again.
+            Communicator of the ranks that called `shrink`, in the order of their old ranks, which
+            are its ``members``. If a rank died too late to be excluded, a call on the new
+            communicator raises `PeerLost`: call `shrink` again.
 
         Raises
         ------
         NoQuorum
-            Too few are left.
+            If too few ranks survive.
         TransportTimeout
-            A rank that is alive did not call, or could not be connected, within
-            ``R2CC_INIT_TIMEOUT_S``; names it.
+            If a surviving rank did not call `shrink`, or could not be connected, within
+            ``R2CC_INIT_TIMEOUT_S``; the message names the rank.
         TransportError
-            There is no rail that all who are left could open again.
+            If no rail can be opened again on all surviving ranks.
         CommunicatorRevoked
-            This communicator was closed.
+            If this communicator was closed.
 
         Notes
         -----
-        *Collective*: all ranks that are left. *Cost*: one message to each of them per death, then
-        that of connecting. The ranks may have failed in different calls: what was done last
-        everywhere is the minimum over the new communicator. Planned faults are not injected again.
+        *Collective*: all surviving ranks. *Cost*: one message to each survivor per death, then that
+        of connecting. The ranks may have failed in different calls. To find the last step that all
+        of them have completed, reduce their step numbers with MIN over the new communicator.
+        Planned faults are not injected again.
         """
         if self._collectives.is_closed:
             raise self._closed()
@@ -699,12 +713,12 @@ class Communicator:
         return successor
 
     def _descriptors(self) -> list[int]:
-        """List the open file descriptors, for the child of a fork."""
+        """Return the open file descriptors, which a forked child must replace."""
         monitor = [] if self._monitor is None else [self._monitor.fileno()]
         return [*monitor, *self._control.descriptors(), *self._engine.descriptors()]
 
     def _disable(self) -> None:
-        """Make every later call raise; run in the child of a fork."""
+        """Make every later call raise; runs in a forked child."""
         self._is_forked = True
         self._collectives.close(self._forked)
         self._control.disable()
@@ -721,13 +735,13 @@ class Communicator:
         if exc is None:
             self.close()
             return
-        self._abort_surely(f"left with {exc!r}")
+        self._abort_surely(f"the with block ended with {exc!r}")
 
     def __repr__(self) -> str:
         return f"<r2ccl.Communicator rank {self.rank} of {self.nranks}, {self._nrails} rails>"
 
     def _watch_carriers(self) -> LinkMonitor:
-        """Have carrier events of the rails' NICs reach the engine, in the control thread."""
+        """Pass carrier events of the rails' NICs to the engine, in the control thread."""
         monitor = LinkMonitor()
 
         def read() -> None:
@@ -740,7 +754,7 @@ class Communicator:
         return monitor
 
     def _abort_surely(self, why: str) -> None:
-        """Abort, once more if Ctrl-C comes in between."""
+        """Abort; if Ctrl-C interrupts the abort, repeat it."""
         try:
             self.abort(why)
         except KeyboardInterrupt:
@@ -748,7 +762,7 @@ class Communicator:
             raise
 
     def _free(self, deadline_s: float) -> None:
-        """Begin to free everything, if nobody has; wait `deadline_s` + `_BOUND_S` at most."""
+        """Start the cleanup unless it has started; wait at most `deadline_s` + `_BOUND_S`."""
         if self._is_forked:
             return
         if self._signal_dump is not None:
@@ -756,16 +770,21 @@ class Communicator:
         if not self._is_left:
             self._engine.tell_why()
         self._ending.begin(deadline_s)
-        # A call below the signal handler this runs in owns the data: wait for the goodbyes alone.
+        # In a signal handler that interrupted a call, that call owns the data loop and cannot end:
+        # wait only for the first two steps, up to the close of the control plane.
         nsteps = 2 if self._collectives.is_below else None
         self._ending.wait(deadline_s + _BOUND_S, nsteps=nsteps)
 
     def _end_calls(self, deadline_s: float) -> None:
-        """Have what goes on asynchronously end, and free the devices."""
+        """End the asynchronous calls and free the devices."""
         if not self._worker.is_idle and self._engine.error is None:
-            self._engine.revoke("left while asynchronous calls were under way")
+            self._engine.revoke("the communicator was closed while asynchronous calls were running")
         if not self._worker.close(deadline_s):
-            _log.error("rank %d: an asynchronous call did not end; its memory is kept", self.rank)
+            _log.error(
+                "rank %d: an asynchronous call did not end, so its memory was not freed; end the "
+                "process",
+                self.rank,
+            )
             return
         try:
             self._on_device.close(deadline_s)
@@ -778,14 +797,14 @@ class Communicator:
         self._engine.close()
 
     def _is_measured(self) -> bool:
-        """Whether schedules are chosen by measured rates."""
+        """Return whether measured rates select the schedules."""
         fabric = self._plans.fabric
         nnodes = len(set(fabric.nodes)) if fabric.nodes else self.nranks
         return fabric.nwires > 1 and nnodes > 1 and self.config.is_planned
 
     def _select_backends(self, device: Device, kernels: Any) -> tuple[GpuBackend, ...]:
         from r2ccl.gpu.backends import (
-            BackendSelector,  # with the kernels, which take 18 ms to import
+            BackendSelector,  # imported here: with its kernels it takes 18 ms to import
         )
 
         selector = BackendSelector(
@@ -806,9 +825,9 @@ class Communicator:
 
     def _forked(self) -> CommunicatorRevoked:
         return CommunicatorRevoked(
-            f"rank {self.rank}: this process was forked from the one that made the "
-            "communicator, which alone can use it: start workers by spawn, or have them "
-            "make one of their own"
+            f"rank {self.rank}: this process was forked from the process that created the "
+            "communicator, and only that process can use it: start workers with spawn, or create "
+            "a communicator in each worker"
         )
 
     def _require_rank(self, root: int) -> None:
@@ -817,7 +836,7 @@ class Communicator:
 
 
 def _members(peers: Sequence[PeerInfo]) -> tuple[tuple[int, ...], ...]:
-    """Of every host its ranks."""
+    """Return the ranks of each host, in ascending order."""
     hosts: dict[str, list[int]] = {}
     for info in peers:
         hosts.setdefault(info.host, []).append(info.rank)
@@ -825,20 +844,21 @@ def _members(peers: Sequence[PeerInfo]) -> tuple[tuple[int, ...], ...]:
 
 
 def _nodes(peers: Sequence[PeerInfo]) -> tuple[int, ...]:
-    """Number the nodes of all ranks; empty if each has its own, or all share one."""
+    """Return the node number of each rank; empty for a single node or one rank per node."""
     numbers: dict[str, int] = {}
     nodes = tuple(numbers.setdefault(info.host, len(numbers)) for info in peers)
     return nodes if 1 < len(numbers) < len(nodes) else ()
 
 
-#: Puts together the communicator, not connected yet, of a control plane and its `members`. The
-#: control plane is its own, even if it raises.
+#: Function that creates a communicator, not yet connected, from a control plane and its `members`.
+#: The communicator owns the control plane, even if the function raises.
 Assemble: TypeAlias = Callable[[ControlPlane, tuple[int, ...]], Communicator]
 
-#: How long an orderly and a forced goodbye may take.
+#: Timeout of the cleanup after `close`.
 _LEAVE_S = 5.0
+#: Timeout of the cleanup after `abort`.
 _ABORT_S = 0.5
-#: Time that `_free` waits beyond that; the ending thread goes on afterwards.
+#: Time that `_free` waits beyond the timeout; the cleanup thread continues afterwards.
 _BOUND_S = 0.4
 
 __all__ = ["Communicator"]

@@ -1,4 +1,4 @@
-"""Plans of collectives on GPU memory: of all ranks, or of one rank of every node."""
+"""Selection of plans for collectives on GPU memory, among all ranks or one rank per node."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from r2ccl.runtime.engine import Engine
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import CallSignature
 
-#: Enters a collective and returns its plan; of the caller's own schedule if one is given.
+#: Function that enters a collective and returns its plan. The second argument is a user-defined
+#: schedule for the plan, or None.
 EnterCall = Callable[[CallSignature, Schedule | None], Plan]
 
 
 class PlanSelector:
-    """Enters the collectives of one rank, each with the plan that all ranks choose.
+    """Function object that enters a collective and returns the plan that all ranks select for it.
 
     Parameters
     ----------
@@ -27,32 +28,41 @@ class PlanSelector:
         self._plans = plans
 
     def __call__(self, call: CallSignature, own: Schedule | None = None) -> Plan:
-        """Enter a collective of all ranks, by the schedule `own` if there is one.
+        """Enter a collective of all ranks and return its plan.
+
+        Parameters
+        ----------
+        call : CallSignature
+        own : Schedule, optional
+            User-defined schedule for the collective.
 
         Raises
         ------
         R2cclError
             If the communicator has ended.
         InvalidArgument, ScheduleError
-            See `PlanCache`.
+            If `PlanCache` cannot make a plan of `call` or `own`.
         """
         return self._plans(call, self._engine.enter(), self._engine.op, own)
 
     def among(self, members: tuple[int, ...], homes: Sequence[int] = ()) -> EnterCall:
-        """Return a function that enters allreduces of some ranks, while all others enter theirs.
+        """Return a function that enters an allreduce among `members`.
+
+        Ranks outside of `members` must enter the allreduce of their group at the same time.
 
         Parameters
         ----------
         members : tuple of int
-            The group of this rank: one rank of every node, in rising order. AVG divides by the
-            number of all ranks.
+            Group of this rank: one rank per node, in ascending order. AVG divides by the number of
+            all ranks, not of the members.
         homes : sequence of int, optional
-            Home rails the group uses while they are up; the same at all members. Default: all.
+            Home rails that the group uses while they are up; equal on all members. Default: all
+            home rails.
 
         Returns
         -------
         callable
-            As this object, but it takes no schedule of the caller's own.
+            An `EnterCall`, which ignores a user-defined schedule.
         """
         engine = self._engine
         plans = GroupPlanCache(

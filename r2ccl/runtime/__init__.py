@@ -1,5 +1,5 @@
-"""Carries calls out: arguments are checked, the data loop is taken, slices move.
+"""Execution of collective calls: argument checks, the data loop, and the progress of slices.
 
-`collectives` is where a call on host memory enters. `engine` says who may run the data loop,
-`progress` is that loop, and `executor` walks a plan through it.
+A call on host memory enters in `collectives`. `engine` decides which thread runs the data loop,
+`progress` is that loop, and `executor` runs the steps of a plan in it.
 """

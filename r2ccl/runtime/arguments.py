@@ -1,10 +1,11 @@
-"""Requests: what a caller asks a communicator for, validated, with the memory it is about.
+"""Validation of the arguments of a collective.
 
-One function a collective: it views the arrays, in host or device memory, makes the output if the
-caller gave none, and says what all ranks must agree on. Nothing is done yet, and no byte is read.
+Each collective has one function here. The function views the arrays in host or device memory
+without a copy, allocates the output if the caller passed none, and returns a `Request` with the
+call signature that all ranks must agree on. It does not read array data and does not communicate.
 
-Must not import links or threads. Invariant: a request that exists can be carried
-out; what is wrong with the arguments is raised here, before any byte moves.
+Invariant: every `Request` has valid arguments. Invalid arguments raise an error here, before any
+data moves.
 """
 
 from __future__ import annotations
@@ -38,23 +39,24 @@ Memory: TypeAlias = Buffer | DeviceBuffer
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):
-    """One collective.
+    """Validated arguments of one collective call.
 
     Parameters
     ----------
     signature : CallSignature
+        Parameters of the call that must be equal on all ranks.
     source, output : Buffer or DeviceBuffer
-        Both in host memory or both on one device. Without an output (a reduce elsewhere than on
-        its root) it is None.
+        Views of the input and the output, both in host memory or both on one device. ``output``
+        is None for a reduce on a rank other than the root.
     result : object
-        What the caller gets.
+        Return value of the call.
     schedule : Schedule or None
-        An allreduce of the caller's own.
+        User-defined allreduce schedule, if the caller passed one.
     is_in_place : bool
-        Of an allgather: the input is its part of the output already.
+        Only for an allgather: `source` is already this rank's part of `output`.
     is_staged : bool
-        The collective does not run from `source` to `output` as they are: data is copied before
-        or after it, or partial sums need memory of their own.
+        The collective cannot run directly from `source` to `output`: data is copied before or
+        after the collective, or partial sums need separate memory.
     """
 
     signature: CallSignature
@@ -67,21 +69,21 @@ class Request(msgspec.Struct, frozen=True, eq=False):
 
 
 def allreduce(x: Any, out: Any, op: ReduceOp, schedule: Schedule | None = None) -> Request:
-    """See `Communicator.allreduce` and `Communicator.run_schedule`."""
+    """Make the request of `Communicator.allreduce` or `Communicator.run_schedule`."""
     source, output = _both(x, out)
     call = CallSignature(Collective.ALLREDUCE, source.dtype_code, op, source.count)
     return Request(call, source, output, x if out is None else out, schedule)
 
 
 def broadcast(x: Any, out: Any, root: int) -> Request:
-    """See `Communicator.broadcast`."""
+    """Make the request of `Communicator.broadcast`."""
     source, output = _both(x, out)
     call = CallSignature(Collective.BROADCAST, source.dtype_code, ReduceOp.SUM, source.count, root)
     return Request(call, source, output, x if out is None else out)
 
 
 def reduce(x: Any, out: Any, op: ReduceOp, root: int, rank: int) -> Request:
-    """See `Communicator.reduce`."""
+    """Make the request of `Communicator.reduce`."""
     output: Memory | None = None
     if rank == root:
         source, output = _both(x, out)
@@ -93,7 +95,7 @@ def reduce(x: Any, out: Any, op: ReduceOp, root: int, rank: int) -> Request:
 
 
 def allgather(x: Any, out: Any, rank: int, nranks: int) -> Request:
-    """See `Communicator.allgather`."""
+    """Make the request of `Communicator.allgather`."""
     source = view(x, writable=False)
     result = like(x, nranks) if out is None else out
     output = view(result, writable=True)
@@ -104,7 +106,7 @@ def allgather(x: Any, out: Any, rank: int, nranks: int) -> Request:
 
 
 def reduce_scatter(x: Any, out: Any, op: ReduceOp, rank: int, nranks: int) -> Request:
-    """See `Communicator.reduce_scatter`."""
+    """Make the request of `Communicator.reduce_scatter`."""
     source = view(x, writable=False)
     own = part_of(source, rank, nranks)
     result = like_part(x, nranks) if out is None else out
@@ -116,12 +118,12 @@ def reduce_scatter(x: Any, out: Any, op: ReduceOp, rank: int, nranks: int) -> Re
 
 
 def view(x: Any, *, writable: bool) -> Memory:
-    """View an array, wherever it is.
+    """View an array in host or device memory, without a copy.
 
     Raises
     ------
     InvalidArgument
-        See `as_buffer` and `as_device_buffer`.
+        If `as_buffer` or `as_device_buffer` refuses the array.
     """
     if type(x) is not np.ndarray and is_device_array(x):
         return as_device_buffer(x, writable=writable)
@@ -134,17 +136,17 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
     Parameters
     ----------
     x : array_like in host memory
-        NumPy array of any number of dimensions (also none, also no elements); an object with the
-        buffer protocol (``bytearray``, ``array.array``, ctypes arrays); a tensor with DLPack such
-        as torch's. Borrowed for as long as the buffer lives.
+        NumPy array of any shape (0 dimensions and 0 elements are allowed), object with the buffer
+        protocol (``bytearray``, ``array.array``, ctypes arrays), or tensor with DLPack, such as a
+        torch tensor. Borrowed for the lifetime of the returned buffer.
     writable : bool
-        Whether a result will be written to it.
+        Whether a result will be written to `x`.
 
     Raises
     ------
     InvalidArgument
-        Not such an object, or its memory is on a device, not C-contiguous, not aligned,
-        byte-swapped, of a dtype without a number, or read-only when `writable`.
+        If `x` is no such object, or its memory is on a device, not C-contiguous, not aligned,
+        byte-swapped, of an unsupported dtype, or read-only when `writable` is True.
 
     Notes
     -----
@@ -167,19 +169,19 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
 
 
 def check_op(request: Request) -> None:
-    """Refuse a reduction that does not exist; planning it does so too, but later.
+    """Check that the reduction exists for the dtype; planning would find the error later.
 
     Raises
     ------
     InvalidArgument
-        See `r2ccl.kernels.check_op`.
+        If `r2ccl.kernels.check_op` refuses the op and dtype.
     """
     if request.signature.collective in REDUCTIONS:
         kernels.check_op(request.signature.dtype, request.signature.op)
 
 
 def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
-    """View input and output of equal size; without `out`, `x` is both."""
+    """View an input and an output of equal size; if `out` is None, `x` is both."""
     is_same = out is None or out is x
     source = view(x, writable=is_same)
     if is_same:
@@ -191,7 +193,6 @@ def _both(x: Any, out: Any) -> tuple[Memory, Memory]:
 
 
 def _require_alike(source: Memory, output: Memory) -> None:
-    """Refuse memory of two kinds."""
     places = [getattr(each, "ordinal", None) for each in (source, output)]
     if places[0] != places[1]:
         where = ["in host memory" if at is None else f"on GPU {at}" for at in places]

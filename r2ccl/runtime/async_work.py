@@ -1,11 +1,11 @@
-"""Work: collectives that go on while their caller does something else.
+"""Asynchronous collectives: the worker thread that runs them and the handle of the caller.
 
-A `Worker` is one thread of one communicator, which does what it is given in the order it was given:
-all ranks call in the same order, so all do the same next. `Work` is a caller's handle of one
-collective.
+A `Worker` is the thread of one communicator that runs tasks in the order of their submission. All
+ranks submit their collectives in the same order, so all run the same collective next. A `Work` is
+the caller's handle of one collective.
 
-Sees neither schedules nor devices. Invariants: what was submitted is done, failed, or refused,
-once; every wait has a deadline or ends with the communicator.
+Invariants: every task that was submitted ends exactly once: it succeeds, fails or is refused. Every
+wait has a deadline or ends with the communicator.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from r2ccl.errors import CommunicatorRevoked, InvalidArgument, TransportTimeout
 
 
 class Task:
-    """Something a `Worker` does once."""
+    """A function that a `Worker` runs once, and its outcome."""
 
     __slots__ = ("_ended", "_fn", "error", "is_seen")
 
     def __init__(self, fn: Callable[[], None]) -> None:
         self._fn = fn
         self._ended = threading.Event()
-        #: What ended it early; read once it has ended.
+        #: Exception that the function raised, or None; valid once the task has ended.
         self.error: BaseException | None = None
-        #: Whether somebody was told of the error.
+        #: The error was raised to a caller.
         self.is_seen = False
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether the task has ended, with or without an error."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is over; whether it is."""
+        """Wait until the task has ended; return whether it has."""
         return self._ended.wait(timeout_s)
 
     def succeed(self) -> None:
-        """Raise what ended it early, if anything did; it has ended."""
+        """Raise the error of the task, if it has one; the task must have ended."""
         if self.error is not None:
             self.is_seen = True
             raise self.error
 
     def attempt(self) -> BaseException | None:
-        """Do it; return what ended it early."""
+        """Run the function; return the exception that it raised, or None."""
         try:
             self._fn()
         except BaseException as exc:
@@ -57,33 +57,33 @@ class Task:
         return None
 
     def end(self, error: BaseException | None) -> None:
-        """Have it be over; what it holds is the caller's again."""
+        """Mark the task as ended with `error`, and drop the reference to the function."""
         self.error = error
         del self._fn
         self._ended.set()
 
 
 class Effects(Protocol):
-    """What a collective does to memory that only a device can tell about."""
+    """Work of a collective on a device, which may still run after the task has ended."""
 
     def is_done(self) -> bool:
-        """Whether the device is done; True at most if the task has ended."""
+        """Return whether the device is done; True only if the task has ended."""
         ...
 
     def synchronize(self, timeout_s: float) -> bool:
-        """Wait for the device; whether it is done."""
+        """Wait until the device is done; return whether it is."""
         ...
 
     def order(self, stream: Any) -> None:
-        """Have what `stream` is given from now on wait for them."""
+        """Make work enqueued on `stream` from now on wait for the collective's work."""
         ...
 
 
 class Work:
-    """A collective under way, as ``async_op=True`` returns it.
+    """Handle of an asynchronous collective, as calls with ``async_op=True`` return it.
 
-    Keeps the arrays of the call alive. Nothing needs to be done with it: the collective goes on,
-    and an error ends the communicator whether anybody waits or not.
+    Keeps the arrays of the call alive. The caller may drop the handle without waiting: the
+    collective continues, and an error ends the communicator in any case.
     """
 
     def __init__(
@@ -95,25 +95,26 @@ class Work:
         self._effects = effects
 
     def is_done(self) -> bool:
-        """Whether the result is there, or an error is; at once."""
+        """Return at once whether the collective has finished or failed."""
         if not self._task.has_ended:
             return False
         return self._task.error is not None or self._effects is None or self._effects.is_done()
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Wait, on the host, until the collective is over; return its result.
+        """Block the host until the collective has finished; return its result.
 
         Parameters
         ----------
         timeout_s : float, optional
-            Default: ``R2CC_TIMEOUT_S``, which the collective itself keeps as well.
+            Default: ``R2CC_TIMEOUT_S``, the timeout of the collective itself, plus 10 s.
 
         Raises
         ------
         TransportTimeout
-            It is not over after `timeout_s`. It goes on: wait again.
+            If the collective has not finished after `timeout_s`. The collective continues: wait
+            again.
         R2cclError
-            What ended it; as the blocking call.
+            If the collective failed, with the error that the blocking call would raise.
         """
         limit_s = self._timeout_s + _GRACE_S if timeout_s is None else timeout_s
         until_s = monotonic() + limit_s
@@ -124,43 +125,45 @@ class Work:
             is_over = self._effects.synchronize(max(0.0, until_s - monotonic()))
         if not is_over:
             raise TransportTimeout(
-                f"the collective is not over after {limit_s:g} s; it goes on: wait again, or call "
-                "the communicator's pending() to see what it waits for",
+                f"the collective has not finished after {limit_s:g} s and continues: wait again, "
+                "or call the communicator's pending() to see which ranks it waits for",
                 status="TIMEOUT",
             )
         return self._result
 
     def order(self, stream: Any = None) -> Any:
-        """Have a stream wait for the result, the host not; return the result.
+        """Make a stream wait for the result, without blocking the host; return the result.
 
         Parameters
         ----------
         stream : optional
-            As of the collectives; default: the current one of the array's library. What the
-            stream is given from now on sees the result.
+            As for the collectives. Default: the current stream of the array's library. Work
+            enqueued on the stream from now on sees the result.
 
         Raises
         ------
         InvalidArgument
-            The call was on arrays in host memory: `wait` for it.
+            If the arrays of the call are in host memory; call `wait` instead.
         """
         if self._effects is None:
-            raise InvalidArgument("the arrays are in host memory, where no stream works: wait()")
+            raise InvalidArgument(
+                "the arrays are in host memory, which streams do not apply to: call wait()"
+            )
         self._effects.order(stream)
         return self._result
 
 
 class Worker:
-    """A thread that does tasks in order; started by the first.
+    """Thread that runs tasks in the order of their submission; the first task starts it.
 
     Parameters
     ----------
     name : str
-        Of the thread.
+        Name of the thread.
     turn : context manager
-        Held while a task is done.
+        Held while a task runs.
     on_error : callable
-        Told in the thread of what ended a task, before who waits for it is.
+        Called in the thread with the exception of a task that failed, before the task ends.
     """
 
     def __init__(
@@ -176,25 +179,25 @@ class Worker:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        #: Whether no task is waiting or running.
+        #: No task is queued or running.
         self.is_idle = True
-        #: The first task that failed; `unseen` takes it.
+        #: First task that failed; `unseen` clears it.
         self.failed: Task | None = None
 
     def submit(self, fn: Callable[[], None]) -> Task:
-        """Have ``fn()`` done after everything that was submitted before.
+        """Run ``fn()`` in the thread after all tasks that were submitted before; return its task.
 
         Raises
         ------
         CommunicatorRevoked
-            It was closed.
+            If the worker is closed.
         """
         task = Task(fn)
         self.enqueue(task)
         return task
 
     def enqueue(self, task: Task) -> None:
-        """Have `task` done, as `submit`; who was interrupted in it must `settle` the task."""
+        """Queue `task` as `submit` does; a caller that is interrupted here must call `settle`."""
         with self._changed:
             if self._is_closed:
                 raise CommunicatorRevoked(f"{self._name}: the communicator was closed")
@@ -206,7 +209,7 @@ class Worker:
             self._changed.notify_all()
 
     def settle(self, task: Task) -> None:
-        """Wait until `task` is over, if it is to be done at all; Ctrl-C does not break this off."""
+        """Wait until `task` has ended or is no longer queued; Ctrl-C does not end the wait."""
         while task in self._tasks and not task.has_ended:
             try:
                 task.wait(_LOOK_S)
@@ -214,7 +217,7 @@ class Worker:
                 continue
 
     def unseen(self) -> BaseException | None:
-        """Return the error of the first task that failed if nobody has seen it, once."""
+        """Return, once, the error of the first task that failed, unless a caller has seen it."""
         failed, self.failed = self.failed, None
         if failed is None or failed.is_seen:
             return None
@@ -222,12 +225,18 @@ class Worker:
         return failed.error
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all it was given is over; whether it is."""
+        """Wait until all tasks have ended; return whether they have."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._tasks, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse what has not begun, and wait for what has; whether the thread has ended."""
+        """Refuse the tasks that have not begun, and wait for the running one.
+
+        Returns
+        -------
+        bool
+            Whether the thread has ended.
+        """
         with self._changed:
             self._is_closed = True
             refused = list(self._tasks)[1:]
@@ -235,7 +244,11 @@ class Worker:
                 self._tasks.remove(task)
             self._changed.notify_all()
         for task in refused:
-            task.end(CommunicatorRevoked(f"{self._name}: closed before it began"))
+            task.end(
+                CommunicatorRevoked(
+                    f"{self._name}: the communicator was closed before this collective began"
+                )
+            )
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
@@ -261,9 +274,9 @@ class Worker:
                 self._changed.notify_all()
 
 
-#: How often a wait that nothing breaks off looks whether its task was taken away.
+#: Interval at which `Worker.settle` checks that its task is still queued.
 _LOOK_S = 0.1
-#: How much longer than a collective may take its error is waited for.
+#: Time beyond the timeout of a collective in which its error must arrive.
 _GRACE_S = 10.0
 
 __all__ = ["Effects", "Task", "Work", "Worker"]

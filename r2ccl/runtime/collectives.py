@@ -1,8 +1,8 @@
-"""Collectives of one communicator: starts them one at a time, and runs those on host memory.
+"""Start of the collectives of one communicator, and execution of those on host memory.
 
-A blocking call runs in the caller's thread, an asynchronous one in the communicator's worker, in
-the order in which they were made. A call that fails outside the data loop ends the communicator, so
-that no peer waits for it.
+Collectives run one at a time, in the order of the calls: blocking ones in the caller's thread,
+asynchronous ones in the communicator's worker thread. A call that fails outside the data loop ends
+the communicator, so that no peer waits for that call.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from r2ccl.runtime.executor import LandingPool, host_lanes
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 Array = npt.NDArray[Any]
-#: Starts a collective on device memory: its request, the caller's stream, and whether it is
-#: asynchronous; returns its result or a `Work`.
+#: Function that starts a collective on device memory. It takes the request, the caller's stream,
+#: and whether the call is asynchronous, and returns the result or a `Work`.
 StartOnDevice = Callable[[Request, Any, bool], Any]
 
 _NOTHING = np.empty(0, np.uint8)
@@ -48,7 +48,7 @@ _UINT8 = CODES[np.dtype(np.uint8)]
 
 
 class Collectives:
-    """Starts the collectives of one communicator.
+    """Entry point for the collectives of one communicator.
 
     Parameters
     ----------
@@ -58,9 +58,9 @@ class Collectives:
     worker : Worker
         Runs asynchronous calls.
     turn : Lock
-        Held while a collective is under way, from its first copy to its last; the worker's too.
+        Held while a collective runs, from its first copy to its last; shared with the worker.
     start_on_device : callable
-        See `StartOnDevice`.
+        A `StartOnDevice`.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class Collectives:
         self._turn = turn
         self._start_on_device = start_on_device
         self._rank = engine.rank
-        #: Thread of the blocking call under way; 0: there is none.
+        #: Identifier of the thread whose blocking call runs; 0 if none does.
         self._caller = 0
-        #: Makes the error that calls are refused with; None while they are not.
+        #: Creates the error that refused calls raise; None while calls are accepted.
         self._refusal: Callable[[], R2cclError] | None = None
         #: Memory for partial sums that are not this rank's result.
         self._scratch = np.empty(0, np.uint8)
-        #: Runs the engine where NumPy does not warn of overflow and the like.
+        #: Runs the engine in a context in which NumPy does not warn of overflow and the like.
         run_quietly: Callable[..., None] = kernels.quiet_context().run
         self._run_engine = partial(run_quietly, engine.run)
 
-    # What the communicator asks
+    # State, for the communicator
 
     @property
     def is_closed(self) -> bool:
@@ -103,16 +103,16 @@ class Collectives:
 
     @property
     def is_blocking(self) -> bool:
-        """Whether a blocking call is under way, in any thread."""
+        """Whether a blocking call runs, in any thread."""
         return self._worker.is_idle and self._turn.locked()
 
     @property
     def is_below(self) -> bool:
-        """Whether this is a signal handler that interrupted a blocking call of this thread."""
+        """Whether the caller is a signal handler that interrupted a blocking call of its thread."""
         return self._caller == get_ident()
 
     def require_seen(self) -> None:
-        """Raise the error of an asynchronous call that nobody has waited for."""
+        """Raise `CommunicatorRevoked` if an asynchronous call failed and no caller has seen it."""
         error = self._worker.unseen()
         if error is not None:
             raise CommunicatorRevoked(
@@ -123,16 +123,18 @@ class Collectives:
     # Calls
 
     def start(self, stream: Any, is_async: bool, make: Callable[..., Request], *given: Any) -> Any:
-        """Validate a call and run it, or have it run.
+        """Validate a call, then run it or queue it for the worker.
 
         Parameters
         ----------
         stream : object or None
-            As the caller passed it; allowed for device memory alone.
+            The caller's ``stream`` argument; allowed for device memory only.
         is_async : bool
             Return a `Work` at once.
         make : callable
-            One of `r2ccl.runtime.arguments`, called with what was `given`.
+            Function of `r2ccl.runtime.arguments` that makes the request.
+        *given : object
+            Arguments of `make`.
 
         Returns
         -------
@@ -142,9 +144,9 @@ class Collectives:
         Raises
         ------
         InvalidArgument, ScheduleError
-            If the arguments are wrong; no call was begun.
+            If the arguments are wrong; no collective was started.
         ConcurrentCalls
-            If a blocking call is under way, in another thread or below this signal handler.
+            If a blocking call runs in another thread, or was interrupted by this signal handler.
         R2cclError
             If the collective failed; the communicator has ended.
         """
@@ -166,7 +168,7 @@ class Collectives:
                     output = request.output
                     if request.is_staged or type(output) is not Buffer:
                         self._run(request)
-                    else:  # the same, without a function call
+                    else:  # as `_run`, inlined: most calls are small
                         self._run_engine(
                             partial(self._plans, request.signature, own=request.schedule),
                             partial(host_lanes, self._pool, request.source.array, output.array),
@@ -180,8 +182,8 @@ class Collectives:
                 return self._start_on_device(request, stream, is_async)
             if stream is not None:
                 raise InvalidArgument(
-                    f"stream={stream!r} was given for arrays in host memory, which no stream "
-                    "works on: leave it out"
+                    f"stream={stream!r} was given for arrays in host memory, which streams do not "
+                    "apply to: leave it out"
                 )
             return self._submit(request)
         except (InvalidArgument, ScheduleError, ConcurrentCalls):
@@ -191,12 +193,12 @@ class Collectives:
             raise
 
     def barrier(self) -> None:
-        """Wait until all ranks have called it.
+        """Wait until all ranks have called `barrier`.
 
         Raises
         ------
         ConcurrentCalls, R2cclError
-            As `start`.
+            As for `start`.
         """
         if self._refusal is not None:
             raise self._refusal()
@@ -216,7 +218,7 @@ class Collectives:
         Raises
         ------
         ConcurrentCalls
-            If a blocking call is under way, in another thread or below this signal handler.
+            If a blocking call runs in another thread, or was interrupted by this signal handler.
         """
         if self._worker.is_idle:
             if not self._turn.acquire(blocking=False):
@@ -233,20 +235,25 @@ class Collectives:
             self._worker.enqueue(task)
             task.wait()
         except BaseException as exc:
-            # Ctrl-C: the call must not continue behind the caller's back.
+            # Ctrl-C: the collective must not continue after its call has raised.
             self._engine.revoke(f"interrupted by {exc!r}")
             self._worker.settle(task)
             raise
         if task.error is not None:
-            self._worker.unseen()  # earlier tasks failed for the same reason, raised here
+            self._worker.unseen()  # an earlier task failed for the reason that is raised here
         task.succeed()
 
     def run_plan(self, plan: Plan, source: Array, output: Array) -> None:
-        """Run a collective on host memory that was entered."""
+        """Run a collective on host memory that the engine has entered already."""
         self._run_engine(plan, partial(host_lanes, self._pool, source, output))
 
     def allgather_bytes(self, mine: bytes) -> list[bytes]:
-        """Exchange `mine` with all ranks, in turn; all give as many bytes. Return all, by rank."""
+        """Return the bytes of all ranks, by rank; all must pass equally many.
+
+        Notes
+        -----
+        *Collective*: all ranks. Runs after the asynchronous calls issued so far.
+        """
         rows = np.zeros((self._engine.nranks, len(mine)), np.uint8)
         rows[self._rank] = np.frombuffer(mine, np.uint8)
         flat = rows.reshape(-1)
@@ -255,7 +262,12 @@ class Collectives:
         return [row.tobytes() for row in rows]
 
     def calibrate(self) -> Rates:
-        """Measure the latency and the bandwidth of the network, together with all ranks."""
+        """Measure the latency and the bandwidth of the network.
+
+        Notes
+        -----
+        *Collective*: all ranks.
+        """
         health = self._engine.whole_health
 
         def time_ns(nbytes: int, ntimes: int) -> int:
@@ -284,7 +296,7 @@ class Collectives:
             raise
 
     def _run(self, request: Request) -> None:
-        """Run a collective on host memory, with the copies that it needs before and after."""
+        """Run a collective on host memory, including the copies before and after it."""
         source, output, call = request.source, request.output, request.signature
         assert isinstance(source, Buffer)
         if output is None:
@@ -306,20 +318,21 @@ class Collectives:
             self._run_engine(select, partial(host_lanes, self._pool, source.array, output.array))
 
     def _collect(self, call: CallSignature, source: Array, output: Array) -> None:
-        """Run a collective from `source` to `output` as they are."""
+        """Enter and run a collective from `source` to `output`, without copies around it."""
         select = partial(self._plans, call)
         self._run_engine(select, partial(host_lanes, self._pool, source, output))
 
     def _scratch_like(self, array: Array) -> Array:
-        """Return memory of this size and dtype; valid until the next call that needs some."""
+        """Return memory with the size and dtype of `array`; later calls return the same memory."""
         if self._scratch.nbytes < array.nbytes:
             self._scratch = np.empty(array.nbytes, np.uint8)
         return self._scratch[: array.nbytes].view(array.dtype)
 
     def _concurrent(self) -> ConcurrentCalls:
         return ConcurrentCalls(
-            f"rank {self._rank}: a call while another one is under way, in another thread or below "
-            "a signal handler; allowed is one thread at a time, or a communicator for each"
+            f"rank {self._rank}: a call was made while another call is in progress, in another "
+            "thread, or in this thread below a signal handler: calls are allowed from one thread "
+            "at a time; create one communicator per thread"
         )
 
 

@@ -1,10 +1,10 @@
-"""Roll call: which ranks have called the collective this rank waits in.
+"""Desync check: finds the ranks that have not called the collective that this rank waits in.
 
-Slices show where a peer is, but only to the ranks that exchange slices with it. So a rank whose
-call stands still asks the others, once a call. They answer with the last collective they called;
-who has not called this one does so again when it has. Nothing is said while calls run.
-
-No I/O and no clock. Invariant: a peer is never told the same twice.
+Slices carry the number of the sender's collective, but only to the ranks that exchange slices with
+it. A rank whose call makes no progress therefore sends its collective number to the other ranks,
+once per call. They answer with the number of the last collective that they called. A rank that has
+not called this collective yet answers again when it has. While calls make progress, no messages are
+sent.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import msgspec
 
 
 class Calling(msgspec.Struct, frozen=True, tag="calling"):
-    """Control message: the sender is in its collective number `op`, or was."""
+    """Control message: `op` is the number of the last collective that the sender has called."""
 
     op: int
 
 
 class DesyncCheck:
-    """What this rank and its peers told each other.
+    """Last collective of every rank, as this rank and its peers have reported it to each other.
 
     Parameters
     ----------
     peers : iterable of int
     patience_s : float
-        A call in which nothing happens for this long asks.
+        Time without progress, in seconds, after which a call asks the other ranks.
     send : callable
-        ``send(peer, message)``.
+        ``send(peer, message)`` sends a control message.
     """
 
     def __init__(
         self, peers: Iterable[int], patience_s: float, send: Callable[[int, object], None]
     ) -> None:
-        #: The last collective each peer said it is in; 0: none.
+        #: Number of the last collective that each peer has reported; 0: none.
         self.said = dict.fromkeys(peers, 0)
-        #: Peers that wait for this rank, and the collective they are in.
+        #: Peers that wait for this rank to call a collective, and the number of that collective.
         self.askers: dict[int, int] = {}
         self._patience_s = patience_s
         self._send = send
@@ -47,7 +47,7 @@ class DesyncCheck:
         self._quiet_since_s = 0.0
 
     def on_calling(self, peer: int, theirs: int, mine: int) -> None:
-        """`peer` is in collective `theirs`, this rank in `mine`."""
+        """Handle a message of `peer` in collective `theirs`, while this rank is in `mine`."""
         self.said[peer] = max(self.said[peer], theirs)
         if mine < theirs:
             self.askers[peer] = theirs
@@ -55,7 +55,7 @@ class DesyncCheck:
             self._tell(peer, mine)
 
     def called(self, op: int) -> None:
-        """Answer those who wait for this rank, now that it calls `op`."""
+        """Answer the peers that wait for this rank to call collective `op` or an earlier one."""
         for peer, theirs in list(self.askers.items()):
             if op >= theirs:
                 del self.askers[peer]
@@ -64,9 +64,20 @@ class DesyncCheck:
     def look(
         self, now: float, op: int, activity: int, is_late: bool, absent: Callable[[], Iterable[int]]
     ) -> None:
-        """Ask the `absent` once if the call stands still, or is late anyway.
+        """Ask the absent ranks, once per call, if the call makes no progress or is late.
 
-        `activity` counts what happened on this rank's paths.
+        Parameters
+        ----------
+        now : float
+            Reading of the clock, in seconds.
+        op : int
+            Number of the collective that this rank waits in.
+        activity : int
+            Counter of events on this rank's paths; an unchanged count means no progress.
+        is_late : bool
+            Ask even if there was progress.
+        absent : callable
+            Returns the ranks not known to have called `op`.
         """
         if self._asked_op >= op:
             return

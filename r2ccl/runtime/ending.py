@@ -1,12 +1,13 @@
-"""Ending: what a communicator holds is freed once, in a thread of its own.
+"""Cleanup of a communicator, which runs once and in a separate thread.
 
-So it does not matter where the end is asked for: beside a call that is under way in another thread,
-in a signal handler above it, or again after Ctrl-C broke the first wait. The thread waits for
-whoever still owns what is freed; who asked waits for the thread, no longer than it wants to.
+A separate thread allows cleanup to be requested anywhere: while another thread is in a call, in a
+signal handler that interrupted a call, or again after Ctrl-C ended the first wait. The cleanup
+thread waits until the resources are no longer in use; a requester waits for that thread with a
+timeout.
 
-The thread is there from the beginning: Ctrl-C can come between any two lines of Python, and would
-leave one half started. Must not know what is freed. Invariant: each step is taken once, whatever
-those before it raised.
+The thread is started in advance, because Ctrl-C can arrive between any two Python instructions and
+would leave a thread half started. Invariant: each step runs exactly once, even if an earlier one
+raised.
 """
 
 from __future__ import annotations
@@ -20,39 +21,40 @@ _log = logging.getLogger(__name__)
 
 
 class Ending:
-    """Steps that free something, to be taken once.
+    """Thread that runs a sequence of cleanup steps once.
 
     Parameters
     ----------
     name : str
-        Of the thread.
+        Name of the thread.
     steps : sequence of callable
-        Called with the timeout in seconds; a step may have a bound of its own.
+        Each is called with the timeout in seconds; a step may have a different limit.
     """
 
     def __init__(self, name: str, steps: Sequence[Callable[[float], None]]) -> None:
         self._steps = steps
         self._taken = [threading.Event() for _ in steps]
         self._timeout_s = 0.0
-        #: Held until the end begins. Its release cannot be interrupted.
+        #: Held until the steps may begin; releasing a lock cannot be interrupted by Ctrl-C.
         self._gate = threading.Lock()
         self._gate.acquire()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def prepare(self) -> None:
-        """Start the thread, which waits."""
+        """Start the thread, which waits for `begin`."""
         self._thread.start()
 
     def begin(self, timeout_s: float) -> None:
-        """Begin, if nobody has."""
+        """Start the steps with this timeout, unless they were started before."""
         if not self._timeout_s:
             self._timeout_s = timeout_s
-        with contextlib.suppress(RuntimeError):  # it was begun before
+        with contextlib.suppress(RuntimeError):  # the steps were started before
             self._gate.release()
 
     def wait(self, timeout_s: float, nsteps: int | None = None) -> bool:
         """Wait for all steps, or the first `nsteps`; return whether they finished."""
-        # Not by joining: Ctrl-C in a join leaves a thread that looks ended (CPython 3.11).
+        # Thread.join is not used: after Ctrl-C in a join, CPython 3.11 reports a running thread as
+        # ended.
         return self._taken[(nsteps or len(self._steps)) - 1].wait(timeout_s)
 
     def _run(self) -> None:
@@ -61,7 +63,9 @@ class Ending:
             try:
                 step(self._timeout_s)
             except Exception:
-                _log.exception("%s: what comes after it is freed all the same", self._thread.name)
+                _log.exception(
+                    "%s: a cleanup step failed; the remaining steps still run", self._thread.name
+                )
             finally:
                 taken.set()
 

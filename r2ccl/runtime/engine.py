@@ -1,13 +1,13 @@
-"""Engine: who may run the data loop, and for how long one waits.
+"""Ownership of the data loop by one thread at a time, and waits with a deadline.
 
-`Progress` belongs to one thread at a time. A blocking call owns it while it waits; otherwise the
-control thread does, so a rank that is busy in user code still answers failures, replays and
-confirms. Whatever the control thread learns goes through an inbox: run at once if the loop is
-free, else by the thread that owns it, which is woken.
+A blocking call owns the data loop (`Progress`) while it waits. At other times the control thread
+runs the loop, so that a rank that is busy in user code still handles failures, replays slices and
+confirms them. Events of the control thread are functions in an inbox. The control thread runs them
+at once if no thread owns the loop; otherwise it wakes the owner, which runs them.
 
-Invariants: every wait has a deadline; no wait ends, by result, error or Ctrl-C, while a peer could
-still write into the call's memory. A call that was left without an end, as a second Ctrl-C can do,
-is ended by the control thread at its next tick.
+Invariants: every wait has a deadline. No wait ends, by result, error or Ctrl-C, while a peer could
+still write into the call's memory. If a call could not end properly, which a second Ctrl-C can
+cause, the control thread ends the communicator at its next tick.
 """
 
 from __future__ import annotations
@@ -62,28 +62,30 @@ from r2ccl.types import Nic
 
 _log = logging.getLogger(__name__)
 
-#: Long enough for a thread that waits for the GIL to take it.
+#: Sleep that lets another thread acquire the GIL.
 _GIVE_WAY_S = 50e-6
-#: How often the control thread sends what sockets did not take of a call that is over.
+#: Interval at which the control thread sends data of a finished call that sockets did not accept.
 _REST_S = 0.002
-#: Time for paths to come to rest after an error: a queue pair that does not in a second is
-#: destroyed by its transport. And how often Ctrl-C can come meanwhile.
+#: Time that paths have to become quiet after an error. A transport destroys a queue pair that has
+#: not drained after one second.
 _SETTLE_S = 2.0
+#: Maximum number of Ctrl-C that may interrupt the end of a failed call.
 _MOST_INTERRUPTS = 1_000
-#: Time for all rails to a new peer to come up, before a call begins over those that are.
+#: Time for all rails to a new peer to come up; then a call begins over those that are up.
 STANDBY_S = 0.5
-#: Time for a call to see that the communicator was closed.
+#: Time that a running call has to end after the communicator was closed.
 _LAST_CALL_S = 10.0
-#: Timers are looked at this often while a call waits; the suspicion timeout is 25 times as long.
+#: Interval of timer checks while a call waits; the default suspicion timeout is 25 times as long.
 _TICK_S = 0.02
 
 
-#: Selects a collective's plan by the health to plan with and the number of the last collective.
+#: Function that returns the plan of the next collective. It takes the health to plan with and the
+#: number of the last collective.
 SelectPlan = Callable[[Health, int], Plan]
 
 
 class BackgroundControl(ControlPort, Protocol):
-    """What the engine itself needs of the control plane."""
+    """Interface of the control plane that the engine uses, in addition to `ControlPort`."""
 
     is_busy: bool
 
@@ -97,7 +99,7 @@ class BackgroundControl(ControlPort, Protocol):
 
 
 class _Patience(NamedTuple):
-    """How long something is waited for, by which setting, and what it is."""
+    """Timeout of a wait, the setting it comes from, and a function that describes the wait."""
 
     timeout_s: float
     variable: str
@@ -105,28 +107,28 @@ class _Patience(NamedTuple):
 
 
 class Engine:
-    """Runs one rank's data loop; implements the control plane's handler.
+    """Runner of one rank's data loop, and event handler of its control plane.
 
     Parameters
     ----------
     context : RankContext
     control : BackgroundControl
-        The context's.
+        Control plane of `context`.
     """
 
     def __init__(self, context: RankContext, control: BackgroundControl) -> None:
         self.rank = context.rank
         self.nranks = context.nranks
         self.config = context.config
-        #: Rails channels are at home on.
+        #: Home rails: the rails that channels use while all are up.
         self.homes = context.homes
-        #: Those of them whose ends the transport connects itself: RDMA NICs.
+        #: Home rails whose connections the transport makes itself: those of RDMA NICs.
         self.joined = context.joined
         self._peers_of_job = context.peers
         self._transport = context.transport
         self._control = control
         self._clock = context.clock
-        #: Health to plan with where ranks agree on none.
+        #: Health to plan with if the ranks do not agree on health (mode failstop).
         self.whole_health = context.whole_health()
         self._links = Links(context)
         self._failover = Failover(context, self._links)
@@ -139,60 +141,63 @@ class Engine:
         self._next_tick = 0.0
         self._peers: frozenset[int] = frozenset()
         self._has_raised = False
-        #: Calls that had to connect data paths before their first slice.
+        #: Number of calls that connected data paths before their first slice.
         self.nconnects = 0
-        #: The control thread sends what a call has left.
+        #: The control thread is sending the data that a finished call left.
         self._is_sending_rest = False
         #: A call has begun and not ended.
         self._is_calling = False
-        #: After an error: no path is in use any more.
+        #: The communicator has failed and no path is in use any more.
         self._is_settled = False
-        #: Who has called what, and the lanes of the collective under way.
         self._desync = DesyncCheck(context.peers, self.config.suspicion_timeout_s, control.send)
+        #: Lanes of the collective in progress.
         self._runs: Sequence[LaneRun] = ()
         self._call = _Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", self._pending_call)
         self._waiting: _Patience | None = None
         self._since_s = 0.0
 
-    # Asked in any thread, at once
+    # State; any thread may read it, without waiting
 
     @property
     def op(self) -> int:
-        """Number of the collective that runs, or ran last."""
+        """Number of the running collective, or of the last one."""
         return self._links.op
 
     @property
     def error(self) -> R2cclError | None:
-        """The error that ended the communicator, if one did."""
+        """Error that ended the communicator, or None."""
         return self._revocation.error
 
     def repairs(self) -> tuple[Repair, ...]:
-        """Return what was repaired, oldest first."""
+        """Return the repairs of this rank's paths, oldest first."""
         return tuple(self._migration.log.repairs.copy())
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Return what was last found to be wrong with each path."""
+        """Return the last verdict on each path."""
         diagnosis = self._failover.diagnosis
         return () if diagnosis is None else diagnosis.verdicts()
 
     def known_health(self) -> Known | None:
-        """Return the newest health this rank has heard of; None: ranks agree on none."""
+        """Return the newest health that this rank has received.
+
+        None if the ranks do not agree on health (mode failstop).
+        """
         agreement = self._failover.agreement
         return None if agreement is None else agreement.known
 
     def rails(self, nics: Sequence[Nic]) -> tuple[RailHealth, ...]:
-        """Return the state of every rail; ``nics[i]`` is the local end of rail i."""
+        """Return the state of every rail; ``nics[i]`` is the local NIC of rail i."""
         return rails(self._links.on_rails, self.repairs(), nics)
 
     def status(self, peers: Iterable[PeerInfo], last_heard: Callable[[int], float]) -> RankStatus:
-        """Read what is under way and waited for.
+        """Return the status of this rank: its collective, paths, links, peers and repairs.
 
         Parameters
         ----------
         peers : iterable of PeerInfo
             Every other rank.
         last_heard : callable
-            Rank to the clock's reading of its last sign of life.
+            Maps a rank to the time of its last sign of life, in seconds of the engine's clock.
         """
         pending, ops = self.pending(), last_ops(self._links.paths, self._desync)
         held = self._failover.failback.held()
@@ -218,30 +223,30 @@ class Engine:
     # Called in the control thread
 
     def on_message(self, peer: int, message: object) -> None:
-        """Take a message of `peer`."""
+        """Handle a control message from `peer`."""
         if isinstance(message, Calling):
             self.submit(self._on_calling, peer, message.op)
         else:
             self.submit(self._failover.on_message, peer, message)
 
     def on_path(self, peer: int, rail: int, epoch: int, sock: Any) -> None:
-        """Take an authenticated connection."""
+        """Add an authenticated connection of `peer` as epoch `epoch` of the path on `rail`."""
         self.submit(self._migration.on_opened, peer, rail, epoch, sock)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        """Give `peer` up."""
+        """Handle the loss of the process of `peer`, last heard of at `last_heard_s`."""
         self.submit(self._failover.on_peer_lost, peer, why, last_heard_s)
 
     def on_tick(self, now: float) -> None:
-        """Keep the loop going while no call does."""
+        """Run the data loop once if no call runs it."""
         self.submit(self._background, now)
 
     def on_carrier(self, rail: int, is_up: bool) -> None:
-        """The local NIC of `rail` changed."""
+        """Handle a carrier change of the local NIC of `rail`."""
         self.submit(self._failover.on_carrier, rail, is_up)
 
     def submit(self, fn: Callable[..., None], *args: Any) -> None:
-        """Have the owner of the loop run ``fn(*args)``, or run it here if there is none."""
+        """Run ``fn(*args)`` in the thread that owns the data loop, or here if none owns it."""
         self._inbox.append((fn, args))
         self._serve()
 
@@ -260,7 +265,8 @@ class Engine:
             except R2cclError as exc:
                 self._fail(exc)
             except Exception as exc:
-                # What was being handled is lost: to go on would be to wait for it for ever.
+                # The event that raised is lost, and a call that depends on it would wait until its
+                # timeout.
                 self._fail(self._broken(exc))
             finally:
                 self._owner.release()
@@ -271,7 +277,7 @@ class Engine:
             fn(*args)
 
     def _background(self, now: float) -> None:
-        """One round on behalf of a rank that is not in a call (or, harmless, of one that is)."""
+        """Run the data loop once for a rank that is not in a call; harmless if it is in one."""
         if self._revocation.error is None:
             self._progress.step()
             self._failover.tick(now, self._peers)
@@ -279,8 +285,11 @@ class Engine:
             self._progress.step()
 
     def _send_rest(self) -> None:
-        """Send what sockets did not take of a call that is over; eager ones are over at once."""
-        # First, as a call that ends from now on begins this anew.
+        """Send data of finished calls that sockets did not accept.
+
+        A call whose slices are all eager ends as soon as they are copied, before they are sent.
+        """
+        # Cleared first, because a call that ends from now on schedules this function again.
         self._is_sending_rest = False
         if self._is_calling:
             return
@@ -296,10 +305,14 @@ class Engine:
     def _on_calling(self, peer: int, op: int) -> None:
         self._desync.on_calling(peer, op, self._links.op)
 
-    # Called by the user's thread
+    # Called in the user's thread
 
     def start(self) -> None:
-        """Connect every path; returns when all are up, or some to each peer at the deadline."""
+        """Connect every path.
+
+        Return when all paths are up or, after ``R2CC_CONNECT_TIMEOUT_S``, at least one to each peer
+        is up.
+        """
         with self._owner:
             self._failover.start()
             give_up = self._clock() + self.config.connect_timeout_s
@@ -313,19 +326,21 @@ class Engine:
             self._wait(is_connected, self._patience(self._pending_init))
 
     def set_nominal_rate(self, rate: int) -> None:
-        """Set the rate of a whole rail, in bytes/s."""
+        """Set the rate of a rail at full bandwidth, in bytes/s."""
         with self._owner:
             self._failover.set_nominal_rate(rate)
 
     def enter(self) -> Health:
-        """Start the next collective, whose plan `run` gets later; return the health to plan with.
+        """Enter the next collective and return the health to plan it with.
 
-        Waits while ranks agree on a new one.
+        Waits while the ranks agree on a new health. The caller then passes the plan to `run`.
 
         Raises
         ------
+        TransportTimeout
+            If the ranks do not agree within ``R2CC_TIMEOUT_S``.
         R2cclError
-            The communicator ended, or TransportTimeout.
+            If the communicator has ended.
         """
         agreement = self._failover.agreement
         if agreement is None:
@@ -358,27 +373,27 @@ class Engine:
         make: Callable[[Plan, Links], Sequence[LaneRun]],
         computer: Computer | None = None,
     ) -> None:
-        """Run a collective to its end.
+        """Run a collective until it has finished.
 
         Parameters
         ----------
         plan : Plan or callable
-            The plan of a collective that was entered; or what selects the plan of one that is
-            entered now.
+            Plan of a collective that `enter` has entered, or a `SelectPlan`, for which this method
+            enters the collective.
         make : callable
-            Prepares the lanes of a planned collective. Links may be created, so the owner of the
-            loop does it.
+            ``make(plan, links)`` creates the lanes of the collective. It may create links, so it is
+            called by the owner of the data loop.
         computer : Computer, optional
             Executes the work that the lanes defer.
 
         Raises
         ------
         R2cclError
-            The collective failed; afterwards no peer can write into its memory.
+            If the collective failed; no peer can write into its memory afterwards.
         """
         links, progress = self._links, self._progress
         with self._owner:
-            # Most calls are small, and each function called here is 1 % of such a call.
+            # Most calls are small; each function call here takes 1 % of the time of such a call.
             if self._revocation.error is not None:
                 self.check()
             if not isinstance(plan, Plan):
@@ -447,9 +462,10 @@ class Engine:
         self._wait(is_connected, _Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending))
 
     def call(self, fn: Callable[[], Any]) -> Any:
-        """Run ``fn()`` as the owner of the data loop; Ctrl-C in its midst ends the communicator.
+        """Run ``fn()`` as the owner of the data loop.
 
-        What is half done then, in the transport's tables, would stay so.
+        Ctrl-C during `fn` ends the communicator, because it may leave the transport's tables
+        inconsistent.
         """
         with self._owner:
             try:
@@ -461,15 +477,20 @@ class Engine:
                 raise
 
     def register(self, memory: npt.NDArray[np.uint8]) -> RegisteredMemory:
-        """Prepare `memory` with the transport; Ctrl-C ends the communicator, as in `call`."""
+        """Register host memory with the transport; Ctrl-C ends the communicator, as in `call`."""
         return RegisteredMemory(self, self.call(partial(self._transport.register, memory)))
 
     def register_device(self, address: int, nbytes: int) -> Registered:
-        """Prepare device memory with the transport."""
+        """Register `nbytes` of device memory at `address` with the transport."""
         return self._transport.register_device(address, nbytes)
 
     def leave(self) -> None:
-        """Collective: wait until every slice is confirmed here and everywhere."""
+        """Wait until every slice of every rank is confirmed.
+
+        Notes
+        -----
+        *Collective*: all ranks.
+        """
         peers = frozenset(self._peers_of_job)
         with self._owner:
             self.check()
@@ -481,37 +502,45 @@ class Engine:
             self._wait(lambda: self._revocation.left >= peers, self._patience(self._pending_leave))
 
     def fail_call(self, error: BaseException) -> None:
-        """End the communicator: a call failed outside the data loop, and its peers wait for it."""
+        """End the communicator after a call failed outside the data loop.
+
+        The other ranks wait in the same collective and would otherwise wait until their timeout.
+        """
         if self._revocation.error is None:
             self.revoke(f"a collective failed: {error!r}")
 
     def revoke(self, why: str) -> None:
-        """End the communicator everywhere, from any thread, and from a signal handler."""
+        """End the communicator on all ranks; callable in any thread and in a signal handler."""
         message = Revoke("CommunicatorRevoked", why, self.rank)
         if self._revocation.error is None:
-            # At once: who owns the loop may be this very thread, below the handler.
+            # Broadcast first: this may be a signal handler whose own thread owns the loop, so that
+            # `submit` only queues.
             self._control.broadcast(message)
         error = CommunicatorRevoked(f"rank {self.rank}: {why}")
         self.submit(self._revocation.end, error, message)
 
     def tell_why(self) -> None:
-        """Tell all ranks, before this one leaves, what ended the communicator, if anything did.
+        """Send the reason for which the communicator ended, if it has ended, to all ranks.
 
-        Goodbyes of those that have heard may overtake the word of the one that ended it.
+        Each rank sends it before it leaves, because a leave message of one rank may arrive before
+        the revocation sent by another rank.
         """
         if self._revocation.reason is not None:
             self._control.broadcast(self._revocation.reason)
 
     def descriptors(self) -> list[int]:
-        """Descriptors in use; read where nothing else runs, as in the child of a fork."""
+        """Return the transport's file descriptors in use.
+
+        Call it only while no other thread runs, as in the child of a fork.
+        """
         return self._transport.descriptors()
 
     def close(self) -> None:
-        """Free the transport, when the call that is under way, if one is, has ended."""
+        """Free the transport once the running call, if any, has ended."""
         if not self._owner.acquire(timeout=_LAST_CALL_S):
             _log.error(
                 "rank %d: a call still runs %g s after the communicator was closed: its "
-                "connections and memory stay in use until the process ends; end it to free them",
+                "connections and memory stay in use; end the process to free them",
                 self.rank, _LAST_CALL_S,
             )  # fmt: skip
             return
@@ -521,7 +550,11 @@ class Engine:
             self._owner.release()
 
     def check(self) -> None:
-        """Raise what ended the communicator: first a copy of it, then `CommunicatorRevoked`."""
+        """Raise if the communicator has ended.
+
+        The first call raises a copy of the error that ended the communicator; later calls raise
+        `CommunicatorRevoked`.
+        """
         error = self._revocation.error
         if error is None:
             return
@@ -533,7 +566,7 @@ class Engine:
         ) from error
 
     def _wait(self, is_done: Callable[[], bool], patience: _Patience) -> None:
-        """Run the loop until `is_done`; the owner's lock is held."""
+        """Run the data loop until ``is_done()``; the caller must own the loop."""
         clock, progress = self._clock, self._progress
         self._since_s = clock()
         deadline = self._since_s + patience.timeout_s
@@ -549,8 +582,8 @@ class Engine:
                     idle_since = 0.0
                     if self._revocation.error is None:
                         if self._migration.repairing:
-                            # The control thread carries the announcements: a busy loop would
-                            # have it wait for the GIL, 5 ms at a time.
+                            # The control thread exchanges the announcements of a migration. A busy
+                            # loop would make it wait 5 ms (Python's switch interval) for the GIL.
                             time.sleep(_GIVE_WAY_S)
                         continue
                 now = clock()
@@ -560,7 +593,7 @@ class Engine:
                 if now - idle_since < self.config.spin_s:
                     os.sched_yield()
                 elif progress.is_computing:
-                    # No descriptor tells that a kernel has ended: look, and let others run.
+                    # No file descriptor reports the end of a kernel, so poll with short sleeps.
                     time.sleep(_GIVE_WAY_S)
                 else:
                     self._sleep(min(_TICK_S, deadline - now))
@@ -586,7 +619,8 @@ class Engine:
     def _sleep(self, timeout_s: float) -> None:
         self._sleeping = True
         try:
-            # The inbox is looked at after the flag is set: a later message sees it and wakes.
+            # The inbox is checked after the flag is set: a thread that adds an event later sees the
+            # flag and wakes the loop.
             if not self._inbox:
                 self._progress.step(timeout_s)
         finally:
@@ -594,16 +628,17 @@ class Engine:
 
     def _broken(self, cause: Exception) -> InternalError:
         error = InternalError(
-            f"rank {self.rank}: the data loop failed with {cause!r}; please report it, "
-            "with the stack that the log has"
+            f"rank {self.rank}: the data loop failed with {cause!r}; please report this bug with "
+            "the stack trace in the log"
         )
         error.__cause__ = cause
         return error
 
     def _give_up(self, exc: BaseException) -> None:
-        """End the communicator, if it has not ended, because a call ends with `exc`.
+        """End the communicator, unless it has ended, because a call raises `exc`.
 
-        Afterwards no peer can write into its memory; more Ctrl-C does not break this off.
+        Afterwards no peer can write into the call's memory. Further Ctrl-C does not interrupt this
+        method.
         """
         is_sound = isinstance(exc, R2cclError)
         for _ in range(_MOST_INTERRUPTS):
@@ -621,10 +656,10 @@ class Engine:
                 _log.debug("rank %d: %r while a call ends", self.rank, again)
 
     def _settle(self, is_sound: bool) -> None:
-        """Go on until no path is in use.
+        """Fence all paths and run the data loop until none is in use.
 
-        Paths that do not come to rest are closed; and all at once where an exception may have come
-        between the transport and who heard its events.
+        Close the transport if some path stays in use. If not `is_sound`, close it at once, because
+        an exception may have lost events of the transport.
         """
         if self._is_settled:
             return
@@ -633,7 +668,10 @@ class Engine:
             try:
                 self._transport.close()
             except Exception:
-                _log.exception("rank %d: not all of the transport was freed", self.rank)
+                _log.exception(
+                    "rank %d: the transport was not freed completely; end the process to free it",
+                    self.rank,
+                )
         self._is_settled = True
         self._progress.forget()
 
@@ -643,16 +681,16 @@ class Engine:
         try:
             while not self._migration.is_quiet:
                 if clock() >= give_up_s:
-                    _log.error("rank %d: paths did not come to rest", self.rank)
+                    _log.error("rank %d: some paths did not drain; all are closed", self.rank)
                     return False
                 self._progress.step(_GIVE_WAY_S)
         except Exception:
-            _log.exception("rank %d: the data loop failed in its end", self.rank)
+            _log.exception("rank %d: the data loop failed while paths were fenced", self.rank)
             return False
         return True
 
     def _fail(self, exc: R2cclError) -> None:
-        """End the communicator, if it has not ended, because of an error found here."""
+        """End the communicator, unless it has ended, because this rank found the error `exc`."""
         if self._revocation.error is not None:
             return
         if isinstance(exc, InternalError):
@@ -660,10 +698,10 @@ class Engine:
         message = Revoke(type(exc).__name__, str(exc), self.rank)
         self._revocation.revoke(message, error=_without_frames(exc))
 
-    # What is waited for; called in any thread
+    # Descriptions of the current wait; called in any thread
 
     def pending(self) -> Pending:
-        """Say what the call that is blocked waits for; any thread, at once."""
+        """Describe what the blocked call waits for; callable in any thread, does not wait."""
         waiting = self._waiting
         if waiting is not None:
             return waiting.pending()
@@ -671,7 +709,7 @@ class Engine:
         return Pending(self.rank, "", now, now)
 
     def _patience(self, pending: Callable[[], Pending]) -> _Patience:
-        """Those of init() and close()."""
+        """Return the patience of init() and close()."""
         return _Patience(self.config.init_timeout_s, "R2CC_INIT_TIMEOUT_S", pending)
 
     def _pending_init(self) -> Pending:
@@ -710,14 +748,17 @@ class Engine:
 
 
 class RegisteredMemory:
-    """What `Communicator.register` returns: a context manager, or `close` it by hand."""
+    """Registration of host memory, as `Communicator.register` returns it.
+
+    A context manager; leaving it, or calling `close`, ends the registration.
+    """
 
     def __init__(self, engine: Engine, registered: Registered) -> None:
         self._engine = engine
         self._registered: Registered | None = registered
 
     def close(self) -> None:
-        """End the registration. Idempotent; the memory itself stays as it is."""
+        """End the registration; idempotent. The memory itself does not change."""
         registered, self._registered = self._registered, None
         if registered is not None:
             self._engine.call(registered.close)
@@ -730,7 +771,7 @@ class RegisteredMemory:
 
 
 def _without_frames(error: R2cclError) -> R2cclError:
-    """Return a copy of `error` without its traceback, which would keep the caller's arrays."""
+    """Return a copy of `error` without its traceback, which would keep arrays of callers alive."""
     copy = type(error).__new__(type(error), *error.args)
     copy.__dict__.update(error.__dict__)
     copy.__cause__ = error.__cause__
@@ -741,7 +782,7 @@ def _timeout(patience: _Patience) -> TransportTimeout:
     pending = patience.pending()
     awaited = {*pending.absent, *(wait.peer for wait in pending.waits)}
     return TransportTimeout(
-        f"{pending}; it gave up after {patience.timeout_s:g} s: look at these ranks, or raise "
+        f"{pending}; gave up after {patience.timeout_s:g} s: check these ranks, or raise "
         f"{patience.variable} if they are only slow",
         rank=pending.rank,
         peer=awaited.pop() if len(awaited) == 1 else None,

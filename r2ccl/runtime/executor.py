@@ -1,20 +1,21 @@
-"""Executor: runs a schedule; the only module where schedule, links and kernels meet.
+"""Executor: runs the steps of a plan over links, with the kernels of its reductions.
 
-One `LaneRun` per channel of the call walks the lane's steps slice by slice: it posts a send when
-what it reads is there, names a landing place when what it overwrites is released, and reduces a
-slice as soon as it has landed. Nothing here waits; `LaneRun.advance` posts whatever has become
-possible and returns.
+One `LaneRun` per channel of the call runs the lane's steps slice by slice. It posts a send when the
+data to send is complete, names a landing place when the memory to overwrite is free, and reduces a
+slice as soon as it has arrived. Nothing here waits: `LaneRun.advance` posts every send and receive
+that is possible now and returns.
 
-A slice that is to be reduced lands beside the user's memory and is reduced only when whole: a torn
-slice can be sent again without having been added twice.
+A slice to be reduced lands in separate memory and is reduced only when it is complete. A slice that
+was received in part can therefore be sent again without being added twice.
 
-The call's `Operands` hold its memory and its arithmetic. Those in host memory (`HostCall`) compute
-at once. Those in device memory defer the work to a stream (`r2ccl.gpu.device_reduction`), which
-runs it in order. A step that computes may follow one whose work was deferred; a step that has the
-transport read or write memory waits until the work is done.
+The call's `Operands` hold its memory and its arithmetic. Operands in host memory (`HostCall`)
+compute at once. Operands in device memory defer the work to a stream
+(`r2ccl.gpu.device_reduction`), which runs it in order. A step that only computes may follow a step
+whose work is deferred and not done. A step whose memory the transport reads or writes must wait
+until that work is done.
 
-Must not import sockets, threads or the clock. Invariant: memory is overwritten only after every
-step that reads it is done, and for a send that means released.
+Invariant: memory is overwritten only after every step that reads it is done. A send is done when
+its slices are released.
 """
 
 from __future__ import annotations
@@ -39,68 +40,70 @@ Divider = Callable[[Array], object]
 
 
 class Operands(Protocol):
-    """One collective's memory and arithmetic."""
+    """Memory and arithmetic of one collective."""
 
     @property
     def layout(self) -> Layout:
-        """What this rank does."""
+        """Steps of this rank, cut into slices."""
         ...
 
     @property
     def views(self) -> Sequence[memoryview]:
-        """The bytes of each `Space`, for the transport."""
+        """Bytes of each `Space`, for the transport."""
         ...
 
     @property
     def is_bandwidth_sample(self) -> bool:
-        """Whether its slices show what the rails carry."""
+        """Whether the slices of this collective serve to measure the bandwidth of the rails."""
         ...
 
     @property
     def computed(self) -> int:
-        """Number of the last work of `apply` that is known to be done, as all before it is."""
+        """Number of the last work from `apply` known to be done; all earlier work is done too."""
         ...
 
     def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
-        """Make elements `lo` to `hi` of what `step` writes.
+        """Compute elements `lo` (inclusive) to `hi` (exclusive) of the output of `step`.
 
         Parameters
         ----------
         step : Step
-            Any but a send.
+            Any step except a send.
         lo, hi : int
         received : ndarray, buffer or None
-            The landing place of a slice to be reduced, or the payload of an eager slice; None: the
-            slice landed where it belongs, or the step is local.
+            Landing place of a slice to be reduced, or payload of an eager slice. None if the slice
+            was received directly into its destination, or the step is local.
 
         Returns
         -------
         int
-            0: done. Else the number of the work, above those before; done when `computed` has
-            reached it.
+            0 if the work is done. Otherwise the number of the deferred work, higher than all
+            earlier numbers; the work is done when `computed` has reached it.
         """
         ...
 
 
 class HostCall:
-    """`Operands` in host memory, computed at once.
+    """`Operands` in host memory, which compute at once.
 
     Parameters
     ----------
     layout : Layout
     source, output : ndarray
-        Flat, contiguous; the same memory when in place.
+        Flat and contiguous; the same memory if the collective is in place.
     reduce : callable
         ``reduce(left, right, out)``.
     finish : callable or None
-        Applied to every finished slice of the result (AVG).
+        Applied in place to every finished slice of the result; divides by the number of ranks for
+        AVG.
     is_bandwidth_sample : bool
-        Whether its slices show what the rails carry: no other peer sends where one of them goes.
+        Whether the slices serve to measure the bandwidth of the rails. This requires that no two
+        peers send to the same port.
     """
 
     __slots__ = ("finish", "is_bandwidth_sample", "layout", "output", "reduce", "spaces", "views")
 
-    #: Nothing is deferred.
+    #: No work is deferred, so no number is ever awaited.
     computed = 0
 
     def __init__(
@@ -123,7 +126,7 @@ class HostCall:
         self.views = tuple(memoryview(space.view(np.uint8)) for space in self.spaces)  # type: ignore[arg-type]
 
     def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
-        """See `Operands`."""
+        """Implement `Operands.apply`; always return 0."""
         out = self.spaces[step.dst_space][lo:hi]
         kind = step.kind
         if kind is OpKind.RECV_REDUCE:
@@ -150,17 +153,17 @@ class HostCall:
 
 
 class LandingPool:
-    """Landing places for slices that are reduced, kept from call to call.
+    """Landing places for slices to be reduced, reused across calls.
 
-    Bounded by the largest number in use at once: `depth` times the links that receive.
+    The pool grows to the largest number of places in use at once: `depth` per receiving link.
 
     Parameters
     ----------
     allocate : callable
-        Returns memory of so many bytes that the transport lands slices in without another copy:
-        an array, or a memoryview where this process has no access itself.
+        ``allocate(nbytes)`` returns memory into which the transport receives slices without another
+        copy: an array, or a memoryview if this process cannot access the memory.
     depth : int
-        Landing places a link names ahead, at most.
+        Maximum number of landing places that a link names ahead.
     """
 
     def __init__(self, allocate: Callable[[int], Place], depth: int) -> None:
@@ -169,17 +172,17 @@ class LandingPool:
         self._free: dict[int, list[Place]] = {}
 
     def take(self, nbytes: int) -> Place:
-        """Return a place of `nbytes` bytes, cache-warm if one was used before."""
+        """Return a landing place of `nbytes` bytes, preferably the one used most recently."""
         free = self._free.get(nbytes)
         return free.pop() if free else self._allocate(nbytes)
 
     def give(self, place: Place) -> None:
-        """Return a place for the next taker."""
+        """Return `place` to the pool."""
         self._free.setdefault(place.nbytes, []).append(place)
 
 
 class _Cursor:
-    """Where one link's ops stand: op ``order[at]``, slice ``k``."""
+    """Position in the ops of one link: slice ``k`` of op ``order[at]`` is next."""
 
     __slots__ = ("at", "k", "link", "order")
 
@@ -191,24 +194,24 @@ class _Cursor:
 
 
 class _Inbound(_Cursor):
-    """A receiving link's cursor, with its landing places and the slices that must wait."""
+    """Position of a receiving link, with its landing places and the slices not usable yet."""
 
     __slots__ = ("depth", "held", "places", "under_way")
 
     def __init__(self, link: RecvLink, order: tuple[int, ...], depth: int) -> None:
         super().__init__(link, order)
-        #: Slices asked for ahead, at most.
+        #: Maximum number of receives posted ahead.
         self.depth = depth
-        #: Slices asked for and not used yet.
+        #: Number of receives posted whose slices are not used yet.
         self.under_way = 0
         self.places: deque[Place] = deque()
         self.held: deque[tuple[int, Any]] = deque()
 
 
 class _Computing(NamedTuple):
-    """Work that was given away: ``nslices`` of op number ``op`` are done when it is.
+    """Deferred work, whose end completes ``nslices`` slices of op number ``op``.
 
-    ``place`` is the landing place that it reads, if any, of ``cursor``'s link.
+    ``place`` is the landing place that the work reads, if any, and ``cursor`` its link's.
     """
 
     number: int
@@ -219,7 +222,7 @@ class _Computing(NamedTuple):
 
 
 class LaneRun:
-    """One channel of one call; a `Consumer` of `Progress`."""
+    """Execution of one channel of one call; a `Consumer` of slices."""
 
     __slots__ = (
         "_begun", "_call", "_computing", "_done", "_inbound", "_links", "_local", "_outbound",
@@ -233,19 +236,20 @@ class LaneRun:
         self._links = links
         self._pool = pool
         self._steps = lane.steps
-        #: Slices done per op; of a send: released.
+        #: Slices done, per op. A slice of a send is done when it is released.
         self._done = [0] * len(lane.steps)
-        #: The same, but of a send: no longer read by the transport.
+        #: As `_done`, but a slice of a send counts when the transport no longer reads it.
         self._retired = [0] * len(lane.steps)
-        #: Slices per op whose work was given away; what is given away later comes after it.
+        #: Slices whose work was deferred, per op. Work deferred later runs after it.
         self._begun = [0] * len(lane.steps)
         self._computing: deque[_Computing] = deque()
-        #: Slices of a receiving op already used (its next slice number).
+        #: Slices used, per receiving op; equals the number of its next slice.
         self._used = [0] * len(lane.steps)
+        #: Slices of all ops that are not done.
         self.remaining = lane.nslices
-        #: The links' channels whose events are for this run.
+        #: Channels of the links whose events this run handles.
         self.channels = lane.channels
-        # Looked up here: `Links.sender` costs a call for each, and only creates what is missing.
+        # Existing links are looked up here, which saves one call of `Links.sender` per link.
         senders, receivers = links.senders, links.receivers
         self._outbound = [
             _Cursor(
@@ -265,16 +269,17 @@ class LaneRun:
         self._receivers = {cursor.link.peer: cursor for cursor in self._inbound}
         self._local = deque(lane.locals)
 
-    # What Progress calls
+    # Called by Links and Progress
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
-        """Use a slice at once if its op may run, else hold it."""
+        """Use a slice at once if its op may run, otherwise hold it."""
         index = landing.index
         step = self._steps[index]
         cursor = self._receivers[step.peer]
         if payload is None:
-            # It is in this rank's memory, so the peer's is free: waiting for the reduction would
-            # deadlock two ranks that exchange a chunk and reduce it in place.
+            # Confirm before the reduction: the data is in this rank's memory, so the peer's memory
+            # is free. Two ranks that exchange a chunk and reduce it in place would otherwise
+            # deadlock.
             self._links.consume(cursor.link, False)
             data: Any = cursor.places.popleft() if step.kind == OpKind.RECV_REDUCE else None
         else:
@@ -285,11 +290,11 @@ class LaneRun:
             cursor.held.append((index, data if payload is None else bytes(payload)))
 
     def on_released(self, index: int) -> None:
-        """One more slice of send op `index` was released."""
+        """Count one more released slice of send op `index`."""
         self._finish_slice(index)
 
     def on_retired(self, index: int) -> None:
-        """One more slice of send op `index` was retired."""
+        """Count one more slice of send op `index` that the transport no longer reads."""
         self._retired[index] += 1
 
     def _finish_slice(self, index: int) -> None:
@@ -298,7 +303,7 @@ class LaneRun:
         self.remaining -= 1
 
     def advance(self) -> None:
-        """Post what has become possible, until nothing more is."""
+        """Post sends and receives, and run local steps, until no more are possible."""
         if self._computing:
             self._take_computed()
         moved = self.remaining > 0
@@ -313,7 +318,10 @@ class LaneRun:
                 moved |= self._run_local()
 
     def stalled(self) -> list[tuple[SendLink, bool]]:
-        """Links whose next slice is ready and waits for the peer, and whether it is eager."""
+        """Return the links whose next slice is ready but waits for the peer.
+
+        Each link comes with a flag: whether the slice is eager.
+        """
         found = []
         for cursor in self._outbound:
             at = cursor.at
@@ -345,7 +353,7 @@ class LaneRun:
         size = self._call.layout.itemsize
         view = self._call.views[step.src_space][step.cuts[k] * size : step.cuts[k + 1] * size]
         if step.is_eager:
-            # The copy is the eager slot: the caller's memory is free at once, the slice replayable.
+            # The copy frees the caller's memory at once, and a replay reads the copy.
             view = memoryview(bytes(view))
             self._finish_slice(index)
         self._links.send(link, view, step.is_eager, self, index)
@@ -353,7 +361,7 @@ class LaneRun:
     # Receiving
 
     def _ask(self, cursor: _Inbound) -> None:
-        """Want slices ahead, as far as depth and dependencies allow."""
+        """Post receives ahead, as far as the depth and the dependencies allow."""
         while cursor.at < len(cursor.order):
             index = cursor.order[cursor.at]
             step = self._steps[index]
@@ -396,7 +404,7 @@ class LaneRun:
         return has_moved
 
     def _use(self, cursor: _Inbound, index: int, step: Step, data: Any) -> None:
-        """Slice data becomes result: reduced, copied, or already in place (None)."""
+        """Reduce or copy the data of a slice; None means that it is in its destination already."""
         k = self._used[index]
         self._used[index] = k + 1
         number = 0
@@ -415,7 +423,7 @@ class LaneRun:
         self._finish_slice(index)
 
     def _take_computed(self) -> None:
-        """Finish slices whose work was given away and is done."""
+        """Finish the slices whose deferred work is done."""
         while self._computing and self._computing[0].number <= self._call.computed:
             _, index, nslices, cursor, place = self._computing.popleft()
             if cursor is not None:
@@ -428,11 +436,12 @@ class LaneRun:
     # Local steps
 
     def _run_local(self) -> bool:
-        """Run COPY and REDUCE ops whose dependencies hold."""
+        """Run the COPY and REDUCE ops whose dependencies are done."""
         has_moved = False
         for index in list(self._local):
             step = self._steps[index]
-            # What waits slice by slice works on the same chunk, whose last slice it is then too.
+            # A dependency by slice is on an op of the same chunk, so its last slice is this op's
+            # last slice.
             if self._is_ready(step, step.nslices - 1):
                 self._do_local(index, step)
                 self._local.remove(index)
@@ -461,14 +470,14 @@ class LaneRun:
 def host_lanes(
     pool: LandingPool, source: Array, output: Array, plan: Plan, links: Links
 ) -> list[LaneRun]:
-    """Prepare a planned collective from `source` to `output`, both in host memory."""
+    """Create the lanes of a planned collective from `source` to `output`, both in host memory."""
     layout = plan.layout
     sample = plan.is_bandwidth_sample
     call = HostCall(layout, source, output, plan.reduce, plan.finish, is_bandwidth_sample=sample)
     return [LaneRun(lane, call, links, pool) for lane in layout.lanes]
 
 
-#: Steps that have the transport read or write memory.
+#: Steps whose memory the transport reads or writes.
 _MOVES = frozenset((OpKind.SEND, OpKind.RECV))
 
 __all__ = ["HostCall", "LandingPool", "LaneRun", "Operands", "Place", "host_lanes"]

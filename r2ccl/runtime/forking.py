@@ -1,16 +1,18 @@
-"""Forks: a child gets none of what its parent's communicators hold.
+"""Isolation of forked child processes from the communicators of their parent.
 
-A child shares its parent's open descriptors: one that lives on hides the parent's death from its
-peers, and one that frees its copies takes the sockets out of the epoll both share. So before a
-child's first line runs, every descriptor of every communicator is replaced by one of /dev/null in
-it, and the communicators are disabled. The parent's are as they were.
+A forked child shares the open file descriptors of its parent. A child that outlives the parent
+would hide the parent's death from the peers, and a child that closes its copies would remove the
+sockets from the epoll instance that both processes share. Therefore, before other code runs in the
+child, every descriptor of every communicator is replaced by one of /dev/null and the communicators
+are disabled. Those of the parent are not changed.
 
-Children made by fork and exec at once (`subprocess`) inherit nothing: all descriptors are
-close-on-exec. ``ibv_fork_init`` is not called: since Linux 5.12 the kernel copies pages that NICs
-use for the child when it forks, and says so (``IBV_FORK_UNNEEDED``). See docs/rdma.md. What is
-mapped of the NICs themselves is kept from children by `r2ccl.transport.verbs.mappings`.
+A child made by fork and exec (`subprocess`) inherits nothing, because all descriptors are
+close-on-exec. ``ibv_fork_init`` is not called: since Linux 5.12 the kernel copies the pages that
+NICs use for the child at the fork, and reports ``IBV_FORK_UNNEEDED`` (docs/rdma.md).
+`r2ccl.transport.verbs.mappings` keeps children from the mapped memory of the NICs themselves.
 
-The table is one for the process, as forks are; owners leave it when nothing refers to them.
+The table of owners is global, because a fork affects the whole process. An owner leaves the table
+when it is garbage-collected.
 """
 
 from __future__ import annotations
@@ -34,22 +36,22 @@ _held: weakref.WeakKeyDictionary[Any, _Part] = weakref.WeakKeyDictionary()
 def hold(
     owner: _T, descriptors: Callable[[_T], Iterable[int]], disable: Callable[[_T], None]
 ) -> None:
-    """Keep children from what `owner` holds.
+    """Register `owner` so that forked children lose its file descriptors and cannot use it.
 
     Parameters
     ----------
     owner : object
         Not kept alive.
     descriptors : callable
-        Takes the owner; returns its file descriptors, below 0: closed.
+        ``descriptors(owner)`` returns the owner's file descriptors; negative ones are ignored.
     disable : callable
-        Takes the owner, in the child, when its descriptors are gone.
+        ``disable(owner)`` is called in the child after its descriptors were replaced.
     """
     _held[owner] = _Part(descriptors, disable)
 
 
 def _let_go() -> None:
-    """Take everything from this process, which is a child."""
+    """Replace the descriptors of all owners and disable the owners; runs in a forked child."""
     if not _held:
         return
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)

@@ -1,10 +1,9 @@
-"""The data loop: links on one side, a transport on the other, and nothing that blocks.
+"""The data loop: moves slices between the links and the transport.
 
-`Progress.step` polls the transport, advances the links, hands slices to the collective that wants
-them (a `Consumer`), confirms what was consumed and flushes. It holds no thread and no lock: whoever
-calls it owns it (`r2ccl.runtime.engine`). Failures go to handlers of `r2ccl.failover`.
-
-Must not import sockets or verbs, and touches slices, never bytes.
+`Progress.step` polls the transport, updates the links, delivers slices to the collective that
+expects them (its `Consumer`), confirms consumed slices and flushes the transport. Failure events go
+to handlers of `r2ccl.failover`. The data loop has no thread and no lock: `r2ccl.runtime.engine`
+ensures that one thread at a time calls it.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from r2ccl.types import REDUCTIONS, ROOTED, CallSignature, Collective, PathKey, 
 
 
 class Computer(Protocol):
-    """Executes slice work in order and asynchronously, outside the data loop."""
+    """Executor of slice work, in order and asynchronously, outside the data loop."""
 
     @property
     def computed(self) -> int:
-        """Number of the last work found done; all before it is done too."""
+        """Number of the last work known to be done; all earlier work is done too."""
         ...
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is work that is not known to be done."""
+        """Whether some work is not yet known to be done."""
         ...
 
     def commit(self) -> None:
@@ -51,25 +50,25 @@ class Computer(Protocol):
         ...
 
     def poll(self) -> int:
-        """Update and return `computed`; never waits.
+        """Update and return `computed`, without waiting.
 
         Raises
         ------
         TransportError
-            The device failed.
+            If the device failed.
         """
         ...
 
 
 class Progress:
-    """The loop of one rank, and the collective it carries.
+    """Data loop of one rank.
 
     Parameters
     ----------
     context : RankContext
     links : Links
     failover : Failover
-        Gets the events of failures, and new links to route.
+        Handles failure events.
     """
 
     def __init__(self, context: RankContext, links: Links, failover: Failover) -> None:
@@ -84,7 +83,8 @@ class Progress:
         self._revocation = failover.revocation
         self._repairs = self._migration.log
         self._computer: Computer | None = None
-        #: Signatures seen of collectives this rank has not started, and the first peer with each.
+        #: Signatures received for collectives that this rank has not started: collective number to
+        #: signature to the first peer that sent it.
         self.ahead: dict[int, dict[int, int]] = {}
         self._handlers = {
             Arrived: self._on_arrived,
@@ -101,29 +101,36 @@ class Progress:
     # Called by the engine
 
     def begin(self, computer: Computer | None = None) -> None:
-        """Prepare for the collective that `Links.begin` started.
+        """Prepare the data loop for the collective that `Links.begin` started.
 
-        Required if there is a `computer`, which executes work that consumers defer, or calls are
-        `ahead`.
+        Optional without a `computer` if `ahead` is empty.
+
+        Parameters
+        ----------
+        computer : Computer, optional
+            Executes the work that consumers defer.
         """
         self._computer = computer
         for seen, peer in self.ahead.pop(self._links.op, {}).items():
             self._compare(peer, self._links.op, seen)
 
     def finish(self) -> None:
-        """End the collective: all its slices were delivered and released."""
+        """End the collective; all its slices are delivered and released, or it has failed."""
         self._links.finish()
         self._computer = None
 
     def forget(self) -> None:
-        """Drop all references to slices, when no path is in use any more."""
+        """Drop all references to slices; no path may be in use any more."""
         self._computer = None
         self._links.forget()
 
     # The loop
 
     def step(self, timeout_s: float = 0.0) -> bool:
-        """Go once round; True if anything happened. Sleeps up to `timeout_s` if nothing does."""
+        """Run the loop once; return whether anything happened.
+
+        If no event is pending, wait up to `timeout_s` seconds for one.
+        """
         events = self._transport.poll(timeout_s)
         if events and self._is_measured:
             self._links.polled_s = self._clock()
@@ -134,7 +141,7 @@ class Progress:
         return bool(events) or has_computed
 
     def advance(self) -> None:
-        """Let the collective post what became possible, confirm, and flush."""
+        """Advance the collective, confirm consumed slices, and flush the transport."""
         links = self._links
         while links.touched:
             touched, links.touched = links.touched, []
@@ -149,11 +156,11 @@ class Progress:
 
     @property
     def is_computing(self) -> bool:
-        """Whether the collective waits for work that no event of the transport tells of."""
+        """Whether the collective waits for deferred work, whose end causes no transport event."""
         return self._computer is not None and self._computer.is_busy
 
     def _take_computed(self, computer: Computer) -> bool:
-        """Have whoever gave work away advanced if some of it is done."""
+        """Mark all consumers to be advanced if some deferred work is done."""
         before = computer.computed
         if computer.poll() == before:
             return False
@@ -221,7 +228,7 @@ class Progress:
             self._links.release(released)
 
     def _seen(self, key: PathKey, frame: Frame) -> Path:
-        """Note a sign of life, and which collective the peer is in."""
+        """Count a sign of life of the path, and record the collective that the peer is in."""
         path = self._paths[key]
         path.activity += 1
         if frame.op > path.op:
@@ -231,7 +238,7 @@ class Progress:
     # Agreement on the call
 
     def _compare(self, peer: int, op: int, signature: int) -> None:
-        """Compare a peer's call with this rank's of the same number; revoke if they differ."""
+        """Revoke the communicator if the calls numbered `op` of a peer and this rank differ."""
         links = self._links
         if op > links.op:
             self.ahead.setdefault(op, {}).setdefault(signature, peer)
@@ -250,7 +257,7 @@ class Progress:
 
 
 def _nbytes(link: RecvLink, event: Arrived) -> int:
-    """Size of a slice that arrived; of one that was here before and has no place any more, 0."""
+    """Return the size of a slice that arrived, or 0 for a duplicate without a landing place."""
     if event.payload is not None:
         return len(event.payload)
     landing = link.landings.get(event.frame.seq)
@@ -258,7 +265,7 @@ def _nbytes(link: RecvLink, event: Arrived) -> int:
 
 
 def describe(signature: int) -> str:
-    """Spell a packed signature for a message."""
+    """Return a packed call signature as text for a message."""
     call = CallSignature.unpack(signature)
     name = Collective(call.collective).name.lower()
     if call.collective == Collective.BARRIER:

@@ -1,9 +1,11 @@
-"""Write a text when a signal comes: how a job that hangs is asked what it waits for.
+"""Status dump on a signal, to find out what a hanging job waits for.
 
-Taken only when asked for, and given back: a library that took a signal silently would take it from
-the program. Must not log or use buffered files: the handler may have interrupted just that.
+The handler is installed only on request, and the previous handler is called after it and restored
+at the end, so the program keeps its own use of the signal. The handler writes to file descriptors
+directly: it may have interrupted logging or buffered I/O, which cannot be re-entered.
 
-Invariant: once closed, a handler that was not given back does nothing but call the one before it.
+Invariant: after `SignalDump.close`, a handler that could not be removed only calls the previous
+handler.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ _STDERR = 2
 
 
 class SignalDump:
-    """Calls `write` whenever `signum` comes, then the handler that was there before.
+    """Signal handler that calls `write` and then the previous handler of the signal.
 
     Parameters
     ----------
     signum : int
     write : callable
-        Runs in the main thread, between two of its bytecodes; must not raise.
+        Called in the main thread between two bytecodes; must not raise.
 
     Raises
     ------
     InvalidArgument
-        Not the main thread, or a signal that cannot be handled.
+        If this is not the main thread, or the signal cannot be handled.
     """
 
     def __init__(self, signum: int, write: Callable[[], None]) -> None:
@@ -43,17 +45,18 @@ class SignalDump:
             self._previous = signal.signal(signum, self._on_signal)
         except (OSError, ValueError) as exc:
             raise InvalidArgument(
-                f"signal {signum}: {exc}; it cannot be handled, take SIGUSR1 or SIGUSR2"
+                f"signal {signum} cannot be handled ({exc}): use SIGUSR1 or SIGUSR2"
             ) from exc
 
     def close(self) -> None:
-        """Put the former handler back, unless another one came over this one. Idempotent."""
+        """Restore the previous handler, unless another one has replaced this one. Idempotent."""
         if self._write is None:
             return
         self._write = None
         is_ours = signal.getsignal(self._signum) == self._on_signal
         if is_ours and threading.current_thread() is threading.main_thread():
-            # None: a handler that was not Python's, which cannot be put back.
+            # None means that the previous handler was not installed from Python and cannot be
+            # restored.
             signal.signal(self._signum, self._previous or signal.SIG_DFL)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
@@ -64,31 +67,34 @@ class SignalDump:
 
 
 def require_main_thread() -> None:
-    """Refuse in any other thread: Python's signal handlers belong to the main one.
+    """Check that this is the main thread, the only one that can install signal handlers.
 
     Raises
     ------
     InvalidArgument
-        This is another thread.
+        If this is another thread.
     """
     thread = threading.current_thread()
     if thread is not threading.main_thread():
         raise InvalidArgument(
-            f"a dump on a signal was asked for in thread {thread.name!r}, but Python handles "
-            "signals in the main thread: ask there, or leave R2CC_DUMP_SIGNAL empty and call "
-            "dump() when it is needed"
+            f"a dump on a signal was requested in thread {thread.name!r}, but Python handles "
+            "signals only in the main thread: request it there, or leave R2CC_DUMP_SIGNAL empty "
+            "and call dump() when needed"
         )
 
 
 def write_line(text: str, path: str) -> None:
-    """Append `text` and a line feed to the file `path`; to stderr if it is empty or refuses."""
+    """Append `text` and a line feed to the file `path`.
+
+    If `path` is empty or cannot be written to, write to stderr.
+    """
     try:
         if path:
             _append(text, path)
             return
     except OSError as exc:
-        text = f"r2ccl: cannot write to {path} ({exc.strerror}); R2CC_DUMP_FILE names it\n{text}"
-    with contextlib.suppress(OSError):  # a closed stderr: there is nowhere left to complain
+        text = f"r2ccl: cannot write to {path} ({exc.strerror}); check R2CC_DUMP_FILE\n{text}"
+    with contextlib.suppress(OSError):  # stderr is closed, so the error cannot be reported
         _write_all(_STDERR, text)
 
 

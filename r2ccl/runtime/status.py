@@ -1,10 +1,10 @@
-"""Status of a rank: the calls under way and the peers it waits for, as values and in words.
+"""Status of a rank: its collectives in progress, paths and links, and the peers it waits for.
 
-Read in any thread, also by a signal handler, and without a lock, so that a loop that hangs does
-not keep it from being read: each table is copied in one step, and numbers that belong together may
-be a slice apart. Times are readings of the clock (CLOCK_MONOTONIC), as in `Repair`.
+The status can be read in any thread and in a signal handler. It is read without a lock, so that it
+is available while the data loop hangs. Each table is copied in one step, but related counters may
+differ by a slice. Times are readings of CLOCK_MONOTONIC in seconds, as in `Repair`.
 
-No I/O. Invariant: reading changes nothing.
+Invariant: reading the status changes nothing.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from r2ccl.types import Nic, PathKey, rail_name
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """One thing a rank waits for.
+    """Object that a rank waits for, and the peer that must provide it.
 
     Attributes
     ----------
     peer : int
-        From whom.
+        Rank that must provide the object.
     what : str
-        ``slice``; ``landing place`` or ``free slot``, for a slice that is ready to be sent;
-        ``confirmation``; ``path``; or ``agreement on the health``.
+        One of ``slice``, ``confirmation``, ``path``, ``agreement on the health`` or, if a slice is
+        ready to be sent, ``landing place`` (cleared slice) or ``free slot`` (eager slice).
     channel, seq : int or None
-        Of the link, where it is one: number `seq` and what follows it.
+        Channel of the link, and number of the first slice that waits; None if no link is concerned.
     rail : int or None
-        That it should come over; None: any.
+        Rail on which the object should arrive; None: any rail.
     why : str
-        What was in the way last; empty: not known.
+        Last known obstacle; empty: not known.
     """
 
     peer: int
@@ -59,21 +59,21 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Pending(msgspec.Struct, frozen=True):
-    """What a rank waits for; ``str()`` says it in words.
+    """Description of the call that blocks a rank; ``str()`` is a sentence for people.
 
     Attributes
     ----------
     rank : int
     doing : str
-        The call, with its number and arguments; empty: no call is blocked.
+        The blocked call, with its number and arguments; empty: no call is blocked.
     now_s, since_s : float
-        When this was read, and since when the call waits.
+        Time of this reading, and time at which the call began to wait.
     absent : dict of int to int
-        Ranks that have not called it as far as this rank knows, and the last collective they were
-        seen in (0: none).
+        Ranks that have not called the collective, as far as this rank knows, with the number of the
+        last collective that each was seen in (0: none).
     waits : tuple of Wait
     slow : tuple of int
-        Ranks found slow since the call waits: their ports answer, and nothing comes.
+        Ranks found slow since `since_s`: their ports answer probes, but no data arrives from them.
     """
 
     rank: int
@@ -100,24 +100,25 @@ class Pending(msgspec.Struct, frozen=True):
             ranks = _listed([str(rank) for rank in self.slow])
             parts.append(f"the network is not at fault: the ports of ranks {ranks} answer")
         age_s = self.now_s - self.since_s
-        said = "; ".join(parts) or "it waits for its own part"
+        said = "; ".join(parts) or "it waits for its own work"
         return f"rank {self.rank}: {self.doing}, begun {age_s:.3g} s ago: {said}"
 
 
 class PathEntry(msgspec.Struct, frozen=True):
-    """One rail to one peer.
+    """State and counters of the path to one peer over one rail.
 
     Attributes
     ----------
     peer, rail, epoch : int
     state : str
-        ``up``; ``fencing``, ``fenced``: on its way down; ``down``: being dialed.
+        ``up``; ``fencing`` or ``fenced``: going down; ``down``: being reconnected.
     cause : str
-        Evidence of its last failure; empty: it has not failed.
+        Evidence of the last failure; empty: the path has never failed.
     since_s : float
-        Since when it is in use, or out of use.
+        Time at which the path was last taken into or out of use.
     nslices_sent, nslices_received, nbytes_sent, nbytes_received : int
-        Payload only; what was sent again counts again.
+        Counts of slices and of payload bytes, without headers. A slice that is sent again counts
+        again.
     """
 
     peer: int
@@ -133,19 +134,20 @@ class PathEntry(msgspec.Struct, frozen=True):
 
 
 class LinkEntry(msgspec.Struct, frozen=True):
-    """Both directions of one channel between this rank and a peer; counts of slices.
+    """Slice counts of the two links between this rank and a peer on one channel.
 
     Attributes
     ----------
     peer, channel : int
     rail : int or None
-        The route; None: no path is up.
+        Rail that the link to the peer uses; None: no path is up.
     posted, confirmed : int
-        To the peer: given to the link; consumed there, as far as this rank knows.
+        Slices to the peer that were posted, and that the peer has confirmed as consumed.
     wanted, received, delivered, consumed : int
-        From the peer: asked for; here without a gap; handed on in order; used up.
+        Slices from the peer for which a receive was posted, that arrived without a gap, that were
+        delivered in order to the collective, and that were consumed.
     duplicates : int
-        From the peer: came twice and were dropped.
+        Slices from the peer that arrived a second time and were dropped.
     """
 
     peer: int
@@ -161,7 +163,7 @@ class LinkEntry(msgspec.Struct, frozen=True):
 
 
 class PeerEntry(msgspec.Struct, frozen=True):
-    """Another rank: where it is, when it was last heard of, the last collective it was seen in."""
+    """Another rank: its host and process, time of its last sign of life, and last collective."""
 
     rank: int
     host: str
@@ -171,7 +173,7 @@ class PeerEntry(msgspec.Struct, frozen=True):
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """A collective under way; ``nslices_left`` counts slices to send or receive, per channel."""
+    """Collective in progress; ``nslices_left`` counts the unfinished slices of each channel."""
 
     op: int
     call: str
@@ -179,21 +181,22 @@ class Operation(msgspec.Struct, frozen=True):
 
 
 class RailHealth(msgspec.Struct, frozen=True):
-    """One rail of this rank.
+    """State of one rail of this rank.
 
     Attributes
     ----------
     rail : int
     name, address : str
-        Of the local interface; of an RDMA rail the port (``mlx5_0:1``) and nothing.
+        Name and address of the local interface. For an RDMA rail, the name is the port
+        (``mlx5_0:1``) and the address is empty.
     speed_mbps : int
-        Nominal; 0: unknown.
+        Nominal speed in Mbit/s; 0: unknown.
     state : str
         ``up`` to all peers, ``down`` to all, or ``degraded``.
     paths : tuple of PathEntry
-        By peer.
+        One path per peer.
     nrepairs : int
-        How many of the repairs that are remembered began on it.
+        Number of repairs in the log that were caused by this rail.
     """
 
     rail: int
@@ -206,7 +209,7 @@ class RailHealth(msgspec.Struct, frozen=True):
 
 
 class HealthReport(msgspec.Struct, frozen=True):
-    """What one rank knows of its own rails now."""
+    """State of all rails of one rank; ``str()`` is a text for people."""
 
     rank: int
     now_s: float
@@ -229,9 +232,15 @@ class HealthReport(msgspec.Struct, frozen=True):
 
 
 class AgreedHealth(msgspec.Struct, frozen=True):
-    """The newest health of all ranks' rails this one has heard of, and since when.
+    """Newest health of all ranks' rails that this rank has received.
 
-    ``shares[rank]`` has what each rail of a rank carries, in sixteenths; 0: it is down.
+    Attributes
+    ----------
+    version : int
+    since_s : float
+        Time at which this rank received the health.
+    shares : tuple of tuple of int
+        Remaining bandwidth by rank and rail, in sixteenths of the whole; 0: the rail is down.
     """
 
     version: int
@@ -240,7 +249,7 @@ class AgreedHealth(msgspec.Struct, frozen=True):
 
 
 class HeldPath(msgspec.Struct, frozen=True):
-    """A path that failed and is not used yet: how long it has to be good without a break."""
+    """Failed path that is not used again before it has been good for ``hold_s`` seconds."""
 
     peer: int
     rail: int
@@ -248,10 +257,10 @@ class HeldPath(msgspec.Struct, frozen=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """Everything one rank has under way.
+    """Full status of one rank.
 
-    ``error`` is what ended the communicator, if anything. ``nconnects`` counts the calls that
-    connected data paths before their first slice.
+    ``error`` is the error that ended the communicator, or empty. ``nconnects`` is the number of
+    calls that connected data paths before their first slice.
     """
 
     rank: int
@@ -271,13 +280,13 @@ class RankStatus(msgspec.Struct, frozen=True):
 
 
 def waits_of_call(links: Links, runs: Iterable[LaneRun]) -> tuple[Wait, ...]:
-    """What a collective waits for, link by link."""
+    """Return the slices, landing places, slots and confirmations that a collective waits for."""
     found = []
     for (peer, channel), receiver in links.receivers.copy().items():
         seq = receiver.delivered
         landing = receiver.landings.get(seq)
         if landing is not None:
-            # An eager slice comes the way its sender chooses.
+            # The sender of an eager slice chooses the path, so `landing.path` is None.
             found.append(Wait(peer, "slice", channel, seq, _rail(landing.path)))
     for run in runs:
         for sender, is_eager in run.stalled():
@@ -287,7 +296,10 @@ def waits_of_call(links: Links, runs: Iterable[LaneRun]) -> tuple[Wait, ...]:
 
 
 def waits_for_confirmation(links: Links, *, is_eager_too: bool) -> tuple[Wait, ...]:
-    """Links with slices the peer has not confirmed; of eager ones a call does not wait for it."""
+    """Return one wait per link whose peer has not confirmed all slices.
+
+    Count eager slices only if `is_eager_too`: a call does not wait for their confirmation.
+    """
     return tuple(
         Wait(peer, "confirmation", channel, link.confirmed)
         for (peer, channel), link in links.senders.copy().items()
@@ -296,7 +308,10 @@ def waits_for_confirmation(links: Links, *, is_eager_too: bool) -> tuple[Wait, .
 
 
 def last_ops(paths: Mapping[PathKey, Path], desync: DesyncCheck) -> dict[int, int]:
-    """Peer to the last collective it was seen in, by its slices or its own word; 0: none."""
+    """Return the number of the last collective that each peer was seen in; 0: none.
+
+    A peer is seen in a collective by its slices or by its answer to the desync check.
+    """
     found = dict(desync.said)
     for key, path in dict(paths).items():
         found[key.peer] = max(found[key.peer], path.op)
@@ -304,24 +319,24 @@ def last_ops(paths: Mapping[PathKey, Path], desync: DesyncCheck) -> dict[int, in
 
 
 def absent(paths: Mapping[PathKey, Path], desync: DesyncCheck, op: int) -> dict[int, int]:
-    """Peers not seen in collective `op`, or later, and where they were seen last."""
+    """Return the peers not seen in collective `op` or later, each with its last collective."""
     return {peer: seen for peer, seen in last_ops(paths, desync).items() if seen < op}
 
 
 def path_entries(links: Links) -> tuple[PathEntry, ...]:
-    """List the paths: all on rails, and the bypasses that were ever in use."""
+    """Return the entries of all paths on rails, and of the bypasses that were ever in use."""
     return tuple(_path(path) for path in links.paths.copy().values() if _is_shown(path))
 
 
 def peer_entries(
     peers: Iterable[PeerInfo], last_heard: Callable[[int], float], ops: Mapping[int, int]
 ) -> tuple[PeerEntry, ...]:
-    """List the peers; `ops` are the last collectives they were seen in."""
+    """Return the entries of `peers`; ``ops[peer]`` is the last collective `peer` was seen in."""
     return tuple(_peer(each, last_heard(each.rank), ops[each.rank]) for each in peers)
 
 
 def agreed(known: Known | None) -> AgreedHealth | None:
-    """Spell the health that all ranks plan with, or will."""
+    """Return the entry of a health that ranks have agreed on, or None without one."""
     if known is None:
         return None
     health, since_s = known
@@ -331,7 +346,7 @@ def agreed(known: Known | None) -> AgreedHealth | None:
 
 
 def spelled(verdicts: Iterable[Verdict]) -> tuple[str, ...]:
-    """Spell verdicts, each with the path it is about."""
+    """Return each verdict as text, with the path that the verdict is about."""
     return tuple(f"rail {each.path.rail} to rank {each.path.peer}: {each}" for each in verdicts)
 
 
@@ -340,7 +355,7 @@ def _peer(info: PeerInfo, heard_s: float, last_op: int) -> PeerEntry:
 
 
 def link_entries(links: Links) -> tuple[LinkEntry, ...]:
-    """List the links, both ways in one entry."""
+    """Return one entry per peer and channel, for the links of both directions."""
     receivers = links.receivers.copy()
     return tuple(
         LinkEntry(
@@ -363,7 +378,7 @@ def link_entries(links: Links) -> tuple[LinkEntry, ...]:
 def rails(
     on_rails: Mapping[PathKey, Path], repairs: Iterable[Repair], nics: Sequence[Nic]
 ) -> tuple[RailHealth, ...]:
-    """Every rail of this rank, by its paths; ``nics[i]`` is the local end of rail i."""
+    """Return the state of every rail of this rank; ``nics[i]`` is the local NIC of rail i."""
     found, repaired = [], Counter(repair.rail for repair in repairs)
     for rail, nic in enumerate(nics):
         entries = tuple(_path(path) for key, path in dict(on_rails).items() if key.rail == rail)
@@ -376,7 +391,6 @@ def rails(
 
 
 def _is_shown(path: Path) -> bool:
-    """Whether to list a path: all on rails, and the bypasses that were ever in use."""
     return not path.key.is_bypass or path.state is not PathState.DOWN or path.epoch > 0
 
 
@@ -405,7 +419,7 @@ def _listed(items: list[str]) -> str:
     return ", ".join(items[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-#: Entries of a list that a message spells out; the values have all of them.
+#: Maximum number of list entries in a message; the attributes hold all entries.
 _SHOWN = 8
 
 __all__ = [

@@ -1,9 +1,9 @@
-"""Paths and links of one rank: slices are posted, written to the transport and released here.
+"""Paths and links of one rank: posts slices, writes them to the transport, and releases them.
 
-The state that the data loop and the repair of paths share. The executor posts slices and landing
-places, the data loop passes on what arrives, the repair resumes links on other paths. Frames carry
-the number and the signature of the collective, so both are kept here. Bandwidth samples are taken
-here. Owned by one caller at a time; handles slices, never bytes.
+This state is shared by the executor, which posts slices and landing places, by the data loop, which
+passes on the slices that arrive, and by migration, which resumes links on other paths. It also
+holds the number and the signature of the collective, which every frame carries, and takes bandwidth
+samples. Only the thread that owns the data loop may modify it.
 
 Invariant: a view given to the transport stays referenced by its link until the slice is released.
 """
@@ -23,27 +23,33 @@ from r2ccl.types import BYPASS, PathKey
 
 
 class Consumer(Protocol):
-    """A part of a running collective that owns slices.
+    """Part of a running collective that sends and receives slices."""
 
-    ``is_bandwidth_sample`` says whether these show what the rails carry.
-    """
-
+    #: Whether the slices serve to measure the bandwidth of the rails.
     is_bandwidth_sample: bool
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
-        """Take a slice, in link order; ``payload`` is borrowed, None: it is in the region."""
+        """Handle a slice; slices are passed in link order.
+
+        Parameters
+        ----------
+        landing : Landing
+            Receive that was posted for the slice.
+        payload : memoryview or bytes or None
+            Data of the slice, borrowed during this call; None: the data is in ``landing.region``.
+        """
         ...
 
     def on_released(self, index: int) -> None:
-        """One more slice of send op `index` was released."""
+        """Handle the release of one more slice of send op `index`."""
         ...
 
     def on_retired(self, index: int) -> None:
-        """One more slice of send op `index` is no longer read by the transport."""
+        """Handle the end of the transport's reads of one more slice of send op `index`."""
         ...
 
     def advance(self) -> None:
-        """Post what has become possible."""
+        """Post all sends and receives that are possible now."""
         ...
 
 
@@ -64,26 +70,30 @@ class Links:
         self._has_bypasses = context.has_bypasses
         #: Ranks this one has data paths to, or will have.
         self.peers: set[int] = set()
-        #: Paths on rails; and all paths, with the bypasses.
+        #: Paths on rails, without bypasses.
         self.on_rails: dict[PathKey, Path] = {}
+        #: All paths: those on rails and the bypasses.
         self.paths: dict[PathKey, Path] = {}
         for peer in context.first_peers:
             self.add_peer(peer)
         self.senders: dict[tuple[int, int], SendLink] = {}
         self.receivers: dict[tuple[int, int], RecvLink] = {}
-        #: What this rank's rails are measured at, where there are several.
+        #: Bandwidth measurement of this rank's rails; None if bandwidth is not measured.
         self.balance = Balance(context.homes) if context.is_measured else None
         #: Clock reading of the last poll: events of one poll count as simultaneous.
         self.polled_s = 0.0
-        #: Number and packed signature of the current collective, or of the last one.
+        #: Number of the current collective, or of the last one.
         self.op = 0
+        #: Packed signature of the same collective.
         self.signature = 0
         #: Signatures of the last `_HISTORY` collectives, by number.
         self.signatures: dict[int, int] = {}
-        #: Consumers of the current collective by channel, and those to advance before sleeping.
+        #: Consumers of the current collective, by channel.
         self.consumers: Mapping[int, Consumer] = {}
+        #: Consumers that the data loop must advance before it sleeps.
         self.touched: list[Consumer] = []
-        #: Links whose consumed slices are to be confirmed; ordered, unlike a set: runs repeat.
+        #: Links with consumed slices to confirm. A dict, not a set: its order is deterministic, so
+        #: simulated runs can be repeated.
         self.unconfirmed: dict[RecvLink, None] = {}
         self._confirm_after = max(1, context.config.eager_slots // 2)
         self._on_added: Callable[[int, int], None] | None = None
@@ -128,11 +138,11 @@ class Links:
         self.signatures.pop(self.op - _HISTORY, None)
 
     def finish(self) -> None:
-        """End the collective: all its slices were delivered and released."""
+        """End the collective; all its slices are delivered and released, or it has failed."""
         self.consumers = {}
 
     def forget(self) -> None:
-        """Drop all references to slices, when no path is in use any more."""
+        """Drop all references to slices; no path may be in use any more."""
         self.finish()
         self.touched.clear()
         self.unconfirmed.clear()
@@ -148,26 +158,26 @@ class Links:
         return [link for (of, _), link in self.receivers.items() if of == peer]
 
     def awaited_peers(self) -> set[int]:
-        """Peers from which a slice or a confirmation should come.
+        """Return the peers from which a slice or a confirmation is expected.
 
-        It may come on any path: the ends choose their routes on their own, so this end cannot
-        know which of them is the one that went silent.
+        The peer may send it on any path, because each end chooses routes independently. Therefore
+        this end cannot know which path to the peer has failed.
         """
         awaited = {peer for (peer, _), link in self.senders.items() if link.outstanding}
         awaited.update(peer for (peer, _), link in self.receivers.items() if link.landings)
         return awaited
 
     def last_op_of(self, peer: int) -> int:
-        """Return the last collective of `peer` that was seen."""
+        """Return the number of the last collective that `peer` was seen in."""
         ops = (path.op for key, path in self.paths.items() if key.peer == peer)
         return max(ops, default=0)
 
     def is_drained(self) -> bool:
-        """Whether every slice ever posted is confirmed."""
+        """Return whether every slice ever posted is confirmed."""
         return all(link.confirmed == link.posted for link in self.senders.values())
 
     def is_drained_to(self, peer: int) -> bool:
-        """Whether every slice ever posted to `peer` is confirmed."""
+        """Return whether every slice ever posted to `peer` is confirmed."""
         return all(link.confirmed == link.posted for link in self.senders_to(peer))
 
     # Slices of the current collective
@@ -181,23 +191,25 @@ class Links:
         ----------
         link : SendLink
         view : memoryview
-            Borrowed until the slice is released; of an eager slice, the link's to keep.
+            Data of the slice. Borrowed until the slice is released; that of an eager slice is owned
+            by the link.
         is_eager : bool
         consumer : Consumer
-            Notified when the slice is released.
+            Notified when a cleared slice is released; not notified for an eager slice.
         index : int
 
         Raises
         ------
         InternalError
-            If the landing place that the peer named has another size.
+            If the size of the landing place that the peer named differs from that of `view`.
         """
         if not is_eager:
             _, nbytes, _ = link.clears[link.posted]
             if nbytes != len(view):
                 raise InternalError(
-                    f"rank {link.peer} named {nbytes} bytes for slice {link.posted} of channel "
-                    f"{link.channel}, this rank sends {len(view)}"
+                    f"rank {link.peer} named a landing place of {nbytes} bytes for slice "
+                    f"{link.posted} of channel {link.channel}, but this rank sends "
+                    f"{len(view)} bytes"
                 )
         item, token = link.post(view, is_eager, self.op, self.signature, consumer, index)
         if item.path is not None:
@@ -213,12 +225,12 @@ class Links:
         ----------
         link : RecvLink
         region : memoryview or None
-            Landing place, which is named to the peer; None: the slice is eager.
+            Landing place, which is named to the peer; None if the slice is eager.
         consumer : Consumer
-            Gets the slice.
+            Receives the slice.
         index : int
         is_last : bool
-            No receive follows on this link in this collective.
+            Whether this is the last receive on the link in this collective.
         """
         landing = link.post(region, self.op, self.signature, consumer, index, is_last)
         if landing.path is not None:
@@ -227,7 +239,7 @@ class Links:
             self.deliver(link)
 
     def deliver(self, link: RecvLink) -> None:
-        """Hand over the slices that arrived and are wanted, in order."""
+        """Deliver the slices that have arrived and have a posted receive, in order."""
         taken = link.take()
         while taken is not None:
             landing, payload = taken
@@ -237,7 +249,7 @@ class Links:
             taken = link.take()
 
     def consume(self, link: RecvLink, is_eager: bool) -> None:
-        """Count the oldest delivered slice as consumed: it may be confirmed."""
+        """Count the oldest delivered slice as consumed, so that it may be confirmed."""
         link.consume()
         if not is_eager or link.consumed - link.acked >= self._confirm_after:
             self.unconfirmed[link] = None
@@ -245,7 +257,7 @@ class Links:
     # To the transport
 
     def write(self, link: SendLink, item: Slice, token: object, *, is_replay: bool = False) -> None:
-        """Write a slice that was posted, on its path."""
+        """Send a posted slice on its path, together with a confirmation for the opposite link."""
         key = item.path
         assert key is not None
         back = self.receivers[link.peer, link.channel]
@@ -259,39 +271,45 @@ class Links:
         self._transport.isend(key, frame, item.view, token, is_replay=is_replay)
 
     def name(self, link: RecvLink, landing: Landing) -> None:
-        """Name a landing place on its path."""
+        """Post a landing place with the transport, which names it to the peer on its path."""
         assert landing.path is not None
         assert landing.region is not None
         link.acked = link.consumed
         frame = Frame(link.channel, landing.seq, link.acked, landing.op, landing.signature)
-        # In mode failstop nobody waits for a confirmation.
+        # In mode failstop, slices are not replayed, so no rank waits for a confirmation.
         ack = link.early_ack(landing) if self._is_resilient else 0
         self._transport.irecv(landing.path, frame, landing.region, ack)
 
     def confirm_all(self, links: Iterable[RecvLink] | None = None) -> None:
-        """Confirm what was consumed, also eager slices not worth a frame of their own yet."""
+        """Confirm all consumed slices of `links` (default: all links) that are not confirmed yet.
+
+        This includes eager slices whose confirmation is being delayed to save frames.
+        """
         ways: dict[int, PathKey] = {}
         for link in self.receivers.values() if links is None else links:
             if link.acked < link.consumed and link.route is not None:
                 link.acked = link.consumed
-                # Confirmations may take any path: those of all channels share one.
+                # A confirmation may take any path, so those of all channels to a peer share one.
                 way = ways.setdefault(link.peer, link.route)
                 self._transport.confirm(way, link.channel, link.acked)
 
-    # Slices that are done with, and their owners
+    # Release of slices
 
     def resume(self, link: SendLink, path: PathKey, report: LinkReport) -> None:
-        """Both ends of `path` are fenced, and the peer's report of `link` is here."""
+        """Resume `link` after the loss of `path`: release the slices that `report` confirms.
+
+        Both ends of `path` must be fenced. `report` is the peer's report on `link`.
+        """
         under_way = [item for item in link.outstanding if item.path == path and not item.is_eager]
         self.release(link.resume(path, report))
         nlost = sum(item.path is None and item.owner.is_bandwidth_sample for item in under_way)
         if nlost and self.balance is not None:
             self.balance.dropped(path.rail, self.polled_s, nlost)
-        # The report is a confirmation too, and credits let a call post.
+        # The report also confirms slices, which frees slots, so the collective may post more.
         self.touch_channel(link.channel)
 
     def release(self, slices: list[Slice]) -> None:
-        """Tell their owners that slices were released."""
+        """Notify the owners of `slices` that the slices are released."""
         balance = self.balance
         for item in slices:
             if not item.is_eager:
@@ -301,25 +319,25 @@ class Links:
                     balance.confirmed(item.path.rail, self.polled_s, len(item.view))
 
     def note_retired(self, link: SendLink) -> None:
-        """Tell the owners of slices the transport is done with."""
+        """Notify the owners of the slices of `link` that the transport no longer reads."""
         for item in link.newly_retired():
             if not item.is_eager:
                 item.owner.on_retired(item.index)
                 self.touch(item.owner)
 
     def touch(self, consumer: Consumer) -> None:
-        """Have `consumer` advanced before the loop sleeps."""
+        """Mark `consumer` to be advanced before the data loop sleeps."""
         if consumer not in self.touched:
             self.touched.append(consumer)
 
     def touch_channel(self, channel: int) -> None:
-        """Have whoever runs on `channel` advanced."""
+        """Mark the consumer of `channel`, if any, to be advanced before the data loop sleeps."""
         consumer = self.consumers.get(channel)
         if consumer is not None:
             self.touch(consumer)
 
 
-#: Collectives a rank can be behind another and still have its call compared.
+#: Number of collectives whose signatures are kept to compare them with those of slower ranks.
 _HISTORY = 64
 
 __all__ = ["Consumer", "Links"]

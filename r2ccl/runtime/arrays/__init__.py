@@ -1,1 +1,1 @@
-"""Callers' arrays, of any library, on the host and on GPUs: where they are, without a copy."""
+"""Zero-copy views of the caller's arrays, of any array library, in host or GPU memory."""

@@ -1,12 +1,11 @@
-"""Buffers: one flat view of whatever memory the caller hands over, without copying it.
+"""Flat views of the caller's arrays in host memory, without a copy.
 
-NumPy arrays, objects with the buffer protocol, and host tensors with DLPack become a `Buffer`;
-everything else is refused with what was given and what is allowed. Parts, overlaps and outputs are
-the same for memory on a GPU, which `r2ccl.runtime.arrays.cuda` views. Imports `dtypes`, `libraries`
-and `errors` of the library.
+NumPy arrays, objects with the buffer protocol, and host tensors with DLPack become a `Buffer`. Any
+other object raises an error that names the object and lists what is allowed. The functions for
+parts, overlaps and outputs also serve GPU memory, which `r2ccl.runtime.arrays.cuda` views.
 
-Invariant: a `Buffer` is C-contiguous, aligned, in native byte order, in host memory, of an element
-type with a number, and shares its memory with its owner.
+Invariant: a `Buffer` is C-contiguous, aligned, in native byte order, in host memory and of a
+supported element type, and shares its memory with its owner.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Extent(Protocol):
 
     @property
     def dtype_code(self) -> int:
-        """Number from `r2ccl.dtypes`."""
+        """Number of the element type in `r2ccl.dtypes`."""
         ...
 
     @property
@@ -48,20 +47,20 @@ class Extent(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Size of all elements, in bytes."""
         ...
 
     @property
     def address(self) -> int:
-        """Of the first element; any number where there is none."""
+        """Address of the first element; undefined if the buffer is empty."""
         ...
 
     def part(self, first: int, count: int) -> Self:
-        """View `count` of the elements, from number `first` on."""
+        """Return a view of `count` elements, starting at element `first`."""
         ...
 
     def overlaps(self, other: Any) -> bool:
-        """Return whether this buffer and another of its kind share a byte."""
+        """Return whether this buffer and `other`, of the same class, share a byte."""
         ...
 
 
@@ -69,20 +68,20 @@ AnyBuffer = TypeVar("AnyBuffer", bound=Extent)
 
 
 class Buffer(msgspec.Struct, frozen=True, eq=False):
-    """A caller's memory as one flat array.
+    """Flat view of an array of the caller in host memory.
 
     Parameters
     ----------
     array : ndarray, shape (count,)
-        View of the caller's memory in its own dtype; read-only if the caller's is.
+        View of the caller's memory in the caller's dtype; read-only if that memory is read-only.
     dtype_code : int
-        Number from `r2ccl.dtypes`.
+        Number of the element type in `r2ccl.dtypes`.
     count : int
         Number of elements.
     itemsize, nbytes : int
-        Bytes of one element, and of all.
+        Size of one element and of all elements, in bytes.
     owner : object
-        What the caller passed; the buffer keeps it alive.
+        Object that the caller passed; the buffer keeps it alive.
     """
 
     array: Array
@@ -94,39 +93,41 @@ class Buffer(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def address(self) -> int:
-        """See `Extent`."""
+        """Address of the first element; undefined if the buffer is empty."""
         return int(self.array.__array_interface__["data"][0])
 
     def part(self, first: int, count: int) -> Buffer:
-        """See `Extent`."""
+        """Implement `Extent.part`."""
         view = self.array[first : first + count]
         return Buffer(view, self.dtype_code, count, self.itemsize, view.nbytes, self.owner)
 
     def overlaps(self, other: Buffer) -> bool:
-        """See `Extent`."""
-        # For contiguous memory the comparison of bounds is exact.
+        """Implement `Extent.overlaps`."""
+        # Comparing the bounds is exact, because both arrays are contiguous.
         return np.may_share_memory(self.array, other.array)
 
 
 def like(x: Any, times: int = 0) -> Any:
     """Allocate an output with the shape and dtype of `x`, C-contiguous and uninitialised.
 
-    An array of torch, CuPy or Numba gives one of its library where `x` is, everything else in host
-    memory a NumPy array. With ``times`` it has that many of them: a dimension more, in front.
+    For an array of torch, CuPy or Numba, the output is an array of the same library on the same
+    device. For any other object in host memory, it is a NumPy array. If ``times`` is not 0, the
+    output has an additional first dimension of that size.
 
     Raises
     ------
     InvalidArgument
-        `x` is nothing that could be viewed, or of another library in device memory.
+        If `x` cannot be viewed, or is in device memory and of another library.
     """
     shape = _shape(x)
     return _empty_like(x, (times, *shape) if times else shape)
 
 
 def like_part(x: Any, nparts: int) -> Any:
-    """Allocate an output for one of `nparts` equal parts of `x`; else as `like`.
+    """Allocate an output for one of `nparts` equal parts of `x`, otherwise as `like` does.
 
-    It has fewer rows than `x` if they can be shared out, and is flat if not.
+    If `nparts` divides the number of rows of `x`, the output has ``1 / nparts`` of these rows.
+    Otherwise the output is flat.
     """
     shape = _shape(x)
     if shape and shape[0] % nparts == 0:
@@ -135,16 +136,17 @@ def like_part(x: Any, nparts: int) -> Any:
 
 
 def part_of(whole: AnyBuffer, part: int, nparts: int) -> AnyBuffer:
-    """View one of `nparts` equal parts of a buffer.
+    """Return a view of part number `part` of a buffer that is cut into `nparts` equal parts.
 
     Raises
     ------
     InvalidArgument
-        It cannot be cut into equal parts.
+        If `nparts` does not divide the number of elements.
     """
     if whole.count % nparts:
         raise InvalidArgument(
-            f"{_what(whole)} cannot be shared out equally among {nparts} ranks: give a multiple"
+            f"{_what(whole)} cannot be divided equally among {nparts} ranks: pass a number of "
+            "elements that is a multiple of the number of ranks"
         )
     count = whole.count // nparts
     return whole.part(part * count, count)
@@ -153,21 +155,26 @@ def part_of(whole: AnyBuffer, part: int, nparts: int) -> AnyBuffer:
 def is_in_place(source: AnyBuffer, output: AnyBuffer, whole: AnyBuffer | None = None) -> bool:
     """Return whether a collective from `source` to `output` is in place.
 
-    ``whole`` is the buffer `output` is a part of; by default it is all of it.
+    Parameters
+    ----------
+    source, output : Buffer or DeviceBuffer
+    whole : Buffer or DeviceBuffer, optional
+        Buffer that contains `output` as a part. Default: `output` itself.
 
     Returns
     -------
     bool
-        True for the same memory, False for disjoint memory.
+        True if both are the same memory, False if `source` and `whole` are disjoint.
 
     Raises
     ------
     InvalidArgument
-        Different dtype or count, or memory that overlaps in part.
+        If the dtypes or the numbers of elements differ, or the memory overlaps partially.
     """
     if source.dtype_code != output.dtype_code or source.count != output.count:
         raise InvalidArgument(
-            f"input has {_what(source)}, output {_what(output)}: both must be equal"
+            f"the input has {_what(source)}, the output has {_what(output)}: both must have the "
+            "same dtype and number of elements"
         )
     if source is output:
         return True
@@ -177,23 +184,30 @@ def is_in_place(source: AnyBuffer, output: AnyBuffer, whole: AnyBuffer | None = 
     if distance == 0:
         return True
     raise InvalidArgument(
-        f"input and output overlap in part (output starts {distance} bytes from input, both have "
-        f"{source.nbytes} bytes): pass the same memory to work in place, or disjoint memory"
+        f"input and output overlap in part (the output starts {distance} bytes from the input, "
+        f"each has {source.nbytes} bytes): pass the same memory to work in place, or disjoint "
+        "memory"
     )
 
 
 def type_name(x: Any) -> str:
-    """Spell the type of `x` for a message."""
+    """Return the qualified name of the type of `x`, for a message."""
     return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
 def cannot_view(x: Any, why: object) -> InvalidArgument:
-    """Say that `x`, an array of its library, does not give its memory as it is."""
+    """Return the error for an array whose library does not export its memory unchanged."""
     return InvalidArgument(f"{type_name(x)} was given and cannot be viewed: {why}")
 
 
 def host_array(x: Any) -> Array:
-    """View anything that is not exactly an ndarray as one; refuse what cannot be viewed."""
+    """Return an ndarray view of an object in host memory, without a copy.
+
+    Raises
+    ------
+    InvalidArgument
+        If `x` is a masked array, is in device memory, or does not export its memory.
+    """
     if isinstance(x, np.ma.MaskedArray):
         raise InvalidArgument(
             "a masked array was given and its mask would be ignored: pass x.filled(...) or x.data"
@@ -204,7 +218,7 @@ def host_array(x: Any) -> Array:
         return np.asarray(memoryview(x))
     except TypeError:  # no buffer protocol
         return _tensor_array(x)
-    except (ValueError, BufferError) as exc:  # a format without a dtype, released memory
+    except (ValueError, BufferError) as exc:  # the format has no dtype, or the memory is released
         raise InvalidArgument(f"{type_name(x)} was given ({exc}): {_ALLOWED}{names()}") from exc
 
 
@@ -227,7 +241,6 @@ def _empty_like(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _tensor_array(x: Any) -> Array:
-    """View a host tensor through DLPack."""
     if not hasattr(x, "__dlpack__"):
         if hasattr(x, "__cuda_array_interface__"):
             raise _on_device(x, "CUDA")
@@ -238,9 +251,9 @@ def _tensor_array(x: Any) -> Array:
     torch = torch_of(x)
     is_bfloat16 = torch is not None and x.dtype is torch.bfloat16
     try:
-        # NumPy's DLPack reader has no bfloat16; the same bits as int16 pass.
+        # NumPy's DLPack reader does not support bfloat16, so the tensor is viewed as int16.
         array = np.from_dlpack(x.view(torch.int16) if is_bfloat16 else x, copy=False)
-    except (BufferError, RuntimeError) as exc:  # requires grad, sparse, conjugated, float8 ...
+    except (BufferError, RuntimeError) as exc:  # it requires grad, or is sparse or float8, ...
         raise cannot_view(x, exc) from exc
     return array.view(dtype_of(BFLOAT16_CODE)) if is_bfloat16 else array
 
@@ -253,7 +266,7 @@ def _on_device(x: Any, where: str) -> InvalidArgument:
 
 
 def refusal(x: Any, array: Array, writable: bool) -> InvalidArgument:
-    """Say why `array`, the view of `x`, cannot be a buffer."""
+    """Return the error that explains why `array`, the view of `x`, cannot be a buffer."""
     given = f"{type_name(x)} of dtype {array.dtype} and shape {array.shape}"
     if array.dtype.kind == "b":
         return InvalidArgument(f"{given}: pass x.view(np.uint8) with op=MAX (any) or MIN (all)")

@@ -1,12 +1,12 @@
-"""Views of arrays in CUDA memory, without copying them or waiting for the GPU.
+"""Flat views of arrays in CUDA memory, without copying them or waiting for the GPU.
 
-torch tensors are read directly, others through ``__cuda_array_interface__``, else through DLPack
-(`cuda.core`). The result is a `DeviceBuffer`, or an error that says what was given and what is
-allowed.
+The properties of a torch tensor are read from the tensor, those of other arrays from
+``__cuda_array_interface__`` or, if an array lacks it, from DLPack (by `cuda.core`). The result is a
+`DeviceBuffer`, or an error that names the object and lists what is allowed. The CUDA driver is
+queried only for the GPU of an address, if neither the array nor its library tells it.
 
-Imports no array library, and asks the driver only which GPU an address is on, where nothing else
-tells. Invariant: a `DeviceBuffer` is C-contiguous, aligned, in native byte order, in memory a GPU
-addresses, of an element type with a number, and keeps that memory alive.
+Invariant: a `DeviceBuffer` is C-contiguous, aligned, in native byte order, in memory that a GPU can
+address and of a supported element type, and keeps that memory alive.
 
 References
 ----------
@@ -29,38 +29,41 @@ from r2ccl.runtime.arrays.buffers import cannot_view, type_name
 from r2ccl.runtime.arrays.libraries import Library, Torch, is_device_array, library_of, torch_of
 from r2ccl.runtime.arrays.streams import LEGACY, producer_stream, stream_of
 
-#: NumPy's names, which torch and DLPack share, to numbers; bfloat16 also without ml_dtypes.
+#: Element type numbers by NumPy's dtype name. torch and DLPack use the same names. bfloat16 is
+#: included even if ml_dtypes is not installed.
 _CODES = {dtype_name(code): code for code in (*DTYPES, BFLOAT16_CODE)}
-#: Versions of ``__cuda_array_interface__``: before 2 strides meant something else.
+#: Supported versions of ``__cuda_array_interface__``; strides have another meaning before 2.
 _VERSIONS = (2, 3)
-#: DLPack's kDLCUDAManaged.
+#: DLPack device type kDLCUDAManaged (dlpack.h).
 _MANAGED = 13
 
 
 class DeviceBuffer(msgspec.Struct, frozen=True, eq=False):
-    """A caller's memory on a GPU as one flat array.
+    """Flat view of an array of the caller in GPU memory.
 
     Parameters
     ----------
     address : int
-        Of its first element; any number where there is none.
+        Address of the first element; undefined if the buffer is empty.
     dtype_code : int
-        Number from `r2ccl.dtypes`.
+        Number of the element type in `r2ccl.dtypes`.
     count : int
         Number of elements.
     itemsize, nbytes : int
-        Bytes of one element, and of all.
+        Size of one element and of all elements, in bytes.
     ordinal : int
         Number of the GPU in this process.
     stream : Stream
-        What its library worked on at the time, in that thread: where a call goes that names none.
+        Current stream of the array's library in the calling thread, when the view was made. A call
+        without a ``stream`` argument uses it.
     owner : object
-        What the caller passed; the buffer keeps it alive.
+        Object that the caller passed; the buffer keeps it alive.
     after : Stream or None
-        A stream to order a call with wherever it goes (see `streams_of`). Arrays of CuPy, Numba
-        and torch have none: whoever names another stream than theirs orders the two, as with NCCL.
+        Stream that every call on this array must be ordered with, whichever stream the call uses
+        (see `streams_of`). None for arrays of CuPy, Numba and torch: as with NCCL, a caller that
+        passes another stream than the library's current one must order the two streams.
     view : object
-        What keeps memory alive that came through DLPack.
+        For an array read through DLPack, the object that keeps its memory alive.
     """
 
     address: int
@@ -75,7 +78,7 @@ class DeviceBuffer(msgspec.Struct, frozen=True, eq=False):
     view: Any = None
 
     def part(self, first: int, count: int) -> DeviceBuffer:
-        """See `r2ccl.runtime.arrays.buffers.Extent`."""
+        """Implement `r2ccl.runtime.arrays.buffers.Extent.part`."""
         return msgspec.structs.replace(
             self,
             address=self.address + first * self.itemsize,
@@ -84,7 +87,7 @@ class DeviceBuffer(msgspec.Struct, frozen=True, eq=False):
         )
 
     def overlaps(self, other: DeviceBuffer) -> bool:
-        """See `r2ccl.runtime.arrays.buffers.Extent`."""
+        """Implement `r2ccl.runtime.arrays.buffers.Extent.overlaps`."""
         return (
             min(self.nbytes, other.nbytes) > 0
             and self.address < other.address + other.nbytes
@@ -98,25 +101,27 @@ def as_device_buffer(x: Any, *, writable: bool) -> DeviceBuffer:
     Parameters
     ----------
     x : array_like in CUDA memory
-        Array of torch, CuPy or Numba, or an object with ``__cuda_array_interface__`` or DLPack, of
-        any number of dimensions (also none, also no elements). Borrowed for as long as the buffer
-        lives.
+        Array of torch, CuPy or Numba, or object with ``__cuda_array_interface__`` or DLPack, of
+        any shape (0 dimensions and 0 elements are allowed). Borrowed for the lifetime of the
+        returned buffer.
     writable : bool
-        Whether a result will be written to it.
+        Whether a result will be written to `x`.
 
     Raises
     ------
     InvalidArgument
-        Not such an object, or one that does not give its memory (it requires grad, is masked,
-        sparse, a conjugate not worked out), or memory that is not C-contiguous, not aligned,
-        byte-swapped, of a dtype without a number, or read-only when `writable`.
+        If `x` is no such object, or does not export its memory (it requires grad, is masked or
+        sparse, or has a pending conjugation), or its memory is not C-contiguous, not aligned,
+        byte-swapped, of an unsupported dtype, or read-only when `writable` is True.
     TransportError
-        Only the driver knows on which GPU it is, and cannot be asked.
+        If `x` supports DLPack only and `cuda.core` is not installed, or if only the CUDA driver
+        can tell the GPU of `x` and the query fails.
 
     Notes
     -----
-    An array that only speaks DLPack has the legacy default stream wait for the work on it under
-    way: ``stream`` and ``after`` are that one. *Cost*: a few µs, 13 through DLPack.
+    For an array that supports DLPack only, the legacy default stream waits for the work on the
+    array that is in flight; ``stream`` and ``after`` are that stream. *Cost*: a few µs; 13 µs
+    through DLPack.
     """
     given = _ask(x)
     code = _CODES.get(given.dtype)
@@ -145,27 +150,28 @@ def as_device_buffer(x: Any, *, writable: bool) -> DeviceBuffer:
 
 
 def streams_of(given: Any, *buffers: DeviceBuffer) -> tuple[Stream, tuple[Stream, ...]]:
-    """Return the stream a call goes to, and the other streams it must be ordered with.
+    """Return the stream that a call runs on, and the other streams to order the call with.
 
     Parameters
     ----------
     given : object
-        As callers pass it; None stands for the stream of the first buffer.
+        The caller's ``stream`` argument. None selects the stream of the first buffer.
     *buffers : DeviceBuffer
-        All the call reads and writes.
+        All buffers that the call reads or writes.
 
     Returns
     -------
     stream : Stream
     others : tuple of Stream
-        The call comes after what these were given before it, and before what they are given later.
-        Without a stream in the call, those the other buffers' libraries work on; with one, only
-        those of producers that ask it of every consumer.
+        The call must run after the work enqueued on these streams before the call, and before the
+        work enqueued on them later. If `given` is None, they are the current streams of the other
+        buffers' libraries; otherwise only the streams that producers require every consumer to be
+        ordered with (`DeviceBuffer.after`).
 
     Raises
     ------
     InvalidArgument
-        As `stream_of`.
+        If `stream_of` refuses `given`.
     """
     stream = stream_of(given, buffers[0].stream)
     asked = [each.stream if given is None else each.after for each in buffers]
@@ -174,7 +180,10 @@ def streams_of(given: Any, *buffers: DeviceBuffer) -> tuple[Stream, tuple[Stream
 
 
 class _Given(msgspec.Struct, frozen=True):
-    """Description of an array by its owner; strides in bytes, None: C-contiguous."""
+    """Properties of an array as its library reports them.
+
+    ``strides`` are in bytes; None means C-contiguous.
+    """
 
     address: int
     dtype: str
@@ -198,7 +207,7 @@ def _ask(x: Any) -> _Given:
         return _ask_torch(x, torch_of(x), library)
     try:
         interface = getattr(x, "__cuda_array_interface__", None)
-    except (RuntimeError, ValueError) as exc:  # freed, on several GPUs ...
+    except (RuntimeError, ValueError) as exc:  # the array is freed, or is on several GPUs, ...
         raise cannot_view(x, exc) from exc
     if interface is not None:
         return _read_interface(x, interface, library)
@@ -239,13 +248,13 @@ def _read_interface(x: Any, interface: Any, library: Library | None) -> _Given:
         raise cannot_view(x, f"its __cuda_array_interface__ is broken ({exc!r})") from exc
     if version not in _VERSIONS:
         raise cannot_view(
-            x, f"its __cuda_array_interface__ is of version {version}; allowed are 2 and 3"
+            x, f"its __cuda_array_interface__ has version {version}; allowed are 2 and 3"
         )
     if interface.get("mask") is not None:
         raise InvalidArgument(
             "a masked array was given and its mask would be ignored: pass its data without it"
         )
-    if dtype.kind == "V":  # so the interface spells types NumPy lacks
+    if dtype.kind == "V":  # the interface's code for types that NumPy lacks
         own = getattr(x, "dtype", None)
         dtype = own if isinstance(own, np.dtype) and own.itemsize == dtype.itemsize else dtype
     if not dtype.isnative:
@@ -266,9 +275,12 @@ def _read_interface(x: Any, interface: Any, library: Library | None) -> _Given:
 
 
 def _ask_dlpack(x: Any) -> _Given:
-    """Read a DLPack array; its producer makes the legacy stream wait for its work on the array."""
+    """Read an array through DLPack.
+
+    The producer makes the legacy default stream wait for the producer's work on the array.
+    """
     try:
-        from cuda.core.utils import StridedMemoryView  # 0.5 s, and few arrays come this way
+        from cuda.core.utils import StridedMemoryView  # the import takes 0.5 s; few arrays need it
     except ImportError as exc:
         raise TransportError(
             f"cuda.core cannot be imported ({exc}): `pip install r2ccl[gpu]`", status="NO_CUDA"
@@ -290,7 +302,7 @@ def _ask_dlpack(x: Any) -> _Given:
         shape=view.shape,
         strides=strides and tuple(each * dtype.itemsize for each in strides),
         is_read_only=view.readonly,
-        # DLPack gives device 0 for managed memory, whatever GPU it was allocated on.
+        # DLPack reports device 0 for managed memory, even if another GPU allocated it.
         ordinal=_ordinal(view.ptr) if x.__dlpack_device__()[0] == _MANAGED else view.device_id,
         stream=LEGACY,
         after=LEGACY,
@@ -299,7 +311,7 @@ def _ask_dlpack(x: Any) -> _Given:
 
 
 class _NoCopy:
-    """A DLPack producer that is asked not to copy: a copy would not receive the result."""
+    """Wrapper of a DLPack producer that forbids a copy: a copy would not receive the result."""
 
     def __init__(self, producer: Any) -> None:
         self._producer = producer
@@ -309,13 +321,14 @@ class _NoCopy:
         return device
 
     def __dlpack__(self, **asked: Any) -> Any:
-        # The parameter is as old as max_version (array API standard 2023.12).
+        # A producer that accepts max_version accepts copy too: both were added to the array API
+        # standard in version 2023.12.
         copy = {"copy": False} if "max_version" in asked else {}
         return self._producer.__dlpack__(**asked, **copy)
 
 
 def _ordinal(address: int) -> int:
-    """Ask the driver which GPU an address is on; where there is no memory, say the first."""
+    """Return the GPU of `address` as the driver reports it; 0 for a null address."""
     return int(Cuda().pointer_attribute("DEVICE_ORDINAL", address)) if address else 0
 
 

@@ -1,10 +1,10 @@
-"""The array libraries a caller may use beside NumPy: torch, CuPy and Numba.
+"""Adapters of the array libraries other than NumPy: torch, CuPy and Numba.
 
-What each says of an array of its own (is it on a GPU, on which, which stream does the library work
-on now) and how it allocates another. A library is reached through what the caller has imported:
-none is imported here.
+An adapter reports whether an array is on a GPU, on which GPU, and the current stream of its
+library, and allocates arrays of the library. The adapters use the modules that the caller has
+imported already, and import none of these libraries.
 
-Must not import anything of the library. Invariant: nothing here waits for a GPU, or reads an array.
+Invariant: no function here waits for a GPU or reads the data of an array.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ _CUDA_DEVICES = (2, 13)
 
 
 class Library(Protocol):
-    """Queries of an array library about an array of its own."""
+    """Interface to an array library; every method takes an array `x` of that library."""
 
     def is_on_device(self, x: Any) -> bool:
-        """Return whether `x` is in GPU memory; for other arrays only `empty` is called."""
+        """Return whether `x` is in GPU memory; if not, only `empty` may be called for `x`."""
         ...
 
     def ordinal(self, x: Any) -> int:
-        """Return the number of its GPU in this process."""
+        """Return the number, in this process, of the GPU that `x` is on."""
         ...
 
     def stream(self, x: Any) -> int:
-        """Return the handle of the stream the library works on now, on that GPU.
+        """Return the handle of the library's current stream on the GPU of `x`.
 
-        In the calling thread: libraries have a current stream in each.
+        Libraries have one current stream per thread; this is the calling thread's.
         """
         ...
 
     def empty(self, x: Any, shape: tuple[int, ...]) -> Any:
-        """Allocate another array where `x` is, C-contiguous, of its dtype, uninitialised."""
+        """Allocate an uninitialised C-contiguous array on the device of `x`, with its dtype."""
         ...
 
 
 def library_of(x: Any) -> Library | None:
-    """Return the library `x` is an array of, or None: NumPy's, another's, no array."""
+    """Return the adapter of the library of `x`, or None if `x` is not of torch, CuPy or Numba."""
     if type(x) is np.ndarray:
         return None
     torch = torch_of(x)
@@ -58,13 +58,13 @@ def library_of(x: Any) -> Library | None:
 
 
 def torch_of(x: Any) -> Any:
-    """Return the module torch if `x` is one of its tensors, else None."""
+    """Return the module ``torch`` if `x` is a torch tensor, else None."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and isinstance(x, torch.Tensor) else None
 
 
 def is_device_array(x: Any) -> bool:
-    """Return whether `x` is an array in CUDA memory, device or managed.
+    """Return whether `x` is an array in CUDA memory, either device or managed memory.
 
     Notes
     -----
@@ -75,7 +75,8 @@ def is_device_array(x: Any) -> bool:
     library = library_of(x)
     if library is not None:
         return library.is_on_device(x)
-    # Asked first: __cuda_array_interface__ of an array elsewhere may raise anything.
+    # DLPack is asked first, because reading __cuda_array_interface__ of an array in other memory
+    # may raise any exception.
     device = getattr(x, "__dlpack_device__", None)
     if device is not None:
         return int(device()[0]) in _CUDA_DEVICES
@@ -83,78 +84,78 @@ def is_device_array(x: Any) -> bool:
 
 
 class Torch:
-    """`Library` over the module ``torch``."""
+    """`Library` adapter of ``torch``."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
 
     def is_on_device(self, x: Any) -> bool:
-        """See `Library`."""
+        """Implement `Library.is_on_device`."""
         return bool(x.is_cuda)
 
     def ordinal(self, x: Any) -> int:
-        """See `Library`."""
+        """Implement `Library.ordinal`."""
         return int(x.get_device())
 
     def stream(self, x: Any) -> int:
-        """See `Library`."""
+        """Implement `Library.stream`."""
         return int(self._torch.cuda.current_stream(x.device).cuda_stream)
 
     def empty(self, x: Any, shape: tuple[int, ...]) -> Any:
-        """See `Library`."""
+        """Implement `Library.empty`."""
         return self._torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
 class Cupy:
-    """`Library` over the module ``cupy``."""
+    """`Library` adapter of ``cupy``."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
 
     def is_on_device(self, x: Any) -> bool:
-        """See `Library`."""
+        """Implement `Library.is_on_device`."""
         return True
 
     def ordinal(self, x: Any) -> int:
-        """See `Library`."""
+        """Implement `Library.ordinal`."""
         return int(x.device.id)
 
     def stream(self, x: Any) -> int:
-        """See `Library`."""
+        """Implement `Library.stream`."""
         return int(self._cupy.cuda.get_current_stream(self.ordinal(x)).ptr)
 
     def empty(self, x: Any, shape: tuple[int, ...]) -> Any:
-        """See `Library`."""
+        """Implement `Library.empty`."""
         with self._cupy.cuda.Device(self.ordinal(x)):
             return self._cupy.empty(shape, x.dtype)
 
 
 class Numba:
-    """`Library` over the module ``numba.cuda``.
+    """`Library` adapter of ``numba.cuda``.
 
-    It has no current stream. An array can have one, which its transfers take; else they, and
-    kernels without a stream, are on the default stream: the legacy one, or with
-    ``NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM`` a thread's own, which waits for the legacy one and the
-    legacy one for it (CUDA driver API, stream synchronization behavior).
+    Numba has no current stream. An array can have a stream, which its transfers use. Transfers of
+    an array without one, and kernels launched without a stream, use the default stream. That is the
+    legacy default stream or, with ``NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM``, the thread's default
+    stream. The two wait for each other (CUDA driver API, stream synchronization behavior).
     """
 
     def __init__(self, cuda: Any) -> None:
         self._cuda = cuda
 
     def is_on_device(self, x: Any) -> bool:
-        """See `Library`."""
+        """Implement `Library.is_on_device`."""
         return True
 
     def ordinal(self, x: Any) -> int:
-        """See `Library`."""
+        """Implement `Library.ordinal`."""
         return int(x.gpu_data.context.device.id)
 
     def stream(self, x: Any) -> int:
-        """See `Library`."""
+        """Implement `Library.stream`."""
         return int(x.stream)
 
     def empty(self, x: Any, shape: tuple[int, ...]) -> Any:
-        """See `Library`."""
+        """Implement `Library.empty`."""
         with self._cuda.gpus[self.ordinal(x)]:
             return self._cuda.device_array(shape, x.dtype, stream=x.stream)
 

@@ -1,12 +1,12 @@
-"""Streams as callers name them: what they pass as ``stream=``, what their arrays ask for.
+"""Conversion of CUDA streams, as callers and arrays specify them, to handles of the driver.
 
-Every spelling becomes a handle of the driver. The legacy default stream is always 1, never 0: which
-stream 0 means depends on how the code that passes it on was built (CUDA driver API, stream
-synchronization behavior), 1 means the legacy one and 2 the calling thread's everywhere.
+Callers pass streams as ``stream=``; arrays name the stream of their producer. The legacy default
+stream is always returned as 1, never as 0: the meaning of handle 0 depends on how the code that
+receives it was built, whereas 1 always means the legacy default stream and 2 always the per-thread
+default stream of the calling thread (CUDA driver API, stream synchronization behavior).
 
-Must not import the driver, nor the libraries of the streams: those are the ones the caller has
-imported. Invariant: no stream is made, waited for or kept; whoever passes one keeps it until its
-work is done.
+Invariant: this module does not create, wait for or keep a stream. The caller keeps a stream alive
+until the work on it is done.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from r2ccl.runtime.arrays.buffers import cannot_view
 LEGACY = Stream(1)
 PER_THREAD = Stream(2)
 
-#: Streams that lack ``__cuda_stream__`` in some version: module, class, its handle's attribute.
+#: Stream classes that lack ``__cuda_stream__`` in some version of their library: module, class, and
+#: attribute that holds the handle.
 _CLASSES = (
     ("torch.cuda", "Stream", "cuda_stream"),
     ("cupy.cuda", "Stream", "ptr"),
@@ -31,27 +32,27 @@ _CLASSES = (
 )
 
 _ALLOWED = (
-    "allowed are None (the stream the array's library works on now), a handle (an integer, 0 and 1 "
-    "the legacy default stream, 2 the per-thread one), a stream of CuPy, Numba or torch, and "
-    "objects with __cuda_stream__"
+    "allowed are None (the current stream of the array's library), a handle (an integer; 0 and 1 "
+    "are the legacy default stream, 2 is the per-thread default stream), a stream of CuPy, Numba "
+    "or torch, and objects with __cuda_stream__"
 )
 
 
 def stream_of(given: Any, default: Stream) -> Stream:
-    """Return the handle of what a caller passed as ``stream=``.
+    """Return the handle of the stream that a caller passed as ``stream=``.
 
     Parameters
     ----------
     given : object
-        None; a handle; an object with ``__cuda_stream__``; a stream of CuPy, Numba or torch.
+        None, a handle, an object with ``__cuda_stream__``, or a stream of CuPy, Numba or torch.
         Borrowed.
     default : Stream
-        What None stands for: `DeviceBuffer.stream`.
+        Stream to return if `given` is None, such as `DeviceBuffer.stream`.
 
     Raises
     ------
     InvalidArgument
-        It is something else, or its ``__cuda_stream__`` is of a version that is not known.
+        If `given` is another object, or its ``__cuda_stream__`` has an unknown version.
 
     References
     ----------
@@ -68,28 +69,29 @@ def stream_of(given: Any, default: Stream) -> Stream:
         known = getattr(sys.modules.get(module), name, None)
         if known is not None and isinstance(given, known):
             handle = getattr(given, attribute)
-            # Numba's is a c_void_p, whose value is None for 0, or a CUstream, which has none.
+            # Numba's handle is either a c_void_p, whose value is None for handle 0, or a CUstream,
+            # which has no attribute `value`.
             return _named(int(getattr(handle, "value", handle) or 0), given)
     raise _refusal(given)
 
 
 def producer_stream(x: Any, entry: Any) -> Stream | None:
-    """Return the stream that must be ordered with whoever uses `x`, or None if there is none.
+    """Return the stream that every use of the array `x` must be ordered with, or None.
 
     Parameters
     ----------
     x : object
-        The array, for the message.
+        The array; used in the error message only.
     entry : object
-        The entry ``stream`` of its ``__cuda_array_interface__``, None without one. A stream in it
-        may still have work on the array under way: what is done with the array goes to that
-        stream, or is ordered after what that stream was given before and before what it is given
-        later.
+        Entry ``stream`` of the array's ``__cuda_array_interface__``, or None without one. The
+        producer may still have work on the array in flight on that stream. A consumer must use the
+        array on that stream, or order its work after the work already enqueued on that stream and
+        before the work enqueued there later.
 
     Raises
     ------
     InvalidArgument
-        It is 0, which the interface forbids because it may mean three things, or no handle.
+        If `entry` is not a handle, or is 0, which the interface forbids as ambiguous.
 
     References
     ----------
@@ -102,20 +104,23 @@ def producer_stream(x: Any, entry: Any) -> Stream | None:
     raise cannot_view(
         x,
         f"'stream' is {entry!r} in its __cuda_array_interface__; allowed are None, 1 (the legacy "
-        "default stream), 2 (the per-thread one) and handles",
+        "default stream), 2 (the per-thread default stream) and handles",
     )
 
 
 def _handle_in(given: Any, protocol: Any) -> int:
-    """Return the handle ``__cuda_stream__`` tells: a method's answer, in its drafts a property."""
+    """Return the handle from `protocol`, the ``__cuda_stream__`` of `given`.
+
+    It is a method, or a property in drafts of the protocol.
+    """
     answer = protocol() if callable(protocol) else protocol
     if isinstance(answer, tuple) and len(answer) == 2 and answer[0] == 0:
         handle = answer[1]
         if isinstance(handle, int):
             return handle
     raise InvalidArgument(
-        f"stream={given!r}: its __cuda_stream__ gave {answer!r}; allowed is (0, handle), which is "
-        "version 0: pass the handle itself"
+        f"stream={given!r}: its __cuda_stream__ returned {answer!r}, but only (0, handle), which "
+        "is version 0, is supported: pass the handle itself"
     )
 
 
@@ -129,7 +134,7 @@ def _refusal(given: Any) -> InvalidArgument:
     return InvalidArgument(f"stream={given!r}: {_ALLOWED}")
 
 
-#: Handles are addresses.
+#: Upper bound of handles, which are 64-bit addresses.
 _END = 1 << 64
 
 __all__ = ["LEGACY", "PER_THREAD", "producer_stream", "stream_of"]

@@ -158,7 +158,7 @@ def test_parts_are_equal_and_share_memory() -> None:
     assert {(part.count, part.itemsize, part.nbytes) for part in parts} == {(2, 2, 4)}
     parts[1].array[:] = 9
     assert x.tolist() == [0, 1, 9, 9, 4, 5]
-    with pytest.raises(InvalidArgument, match="6 elements of int16 cannot be shared out equally"):
+    with pytest.raises(InvalidArgument, match="6 elements of int16 cannot be divided equally"):
         part_of(whole, 0, 4)
 
 
@@ -211,7 +211,7 @@ class TestInPlace:
 
     def test_partial_overlap_is_refused(self) -> None:
         x = np.zeros(8, np.float32)
-        with pytest.raises(InvalidArgument, match=r"starts 4 bytes from input.*16 bytes"):
+        with pytest.raises(InvalidArgument, match=r"starts 4 bytes from the input.*16 bytes"):
             is_in_place(as_buffer(x[:4], writable=False), as_buffer(x[1:5], writable=True))
         with pytest.raises(InvalidArgument, match="starts -4 bytes"):
             is_in_place(as_buffer(x[1:5], writable=False), as_buffer(x[:4], writable=True))

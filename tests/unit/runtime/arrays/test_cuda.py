@@ -125,8 +125,8 @@ class TestTheInterface:
         ("entries", "words"),
         [
             ({"stream": 0}, r"'stream' is 0.*allowed are None, 1"),
-            ({"version": 1}, "of version 1; allowed are 2 and 3"),
-            ({"version": 4}, "of version 4; allowed are 2 and 3"),
+            ({"version": 1}, "has version 1; allowed are 2 and 3"),
+            ({"version": 4}, "has version 4; allowed are 2 and 3"),
             ({"mask": Interface()}, "masked array was given and its mask"),
             ({"typestr": "<f4", "data": None}, "interface__ is broken"),
             ({"typestr": "nonsense"}, "interface__ is broken"),
@@ -527,7 +527,7 @@ def test_parts_are_equal_and_point_into_the_memory() -> None:
     assert [part.address for part in parts] == [0x7000, 0x7008, 0x7010]
     assert {(part.count, part.nbytes) for part in parts} == {(2, 8)}
     assert {(part.owner, part.stream, part.after) for part in parts} == {(whole.owner, 9, 9)}
-    with pytest.raises(InvalidArgument, match="6 elements of float32 cannot be shared out equally"):
+    with pytest.raises(InvalidArgument, match="6 elements of float32 cannot be divided equally"):
         part_of(whole, 0, 4)
 
 
@@ -551,7 +551,8 @@ class TestInPlace:
 
     @pytest.mark.parametrize("distance", [4, -12])
     def test_partial_overlap_is_refused(self, distance: int) -> None:
-        with pytest.raises(InvalidArgument, match=rf"starts {distance} bytes from input.*16 bytes"):
+        words = rf"starts {distance} bytes from the input.*16 bytes"
+        with pytest.raises(InvalidArgument, match=words):
             is_in_place(self.at(0x7000), self.at(0x7000 + distance))
 
     def test_a_part_of_a_larger_output(self) -> None:
@@ -564,7 +565,7 @@ class TestInPlace:
 
     @pytest.mark.parametrize(("count", "typestr"), [(5, "<f4"), (4, "<f8"), (4, "<i4")])
     def test_another_count_or_dtype_is_refused(self, count: int, typestr: str) -> None:
-        with pytest.raises(InvalidArgument, match="input has 4 elements of float32, output"):
+        with pytest.raises(InvalidArgument, match="input has 4 elements of float32, the output"):
             is_in_place(self.at(0x7000), self.at(0x9000, count, typestr))
 
 

@@ -59,7 +59,7 @@ def test_the_protocol_gives_a_handle(kind: type[Method]) -> None:
 @pytest.mark.parametrize("answer", [(1, 0x5000), (0, 1, 2), (0,), [0, 5], (0, "5"), 5])
 @pytest.mark.parametrize("kind", [Method, Property])
 def test_another_version_of_the_protocol_is_refused(kind: type[Method], answer: Any) -> None:
-    with pytest.raises(InvalidArgument, match=r"__cuda_stream__ gave .*pass the handle itself"):
+    with pytest.raises(InvalidArgument, match=r"__cuda_stream__ returned .*pass the handle itself"):
         stream_of(kind(answer), DEFAULT)
 
 
