@@ -51,8 +51,7 @@ from r2ccl.testing.netlab import Lab, LabError, LabShape, ensure_privileged
 
 WHATS = ("cloudlab", "straggler", "planner")
 
-#: Bucket of each NIC's shaper. It fills while the ranks verify, and then exceeds the rate for a
-# while.
+#: Bucket of each NIC's shaper. It fills while the ranks verify; then traffic exceeds the rate.
 _BURST = "256kb"
 #: Bytes that back-to-back calls move per reading: enough that the bucket is 2 % of them.
 _BATCH_NBYTES = 32 << 20

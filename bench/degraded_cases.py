@@ -47,9 +47,8 @@ STRAGGLER: dict[str, tuple[Nic, ...]] = {
 STRAGGLER_NODES = STRAGGLER_NICS = 4
 
 _NRANKS = 6
-#: Channels of a ring, by NICs per node: divisible by this number and by one less, so that each
-# rail
-#: carries equally many channels before and after a loss.
+#: Channels of a ring, by NICs per node: divisible by this number and by one less, so that every
+#: rail carries equally many channels before and after a loss.
 _RING_CHANNELS = {3: 6, 4: 12}
 #: Size of the buffer in bytes for which the number of trees is optimal.
 _NBYTES = 64 << 20

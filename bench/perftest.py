@@ -22,9 +22,8 @@ from typing import NamedTuple
 
 _BANDWIDTH = "ib_write_bw"
 _LATENCY = "ib_write_lat"
-#: Expected heading and number of columns of each program, and indices of the columns to read. Of
-# the
-#: two bandwidth columns, one has few digits for small messages and the other for large ones.
+#: Expected heading and number of columns of each program, and indices of the columns to read. One
+#: of the two bandwidth columns has few digits for small messages, the other for large ones.
 _BANDWIDTH_COLUMNS, _AVERAGE, _RATE = ("BW average[MB/sec]", 5), 3, 4
 _LATENCY_COLUMNS, _TYPICAL = ("t_typical[usec]", 9), 4
 #: Rounding steps of the two bandwidth columns.
