@@ -115,8 +115,8 @@ def notes() -> list[str]:
     """Return the assumptions behind the table."""
     return [
         f"two nodes, every layer sharded over all {PAIR.nranks} GPUs, two allreduces per layer, "
-        f"not overlapped; bfloat16; one prompt of {_LENGTH} tokens (TTFT), then a token for each of "
-        f"{_SEQUENCES} sequences of that length (TPOT)",
+        f"not overlapped; bfloat16; one prompt of {_LENGTH} tokens (TTFT), then a token for each "
+        f"of {_SEQUENCES} sequences of that length (TPOT)",
         f"H100: {_FLOPS_SHARE:g} of 989 Tflop/s in the prefill, {_MEMORY_SHARE:g} of 3.35 TB/s in "
         "a decode step; nothing is calibrated. The models and loads of the publication are not "
         "known",

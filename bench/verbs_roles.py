@@ -29,9 +29,7 @@ class Side:
         self.run = run
         slots = run.window if run.kind == "slices" else 1
         memory = memoryview(transport.allocate(slots * run.nbytes))  # type: ignore[arg-type]
-        memory[:] = bytes(
-            len(memory)
-        )  # touches every page: no page faults later
+        memory[:] = bytes(len(memory))  # touches every page: no page faults later
         self._slots = [memory[at : at + run.nbytes] for at in range(0, len(memory), run.nbytes)]
 
     def slot(self, seq: int) -> memoryview:

@@ -82,9 +82,7 @@ def verify(group: Group, nbytes: int) -> None:
     expected = x * group.nranks
     group.allreduce_of(x)()
     if not np.array_equal(x, expected):
-        raise ValueError(
-            f"wrong sum of {nbytes} bytes: {np.count_nonzero(x != expected)} elements"
-        )
+        raise ValueError(f"wrong sum of {nbytes} bytes: {np.count_nonzero(x != expected)} elements")
 
 
 def measure(group: Group, call: Callable[[], object], iterations: int, warmup: int) -> float:

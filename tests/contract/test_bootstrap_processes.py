@@ -214,9 +214,8 @@ def test_ranks_that_were_stopped_themselves_declare_nobody_lost(
     for rank in ranks:
         rank.process.send_signal(signal.SIGSTOP)
     threading.Event().wait(1.5)
-    for (
-        rank
-    ) in ranks:  # one after the other: when the first rank resumes, the others are still stopped
+    # One after the other: when the first rank resumes, the others are still stopped.
+    for rank in ranks:
         rank.process.send_signal(signal.SIGCONT)
         threading.Event().wait(0.3)
     for rank in ranks:

@@ -24,7 +24,7 @@ TIMEOUT_S = 60.0
 
 
 def two_threads() -> list[str]:
-    """Call from two threads of every rank at once; return violations: each call is right or refused."""
+    """Call from two threads of every rank; return errors other than a refused call."""
     said: list[str] = []
     sent = {number * 100 + step for number in (1, 2) for step in range(50)}
     with r2ccl.init() as comm:

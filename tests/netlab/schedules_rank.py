@@ -1,7 +1,7 @@
-"""Run one rank of a job of many collectives while NICs fail and recover; see `test_netlab_schedules`.
+"""Run one rank of a job of many collectives while NICs fail and recover.
 
-Argument 1 is a JSON list of operations [collective, dtype, op, root], run in order. A name of
-`SCHEDULES` may replace the collective. Data are small integers, whose results are exact in every
+For `test_netlab_schedules`. Argument 1 is a JSON list of operations [collective, dtype, op, root],
+run in order. A name of `SCHEDULES` may replace the collective. Data are small integers, whose results are exact in every
 element type and order. Only the float32 allreduce sums data that must be rounded, so that its bits
 depend on the order. Prints a JSON object as its last line.
 """
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def rounded(comm: r2ccl.Communicator) -> tuple[np.ndarray, bool]:
-    """Sum data whose sum must be rounded; return the sum, and whether its error is within bounds."""
+    """Sum data that must be rounded; return the sum, and whether its error is within bounds."""
     every = [
         np.random.default_rng(rank).standard_normal(COUNT).astype(np.float32)
         for rank in range(comm.nranks)

@@ -120,7 +120,7 @@ class End:
         self._whole_since_s: float | None = None
 
     def is_due(self, op: int, is_whole: bool) -> bool:
-        """Return whether operation `op` is the last; `is_whole`: all rails were up in the one before."""
+        """Return whether `op` is the last operation; `is_whole`: all rails were up before it."""
         now = time.monotonic()
         if op < self._task.from_op:
             return False

@@ -132,7 +132,7 @@ def test_a_pair_without_any_rail_gives_up_on_both_sides() -> None:
 
 
 def print_repair_times(kind: Action, plan: FaultPlan, reports: list[dict[str, Any]]) -> None:
-    """Print the time from each cut to the first replayed byte at a receiver, and the bytes replayed."""
+    """Print the time from each cut to the first replayed byte, and the bytes replayed."""
     firsts = []
     for firing in plan.fired:
         arrivals = [

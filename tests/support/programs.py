@@ -334,12 +334,12 @@ def many_reductions(count: int, ops: int) -> list[bytes]:
 def does_not_shrink() -> str:
     """Let rank 1 not call shrink() while the others wait for it; return the error of each rank."""
     comm = r2ccl.init()
-    control = comm._control  # short for shrink() only: init() may be slow on a busy machine
+    # A short timeout for shrink() only: init() may be slow on a busy machine.
+    control = comm._control
     impatient = msgspec.structs.replace(control.setting.config, init_timeout_s=5.0)
     control.setting = msgspec.structs.replace(control.setting, config=impatient)
-    with contextlib.suppress(
-        r2ccl.CommunicatorRevoked
-    ):  # revoked by a rank that has already passed it
+    # A rank that has already passed the barrier may have revoked the communicator.
+    with contextlib.suppress(r2ccl.CommunicatorRevoked):
         comm.barrier()
     if comm.rank == 1:
         deadline = time.monotonic() + 40

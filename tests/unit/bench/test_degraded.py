@@ -260,7 +260,7 @@ def test_a_table_shows_measured_beside_simulated(bench, monkeypatch, tmp_path) -
 @pytest.mark.parametrize(
     ("table", "text", "complaint"),
     [
-        ("optcc", None, "--measured is for --table cloudlab and netlab alone"),
+        ("optcc", None, "--measured applies to --table cloudlab and netlab only"),
         ("netlab", None, "nothing of table netlab"),
         ("cloudlab", "no JSON", "give what degraded.py --json has saved"),
         ("cloudlab", '{"results": [{"seconds": 1}]}', "give what degraded.py --json has saved"),
