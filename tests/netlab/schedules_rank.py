@@ -1,9 +1,9 @@
 """Run one rank of a job of many collectives while NICs fail and recover.
 
-For `test_netlab_schedules`. Argument 1 is a JSON list of operations [collective, dtype, op, root],
-run in order. A name of `SCHEDULES` may replace the collective. Data are small integers, whose results are exact in every
-element type and order. Only the float32 allreduce sums data that must be rounded, so that its bits
-depend on the order. Prints a JSON object as its last line.
+For `test_netlab_schedules`. Argument 1 is a JSON list of operations, each [collective, dtype, op,
+root], run in order. A name of `SCHEDULES` may replace the collective. Data are small integers,
+whose results are exact in every element type and order. Only the float32 allreduce sums data that
+must be rounded, so that its bits depend on the order. Prints a JSON object as its last line.
 """
 
 from __future__ import annotations

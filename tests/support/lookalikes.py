@@ -164,7 +164,7 @@ class Cupy(ModuleType):
     """The part of CuPy that the library uses, on GPU 2; ``current`` is the GPU it allocates on."""
 
     class ndarray(Interface):
-        """An array."""
+        """Array of CuPy."""
 
         def __init__(self, array: np.ndarray[Any, Any], device: int = 2) -> None:
             super().__init__(**posing(array, stream=0xBAD).__cuda_array_interface__)
