@@ -95,15 +95,13 @@ class Cluster(msgspec.Struct, frozen=True):
         ]
 
     def bound_s(self, collective: Collective, nbytes: int) -> float:
-        """Return a lower bound on the time of any schedule, ignoring latency, in seconds.
+        """Return a lower bound in seconds on the time of any schedule, ignoring latency.
 
         The bound is the larger of two times. The first is the time in which the slowest node sends
-        its
-        part. The second is the time in which all nodes together send every byte n - 1 times (twice
-        that
-        for an allreduce), as joining n nodes takes n - 1 messages. A rail with m live nodes can
-        carry at
-        most m - 1 of these messages: more would join nodes that are already joined.
+        its part. The second is the time in which all nodes together send every byte n - 1 times
+        (twice that for an allreduce), as joining n nodes takes n - 1 messages. A rail with m live
+        nodes can carry at most m - 1 of these messages: more would join nodes that are already
+        joined.
         """
         n, usable = len(self.rows), self.usable
         ways = 2 if collective == Collective.ALLREDUCE else 1

@@ -11,8 +11,8 @@ lost, or one lost on one node and two on another. ``planner``: the same nodes, 1
 NICs, 6 sizes each; measures how much slower than the best schedule the planner's choice is, and the
 error of its prediction.
 
-`tables.py` shows the results of the first two beside model and simulation, with
-``--measured FILE``.
+With ``--measured FILE``, `tables.py` shows the results of the first two beside model and
+simulation.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _LAST_WORDS = 2000
 
 
 class Failure(Exception):
-    """Error: a rank ended with an error."""
+    """Raised when a rank ends with an error."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,8 +45,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         Number of readings of each case.
     batch_nbytes : int
         Bytes that the back-to-back calls of a reading move at least. The shapers' buckets fill
-        while the
-        ranks do something else; a large batch makes this negligible.
+        while the ranks do something else; a large batch makes this negligible.
     healthy, degraded : tuple of str
         Cases to run before NICs are lost, and after.
     lost : tuple of Nic

@@ -39,8 +39,7 @@ class Bench:
     """Calls of one rank, and their readings of the clock.
 
     Two inputs alternate, so that a lost slice shows as the previous call's result. A misplaced
-    slice
-    shows because neighbouring elements differ.
+    slice shows because neighbouring elements differ.
     """
 
     def __init__(self, comm: r2ccl.Communicator, task: Task) -> None:
@@ -116,8 +115,7 @@ def candidates_of(comm: r2ccl.Communicator, task: Task) -> tuple[Runs, list[Pred
     """Return runs of the planner's choice for each size, twice, and of the other candidates.
 
     The other candidates are placed edge by edge, rings included. The planner would place a ring as
-    a
-    whole.
+    a whole.
     """
     runs: Runs = {}
     predictions = []

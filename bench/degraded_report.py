@@ -65,7 +65,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_good(self) -> bool:
-        """Whether the choice is as good as the best, within tolerance and noise."""
+        """True if the choice is as good as the best, within tolerance and noise."""
         return self.regret <= max(TOLERATED, self.noise)
 
     def flat(self) -> list[dict[str, Any]]:

@@ -86,10 +86,8 @@ class Incident(NamedTuple):
     """Fault and its observed effects; times are CLOCK_MONOTONIC seconds.
 
     ``operations`` are all operations from the first of ``before`` to the last of ``after``.
-    ``before``
-    and ``after`` are in steady state without the fault, ``during`` with it; ``during`` is empty if
-    the
-    fault ended by itself. ``struck`` are the operations that the fault interrupted.
+    ``before`` and ``after`` are in steady state without the fault, ``during`` with it; ``during``
+    is empty if the fault ended by itself. ``struck`` are the operations that the fault interrupted.
     """
 
     fault: Fault

@@ -63,8 +63,7 @@ def state_rows(rows: Sequence[dict[str, Any]], line_mbps: float) -> list[dict[st
     """Return the goodput of each state, healthy and under each lasting fault, over all runs.
 
     `rows` are those of faults and of calls. Calls that a fault interrupted do not count for the
-    state
-    under that fault: their time is that of the repair.
+    state under that fault: their time is that of the repair.
     """
     faults = [row for row in rows if row["measure"] == "fault"]
     before = [row["mbps"] for row in rows if row["measure"] == "call" and row["ended_s"] < 0]

@@ -17,7 +17,7 @@ _JOB_TIMEOUT_S = 7200.0
 
 
 class Failure(Exception):
-    """Error: the job ended, or an awaited event did not occur in time."""
+    """Raised when the job ends, or an awaited event does not occur in time."""
 
 
 class Operation(NamedTuple):

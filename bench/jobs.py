@@ -36,11 +36,11 @@ _MESSAGE_NBYTES = 1 << 16
 
 
 class Unavailable(Exception):
-    """Error: a library cannot be measured on this machine."""
+    """Raised when a library cannot be measured on this machine; the text has the reason."""
 
 
 class Hung(Unavailable):
-    """Error: a rank does not answer."""
+    """Raised when a rank does not answer."""
 
 
 #: Command line of a process, and its additional environment variables.
@@ -177,8 +177,7 @@ class Job(Ranks):
         """Run allreduces of `nbytes` of float32, in place; return the time of one call in seconds.
 
         This is the time of `iterations` back-to-back calls, divided by their number, on the slowest
-        rank.
-        `group` selects the communicator of an r2ccl job with several (``BENCH_MODES``).
+        rank. `group` selects the communicator of an r2ccl job with several (``BENCH_MODES``).
 
         Raises
         ------

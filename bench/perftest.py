@@ -33,7 +33,7 @@ _PATIENCE_S = 60.0
 
 
 class PerftestError(Exception):
-    """Error: perftest is missing or failed."""
+    """Raised when perftest is missing or fails; the text has the reason."""
 
 
 class Port(NamedTuple):
@@ -57,8 +57,7 @@ def bandwidth(pairs: Sequence[Pair], nbytes: int, seconds: int) -> float:
     """Write messages of `nbytes` between all `pairs` at once; return the total bytes per second.
 
     Runs for `seconds`, or up to 16 times longer until a message completes on every pair: 128
-    messages
-    are in flight at once.
+    messages are in flight at once.
 
     Raises
     ------

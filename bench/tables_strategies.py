@@ -98,7 +98,7 @@ class Cluster(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        """Whether every GPU is a rank."""
+        """True if every GPU is a rank, False if every node is one."""
         return self.nranks_per_node > 1
 
     @property
@@ -188,8 +188,7 @@ def canonical(strategy: Strategy, lost: Lost) -> Lost:
     """Return the representative of all patterns equivalent to `lost` under this strategy.
 
     Nodes can be renumbered by their losses. Only HotRepair depends on which of a node's NICs are
-    lost,
-    up to a rotation of the rails; for all other strategies the number of lost NICs is enough.
+    lost, up to a rotation of the rails; for all other strategies the number of lost NICs is enough.
     """
     if strategy == Strategy.HOT_REPAIR:
         turned = [
@@ -310,8 +309,7 @@ def _flat_r2cc(cluster: Cluster, alive: tuple[int, ...]) -> Schedule:
     """Build R2CC-AllReduce over GPUs: the partial ring leaves out the GPUs of the slowest node.
 
     The published share, Y = X. All GPUs of the slowest node take turns as leader of its tail, so
-    that
-    no single GPU's NVLink limits it. Rings and tails share ports in the ratio (1 - X) to X.
+    that no single GPU's NVLink limits it. Rings and tails share ports in the ratio (1 - X) to X.
     """
     size, slowest = cluster.nranks_per_node, alive.index(min(alive))
     lost = 1 - Fraction(alive[slowest], max(alive))

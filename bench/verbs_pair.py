@@ -80,8 +80,7 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
 
     ``cpu_s`` is user and system time of the process, ``posted`` the number of send requests of this
     end, ``rss_nbytes`` the resident set size at the end. ``trips_s`` are round trips in seconds,
-    for
-    runs of latency only.
+    for runs of latency only.
     """
 
     seconds: float
@@ -96,7 +95,7 @@ Answer = EndpointInfos | Done | Broken | Measured
 
 
 class NodeError(Exception):
-    """Error: the nodes did not start, or a command failed."""
+    """Raised when a node does not start or a command fails; the text has the reason."""
 
 
 Expected = TypeVar("Expected", EndpointInfos, Done, Measured)

@@ -50,7 +50,7 @@ class Side:
             self.slot(event.frame.seq)[: len(event.payload)] = event.payload
 
     def reply(self) -> None:
-        """Tell the sender that all slices have arrived."""
+        """Confirm to the sender that all slices have arrived."""
         self.transport.isend(self.path, self._frame(self.run.count), memoryview(b""), None)
 
     def _frame(self, seq: int, ack: int = 0) -> Frame:
@@ -81,7 +81,7 @@ class Role(ABC):
 
 
 class SliceSource(Role):
-    """Sends each slice when its landing place is known."""
+    """Sender of cleared slices: sends each when its landing place is known."""
 
     def start(self) -> None:
         """Do nothing: no slice can be sent without a landing place."""
@@ -95,7 +95,7 @@ class SliceSource(Role):
 
 
 class SliceSink(Role):
-    """Keeps `Run.window` landing places named."""
+    """Receiver of cleared slices: keeps `Run.window` landing places named."""
 
     def __init__(self, side: Side) -> None:
         super().__init__(side)
@@ -119,7 +119,7 @@ class SliceSink(Role):
 
 
 class MessageSource(Role):
-    """Keeps `Run.window` eager slices unconfirmed."""
+    """Sender of eager slices: keeps `Run.window` of them unconfirmed."""
 
     def __init__(self, side: Side) -> None:
         super().__init__(side)
@@ -143,7 +143,7 @@ class MessageSource(Role):
 
 
 class MessageSink(Role):
-    """Copies eager slices and confirms them, half a window at a time as the library does."""
+    """Receiver of eager slices: confirms half a window at a time, as the library does."""
 
     def __init__(self, side: Side) -> None:
         super().__init__(side)
@@ -166,7 +166,7 @@ class MessageSink(Role):
 
 
 class PingPong(Role):
-    """Sends slices back and forth, one at a time; landing places are named one ahead."""
+    """Either end of a latency run: one slice goes back and forth, landing places one ahead."""
 
     def __init__(self, side: Side, is_first: bool) -> None:
         super().__init__(side)

@@ -258,7 +258,7 @@ def test_a_wrong_descriptor_is_refused(kind: str) -> None:
 
 
 class FakeComm:
-    """Fake of the four calls of an mpi4py communicator that bootstrap uses, between threads."""
+    """Fake mpi4py communicator between threads, with the four calls that bootstrap uses."""
 
     def __init__(self, nranks: int) -> None:
         self.barrier = threading.Barrier(nranks, timeout=10)

@@ -32,7 +32,7 @@ ENDS, ABSENT = 1, 2
 COUNT = 2_100_000
 #: Seconds from init to the end, and from the end to rank 2's call.
 AFTER_S, ABSENT_S = 0.4, 0.3
-#: Seconds until rank 2's call while the others shrink and wait for it.
+#: Seconds from the end to rank 2's call if the others shrink, and so wait for rank 2.
 SHRINK_S = 1.5
 PATTERN = 0xA5
 #: Seconds that memory is watched after an error.

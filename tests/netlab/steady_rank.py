@@ -112,7 +112,7 @@ class Watch:
 
 
 class End:
-    """Decides when rank 0 ends the job."""
+    """Condition for rank 0 to end the job."""
 
     def __init__(self, task: Task) -> None:
         self._task = task

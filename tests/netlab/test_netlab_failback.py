@@ -46,14 +46,10 @@ class Return(NamedTuple):
     """Return of a restored rail: seconds since the restore, and throughput.
 
     ``up_s`` is when the last path of the NIC was in use at both ends. ``first_s`` and
-    ``everywhere_s``
-    are when the first and the last end that had received payload on the rail received a slice
-    again.
-    ``throughput_s`` is `steady.reached_s`. ``share`` is the throughput from `SHOULD_S` on relative
-    to
-    the healthy one, and ``of_line`` relative to the line rate. ``least_share`` is the least share,
-    in
-    sixteenths, that any rank knew of any NIC meanwhile.
+    ``everywhere_s`` are when the first and the last end that had received payload on the rail
+    received a slice again. ``throughput_s`` is `steady.reached_s`. ``share`` is the throughput from
+    `SHOULD_S` on relative to the healthy one, and ``of_line`` relative to the line rate.
+    ``least_share`` is the least share, in sixteenths, that any rank knew of any NIC meanwhile.
     """
 
     up_s: float
@@ -133,8 +129,7 @@ class Thirds(NamedTuple):
     """Events of one flap at the NIC's node, by thirds of its time.
 
     ``losses`` are losses of the carrier; ``migrations`` those that found the rail in use, so that
-    work
-    moved; ``paths`` the paths that were taken out of use.
+    work moved; ``paths`` the paths that were taken out of use.
     """
 
     losses: list[int]

@@ -49,8 +49,7 @@ class Figures(NamedTuple):
 
     ``adapted_s`` and ``back_s`` are seconds from the change of rate, as in `steady.reached_s`. The
     others describe the health: the least share of the NIC and its last one, the least share of any
-    NIC
-    of another rail, and the number of operations after which it had changed.
+    NIC of another rail, and the number of operations after which it had changed.
     """
 
     of_line: float

@@ -61,8 +61,7 @@ def test_a_loss_that_only_some_ranks_survive_ends_those_too() -> None:
     """Kill rank 0 after it said goodbye to rank 3 only, while ranks 1 and 2 still need it.
 
     Found at random: rank 3 needed nothing more of rank 0, and waited for the goodbyes of ranks that
-    had
-    given up.
+    had given up.
     """
     workload = Workload(
         nranks=4, nrails=2, calls=(CallSpec(120, "packed_trees", 6, is_in_place=False),),

@@ -25,8 +25,7 @@ def layouts(form: Form) -> list[Layout]:
     """Return sizes and placements that together take every path of a kernel.
 
     They are: several vectors per thread, with elements before and after; few elements; starts that
-    do
-    not share a 16-byte alignment; in place.
+    do not share a 16-byte alignment; in place.
     """
     per_vector = max(1, 16 // DTYPES[form.dtype_code].itemsize)
     many = 5 * NBLOCKS * NTHREADS * per_vector + 3

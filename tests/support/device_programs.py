@@ -177,7 +177,7 @@ def asked_after_close() -> list[str]:
 
 
 def broken_card() -> str:
-    """Fail to open rank 1's GPU; return the error that every rank raises without a timeout."""
+    """Fail to open rank 1's GPU; return the error that this rank raises without waiting."""
     mine = Card(7).hardware
     if os.environ["RANK"] == "1":
 

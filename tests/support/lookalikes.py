@@ -51,8 +51,7 @@ class Producer:
     """Exporter of DLPack capsules; must outlive them.
 
     ``asked`` has the arguments of each export, ``released`` the name of each capsule whose deleter
-    was
-    called.
+    was called.
     """
 
     def __init__(

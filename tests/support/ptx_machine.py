@@ -30,7 +30,7 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
 
 
 class Instruction(NamedTuple):
-    """Instruction: predicate, opcode, operands."""
+    """Predicate, opcode and operands of an instruction."""
 
     guard: str
     opcode: str
