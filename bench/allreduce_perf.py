@@ -1,12 +1,12 @@
-"""Allreduce performance with nccl-tests' flags and columns; every result is verified.
+"""Measure allreduce performance with the flags and columns of nccl-tests; verify every result.
 
-Runs under any launcher (``r2ccl launch``, torchrun, mpiexec, netlab); started plainly, it launches
-``--nranks`` local processes itself. Exits with 1 if a single element is wrong.
+Runs under any launcher (``r2ccl launch``, torchrun, mpiexec, netlab). Started without a launcher,
+the bench launches ``--nranks`` local processes itself. Exits with 1 if any element is wrong.
 
-Time is that of a loop of ``-n`` calls, back to back, after ``-w`` calls that are not counted,
+The time of a call is the time of a loop of ``-n`` calls, back to back, after ``-w`` warm-up calls,
 divided by ``-n`` and averaged over the ranks, as in nccl-tests. Verification runs outside that
-loop: fresh inputs that every rank derives from one seed, chosen so that the exact result has no
-rounding in any order of operations, compared bit for bit.
+loop, on fresh inputs that every rank derives from one seed. The inputs are such that no order of
+operations rounds, so results are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from r2ccl.types import ReduceOp
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-#: nccl-tests' own words for some types; the others go by NumPy's names.
+#: Names that nccl-tests gives to some types; the other types use NumPy's names.
 _NCCL_NAMES = {"float16": "half", "float32": "float", "float64": "double"}
 _BY_NAME = {
     name: dtype
@@ -37,11 +37,11 @@ _BY_NAME = {
     for name in (dtype.name, _NCCL_NAMES.get(dtype.name, dtype.name))
 }
 _OPS_BY_NAME = {op.name.lower(): op for op in ReduceOp}
-#: Set by a launcher in every process it starts: torchrun and r2ccl, Hydra, PMIx, Open MPI.
+#: Variables that a launcher sets in every process: torchrun and r2ccl, Hydra, PMIx, Open MPI.
 _LAUNCHED = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 
 
-#: The operations in 64-bit integers, by which results are verified.
+#: NumPy function that computes the exact result of each operation, in 64-bit integers.
 _EXACT = {
     ReduceOp.SUM: np.add,
     ReduceOp.AVG: np.add,
@@ -53,7 +53,7 @@ _EXACT = {
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table."""
+    """Line of the table: a buffer size, an element type and an operation."""
 
     nbytes: int
     dtype: np.dtype[Any]
@@ -66,17 +66,17 @@ class Case:
 
 
 class Measured(NamedTuple):
-    """One half of a line: out of place or in place."""
+    """Time per call in seconds, and number of wrong elements (None: not checked)."""
 
     seconds: float
     wrong: int | None
 
 
 def make_inputs(case: Case, nranks: int, seed: Sequence[int]) -> tuple[list[Array], Array]:
-    """Make every rank's input and the exact result.
+    """Return the inputs of all ranks and the exact result.
 
-    The values are small integers, so that no partial result is rounded in any order: no sum
-    leaves the range in which bfloat16 holds integers, and factors are powers of two.
+    The values are small integers, so that no partial result is rounded in any order of operations:
+    no sum leaves the range in which bfloat16 holds integers, and factors are powers of two.
     """
     rng = np.random.default_rng(seed)
     drawn = [_draw(rng, case, rank, nranks) for rank in range(nranks)]
@@ -86,7 +86,7 @@ def make_inputs(case: Case, nranks: int, seed: Sequence[int]) -> tuple[list[Arra
     inputs = [values.astype(case.dtype) for values in drawn]
     if case.op is not ReduceOp.AVG:
         return inputs, exact.astype(case.dtype)
-    average = exact / nranks  # rounding twice is harmless: 53 bits hold twice 24 and more
+    average = exact / nranks  # rounding twice is harmless: 53 bits hold twice 24 bits and more
     return inputs, (np.trunc(average) if case.dtype.kind in "iu" else average).astype(case.dtype)
 
 
@@ -101,7 +101,7 @@ def _draw(rng: np.random.Generator, case: Case, rank: int, nranks: int) -> Array
 
 
 def count_wrong(comm: Any, case: Case, *, in_place: bool, seed: Sequence[int]) -> int:
-    """Run once on fresh inputs; count the elements that are wrong, over all ranks."""
+    """Run one allreduce on fresh inputs; return the number of wrong elements over all ranks."""
     inputs, expected = make_inputs(case, comm.nranks, seed)
     mine = inputs[comm.rank]
     before = mine.copy()
@@ -114,8 +114,8 @@ def count_wrong(comm: Any, case: Case, *, in_place: bool, seed: Sequence[int]) -
 
 
 def time_calls(comm: Any, case: Case, args: argparse.Namespace, *, in_place: bool) -> float:
-    """Return the seconds of one call, averaged over calls and ranks."""
-    x = np.ones(case.count, case.dtype)  # written, so that every page is there
+    """Return the time of one call in seconds, averaged over calls and ranks."""
+    x = np.ones(case.count, case.dtype)  # written, so that every page is mapped
     out = None if in_place else np.ones_like(x)
     for _ in range(args.warmup_iters):
         comm.allreduce(x, out, case.op)
@@ -128,7 +128,7 @@ def time_calls(comm: Any, case: Case, args: argparse.Namespace, *, in_place: boo
 
 
 def measure(comm: Any, case: Case, args: argparse.Namespace, *, in_place: bool) -> Measured:
-    """Time one half of a line, then verify it ``-c`` times."""
+    """Time a case, in place or out of place, then verify it ``-c`` times."""
     seconds = time_calls(comm, case, args, in_place=in_place)
     if not args.check:
         return Measured(seconds, None)
@@ -140,7 +140,7 @@ def measure(comm: Any, case: Case, args: argparse.Namespace, *, in_place: bool) 
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    """List the lines: every size of every pair of type and operation that exists."""
+    """Return the cases to run: every size, for every supported pair of type and operation."""
     dtypes = list(CODES) if args.datatype == "all" else [_BY_NAME[args.datatype]]
     ops = list(ReduceOp) if args.op == "all" else [_OPS_BY_NAME[args.op]]
     sizes = list(size_range(args.minbytes, args.maxbytes, step=args.step, factor=args.factor))
@@ -154,7 +154,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def row(case: Case, nranks: int, placement: str, result: Measured) -> dict[str, Any]:
-    """Make the flat object of one half of a line."""
+    """Return the JSON object of one measurement."""
     return {
         "collective": "allreduce",
         "nranks": nranks,
@@ -195,7 +195,7 @@ def _step(args: argparse.Namespace) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every line on this rank; rank 0 prints. Return the exit status."""
+    """Measure every case on this rank; rank 0 prints. Return the exit status."""
     rows: list[dict[str, Any]] = []
     with r2ccl.init() as comm:
         is_first = comm.rank == 0
@@ -225,26 +225,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse nccl-tests' flags and ours."""
-    parser = argparse.ArgumentParser(description="Allreduce performance, nccl-tests' way.")
+    """Parse the flags of nccl-tests and those of this bench."""
+    parser = argparse.ArgumentParser(description="Measure allreduce as nccl-tests does.")
     parser.add_argument("-b", "--minbytes", type=parse_size, default="1M")
-    parser.add_argument("-e", "--maxbytes", type=parse_size, help="default: as --minbytes")
+    parser.add_argument("-e", "--maxbytes", type=parse_size, help="default: --minbytes")
     parser.add_argument("-i", "--step", type=parse_size, default="1M", help="bytes between sizes")
-    parser.add_argument("-f", "--factor", type=float, default=1.0, help="between sizes; wins")
-    parser.add_argument("-n", "--iters", type=int, default=20, help="calls timed together")
+    parser.add_argument(
+        "-f", "--factor", type=float, default=1.0, help="between sizes; replaces -i"
+    )
+    parser.add_argument("-n", "--iters", type=int, default=20, help="calls per timed loop")
     parser.add_argument("-w", "--warmup-iters", "--warmup_iters", type=int, default=5)
     parser.add_argument("-c", "--check", type=int, default=1, help="verifications; 0: none")
     parser.add_argument("-d", "--datatype", choices=[*_BY_NAME, "all"], default="float")
     parser.add_argument("-o", "--op", choices=[*_OPS_BY_NAME, "all"], default="sum")
-    parser.add_argument("--nranks", type=int, default=2, help="processes, without a launcher")
+    parser.add_argument("--nranks", type=int, default=2, help="processes without a launcher")
     add_json_argument(parser)
     args = parser.parse_args()
     if args.maxbytes is None:
         args.maxbytes = args.minbytes
     if args.factor <= 1 and args.step < 1:
-        parser.error("--step must be above 0 where --factor is not above 1")
+        parser.error("--step must be above 0 unless --factor is above 1")
     if args.iters < 1 or args.nranks < 1 or min(args.warmup_iters, args.check) < 0:
-        parser.error("--iters and --nranks must be above 0, --warmup-iters and --check not below")
+        parser.error("--iters and --nranks must be above 0, --warmup-iters and --check at least 0")
     return args
 
 

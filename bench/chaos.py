@@ -1,9 +1,10 @@
-"""Random jobs on random netlabs under random faults; every result is checked.
+"""Run random jobs on random netlabs under random faults; check every result.
 
-Each job: 2 to 5 nodes of 2 to 4 rails, random collectives, sizes and types, asynchronous or not,
-while NICs, switch ports and pairs of nodes fail, go silent, slow down, flap and come back, and
-processes are stopped. At the end all ranks close, or one aborts or is killed. Nothing may be wrong,
-hang, or end otherwise. A job is drawn from its seed alone: ``--seed 7 --jobs 1`` runs job 7 again.
+Each job has 2 to 5 nodes with 2 to 4 rails and runs random collectives, sizes and types,
+asynchronously or not, while NICs, switch ports and pairs of nodes fail, drop traffic silently, slow
+down, flap and recover, and processes are stopped. At the end all ranks close, or one rank aborts or
+is killed. A job fails if a result is wrong, a call hangs, or a rank ends in another way. The seed
+alone determines a job: ``--seed 7 --jobs 1`` repeats job 7.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from r2ccl.testing.netlab import Lab, unavailable_reason
 from r2ccl.testing.netlab.privilege import ensure_privileged
 
 PROGRAM = str(Path(__file__).with_name("chaos_rank.py"))
-#: Seconds of a job, of its start, and beyond which it hangs.
+#: Seconds that a job runs, that its start takes, and after which it is considered hung.
 JOB_S, INIT_S, PATIENCE_S = 20.0, 5.0, 90.0
 #: Faults per second of a job.
 RATE = 0.8
@@ -31,7 +32,7 @@ _EXIT_UNAVAILABLE = 69
 
 
 def draw_plan(rng: random.Random, nodes: int, rails: int, seconds: float) -> FaultPlan:
-    """Draw faults that undo themselves, in any combination; one rail of each node stays whole."""
+    """Draw self-reverting faults in any combination; one rail of each node never fails."""
     whole = [rng.randrange(rails) for _ in range(nodes)]
     faults: list[Fault] = []
     for _ in range(int(RATE * seconds)):
@@ -61,7 +62,7 @@ def draw_plan(rng: random.Random, nodes: int, rails: int, seconds: float) -> Fau
 
 
 def run_job(seed: int, seconds: float) -> dict[str, Any]:
-    """Run the job of a seed; ``bad`` says what was wrong, empty: nothing."""
+    """Run the job of `seed`; ``bad`` in the row lists everything that was wrong."""
     rng = random.Random(f"chaos {seed}")
     nodes, rails = rng.randint(2, 5), rng.randint(2, 4)
     fabric = rng.choice(["full", "rail"])
@@ -104,18 +105,18 @@ def run_job(seed: int, seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run jobs until the time is over; exit status 1 if anything was wrong."""
+    """Run jobs until the time is over; return 1 if any job went wrong."""
     parser = argparse.ArgumentParser(
         description="Random collectives under random faults, on random netlabs."
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="begin no job after this long")
-    parser.add_argument("--seed", type=int, default=1, help="of the first job")
-    parser.add_argument("--jobs", type=int, default=10**9, help="at most this many")
+    parser.add_argument("--seconds", type=float, default=60.0, help="start no job after this time")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first job")
+    parser.add_argument("--jobs", type=int, default=10**9, help="largest number of jobs")
     parser.add_argument("--json", metavar="FILE", help="write all rows")
     args = parser.parse_args()
     reason = unavailable_reason()
     if reason is not None:
-        print(f"chaos: no netlab here: {reason}", file=sys.stderr)
+        print(f"chaos: cannot build a netlab on this machine: {reason}", file=sys.stderr)
         return _EXIT_UNAVAILABLE
     ensure_privileged()
     rows: list[dict[str, Any]] = []
@@ -133,7 +134,7 @@ def main() -> int:
         Path(args.json).write_text(json.dumps(rows, indent=1))
     nbad = sum(bool(row["bad"]) for row in rows)
     print(
-        f"chaos: {len(rows)} jobs, {sum(row['calls'] for row in rows)} calls a rank, "
+        f"chaos: {len(rows)} jobs, {sum(row['calls'] for row in rows)} calls per rank, "
         f"{sum(row['repairs'] for row in rows)} repairs, {nbad} jobs went wrong"
     )
     return 1 if nbad else 0

@@ -1,10 +1,10 @@
-"""One rank of a chaos job: random collectives, each checked, until the time is over.
+"""Run one rank of a chaos job: random collectives, each checked, until the time is over.
 
 All ranks draw the same calls from one seed. Data is drawn from seed, call and rank, in integers
 that every dtype holds exactly, so every result is known to the last bit. Prints one line of JSON.
 
-Argument: JSON with ``seed``, ``seconds``, how it ends (``close``, ``abort`` or ``kill``), and the
-``victim`` that ends it.
+Argument: JSON with ``seed``, ``seconds``, ``ends`` (``close``, ``abort`` or ``kill``), and
+``victim``, the rank that aborts or is killed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import r2ccl
 
 DTYPES = (np.uint8, np.int32, np.int64, np.float32, np.float64)
 OPS = {r2ccl.SUM: np.add, r2ccl.MIN: np.minimum, r2ccl.MAX: np.maximum}
-#: Calls between two looks at the clock, and most under way at once.
+#: Calls between two checks of the clock, and largest number of asynchronous calls in flight.
 LOOK_EVERY, MOST_AHEAD = 20, 3
 MOST_NBYTES = 4 << 20
 
 
 class Chaos:
-    """The calls of one rank, and their comparison with NumPy's results."""
+    """Random calls of one rank, compared with NumPy's results."""
 
     def __init__(self, comm: r2ccl.Communicator, seed: int) -> None:
         self.comm = comm
@@ -42,12 +42,12 @@ class Chaos:
         self._ahead: deque[tuple[str, Any, Any, np.ndarray | None]] = deque()
 
     def data(self, call: int, rank: int, count: int, dtype: Any) -> np.ndarray:
-        """Return what `rank` gives to a call: small enough for sums of all ranks."""
+        """Return the input of `rank` for a call: integers small enough to sum over all ranks."""
         rng = np.random.default_rng((self.seed, call, rank))
         return rng.integers(0, 16, count).astype(dtype)
 
     def step(self) -> None:
-        """Make one call."""
+        """Issue one random call; wait for its result, unless it is asynchronous."""
         comm, draw = self.comm, self.draw
         self.ncalls += 1
         call, n = self.ncalls, comm.nranks
@@ -91,7 +91,7 @@ class Chaos:
             self.check()
 
     def check(self) -> None:
-        """Wait for the oldest call that is under way, and compare its result."""
+        """Wait for the oldest call in flight, and compare its result."""
         name, work, result, want = self._ahead.popleft()
         if work is not None:
             begun_s = time.monotonic()
@@ -101,7 +101,7 @@ class Chaos:
             self.wrong.append(name)
 
     def run(self, seconds: float) -> None:
-        """Call until the time is over at some rank."""
+        """Issue calls until `seconds` have passed on some rank."""
         until_s = time.monotonic() + seconds
         goes_on = np.ones(1, np.int32)
         while goes_on[0]:
@@ -114,7 +114,7 @@ class Chaos:
 
 
 def main(task: dict[str, Any]) -> dict[str, Any]:
-    """Run the job, and end it as the task says."""
+    """Run the job, end it as `task` says, and return the report of this rank."""
     logging.getLogger("r2ccl").setLevel(logging.ERROR)
     said: dict[str, Any] = {"error": "", "text": ""}
     chaos = None

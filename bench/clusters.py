@@ -1,16 +1,16 @@
 """Simulate the planner's choices on random clusters with lost and slow NICs.
 
-For every drawn cluster the planner chooses, for an allreduce of a drawn size and for the other
-collectives; `r2ccl.flowsim` runs the choice, and for the allreduce every other candidate; a lower
-bound counts only bandwidth that a port can use. Reported: routes that do not exist, schedules that
-the checker refuses, time over the bound, over the best candidate, and predicted over simulated; the
-worst cases with the seeds that draw them again.
+For every drawn cluster the planner chooses a schedule for an allreduce of a drawn size and for the
+other collectives. `r2ccl.flowsim` simulates each choice, and for the allreduce every other
+candidate too. A lower bound counts only the bandwidth that ports can use. The report shows routes
+that do not exist, schedules that the checker refuses, the time over the bound and over the best
+candidate, predicted over simulated time, and the worst cases with the seeds that reproduce them.
 
     python bench/clusters.py --count 200 --seed 1
     python bench/clusters.py --seed 1:17 --verbose    # draw 17 of seed 1 alone
 
-Only the ports between nodes are simulated: several ranks a node are planned for and checked, and
-what they do inside the node is not counted.
+Only the ports between nodes are simulated. Schedules for several ranks per node are planned and
+checked, but the traffic inside a node is not counted.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from r2ccl.types import CallSignature, Collective, PathKey, ReduceOp
 #: Latency and bandwidth of a NIC of 10 and of 100 Gbit/s.
 FABRICS = (Rates(10_000, 1_250_000_000), Rates(5_000, 12_500_000_000))
 
-#: From here on bandwidth decides.
+#: Size in bytes from which bandwidth dominates the time.
 LARGE_NBYTES = 64 << 20
 ROOTLESS = (Collective.ALLGATHER, Collective.REDUCE_SCATTER)
 OTHERS = (*ROOTLESS, Collective.BROADCAST, Collective.REDUCE)
 OTHERS_NBYTES = 16 << 20
 
-#: Ranks times channels up to which a schedule is replayed symbolically (seconds beyond).
+#: Ranks times channels up to which a schedule is replayed symbolically (larger ones take seconds).
 _CHECKED_SIZE = 1500
-#: Nodes up to which sharing is simulated exactly; fair queues are 3 % off and much faster.
+#: Nodes up to which max-min sharing is simulated; fair queues are 3 % off and much faster.
 _EXACT_NODES = 16
 
 
 class Cluster(msgspec.Struct, frozen=True):
-    """A drawn cluster: what each port carries, in sixteenths, and the call."""
+    """Drawn cluster and call; `rows` holds the bandwidth of each node's ports, in sixteenths."""
 
     seed: str
     rows: tuple[tuple[int, ...], ...]
@@ -70,7 +70,7 @@ class Cluster(msgspec.Struct, frozen=True):
 
     @property
     def health(self) -> Health:
-        """As all ranks agree on it."""
+        """Health that all ranks agree on."""
         shares = bytes(
             share for row in self.rows for _ in range(self.ranks_per_node) for share in row
         )
@@ -78,7 +78,7 @@ class Cluster(msgspec.Struct, frozen=True):
 
     @property
     def planner(self) -> Planner:
-        """The planner of every rank."""
+        """Planner that every rank uses."""
         nrails = len(self.rows[0])
         nodes = [node for node in range(len(self.rows)) for _ in range(self.ranks_per_node)]
         several = nodes if self.ranks_per_node > 1 else ()
@@ -86,7 +86,7 @@ class Cluster(msgspec.Struct, frozen=True):
 
     @property
     def usable(self) -> list[list[float]]:
-        """Bytes/s that each node can use of each rail: no more than those it meets there have."""
+        """Bytes/s that each node can use on each rail: its own, or its peers' total if smaller."""
         totals = [sum(column) for column in zip(*self.rows, strict=True)]
         unit = self.rates.beta / WHOLE
         return [
@@ -95,11 +95,13 @@ class Cluster(msgspec.Struct, frozen=True):
         ]
 
     def bound_s(self, collective: Collective, nbytes: int) -> float:
-        """Least time of any schedule, whatever its latency.
+        """Return a lower bound in seconds on the time of any schedule, ignoring latency.
 
-        What the slowest node must send, and what all must together: every byte needs n - 1
-        messages, twice for an allreduce, to join all nodes. Of these a rail can carry one less than
-        it has nodes: more would join nodes that are joined.
+        The bound is the larger of two times. The first is the time in which the slowest node sends
+        its part. The second is the time in which all nodes together send every byte n - 1 times
+        (twice that for an allreduce), as joining n nodes takes n - 1 messages. A rail with m live
+        nodes can carry at most m - 1 of these messages: more would join nodes that are already
+        joined.
         """
         n, usable = len(self.rows), self.usable
         ways = 2 if collective == Collective.ALLREDUCE else 1
@@ -112,7 +114,7 @@ class Cluster(msgspec.Struct, frozen=True):
             if most > 0:
                 rails.append((most / sum(column), sum(column)))
         rate = sum(each for _, each in rails)
-        # The last one takes the rest.
+        # The last rail carries the rest.
         for full_s, each in sorted(rails)[:-1]:
             if taken + (full_s - spent_s) * rate >= needed:
                 break
@@ -122,7 +124,7 @@ class Cluster(msgspec.Struct, frozen=True):
         return float(nbytes * max(alone_s, together_s))
 
     def describe(self) -> str:
-        """Say what is special about it."""
+        """Describe the size of the cluster and its nodes with lost or slow NICs."""
         n, nrails = len(self.rows), len(self.rows[0])
         odd = [
             f"node {node}: {' '.join(map(str, row))}"
@@ -133,7 +135,7 @@ class Cluster(msgspec.Struct, frozen=True):
 
 
 def draw(seed: int, number: int, ranks_per_node: int, most_nodes: int) -> Cluster:
-    """Draw a cluster whose nodes are joined, if not each with each."""
+    """Draw a cluster in which every node reaches every other, directly or through other nodes."""
     rng = random.Random(f"{seed}:{number}")
     while True:
         n = round(math.exp(rng.uniform(math.log(3), math.log(most_nodes))))
@@ -151,7 +153,7 @@ def draw(seed: int, number: int, ranks_per_node: int, most_nodes: int) -> Cluste
 
 
 def is_joined(rows: Sequence[Sequence[int]]) -> bool:
-    """Whether rails join all nodes, by way of others if need be."""
+    """Return whether rails connect all nodes, directly or through other nodes."""
     joined, size = {0}, 0
     while size < len(joined):
         size = len(joined)
@@ -164,9 +166,9 @@ def is_joined(rows: Sequence[Sequence[int]]) -> bool:
 
 
 def rails_of(choice: Choice, rows: Sequence[Sequence[int]]) -> Rails:
-    """Return which rails the links of a choice ride, detours included, as the engine routes them.
+    """Return the rails that the links of a choice ride, routed as the engine routes them.
 
-    `rows` has what each node's rails carry.
+    `rows` has the bandwidth of each node's rails. Links whose home rail is down take a detour.
     """
     placement, nrails = choice.placement, len(rows[0])
     home = {(c, low, high): number % nrails for c, low, high, number in placement.edges}
@@ -202,7 +204,7 @@ def rails_of(choice: Choice, rows: Sequence[Sequence[int]]) -> Rails:
 
 
 def simulated_s(choice: Choice, cluster: Cluster, nbytes: int) -> float:
-    """Simulate a choice among nodes."""
+    """Return the simulated time of a choice in seconds."""
     rate = cluster.rates.beta / WHOLE
     network = Network(
         egress=tuple(tuple(share * rate for share in row) for row in cluster.rows),
@@ -221,7 +223,7 @@ def simulated_s(choice: Choice, cluster: Cluster, nbytes: int) -> float:
 
 
 def without_route(schedule: Schedule, cluster: Cluster) -> int:
-    """Count messages between ranks whose nodes have no rail in common."""
+    """Return the number of messages between ranks whose nodes have no rail in common."""
     rows, per = cluster.rows, schedule.nranks // len(cluster.rows)
     apart = {
         (a, b)
@@ -240,7 +242,7 @@ def without_route(schedule: Schedule, cluster: Cluster) -> int:
 
 
 def is_refused(schedule: Schedule) -> bool:
-    """Replay a schedule symbolically if it is small enough; return whether it is wrong."""
+    """Return whether the checker refuses a schedule; do not check large ones."""
     if schedule.nranks * schedule.nchannels > _CHECKED_SIZE:
         return False
     try:
@@ -251,7 +253,7 @@ def is_refused(schedule: Schedule) -> bool:
 
 
 def examine(cluster: Cluster, *, has_others: bool) -> dict[str, Any]:
-    """Plan, simulate and compare; one row of the study."""
+    """Plan, simulate and compare; return one row of the study."""
     planner, health = cluster.planner, cluster.health
     call = CallSignature(Collective.ALLREDUCE, 0, ReduceOp.SUM, 0, 0)
     began_s = time.process_time()
@@ -269,7 +271,7 @@ def examine(cluster: Cluster, *, has_others: bool) -> dict[str, Any]:
         "without_route": nlost,
         "refused": int(is_refused(full.schedule)),
     }
-    if chosen.schedule.nranks != len(cluster.rows):  # a flat ring over several ranks a node
+    if chosen.schedule.nranks != len(cluster.rows):  # a flat ring over several ranks per node
         return found
     took = {}
     for number, each in enumerate(among_nodes):
@@ -305,7 +307,7 @@ def examine(cluster: Cluster, *, has_others: bool) -> dict[str, Any]:
 
 
 def quantiles(values: Iterable[float]) -> str:
-    """Show median, 90th percentile and extremes."""
+    """Format median, 90th percentile and extremes."""
     ordered = sorted(values)
     if not ordered:
         return "none"
@@ -317,7 +319,7 @@ def quantiles(values: Iterable[float]) -> str:
 
 
 def share_of(values: Sequence[float], low: float, high: float) -> str:
-    """Show how many lie in a range."""
+    """Format the share of values between `low` and `high`, in percent."""
     inside = sum(low <= value <= high for value in values)
     return f"{100 * inside / max(1, len(values)):.1f} % within {low:g} to {high:g}"
 
@@ -355,15 +357,15 @@ def report(rows: Sequence[dict[str, Any]], nworst: int) -> None:
 
 
 def main() -> int:
-    """Parse the command line, run, report; 1 if a choice has no route or is wrong."""
+    """Run the study; return 1 if a choice has no route or is refused."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--count", type=int, default=100, help="clusters to draw")
-    parser.add_argument("--seed", default="1", help="of the draws; S:N is draw N of seed S alone")
+    parser.add_argument("--seed", default="1", help="seed of the draws; S:N: only draw N of seed S")
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--most-nodes", type=int, default=64)
     parser.add_argument("--allreduce-only", action="store_true")
-    parser.add_argument("--worst", type=int, default=5, help="worst cases to show")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--worst", type=int, default=5, help="number of worst cases to show")
+    parser.add_argument("--jobs", type=int, default=2, help="worker processes")
     add_json_argument(parser)
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()

@@ -1,8 +1,7 @@
-"""What every bench shares: sizes, bandwidth factors, statistics, the machine, the JSON file.
+"""Utilities of all benches: sizes, bandwidth factors, statistics, machine description, JSON output.
 
-Imports nothing of r2ccl but its version, so that a bench of another library can use it too.
-
-Invariant: a saved result says on which machine, from which commit and by which command it came.
+A saved result records the machine, the commit and the command that produced it. The module imports
+nothing of r2ccl, so that benches of other libraries can use it too.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
-#: Bus bandwidth over algorithm bandwidth (PERFORMANCE.md of nccl-tests).
+#: Bus bandwidth divided by algorithm bandwidth, per collective (PERFORMANCE.md of nccl-tests).
 _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "allreduce": lambda n: 2 * (n - 1) / n,
     "allgather": lambda n: (n - 1) / n,
@@ -42,7 +41,7 @@ class Stats(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Stats:
-        """Compute them; of one sample all three are that sample."""
+        """Compute median and quartiles; a single sample is all three."""
         if len(samples) == 1:
             return cls(samples[0], samples[0], samples[0])
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -55,7 +54,7 @@ def parse_size(text: str) -> int:
     Raises
     ------
     argparse.ArgumentTypeError
-        Not such a size.
+        If `text` is not a size.
     """
     number, unit = text.strip().upper().removesuffix("IB").removesuffix("B"), ""
     if number and number[-1] in _UNITS:
@@ -65,7 +64,7 @@ def parse_size(text: str) -> int:
     except ValueError:
         nbytes = -1.0
     if nbytes < 0 or not nbytes.is_integer():
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are sizes like 256, 64K, 1.5M, 2G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 256, 64K, 1.5M or 2G")
     return int(nbytes)
 
 
@@ -81,12 +80,12 @@ def parse_counts(text: str) -> list[int]:
     except ValueError:
         counts = [0]
     if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are numbers above 0, as in 2,4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive integers; write 2,4")
     return counts
 
 
 def format_size(nbytes: int) -> str:
-    """Spell bytes as people say them: ``"256 B"``, ``"64 KiB"``, ``"1 MiB"``."""
+    """Format a number of bytes: ``"256 B"``, ``"64 KiB"``, ``"1 MiB"``."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
             return f"{nbytes / size:.4g} {unit}"
@@ -99,29 +98,29 @@ def size_range(begin: int, end: int, *, step: int, factor: float) -> Iterator[in
     Raises
     ------
     ValueError
-        The sizes would never reach `end`.
+        If `step` and `factor` never reach `end`.
     """
     if factor <= 1 and step <= 0:
         raise ValueError(f"step {step} and factor {factor} never reach {end} from {begin}")
     size = begin
     while size <= end:
         yield size
-        # At least one byte more, so that a range from 0 or by a small factor ends.
+        # Add at least one byte, so that a range from 0 or with a small factor ends.
         size = max(int(size * factor), size + 1) if factor > 1 else size + step
 
 
 def algbw(nbytes: int, seconds: float) -> float:
-    """Algorithm bandwidth, GB/s (1e9 bytes)."""
+    """Return the algorithm bandwidth in GB/s (1e9 bytes)."""
     return nbytes / seconds / 1e9
 
 
 def busbw(collective: str, nranks: int, nbytes: int, seconds: float) -> float:
-    """Bus bandwidth, GB/s (1e9 bytes): what each rank's NIC carries each way."""
+    """Return the bus bandwidth in GB/s (1e9 bytes): the load of each rank's NIC, per direction."""
     return algbw(nbytes, seconds) * _BUS_FACTORS[collective](nranks)
 
 
 def machine() -> dict[str, Any]:
-    """Describe what a result depends on: processor, kernel, versions."""
+    """Return what results depend on: processor, memory, kernel and package versions."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -133,7 +132,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Name the commit of this checkout, with ``+changes`` if files differ from it."""
+    """Return the commit of this checkout, with ``+changes`` if the working tree differs from it."""
     folder = Path(__file__).resolve().parent
     try:
         name = _git(folder, "rev-parse", "--short=12", "HEAD")
@@ -145,12 +144,15 @@ def commit() -> str:
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     """Add ``--json FILE``."""
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write machine, commit, command and results"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write machine, commit, command, results",
     )
 
 
 def write_json(path: Path, results: Iterable[dict[str, Any]]) -> None:
-    """Write ``{machine, commit, command, results}``; `results` are flat objects."""
+    """Write ``{machine, commit, command, results}`` to `path`; `results` are flat objects."""
     document = {
         "machine": machine(),
         "commit": commit(),
@@ -162,7 +164,7 @@ def write_json(path: Path, results: Iterable[dict[str, Any]]) -> None:
 
 
 def command() -> str:
-    """Spell the command line that runs this bench again."""
+    """Return the command line that repeats this bench."""
     script = Path(sys.argv[0])
     name = f"{script.parent.name}/{script.name}" if script.parent.name else script.name
     return shlex.join(["python", name, *sys.argv[1:]])
@@ -179,7 +181,7 @@ def _version(package: str) -> str | None:
 
 
 def _cpu_model() -> str:
-    """Read the processor's name as Linux gives it; Arm kernels give none."""
+    # Arm kernels give no model name.
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -1,16 +1,18 @@
-"""What lost NICs cost an allreduce on a real network, and whether the planner knows.
+"""Measure what lost NICs cost an allreduce on a real network, and check the planner's choices.
 
-In a netlab: network namespaces on this machine, whose NICs are shaped to a rate that the processors
-can keep up with. A job takes the fault-free ring's time, T0, loses NICs between two calls, and goes
-on; in a job all schedules and sizes take turns. Every reading's last result is verified, element by
-element; one wrong element ends the bench with 1.
+The network is a netlab: network namespaces on this machine, whose NICs are shaped to a rate that
+the processors can keep up with. A job measures T0, the time of the fault-free ring, loses NICs
+between two calls, and continues. Within a job all schedules and sizes take turns. The last result
+of every reading is verified, element by element; if one element is wrong, the bench exits with 1.
 
-``--what cloudlab``: 3 nodes of 2 ranks and 3 NICs, one NIC lost, R2CC-AllReduce as published and
-what this library does instead. ``straggler``: 4 nodes of 4 NICs that lose one, or one here and two
-there. ``planner``: the same nodes, 10 patterns of lost NICs, 6 sizes each: how far the schedule
-that the planner takes is from the best, and how far its prediction is off.
+``--what cloudlab``: 3 nodes of 2 ranks and 3 NICs, one NIC lost; compares R2CC-AllReduce as
+published with this library's schedules. ``straggler``: 4 nodes of 4 NICs with no NIC lost, one
+lost, or one lost on one node and two on another. ``planner``: the same nodes, 10 patterns of lost
+NICs, 6 sizes each; measures how much slower than the best schedule the planner's choice is, and the
+error of its prediction.
 
-`tables.py` shows what the first two find beside model and simulation, with ``--measured FILE``.
+With ``--measured FILE``, `tables.py` shows the results of the first two beside model and
+simulation.
 """
 
 from __future__ import annotations
@@ -49,12 +51,12 @@ from r2ccl.testing.netlab import Lab, LabError, LabShape, ensure_privileged
 
 WHATS = ("cloudlab", "straggler", "planner")
 
-#: Bucket of each NIC's shaper. It fills while the ranks verify, and then goes beyond the rate.
+#: Bucket of each NIC's shaper. It fills while the ranks verify; then traffic exceeds the rate.
 _BURST = "256kb"
-#: Calls back to back move so much that the bucket is 2 % of it.
+#: Bytes that back-to-back calls move per reading: enough that the bucket is 2 % of them.
 _BATCH_NBYTES = 32 << 20
 
-#: NICs lost at the planner's points, by node and rail.
+#: Lost NICs of each pattern of the planner study, as (node, rail).
 PATTERNS: dict[str, tuple[tuple[int, int], ...]] = {
     "none": (),
     "1": ((2, 1),),
@@ -69,13 +71,13 @@ PATTERNS: dict[str, tuple[tuple[int, int], ...]] = {
 }
 _SIZES = "2M,4M,8M,16M,32M,64M"
 
-#: The table needs more than the 80 columns a pipe is taken for.
+#: Columns of the table: more than the 80 that rich assumes for a pipe.
 _WIDTH = 140
 _EXIT_UNAVAILABLE = 69
 
 
 def run_cloudlab(args: argparse.Namespace, out: Console) -> list[dict[str, Any]]:
-    """Take CloudLab's table."""
+    """Measure the schedules of the CloudLab table."""
     cases = list(cloudlab((1, 16)) if args.quick else cloudlab())
     task = Task(
         what="cloudlab",
@@ -98,7 +100,7 @@ def run_cloudlab(args: argparse.Namespace, out: Console) -> list[dict[str, Any]]
 
 
 def run_straggler(args: argparse.Namespace, out: Console) -> list[dict[str, Any]]:
-    """Take the times of ring and packed trees, with all NICs and without some."""
+    """Measure ring and packed trees, with all NICs and with NICs lost."""
     rows: list[dict[str, Any]] = []
     with _lab(args, nodes=STRAGGLER_NODES, rails=STRAGGLER_NICS) as lab:
         for case, lost in STRAGGLER.items():
@@ -113,7 +115,7 @@ def run_straggler(args: argparse.Namespace, out: Console) -> list[dict[str, Any]
                 degraded=names if lost else (),
                 lost=lost,
             )
-            # What is not named below is Balance.
+            # Calls of `comm.allreduce`, which is the case BALANCE, must run rings.
             outcome = run_job(lab, task, {"R2CC_ALGO": "ring"})
             fault_free = outcome.times[HEALTHY, BALANCE, args.nbytes]
             bound = float(straggler_bound(lost))
@@ -124,7 +126,7 @@ def run_straggler(args: argparse.Namespace, out: Console) -> list[dict[str, Any]
 
 
 def run_planner(args: argparse.Namespace, out: Console) -> list[dict[str, Any]]:
-    """Hold the planner's choice at every pattern and size against what else it might have taken."""
+    """Compare the planner's choice with the other candidates, for every pattern and size."""
     points: list[Point] = []
     with _lab(args, nodes=STRAGGLER_NODES, rails=STRAGGLER_NICS) as lab:
         for pattern in args.patterns:
@@ -135,7 +137,8 @@ def run_planner(args: argparse.Namespace, out: Console) -> list[dict[str, Any]]:
                 batch_nbytes=_BATCH_NBYTES,
                 lost=PATTERNS[pattern],
             )
-            # Rails that are not measured: else some of the calls are rings, for that alone.
+            # Without bandwidth measurement: with it, some calls run as rings only to sample
+            # bandwidth.
             env = {"R2CC_ALGO": "auto", "R2CC_BALANCE": "0"}
             found = points_of(pattern, run_job(lab, task, env))
             print_points(out, found)
@@ -155,7 +158,7 @@ _RUNS = {"cloudlab": run_cloudlab, "straggler": run_straggler, "planner": run_pl
 
 
 class _Default(NamedTuple):
-    """What a job is like unless somebody wants otherwise, and in quick ones."""
+    """Default settings of a study, and those of ``--quick``."""
 
     rate: int
     rounds: int
@@ -166,8 +169,8 @@ class _Default(NamedTuple):
     quick_rounds: int = 2
 
 
-#: Queues hold what several connections of a NIC put into them at once, and several NICs send to
-#: one: one that runs over drops segments, and where nothing follows them TCP waits for 200 ms.
+#: The queues are long enough for what several connections of a NIC enqueue at once while several
+#: NICs send to one. A full queue drops segments, and TCP waits 200 ms for a lost last segment.
 _DEFAULTS = {
     "cloudlab": _Default(100, 5, 64 << 20, queue="20ms", buffer="100ms"),
     "straggler": _Default(200, 10, 64 << 20, queue="20ms", buffer="50ms"),
@@ -177,34 +180,39 @@ _QUICK_PATTERNS, _QUICK_SIZES = ["none", "1"], [4 << 20, 16 << 20]
 
 
 def parse_patterns(text: str) -> list[str]:
-    """Parse a list of patterns, separated by semicolons."""
+    """Parse a list of pattern names, separated by semicolons."""
     names = [name.strip() for name in text.split(";")]
     if not set(names) <= set(PATTERNS):
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are {'; '.join(PATTERNS)}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has an unknown pattern; known: {'; '.join(PATTERNS)}"
+        )
     return names
 
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description="What lost NICs cost, in a netlab.")
+    parser = argparse.ArgumentParser(description="Measure what lost NICs cost, in a netlab.")
     parser.add_argument("--what", choices=WHATS, required=True)
     parser.add_argument("--quick", action="store_true", help="little data, few rounds")
-    parser.add_argument("--rate", type=int, metavar="MBIT", help="of each NIC")
-    parser.add_argument("--queue", help="longest stay in a NIC's queue, tc's way")
-    parser.add_argument("--buffer", help="longest stay in a switch's port's queue, tc's way")
-    parser.add_argument("--rounds", type=int, help="readings of each schedule")
-    parser.add_argument("--nbytes", type=parse_size, help="cloudlab, straggler: of an allreduce")
+    parser.add_argument("--rate", type=int, metavar="MBIT", help="rate of each NIC")
+    parser.add_argument("--queue", help="longest delay in a NIC's queue, in tc's syntax")
+    parser.add_argument("--buffer", help="longest delay in a switch port's queue, in tc's syntax")
+    parser.add_argument("--rounds", type=int, help="readings per schedule")
+    parser.add_argument("--nbytes", type=parse_size, help="cloudlab, straggler: allreduce size")
     parser.add_argument("--sizes", type=parse_sizes, help=f"planner: default {_SIZES}")
     parser.add_argument(
-        "--patterns", type=parse_patterns, metavar="NAME;NAME", help="planner: NICs lost"
+        "--patterns",
+        type=parse_patterns,
+        metavar="NAME;NAME",
+        help="planner: lost NICs",
     )
     add_json_argument(parser)
     args = parser.parse_args()
     planner_only = [name for name in ("sizes", "patterns") if getattr(args, name) is not None]
     if args.what == "planner" and args.nbytes is not None:
-        parser.error("--nbytes is for --what cloudlab and straggler; give --sizes")
+        parser.error("--nbytes applies to --what cloudlab and straggler; use --sizes")
     if args.what != "planner" and planner_only:
-        parser.error(f"--{planner_only[0]} is for --what planner alone")
+        parser.error(f"--{planner_only[0]} applies to --what planner only")
     default = _DEFAULTS[args.what]
     defaults: dict[str, Any] = {
         "rate": default.rate,
@@ -224,7 +232,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Build the lab, take the times, print and save them."""
+    """Build the lab, run the study, print and save its rows."""
     args = parse_arguments()
     out = Console(highlight=False, width=_WIDTH)
     setting = {

@@ -1,10 +1,7 @@
-"""What the degraded bench runs, by name: the same schedules in its ranks and in the tables.
+"""Define the schedules of the degraded bench by name, for its ranks and for the tables.
 
-Imports schedules and the planner, neither the simulator nor the network. Invariant: equal names,
-equal schedules, in every process.
-
-CloudLab is 3 nodes of 2 ranks and 3 NICs each, of which the last node loses one; straggler is 4
-nodes of 4 NICs.
+Equal names mean equal schedules in every process. CloudLab is 3 nodes of 2 ranks and 3 NICs each;
+the last node loses one NIC. Straggler is 4 nodes of 4 NICs.
 """
 
 from __future__ import annotations
@@ -24,10 +21,10 @@ from r2ccl.planning.planner import Planner, best
 from r2ccl.schedule import Schedule
 from r2ccl.schedule.cost import measure
 
-#: A NIC, by node and rail.
+#: A NIC, as (node, rail).
 Nic = tuple[int, int]
 
-#: CloudLab's nodes, which NICs each has when one is lost, and that one.
+#: CloudLab's shape: ranks of each node, NICs per node, NICs left on each node, share and NIC lost.
 MEMBERS = ((0, 1), (2, 3), (4, 5))
 NICS = 3
 LEFT = (NICS, NICS, NICS - 1)
@@ -41,7 +38,7 @@ PUBLISHED_BALANCE = "1.498"
 BALANCE = "ring, Balance"
 PACKED = "packed trees"
 
-#: What the straggler's network loses.
+#: NICs that the straggler's network loses, by name of the case.
 STRAGGLER: dict[str, tuple[Nic, ...]] = {
     "nothing": (),
     "1/4 of one node": ((2, 1),),
@@ -50,25 +47,26 @@ STRAGGLER: dict[str, tuple[Nic, ...]] = {
 STRAGGLER_NODES = STRAGGLER_NICS = 4
 
 _NRANKS = 6
-#: Channels of a ring that are equally many on every rail, with all of them and with one less.
+#: Channels of a ring, by NICs per node: divisible by this number and by one less, so that every
+#: rail carries equally many channels before and after a loss.
 _RING_CHANNELS = {3: 6, 4: 12}
-#: Of the buffer for which the number of trees is the best.
+#: Size of the buffer in bytes for which the number of trees is optimal.
 _NBYTES = 64 << 20
 
 
 class Case(NamedTuple):
-    """A schedule with what is known of it.
+    """Schedule, and what is known about it.
 
     Attributes
     ----------
     name : str
     schedule : Schedule
     model : Fraction or None
-        T/T0 of its closed form; of packed trees and leaf rings, the bound they tend to.
+        T/T0 of its closed form; for packed trees and leaf rings, the bound they approach.
     k, trees : int or None
-        Segments or chunks; trees.
+        Number of segments or chunks; number of trees.
     paper : str
-        T/T0 as published; empty: it was not.
+        Published T/T0; empty if none was published.
     """
 
     name: str
@@ -80,19 +78,19 @@ class Case(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Name and K: different for all cases of a list."""
+        """Name and K: unique within a list of cases."""
         return self.name if self.k is None else f"{self.name}, K={self.k}"
 
 
 def cloudlab(chunks: Sequence[int] = tuple(PUBLISHED)) -> Iterator[Case]:
-    """Make what runs on CloudLab's shape: as published, for each K in `chunks`, and ours."""
+    """Yield the cases of CloudLab's shape: R2CC-AllReduce for each K in `chunks`, and ours."""
     flat = ring.allreduce(_NRANKS, _RING_CHANNELS[NICS])
     yield Case(BALANCE, flat, 1 / (1 - LOST), paper=PUBLISHED_BALANCE)
     for k in chunks:
         name = "R2CC-AllReduce, published"
         yield Case(name, published(k), model_of(k), k=k, paper=PUBLISHED[k])
     k = 16
-    # Nearly as `split` shares the data, and not so many that slices get small.
+    # Nearly the shares that `split` gives, but in fewer channels, so that slices stay large.
     shared = hierarchy.wrap(r2cc_allreduce.allreduce(LEFT, k, None, (6, 4)), MEMBERS)
     share = r2cc_allreduce.split(len(LEFT), LOST, k)
     model = r2cc_allreduce.time_of(len(LEFT), LOST, k, share) / _FLAT_RING
@@ -106,7 +104,7 @@ def cloudlab(chunks: Sequence[int] = tuple(PUBLISHED)) -> Iterator[Case]:
 
 
 def straggler(lost: Sequence[Nic]) -> Iterator[Case]:
-    """Make what runs on 4 nodes of 4 NICs that lose some."""
+    """Yield the cases for 4 nodes of 4 NICs without the NICs in `lost`."""
     bound = straggler_bound(lost)
     nodes, nics = STRAGGLER_NODES, STRAGGLER_NICS
     flat = ring.allreduce(nodes, _RING_CHANNELS[nics])
@@ -116,7 +114,7 @@ def straggler(lost: Sequence[Nic]) -> Iterator[Case]:
 
 
 def _packed(lost: Sequence[Nic]) -> Schedule:
-    """Make the packed trees that the planner would, of as many trees as are best there."""
+    """Return the packed trees the planner would choose without the NICs in `lost`."""
     health = Health.whole(STRAGGLER_NODES, STRAGGLER_NICS)
     health = health.changed(RailShare(node, rail, 0) for node, rail in lost)
     fabric = Fabric(range(STRAGGLER_NICS), STRAGGLER_NICS)
@@ -124,35 +122,35 @@ def _packed(lost: Sequence[Nic]) -> Schedule:
 
 
 def nics_left(lost: Sequence[Nic]) -> list[int]:
-    """Return how many NICs each of the straggler's nodes has without those `lost`."""
+    """Return the number of NICs of each of the straggler's nodes without those in `lost`."""
     gone = [node for node, _ in lost]
     return [STRAGGLER_NICS - gone.count(node) for node in range(STRAGGLER_NODES)]
 
 
 def straggler_bound(lost: Sequence[Nic]) -> Fraction:
-    """Return T*/T0 of 4 nodes of 4 NICs that lose some."""
+    """Return the bound T*/T0 for 4 nodes of 4 NICs without those in `lost`."""
     whole = packed_trees.lower_bound([STRAGGLER_NICS] * STRAGGLER_NODES)
     return packed_trees.lower_bound(nics_left(lost)) / whole
 
 
 def cloudlab_bound() -> Fraction:
-    """Return T*/T0: the bound is on what leaves nodes, T0 the flat ring's."""
+    """Return the bound T*/T0: T* is bounded by what leaves the nodes, T0 is the flat ring's."""
     return packed_trees.lower_bound(LEFT) * NICS / _FLAT_RING
 
 
 def model_of(nchunks: int) -> Fraction:
-    """Return the published T/T0: the flat ring's T1 and the tail's T3, P = 6, Y = X."""
+    """Return the published T/T0: the flat ring's T1 plus the tail's T3, for P = 6 and Y = X."""
     of_tail = LOST / (1 - LOST) * (1 + Fraction(1, nchunks))
     return 1 + _NRANKS * of_tail / (2 * (_NRANKS - 1))
 
 
 def published(nchunks: int) -> Schedule:
-    """Build R2CC-AllReduce as published, but with the straggler's data in the sum.
+    """Build R2CC-AllReduce as published, but include the straggler's data in the sum.
 
     Parameters
     ----------
     nchunks : int
-        K.
+        Number of chunks K.
     """
     inner = r2cc_allreduce.allreduce((NICS, NICS, NICS, NICS, NICS - 1), nchunks, Fraction(1))
     partial = hierarchy.wrap(inner, [(0,), (1,), (2,), (3,), MEMBERS[2]])
@@ -163,11 +161,11 @@ def published(nchunks: int) -> Schedule:
 
 
 def part_of(schedule: Schedule, channel: int) -> BlendPart:
-    """Make one channel of a schedule part of a blend, which has to be measured anew."""
+    """Return one channel of `schedule` as part of a blend, whose cost must be measured anew."""
     return BlendPart(
         nchunks=schedule.nchunks[channel],
         steps=schedule.cost.steps,
-        # Of the busiest rank: a schedule does not say what each does.
+        # The counts of the busiest rank: a schedule's cost has no counts per rank.
         sent=(schedule.cost.sent,) * schedule.nranks,
         received=(schedule.cost.received,) * schedule.nranks,
         nops=schedule.cost.ops,
@@ -175,10 +173,10 @@ def part_of(schedule: Schedule, channel: int) -> BlendPart:
     )
 
 
-#: T0 of the flat ring of all ranks, in units of D/B with B of a whole node.
+#: T0 of the flat ring of all ranks, in units of D/B, where B is the bandwidth of a whole node.
 _FLAT_RING = Fraction(2 * (_NRANKS - 1), _NRANKS)
-#: The ring of all has 1 - X of every port, the partial ring X; and both as many channels on either
-#: of the rails that the straggler has left.
+#: Channels of the ring of all ranks, which has 1 - X of every port, and of the partial ring, which
+#: has X: each puts equally many channels on both rails that the straggler has left.
 PUBLISHED_CHANNELS = (2 * (1 - LOST).numerator, 2 * LOST.numerator)
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""A job of the degraded bench: what its ranks are told, what they say, and what that comes to.
+"""Run a job of the degraded bench, and combine the readings of its ranks.
 
-A call's time is from when the last rank begins it until the last one has its result; of calls back
-to back, that by their number.
+The time of a call is from when the last rank begins it until the last rank has its result. For
+calls back to back it is the time of all, divided by their number.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from degraded_cases import Nic
 from r2ccl.testing import Action, Fault, FaultPlan
 from r2ccl.testing.netlab import Lab
 
-#: The library's own choice, and once more, to see how much two readings of one thing differ.
+#: The library's own choice, measured twice to see how much two series of one schedule differ.
 AUTO, AGAIN = "auto", "auto again"
 #: Phases of a job: before NICs are lost, and after.
 HEALTHY, DEGRADED = "healthy", "degraded"
 
 _JOB_TIMEOUT_S = 600.0
-#: Of what ranks have written when one of them ends with an error.
+#: Characters of a failed rank's output to report.
 _LAST_WORDS = 2000
 
 
 class Failure(Exception):
-    """A rank ended with an error."""
+    """Raised when a rank ends with an error."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks of a job do.
+    """Work of the ranks of a job.
 
     Attributes
     ----------
     what : str
-        Whose cases the names are.
+        Study that the names of cases belong to.
     sizes : tuple of int
         Bytes of the allreduces.
     rounds : int
-        How often each reading is taken.
+        Number of readings of each case.
     batch_nbytes : int
-        Calls of a size go on back to back until they have moved so much: the shapers' buckets have
-        saved up some bytes while the ranks did something else.
+        Bytes that the back-to-back calls of a reading move at least. The shapers' buckets fill
+        while the ranks do something else; a large batch makes this negligible.
     healthy, degraded : tuple of str
-        What runs before NICs are lost, and after.
+        Cases to run before NICs are lost, and after.
     lost : tuple of Nic
-        Lost after the first part.
+        NICs lost after the first phase.
     ranks_per_node : int
     """
 
@@ -63,17 +63,17 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     ranks_per_node: int = 1
 
     def ncalls(self, nbytes: int) -> int:
-        """Return how many calls of a size one reading is of."""
+        """Return the number of calls in one reading of this size."""
         return max(1, self.batch_nbytes // nbytes)
 
     @property
     def ports_lost(self) -> int:
-        """Rails that ranks lose."""
+        """Number of rails lost, summed over all ranks."""
         return len(self.lost) * self.ranks_per_node
 
     @property
     def healthy_ops(self) -> int:
-        """Collectives of each rank with all NICs: barriers, calls that do not count, calls."""
+        """Collectives of each rank while all NICs work: barriers, warm-up and timed calls."""
         calls = sum(2 + self.rounds * (1 + self.ncalls(nbytes)) for nbytes in self.sizes)
         return len(self.healthy) * calls
 
@@ -87,7 +87,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """What one rank's clock said before and after some calls, and what processor time they took."""
+    """Begin and end of the calls of a reading on one rank's clock, and their processor time."""
 
     phase: str
     name: str
@@ -98,7 +98,7 @@ class Reading(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """What the planner expects of a candidate, and whether it is the one it takes."""
+    """Predicted time of a candidate, and whether the planner chooses it."""
 
     name: str
     nbytes: int
@@ -107,7 +107,7 @@ class Prediction(msgspec.Struct, frozen=True):
 
 
 class Said(msgspec.Struct, frozen=True):
-    """The last line of a rank; ``shares`` is the health it knew in the end."""
+    """Last output line of a rank; ``shares`` is the health it knew at the end."""
 
     readings: list[Reading]
     predictions: list[Prediction]
@@ -115,12 +115,12 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class Times(NamedTuple):
-    """The times of one thing in a job, round by round.
+    """Times of one case in a job, round by round.
 
     Attributes
     ----------
     seconds : list of float
-        Of one call.
+        Time of one call.
     cores : list of float
         Processors that the ranks kept busy meanwhile.
     """
@@ -130,12 +130,12 @@ class Times(NamedTuple):
 
     @property
     def median(self) -> float:
-        """Median time of a call."""
+        """Median time of a call, in seconds."""
         return statistics.median(self.seconds)
 
 
 class Outcome(NamedTuple):
-    """What a job found, by phase, name and size; what rank 0 predicted, and the shares it ended."""
+    """Times by phase, name and size, predictions of rank 0, and its health shares at the end."""
 
     times: dict[tuple[str, str, int], Times]
     predictions: list[Prediction]
@@ -143,12 +143,12 @@ class Outcome(NamedTuple):
 
 
 def run_job(lab: Lab, task: Task, env: dict[str, str] | None = None) -> Outcome:
-    """Run one job, and give the lab its NICs back.
+    """Run one job, then restore the lab's NICs.
 
     Raises
     ------
     Failure
-        A rank ended with an error.
+        If a rank ended with an error.
     """
     program = str(Path(__file__).with_name("degraded_rank.py"))
     lines: list[str] = []
@@ -163,7 +163,7 @@ def run_job(lab: Lab, task: Task, env: dict[str, str] | None = None) -> Outcome:
     lab.restore()
     failed = [each for each in results if each.returncode]
     if failed:
-        raise Failure(f"rank {failed[0].rank}: {failed[0].output[-_LAST_WORDS:]}")
+        raise Failure(f"rank {failed[0].rank} failed: {failed[0].output[-_LAST_WORDS:]}")
     if plan is not None:
         plan.assert_all_fired()
     said = [msgspec.json.decode(each.output.splitlines()[-1], type=Said) for each in results]
@@ -171,7 +171,7 @@ def run_job(lab: Lab, task: Task, env: dict[str, str] | None = None) -> Outcome:
 
 
 def put_together(task: Task, said: Sequence[Said]) -> dict[tuple[str, str, int], Times]:
-    """Make the times of calls of what every rank read."""
+    """Return the times of calls from the readings of all ranks."""
     found: dict[tuple[str, str, int], Times] = {}
     for readings in zip(*(each.readings for each in said), strict=True):
         first = readings[0]

@@ -1,9 +1,9 @@
-"""One rank of the degraded bench: allreduces with all NICs and, where some are lost, without them.
+"""Run one rank of the degraded bench: allreduces with all NICs, then without the lost ones.
 
-Its first argument is a `degraded_job.Task`. Every call between two readings of the clock runs the
-same schedule; schedules and sizes take turns, so that what disturbs the machine disturbs all of
-them. The last result of every reading is checked, element by element. Writes a `degraded_job.Said`
-as its last line.
+The first argument is a `degraded_job.Task` in JSON. All calls of a reading run the same schedule.
+Schedules and sizes take turns, so that a disturbance of the machine affects all of them. The last
+result of every reading is checked, element by element. The last output line is a
+`degraded_job.Said`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ import r2ccl
 from r2ccl.schedule import Schedule
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
-#: Runs one allreduce of its first argument into its second.
+#: Function that runs one allreduce of its first argument into its second.
 Run = Callable[[Array, Array], Any]
-#: By name and size.
+#: Functions to time, by case name and size in bytes.
 Runs = dict[tuple[str, int], Run]
 
-#: How long ranks wait until all know which NICs are lost.
+#: Seconds that ranks wait until all know which NICs are lost.
 _PATIENCE_S = 20.0
-#: What is predicted to take so many times as long as what is chosen is not run.
+#: Candidates predicted to take more than this many times the choice's time are not run.
 _HOPELESS = 1.5
 
 
 class Bench:
-    """The calls of one rank, and what the clock said of them.
+    """Calls of one rank, and their readings of the clock.
 
-    Two inputs are taken in turns, so that a slice that was lost shows as what the call before left
-    there; one in the wrong place shows because neighbours differ.
+    Two inputs alternate, so that a lost slice shows as the previous call's result. A misplaced
+    slice shows because neighbouring elements differ.
     """
 
     def __init__(self, comm: r2ccl.Communicator, task: Task) -> None:
@@ -54,7 +54,7 @@ class Bench:
         self._turn = 0
 
     def run_all(self, phase: str, runs: Runs) -> None:
-        """Take every run's time in every round; the first one, of one call each, does not count."""
+        """Time every run once per round; the first round has one call each and does not count."""
         for number in range(1 + self._task.rounds):
             for (name, nbytes), run in runs.items():
                 ncalls = self._task.ncalls(nbytes) if number else 1
@@ -64,7 +64,7 @@ class Bench:
                     self.readings.append(Reading(phase, name, nbytes, *reading))
 
     def _time(self, run: Run, count: int, ncalls: int) -> tuple[float, float, float]:
-        """Call, check the last result, and return begin, end and processor time."""
+        """Run the calls and check the last result; return begin, end and processor time."""
         out = self._out[:count]
         before = _processor_s()
         begun_s = time.monotonic()
@@ -75,11 +75,11 @@ class Bench:
         cpu_s = _processor_s() - before
         wrong = np.flatnonzero(out != self._sums[self._turn][:count])
         if len(wrong):
-            raise SystemExit(f"{len(wrong)} of {count} elements are wrong, the first {wrong[0]}")
+            raise SystemExit(f"{len(wrong)} of {count} elements are wrong, first index {wrong[0]}")
         return begun_s, ended_s, cpu_s
 
     def wait_for_loss(self) -> None:
-        """Return when every rank knows that the NICs of the task are lost, and no others."""
+        """Wait until every rank knows the lost NICs of the task, and no others."""
         until_s = time.monotonic() + _PATIENCE_S
         said, heard = np.zeros(2, np.float32), np.zeros(2, np.float32)
         while not heard[0]:
@@ -88,11 +88,14 @@ class Bench:
             said[:] = shares.count(0) == self._task.ports_lost, not is_late
             self._comm.allreduce(said, heard, r2ccl.ReduceOp.MIN)
             if not heard[1]:
-                raise SystemExit(f"after {_PATIENCE_S:g} s rank {self._comm.rank} knows {shares!r}")
+                raise SystemExit(
+                    f"the lost NICs are not agreed on after {_PATIENCE_S:g} s; "
+                    f"rank {self._comm.rank} knows {shares!r}"
+                )
 
 
 def _processor_s() -> float:
-    """Return the time all threads of this process have had of a processor."""
+    """Return the processor time of all threads of this process, in seconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -100,18 +103,19 @@ def _processor_s() -> float:
 def runs_of(
     comm: r2ccl.Communicator, names: Sequence[str], task: Task, lost: Sequence[Nic]
 ) -> Runs:
-    """Find the runs of a list of cases, made for the NICs that are `lost`."""
+    """Return the runs of the cases in `names`, made for the NICs in `lost`."""
     cases = cloudlab() if task.what == "cloudlab" else straggler(lost)
     found = {case.key: own_run(comm, case.schedule) for case in cases}
     if task.what == "straggler":
-        found[BALANCE] = comm.allreduce  # which is told to run rings
+        found[BALANCE] = comm.allreduce  # R2CC_ALGO makes it run rings
     return {(name, nbytes): found[name] for nbytes in task.sizes for name in names}
 
 
 def candidates_of(comm: r2ccl.Communicator, task: Task) -> tuple[Runs, list[Prediction]]:
-    """Find what the planner chooses for each size, twice, and what else it might have chosen.
+    """Return runs of the planner's choice for each size, twice, and of the other candidates.
 
-    That is placed edge by edge, a ring too, which the planner would place as a whole.
+    The other candidates are placed edge by edge, rings included. The planner would place a ring as
+    a whole.
     """
     runs: Runs = {}
     predictions = []
@@ -129,13 +133,13 @@ def candidates_of(comm: r2ccl.Communicator, task: Task) -> tuple[Runs, list[Pred
 
 
 def own_run(comm: r2ccl.Communicator, schedule: Schedule) -> Run:
-    """Make a run of a schedule."""
+    """Return a function that runs `schedule`."""
     return lambda x, out: comm.run_schedule(schedule, x, out)
 
 
 def main() -> None:
-    """Do what the task says."""
-    logging.getLogger("r2ccl").setLevel(logging.ERROR)  # its warnings are what is measured here
+    """Run the task, and print the readings."""
+    logging.getLogger("r2ccl").setLevel(logging.ERROR)  # lost rails are intended
     task = msgspec.json.decode(sys.argv[1], type=Task)
     with r2ccl.init() as comm:
         bench = Bench(comm, task)

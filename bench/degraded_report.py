@@ -1,7 +1,6 @@
-"""What the degraded bench's times come to, and how that is shown.
+"""Evaluate and print the times of the degraded bench.
 
-Pure but for printing: neither network nor clock. Invariant: a time is measured, a model is a closed
-form; nothing here is simulated.
+Times are measured and models are closed forms; nothing here is simulated.
 """
 
 from __future__ import annotations
@@ -17,27 +16,27 @@ from degraded_job import AGAIN, AUTO, DEGRADED, Outcome, Prediction, Times
 from rich.console import Console
 from rich.table import Table
 
-#: What a choice may cost at a point, beside the best; more where readings differ by more.
+#: Largest regret of a good choice, as a share; readings that differ by more allow more.
 TOLERATED = 0.05
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """What the planner took for one size while some NICs were lost, and what was best.
+    """Choice of the planner for one size and pattern of lost NICs, and the best schedule.
 
     Attributes
     ----------
     pattern : str
-        NICs lost.
+        Name of the pattern of lost NICs.
     nbytes : int
     choice : str
     chosen_s, predicted_s : float
-        Time of what the planner took, measured and predicted.
+        Measured and predicted time of the planner's choice.
     noise : float
-        How much two series of readings of that differ.
+        Relative difference between two series of readings of the choice.
     times : dict of str to float
-        Measured time of every other schedule that might have been taken.
+        Measured time of every other candidate, in seconds.
     predictions : dict of str to float
-        Predicted time of every schedule.
+        Predicted time of every candidate, in seconds.
     """
 
     pattern: str
@@ -51,26 +50,26 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def best(self) -> str:
-        """The schedule that took the least time."""
+        """Schedule that took the least time."""
         return min({self.choice: self.chosen_s, **self.times}.items(), key=lambda item: item[1])[0]
 
     @property
     def regret(self) -> float:
-        """How much longer than the best the choice took, as a share."""
+        """Extra time of the choice over the best schedule, as a share of the best time."""
         return self.chosen_s / min(self.chosen_s, *self.times.values()) - 1
 
     @property
     def error(self) -> float:
-        """How much longer than it took the choice was predicted to take, as a share."""
+        """Predicted minus measured time of the choice, as a share of the measured time."""
         return self.predicted_s / self.chosen_s - 1
 
     @property
     def is_good(self) -> bool:
-        """Whether the choice is as good as the best."""
+        """True if the choice is as good as the best, within tolerance and noise."""
         return self.regret <= max(TOLERATED, self.noise)
 
     def flat(self) -> list[dict[str, Any]]:
-        """Return the objects that are saved: the point, and one for each schedule."""
+        """Return the JSON objects of this point: one for the point, one for each schedule."""
         where = {"pattern": self.pattern, "nbytes": self.nbytes}
         point = {
             "measure": "point", **where, "choice": self.choice, "best": self.best,
@@ -87,7 +86,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def points_of(pattern: str, outcome: Outcome) -> list[Point]:
-    """Make a job's points, one a size."""
+    """Return the points of a job, one per size."""
     by_size: dict[int, list[Prediction]] = {}
     for each in outcome.predictions:
         by_size.setdefault(each.nbytes, []).append(each)
@@ -114,7 +113,7 @@ def _point(pattern: str, nbytes: int, group: Sequence[Prediction], outcome: Outc
 
 
 def verdict_of(points: Sequence[Point]) -> dict[str, Any]:
-    """Sum up all points."""
+    """Return the summary of all points."""
     return {
         "measure": "verdict",
         "points": len(points),
@@ -136,9 +135,9 @@ def schedule_rows(
     bound: float,
     phase: str = DEGRADED,
 ) -> list[dict[str, Any]]:
-    """Make the objects of schedules that a job ran: those of `phase`, as multiples of T0.
+    """Return the JSON objects of the schedules a job ran in `phase`, as multiples of T0.
 
-    `table`, `case`, the schedule's name, `k` and `trees` name the row of `tables.py`.
+    `table`, `case`, the schedule's name, `k` and `trees` identify the row of `tables.py`.
     """
     rows = []
     for (of_phase, key, nbytes), times in outcome.times.items():
@@ -169,7 +168,7 @@ def schedule_rows(
 
 
 def print_cases(out: Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Print what schedules took."""
+    """Print the times of schedules as a table."""
     table = Table("lost", "schedule", title=title)
     headings = ("k", "trees", "T*/T0", "model", "measured", "quartiles", "/model", "/T*")
     for heading in (*headings, "s", "T0, s", "cores"):
@@ -220,7 +219,7 @@ def print_points(out: Console, points: Sequence[Point]) -> None:
 
 
 def print_verdict(out: Console, verdict: dict[str, Any]) -> None:
-    """Print what all points come to."""
+    """Print the summary of all points."""
     out.print(
         f"{verdict['points']} points: the choice was within max({TOLERATED:.0%}, A/A) of the best "
         f"at {verdict['share_good']:.1%} of them; regret {verdict['median_regret']:.1%} in the "

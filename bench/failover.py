@@ -1,14 +1,14 @@
-"""What each kind of fault costs: detection, repair, bytes replayed, throughput around it.
+"""Measure what each kind of fault costs: detection, repair, bytes replayed, goodput around it.
 
-Four nodes with four NICs each in a netlab run verified allreduces without end; a fault strikes at a
-random moment, stays for some operations, is taken back, and when everything is whole again the next
-one comes. Only one job is started, so many faults fit into a minute.
+Four nodes with four NICs each in a netlab run verified allreduces without end. A fault occurs at a
+random moment, lasts for some operations, and is reverted. When all rails work again, the next fault
+follows. Only one job is started, so many faults fit into a minute.
 
-Every time is counted from just before the fault is asked of the kernel, so that it includes the
-kernel's own work. Throughput is goodput: what a rank must send, 2(n-1)/n of the data, less what
-the shapers' buckets had saved up before each operation, by the time of the operations. Before,
-during and after a fault it is taken in steady state, and held against the most that any schedule
-could reach with what the fault leaves. One wrong element anywhere ends the bench with 1.
+Every time starts just before the kernel is asked for the fault, so it includes the kernel's own
+work. Throughput is goodput: the bytes a rank must send, 2(n-1)/n of the data, less what the
+shapers' buckets held before each operation, divided by the time of the operations. It is measured
+in steady state before, during and after a fault, and compared with the most that any schedule could
+reach with what the fault leaves. If one element is wrong, the bench exits with 1.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ from r2ccl.testing.netlab import Lab, LabError, LabShape, ensure_privileged
 
 KINDS = tuple(action for action in Action if action not in (Action.RESTORE, Action.KILL))
 
-#: Operations measured in steady state.
+#: Operations per steady-state measurement.
 _NOPS = 3
-#: Most windows of `_NOPS` operations to wait for, and the relative difference below which two in a
-#: row count as steady.
+#: Windows of `_NOPS` operations to wait for at most, and the relative difference below which two
+#: consecutive windows count as steady.
 _MOST_WINDOWS, _STEADY = 20, 0.02
-#: The first ones meet cold windows and fresh pages.
+#: Operations not measured: they meet cold TCP windows and unmapped pages.
 _WARMUP = 3
-#: For how long NICs flap, and ranks are stopped.
+#: Seconds that NICs flap, or ranks are stopped.
 _DURATION_S = 1.0
 _FLAP_MEAN_S = 0.1
-#: A fault that stays is left for at least this many operations.
+#: A fault that does not end by itself lasts for at least this many operations.
 _LEAST_DURING = 12
-#: The table needs more than the 80 columns a pipe is taken for.
+#: Columns of the table: more than the 80 that rich assumes for a pipe.
 _WIDTH = 120
 _EXIT_UNAVAILABLE = 69
 
 
 def draw_fault(kind: Action, rng: random.Random, rate_mbps: float) -> Fault:
-    """Make a fault of `kind` that strikes a random NIC, or a random rank."""
+    """Return a fault of `kind` on a random NIC or a random rank."""
     node, rail = rng.randrange(NODES), rng.randrange(RAILS)
     if kind is Action.STOP:
         return Fault(action=kind, rank=node, duration_s=_DURATION_S)
-    if kind is Action.ISOLATE:  # from the next node of the ring: others do not talk to each other
+    if kind is Action.ISOLATE:  # from the next node of the ring: only neighbours exchange data
         return Fault(action=kind, node=node, peer=(node + 1) % NODES, rail=rail)
     if kind is Action.SLOW:
         rate = f"{rate_mbps / SLOW_PART:.0f}mbit"
@@ -83,11 +83,11 @@ def draw_fault(kind: Action, rng: random.Random, rate_mbps: float) -> Fault:
 
 
 class Incident(NamedTuple):
-    """A fault, and everything that was seen of it; times are CLOCK_MONOTONIC seconds.
+    """Fault and its observed effects; times are CLOCK_MONOTONIC seconds.
 
-    ``operations`` are all, from ``before`` to ``after``, which are in steady state, as ``during``
-    is with the fault still there; it is empty where the fault ended by itself. ``struck`` are those
-    it met.
+    ``operations`` are all operations from the first of ``before`` to the last of ``after``.
+    ``before`` and ``after`` are in steady state without the fault, ``during`` with it; ``during``
+    is empty if the fault ended by itself. ``struck`` are the operations that the fault interrupted.
     """
 
     fault: Fault
@@ -102,7 +102,7 @@ class Incident(NamedTuple):
 
 
 def strike(cluster: Cluster, lab: Lab, fault: Fault, rng: random.Random) -> Incident:
-    """Let one fault happen to a whole cluster, and leave a whole cluster."""
+    """Apply one fault to a healthy cluster; return when the cluster is healthy again."""
     before = settle(cluster, monotonic())
     took_s = before[-1].ended_s - before[-1].begun_s
     threading.Event().wait(rng.uniform(0, took_s))
@@ -110,7 +110,7 @@ def strike(cluster: Cluster, lab: Lab, fault: Fault, rng: random.Random) -> Inci
     cut_s = firing.time_s
     lasts_s = fault.duration_s or 0.0
     cluster.wait_operations(_NOPS, cut_s + lasts_s)
-    # The fault may strike what an operation does not need any more: then the next one meets it.
+    # The fault may hit something this operation no longer needs; then it affects the next one.
     resumed = [each["resumed_s"] for each in cluster.repairs(cut_s) if each["moved"]]
     next_one = cluster.wait_operations(1, max([cut_s + lasts_s, *resumed]))[0]
     struck = [
@@ -138,7 +138,7 @@ def strike(cluster: Cluster, lab: Lab, fault: Fault, rng: random.Random) -> Inci
 def settle(cluster: Cluster, since_s: float) -> list[Operation]:
     """Wait until operations take as long as those before them, or give up; return the last ones.
 
-    After a loss or a return, the first ones still run the schedule of before, or measure the rails.
+    After a loss or a return, the first operations still run the old schedule, or measure the rails.
     """
     window = cluster.wait_operations(_NOPS, since_s)
     for _ in range(_MOST_WINDOWS):
@@ -154,7 +154,7 @@ def settle(cluster: Cluster, since_s: float) -> list[Operation]:
 
 
 def fault_row(incident: Incident, nbytes: int, run: int) -> dict[str, Any]:
-    """Make the flat object of an incident; None: nothing of the kind was to be seen."""
+    """Return the JSON object of an incident; None means that nothing of the kind was observed."""
 
     def mbps(operations: Sequence[Operation]) -> float | None:
         return goodput_mbps(operations, nbytes) if operations else None
@@ -190,7 +190,7 @@ def fault_row(incident: Incident, nbytes: int, run: int) -> dict[str, Any]:
 
 
 def parameters(lab: Lab, args: argparse.Namespace) -> dict[str, Any]:
-    """List what the figures depend on."""
+    """Return the settings that the figures depend on."""
     shape, config = lab.shape, Config()
     return {
         "nodes": NODES,
@@ -209,11 +209,11 @@ def parameters(lab: Lab, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def congestion_control(lab: Lab, config: Config) -> str:
-    """Name what the rails' sockets run: what they ask for where the machine grants it."""
+    """Return the congestion control of the rails' sockets: the configured one if granted."""
 
     def ask() -> str:
         with socket.socket() as sock:
-            with contextlib.suppress(OSError):  # refused: it stays what it was, as in a rank
+            with contextlib.suppress(OSError):  # refused: it stays the default, as in a rank
                 wanted = config.tcp_congestion.encode()
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, wanted)
             name = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
@@ -223,7 +223,7 @@ def congestion_control(lab: Lab, config: Config) -> str:
 
 
 def run(lab: Lab, args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """Let every kind of fault happen `args.runs` times, in turns."""
+    """Apply every kind of fault `args.runs` times, in turns."""
     rng = random.Random(args.seed)
     rows: list[dict[str, Any]] = []
     with contextlib.closing(Cluster(lab, args.nbytes)) as cluster:
@@ -245,22 +245,24 @@ def parse_faults(text: str) -> list[Action]:
     """Parse a comma-separated list of kinds of faults."""
     kinds: list[Action] = [kind for kind in KINDS if kind in text.split(",")]
     if len(kinds) != len(text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are {', '.join(KINDS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} has an unknown kind; known: {', '.join(KINDS)}")
     return kinds
 
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description="What each kind of fault costs, in a netlab.")
+    parser = argparse.ArgumentParser(
+        description="Measure the cost of each kind of fault, in a netlab."
+    )
     parser.add_argument("--runs", type=int, help="faults of each kind (default 10)")
     parser.add_argument("--quick", action="store_true", help="2 runs, 8 MiB: under a minute")
     parser.add_argument("--faults", type=parse_faults, default=KINDS, help=", ".join(KINDS))
-    parser.add_argument("--rate", type=int, default=200, metavar="MBIT", help="of each NIC")
+    parser.add_argument("--rate", type=int, default=200, metavar="MBIT", help="rate of each NIC")
     parser.add_argument(
-        "--queue", default=LabShape().latency, help="bound of a NIC's queue, tc's way"
+        "--queue", default=LabShape().latency, help="longest delay in a NIC's queue, in tc's syntax"
     )
-    parser.add_argument("--nbytes", type=parse_size, help="of each operation (default 16M)")
-    parser.add_argument("--seed", type=int, default=1, help="of targets and moments")
+    parser.add_argument("--nbytes", type=parse_size, help="bytes per operation (default 16M)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of targets and moments")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the results")
     add_json_argument(parser)
     args = parser.parse_args()
@@ -272,7 +274,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Build the lab, run the faults, print and save what came of them."""
+    """Build the lab, run the faults, print and save the results."""
     args = parse_arguments()
     console = Console(highlight=False, width=_WIDTH)
     try:

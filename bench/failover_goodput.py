@@ -1,6 +1,6 @@
-"""The failover bench's throughput: of each call around a fault, and of the states it passes.
+"""Goodput of the failover bench: of each call around a fault, and of each state of the cluster.
 
-Pure functions of the times that calls began and ended. Must not know about labs or jobs.
+Pure functions of the times at which calls began and ended.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from r2ccl.algos import packed_trees
 from r2ccl.testing import Action, Fault
 
 NODES = RAILS = 4
-#: Bucket of each NIC's shaper. It fills while the ranks verify, and then goes beyond the rate.
+#: Bucket of each NIC's shaper, in bytes. It fills while the ranks verify, then exceeds the rate.
 BURST_NBYTES = 256 << 10
-#: A slow NIC has one part in this of its rate left.
+#: Divisor of a slow NIC's rate.
 SLOW_PART = 4
-#: Faults that part one pair, or end by themselves, leave every node its bandwidth.
+#: Faults that cost a node a whole NIC. A fault that separates one pair, or ends by itself, leaves
+#: every node its bandwidth.
 _TAKES_ALL = (Action.NIC_DOWN, Action.SWITCH_PORT_DOWN, Action.BLACKHOLE)
 
 
 def goodput_mbps(operations: Sequence[Operation], nbytes: int) -> float:
-    """Return Mbit/s of useful bytes each rank sent at the shaped rate in these operations."""
+    """Return the goodput per rank in Mbit/s, without the bytes that shapers let pass at once."""
     seconds = sum(each.ended_s - each.begun_s for each in operations)
     shaped_nbytes = 2 * (NODES - 1) / NODES * nbytes - RAILS * BURST_NBYTES
     return 8e-6 * len(operations) * max(0.0, shaped_nbytes) / seconds
 
 
 def bound_share(fault: Fault) -> float:
-    """Return the part of the line rate that the best schedule could reach under a fault."""
+    """Return the share of the line rate that the best schedule could reach under a fault."""
     whole = [RAILS * SLOW_PART] * NODES
     left = list(whole)
     if fault.node is not None and fault.action in _TAKES_ALL:
@@ -44,7 +45,7 @@ def bound_share(fault: Fault) -> float:
 def call_rows(
     operations: Sequence[Operation], nbytes: int, fault: Fault, run: int, cut_s: float
 ) -> list[dict[str, Any]]:
-    """Make the curve of one fault: a flat object per call, its times in seconds since the cut."""
+    """Return the curve of one fault: an object per call, its times in seconds since the cut."""
     return [
         {
             "measure": "call",
@@ -59,10 +60,10 @@ def call_rows(
 
 
 def state_rows(rows: Sequence[dict[str, Any]], line_mbps: float) -> list[dict[str, Any]]:
-    """Sum up the states: healthy, and under each kind of fault that stays; all calls of all runs.
+    """Return the goodput of each state, healthy and under each lasting fault, over all runs.
 
-    `rows` are those of faults and of calls. Calls that a fault struck are not among those of the
-    state it leaves: they are a matter of its repair.
+    `rows` are those of faults and of calls. Calls that a fault interrupted do not count for the
+    state under that fault: their time is that of the repair.
     """
     faults = [row for row in rows if row["measure"] == "fault"]
     before = [row["mbps"] for row in rows if row["measure"] == "call" and row["ended_s"] < 0]

@@ -1,4 +1,4 @@
-"""The failover bench's running job: a thread reads what its ranks say, others wait for it."""
+"""Run the job of the failover bench; read the reports of its ranks in a thread."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from typing import Any, NamedTuple
 
 from r2ccl.testing.netlab import Lab, LabJob
 
-#: How long anything that is waited for may take, and a job altogether.
+#: Seconds that any awaited event, and the whole job, may take.
 _PATIENCE_S = 60.0
 _JOB_TIMEOUT_S = 7200.0
 
 
 class Failure(Exception):
-    """The job ended, or something did not come in time."""
+    """Raised when the job ends, or an awaited event does not occur in time."""
 
 
 class Operation(NamedTuple):
-    """One allreduce as rank 0 saw it; CLOCK_MONOTONIC seconds."""
+    """Begin and end of one allreduce on rank 0, in CLOCK_MONOTONIC seconds."""
 
     begun_s: float
     ended_s: float
 
 
 class Cluster:
-    """A running job: its operations and repairs as they come in.
+    """Running job: its operations and repairs so far.
 
     Parameters
     ----------
     lab : Lab
     nbytes : int
-        Of each operation.
+        Bytes per operation.
     """
 
     def __init__(self, lab: Lab, nbytes: int) -> None:
         self.operations: list[Operation] = []
-        #: By rank, peer, rail and time of failure; a later version replaces an earlier one.
+        #: By rank, peer, rail and time of failure; a later report replaces an earlier one.
         self._repairs: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._news = threading.Condition()
         self._is_over = False
@@ -50,10 +50,10 @@ class Cluster:
         self._reader.start()
 
     def wait(self, is_there: Callable[[], bool], what: str) -> None:
-        """Wait until `is_there`, which is asked whenever a rank says something."""
+        """Wait until `is_there` returns true; evaluate it whenever a rank reports something."""
         with self._news:
             if not self._news.wait_for(lambda: is_there() or self._is_over, _PATIENCE_S):
-                raise Failure(f"{what} did not come within {_PATIENCE_S:g} s")
+                raise Failure(f"waited {_PATIENCE_S:g} s in vain for {what}")
             if self._is_over:
                 raise Failure("a rank ended: " + "; ".join(self._words[-4:]))
 
@@ -67,12 +67,12 @@ class Cluster:
         return found()
 
     def repairs(self, since_s: float) -> list[dict[str, Any]]:
-        """Return the repairs that began after `since_s`, of all ranks."""
+        """Return the repairs of all ranks that began after `since_s`."""
         with self._news:
             return [each for each in self._repairs.values() if each["failed_s"] >= since_s]
 
     def close(self) -> None:
-        """End the job: in order if it can, by force if not."""
+        """End the job by closing rank 0's stdin, and kill what is left."""
         try:
             with self._news:
                 for process in self._job.ranks[:1] if not self._is_over else ():

@@ -1,8 +1,8 @@
-"""One rank of the failover bench: allreduces without end, each of them verified.
+"""Run one rank of the failover bench: verified allreduces without end.
 
-Started by ``failover.py`` in a netlab. Says in lines of JSON how long each operation took (rank 0)
-and which repairs are new or have changed. Ends when rank 0's stdin does; a wrong element ends it at
-once, with an error.
+Started by ``failover.py`` in a netlab. Prints lines of JSON: the times of each operation (rank 0),
+and repairs that are new or have changed. Ends when rank 0's stdin ends; a wrong element ends the
+rank at once, with an error.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ import r2ccl
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
-#: Repairs as the bench knows them, by peer, rail and time of failure.
+#: Repairs last reported to the bench, by peer, rail and time of failure.
 Said = dict[tuple[int, int, float], dict[str, Any]]
 
-#: First element of rank 0's input in the last operation; the others see it in the result.
+#: First element of rank 0's input in the last operation; the other ranks see it in the result.
 _STOP = 1 << 20
-#: Repairs looked at again after each operation; older ones do not change any more.
+#: Latest repairs to compare again after each operation; older ones no longer change.
 _RECENT = 64
 
 
 def make_arrays(comm: r2ccl.Communicator, nbytes: int) -> list[tuple[Array, Array]]:
-    """Make two inputs with their exact sums, which differ from each other in every element.
+    """Return two inputs with their exact sums, which differ from each other in every element.
 
-    Taken in turns, so that a slice that was lost shows as what the operation before left there;
-    a slice in the wrong place shows because neighbours differ.
+    The inputs alternate, so that a lost slice shows as the previous operation's result. A misplaced
+    slice shows because neighbouring elements differ.
     """
     ramp = np.arange(nbytes // 4, dtype=np.float32) % 1021
     n = comm.nranks
     made = []
     for turn in range(2):
         mine, total = ramp * (comm.rank + 1) + turn, ramp * (n * (n + 1) // 2) + n * turn
-        mine[0] = total[0] = 0  # the place of _STOP
+        mine[0] = total[0] = 0  # reserved for _STOP
         made.append((mine, total))
     return made
 
 
 def is_told_to_stop() -> bool:
-    """Whether stdin has ended."""
+    """Return whether stdin has ended."""
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
 def say(**fields: Any) -> None:
-    """Tell the bench something."""
+    """Print a report to the bench."""
     print(json.dumps(fields), flush=True)
 
 
 def say_repairs(comm: r2ccl.Communicator, said: Said) -> None:
-    """Tell the bench of repairs that are new or have changed; `said` is what it knows."""
+    """Report repairs that are new or have changed since `said`, and update `said`."""
     for repair in comm.repairs()[-_RECENT:]:
         key, fields = (repair.peer, repair.rail, repair.failed_s), msgspec.to_builtins(repair)
         if said.get(key) != fields:
@@ -66,8 +66,8 @@ def say_repairs(comm: r2ccl.Communicator, said: Said) -> None:
 
 
 def main() -> None:
-    """Run operations of ``sys.argv[1]`` bytes until told to stop."""
-    logging.getLogger("r2ccl").setLevel(logging.ERROR)  # its warnings are what is measured here
+    """Run operations of ``sys.argv[1]`` bytes until stdin ends."""
+    logging.getLogger("r2ccl").setLevel(logging.ERROR)  # failures are intended
     said: Said = {}
     with r2ccl.init() as comm:
         arrays = make_arrays(comm, int(sys.argv[1]))

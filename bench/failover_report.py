@@ -1,4 +1,4 @@
-"""How the failover bench shows its results: a line per fault, a table, a drawing."""
+"""Print and draw the results of the failover bench."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _HEADINGS = (
     "after\nMbit/s",
 )
 _PHASES = ("before", "struck", "during", "after")
-#: Seconds drawn before a cut or a return, and after a return.
+#: Seconds to draw before a cut or a return, and after a return.
 _LEAD_S, _TAIL_S = 1.5, 5.0
 
 
 def median(rows: Sequence[dict[str, Any]], name: str) -> float | None:
-    """Median of a field over the rows that have it."""
+    """Return the median of a field over the rows that have it."""
     values = [row[name] for row in rows if row[name] is not None]
     return statistics.median(values) if values else None
 
 
 def by_kind(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Put the rows of each kind of fault together, in the order of their first ones."""
+    """Group rows by kind of fault, in order of first appearance."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         kinds.setdefault(row["fault"], []).append(row)
@@ -42,15 +42,16 @@ def by_kind(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def spell(value: float | None, digits: int = 1) -> str:
-    """Spell a number, or that there is none."""
+    """Format a number; None is ``-``."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def print_incident(console: Console, row: dict[str, Any]) -> None:
-    """Print one fault as it is over."""
+    """Print the row of one fault."""
     console.print(
         f"{row['run']:>3} {row['target']:<58} found {spell(row['detection_ms'])} ms,"
-        f" first byte {spell(row['repair_ms'])} ms, {row['nbytes_replayed'] / 2**20:.2f} MiB again",
+        f" first byte {spell(row['repair_ms'])} ms, "
+        f"{row['nbytes_replayed'] / 2**20:.2f} MiB replayed",
         style="dim",
         soft_wrap=True,
     )
@@ -59,7 +60,7 @@ def print_incident(console: Console, row: dict[str, Any]) -> None:
 def print_summary(
     console: Console, rows: Sequence[dict[str, Any]], states: Sequence[dict[str, Any]]
 ) -> None:
-    """Print medians per kind of fault, and throughput in each state."""
+    """Print medians per kind of fault, and goodput in each state."""
     table = Table("fault", title="Medians; times from the cut, throughput per rank")
     for heading in _HEADINGS:
         table.add_column(heading, justify="right")
@@ -79,16 +80,16 @@ def print_summary(
         )
     console.print(table)
     console.print(
-        "detection: the first rank knows. repair: the first byte sent again, or held back by the "
+        "detection: the first rank notices. repair: the first byte replayed, or delayed by the "
         "fault, arrives at its receiver over another rail; last rank: the same for the last rank "
-        "that waits for one. '-': nothing moved. struck: the operations the fault met; before, "
+        "that waits for one. '-': nothing moved. struck: the operations it interrupted; before, "
         "during, after: steady states without it, with it (flap, stop: it ends by itself), "
         "without it."
     )
     for row in states:
         console.print(
             f"goodput, {row['state']}: median {row['mbps']:.0f} Mbit/s per rank = "
-            f"{100 * row['share_of_bound']:.1f} % of what any schedule could reach and "
+            f"{100 * row['share_of_bound']:.1f} % of the best possible schedule and "
             f"{100 * row['share_of_healthy']:.1f} % of healthy; worst of {row['ncalls']}: "
             f"{row['worst_mbps']:.0f} Mbit/s = {100 * row['worst_share_of_bound']:.1f} %"
         )

@@ -1,11 +1,11 @@
-"""Jobs of several libraries alive at once, of which one is measured at a time.
+"""Run jobs of several libraries side by side, and measure one at a time.
 
-A `Job` starts the ranks of one library (`worker`) and then tells all of them, through one local
+A `Job` starts the ranks of one library (`worker`) and then commands all of them, through one local
 socket each, to run a number of allreduces. Between commands every rank sleeps in a read of that
-socket, so that an idle library takes no processor time from the one that is measured; MPICH, for
-one, spins inside its calls.
+socket, so that an idle library takes no processor time from the measured one; MPICH, for example,
+spins inside its calls.
 
-Invariant: a rank ends when its socket closes, so also when the bench is killed.
+A rank ends when its socket closes, so it also ends when the bench is killed.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ import msgspec
 
 _WORKER = str(Path(__file__).with_name("worker.py"))
 _START_TIMEOUT_S = 60.0
-#: How soon a rank that ended is noticed.
+#: Seconds between checks for ranks that ended.
 _LOOK_S = 0.5
 _RUN_TIMEOUT_S = 120.0
 _MESSAGE_NBYTES = 1 << 16
 
 
 class Unavailable(Exception):
-    """A library cannot be measured here; says why."""
+    """Raised when a library cannot be measured on this machine; the text has the reason."""
 
 
 class Hung(Unavailable):
-    """A rank does not answer."""
+    """Raised when a rank does not answer."""
 
 
-#: What a process is started with, and variables of its own.
+#: Command line of a process, and its additional environment variables.
 ToStart = tuple[list[str], dict[str, str]]
 
 
 class Ranks:
-    """Processes that connect to a socket of this one's and wait for commands; a base class.
+    """Base class of jobs: processes that connect to a local socket and wait for commands.
 
     Parameters
     ----------
     nranks : int
     nlines : int
-        How many of their last lines are told when they fail.
+        Number of last output lines that an error shows.
     """
 
     def __init__(self, nranks: int, nlines: int = 1) -> None:
@@ -66,7 +66,7 @@ class Ranks:
         self._ranks: list[socket.socket] = []
 
     def close(self) -> None:
-        """End the ranks: by closing their sockets, else by SIGTERM, else by SIGKILL."""
+        """End the ranks: close their sockets, then SIGTERM, then SIGKILL."""
         for rank in self._ranks:
             rank.close()
         steps = ((10.0 if self._ranks else 0.0, 0), (5.0, signal.SIGTERM), (5.0, signal.SIGKILL))
@@ -77,12 +77,12 @@ class Ranks:
                     os.killpg(process.pid, number)
             deadline = time.monotonic() + patience_s
             for process in alive:
-                with suppress(subprocess.TimeoutExpired):  # the next step is harder
+                with suppress(subprocess.TimeoutExpired):  # the next step is harsher
                     process.wait(max(0.0, deadline - time.monotonic()))
         self._folder.cleanup()
 
     def __enter__(self) -> Self:
-        """Return itself."""
+        """Return this object."""
         return self
 
     def __exit__(
@@ -95,10 +95,10 @@ class Ranks:
         self.close()
 
     def _start(self, commands: Iterable[ToStart], env: Mapping[str, str]) -> None:
-        """Start the processes, each with variables of its own, and wait for all ranks."""
+        """Start the processes, each with its own variables, and wait until all ranks connect."""
         address = str(Path(self._folder.name, "socket"))
         common = {**os.environ, **env, "BENCH_ADDRESS": address}
-        # SOCK_SEQPACKET keeps messages apart and tells of a peer's end.
+        # SOCK_SEQPACKET preserves message boundaries and reports the end of a peer.
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(address)
             listener.listen(self.nranks)
@@ -126,19 +126,17 @@ class Ranks:
                 if any(process.poll() is not None for process in self._processes):
                     raise self._failed("a rank ended while starting") from None
                 if time.monotonic() > deadline:
-                    why = self._failed(f"not started after {_START_TIMEOUT_S:g} s")
+                    why = self._failed(f"the ranks did not start within {_START_TIMEOUT_S:g} s")
                     raise Hung(str(why)) from None
 
     def _failed(self, what: str) -> Unavailable:
-        """Make the error of ranks of which one ended or hangs."""
+        """Return the error for ranks that ended or hang, with their last output."""
         said = self._log.read_text(errors="replace").strip().splitlines()
-        return Unavailable(
-            f"{what}; its last words: {' / '.join(said[-self._nlines :]) or '(none)'}"
-        )
+        return Unavailable(f"{what}; last output: {' / '.join(said[-self._nlines :]) or '(none)'}")
 
 
 class Library(NamedTuple):
-    """What is compared: its name, the way its bytes travel, the packages it needs."""
+    """Library to compare: its name, its transport, the packages it needs."""
 
     name: str
     transport: str
@@ -151,19 +149,19 @@ MPICH = Library("mpich", "shm", ("mpi4py",))
 
 
 class Job(Ranks):
-    """The ranks of one library, started and waiting for commands.
+    """Ranks of one library, started and waiting for commands.
 
     Parameters
     ----------
     library : Library
     nranks : int
     **env : str
-        Environment variables of its ranks, beside the ones of this process.
+        Environment variables of the ranks, added to those of this process.
 
     Raises
     ------
     Unavailable
-        A package or launcher is missing, or the ranks did not come up; says which and why.
+        If a package or launcher is missing, or the ranks do not start.
     """
 
     def __init__(self, library: Library, nranks: int, **env: str) -> None:
@@ -176,16 +174,15 @@ class Job(Ranks):
             raise
 
     def run(self, nbytes: int, iterations: int, warmup: int, group: int = 0) -> float:
-        """Run allreduces of `nbytes` of float32, in place; return the seconds of one.
+        """Run allreduces of `nbytes` of float32, in place; return the time of one call in seconds.
 
-        That is the time of `iterations` calls back to back, divided by their number, of the rank
-        that took longest. `group` is the communicator, of an r2ccl job with several of them
-        (``BENCH_MODES``).
+        This is the time of `iterations` back-to-back calls, divided by their number, on the slowest
+        rank. `group` selects the communicator of an r2ccl job with several (``BENCH_MODES``).
 
         Raises
         ------
         Unavailable
-            A rank failed or did not answer in time.
+            If a rank fails or does not answer in time.
         """
         for rank in self._ranks:
             rank.send(msgspec.json.encode((nbytes, iterations, warmup, group)))
@@ -193,7 +190,7 @@ class Job(Ranks):
         return max(self._answer(rank, deadline) for rank in self._ranks)
 
     def calibrate(self, nbytes: int, loop_s: float) -> int:
-        """Return how many calls a loop of about `loop_s` seconds has: 3 to 2,000."""
+        """Return the number of calls in a loop of about `loop_s` seconds: 3 to 2,000."""
         return min(2000, max(3, round(loop_s / self.run(nbytes, 3, warmup=1))))
 
     def _answer(self, rank: socket.socket, deadline: float) -> float:
@@ -211,7 +208,7 @@ class Job(Ranks):
 
 
 def _commands(library: Library, nranks: int, folder: str) -> list[ToStart]:
-    """List the processes to start for a library, each with its own variables."""
+    """Return the processes to start for a library, each with its own variables."""
     for package in library.packages:
         if find_spec(package) is None:
             raise Unavailable(f"the package {package} is not installed")
@@ -229,11 +226,11 @@ def _commands(library: Library, nranks: int, folder: str) -> list[ToStart]:
 
 
 def _mpiexec() -> str:
-    """Find MPICH's launcher: beside this Python (pip's mpich), else on the path."""
+    """Return MPICH's launcher: beside this Python (pip's mpich), else on the path."""
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
-        raise Unavailable("no mpiexec: install the package mpich")
+        raise Unavailable("mpiexec not found: install the package mpich")
     said = subprocess.run(
         [found, "--version"], capture_output=True, text=True, timeout=20, check=False
     ).stdout

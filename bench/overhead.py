@@ -1,11 +1,11 @@
-"""What resilience costs when nothing fails: the default against ``R2CC_MODE=failstop``, paired.
+"""Measure what resilience costs when nothing fails: the default mode against mode failstop, paired.
 
-The same processes hold three communicators and call them on the same memory: *A* and *A'* with the
-default mode, *B* with mode failstop. A round measures all three close together, in an order
-that changes from round to round; its ratios are A/B and A'/B (the overhead) and A/A' (the noise of
-this very measurement, which would be 1 on a perfect machine). The job is started afresh several
-times, because where a process's memory happens to lie changes its speed for as long as it lives;
-with a job for each communicator that alone makes differences of 5 %.
+The same processes hold three communicators and call them on the same memory: *A* and *A'* in the
+default mode, *B* with ``R2CC_MODE=failstop``. A round measures all three close together, in an
+order that changes from round to round. Its ratios are A/B and A'/B (the overhead) and A/A' (the
+noise of the measurement, which is 1 on a perfect machine). The job is restarted several times,
+because the placement of a process's memory changes its speed for as long as it lives. With one job
+per communicator, this alone would cause differences of 5 %.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.table import Table
 _SIZES = "1M,2M,4M"
 _ORDERS = tuple(permutations(("A", "A'", "B")))
 
-#: Per size, one (A, A', B) in seconds for every round.
+#: Times of A, A' and B in seconds: one dict per round, by size in bytes.
 Rounds = dict[int, list[dict[str, float]]]
 
 
@@ -41,7 +41,7 @@ def sample(job: Job, names: tuple[str, ...], args: argparse.Namespace, rounds: R
 
 
 def rows_of(rounds: Rounds, nranks: int) -> list[dict[str, Any]]:
-    """Make one flat object per size."""
+    """Return one JSON object per size."""
     rows = []
     for nbytes, measured in sorted(rounds.items()):
         overhead = Stats.of([each[a] / each["B"] for each in measured for a in ("A", "A'")])
@@ -68,7 +68,7 @@ def rows_of(rounds: Rounds, nranks: int) -> list[dict[str, Any]]:
 
 
 def table_of(rows: list[dict[str, Any]], nranks: int) -> Table:
-    """Lay the rows out."""
+    """Return the rows as a table."""
     table = Table(
         title=f"allreduce, float32, in place, {nranks} ranks: default against R2CC_MODE=failstop; "
         "median (quartiles) of paired rounds"
@@ -96,8 +96,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Cost of resilience when nothing fails.")
     parser.add_argument("--nranks", type=int, default=2)
     parser.add_argument("--sizes", type=parse_sizes, default=_SIZES, help=f"default: {_SIZES}")
-    parser.add_argument("--jobs", type=int, help="fresh starts; default: 6, with --quick 2")
-    parser.add_argument("--rounds", type=int, help="per start; default: 30, with --quick 12")
+    parser.add_argument("--jobs", type=int, help="number of jobs; default: 6, with --quick 2")
+    parser.add_argument("--rounds", type=int, help="rounds per job; default: 30, with --quick 12")
     parser.add_argument("--quick", action="store_true", help="end within 60 s")
     add_json_argument(parser)
     args = parser.parse_args()
@@ -116,7 +116,7 @@ def main() -> int:
     out.print(" · ".join(f"{key} {value}" for key, value in machine().items()), highlight=False)
     rounds: Rounds = defaultdict(list)
     for number in range(args.jobs):
-        names = _ORDERS[number % len(_ORDERS)]  # in which they are made
+        names = _ORDERS[number % len(_ORDERS)]  # order of creation
         modes = ",".join("0" if name == "B" else "auto" for name in names)
         with Job(R2CCL, args.nranks, BENCH_MODES=modes) as job:
             sample(job, names, args, rounds)

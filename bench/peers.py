@@ -1,11 +1,11 @@
-"""r2ccl over TCP, gloo and MPICH side by side: same sizes, same arrays, same run.
+"""Measure r2ccl over TCP, gloo and MPICH side by side: same sizes, same arrays, same run.
 
-All libraries' ranks are alive during the whole run and sleep while another is measured. A round
-measures every library at every size, one after the other; which goes first changes from round to
-round, so that a slow moment of the machine meets all of them. The time of a round is that of a
-loop of calls, back to back, divided by their number, on the slowest rank; the number is chosen
-per library and size so that a loop takes about the same time. A row is the median over rounds.
-The ratio is r2ccl's time over the peer's: below 1 r2ccl is faster.
+The ranks of all libraries live during the whole run and sleep while another library is measured. A
+round measures every library at every size, one after the other. The first library changes from
+round to round, so that a slow moment of the machine affects all of them. The time of a round is
+that of a loop of back-to-back calls, divided by their number, on the slowest rank; the number is
+chosen per library and size so that all loops take about the same time. A row is the median over
+rounds. The ratio is r2ccl's time divided by the peer's: below 1, r2ccl is faster.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Samples = dict[tuple[Library, int], list[float]]
 def start_jobs(
     libraries: tuple[Library, ...], nranks: int, stack: ExitStack, out: Console
 ) -> list[Job]:
-    """Start every library's ranks; name those that cannot be measured and go on."""
+    """Start the ranks of every library; report libraries that cannot be measured, and continue."""
     jobs = []
     for library in libraries:
         try:
@@ -52,13 +52,13 @@ def start_jobs(
 
 
 def sample(jobs: list[Job], args: argparse.Namespace, out: Console) -> Samples:
-    """Measure in rounds; a library that fails is named and left out from then on."""
+    """Measure in rounds; report a library that fails, and leave it out from then on."""
     samples: Samples = defaultdict(list)
     iterations: dict[tuple[Library, int], int] = {}
     start = time.monotonic()
     for number, nbytes in product(range(args.rounds), args.sizes):
         if nbytes == args.sizes[0] and _is_late(number, time.monotonic() - start, args.budget_s):
-            out.print(f"ended after {number} rounds, to be in time", highlight=False)
+            out.print(f"ended after {number} rounds: the time budget is used up", highlight=False)
             break
         first = number % max(1, len(jobs))
         for job in jobs[first:] + jobs[:first]:
@@ -75,12 +75,12 @@ def sample(jobs: list[Job], args: argparse.Namespace, out: Console) -> Samples:
 
 
 def _is_late(number: int, elapsed_s: float, budget_s: float) -> bool:
-    """Whether one more round, as long as the mean of those before, would exceed the budget."""
+    """Return whether one more round, as long as the mean so far, would exceed the budget."""
     return number > 0 and elapsed_s * (number + 1) / number > budget_s
 
 
 def rows_of(samples: Samples, nranks: int) -> list[dict[str, Any]]:
-    """Make one flat object per size and library."""
+    """Return one JSON object per size and library."""
     rows = []
     for (library, nbytes), seconds in sorted(
         samples.items(), key=lambda item: (item[0][1], _LIBRARIES.index(item[0][0]))
@@ -105,7 +105,7 @@ def rows_of(samples: Samples, nranks: int) -> list[dict[str, Any]]:
 
 
 def table_of(rows: list[dict[str, Any]], nranks: int) -> Table:
-    """Lay the rows out, one line a size."""
+    """Return the rows as a table, one line per size."""
     by_key = {(row["nbytes"], row["library"]): row for row in rows}
     libraries = [each for each in _LIBRARIES if any(r["library"] == each.name for r in rows)]
     table = Table(
@@ -133,7 +133,7 @@ def table_of(rows: list[dict[str, Any]], nranks: int) -> Table:
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description="r2ccl beside gloo and MPICH.")
+    parser = argparse.ArgumentParser(description="Compare r2ccl with gloo and MPICH.")
     parser.add_argument("--nranks", type=parse_counts, default="2,4", help="default: 2,4")
     parser.add_argument("--sizes", type=parse_sizes, default=_SIZES, help=f"default: {_SIZES}")
     parser.add_argument("--rounds", type=int, help="default: 15, with --quick 5")
@@ -143,7 +143,7 @@ def parse_arguments() -> argparse.Namespace:
     if args.rounds is None:
         args.rounds = 5 if args.quick else 15
     args.loop_s = 0.02 if args.quick else 0.06
-    # What starting and ending the ranks leaves of the 60 s.
+    # Time left of the 60 s after starting and ending the ranks.
     args.budget_s = 40 / len(args.nranks) if args.quick else math.inf
     if args.rounds < 1 or any(nbytes % 4 for nbytes in args.sizes):
         parser.error("--rounds must be above 0, and --sizes multiples of 4 bytes")
@@ -151,7 +151,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure and print; exit with 1 if r2ccl itself could not be measured."""
+    """Measure and print; return 1 if r2ccl itself could not be measured."""
     args = parse_arguments()
     out = Console(width=None if sys.stdout.isatty() else 140)
     out.print(" · ".join(f"{key} {value}" for key, value in machine().items()), highlight=False)

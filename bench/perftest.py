@@ -1,6 +1,6 @@
-"""perftest's programs (``ib_write_bw``, ``ib_write_lat``), run between two devices of this machine.
+"""Run perftest's ``ib_write_bw`` and ``ib_write_lat`` between two devices of this machine.
 
-Imports nothing of r2ccl. Invariant: no program outlives the call that started it.
+No program outlives the call that started it.
 
 References
 ----------
@@ -22,23 +22,22 @@ from typing import NamedTuple
 
 _BANDWIDTH = "ib_write_bw"
 _LATENCY = "ib_write_lat"
-#: A heading of each, without which the columns would be others: how many numbers a line has, and
-#: which of them is read. Of the bandwidth there are two, for one has few digits in small messages
-#: and the other in large ones.
+#: Expected heading and number of columns of each program, and indices of the columns to read. One
+#: of the two bandwidth columns has few digits for small messages, the other for large ones.
 _BANDWIDTH_COLUMNS, _AVERAGE, _RATE = ("BW average[MB/sec]", 5), 3, 4
 _LATENCY_COLUMNS, _TYPICAL = ("t_typical[usec]", 9), 4
-#: What the two numbers are rounded to.
+#: Rounding steps of the two bandwidth columns.
 _AVERAGE_STEP, _RATE_STEP = 0.01, 1e-6
-#: To start, connect and end, beside the time that is measured.
+#: Seconds to start, connect and end, in addition to the measured time.
 _PATIENCE_S = 60.0
 
 
 class PerftestError(Exception):
-    """perftest is not there, or did not do it; says why."""
+    """Raised when perftest is missing or fails; the text has the reason."""
 
 
 class Port(NamedTuple):
-    """Device, its port, and the entry of the GID table to send from."""
+    """Device, port number and GID table index of one end."""
 
     device: str
     number: int
@@ -49,44 +48,50 @@ Pair = tuple[Port, Port]
 
 
 def missing() -> str | None:
-    """Return what is missing, None if nothing."""
+    """Return a message that names missing programs, or None."""
     lacks = [name for name in (_BANDWIDTH, _LATENCY) if shutil.which(name) is None]
-    return f"no {' and no '.join(lacks)}: install the package perftest" if lacks else None
+    return f"not found: {', '.join(lacks)}; install the package perftest" if lacks else None
 
 
 def bandwidth(pairs: Sequence[Pair], nbytes: int, seconds: int) -> float:
-    """Write messages of `nbytes` for `seconds` between all `pairs` at once; bytes per second.
+    """Write messages of `nbytes` between all `pairs` at once; return the total bytes per second.
 
-    Longer if nothing completed in that time: 128 messages are under way at once.
+    Runs for `seconds`, or up to 16 times longer until a message completes on every pair: 128
+    messages are in flight at once.
 
     Raises
     ------
     PerftestError
+        If a program fails, or no message completes.
     """
     for duration_s in (seconds, 4 * seconds, 16 * seconds):
         said = _run(_BANDWIDTH, pairs, nbytes, ["-D", str(duration_s)], duration_s)
         if all(rates := [parse_bandwidth(each) for each in said]):
             return sum(rates)
-    raise PerftestError(f"{_BANDWIDTH} moved no {nbytes} bytes in {duration_s} s")
+    raise PerftestError(f"{_BANDWIDTH} completed no message of {nbytes} bytes in {duration_s} s")
 
 
 def latency(pair: Pair, nbytes: int, count: int, seconds: float) -> float:
-    """Send `nbytes` to and fro `count` times, about `seconds` long; half a round trip, seconds.
+    """Send `nbytes` back and forth `count` times; return half a round trip in seconds.
+
+    `seconds` is the expected duration, from which the timeout is derived.
 
     Raises
     ------
     PerftestError
+        If a program fails or times out.
     """
     (said,) = _run(_LATENCY, [pair], nbytes, ["-n", str(count)], seconds)
     return parse_latency(said)
 
 
 def parse_bandwidth(said: str) -> float:
-    """Read the bytes per second from what ``ib_write_bw`` printed.
+    """Return the bytes per second from the output of ``ib_write_bw``.
 
     Raises
     ------
     PerftestError
+        If the output has no such line.
     """
     row = _row(said, *_BANDWIDTH_COLUMNS)
     average, rate = row[_AVERAGE], row[_RATE]
@@ -96,11 +101,12 @@ def parse_bandwidth(said: str) -> float:
 
 
 def parse_latency(said: str) -> float:
-    """Read the typical (median) latency, in seconds, from what ``ib_write_lat`` printed.
+    """Return the typical (median) latency in seconds from the output of ``ib_write_lat``.
 
     Raises
     ------
     PerftestError
+        If the output has no such line.
     """
     return _row(said, *_LATENCY_COLUMNS)[_TYPICAL] * 1e-6
 
@@ -117,13 +123,13 @@ def _row(said: str, heading: str, ncolumns: int) -> list[float]:
             if len(row) == ncolumns and row[0] > 0 and min(row[1:]) >= 0:
                 return row
     words = " / ".join(line.strip() for line in lines[-3:])
-    raise PerftestError(f"no line of {ncolumns} numbers under {heading!r}; last words: {words}")
+    raise PerftestError(f"no line of {ncolumns} numbers under {heading!r}; last output: {words}")
 
 
 def _run(
     program: str, pairs: Sequence[Pair], nbytes: int, more: list[str], seconds: float
 ) -> list[str]:
-    """Run a client and a server for each pair, all at once; return what the clients printed."""
+    """Run a client and a server for each pair, all at once; return the output of the clients."""
     with ExitStack() as stack:
         clients = []
         for client, server in pairs:
@@ -141,7 +147,7 @@ def _place(port: Port) -> list[str]:
 
 
 def _start(stack: ExitStack, arguments: list[str]) -> subprocess.Popen[str]:
-    """Start a program that ends, at the latest, with `stack`."""
+    """Start a program that ends when `stack` closes, at the latest."""
     process = subprocess.Popen(
         arguments,
         stdin=subprocess.DEVNULL,
@@ -150,7 +156,7 @@ def _start(stack: ExitStack, arguments: list[str]) -> subprocess.Popen[str]:
         text=True,
     )
     stack.callback(process.communicate)
-    stack.callback(process.kill)  # called first; of no effect on one that was waited for
+    stack.callback(process.kill)  # called first; no effect on a process already waited for
     return process
 
 
@@ -158,10 +164,10 @@ def _output(process: subprocess.Popen[str], deadline: float) -> str:
     try:
         said, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        raise PerftestError(f"{process.args!r} did not end in time") from None
+        raise PerftestError(f"{process.args!r} timed out") from None
     if process.returncode:
         words = " / ".join(line.strip() for line in said.splitlines()[-3:])
-        raise PerftestError(f"{process.args!r} ended with {process.returncode}: {words}")
+        raise PerftestError(f"{process.args!r} exited with {process.returncode}: {words}")
     return said
 
 
@@ -173,18 +179,18 @@ def _free_port() -> int:
 
 
 def _wait_listening(port: int, server: subprocess.Popen[str]) -> None:
-    """Wait until `server` accepts connections; the client does not try twice."""
+    """Wait until `server` accepts connections; the client does not retry."""
     deadline = time.monotonic() + _PATIENCE_S
     while not _is_listening(port):
         if server.poll() is not None:
             raise PerftestError(_output(server, deadline) or f"{server.args!r} ended")
         if time.monotonic() > deadline:
-            raise PerftestError(f"{server.args!r} does not listen")
+            raise PerftestError(f"{server.args!r} does not listen on port {port}")
         time.sleep(0.02)
 
 
 def _is_listening(port: int) -> bool:
-    """Whether a TCP socket of this network namespace is in LISTEN (0A) at `port`: proc(5)."""
+    """Return whether a TCP socket of this namespace is in LISTEN (0A) at `port`: proc(5)."""
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:
             local, state = line.split()[1], line.split()[3]

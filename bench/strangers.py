@@ -1,11 +1,11 @@
-"""What a stranger can do to a running job: a flood of connections to its rail ports.
+"""Measure how a flood of connections to the rail ports affects a running job.
 
 Three nodes with two NICs each in a netlab run verified allreduces without end. A process in the
-third node, which knows no secret, finds the ports that listen on the first node's NICs and opens
-thousands of connections a second to them. Rounds measure calls per second without a flood, with one
-of a port there that is not r2ccl's (which shows what the flooder takes of the machine's processors
-and of the network), and with one of the rail ports, close together. A rail that is given up, or a
-rank that ends, ends the bench with 1.
+third node, which does not know the secret, finds the ports that listen on the first node's NICs and
+opens thousands of connections per second to them. Each round measures calls per second in three
+states, close together: without a flood, with a flood of a port of that node that is not r2ccl's
+(which shows the cost of the flood itself to processors and network), and with a flood of the rail
+ports. If a rail is given up or a rank ends, the bench exits with 1.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from r2ccl.clock import monotonic
 from r2ccl.testing.netlab import Lab, LabError, ensure_privileged
 
 NODES, RAILS = 3, 2
-#: The node that is flooded, and the one the flood comes from.
+#: Node that is flooded, and node that the flood comes from.
 VICTIM, STRANGER = 0, NODES - 1
 STATES = ("quiet", "elsewhere", "rail ports")
 _FLOOD = str(Path(__file__).with_name("strangers_flood.py"))
-#: The flood is under way, and calls are as they will be.
+#: Seconds until the flood is at full rate, and operations before the first measurement.
 _SETTLE_S = 0.5
 _WARMUP = 20
-#: proc(5), net/tcp: the state of a socket that listens.
+#: State of a listening socket in net/tcp: proc(5).
 _LISTENS = "0A"
 _EXIT_UNAVAILABLE = 69
 
 
 def rail_ports(lab: Lab) -> list[str]:
-    """Find what listens on the victim's NICs, as its own kernel lists it."""
+    """Return ``address:port`` of the sockets that listen on the victim's NICs."""
     addresses = {lab.shape.address(VICTIM, rail) for rail in range(RAILS)}
     text = lab.inside(VICTIM, lambda: Path("/proc/thread-self/net/tcp").read_text())
     found = []
@@ -58,7 +58,7 @@ def rail_ports(lab: Lab) -> list[str]:
 
 @contextlib.contextmanager
 def flood(lab: Lab, rate: int, targets: Sequence[str]) -> Iterator[list[float]]:
-    """Flood ports while the block runs; the list gets the connections per second it came to."""
+    """Flood `targets` while the block runs; then append the connections per second to the list."""
     came_to: list[float] = []
 
     def start() -> subprocess.Popen[str]:
@@ -78,7 +78,7 @@ def flood(lab: Lab, rate: int, targets: Sequence[str]) -> Iterator[list[float]]:
 
 
 def calls_per_s(cluster: Cluster, seconds: float) -> float:
-    """Measure; operations, and the ranks' looking at their results, one after the other."""
+    """Return the operations per second, including the ranks' verification of the results."""
     begun_s = monotonic()
     threading.Event().wait(seconds)
     (last,) = cluster.wait_operations(1, begun_s + seconds)
@@ -89,7 +89,7 @@ def calls_per_s(cluster: Cluster, seconds: float) -> float:
 def measure(
     lab: Lab, cluster: Cluster, rate: int, order: Sequence[str], seconds: float
 ) -> dict[str, float]:
-    """Measure the three states once; calls per second of each."""
+    """Measure the three states once; return the calls per second of each."""
     listening = rail_ports(lab)
     if not listening:
         raise Failure(f"nothing listens on the NICs of node {VICTIM}")
@@ -109,7 +109,7 @@ def measure(
 
 
 def run(lab: Lab, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure every rate in rounds; a flat object per rate."""
+    """Measure every rate in rounds; return a JSON object per rate."""
     orders = list(permutations(STATES))
     rows = []
     with contextlib.closing(Cluster(lab, args.nbytes)) as cluster:
@@ -143,7 +143,7 @@ def run(lab: Lab, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def print_rows(rows: Sequence[dict[str, Any]], nbytes: int) -> None:
-    """Print the table."""
+    """Print the rows as a table."""
     table = Table(title=f"Calls of {nbytes} bytes per second, medians of rounds")
     for heading in (
         "connections/s\nwanted", "opened", "quiet", "flood\nelsewhere", "flood of\nrail ports",
@@ -164,11 +164,11 @@ def print_rows(rows: Sequence[dict[str, Any]], nbytes: int) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description="A flood of connections against a running job.")
+    parser = argparse.ArgumentParser(description="Flood a running job with connections.")
     parser.add_argument("--rates", type=parse_counts, default=[2000, 8000], help="connections/s")
-    parser.add_argument("--rounds", type=int, default=6, help="per rate")
-    parser.add_argument("--window-s", type=float, default=3.0, help="of each measurement")
-    parser.add_argument("--nbytes", type=parse_size, default=256 << 10, help="of each call")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds per rate")
+    parser.add_argument("--window-s", type=float, default=3.0, help="seconds per measurement")
+    parser.add_argument("--nbytes", type=parse_size, default=256 << 10, help="bytes per call")
     add_json_argument(parser)
     args = parser.parse_args()
     if args.rounds < 1 or args.window_s <= 0:
@@ -177,7 +177,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Build the lab, flood it, print and save what came of it."""
+    """Build the lab, run the floods, print and save the results."""
     args = parse_arguments()
     try:
         ensure_privileged()

@@ -1,7 +1,8 @@
-"""A stranger: opens connections to the given ports as fast as told, says nothing, and resets them.
+"""Open connections to the given ports at a given rate, send nothing, and reset them.
 
 Started by ``strangers.py`` in a node of a netlab. Arguments: connections per second, then
-``address:port`` of each target. Ends when its stdin does, and prints how many it began per second.
+``address:port`` of each target. Ends when its stdin ends, and prints the connections begun per
+second.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ import sys
 import time
 from collections import deque
 
-#: SO_LINGER with no time: closing resets, and leaves nothing in TIME_WAIT.
+#: SO_LINGER with a timeout of 0: closing resets the connection and leaves nothing in TIME_WAIT.
 _RESET = struct.pack("ii", 1, 0)
-#: Connections held before the oldest is reset: by then the kernels have made it, or refuse to.
+#: Connections held before the oldest is reset: by then the kernels have set it up or refused it.
 _HELD = 64
 _LOOK_EVERY = 100
 
 
 def probe_port(target: tuple[str, int]) -> socket.socket:
-    """Begin a connection; the kernels go on with it."""
+    """Begin a connection without waiting for it."""
     sock = socket.socket()
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-    with contextlib.suppress(OSError):  # under way, or refused at once: both are a knock
+    with contextlib.suppress(OSError):  # in progress, or refused at once: both reach the port
         sock.connect(target)
     return sock
 
 
 def main() -> None:
-    """Knock until stdin ends."""
+    """Open connections until stdin ends."""
     rate = float(sys.argv[1])
     targets = [(host, int(port)) for host, _, port in (arg.partition(":") for arg in sys.argv[2:])]
     begun_s = time.monotonic()

@@ -1,9 +1,9 @@
-"""Paper, closed form and simulation side by side: allreduces that outlive failures, and their use.
+"""Tables of paper, closed form and simulation: allreduces under failures, training and serving.
 
-Figures of allreduces are multiples of T0, the fault-free ring's time, and have their lower bound
-beside them; those of training and serving are tokens per second and milliseconds. What is simulated
-are the very schedules that the executor runs. Nothing is measured here: that column has what
-`degraded.py` has saved (``--measured``), or says that nothing was.
+Figures of allreduces are multiples of T0, the fault-free ring's time, beside their lower bound.
+Those of training and serving are tokens per second and milliseconds. The simulated schedules are
+the same that the executor runs. Nothing is measured here: the column "measured" shows what
+`degraded.py` saved (``--measured``).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tables_rows import TOLERANCE, Row, RowName, print_rows, read_measured, with
 
 _SETTING = (
     "T/T0 with T0 = 2(n - 1)/n D/B; bound: T*/T0, T* = D max(1/b_min, 2(n - 1)/(sum of all b)); "
-    "slices are those of a chunk"
+    "slices: per chunk"
 )
 _SIMULATED = (
-    f"simulated: node ports, no latency, no time to reduce; max-min to a tolerance of {TOLERANCE}"
+    f"simulated: node ports, no latency, no reduction time; max-min with tolerance {TOLERANCE}"
 )
 _AT_HALF = (
     "OptCC's 1.02-1.06 is its paper's summary of its own settings; with half lost the bound itself "
@@ -40,12 +40,12 @@ _AT_HALF = (
 )
 _MULTI_FAILURE, _TRAINING, _INFERENCE = "multi-failure", "r2ccl-training", "r2ccl-inference"
 
-#: Tables with something drawn at random, and how many draws they have.
+#: Tables with random draws, and their default number of draws.
 _DRAWS = {_MULTI_FAILURE: 1000, _TRAINING: 200}
 
 
 class _Named(NamedTuple):
-    """A table that needs no more than to know whether it must be quick."""
+    """Table whose rows depend only on `--quick`."""
 
     title: str
     rows: Callable[[bool], Iterator[Row]]
@@ -85,11 +85,11 @@ _TABLES = {
     "netlab": _Named(
         "4 nodes of 4 NICs that lose some",
         netlab_rows,
-        ("packed trees: as many as the planner would take",),
+        ("packed trees: as many as the planner would choose",),
     ),
 }
 
-#: Tables of what `degraded.py` measures.
+#: Tables that can show results of `degraded.py`.
 _MEASURED = ("cloudlab", "netlab")
 
 _DEFAULT_DRAWS = ", ".join(f"{count} of {name}" for name, count in _DRAWS.items())
@@ -130,34 +130,34 @@ def _make_patterns(title: str, args: argparse.Namespace, out: Console) -> list[d
 
 
 def parse_measured(text: str) -> dict[RowName, dict[str, Any]]:
-    """Read a file of `degraded.py`."""
+    """Read a results file of `degraded.py`."""
     try:
         return read_measured(Path(text))
     except (OSError, ValueError, KeyError) as exc:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: give what degraded.py --json has saved: {exc!r}"
+            f"{text!r} is not a file that degraded.py --json saved: {exc!r}"
         ) from exc
 
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description="Tables: paper, closed form, simulation.")
+    parser = argparse.ArgumentParser(description="Compare paper, closed form and simulation.")
     parser.add_argument("--table", choices=list(_TITLES), required=True)
     parser.add_argument("--quick", action="store_true", help="a small part, within seconds")
     parser.add_argument(
         "--patterns", type=int, help=f"draws; default: {_DEFAULT_DRAWS}, with --quick 5"
     )
     parser.add_argument("--first", type=int, help="number of the first draw; default: 0")
-    parser.add_argument("--seed", type=int, help="of the draws; default: 1")
-    parser.add_argument("--jobs", type=int, help="processes; default: one a core, --quick 1")
+    parser.add_argument("--seed", type=int, help="seed of the draws; default: 1")
+    parser.add_argument("--jobs", type=int, help="processes; default: one per core, --quick 1")
     parser.add_argument(
         "--mpi", action="store_true", default=None, help="spread over the ranks of an MPI job"
     )
     parser.add_argument(
-        "--measured", type=parse_measured, metavar="FILE", help="what degraded.py has saved"
+        "--measured", type=parse_measured, metavar="FILE", help="results of degraded.py"
     )
     add_json_argument(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it; needs r2ccl[demo]")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot it; needs r2ccl[demo]")
     args = parser.parse_args()
     defaults = {
         "patterns": 5 if args.quick else _DRAWS.get(args.table, 1),
@@ -168,11 +168,11 @@ def parse_arguments() -> argparse.Namespace:
     }
     given = [name for name in defaults if getattr(args, name) is not None]
     if given and args.table not in _DRAWS:
-        parser.error(f"--{given[0]} is for --table {' and '.join(_DRAWS)} alone")
+        parser.error(f"--{given[0]} applies to --table {' and '.join(_DRAWS)} only")
     vars(args).update({name: defaults[name] for name in defaults if name not in given})
     if args.measured is not None:
         if args.table not in _MEASURED:
-            parser.error(f"--measured is for --table {' and '.join(_MEASURED)} alone")
+            parser.error(f"--measured applies to --table {' and '.join(_MEASURED)} only")
         if not any(name.table == args.table for name in args.measured):
             parser.error(f"--measured: the file has nothing of table {args.table}")
     if min(args.patterns, args.jobs) < 1 or args.first < 0:
@@ -181,7 +181,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Simulate, print, save."""
+    """Simulate, print and save one table."""
     args = parse_arguments()
     if args.plot:
         tables_plot.require_matplotlib()

@@ -1,6 +1,6 @@
-"""One straggler among n nodes: every schedule against the lower bound, and OptCC's own table.
+"""Rows of the tables "bound" and "optcc": one straggler among n nodes, against the lower bound.
 
-Node ports, no latency, no time to reduce: what is left is the pattern itself.
+Node ports, no latency and no reduction time, so that only the communication pattern counts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from r2ccl.algos import leaf_ring, optcc, packed_trees, r2cc_allreduce, ring
 from r2ccl.flowsim import Sharing
 from r2ccl.schedule import Schedule
 
-#: Trees and slices of the packing that every case is shown with.
+#: Trees and slices of the packing shown for every case.
 TREES, SLICES = 28, 96
 
-#: Settings among which the cheapest is looked for: the fewest slices of all trees together.
+#: Settings (trees, slices) to search, in order of cost: fewest slices of all trees together first.
 _GRID = sorted(
     (
         (trees, slices)
@@ -30,7 +30,7 @@ _GRID = sorted(
 
 
 class _Candidate(NamedTuple):
-    """A schedule, its closed form in units of D/B, and what is shown with it."""
+    """Schedule, its closed form in units of D/B, and its parameters."""
 
     name: str
     schedule: Schedule
@@ -41,7 +41,7 @@ class _Candidate(NamedTuple):
 
 
 def limit(lost: Fraction) -> float:
-    """Return how far from the lower bound packed trees may be."""
+    """Return the largest accepted ratio of packed trees' time to the lower bound."""
     return 1.05 if lost > Fraction(1, 3) else 1.03
 
 
@@ -54,13 +54,13 @@ def bound_rows(quick: bool) -> Iterator[Row]:
 
 
 def packed_rows(n: int, lost: Fraction) -> Iterator[Row]:
-    """Simulate packed trees as always, under either sharing, and with the cheapest setting."""
+    """Simulate packed trees in the fixed setting under either sharing, and in the cheapest one."""
     bandwidths = straggler(n, lost)
     for sharing in get_args(Sharing):
         yield _packed_row(n, lost, "packed trees", (TREES, SLICES), sharing)
     longest = limit(lost) * float(packed_trees.lower_bound(bandwidths))
     for trees, slices in _GRID:
-        # Fair queues are quick to say that a setting is too coarse; max-min has the last word.
+        # Fair queues are a fast first filter; max-min decides.
         schedule = packed_trees.allreduce(bandwidths, trees)
         if time_of(schedule, bandwidths, slices, "fair_queue") > longest:
             continue
@@ -90,7 +90,7 @@ def _packed_row(
 
 
 def optcc_rows(quick: bool) -> Iterator[Row]:
-    """Simulate OptCC where its paper does: half lost among 8, up to a third among 16."""
+    """Simulate OptCC's own cases: half the bandwidth lost among 8 nodes, up to a third among 16."""
     half = Fraction(1, 2)
     for k in (8, 64) if quick else (1, 2, 4, 8, 16, 32, 64):
         yield _row("optcc", 8, half, _optcc(8, half, k))
@@ -123,9 +123,9 @@ def _row(table: str, n: int, lost: Fraction, each: _Candidate) -> Row:
 
 
 def _optcc(n: int, lost: Fraction, k: int) -> _Candidate:
-    # l (k + 1)/k; the healthy nodes' own load where that is more.
+    # l (k + 1)/k, or the healthy nodes' own load if that is larger.
     model = max(Fraction(k + 1, k) / (1 - lost), Fraction(2 * n - 3, n - 1))
-    # The paper's summary is of its best; few segments are here to be compared with the model.
+    # The paper reports only its best figures; few segments are here for comparison with the model.
     paper = "1.02-1.06" if lost and k == _segments(n) else ""
     schedule = optcc.allreduce(straggler(n, lost), k)
     return _Candidate("OptCC", schedule, model, _slices(n), k, paper)
@@ -133,7 +133,7 @@ def _optcc(n: int, lost: Fraction, k: int) -> _Candidate:
 
 def _beside_optcc(n: int, lost: Fraction) -> tuple[_Candidate, _Candidate]:
     k, bandwidths = _segments(n), straggler(n, lost)
-    # The rings of all and of the healthy nodes share ports as their channels do.
+    # Channels share a port equally, so their numbers set the shares of both rings.
     nchannels = ((1 - lost).numerator, lost.numerator or 1)
     schedule = r2cc_allreduce.allreduce(bandwidths, k, nchannels=nchannels)
     model = r2cc_allreduce.time_of(n, lost, k, r2cc_allreduce.split(n, lost, k))
@@ -151,12 +151,12 @@ def _bound(n: int, lost: Fraction) -> Fraction:
 
 
 def _segments(n: int) -> int:
-    """Return k; the ops of a schedule grow with its square times n."""
+    """Return the number of segments k; a schedule has about k**2 * n ops."""
     return 64 if n <= 16 else 32
 
 
 def _slices(n: int) -> int:
-    """Return slices of a chunk of those schedules that have k(n - 1) chunks: fewer of more."""
+    """Return the slices per chunk of schedules with k(n - 1) chunks: fewer for larger n."""
     return {8: 16, 16: 8}.get(n, 2)
 
 

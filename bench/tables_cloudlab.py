@@ -1,10 +1,10 @@
-"""The published CloudLab run: 3 nodes, 2 ranks and 3 NICs each, one NIC lost.
+"""Rows of the table "cloudlab": the published run on 3 nodes of 2 ranks and 3 NICs, one lost.
 
-As published, the ring is flat, over all 6 ranks, though only every other hop leaves a node; that is
-T0 here. R2CC-AllReduce's partial ring leaves out both ranks of the node that lost the NIC. If it
-left out one of them, that node would carry the partial ring too: the last rows show what this
-costs, which neither the published model nor the published figures have in them. The library's own
-schedules run among nodes (`r2ccl.algos.hierarchy`), so they can be below T0.
+The published ring is flat, over all 6 ranks, though only every other hop leaves a node; its
+fault-free time is T0 here. R2CC-AllReduce's partial ring leaves out both ranks of the node that
+lost the NIC. If it left out only one of them, that node would carry the partial ring too: the last
+rows show the cost of this, which neither the published model nor the published figures include. The
+library's own schedules run among nodes (`r2ccl.algos.hierarchy`), so they can be below T0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SLICES = 64
 
 
 def cloudlab_rows(quick: bool) -> Iterator[Row]:
-    """Simulate what was published, and what this library does instead."""
+    """Simulate the published schedules, and this library's."""
     chunks = (1, 16) if quick else tuple(PUBLISHED)
     cases = list(cloudlab(chunks))
     fault_free_s = _time_s(cases[0].schedule, is_whole=True)

@@ -1,7 +1,7 @@
-"""Many failures at once: packed trees and the others on random patterns of lost NICs.
+"""Rows of the table "multi-failure": schedules on random patterns of lost NICs.
 
-Node ports, no latency. A pattern depends on the seed and its number alone, so results are the same
-however patterns are spread over processes.
+Node ports, no latency. A pattern depends only on the seed and its number, so the results do not
+depend on how patterns are spread over processes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from r2ccl.schedule import Schedule
 NNODES = 16
 NICS = 8
 
-#: A node loses 0, 1, 2, 3 or 4 of its NICs with these probabilities, whatever the others lose.
+#: Probabilities that a node loses 0, 1, 2, 3 or 4 of its NICs, independent of other nodes.
 PROBABILITIES = (0.5, 0.125, 0.125, 0.125, 0.125)
 
 PACKED = "packed trees"
 
 
 class Setting(NamedTuple):
-    """How a schedule is built and cut; `build` takes a bandwidth a node."""
+    """Parameters of a schedule; `build` takes one bandwidth per node."""
 
     build: Callable[[Sequence[int]], Schedule]
     slices: int
@@ -36,8 +36,8 @@ class Setting(NamedTuple):
     trees: int | None = None
 
 
-#: Those that spare more than one straggler, and the ring, which spares none; OptCC and
-#: R2CC-AllReduce spare one.
+#: Schedules that adapt to several stragglers, and the ring, which adapts to none. OptCC and
+#: R2CC-AllReduce adapt to one only.
 SETTINGS = {
     PACKED: Setting(lambda each: packed_trees.allreduce(each, 28), 192, trees=28),
     "leaf ring": Setting(lambda each: leaf_ring.allreduce(each, 32), 4, k=32),
@@ -47,13 +47,14 @@ SETTINGS = {
 
 
 class Verdict(NamedTuple):
-    """What one pattern gave.
+    """Result of one pattern.
 
     Attributes
     ----------
     number : int
+        Number of the draw.
     alive : tuple of int
-        NICs that every node has left.
+        Number of working NICs of each node.
     times : dict of str to float
         Simulated time of each schedule, as a multiple of the lower bound.
     """
@@ -64,21 +65,21 @@ class Verdict(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """T*/T0."""
+        """Lower bound T*/T0."""
         return float(packed_trees.lower_bound(self.alive) * NICS / fault_free(NNODES))
 
     @property
     def best_other(self) -> float:
-        """Time of the best of the others, as a multiple of the lower bound."""
+        """Time of the best schedule besides packed trees, as a multiple of the lower bound."""
         return min(time for name, time in self.times.items() if name != PACKED)
 
     @property
     def over_other(self) -> float:
-        """Packed trees' time over that of the best of the others."""
+        """Packed trees' time divided by that of the best other schedule."""
         return self.times[PACKED] / self.best_other
 
     def flat(self, seed: int) -> dict[str, Any]:
-        """Return the object that is saved."""
+        """Return the JSON object of this pattern."""
         return {
             "table": "multi-failure pattern",
             "seed": seed,
@@ -91,7 +92,7 @@ class Verdict(NamedTuple):
 
 
 def draw(seed: int, number: int) -> tuple[int, ...]:
-    """Draw what NICs every node has left."""
+    """Draw a pattern; return the number of working NICs of each node."""
     chance = random.Random(f"{seed}/{number}")
     lost = chance.choices(range(len(PROBABILITIES)), PROBABILITIES, k=NNODES)
     return tuple(NICS - each for each in lost)
@@ -109,12 +110,12 @@ def judge(seed: int, number: int) -> Verdict:
 
 
 def judge_all(seed: int, numbers: Sequence[int], njobs: int, *, mpi: bool = False) -> list[Verdict]:
-    """Judge patterns in `njobs` processes, in this one if that is 1, or in those of an MPI job.
+    """Simulate patterns in `njobs` processes, in this process if that is 1, or in an MPI job.
 
     Raises
     ------
     ImportError
-        MPI is wanted, and mpi4py is not installed.
+        If `mpi` is true and mpi4py is not installed.
     """
     seeds = [seed] * len(numbers)
     if njobs == 1 and not mpi:
@@ -129,12 +130,12 @@ def executor(njobs: int, *, mpi: bool) -> Executor:
 
         pool: Executor = MPIPoolExecutor()
         return pool
-    # Processes that start afresh: compiled loops and threads do not survive a fork for certain.
+    # Spawned processes: compiled loops and threads may not survive a fork.
     return ProcessPoolExecutor(njobs, mp_context=get_context("spawn"))
 
 
 def summary(verdicts: Sequence[Verdict]) -> Iterator[Row]:
-    """Give, for every schedule, the pattern it does with as a rule, and its worst."""
+    """Yield the median and the worst pattern of every schedule."""
     for name, setting in SETTINGS.items():
         ranked = sorted(verdicts, key=lambda verdict: verdict.times[name])
         middle, worst = ranked[(len(ranked) - 1) // 2], ranked[-1]
@@ -159,14 +160,14 @@ def _row(name: str, setting: Setting, case: str, verdict: Verdict) -> Row:
 
 
 def _model(name: str, verdict: Verdict) -> float | None:
-    """Return T/T0 of the closed form, where there is one for any pattern."""
+    """Return T/T0 of the closed form, or None if the schedule has none for every pattern."""
     if name == PACKED:
         return verdict.bound
     return NICS / min(verdict.alive) if name == "ring, Balance" else None
 
 
 def notes(seed: int, verdicts: Sequence[Verdict]) -> list[str]:
-    """Say how patterns were drawn, which were worst, and who was faster than packed trees."""
+    """Describe how patterns were drawn, the worst ones, and where another schedule was faster."""
     worst = max(verdicts, key=lambda verdict: verdict.times[PACKED])
     behind = max(verdicts, key=lambda verdict: verdict.over_other)
     middle = statistics.median(verdict.over_other for verdict in verdicts)
@@ -174,10 +175,11 @@ def notes(seed: int, verdicts: Sequence[Verdict]) -> list[str]:
     chances = ", ".join(f"{nics} with {chance}" for nics, chance in enumerate(PROBABILITIES))
     return [
         f"seed {seed}, {len(verdicts)} patterns: each of {NNODES} nodes loses of its {NICS} NICs "
-        f"{chances}; every row is one pattern's",
+        f"{chances}; every row is one pattern",
         f"packed trees' worst pattern, {worst.number}, NICs left: {' '.join(map(str, worst.alive))}"
         f"; {worst.times[PACKED]:.3f} of the bound",
-        f"packed trees by the best other: median {middle:.3f}, worst {behind.over_other:.3f}, "
+        f"packed trees over the best other schedule: median {middle:.3f}, "
+        f"worst {behind.over_other:.3f}, "
         f"pattern {behind.number}, NICs left: {' '.join(map(str, behind.alive))}; above 1.03 in "
         f"{over} of {len(verdicts)}",
     ]

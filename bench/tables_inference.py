@@ -1,6 +1,7 @@
-"""Serving over two nodes that lost NICs: time to the first token, and between tokens.
+"""Rows of the table "r2ccl-inference": serving over two nodes that lost NICs.
 
-Nothing is calibrated. Published is a bound on the overhead alone.
+The quantities are the time to the first token and the time between tokens. Nothing is calibrated.
+The paper publishes only an upper bound of the overhead.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tables_strategies import (
 
 from r2ccl.flowsim.serving import Latency, Server, Transformer, latency
 
-#: Of arXiv:2407.21783, table 3.
+#: Models of arXiv:2407.21783, table 3.
 MODELS = {
     "Llama 3.1 70B": Transformer(
         nparameters=70.6e9, nlayers=80, hidden=8192, kv_heads=8, head_size=128
@@ -33,7 +34,7 @@ MODELS = {
     ),
 }
 
-#: H100 SXM: 989 Tflop/s of bfloat16 and 3.35 TB/s, of which so much is sustained.
+#: H100 SXM: sustained shares of its 989 Tflop/s of bfloat16 and of its 3.35 TB/s.
 _FLOPS_SHARE, _MEMORY_SHARE = 0.5, 0.8
 _SERVER = Server(
     nprocessors=PAIR.nranks,
@@ -43,7 +44,7 @@ _SERVER = Server(
 
 _LENGTH, _SEQUENCES = 2048, 32
 
-#: Published overhead of a lost NIC, percent.
+#: Published overhead with one NIC lost, in percent.
 PUBLISHED = "< 3"
 
 _LOST: dict[str, Lost] = {"1 NIC": ((0,),), "2 NICs of a node": ((0, 4),)}
@@ -52,14 +53,14 @@ _OWN = (Strategy.PACKED, Strategy.AUTO)
 
 
 class _Served(NamedTuple):
-    """What a strategy gives, simulated and by the closed form."""
+    """Latencies of a strategy, simulated and by the closed form."""
 
     simulated: Latency
     model: Latency
 
 
 def inference_rows(quick: bool) -> Iterator[Figure]:
-    """Serve each model with and without losses."""
+    """Simulate serving each model with and without losses."""
     for name in list(MODELS)[-1:] if quick else MODELS:
         for at, quantity in enumerate(("TTFT, ms", "TPOT, ms")):
             yield from _rows(name, at, quantity, quick)
@@ -70,7 +71,7 @@ def _rows(name: str, at: int, quantity: str, quick: bool) -> Iterator[Figure]:
 
     def row(case: str, strategy: str, served: _Served, before: _Served) -> Figure:
         is_published = case == "1 NIC" and strategy == Strategy.R2CC
-        # The closed forms have no latency, of which a decode step's allreduces mostly consist.
+        # The closed forms have no latency, which dominates the allreduces of a decode step.
         has_model = quantity.startswith("TTFT")
         return Figure(
             table="r2ccl-inference",
@@ -111,21 +112,21 @@ def _served(name: str, strategy: Strategy, lost: Lost) -> _Served:
 
 
 def notes() -> list[str]:
-    """Say what is assumed."""
+    """Return the assumptions behind the table."""
     return [
-        f"two nodes, every layer cut over all {PAIR.nranks} GPUs, two allreduces a layer, hidden "
-        f"by nothing; bfloat16; one prompt of {_LENGTH} tokens (TTFT), then a token for each of "
-        f"{_SEQUENCES} sequences of that length (TPOT)",
+        f"two nodes, every layer sharded over all {PAIR.nranks} GPUs, two allreduces per layer, "
+        f"not overlapped; bfloat16; one prompt of {_LENGTH} tokens (TTFT), then a token for each "
+        f"of {_SEQUENCES} sequences of that length (TPOT)",
         f"H100: {_FLOPS_SHARE:g} of 989 Tflop/s in the prefill, {_MEMORY_SHARE:g} of 3.35 TB/s in "
-        "a decode step; nothing is calibrated. Which models and loads were published is not known "
-        "here",
-        f"what was published runs, up to {TREE_NBYTES >> 10} KiB, double binary trees over nodes "
+        "a decode step; nothing is calibrated. The models and loads of the publication are not "
+        "known",
+        f"published strategies run, up to {TREE_NBYTES >> 10} KiB, double binary trees over nodes "
         "instead of flat rings; ours recursive doubling too",
         "R2CC-AllReduce is not below the published 3 % for the 70B model's first token, of which "
         "communication is a larger part than of the 405B model's",
-        "a NIC is lost for good: the pause in which it is found out is not in these figures",
-        "+%: latency over that without failures, of the flat ring and tree for what was "
-        "published, of auto for ours",
+        "a NIC is lost for good: the time to detect the loss is not in these figures",
+        "+%: latency over that without failures, of the flat ring and tree for published "
+        "strategies, of auto for ours",
         *NOTES,
     ]
 

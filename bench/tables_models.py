@@ -1,7 +1,6 @@
-"""What the tables of training and of serving share: one figure of a strategy, and how it is shown.
+"""Figures of the training and serving tables, and their printing.
 
-Invariant: what was published, the closed form, what was simulated and what was measured keep a
-column each.
+Published values, closed forms, simulated and measured values have a column each.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ SOURCES = {
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """What a strategy makes of a training step or a request.
+    """Result of a strategy for a training step or a request.
 
     Parameters
     ----------
     table, setting, case, strategy : str
-        Which table; what runs; what is lost; what is done about it.
+        Name of the table; workload; lost NICs; strategy.
     ngpus : int
     quantity : str
-        What `paper`, `model`, `simulated` and `measured` are, with its unit.
+        Quantity of `paper`, `model`, `simulated` and `measured`, with its unit.
     simulated : float
     overhead : float
-        Simulated time over that without failures, less 1, percent.
+        Simulated time over that without failures, minus 1, in percent.
     paper, paper_overhead : str
-        As published, empty if it was not.
+        Published value; empty if none was published.
     model, model_overhead : float or None
-        Of the closed form.
+        Value of the closed form.
     measured : float or None
     source : str
-        A key of `SOURCES`, if something was published.
+        Key of `SOURCES`, if a value was published.
     """
 
     table: str
@@ -58,19 +57,19 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     source: str = ""
 
     def flat(self) -> dict[str, Any]:
-        """Return the object that is saved."""
+        """Return the JSON object of this figure."""
         return msgspec.structs.asdict(self)
 
 
 def percent(after: float, before: float) -> float:
-    """Return by how much a time is longer, percent."""
+    """Return how much longer `after` is than `before`, in percent."""
     return 100 * (after / before - 1)
 
 
 def print_figures(
     console: Console, title: str, rows: Sequence[Figure], notes: Sequence[str]
 ) -> None:
-    """Print a table, with what must be known to read it."""
+    """Print a table with its notes and sources."""
     table = Table(title=title)
     for heading in ("GPUs", "setting", "lost", "strategy", "figure"):
         table.add_column(heading)
@@ -110,7 +109,7 @@ def _percents(value: float) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Spell tokens to the whole, milliseconds to the microsecond."""
+    """Format tokens without decimals, milliseconds to the microsecond."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 10_000 else f"{value:.3f}"

@@ -1,6 +1,6 @@
-"""4 nodes of 4 NICs that lose some: what `degraded.py` measures in a netlab, simulated.
+"""Rows of the table "netlab": simulation of what `degraded.py` measures on 4 nodes of 4 NICs.
 
-Node ports, no latency, no time to reduce: what is left is the pattern itself.
+Node ports, no latency and no reduction time, so that only the communication pattern counts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from degraded_cases import STRAGGLER, STRAGGLER_NICS, STRAGGLER_NODES, nics_left, straggler
 from tables_rows import WHOLE, Row, fault_free, row_of
 
-#: About as many as a channel has of the planner's, of 64 MiB.
+#: Slices per chunk: about as many as a channel of the planner's schedule has at 64 MiB.
 _SLICES = 96
 
 

@@ -1,6 +1,6 @@
-"""Draw a table: every row a line, with what was published, the closed form, and the simulation.
+"""Plot a table: one line per row, with published, modelled, simulated and measured values.
 
-Needs matplotlib, of r2ccl's extra `demo`; nothing else here does.
+Needs matplotlib, from r2ccl's extra `demo`; only this module does.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ _INCHES_PER_ROW = 0.22
 
 
 class Line(NamedTuple):
-    """One row of a table: what it is of, and the figures of its columns that are numbers."""
+    """Row of a table: its label, and the numbers in its columns."""
 
     label: str
     figures: dict[str, float]
 
 
 def require_matplotlib() -> None:
-    """Refuse to start what could not be drawn in the end.
+    """Check that matplotlib is installed, before a long simulation starts.
 
     Raises
     ------
     ImportError
-        matplotlib is not installed.
+        If matplotlib is not installed.
     """
     if util.find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib; install r2ccl[demo], or leave --plot out")
+        raise ImportError("--plot needs matplotlib; install r2ccl[demo], or omit --plot")
 
 
 def lines_of(results: Sequence[dict[str, Any]]) -> tuple[str, list[Line]]:
-    """Name the axis of a saved table, and give its rows; those without a simulation are left out.
+    """Return the axis label of a saved table, and its rows that have a simulation.
 
-    Tables of allreduces are drawn as T/T0, those of steps and requests by their overhead.
+    Tables of allreduces are plotted as T/T0, those of steps and requests by their overhead.
     """
     shown = [each for each in results if "simulated" in each]
     if all("overhead" in each for each in shown):
@@ -51,7 +51,7 @@ def lines_of(results: Sequence[dict[str, Any]]) -> tuple[str, list[Line]]:
 
 
 def _label(row: dict[str, Any], names: Sequence[str]) -> str:
-    """Spell what a row is of; numbers say of what they are."""
+    """Return the label of a row; integers are preceded by the name of their column."""
     said = [(name, row[name]) for name in names if row[name] is not None]
     return ", ".join(f"{name} {value}" if isinstance(value, int) else value for name, value in said)
 
@@ -62,7 +62,7 @@ def _figures(row: dict[str, Any], columns: dict[str, str]) -> dict[str, float]:
 
 
 def _number(value: object) -> float | None:
-    """Read a column; a published range or bound is no point on an axis."""
+    """Return the number in a column; None for a published range or bound, which is no point."""
     try:
         return float(str(value))
     except ValueError:
@@ -70,7 +70,7 @@ def _number(value: object) -> float | None:
 
 
 def plot(path: Path, title: str, results: Sequence[dict[str, Any]]) -> None:
-    """Draw a saved table to `path`; the ending names the format."""
+    """Plot a saved table to `path`; the file's suffix selects the format."""
     from matplotlib.figure import Figure
 
     axis, lines = lines_of(results)

@@ -1,7 +1,7 @@
-"""What the tables of simulated allreduces share: a case, its row, and how rows are shown.
+"""Rows of the tables of simulated allreduces, and their printing.
 
-Invariant: every time is a multiple of T0, the fault-free ring's, so that paper, model and
-simulation can stand side by side; each keeps a column of its own, and so does what was measured.
+Every time is a multiple of T0, the fault-free ring's time, so that published, modelled, simulated
+and measured times are comparable. Each has its own column.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from r2ccl.algos import packed_trees
 from r2ccl.flowsim import Network, Program, Sharing, simulate
 from r2ccl.schedule import Schedule
 
-#: Of a whole node, in a unit that all of `LOSSES` divide.
+#: Bandwidth of a whole node, in a unit that makes it divisible by the denominators of `LOSSES`.
 WHOLE = 24
 LOSSES = (Fraction(0), Fraction(1, 8), Fraction(1, 4), Fraction(1, 3), Fraction(1, 2))
 
-#: Of the buffer: so large that rounding to whole bytes shows in no digit that is printed.
+#: Bytes of the buffer: large enough that rounding to whole bytes changes no printed digit.
 NBYTES = 1 << 30
 
-#: Of max-min sharing. Ten times the simulator's default: 64 nodes take a fourth of the time, and
-#: what was tried with both (28 trees, 96 and 192 slices) differs by 0.0001 of the bound.
+#: Tolerance of max-min sharing, ten times the simulator's default: 64 nodes take a quarter of the
+#: time, and results with 28 trees and 96 or 192 slices differ by 0.0001 of the bound.
 TOLERANCE = 0.01
 
 SOURCES = {
@@ -38,32 +38,32 @@ SOURCES = {
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure and what it is compared with.
+    """Simulated time of one case, and the values it is compared with.
 
     Parameters
     ----------
     table, case, schedule : str
-        Which table; what was lost; what ran.
+        Name of the table; lost bandwidth; name of the schedule.
     n : int
-        Nodes.
+        Number of nodes.
     k, trees : int or None
-        Segments or chunks of the schedule; trees. None: it has none.
+        Segments or chunks of the schedule; trees. None if the schedule has none.
     slices : int
-        Of every chunk of the schedule.
+        Slices per chunk.
     sharing : str
-        How slices shared ports in the simulation.
+        Model by which slices share ports in the simulation.
     bound : float
         T*/T0, the lower bound.
     paper, source : str
-        T/T0 as published, empty if it was not, and where: a key of `SOURCES`.
+        Published T/T0, empty if none was published, and its source: a key of `SOURCES`.
     model : float or None
-        T/T0 of the closed form; for packed trees and leaf rings the bound that they tend to.
+        T/T0 of the closed form; for packed trees and leaf rings, the bound they approach.
     simulated : float
         T/T0.
     over_bound : float
         Simulated T/T*.
     measured : float or None
-        T/T0 on a real network, as `degraded.py` has saved it.
+        T/T0 on a real network, as saved by `degraded.py`.
     """
 
     table: str
@@ -84,16 +84,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def over_model(self) -> float | None:
-        """Simulated over closed form."""
+        """Simulated time divided by that of the closed form."""
         return self.simulated / self.model if self.model else None
 
     def flat(self) -> dict[str, Any]:
-        """Return the object that is saved."""
+        """Return the JSON object of this row."""
         return {**msgspec.structs.asdict(self), "over_model": self.over_model}
 
 
 class RowName(NamedTuple):
-    """What tells a row from all others, also between files."""
+    """Identity of a row, the same in all files."""
 
     table: str
     case: str
@@ -108,7 +108,7 @@ def name_of(row: Row) -> RowName:
 
 
 def read_measured(path: Path) -> dict[RowName, dict[str, Any]]:
-    """Read what `degraded.py` has saved of schedules, with their rows' names."""
+    """Read the schedules that `degraded.py` saved, by the names of their rows."""
     return {
         RowName(*(each[field] for field in RowName._fields)): each
         for each in json.loads(path.read_text())["results"]
@@ -119,14 +119,14 @@ def read_measured(path: Path) -> dict[RowName, dict[str, Any]]:
 def with_measured(
     rows: Sequence[Row], measured: dict[RowName, dict[str, Any]]
 ) -> tuple[list[Row], list[str]]:
-    """Put measured figures into their column.
+    """Fill in measured values.
 
     Returns
     -------
     list of Row
-        In the same order; those of which nothing was measured as they were.
+        All rows, in the same order; rows without a measurement are unchanged.
     list of str
-        What must be known of the figures that were put in.
+        Conditions of the measurements, for the notes of the table.
     """
     done, notes = [], dict[str, None]()
     for row in rows:
@@ -142,7 +142,7 @@ def with_measured(
 
 
 def straggler(n: int, lost: Fraction) -> list[int]:
-    """Return bandwidths of `n` nodes of which the first has lost that share."""
+    """Return the bandwidths of `n` nodes; the first has lost the share `lost`."""
     return [int(WHOLE * (1 - lost)), *[WHOLE] * (n - 1)]
 
 
@@ -157,7 +157,7 @@ def time_of(
     nslices: int,
     sharing: Sharing = "max_min",
 ) -> float:
-    """Simulate with node ports and no latency; the time of one unit of data."""
+    """Simulate with node ports and no latency; return the time per unit of data."""
     network = Network(egress=tuple((float(bandwidth),) for bandwidth in bandwidths))
     outcome = simulate(
         program,
@@ -180,7 +180,7 @@ def row_of(
     sharing: Sharing = "max_min",
     **fields: Any,
 ) -> Row:
-    """Simulate one case, whose `model` is in units of D/B and whose whole nodes have `WHOLE`."""
+    """Simulate one case; `model` is in units of D/B, and whole nodes have the bandwidth `WHOLE`."""
     n = len(bandwidths)
     unit = fault_free(n) / WHOLE
     bound = packed_trees.lower_bound(bandwidths)
@@ -198,7 +198,7 @@ def row_of(
 
 
 def print_rows(console: Console, title: str, rows: Sequence[Row], notes: Sequence[str]) -> None:
-    """Print a table, with what must be known to read it."""
+    """Print a table with its notes and sources."""
     table = Table(title=title)
     for heading in ("n", "lost", "schedule"):
         table.add_column(heading)
@@ -216,7 +216,7 @@ def print_rows(console: Console, title: str, rows: Sequence[Row], notes: Sequenc
 
 
 def print_notes(console: Console, notes: Iterable[str], sources: Iterable[str]) -> None:
-    """Print what must be known to read a table, and each source once."""
+    """Print notes, and each source once."""
     for note in (*notes, *(f"paper: {source}" for source in dict.fromkeys(sources))):
         console.print(f"- {note}", soft_wrap=True, highlight=False)
 

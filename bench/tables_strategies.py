@@ -1,9 +1,10 @@
-"""What the training and the serving table compare: allreduces of a cluster that has lost NICs.
+"""Allreduces of a cluster with lost NICs, for the training and serving tables.
 
-Each strategy is a set of schedules of `r2ccl.algos` and a way of using what NICs are left; its time
-is that of the best of them, simulated. Two kinds of cluster: small ones, whose GPUs all are ranks,
-and whose published strategies run flat rings over them, as NCCL does; and large ones, whose nodes
-are the ranks: each GPU of a node holds a part of the tensors and reduces it with its fellows.
+Each strategy is a set of schedules of `r2ccl.algos` and a way of using the NICs that are left. Its
+time is that of the best of its schedules, simulated. There are two kinds of cluster. In small ones
+every GPU is a rank, and the published strategies run flat rings over them, as NCCL does. In large
+ones the nodes are the ranks: each GPU of a node holds a part of the tensors and reduces it with the
+GPUs of other nodes that hold the same part.
 """
 
 from __future__ import annotations
@@ -37,26 +38,26 @@ from r2ccl.schedule.graph import Ints
 
 NICS = 8
 
-#: Bytes/s each way of a NIC of 400 Gbit/s, and of a GPU into NVLink (900 GB/s both ways together).
+#: Bytes/s per direction of a NIC of 400 Gbit/s, and of a GPU's NVLink (900 GB/s bidirectional).
 NIC_RATE, INSIDE_RATE = 50e9, 450e9
 
-#: Seconds from the end of a slice to its landing, between nodes and inside one.
+#: Seconds from the end of a slice's transmission to its arrival, between nodes and inside one.
 ALPHA_S, INSIDE_ALPHA_S = 5e-6, 2e-6
 
 #: Chunks of the published tail, K.
 TAIL_CHUNKS = 16
 
-#: Up to here the published strategies run a double binary tree over nodes instead of their rings.
+#: Bytes up to which the published strategies run a double binary tree over nodes, not rings.
 TREE_NBYTES = 1 << 20
 
 _LEAST_SLICE_NBYTES = 128 << 10
 
-#: Rails that each node has lost.
+#: Lost rails of each node.
 Lost = tuple[tuple[int, ...], ...]
 
 
 class Strategy(StrEnum):
-    """What is done about lost NICs; see `NOTES`."""
+    """Reaction to lost NICs; see `NOTES`."""
 
     HOT_REPAIR = "HotRepair"
     BALANCE = "Balance"
@@ -67,54 +68,55 @@ class Strategy(StrEnum):
     AUTO = "auto"
 
 
-#: Those that the library has of its own; on a small cluster they run among nodes.
+#: Strategies of this library; on a small cluster they run among nodes.
 OURS = (Strategy.AMONG_NODES, Strategy.PACKED, Strategy.LEAF)
 
-#: What must be known of them to read a table.
+#: Notes on the strategies, printed below the tables.
 NOTES = (
-    "HotRepair: the channels of a lost NIC move to the next one of their node that is alive, whose "
+    "HotRepair: the channels of a lost NIC move to the next working NIC of their node, whose "
     "port then carries twice as much, or more if several neighbours are lost",
-    "Balance: they spread over all NICs of the node that are left",
-    f"R2CC-AllReduce: the share lost, X, beside the ring over fewer, and a tail of K = "
-    f"{TAIL_CHUNKS} chunks; with several nodes short of NICs the recursion over faster and faster "
+    "Balance: the channels of a lost NIC spread over all working NICs of the node",
+    f"R2CC-AllReduce: a ring of all ranks and, for the lost share X, a partial ring with a tail "
+    f"of K = {TAIL_CHUNKS} chunks; with losses on several nodes the recursion over ever faster "
     "nodes (nested rings); or Balance, where that is faster",
-    "auto: the fastest, as simulated, of ring, packed trees and leaf ring, among nodes: what a "
-    "planner takes whose predictions are right",
-    f"NICs of {NIC_RATE / 1e9:g} GB/s each way, {NICS} a node; NVLink {INSIDE_RATE / 1e9:g} GB/s "
-    f"each way and GPU; latency {1e6 * ALPHA_S:g} us between nodes, {1e6 * INSIDE_ALPHA_S:g} us "
-    "inside; reducing takes no time; the network beyond the NICs is never the limit",
-    "model: closed forms of bandwidth alone; of R2CC-AllReduce with one node spared, and its "
+    "auto: the fastest in simulation of ring, packed trees and leaf ring, among nodes: the "
+    "choice of a planner whose predictions are right",
+    f"NICs of {NIC_RATE / 1e9:g} GB/s per direction, {NICS} per node; NVLink "
+    f"{INSIDE_RATE / 1e9:g} GB/s per direction and GPU; latency {1e6 * ALPHA_S:g} us between "
+    f"nodes, {1e6 * INSIDE_ALPHA_S:g} us inside; reducing takes no time; the "
+    "network beyond the NICs is never the limit",
+    "model: closed forms of bandwidth alone; for R2CC-AllReduce the form for one straggler; its "
     "recursion can be faster than that",
 )
 
 
 class Cluster(NamedTuple):
-    """Nodes of `NICS` NICs, and how many ranks each has in the schedules."""
+    """Nodes of `NICS` NICs, and the ranks per node of the schedules."""
 
     nnodes: int
     nranks_per_node: int = 1
 
     @property
     def is_flat(self) -> bool:
-        """Whether GPUs are ranks."""
+        """True if every GPU is a rank, False if every node is one."""
         return self.nranks_per_node > 1
 
     @property
     def nranks(self) -> int:
-        """Ranks of the published strategies' rings."""
+        """Ranks in the rings of the published strategies."""
         return self.nnodes * self.nranks_per_node
 
     @property
     def node_rate(self) -> float:
-        """Bytes/s each way of a whole node."""
+        """Bandwidth of a whole node, in bytes/s per direction."""
         return NICS * NIC_RATE
 
     def alive(self, lost: Lost) -> tuple[int, ...]:
-        """Return the NICs that each node has left; `lost` may leave out nodes at the end."""
+        """Return the number of working NICs of each node; `lost` may omit nodes at the end."""
         return tuple(NICS - len(rails) for rails in self._padded(lost))
 
     def network(self, lost: Lost) -> Network:
-        """Return the network that is left."""
+        """Return the network without the lost NICs."""
         network = Network.uniform(
             self.nnodes,
             NICS,
@@ -129,7 +131,7 @@ class Cluster(NamedTuple):
         return network
 
     def backups(self, lost: Lost) -> Ints:
-        """Return the rail that a channel at home on each rail uses, (nnodes, NICS): the next."""
+        """Return the next working rail from each home rail of each node, shape (nnodes, NICS)."""
         return np.array(
             [
                 [next(r % NICS for r in range(rail, rail + NICS) if r % NICS not in dead)
@@ -147,7 +149,7 @@ PAIR = Cluster(2, 8)
 
 
 class _Run(NamedTuple):
-    """A schedule, the most slices a chunk is cut in, and rails if ports are not a node's."""
+    """Schedule, most slices per chunk, and rails (None: ports are shared by the whole node)."""
 
     program: Program
     slices: int
@@ -156,9 +158,9 @@ class _Run(NamedTuple):
 
 @functools.cache
 def allreduce_s(cluster: Cluster, strategy: Strategy, lost: Lost, nbytes: int) -> float:
-    """Simulate the strategy's allreduce of `nbytes` bytes on every rank; seconds.
+    """Return the simulated time in seconds of the strategy's allreduce of `nbytes` per rank.
 
-    Every strategy sees what is lost, and takes the best of the schedules it has for that.
+    The strategy knows the lost NICs, and takes the best of its schedules for them.
     """
     if strategy == Strategy.AUTO:
         return min(allreduce_s(cluster, each, lost, nbytes) for each in OURS)
@@ -168,7 +170,7 @@ def allreduce_s(cluster: Cluster, strategy: Strategy, lost: Lost, nbytes: int) -
 
 
 def smaller_s(cluster: Cluster, nbytes: int) -> float:
-    """Simulate AdapCC's answer: a flat ring without the last GPU and its NIC; seconds."""
+    """Return AdapCC's simulated time in seconds: a flat ring without the last GPU and its NIC."""
     nranks = cluster.nranks - 1
     orders = [[rank for rank in order if rank < nranks] for order in _orders(cluster)]
     whole = cluster.network(((),) * (cluster.nnodes - 1) + ((0,),))
@@ -177,16 +179,16 @@ def smaller_s(cluster: Cluster, nbytes: int) -> float:
 
 
 def smaller_model_s(cluster: Cluster, nbytes: int) -> float:
-    """Return what the closed form says of that ring."""
+    """Return the time in seconds of AdapCC's ring by the closed form."""
     nranks = cluster.nranks - 1
     return 2 * (nranks - 1) / nranks * nbytes / ((NICS - 1) * NIC_RATE)
 
 
 def canonical(strategy: Strategy, lost: Lost) -> Lost:
-    """Name the first of all patterns that are one for this strategy.
+    """Return the representative of all patterns equivalent to `lost` under this strategy.
 
-    Nodes can be numbered by what they have lost. Only HotRepair sees which of a node's NICs are
-    lost, up to a turn of the rails; for all others their number is enough.
+    Nodes can be renumbered by their losses. Only HotRepair depends on which of a node's NICs are
+    lost, up to a rotation of the rails; for all other strategies the number of lost NICs is enough.
     """
     if strategy == Strategy.HOT_REPAIR:
         turned = [
@@ -215,7 +217,7 @@ def _simulated_s(run: _Run, network: Network, nbytes: int) -> float:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(cluster: Cluster, strategy: Strategy, lost: Lost, is_small: bool) -> tuple[_Run, ...]:
-    """Make the strategy's schedules, for little data or much, once for several sizes."""
+    """Return the strategy's schedules for small or large data, cached for several sizes."""
     return tuple(_runs(cluster, strategy, lost, is_small))
 
 
@@ -247,12 +249,12 @@ def _runs(cluster: Cluster, strategy: Strategy, lost: Lost, is_small: bool) -> I
 
 
 def _segments(cluster: Cluster) -> int:
-    """Return k; the ops of a schedule grow with its square times the nodes."""
+    """Return the number of segments k; a schedule has about k**2 ops per node."""
     return 16 if cluster.nnodes <= 64 else 8
 
 
 def _fabric_wide(cluster: Cluster, is_small: bool) -> Schedule:
-    """Return NCCL's: a ring over all ranks for each NIC; of little data, trees over nodes."""
+    """Return NCCL's schedule: a ring over all ranks per NIC, or trees over nodes for small data."""
     if not cluster.is_flat:
         return ring.allreduce(cluster.nnodes, NICS)
     if is_small:
@@ -262,7 +264,7 @@ def _fabric_wide(cluster: Cluster, is_small: bool) -> Schedule:
 
 
 def _orders(cluster: Cluster) -> list[list[int]]:
-    """Return the ranks of each ring: node by node, and out of each node by another GPU."""
+    """Return the ranks of each ring, node by node; each ring leaves a node from another GPU."""
     size = cluster.nranks_per_node
     return [
         [node * size + (turn + at) % size for node in range(cluster.nnodes) for at in range(size)]
@@ -279,7 +281,7 @@ def _wrapped(cluster: Cluster, inner: Schedule) -> Schedule:
 
 
 def _migrated(cluster: Cluster, lost: Lost) -> Rails:
-    """Leave each channel on its own NIC, or on the next one of its node that is alive."""
+    """Return rails that keep each channel on its own NIC, or the next working NIC of its node."""
     table, nodes = cluster.backups(lost), np.array(cluster.network(lost).nodes)
 
     def rails(src: Ints, dst: Ints, channel: Ints) -> tuple[Ints, Ints]:
@@ -289,7 +291,7 @@ def _migrated(cluster: Cluster, lost: Lost) -> Rails:
 
 
 def _published(cluster: Cluster, alive: tuple[int, ...]) -> Iterator[_Run]:
-    """Return R2CC-AllReduce for one straggler, and its recursion for several nodes."""
+    """Yield R2CC-AllReduce for one straggler, and its recursion for several nodes."""
     least = min(alive)
     if cluster.is_flat:
         if alive.count(least) == 1:
@@ -304,10 +306,10 @@ def _published(cluster: Cluster, alive: tuple[int, ...]) -> Iterator[_Run]:
 
 
 def _flat_r2cc(cluster: Cluster, alive: tuple[int, ...]) -> Schedule:
-    """Build R2CC-AllReduce over GPUs: the partial ring leaves out those of the slowest node.
+    """Build R2CC-AllReduce over GPUs: the partial ring leaves out the GPUs of the slowest node.
 
-    The published share, Y = X. All GPUs of the slowest node take turns in leading its tail, so that
-    none of their links is its limit, and rings share ports with tails as (1 - X) to X.
+    The published share, Y = X. All GPUs of the slowest node take turns as leader of its tail, so
+    that no single GPU's NVLink limits it. Rings and tails share ports in the ratio (1 - X) to X.
     """
     size, slowest = cluster.nranks_per_node, alive.index(min(alive))
     lost = 1 - Fraction(alive[slowest], max(alive))
@@ -325,7 +327,7 @@ def _flat_r2cc(cluster: Cluster, alive: tuple[int, ...]) -> Schedule:
 
 
 def model_s(cluster: Cluster, strategy: Strategy, lost: Lost, nbytes: int) -> float:
-    """Return what the closed forms say of bandwidth alone: no latency, no beginning, no end."""
+    """Return the time in seconds by the closed forms, without latency or pipeline fill."""
     alive = cluster.alive(lost)
     unit = nbytes / cluster.node_rate
     if strategy in (*OURS, Strategy.AUTO):
@@ -350,7 +352,7 @@ def model_s(cluster: Cluster, strategy: Strategy, lost: Lost, nbytes: int) -> fl
 def _among_nodes_s(
     cluster: Cluster, strategy: Strategy, alive: tuple[int, ...], nbytes: int
 ) -> float:
-    """Return the bound among nodes, a ring's own time, or that inside nodes if longer."""
+    """Return the time among nodes (the bound, or the ring's), or that inside nodes if longer."""
     bound = float(packed_trees.lower_bound(alive))
     if strategy == Strategy.AMONG_NODES:
         bound = 2 * (cluster.nnodes - 1) / cluster.nnodes / min(alive)

@@ -1,8 +1,8 @@
-"""Training that lost NICs: the published testbed, one loss on larger clusters, and 1 to 10 at once.
+"""Rows of the table "r2ccl-training": the published testbed, larger clusters, 1 to 10 lost NICs.
 
 One published figure sets the speed of a GPU: tokens per second without failures. All others are
-predicted. Losses are drawn at random, and every strategy has the same; a draw depends on the seed
-and its number alone, so that it does not matter how the simulations are spread over processes.
+predicted. Losses are drawn at random and are the same for every strategy. A draw depends only on
+the seed and its number, not on how the simulations are spread over processes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tables_strategies import (
 
 from r2ccl.flowsim.training import TrainingJob, compute_s, step
 
-#: Published tokens/s of 2.7 billion parameters on 16 GPUs, with one NIC lost where not "none".
+#: Published tokens/s of 2.7 billion parameters on 16 GPUs; one NIC is lost except for "none".
 PUBLISHED = {
     "none": 314618,
     "AdapCC": 289565,
@@ -44,7 +44,7 @@ PUBLISHED = {
 }
 _PUBLISHED_TWO = 310756
 
-#: Published overhead of R2CC-AllReduce at 512 GPUs, percent.
+#: Published overhead of R2CC-AllReduce at 512 GPUs, in percent.
 PUBLISHED_FAILURES = {"1 NIC": "1.5", "10 NICs": "4.3"}
 
 _LENGTH = 2048
@@ -53,7 +53,7 @@ _LARGE_TOKENS, _LARGE_GPUS = 1 << 21, 512
 _ITEMSIZE = 4
 _BUCKET_NBYTES = 40_000_000 * _ITEMSIZE
 
-#: Sequences of the batch of the published testbed; the middle one is shown quickly, and sets the
+#: Sequences per batch on the published testbed. `--quick` shows only `BATCH`, which also sets the
 #: speed of a GPU for the larger clusters.
 _BATCHES = (64, 128, 256, 512)
 BATCH = 128
@@ -62,14 +62,14 @@ _PUBLISHED_STRATEGIES = (Strategy.HOT_REPAIR, Strategy.BALANCE, Strategy.R2CC)
 _COMPARED = (*_PUBLISHED_STRATEGIES, Strategy.PACKED, Strategy.LEAF, Strategy.AUTO)
 _AVERAGED = (*_PUBLISHED_STRATEGIES, Strategy.PACKED, Strategy.AUTO)
 
-#: Hours a NIC lives, in the mean of an exponential distribution, and hours it is then away.
+#: Mean lifetime of a NIC (exponential), and time until it is replaced, in hours.
 _LIFE_H, _AWAY_H = 20_000.0, 48.0
 
 _MOST_LOST = 10
 
 
 class _Setting(NamedTuple):
-    """A job on a cluster, calibrated for what is simulated and for the closed forms."""
+    """Job on a cluster, calibrated once for the simulation and once for the closed forms."""
 
     name: str
     cluster: Cluster
@@ -80,7 +80,7 @@ class _Setting(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """Step times in seconds, as simulated and by the closed form."""
+    """Step times in seconds, simulated and by the closed form."""
 
     simulated: float
     model: float
@@ -97,7 +97,7 @@ def training_rows(args: argparse.Namespace) -> Iterator[Figure]:
 
 
 def _testbed(batch: int, bucket_nbytes: int) -> _Setting:
-    """Calibrate the compute of 2.7 billion parameters on two nodes."""
+    """Return the testbed: 2.7 billion parameters on two nodes, with calibrated compute time."""
     ntokens, nbytes = batch * _LENGTH, int(_SMALL * _ITEMSIZE)
     step_s = ntokens / PUBLISHED["none"]
 
@@ -117,7 +117,7 @@ def _testbed(batch: int, bucket_nbytes: int) -> _Setting:
 
 
 def _large(ngpus: int) -> _Setting:
-    """Make the same GPUs compute 6.7 billion parameters; tokens grow with the number of GPUs."""
+    """Return 6.7 billion parameters on the same GPUs; tokens grow with the number of GPUs."""
     ntokens = _LARGE_TOKENS * ngpus // _LARGE_GPUS
     testbed = _testbed(BATCH, 0)
 
@@ -171,7 +171,7 @@ def _testbed_rows(setting: _Setting, *, is_published: bool) -> Iterator[Figure]:
 
 
 def _smaller(setting: _Setting) -> _Times:
-    """Let all GPUs but one do the same batch."""
+    """Return the step times when all GPUs but one process the same batch."""
     more = setting.ngpus / (setting.ngpus - 1)
 
     def time_s(job: TrainingJob, allreduce: Callable[[Cluster, int], float]) -> float:
@@ -227,20 +227,20 @@ def _one_lost_rows(setting: _Setting) -> Iterator[Figure]:
 
 
 def draw(seed: int, number: int, nnodes: int) -> tuple[int, ...]:
-    """Draw `_MOST_LOST` NICs one after the other, all as likely; NIC i is of node i // NICS."""
+    """Draw `_MOST_LOST` different NICs with equal probability; NIC i is on node i // NICS."""
     chance = random.Random(f"{seed}/{number}/lost")
     return tuple(chance.sample(range(nnodes * NICS), _MOST_LOST))
 
 
 def draw_any_time(seed: int, number: int, nnodes: int) -> tuple[int, ...]:
-    """Draw what is away at a random time, if NICs live and are away as `_LIFE_H`, `_AWAY_H` say."""
+    """Draw the NICs that are down at a random time, given `_LIFE_H` and `_AWAY_H`."""
     chance = random.Random(f"{seed}/{number}/any time")
     share = _AWAY_H / (_LIFE_H + _AWAY_H)
     return tuple(nic for nic in range(nnodes * NICS) if chance.random() < share)
 
 
 def by_node(nics: Sequence[int], nnodes: int) -> Lost:
-    """Sort NICs by node."""
+    """Group NICs by node."""
     return tuple(
         tuple(sorted(nic % NICS for nic in nics if nic // NICS == node)) for node in range(nnodes)
     )
@@ -279,7 +279,7 @@ def _mean(times: Sequence[_Times]) -> _Times:
 def _all_times(
     setting: _Setting, draws: Sequence[Lost], args: argparse.Namespace
 ) -> dict[tuple[Strategy, Lost], _Times]:
-    """Simulate every pattern there is once for every strategy, in processes if there are any."""
+    """Simulate every distinct pattern once per strategy, in parallel if `args` asks for it."""
     parts = dict.fromkeys((*_PUBLISHED_STRATEGIES, *OURS))
     tasks = list(dict.fromkeys((each, canonical(each, lost)) for each in parts for lost in draws))
     found = dict(zip(tasks, _map(setting, tasks, args), strict=True))
@@ -304,34 +304,34 @@ def _task_times(task: tuple[_Setting, Strategy, Lost]) -> _Times:
 
 
 def notes(args: argparse.Namespace) -> list[str]:
-    """Say what is assumed, what was calibrated, and how losses were drawn."""
+    """Return assumptions, calibration, and how losses were drawn."""
     shares = []
     for batch in _BATCHES:
         job = _testbed(batch, 0)
         communication = 1 - job.simulated.compute_s * PUBLISHED["none"] / job.ntokens
         rate = compute_s(_SMALL, job.ntokens, 1.0) / job.simulated.compute_s / job.ngpus
-        shares.append(f"{batch}: {100 * communication:.1f} %, {rate / 1e12:.0f} Tflop/s a GPU")
+        shares.append(f"{batch}: {100 * communication:.1f} %, {rate / 1e12:.0f} Tflop/s per GPU")
     return [
         f"2.7B: two nodes of {NICS} GPUs, data parallel over all 16; gradients of {_ITEMSIZE} "
         "bytes, reduced after the backward unless 'overlapped', then in buckets of "
         f"{_BUCKET_NBYTES / 1e6:g} MB as they become final",
-        f"the batch of the published run is not known here: several are shown, of {_LENGTH} tokens "
-        "a sequence. Calibrated: compute, such that without failures tokens/s are as published, "
-        "and nothing else. Sequences: share of communication: " + "; ".join(shares),
+        f"the batch of the published run is not known: several are shown, of {_LENGTH} tokens "
+        "per sequence. Only the compute time is calibrated, so that tokens/s without failures are "
+        "as published. Sequences: share of communication:  " + "; ".join(shares),
         "published overheads of Balance and R2CC-AllReduce both follow from a share of about 9 %, "
         "that of HotRepair from 5 %, so that no batch gives all three; with 64 sequences HotRepair "
         "falls behind AdapCC, which is not as published",
         "6.7B: tensors parallel inside nodes, data parallel over nodes, which are the ranks; "
-        f"{_LARGE_TOKENS // _LARGE_GPUS} tokens a GPU (2^21 on 512: GPT-3's batch for this size, "
+        f"{_LARGE_TOKENS // _LARGE_GPUS} tokens per GPU (2^21 on 512: GPT-3's batch for this size, "
         f"arXiv:2005.14165), GPUs as fast as with {BATCH} sequences above; nothing overlapped. "
-        "What was published at 512 GPUs and more may be of other models and batches; below 1.1 %, "
-        "R2CC-AllReduce with one NIC lost is not with this one",
-        "+%: step time over that without failures: of the flat ring for what was published, of "
+        "Published figures at 512 GPUs and more may be of other models and batches: "
+        "R2CC-AllReduce with one NIC lost is above the published 1.1 % here",
+        "+%: step time over that without failures: of the flat ring for published strategies, of "
         "auto for ours; of the ring over nodes for 6.7B",
-        "AdapCC: the GPU beside the lost NIC drops out, and the other 15 do the same batch",
+        "AdapCC: the GPU beside the lost NIC drops out, and the other 15 process the same batch",
         f"mean, worst: of {args.patterns} draws from number {args.first}, seed {args.seed}, every "
-        f"NIC as likely, the same draws for all strategies; at any time: NICs live for "
-        f"{_LIFE_H:g} h in the exponential mean and are away for {_AWAY_H:g} h",
+        f"NIC equally likely, the same draws for all strategies; at any time: NICs live for "
+        f"{_LIFE_H:g} h on average (exponential) and are down for {_AWAY_H:g} h",
         *NOTES,
     ]
 

@@ -1,12 +1,12 @@
-"""One node of the verbs bench: a process with a `VerbsTransport`, and what it is told to do on it.
+"""Run one node of the verbs bench: a process that executes commands on a `VerbsTransport`.
 
-Run by `verbs_perf.py`, with the number of a socket it inherits. Every command (`Offer`, `Join`,
-`Run`) has one answer; between commands the node sleeps in a read of that socket.
+Started by `verbs_perf.py`, with the number of an inherited socket. Every command (`Offer`, `Join`,
+`Run`) gets one answer. Between commands the node sleeps in a read of that socket.
 
-A run goes as the library's own data loop does: poll, react, flush; yield the processor for
-`Config.spin_s` when nothing happened, then sleep. How to react is `verbs_roles.py`'s.
+A run uses the same loop as the library: poll, react, flush; yield the processor for
+`Config.spin_s` if nothing happened, then sleep. `verbs_roles.py` defines the reactions.
 
-Invariant: the process ends when its socket closes, and no run takes longer than its time limit.
+The process ends when its socket closes, and no run takes longer than its time limit.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from r2ccl.transport.verbs.transport import VerbsTransport
 from r2ccl.types import PathKey
 
 _CONFIG = Config()
-#: As the engine's.
+#: Seconds that an idle loop sleeps at most; the same as the engine's.
 _TICK_S = 0.02
 _JOIN_TIMEOUT_S = 20.0
-#: Loaded only where it is used.
+#: Imported only if the fast path is used.
 _FASTPATH_MODULE = "r2ccl.transport.verbs.fastpath"
 
 
 class Node:
-    """The transport of this process and its paths.
+    """Transport of this process and its paths.
 
     Parameters
     ----------
@@ -62,7 +62,9 @@ class Node:
     Raises
     ------
     R2cclError
-        A device cannot be used; says why.
+        If a device cannot be used.
+    RuntimeError
+        If the fast path is asked for and not available.
     """
 
     def __init__(self, offer: Offer) -> None:
@@ -71,9 +73,9 @@ class Node:
             RdmaDevice(name, port, GidFinder(name, port, gid_index), fastpath=offer.fastpath)
             for name, port, gid_index in offer.ports
         ]
-        # Where it cannot be had the device says why and goes on without.
+        # If the fast path is not available, the device logs the reason and works without it.
         if offer.fastpath == "1" and _FASTPATH_MODULE not in sys.modules:
-            raise RuntimeError("the fast path cannot be had; the log says why")
+            raise RuntimeError("the fast path is not available; see the log for the reason")
         cache = RegistrationCache(
             [each.registrar for each in devices], _CONFIG.registration_limit_nbytes
         )
@@ -91,7 +93,7 @@ class Node:
         self.infos = EndpointInfos(tuple(end.info for end in self._ends.values()))
 
     def join(self, command: Join) -> Done:
-        """Join the peer's ends; node 0 also waits for the proofs."""
+        """Join the peer's ends; node 0 also waits for proof that the paths work."""
         is_caller = self._node == 0
         for end, info in zip(self._ends.values(), command.infos, strict=True):
             end.join(info, is_caller)
@@ -103,13 +105,16 @@ class Node:
                     raise RuntimeError(f"while joining: {event}")
                 unproved -= 1
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{unproved} of {len(self._ends)} paths were not joined in time")
+                raise RuntimeError(
+                    f"{unproved} of {len(self._ends)} paths were not joined "
+                    f"within {_JOIN_TIMEOUT_S:g} s"
+                )
         for path, end in self._ends.items():
             self._transport.open(path, end)
         return Done()
 
     def run(self, run: Run, on_started: Callable[[], None]) -> Measured:
-        """Do a run; `on_started` is called when nothing more can be done without the peer."""
+        """Execute a run; call `on_started` when everything that needs no peer is done."""
         roles = {path: role_of(self._node, Side(self._transport, path, run)) for path in self._ends}
         posted = self._posted()
         cpu_s, begun_s = time.process_time(), time.monotonic()
@@ -128,7 +133,7 @@ class Node:
         )
 
     def close(self) -> None:
-        """Give the devices back."""
+        """Close the transport and its devices."""
         self._transport.close()
 
     def _loop(self, roles: dict[PathKey, Role], deadline: float) -> None:
@@ -147,7 +152,7 @@ class Node:
                 continue
             now = time.monotonic()
             if now > deadline:
-                raise RuntimeError("the run did not end in time")
+                raise RuntimeError("the run exceeded its time limit")
             idle_since = idle_since or now
             if now - idle_since < _CONFIG.spin_s:
                 os.sched_yield()
@@ -155,7 +160,7 @@ class Node:
                 timeout_s = _TICK_S
 
     def _is_over(self, roles: dict[PathKey, Role]) -> bool:
-        """Whether all is done, and nothing waits for room in a queue."""
+        """Return whether all roles are done and no request waits for space in a queue."""
         return all(role.is_done for role in roles.values()) and not any(
             end.has_waiting for end in self._ends.values()
         )
@@ -165,7 +170,7 @@ class Node:
 
 
 def serve(pipe: socket.socket) -> None:
-    """Do as told until the socket closes."""
+    """Execute commands until the socket closes."""
     decoder: msgspec.msgpack.Decoder[Join | Run] = msgspec.msgpack.Decoder(Join | Run)
 
     def answer(what: Answer) -> None:
@@ -179,18 +184,18 @@ def serve(pipe: socket.socket) -> None:
             if isinstance(command, Join):
                 answer(node.join(command))
             else:
-                # Only who receives tells: the sender is not told to begin before.
+                # Only the receiver answers early: the sender is told to start after that.
                 on_started = partial(answer, Done()) if offer.node == 1 else lambda: None
                 answer(node.run(command, on_started))
 
 
 def _rss_nbytes() -> int:
-    """Resident set of this process: proc(5), statm."""
+    """Return the resident set size of this process in bytes: proc(5), statm."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def main() -> int:
-    """Serve the socket that was inherited."""
+    """Serve the inherited socket."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with socket.socket(fileno=int(sys.argv[1])) as pipe:
         try:

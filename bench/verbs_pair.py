@@ -1,7 +1,7 @@
-"""Two nodes of the verbs bench, told what to do: their processes, and what is said to them.
+"""Start and control the two nodes of the verbs bench, and define the messages between them.
 
-Sees no verbs: only the nodes (`verbs_node.py`) open devices. Invariant: a node ends when its socket
-closes, so also when the bench is killed.
+Only the nodes (`verbs_node.py`) open devices. A node ends when its socket closes, so it also ends
+when the bench is killed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from perftest import Port
 
 MESSAGE_NBYTES = 1 << 18
 _NODE = str(Path(__file__).with_name("verbs_node.py"))
-#: For a Python to start and open its devices, on an emulated processor too.
+#: Seconds for Python to start and open its devices, even on an emulated processor.
 _START_TIMEOUT_S = 90.0
-#: Beside the time a run may take.
+#: Seconds added to the time limit of a run.
 _PATIENCE_S = 10.0
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """Open these ports and make one end of a path on each; node 0 talks to node 1.
+    """Command: open these ports and make one end of a path on each.
 
-    ``fastpath`` is `Device`'s: ``"1"`` or ``"0"``.
+    ``fastpath`` is that of `RdmaDevice`: ``"1"`` or ``"0"``.
     """
 
     node: int
@@ -39,17 +39,17 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Join the ends that `infos` describe; node 1 before node 0, which proves the way."""
+    """Command: join the ends that `infos` describe; node 1 first, as node 0 proves the paths."""
 
     infos: tuple[bytes, ...]
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """Move `count` slices of `nbytes` on each path, as `kind` says.
+    """Command: move `count` slices of `nbytes` on each path.
 
     ``kind`` is ``slices`` (into `window` landing places named ahead, from node 0 to node 1),
-    ``messages`` (eager; `window` unconfirmed, from node 0 to node 1) or ``latency`` (to and fro,
-    eager if that is allowed for `nbytes`).
+    ``messages`` (eager; up to `window` unconfirmed, from node 0 to node 1) or ``latency`` (back and
+    forth, eager if `nbytes` allows it).
     """
 
     kind: str
@@ -60,27 +60,27 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class EndpointInfos(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Offer`."""
+    """Answer to `Offer`: information for the peer's `Join`."""
 
     infos: tuple[bytes, ...]
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Join`; of a node that receives also before it answers `Run`."""
+    """Answer to `Join`; a receiving node also sends it before it answers `Run`."""
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
-    """Answer of a node that cannot go on."""
+    """Answer of a node that failed."""
 
     why: str
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Run`: of the whole run, as this end saw it.
+    """Answer to `Run`: measurements of the whole run at this end.
 
-    ``cpu_s`` is user and system time of the process, ``posted`` counts this end's send requests,
-    ``rss_nbytes`` is what the process holds at the end. ``trips_s`` are round trips, of a run of
-    latency only.
+    ``cpu_s`` is user and system time of the process, ``posted`` the number of send requests of this
+    end, ``rss_nbytes`` the resident set size at the end. ``trips_s`` are round trips in seconds,
+    for runs of latency only.
     """
 
     seconds: float
@@ -95,26 +95,26 @@ Answer = EndpointInfos | Done | Broken | Measured
 
 
 class NodeError(Exception):
-    """The nodes did not come up, or did not do it; says why."""
+    """Raised when a node does not start or a command fails; the text has the reason."""
 
 
 Expected = TypeVar("Expected", EndpointInfos, Done, Measured)
 
 
 class Nodes:
-    """Two nodes, joined by a path for each pair of ports.
+    """Two nodes, joined by one path per pair of ports.
 
     Parameters
     ----------
     ports : sequence of pairs of Port
-        Of node 0 and of node 1.
+        Port of node 0 and port of node 1.
     fastpath : str
         See `Offer`.
 
     Raises
     ------
     NodeError
-        They did not come up; says why.
+        If a node does not start.
     """
 
     def __init__(self, ports: Sequence[Ports], fastpath: str) -> None:
@@ -128,12 +128,12 @@ class Nodes:
             raise
 
     def run(self, run: Run) -> tuple[Measured, Measured]:
-        """Have both nodes do `run`; return what node 0 measured and what node 1 did.
+        """Execute `run` on both nodes; return the measurements of node 0 and node 1.
 
         Raises
         ------
         NodeError
-            One of them failed or did not answer in time.
+            If a node fails or does not answer in time.
         """
         patience_s = run.time_limit_s + _PATIENCE_S
         self._tell(1, run)
@@ -146,7 +146,7 @@ class Nodes:
         self._stack.close()
 
     def __enter__(self) -> Nodes:
-        """Return itself."""
+        """Return this object."""
         return self
 
     def __exit__(
@@ -159,7 +159,7 @@ class Nodes:
         self.close()
 
     def _start(self) -> socket.socket:
-        # SOCK_SEQPACKET keeps messages apart and tells of a peer's end.
+        # SOCK_SEQPACKET preserves message boundaries and reports the end of a peer.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             process = subprocess.Popen(
@@ -168,7 +168,7 @@ class Nodes:
                 pass_fds=(theirs.fileno(),),
             )
         self._stack.callback(_end, process)
-        self._stack.callback(ours.close)  # called first: it is what ends the node
+        self._stack.callback(ours.close)  # called first: it makes the node end
         return ours
 
     def _join(self, ports: Sequence[Ports], fastpath: str) -> None:
@@ -191,7 +191,7 @@ class Nodes:
             said = self._sockets[node].recv(MESSAGE_NBYTES)
         except TimeoutError:
             raise NodeError(f"node {node} did not answer in {timeout_s:g} s") from None
-        except ConnectionResetError:  # it ended without reading what it was told
+        except ConnectionResetError:  # the node ended without reading its command
             said = b""
         if not said:
             raise NodeError(f"node {node} ended")

@@ -1,22 +1,22 @@
-"""The verbs transport beside perftest's programs, on the same devices in the same run.
+"""Compare the verbs transport with perftest's programs, on the same devices in the same run.
 
-Two processes, each with a `VerbsTransport`, stand for two nodes of this machine, joined by RDMA
-devices: those of an rdmalab, ports that see each other, or one port that sees itself. Rounds
-interleave r2ccl with ``ib_write_bw`` and ``ib_write_lat``; what is not measured sleeps.
+Two processes, each with a `VerbsTransport`, act as two nodes of this machine. They are joined by
+RDMA devices: those of an rdmalab, ports that reach each other, or one port in loopback. Rounds
+interleave r2ccl with ``ib_write_bw`` and ``ib_write_lat``; whatever is not measured sleeps.
 
-- *slices*: from registered memory into registered memory, landing places named ahead; beside
-  ``ib_write_bw``;
-- *messages*: eager slices, copied at both ends and confirmed as the library does; beside
-  ``ib_write_bw`` too;
-- *latency*: half a round trip; beside ``ib_write_lat``.
+- *slices*: from registered memory into registered memory, landing places named ahead; compared
+  with ``ib_write_bw``;
+- *messages*: eager slices, copied at both ends and confirmed as the library does; also compared
+  with ``ib_write_bw``;
+- *latency*: half a round trip; compared with ``ib_write_lat``.
 
-A run's time is the sender's, from the first request until it has heard that everything is there.
-Then messages and small slices are moved until `--requests` work requests were posted, and what the
-processes hold is compared with what they held after the first tenth.
+The time of a run is the sender's, from the first request until all data is confirmed. After the
+rounds, messages and small slices are moved until `--requests` work requests have been posted, to
+detect memory growth after the first tenth.
 
-With and without the fast path (compiled polls and posts) r2ccl has nodes of its own, alive at once.
-`--native` needs no device: it tells what the fast path itself costs, called on functions that do
-next to nothing. pyverbs cannot be called so.
+With and without the fast path (compiled polls and posts), r2ccl runs in separate nodes, alive at
+once. `--native` needs no device: it measures the cost of the fast path itself on stub functions.
+pyverbs cannot be measured that way.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from r2ccl.testing.fakeverbs import rates
 from r2ccl.testing.rdmalab import MachineShape
 from r2ccl.topology.hcas import choose_gid, list_hcas
 
-#: Values of `Offer.fastpath` by what `--fastpath` calls them.
+#: Values of `Offer.fastpath`, by argument of `--fastpath`.
 _FASTPATHS = {"off": ("0",), "on": ("1",), "both": ("0", "1")}
 _SIZES = "64,4K,64K,1M"
 _EAGER_NBYTES = Config().eager_nbytes
-#: What looks for growth: its size, its window, and about how many requests one takes in the queues
-#: of both ends (its own, the receive request it uses up, its part of what goes with it).
+#: Runs that detect memory growth: size in bytes, window, and approximate work requests per message
+#: at both ends (its own, the receive request it consumes, and its share of other messages).
 _SMALL = {MESSAGES: (64, Config().eager_slots, 2.25), SLICES: (4096, 8, 4.0)}
 _NPARTS = 100
 _MOST_TRIPS, _MOST_MESSAGES = 1000, 1_000_000
@@ -68,16 +68,16 @@ _EXIT_UNAVAILABLE = 69
 
 
 def choose_pairs(near: str, far: str, nrails: int) -> list[perftest.Pair]:
-    """Find the ports of two nodes by their names, in an rdmalab without them.
+    """Return the pairs of ports named `near` and `far`, or the rdmalab's if no names are given.
 
     Raises
     ------
     Unavailable
-        They are not here; says which.
+        If there is no such active port.
     """
     active = {hca.name: hca for hca in list_hcas() if hca.state == "ACTIVE"}
     if not active:
-        raise Unavailable("there is no ACTIVE RDMA port here; `make bench-rdma` makes some")
+        raise Unavailable("this machine has no ACTIVE RDMA port; `make bench-rdma` creates some")
     shape = MachineShape.from_environment(os.environ)
     if near:
         sides = [near.split(","), (far or near).split(",")]
@@ -88,7 +88,7 @@ def choose_pairs(near: str, far: str, nrails: int) -> list[perftest.Pair]:
     if strange := [name for side in sides for name in side if name not in active]:
         raise Unavailable(f"not ACTIVE: {', '.join(strange)}; ACTIVE are {', '.join(active)}")
     if min(map(len, sides)) < nrails:
-        raise Unavailable(f"{nrails} rails need as many devices on each side")
+        raise Unavailable(f"{nrails} rails need {nrails} devices on each side")
     try:
         ports = [
             [Port(name, active[name].port, choose_gid(active[name]).index) for name in side]
@@ -105,14 +105,14 @@ class Comparison:
     Parameters
     ----------
     nodes : dict of Nodes
-        By their fast path.
+        By fast path, as in `Offer`.
     pairs : sequence of pairs of Port
     window : int
         Landing places named ahead.
     seconds : int
-        How long a run is to take.
+        Target duration of a run.
     has_peer : bool
-        Whether perftest is there.
+        Whether perftest is installed.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Comparison:
         self.samples: Samples = defaultdict(list)
 
     def round(self, nbytes: int) -> None:
-        """Measure one size once in every way; latency only of a single rail."""
+        """Measure one size once in every way; latency only with a single rail."""
         peer_s = 0.0
         if self._has_peer:
             peer_s = nbytes / perftest.bandwidth(self._pairs, nbytes, self._seconds)
@@ -154,7 +154,7 @@ class Comparison:
         )
 
     def _count(self, nbytes: int, kind: str, fastpath: str) -> int:
-        """How many messages a path moves in the time a run is to take; tried out once."""
+        """Return the messages per path that fill the target duration, from one short trial."""
         key = nbytes, kind, fastpath
         if key not in self._counts:
             few = 2 * self._window
@@ -169,7 +169,7 @@ class Comparison:
 
 
 def watch_memory(nodes: Nodes, npaths: int, requests: int) -> list[Holding]:
-    """Post `requests` work requests of both nodes, send and receive; sample what they hold."""
+    """Run until both nodes have posted `requests` work requests; sample their memory."""
     held: list[Holding] = []
     posted = part = 0
     while posted < requests:
@@ -177,7 +177,7 @@ def watch_memory(nodes: Nodes, npaths: int, requests: int) -> list[Holding]:
         nbytes, window, cost = _SMALL[kind]
         count = max(1, round(requests / _NPARTS / cost / npaths))
         measured = nodes.run(Run(kind, nbytes, count, window, time_limit_s=60.0 + 0.05 * count))
-        # Every one carries immediate data: a receive request of the other end, which is renewed.
+        # Each send request consumes a receive request of the other end, which is posted again.
         posted += 2 * sum(each.posted for each in measured)
         held.append(Holding(posted, (measured[0].rss_nbytes, measured[1].rss_nbytes)))
         part += 1
@@ -185,7 +185,7 @@ def watch_memory(nodes: Nodes, npaths: int, requests: int) -> list[Holding]:
 
 
 def native_row() -> dict[str, Any]:
-    """Measure the fast path without a device: calls a second of one processor."""
+    """Measure the fast path without a device: calls per second on one processor."""
     measured = rates()
     return {
         "measure": "native",
@@ -199,22 +199,28 @@ def native_row() -> dict[str, Any]:
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description="The verbs transport beside perftest.")
-    parser.add_argument("--from", dest="near", default="", metavar="DEVICE,...", help="of node 0")
+    parser = argparse.ArgumentParser(description="Compare the verbs transport with perftest.")
     parser.add_argument(
-        "--to", dest="far", default="", metavar="DEVICE,...", help="of node 1; default: the same"
+        "--from", dest="near", default="", metavar="DEVICE,...", help="devices of node 0"
+    )
+    parser.add_argument(
+        "--to",
+        dest="far",
+        default="",
+        metavar="DEVICE,...",
+        help="devices of node 1; default: the same",
     )
     parser.add_argument("--rails", type=int, default=1, help="devices to use on each side")
     parser.add_argument("--sizes", type=parse_sizes, default=_SIZES, help=f"default: {_SIZES}")
     parser.add_argument("--window", type=int, default=8, help="landing places named ahead")
     parser.add_argument("--fastpath", choices=_FASTPATHS, default="both")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=int, default=1, help="how long one run is to take")
+    parser.add_argument("--seconds", type=int, default=1, help="target duration of a run")
     parser.add_argument(
-        "--requests", type=int, default=1_000_000, help="work requests to look for growth; 0: none"
+        "--requests", type=int, default=1_000_000, help="work requests of the memory check; 0: none"
     )
     parser.add_argument(
-        "--native", action="store_true", help="only what the fast path costs, without a device"
+        "--native", action="store_true", help="measure only the fast path, without a device"
     )
     add_json_argument(parser)
     args = parser.parse_args()
@@ -224,20 +230,20 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure and print.
+    """Measure and print; return the rows to save.
 
     Raises
     ------
     Unavailable
-        There is nothing to measure here.
+        If this machine has no suitable devices.
     NodeError, PerftestError
-        It was measured in vain.
+        If a measurement fails.
     """
     pairs = choose_pairs(args.near, args.far, args.rails)
     lacks = perftest.missing()
     print(", ".join(f"{near.device} to {far.device}" for near, far in pairs), flush=True)
     if lacks:
-        print(f"without comparison: {lacks}")
+        print(f"not comparing with perftest: {lacks}")
     with ExitStack() as stack:
         nodes = {
             each: stack.enter_context(Nodes(pairs, each)) for each in _FASTPATHS[args.fastpath]

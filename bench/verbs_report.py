@@ -1,6 +1,7 @@
-"""How the verbs bench shows its results: flat rows, and a table of them.
+"""Rows and tables of the verbs bench.
 
-Pure. A row's ratio is the median of the rounds' own: r2ccl's bandwidth or latency by perftest's.
+The ratio of a row is the median of the ratios of its rounds: r2ccl's bandwidth or latency divided
+by perftest's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _SPELLED = {"0": "off", "1": "on"}
 
 
 class Sample(NamedTuple):
-    """Seconds and processor seconds of one message, and the peer's seconds; 0: not measured."""
+    """Seconds and processor seconds of one message, and perftest's seconds; 0: not measured."""
 
     message_s: float
     peer_message_s: float
@@ -26,22 +27,22 @@ class Sample(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What the nodes held when so many work requests of both had been posted, in bytes."""
+    """Resident set sizes of both nodes in bytes, after `nrequests` work requests of both."""
 
     nrequests: int
     rss_nbytes: tuple[int, int]
 
 
-#: By size, kind and fast path, in the order of the table.
+#: By size in bytes, kind and fast path, in the order of the table.
 Samples = dict[tuple[int, str, str], list[Sample]]
 
 
 def sample_of(
     kind: str, nmessages: int, measured: tuple[Measured, Measured], peer_s: float
 ) -> Sample:
-    """Divide what both ends measured by the number of messages one way.
+    """Divide the measurements of both ends by the number of messages in one direction.
 
-    Of latencies a message takes half of the median round trip.
+    For runs of latency, the time of a message is half the median round trip.
     """
     sender, receiver = measured
     if kind == LATENCY:
@@ -52,15 +53,15 @@ def sample_of(
 
 
 def growth_of(held: Sequence[Holding]) -> tuple[Holding, Holding]:
-    """Return the first sample after a tenth of the requests, the warm-up, and the last one."""
+    """Return the first sample after a tenth of the requests (the warm-up), and the last sample."""
     last = held[-1]
     return next(each for each in held if each.nrequests * 10 >= last.nrequests), last
 
 
 def rows_of(samples: Samples, npaths: int, window: int) -> list[dict[str, Any]]:
-    """Make one flat object per size, kind and fast path.
+    """Return one JSON object per size, kind and fast path.
 
-    ``ratio`` is r2ccl's by perftest's, of the same round: of bandwidths, or of latencies.
+    ``ratio`` is r2ccl's value divided by perftest's in the same round: bandwidths, or latencies.
     """
     rows = []
     for (nbytes, kind, fastpath), each in samples.items():
@@ -97,7 +98,7 @@ def rows_of(samples: Samples, npaths: int, window: int) -> list[dict[str, Any]]:
 
 
 def bandwidth_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Lay out the rows of slices and messages."""
+    """Return the table of slices and messages, as lines."""
     headings = (
         "size", "as", "fast path", "MB/s", "ib_write_bw", "ratio (quartiles)", "messages/s",
         "CPU us/message: sender", "receiver",
@@ -118,7 +119,7 @@ def bandwidth_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def latency_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Lay out the rows of latency."""
+    """Return the table of latencies, as lines."""
     return lay_out(
         ("size", "fast path", "half a round trip, us", "ib_write_lat", "ratio (quartiles)"),
         [
@@ -132,19 +133,19 @@ def latency_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def spell(row: dict[str, Any], name: str, how: str) -> str:
-    """Spell a value a row may not have."""
+    """Format a value, or return ``-`` if the row does not have it."""
     return how.format(row[name]) if name in row else "-"
 
 
 def spell_ratio(row: dict[str, Any]) -> str:
-    """Spell the ratio and its quartiles."""
+    """Format the ratio and its quartiles."""
     if "ratio" not in row:
         return "-"
     return f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
 
 
 def lay_out(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Make the lines of a table, columns flush right."""
+    """Return the lines of a table with right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     return [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
@@ -153,7 +154,7 @@ def lay_out(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]
 
 
 def memory_row(held: Sequence[Holding], fastpath: str) -> dict[str, Any]:
-    """Compare what the nodes held at the end with what they held after the warm-up."""
+    """Return the row of the nodes' memory at the end and its growth since the warm-up."""
     first, last = growth_of(held)
     return {
         "measure": "memory",
@@ -169,7 +170,7 @@ def memory_row(held: Sequence[Holding], fastpath: str) -> dict[str, Any]:
 
 
 def memory_line(row: dict[str, Any]) -> str:
-    """Say a memory row."""
+    """Format a memory row."""
     nodes = " and ".join(
         f"{row[f'node{node}_rss_nbytes'] / 2**20:.1f} MiB "
         f"({row[f'node{node}_grown_nbytes'] / 1024:+,.0f} KiB)"
@@ -182,12 +183,12 @@ def memory_line(row: dict[str, Any]) -> str:
 
 
 def native_line(row: dict[str, Any]) -> str:
-    """Say a native row."""
+    """Format a native row."""
     return (
-        "fast path without a device, a second: "
+        "fast path without a device, per second: "
         f"{row['writes_per_s']:,.0f} writes posted, {row['receives_per_s']:,.0f} receives posted, "
-        f"{row['completions_per_s']:,.0f} completions taken, {row['empty_polls_per_s']:,.0f} "
-        "polls that find none"
+        f"{row['completions_per_s']:,.0f} completions polled, {row['empty_polls_per_s']:,.0f} "
+        "empty polls"
     )
 
 

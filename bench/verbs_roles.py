@@ -1,8 +1,8 @@
-"""What a node of the verbs bench does with the events of a path, run by run.
+"""Reactions of a node of the verbs bench to the events of a path, per kind of run.
 
-Each path is driven by itself, by a `Role`, through the transport interface alone, in the order in
-which the library calls it. Invariant: a role that is done has heard from its peer that all arrived,
-or has said so itself.
+A separate `Role` drives each path, through the transport interface alone, in the order in which the
+library calls it. A role is done when its peer has confirmed all slices, or when it has sent that
+confirmation itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EAGER_NBYTES = Config().eager_nbytes
 
 
 class Side:
-    """One end of one path for one run: its memory, and how slices are named on it."""
+    """One end of one path during one run: its memory, and the frames of its slices."""
 
     def __init__(self, transport: Transport, path: PathKey, run: Run) -> None:
         self.transport = transport
@@ -29,11 +29,11 @@ class Side:
         self.run = run
         slots = run.window if run.kind == "slices" else 1
         memory = memoryview(transport.allocate(slots * run.nbytes))  # type: ignore[arg-type]
-        memory[:] = bytes(len(memory))  # no page of it is met for the first time later
+        memory[:] = bytes(len(memory))  # touches every page: no page faults later
         self._slots = [memory[at : at + run.nbytes] for at in range(0, len(memory), run.nbytes)]
 
     def slot(self, seq: int) -> memoryview:
-        """Memory of slice `seq`."""
+        """Return the memory of slice `seq`."""
         return self._slots[seq % len(self._slots)]
 
     def send(self, seq: int, token: object = None) -> None:
@@ -41,16 +41,16 @@ class Side:
         self.transport.isend(self.path, self._frame(seq), self.slot(seq), token)
 
     def want(self, seq: int, nconsumed: int) -> None:
-        """Name the landing place of slice `seq`, and confirm what was consumed on the way."""
+        """Name the landing place of slice `seq`; the frame also confirms `nconsumed` slices."""
         self.transport.irecv(self.path, self._frame(seq, ack=nconsumed), self.slot(seq))
 
     def keep(self, event: Arrived) -> None:
-        """Copy an eager payload to where a slice would have landed."""
+        """Copy an eager payload to the place of its slice."""
         if event.payload is not None:
             self.slot(event.frame.seq)[: len(event.payload)] = event.payload
 
     def reply(self) -> None:
-        """Tell the sender that all is here."""
+        """Confirm to the sender that all slices have arrived."""
         self.transport.isend(self.path, self._frame(self.run.count), memoryview(b""), None)
 
     def _frame(self, seq: int, ack: int = 0) -> Frame:
@@ -58,7 +58,7 @@ class Side:
 
 
 class Role(ABC):
-    """What one end does on one path, in one run.
+    """Behaviour of one end of one path in one run.
 
     Parameters
     ----------
@@ -67,27 +67,27 @@ class Role(ABC):
 
     def __init__(self, side: Side) -> None:
         self.is_done = False
-        #: Round trips, if it makes any.
+        #: Round trips in seconds; empty for runs that do not measure latency.
         self.trips_s: list[float] = []
         self._side = side
 
     @abstractmethod
     def start(self) -> None:
-        """Do what needs no event."""
+        """Start the run: do everything that needs no event."""
 
     @abstractmethod
     def on(self, event: Event) -> None:
-        """React."""
+        """React to an event of the path."""
 
 
 class SliceSource(Role):
-    """Sends each slice as its landing place becomes known."""
+    """Sender of cleared slices: sends each when its landing place is known."""
 
     def start(self) -> None:
-        """Nothing goes without a landing place."""
+        """Do nothing: no slice can be sent without a landing place."""
 
     def on(self, event: Event) -> None:
-        """Send, or end at the reply."""
+        """Send the slice whose landing place was named; finish at the reply."""
         if isinstance(event, Cleared):
             self._side.send(event.frame.seq, event.token)
         elif isinstance(event, Arrived):
@@ -95,19 +95,19 @@ class SliceSource(Role):
 
 
 class SliceSink(Role):
-    """Keeps `Run.window` landing places named."""
+    """Receiver of cleared slices: keeps `Run.window` landing places named."""
 
     def __init__(self, side: Side) -> None:
         super().__init__(side)
         self._narrived = 0
 
     def start(self) -> None:
-        """Name the first ones."""
+        """Name the first landing places."""
         for seq in range(min(self._side.run.window, self._side.run.count)):
             self._side.want(seq, 0)
 
     def on(self, event: Event) -> None:
-        """Name the next one."""
+        """Name the next landing place; reply after the last slice."""
         if isinstance(event, Arrived):
             run = self._side.run
             self._narrived += 1
@@ -119,18 +119,18 @@ class SliceSink(Role):
 
 
 class MessageSource(Role):
-    """Keeps `Run.window` eager slices unconfirmed."""
+    """Sender of eager slices: keeps `Run.window` of them unconfirmed."""
 
     def __init__(self, side: Side) -> None:
         super().__init__(side)
         self._sent = 0
 
     def start(self) -> None:
-        """Send the first ones."""
+        """Send the first slices."""
         self._send_below(self._side.run.window)
 
     def on(self, event: Event) -> None:
-        """Send as many more as are confirmed."""
+        """Send as many slices as were confirmed; finish at the reply."""
         if isinstance(event, Confirmed):
             self._send_below(event.ack + self._side.run.window)
         elif isinstance(event, Arrived):
@@ -143,17 +143,17 @@ class MessageSource(Role):
 
 
 class MessageSink(Role):
-    """Copies eager slices and confirms them, half a window at a time as the library does."""
+    """Receiver of eager slices: confirms half a window at a time, as the library does."""
 
     def __init__(self, side: Side) -> None:
         super().__init__(side)
         self._narrived = 0
 
     def start(self) -> None:
-        """Eager slices come unasked."""
+        """Do nothing: eager slices need no landing place."""
 
     def on(self, event: Event) -> None:
-        """Copy and confirm."""
+        """Copy an eager slice and confirm; reply after the last slice."""
         if isinstance(event, Arrived):
             side = self._side
             side.keep(event)
@@ -166,7 +166,7 @@ class MessageSink(Role):
 
 
 class PingPong(Role):
-    """Sends slices to and fro, one at a time; landing places are named one ahead."""
+    """Either end of a latency run: one slice goes back and forth, landing places one ahead."""
 
     def __init__(self, side: Side, is_first: bool) -> None:
         super().__init__(side)
@@ -178,13 +178,13 @@ class PingPong(Role):
         self._sent_s = 0.0
 
     def start(self) -> None:
-        """Name the first landing place; the first node begins."""
+        """Name the first landing place; the first node sends."""
         if not self._is_eager:
             self._side.want(0, 0)
         self._send()
 
     def on(self, event: Event) -> None:
-        """Answer."""
+        """Receive a slice or a landing place, and send the next slice."""
         if isinstance(event, Cleared):
             self._tokens.append(event.token)
         elif isinstance(event, Arrived):
@@ -209,7 +209,7 @@ class PingPong(Role):
 
 
 def role_of(node: int, side: Side) -> Role:
-    """Make the role of this node's end."""
+    """Return the role of this node's end."""
     if side.run.kind == "latency":
         return PingPong(side, is_first=node == 0)
     if side.run.kind == "slices":

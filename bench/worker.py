@@ -1,8 +1,7 @@
-"""One rank of one library under measurement; started by `jobs`, not by hand.
+"""Run one rank of one measured library; started by `jobs`.
 
-Connects to the bench once the library is ready, then runs what it is told until the connection
-ends.
-While it waits it sleeps in a read. A library is imported only by its own worker.
+Connects to the bench once the library is ready, then runs commands until the connection ends.
+Between commands it sleeps in a read. A library is imported only by its own worker.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ import msgspec
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
-#: Bytes, calls of the loop, calls before it, and which group makes them.
+#: Bytes, calls in the loop, warm-up calls, and index of the group that makes them.
 Command = tuple[int, int, int, int]
 
 
 class Group(NamedTuple):
-    """A library's communicator, reduced to what the bench needs."""
+    """Communicator of a library, reduced to what the bench needs."""
 
     nranks: int
     barrier: Callable[[], object]
-    #: Gives the call that sums this array, in place, over all ranks.
+    #: Returns the function that sums this array over all ranks, in place.
     allreduce_of: Callable[[Array], Callable[[], object]]
 
 
@@ -46,7 +45,7 @@ def open_r2ccl() -> Iterator[list[Group]]:
 
 
 def open_gloo() -> AbstractContextManager[list[Group]]:
-    """Join through a file; one thread a rank for arithmetic, as the others have."""
+    """Join through a file; one arithmetic thread per rank, like the other libraries."""
     import torch
     from torch import distributed as dist
 
@@ -78,7 +77,7 @@ _OPEN = {"r2ccl": open_r2ccl, "gloo": open_gloo, "mpich": open_mpich}
 
 
 def verify(group: Group, nbytes: int) -> None:
-    """Check one sum before that size is timed."""
+    """Check one sum before this size is timed."""
     x = np.arange(nbytes // 4, dtype=np.float32) % 1024
     expected = x * group.nranks
     group.allreduce_of(x)()
@@ -87,7 +86,7 @@ def verify(group: Group, nbytes: int) -> None:
 
 
 def measure(group: Group, call: Callable[[], object], iterations: int, warmup: int) -> float:
-    """Return the seconds of one call in a loop of `iterations`, back to back."""
+    """Return the time of one call in seconds, from a loop of `iterations` back-to-back calls."""
     for _ in range(warmup):
         call()
     group.barrier()
@@ -106,7 +105,7 @@ def serve(groups: list[Group], bench: socket.socket) -> None:
             for group in groups:
                 verify(group, nbytes)
             x = np.empty(nbytes // 4, np.float32)
-            x.fill(0)  # zeros stay zeros however often they are summed; written, not mapped
+            x.fill(0)  # zeros stay zeros, however often they are summed; writing maps the pages
             calls[nbytes] = [group.allreduce_of(x) for group in groups]
         seconds = measure(groups[chosen], calls[nbytes][chosen], iterations, warmup)
         bench.send(msgspec.json.encode(seconds))

@@ -1,4 +1,4 @@
-"""What holds for every test: on a busy machine an example may take as long as it takes."""
+"""Settings of every test: hypothesis examples have no deadline, because machines may be busy."""
 
 import hypothesis
 

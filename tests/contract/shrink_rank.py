@@ -1,10 +1,10 @@
-"""One rank of a job that goes on without the ranks it loses; prints what became of it as JSON.
+"""Run one rank of a job that continues without the ranks it loses; print a report as JSON.
 
-The plan is the first argument: ``steps`` allreduces of ``count`` int64, ``quorum``, ``settings`` of
-`r2ccl.init`, and what happens to this rank, if anything: it ``dies`` in the middle of a step, or
-when the named method of `Shrinking` is called; ``stops`` before a step; ``lingers_s`` before it
-first meets the other survivors, its control thread running; or ``aborts_after_s`` in another
-thread, and then does not shrink.
+The first argument is the plan: ``steps`` allreduces of ``count`` int64, ``quorum``, ``settings`` of
+`r2ccl.init`, and the fault of this rank, if any. The rank ``dies`` in the middle of a step or when
+the named method of `Shrinking` is called; ``stops`` before a step; ``lingers_s`` before it first
+meets the other survivors, while its control thread runs; or ``aborts_after_s`` in another thread,
+and then does not shrink.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IN_MID_CALL_S = 0.01
 
 
 class Worker:
-    """Steps of work, and the ranks that do them together, named as they were at first."""
+    """Steps of work, and the original ranks of the members that do them."""
 
     def __init__(self, comm: r2ccl.Communicator, plan: dict[str, Any]) -> None:
         self.comm = comm
@@ -44,7 +44,7 @@ class Worker:
         return self.names[self.comm.rank]
 
     def work(self) -> None:
-        """Do the steps that are left; every sum is checked."""
+        """Do the remaining steps; check every sum."""
         while self.step < self.plan["steps"]:
             self.suffer()
             self.x[:] = (self.step + 1) * 10**self.name
@@ -60,7 +60,7 @@ class Worker:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def shrink(self) -> None:
-        """Go on without the lost, from the step that all have done."""
+        """Shrink to the survivors, and resume at the lowest step that all have completed."""
         begin = time.monotonic()
         old, self.comm = self.comm, self.comm.shrink(quorum=self.plan.get("quorum", "majority"))
         self.shrink_s.append(time.monotonic() - begin)

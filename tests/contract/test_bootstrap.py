@@ -1,4 +1,4 @@
-"""The control plane, every rank a thread of this process with its own environment and sockets."""
+"""Contract tests of the control plane; every rank is a thread with its own environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 def join_all(
     job: LocalJob, changes: Mapping[int, Mapping[str, str]], ranks: list[int] | None = None
 ) -> list[BaseException | None]:
-    """Join with changed environments; return what each rank raised."""
+    """Join with changed environments; return the error of each rank, or None."""
     chosen = list(range(job.nranks)) if ranks is None else ranks
     with ThreadPoolExecutor(len(chosen)) as pool:
         futures: list[Future[ControlPlane]] = [
@@ -98,7 +98,7 @@ def test_a_rank_without_rank_0_says_where_it_looked() -> None:
 
 @pytest.fixture
 def resolver(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Return what makes the resolver refuse the first `n` questions with `code`, and count them."""
+    """Return a function that makes the resolver fail the first `n` queries with `code`."""
     resolve = socket.getaddrinfo
 
     def arrange(code: int, n: int = 1 << 30) -> None:
@@ -193,7 +193,7 @@ def test_ranks_that_do_not_fit_are_named_on_all(
 
 
 def test_a_second_rank_0_is_told_that_the_port_is_taken() -> None:
-    with LocalJob(2) as job:  # whose socket is the first rank 0
+    with LocalJob(2) as job:  # the job's socket acts as the first rank 0
         (error,) = join_all(job, {1: {"RANK": "0"}}, ranks=[1])
     assert isinstance(error, InvalidArgument)
     assert "another process uses it" in str(error)
@@ -223,7 +223,7 @@ def test_ranks_of_one_host_share_the_secret_through_a_file(tmp_path: Path) -> No
     stale = tmp_path / "r2ccl" / f"secret-127.0.0.1-{port}"
     stale.parent.mkdir(mode=0o700)
     stale.touch(0o600)
-    stale.write_text("ab" * 32)  # what a crashed job left
+    stale.write_text("ab" * 32)  # left by a crashed job
 
     def start(rank: int) -> ControlPlane:
         env = {
@@ -289,7 +289,7 @@ def test_an_unregistered_message_is_refused(start_job: Callable[..., Job]) -> No
 
 
 def cut_control_connections(plane: ControlPlane) -> int:
-    """Reset every control connection of `plane` from inside, as a dying network would."""
+    """Reset every control connection of `plane` from inside; return their number."""
     carriers = [c for peer in plane._sessions.values() for c in peer._carriers.values()]
     for carrier in carriers:
         plane.call_soon(carrier.abort)
@@ -304,7 +304,7 @@ def test_cut_connections_lose_and_repeat_nothing(start_job: Callable[..., Job]) 
         for rank in range(2):
             job.planes[rank].send(1 - rank, Number(value))
         if value % 200 == 100:
-            # What was sent since the last cut has come: there is a connection again.
+            # All messages sent since the last cut have arrived: a connection exists again.
             recorder = job.seen[0]
             recorder.wait_for(lambda r=recorder, n=value: len(r.messages) > n - 50)
             ncut += cut_control_connections(job.planes[value // 200 % 2])
@@ -465,7 +465,7 @@ def test_a_dial_goes_on_until_it_is_expected(start_job: Callable[..., Job]) -> N
     failures: list[str] = []
     failed = threading.Event()
     job.planes[0].dial_path(1, 0, 3, lambda why: (failures.append(why), failed.set()))
-    assert failed.wait(WAIT_S)  # nobody expects it
+    assert failed.wait(WAIT_S)  # the peer does not expect the path yet
     job.planes[1].accept_path(0, 0, 3)
     job.seen[0].wait_for(lambda: (1, 0, 3) in job.seen[0].paths)
     assert job.planes[1].rejections()["path not expected"] == 1
@@ -568,7 +568,7 @@ def test_a_peer_lost_for_want_of_a_descriptor_says_so(
     session = job.planes[0]._sessions[1]
 
     def is_lost() -> bool:
-        # Again and again: a connection that was begun before may come up in between.
+        # Repeated, because a connection begun before may still succeed.
         job.planes[0].call_soon(lambda: [each.abort() for each in list(session._carriers.values())])
         return 1 in job.seen[0].lost
 
@@ -584,7 +584,7 @@ def test_only_the_expected_epoch_gets_in(start_job: Callable[..., Job]) -> None:
     job.planes[1].accept_path(0, 0, 9)
     job.planes[0].dial_path(1, 0, 8, lambda _: failed.set())
     assert failed.wait(WAIT_S)
-    job.planes[0].dial_path(1, 0, 9)  # replaces the other
+    job.planes[0].dial_path(1, 0, 9)  # replaces the first dial
     for rank in range(2):
         job.seen[rank].wait_for(lambda rank=rank: (1 - rank, 0, 9) in job.seen[rank].paths)
         assert len(job.seen[rank].paths) == 1
@@ -599,7 +599,7 @@ def test_a_cancelled_dial_ends(start_job: Callable[..., Job]) -> None:
         job.planes[0].dial_path(1, 0, 1, lambda _: failed.set())
         job.planes[0].cancel_path(1, 0)
 
-    # In the control thread: from another one, the dial may be through before it is cancelled.
+    # In the control thread: from another thread, the dial may succeed before it is cancelled.
     job.planes[0].call_soon(dial_and_cancel)
     job.planes[1].accept_path(0, 0, 1)
     job.planes[0].dial_path(1, 1, 1)
@@ -632,7 +632,7 @@ def test_a_kick_ends_the_pause(start_job: Callable[..., Job]) -> None:
 
 
 def stranger(plane: ControlPlane, data: bytes) -> bytes:
-    """Send `data` to a rail listener as someone outside; return what comes back until the end."""
+    """Send `data` to a rail listener as an outsider; return the answer up to its end."""
     with socket.create_connection(plane.peers[plane.rank].rails[0], WAIT_S) as sock:
         sock.sendall(data)
         answer = b""
@@ -751,7 +751,7 @@ def test_slow_strangers_cannot_keep_ranks_out(monkeypatch: pytest.MonkeyPatch) -
             socket.create_connection(job.planes[1].peers[1].rails[0], WAIT_S)
         )
         late.sendall(OPENING[:10])
-        assert late.recv(1) == b""  # closed at the deadline of the handshake
+        assert late.recv(1) == b""  # closed when the handshake times out
         assert job.planes[1].rejections() == {"handshake timed out": 1}
 
 

@@ -1,4 +1,4 @@
-"""Bypasses between control planes: across rails, through a third rank, and what is turned away."""
+"""Contract tests of bypasses: across rails, through a third rank, and rejected ones."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_third_rank_forwards_both_ways_until_one_end_closes(
 
 def test_a_dead_way_does_not_hold_up_the_others(start_job: Callable[..., Job]) -> None:
     job = start_job(3)
-    # Nobody listens at rank 2's first rail any more; its second one works.
+    # Close the listener of rank 2's first rail; its second rail works.
     victim = job.planes[2]._listener._sockets[0]
     victim.close()
     connect(job, 0, BypassWay(0, 2, 0), BypassWay(1, 2, 1))
@@ -92,7 +92,7 @@ def test_an_end_of_an_older_epoch_is_not_let_in(start_job: Callable[..., Job]) -
     ("change", "reason"),
     [
         ({"beyond": 1}, "nobody to forward to"),  # the forwarder itself
-        ({"beyond": 0}, "nobody to forward to"),  # the one who asks
+        ({"beyond": 0}, "nobody to forward to"),  # the rank that asks
         ({"beyond": 9}, "nobody to forward to"),
         ({"src": 9, "beyond": 2}, "no rank of this communicator"),
         ({"dst": 2, "beyond": 2}, "wrong pair of ranks"),
@@ -122,7 +122,7 @@ def test_a_rank_forwards_a_bounded_number(
 
 
 class Attempts:
-    """Ways that succeed or fail when told to; their sockets are one end of a pair each."""
+    """Connection attempts that succeed or fail on request; each socket is one end of a pair."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []

@@ -1,4 +1,4 @@
-"""Where rank, nranks and the secret come from, and what is refused."""
+"""Sources of rank, nranks and the secret, and which of them are refused."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_leader_takes_back_only_its_own_file(tmp_path: Path) -> None:
     first, member = sources(tmp_path)
     second, _ = sources(tmp_path)
     first.publish()
-    second.publish()  # the next job on the port
+    second.publish()  # as the next job on the port
     first.retract()
     found, own = member.current(), second.current()
     assert found is not None
@@ -194,7 +194,7 @@ def test_another_users_folder_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def resolver(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Return what makes the resolver answer with an error."""
+    """Return a function that makes the resolver fail."""
 
     def answer(code: int) -> None:
         def refuse(*_: Any, **__: Any) -> Any:
@@ -258,7 +258,7 @@ def test_a_wrong_descriptor_is_refused(kind: str) -> None:
 
 
 class FakeComm:
-    """The four calls of an mpi4py communicator that bootstrap uses, over threads."""
+    """Fake mpi4py communicator between threads, with the four calls that bootstrap uses."""
 
     def __init__(self, nranks: int) -> None:
         self.barrier = threading.Barrier(nranks, timeout=10)
@@ -303,7 +303,7 @@ def test_a_communicator_carries_the_address_and_the_secret() -> None:
 
 
 class FakeMpi(ModuleType):
-    """mpi4py.MPI, built for an MPI that finds `nranks` ranks."""
+    """Fake mpi4py.MPI, built for an MPI that finds `nranks` ranks."""
 
     Comm = FakeRank
 
@@ -322,7 +322,7 @@ class FakeMpi(ModuleType):
 
 @pytest.fixture
 def lone_world(monkeypatch: pytest.MonkeyPatch) -> FakeRank:
-    """Give this process an mpi4py that sees one rank."""
+    """Install an mpi4py that sees one rank."""
     package, mpi = ModuleType("mpi4py"), FakeMpi(1)
     package.MPI = mpi  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mpi4py", package)
@@ -335,14 +335,14 @@ OTHER_LAUNCHERS = [
     {"PMI_RANK": "2", "PMI_SIZE": "4"},
     {"PMIX_RANK": "3"},
     {"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "4"},
-    # Open MPI's, started by one process a host in a step of Slurm.
+    # Open MPI's variables, started by one process per host in a step of Slurm.
     {
         "OMPI_COMM_WORLD_RANK": "0",
         "OMPI_COMM_WORLD_SIZE": "4",
         "PMIX_RANK": "0",
         "SLURM_STEP_NUM_TASKS": "1",
     },
-    # What an outer launcher left does not fit together.
+    # Inconsistent variables left by an outer launcher.
     {
         "OMPI_COMM_WORLD_RANK": "0",
         "OMPI_COMM_WORLD_SIZE": "4",
@@ -373,7 +373,7 @@ def test_a_rank_beyond_the_world_is_told_without_the_world_size(lone_world: Fake
     [
         ({"PMI_RANK": "0", "PMI_SIZE": "1"}, 0),
         ({"PMIX_RANK": "0"}, 0),
-        # mpiexec of one MPI below that of another; which is which cannot be told.
+        # mpiexec of one MPI below that of another; the two cannot be told apart.
         (
             {
                 "OMPI_COMM_WORLD_RANK": "3",

@@ -1,4 +1,4 @@
-"""What the control plane does when real processes die, stop, or hold the interpreter lock."""
+"""Behaviour of the control plane when real processes die, stop, or hold the interpreter lock."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ for line in sys.stdin:
 
 
 class Rank:
-    """One process, its orders and its reports."""
+    """Process of a rank, its commands and its reports."""
 
     def __init__(self, job: LocalJob, rank: int, settings: dict[str, str]) -> None:
         env = {**os.environ, **job.environment(rank), **settings}
@@ -209,12 +209,13 @@ def test_a_rank_that_stays_silent_is_lost_after_the_timeout(
 def test_ranks_that_were_stopped_themselves_declare_nobody_lost(
     start_ranks: Callable[..., list[Rank]],
 ) -> None:
-    """A machine is suspended: on waking, nobody has heard of anybody for longer than allowed."""
+    """Suspend a machine: on waking, every rank has missed its peers for longer than the timeout."""
     ranks = start_ranks(3, R2CC_PEER_TIMEOUT_S="1")
     for rank in ranks:
         rank.process.send_signal(signal.SIGSTOP)
     threading.Event().wait(1.5)
-    for rank in ranks:  # one after the other: the first finds the others silent still
+    # One after the other: when the first rank resumes, the others are still stopped.
+    for rank in ranks:
         rank.process.send_signal(signal.SIGCONT)
         threading.Event().wait(0.3)
     for rank in ranks:
@@ -251,9 +252,9 @@ def test_ranks_take_leave_in_order(start_ranks: Callable[..., list[Rank]]) -> No
 
 
 def test_the_launcher_of_another_mpi_makes_no_job_of_one_rank() -> None:
-    """A real mpi4py, under the variables of a launcher it does not understand."""
+    """Use the real mpi4py, under the variables of a launcher it does not understand."""
     pytest.importorskip("mpi4py")
-    find_mpiexec()  # which skips where this MPI cannot run
+    find_mpiexec()  # skips if this MPI cannot run
     other = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
     done = subprocess.run(
         [sys.executable, "-c", "import r2ccl; print(r2ccl.init().nranks)"],

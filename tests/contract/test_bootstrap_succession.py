@@ -1,4 +1,4 @@
-"""The next control plane: the same on all who go on, closed to everybody else."""
+"""Succession of control planes: all members get the same one, and nobody else can join it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Text(msgspec.Struct, tag="text"):
 
 
 class Inbox:
-    """A handler that keeps messages."""
+    """Handler that keeps messages."""
 
     def __init__(self) -> None:
         self.messages: queue.Queue[tuple[int, object]] = queue.Queue()
@@ -44,7 +44,7 @@ class Inbox:
         self.messages.put((peer, why))
 
     def on_tick(self, now: float) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def join(job: LocalJob, rank: int) -> ControlPlane:

@@ -1,4 +1,4 @@
-"""What a user of a communicator can rely on, over real processes and real sockets."""
+"""Contract tests of the communicator, over real processes and real sockets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_dtype_and_op_is_exact(nranks: int) -> None:
 
 @pytest.mark.parametrize("nranks", slow_but([3], [2, 3, 4]))
 def test_every_protocol_is_exact(nranks: int) -> None:
-    """Sizes around the eager limit, one slice, several slices, several channels."""
+    """Use sizes around the eager limit, of one slice, several slices, several channels."""
     counts = (16383, 16384, 16385, 70001, 262144, 1000003)
     run = functools.partial(programs.allreduces, counts, ("float32", "bfloat16"))
     assert launch(run, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks

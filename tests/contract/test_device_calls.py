@@ -1,7 +1,7 @@
-"""What a user of device arrays and asynchronous calls can rely on, over real processes.
+"""Contract tests of device arrays and asynchronous calls, over real processes.
 
-The GPUs are fakes, one a process, so that calls go through pinned memory and real sockets; every
-access the GPU and the host make is checked for its order.
+Each process has a fake GPU, so that calls go through pinned memory and real sockets. The order of
+every access by GPU and host is checked.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_asynchronous_calls_keep_their_order(nranks: int) -> None:
 
 
 def test_groups_of_ranks_reduce_at_the_same_time_and_lose_a_rail() -> None:
-    """What the ranks of several nodes do between themselves, one group a place in the node."""
+    """Reduce among groups of ranks, one per position in a node, as hierarchical allreduces do."""
     results = launch(
         functools.partial(programs.allreduces_among_some, 50_001), 4, timeout_s=TIMEOUT_S
     )

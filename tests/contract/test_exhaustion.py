@@ -13,12 +13,12 @@ from support.limits import no_descriptor_left
 
 import r2ccl
 
-#: Several times a suspicion and a probe.
+#: Seconds: several times a suspicion timeout and a probe timeout.
 LATE_S = 1.5
 
 
 def sum_with_a_late_peer() -> tuple[float, list[str]]:
-    """Rank 1 comes late; rank 0, which waits for it, cannot make a probe."""
+    """Sum with rank 1 late, while rank 0 waits and cannot open a probe."""
     lines: list[str] = []
 
     class Keep(logging.Handler):
@@ -48,7 +48,7 @@ def test_a_rank_without_a_descriptor_waits_for_a_late_peer() -> None:
 
 
 def init_with(spare: int) -> str:
-    """Meet the others; what that raised at rank 0, which can open `spare` descriptors more."""
+    """Join the others; return the error of rank 0, which can open `spare` more descriptors."""
     if os.environ["RANK"] != "0":
         with pytest.raises(r2ccl.R2cclError):
             r2ccl.init(init_timeout_s=2.0)
@@ -60,7 +60,7 @@ def init_with(spare: int) -> str:
 
 @pytest.mark.parametrize("spare", [1, 6, 10])
 def test_an_init_that_runs_out_of_descriptors_says_so(spare: int) -> None:
-    """In the control thread, the rendezvous, or the listeners."""
+    """Run out of descriptors in the control thread, the rendezvous, or the listeners."""
     found = r2ccl.launch(functools.partial(init_with, spare), 3, timeout_s=60.0)
     assert "EMFILE: Too many open files" in found[0]
     assert "raise `ulimit -n`" in found[0]

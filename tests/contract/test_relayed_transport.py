@@ -1,8 +1,7 @@
-"""`PxnTransport` keeps the contract of the transport it is around, whatever it relays.
+"""Contract tests of `PxnTransport` around another transport, whatever rails it relays.
 
-The checks speak of host memory; `OnDevice` has their cleared slices travel from and to the memory
-of a fake GPU, where accesses that nothing orders are found, and memory is freed as soon as the
-contract allows.
+The contract checks use host memory. `OnDevice` moves their cleared slices from and to the memory of
+a fake GPU, which detects unordered accesses, and frees memory as soon as the contract allows.
 """
 
 import os
@@ -28,7 +27,7 @@ from r2ccl.types import PathKey
 
 
 class OnDevice:
-    """A transport's caller whose slices are in device memory; else the transport itself."""
+    """Wrapper of a transport that keeps the caller's slices in device memory."""
 
     def __init__(self, transport: Any, device: FakeDevice) -> None:
         self._transport = transport
@@ -79,9 +78,9 @@ class OnDevice:
 
 
 class RelayedBench:
-    """Two simulated ranks; time passes, and GPUs work, when `run` is called.
+    """Two simulated ranks; time passes and GPUs work only when `run` is called.
 
-    `relays[rank]` are the rails the rank relays.
+    `relays[rank]` are the rails that the rank relays.
     """
 
     patience_s = 5.0
@@ -104,7 +103,7 @@ class RelayedBench:
             self.network.devices[rank] = device
             relayed = PxnTransport(SimPart(self.network, rank))
             for rail in rails:
-                # Room for all slices of the checks but one.
+                # Space for all slices of the checks but one.
                 self.relays.append(CheckedRelay(device, 1 << 19, nslots))
                 relayed.use(rail, self.relays[-1])
             self.transports.append(OnDevice(relayed, device))
@@ -124,7 +123,7 @@ class RelayedBench:
         self.network.cut(self.network.wire(0, 1, rail), Cut(told=(0, 1)))
 
     def join_probes(self) -> None:
-        """Nothing to join."""
+        """Do nothing: probes need no join."""
 
     def silence(self, rail: int) -> None:
         self.network.set_port(1, rail, is_up=False)
@@ -137,7 +136,7 @@ class RelayedBench:
 
 
 class HostBench(RelayedBench):
-    """Slices of host memory, around which there is nothing but a check."""
+    """Slices in host memory, so that the wrapper only adds checks."""
 
     def __init__(self) -> None:
         super().__init__(((0, 1), (0, 1)))
@@ -145,7 +144,7 @@ class HostBench(RelayedBench):
 
 
 class TcpBench(SocketBench):
-    """Two parts over real sockets, which are waited for together."""
+    """Two parts over real sockets, which are polled together."""
 
     cross = None
 
@@ -184,7 +183,7 @@ def test_contract(bench: Bench, check: Callable[[Bench], None]) -> None:
 
 
 def test_the_checks_relay() -> None:
-    """Else the contract would hold for nothing."""
+    """Check that the contract tests do use the relays."""
     bench = RelayedBench(((0,), (0,)))
     taken = [0, 0]
 
@@ -214,7 +213,7 @@ def test_the_checks_relay() -> None:
 
 
 def test_a_mixed_transport_stays_awake_while_a_slice_is_copied() -> None:
-    """Nothing but the GPU moves after the slice has landed: no descriptor tells of its end."""
+    """Poll until a copied slice completes: no descriptor signals the end of the GPU's copy."""
     bench = RelayedBench(((), (0, 1)))
     silent = os.eventfd(0, os.EFD_NONBLOCK)
     pair = JoinedPair(bench)

@@ -1,4 +1,4 @@
-"""What survivors can rely on: they go on together, with the right sums, or are told why not."""
+"""Contract tests of shrink: survivors continue with the right sums, or learn why they cannot."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from r2ccl.bootstrap.launch import LocalJob
 pytestmark = pytest.mark.timeout(200)
 
 SCRIPT = Path(__file__).with_name("shrink_rank.py")
-#: Time to start (half a minute on a busy machine), to wait in vain for R2CC_INIT_TIMEOUT_S, and to
-#: say for whom: the library's own message must come first.
+#: Seconds for the start (half a minute on a busy machine), R2CC_INIT_TIMEOUT_S, and the error: the
+#: library's own message must come first.
 TIMEOUT_S = 150.0
 STEPS = 30
 PLAN: dict[str, Any] = {"steps": STEPS, "count": 200_000}
@@ -34,7 +34,7 @@ PLAN: dict[str, Any] = {"steps": STEPS, "count": 200_000}
 def ranks(
     nranks: int, fates: Mapping[int, Mapping[str, Any]], **plan: Any
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Run `nranks` of the script, each with its own fate."""
+    """Run `nranks` of the script, each with its own plan."""
     with LocalJob(nranks) as job:
         started = [
             localjobs.start(
@@ -62,7 +62,7 @@ def report(process: subprocess.Popen[str]) -> dict[str, Any]:
 def reports(
     nranks: int, fates: Mapping[int, Mapping[str, Any]], **plan: Any
 ) -> dict[int, dict[str, Any]]:
-    """What the ranks report that do not die."""
+    """Return the reports of the ranks that do not die."""
     with ranks(nranks, fates, **plan) as started:
         dying = {rank for rank, fate in fates.items() if "dies" in fate}
         for rank in dying:
@@ -102,7 +102,7 @@ def test_a_death_in_the_middle_of_shrinking(point: str, second: int) -> None:
 
 
 def test_a_survivor_that_comes_late_is_met_again() -> None:
-    """The first to build hears nothing of it there and gives it up; it was never gone."""
+    """Delay one survivor: the first attempt gives it up, although it never failed."""
     fates = {1: {"dies": 3}, 3: {"lingers_s": 4.0}}
     settings = {"peer_timeout_s": 2.0, "init_timeout_s": 30.0}
     check_finished(reports(4, fates, settings=settings))
@@ -130,7 +130,7 @@ def test_any_quorum_goes_on_alone() -> None:
 
 def wait_for_line(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdout is not None
-    assert process.stdout.readline().strip() == line  # ends with the process, if it fails
+    assert process.stdout.readline().strip() == line  # readline() ends with the process if it fails
 
 
 def test_a_stopped_rank_that_was_given_up_wakes_as_no_member() -> None:

@@ -1,4 +1,4 @@
-"""What can be asked of a rank while it waits, over real processes, sockets and signals."""
+"""Status of a rank while it waits, over real processes, sockets and signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every transport keeps the contract of `r2ccl.transport.base`."""
+"""Contract tests of every transport: `r2ccl.transport.base`."""
 
 import socket
 import struct
@@ -23,7 +23,7 @@ from r2ccl.types import Nic, PathKey, ProbeKey
 
 
 class SimBench:
-    """Two simulated ranks; time passes when `run` is called."""
+    """Two simulated ranks; time passes only when `run` is called."""
 
     patience_s = 5.0
     cross = True
@@ -39,7 +39,7 @@ class SimBench:
         return self.network.connect(wire)
 
     def run(self) -> None:
-        # Not to the end: the retry time, which a settled check does not wait for, lies far ahead.
+        # Stop early: the retry time, which a settled check does not wait for, is far ahead.
         deadline = self.timeline.now + 1e-3
         self.timeline.after(1e-3, lambda: None)
         while self.timeline.now < deadline and self.timeline.step():
@@ -49,7 +49,7 @@ class SimBench:
         self.network.cut(self.network.wire(0, 1, rail), Cut(told=(0, 1)))
 
     def join_probes(self) -> None:
-        """Nothing to join."""
+        """Do nothing: probes need no join."""
 
     def silence(self, rail: int) -> None:
         self.network.set_port(1, rail, is_up=False)
@@ -94,17 +94,17 @@ class TcpBench:
         return low, high
 
     def run(self) -> None:
-        """The kernel does it."""
+        """Do nothing: the kernel moves the data."""
 
     def break_path(self, rail: int) -> None:
         self._newest[rail].shutdown(socket.SHUT_RDWR)
 
     def join_probes(self) -> None:
-        """Nothing to join."""
+        """Do nothing: probes need no join."""
 
     def silence(self, rail: int) -> None:
         full = socket.create_server(("127.0.0.1", 0), backlog=0)
-        # Its queue is full with this one: what comes now gets no answer.
+        # This connection fills the queue: later ones get no answer.
         filler = socket.create_connection(full.getsockname(), self.patience_s)
         self._held += [full, filler]
         self.targets[PathKey(1, rail)] = full.getsockname()
@@ -117,7 +117,7 @@ class TcpBench:
 
 
 class MixedBench(TcpBench):
-    """Two parts of one rail each; TCP twice, for want of another kind everywhere."""
+    """Two parts of one rail each; both are TCP, as no other kind works on every machine."""
 
     cross = None
 
@@ -132,7 +132,7 @@ class MixedBench(TcpBench):
 
 
 class VerbsBench:
-    """Two ranks over RDMA NICs in memory; tests/rdma has the real ones."""
+    """Two ranks over fake RDMA NICs in memory; tests/rdma uses real ones."""
 
     patience_s = 5.0
     cross = None
@@ -169,7 +169,7 @@ class VerbsBench:
         assert JoinedEvent(key) in self.transports[0].poll(0.0)
 
     def run(self) -> None:
-        """The fabric does it."""
+        """Do nothing: the fabric moves the data."""
 
     def break_path(self, rail: int) -> None:
         for end in self._newest[rail]:
@@ -224,7 +224,7 @@ def test_the_contract_notices_a_fence_that_is_none() -> None:
 
 
 def test_a_slice_confirmed_early_survives_a_reset() -> None:
-    """The kernel gives what it has counted even after RST, and `Arrived` comes before `Failed`."""
+    """Reset a connection whose bytes the kernel has acknowledged: `Arrived` precedes `Failed`."""
     bench = TcpBench()
     pair = JoinedPair(bench)
     region = bytearray(300_000)

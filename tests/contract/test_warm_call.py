@@ -1,4 +1,4 @@
-"""The path of a warm call through the code: few modules, each entered once."""
+"""Path of a warm call through the code: few modules, each entered once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import r2ccl
 
 LIBRARY = str(Path(r2ccl.__file__).parent)
-#: Modules from the call to the transport, and functions called on the way.
+#: Limits on modules from the call to the transport, and on functions called on the way.
 MOST_MODULES = 9
 MOST_FUNCTIONS = 40
 
@@ -21,8 +21,7 @@ MOST_FUNCTIONS = 40
 def calls_of_an_allreduce() -> list[tuple[str, str]]:
     """Return module and name of each function called until the first slice is sent.
 
-    Of the shortest of some calls: in one the peer may be late, so that its confirmations are
-    awaited before a slice can be sent.
+    The shortest of several calls counts: if the peer is late, a call first waits for confirmations.
     """
     called: list[tuple[str, str]] = []
     traces = []

@@ -1,8 +1,8 @@
-"""Cells of the matrix of endings: who ends how and when, and what every rank must then have seen.
+"""Cells of the matrix of endings: how and when rank 1 ends, and the assertions on every rank.
 
-`ending_rank` is one rank. Rank 1 ends: by a method called in another thread or in a signal handler,
-by Ctrl-C once or twice, by SIGTERM, for lack of memory, by SIGKILL. The last rank is absent from
-what the others wait in, except in ``flow``, where all run collectives.
+Each rank runs `ending_rank`. Rank 1 ends by a method called in another thread or in a signal
+handler, by Ctrl-C once or twice, by SIGTERM, by lack of memory, or by SIGKILL. The last rank is
+absent from the call that the others wait in, except in ``flow``, where all ranks run collectives.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from endings.jobs import Output, ended_s
 
 ENDS, ABSENT = 1, 2
-#: From the end to the last error; while others shrink, so much more.
+#: Seconds from the end of rank 1 to the last error, and seconds added while others shrink.
 LIMIT_S, SHRINK_S = 1.0, 1.5
 
 METHODS = [f"{kind}_{place}" for kind in ("abort", "revoke") for place in ("thread", "handler")]
 CLOSES = ["close_thread", "close_handler"]
 SIGNALS = ["interrupt", "twice", "term", "kill"]
-#: Text of the error that the others raise.
+#: Expected text in the errors of the other ranks.
 CAUSES = {
     "abort": "rank 1 gave up: abort() was called",
     "revoke": "rank 1 gave up: revoke() was called",
@@ -37,7 +37,7 @@ OWN = {"interrupt": "KeyboardInterrupt", "twice": "KeyboardInterrupt", "term": "
 
 
 class Seen(NamedTuple):
-    """What the ranks that lived on found, when rank 1 ended, and what each rank logged."""
+    """Findings of the surviving ranks, time at which rank 1 ended, and the log of each rank."""
 
     found: dict[int, dict[str, Any]]
     ended_s: float
@@ -57,7 +57,7 @@ def plan(ending: str, moment: str, scale: float = 1.0) -> str:
 
 
 def read(outputs: Sequence[Output], ending: str) -> Seen:
-    """Read what the ranks of a job wrote; all exit with 0, but one that is killed."""
+    """Return the findings of a job; assert that all ranks exit with 0, except one killed."""
     found = {}
     for rank, (code, out, err) in enumerate(outputs):
         if (rank, ending) == (ENDS, "kill"):
@@ -71,7 +71,7 @@ def read(outputs: Sequence[Output], ending: str) -> Seen:
 
 
 def judge(seen: Seen, ending: str, moment: str, scale: float = 1.0) -> None:
-    """Assert that every rank ended in time, for the true reason, and left nothing behind."""
+    """Assert that every rank ended in time, for the right reason, and left nothing behind."""
     assert seen.ended_s, "rank 1 did not end"
     kind = ending.partition("_")[0]
     told, found = str(seen), dict(seen.found)
@@ -84,7 +84,7 @@ def judge(seen: Seen, ending: str, moment: str, scale: float = 1.0) -> None:
         assert own["raised_s"] - seen.ended_s < limit_s * scale, told
         assert own.get("took_s", 0.0) < LIMIT_S * scale, told
         assert own["error"] == OWN.get(kind, "CommunicatorRevoked"), told
-    # A rank that comes later than the end raises when it comes.
+    # A rank that calls after the end raises when it calls.
     absent = found.pop(ABSENT)
     for each in (*found.values(), *([absent] if moment != "init" else [])):
         assert each["error"] in ("CommunicatorRevoked", "PeerLost", "NoQuorum"), told
@@ -92,7 +92,7 @@ def judge(seen: Seen, ending: str, moment: str, scale: float = 1.0) -> None:
         assert cause in each["text"] or (moment == "shrink" and each is absent), told
     if moment != "init":
         found[ABSENT] = absent
-    # Ranks that shrink wait for the one that is absent.
+    # Ranks that shrink wait for the absent rank.
     limit_s = SHRINK_S + LIMIT_S if moment == "shrink" else LIMIT_S
     for each in found.values():
         assert each["raised_s"] - seen.ended_s < limit_s * scale, told

@@ -1,11 +1,11 @@
-"""One rank of a job that ends in some way at some moment; prints when, then what it saw as JSON.
+"""Run one rank of a job that ends in a given way at a given moment; print its findings as JSON.
 
-Rank 1 is the one that ends. Rank 2 does not join what ranks 0 and 1 wait in, so that they are there
-when it happens; it calls a collective afterwards. All times are readings of the host's monotonic
-clock, which the ranks share.
+Rank 1 ends, and prints when. Rank 2 does not join the call that ranks 0 and 1 wait in, so that they
+are inside it at the end; it calls a collective afterwards. All times are readings of the host's
+monotonic clock, which the ranks share.
 
-Argument: JSON with ``ending`` and ``moment``, as `cells` has them, and ``scale``, by which all
-waits are longer than on a real processor.
+The argument is JSON with ``ending`` and ``moment``, as in `cells`, and ``scale``, the factor by
+which waits are longer than on a real processor.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import r2ccl
 from r2ccl.types import PathKey
 
 ENDS, ABSENT = 1, 2
-#: A multiple of the number of ranks.
+#: Bytes of the buffer; a multiple of the number of ranks.
 COUNT = 2_100_000
 #: Seconds from init to the end, and from the end to rank 2's call.
 AFTER_S, ABSENT_S = 0.4, 0.3
-#: When it comes while the others shrink, who wait for it.
+#: Seconds from the end to rank 2's call if the others shrink, and so wait for rank 2.
 SHRINK_S = 1.5
 PATTERN = 0xA5
 #: Seconds that memory is watched after an error.
@@ -40,7 +40,7 @@ WATCHED_S = 0.3
 
 
 class Rank:
-    """One rank: lives until the moment, ends or sees the end, and tells."""
+    """One rank: runs until the given moment, ends or observes the end, and reports."""
 
     def __init__(self, rank: int, ending: str, moment: str, scale: float) -> None:
         self.rank, self.ending, self.moment, self.scale = rank, ending, moment, scale
@@ -58,7 +58,7 @@ class Rank:
             self.note(exc)
         _stay()
         self.watch()
-        # Threads and descriptors go a moment after who waited for them.
+        # Threads and descriptors are released shortly after the call that waited for them.
         until_s = time.monotonic() + 2.0 * self.scale
         while _held() != before and time.monotonic() < until_s:
             time.sleep(0.01)
@@ -67,7 +67,7 @@ class Rank:
         return self.found
 
     def note(self, exc: BaseException) -> None:
-        """Keep the first error, and let go of what its frames hold."""
+        """Keep the first error, and release the objects its frames hold."""
         if not self.found["error"]:
             self.found |= {
                 "error": type(exc).__name__, "text": str(exc), "raised_s": time.monotonic(),
@@ -82,7 +82,7 @@ class Rank:
         with r2ccl.init() as comm:
             self.comm = comm
             comm.allreduce(np.ones(1000))
-            # Over RDMA, slices then land in this memory itself.
+            # Over RDMA, slices then land directly in this memory.
             registered = comm.register(self.x)
             comm.barrier()
             self.found["rails"] = rails_in_use(comm)
@@ -120,17 +120,17 @@ class Rank:
         comm.reduce(self.x, async_op=True).wait()
 
     def in_shrink(self, comm: r2ccl.Communicator) -> None:
-        self.sleep(AFTER_S / 4)  # it revokes, and others may not be out of the barrier yet
+        self.sleep(AFTER_S / 4)  # shrink() revokes, and other ranks may still be in the barrier
         comm.shrink().close()
 
     def in_flow(self, comm: r2ccl.Communicator) -> None:
-        """In one of many calls whose slices land in the memory that is watched."""
+        """Run many calls whose slices land in the watched memory."""
         part = COUNT // comm.nranks
         while True:
             comm.allgather(self.x[comm.rank * part : (comm.rank + 1) * part], out=self.x)
 
     def in_repair(self, comm: r2ccl.Communicator) -> None:
-        """In a call, while a path is fenced to a peer that is stopped and says nothing of it."""
+        """Run a call while a path to a stopped peer is fenced; the peer does not answer."""
         if self.rank == ENDS:
             threading.Timer(AFTER_S / 2 * self.scale, self.break_path, (comm,)).start()
         comm.reduce(self.x)
@@ -174,7 +174,7 @@ class Rank:
             time.sleep(5e-4)
 
     def on_term(self, *_: object) -> None:
-        """End as a program does that takes SIGTERM to unwind."""
+        """End like a program that unwinds on SIGTERM."""
         raise SystemExit(3)
 
     def end_by(self, kind: str) -> None:
@@ -184,7 +184,7 @@ class Rank:
         self.found["took_s"] = time.monotonic() - begun_s
 
     def watch(self) -> None:
-        """See whether anybody still writes into the memory of a call that raised."""
+        """Check that nothing writes into the memory of a call after its error."""
         self.x[:] = PATTERN
         self.sleep(WATCHED_S)
         self.found["is_untouched"] = bool((self.x == PATTERN).all())
@@ -199,21 +199,21 @@ def rails_in_use(comm: r2ccl.Communicator) -> dict[int, str]:
 
 
 def _stay() -> None:
-    """Let no second Ctrl-C end what is told."""
+    """Ignore further Ctrl-C, which would end the report."""
     while signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         with contextlib.suppress(KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _stop_for(time_s: float) -> None:
-    """Have this process stopped for a while."""
+    """Stop this process for `time_s` seconds."""
     script = f"sleep {time_s}; kill -CONT {os.getpid()}"
     with subprocess.Popen(["sh", "-c", script]):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _held() -> list[int]:
-    """Count what a process can leave behind."""
+    """Return the number of descriptors, threads and children of this process."""
     gc.collect()
     children = 0
     with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:

@@ -1,6 +1,6 @@
-"""One rank of a job that forks: a child that unwinds, calls, or lives on when its parent is killed.
+"""Run one rank of a job that forks a child that unwinds, calls, or outlives its killed parent.
 
-Argument: ``unwinds``, ``calls`` or ``outlives``; rank 1 forks. Prints what it saw as JSON.
+Argument: ``unwinds``, ``calls`` or ``outlives``; rank 1 forks. Prints its findings as JSON.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def live(kind: str) -> dict[str, Any]:
 
 
 def be_a_child(kind: str, comm: r2ccl.Communicator) -> None:
-    # A mapping would keep the device open for as long as this child lives.
+    # A mapping would keep the device open while this child lives.
     assert "/dev/infiniband/" not in Path("/proc/self/maps").read_text()
     if kind == "outlives":
         time.sleep(3.0)
@@ -60,7 +60,7 @@ def be_a_child(kind: str, comm: r2ccl.Communicator) -> None:
         except r2ccl.CommunicatorRevoked as exc:
             os._exit(0 if "forked" in str(exc) else 3)
         os._exit(4)
-    # As a program that unwinds all its frames, and lets go of everything.
+    # Like a program that unwinds all its frames, and releases everything.
     comm.close()
     comm.abort()
     try:

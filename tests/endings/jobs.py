@@ -14,7 +14,7 @@ TIMEOUT_S = 60.0
 
 
 class Output(NamedTuple):
-    """Exit status of a rank, and what it wrote."""
+    """Exit status and output of a rank."""
 
     returncode: int
     out: str
@@ -39,6 +39,6 @@ def run(script: Path, argument: str, *, nranks: int) -> list[Output]:
 
 
 def ended_s(out: str) -> float:
-    """Return when a rank said that it ends, 0: never."""
+    """Return the time at which a rank printed that it ends; 0 if it did not."""
     said = [float(line[5:]) for line in out.splitlines() if line.startswith("ends ")]
     return max(said, default=0.0)

@@ -1,4 +1,4 @@
-"""Forks: what a child does or does not do never reaches its parent's communicator."""
+"""Forks: actions of a child never affect its parent's communicator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endings and misuse that need no more than threads and processes of one machine."""
+"""Endings and misuse that need only threads and processes of one machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 60.0
 
 
 def two_threads() -> list[str]:
-    """Calls of two threads of every rank at once: each is right, or refused."""
+    """Call from two threads of every rank; return errors other than a refused call."""
     said: list[str] = []
     sent = {number * 100 + step for number in (1, 2) for step in range(50)}
     with r2ccl.init() as comm:
@@ -42,7 +42,7 @@ def two_threads() -> list[str]:
                 except r2ccl.R2cclError as exc:
                     said.append(type(exc).__name__)
                     return
-                # Of the other rank, the other thread may be the one that was not refused.
+                # At the other rank, the thread with the other number may have been accepted.
                 of_other = x[0] - (number * 100 + step)
                 if of_other not in sent or (x != x[0]).any():
                     said.append("wrong")
@@ -80,7 +80,7 @@ def test_ranks_that_disagree_on_the_schedule_are_told() -> None:
 
 
 def lets_go() -> list[bool]:
-    """Whether arrays of a call that failed are let go of."""
+    """Return whether each rank releases the arrays of a failed call."""
     import gc
     import weakref
 
@@ -106,9 +106,9 @@ def test_after_an_error_the_callers_arrays_are_let_go() -> None:
 
 
 def returns_early() -> bool:
-    """Whether what sockets did not take of eager calls leaves while their caller does other work.
+    """Return whether unsent eager data leaves while its sender runs other work.
 
-    Rank 1 reads nothing at first, so that rank 0's sockets fill up; then rank 0 calls nothing.
+    Rank 1 reads nothing at first, so that rank 0's sockets fill up; then rank 0 makes no calls.
     """
     os.environ["R2CC_EAGER_SLOTS"] = "256"
     with r2ccl.init() as comm:
@@ -120,7 +120,7 @@ def returns_early() -> bool:
         for _ in range(200):
             comm.broadcast(x, root=0)
         was_full = transport.has_unsent()
-        # The regular look after the rails would send a little each time.
+        # The periodic check of the rails would send a little each time.
         comm._engine._background = lambda now: None  # type: ignore[method-assign]
         until_s = time.monotonic() + TIMEOUT_S / 2
         while transport.has_unsent() and time.monotonic() < until_s:

@@ -1,4 +1,4 @@
-"""Every way to end at every moment: quickly, everywhere, for the true reason, leaving nothing."""
+"""Every ending at every moment: all ranks end quickly, for the right reason, and leave nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.slow import slow_but
 
 SCRIPT = Path(__file__).with_name("ending_rank.py")
 
-#: `close` waits for asynchronous calls, and idle for the other ranks.
+#: `close` waits for asynchronous calls, and when idle for the other ranks.
 CELLS = [
     *((ending, moment) for moment in ("idle", "async") for ending in (*METHODS, *SIGNALS)),
     *((each, moment) for moment in ("call", "repair") for each in (*METHODS, *CLOSES, *SIGNALS)),
@@ -20,7 +20,7 @@ CELLS = [
     *((ending, "flow") for ending in ("abort_thread", "interrupt", "twice", "kill")),
     ("memory", "call"),
 ]  # fmt: skip
-#: Each way to end, and each moment, once.
+#: Every ending and every moment at least once.
 QUICK = [
     ("abort_handler", "idle"),
     ("revoke_thread", "async"),

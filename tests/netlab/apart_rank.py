@@ -1,8 +1,8 @@
-"""One rank of a job that loses rails until some ranks have none in common; see `test_netlab_apart`.
+"""Run one rank of a job that loses rails until some ranks have no common rail.
 
-Runs rounds of every collective, small and large, each result checked. Argument 1 is the number of
-rounds before it waits for a line on the standard input, argument 2 of those after. Writes lines of
-JSON: ``{"ready": ...}`` before it waits, and a report at the end.
+For `test_netlab_apart`. Runs rounds of every collective, small and large, and checks each result.
+Argument 1 is the number of rounds before the rank waits for a line on standard input, argument 2
+the number after. Prints lines of JSON: ``{"ready": ...}`` before it waits, and a report at the end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
             if number == before:
                 print(json.dumps({"ready": comm.rank}), flush=True)
                 sys.stdin.readline()
-                # One more call is planned as before the loss: see docs/agreement.md.
+                # One more call uses the plan from before the loss: see docs/agreement.md.
                 comm.allreduce(np.ones(COUNTS[-1], np.float32))
             for collective in COLLECTIVES:
                 for count in COUNTS:
@@ -44,7 +44,7 @@ def main() -> None:
         shares = [
             health.share(rank, rail) for rank in range(comm.nranks) for rail in range(health.nrails)
         ]
-        # From the evidence to the first byte of a slice that had to be sent again.
+        # From the evidence to the first byte of a replayed slice.
         repairs_ms = [
             round((repair.first_byte_s - repair.failed_s) * 1e3, 1)
             for repair in comm.repairs()
@@ -64,7 +64,7 @@ def main() -> None:
 def run(
     comm: r2ccl.Communicator, collective: str, count: int, root: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Run a collective on small integers; return what came out, and what should."""
+    """Run a collective on small integers; return its result and the expected one."""
     count -= count % comm.nranks
     n, rank = comm.nranks, comm.rank
     total = programs.expected(n, count, "float32", r2ccl.SUM)

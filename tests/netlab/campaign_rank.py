@@ -1,8 +1,8 @@
-"""One rank of a campaign: allreduces that must be exact while faults strike, one a run.
+"""Run one rank of a campaign: allreduces that must be exact, each with one fault.
 
-Op 2k of the job is the allreduce of run k (a planned fault strikes inside it), op 2k + 1 a
-barrier. Between runs the rank waits, without communicating, until every path it lost is back.
-Writes a JSON object as its last line.
+Op 2k of the job is the allreduce of run k (a planned fault occurs inside it), op 2k + 1 a barrier.
+Between runs the rank waits, without communicating, until every path it lost is up again. Prints a
+JSON object as its last line.
 """
 
 from __future__ import annotations

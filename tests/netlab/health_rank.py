@@ -1,6 +1,6 @@
-"""One rank of a job that runs short allreduces until all know of a rail that is gone.
+"""Run one rank of a job that runs short allreduces until all ranks know of a lost rail.
 
-Writes a JSON object as its last line.
+Prints a JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
             nops += 1
             knows[0] = 0 in comm.known_health().health.shares
             comm.allreduce(knows, op=r2ccl.ReduceOp.MIN)
-            time.sleep(busy_s)  # the user's own code
+            time.sleep(busy_s)  # stands for the user's own work
         known = comm.known_health()
         comm.barrier()
     print(

@@ -1,7 +1,7 @@
-"""One rank of a job that says what the planner would run, before and after the rails changed.
+"""Run one rank of a job that reports the planner's choice before and after rails change.
 
-Writes a JSON list as its last line: at each of `WHEN`, the schedule of a large allreduce, what its
-busiest port carries, what was predicted and what it took.
+Prints a JSON list as its last line: at each of `WHEN`, the schedule of a large allreduce, the load
+of its busiest port, and its predicted and measured time.
 """
 
 from __future__ import annotations

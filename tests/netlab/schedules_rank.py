@@ -1,9 +1,9 @@
-"""One rank of a job of many collectives while NICs go and come back; see `test_netlab_schedules`.
+"""Run one rank of a job of many collectives while NICs fail and recover.
 
-The operations are argument 1, a JSON list of [collective, dtype, op, root]; operation k of the job
-is the k-th of them. In place of a collective there may be a name of `SCHEDULES`. Data are small
-integers, whose results are exact in every element type and order; but a float32 allreduce has data
-whose sum rounds, so that its bits tell the order. Writes a JSON object as its last line.
+For `test_netlab_schedules`. Argument 1 is a JSON list of operations, each [collective, dtype, op,
+root], run in order. A name of `SCHEDULES` may replace the collective. Data are small integers,
+whose results are exact in every element type and order. Only the float32 allreduce sums data that
+must be rounded, so that its bits depend on the order. Prints a JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from support import programs
 import r2ccl
 from r2ccl.testing.simulation import SCHEDULES
 
-#: Elements of a whole buffer, all ranks' parts together.
+#: Elements of a whole buffer: the parts of all ranks.
 COUNT = 32_000
-#: Between two operations: time in which NICs are found to be gone or back, and plans are agreed.
+#: Seconds between two operations, in which ranks detect changes of NICs and agree on plans.
 PAUSE_S = 0.05
-#: Of a schedule that is run by its name.
+#: Channels of a schedule that is run by its name.
 CHANNELS = 4
 
 
@@ -41,7 +41,7 @@ def main() -> None:
                 wrong.append(f"operation {number}: {collective} {dtype} {name}")
             digests.append(hashlib.sha256(found.tobytes()).hexdigest())
             versions.append(comm.known_health().health.version)
-            time.sleep(PAUSE_S)  # the user's own code
+            time.sleep(PAUSE_S)  # stands for the user's own work
         comm.barrier()
         nrepairs = len(comm.repairs())
     report = {"wrong": wrong, "digests": digests, "versions": versions, "nrepairs": nrepairs}
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def rounded(comm: r2ccl.Communicator) -> tuple[np.ndarray, bool]:
-    """Sum data whose sum is rounded; return it, and whether every element is as close as it is."""
+    """Sum data that must be rounded; return the sum, and whether its error is within bounds."""
     every = [
         np.random.default_rng(rank).standard_normal(COUNT).astype(np.float32)
         for rank in range(comm.nranks)
@@ -63,7 +63,7 @@ def rounded(comm: r2ccl.Communicator) -> tuple[np.ndarray, bool]:
 def call(
     comm: r2ccl.Communicator, collective: str, dtype: str, op: r2ccl.ReduceOp, root: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Run an operation; return what this rank got of what it was promised, and what it must be."""
+    """Run an operation; return the part of the result this rank gets, and the expected part."""
     part = slice(comm.rank * COUNT // comm.nranks, (comm.rank + 1) * COUNT // comm.nranks)
     x = programs.data_of(comm.rank, COUNT, dtype)
     total = programs.expected(comm.nranks, COUNT, dtype, op)

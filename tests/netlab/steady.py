@@ -1,8 +1,8 @@
-"""Jobs of `steady_rank.py`: started in a lab, and what is read from what their ranks say.
+"""Jobs of `steady_rank.py`: start in a lab, and evaluation of the reports of their ranks.
 
-Throughput is that of operations, not of the time between them. The time of one is the median over
-the ranks of how long their calls took. What it is of the line is counted as if nothing but the
-shaped rate carried it: bytes that a shaper's bucket had saved up before are taken off.
+Throughput is that of operations, without the time between them. The time of an operation is the
+median over the ranks of the duration of their calls. Its share of the line rate excludes the bytes
+that shapers' buckets let pass unshaped.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ NODES = RAILS = 4
 RATE_MBPS = 200
 BURST_NBYTES = 256 << 10
 NBYTES = 16 << 20
-#: Slices a rank posts in one operation of `NBYTES`, at least.
+#: Smallest number of slices that a rank posts in one operation of `NBYTES`.
 STEPS = 70
-#: The first operations meet cold windows and fresh pages; those after give the healthy figure.
+#: The first operations meet cold TCP windows and unmapped pages; the next give the healthy figure.
 WARMUP, HEALTHY = 3, 10
-#: The first operation that may meet a fault.
+#: First operation that may meet a fault.
 FIRST_OP = WARMUP + HEALTHY
-#: Operations over whose median throughput must hold before it counts as reached.
+#: Operations whose median throughput must be high enough before it counts as reached.
 WINDOW = 5
 
 _INIT_S = 60.0
 
 
 class Said(msgspec.Struct, frozen=True):
-    """What one rank says of one operation; ``shares`` is the health it knew afterwards."""
+    """One rank's report of one operation; ``shares`` is the health it knew afterwards."""
 
     begun_s: float
     ended_s: float
@@ -47,7 +47,7 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What one rank says of the job: the last line of `steady_rank.py`."""
+    """One rank's report of the job: the last line of `steady_rank.py`."""
 
     operations: list[Said]
     arrivals: dict[int, list[float]]
@@ -58,8 +58,8 @@ class Report(msgspec.Struct, frozen=True):
 class Operation(NamedTuple):
     """One allreduce of the job.
 
-    ``begun_s`` is when the last rank called it, ``took_s`` the median over the ranks; ``shares``
-    are the least any rank knew of each NIC after it, node by node.
+    ``begun_s`` is when the last rank called it, ``took_s`` the median duration over the ranks;
+    ``shares`` are the least share of each NIC that any rank knew afterwards, node by node.
     """
 
     begun_s: float
@@ -99,7 +99,7 @@ def run_steady(
             str(Path(__file__).with_name("steady_rank.py")),
             msgspec.json.encode(task).decode(),
         ],
-        # Rings alone: all operations take alike, and have the slices that faults strike at.
+        # Rings only: all operations take equally long, and have the slices at which faults occur.
         env={"PYTHONPATH": str(ROOT), "R2CC_MODE": "balance", **(env or {})},
         plan=plan,
         timeout_s=_INIT_S + timeout_s,
@@ -114,13 +114,13 @@ def run_steady(
 
 
 def firing(plan: FaultPlan, action: Action) -> Firing:
-    """Return when the plan's fault of this kind was applied."""
+    """Return the firing of the plan's only fault with this action."""
     (found,) = [each for each in plan.fired if each.fault.action is action]
     return found
 
 
 def operations(reports: Sequence[Report]) -> list[Operation]:
-    """Put together what all ranks say of each operation."""
+    """Combine the reports of all ranks into one record per operation."""
     return [
         Operation(
             max(each.begun_s for each in said),
@@ -132,21 +132,21 @@ def operations(reports: Sequence[Report]) -> list[Operation]:
 
 
 def of_rails(shares: Sequence[int]) -> list[int]:
-    """Leave out what lies behind the rails of each node: its last resort."""
+    """Return the shares of the rails, without those of each node's last resort."""
     width = len(shares) // NODES
     return [share for at, share in enumerate(shares) if at % width < RAILS]
 
 
 def healthy_s(found: Sequence[Operation]) -> float:
-    """Median time of the operations before the first fault."""
+    """Return the median time of the operations before the first fault."""
     return statistics.median(each.took_s for each in found[WARMUP:FIRST_OP])
 
 
 def reached_s(found: Sequence[Operation], least_s: float, since_s: float) -> float:
-    """Seconds from `since_s` until operations take at most `least_s`, infinite if they never do.
+    """Return seconds from `since_s` until operations take at most `least_s`; infinite if never.
 
-    That is when the first one begins that does and with which begin `WINDOW` whose median does,
-    all of them begun after `since_s`.
+    The time is the begin of the first operation that is fast enough and starts a window of `WINDOW`
+    operations whose median is fast enough. Only operations begun after `since_s` count.
     """
     after = [each for each in found if each.begun_s >= since_s]
     for first in range(len(after) - WINDOW + 1):
@@ -157,18 +157,18 @@ def reached_s(found: Sequence[Operation], least_s: float, since_s: float) -> flo
 
 
 def mbps(took_s: float) -> float:
-    """Mbit/s each rank sends at the shaped rate in an operation that takes so long."""
+    """Return the Mbit/s that each rank sends at the shaped rate in an operation of `took_s`."""
     shaped_nbytes = 2 * (NODES - 1) / NODES * NBYTES - RAILS * BURST_NBYTES
     return 8e-6 * shaped_nbytes / took_s
 
 
 def of_line(took_s: float) -> float:
-    """Part of the line rate of all NICs of a node."""
+    """Return the throughput as a share of the line rate of all NICs of a node."""
     return mbps(took_s) / (RAILS * RATE_MBPS)
 
 
 def settings() -> str:
-    """Spell what the figures depend on, as it is in force in the ranks."""
+    """Format the settings in force in the ranks, on which the figures depend."""
     config = Config.from_env(os.environ)
     return (
         f"{NODES} nodes, {RAILS} rails of {RATE_MBPS} Mbit/s, operations of {NBYTES >> 20} MiB; "
@@ -179,14 +179,14 @@ def settings() -> str:
 
 
 def row(figures: tuple[float, ...]) -> str:
-    """Spell the figures of one run, a named tuple, and how busy the machine is."""
+    """Format the figures of one run, a named tuple, and the load of the machine."""
     names = figures._fields  # type: ignore[attr-defined]
     said = [f"{name} {value:.3g}" for name, value in zip(names, figures, strict=True)]
     return ", ".join([*said, f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors"])
 
 
 def spread(values: Sequence[float], digits: int = 0, scale: float = 1e3) -> str:
-    """Spell minimum, median and maximum, in milliseconds unless scaled otherwise."""
+    """Format minimum, median and maximum, in milliseconds unless `scale` is given."""
     marks = (min(values), statistics.median(values), max(values))
     return " / ".join(f"{scale * each:.{digits}f}" for each in marks)
 

@@ -1,9 +1,9 @@
-"""One rank of a job that runs allreduces without a pause, while faults of one NIC come and go.
+"""Run one rank of a job of continuous allreduces while faults of one NIC come and go.
 
-Every element of every operation is checked; a wrong one ends the job. Writes a JSON object as its
-last line: when each operation began and ended here, when payload came in on the rail that is
-watched, and when the watched NIC lost its carrier. What the job is to do stands in its first
-argument, the fields of `Task`.
+Every element of every operation is checked; a wrong one ends the job. Prints a JSON object as its
+last line: begin and end of each operation on this rank, the times at which payload arrived on the
+watched rail, and the times at which the watched NIC lost its carrier. The first argument has the
+fields of `Task`.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ import r2ccl
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
-#: First element of rank 0's input in the last operation; the others see it in the result.
+#: First element of rank 0's input in the last operation; the other ranks see it in the result.
 _STOP = 1 << 20
-#: How often the counters of the rail are read.
+#: Seconds between readings of the rail's counters.
 _LOOK_S = 0.01
-#: How much longer than asked for the job waits for the rail.
+#: Seconds beyond the requested time that the job waits for the rail.
 _PATIENCE_S = 30.0
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job does.
+    """Parameters of a job.
 
     Attributes
     ----------
     nbytes : int
-        Of each allreduce.
+        Bytes of each allreduce.
     node, rail : int
-        The NIC that is watched.
+        The watched NIC.
     from_op : int
-        The operation from whose begin on time is counted, from 0.
+        Operation (from 0) whose begin starts the clock.
     lasting_s : float
-        Time the job goes on from there.
+        Seconds that the job continues from then.
     whole_s : float
-        Time it goes on with every path in use before it ends.
+        Seconds that the job continues with every path in use before it ends.
     """
 
     nbytes: int
@@ -59,16 +59,16 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Watch:
-    """Notes what happens on one rail; a context manager with a thread of its own.
+    """Thread that records events of one rail, as a context manager.
 
-    Payload counts when a whole slice is there. All that is noted is late by that and by `_LOOK_S`.
+    Payload counts when a whole slice has arrived. Times are late by that and by `_LOOK_S`.
 
     Attributes
     ----------
     arrivals : dict of int to list of float
-        Peer to the times at which more payload had come than before.
+        Times at which the received payload had grown, by peer.
     losses : list of float
-        When this node's NIC lost its carrier.
+        Times at which this node's NIC lost its carrier.
     """
 
     def __init__(self, comm: r2ccl.Communicator, rail: int, peers: list[int]) -> None:
@@ -112,7 +112,7 @@ class Watch:
 
 
 class End:
-    """When rank 0 is to end the job."""
+    """Condition for rank 0 to end the job."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -120,7 +120,7 @@ class End:
         self._whole_since_s: float | None = None
 
     def is_due(self, op: int, is_whole: bool) -> bool:
-        """Say whether operation `op` is the last; `is_whole`: so was the one before, everywhere."""
+        """Return whether `op` is the last operation; `is_whole`: all rails were up before it."""
         now = time.monotonic()
         if op < self._task.from_op:
             return False
@@ -138,10 +138,10 @@ class End:
 
 
 def make_arrays(comm: r2ccl.Communicator, nbytes: int) -> list[tuple[Array, Array]]:
-    """Make two inputs with their exact sums, which differ from each other in every element.
+    """Return two inputs with their exact sums, which differ from each other in every element.
 
-    Taken in turns, so that a slice that was lost shows as what the operation before left there;
-    one in the wrong place shows because neighbours differ. The first two elements say other things.
+    The inputs alternate, so that a lost slice shows as the previous operation's result. A misplaced
+    slice shows because neighbouring elements differ. The first two elements carry control values.
     """
     ramp = np.arange(nbytes // 4, dtype=np.float32) % 1021
     n = comm.nranks
@@ -151,7 +151,7 @@ def make_arrays(comm: r2ccl.Communicator, nbytes: int) -> list[tuple[Array, Arra
 
 
 def work(comm: r2ccl.Communicator, task: Task) -> list[Mapping[str, Any]]:
-    """Run operations until the end; returns what is to be said of each."""
+    """Run operations until the end; return the record of each."""
     arrays = make_arrays(comm, task.nbytes)
     out = np.empty_like(arrays[0][0])
     end = End(task)
@@ -178,7 +178,7 @@ def work(comm: r2ccl.Communicator, task: Task) -> list[Mapping[str, Any]]:
 
 
 def main() -> None:
-    # What it warns of is what is measured here.
+    # Its warnings are expected here.
     logging.getLogger("r2ccl").setLevel(logging.ERROR)
     task = msgspec.json.decode(sys.argv[1], type=Task)
     with r2ccl.init() as comm:

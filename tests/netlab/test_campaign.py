@@ -1,7 +1,7 @@
-"""Every fault on real sockets, again and again: each result exact, nothing hangs.
+"""Campaign of every fault on real sockets: each result is exact, nothing hangs.
 
-R2CC_CAMPAIGN_RUNS sets the runs of each fault (default 2; `make campaign` 50). What was measured
-is printed; only exactness, and that every planned fault struck, is asserted.
+R2CC_CAMPAIGN_RUNS sets the runs of each fault (default 2; `make campaign` 50). Measurements are
+printed; the tests assert only exact results, and that every planned fault occurred.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NBYTES = 16 << 20
 #: Slices a rank posts in one run: 12 channels, 6 sends each, of 2 slices.
 STEPS = 140
 
-#: What a fault of each kind needs beside its place and moment.
+#: Fields of each kind of fault, besides its place and moment.
 KINDS: dict[Action, dict[str, Any]] = {
     Action.NIC_DOWN: {"duration_s": 0.4},
     Action.SWITCH_PORT_DOWN: {"duration_s": 0.4},
@@ -42,7 +42,7 @@ KINDS: dict[Action, dict[str, Any]] = {
 
 
 def fault(kind: Action, run: int, rng: random.Random) -> Fault:
-    """Fault of one run: a random NIC at a random slice of the run's allreduce."""
+    """Return the fault of one run: a random NIC at a random slice of the run's allreduce."""
     node, rail = rng.randrange(NODES), rng.randrange(RAILS)
     where: dict[str, Any] = {"node": node, "rail": rail}
     if kind is Action.STOP:
@@ -58,13 +58,13 @@ def fault(kind: Action, run: int, rng: random.Random) -> Fault:
 def run_ranks(
     lab: Lab, program: str, *args: str, plan: FaultPlan, env: dict[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Run a program of this folder on every node; returns the last line of each rank that ended."""
+    """Run a program of this folder on every node; return the last line of each rank that ended."""
     script = Path(__file__).with_name(program)
     lines: list[str] = []
     results = lab.run(
         [sys.executable, str(script), *args],
-        # The same NICs fail again and again: what is measured is the repair, not the patience.
-        # Rings alone: faults strike at slices that every operation must have.
+        # Without quarantine, so that NICs can fail again and again. Rings only: faults occur at
+        # slices that every operation must have.
         env={
             "PYTHONPATH": str(ROOT),
             "R2CC_MODE": "balance",
@@ -132,7 +132,7 @@ def test_a_pair_without_any_rail_gives_up_on_both_sides() -> None:
 
 
 def print_repair_times(kind: Action, plan: FaultPlan, reports: list[dict[str, Any]]) -> None:
-    """Milliseconds from each cut to the first replayed byte at a receiver, and what was moved."""
+    """Print the time from each cut to the first replayed byte, and the bytes replayed."""
     firsts = []
     for firing in plan.fired:
         arrivals = [
@@ -153,7 +153,7 @@ def print_repair_times(kind: Action, plan: FaultPlan, reports: list[dict[str, An
 
 
 def spread(seconds: list[float]) -> str:
-    """Minimum, median and maximum in milliseconds."""
+    """Format minimum, median and maximum in milliseconds."""
     if not seconds:
         return "none"
     low, middle, high = min(seconds), statistics.median(seconds), max(seconds)

@@ -1,6 +1,6 @@
-"""Losses that leave pairs of nodes without a common rail: while idle, and in mid-call.
+"""Losses that leave pairs of nodes without a common rail: while idle, and during a call.
 
-R2CC_CAMPAIGN_RUNS sets how many are drawn for each fabric (default 2).
+R2CC_CAMPAIGN_RUNS sets the number of draws per fabric (default 2).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ SCRIPT = str(Path(__file__).with_name("apart_rank.py"))
 ENV = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
 NODES, RAILS = 4, 3
 TIMEOUT_S = 60.0
-#: In which all ranks hear of the losses.
+#: Seconds in which all ranks learn of the losses.
 IDLE_S = 1.0
 
 Losses = list[tuple[int, int]]
 
 
 def draw(rng: random.Random, *, is_ring_left: bool = False) -> Losses:
-    """Draw losses at two or three nodes: some pair is apart, all are joined by others.
+    """Draw losses at two or three nodes: some pair has no common rail, but all are connected.
 
-    With `is_ring_left`, neighbours in the ring of all nodes are not apart.
+    With `is_ring_left`, neighbours in the ring of all nodes do have a common rail.
     """
     while True:
         lost = [
@@ -58,7 +58,7 @@ def draw(rng: random.Random, *, is_ring_left: bool = False) -> Losses:
             return lost
 
 
-#: Nodes 0 and 2 have no rail in common, and are no neighbours in the ring.
+#: Nodes 0 and 2 have no rail in common, and are not neighbours in the ring.
 KNOWN: Losses = [(0, 0), (2, 1), (2, 2)]
 
 
@@ -74,8 +74,8 @@ def read(stream: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("fabric", ["full", "rail"])
 def test_losses_while_idle_leave_every_collective_exact(fabric: str, last_resort: str) -> None:
     rng = random.Random(f"idle {fabric} {last_resort}")
-    # With nothing but the rails, the one call that is still planned as before must not need pairs
-    # that are apart.
+    # With only the rails, the one call that still uses the old plan must not need pairs without a
+    # common rail.
     is_bare = last_resort == "none"
     losses = [KNOWN, *(draw(rng, is_ring_left=is_bare) for _ in range(RUNS))]
     env = {**ENV, "R2CC_LAST_RESORT": last_resort, **({"R2CC_ALGO": "ring"} if is_bare else {})}
@@ -105,7 +105,7 @@ def test_losses_in_mid_call_leave_every_collective_exact(fabric: str, last_resor
     with Lab(nodes=NODES, rails=RAILS, fabric=fabric) as lab:
         for _ in range(RUNS):
             lost = draw(rng)
-            # 11 calls a round; the second one of the pairs is the large one.
+            # 11 calls per round; the second call of each collective is the large one.
             op = 11 + 2 * rng.randrange(5) + 1
             plan = FaultPlan(
                 Fault(action=Action.NIC_DOWN, node=node, rail=rail, rank=node, at_op=op, at_step=0)

@@ -1,4 +1,4 @@
-"""Benches that break things, and the demo, in a lab: short runs of the real thing."""
+"""Benches that break things, and the demo, in a lab: short runs of the real programs."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_bench_says_what_a_fault_costs(tmp_path: Path) -> None:
     rows = {row["fault"]: row for row in saved["results"] if row["measure"] == "fault"}
     assert set(rows) == {"nic_down", "blackhole", "stop"}
     assert 0 < rows["nic_down"]["detection_ms"] < rows["nic_down"]["last_resume_ms"]
-    # Silence is found by its timeout, so not before.
+    # Silence is detected by a timeout, so not earlier.
     assert rows["blackhole"]["detection_ms"] > 1e3 * rows["blackhole"]["suspicion_timeout_s"] / 2
     # A stopped process is not a failed rail: nothing moves.
     assert rows["stop"]["detection_ms"] is None

@@ -1,11 +1,11 @@
-"""Large allreduces after NICs are lost, on real sockets: what each schedule makes of the others.
+"""Large allreduces after NICs are lost, on real sockets: time of each schedule.
 
-A job runs allreduces over all rails, loses NICs between two of them, and goes on. Times, before and
-after, are given as multiples of the ring's with all NICs.
+A job runs allreduces over all rails, loses NICs between two of them, and continues. Times before
+and after are multiples of the ring's time with all NICs.
 
-R2CC_CAMPAIGN_RUNS sets the runs, of 64 MiB; by default it is one of 16 MiB. Figures are printed;
-asserted is that every result is exact, and that a node that lost bandwidth costs packed trees a
-smaller part of their time than it costs the ring.
+R2CC_CAMPAIGN_RUNS sets the number of runs, of 64 MiB; the default is one run of 16 MiB. Figures are
+printed. The tests assert that every result is exact, and that a node that lost bandwidth slows
+packed trees down less, relative to their time, than the ring.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ pytestmark = [
 
 RUNS = int(os.environ.get("R2CC_CAMPAIGN_RUNS", "1"))
 NBYTES = 64 << 20 if RUNS > 1 else 16 << 20
-#: Operations with the NICs lost; the last ones are the figure.
+#: Operations with the NICs lost, and how many of the last ones are measured.
 NOPS, SETTLED = 10, 6
-#: NICs lost, by node and rail.
+#: Lost NICs, as (node, rail).
 LOST = {
     "one NIC": [(2, 1)],
     "one NIC here, two there": [(0, 3), (2, 0), (2, 2)],
@@ -40,7 +40,7 @@ LOST = {
 
 
 def times(lost: Sequence[tuple[int, int]], algo: str) -> tuple[float, float]:
-    """Run one job; return the seconds of an operation with all NICs, and without those."""
+    """Run one job; return the seconds per operation with all NICs, and without those in `lost`."""
     plan = FaultPlan(
         [
             Fault(action=Action.NIC_DOWN, node=node, rail=rail, at_op=steady.FIRST_OP)
@@ -62,7 +62,10 @@ def times(lost: Sequence[tuple[int, int]], algo: str) -> tuple[float, float]:
 
 
 def bound(lost: Sequence[tuple[int, int]]) -> Fraction:
-    """Return the least any schedule can do, as such a multiple; also for nodes as single ports."""
+    """Return the lower bound of any schedule, as a multiple of that with all NICs.
+
+    The bound also holds for nodes as single ports.
+    """
     left = [steady.RAILS - sum(node == each for node, _ in lost) for each in range(steady.NODES)]
     return lower_bound(left) / lower_bound([steady.RAILS] * steady.NODES)
 

@@ -1,8 +1,8 @@
-"""A rail that is back, and one that never stays: when it carries again, on real sockets.
+"""Return of a rail that recovers, and of one that flaps, on real sockets.
 
-R2CC_CAMPAIGN_RUNS sets the runs (default 1), each a job of its own. Times are printed, counted from
-just before the restore is asked of the kernel; asserted is that every result is exact, that the
-fault struck, and that the traffic comes back.
+R2CC_CAMPAIGN_RUNS sets the number of runs (default 1), each a separate job. Times are printed; they
+start just before the kernel is asked for the restore. The tests assert that every result is exact,
+that the fault occurred, and that the traffic returns.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ RUNS = int(os.environ.get("R2CC_CAMPAIGN_RUNS", "1"))
 #: Operations while the port is down; each takes a third of a second then.
 DOWN_OPS = 5
 RESTORE_OP = steady.FIRST_OP + DOWN_OPS
-#: What throughput has to come back to, and within what it should.
+#: Share of the healthy throughput to reach, and the seconds in which it should be reached.
 ENOUGH, SHOULD_S = 0.97, 2.0
 AFTER_S = 4.0
 
-#: A campaign flaps for a minute, three times.
+#: Seconds and number of flaps; a campaign flaps for a minute, three times.
 IS_CAMPAIGN = RUNS >= 50
 FLAP_S, FLAP_RUNS = (60.0, 3) if IS_CAMPAIGN else (6.0, 1)
 FLAP_MEAN_S = 0.4
@@ -43,13 +43,13 @@ TOGETHER_S = 0.05
 
 
 class Return(NamedTuple):
-    """How a restored rail came back: seconds from the restore, and throughput.
+    """Return of a restored rail: seconds since the restore, and throughput.
 
-    ``up_s`` is when the last path of the NIC was in use at both its ends; ``first_s`` and
-    ``everywhere_s`` when the first and the last end that had received payload on it had received a
-    slice again; ``throughput_s`` as `steady.reached_s`. ``share`` is the throughput from `SHOULD_S`
-    on, of the healthy one, and ``of_line`` what that is of the line. ``least_share`` is the least
-    any NIC was said to carry meanwhile, in sixteenths.
+    ``up_s`` is when the last path of the NIC was in use at both ends. ``first_s`` and
+    ``everywhere_s`` are when the first and the last end that had received payload on the rail
+    received a slice again. ``throughput_s`` is `steady.reached_s`. ``share`` is the throughput from
+    `SHOULD_S` on relative to the healthy one, and ``of_line`` relative to the line rate.
+    ``least_share`` is the least share, in sixteenths, that any rank knew of any NIC meanwhile.
     """
 
     up_s: float
@@ -62,7 +62,7 @@ class Return(NamedTuple):
 
 
 def look_at_return(plan: FaultPlan, reports: Sequence[steady.Report]) -> Return:
-    """Read the times of one run."""
+    """Return the times of one run."""
     cut_s = steady.firing(plan, Action.SWITCH_PORT_DOWN).time_s
     restored_s = steady.firing(plan, Action.RESTORE).time_s
     repairs = [repair for report in reports for repair in report.repairs]
@@ -126,10 +126,10 @@ def test_a_restored_rail_carries_again() -> None:
 
 
 class Thirds(NamedTuple):
-    """One flap, as the node of the NIC has it, by thirds of its time.
+    """Events of one flap at the NIC's node, by thirds of its time.
 
-    ``losses`` of the carrier; ``migrations``, how many of them found the rail in use, so that work
-    moved; ``paths``, how many paths were taken out of use by those.
+    ``losses`` are losses of the carrier; ``migrations`` those that found the rail in use, so that
+    work moved; ``paths`` the paths that were taken out of use.
     """
 
     losses: list[int]
@@ -138,12 +138,12 @@ class Thirds(NamedTuple):
 
 
 def look_at_flap(plan: FaultPlan, reports: Sequence[steady.Report]) -> Thirds:
-    """Count what happened in each third."""
+    """Count the events in each third."""
     fault, begun_s = plan.faults[0], plan.fired[0].time_s
     assert fault.node is not None
     own = reports[fault.node]
     failed = sorted(repair.failed_s for repair in own.repairs)
-    # The paths that are in use when the carrier goes are taken out of use together.
+    # All paths in use are taken out of use together when the carrier is lost.
     migrations = failed[:1] + [
         after for before, after in itertools.pairwise(failed) if after - before > TOGETHER_S
     ]

@@ -1,4 +1,4 @@
-"""What each fault does to plain sockets and to the netlink of whoever it happens to."""
+"""Effect of each fault on plain sockets, and on the netlink events of the nodes concerned."""
 
 import errno
 import itertools
@@ -48,7 +48,7 @@ def bound(lab: Lab, end: End, kind: socket.SocketKind) -> socket.socket:
 
 
 def reaches(lab: Lab, source: End, target: End, timeout_s: float = ARRIVES_S) -> bool:
-    """Whether a datagram arrives, and from the very address it was sent from."""
+    """Return whether a datagram arrives, with the address it was sent from."""
     with (
         bound(lab, source, socket.SOCK_DGRAM) as sender,
         bound(lab, target, socket.SOCK_DGRAM) as receiver,
@@ -78,7 +78,7 @@ def connected(lab: Lab, source: End, target: End) -> tuple[socket.socket, socket
 
 
 def is_silent(*sockets: socket.socket) -> bool:
-    """Whether none of them has data, an end or an error to report."""
+    """Return whether no socket has data, an end or an error to report."""
     return select.select(sockets, [], sockets, SILENCE_S) == ([], [], [])
 
 

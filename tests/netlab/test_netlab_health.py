@@ -1,6 +1,6 @@
-"""From the loss of a carrier to all ranks holding the new health, on real sockets.
+"""Time from the loss of a carrier until all ranks hold the new health, on real sockets.
 
-R2CC_CAMPAIGN_RUNS sets the runs (default 2), each a job of its own; times are printed.
+R2CC_CAMPAIGN_RUNS sets the number of runs (default 2), each a separate job; times are printed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_all_ranks_hear_of_a_carrier_that_is_gone(nbytes: int, busy_s: float) ->
             assert all(each.returncode == 0 for each in results), "\n".join(lines)
             plan.assert_all_fired()
             reports = [json.loads(each.output.strip().splitlines()[-1]) for each in results]
-            # Beside the dead rail one may have been slow for a moment.
+            # Besides the dead rail, another may have been slow for a moment.
             dead = {
                 tuple(at for at, share in enumerate(report["shares"]) if not share)
                 for report in reports

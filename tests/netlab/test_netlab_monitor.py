@@ -1,4 +1,4 @@
-"""LinkMonitor against a real kernel: every way a NIC can go, and notifications lost."""
+"""LinkMonitor on a real kernel: every kind of NIC loss, and lost notifications."""
 
 import select
 from collections.abc import Iterator
@@ -86,7 +86,7 @@ def test_a_monitor_does_not_see_other_namespaces(lab: Lab) -> None:
 
 
 def test_the_overflow_test_does_overflow(lab: Lab) -> None:
-    """The burst above outruns the smallest queue the kernel grants (here: a plain socket)."""
+    """Check that the burst above overflows the smallest queue of a plain socket."""
     script = (
         "import socket, subprocess\n"
         "s = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)\n"

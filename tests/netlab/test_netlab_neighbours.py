@@ -1,4 +1,4 @@
-"""The kernel's word on neighbours, from real tables in namespaces of the test's own."""
+"""`Neighbours` on real kernel tables, in namespaces of the test."""
 
 import socket
 import time
@@ -24,7 +24,7 @@ def ip(namespace: str, *words: str) -> None:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[str, str]]:
-    """Two namespaces joined by a wire, whose far end is also the gateway to 10.8.0.0/16."""
+    """Create two namespaces joined by a wire, whose far end is also the gateway to 10.8.0.0/16."""
     made = NamespaceSet(["near", "far"])
     near, far = made.namespaces["near"], made.namespaces["far"]
     try:
@@ -40,7 +40,7 @@ def pair() -> Iterator[tuple[str, str]]:
 
 
 def ask(namespace: str, *questions: tuple[str, str], patience_s: float = 5.0) -> list[bool]:
-    """Ask each (source, destination) until the answer is yes, or patience ends."""
+    """Query each (source, destination) until the answer is yes, or `patience_s` has passed."""
 
     def calls() -> list[bool]:
         neighbours = Neighbours(socket.if_nametoindex("wire"))

@@ -1,4 +1,4 @@
-"""What the planner makes of a real network: its rates, its choice when NICs go, nodes of ranks."""
+"""Planner on a real network: its rates, its choice after losing NICs, several ranks per node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NBYTES = 8 << 20
 
 
 def run(nodes: int, rails: int, ranks_per_node: int) -> list[list[dict[str, Any]]]:
-    """Run a job whose node 1 loses a NIC; what each rank says."""
+    """Run a job whose node 1 loses a NIC; return the report of each rank."""
     fault = Fault(action=Action.NIC_DOWN, node=1, rail=0, at_op=4)
     with Lab(
         nodes=nodes, rails=rails, rate=f"{RATE_MBPS}mbit", ranks_per_node=ranks_per_node
@@ -52,7 +52,7 @@ def test_the_choice_follows_the_network(
     for before, after in reports:
         assert before["schedule"] == whole
         assert before["load"] == pytest.approx(2 * (nodes - 1) / nodes / rails)
-        # The line's rate, without headers, within what the processors make of it.
+        # The line rate without headers, within the limits of the processors.
         beta = before["load"] * NBYTES / before["predicted_s"]
         assert 0.7 < beta / (RATE_MBPS * 1e6 / 8) < 1.3
         assert after["schedule"] == lost

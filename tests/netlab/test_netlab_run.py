@@ -1,4 +1,4 @@
-"""Programs in a lab: what they find, how they end, which faults strike them; and what is left."""
+"""Programs in a lab: their environment, their ends, the faults applied to them, and the cleanup."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ from r2ccl.testing.netlab.namespaces import run_batch
 
 RUN = Path("/run/netns")
 
-#: Posts 4 operations of 5 slices each as the communicator would, and says when each was reached.
+#: Posts 4 operations of 5 slices each as the communicator would, and prints the time of each.
 TOY_RANK = """
 import os, time
 from r2ccl.testing import reporter_from_env
@@ -47,7 +47,7 @@ def lab() -> Iterator[Lab]:
 
 
 def await_true(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    """Poll for what no descriptor tells: that files have gone."""
+    """Poll for conditions without a descriptor, such as the removal of files."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what} within {timeout_s} s"
@@ -126,7 +126,7 @@ def test_a_background_child_that_talks_does_not_hold_up_the_run(lab: Lab) -> Non
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -164,7 +164,7 @@ def test_faults_strike_at_their_operation_and_step(lab: Lab) -> None:
         for rows in ([line.split() for line in each.output.splitlines()] for each in results)
     ]
     fired = {firing.index: firing for firing in plan.fired}
-    # (trigger rank, operation, step before the fault's, the fault's own)
+    # (index of the fault, trigger rank, step reached before the fault, step of the fault)
     for index, rank, before, own in ((0, 2, (2, 2), (2, 3)), (1, 3, (0, 4), (1, 0))):
         firing = fired[index]
         assert reached[rank][before] < firing.time_s < firing.applied_s < reached[rank][own]

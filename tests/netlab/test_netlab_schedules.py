@@ -1,7 +1,7 @@
-"""Every schedule on real sockets, in many element types, while NICs go and come back.
+"""Every schedule on real sockets, in many element types, while NICs fail and recover.
 
-NICs are lost and mended between two operations and inside of one, so that schedules made for one
-failure meet the next. Every element of every result is compared, and all ranks' bits.
+NICs are lost and restored between and during operations, so that schedules made for one failure
+meet the next. Every element of every result is compared, and all ranks must have the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TESTS = Path(__file__).parents[1]
 NODES = RAILS = 4
 ROUNDS = 3
 
-#: Collective, element type, operation and root of one round of operations.
+#: Collective, element type, operation and root.
 Operation = tuple[str, str, str, int]
 ALLREDUCES: list[Operation] = [
     ("allreduce", dtype, op, 0)
@@ -47,7 +47,7 @@ OTHERS: list[Operation] = [
     ("broadcast", "complex64", "SUM", 1), ("reduce", "float16", "MAX", 2),
     ("allgather", "float64", "SUM", 0), ("reduce_scatter", "complex64", "SUM", 0),
 ]  # fmt: skip
-#: Schedules the planner does not choose here, too.
+#: Schedules that the planner does not choose here.
 BY_NAME: list[Operation] = [
     (name, dtype, op, 0)
     for (dtype, op), name in zip(
@@ -57,8 +57,8 @@ BY_NAME: list[Operation] = [
     )
 ]
 
-#: Any two nodes keep a rail. Whatever the schedule, who triggers a fault sends more slices in that
-#: operation than `at_step` says.
+#: Any two nodes always have a common rail. In every schedule, the rank that triggers a fault sends
+#: more slices in that operation than `at_step`.
 FAULTS = [
     Fault(action=Action.NIC_DOWN, node=1, rail=2, at_op=2, duration_s=1.0),
     Fault(action=Action.SWITCH_PORT_DOWN, node=0, rail=1, at_op=5, at_step=3),
@@ -72,7 +72,7 @@ FAULTS = [
     Fault(action=Action.NIC_DOWN, node=2, rail=2, at_op=25, at_step=3),
     Fault(action=Action.RESTORE, rank=1, at_op=28, at_step=2),
 ]
-#: Slices small enough for an operation to have several of them, and to be large.
+#: Slices small enough that large operations have several.
 SETTINGS = {
     "R2CC_SLICE_NBYTES": str(16 << 10),
     "R2CC_EAGER_NBYTES": str(8 << 10),
@@ -87,7 +87,7 @@ def lab() -> Iterator[Lab]:
 
 
 def run_job(lab: Lab, operations: Sequence[Operation], **settings: str) -> list[dict[str, Any]]:
-    """Run the operations on every node, with all faults; return what each rank says."""
+    """Run the operations on every node, with all faults; return the report of each rank."""
     plan = FaultPlan(FAULTS)
     script = TESTS / "netlab/schedules_rank.py"
     lines: list[str] = []

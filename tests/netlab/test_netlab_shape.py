@@ -1,4 +1,4 @@
-"""The text a lab is built from; needs no namespaces."""
+"""Text from which a lab is built; needs no namespaces."""
 
 import re
 

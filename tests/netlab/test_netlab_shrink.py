@@ -1,7 +1,7 @@
-"""A rank is killed at a given slice, on real sockets between hosts: the others finish the job.
+"""Kill of a rank at a given slice, on real sockets between hosts: the others finish the job.
 
 R2CC_CAMPAIGN_RUNS sets the runs of each victim (default 2; `make campaign` 50). The time is from
-the call of shrink() to its return, so it does not hold the detection.
+the call of shrink() to its return, so it does not include the detection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests/contract/shrink_rank.py"
 NODES, RAILS = 4, 2
 PLAN = {"steps": 8, "count": 1_000_000}
-#: Slices a rank posts in one allreduce, at least.
+#: Smallest number of slices that a rank posts in one allreduce.
 STEPS = 12
 
 
@@ -49,7 +49,7 @@ def test_survivors_of_a_kill_in_mid_call_finish_the_job(is_coordinator: bool) ->
                 env={
                     "PYTHONPATH": str(ROOT),
                     "R2CC_MODE": "balance",
-                },  # faults strike at slices of rings
+                },  # faults occur at slices of rings
                 plan=plan,
                 timeout_s=150,
                 sink=lines.append,

@@ -1,12 +1,12 @@
-"""A rail that lost three quarters of its rate without dying, on real sockets.
+"""Rail that loses three quarters of its rate without failing, on real sockets.
 
-The NIC of one node is shaped to a quarter, in both directions: what the node sends over the rail
-and what it gets. A ring is then bound by that node, which has 3.25 rails of 4 left. The same job is
-measured with the work shared out by measured bandwidth and without (R2CC_BALANCE=0).
+The NIC of one node is shaped to a quarter of its rate, in both directions. This node, which has
+3.25 of 4 rails left, then limits a ring. The same job is measured with work distributed by measured
+bandwidth, and without (R2CC_BALANCE=0).
 
-R2CC_CAMPAIGN_RUNS sets the runs (default 1), each a job of its own. Figures are printed; asserted
-is that every result is exact, that nothing was taken for broken, and that balancing is what makes
-the difference.
+R2CC_CAMPAIGN_RUNS sets the number of runs (default 1), each a separate job. Figures are printed.
+The tests assert that every result is exact, that no rail was declared failed, and that balancing
+makes the difference.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ pytestmark = [
 
 RUNS = int(os.environ.get("R2CC_CAMPAIGN_RUNS", "1"))
 SLOW_SHARE = 0.25
-#: What a ring can have of its healthy throughput while one rail of a node is slow.
+#: Largest share of its healthy throughput that a ring can reach while one rail of a node is slow.
 ALLOWED = (steady.RAILS - 1 + SLOW_SHARE) / steady.RAILS
-#: Operations while the rail is slow, with and without balancing; the second half is the figure.
+#: Operations while the rail is slow, with and without balancing; the second half is measured.
 SLOW_OPS = {"1": 16, "0": 6}
-#: What counts as adapted, of what is allowed, and as back, of the healthy figure.
+#: Throughput that counts as adapted, relative to `ALLOWED`, and as back, relative to healthy.
 ADAPTED, BACK = 0.9, 0.97
-#: Seconds after the rail is back.
+#: Seconds of operations after the rail is back.
 AFTER_S = {"1": 5.0, "0": 2.0}
-#: Balancing brings more than three times the throughput; on a machine that is busy, surely this.
+#: Smallest accepted gain of balancing; it is above three, but less on a busy machine.
 GAIN = 1.5
 
 
 class Figures(NamedTuple):
-    """One job: throughput while the rail is slow and after, of the healthy one.
+    """One job: throughput relative to the healthy one, while the rail is slow and afterwards.
 
-    ``adapted_s`` and ``back_s`` are seconds from the change of rate, as `steady.reached_s`. Of the
-    health: the least share the NIC had and the one it had at the end, the least any NIC of another
-    rail had, and after how many operations something had changed.
+    ``adapted_s`` and ``back_s`` are seconds from the change of rate, as in `steady.reached_s`. The
+    others describe the health: the least share of the NIC and its last one, the least share of any
+    NIC of another rail, and the number of operations after which it had changed.
     """
 
     of_line: float
@@ -64,7 +64,7 @@ class Figures(NamedTuple):
 
 
 def measure(lab: Lab, balance: str, rng: random.Random) -> Figures:
-    """Run one job."""
+    """Run one job, and return its figures."""
     nic = {"node": rng.randrange(steady.NODES), "rail": rng.randrange(steady.RAILS)}
     restore_op = steady.FIRST_OP + SLOW_OPS[balance]
     rate = f"{SLOW_SHARE * steady.RATE_MBPS:.0f}mbit"
@@ -111,7 +111,7 @@ def measure(lab: Lab, balance: str, rng: random.Random) -> Figures:
 
 
 def show(title: str, found: list[Figures]) -> None:
-    """Print the figures of all runs of a kind."""
+    """Print the figures of all runs of one kind."""
     slow = [each.slow for each in found]
     print(
         f"{title}\n"

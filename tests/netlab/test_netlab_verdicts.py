@@ -1,6 +1,6 @@
-"""What ranks find to be broken, on real sockets: each kind of fault named at both ends.
+"""Verdicts on real sockets: each kind of fault is diagnosed at both ends.
 
-R2CC_CAMPAIGN_RUNS sets the runs of each kind (default 2). A run is a job of its own.
+R2CC_CAMPAIGN_RUNS sets the runs of each kind (default 2). Each run is a separate job.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ RUNS = int(os.environ.get("R2CC_CAMPAIGN_RUNS", "2"))
 ROOT = Path(__file__).parents[2]
 NODES, RAILS, NOPS = 4, 2, 3
 NBYTES = 8 << 20
-#: Slices a rank posts in an operation, at least.
+#: Smallest number of slices that a rank posts in an operation.
 STEPS = 10
 
 Report = dict[str, Any]
 
 
 def run_job(lab: Lab, plan: FaultPlan, rail: int) -> list[Report]:
-    """Run the job once; returns what each rank found."""
+    """Run the job once; return the findings of each rank."""
     script = Path(__file__).with_name("verdicts_rank.py")
     lines: list[str] = []
     results = lab.run(
         [sys.executable, str(script), str(NOPS), str(NBYTES), str(rail)],
-        env={"PYTHONPATH": str(ROOT), "R2CC_MODE": "balance"},  # faults strike at slices of rings
+        env={"PYTHONPATH": str(ROOT), "R2CC_MODE": "balance"},  # faults occur at slices of rings
         plan=plan,
         timeout_s=60,
         sink=lines.append,
@@ -50,7 +50,7 @@ def run_job(lab: Lab, plan: FaultPlan, rail: int) -> list[Report]:
 
 
 def neighbours(node: int) -> set[int]:
-    """Ranks this one exchanges data with: those beside it in the ring."""
+    """Return the ranks with which `node` exchanges data: its neighbours in the ring."""
     return {(node - 1) % NODES, (node + 1) % NODES}
 
 
@@ -72,7 +72,8 @@ def test_a_dead_nic_is_local_to_its_node_and_remote_to_its_peers(lab: Lab, kind:
         reports = run_job(lab, FaultPlan([cut]), rail)
         lab.restore()
         print(f"{kind}: node {node}, rail {rail}: {reports[node]['all'][0][2]}")
-        # A blackhole is noticed where there is traffic, a carrier's loss is told to everyone.
+        # A blackhole is noticed only where there is traffic; a lost carrier is reported to all
+        # ranks.
         concerned = neighbours(node) if kind is Action.BLACKHOLE else set(range(NODES)) - {node}
         expected = {str(peer): "local_nic" for peer in concerned}
         assert reports[node]["found"] == expected, reports

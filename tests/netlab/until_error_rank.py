@@ -1,4 +1,4 @@
-"""One rank of a job that goes on until something ends it; says what that was, and when."""
+"""Run one rank of a job until an error ends it; print the error and its time."""
 
 from __future__ import annotations
 

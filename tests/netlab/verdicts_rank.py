@@ -1,6 +1,6 @@
-"""One rank of a job whose rail breaks once: what it found, after the operations named in argv.
+"""Run one rank of a job whose rail breaks once; print its verdicts after the given operations.
 
-Writes a JSON object as its last line.
+Prints a JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 import r2ccl
 
-#: A diagnosis of two rounds takes less; it is looked at again until it is over.
+#: Seconds in which verdicts are polled; a diagnosis of two rounds takes less.
 SETTLE_S = 3.0
 
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def found(comm: r2ccl.Communicator, rail: int) -> dict[str, str]:
-    """Peer to what was found of the path to it, of those that are no mere suspicion."""
+    """Return the verdict on the path to each peer, without mere suspicions."""
     return {
         str(each.path.peer): each.kind.value
         for each in comm.verdicts()

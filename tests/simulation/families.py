@@ -1,7 +1,7 @@
-"""Plans that find each of the mistakes in `mistakes`: found at random, shrunk, then swept.
+"""Families of failure plans that find each mistake in `mistakes`.
 
-A family is swept over time, so that it goes on finding its mistake when the library's timing or
-the simulator's draws change.
+The plans were found at random, shrunk, then swept. A family is swept over time, so that it still
+finds its mistake when the library's timing or the simulator's draws change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[Workload, list[FailurePlan]]] = {
         Workload(4, 2, (CallSpec(60, "recursive_doubling", 1),)),
         [FailurePlan()] * 5,
     ),
-    # Inner ranks of both trees add what two children send.
+    # Inner ranks of both trees add the data of two children.
     "reduced as it comes": (
         Workload(4, 2, (CallSpec(12, "double_binary_tree", 2),), slice_nbytes=8, eager_nbytes=0),
         [
@@ -93,7 +93,7 @@ FAMILIES: dict[str, tuple[Workload, list[FailurePlan]]] = {
         _eager(300),
         [FailurePlan((CutPath(3, 0, 1, 1, is_stall=True), Lose(n))) for n in range(60, 110)],
     ),
-    # The higher rank takes its end into use, the lower one's dial never gets its answer.
+    # The higher rank takes its end into use; the lower rank's dial never gets its answer.
     "stuck paths unwatched": (
         Workload(
             calls=(CallSpec(6, "recursive_doubling", 2), CallSpec(9, channels=2)), eager_nbytes=64

@@ -1,6 +1,7 @@
-"""Mistakes the library could make, and some it made: each a context in which it makes one.
+"""Mistakes that the library could make, or once made, each as a context manager.
 
-The tests hold the simulator to finding them, and the repaired library to the plans that did.
+The tests check that the simulator finds them, and that the repaired library passes the plans that
+did.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Mistake = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def _without(owner: type, method: str, inner: type, silenced: str) -> Mistake:
-    """`method` of `owner` runs while `silenced` of `inner` does nothing."""
+    """Run `method` of `owner` while `silenced` of `inner` does nothing."""
     original = getattr(owner, method)
 
     def wrong(self: Any, *args: Any) -> Any:
@@ -41,7 +42,7 @@ def _without(owner: type, method: str, inner: type, silenced: str) -> Mistake:
 
 @contextlib.contextmanager
 def _replaced(owner: type, method: str, wrong: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method, also where `Migration` keeps it as the answer to an action."""
+    """Replace a method, and its entry in `_ACTIONS` if `Migration` has one."""
     original = getattr(owner, method)
     actions = {action: wrong for action, fn in _ACTIONS.items() if fn is original}
     with mock.patch.object(owner, method, wrong), mock.patch.dict(_ACTIONS, actions):
@@ -49,7 +50,7 @@ def _replaced(owner: type, method: str, wrong: Callable[..., Any]) -> Iterator[N
 
 
 def _no_fence() -> contextlib.AbstractContextManager[Any]:
-    """Fences are reported but nothing is fenced: late writes still reach memory."""
+    """Report fences without fencing: late writes still reach memory."""
     original = SimNetwork.refuse
 
     def write_nevertheless(self: SimNetwork, end: End, piece: Any) -> None:
@@ -61,7 +62,7 @@ def _no_fence() -> contextlib.AbstractContextManager[Any]:
 
 
 def _released_when_confirmed() -> contextlib.AbstractContextManager[Any]:
-    """A confirmation alone gives memory back, though the NIC may still read it."""
+    """Release memory on confirmation alone, although the NIC may still read it."""
 
     def release(self: SendLink) -> list[Slice]:
         released = []
@@ -73,7 +74,7 @@ def _released_when_confirmed() -> contextlib.AbstractContextManager[Any]:
 
 
 def _released_when_retired() -> contextlib.AbstractContextManager[Any]:
-    """A retired request alone gives memory back, though the slice may have to be replayed."""
+    """Release memory when the request is retired, although the slice may have to be replayed."""
 
     def release(self: SendLink) -> list[Slice]:
         released = []
@@ -85,7 +86,7 @@ def _released_when_retired() -> contextlib.AbstractContextManager[Any]:
 
 
 def _overwritten_while_sent() -> contextlib.AbstractContextManager[Any]:
-    """A reduction does not wait until what it overwrites has been sent."""
+    """Reduce into memory that is still being sent."""
     original = LaneRun._is_ready
 
     def is_ready(self: LaneRun, step: Step, k: int) -> bool:
@@ -100,7 +101,7 @@ def _has_failed(run: LaneRun) -> bool:
 
 
 def _reduced_as_it_comes() -> contextlib.AbstractContextManager[Any]:
-    """After a repair, data is added in the order in which it comes: the sum, but not its bits."""
+    """After a repair, add data in order of arrival: the right sum, but not the right bits."""
     original = LaneRun._is_ready
 
     def is_ready(self: LaneRun, step: Step, k: int) -> bool:
@@ -109,7 +110,7 @@ def _reduced_as_it_comes() -> contextlib.AbstractContextManager[Any]:
         after = list(step.after)
         if step.kind is OpKind.RECV_REDUCE:
             after = [each for each in after if self._steps[each[0]].kind is not OpKind.RECV_REDUCE]
-        else:  # waits for all that is added, whichever comes last
+        else:  # waits for everything that is added, in any order
             for index, _, _ in after:
                 if self._steps[index].kind is OpKind.RECV_REDUCE:
                     after.extend(self._steps[index].after)
@@ -119,7 +120,7 @@ def _reduced_as_it_comes() -> contextlib.AbstractContextManager[Any]:
 
 
 def _divided_when_replayed() -> contextlib.AbstractContextManager[Any]:
-    """What a replay brings is divided by the number of ranks, as if it were the whole sum."""
+    """Divide replayed data by the number of ranks, as if it were the whole sum."""
     original = LaneRun._use
 
     def use(self: LaneRun, cursor: Any, index: int, step: Step, data: Any) -> None:
@@ -131,7 +132,7 @@ def _divided_when_replayed() -> contextlib.AbstractContextManager[Any]:
 
 
 def _early_slices_unreported() -> contextlib.AbstractContextManager[Any]:
-    """The receiver's report leaves out the slices that came ahead of their turn."""
+    """Omit slices that arrived early from the receiver's report."""
 
     def report(self: RecvLink) -> LinkReport:
         return LinkReport(self.channel, self.consumed, self.received)
@@ -140,7 +141,7 @@ def _early_slices_unreported() -> contextlib.AbstractContextManager[Any]:
 
 
 def _only_known_routes_watched() -> contextlib.AbstractContextManager[Any]:
-    """Silence is looked for only where this end's own routes and slices are."""
+    """Detect silence only on paths of this end's own routes and slices."""
 
     def has_work(self: Failover, key: PathKey) -> bool:
         for sender in self._links.senders_to(key.peer):
@@ -161,7 +162,7 @@ def _only_known_routes_watched() -> contextlib.AbstractContextManager[Any]:
 
 
 def _stuck_paths_unwatched() -> contextlib.AbstractContextManager[Any]:
-    """A path on which nothing is waited for may swallow confirmations for ever."""
+    """Ignore paths on which nothing is awaited, although they may swallow confirmations."""
 
     def watched(self: Failover) -> Iterator[tuple[PathKey, int, bool]]:
         waited_for = self._links.awaited_peers()
@@ -173,7 +174,7 @@ def _stuck_paths_unwatched() -> contextlib.AbstractContextManager[Any]:
 
 
 def _alone_since_last_call() -> contextlib.AbstractContextManager[Any]:
-    """The time without a path counts from the last look, not from the loss."""
+    """Count the time without a path from the last check, not from the loss."""
     original = Migration._fence
 
     def fence(self: Migration, path: Any) -> None:
@@ -185,7 +186,7 @@ def _alone_since_last_call() -> contextlib.AbstractContextManager[Any]:
 
 
 def _epoch_welcome_once() -> contextlib.AbstractContextManager[Any]:
-    """A connection is let in once an epoch, even if its dialer never learned that it was."""
+    """Accept a connection once per epoch, even if its dialer never learned of it."""
     original = SimControl.let_in
 
     def let_in(self: SimControl, peer: int, rail: int, epoch: int, end: End) -> None:
@@ -197,7 +198,7 @@ def _epoch_welcome_once() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _never_confirmed_again() -> Iterator[None]:
-    """What could not be confirmed for want of a route is not confirmed later either."""
+    """Never repeat a confirmation that could not be sent for lack of a route."""
     with (
         _without(Routes, "_set_going", Links, "confirm_all")(),
         _without(Failover, "tick", Links, "confirm_all")(),
@@ -206,7 +207,7 @@ def _never_confirmed_again() -> Iterator[None]:
 
 
 def _replay_confirmed_early() -> contextlib.AbstractContextManager[Any]:
-    """A replay's confirmation covers slices that it overtook on their path."""
+    """Let a replay's confirmation cover slices that it overtook on their path."""
     original = RecvLink.early_ack
 
     def early_ack(self: RecvLink, landing: Landing) -> int:
@@ -217,7 +218,7 @@ def _replay_confirmed_early() -> contextlib.AbstractContextManager[Any]:
 
 
 def _report_must_not_be_older() -> contextlib.AbstractContextManager[Any]:
-    """A report older than a confirmation that overtook it is taken for a contradiction."""
+    """Reject a report that is older than a confirmation that overtook it."""
     original = SendLink.resume
 
     def resume(self: SendLink, path: PathKey, report: LinkReport) -> list[Slice]:

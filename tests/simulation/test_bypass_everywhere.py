@@ -1,6 +1,7 @@
-"""Two ranks lose their last common rail before every single event of a run, and go round it.
+"""Bypasses in simulation: two ranks lose their last common rail before every event of a run.
 
-``R2CC_SIM_EXAMPLES`` of 20,000 or more strikes at every event, instead of every third one.
+With ``R2CC_SIM_EXAMPLES`` of 20,000 or more, the loss occurs at every event instead of every third
+one.
 """
 
 import os
@@ -13,8 +14,8 @@ from r2ccl.testing.simulation import CallSpec, CutPath, FailurePlan, NicDown, Wo
 
 IS_THOROUGH = int(os.environ.get("R2CC_SIM_EXAMPLES", "0")) >= 20_000
 STEP = 1 if IS_THOROUGH else 3
-#: Connecting waits 1 s for all rails, a silent loss is suspected after 0.5 s and proved 0.06 s
-#: later, and one that follows it the same again.
+#: Virtual seconds: connecting waits 1 s for all rails; a silent loss is suspected after 0.5 s and
+#: proved 0.06 s later; a second loss takes the same again.
 BOUND_S = 4.0
 
 CLEARED = Workload(3, 2, (CallSpec(27),), slice_nbytes=8, eager_nbytes=0)
@@ -26,7 +27,7 @@ PAIR = Workload(2, 2, (CallSpec(24, channels=2),), slice_nbytes=8, eager_nbytes=
 
 
 def apart(at: int, gap: int, is_seen: bool, keep: int = 0) -> tuple[NicDown, NicDown]:
-    """Leave ranks 0 and 1 without a common rail: each loses one."""
+    """Return faults that leave ranks 0 and 1 without a common rail: each loses one."""
     return (
         NicDown(at, 0, at % 2, is_seen, keep=keep, late_us=(0, 50, 500)[at % 3]),
         NicDown(at + gap, 1, 1 - at % 2, is_seen, keep=keep),
@@ -50,7 +51,7 @@ def test_a_pair_is_left_apart_at_every_event(
         assert outcome.is_clean, (faults, outcome.errors)
         assert outcome.time_s < BOUND_S, (faults, outcome.time_s)
         nbypassed += outcome.nbypasses > 0
-    # Runs that are struck early, or late, may need none.
+    # Runs with early or late faults may need no bypass.
     assert nbypassed > 5
 
 
@@ -65,7 +66,7 @@ def test_two_ranks_alone_go_across_at_every_event() -> None:
 @pytest.mark.timeout(3600 if IS_THOROUGH else 120)
 @pytest.mark.parametrize("at", slow_but([120], [120, 300]))
 def test_the_bypass_is_cut_at_every_event_and_another_way_found(at: int) -> None:
-    """Ranks 2 and 3 both forward; each path that one of them needs for it is cut in turn."""
+    """Cut the paths of a bypass in turn; ranks 2 and 3 can both forward."""
     workload = Workload(
         4, 2, (CallSpec(48, channels=2),), slice_nbytes=8, eager_nbytes=0, fabric="rail"
     )
@@ -85,7 +86,7 @@ def test_the_bypass_is_cut_at_every_event_and_another_way_found(at: int) -> None
     [(8000, 8000), *(pytest.param(b, marks=pytest.mark.slow) for b in ((8000, 0), (0, 8000)))],
 )
 def test_ranks_that_compute_find_a_way_meanwhile(busy_ms: tuple[int, int]) -> None:
-    """Longer than no path may lead to a peer: its loss must not end the next call."""
+    """Compute for longer than the no-rail timeout: the loss must not end the next call."""
     workload = msgspec.structs.replace(PAIR, calls=PAIR.calls * 2, busy_ms=busy_ms)
     for at in range(0, simulate(workload).nevents, 17 if IS_THOROUGH else 71):
         faults = apart(at, at % 5, is_seen=True)

@@ -1,7 +1,7 @@
-"""A path is cut before every single event of a run; the results must not show it.
+"""Cuts of a path before every event of a run: the results must not change.
 
-``R2CC_SIM_EXAMPLES`` of 20,000 or more cuts every path at every event, with and without a
-restore, instead of one path and one of the two in turn.
+With ``R2CC_SIM_EXAMPLES`` of 20,000 or more, every path is cut at every event, with and without a
+restore; otherwise one path per event, with or without a restore in turn.
 """
 
 import itertools
@@ -20,7 +20,7 @@ EAGER = Workload(
 TREES = Workload(calls=(CallSpec(24, "packed_trees", 4),), slice_nbytes=8, eager_nbytes=0)
 PATHS = [(a, b, rail) for a, b in ((0, 1), (0, 2), (1, 2)) for rail in range(3)]
 IS_THOROUGH = int(os.environ.get("R2CC_SIM_EXAMPLES", "0")) >= 20_000
-#: Virtual time within which any single fault is over: connecting waits 1 s for all rails, a
+#: Virtual seconds within which any single fault is over: connecting waits 1 s for all rails, a
 #: silent loss is suspected after 0.5 s and proved 0.06 s later.
 BOUND_S = 2.5
 
@@ -78,7 +78,7 @@ def test_a_nic_goes_down_at_every_event(is_seen: bool, is_lazy: bool) -> None:
 def test_the_path_moved_to_is_cut_at_every_event_of_the_repair(
     first_us: int, second_us: int
 ) -> None:
-    """The second cut meets every state of the first repair: fencing, announced, replaying."""
+    """Cut the second path in every state of the first repair: fencing, announced, replaying."""
     workload = Workload(2, 3, (CallSpec(24, channels=2),), slice_nbytes=8, eager_nbytes=0)
     end = simulate(workload).nevents
     firsts = range(60, end, 5 if IS_THOROUGH else 80)

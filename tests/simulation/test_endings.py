@@ -1,4 +1,4 @@
-"""What cannot be repaired ends at every rank, in bounded time, with the error that says why."""
+"""Failures beyond repair: every rank ends, in bounded time, with an error that names the cause."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from r2ccl.testing.simulation import (
 )
 
 TWICE = (CallSpec(300), CallSpec(300))
-#: Seconds, the simulated ranks' settings.
+#: Timeouts of the simulated ranks, in seconds.
 NO_RAIL_TIMEOUT_S = 5.0
 PEER_TIMEOUT_S = 5.0
 #: Events until all paths are connected.
@@ -42,7 +42,7 @@ def test_all_rails_of_a_pair_dead(told: tuple[int, ...], is_loud: bool) -> None:
 
 
 def test_a_rank_that_dies_after_its_goodbye_owes_confirmations() -> None:
-    """Found at random: two survivors waited for a rank that had all its data, and died."""
+    """Kill a rank that has all its data before it confirms; found at random: survivors waited."""
     workload = Workload(
         nranks=3, nrails=2, calls=(CallSpec(0, channels=6, is_in_place=False),), slice_nbytes=32,
         eager_nbytes=0, eager_slots=1, landing_depth=1, no_rail_timeout_ms=20_000, is_loud=False,
@@ -58,9 +58,10 @@ def test_a_rank_that_dies_after_its_goodbye_owes_confirmations() -> None:
 
 
 def test_a_loss_that_only_some_ranks_survive_ends_those_too() -> None:
-    """Found at random: rank 0 said good-bye, to rank 3 alone before it died; 1 and 2 need it.
+    """Kill rank 0 after it said goodbye to rank 3 only, while ranks 1 and 2 still need it.
 
-    Rank 3 had all it needs of rank 0, and waited for the good-byes of ranks that had given up.
+    Found at random: rank 3 needed nothing more of rank 0, and waited for the goodbyes of ranks that
+    had given up.
     """
     workload = Workload(
         nranks=4, nrails=2, calls=(CallSpec(120, "packed_trees", 6, is_in_place=False),),
@@ -106,7 +107,10 @@ def test_a_killed_rank_behind_a_noisy_control_plane() -> None:
 
 
 def test_memory_of_a_call_that_raised_is_left_alone() -> None:
-    """Late writes of paths cut just before the error find every end fenced (checked inside)."""
+    """Check that late writes of paths cut just before the error find every end fenced.
+
+    The simulation itself checks each write.
+    """
     for at in range(CONNECTED, 800, 25):
         cuts = tuple(
             CutPath(at, 0, 1, rail, (0, 1), keep=6, late_us=6_000_000) for rail in range(3)
@@ -118,7 +122,7 @@ def test_memory_of_a_call_that_raised_is_left_alone() -> None:
 
 @pytest.mark.parametrize("stopped", [0, 1, 2])
 def test_a_stopped_rank_goes_on(stopped: int) -> None:
-    """A stop longer than the suspicion and shorter than the peer timeout loses no path."""
+    """Stop a rank for longer than the suspicion and less than the peer timeout: no path is lost."""
     for at in range(CONNECTED, 900, 50):
         outcome = simulate(Workload(calls=TWICE), FailurePlan((Stop(at, stopped, 2_000),)), seed=at)
         assert outcome.is_clean
@@ -133,7 +137,7 @@ def test_a_rank_stopped_too_long_is_lost() -> None:
 
 
 def test_every_message_lost_once() -> None:
-    """A lost control frame is sent again; a lost data frame breaks its connection."""
+    """Lose every message once: control frames are sent again, data frames break the connection."""
     workload = Workload(calls=(CallSpec(60),))
     for number in range(simulate(workload).nmessages):
         outcome = simulate(workload, FailurePlan((Lose(number),)), seed=number)
@@ -141,7 +145,7 @@ def test_every_message_lost_once() -> None:
 
 
 def test_a_computing_rank_keeps_its_paths_and_answers_failures() -> None:
-    """Rank 0 computes for 2 s; a path between the others and it fails and is repaired then."""
+    """Let rank 0 compute for 2 s while one of its paths fails and is repaired."""
     workload = Workload(calls=TWICE, busy_ms=(2_000, 0, 0))
     for at in range(CONNECTED, 700, 25):
         outcome = simulate(workload, FailurePlan((CutPath(at, 0, 1, at % 3, (1,)),)), seed=at)

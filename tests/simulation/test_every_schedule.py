@@ -1,7 +1,7 @@
-"""Every schedule, operation and element type gives its bits whatever breaks, and whenever.
+"""Exact results of every schedule, operation and element type, whatever fails at any moment.
 
-What a result must be is worked out with NumPy alone, in the schedule's own order
-(`r2ccl.testing.simulation.data`); every simulation here compares all ranks' results with that.
+The expected result is computed with NumPy alone, in the schedule's own order
+(`r2ccl.testing.simulation.data`); every simulation compares the results of all ranks with it.
 
 With ``R2CC_SIM_EXAMPLES`` of 20,000 or more, rails are cut at every event with four ranks too, and
 ports of planned schedules are lost at many more moments.
@@ -33,19 +33,20 @@ from r2ccl.testing.simulation import (
 IS_THOROUGH = int(os.environ.get("R2CC_SIM_EXAMPLES", "0")) >= 20_000
 LIMIT = pytest.mark.timeout(7200 if IS_THOROUGH else 120)
 RAILS = 2
-#: Ranks of the jobs whose every event is tried; 0 and 1 are no neighbours in a bridged ring of 4.
+#: Ranks of the jobs in which every event is tried; ranks 0 and 1 are not neighbours in a bridged
+#: ring of 4.
 SIZES = (3, 4) if IS_THOROUGH else (3,)
 FOUR = frozenset({"bridged_ring"})
 
 
 def job(schedule: str, nranks: int, *, eager_nbytes: int = 0, **call: object) -> Workload:
-    """Make a job of one collective, in slices of two or four elements."""
+    """Return a job of one collective, in slices of two or four elements."""
     spec = CallSpec(12, schedule, 2, **call)  # type: ignore[arg-type]
     return Workload(nranks, RAILS, (spec,), slice_nbytes=8, eager_nbytes=eager_nbytes)
 
 
 def breakage(at: int, nranks: int) -> Fault:
-    """Break something before event `at`: which path or port, who is told and what lands differ."""
+    """Return a fault before event `at`; its path or port, and other fields, vary with `at`."""
     a, rail = at % nranks, at // nranks % RAILS
     keep, late_us, restore_us = at % 4, (0, 50, 500)[at % 3], 400 * (at // 7 % 2)
     if at % 4 == 3:
@@ -74,7 +75,7 @@ def test_a_rail_is_cut_at_every_event(schedule: str) -> None:
 @LIMIT
 @pytest.mark.parametrize("schedule", slow_but(["ring"], SCHEDULES))
 def test_every_operation_and_element_type_survives_a_cut(schedule: str) -> None:
-    """In every other run slices are eager, in every third input and output are different memory."""
+    """Use eager slices in every other run, and separate output memory in every third."""
     draw = random.Random(schedule)
     repairs = 0
     for number, (dtype, op) in enumerate(PAIRS):
@@ -95,14 +96,14 @@ def test_every_operation_and_element_type_survives_a_cut(schedule: str) -> None:
     assert repairs > len(PAIRS) // 2, "hardly a cut was noticed: the test shows nothing"
 
 
-#: Rank 1 has half of its rail 0 from the beginning, rank 2 loses its rail 1 before the first call,
-#: and the second is planned for both.
+#: Rank 1 has half of its rail 0 from the beginning, and rank 2 loses its rail 1 before the first
+#: call; the second call is planned for both.
 SLOW, FIRST = RailShare(1, 0, 8), (2, 1)
-#: The ports lost in the second call: every two ranks keep a rail.
+#: Ports lost in the second call: every two ranks keep a common rail.
 SECOND, THIRD = (0, 0), (3, 2)
-#: Events from one of them to the other: while the first is being repaired, and long afterwards.
+#: Events between these losses: during the first repair, and long afterwards.
 GAPS = (5, 40, 200)
-#: Moments of the second call that are tried.
+#: Number of moments of the second call to try.
 MOMENTS = 200 if IS_THOROUGH else 10
 
 
@@ -110,7 +111,7 @@ MOMENTS = 200 if IS_THOROUGH else 10
 @pytest.mark.parametrize("is_seen", [True, False], ids=["carrier lost", "silent"])
 @pytest.mark.parametrize("algo", slow_but(["packed_trees"], ALGOS))
 def test_a_schedule_for_one_failure_survives_two_more(algo: str, is_seen: bool) -> None:
-    """The planner makes it, in the form it has for the ports that are left."""
+    """Let the planner make the schedule for the remaining ports, then lose two more."""
     calls = (CallSpec(12), CallSpec(96, algo, is_planned=True))
     workload = Workload(
         4, 3, calls, slice_nbytes=16, eager_nbytes=0, busy_ms=(700,) * 4, slow=(SLOW,)

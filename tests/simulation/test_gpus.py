@@ -1,8 +1,8 @@
-"""Collectives on device memory that NICs reach: exact under every fault, and in order on the GPU.
+"""Collectives on device memory that NICs reach: exact under every fault, and ordered on the GPU.
 
 The GPUs are fakes that run kernels late, in any order that streams and events allow, and fail on
-accesses, the NICs' too, that nothing orders. ``R2CC_SIM_EXAMPLES`` of 20,000 or more cuts every
-path at every event.
+unordered accesses, including those of NICs. With ``R2CC_SIM_EXAMPLES`` of 20,000 or more, every
+path is cut at every event.
 """
 
 import contextlib
@@ -95,14 +95,14 @@ def test_a_nic_goes_down_at_any_event() -> None:
 
 
 def test_calls_that_end_early_leave_their_memory_alone() -> None:
-    """Others must not wait for the dead rank, nor NICs or kernels touch what was given back."""
+    """Kill a rank: the others do not wait for it, and no NIC or kernel touches released memory."""
     for at in range(150, 500, 23):
         outcome = run(RING, FailurePlan((Kill(at, 1),)), at)
         assert all(outcome.errors[rank] is not None or outcome.ncalls[rank] for rank in (0, 2))
 
 
 def _sent_early() -> contextlib.AbstractContextManager[Any]:
-    """Sends follow kernels that are only launched."""
+    """Send after kernels have been launched, before they complete."""
 
     def is_ready(self: LaneRun, step: Step, k: int) -> bool:
         is_early = step.kind is OpKind.SEND
@@ -117,12 +117,12 @@ def _sent_early() -> contextlib.AbstractContextManager[Any]:
 
 
 def _believed_done() -> contextlib.AbstractContextManager[Any]:
-    """Kernels count as done as soon as they are launched."""
+    """Count kernels as done as soon as they are launched."""
     return mock.patch.object(ReductionStream, "computed", property(lambda self: self._begun))
 
 
 def _place_given_at_once() -> contextlib.AbstractContextManager[Any]:
-    """A landing place is another slice's while the kernel still reads it."""
+    """Reuse a landing place for another slice while the kernel still reads it."""
     original = DeviceOperands.apply
     pools: list[GpuPool] = []
     init: Callable[..., None] = GpuPool.__init__
@@ -146,7 +146,7 @@ def _place_given_at_once() -> contextlib.AbstractContextManager[Any]:
 
 
 def _divided_twice() -> contextlib.AbstractContextManager[Any]:
-    """Every contribution is divided, not the last alone."""
+    """Divide every contribution, not only the last."""
     original = DeviceOperands.apply
 
     def apply(self: DeviceOperands, step: Step, lo: int, hi: int, received: Any) -> int:
@@ -156,7 +156,7 @@ def _divided_twice() -> contextlib.AbstractContextManager[Any]:
 
 
 def _not_flushed() -> contextlib.AbstractContextManager[Any]:
-    """Kernels may miss what NICs wrote."""
+    """Skip the flush, so that kernels may miss data that NICs wrote."""
     return mock.patch.object(FakeDevice, "flush_remote_writes", return_value=None)
 
 
@@ -195,6 +195,6 @@ def test_one_event_tells_of_several_kernels() -> None:
     counts: dict[str, int] = {}
     with _counted(counts, ReductionStream, "run"), _counted(counts, FakeDevice, "record"):
         assert run(RING).is_clean
-    # Each of 3 ranks gets, on 2 channels, 2 chunks of 2 slices that it has to reduce.
+    # Each of 3 ranks receives, on 2 channels, 2 chunks of 2 slices that it must reduce.
     assert counts["run"] == 3 * 2 * 2 * 2
     assert 0 < counts["record"] < counts["run"]

@@ -1,6 +1,6 @@
-"""All ranks hear of a rail that is gone, plan with it alike, and hear when it is back.
+"""Health in simulation: all ranks learn of a lost rail and of its return, and plan alike.
 
-That no two ranks ever plan one collective from different versions is checked in every simulation.
+Every simulation checks that no two ranks plan one collective from different versions.
 """
 
 import pytest

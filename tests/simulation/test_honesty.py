@@ -1,4 +1,4 @@
-"""The simulator tells the truth: runs repeat, and every mistake we know of is found."""
+"""Soundness of the simulator: runs repeat, and every known mistake is found."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""The simulated network by itself: what each fate and each kind of cut does."""
+"""The simulated network by itself: effect of each fate and of each kind of cut."""
 
 from collections.abc import Callable
 from typing import Any
@@ -223,5 +223,6 @@ def test_a_probe_whose_answer_is_cut_off_is_not_answered() -> None:
     three = Three()
     three.zero.probe(ProbeKey(1, 0, 0))
     three.network.cut(three.network.wire(0, 1, 0), Cut())
-    assert three.ask(ProbeKey(1, 0, 0)) is False  # the one under way: a second adds nothing
+    # The answer is that of the probe in progress; a second call starts no other.
+    assert three.ask(ProbeKey(1, 0, 0)) is False
     assert three.timeline.now == pytest.approx(three.network.probe_timeout_s)

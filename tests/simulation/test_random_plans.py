@@ -1,9 +1,9 @@
-"""Random jobs of every schedule, random faults: no wrong, lost, doubled or torn slice, no hang.
+"""Random jobs of every schedule under random faults: exact results, no hang.
 
-No two ranks plan a collective from different versions of the health either: every simulation
-checks that. ``R2CC_SIM_EXAMPLES`` is the number of plans; hypothesis shrinks a failing one, and the
-message has seed and plan. One rail of every pair is never lost for good, so a job in which no rank
-dies must end without error.
+No slice may be wrong, lost, doubled or torn. Every simulation also checks that no two ranks plan a
+collective from different versions of the health. ``R2CC_SIM_EXAMPLES`` is the number of plans.
+hypothesis shrinks a failing plan, and the message has seed and plan. One rail of every pair is
+never lost for good, so a job in which no rank dies must end without error.
 """
 
 import os
@@ -31,7 +31,7 @@ from r2ccl.testing.simulation import (
 )
 
 EXAMPLES = int(os.environ.get("R2CC_SIM_EXAMPLES", "250"))
-#: Events of a run are counted from its first one; most runs have 300 to 1,500.
+#: Numbers of the events of a run, from its start; most runs have 300 to 1,500 events.
 EVENTS = st.integers(0, 2_000)
 RESTORES_US = st.sampled_from([50, 200, 1_000, 20_000, 150_000, 600_000])
 LATE_US = st.sampled_from([0, 100, 1_000, 50_000, 300_000])
@@ -66,7 +66,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         busy_ms=tuple(draw(st.lists(st.sampled_from([0, 1, 30, 700]), max_size=nranks))),
         is_loud=draw(st.booleans()),
         is_lazy=draw(st.booleans()),
-        # Eight losses of 0.6 s, each in the moment of a redial, are no reason to give up.
+        # Long enough for eight losses of 0.6 s, each during a redial.
         no_rail_timeout_ms=20_000,
     )
 
@@ -139,7 +139,7 @@ def test_every_job_ends_with_the_exact_result(job: tuple[Workload, FailurePlan, 
 def test_a_death_beside_all_else_ends_every_survivor_in_time(
     job: tuple[Workload, FailurePlan, int], at: int, rank: int
 ) -> None:
-    """Rank 0, which coordinates the agreement, dies as often as any other."""
+    """Kill any rank, including rank 0, which coordinates the agreement."""
     workload, plan, seed = job
     victim = rank % workload.nranks
     faults = (*plan.faults, Kill(at, victim))

@@ -1,8 +1,8 @@
-"""Slices that go through a relay: exact under every fault, and nobody's memory touched.
+"""Slices that go through a relay: exact under every fault, and no foreign memory touched.
 
-Copies end late, in any order that streams and events allow; the fakes find accesses of NICs, of
-copies and of kernels that nothing orders. ``R2CC_SIM_EXAMPLES`` of 20,000 or more cuts every path
-at every event.
+Copies end late, in any order that streams and events allow; the fakes detect unordered accesses of
+NICs, copies and kernels. With ``R2CC_SIM_EXAMPLES`` of 20,000 or more, every path is cut at every
+event.
 """
 
 import contextlib
@@ -43,12 +43,12 @@ TREES = Workload(
     slice_nbytes=16,
     eager_nbytes=0,
 )
-#: Two calls, whose last slices are shorter.
+#: Two calls, whose last slices are shorter than the others.
 CALLS = Workload(2, 2, (CallSpec(24, channels=4), CallSpec(9)), slice_nbytes=12, landing_depth=4)
 
 
 class OneRail(RelayRank):
-    """Relays the first rail alone, at every rank, with a single slot."""
+    """Rank that relays only the first rail, with a single slot."""
 
     nslots = 1
 
@@ -59,7 +59,7 @@ class OneRail(RelayRank):
 
 
 class Wide(RelayRank):
-    """Relays all rails, and has slots for every slice."""
+    """Rank that relays all rails, and has slots for every slice."""
 
     nslots = 16
 
@@ -70,7 +70,7 @@ class Wide(RelayRank):
 
 
 class Late(OneRail):
-    """Sees late that copies are over: what was dropped may long have gone another way."""
+    """Rank that notices late that copies are over: slices may have moved to another path."""
 
     nslots = 4
     nth_look = 100
@@ -130,14 +130,14 @@ def test_a_nic_goes_down_at_any_event() -> None:
 
 @pytest.mark.parametrize("rank_type", RANKS)
 def test_calls_that_end_early_leave_their_memory_alone(rank_type: type[RelayRank]) -> None:
-    """No copy may read or write what was given back, nor keep others waiting."""
+    """Kill a rank: no copy reads or writes released memory, or makes other ranks wait."""
     for at in range(150, 500, 23):
         outcome = run(RING, FailurePlan((Kill(at, 1),)), at, rank_type)
         assert all(outcome.errors[rank] is not None or outcome.ncalls[rank] for rank in (0, 2))
 
 
 def test_slots_come_back_whatever_happens() -> None:
-    """Once nothing moves any more, at every rank that lives."""
+    """Check the slots of every live rank once nothing moves any more."""
     for at in range(150, 450, 11):
         world = World(RING, plan_of_cut(at, *PATHS[at % 6]), at, GpuNetwork, RANKS[at % 4])
         assert world.run(MAX_EVENTS).is_clean
@@ -152,7 +152,7 @@ def test_slots_come_back_whatever_happens() -> None:
 
 @pytest.mark.parametrize("method", ["copy", "record", "is_done"])
 def test_a_relay_that_fails_costs_a_path_and_no_call(method: str) -> None:
-    """The rank's own GPU works on: it is the relay's whose context is lost."""
+    """Lose the context of the relay, not of the rank's own GPU."""
     for seed in range(20):
         outcome = run(CALLS, seed=seed, rank_type=_failing(method, 1 + seed % 2))
         assert outcome.is_clean, (seed, outcome.errors)
@@ -160,7 +160,7 @@ def test_a_relay_that_fails_costs_a_path_and_no_call(method: str) -> None:
 
 
 def _failing(method: str, nth: int) -> type[RelayRank]:
-    """Return ranks of which rank 0's relay fails in its n-th such call, and from then on."""
+    """Return ranks of which rank 0's relay fails from the `nth` call of `method` on."""
 
     class Failing(OneRail):
         def __init__(self, rank: int, network: GpuNetwork, *others: Any) -> None:
@@ -173,7 +173,7 @@ def _failing(method: str, nth: int) -> type[RelayRank]:
 
 
 class _Failing:
-    """A device whose context is lost in the n-th call of a kind: what was begun is over then."""
+    """Device that loses its context in the n-th call of a method; pending work then is done."""
 
     def __init__(self, lane: Any, method: str, nth: int) -> None:
         self._device = lane._device
@@ -195,7 +195,7 @@ class _Failing:
 
 
 def _sent_early() -> contextlib.AbstractContextManager[Any]:
-    """Copies count as done as soon as they are begun."""
+    """Count copies as done as soon as they begin."""
 
     def collect(self: Relay) -> list[Slot]:
         over = self._inwards.abandon() + self._outwards.abandon()
@@ -208,7 +208,7 @@ def _sent_early() -> contextlib.AbstractContextManager[Any]:
 
 
 def _fenced_while_copied() -> contextlib.AbstractContextManager[Any]:
-    """Copies of slices that were dropped do not hold `Fenced` up."""
+    """Report `Fenced` before the copies of dropped slices end."""
     original = PxnTransport._release
 
     def hand_on(self: PxnTransport, state: Any, events: Any) -> None:
@@ -216,14 +216,14 @@ def _fenced_while_copied() -> contextlib.AbstractContextManager[Any]:
         original(self, state, events)
         state.ncopies = ncopies
         if ncopies and state.path not in self._states:
-            self._states[state.path] = state  # it still looks for the ends of its copies
+            self._states[state.path] = state  # it still polls for the ends of its copies
             state.has_failed = False
 
     return mock.patch.object(PxnTransport, "_release", hand_on)
 
 
 def _arrived_early() -> contextlib.AbstractContextManager[Any]:
-    """What landed in a slot is reported before it is where it belongs."""
+    """Report a slice that landed in a slot before it is at its destination."""
     original = PxnTransport._release
 
     def hand_on(self: PxnTransport, state: Any, events: Any) -> None:
@@ -236,7 +236,7 @@ def _arrived_early() -> contextlib.AbstractContextManager[Any]:
 
 
 def _slot_given_at_once() -> contextlib.AbstractContextManager[Any]:
-    """A slot is another slice's while the NIC still reads it."""
+    """Reuse a slot for another slice while the NIC still reads it."""
     original = PxnTransport._send_waiting
 
     def send(self: PxnTransport, state: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Every rank finds out what broke, and each end of a path says so from its own side."""
+"""Verdicts in simulation: every rank diagnoses the fault, from its own side of each path."""
 
 import pytest
 
@@ -18,16 +18,16 @@ from r2ccl.testing.simulation import (
 from r2ccl.types import PathKey
 
 RAIL = 1
-#: Long enough for diagnoses: each call is preceded by a pause, with nothing under way.
+#: Long enough for diagnoses: a pause without traffic precedes each call.
 WORKLOAD = Workload(nranks=4, calls=(CallSpec(300),) * 4, busy_ms=(700,) * 4)
-#: Events at which the first call is under way.
+#: Events at which the first call is in progress.
 MOMENTS = range(700, 1_500, 200)
 QUIET = Noise()
 SEEDS = pytest.mark.parametrize("at", MOMENTS)
 
 
 def kinds(outcome: SimOutcome) -> dict[tuple[int, PathKey], VerdictKind]:
-    """What (rank, path) was found to be."""
+    """Return the kind of each verdict, by rank and path."""
     assert outcome.is_clean, outcome.errors
     return {
         (rank, verdict.path): verdict.kind
@@ -41,7 +41,7 @@ def run(at: int, *faults: Fault, noise: Noise = QUIET) -> SimOutcome:
 
 
 def star(rank: int, peers: set[int]) -> dict[tuple[int, PathKey], VerdictKind]:
-    """Paths of `rank`, whose port is dead, to `peers`, as it and they see them."""
+    """Return the verdicts on the paths of `rank`, whose port is dead, to `peers`, at both ends."""
     found = {(rank, PathKey(peer, RAIL)): VerdictKind.LOCAL_NIC for peer in peers}
     return found | {(peer, PathKey(rank, RAIL)): VerdictKind.REMOTE_NIC for peer in peers}
 
@@ -50,7 +50,7 @@ def star(rank: int, peers: set[int]) -> dict[tuple[int, PathKey], VerdictKind]:
 @pytest.mark.parametrize("is_seen", [True, False], ids=["carrier lost", "silent"])
 def test_a_dead_port_is_local_to_its_owner_and_remote_to_others(at: int, is_seen: bool) -> None:
     outcome = run(at, NicDown(at, 2, RAIL, is_seen))
-    # Silence is noticed where there is traffic: between neighbours of the ring.
+    # Silence is noticed only where there is traffic: between neighbours of the ring.
     assert kinds(outcome) == star(2, {0, 1, 3} if is_seen else {1, 3})
 
 
@@ -83,7 +83,7 @@ def test_a_stopped_process_is_slow_and_nothing_moves(at: int) -> None:
     outcome = run(at, Stop(at, 3, 2_000))
     found = kinds(outcome)
     assert set(found.values()) == {VerdictKind.PEER_SLOW}
-    # Who waits for a rank that waits itself calls that one slow.
+    # A rank that waits for a waiting rank calls that one slow.
     assert 3 in {path.peer for _, path in found}
     assert outcome.repairs == 0
 

@@ -1,6 +1,6 @@
-"""Forms of GPU kernels, inputs for them, and what they must give: for the simulator and for GPUs.
+"""Kernel forms, their inputs and expected results, for tests in the simulator and on GPUs.
 
-What a form must give is calculated here from the host's kernels, and in float32 where it is wide.
+Expected results are computed with the host's kernels, or in float32 for wide forms.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ NRANKS = 3
 
 
 def pairs() -> list[Form]:
-    """List every operation on every type, for two inputs."""
+    """Return every operation on every type, for two inputs."""
     return [Form(dtype_code=code, op=op) for code in sorted(OPS) for op in sorted(OPS[code])]
 
 
 def others() -> list[Form]:
-    """List the rest of the table: copies, more inputs and outputs, scaled, divided, wide."""
+    """Return the other forms: copies, more inputs and outputs, scaled, divided, wide."""
     sum_, prod, min_, max_ = ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX
     float32 = CODES[np.dtype(np.float32)]
     copies = [Form(dtype_code=code, op=sum_, ninputs=1) for code in sorted(OPS)]
@@ -75,22 +75,22 @@ def others() -> list[Form]:
 
 
 def host_fuses() -> bool:
-    """Whether NumPy's product of complex numbers is one fused multiply-add for each part."""
+    """Return whether NumPy's complex product uses one fused multiply-add per part."""
     a, b = np.array([1 + 2.0**-30]), np.array([1 - 2.0**-30])
     rounded_away = 2.0**-60
     product = np.empty(1, np.complex128)
-    # Fused, the real part keeps what 1 - 2**-60 loses when it is rounded before 1 is subtracted.
+    # A fused product keeps -2**-60; otherwise 1 - 2**-60 is rounded before 1 is subtracted.
     np.multiply(a + 1j, b + 1j, out=product)
     return bool(product.real[0] == -rounded_away)
 
 
 def title(form: Form) -> str:
-    """Name a form in a test's id."""
+    """Return the id of a form in test names."""
     return form.name.removeprefix("r2ccl_")
 
 
 def special(dtype: np.dtype[Any]) -> Array:
-    """List values at the edges of a type."""
+    """Return values at the edges of a type."""
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
         return np.array([info.min, info.max, 0, 1, info.max - 1, info.min + 1], dtype)
@@ -101,14 +101,14 @@ def special(dtype: np.dtype[Any]) -> Array:
 
 
 def values(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array:
-    """Draw values of all sizes, some of them special; products of many stay finite."""
+    """Draw values of all magnitudes, some of them special; products of many stay finite."""
     if dtype.kind in "iu":
         drawn = np.frombuffer(rng.bytes(count * dtype.itemsize), dtype).copy()
     else:
         drawn = (rng.standard_normal(count) * 2.0 ** rng.integers(-3, 3, count)).astype(dtype)
         if dtype.kind == "c":
             drawn += (1j * rng.standard_normal(count)).astype(dtype)
-    # Of complex numbers none: whether a product with infinities is NaN depends on its additions.
+    # No special complex values: whether a product with infinities is NaN depends on its additions.
     if dtype.kind != "c":
         at = rng.random(count) < 0.2
         drawn[at] = rng.choice(special(dtype), int(at.sum()))
@@ -116,7 +116,7 @@ def values(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array:
 
 
 def expected(form: Form, inputs: Sequence[Array]) -> Array:
-    """Calculate what a form gives, of `FACTOR` and `NRANKS`."""
+    """Return the expected result of a form with `FACTOR` and `NRANKS`."""
     calculate = _wide if form.is_wide else _stepwise
     result: Array = quiet_context().run(calculate, form, inputs)
     return result
@@ -160,7 +160,10 @@ def _wide(form: Form, inputs: Sequence[Array]) -> Array:
 
 
 def differences(form: Form, given: Array, wanted: Array) -> Array:
-    """List where `given` is wrong: other bits, but for NaN, and zeros of MIN and MAX."""
+    """Return the indices at which `given` is wrong, bit by bit.
+
+    All NaNs are equal, and so are both zeros of MIN and MAX.
+    """
     itemsize = given.dtype.itemsize // (2 if given.dtype.kind == "c" else 1)
     bits = np.dtype(f"u{itemsize}")
     differ = given.view(bits) != wanted.view(bits)
@@ -174,16 +177,16 @@ def differences(form: Form, given: Array, wanted: Array) -> Array:
 
 
 class Layout(NamedTuple):
-    """Where inputs and outputs lie.
+    """Placement of inputs and outputs.
 
     Parameters
     ----------
     count : int
-        Elements.
+        Number of elements.
     offsets : tuple of int
-        Elements that input or output i starts after a multiple of 16 bytes, round and round.
+        Elements from a multiple of 16 bytes to the start of input or output i, used cyclically.
     in_place : int or None
-        Which input the first output is.
+        Input that is also the first output.
     """
 
     count: int
@@ -216,7 +219,7 @@ class Arena:
         self.write()
 
     def _places(self, nbytes: int, unit: int) -> Iterator[int]:
-        """Give each its place, a guard apart, `unit` bytes times its offset after 16."""
+        """Yield the start of each array: a guard apart, `unit` bytes times its offset after 16."""
         offsets = self.layout.offsets
         at = 0
         for i in range(self.form.ninputs + self.form.noutputs):
@@ -226,24 +229,24 @@ class Arena:
 
     @property
     def sources(self) -> list[int]:
-        """Where the inputs start."""
+        """Starts of the inputs in the block, in bytes."""
         return self.places[: self.form.ninputs]
 
     @property
     def targets(self) -> list[int]:
-        """Where the outputs start."""
+        """Starts of the outputs in the block, in bytes."""
         targets = self.places[self.form.ninputs :]
         if self.layout.in_place is not None:
             targets[0] = self.sources[self.layout.in_place]
         return targets
 
     def write(self) -> None:
-        """Put the inputs where they belong."""
+        """Write the inputs to their places."""
         for place, each in zip(self.sources, self.inputs, strict=True):
             self._view(self.bytes, place)[:] = each
 
     def output(self, after: Array, number: int) -> Array:
-        """Return an output's values after the kernel has run on the block."""
+        """Return the values of output `number` in the block `after` the kernel has run."""
         return self._view(after, self.targets[number]).copy()
 
     def placed(self) -> Array:
@@ -257,11 +260,11 @@ class Arena:
     def _view(self, memory: Array, place: int) -> Array:
         dtype = DTYPES[self.form.dtype_code]
         nbytes = self.layout.count * dtype.itemsize
-        # Complex numbers may start where NumPy would not let a view start.
+        # NumPy requires alignment of views that complex numbers here may not have.
         return np.ndarray(self.layout.count, dtype, memory[place : place + nbytes])
 
     def complaints(self, after: Array) -> list[str]:
-        """Say what is wrong with the block after the kernel has run on it."""
+        """Return a description of every error in the block after the kernel has run on it."""
         wanted = expected(self.form, self.inputs)
         said = []
         allowed = self.bytes.copy()

@@ -1,7 +1,7 @@
-"""Run kernels in Numba's CUDA simulator and print, as JSON, what is wrong with each form's results.
+"""Run kernels in Numba's CUDA simulator and print the errors of each form, as JSON.
 
-To be run with NUMBA_ENABLE_CUDASIM=1. Blocks are small, so that arrays are too: the simulator runs
-a Python thread for each thread of a block.
+Must be run with NUMBA_ENABLE_CUDASIM=1. Blocks are small, so that arrays are too: the simulator
+runs a Python thread for each thread of a block.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NBLOCKS, NTHREADS = 2, 2
 
 
 def layouts(form: Form) -> list[Layout]:
-    """List sizes and places that take every path of a kernel.
+    """Return sizes and placements that together take every path of a kernel.
 
-    Enough for a round of several vectors a thread, with elements before and after; few elements;
-    starts that no multiple of 16 bytes is common to; in place.
+    They are: several vectors per thread, with elements before and after; few elements; starts that
+    do not share a 16-byte alignment; in place.
     """
     per_vector = max(1, 16 // DTYPES[form.dtype_code].itemsize)
     many = 5 * NBLOCKS * NTHREADS * per_vector + 3
@@ -40,7 +40,7 @@ def layouts(form: Form) -> list[Layout]:
 
 
 def run(form: Form, layout: Layout, kernel: Any, seed: int) -> list[str]:
-    """Run one case; say what is wrong."""
+    """Run one case; return its errors."""
     arena = Arena(form, layout, seed)
     memory = arena.placed()
     base = memory.ctypes.data

@@ -1,4 +1,4 @@
-"""The data path of one rank, put together as the engine does it, without threads."""
+"""Data path of one rank, assembled as the engine does it, without threads."""
 
 from __future__ import annotations
 

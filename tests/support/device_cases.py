@@ -1,4 +1,4 @@
-"""What `Device` promises, as tests for any device: the fake one, and a GPU."""
+"""Contract tests of `Device`, for the fake device and for a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from r2ccl.errors import TransportError
 
 TIMEOUT_S = 30.0
 NBYTES = 1 << 16
-#: ``out[i] = source[i] + step`` for unsigned numbers of 32 bits.
+#: ``out[i] = source[i] + step`` for unsigned 32-bit integers.
 PTX = b"""
 .version 7.0
 .target sm_70
@@ -49,7 +49,7 @@ DONE:
 
 
 class Bench:
-    """A stream, and what tests do with it."""
+    """Stream of a device, and helpers of the tests."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -61,7 +61,7 @@ class Bench:
         assert self.device.synchronize(self.event, TIMEOUT_S)
 
     def upload(self, data: Any) -> int:
-        """Return new device memory that holds an array."""
+        """Return new device memory that holds a copy of an array."""
         pinned = self.pinned(data)
         address = self.device.allocate(pinned.nbytes)
         self.device.copy(address, pinned.ctypes.data, pinned.nbytes, self.stream)
@@ -85,7 +85,7 @@ def random_bytes(seed: int, nbytes: int = NBYTES) -> Any:
 
 
 class DeviceCases:
-    """Tests of what has a fixture ``device``."""
+    """Contract tests; a subclass provides the fixture ``device``."""
 
     @pytest.fixture
     def bench(self, device: Device) -> Bench:
@@ -160,7 +160,7 @@ class DeviceCases:
         assert len(seen) == 5
 
     def test_streams_are_ordered_by_events(self, bench: Bench) -> None:
-        """Blocks go back and forth between two streams; each step needs the one before."""
+        """Copy blocks back and forth between two streams; each step needs the one before."""
         device, other = bench.device, bench.device.make_stream()
         events = [device.make_event(), device.make_event()]
         nbytes = 1 << 22
@@ -172,7 +172,7 @@ class DeviceCases:
             device.copy(places[(turn + 1) % 3], places[turn % 3], nbytes, mine)
             device.record(events[turn % 2], mine)
             device.wait(theirs, events[turn % 2])
-            if turn % 3 == 2:  # the source is overwritten once it was read
+            if turn % 3 == 2:  # overwrite the source once it has been read
                 device.copy(places[turn % 3], places[(turn + 1) % 3], nbytes, theirs)
                 device.record(events[(turn + 1) % 2], theirs)
         device.wait(bench.stream, events[0])

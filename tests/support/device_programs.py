@@ -1,4 +1,4 @@
-"""What ranks run in tests on arrays in the memory of a (fake) GPU."""
+"""Programs of the ranks in tests on arrays in the memory of a fake GPU."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ WINDOWS = 32 << 10
 
 
 class Card:
-    """A rank's GPU; `r2ccl.init` finds it."""
+    """A rank's GPU, which `r2ccl.init` finds."""
 
     def __init__(self, seed: int) -> None:
         self.device = FakeDevice(FakeGpu(seed), f"process {os.getpid()}")
         self.stream = self.device.make_stream()
-        kernels: Any = None  # between GPUs alone
+        kernels: Any = None  # not needed between GPUs
         self.hardware = OneCard(self.device, kernels)
         factory.CudaHardware = lambda: self.hardware
 
     def array(self, values: Any) -> tuple[Producer, int]:
-        """Put int64s into device memory; return the array, and where it is."""
+        """Copy int64 values into device memory; return the array and its address."""
         address = put(self.device, self.stream, values)
         return Producer(address, (len(values),), dtype=(0, 64, 1), device=(CUDA, 0)), address
 
@@ -50,7 +50,7 @@ def values_of(rank: int, count: int) -> Any:
 
 
 def collectives(counts: tuple[int, ...]) -> list[str]:
-    """Every collective on device memory, of sizes from none to many windows; what was wrong."""
+    """Run every collective on device memory, from zero bytes to many windows; return the errors."""
     card, wrong = Card(int(os.environ["RANK"])), []
     with r2ccl.init(staging_nbytes=WINDOWS) as comm:
         rank, nranks = comm.rank, comm.nranks
@@ -100,7 +100,7 @@ def collectives(counts: tuple[int, ...]) -> list[str]:
 
 
 def losing_a_rail(count: int) -> tuple[bool, int]:
-    """Allreduce windows, a rail of which is cut in the middle; exact, and how many repairs."""
+    """Run allreduces while a rail is cut; return whether the sum is exact, and the repairs."""
     card = Card(3)
     with (
         fail_at(rank=1, rail=0, op=5, step=1) as plan,
@@ -113,9 +113,9 @@ def losing_a_rail(count: int) -> tuple[bool, int]:
 
 
 def dying(victim: int, room: str) -> str:
-    """One rank dies while the others' calls are under way; what they are told, when not hung.
+    """Kill one rank while the others' calls are in progress; return the error text of this rank.
 
-    Each leaves a file in `room` when it has called.
+    Each surviving rank leaves a file in `room` after its calls.
     """
     card = Card(4)
     comm = r2ccl.init(staging_nbytes=WINDOWS)
@@ -131,7 +131,7 @@ def dying(victim: int, room: str) -> str:
     Path(room, str(comm.rank)).touch()
     with pytest.raises((PeerLost, CommunicatorRevoked)) as caught:
         works[0].wait(TIMEOUT_S)
-    # What its stream was given after the calls is reached.
+    # The stream reaches work that was enqueued after the calls.
     done = card.device.make_event()
     card.device.record(done, card.stream)
     assert card.device.synchronize(done, TIMEOUT_S)
@@ -142,7 +142,7 @@ def dying(victim: int, room: str) -> str:
 
 
 def unseen_failure() -> str:
-    """A call on device memory fails, and nobody waits for it: the next call says so."""
+    """Let a call on device memory fail without a wait; return the error of the next call."""
     card = Card(5)
     comm = r2ccl.init(staging_nbytes=WINDOWS)
     x, _ = card.array(values_of(comm.rank, 100))
@@ -160,7 +160,7 @@ def unseen_failure() -> str:
 
 
 def asked_after_close() -> list[str]:
-    """A handle is asked once its communicator is closed, and with it the GPU; what was wrong."""
+    """Query a handle after its communicator and the GPU are closed; return the errors."""
     card, wrong = Card(int(os.environ["RANK"])), []
     with r2ccl.init(staging_nbytes=WINDOWS) as comm:
         x, at = card.array(values_of(comm.rank, 1000))
@@ -177,7 +177,7 @@ def asked_after_close() -> list[str]:
 
 
 def broken_card() -> str:
-    """Rank 1's GPU cannot be opened: all ranks are told, and none waits for it."""
+    """Fail to open rank 1's GPU; return the error that this rank raises without waiting."""
     mine = Card(7).hardware
     if os.environ["RANK"] == "1":
 
@@ -189,7 +189,7 @@ def broken_card() -> str:
     x = Producer(0x7000, (100,), dtype=(0, 64, 1), device=(CUDA, 0))
 
     def call() -> None:
-        comm.barrier()  # all have come out of init()
+        comm.barrier()  # all ranks have returned from init()
         comm.allreduce(x)
 
     with pytest.raises((TransportError, CommunicatorRevoked)) as caught:
@@ -199,7 +199,7 @@ def broken_card() -> str:
 
 
 def wrong_arguments() -> list[str]:
-    """Mistakes around devices and streams; each is refused and harms nothing."""
+    """Pass wrong devices and streams; return the errors, which must not harm later calls."""
     card, said = Card(6), []
     with r2ccl.init(staging_nbytes=WINDOWS) as comm:
         x, at = card.array(values_of(comm.rank, 10))
@@ -224,7 +224,7 @@ def wrong_arguments() -> list[str]:
 
 
 def asynchronous_on_the_host(ncalls: int) -> list[str]:
-    """Calls that go on, mixed with calls that do not: carried out in their order."""
+    """Mix asynchronous and synchronous calls; return violations of their order."""
     wrong = []
     with r2ccl.init() as comm:
         arrays = [np.full(1000, comm.rank + at, np.float64) for at in range(ncalls)]
@@ -251,7 +251,10 @@ def asynchronous_on_the_host(ncalls: int) -> list[str]:
 
 
 def allreduces_among_some(count: int) -> tuple[bool, int]:
-    """Even and odd ranks reduce among themselves at the same time, a rail is cut in the middle."""
+    """Reduce among even and among odd ranks at the same time while a rail is cut.
+
+    Returns whether all sums are right, and the number of repairs.
+    """
     int64, rounds = CODES[np.dtype(np.int64)], 4
     with (
         fail_at(rank=1, rail=0, op=2, step=3) as plan,

@@ -1,4 +1,4 @@
-"""Ranks that are threads with engines of their own, on one simulated network, and fake GPUs."""
+"""Ranks as threads, each with its own engine and fake GPU, on one simulated network."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from r2ccl.types import CallSignature, Collective, ReduceOp
 
 
 class NoControl:
-    """A control plane of which nothing is wanted."""
+    """Control plane that ignores every call."""
 
     is_busy = False
 
@@ -39,10 +39,10 @@ class NoControl:
 
 
 class SharedSim(SimTransport):
-    """A rank's end of a network that belongs to all ranks' threads, one at a time."""
+    """A rank's end of a network that all ranks' threads share, one at a time."""
 
     lock: Any
-    #: Whether it refuses to register what is at an address.
+    #: Returns whether memory at an address cannot be registered.
     refuses: Callable[[int], bool] = staticmethod(lambda address: False)
     nheld = 0
 
@@ -76,7 +76,7 @@ class _Held:
 
 
 class Rank:
-    """A rank with an engine, a GPU, and the way between them."""
+    """Rank with an engine, a GPU, and the backend between them."""
 
     def __init__(self, group: Group, rank: int, seed: int) -> None:
         self.rank, self.nranks = rank, group.nranks
@@ -96,7 +96,7 @@ class Rank:
         self.entry = PlanSelector(self.engine, self.plans)
         self.stream = self.device.caller_stream()
         self.opened: GpuDirectBackend | str = ""
-        #: Where the caller's arrays are.
+        #: Addresses of the caller's arrays.
         self.arrays: set[int] = set()
 
     def open(self) -> GpuDirectBackend | str:
@@ -120,7 +120,7 @@ class Rank:
         return self.opened
 
     def put(self, array: Any, offset: int = 0) -> int:
-        """Have the caller's stream make an array."""
+        """Create an array in the caller's stream; return its address."""
         data = np.ascontiguousarray(array)
         address = self.device.caller_memory(data.nbytes + offset + 1) + offset
         self.arrays.add(address)
@@ -131,7 +131,7 @@ class Rank:
         return address
 
     def get(self, address: int, like: Any) -> Any:
-        """Read an array in the order of the caller's stream."""
+        """Return the contents of an array, read in the order of the caller's stream."""
         done = self.device.make_event()
         pinned = self.device.allocate_pinned(like.nbytes + 1)
         if like.nbytes:
@@ -171,7 +171,7 @@ class Group:
 
     def __init__(self, nranks: int, seed: int = 0, nlocal: int = 1, **settings: Any) -> None:
         self.nranks = nranks
-        #: Of every node its ranks.
+        #: Ranks of each node.
         self.nodes = [tuple(range(first, first + nlocal)) for first in range(0, nranks, nlocal)]
         self._cards: dict[int, FakeGpu] = {}
         defaults = {"eager_nbytes": 16, "slice_nbytes": 64, "staging_nbytes": 2048}
@@ -185,7 +185,7 @@ class Group:
                 self.ranks[rank].engine._migration.on_opened(end.path.peer, wire.rail, 0, end)
 
     def card(self, rank: int, seed: int) -> FakeGpu:
-        """Return a GPU, on one board with the others of the node."""
+        """Return the rank's GPU, on one board with the other GPUs of the node."""
         first = next(node[0] for node in self.nodes if rank in node)
         beside = self._cards.get(first)
         self._cards[rank] = FakeGpu(seed) if beside is None else beside.beside()

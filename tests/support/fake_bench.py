@@ -1,4 +1,4 @@
-"""What tests on the fake GPU have in common: a bench of two processes, and a kernel."""
+"""Helpers of the tests on the fake GPU: two processes on one card, and a kernel."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NSEEDS = 200
 
 
 def pattern(seed: int, nbytes: int = NBYTES) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Bytes that are neither poison nor what memory holds at first."""
+    """Return bytes that differ from poison and from the initial contents of memory."""
     return np.random.default_rng(seed).integers(1, 100, nbytes, np.uint8)
 
 
 class Bench:
-    """Two processes on a card, and what most tests need of the first."""
+    """Two processes on a card, and objects that most tests need of the first."""
 
     def __init__(self, seed: int = 0, **options: Any) -> None:
         self.gpu = FakeGpu(seed, **options)
@@ -33,7 +33,7 @@ class Bench:
         self.data = pattern(7)
 
     def memory(self, data: Any = None) -> int:
-        """Device memory, written before anything else."""
+        """Return new device memory, written before any other work."""
         address = self.device.allocate(NBYTES)
         self.device.write(address, pattern(1) if data is None else data)
         return address

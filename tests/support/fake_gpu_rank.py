@@ -1,7 +1,7 @@
-"""A rank of the GPU bench on a machine without a GPU: a fake one, and what the bench asks of CUDA.
+"""Run a rank of the GPU bench on a fake GPU, for machines without a GPU.
 
-`FakeDriver` and `open_card` serve tests; run as a program it is ``bench/gpu_rank.py`` on a fake GPU
-of its own, which spoils what ``BENCH_SPOILED`` (a rank) reads.
+Tests use `FakeDriver` and `fake_card`. Run as a program, this is ``bench/gpu_rank.py`` on its own
+fake GPU; the rank in ``BENCH_SPOILED`` reads corrupted data.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class FakeDriver:
 
 
 def fake_card(gpu_card: Any, seed: int = 0, free_nbytes: int = 1 << 30) -> Any:
-    """Make a `gpu_card.Card` of the module given."""
+    """Return a `gpu_card.Card` of the given module."""
     device = FakeDevice(FakeGpu(seed), f"process {os.getpid()}")
     return gpu_card.Card(device, FakeDriver(device, free_nbytes), BLOCK_NBYTES)
 
 
 def main() -> None:
-    """Be a rank."""
+    """Run the rank."""
     sys.path.insert(0, str(BENCH))
     import gpu_card
     import gpu_rank
@@ -77,7 +77,7 @@ def main() -> None:
         yield card
         card.close()
 
-    kernels: Any = None  # of ways through the host none runs
+    kernels: Any = None  # backends through the host launch none
     factory.CudaHardware = lambda: OneCard(card.device, kernels)
     cuda._ordinal = lambda address: 0
     gpu_rank.open_card = open_card

@@ -1,10 +1,10 @@
-"""Jobs whose ranks are forked from one process that has imported their program.
+"""Jobs whose ranks are forked from one process that has already imported their program.
 
-In a machine whose processor is emulated, importing r2ccl takes 15 s, and a fork a few milliseconds.
-The process that forks has one thread and opens no device, so a rank has what a new process has.
+On an emulated processor importing r2ccl takes 15 s, and a fork a few milliseconds. The process that
+forks has one thread and opens no device, so that a rank starts like a new process.
 
-As a program, with the paths of scripts and the names of modules to import: it reads orders from
-stdin, a line of JSON each, and writes the outputs of the job's ranks as another. A script has a
+Run as a program, with the paths of scripts and the names of modules to import, it reads jobs from
+stdin, one line of JSON each, and writes the outputs of each job's ranks as one line. A script has a
 function ``main`` that takes the argument.
 """
 
@@ -30,18 +30,18 @@ from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
 from r2ccl.bootstrap.launch import LocalJob
 
 _POLL_S = 0.02
-#: For the imports.
+#: Seconds for the imports.
 _START_S = 120.0
 
 
 class ForkedRanks:
-    """Starts jobs. A context manager.
+    """Context manager that starts jobs.
 
     Parameters
     ----------
     scripts : sequence of Path
     modules : sequence of str
-        Imported before the first job.
+        Modules to import before the first job.
     """
 
     def __init__(self, scripts: Sequence[Path], modules: Sequence[str] = ()) -> None:
@@ -63,7 +63,7 @@ class ForkedRanks:
         self, script: Path, argument: str, environments: Sequence[Mapping[str, str]],
         timeout_s: float,
     ) -> list[Output]:  # fmt: skip
-        """Run a job with a rank for each of `environments`; kill what is left of it."""
+        """Run a job with one rank per environment; kill ranks that exceed `timeout_s`."""
         order = [str(script), argument, list(environments), timeout_s]
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
@@ -100,7 +100,7 @@ def _serve(scripts: Sequence[str], modules: Sequence[str]) -> None:
 
 
 def _main_of(script: str) -> Callable[[str], None]:
-    sys.path.insert(0, str(Path(script).parent))  # as that of a script
+    sys.path.insert(0, str(Path(script).parent))  # as Python does for a script
     spec = importlib.util.spec_from_file_location(Path(script).stem, script)
     assert spec is not None
     assert spec.loader is not None
@@ -126,7 +126,7 @@ def _run(
 
 
 def _wait(pids: Sequence[int], until_s: float) -> dict[int, int]:
-    """Return the exit status of each process; those that are late are killed."""
+    """Return the exit status of each process; kill processes that exceed the deadline."""
     codes: dict[int, int] = {}
     while len(codes) < len(pids):
         for pid in pids:
@@ -143,7 +143,7 @@ def _wait(pids: Sequence[int], until_s: float) -> dict[int, int]:
 def _fork(
     job: LocalJob, rank: int, main: Callable[[str], None], argument: str, env: Mapping[str, str]
 ) -> _Rank:
-    # In memory: a file that is unlinked cannot be read on every file system.
+    # In memory, because not every file system lets unlinked files be read.
     started = _Rank(0, os.memfd_create(f"out-{rank}"), os.memfd_create(f"err-{rank}"))
     pid = os.fork()
     if pid:

@@ -1,4 +1,4 @@
-"""Collectives among threads: the plain meaning of each, for tests of what is built on top."""
+"""Reference collectives among threads, for tests of code built on top of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TIMEOUT_S = 20.0
 
 
 class HostGroup:
-    """Ranks that are threads: each calls `run` with its own arrays."""
+    """Ranks as threads: each calls `run` with its own arrays."""
 
     def __init__(self, nranks: int) -> None:
         self.nranks = nranks
@@ -38,16 +38,16 @@ class HostGroup:
             output[meant[0]] = meant[1]
 
     def abort(self) -> None:
-        """Have everybody who waits, or comes, fail."""
+        """Fail all current and future waits."""
         self._meeting.abort()
 
 
 def expected(call: CallSignature, sources: list[Array], rank: int) -> tuple[slice, Array] | None:
-    """Which part of a rank's output a collective defines, and as what."""
+    """Return the part of a rank's output that a collective defines, and its contents."""
     count, nranks = call.count, len(sources)
     kind, width = call.collective, count // nranks
     if kind == Collective.ALLGATHER:
-        # The host's form of it: each rank's part is in its place.
+        # In the host's form, each rank's part is already in its place.
         parts = [each[at * width : (at + 1) * width] for at, each in enumerate(sources)]
         return slice(0, count), np.concatenate(parts)
     if kind == Collective.BROADCAST:
@@ -62,7 +62,7 @@ def expected(call: CallSignature, sources: list[Array], rank: int) -> tuple[slic
 
 
 def combine(sources: list[Array], op: ReduceOp) -> Array:
-    """Reduce integers, or floats that are."""
+    """Reduce integers, or floats with integer values."""
     function: dict[ReduceOp, Callable[..., Array]] = {
         ReduceOp.SUM: np.add,
         ReduceOp.AVG: np.add,

@@ -1,4 +1,4 @@
-"""Ctrl-C before any line of the library, for tests that try all of them."""
+"""Raise KeyboardInterrupt before any chosen line of the library."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LIBRARY = os.path.dirname(r2ccl.__file__)
 
 
 def at_line(number: int, fn: Callable[[], object]) -> bool:
-    """Call `fn` with Ctrl-C before line `number`, from 1, of the library's that it runs.
+    """Call `fn` with Ctrl-C before line `number` (from 1) of the library's lines that it runs.
 
-    Returns whether it came: False, `fn` runs fewer lines.
+    Returns False if `fn` runs fewer lines, so that no Ctrl-C occurred.
     """
     left = number
 

@@ -1,4 +1,4 @@
-"""This process without a descriptor left, as a job with too many connections has it."""
+"""Exhaustion of this process's file descriptors, as in a job with too many connections."""
 
 import os
 import resource
@@ -13,7 +13,7 @@ def no_descriptor_left(spare: int = 0) -> Iterator[None]:
     Parameters
     ----------
     spare : int
-        Descriptors that can still be opened, where all above the lowest free one are free.
+        Descriptors that can still be opened, provided all above the lowest free one are free.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)

@@ -1,4 +1,4 @@
-"""Ranks that are programs of their own, started in a job on this machine."""
+"""Ranks as separate programs, started in a job on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from r2ccl.bootstrap.launch import LocalJob
 def start(
     job: LocalJob, rank: int, argv: Sequence[str], env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """Start a program as `rank`, with `env` beside the job's variables, its output in pipes."""
+    """Start a program as `rank`, with `env` added to the job's variables and output in pipes."""
     variables = {**os.environ, **job.environment(rank), **(env or {})}
     passed = [job.listener.fileno()] if rank == 0 else []
     if passed:

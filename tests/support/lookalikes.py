@@ -1,6 +1,6 @@
-"""Arrays and libraries that look like those of a machine with a GPU to whoever asks.
+"""Arrays and libraries that imitate those of a machine with a GPU.
 
-Addresses are made up, or those of host memory posing as a GPU's: nothing may be read from them.
+Addresses are made up, or those of host memory posing as GPU memory: nothing may be read from them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CUDA, CUDA_HOST, ROCM, MANAGED = 2, 3, 10, 13
 
 
 class Interface:
-    """An array of an unknown library with ``__cuda_array_interface__`` and nothing else."""
+    """Array of an unknown library that has only ``__cuda_array_interface__``."""
 
     def __init__(self, **entries: Any) -> None:
         plain = {"version": 3, "shape": (4,), "typestr": "<f4", "data": (0x7000, False)}
@@ -28,7 +28,7 @@ class Interface:
 
 
 def posing(array: np.ndarray[Any, Any], **entries: Any) -> Interface:
-    """A NumPy array whose memory poses as a GPU's."""
+    """Return an array interface that presents a NumPy array as GPU memory."""
     return Interface(
         shape=array.shape,
         strides=array.strides,
@@ -38,7 +38,7 @@ def posing(array: np.ndarray[Any, Any], **entries: Any) -> Interface:
     )
 
 
-# DLPack: packed by hand from dlpack.h
+# DLPack structures, packed by hand according to dlpack.h
 
 _new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
@@ -48,7 +48,7 @@ _CALLBACK = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Producer:
-    """Exports capsules; outlives them.
+    """Exporter of DLPack capsules; must outlive them.
 
     ``asked`` has the arguments of each export, ``released`` the name of each capsule whose deleter
     was called.
@@ -101,7 +101,7 @@ class Producer:
 
 
 def start(block: bytes | None) -> int:
-    """Address of the first of some bytes, which live as long as the object."""
+    """Return the address of `block`, valid as long as the object lives."""
     return 0 if block is None else int(ctypes.cast(block, ctypes.c_void_p).value or 0)
 
 
@@ -109,12 +109,12 @@ def start(block: bytes | None) -> int:
 
 
 class Torch(ModuleType):
-    """As much of torch as is asked, on GPU 1 with a current stream."""
+    """The part of torch that the library uses, on GPU 1 with a current stream."""
 
     strided = "torch.strided"
 
     class Tensor:
-        """A tensor; a dtype is spelled as torch spells it."""
+        """Tensor; its dtype is formatted as torch does."""
 
         def __init__(self, array: np.ndarray[Any, Any], dtype: str = "", **other: Any) -> None:
             self._array = array
@@ -160,10 +160,10 @@ class Torch(ModuleType):
 
 
 class Cupy(ModuleType):
-    """As much of CuPy as is asked, on GPU 2; ``current`` is the GPU it allocates on."""
+    """The part of CuPy that the library uses, on GPU 2; ``current`` is the GPU it allocates on."""
 
     class ndarray(Interface):
-        """An array."""
+        """Array of CuPy."""
 
         def __init__(self, array: np.ndarray[Any, Any], device: int = 2) -> None:
             super().__init__(**posing(array, stream=0xBAD).__cuda_array_interface__)
@@ -192,10 +192,10 @@ class Cupy(ModuleType):
 
 
 class Numba(ModuleType):
-    """As much of numba.cuda as is asked, on GPU 3."""
+    """The part of numba.cuda that the library uses, on GPU 3."""
 
     class DeviceNDArrayBase(Interface):
-        """An array; its stream is 0 or a `NumbaStream`."""
+        """Array; its stream is 0 or a `NumbaStream`."""
 
         def __init__(self, array: np.ndarray[Any, Any], stream: Any = 0, device: int = 3) -> None:
             super().__init__(**posing(array, stream=0).__cuda_array_interface__)
@@ -219,7 +219,7 @@ class Numba(ModuleType):
 
 
 class NumbaStream:
-    """A stream of Numba, which is an integer to who asks so."""
+    """Stream of Numba, which converts to an integer handle."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -233,7 +233,7 @@ def start_of(array: np.ndarray[Any, Any]) -> int:
 
 
 def imported(monkeypatch: pytest.MonkeyPatch, library: ModuleType) -> None:
-    """Have a library look imported, and no other."""
+    """Make `library` look imported, and no other."""
     for name in ("torch", "cupy", "numba.cuda", "numba.cuda.cudadrv.devicearray"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, library.__name__, library)

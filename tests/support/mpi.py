@@ -1,4 +1,4 @@
-"""Where the tests find an MPI, or why they skip."""
+"""Discovery of the MPI that the tests use."""
 
 import shutil
 import sys
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-#: MPICH maps its queues there and dies of SIGBUS where they do not fit: with 2 to 4 ranks it takes
-#: under 32 MiB.
+#: MPICH maps its queues in /dev/shm and dies of SIGBUS if they do not fit. With 2 to 4 ranks it
+#: takes under 32 MiB.
 _SHM_NBYTES = 32 << 20
 
 
 def find_mpiexec() -> Path:
-    """Return the launcher of the environment's own MPI; skip the test where it cannot run."""
+    """Return the launcher of the environment's own MPI; skip the test if it cannot run."""
     beside = Path(sys.executable).with_name("mpiexec")
     if not beside.exists():
         pytest.skip(f"no mpiexec beside {sys.executable}: pip install mpich")

@@ -1,4 +1,4 @@
-"""Control planes of one job, every rank a thread of this process with its own environment."""
+"""Control planes of one job; every rank is a thread of this process with its own environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Text(msgspec.Struct, tag="text"):
 
 
 class Recorder:
-    """A handler that keeps what it is told and lets a test wait for it."""
+    """Handler that records its calls and lets a test wait for them."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[int, object]] = []
@@ -112,7 +112,7 @@ def join(job: LocalJob, rank: int, changes: Mapping[str, str], **settings: Any) 
 
 
 def turn_away(plane: ControlPlane, claim: Claim) -> None:
-    """Prove `claim` at the first rail of `plane`, and find the connection closed for it."""
+    """Prove `claim` at the first rail of `plane`; assert that the connection is closed."""
     secret = next(iter(plane._sessions.values()))._setting.secret
     with socket.create_connection(plane.peers[plane.rank].rails[0], WAIT_S) as sock:
         dialer = Dialer(secret, claim, b"n" * 32)
@@ -123,7 +123,7 @@ def turn_away(plane: ControlPlane, claim: Claim) -> None:
 
 @pytest.fixture
 def start_job() -> Iterator[Callable[..., Job]]:
-    """Start jobs of so many ranks, closed when the test is over."""
+    """Start jobs of a given number of ranks; close them when the test is over."""
     with contextlib.ExitStack() as stack:
 
         def start(nranks: int, **settings: Any) -> Job:

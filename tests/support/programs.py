@@ -1,4 +1,4 @@
-"""What ranks run in tests: importable functions, each returning something a test can compare."""
+"""Programs that ranks run in tests: importable functions that return values a test can compare."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def data_of(rank: int, count: int, name: str) -> np.ndarray:
-    """Small integers: every sum and product of a few ranks is exact in every dtype."""
+    """Return small integers, whose sums and products over a few ranks are exact in every dtype."""
     values = np.random.default_rng((rank, count)).integers(1, 3, count)
     return values.astype(dtype_of(name))
 
@@ -45,13 +45,13 @@ def expected(nranks: int, count: int, name: str, op: r2ccl.ReduceOp) -> np.ndarr
         return total
     if total.dtype.kind in "iu":
         return (total // nranks).astype(total.dtype)
-    # A complex sum is divided part by part; NumPy's complex division may round differently.
+    # Divide a complex sum part by part: NumPy's complex division may round differently.
     parts = total.view(total.real.dtype)
     return (parts / nranks).astype(parts.dtype).view(total.dtype)
 
 
 def allreduces(counts: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
-    """Every dtype, op and count, in place and out of place; returns what came out wrong."""
+    """Run every dtype, op and count, in place and out of place; return the wrong cases."""
     wrong = []
     with r2ccl.init() as comm:
         for name in names:
@@ -71,7 +71,10 @@ def allreduces(counts: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
 
 
 def parted(counts: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
-    """`allgather` and `reduce_scatter` in place and out of place; `counts` are those of a part."""
+    """Run `allgather` and `reduce_scatter` in place and out of place; return the wrong cases.
+
+    `counts` are elements of one rank's part.
+    """
     wrong = []
     with r2ccl.init() as comm:
         n, rank = comm.nranks, comm.rank
@@ -98,7 +101,7 @@ def parted(counts: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
 
 
 def rooted(counts: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
-    """`broadcast` and `reduce` from and to every rank, in place and out of place."""
+    """Run `broadcast` and `reduce` with every root, in and out of place; return the wrong cases."""
     wrong = []
     with r2ccl.init() as comm:
         for name, count, root in itertools.product(names, counts, range(comm.nranks)):
@@ -128,7 +131,7 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def own_schedules(count: int) -> list[str]:
-    """Run schedules the user brings; returns what came out wrong."""
+    """Run schedules that the user provides; return the wrong cases."""
     wrong = []
     with r2ccl.init() as comm:
         mine = (
@@ -160,7 +163,7 @@ def larger_than_2gib() -> bool:
 
 
 def reduced_bits(count: int, seed: int) -> bytes:
-    """Sum of data whose result depends on the order of additions."""
+    """Return the sum of data whose result depends on the order of additions."""
     with r2ccl.init() as comm:
         rng = np.random.default_rng((seed, comm.rank))
         x = rng.standard_normal(count).astype(np.float32)
@@ -168,23 +171,23 @@ def reduced_bits(count: int, seed: int) -> bytes:
 
 
 def disagree(calls: tuple[tuple[int, str, str], ...]) -> tuple[str, float]:
-    """Rank r passes calls[r] = (count, dtype, op); returns the error's type and text, and when."""
+    """Call with ``calls[rank]`` = (count, dtype, op); return the error, and seconds until it."""
     with r2ccl.init() as comm:
         count, name, op = calls[comm.rank]
         begin = time.monotonic()
         try:
-            comm.barrier()  # else the error may find a rank that is still in init()
+            comm.barrier()  # else the error may reach a rank that is still in init()
             comm.allreduce(np.ones(count, dtype_of(name)), op=r2ccl.ReduceOp[op])
-            comm.barrier()  # a rank that needs no peer for its own call learns of it here
+            comm.barrier()  # a rank that needs no peer for its own call fails here
         except r2ccl.R2cclError as exc:
             text = f"{type(exc).__name__}: {exc}"
         else:
             text = "no error"
-        return text, time.monotonic() - begin  # close() waits until every rank has heard why
+        return text, time.monotonic() - begin  # close() waits until every rank knows the cause
 
 
 def usable_after_bad_arguments() -> list[str]:
-    """Arguments refused before any I/O leave the communicator as it was."""
+    """Pass arguments that are refused before any I/O; check that the communicator still works."""
     read_only = np.ones(4)
     read_only.flags.writeable = False
     overlapping = np.ones(10)
@@ -210,7 +213,7 @@ def usable_after_bad_arguments() -> list[str]:
 
 
 def killed_report(victim: int, nbytes: int, path: str) -> None:
-    """One rank dies in mid-allreduce; each survivor writes what it saw to `path`."""
+    """Kill one rank during an allreduce; each survivor writes its error to `path`."""
     with r2ccl.init() as comm:
         x = np.ones(nbytes, np.uint8)
         comm.allreduce(x)
@@ -237,9 +240,9 @@ def killed_report(victim: int, nbytes: int, path: str) -> None:
 def survivors(
     run: functools.partial[None], nranks: int, victim: int, timeout_s: float
 ) -> list[Any]:
-    """Launch `run`, whose `victim` dies, and collect what the others wrote."""
+    """Launch `run`, whose `victim` dies, and return the reports of the survivors."""
     with tempfile.TemporaryDirectory() as folder:
-        with contextlib.suppress(r2ccl.R2cclError):  # the launcher complains about the victim
+        with contextlib.suppress(r2ccl.R2cclError):  # the launcher reports the victim's death
             r2ccl.launch(functools.partial(run, f"{folder}/report"), nranks, timeout_s=timeout_s)
         paths = [f"{folder}/report.{rank}" for rank in range(nranks) if rank != victim]
         reports = []
@@ -250,7 +253,7 @@ def survivors(
 
 
 def interrupted(victim: int) -> str:
-    """Ctrl-C ends a call that waits for a peer who never comes."""
+    """End a call that waits for an absent peer by Ctrl-C; return the error of this rank."""
     with r2ccl.init() as comm:
         if comm.rank == victim:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -272,7 +275,7 @@ def interrupted(victim: int) -> str:
 
 
 def timed_out() -> str:
-    """A peer that does not come in time is named."""
+    """Return the timeout error of rank 0, which names the absent peer."""
     with r2ccl.init(timeout_s=0.5) as comm:
         if comm.rank == 0:
             try:
@@ -288,7 +291,7 @@ def timed_out() -> str:
 
 
 def lose_rails(count: int, step: int, ops: int) -> tuple[list[bytes], int]:
-    """Rail 0 breaks at `step` of every other operation; returns results and repairs."""
+    """Break rail 0 at `step` of every other operation; return results and number of repairs."""
     from r2ccl.testing import Action, Fault, FaultPlan
 
     faults = [
@@ -305,7 +308,7 @@ def lose_rails(count: int, step: int, ops: int) -> tuple[list[bytes], int]:
 
 
 def registered() -> bool:
-    """Reduce registered memory, inside and after its registration."""
+    """Reduce registered memory, during and after its registration."""
     with r2ccl.init() as comm:
         x = np.full(100_000, comm.rank + 1, np.float32)
         with comm.register(x) as registration:
@@ -318,7 +321,7 @@ def registered() -> bool:
 
 
 def many_reductions(count: int, ops: int) -> list[bytes]:
-    """The same operations as `lose_rails`, with nothing going wrong."""
+    """Run the operations of `lose_rails` without faults."""
     with r2ccl.init() as comm:
         return [
             comm.allreduce(
@@ -329,17 +332,19 @@ def many_reductions(count: int, ops: int) -> list[bytes]:
 
 
 def does_not_shrink() -> str:
-    """Rank 1 never calls shrink() while the others wait for it; returns what each is told."""
+    """Let rank 1 not call shrink() while the others wait for it; return the error of each rank."""
     comm = r2ccl.init()
-    control = comm._control  # starting may take long on a busy machine; the rest need not
+    # A short timeout for shrink() only: init() may be slow on a busy machine.
+    control = comm._control
     impatient = msgspec.structs.replace(control.setting.config, init_timeout_s=5.0)
     control.setting = msgspec.structs.replace(control.setting, config=impatient)
-    with contextlib.suppress(r2ccl.CommunicatorRevoked):  # by one that is through already
+    # A rank that has already passed the barrier may have revoked the communicator.
+    with contextlib.suppress(r2ccl.CommunicatorRevoked):
         comm.barrier()
     if comm.rank == 1:
         deadline = time.monotonic() + 40
         while len(comm._event_queue._news) < 4 and time.monotonic() < deadline:
-            time.sleep(0.01)  # two Views, and two Goodbyes when the others have given up
+            time.sleep(0.01)  # two Views, and two Goodbyes once the others have given up
     try:
         comm.shrink()
     except r2ccl.R2cclError as exc:
@@ -348,7 +353,7 @@ def does_not_shrink() -> str:
 
 
 def shrink_again_and_again(times: int) -> list[str]:
-    """Revoke while the others are in a call, shrink to all ranks; returns what went wrong."""
+    """Revoke while the others are in a call, and shrink to all ranks; return the errors."""
     comm = r2ccl.init()
     wrong = []
     usage = []
@@ -364,7 +369,7 @@ def shrink_again_and_again(times: int) -> list[str]:
             comm = comm.shrink()
         if comm.members != tuple(range(comm.nranks)):
             wrong.append(f"members {comm.members}")
-    # A connection more or less may be under way; a communicator has more than that.
+    # One connection more or less may be in setup; a leaked communicator has more than that.
     (threads, fds), (threads_then, fds_then) = usage[-1], usage[0]
     if threads != threads_then or fds > fds_then + 4:
         wrong.append(f"threads and descriptors in use: {usage}")

@@ -1,7 +1,7 @@
-"""A small interpreter of PTX: runs a kernel's text on host memory, thread by thread.
+"""PTX interpreter: runs a kernel's text on host memory, thread by thread.
 
-It knows what the compiler makes of the kernels, and nothing else: an instruction it was not taught
-is an error. Written from the PTX ISA, on NumPy's numbers; registers hold bits, as integers.
+It supports the instructions that the compiler generates for the kernels; any other instruction is
+an error. Written from the PTX ISA, with NumPy's arithmetic; registers hold bits, as integers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from r2ccl.kernels.cuda import twins
 
-_SHARED = 1 << 60  # where the addresses of shared memory begin
+_SHARED = 1 << 60  # first address of shared memory
 _FLOATS = {"f32": np.float32, "f64": np.float64}
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "eq": lambda a, b: a == b,
@@ -30,7 +30,7 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
 
 
 class Instruction(NamedTuple):
-    """One instruction: under which predicate, what, on what."""
+    """Predicate, opcode and operands of an instruction."""
 
     guard: str
     opcode: str
@@ -38,7 +38,7 @@ class Instruction(NamedTuple):
 
 
 class Kernel:
-    """A kernel's text, taken apart.
+    """Parsed text of a kernel.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class Kernel:
             self._take(statement)
 
     def _take(self, statement: str) -> None:
-        # Before an instruction there may be labels, and braces around what inline PTX declares.
+        # Labels, and the braces of inline PTX declarations, may precede an instruction.
         while match := re.match(r"\s*(?:(\$\w+):|[{}])\s*|\s+", statement):
             if match[1]:
                 self.labels[match[1]] = len(self.instructions)
@@ -79,7 +79,7 @@ class Kernel:
         ----------
         nblocks, nthreads : int
         values : sequence of int
-            The bits of the parameters.
+            Bits of the parameters.
         windows : sequence of range
             Addresses that may be read and written.
         """
@@ -90,12 +90,12 @@ class Kernel:
                 _Thread(self, named, shared, windows, (thread, nthreads, block, nblocks)).run()
                 for thread in range(nthreads)
             ]
-            while threads:  # each runs to the next barrier, or to its end
+            while threads:  # each thread runs to the next barrier, or to its end
                 threads = [each for each in threads if next(each, None) is not None]
 
 
 class _Thread:
-    """One thread and its registers."""
+    """Thread with its registers."""
 
     def __init__(
         self, kernel: Kernel, parameters: dict[str, int], shared: dict[str, bytearray],
@@ -113,7 +113,7 @@ class _Thread:
             self.memory[name] = room
 
     def run(self) -> Generator[str]:
-        """Run to the end, stopping at barriers."""
+        """Run to the end; yield at barriers."""
         at = 0
         while True:
             guard, opcode, operands = self.kernel.instructions[at]
@@ -143,7 +143,7 @@ class _Thread:
         return int(operand, 0)
 
     def _read(self, operand: str, kind: str) -> Any:
-        """Return a value of a type."""
+        """Return an operand as a value of type `kind`."""
         value = self._get(operand)
         if kind in _FLOATS:
             return np.array([value], f"u{int(kind[1:]) // 8}").view(_FLOATS[kind])[0]
@@ -154,7 +154,7 @@ class _Thread:
         return value - (1 << bits) if kind[0] == "s" and value >> (bits - 1) else value
 
     def _write(self, operand: str, kind: str, value: Any) -> None:
-        """Set a register to the bits of a value of a type."""
+        """Set a register to the bits of a value of type `kind`."""
         if kind in _FLOATS:
             value = int(np.array([value], _FLOATS[kind]).view(f"u{int(kind[1:]) // 8}")[0])
         elif kind == "pred":
@@ -256,7 +256,7 @@ class _Thread:
         self._write(operands[0], kind, result)
 
     def _float(self, name: str, modifiers: list[str], operands: list[str]) -> bool:
-        """Apply an instruction on floats, if it is one; it must say how it rounds."""
+        """Apply a float instruction; return False for others. It must name its rounding mode."""
         *how, kind = modifiers
         expected = {"add": "rn", "mul": "rn", "div": "rn", "fma": "rn", "min": "NaN", "max": "NaN"}
         if "f" not in kind:
@@ -336,8 +336,9 @@ class _Thread:
 
 
 def _fma_of_pairs(a: int, b: int, c: int) -> int:
-    """Calculate ``fma.rn.bf16x2`` where it is a sum or a product: float64 has either exactly, or so
-    nearly that it rounds to the same.
+    """Compute ``fma.rn.bf16x2`` for sums or products only.
+
+    For these, float64 is exact, or precise enough to round to the same result.
     """
     x, y, z = (np.array([each], np.uint32).view(ml_dtypes.bfloat16) for each in (a, b, c))
     exact = x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64)

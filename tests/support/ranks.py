@@ -1,4 +1,4 @@
-"""Ranks that are threads, each with a process of its own on a fake GPU."""
+"""Ranks as threads, each with its own process on a fake GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OneCard:
 
 
 class PlainKernels:
-    """Kernels of int64 in Python."""
+    """Kernels for int64, in Python."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -81,7 +81,7 @@ def make_kernel(function: Any, ninputs: int, noutputs: int) -> FakeKernel:
 
 
 class Gathering:
-    """`join`'s gather among threads."""
+    """Allgather among threads, in place of the bootstrap's."""
 
     def __init__(self, nranks: int) -> None:
         self._said: list[bytes] = [b""] * nranks
@@ -96,7 +96,7 @@ class Gathering:
 
 
 def together(nranks: int, body: Callable[[int], Any]) -> list[Any]:
-    """Run `body` in a thread a rank; return what each returns, or raise what the first raised."""
+    """Run `body` in one thread per rank; return all results, or raise the lowest rank's error."""
     results: list[Any] = [None] * nranks
 
     def run(rank: int) -> None:
@@ -129,7 +129,7 @@ def put(device: FakeDevice, stream: Stream, array: Any) -> int:
 
 
 def get(device: FakeDevice, stream: Stream, address: int, count: int) -> Any:
-    """Read int64s of device memory in the order of a stream."""
+    """Read int64 values from device memory in the order of a stream."""
     done = device.make_event()
     pinned = device.allocate_pinned(max(1, 8 * count))
     if count:
@@ -145,7 +145,7 @@ def data_of(rank: int, count: int) -> Any:
 
 
 def meant(kind: Collective, xs: list[Any], op: ReduceOp, root: int, rank: int) -> Any:
-    """Return what a collective gives a rank; None: nothing."""
+    """Return the expected result of a collective on a rank; None if it has none."""
     total = np.sum(xs, axis=0) if op is ReduceOp.SUM else np.max(xs, axis=0)
     width = xs[0].size // len(xs)
     return {
@@ -158,7 +158,7 @@ def meant(kind: Collective, xs: list[Any], op: ReduceOp, root: int, rank: int) -
 
 
 def sizes_of(kind: Collective, count: int, nranks: int) -> tuple[int, int]:
-    """Elements of a rank's output, and those the call counts."""
+    """Return the elements of a rank's output, and the count of the call."""
     if kind == Collective.ALLGATHER:
         return count * nranks, count * nranks
     return (count // nranks, count) if kind == Collective.REDUCE_SCATTER else (count, count)

@@ -1,4 +1,4 @@
-"""Cases of a test that `make test` leaves out."""
+"""Slow test cases, which `make test` skips."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 
 def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Return `cases` for ``parametrize``; those that are not among `quick` are marked as slow."""
+    """Return `cases` for ``parametrize``; mark those that are not in `quick` as slow."""
     cases = list(cases)
     assert all(each in cases for each in quick), "a quick case is no case"
     return [case if case in quick else _slow(case) for case in cases]

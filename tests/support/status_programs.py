@@ -1,4 +1,4 @@
-"""What ranks run in the tests of the status: calls that are looked at while they wait."""
+"""Programs that ranks run in the tests of the status, which is read while calls wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE_S = 30.0
 
 
 def until(is_true: Callable[[], Any], what: str) -> Any:
-    """Wait for what another process does; there is no event to wait for."""
+    """Poll until `is_true` returns a true value, and return it; fail after `PATIENCE_S`."""
     give_up_at = time.monotonic() + PATIENCE_S
     while not (found := is_true()):
         assert time.monotonic() < give_up_at, what
@@ -33,7 +33,7 @@ def status_of(comm: r2ccl.Communicator) -> RankStatus:
 
 
 def stopped_peer(victim: int) -> tuple[str, bool]:
-    """Rank 0 asks itself what it waits for while `victim` is stopped, then lets it go on."""
+    """Stop `victim`, read on rank 0 what its call waits for, and let `victim` continue."""
     with r2ccl.init() as comm:
         x = np.ones(1 << 18, np.float32)
         comm.allreduce(x)
@@ -58,7 +58,7 @@ def stopped_peer(victim: int) -> tuple[str, bool]:
 
 
 def dumped_by_signal(folder: str) -> tuple[str, bool]:
-    """Rank 0 gets the signal inside its second call, which rank 1 joins when it has the dump."""
+    """Signal rank 0 inside its second call; rank 1 joins that call once the dump is written."""
     with r2ccl.init(dump_signal="SIGUSR1", dump_file=f"{folder}/{{rank}}.json") as comm:
         x = np.ones(1 << 18, np.float32)
         comm.allreduce(x)
@@ -74,7 +74,7 @@ def dumped_by_signal(folder: str) -> tuple[str, bool]:
 
 
 def handler_after_close() -> list[bool]:
-    """The signal is the program's before and after; in between, only when asked for."""
+    """Return whether the signal's handler is the program's, except while a dump is requested."""
     mine = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     mine = signal.getsignal(signal.SIGUSR1)
     seen = []
@@ -87,7 +87,7 @@ def handler_after_close() -> list[bool]:
 
 
 def not_joined(victim: int) -> tuple[str, str]:
-    """All but `victim` call; returns the error's type and text."""
+    """Call on all ranks but `victim`; return the error's type and text."""
     with r2ccl.init(timeout_s=2.0) as comm:
         x = np.ones(1 << 20, np.float32)
         comm.allreduce(x)
@@ -104,7 +104,7 @@ def not_joined(victim: int) -> tuple[str, str]:
 
 
 def health_after_a_loss() -> tuple[list[str], list[str]]:
-    """Rail 0 of rank 0 is cut and comes back; returns the states and the causes rank 0 sees."""
+    """Cut rail 0 of rank 0 until it returns; return the states and the causes that rank 0 sees."""
     from r2ccl.testing import Action, Fault, FaultPlan
 
     plan = FaultPlan([Fault(action=Action.NIC_DOWN, node=0, rail=0, rank=0, at_op=0, at_step=0)])

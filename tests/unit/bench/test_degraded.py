@@ -260,10 +260,14 @@ def test_a_table_shows_measured_beside_simulated(bench, monkeypatch, tmp_path) -
 @pytest.mark.parametrize(
     ("table", "text", "complaint"),
     [
-        ("optcc", None, "--measured is for --table cloudlab and netlab alone"),
+        ("optcc", None, "--measured applies to --table cloudlab and netlab only"),
         ("netlab", None, "nothing of table netlab"),
-        ("cloudlab", "no JSON", "give what degraded.py --json has saved"),
-        ("cloudlab", '{"results": [{"seconds": 1}]}', "give what degraded.py --json has saved"),
+        ("cloudlab", "no JSON", "is not a file that degraded.py --json saved"),
+        (
+            "cloudlab",
+            '{"results": [{"seconds": 1}]}',
+            "is not a file that degraded.py --json saved",
+        ),
     ],
 )
 def test_files_with_nothing_of_a_table_are_refused(
