@@ -36,7 +36,7 @@ _HOPELESS = 1.5
 
 
 class Bench:
-    """Calls of one rank, and their readings of the clock.
+    """Timed calls of one rank, with their readings of the clock.
 
     Two inputs alternate, so that a lost slice shows as the previous call's result. A misplaced
     slice shows because neighbouring elements differ.

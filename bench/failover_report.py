@@ -82,9 +82,9 @@ def print_summary(
     console.print(
         "detection: the first rank notices. repair: the first byte replayed, or delayed by the "
         "fault, arrives at its receiver over another rail; last rank: the same for the last rank "
-        "that waits for one. '-': nothing moved. struck: the operations it interrupted; before, "
-        "during, after: steady states without it, with it (flap, stop: it ends by itself), "
-        "without it."
+        "that waits for one. '-': nothing moved. struck: operations interrupted by the fault; "
+        "before, during, after: steady states without it, with it (flap, stop: it ends by "
+        "itself), without it."
     )
     for row in states:
         console.print(
