@@ -123,5 +123,5 @@ def test_nodes_with_room_for_two_have_two_children_others_none(ntrees: int) -> N
 
 
 def test_trees_that_cannot_be_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="room for 3 edges or more at every node"):
+    with pytest.raises(InvalidArgument, match="and 3 edges or more for every node"):
         packed_trees.pack_rooted([3, 2, 3], 3, 0)

@@ -125,7 +125,7 @@ def test_the_queue_has_an_entry_for_each_request_of_each_peer(start: Any) -> Non
 
 def test_the_pages_tell_the_number_of_the_code() -> None:
     pages = Path(__file__).parents[4] / "docs"
-    assert f"| {queue_depths.NCOMPLETIONS} for each peer:" in (pages / "tuning.md").read_text()
+    assert f"| {queue_depths.NCOMPLETIONS} per peer:" in (pages / "tuning.md").read_text()
     assert f"`r2ccl/transport/verbs/queue_depths.py`: {queue_depths.NCOMPLETIONS} per peer" in (
         pages / "rdma.md"
     ).read_text().replace("\n", " ")
