@@ -202,8 +202,8 @@ def _open_transport(
     )
     if control.nhcas < len(hcas):
         _log.warning(
-            "rank %d: this rank has %d RDMA ports, but some ranks have only %d: the surplus is not "
-            "used; give all ranks equally many, or set R2CC_HCA",
+            "rank %d has %d RDMA ports, but another rank has only %d; the last ports of this rank "
+            "are not used. Give every rank the same number of ports, or select ports with R2CC_HCA",
             control.rank, len(hcas), control.nhcas,
         )  # fmt: skip
     if not control.nhcas:

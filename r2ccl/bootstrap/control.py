@@ -430,8 +430,8 @@ class ControlPlane:
             return self._sessions[peer]
         except KeyError:
             raise InvalidArgument(
-                f"rank {self.rank}: peer {peer} was given; allowed are the other ranks of "
-                f"0 ... {self.nranks - 1}"
+                f"rank {self.rank}: peer {peer} was given; it must be a rank of 0 to "
+                f"{self.nranks - 1} other than {self.rank}"
             ) from None
 
     def _is_open(self, peer: int) -> bool:

@@ -221,9 +221,10 @@ def _secret_source(
     if env.get("LOCAL_WORLD_SIZE") == str(nranks) and _is_own_address(rank, address):
         return RuntimeFileSecret(env, address, port, is_leader=rank == 0)
     raise InvalidArgument(
-        f"rank {rank}: no secret for a job on several hosts: give every rank the same one, "
-        "in R2CC_SECRET (64 hexadecimal digits) or in a file, R2CC_SECRET_FILE, made with "
-        "`openssl rand -hex 32 > FILE; chmod 600 FILE`; on one host `r2ccl launch` does it"
+        f"rank {rank}: no secret is set, and the ranks are not known to be on one host: set "
+        "R2CC_SECRET to the same 64 hexadecimal digits on every rank, or R2CC_SECRET_FILE to the "
+        "path of a file that contains them (`openssl rand -hex 32 > FILE; chmod 600 FILE`); on one "
+        "host, `r2ccl launch` sets the secret"
     )
 
 

@@ -355,10 +355,10 @@ class PeerBackend(SignalledStream):
         """Execute host work that overlaps the device's work."""
 
     def _share_of(self, call: CallSignature, at: int | None = None) -> _Share:
-        """Return the part of a call that the member with index `at` works on, by default this one.
+        """Return the part of a call that member `at` works on; default: this member.
 
-        Elements are divided in units of whole vectors; the first part is the largest. Where a row
-        belongs to each rank (allgather, reduce_scatter), the part is a row.
+        Elements are divided in units of whole vectors; no part is larger than the first. In
+        allgather and reduce_scatter every member works on one whole row, so its part starts at 0.
         """
         if call.collective in (Collective.ALLGATHER, Collective.REDUCE_SCATTER):
             width = call.count // self._nlocal

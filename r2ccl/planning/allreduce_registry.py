@@ -156,13 +156,15 @@ class Candidate(NamedTuple):
     schedule : Schedule
         Schedule over nodes if `is_among_nodes`, else over ranks.
     fill : int
-        Pipeline fill and drain: slices of a channel that pass while some ports are idle.
+        Time to fill and drain the pipeline, during which some ports are idle, in units of the time
+        of one slice of a channel.
     is_ring : bool
         True if every channel is a ring of all ranks, placed on one rail as a whole.
     flows : Flows or None
         Flows of the schedule, if they are known without its ops.
     is_among_nodes : bool
-        True if nodes have several ranks, which `expand` adds later.
+        True if the schedule is over nodes with several ranks; `expand` turns it into one over
+        ranks.
     edges : tuple of EdgeAtHome
         Placement of the edges, if the schedule was made for one. Edges are between nodes if
         `is_among_nodes`.

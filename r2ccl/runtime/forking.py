@@ -7,9 +7,9 @@ child, every descriptor of every communicator is replaced by one of /dev/null an
 are disabled. Those of the parent are not changed.
 
 A child made by fork and exec (`subprocess`) inherits nothing, because all descriptors are
-close-on-exec. ``ibv_fork_init`` is not called: since Linux 5.12 the kernel copies the pages that
-NICs use for the child at the fork, and reports ``IBV_FORK_UNNEEDED`` (docs/rdma.md).
-`r2ccl.transport.verbs.mappings` keeps children from the mapped memory of the NICs themselves.
+close-on-exec. ``ibv_fork_init`` is not called: since Linux 5.12 a fork gives the child its
+own copy of the pages that NICs use, and the kernel reports ``IBV_FORK_UNNEEDED`` (docs/rdma.md).
+`r2ccl.transport.verbs.mappings` removes the mappings of NIC devices (doorbells) from children.
 
 The table of owners is global, because a fork affects the whole process. An owner leaves the table
 when it is garbage-collected.

@@ -183,7 +183,11 @@ def replay_order(arrays: ScheduleArrays, events: Events) -> tuple[Ints, Ints]:
 
 
 def error_at(arrays: ScheduleArrays, op: int, message: str) -> ScheduleError:
-    """Return a `ScheduleError` with the rank, channel, index and chunk of op number `op`."""
+    """Return a `ScheduleError` with `message` and the place of an op.
+
+    The place is the rank, the channel, the index in the channel, and the chunk of the op in row
+    `op` of ``arrays.ops``.
+    """
     row = arrays.ops[op]
     kind = int(row["kind"])
     name = OpKind(kind).name if kind in set(OpKind) else f"kind {kind}"

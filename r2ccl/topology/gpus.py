@@ -194,7 +194,12 @@ class BindingsLinks:
         try:
             self._api: Any = importlib.import_module("cuda.bindings.nvml")
             self._call("init_v2")
-        except (ImportError, RuntimeError) as exc:  # RuntimeError: the library is not found
+        except ImportError as exc:
+            raise TransportError(
+                f"cuda.bindings.nvml cannot be imported ({exc}); install or upgrade cuda-bindings",
+                status="NO_NVML",
+            ) from exc
+        except RuntimeError as exc:  # the library is not found
             raise TransportError(
                 f"NVML cannot be loaded ({exc}); install NVIDIA's driver, which contains it",
                 status="NO_NVML",

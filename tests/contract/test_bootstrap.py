@@ -278,7 +278,7 @@ def test_what_was_asked_before_start_happens_then() -> None:
 @pytest.mark.parametrize("peer", [0, 2, -1])
 def test_a_wrong_peer_is_refused(start_job: Callable[..., Job], peer: int) -> None:
     job = start_job(2)
-    with pytest.raises(InvalidArgument, match="allowed are the other ranks"):
+    with pytest.raises(InvalidArgument, match="must be a rank of 0 to"):
         job.planes[0].send(peer, Text("x"))
 
 

@@ -9,21 +9,24 @@ of other rails in the same short interval, called a *spell*. The reference is th
 rails that count as whole (those with the highest weight) and were busy in the spell::
 
     spell       0     1     2     3     4
-    rail 0     196   198    51   285         the process stalled in 2 and caught up in 3:
-    rail 1     199   195    53               in each spell, rails 0 and 1 are about equal
-    rail 2      49    51    13    70    50   a quarter of them; spell 4 has no reference
+    rail 0     196   198    51   285
+    rail 1     199   195    53   281
+    rail 2      49    51    13    70    50
+
+Here the process stalled in spell 2 and caught up in spell 3. In spells 0 to 3, rail 2 has a quarter
+of the rate of rails 0 and 1. Spell 4 has no reference, because only rail 2 was busy.
 
 The estimate of a rail is the mean of its latest comparisons, over `_COMPARED_S` of busy time. A
 spell counts only if more than half of the rails with the highest weight were busy: when the fast
 rails have finished their part of a long operation, a slow rail would otherwise be compared with
 other slow rails.
 
-A weight changes only after the estimate has called for another weight for `_SETTLE_S` without a
-break. A slow rail gets work in proportion to its rate, but always some. With a quarter of the work,
-a rail of a quarter of the rate is as busy as the others, so its trains show at once when the rail
-recovers. The estimate of a rail that carries too little to form trains rises with time
-(`Balance.estimates`), until the rail gets enough work to be measured again. The measured rate is
-that of the slices which links keep in flight; their number is the same for all rails.
+A weight changes only after the estimate has implied a different weight for `_SETTLE_S` of active
+time without interruption. A slow rail gets work in proportion to its rate, but always some. With a
+quarter of the work, a rail of a quarter of the rate is as busy as the others, so its trains show at
+once when the rail recovers. The estimate of a rail that carries too little to form trains rises
+with time (`Balance.estimates`), until the rail gets enough work to be measured again. The rate is
+measured with the number of slices that links keep in flight, which is the same for all rails.
 
 A *weight* is the share of a rail in `r2ccl.failover.health.table`, in sixteenths of the rate of the
 best rail. Rails of unequal nominal rates therefore get unequal weights too. If all rails of a rank

@@ -3,8 +3,8 @@
 The lower rank of a path decides; the higher rank only accepts the connection. The lower rank probes
 the ports of the path, over separate connections, at the times that
 `r2ccl.failover.failback.protocol` sets, and connects the path when the protocol allows it. If no
-path to a peer is up, a path to this peer is connected at once: an unreliable path is better than
-none.
+path to a peer is up, all waiting paths to this peer are connected at once, before they have proved
+reliable: an unreliable path is better than none.
 
 Only one thread may use a `Failback` at a time. Invariant: a path either waits here, is being
 connected, or is in use.

@@ -79,7 +79,7 @@ class AgreementLimits(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.window < 1 or self.rest_s < 0 or self.late_s <= 0:
             raise InvalidArgument(
-                f"{self}; allowed are window of 1 or more, rest_s of 0 or more, late_s above 0"
+                f"{self}: window must be at least 1, rest_s at least 0, and late_s above 0"
             )
 
 

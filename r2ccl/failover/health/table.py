@@ -81,8 +81,8 @@ class Health(msgspec.Struct, frozen=True):
             )
         if not self.shares or len(self.shares) % self.nrails:
             raise InvalidArgument(
-                f"{len(self.shares)} shares; with {self.nrails} rails per rank, give one share per "
-                "rail, for at least one rank"
+                f"{len(self.shares)} shares given for {self.nrails} rails per rank: the number of "
+                "shares must be a positive multiple of the number of rails"
             )
         if max(self.shares) > WHOLE:
             raise InvalidArgument(f"share {max(self.shares)}; allowed is 0 (down) to {WHOLE}")

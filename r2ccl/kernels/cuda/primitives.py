@@ -226,7 +226,10 @@ def _nest(builder: Any, kind: Any, registers: Iterator[Any]) -> Any:
 
 
 def _intrinsic(signature: Any, generate: Function) -> Function:
-    """Return an intrinsic with one signature; Numba requires named arguments."""
+    """Return an intrinsic with one signature, of one to three arguments.
+
+    Numba needs a typing function with an explicit parameter for each argument, not ``*args``.
+    """
 
     def unary(typing_context: Any, a: Any) -> Any:
         return signature, generate

@@ -255,13 +255,16 @@ def _virtme_command(script: Path, machine: VirtualMachine) -> list[str]:
 def _result(private: Path, is_timed_out: bool, timeout_s: float, total_s: float) -> VmResult:
     booted, ready, status = (_number(private / name) for name in (_BOOTED, _READY, _STATUS))
     if ready is None:
-        why = f"the time limit of {timeout_s:.0f} s passed" if is_timed_out else "it ended"
+        why = f"the time limit of {timeout_s:.0f} s passed" if is_timed_out else "it exited"
         if booted is None:
             raise RdmaLabError(
                 f"the virtual machine did not boot: {why} before the boot was complete; see its "
                 "output above; try more time, more memory, or no KVM"
             )
-        raise RdmaLabError(f"the lab's devices could not be made: {why}; see the output above")
+        raise RdmaLabError(
+            f"the virtual machine did not create the lab's devices: {why} before they were ready; "
+            "see its output above"
+        )
     if status is None and not is_timed_out:
         raise RdmaLabError(
             "the virtual machine ended before the command: a kernel panic, or no memory left; "

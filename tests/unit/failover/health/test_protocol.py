@@ -621,7 +621,7 @@ def test_a_rank_that_was_away_itself_does_not_call_others_late() -> None:
     "limits", [{"window": 0}, {"window": -1}, {"rest_s": -0.1}, {"late_s": 0.0}]
 )
 def test_limits_out_of_range_are_refused(limits: dict[str, float]) -> None:
-    with pytest.raises(InvalidArgument, match="allowed are window of 1 or more"):
+    with pytest.raises(InvalidArgument, match="window must be at least 1"):
         AgreementLimits(**limits)  # type: ignore[arg-type]
 
 

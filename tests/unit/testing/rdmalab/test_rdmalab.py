@@ -249,7 +249,7 @@ def test_a_machine_that_does_not_boot_is_not_one_without_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(vm.sys, "executable", "false")
-    with pytest.raises(RdmaLabError, match="devices could not be made"):
+    with pytest.raises(RdmaLabError, match="did not create the lab's devices"):
         run("true")
     monkeypatch.setattr(vm, "_virtme_command", lambda script, machine: ["false"])
     with pytest.raises(RdmaLabError, match="did not boot"):
