@@ -403,7 +403,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Run an allreduce with a user-defined schedule, which survives rail failures like others.
+        """Run an allreduce by a user-defined schedule; it survives rail failures like any other.
 
         Parameters
         ----------
@@ -425,7 +425,7 @@ class Communicator:
             If the checker refuses the schedule, for example because a contribution would be missing
             or doubled on some rank.
         InvalidArgument
-            As for `allreduce`, or if the schedule is of another collective or number of ranks.
+            As for `allreduce`, or if the schedule is for another collective or number of ranks.
         NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked, ConcurrentCalls
             As for `allreduce`.
 
@@ -497,9 +497,10 @@ class Communicator:
         self._collectives.barrier()
 
     def repairs(self) -> tuple[Repair, ...]:
-        """Return the repairs of this rank's paths, oldest first.
+        """Return the latest repairs of this rank's paths, oldest first.
 
-        A repair records which slices moved to which rails, when, and the evidence of the failure.
+        A repair records the evidence of the failure, the new rail of each channel that moved, the
+        number of bytes sent again, and the times of these events.
         """
         return self._engine.repairs()
 
@@ -525,10 +526,11 @@ class Communicator:
         return self._engine.verdicts()
 
     def known_health(self) -> Known:
-        """Return the newest health of all ranks' rails that this rank has received, with its time.
+        """Return the newest agreed health that this rank has received, and when it was received.
 
-        All ranks plan with that health from an agreed collective on. In version 0, all rails have
-        their full bandwidth; with ``R2CC_MODE=failstop`` there is no other version.
+        The health covers the rails of all ranks. All ranks plan with it from an agreed collective
+        on. In version 0, all rails have their full bandwidth; with ``R2CC_MODE=failstop`` there is
+        no other version.
 
         Notes
         -----
@@ -542,9 +544,9 @@ class Communicator:
         Notes
         -----
         *Local*; callable in any thread while a call blocks, does not wait. ``str()`` of the result
-        is for people. This rank knows that a peer has called the collective from its slices, or
-        from its answer to the desync check, which a call starts after ``R2CC_SUSPICION_TIMEOUT_S``
-        without progress.
+        is for people. This rank learns that a peer has called the collective from the peer's
+        slices or from its answer to the desync check. A call starts the desync check after
+        ``R2CC_SUSPICION_TIMEOUT_S`` without progress, or after half of ``R2CC_TIMEOUT_S``.
         """
         return self._engine.pending()
 
@@ -694,7 +696,7 @@ class Communicator:
         *Collective*: all surviving ranks. *Cost*: one message to each survivor per death, then that
         of connecting. The ranks may have failed in different calls. To find the last step that all
         of them have completed, reduce their step numbers with MIN over the new communicator.
-        Planned faults are not injected again.
+        Faults planned with `r2ccl.testing` are not injected into the new communicator.
         """
         if self._collectives.is_closed:
             raise self._closed()
@@ -854,11 +856,11 @@ def _nodes(peers: Sequence[PeerInfo]) -> tuple[int, ...]:
 #: The communicator owns the control plane, even if the function raises.
 Assemble: TypeAlias = Callable[[ControlPlane, tuple[int, ...]], Communicator]
 
-#: Timeout of the cleanup after `close`.
+#: Timeout of the cleanup after `close`, in seconds.
 _LEAVE_S = 5.0
-#: Timeout of the cleanup after `abort`.
+#: Timeout of the cleanup after `abort`, in seconds.
 _ABORT_S = 0.5
-#: Time that `_free` waits beyond the timeout; the cleanup thread continues afterwards.
+#: Seconds that `_free` waits beyond the timeout; the cleanup thread continues afterwards.
 _BOUND_S = 0.4
 
 __all__ = ["Communicator"]

@@ -1,7 +1,8 @@
-"""Launch of n ranks on this machine: runs a function, or makes the environment for a script.
+"""Launcher of ranks on this machine: runs a function in n ranks, or makes environments of scripts.
 
-The launcher opens the listening socket of the rendezvous and rank 0 inherits it, so that no other
-process can take the port. It also generates the secret, which it passes on in the environment only.
+The launcher opens the listening socket of the rendezvous and rank 0 inherits the socket, so that no
+other process can take the port. The launcher also generates the secret and passes it to the ranks
+in their environment only.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from r2ccl.bootstrap.auth import SECRET_NBYTES
 from r2ccl.bootstrap.rank_server import RankRequest, command
 from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 
-#: Time for the ranks to exit by themselves, and time for them to exit after a signal.
+#: Seconds that the ranks have to exit by themselves after `launch` has the results or an error.
 _FAILURE_GRACE_S = 5.0
+#: Seconds that a process has to exit after it was signalled or its pipe was closed.
 _TERMINATION_GRACE_S = 2.0
 
 
@@ -59,7 +61,7 @@ class LocalJob:
         self.close()
 
     def close(self) -> None:
-        """Close this process's copy of rank 0's socket, after all ranks have been started."""
+        """Close the rendezvous socket in this process; call it after all ranks were started."""
         self.listener.close()
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -92,7 +94,7 @@ def launch(
         ``if __name__ == "__main__"``. `r2ccl.init` finds rank and nranks in the environment.
     nranks : int
     timeout_s : float, optional
-        Longest time to wait for the results, in seconds; by default unlimited.
+        Longest time to wait for the results, in seconds. Default: no limit.
     env : mapping, optional
         Additional environment variables for every rank, set before `fn` is imported (the main
         script is imported earlier).
@@ -127,12 +129,12 @@ def launch(
 
 
 class _Rank:
-    """One rank's process, a child of the server."""
+    """Process of one rank, a child of the rank server."""
 
     def __init__(self, pid: int, results: Connection) -> None:
         self.pid = pid
         self.results = results
-        #: None while it runs.
+        #: Exit status, ``-n`` after signal n; None while the process runs.
         self.exit_status: int | None = None
         self._descriptor = os.pidfd_open(pid)
 
@@ -142,26 +144,28 @@ class _Rank:
             signal.pidfd_send_signal(self._descriptor, signum)
 
     def close(self) -> None:
-        """Close the descriptors."""
         os.close(self._descriptor)
         self.results.close()
 
 
 class _Ranks:
-    """The processes of a job, forked by a server (`r2ccl.bootstrap.rank_server`).
+    """Processes of a job, forked by a rank server (`r2ccl.bootstrap.rank_server`).
 
     Parameters
     ----------
     job : LocalJob
     function : bytes
-        Pickled.
+        Pickled function that each rank runs.
     env : mapping
-        Further variables of all ranks.
+        Additional environment variables of all ranks.
     """
 
     def __init__(self, job: LocalJob, function: bytes, env: Mapping[str, str]) -> None:
-        preparation = spawn.get_preparation_data("r2ccl-rank")  # refuses a main that is imported
-        # A key that says so may be pickled only by multiprocessing itself.
+        # This raises in a rank that is importing its main script, so that a script that calls
+        # launch() outside of `if __name__ == "__main__"` does not start ranks recursively.
+        preparation = spawn.get_preparation_data("r2ccl-rank")
+        # The key is an AuthenticationString, which can be pickled only while multiprocessing starts
+        # a process; plain bytes can always be pickled.
         preparation["authkey"] = bytes(preparation["authkey"])
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(job.nranks)]
         self._server, theirs = multiprocessing.Pipe()
@@ -196,7 +200,7 @@ class _Ranks:
         self._server.send(None)
 
     def join(self, timeout_s: float, rank: int | None = None) -> None:
-        """Wait until `rank`, by default every rank, has exited, or `timeout_s` is over."""
+        """Wait at most `timeout_s` until `rank`, by default every rank, has exited."""
         until_s = time.monotonic() + timeout_s
         awaited = self.ranks if rank is None else [self.ranks[rank]]
         while any(each.exit_status is None for each in awaited):
@@ -204,12 +208,15 @@ class _Ranks:
                 if not self._server.poll(max(0.0, until_s - time.monotonic())):
                     return
                 ended, status = self._server.recv()
-            except (EOFError, OSError):  # the server was killed, and its ranks with it
+            except (EOFError, OSError):  # the server was killed; the kernel then kills its ranks
                 return
             self.ranks[ended].exit_status = status
 
     def end(self, grace_s: float) -> None:
-        """Wait for the ranks, which see a lost peer; then end them, first with SIGTERM."""
+        """Wait `grace_s` for the ranks to exit; send SIGTERM, then SIGKILL, to those still alive.
+
+        After a failure, the remaining ranks have the grace period to notice the lost peer.
+        """
         self.join(grace_s)
         for signum in (signal.SIGTERM, signal.SIGKILL):
             alive = [each for each in self.ranks if each.exit_status is None]
@@ -220,7 +227,10 @@ class _Ranks:
         self.close()
 
     def close(self) -> None:
-        """Free everything; ends what still runs."""
+        """Close all descriptors and wait for the server; kill it if it does not exit.
+
+        The kernel kills the remaining ranks when the server exits.
+        """
         self._server.close()
         for each in self.ranks:
             each.close()

@@ -1,8 +1,8 @@
 """Server process of `r2ccl.launch`: imports the library once, then forks the ranks.
 
-Importing NumPy and the library takes far longer than a fork, and ranks of one machine share its
-cores. The server runs no threads of its own and imports nothing of the user's: the main script and
-the function are imported in each rank, after the fork.
+Importing NumPy and the library takes far longer than a fork, and the ranks of one machine share its
+cores. The server starts no threads and imports no user code: each rank imports the main script and
+the function after the fork.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from r2ccl.bootstrap.identity import LISTEN_FD_VARIABLE
 from r2ccl.bootstrap.orphans import end_with
 from r2ccl.errors import R2cclError
 
-#: What every rank imports.
+#: Modules that every rank needs; the server imports them before it forks.
 _PRELOADED = ("numpy", "r2ccl", "r2ccl.factory")
 
 
 class RankRequest(msgspec.Struct):
-    """What the launcher asks of the server.
+    """Request of the launcher to the server: the ranks to fork, and the function to run in them.
 
     Parameters
     ----------
     environments : sequence of mapping
-        Variables of each rank, beyond those of the server.
+        Environment variables of each rank, in addition to those of the server.
     results : sequence of int
-        Descriptor that each rank writes its outcome to.
+        File descriptor, per rank, to which the rank writes its result or exception.
     listener : int
-        Descriptor that rank 0 inherits as the socket of the rendezvous.
+        File descriptor of the listening socket of the rendezvous, which rank 0 inherits.
     preparation : mapping
-        Of `multiprocessing.spawn`: main script, path, arguments, directory.
+        Result of `multiprocessing.spawn.get_preparation_data`: main script, ``sys.path``,
+        ``sys.argv`` and working directory.
     function : bytes
-        Pickled; called without arguments.
+        Pickled function that each rank calls without arguments.
     """
 
     environments: Sequence[Mapping[str, str]]
@@ -56,7 +57,7 @@ class RankRequest(msgspec.Struct):
 
 def command(descriptor: int) -> list[str]:
     """Return the command line of a server that reads its request from `descriptor`."""
-    # The launcher may have found the library by a path that only its process has.
+    # sys.path is copied: the launcher may have added the directory of the library at run time.
     start = f"import sys; sys.path[:] = {sys.path!r}; import r2ccl.bootstrap.rank_server as it"
     return [sys.executable, "-c", f"{start}; it.serve({descriptor}, {os.getpid()})"]
 
@@ -68,7 +69,7 @@ def serve(descriptor: int, launcher: int) -> None:
     returned.
     """
     end_with(launcher)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks and their launcher
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher and the ranks handle Ctrl-C
     with Connection(descriptor) as connection:
         request = pickle.loads(connection.recv_bytes())
         for name in _PRELOADED:
@@ -85,7 +86,8 @@ def serve(descriptor: int, launcher: int) -> None:
         for held in (*request.results, request.listener):
             os.close(held)
         connection.send(list(ranks))
-        connection.recv()  # the launcher holds the processes: their ids may be freed
+        # os.wait frees process ids, so first wait until the launcher has opened the processes.
+        connection.recv()
         while ranks:
             pid, status = os.wait()
             rank = ranks.pop(pid)
@@ -94,13 +96,14 @@ def serve(descriptor: int, launcher: int) -> None:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # NumPy's threads, which Python warns of, are prepared for a fork.
+        # Python warns about a fork with several threads. The only other threads are NumPy's, which
+        # handle forks.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
 def _run_rank(rank: int, request: RankRequest, server: int) -> None:
-    """Run the function as `rank`, and send its outcome."""
+    """Run the function as `rank`; send its result or exception to the launcher."""
     end_with(server)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for other, held in enumerate(request.results):
@@ -121,7 +124,7 @@ def _run_rank(rank: int, request: RankRequest, server: int) -> None:
 
 
 def _import_main(preparation: dict[str, Any]) -> None:
-    """Import the main script, where it must not start processes of its own."""
+    """Import the main script; `_inheriting` makes it raise if it starts processes meanwhile."""
     process: Any = multiprocessing.current_process()
     process._inheriting = True
     try:
@@ -134,7 +137,8 @@ def _pickle_failure(exc: BaseException) -> bytes:
     text = "".join(traceback.format_exception(exc))
     try:
         message = pickle.dumps((False, exc, text))
-        pickle.loads(message)  # an exception with required arguments may fail only here
+        # An exception class with required arguments may be pickled but fail to be unpickled.
+        pickle.loads(message)
     except Exception:
         return pickle.dumps((False, R2cclError(f"{type(exc).__name__}: {exc}"), text))
     return message

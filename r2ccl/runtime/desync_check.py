@@ -3,8 +3,8 @@
 Slices carry the number of the sender's collective, but only to the ranks that exchange slices with
 it. A rank whose call makes no progress therefore sends its collective number to the other ranks,
 once per call. They answer with the number of the last collective that they called. A rank that has
-not called this collective yet answers again when it has. While calls make progress, no messages are
-sent.
+not called this collective yet answers again when it calls it. While calls make progress and are not
+late, no messages are sent.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class DesyncCheck:
         activity : int
             Counter of events on this rank's paths; an unchanged count means no progress.
         is_late : bool
-            Ask even if there was progress.
+            True if half of the call's timeout has passed; the ranks are then asked even if the
+            call makes progress.
         absent : callable
             Returns the ranks not known to have called `op`.
         """

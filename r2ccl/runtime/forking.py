@@ -4,12 +4,12 @@ A forked child shares the open file descriptors of its parent. A child that outl
 would hide the parent's death from the peers, and a child that closes its copies would remove the
 sockets from the epoll instance that both processes share. Therefore, before other code runs in the
 child, every descriptor of every communicator is replaced by one of /dev/null and the communicators
-are disabled. Those of the parent are not changed.
+are disabled. The parent's descriptors and communicators are not changed.
 
 A child made by fork and exec (`subprocess`) inherits nothing, because all descriptors are
-close-on-exec. ``ibv_fork_init`` is not called: since Linux 5.12 a fork gives the child its
-own copy of the pages that NICs use, and the kernel reports ``IBV_FORK_UNNEEDED`` (docs/rdma.md).
-`r2ccl.transport.verbs.mappings` removes the mappings of NIC devices (doorbells) from children.
+close-on-exec. ``ibv_fork_init`` is not called: since Linux 5.12, a fork gives the child copies of
+the pages that NICs use, and verbs reports ``IBV_FORK_UNNEEDED`` (docs/rdma.md).
+`r2ccl.transport.verbs.mappings` removes mapped queues and doorbells of NICs from children.
 
 The table of owners is global, because a fork affects the whole process. An owner leaves the table
 when it is garbage-collected.
@@ -45,7 +45,7 @@ def hold(
     descriptors : callable
         ``descriptors(owner)`` returns the owner's file descriptors; negative ones are ignored.
     disable : callable
-        ``disable(owner)`` is called in the child after its descriptors were replaced.
+        ``disable(owner)`` is called in the child after the owner's descriptors were replaced.
     """
     _held[owner] = _Part(descriptors, disable)
 

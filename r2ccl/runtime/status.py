@@ -100,7 +100,7 @@ class Pending(msgspec.Struct, frozen=True):
             ranks = _listed([str(rank) for rank in self.slow])
             parts.append(f"the network is not at fault: the ports of ranks {ranks} answer")
         age_s = self.now_s - self.since_s
-        said = "; ".join(parts) or "it waits for its own work"
+        said = "; ".join(parts) or "it waits for no other rank"
         return f"rank {self.rank}: {self.doing}, begun {age_s:.3g} s ago: {said}"
 
 
@@ -173,7 +173,7 @@ class PeerEntry(msgspec.Struct, frozen=True):
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """Collective in progress; ``nslices_left`` counts the unfinished slices of each channel."""
+    """Collective in progress; ``nslices_left`` counts slices to send or receive, per channel."""
 
     op: int
     call: str
@@ -222,7 +222,7 @@ class HealthReport(msgspec.Struct, frozen=True):
             lines.append(f"  rail {rail.rail} ({rail.name}): {rail.state}{nrepairs}")
             for path in rail.paths:
                 if path.cause:
-                    before = "was out of use before, " if path.state == PathState.UP.value else ""
+                    before = "earlier failure: " if path.state == PathState.UP.value else ""
                     age_s = self.now_s - path.since_s
                     lines.append(
                         f"    to rank {path.peer}: {path.state} for {age_s:.1f} s "
@@ -336,7 +336,7 @@ def peer_entries(
 
 
 def agreed(known: Known | None) -> AgreedHealth | None:
-    """Return the entry of a health that ranks have agreed on, or None without one."""
+    """Convert the agreed health `known` to a status entry; return None if `known` is None."""
     if known is None:
         return None
     health, since_s = known
@@ -346,7 +346,7 @@ def agreed(known: Known | None) -> AgreedHealth | None:
 
 
 def spelled(verdicts: Iterable[Verdict]) -> tuple[str, ...]:
-    """Return each verdict as text, with the path that the verdict is about."""
+    """Return each verdict as text, preceded by the path that it describes."""
     return tuple(f"rail {each.path.rail} to rank {each.path.peer}: {each}" for each in verdicts)
 
 

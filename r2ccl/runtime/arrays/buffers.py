@@ -33,7 +33,7 @@ _ALLOWED = (
 
 
 class Extent(Protocol):
-    """The common interface of buffers in host and in device memory."""
+    """Common interface of buffers in host memory and in device memory."""
 
     @property
     def dtype_code(self) -> int:
@@ -164,7 +164,8 @@ def is_in_place(source: AnyBuffer, output: AnyBuffer, whole: AnyBuffer | None = 
     Returns
     -------
     bool
-        True if both are the same memory, False if `source` and `whole` are disjoint.
+        True if `source` and `output` are the same memory, False if `source` and `whole` are
+        disjoint.
 
     Raises
     ------

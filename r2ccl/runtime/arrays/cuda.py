@@ -3,7 +3,7 @@
 The properties of a torch tensor are read from the tensor, those of other arrays from
 ``__cuda_array_interface__`` or, if an array lacks it, from DLPack (by `cuda.core`). The result is a
 `DeviceBuffer`, or an error that names the object and lists what is allowed. The CUDA driver is
-queried only for the GPU of an address, if neither the array nor its library tells it.
+queried only for the GPU of an address, if neither the array nor its library reports it.
 
 Invariant: a `DeviceBuffer` is C-contiguous, aligned, in native byte order, in memory that a GPU can
 address and of a supported element type, and keeps that memory alive.
@@ -105,17 +105,17 @@ def as_device_buffer(x: Any, *, writable: bool) -> DeviceBuffer:
         any shape (0 dimensions and 0 elements are allowed). Borrowed for the lifetime of the
         returned buffer.
     writable : bool
-        Whether a result will be written to `x`.
+        True if a result will be written to `x`.
 
     Raises
     ------
     InvalidArgument
-        If `x` is no such object, or does not export its memory (it requires grad, is masked or
+        If `x` is not such an object, or does not export its memory (it requires grad, is masked or
         sparse, or has a pending conjugation), or its memory is not C-contiguous, not aligned,
         byte-swapped, of an unsupported dtype, or read-only when `writable` is True.
     TransportError
         If `x` supports DLPack only and `cuda.core` is not installed, or if only the CUDA driver
-        can tell the GPU of `x` and the query fails.
+        can report the GPU of `x` and the query fails.
 
     Notes
     -----
@@ -199,8 +199,8 @@ class _Given(msgspec.Struct, frozen=True):
 def _ask(x: Any) -> _Given:
     if not is_device_array(x):
         raise InvalidArgument(
-            f"{type_name(x)} is not an array in CUDA memory: pass input and output both there, or "
-            "both in host memory"
+            f"{type_name(x)} is not an array in CUDA memory: pass input and output both in CUDA "
+            "memory, or both in host memory"
         )
     library = library_of(x)
     if isinstance(library, Torch):

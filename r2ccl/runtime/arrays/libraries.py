@@ -32,7 +32,7 @@ class Library(Protocol):
     def stream(self, x: Any) -> int:
         """Return the handle of the library's current stream on the GPU of `x`.
 
-        Libraries have one current stream per thread; this is the calling thread's.
+        Libraries have one current stream per thread; the handle is that of the calling thread's.
         """
         ...
 
@@ -136,7 +136,8 @@ class Numba:
     Numba has no current stream. An array can have a stream, which its transfers use. Transfers of
     an array without one, and kernels launched without a stream, use the default stream. That is the
     legacy default stream or, with ``NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM``, the thread's default
-    stream. The two wait for each other (CUDA driver API, stream synchronization behavior).
+    stream. These two streams wait for each other (CUDA driver API, stream synchronization
+    behavior).
     """
 
     def __init__(self, cuda: Any) -> None:

@@ -87,7 +87,7 @@ def test_some_ranks_of_a_table_keep_its_version() -> None:
     assert [child.share(0, 1), child.share(1, 0), child.share(0, 0)] == [4, 0, WHOLE]
     with pytest.raises(InvalidArgument, match="rank 3"):
         health.of_ranks([0, 3])
-    with pytest.raises(InvalidArgument, match="at least one rank"):
+    with pytest.raises(InvalidArgument, match="positive multiple"):
         health.of_ranks([])
 
 
