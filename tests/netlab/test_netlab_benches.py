@@ -78,6 +78,6 @@ def test_strangers_at_the_rail_ports_cost_no_rail_and_no_result(tmp_path: Path) 
 def test_demo_loses_a_nic_and_no_bit(tmp_path: Path) -> None:
     written = run(ROOT / "examples/train_digits.py", "--epochs", "1", cwd=tmp_path)
     assert "CARRIER_DOWN" in written
-    assert "ms after the cut, at rank" in written
+    assert "ms after the failure, at rank" in written
     assert written.rstrip().splitlines()[-1].startswith("OK: a NIC died during an allreduce")
     assert (tmp_path / "out/demo.png").read_bytes().startswith(b"\x89PNG")
