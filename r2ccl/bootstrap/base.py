@@ -20,12 +20,28 @@ class Post(Protocol):
         ...
 
     def broadcast(self, message: object) -> None:
-        """Queue `message` for every other rank."""
+        """Queue `message` for every other rank; it arrives even if ranks in between are lost."""
+        ...
+
+    def gossip(self, message: object, source: int = -1) -> None:
+        """Queue `message` for every neighbor in the overlay network except `source`."""
         ...
 
 
 class ControlPort(Post, Protocol):
-    """Control plane that also connects paths; new connections go to the handler's ``on_path``."""
+    """Control plane that also connects paths; new connections go to the handler's ``on_path``.
+
+    Attributes
+    ----------
+    neighbors : frozenset of int
+        Ranks that `gossip` sends to; see `r2ccl.bootstrap.overlay`.
+    """
+
+    neighbors: frozenset[int]
+
+    def open_session(self, peer: int) -> None:
+        """Send messages to `peer` directly from now on; `peer` must do the same."""
+        ...
 
     def accept_path(self, peer: int, rail: int, epoch: int) -> None:
         """Accept one data connection with exactly this (peer, rail, epoch)."""

@@ -1,5 +1,8 @@
 """Control plane: one thread that runs the control sessions, opens data sockets and monitors peers.
 
+A rank has sessions with its neighbors in the overlay network of `r2ccl.bootstrap.overlay`, and with
+the ranks that it exchanges data with. Messages to other ranks pass through neighbors.
+
 A rank that is busy in user code must still answer its peers, so the control thread always runs.
 The data plane calls the methods of `ControlPlane`, from any thread and without blocking; the
 control plane calls the methods of its `ControlHandler`, in the control thread. The meaning of
@@ -7,7 +10,8 @@ messages and the use of sockets is up to the data plane.
 
 Invariants: a message is delivered exactly once and in order, even if connections fail; a socket is
 handed over only after both ends proved the secret, and only if its (peer, rail, epoch) is the
-expected one; a peer is reported lost at most once.
+expected one; a peer is reported lost at most once. A message that passes through neighbors is lost
+if one of them is lost meanwhile.
 """
 
 from __future__ import annotations
@@ -23,13 +27,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from r2ccl.bootstrap.auth import Claim, HandshakeRejected, Purpose, Secret
 from r2ccl.bootstrap.bypass import Forwarder
 from r2ccl.bootstrap.listener import MAX_PENDING, Handover, Listener, Rejections
 from r2ccl.bootstrap.loop import ControlLoop
-from r2ccl.bootstrap.messages import Codec, Goodbye, PeerDown, PeerInfo
+from r2ccl.bootstrap.messages import Codec, Flooded, Goodbye, PeerDown, PeerInfo, Routed
+from r2ccl.bootstrap.overlay import Overlay
 from r2ccl.bootstrap.paths import Paths
-from r2ccl.bootstrap.peer import Peer, PeerState, Setting
+from r2ccl.bootstrap.peer import Peer, Setting
 from r2ccl.clock import Clock, monotonic
 from r2ccl.config import Config
 from r2ccl.errors import InternalError, InvalidArgument
@@ -55,7 +62,8 @@ class ControlHandler(Protocol):
     def on_message(self, peer: int, message: object) -> None:
         """Handle a message from `peer`: each exactly once, in the order sent.
 
-        `message` has one of the registered types, or is `Goodbye` when the peer closes normally.
+        `message` has one of the registered types, or is `Goodbye` when a peer that this rank has a
+        session with closes normally.
         """
 
     def on_path(self, peer: int, rail: int, epoch: int, sock: socket.socket) -> None:
@@ -65,13 +73,13 @@ class ControlHandler(Protocol):
         handshake was read completely; the first byte to read is from the peer's transport.
         """
 
-    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
         """Handle the loss of `peer`: once per peer, and its last callback.
 
         Parameters
         ----------
-        last_heard_s : float
-            Seconds since its last sign of life.
+        last_heard_s : float or None
+            Seconds from its last sign of life to the loss, at the rank that found the loss.
         """
 
     def on_tick(self, now: float) -> None:
@@ -79,7 +87,7 @@ class ControlHandler(Protocol):
 
 
 class ControlPlane:
-    """Control sessions with all other ranks, connections of data sockets, and liveness of peers.
+    """Control sessions, messages to all other ranks, data sockets, and liveness of peers.
 
     Made by `r2ccl.bootstrap.connect`. All methods except `close` may be called from any thread and
     return without blocking. Calls before `start` take effect at `start`. Callbacks (`on_failed`,
@@ -111,6 +119,8 @@ class ControlPlane:
 
     Attributes
     ----------
+    neighbors : frozenset of int
+        Ranks that this rank has a session with from the start, and that `gossip` sends to.
     is_busy : bool
         Set by the engine while a call runs or background work is pending. The control thread reads
         it at every tick; setting it wakes no thread.
@@ -145,6 +155,7 @@ class ControlPlane:
         self.rank = rank
         self.nranks = len(peers)
         self.peers = peers
+        self._everyone = frozenset(range(self.nranks)) - {rank}
         self.nics = nics
         self.communicator_id = communicator_id
         self.is_on_one_host = len({info.host for info in peers}) == 1
@@ -161,14 +172,16 @@ class ControlPlane:
         self.setting = setting = Setting(
             rank, config, secret, communicator_id, nics, self._codec, self._rejections, clock
         )
-        self._sessions = {
-            info.rank: Peer(info, setting, self) for info in peers if info.rank != rank
-        }
+        self._overlay = Overlay(rank, len(peers))
+        self.neighbors = self._overlay.neighbors
+        self._sessions = {peer: Peer(peers[peer], setting, self) for peer in self.neighbors}
+        #: Number of the last broadcast of each rank.
+        self._nflooded: dict[int, int] = {}
         self._paths = Paths(peers, setting, self._on_path)
         self._forwarder = Forwarder(peers, setting)
         self._probe_sockets = tuple(probe_sockets)
-        # All peers may come at once, on every rail and for a session.
-        most = max(MAX_PENDING, len(peers) * (len(nics) + 1))
+        # All neighbors may come at once, on every rail and for a session.
+        most = max(MAX_PENDING, len(self._sessions) * (len(nics) + 2))
         self._listener = Listener(
             listeners, secret, self._admit, self._rejections, max_pending=most
         )
@@ -190,7 +203,7 @@ class ControlPlane:
         self._loop.loop.call_soon_threadsafe(self._start)
 
     def close(self, deadline_s: float) -> None:
-        """Send Goodbye to all peers, wait until they acknowledge it, and end the thread.
+        """Send Goodbye on all sessions, wait for the acknowledgments, and end the thread.
 
         The acknowledgment of Goodbye covers all earlier messages. Sockets that were handed over
         stay open; the transport owns them. Idempotent; must not be called in the control thread.
@@ -221,7 +234,7 @@ class ControlPlane:
 
     def _start(self) -> None:
         self._listener.start()
-        for peer in self._sessions.values():
+        for peer in list(self._sessions.values()):
             peer.start()
         self._ticked_at = self._clock()
         self._loop.loop.call_later(self._tick_s, self._tick)
@@ -258,8 +271,10 @@ class ControlPlane:
         self._ticked_at = now
         self._tick_s = _BUSY_TICK_S if self.is_busy else _IDLE_TICK_S
         self._loop.loop.call_later(self._tick_s, self._tick)
-        for peer in self._sessions.values():
+        for peer in list(self._sessions.values()):
             peer.tick(now, late_s if late_s > _STALL_S else 0.0)
+        for rank in self._overlay.cut_off():
+            self._lose(rank, "all ranks that have a session with it are lost", None)
         if self._handler is not None:
             self._guard(self._handler.on_tick, now)
 
@@ -268,25 +283,45 @@ class ControlPlane:
     def send(self, peer: int, message: object) -> None:
         """Queue `message` for `peer`; it is encoded before this returns and may be changed after.
 
-        A message to a peer that is lost or has left, or after `close`, is dropped.
+        Without a session with `peer`, the message passes through neighbors. A message to a peer
+        that is lost or has left, or after `close`, is dropped.
 
         Raises
         ------
         InvalidArgument
             If `peer` is this rank or no rank, or the type of `message` was not registered.
         """
-        session = self._session(peer)
-        self._do(functools.partial(session.send, self._codec.encode(message)))
+        self._check(peer)
+        self._do(functools.partial(self._send, peer, self._codec.encode(message)))
+
+    def gossip(self, message: object, source: int = -1) -> None:
+        """Queue `message` for every neighbor except `source`.
+
+        If each rank that learns something new this way passes it on, all ranks learn it.
+        """
+        self._do(functools.partial(self._gossip, self._codec.encode(message), source))
 
     def broadcast(self, message: object) -> None:
-        """Queue `message` for every other rank, as `send` does."""
-        body = self._codec.encode(message)
-        for session in self._sessions.values():
-            self._do(functools.partial(session.send, body))
+        """Queue `message` for every other rank; it arrives even if other ranks are lost meanwhile.
 
-    def last_heard(self, peer: int) -> float:
-        """Return the time (`r2ccl.clock.monotonic`) of the last sign of life from `peer`."""
-        return self._session(peer).last_heard
+        Each rank passes it on to its neighbors, so it costs all ranks together n times as many
+        messages as a rank has neighbors.
+        """
+        self._do(functools.partial(self._broadcast, self._codec.encode(message)))
+
+    def open_session(self, peer: int) -> None:
+        """Connect a session with `peer`, which must do the same: the lower rank dials."""
+        self._check(peer)
+        self._do(functools.partial(self._open_session, peer))
+
+    def last_heard(self, peer: int) -> float | None:
+        """Return the time (`r2ccl.clock.monotonic`) of the last sign of life from `peer`.
+
+        None if this rank has no session with `peer`.
+        """
+        self._check(peer)
+        session = self._sessions.get(peer)
+        return None if session is None else session.last_heard
 
     def rejections(self) -> Mapping[str, int]:
         """Return the number of rejected connections and frames, by reason."""
@@ -321,7 +356,7 @@ class ControlPlane:
 
         Tries each way once. Replaces an earlier `dial_bypass` of the same peer.
         """
-        self._session(peer)
+        self._check(peer)
         self._do(
             lambda: self._paths.dial_bypass(peer, epoch, ways) if self._is_open(peer) else None
         )
@@ -377,27 +412,79 @@ class ControlPlane:
         if isinstance(message, PeerDown):
             self._on_peer_down(peer, message)
             return
+        if isinstance(message, Routed):
+            self._on_routed(peer, message)
+            return
+        if isinstance(message, Flooded):
+            self._on_flooded(peer, message)
+            return
         if isinstance(message, Goodbye):
+            self._overlay.leave(peer)
             self._paths.forget_peer(peer)
+        self._pass_on(peer, message)
+
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+        """Report a peer that this rank found lost to the handler and to all other ranks."""
+        if self._lose(peer, why, last_heard_s):
+            news = PeerDown(peer, why, self.rank, last_heard_s)
+            self._gossip(self._codec.encode(news), -1)
+
+    def _on_peer_down(self, sender: int, news: PeerDown) -> None:
+        if news.rank == self.rank:
+            # They are not reported as lost: the other ranks follow the report of the witness.
+            for peer in {sender, news.witness} & self._everyone:
+                self._lose(peer, f"it has given this rank up: {news.why}", news.last_heard_s)
+        elif news.rank in self._everyone:
+            why = f"{news.why}, says rank {news.witness}"
+            if self._lose(news.rank, why, news.last_heard_s):
+                self._gossip(self._codec.encode(news), sender)
+
+    def _lose(self, peer: int, why: str, last_heard_s: float | None) -> bool:
+        """Report the loss of `peer` to the handler; return False if that was done before."""
+        if self._overlay.is_closed(peer):
+            return False
+        self._overlay.lose(peer)
+        if peer in self._sessions:
+            self._sessions[peer].drop(why)
+        self._paths.forget_peer(peer)
+        if self._handler is not None and not self._is_closing:
+            logger.info("rank %d: lost rank %d: %s", self.rank, peer, why)
+            self._guard(self._handler.on_peer_lost, peer, why, last_heard_s)
+        return True
+
+    def _on_routed(self, sender: int, message: Routed) -> None:
+        is_rank = 0 <= message.destination < self.nranks
+        if message.source not in self._everyone or not is_rank:
+            self._rejections.add("malformed route", f"a message of rank {sender}")
+        elif message.destination != self.rank:
+            self._route(message)
+        else:
+            self._open_up(sender, message)
+
+    def _on_flooded(self, sender: int, message: Flooded) -> None:
+        source = message.source
+        if source == self.rank or message.number <= self._nflooded.get(source, 0):
+            return
+        if source not in self._everyone:
+            self._rejections.add("malformed route", f"a message of rank {sender}")
+            return
+        self._nflooded[source] = message.number
+        self._gossip(self._codec.encode(message), sender)
+        self._open_up(sender, message)
+
+    def _open_up(self, sender: int, message: Routed | Flooded) -> None:
+        if self._overlay.is_closed(message.source):
+            return  # its loss was the last that the handler hears of it
+        try:
+            inner = self._codec.decode(message.body)
+        except msgspec.MsgspecError as exc:
+            self._rejections.add("unreadable message", f"a message of rank {sender}: {exc}")
+        else:
+            self._pass_on(message.source, inner)
+
+    def _pass_on(self, peer: int, message: object) -> None:
         if self._handler is not None and not self._is_closing:
             self._guard(self._handler.on_message, peer, message)
-
-    def on_peer_end(self, peer: int, why: str, last_heard_s: float, is_hearsay: bool) -> None:
-        """Report a lost peer to the handler and, unless `is_hearsay`, to all other ranks."""
-        self._paths.forget_peer(peer)
-        if self._handler is None or self._is_closing:
-            return
-        logger.info("rank %d: lost rank %d: %s", self.rank, peer, why)
-        if not is_hearsay:
-            self.broadcast(PeerDown(peer, why))
-        self._guard(self._handler.on_peer_lost, peer, why, last_heard_s)
-
-    def _on_peer_down(self, witness: int, news: PeerDown) -> None:
-        if news.rank == self.rank:
-            # Hearsay, so that the witness is not reported as down: the others follow its report.
-            self._sessions[witness].lose(f"it has given this rank up: {news.why}", is_hearsay=True)
-        elif news.rank in self._sessions:
-            self._sessions[news.rank].lose(f"{news.why}, says rank {witness}", is_hearsay=True)
 
     def _on_path(self, peer: int, rail: int, epoch: int, sock: socket.socket) -> None:
         if self._handler is None or self._is_closing:
@@ -411,12 +498,12 @@ class ControlPlane:
         is_forward = claim.purpose is Purpose.FORWARD
         if claim.dst != self.rank or not (claim.src < self.rank or is_forward):
             raise HandshakeRejected("wrong pair of ranks")
-        if claim.src not in self._sessions:
+        if claim.src not in self._everyone:
             raise HandshakeRejected("no rank of this communicator")
         if not self._is_open(claim.src):
             raise HandshakeRejected("a rank that is lost or has left")
         if claim.purpose is Purpose.CONTROL:
-            return self._sessions[claim.src].adopt
+            return self._open_session(claim.src).adopt
         if claim.purpose is Purpose.DATA:
             return await self._paths.admit(claim, listener)
         if is_forward:
@@ -425,20 +512,52 @@ class ControlPlane:
 
     # -- helpers ----------------------------------------------------------------------------
 
-    def _session(self, peer: int) -> Peer:
-        try:
-            return self._sessions[peer]
-        except KeyError:
+    def _send(self, peer: int, body: bytes) -> None:
+        session = self._sessions.get(peer)
+        if session is not None:
+            session.send(body)
+        else:
+            self._route(Routed(self.rank, peer, self._overlay.max_hops, body))
+
+    def _broadcast(self, body: bytes) -> None:
+        number = self._nflooded[self.rank] = self._nflooded.get(self.rank, 0) + 1
+        self._gossip(self._codec.encode(Flooded(self.rank, number, body)), -1)
+
+    def _gossip(self, body: bytes, source: int) -> None:
+        for peer in self._overlay.open_neighbors():
+            if peer != source:
+                self._sessions[peer].send(body)
+
+    def _route(self, message: Routed) -> None:
+        if self._overlay.is_closed(message.destination):
+            return
+        hop = self._overlay.next_hop(message.destination)
+        if hop is not None and message.nhops > 0:
+            message = msgspec.structs.replace(message, nhops=message.nhops - 1)
+            self._sessions[hop].send(self._codec.encode(message))
+
+    def _open_session(self, peer: int) -> Peer:
+        session = self._sessions.get(peer)
+        if session is None:
+            session = self._sessions[peer] = Peer(self.peers[peer], self.setting, self)
+            if self._overlay.is_closed(peer):
+                session.drop("it is lost or has left")
+            else:
+                session.start()
+        return session
+
+    def _check(self, peer: int) -> None:
+        if peer not in self._everyone:
             raise InvalidArgument(
                 f"rank {self.rank}: peer {peer} was given; it must be a rank of 0 to "
                 f"{self.nranks - 1} other than {self.rank}"
-            ) from None
+            )
 
     def _is_open(self, peer: int) -> bool:
-        return self._sessions[peer].state is PeerState.OPEN
+        return not self._overlay.is_closed(peer)
 
     def _path_key(self, peer: int, rail: int) -> PathKey:
-        self._session(peer)
+        self._check(peer)
         if rail != BYPASS and not 0 <= rail < len(self.nics):
             raise InvalidArgument(
                 f"rank {self.rank}: rail {rail} was given; the number of rails is {len(self.nics)}"

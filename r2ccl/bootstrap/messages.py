@@ -1,7 +1,7 @@
-"""`PeerInfo`, the two message types that bootstrap sends on control sessions, and their codec.
+"""`PeerInfo`, the message types that bootstrap sends on control sessions, and their codec.
 
-Invariant: `Goodbye` and `PeerDown` are the only types that bootstrap adds to the registered ones;
-their tags begin with ``boot.``, so that no registered type collides.
+Invariant: the tags of the types that bootstrap adds to the registered ones begin with ``boot.``, so
+that no registered type collides.
 """
 
 from __future__ import annotations
@@ -63,10 +63,38 @@ class Goodbye(msgspec.Struct, frozen=True, tag="boot.goodbye"):
 
 
 class PeerDown(msgspec.Struct, frozen=True, tag="boot.peer_down"):
-    """Message that the sender considers `rank` lost; every receiver reports the loss, too."""
+    """Message that `rank` is lost, as the rank `witness` found; its receivers pass it on to all.
+
+    ``last_heard_s`` is the time in seconds from the last sign of life to the finding.
+    """
 
     rank: int
     why: str
+    witness: int
+    last_heard_s: float
+
+
+class Flooded(msgspec.Struct, frozen=True, tag="boot.flooded"):
+    """Message of `source` to all ranks, passed on by each rank that receives it for the first time.
+
+    ``number`` counts these messages of `source`, from 1; ``body`` is the encoded message.
+    """
+
+    source: int
+    number: int
+    body: bytes
+
+
+class Routed(msgspec.Struct, frozen=True, tag="boot.routed"):
+    """Message from `source` to `destination`, passed on by ranks that have sessions.
+
+    ``body`` is the encoded message, ``nhops`` the number of sessions that it may still pass.
+    """
+
+    source: int
+    destination: int
+    nhops: int
+    body: bytes
 
 
 class Codec:
@@ -82,7 +110,7 @@ class Codec:
     def __init__(self, message_types: Any) -> None:
         given = typing.get_args(message_types) or (message_types,)
         self.message_types = message_types
-        self._types = (*given, Goodbye, PeerDown)
+        self._types = (*given, Goodbye, PeerDown, Flooded, Routed)
         union = functools.reduce(operator.or_, self._types)
         self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(union)
 
@@ -112,4 +140,4 @@ class Codec:
         return self._decoder.decode(body)
 
 
-__all__ = ["Codec", "Goodbye", "PeerDown", "PeerInfo"]
+__all__ = ["Codec", "Flooded", "Goodbye", "PeerDown", "PeerInfo", "Routed"]

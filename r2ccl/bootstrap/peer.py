@@ -78,8 +78,8 @@ class PeerOwner(Protocol):
     def on_peer_message(self, peer: int, message: object) -> None:
         """Handle a message from `peer`, including `Goodbye`."""
 
-    def on_peer_end(self, peer: int, why: str, last_heard_s: float, is_hearsay: bool) -> None:
-        """Handle the loss of `peer`; `is_hearsay`: another rank found it and reports it to all."""
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+        """Handle the loss of `peer`, which this rank found."""
 
 
 class Carrier(asyncio.Protocol):
@@ -229,25 +229,35 @@ class Peer:
             why = f"; the last dial failed: {self._obstacle}" if self._obstacle else ""
             self.lose(f"silent for {silence:.1f} s{why}")
 
-    def lose(self, why: str, is_hearsay: bool = False) -> None:
-        """Mark the peer as lost and report it; do nothing if it has left or was lost before.
+    def lose(self, why: str) -> None:
+        """Drop the peer and report it as lost; do nothing if it has left or was lost before."""
+        if self.state is PeerState.OPEN:
+            self.drop(why)
+            self._owner.on_peer_lost(self.rank, why, self.silence_s)
+
+    def drop(self, why: str) -> None:
+        """End the session with the peer, which is lost for the reason `why`, unless it has ended.
 
         Sends the peer a `PeerDown` of itself, so that a peer that is alive learns of it at once.
         """
         if self.state is not PeerState.OPEN:
             return
-        self.send(self._setting.codec.encode(PeerDown(self.rank, why)))
+        news = PeerDown(self.rank, why, self._setting.rank, self.silence_s)
+        self.send(self._setting.codec.encode(news))
         self._end(PeerState.LOST)
         for carrier in list(self._carriers.values()):
             carrier.hang_up()
-        last_heard_s = self._setting.clock() - self._session.last_heard
-        self._owner.on_peer_end(self.rank, why, last_heard_s, is_hearsay)
 
     def close(self) -> None:
         """Close all carriers and stop all tasks."""
         self._stop_tasks()
         for carrier in list(self._carriers.values()):
             carrier.close()
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the last frame from the peer."""
+        return self._setting.clock() - self._session.last_heard
 
     @property
     def last_heard(self) -> float:

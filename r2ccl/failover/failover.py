@@ -148,6 +148,8 @@ class Failover:
     def start(self) -> None:
         """Begin to connect all paths; connections of probes are made after them."""
         self._join_by_s = self._clock() + self._config.connect_timeout_s
+        for peer in self._links.peers:
+            self._control.open_session(peer)
         self.migration.start()
         if self._bypasses is not None:
             for peer in self._links.peers:
@@ -157,10 +159,12 @@ class Failover:
         """Connect data paths to another rank, which is told to do the same if `is_own`."""
         if peer in self._links.peers:
             return
+        if is_own:
+            # Before the session: the lower rank dials it, and must first learn that it is needed.
+            self._control.send(peer, ConnectPaths())
+        self._control.open_session(peer)
         self.probes.unjoined += probe_keys([peer], self._joined)
         self.migration.add_peer(peer)
-        if is_own:
-            self._control.send(peer, ConnectPaths())
 
     def fence_all(self) -> None:
         """Begin to fence every path; ``migration.is_quiet`` is True once all are fenced."""
@@ -231,11 +235,11 @@ class Failover:
         if isinstance(message, Announcement):
             self.migration.on_announced(peer, message)
         elif isinstance(message, Leaving):
-            self.revocation.left.add(peer)
+            self.revocation.on_leaving(message)
         elif isinstance(message, Goodbye):
             self.revocation.on_goodbye(peer)
         elif isinstance(message, Revoke):
-            self.revocation.on_revoke(message)
+            self.revocation.on_revoke(peer, message)
         elif isinstance(message, Spared):
             self.revocation.on_spared(peer, message.rank)
         elif self.is_over:
@@ -256,7 +260,7 @@ class Failover:
         ):
             self.agreement.on_message(peer, message)
 
-    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
         """Handle the loss of `peer`, which the control plane reports."""
         if self.revocation.spares(peer):
             return
@@ -282,6 +286,7 @@ class Failover:
         if self.is_over:
             return
         is_calm, is_leaving = not self.migration.repairing, self.revocation.is_leaving
+        self.revocation.spread()
         # Otherwise the sender would wait for ever for the confirmation of a last eager slice.
         self._links.confirm_all()
         self._transport.flush()

@@ -4,15 +4,18 @@ As in ULFM, an error at one rank that cannot be repaired revokes the communicato
 with the same reason, and the communicator cannot be used again. A rank that calls `close()` sends
 `Leaving` first, so that its disconnection is not an error.
 
+Each rank passes news on to its neighbors, once, so all ranks receive it.
+
 Invariant: the first reason at this rank is kept; later ones are ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
+from r2ccl.bootstrap.overlay import without_session
 from r2ccl.errors import (
     CommunicatorRevoked,
     InvalidArgument,
@@ -39,7 +42,23 @@ class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """Control message: the sender has all its data, and disconnects once all ranks sent this."""
+    """Control message: ranks that have all their data, and disconnect once all ranks have.
+
+    Bit r of the little-endian integer in ``ranks`` is set for rank r.
+    """
+
+    ranks: bytes
+
+    @classmethod
+    def of(cls, ranks: Iterable[int]) -> Leaving:
+        """Make the message about `ranks`, of which there is at least one."""
+        bits = sum(1 << rank for rank in ranks)
+        return cls(bits.to_bytes((bits.bit_length() + 7) // 8, "little"))
+
+    def members(self, nranks: int) -> set[int]:
+        """Return the ranks that the message names, less any from `nranks` on."""
+        bits = int.from_bytes(self.ranks, "little")
+        return {rank for rank in range(nranks) if bits >> rank & 1}
 
 
 class Spared(msgspec.Struct, frozen=True, tag="spared"):
@@ -83,9 +102,11 @@ class Revocation:
         self.reason: Revoke | None = None
         #: True once this rank leaves: all its slices are confirmed, and it has sent `Leaving`.
         self.is_leaving = False
-        #: Ranks that sent `Leaving`.
+        #: Other ranks that are leaving.
         self.left: set[int] = set()
-        #: Lost ranks without which other ranks continue.
+        #: Members of `left` that this rank has not passed on to its neighbors.
+        self._unspread: set[int] = set()
+        #: Lost ranks without which this or other ranks continue.
         self._spared: set[int] = set()
 
     # Errors found by this rank
@@ -97,10 +118,10 @@ class Revocation:
         """
         if self.error is not None:
             return
-        self._control.broadcast(message)
         if error is None:
-            self.on_revoke(message)
+            self.on_revoke(self._rank, message)
         else:
+            self._control.gossip(message)
             self.end(error, message)
 
     def give_up(self, error: R2cclError, kind: str = "", peer: int = -1) -> None:
@@ -108,7 +129,7 @@ class Revocation:
         text = error.why if isinstance(error, PeerLost) else str(error)
         message = Revoke(kind or type(error).__name__, text, self._rank, peer)
         if self.error is None and kind:
-            self._control.broadcast(message)
+            self._control.gossip(message)
         self.end(error, message)
 
     def end(self, error: R2cclError, message: Revoke) -> None:
@@ -120,14 +141,13 @@ class Revocation:
     def spares(self, peer: int) -> bool:
         """Return True if the loss of `peer` is no error: it was leaving and has all its data.
 
-        `Spared` is then sent to the ranks that have not left. Such a rank may still need data of
-        `peer`, and end with an error; it sends its error back to this rank, which waits for it.
+        `Spared` is then sent to all ranks. A rank that has not left may still need data of `peer`,
+        and end with an error; it sends its error to all ranks, since this one waits for it.
         """
         if peer not in self.left or not self._links.is_drained_to(peer):
             return False
-        for other in self._peers:
-            if other != peer and other not in self.left:
-                self._control.send(other, Spared(peer))
+        self._spared.add(peer)
+        self._control.gossip(Spared(peer))
         return True
 
     def lose(self, peer: int, why: str, last_heard_s: float | None) -> None:
@@ -137,21 +157,69 @@ class Revocation:
         error = self._loss(peer, why, last_heard_s)
         self.give_up(error, "PeerLost" if is_news else "", peer)
 
+    # Leaving
+
+    def leave(self) -> None:
+        """Tell all ranks that this rank has all its data."""
+        self.is_leaving = True
+        self._announce(Leaving.of([self._rank]))
+
+    def tell_why(self) -> None:
+        """Send the reason for which the communicator ended, if it has ended, on all sessions.
+
+        Each rank sends it before it closes its sessions, because its `Goodbye` may arrive before
+        the revocation sent by another rank.
+        """
+        if self.reason is not None:
+            self._announce(self.reason)
+
+    def spread(self) -> None:
+        """Pass the ranks that are leaving on, to those neighbors that they have no session with.
+
+        Called from time to time, so that one message names several ranks, and before this rank
+        closes its sessions.
+        """
+        news, self._unspread = self._unspread, set()
+        if not news:
+            return
+        nranks = len(self._peers) + 1
+        for peer in self._control.neighbors:
+            unheard = without_session(news, peer, nranks)
+            if unheard:
+                self._control.send(peer, Leaving.of(unheard))
+
+    def _announce(self, message: object) -> None:
+        """Send `message` to every rank that this rank has a session with."""
+        self._control.gossip(message)
+        for peer in self._links.peers - self._control.neighbors:
+            self._control.send(peer, message)
+
     # Messages of other ranks
+
+    def on_leaving(self, message: Leaving) -> None:
+        """Record ranks that are leaving; `spread` passes them on."""
+        news = message.members(len(self._peers) + 1) - self.left - {self._rank}
+        self.left |= news
+        self._unspread |= news
 
     def on_goodbye(self, peer: int) -> None:
         """Handle the disconnection of `peer`; end the communicator unless `peer` was leaving."""
         if peer not in self.left:
-            self._end_by(Revoke("", _LEFT, peer))
+            self.revoke(Revoke("", _LEFT, peer))
 
     def on_spared(self, peer: int, rank: int) -> None:
-        """Record that `peer` continues without `rank`; reply the reason if this rank ended."""
+        """Handle that other ranks continue without `rank`; report the reason if this rank ended."""
+        if rank in self._spared:
+            return
         self._spared.add(rank)
+        self._control.gossip(Spared(rank), peer)
         if self.reason is not None:
-            self._control.send(peer, self.reason)
+            self._control.gossip(self.reason)
 
-    def on_revoke(self, message: Revoke) -> None:
-        """End the communicator with the error that another rank reports."""
+    def on_revoke(self, peer: int, message: Revoke) -> None:
+        """End the communicator with the error that `peer` reports or passes on."""
+        if self.error is None:
+            self._control.gossip(message, peer)
         if message.kind == "InvalidArgument":
             self.end(InvalidArgument(message.text), message)
         elif message.kind == "NoHealthyRail" and message.peer == self._rank and self.error is None:

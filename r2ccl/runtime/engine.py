@@ -34,7 +34,7 @@ from r2ccl.failover.health.driver import HealthAgreement, Known
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.failover.migration.repairs import Repair
-from r2ccl.failover.revocation import Leaving, Revoke
+from r2ccl.failover.revocation import Revoke
 from r2ccl.planning.plan_cache import Plan
 from r2ccl.runtime.desync_check import Calling, DesyncCheck
 from r2ccl.runtime.executor import LaneRun
@@ -149,7 +149,9 @@ class Engine:
         self._is_calling = False
         #: The communicator has failed and no path is in use any more.
         self._is_settled = False
-        self._desync = DesyncCheck(context.peers, self.config.suspicion_timeout_s, control.send)
+        self._desync = DesyncCheck(
+            self.rank, context.peers, self.config.suspicion_timeout_s, control
+        )
         #: Lanes of the collective in progress.
         self._runs: Sequence[LaneRun] = ()
         self._call = _Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", self._pending_call)
@@ -189,7 +191,9 @@ class Engine:
         """Return the state of every rail; ``nics[i]`` is the local NIC of rail i."""
         return rails(self._links.on_rails, self.repairs(), nics)
 
-    def status(self, peers: Iterable[PeerInfo], last_heard: Callable[[int], float]) -> RankStatus:
+    def status(
+        self, peers: Iterable[PeerInfo], last_heard: Callable[[int], float | None]
+    ) -> RankStatus:
         """Return the status of this rank: its collective, paths, links, peers and repairs.
 
         Parameters
@@ -197,7 +201,8 @@ class Engine:
         peers : iterable of PeerInfo
             Every other rank.
         last_heard : callable
-            Maps a rank to the time of its last sign of life, in seconds of the engine's clock.
+            Maps a rank to the time of its last sign of life, in seconds of the engine's clock; to
+            None if this rank has no session with it.
         """
         pending, ops = self.pending(), last_ops(self._links.paths, self._desync)
         held = self._failover.failback.held()
@@ -225,7 +230,7 @@ class Engine:
     def on_message(self, peer: int, message: object) -> None:
         """Handle a control message from `peer`."""
         if isinstance(message, Calling):
-            self.submit(self._on_calling, peer, message.op)
+            self.submit(self._on_calling, message)
         else:
             self.submit(self._failover.on_message, peer, message)
 
@@ -233,8 +238,8 @@ class Engine:
         """Add an authenticated connection of `peer` as epoch `epoch` of the path on `rail`."""
         self.submit(self._migration.on_opened, peer, rail, epoch, sock)
 
-    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        """Handle the loss of the process of `peer`, last heard of at `last_heard_s`."""
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
+        """Handle the loss of the process of `peer`, last heard of `last_heard_s` seconds ago."""
         self.submit(self._failover.on_peer_lost, peer, why, last_heard_s)
 
     def on_tick(self, now: float) -> None:
@@ -281,6 +286,7 @@ class Engine:
         if self._revocation.error is None:
             self._progress.step()
             self._failover.tick(now, self._peers)
+            self._desync.spread()
         elif not (self._is_settled or self._migration.is_quiet):
             self._progress.step()
 
@@ -302,8 +308,8 @@ class Engine:
         if self._revocation.error is None:
             self._progress.step()
 
-    def _on_calling(self, peer: int, op: int) -> None:
-        self._desync.on_calling(peer, op, self._links.op)
+    def _on_calling(self, message: Calling) -> None:
+        self._desync.on_calling(message, self._links.op)
 
     # Called in the user's thread
 
@@ -420,7 +426,7 @@ class Engine:
                 if computer is not None or progress.ahead:
                     progress.begin(computer)
                 self._runs = runs
-                if self._desync.askers:
+                if links.op <= self._desync.asked_op:
                     self._desync.called(links.op)
                 if self._revocation.error is not None:
                     self.check()
@@ -497,9 +503,9 @@ class Engine:
             self._links.confirm_all()
             self._progress.advance()
             self._wait(self._links.is_drained, self._patience(self._pending_drain))
-            self._revocation.is_leaving = True
-            self._control.broadcast(Leaving())
+            self._revocation.leave()
             self._wait(lambda: self._revocation.left >= peers, self._patience(self._pending_leave))
+            self._revocation.spread()
 
     def fail_call(self, error: BaseException) -> None:
         """End the communicator after a call failed outside the data loop.
@@ -513,20 +519,15 @@ class Engine:
         """End the communicator on all ranks; callable in any thread and in a signal handler."""
         message = Revoke("CommunicatorRevoked", why, self.rank)
         if self._revocation.error is None:
-            # Broadcast first: this may be a signal handler whose own thread owns the loop, so that
+            # Sent first: this may be a signal handler whose own thread owns the loop, so that
             # `submit` only queues.
-            self._control.broadcast(message)
+            self._control.gossip(message)
         error = CommunicatorRevoked(f"rank {self.rank}: {why}")
         self.submit(self._revocation.end, error, message)
 
     def tell_why(self) -> None:
-        """Send the reason for which the communicator ended, if it has ended, to all ranks.
-
-        Each rank sends it before it leaves, because a leave message of one rank may arrive before
-        the revocation sent by another rank.
-        """
-        if self._revocation.reason is not None:
-            self._control.broadcast(self._revocation.reason)
+        """Send the reason for which the communicator ended, if it has ended; see `Revocation`."""
+        self._revocation.tell_why()
 
     def descriptors(self) -> list[int]:
         """Return the transport's file descriptors in use.
@@ -611,7 +612,8 @@ class Engine:
             if self._runs:
                 activity = sum(path.activity for path in self._links.paths.values())
                 is_late = now >= deadline - patience.timeout_s / 2
-                self._desync.look(now, self._links.op, activity, is_late, self._absent)
+                self._desync.look(now, self._links.op, activity, is_late)
+            self._desync.spread()
         self.check()
         if now >= deadline:
             raise _timeout(patience)

@@ -163,12 +163,15 @@ class LinkEntry(msgspec.Struct, frozen=True):
 
 
 class PeerEntry(msgspec.Struct, frozen=True):
-    """Another rank: its host and process, time of its last sign of life, and last collective."""
+    """Another rank: its host and process, time of its last sign of life, and last collective.
+
+    ``heard_s`` is None if this rank has no session with it.
+    """
 
     rank: int
     host: str
     pid: int
-    heard_s: float
+    heard_s: float | None
     last_op: int
 
 
@@ -329,7 +332,7 @@ def path_entries(links: Links) -> tuple[PathEntry, ...]:
 
 
 def peer_entries(
-    peers: Iterable[PeerInfo], last_heard: Callable[[int], float], ops: Mapping[int, int]
+    peers: Iterable[PeerInfo], last_heard: Callable[[int], float | None], ops: Mapping[int, int]
 ) -> tuple[PeerEntry, ...]:
     """Return the entries of `peers`; ``ops[peer]`` is the last collective `peer` was seen in."""
     return tuple(_peer(each, last_heard(each.rank), ops[each.rank]) for each in peers)
@@ -350,7 +353,7 @@ def spelled(verdicts: Iterable[Verdict]) -> tuple[str, ...]:
     return tuple(f"rail {each.path.rail} to rank {each.path.peer}: {each}" for each in verdicts)
 
 
-def _peer(info: PeerInfo, heard_s: float, last_op: int) -> PeerEntry:
+def _peer(info: PeerInfo, heard_s: float | None, last_op: int) -> PeerEntry:
     return PeerEntry(info.rank, info.hostname, info.pid, heard_s, last_op)
 
 

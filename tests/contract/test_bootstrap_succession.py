@@ -40,7 +40,7 @@ class Inbox:
     def on_path(self, peer: int, rail: int, epoch: int, sock: socket.socket) -> None:
         sock.close()
 
-    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
         self.messages.put((peer, why))
 
     def on_tick(self, now: float) -> None:

@@ -33,6 +33,8 @@ from r2ccl.testing.simulation import (
 EXAMPLES = int(os.environ.get("R2CC_SIM_EXAMPLES", "250"))
 #: Numbers of the events of a run, from its start; most runs have 300 to 1,500 events.
 EVENTS = st.integers(0, 2_000)
+#: Numbers of ranks that are all neighbors in the overlay of the control plane, and that are not.
+FEW, MORE = st.integers(2, 4), st.integers(7, 9)
 RESTORES_US = st.sampled_from([50, 200, 1_000, 20_000, 150_000, 600_000])
 LATE_US = st.sampled_from([0, 100, 1_000, 50_000, 300_000])
 
@@ -53,8 +55,8 @@ def calls(draw: st.DrawFn, nranks: int) -> CallSpec:
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> Workload:
-    nranks = draw(st.integers(2, 4))
+def workloads(draw: st.DrawFn, nranks: st.SearchStrategy[int]) -> Workload:
+    nranks = draw(nranks)
     return Workload(
         nranks=nranks,
         nrails=draw(st.integers(1, 3)),
@@ -99,8 +101,10 @@ def faults(draw: st.DrawFn, workload: Workload, safe_rail: int) -> Fault:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[Workload, FailurePlan, int]:
-    workload = draw(workloads())
+def jobs(
+    draw: st.DrawFn, nranks: st.SearchStrategy[int] = FEW
+) -> tuple[Workload, FailurePlan, int]:
+    workload = draw(workloads(nranks))
     safe_rail = draw(st.integers(0, workload.nrails - 1))
     several = st.lists(faults(workload, safe_rail), min_size=1, max_size=8)
     noise = draw(
@@ -121,15 +125,23 @@ random_plans = hypothesis.settings(
     deadline=None,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
+larger_plans = hypothesis.settings(random_plans, max_examples=max(1, EXAMPLES // 5))
 
 
 @LIMIT
 @random_plans
 @hypothesis.given(jobs())
 def test_every_job_ends_with_the_exact_result(job: tuple[Workload, FailurePlan, int]) -> None:
-    workload, plan, seed = job
-    outcome = simulate(workload, plan, seed)
-    assert outcome.is_clean, (outcome.errors, outcome.ncalls)
+    check_result(job)
+
+
+@LIMIT
+@larger_plans
+@hypothesis.given(jobs(MORE))
+def test_every_larger_job_ends_with_the_exact_result(
+    job: tuple[Workload, FailurePlan, int],
+) -> None:
+    check_result(job)
 
 
 @pytest.mark.slow
@@ -140,6 +152,27 @@ def test_a_death_beside_all_else_ends_every_survivor_in_time(
     job: tuple[Workload, FailurePlan, int], at: int, rank: int
 ) -> None:
     """Kill any rank, including rank 0, which coordinates the agreement."""
+    check_death(job, at, rank)
+
+
+@pytest.mark.slow
+@LIMIT
+@larger_plans
+@hypothesis.given(jobs(MORE), EVENTS, st.integers(0, 8))
+def test_a_death_in_a_larger_job_ends_every_survivor_in_time(
+    job: tuple[Workload, FailurePlan, int], at: int, rank: int
+) -> None:
+    """Kill any rank, most of which pass on messages of others."""
+    check_death(job, at, rank)
+
+
+def check_result(job: tuple[Workload, FailurePlan, int]) -> None:
+    workload, plan, seed = job
+    outcome = simulate(workload, plan, seed)
+    assert outcome.is_clean, (outcome.errors, outcome.ncalls)
+
+
+def check_death(job: tuple[Workload, FailurePlan, int], at: int, rank: int) -> None:
     workload, plan, seed = job
     victim = rank % workload.nranks
     faults = (*plan.faults, Kill(at, victim))

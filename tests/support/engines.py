@@ -33,6 +33,7 @@ class NoControl:
     """Control plane that ignores every call."""
 
     is_busy = False
+    neighbors: frozenset[int] = frozenset()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args: None

@@ -50,7 +50,7 @@ class Recorder:
             self.paths[peer, rail, epoch] = sock
             self._changed.notify_all()
 
-    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
         with self._changed:
             assert peer not in self.lost
             self.lost[peer] = why

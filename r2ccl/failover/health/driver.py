@@ -20,7 +20,6 @@ from r2ccl.clock import Clock
 from r2ccl.failover.health.protocol import (
     Action,
     Agreement,
-    Broadcast,
     HealthAgreed,
     HealthKnown,
     Late,
@@ -178,8 +177,6 @@ class HealthAgreement:
             match action:
                 case Send():
                     self._control.send(action.peer, action.message)
-                case Broadcast():
-                    self._control.broadcast(action.message)
                 case HealthKnown():
                     self.known = Known(action.health, self._clock())
                 case HealthAgreed():

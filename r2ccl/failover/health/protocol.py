@@ -3,18 +3,23 @@
 Theory of operation
 -------------------
 Rank 0 is the coordinator. A rank that detects a change of a rail reports the change to the
-coordinator. The coordinator merges the reports and runs one *round* at a time. Every rank numbers
-its collectives from 1 in the order of planning, so the numbers match. ``reached`` is the last
-collective that a rank has started, ``W`` the window::
+coordinator. The coordinator merges the reports and runs one *round* at a time. The messages of a
+round travel along the binomial tree of `r2ccl.bootstrap.overlay`, whose root is the coordinator, so
+no rank handles more than log2(n) of each. Every rank numbers its collectives from 1 in the order of
+planning, so the numbers match. ``reached`` is the last collective that a rank has started, ``W``
+the window::
 
     message           from -> to            action of the receiver
     --------------------------------------------------------------------------------------------
     Report(news)      any -> coordinator    stores the news; begins a round unless one is running,
                                             one ended less than `rest_s` ago, or nothing changes
-    Prepare(health)   coordinator -> all    holds the health, answers Promise(version, reached),
-                                            starts nothing beyond reached + W until the Commit
-    Promise(v, r)     all -> coordinator    after the last one: sends Commit(v, max(r) + W + 1)
-    Commit(v, first)  coordinator -> all    plans with version v from collective `first` on
+    Prepare(health)   parent -> children    passes it on, holds the health, promises to start
+                                            nothing beyond reached + W until the Commit
+    Promise(v, r)     child -> parent       with its own promise and those of all children: sends
+                                            Promise(v, max(r)) to its parent; the coordinator
+                                            sends Commit(v, max(r) + W + 1)
+    Commit(v, first)  parent -> children    passes it on, plans with version v from collective
+                                            `first` on
 
 The coordinator takes part as a rank too: it handles its own messages immediately, without sending
 them. A health is *held* after its Prepare: the user may read it. The rank *plans with* the health
@@ -61,9 +66,9 @@ from typing import TypeAlias
 
 import msgspec
 
+from r2ccl.bootstrap.overlay import parent
 from r2ccl.errors import CommunicatorRevoked, InternalError, InvalidArgument
 from r2ccl.failover.health.rounds import (
-    TO_COORDINATOR,
     AgreementLimits,
     Commit,
     Coordinator,
@@ -72,6 +77,7 @@ from r2ccl.failover.health.rounds import (
     Prepare,
     Promise,
     Report,
+    Subtree,
 )
 from r2ccl.failover.health.table import Health, RailShare
 
@@ -83,12 +89,6 @@ class Send(msgspec.Struct, frozen=True):
     """Action: send `message` to rank `peer`."""
 
     peer: int
-    message: Message
-
-
-class Broadcast(msgspec.Struct, frozen=True):
-    """Action: send `message` to every other rank."""
-
     message: Message
 
 
@@ -112,7 +112,7 @@ class Late(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
-Action: TypeAlias = Send | Broadcast | HealthKnown | HealthAgreed | Late
+Action: TypeAlias = Send | HealthKnown | HealthAgreed | Late
 
 
 class Agreement:
@@ -144,6 +144,7 @@ class Agreement:
         self._member = Member(rank, health, self._limits.window)
         is_coordinator = rank == COORDINATOR
         self._coordinator = Coordinator(health, self._limits) if is_coordinator else None
+        self._subtree = Subtree(rank, health)
         #: Rank whose loss ended the agreement; None while the agreement runs.
         self.lost: int | None = None
         self._looked_at = 0.0
@@ -213,12 +214,12 @@ class Agreement:
     def waits_for(self) -> tuple[int, ...]:
         """Return the ranks that the current round waits for.
 
-        On the coordinator: the ranks without a promise. On any other rank that has promised: the
-        coordinator.
+        The children in the tree whose promise is missing, which may in turn wait for theirs; if
+        none is, the coordinator.
         """
-        if self._coordinator is not None:
-            return tuple(sorted(self._coordinator.missing))
-        return () if self._member.limit is None else (COORDINATOR,)
+        if self._member.limit is None:
+            return ()
+        return tuple(sorted(self._subtree.missing)) or (COORDINATOR,)
 
     # Events
 
@@ -231,8 +232,12 @@ class Agreement:
             If a rank, rail or share does not exist.
         """
         self.held.changed(news)  # raises here, not only on the coordinator
+        if not news or self.lost is not None:
+            return []
         message = Report(tuple(news))
-        return self._to_coordinator(now, message) if news and self.lost is None else []
+        if self.rank == COORDINATOR:
+            return self._take(now, self.rank, message)
+        return [Send(COORDINATOR, message)]
 
     def on_message(self, now: float, peer: int, message: Message) -> list[Action]:
         """Handle a message from `peer`.
@@ -250,10 +255,11 @@ class Agreement:
                 f"rank {self.rank}: {name} from rank {peer}, which is not another rank of 0 to "
                 f"{self.nranks - 1}"
             )
-        if (self.rank if isinstance(message, TO_COORDINATOR) else peer) != COORDINATOR:
+        if not self._is_addressed(peer, message):
             raise InternalError(
-                f"rank {self.rank}: {name} from rank {peer}, but Report and Promise are sent only "
-                f"to rank {COORDINATOR}, Prepare and Commit only by that rank"
+                f"rank {self.rank}: {name} from rank {peer}, but Report is sent only to rank "
+                f"{COORDINATOR}, Promise only by a child in the tree, Prepare and Commit only by "
+                "the parent"
             )
         try:
             return self._take(now, peer, message)
@@ -271,6 +277,15 @@ class Agreement:
         if self.lost is None:
             self.lost = peer
 
+    def _is_addressed(self, peer: int, message: Message) -> bool:
+        match message:
+            case Report():
+                return self.rank == COORDINATOR
+            case Promise():
+                return peer in self._subtree.children
+            case Prepare() | Commit():
+                return self.rank != COORDINATOR and peer == parent(self.rank)
+
     def _take(self, now: float, peer: int, message: Message) -> list[Action]:
         match message:
             case Report():
@@ -280,8 +295,10 @@ class Agreement:
             case Promise():
                 return self._on_promise(now, peer, message)
             case Commit():
-                done = self._member.commit(message)
-                return [HealthAgreed(message.version, message.first_op)] if done else []
+                if not self._member.commit(message):
+                    return []
+                agreed = HealthAgreed(message.version, message.first_op)
+                return [*self._to_children(message), agreed]
 
     def _on_report(self, now: float, peer: int, message: Report) -> list[Action]:
         assert self._coordinator is not None
@@ -293,25 +310,24 @@ class Agreement:
         if promise is None:
             return []
         self._looked_at, self._waited_s = now, 0.0
-        return [HealthKnown(message.health), *self._to_coordinator(now, promise)]
+        self._subtree.begin(message.health.version)
+        known = HealthKnown(message.health)
+        return [*self._to_children(message), known, *self._on_promise(now, self.rank, promise)]
 
     def _on_promise(self, now: float, peer: int, message: Promise) -> list[Action]:
-        assert self._coordinator is not None
-        commit = self._coordinator.promise(now, peer, message)
-        return [] if commit is None else self._to_all(now, commit)
+        promise = self._subtree.promise(peer, message)
+        if promise is None:
+            return []
+        if self._coordinator is None:
+            return [Send(parent(self.rank), promise)]
+        return self._take(now, self.rank, self._coordinator.end(now, promise))
 
     def _begin(self, now: float) -> list[Action]:
         prepare = None if self._coordinator is None else self._coordinator.begin(now)
-        return [] if prepare is None else self._to_all(now, prepare)
+        return [] if prepare is None else self._take(now, self.rank, prepare)
 
-    def _to_coordinator(self, now: float, message: Report | Promise) -> list[Action]:
-        if self.rank == COORDINATOR:
-            return self._take(now, self.rank, message)
-        return [Send(COORDINATOR, message)]
-
-    def _to_all(self, now: float, message: Prepare | Commit) -> list[Action]:
-        others: list[Action] = [Broadcast(message)] if self.nranks > 1 else []
-        return others + self._take(now, self.rank, message)
+    def _to_children(self, message: Prepare | Commit) -> list[Action]:
+        return [Send(child, message) for child in self._subtree.children]
 
     def _look(self, now: float) -> list[Action]:
         """Measure how long the current round takes, and return `Late` if too long.
@@ -342,7 +358,6 @@ __all__ = [
     "COORDINATOR",
     "Action",
     "Agreement",
-    "Broadcast",
     "HealthAgreed",
     "HealthKnown",
     "Late",

@@ -1,6 +1,7 @@
 """Rounds of the health agreement: the messages, and the state that they change.
 
-`Member` is the state of every rank, `Coordinator` the additional state of rank 0.
+`Member` is the state of every rank, `Subtree` its collection of promises, `Coordinator` the
+additional state of rank 0.
 `r2ccl.failover.health.protocol` explains the protocol and proves that ranks never disagree.
 
 Invariant: a rank keeps its promise until the matching commit.
@@ -13,6 +14,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from r2ccl.bootstrap.overlay import children
 from r2ccl.errors import InternalError, InvalidArgument
 from r2ccl.failover.health.table import Findings, Health, RailShare
 
@@ -30,9 +32,9 @@ class Prepare(msgspec.Struct, frozen=True, tag="health.prepare"):
 
 
 class Promise(msgspec.Struct, frozen=True, tag="health.promise"):
-    """Control message: the sender starts nothing beyond `reached` + window until the `Commit`.
+    """Control message: no rank of the sender's subtree goes beyond its last collective + window.
 
-    `reached` is the last collective that the sender has started.
+    It holds until the `Commit`. `reached` is the last collective that any of them has started.
     """
 
     version: int
@@ -47,9 +49,6 @@ class Commit(msgspec.Struct, frozen=True, tag="health.commit"):
 
 
 Message: TypeAlias = Report | Prepare | Promise | Commit
-
-#: Messages sent only to the coordinator. The other types are sent only by the coordinator.
-TO_COORDINATOR = (Report, Promise)
 
 
 class AgreementLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,28 +183,65 @@ class Member:
         return True
 
 
-class Coordinator:
-    """Additional state of rank 0: the findings of all ranks, and the current round."""
+class Subtree:
+    """Promises of one rank and of the subtrees of its children, in the current round.
 
-    __slots__ = (
-        "_findings",
-        "_has_news",
-        "_limits",
-        "_newest",
-        "_reached",
-        "_rest_until",
-        "missing",
-    )
+    Parameters
+    ----------
+    rank : int
+    health : Health
+        Health to plan with until the first round.
+    """
+
+    __slots__ = ("_rank", "_reached", "_version", "children", "missing")
+
+    def __init__(self, rank: int, health: Health) -> None:
+        self._rank = rank
+        self.children = children(rank, health.nranks)
+        #: Version that promises are collected for.
+        self._version = health.version
+        self._reached = 0
+        #: This rank and children whose promise is missing; empty if no round is running.
+        self.missing: frozenset[int] = frozenset()
+
+    def begin(self, version: int) -> None:
+        """Collect the promises for `version`."""
+        self._version = version
+        self._reached = 0
+        self.missing = frozenset((self._rank, *self.children))
+
+    def promise(self, rank: int, message: Promise) -> Promise | None:
+        """Store the promise of `rank`; return that of the whole subtree if it was the last.
+
+        Raises
+        ------
+        InternalError
+            If the promise is for a version that was not prepared.
+        """
+        if message.version > self._version:
+            raise InternalError(
+                f"rank {rank} promised version {message.version}, but the newest version prepared "
+                f"is {self._version}"
+            )
+        if message.version < self._version or rank not in self.missing:
+            return None
+        self._reached = max(self._reached, message.reached)
+        self.missing -= {rank}
+        return None if self.missing else Promise(self._version, self._reached)
+
+
+class Coordinator:
+    """Additional state of rank 0: the findings of all ranks."""
+
+    __slots__ = ("_findings", "_has_news", "_is_running", "_limits", "_newest", "_rest_until")
 
     def __init__(self, health: Health, limits: AgreementLimits) -> None:
         self._limits = limits
         self._newest = health
         self._findings = Findings(health)
         self._has_news = False
-        self._reached: dict[int, int] = {}
+        self._is_running = False
         self._rest_until = float("-inf")
-        #: Ranks whose promise the current round waits for; empty if no round is running.
-        self.missing: frozenset[int] = frozenset()
 
     def report(self, reporter: int, news: Sequence[RailShare]) -> None:
         """Store the news from `reporter`.
@@ -221,37 +257,24 @@ class Coordinator:
 
     def begin(self, now: float) -> Prepare | None:
         """Begin a round if the news change the health, none is running and the pause is over."""
-        if not self._has_news or self.missing or now < self._rest_until:
+        if not self._has_news or self._is_running or now < self._rest_until:
             return None
         self._has_news = False
         merged = self._findings.merged(self._newest)
         if merged is self._newest:
             return None
         self._newest = merged
-        self._reached = {}
-        self.missing = frozenset(range(merged.nranks))
+        self._is_running = True
         return Prepare(merged)
 
-    def promise(self, now: float, rank: int, message: Promise) -> Commit | None:
-        """Store a promise; return the `Commit` once all ranks have promised, else None."""
-        version = self._newest.version
-        if message.version > version:
-            raise InternalError(
-                f"rank {rank} promised version {message.version}, but the newest version prepared "
-                f"is {version}"
-            )
-        if message.version < version or rank not in self.missing:
-            return None
-        self._reached[rank] = message.reached
-        self.missing -= {rank}
-        if self.missing:
-            return None
+    def end(self, now: float, promise: Promise) -> Commit:
+        """End the round with the promise of all ranks."""
+        self._is_running = False
         self._rest_until = now + self._limits.rest_s
-        return Commit(version, max(self._reached.values()) + self._limits.window + 1)
+        return Commit(promise.version, promise.reached + self._limits.window + 1)
 
 
 __all__ = [
-    "TO_COORDINATOR",
     "AgreementLimits",
     "Commit",
     "Coordinator",
@@ -260,4 +283,5 @@ __all__ = [
     "Prepare",
     "Promise",
     "Report",
+    "Subtree",
 ]

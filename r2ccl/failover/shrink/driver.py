@@ -133,7 +133,7 @@ class EventQueue:
         """Pass the connection of a path to the handler."""
         self._handler.on_path(peer, rail, epoch, sock)
 
-    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
         """Queue the loss of `peer` and pass it to the handler."""
         self._put((peer, why))
         self._handler.on_peer_lost(peer, why, last_heard_s)

@@ -1,9 +1,9 @@
 """Simulated control plane: the library's control sessions over connections that lose frames.
 
-`Session` is the library's own. Only the connections that carry its frames, called carriers, and
-the dialing of paths are simulated. Each pair of ranks has two carriers, which may lose, repeat,
-delay and reorder frames. Each message still arrives exactly once and in order, unless all frames
-are lost.
+`Session` and `Overlay` are the library's own. Only the connections that carry a session's frames,
+called carriers, and the dialing of paths are simulated. Each session has two carriers, which may
+lose, repeat, delay and reorder frames. Each message still arrives exactly once and in order, unless
+all frames are lost.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from r2ccl.bootstrap.messages import Codec, PeerDown
+import msgspec
+
+from r2ccl.bootstrap.messages import Codec, Flooded, PeerDown, Routed
+from r2ccl.bootstrap.overlay import Overlay
 from r2ccl.bootstrap.session import FrameReader, Session, SessionLimits
 from r2ccl.testing.simulation.network import Act, End, MessageKind, SimMessage, SimNetwork, Wire
 from r2ccl.transport.base import Frame
@@ -47,7 +50,7 @@ class ControlHost(Protocol):
         """Handle a new connection of a path; the rank owns its end, `endpoint`, from now on."""
         ...
 
-    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
         """Handle the loss of `peer`, which is dead, silent, or given up by another rank."""
         ...
 
@@ -78,8 +81,10 @@ class SimControl:
         self._codec = codec
         self._peer_timeout_s = peer_timeout_s
         self.peers: dict[int, SimControl] = {}
+        self._overlay = Overlay(host.rank, network.nranks)
+        self.neighbors = self._overlay.neighbors
         self._sessions: dict[int, Session] = {}
-        self._lost: set[int] = set()
+        self._nflooded: dict[int, int] = {}
         #: Time of the scheduled flush of each session, to avoid scheduling a second one.
         self._due: dict[int, float] = {}
         #: Epoch that this rank accepts, per path.
@@ -91,30 +96,44 @@ class SimControl:
         self._kept: list[tuple[int, int, bytes]] = []
 
     def connect(self, controls: dict[int, SimControl]) -> None:
-        """Start the sessions with all other ranks."""
+        """Start the sessions with the neighbors."""
+        self.peers = {peer: each for peer, each in controls.items() if peer != self._host.rank}
+        for peer in self.neighbors:
+            self.open_session(peer)
+
+    def open_session(self, peer: int) -> None:
+        """Start a session with `peer`, which does the same when the first frame arrives."""
+        if peer in self._sessions or self._overlay.is_closed(peer):
+            return
         now = self._timeline.now
         limits = SessionLimits(heartbeat_s=self._peer_timeout_s / _BEATS_PER_TIMEOUT)
-        for peer, control in controls.items():
-            if peer != self._host.rank:
-                self.peers[peer] = control
-                session = Session(now, limits)
-                self._sessions[peer] = session
-                for carrier in _CARRIERS:
-                    session.carrier_up(carrier, now)
-                self._flush(peer)
+        session = self._sessions[peer] = Session(now, limits)
+        for carrier in _CARRIERS:
+            session.carrier_up(carrier, now)
+        self._flush(peer)
 
     # Messages
 
     def send(self, peer: int, message: object) -> None:
         """Queue `message` for delivery to `peer`."""
-        if peer not in self._lost:
-            self._sessions[peer].post(self._codec.encode(message))
-            self._flush(peer)
+        body = self._codec.encode(message)
+        if peer in self._sessions:
+            self._post(peer, body)
+        else:
+            self._route(Routed(self._host.rank, peer, self._overlay.max_hops, body))
+
+    def gossip(self, message: object, source: int = -1) -> None:
+        """Queue `message` for delivery to every neighbor but `source`."""
+        body = self._codec.encode(message)
+        for peer in self._overlay.open_neighbors():
+            if peer != source:
+                self._post(peer, body)
 
     def broadcast(self, message: object) -> None:
         """Queue `message` for delivery to every other rank."""
-        for peer in self._sessions:
-            self.send(peer, message)
+        rank = self._host.rank
+        number = self._nflooded[rank] = self._nflooded.get(rank, 0) + 1
+        self.gossip(Flooded(rank, number, self._codec.encode(message)))
 
     def tick(self, excused_s: float) -> None:
         """Declare peers lost that were silent for longer than the peer timeout.
@@ -122,12 +141,16 @@ class SimControl:
         `excused_s` is how long this process did not run, which does not count as silence.
         """
         now = self._timeline.now
-        for peer, session in self._sessions.items():
+        for peer, session in list(self._sessions.items()):
             if excused_s:
                 session.excuse(excused_s)
             silence = session.silence_s(now)
-            if silence > self._peer_timeout_s:
-                self._lose(peer, f"silent for {silence:.1f} s")
+            if silence > self._peer_timeout_s and not self._overlay.is_closed(peer):
+                news = PeerDown(peer, f"silent for {silence:.1f} s", self._host.rank, silence)
+                self._lose(peer, news.why, silence)
+                self.gossip(news)
+        for peer in self._overlay.cut_off():
+            self._lose(peer, "all ranks that have a session with it are lost", None)
 
     def resume(self) -> None:
         """Process the frames that arrived while the process was stopped."""
@@ -138,8 +161,21 @@ class SimControl:
             self._due.pop(peer, None)
             self._flush(peer)
 
+    def _post(self, peer: int, body: bytes) -> None:
+        if not self._overlay.is_closed(peer):
+            self._sessions[peer].post(body)
+            self._flush(peer)
+
+    def _route(self, message: Routed) -> None:
+        if self._overlay.is_closed(message.destination) or not message.nhops:
+            return
+        hop = self._overlay.next_hop(message.destination)
+        if hop is not None:
+            message = msgspec.structs.replace(message, nhops=message.nhops - 1)
+            self._post(hop, self._codec.encode(message))
+
     def _flush(self, peer: int) -> None:
-        if self._host.is_dead or self._host.is_stopped or peer in self._lost:
+        if self._host.is_dead or self._host.is_stopped or self._overlay.is_closed(peer):
             return
         session = self._sessions[peer]
         for carrier, data in session.poll(self._timeline.now):
@@ -172,33 +208,55 @@ class SimControl:
             self._timeline.after(late, receive, self._host.rank, carrier, data)
 
     def _receive(self, peer: int, carrier: int, data: bytes) -> None:
-        if self._host.is_dead or peer in self._lost:
+        if self._host.is_dead or self._overlay.is_closed(peer):
             return
         if self._host.is_stopped:
             self._kept.append((peer, carrier, data))
             return
+        self.open_session(peer)
         for frame in FrameReader().feed(data):
             for body in self._sessions[peer].receive(carrier, frame, self._timeline.now):
                 self._deliver(peer, self._codec.decode(body))
         self._flush(peer)
 
     def _deliver(self, peer: int, message: object) -> None:
-        if not isinstance(message, PeerDown):
-            self._host.on_message(peer, message)
-        elif message.rank == self._host.rank:
-            self._lose(peer, f"it has given this rank up: {message.why}")
-        else:
-            self._lose(message.rank, f"{message.why}, says rank {peer}")
+        match message:
+            case PeerDown(rank=rank) if rank == self._host.rank:
+                why = f"it has given this rank up: {message.why}"
+                for each in sorted({peer, message.witness}):
+                    self._lose(each, why, message.last_heard_s)
+            case PeerDown():
+                why = f"{message.why}, says rank {message.witness}"
+                if self._lose(message.rank, why, message.last_heard_s):
+                    self.gossip(message, peer)
+            case Routed(destination=destination) if destination != self._host.rank:
+                self._route(message)
+            case Flooded():
+                if self._nflooded.get(message.source, 0) < message.number:
+                    self._nflooded[message.source] = message.number
+                    self.gossip(message, peer)
+                    self._open_up(message)
+            case Routed():
+                self._open_up(message)
+            case _:
+                self._host.on_message(peer, message)
 
-    def _lose(self, peer: int, why: str) -> None:
-        if peer in self._lost:
-            return
-        self._lost.add(peer)
+    def _open_up(self, message: Routed | Flooded) -> None:
+        is_own = message.source == self._host.rank
+        if not is_own and not self._overlay.is_closed(message.source):
+            self._host.on_message(message.source, self._codec.decode(message.body))
+
+    def _lose(self, peer: int, why: str, last_heard_s: float | None) -> bool:
+        """Report the loss of `peer`, which is told too; return False if that was done before."""
+        if self._overlay.is_closed(peer):
+            return False
+        if peer in self._sessions:
+            self._post(peer, self._codec.encode(PeerDown(peer, why, self._host.rank, 0.0)))
+        self._overlay.lose(peer)
         for key in [key for key in self._dials if key.peer == peer]:
             del self._dials[key]
-        self.broadcast(PeerDown(peer, why))
-        last_heard_s = self._timeline.now - self._sessions[peer].last_heard
         self._host.on_peer_lost(peer, why, last_heard_s)
+        return True
 
     # Paths
 

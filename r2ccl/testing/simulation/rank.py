@@ -196,7 +196,7 @@ class SimRank:
         """Pass a new connection to the migration."""
         self.submit(self.migration.on_opened, peer, rail, epoch, endpoint)
 
-    def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
+    def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
         """Report the loss of `peer` to the failover."""
         self.submit(self.failover.on_peer_lost, peer, why, last_heard_s)
 
@@ -387,11 +387,10 @@ class SimRank:
 
     def _leave(self) -> None:
         if self.links.is_drained():
-            left = self.revocation.left
-            if self.rank not in left:
-                left.add(self.rank)
-                self.control.broadcast(Leaving())
-            if len(left) == self._network.nranks:
+            if not self.revocation.is_leaving:
+                self.revocation.leave()
+            if len(self.revocation.left) == self._network.nranks - 1:
+                self.revocation.spread()
                 self.phase = RankPhase.DONE
 
     def _give_up(self) -> None:

@@ -1,34 +1,77 @@
-"""Who has called a collective is known to whoever waits, with few words."""
+"""All ranks know who has called the collective that any of them waits in."""
 
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from r2ccl.bootstrap.overlay import neighbors
 from r2ccl.runtime.desync_check import Calling, DesyncCheck
 
 
-class Ranks:
-    """Three ranks that talk to each other at once."""
+class Control:
+    """Control plane of one rank, whose messages arrive when the test says so."""
 
-    def __init__(self) -> None:
-        self.ops = [0, 0, 0]
-        self.sent: list[tuple[int, int, int]] = []
-        self.rolls = [
-            DesyncCheck([peer for peer in range(3) if peer != rank], 0.5, self.sender(rank))
-            for rank in range(3)
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.neighbors = neighbors(rank, ranks.nranks)
+        self._ranks = ranks
+        self._rank = rank
+
+    def send(self, peer: int, message: object) -> None:
+        assert isinstance(message, Calling)
+        assert peer in self.neighbors
+        self._ranks.queue.append((self._rank, peer, message))
+
+    def gossip(self, message: object) -> None:
+        for peer in self.neighbors:
+            self.send(peer, message)
+
+
+class Ranks:
+    """Some ranks, the last collective that each has called, and the messages between them."""
+
+    def __init__(self, nranks: int = 3) -> None:
+        self.nranks = nranks
+        self.ops = [0] * nranks
+        self.sent: list[tuple[int, int, Calling]] = []
+        self.queue: deque[tuple[int, int, Calling]] = deque()
+        self.checks = [
+            DesyncCheck(rank, set(range(nranks)) - {rank}, 0.5, Control(self, rank))  # type: ignore[arg-type]
+            for rank in range(nranks)
         ]
 
-    def sender(self, rank: int):  # type: ignore[no-untyped-def]
-        def send(peer: int, message: object) -> None:
-            assert isinstance(message, Calling)
-            self.sent.append((rank, peer, message.op))
-            self.rolls[peer].on_calling(rank, message.op, self.ops[peer])
-
-        return send
-
-    def call(self, rank: int) -> None:
-        self.ops[rank] += 1
-        self.rolls[rank].called(self.ops[rank])
+    def call(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.ops[rank] += 1
+            if self.ops[rank] <= self.checks[rank].asked_op:
+                self.checks[rank].called(self.ops[rank])
+        self.settle()
 
     def look(self, rank: int, now: float, activity: int = 0, *, is_late: bool = False) -> None:
-        roll, op = self.rolls[rank], self.ops[rank]
-        roll.look(now, op, activity, is_late, lambda: [p for p in roll.said if roll.said[p] < op])
+        self.checks[rank].look(now, self.ops[rank], activity, is_late)
+        self.settle()
+
+    def ask(self, rank: int) -> None:
+        for now in (0.0, 0.6):
+            self.look(rank, now)
+
+    def settle(self) -> None:
+        """Deliver all messages, and all that follow from them."""
+        while True:
+            while self.queue:
+                sender, receiver, message = self.queue.popleft()
+                self.sent.append((sender, receiver, message))
+                self.checks[receiver].on_calling(message, self.ops[receiver])
+            for check in self.checks:
+                check.spread()
+            if not self.queue:
+                return
+
+    def known(self, rank: int) -> list[int]:
+        """Return the last collective of every rank as `rank` knows it."""
+        said = {**self.checks[rank].said, rank: self.ops[rank]}
+        return [said[peer] for peer in range(self.nranks)]
 
 
 def test_nothing_is_said_while_calls_make_progress() -> None:
@@ -39,60 +82,61 @@ def test_nothing_is_said_while_calls_make_progress() -> None:
     assert ranks.sent == []
 
 
-def test_a_stalled_call_asks_once_and_only_callers_answer() -> None:
-    ranks = Ranks()
+@pytest.mark.parametrize("nranks", [2, 3, 9, 40])
+def test_a_stalled_call_finds_the_ranks_behind(nranks: int) -> None:
+    ranks = Ranks(nranks)
+    late = {rank for rank in range(1, nranks) if rank % 3 == 1}
+    ranks.call(*set(range(nranks)) - late)
+    ranks.ask(0)
+    for rank in range(nranks):
+        assert ranks.known(rank) == ranks.ops
+    nsent = len(ranks.sent)
+    ranks.look(0, 5.0)
+    assert len(ranks.sent) == nsent, "asked once"
+
+
+def test_few_ranks_answer_with_one_message_each() -> None:
+    ranks = Ranks(5)
+    ranks.call(0, 1)
+    ranks.ask(0)
+    assert len(ranks.sent) == 5 * 4
+
+
+@pytest.mark.parametrize("nranks", [3, 9])
+def test_who_calls_later_answers_then(nranks: int) -> None:
+    ranks = Ranks(nranks)
+    ranks.ops = [3, 1] + [3] * (nranks - 2)
+    ranks.ask(0)
+    assert ranks.known(nranks - 1) == ranks.ops
+    for _ in range(2):
+        ranks.call(1)
+        assert ranks.known(0) == ranks.known(nranks - 1) == ranks.ops
+    nsent = len(ranks.sent)
+    ranks.call(*range(nranks))
+    assert len(ranks.sent) == nsent, "a later call is nobody's question"
+
+
+def test_ranks_that_stall_together_ask_one_question() -> None:
+    ranks = Ranks(9)
+    ranks.call(*range(8))
+    for rank in range(8):
+        ranks.checks[rank].look(0.0, 1, 0, False)
+    for rank in range(8):
+        ranks.checks[rank].look(0.6, 1, 0, False)
+    ranks.settle()
+    assert all(ranks.known(rank) == ranks.ops for rank in range(9))
+    assert len(ranks.sent) < 9 * 9 * 4
+
+
+def test_a_later_question_is_passed_on_too() -> None:
+    ranks = Ranks(9)
     ranks.call(0)
-    ranks.call(2)
-    for now in (0.0, 0.4, 0.6, 0.8, 5.0):
-        ranks.look(0, now)
-    assert ranks.sent == [(0, 1, 1), (0, 2, 1), (2, 0, 1)]
-    assert ranks.rolls[0].said == {1: 0, 2: 1}
-
-
-def test_who_calls_later_answers_then() -> None:
-    ranks = Ranks()
-    ranks.call(0)
-    ranks.look(0, 0.0)
-    ranks.look(0, 0.6)
-    ranks.call(1)
-    assert ranks.rolls[0].said[1] == 1
-    ranks.call(1)
-    assert ranks.sent.count((1, 0, 1)) == 1
-    assert not ranks.rolls[1].askers
-
-
-def test_a_rank_two_calls_behind_answers_for_the_call_asked() -> None:
-    ranks = Ranks()
-    ranks.ops = [2, 0, 2]
-    ranks.look(0, 0.0)
-    ranks.look(0, 0.6)
-    ranks.call(1)
-    assert ranks.rolls[0].said[1] == 0
-    ranks.call(1)
-    assert ranks.rolls[0].said[1] == 2
-
-
-def test_a_rank_behind_says_where_it_is_and_again_when_it_called() -> None:
-    ranks = Ranks()
-    ranks.ops = [3, 1, 3]
-    ranks.look(0, 0.0)
-    ranks.look(0, 0.6)
-    assert ranks.rolls[0].said == {1: 1, 2: 3}
-    ranks.call(1)
-    ranks.call(1)
-    assert ranks.rolls[0].said == {1: 3, 2: 3}
-    assert [each for each in ranks.sent if each[0] == 1] == [(1, 0, 1), (1, 0, 3)]
-
-
-def test_ranks_that_ask_each_other_say_one_thing_each() -> None:
-    ranks = Ranks()
-    for rank in (0, 1):
-        ranks.call(rank)
-        ranks.look(rank, 0.0)
-    for rank in (0, 1):
-        ranks.look(rank, 0.6)
-    between = [(a, b) for a, b, _ in ranks.sent if {a, b} == {0, 1}]
-    assert sorted(between) == [(0, 1), (1, 0)]
+    ranks.ask(0)
+    ranks.call(*range(1, 9))
+    ranks.call(*range(8))
+    ranks.look(3, 10.0)
+    ranks.look(3, 10.6)
+    assert ranks.known(0) == ranks.ops == [2] * 8 + [1]
 
 
 def test_a_late_call_asks_whatever_happens_on_its_paths() -> None:
@@ -100,4 +144,10 @@ def test_a_late_call_asks_whatever_happens_on_its_paths() -> None:
     ranks.call(0)
     ranks.look(0, 0.0, activity=1)
     ranks.look(0, 0.1, activity=2, is_late=True)
-    assert [(a, b) for a, b, _ in ranks.sent] == [(0, 1), (0, 2)]
+    assert {each.op for *_, each in ranks.sent} == {1}
+
+
+def test_a_rank_that_does_not_exist_is_ignored() -> None:
+    ranks = Ranks()
+    ranks.checks[0].on_calling(Calling(1, ((7, 9), (1, 1))), 0)
+    assert ranks.checks[0].said == {1: 1, 2: 0}

@@ -27,6 +27,8 @@ Array = npt.NDArray[Any]
 class NoControl:
     """A control plane that is never needed."""
 
+    neighbors: frozenset[int] = frozenset()
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args: None
 

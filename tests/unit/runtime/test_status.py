@@ -67,6 +67,7 @@ class Control:
 
     def __init__(self, joined: set[int], reached: set[int]) -> None:
         self.is_busy = False
+        self.neighbors = frozenset((1, 2))
         self.joined = joined
         self.reached = reached
         self.sent: list[tuple[int, object]] = []
@@ -82,8 +83,12 @@ class Control:
 
     def send(self, peer: int, message: object) -> None:
         self.sent.append((peer, message))
-        if isinstance(message, Calling) and peer in self.joined:
-            self.answer(peer, message)
+
+    def gossip(self, message: object, source: int = -1) -> None:
+        self.sent.append((-1, message))
+        if isinstance(message, Calling):
+            for peer in self.joined:
+                self.answer(peer, Calling(message.op, ((peer, message.op),)))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args: None
@@ -223,24 +228,23 @@ def test_a_timed_out_call_names_missing_ranks_and_waiting_links() -> None:
     }  # fmt: skip
 
 
-def test_only_ranks_that_showed_no_slice_are_asked_and_once() -> None:
+def test_all_ranks_are_asked_once() -> None:
     world = ready(2)
     with pytest.raises(TransportTimeout):
         world.call()
-    asked = [peer for peer, message in world.control.sent if isinstance(message, Calling)]
-    assert asked == [1]
+    asked = [message for _, message in world.control.sent if isinstance(message, Calling)]
+    assert asked == [Calling(1, ((0, 1),))]
 
 
 def test_an_answer_comes_before_and_after_the_call() -> None:
     world = ready()
-    world.engine.on_message(1, Calling(1))
-    assert world.control.sent == []
+    world.engine.on_message(1, Calling(1, ((1, 1),)))
+    assert world.control.sent == [(-1, Calling(1, ((0, 0),)))]
     world.join(1)
     world.join(2)
     world.call()
-    assert world.control.sent == [(1, Calling(1))]
-    world.engine.on_message(2, Calling(1))
-    assert world.control.sent[1:] == [(2, Calling(1))]
+    world.engine.on_tick(0.0)
+    assert world.control.sent[1:] == [(1, Calling(1, ((0, 1),))), (2, Calling(1, ((0, 1),)))]
 
 
 def test_init_names_the_ranks_it_has_no_path_to() -> None:
@@ -265,7 +269,7 @@ def test_close_names_the_links_that_are_not_confirmed() -> None:
 
 def test_close_names_the_ranks_that_have_not_called_it() -> None:
     world = ready()
-    world.engine.on_message(1, Leaving())
+    world.engine.on_message(1, Leaving.of([1]))
     with pytest.raises(TransportTimeout, match=r"close\(\).*ranks \[2\] have not called it") as e:
         world.engine.leave()
     assert e.value.peer == 2

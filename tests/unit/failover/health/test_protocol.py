@@ -26,7 +26,6 @@ from r2ccl.errors import CommunicatorRevoked, InternalError, InvalidArgument
 from r2ccl.failover.health.protocol import (
     Action,
     Agreement,
-    Broadcast,
     HealthAgreed,
     HealthKnown,
     Late,
@@ -41,6 +40,7 @@ from r2ccl.failover.health.rounds import (
     Prepare,
     Promise,
     Report,
+    Subtree,
 )
 from r2ccl.failover.health.table import WHOLE, Findings, Health, RailShare
 
@@ -139,10 +139,6 @@ class World:
             match action:
                 case Send(peer, message):
                     self.queues[rank, peer].append(_encode(message))
-                case Broadcast(message):
-                    for peer in range(len(self.ranks)):
-                        if peer != rank:
-                            self.queues[rank, peer].append(_encode(message))
                 case Late(version, ranks):
                     waits_for = self.ranks[rank].waits_for()
                     assert (version, ranks) == (self.ranks[rank].held.version, waits_for)
@@ -181,7 +177,7 @@ def play(world: World, schedule: bytes) -> World:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    nranks=st.integers(1, 5),
+    nranks=st.integers(1, 9),
     window=st.integers(1, 3),
     rest_s=st.sampled_from([0.0, 0.02]),
     schedule=st.binary(max_size=100) | st.binary(min_size=300, max_size=600),
@@ -192,15 +188,16 @@ def test_no_two_ranks_plan_a_collective_from_different_versions(
     play(World(nranks, AgreementLimits(window=window, rest_s=rest_s)), schedule)
 
 
-def random_schedule(seed: int) -> bytes:
-    return random.Random(seed).randbytes(400)
+def random_schedule(seed: int, nbytes: int = 400) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
 
 
-@pytest.mark.parametrize("nranks", [2, 3, 6])
+@pytest.mark.parametrize("nranks", [2, 3, 6, 11])
 def test_long_schedules_of_many_rounds(nranks: int) -> None:
     versions = 0
     for seed in range(60):
-        versions += play(World(nranks), random_schedule(seed)).ranks[0].held.version
+        schedule = random_schedule(seed, 200 * nranks)
+        versions += play(World(nranks), schedule).ranks[0].held.version
     assert versions > 60 * 5, "the schedules must make the ranks agree often"
 
 
@@ -257,26 +254,41 @@ def test_every_interleaving_of_two_ranks_reports_and_collectives() -> None:
             world = pickle.loads(state)
             world.settle()
             world.check_settled()
-    assert ends > 300
+    assert ends > 200
     assert len(seen) > 5000, "too few states for every interleaving"
 
 
 # Broken protocols: the schedules above must find them
 
 
-def _commit_of(choose: Callable[[Coordinator, int], int | None]) -> Callable[..., Commit | None]:
-    """A coordinator that commits from `choose` on, or not yet if that is None."""
+def _promise_of(choose: Callable[[Subtree, int, int], int]) -> Callable[..., Promise | None]:
+    """A rank that promises what `choose` makes of what was reached before and now."""
 
-    def promise(self: Coordinator, now: float, rank: int, message: Promise) -> Commit | None:
-        if message.version < self._newest.version or rank not in self.missing:
+    def promise(self: Subtree, rank: int, message: Promise) -> Promise | None:
+        if message.version < self._version or rank not in self.missing:
             return None
-        self._reached[rank] = message.reached
+        is_first = len(self.missing) == len(self.children) + 1
+        before = message.reached if is_first else self._reached
+        self._reached = choose(self, before, message.reached)
         self.missing -= {rank}
-        first = choose(self, self._limits.window)
-        if first is None:
+        return None if self.missing else Promise(self._version, self._reached)
+
+    return promise
+
+
+def _of_some(is_enough: Callable[[int, int], bool]) -> Callable[..., Promise | None]:
+    """A rank that promises for its subtree once `is_enough` of it has promised."""
+
+    def promise(self: Subtree, rank: int, message: Promise) -> Promise | None:
+        if message.version < self._version or rank not in self.missing:
+            return None
+        self._reached = max(self._reached, message.reached)
+        self.missing -= {rank}
+        everyone = len(self.children) + 1
+        if not is_enough(everyone - len(self.missing), everyone):
             return None
         self.missing = frozenset()
-        return Commit(message.version, first)
+        return Promise(self._version, self._reached)
 
     return promise
 
@@ -291,21 +303,9 @@ def _believe(self: Member, message: Commit) -> bool:
     return True
 
 
-def _too_early(self: Coordinator, window: int) -> int | None:
-    return None if self.missing else max(self._reached.values()) + 1
-
-
-def _least_reach(self: Coordinator, window: int) -> int | None:
-    return None if self.missing else min(self._reached.values()) + window + 1
-
-
-def _own_reach(self: Coordinator, window: int) -> int | None:
-    return None if self.missing else self._reached[0] + window + 1
-
-
-def _majority(self: Coordinator, window: int) -> int | None:
-    is_enough = 2 * len(self._reached) > self._newest.nranks
-    return max(self._reached.values()) + window + 1 if is_enough else None
+def _too_early(self: Coordinator, now: float, promise: Promise) -> Commit:
+    self._is_running = False
+    return Commit(promise.version, promise.reached + 1)
 
 
 def _reached_when_done(self: Member, message: Prepare) -> Promise | None:
@@ -320,7 +320,7 @@ def _planned_with_held(self: Member, op: int) -> Health:
 
 
 def _deaf_in_a_round(self: Coordinator, reporter: int, news: tuple[RailShare, ...]) -> None:
-    if not self.missing:
+    if not self._is_running:
         self._findings.note(reporter, news)
         self._has_news = True
 
@@ -332,19 +332,23 @@ def _last_word_wins(self: Findings, reporter: int, news: tuple[RailShare, ...]) 
 
 MISTAKES: dict[str, dict[tuple[type, str], Callable[..., object]]] = {
     "committed before the window ends": {
-        (Coordinator, "promise"): _commit_of(_too_early),
+        (Coordinator, "end"): _too_early,
         (Member, "commit"): _believe,
     },
     "committed from the least reach on": {
-        (Coordinator, "promise"): _commit_of(_least_reach),
+        (Subtree, "promise"): _promise_of(lambda self, before, now: min(before, now)),
         (Member, "commit"): _believe,
     },
-    "committed from the coordinator's reach on": {
-        (Coordinator, "promise"): _commit_of(_own_reach),
+    "committed from the first reach on": {
+        (Subtree, "promise"): _promise_of(lambda self, before, now: before),
         (Member, "commit"): _believe,
     },
     "committed by a majority": {
-        (Coordinator, "promise"): _commit_of(_majority),
+        (Subtree, "promise"): _of_some(lambda number, everyone: 2 * number > everyone),
+        (Member, "commit"): _believe,
+    },
+    "promised without the children": {
+        (Subtree, "promise"): _of_some(lambda number, everyone: True),
         (Member, "commit"): _believe,
     },
     "promise not held": {(Member, "may_start"): lambda self, op: True},
@@ -368,7 +372,7 @@ def test_a_broken_protocol_is_found(name: str) -> None:
 
 def _is_found(seed: int) -> bool:
     try:
-        play(World(3), random_schedule(seed))
+        play(World(6), random_schedule(seed))
     except AssertionError:
         return True
     return False
@@ -395,7 +399,8 @@ def test_a_round_from_report_to_commit() -> None:
     assert second.report(0.0, [NEWS]) == [Send(0, Report((NEWS,)))]
     health = next_health()
     assert first.on_message(0.0, 1, Report((NEWS,))) == [
-        Broadcast(Prepare(health)),
+        Send(1, Prepare(health)),
+        Send(2, Prepare(health)),
         HealthKnown(health),
     ]
     first_held, second_held = first.held, second.held
@@ -409,7 +414,11 @@ def test_a_round_from_report_to_commit() -> None:
     assert (second.held, second.waits_for(), first.waits_for()) == (health, (0,), (1, 2))
     assert first.on_message(0.0, 1, Promise(1, 3)) == []
     commit = Commit(1, 5)
-    assert first.on_message(0.0, 2, Promise(1, 0)) == [Broadcast(commit), HealthAgreed(1, 5)]
+    assert first.on_message(0.0, 2, Promise(1, 0)) == [
+        Send(1, commit),
+        Send(2, commit),
+        HealthAgreed(1, 5),
+    ]
     assert second.on_message(0.0, 0, commit) == [HealthAgreed(1, 5)]
     assert [second.start(op).version for op in (4, 5, 6)] == [0, 1, 1]
 
@@ -434,8 +443,8 @@ def test_all_ranks_hold_the_news_after_one_round_trip() -> None:
     world = World(4)
     world.report(3, NEWS)
     world.deliver((3, 0))
-    for peer in (1, 2, 3):
-        world.deliver((0, peer))
+    for pair in ((0, 1), (0, 2), (2, 3)):
+        world.deliver(pair)
     assert {agreement.held.share(1, 0) for agreement in world.ranks} == {DOWN}
 
 
@@ -589,17 +598,31 @@ def test_each_round_lets_every_rank_start_one_more_without_rest() -> None:
 def test_a_long_round_keeps_naming_who_has_not_promised() -> None:
     agreement = make(0, nranks=4, late_s=1.0)
     agreement.on_message(5.0, 1, Report((NEWS,)))
-    agreement.on_message(5.1, 2, Promise(1, 0))
     found = {step: agreement.tick(5.0 + 0.25 * step) for step in range(1, 13)}
-    late = [Late(1, (1, 3))]
+    late = [Late(1, (1, 2))]
     assert {step: actions for step, actions in found.items() if actions} == {
         4: late,
         8: late,
         12: late,
     }
     agreement.on_message(8.1, 1, Promise(1, 0))
-    agreement.on_message(8.1, 3, Promise(1, 0))
+    assert agreement.waits_for() == (2,)
+    agreement.on_message(8.1, 2, Promise(1, 0))
     assert [agreement.tick(8.1 + 0.25 * step) for step in range(12)] == [[]] * 12
+
+
+def test_an_inner_rank_passes_on_and_promises_for_its_subtree() -> None:
+    agreement = make(2, nranks=4)
+    health = next_health(nranks=4)
+    prepare = Prepare(health)
+    agreement.start(1)
+    assert agreement.on_message(0.0, 0, prepare) == [Send(3, prepare), HealthKnown(health)]
+    assert agreement.waits_for() == (3,)
+    assert agreement.on_message(0.0, 3, Promise(1, 5)) == [Send(0, Promise(1, 5))]
+    assert agreement.waits_for() == (0,)
+    commit = Commit(1, 7)
+    assert agreement.on_message(0.0, 0, commit) == [Send(3, commit), HealthAgreed(1, 7)]
+    assert agreement.waits_for() == ()
 
 
 def test_a_rank_that_waits_for_the_commit_names_the_coordinator() -> None:
@@ -677,7 +700,8 @@ def _promised() -> Agreement:
         (make(0), 3, Report((NEWS,)), "Report from rank 3, which is not another rank of 0 to 2"),
         (make(0), -1, Report((NEWS,)), "rank 0: Report from rank -1"),
         (make(1), 1, Promise(0, 0), "rank 1: Promise from rank 1"),
-        (make(1), 2, Report((NEWS,)), "rank 1: Report from rank 2, but Report and Promise"),
+        (make(1), 2, Report((NEWS,)), "rank 1: Report from rank 2, but Report is sent only"),
+        (make(0, 4), 3, Promise(1, 0), "rank 0: Promise from rank 3, but"),
         (make(1), 0, Promise(1, 0), "rank 1: Promise from rank 0, but"),
         (make(1), 2, Prepare(next_health()), "rank 1: Prepare from rank 2, but"),
         (make(0), 1, Commit(1, 2), "rank 0: Commit from rank 1, but"),

@@ -87,9 +87,10 @@ class Notes:
 
 
 class Control:
-    """A control plane that remembers."""
+    """A control plane that remembers; messages to all neighbors are sent to rank -1."""
 
     def __init__(self) -> None:
+        self.neighbors = frozenset(range(1, 4))
         self.sent: list[tuple[int, object]] = []
         self.dialed: list[tuple[int, int, int]] = []
         self.accepted: list[tuple[int, int, int]] = []
@@ -100,8 +101,10 @@ class Control:
     def send(self, peer: int, message: object) -> None:
         self.sent.append((peer, message))
 
-    def broadcast(self, message: object) -> None:
+    def gossip(self, message: object, source: int = -1) -> None:
         self.sent.append((-1, message))
+
+    def open_session(self, peer: int) -> None: ...
 
     def accept_path(self, peer: int, rail: int, epoch: int) -> None:
         self.accepted.append((peer, rail, epoch))
@@ -502,12 +505,12 @@ def test_a_peer_no_call_talks_to_is_not_given_up() -> None:
 
 def test_a_rank_that_left_may_go_and_the_others_are_told() -> None:
     world = World(nranks=4)
-    world.failover.on_message(1, Leaving())
-    world.failover.on_message(3, Leaving())
+    world.failover.on_message(3, Leaving.of([1, 3]))
     world.failover.on_peer_lost(1, "silent", 5.0)
     assert world.revocation.error is None
-    assert world.control.sent[-1:] == [(2, Spared(1))]
-    assert [to for to, each in world.control.sent if isinstance(each, Spared)] == [2]
+    assert world.control.sent[-1:] == [(-1, Spared(1))]
+    world.failover.on_message(2, Spared(1))
+    assert [to for to, each in world.control.sent if isinstance(each, Spared)] == [-1]
 
 
 def test_who_cannot_do_without_a_rank_tells_those_that_can() -> None:
@@ -516,12 +519,45 @@ def test_who_cannot_do_without_a_rank_tells_those_that_can() -> None:
     world.failover.on_message(2, Spared(1))
     world.failover.on_peer_lost(1, "silent", 5.0)
     assert isinstance(world.revocation.error, PeerLost)
-    revokes = [(to, each) for to, each in world.control.sent if isinstance(each, Revoke)]
-    assert [(to, each.kind, each.peer) for to, each in revokes] == [(-1, "PeerLost", 1)]
-    world.failover.on_message(3, Spared(1))
-    to, message = world.control.sent[-1]
-    assert isinstance(message, Revoke)
-    assert (to, message.kind, message.peer) == (3, "PeerLost", 1)
+    assert revokes(world) == [("PeerLost", 1)]
+    other = World(nranks=4)
+    other.failover.on_peer_lost(1, "silent", 5.0)
+    assert revokes(other) == [], "all ranks lose rank 1"
+    other.failover.on_message(3, Spared(1))
+    other.failover.on_message(2, Spared(1))
+    assert revokes(other) == [("PeerLost", 1)]
+
+
+def revokes(world: World) -> list[tuple[str, int]]:
+    """Return kind and peer of the reasons that the rank sent to its neighbors."""
+    sent = [each for to, each in world.control.sent if to == -1]
+    return [(each.kind, each.peer) for each in sent if isinstance(each, Revoke)]
+
+
+def test_ranks_that_leave_are_passed_on_to_those_that_do_not_hear_them() -> None:
+    world = World(nranks=16)
+    world.failover.on_message(1, Leaving.of([5]))
+    world.failover.on_message(3, Leaving.of([5, 9]))
+    world.failover.tick(0.0, frozenset())
+    world.failover.tick(1.0, frozenset())
+    told = [(to, each.members(16)) for to, each in world.control.sent if isinstance(each, Leaving)]
+    assert told == [(2, {5, 9}), (3, {9})], "ranks 1 and 3 hear rank 5 itself, and rank 1 rank 9"
+
+
+def test_a_leaving_rank_tells_every_rank_that_it_has_a_session_with() -> None:
+    world = World(nranks=16)
+    world.revocation.leave()
+    told = [(to, each.members(16)) for to, each in world.control.sent if isinstance(each, Leaving)]
+    assert told == [(to, {0}) for to in (-1, *range(4, 16))]
+    assert world.revocation.is_leaving
+
+
+def test_a_reason_is_passed_on_once() -> None:
+    world = World(nranks=4)
+    message = Revoke("TransportTimeout", "too late", 2)
+    world.failover.on_message(1, message)
+    world.failover.on_message(3, message)
+    assert world.control.sent.count((-1, message)) == 1
 
 
 def test_after_an_error_every_end_is_fenced_even_unseen_failures() -> None:

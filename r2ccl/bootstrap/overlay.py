@@ -1,0 +1,149 @@
+"""Overlay network of the control plane: the sessions of a rank, and routes to the other ranks.
+
+With a session between every two ranks, the connections of a rank would grow with the number of
+ranks. In the overlay, a rank has sessions with its *neighbors*, the ranks at distances 1, 2, 4, ...
+in both directions around the ring of ranks: some 2 log2(n) of them. A message to any other rank
+passes through at most log2(n) neighbors. News for all ranks is passed on by every rank to its
+neighbors, so it arrives as long as the ranks that are alive are connected: the failure of some
+ranks delays no news and needs no repair. A binomial tree with the root 0, all of whose edges join
+neighbors, collects answers from all ranks with one message per rank.
+
+There is no I/O here. Invariant: ranks with the same set of lost ranks compute the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from r2ccl.errors import InvalidArgument
+
+
+def neighbors(rank: int, nranks: int) -> frozenset[int]:
+    """Return the neighbors of `rank`; the relation is symmetric.
+
+    Up to five ranks are all neighbors of each other.
+
+    Raises
+    ------
+    InvalidArgument
+        If there is no such rank.
+    """
+    if not 0 <= rank < nranks:
+        raise InvalidArgument(f"rank={rank}; allowed is 0 to {nranks - 1}")
+    return frozenset(_around(rank, nranks))
+
+
+def are_neighbors(a: int, b: int, nranks: int) -> bool:
+    """Return whether the ranks `a` and `b`, which differ, are neighbors."""
+    up, down = (a - b) % nranks, (b - a) % nranks
+    return up & (up - 1) == 0 or down & (down - 1) == 0
+
+
+def without_session(ranks: Iterable[int], peer: int, nranks: int) -> list[int]:
+    """Return those of `ranks` that are neither `peer` nor a neighbor of it."""
+    return [rank for rank in ranks if rank != peer and not are_neighbors(rank, peer, nranks)]
+
+
+def parent(rank: int) -> int:
+    """Return the parent of `rank`, which is not 0, in the binomial tree."""
+    return rank & (rank - 1)
+
+
+def children(rank: int, nranks: int) -> tuple[int, ...]:
+    """Return the children of `rank` in the binomial tree of `nranks` ranks, in rising order."""
+    most = rank & -rank or nranks
+    distances = (1 << power for power in range(nranks.bit_length()))
+    return tuple(rank + each for each in distances if each < most and rank + each < nranks)
+
+
+def _around(rank: int, nranks: int) -> Iterator[int]:
+    for power in range(nranks.bit_length()):
+        if 1 << power < nranks:
+            yield (rank + (1 << power)) % nranks
+            yield (rank - (1 << power)) % nranks
+
+
+class Overlay:
+    """Overlay network as one rank sees it.
+
+    Parameters
+    ----------
+    rank, nranks : int
+
+    Attributes
+    ----------
+    neighbors : frozenset of int
+        Ranks that this rank has a session with from the start.
+    max_hops : int
+        Length of the longest route of a message, in sessions; log2(n) while no rank is lost.
+    """
+
+    def __init__(self, rank: int, nranks: int) -> None:
+        self.neighbors = neighbors(rank, nranks)
+        self.max_hops = nranks
+        self._rank = rank
+        self._nranks = nranks
+        self._lost: set[int] = set()
+        self._left: set[int] = set()
+        self._is_checked = True
+
+    def is_closed(self, rank: int) -> bool:
+        """Return whether `rank` is lost or has left."""
+        return rank in self._lost or rank in self._left
+
+    def leave(self, rank: int) -> None:
+        """Record that `rank` closed normally: no message is sent to it, or through it."""
+        self._left.add(rank)
+
+    def lose(self, rank: int) -> None:
+        """Record that `rank` is lost."""
+        self._lost.add(rank)
+        self._is_checked = False
+
+    def open_neighbors(self) -> list[int]:
+        """Return the neighbors that are neither lost nor have left."""
+        return [rank for rank in self.neighbors if not self.is_closed(rank)]
+
+    def next_hop(self, destination: int) -> int | None:
+        """Return the neighbor to which to pass a message for `destination`.
+
+        None: the ranks known to be lost or to have left separate this rank from `destination`.
+        """
+        if not self._lost and not self._left:
+            return min(self.neighbors, key=lambda rank: self._distance(rank, destination))
+        steps = self._reached({destination}, self._lost | self._left)
+        ready = [rank for rank in self.open_neighbors() if rank in steps]
+        return min(ready, key=lambda rank: steps[rank], default=None)
+
+    def cut_off(self) -> list[int]:
+        """Return the ranks that are separated from this rank by lost ranks, since the last call.
+
+        Each rank lost its sessions with the ranks that a partition of the network separates from
+        it. Ranks further away are lost with them.
+        """
+        if self._is_checked:
+            return []
+        self._is_checked = True
+        reached = self._reached({self._rank}, self._lost)
+        everyone = range(self._nranks)
+        return [rank for rank in everyone if rank not in reached and rank not in self._lost]
+
+    def _distance(self, a: int, b: int) -> int:
+        return min((a - b) % self._nranks, (b - a) % self._nranks)
+
+    def _reached(self, start: set[int], closed: set[int]) -> dict[int, int]:
+        """Return the number of sessions from `start` to each rank that open ranks connect to it."""
+        steps = dict.fromkeys(start, 0)
+        border = list(start)
+        while border:
+            further = []
+            for rank in border:
+                for near in _around(rank, self._nranks):
+                    if near not in steps and near not in closed:
+                        steps[near] = steps[rank] + 1
+                        further.append(near)
+            border = further
+        return steps
+
+
+__all__ = ["Overlay", "are_neighbors", "children", "neighbors", "parent", "without_session"]
