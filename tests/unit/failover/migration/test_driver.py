@@ -534,7 +534,7 @@ def revokes(world: World) -> list[tuple[str, int]]:
     return [(each.kind, each.peer) for each in sent if isinstance(each, Revoke)]
 
 
-def test_ranks_that_leave_are_passed_on_to_those_that_do_not_hear_them() -> None:
+def test_leaving_ranks_are_passed_on_where_nobody_hears_them() -> None:
     world = World(nranks=16)
     world.failover.on_message(1, Leaving.of([5]))
     world.failover.on_message(3, Leaving.of([5, 9]))
@@ -544,7 +544,7 @@ def test_ranks_that_leave_are_passed_on_to_those_that_do_not_hear_them() -> None
     assert told == [(2, {5, 9}), (3, {9})], "ranks 1 and 3 hear rank 5 itself, and rank 1 rank 9"
 
 
-def test_a_leaving_rank_tells_every_rank_that_it_has_a_session_with() -> None:
+def test_a_leaving_rank_tells_all_its_sessions() -> None:
     world = World(nranks=16)
     world.revocation.leave()
     told = [(to, each.members(16)) for to, each in world.control.sent if isinstance(each, Leaving)]
