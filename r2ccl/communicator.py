@@ -341,8 +341,8 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks. *Cost*: log2(n) messages one after another if the data fits one
-        eager slice; otherwise a pipeline through all ranks, in which each rank receives and sends
-        the data at most once.
+        eager slice; otherwise a pipeline through all ranks, in which each rank except `root`
+        receives the data once and, while all NICs work, sends the data at most once.
         """
         self._require_rank(root)
         return self._collectives.start(stream, async_op, arguments.broadcast, x, out, root)

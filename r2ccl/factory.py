@@ -243,7 +243,8 @@ def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca
                 "distribution's package (Debian: python3-pyverbs)"
             )
         _log.warning(
-            "RDMA NICs were found, but pyverbs is not installed: TCP is used; see docs/tuning.md"
+            "RDMA NICs were found, but pyverbs is not installed: TCP is used; to use RDMA, install "
+            "the distribution's package (Debian: python3-pyverbs)"
         )
         return ()
     if NameFilter(config.hca, variable="R2CC_HCA").is_selection:
@@ -307,8 +308,9 @@ def _named_wrapper(config: Config) -> Callable[[Transport, int], WrappedTranspor
     name = config.transport_wrapper
     if not name and config.fault_plan:
         raise InvalidArgument(
-            f"R2CC_FAULT_PLAN={config.fault_plan} is set, but no R2CC_TRANSPORT_WRAPPER injects "
-            "its faults: set it to r2ccl.testing.fault_plan:wrap_by_env, or unset R2CC_FAULT_PLAN"
+            f"R2CC_FAULT_PLAN={config.fault_plan} is set, but R2CC_TRANSPORT_WRAPPER is not, so no "
+            "fault is injected: set R2CC_TRANSPORT_WRAPPER to "
+            "r2ccl.testing.fault_plan:wrap_by_env, or unset R2CC_FAULT_PLAN"
         )
     try:
         found: Callable[[Transport, int], WrappedTransport] | None = (

@@ -106,7 +106,7 @@ def _comm_world(env: Mapping[str, str]) -> Any:
     except ImportError as exc:
         raise InvalidArgument(
             f"an MPI launcher started this process, but mpi4py cannot be imported ({exc}): "
-            "install r2ccl[mpi] for the same MPI"
+            "install mpi4py (r2ccl[mpi]) for the MPI of this launcher"
         ) from exc
     if not MPI.Is_initialized():
         raise InvalidArgument(

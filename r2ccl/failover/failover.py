@@ -414,7 +414,7 @@ class Failover:
             self.agreement.report_down(rank, rail)
 
     def _report_up(self, key: PathKey) -> None:
-        """Report that both ports of a path work, unless the path stays within the node."""
+        """Report that both ports of a path work, unless it is a bypass or inside the node."""
         if self.agreement is None or self.revocation.is_leaving or key.is_bypass:
             return
         if not self._is_inside(key.peer):

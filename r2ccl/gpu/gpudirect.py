@@ -224,7 +224,7 @@ class GpuDirectBackend(SignalledStream):
             self._end(job)
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the device, then free all resources; no job may be in progress.
+        """Wait for the device, then free all resources; the worker must be idle.
 
         Raises
         ------

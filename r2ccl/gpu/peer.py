@@ -75,7 +75,7 @@ class _ArrayHandle(NamedTuple):
 
 
 class CallInfo(NamedTuple):
-    """Message that a rank posts for a call: the packed signature, its input and its output."""
+    """Message that a rank posts for a call: the packed signature, and where its arrays are."""
 
     signature: int
     source: _ArrayHandle
@@ -300,7 +300,9 @@ class PeerBackend(SignalledStream):
         super().examine(job)
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the stream, then free all resources; no job may be in progress.
+        """Fail the calls not executed yet, wait for the stream, then free all resources.
+
+        The worker must be idle.
 
         Raises
         ------

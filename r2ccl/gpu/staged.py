@@ -207,7 +207,7 @@ class StagedBackend(SignalledStream):
         job.windows = []
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the stream, then free all resources; no job may be in progress.
+        """Wait for the stream, then free all resources; the worker must be idle.
 
         Raises
         ------

@@ -185,8 +185,8 @@ def candidates(name: str, terms: Terms) -> Iterator[Candidate]:
     Parameters
     ----------
     name : str
-        One of `FAMILIES`, or ``spanning_tree``. A spanning tree is built over ranks, so it applies
-        to nodes whose leaders are not in node order too.
+        One of `FAMILIES`, or ``spanning_tree``, which is built over ranks and therefore does not
+        need leaders in the order of their nodes.
     terms : Terms
     """
     is_flat = all(len(team) == 1 for team in terms.teams)

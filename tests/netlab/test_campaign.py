@@ -41,17 +41,19 @@ KINDS: dict[Action, dict[str, Any]] = {
 }
 
 
-def fault(kind: Action, run: int, rng: random.Random) -> Fault:
+def fault(
+    kind: Action, run: int, rng: random.Random, nodes: int = NODES, rails: int = RAILS
+) -> Fault:
     """Return the fault of one run: a random NIC at a random slice of the run's allreduce."""
-    node, rail = rng.randrange(NODES), rng.randrange(RAILS)
+    node, rail = rng.randrange(nodes), rng.randrange(rails)
     where: dict[str, Any] = {"node": node, "rail": rail}
     if kind is Action.STOP:
         where = {"rank": node}
     elif kind is Action.ISOLATE:
-        where["peer"] = (node + 1) % NODES
+        where["peer"] = (node + 1) % nodes
     elif kind is Action.FLAP:
         where["seed"] = run
-    step = rng.randrange(STEPS // 2)
+    step = rng.randrange(STEPS // 2 if nodes == NODES else nodes)
     return Fault(action=kind, at_op=2 * run, at_step=step, **where, **KINDS[kind])
 
 
@@ -94,6 +96,18 @@ def test_results_are_exact(kind: Action) -> None:
     assert [report["exact"] for report in reports] == [RUNS] * NODES
     if kind in (Action.STOP, Action.SLOW):
         assert not any(report["repairs"] for report in reports), "a slow peer is no reason to move"
+
+
+@pytest.mark.slow
+def test_results_are_exact_where_not_all_ranks_have_sessions() -> None:
+    nodes, rails = 16, 2
+    rng = random.Random(16)
+    plan = FaultPlan([fault(Action.NIC_DOWN, run, rng, nodes, rails) for run in range(1, RUNS + 1)])
+    with Lab(nodes=nodes, rails=rails) as lab:
+        reports = run_ranks(lab, "campaign_rank.py", str(RUNS), str(NBYTES // 4), plan=plan)
+    plan.assert_all_fired()
+    print_repair_times(Action.NIC_DOWN, plan, reports)
+    assert [report["exact"] for report in reports] == [RUNS] * nodes
 
 
 def test_a_killed_rank_is_lost_on_every_survivor() -> None:

@@ -1,1 +1,5 @@
-"""Determines by probes from three points whether a local NIC, a remote NIC or a link failed."""
+"""Diagnosis: finds by probes which part of a path failed: a NIC, the link, the rail or the peer.
+
+The probes are between the two ports of the path, and between these and ports of third ranks or
+other rails.
+"""

@@ -135,7 +135,7 @@ class Finding(msgspec.Struct, frozen=True, tag="finding"):
 
 
 class Columns(NamedTuple):
-    """Columns of `TABLE`; None: not known.
+    """Row of `TABLE`, or what the probes showed. None: any value in a row, else not known.
 
     ``direct``: local reaches remote. ``to_remote``: a third port reaches remote. ``from_local``:
     local reaches a third port. ``beside``: another port of the rail works.

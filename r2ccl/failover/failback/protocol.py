@@ -183,7 +183,7 @@ class Quarantine:
         return not self.is_in_use and self._ngood >= policy.nprobes and is_fresh and is_served
 
     def returned(self, now: float) -> None:
-        """Record that the path is in use; early if no other path leads to the peer."""
+        """Record that the path is in use again; `may_return` need not have allowed it."""
         if self.is_in_use:
             return
         self.is_in_use = True

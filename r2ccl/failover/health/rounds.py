@@ -220,7 +220,7 @@ class Subtree:
         """
         if message.version > self._version:
             raise InternalError(
-                f"rank {rank} promised version {message.version}, but the newest version prepared "
+                f"rank {rank} promised health version {message.version}, but the newest version prepared "
                 f"is {self._version}"
             )
         if message.version < self._version or rank not in self.missing:

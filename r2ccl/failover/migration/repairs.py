@@ -25,7 +25,7 @@ class Repair(msgspec.Struct):
     failed_s, fenced_s, resumed_s : float
         Times when this end learned of the failure, was fenced, and resumed. 0: not yet.
     first_byte_s : float
-        Time when the first byte of a slice that this end missed on the path arrived over another
+        Time when the first byte of a slice that this end lacked at its fence arrived, over any
         path. 0: not yet, or no slice was missing.
     moved : dict of int to int
         New rail of each channel that changed its route; empty if none did, or no path was left.

@@ -1,9 +1,9 @@
-"""Routing: assigns a path to each channel of a peer, and restarts its slices when that changes.
+"""Routing: assigns a path to each channel of a peer, and sends the slices that waited for one.
 
 Each channel has a home rail. While the path to a peer on that rail is down, the channel rides
-another path, chosen so that the load of the remaining paths is proportional to their bandwidth. The
-channel returns to its home rail as soon as that path is up. Nothing is fenced for that, because
-slices are identified by number (`r2ccl.failover.migration.link`).
+another path. Such channels are spread over the remaining paths in proportion to the bandwidth of
+these paths. A channel returns to its home rail as soon as the path on that rail is up. Nothing is
+fenced for that, because slices are identified by number (`r2ccl.failover.migration.link`).
 
 Not thread-safe. Invariant: a route is a path that is up, or None.
 """

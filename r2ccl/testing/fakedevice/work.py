@@ -1,8 +1,9 @@
-"""Operations that are enqueued to streams of the fake GPU; the scheduler runs them.
+"""Operations that are enqueued to streams of the fake GPU; the `Board` runs them.
 
-An operation is ready once the event or word for which it waits has occurred; the scheduler checks
-that it is the first in its stream. Kernel launches are in `r2ccl.testing.fakedevice.kernels`. The
-accesses of an operation are recorded in the shadow, with its stream's clock, before bytes move.
+A wait is ready once the record of its event has run or its word has reached the value; all other
+operations are always ready. The board runs only the first operation of each stream. Before an
+operation moves bytes, its accesses are recorded in the `Shadow` of the memory, with the clock of
+its stream. Kernel launches are in `r2ccl.testing.fakedevice.kernels`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Word:
 
     @property
     def has_changed(self) -> bool:
-        """True if the value in memory was not recorded, because a host wrote it."""
+        """True if the value in memory differs from the last recorded one: a host wrote it."""
         return self.value != self._written[-1][0]
 
     def note(self, clock: Clock) -> None:
