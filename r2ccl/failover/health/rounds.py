@@ -220,8 +220,8 @@ class Subtree:
         """
         if message.version > self._version:
             raise InternalError(
-                f"rank {rank} promised health version {message.version}, but the newest version prepared "
-                f"is {self._version}"
+                f"rank {rank} promised health version {message.version}, but the newest version "
+                f"prepared is {self._version}"
             )
         if message.version < self._version or rank not in self.missing:
             return None

@@ -707,7 +707,7 @@ def _promised() -> Agreement:
         (make(0), 1, Commit(1, 2), "rank 0: Commit from rank 1, but"),
         (make(0), 1, Report((RailShare(3, 0, 0),)), "Report of rank 1: rail 0 of rank 3"),
         (make(0), 1, Report((RailShare(0, 0, 99),)), "Report of rank 1: share 99"),
-        (make(0), 1, Promise(1, 0), "promised health version 1, but the newest version prepared is 0"),
+        (make(0), 1, Promise(1, 0), "promised health version 1, but the newest"),
         (make(1), 0, Prepare(next_health(2)), "version 2 prepared, but version 0 is held"),
         (_promised(), 0, Prepare(next_health(2)), "1 is held and not committed"),
         (make(1), 0, Prepare(next_health(nrails=3)), "of 3 ranks, 3 rails"),
