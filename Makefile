@@ -43,10 +43,13 @@ test-slow: $(VENV)/.test ## run the tests that `make test` leaves out
 
 test-all: test test-slow ## run all tests, the slow ones last
 
+# One process more than cores, because many tests wait for processes that they started.
+WORKERS = $(shell $(BIN)/python -c 'import os; print(min(8, len(os.sched_getaffinity(0)) + 1))')
+
 # Runs $(SHARED) on all cores, then $(ALONE) one after another; $(1) holds options of pytest.
 define pytest
 TMPDIR=$$(mktemp -d) && export TMPDIR && trap 'rm -rf "$$TMPDIR"' EXIT || exit; status=0; \
-	$(if $(SHARED),$(BIN)/python -m pytest $(1) -n logical --maxprocesses 8 $(SHARED) || status=$$?;) \
+	$(if $(SHARED),$(BIN)/python -m pytest $(1) -n $(WORKERS) $(SHARED) || status=$$?;) \
 	$(if $(ALONE),$(ENTER) $(BIN)/python -m pytest $(1) $(ALONE) || status=$$?;) \
 	[ $$status -eq 0 ] && echo "make $@: all passed" || echo "make $@: FAILED, see above"; \
 	exit $$status

@@ -49,8 +49,10 @@ def test_a_user_can_bring_a_schedule() -> None:
     assert launch(run, 3, timeout_s=TIMEOUT_S) == [[]] * 3
 
 
-def test_more_than_2_gib() -> None:
-    assert launch(programs.larger_than_2gib, 2, timeout_s=TIMEOUT_S) == [True, True]
+@pytest.mark.parametrize("collective", slow_but(["broadcast"], ["broadcast", "allreduce"]))
+def test_more_than_2_gib(collective: str) -> None:
+    run = functools.partial(programs.larger_than_2gib, collective)
+    assert launch(run, 2, timeout_s=TIMEOUT_S) == [True, True]
 
 
 def test_all_ranks_get_the_same_bits() -> None:

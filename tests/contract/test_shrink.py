@@ -78,7 +78,8 @@ def check_finished(found: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nranks", "victim"), slow_but([(4, 2), (3, 0)], [(4, 2), (4, 0), (3, 0), (2, 1)])
+    ("nranks", "victim"),
+    slow_but([(4, 2), (3, 0), (9, 4)], [(4, 2), (4, 0), (3, 0), (2, 1), (9, 4)]),
 )
 def test_survivors_of_a_death_in_mid_call_finish_the_job(nranks: int, victim: int) -> None:
     found = reports(nranks, {victim: {"dies": 3}})

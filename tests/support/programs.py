@@ -151,11 +151,14 @@ def own_schedules(count: int) -> list[str]:
     return wrong
 
 
-def larger_than_2gib() -> bool:
+def larger_than_2gib(collective: str) -> bool:
+    """Return whether an allreduce, or a broadcast of rank 0, is right to the last byte."""
     with r2ccl.init() as comm:
-        count = (2 << 30) + 12345
-        x = np.full(count, comm.rank + 1, np.uint8)
+        x = np.full((2 << 30) + 12345, comm.rank + 1, np.uint8)
         x[-1] = 10 + comm.rank
+        if collective == "broadcast":
+            comm.broadcast(x)
+            return bool(x[-1] == 10 and (x[:-1] == 1).all())
         comm.allreduce(x)
         total = sum(range(1, comm.nranks + 1))
         last = sum(10 + rank for rank in range(comm.nranks))
