@@ -579,6 +579,7 @@ class Engine:
                 if self._inbox:
                     self._drain()
                     progress.advance()
+                    continue  # an event may be what this wait is for
                 if progress.step():
                     idle_since = 0.0
                     if self._revocation.error is None:
