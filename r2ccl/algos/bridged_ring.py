@@ -57,8 +57,8 @@ def bridge(order: Sequence[int], reach: Reach) -> tuple[int, ...]:
     Parameters
     ----------
     order : sequence of int
-        Nodes in ring order. The result is `order` itself if that has no gap; the first node stays
-        first.
+        Nodes in ring order. The first node stays first; if all neighbours reach each other already,
+        the order stays the same.
     reach : callable
         As for `allreduce`.
 
@@ -69,7 +69,8 @@ def bridge(order: Sequence[int], reach: Reach) -> tuple[int, ...]:
 
     Notes
     -----
-    *Cost*: at most ``len(order)`` squared calls of `reach` for each gap in `order`.
+    *Cost*: at most ``len(order)`` squared calls of `reach` for each pair of neighbours in `order`
+    that do not reach each other.
     """
     found = tuple(order)
     while gaps := _gaps(found, reach):

@@ -149,14 +149,14 @@ def _listen_anywhere(config: Config, is_on_one_host: bool) -> socket.socket:
 
 
 def _outbound_address() -> str:
-    """Return the local address of the default route; connecting the UDP socket sends nothing."""
+    """Return the local address of the IPv4 default route; connecting a UDP socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737): an unassigned address
         except OSError as exc:
             raise InvalidArgument(
-                "there is no default route, so the address that other hosts reach is unknown: set "
-                "R2CC_CONTROL_ADDRESS on every rank to an address of its host that others reach"
+                "there is no IPv4 default route, so the address that other hosts reach is unknown: "
+                "set R2CC_CONTROL_ADDRESS on every rank to an address of its host that others reach"
             ) from exc
         address: str = probe.getsockname()[0]
         return address

@@ -62,7 +62,8 @@ class RuntimeFileSecret:
     Parameters
     ----------
     env : mapping
-        Environment of this process, with XDG_RUNTIME_DIR.
+        Environment of this process. The runtime directory is ``r2ccl`` in XDG_RUNTIME_DIR if this
+        user owns that directory, otherwise ``r2ccl-UID`` in the directory of temporary files.
     address : str
         Address of the rendezvous.
     port : int

@@ -133,7 +133,7 @@ class Revocation:
         self.end(error, message)
 
     def end(self, error: R2cclError, message: Revoke) -> None:
-        """Store the first reason and fence all paths, so that no peer can write any more."""
+        """Store the error and fence all paths, so no peer can write; later calls do nothing."""
         if self.error is None:
             self.error, self.reason = error, message
             self._fence_all()

@@ -100,7 +100,7 @@ def allgather(x: Any, out: Any, rank: int, nranks: int) -> Request:
     result = like(x, nranks) if out is None else out
     output = view(result, writable=True)
     _require_alike(source, output)
-    is_there = is_in_place(source, part_of(output, rank, nranks), output)
+    is_there = is_in_place(source, part_of(output, rank, nranks), whole_output=output)
     call = CallSignature(Collective.ALLGATHER, output.dtype_code, ReduceOp.SUM, output.count)
     return Request(call, source, output, result, is_in_place=is_there, is_staged=True)
 
@@ -112,7 +112,7 @@ def reduce_scatter(x: Any, out: Any, op: ReduceOp, rank: int, nranks: int) -> Re
     result = like_part(x, nranks) if out is None else out
     output = view(result, writable=True)
     _require_alike(source, output)
-    is_in_place(output, own, source)
+    is_in_place(own, output, whole_source=source)
     call = CallSignature(Collective.REDUCE_SCATTER, source.dtype_code, op, source.count)
     return Request(call, source, output, result, is_staged=True)
 

@@ -1,13 +1,14 @@
 """Assigns NICs to GPUs, and finds backups for NICs that are lost or slow.
 
-A flow is the traffic of one channel of one GPU. Flows are placed one by one; the flow that can get
-the most bandwidth comes first. Flows that share a port or a link get equal parts of its bandwidth.
-Among NICs with equal bandwidth, the nearer one wins, then the one with fewer flows, then the first
-in the order of names. A free NIC is therefore used before a NIC is shared.
+A flow is the traffic of one channel of one GPU. Flows are placed one by one, in `assign` channel by
+channel; the flow that can get the most bandwidth comes first. Flows that share a port or a link get
+equal parts of its bandwidth. Among NICs with equal bandwidth, the nearer one wins, then the one
+with fewer flows, then the first in the order of names. A NIC is therefore shared only if no free
+NIC gives the flow more bandwidth.
 
 A flow may pass through the memory of another GPU (NCCL's PXN): over NVLink to a GPU near the NIC,
-and from there over PCI switches only. It does so if that route gives it more bandwidth than the
-direct one, or equal bandwidth without passing a processor.
+and from there over PCI switches, or over NVLink-C2C and PCI. It does so if that route gives it more
+bandwidth than the direct one, or equal bandwidth where the direct one is `PHB` or `SYS`.
 
 Invariant: processes of a host that pass the same machine, GPUs and ports get the same results,
 because only integers and a fixed order decide.

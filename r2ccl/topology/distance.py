@@ -34,7 +34,7 @@ class Distance(enum.IntEnum):
     PIX = 4  #: at most one PCI switch
     PXB = 5  #: several PCI switches
     P2C = 6  #: NVLink-C2C to the processor, then PCI
-    PXN = 7  #: NVLink to another GPU, then PCI switches
+    PXN = 7  #: NVLink to another GPU, then PCI switches or NVLink-C2C and PCI
     PHB = 8  #: a processor
     SYS = 9  #: processors of several NUMA nodes
 

@@ -155,7 +155,7 @@ class Member:
         ):  # fmt: skip
             raise InternalError(
                 f"version {health.version} is a table of {health.nranks} ranks, {health.nrails} "
-                f"rails, configuration {health.config!r}; expected are {held.nranks} ranks, "
+                f"rails, configuration {health.config!r}; expected {held.nranks} ranks, "
                 f"{held.nrails} rails, configuration {held.config!r}"
             )
         self.held = health
@@ -172,8 +172,8 @@ class Member:
         earliest = max(self.limit or 0, self._plans[-1][0] - 1) + 1
         if version > self.held.version or first < earliest:
             raise InternalError(
-                f"version {version} committed from collective {first} on, but version "
-                f"{self.held.version} is held and cannot begin before collective {earliest}"
+                f"version {version} committed from collective {first} on: the version held is "
+                f"{self.held.version}, and the earliest collective it may begin at is {earliest}"
             )
         self.limit = None
         # If several versions begin at the same collective, only the newest is ever used.

@@ -152,25 +152,31 @@ def part_of(whole: AnyBuffer, part: int, nparts: int) -> AnyBuffer:
     return whole.part(part * count, count)
 
 
-def is_in_place(source: AnyBuffer, output: AnyBuffer, whole: AnyBuffer | None = None) -> bool:
+def is_in_place(
+    source: AnyBuffer,
+    output: AnyBuffer,
+    *,
+    whole_source: AnyBuffer | None = None,
+    whole_output: AnyBuffer | None = None,
+) -> bool:
     """Return whether a collective from `source` to `output` is in place.
 
     Parameters
     ----------
     source, output : Buffer or DeviceBuffer
-    whole : Buffer or DeviceBuffer, optional
-        Buffer that contains `output` as a part. Default: `output` itself.
+    whole_source, whole_output : Buffer or DeviceBuffer, optional
+        Buffers that contain `source` and `output` as parts. Default: `source` and `output`.
 
     Returns
     -------
     bool
-        True if `source` and `output` are the same memory, False if `source` and `whole` are
-        disjoint.
+        True if `source` and `output` are the same memory, False if the whole buffers are disjoint.
 
     Raises
     ------
     InvalidArgument
-        If the dtypes or the numbers of elements differ, or the memory overlaps partially.
+        If the dtypes or the numbers of elements differ, or the whole buffers overlap although
+        `source` and `output` are not the same memory.
     """
     if source.dtype_code != output.dtype_code or source.count != output.count:
         raise InvalidArgument(
@@ -179,7 +185,7 @@ def is_in_place(source: AnyBuffer, output: AnyBuffer, whole: AnyBuffer | None = 
         )
     if source is output:
         return True
-    if not source.overlaps(output if whole is None else whole):
+    if not (whole_source or source).overlaps(whole_output or output):
         return False
     distance = output.address - source.address
     if distance == 0:

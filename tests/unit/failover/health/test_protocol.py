@@ -715,10 +715,10 @@ def _promised() -> Agreement:
         (
             make(1), 0,
             Prepare(msgspec.structs.replace(next_health(), config="xyz")),
-            "'xyz'; expected are 3 ranks, 2 rails, configuration 'abc'",
+            "'xyz'; expected 3 ranks, 2 rails, configuration 'abc'",
         ),
-        (make(1), 0, Commit(1, 2), "1 committed from collective 2 on, but version 0 is held"),
-        (_promised(), 0, Commit(1, 1), "version 1 is held and cannot begin before collective 2"),
+        (make(1), 0, Commit(1, 2), "1 committed from collective 2 on: the version held is 0"),
+        (_promised(), 0, Commit(1, 1), "earliest collective it may begin at is 2"),
     ],
 )  # fmt: skip
 def test_what_breaks_the_protocol_is_refused_by_name(
@@ -733,7 +733,7 @@ def test_a_version_does_not_begin_before_the_one_before_it() -> None:
     agreement = _promised()
     agreement.on_message(0.0, 0, Commit(1, 40))
     agreement.on_message(0.0, 0, Prepare(next_health(2)))
-    with pytest.raises(InternalError, match="cannot begin before collective 40"):
+    with pytest.raises(InternalError, match="it may begin at is 40"):
         agreement.on_message(0.0, 0, Commit(2, 39))
 
 

@@ -220,10 +220,21 @@ class TestInPlace:
         out = np.zeros(6)
         whole = as_buffer(out, writable=True)
         own = part_of(whole, 1, 3)
-        assert is_in_place(as_buffer(out[2:4], writable=False), own, whole)
-        assert not is_in_place(as_buffer(np.ones(2), writable=False), own, whole)
-        with pytest.raises(InvalidArgument, match="overlap in part"):
-            is_in_place(as_buffer(out[:2], writable=False), own, whole)
+        assert is_in_place(as_buffer(out[2:4], writable=False), own, whole_output=whole)
+        assert not is_in_place(as_buffer(np.ones(2), writable=False), own, whole_output=whole)
+        with pytest.raises(InvalidArgument, match="the output starts 16 bytes from the input"):
+            is_in_place(as_buffer(out[:2], writable=False), own, whole_output=whole)
+
+    def test_a_part_of_a_larger_input(self) -> None:
+        x = np.zeros(6)
+        whole = as_buffer(x, writable=False)
+        own = part_of(whole, 1, 3)
+        assert is_in_place(own, as_buffer(x[2:4], writable=True), whole_source=whole)
+        assert not is_in_place(own, as_buffer(np.ones(2), writable=True), whole_source=whole)
+        with pytest.raises(InvalidArgument, match="the output starts -16 bytes from the input"):
+            is_in_place(own, as_buffer(x[:2], writable=True), whole_source=whole)
+        with pytest.raises(InvalidArgument, match=r"the input has 2 elements.*output has 3"):
+            is_in_place(own, as_buffer(np.ones(3), writable=True), whole_source=whole)
 
     @pytest.mark.parametrize(
         "out", [np.zeros(5, np.float32), np.zeros(4, np.float64), np.zeros(4, np.int32)]

@@ -547,7 +547,9 @@ class TestInPlace:
 
     def test_no_elements_never_overlap(self) -> None:
         assert not is_in_place(self.at(0, 0), self.at(0, 0))
-        assert not is_in_place(self.at(0x7004, 0), self.at(0x7000, 0), self.at(0x7000, 8))
+        assert not is_in_place(
+            self.at(0x7004, 0), self.at(0x7000, 0), whole_output=self.at(0x7000, 8)
+        )
 
     @pytest.mark.parametrize("distance", [4, -12])
     def test_partial_overlap_is_refused(self, distance: int) -> None:
@@ -558,10 +560,10 @@ class TestInPlace:
     def test_a_part_of_a_larger_output(self) -> None:
         whole = self.at(0x7000, 12)
         own = part_of(whole, 1, 3)
-        assert is_in_place(self.at(0x7010), own, whole)
-        assert not is_in_place(self.at(0x7030), own, whole)
+        assert is_in_place(self.at(0x7010), own, whole_output=whole)
+        assert not is_in_place(self.at(0x7030), own, whole_output=whole)
         with pytest.raises(InvalidArgument, match="overlap in part"):
-            is_in_place(self.at(0x7020), own, whole)
+            is_in_place(self.at(0x7020), own, whole_output=whole)
 
     @pytest.mark.parametrize(("count", "typestr"), [(5, "<f4"), (4, "<f8"), (4, "<i4")])
     def test_another_count_or_dtype_is_refused(self, count: int, typestr: str) -> None:
