@@ -1,6 +1,6 @@
 """Run random jobs on random netlabs under random faults; check every result.
 
-Each job has 2 to 5 nodes with 2 to 4 rails and runs random collectives, sizes and types,
+Each job has 2 to 5 or 8 nodes with 2 to 4 rails and runs random collectives, sizes and types,
 asynchronously or not, while NICs, switch ports and pairs of nodes fail, drop traffic silently, slow
 down, flap and recover, and processes are stopped. At the end all ranks close, or one rank aborts or
 is killed. A job fails if a result is wrong, a call hangs, or a rank ends in another way. The seed
@@ -64,7 +64,7 @@ def draw_plan(rng: random.Random, nodes: int, rails: int, seconds: float) -> Fau
 def run_job(seed: int, seconds: float) -> dict[str, Any]:
     """Run the job of `seed`; ``bad`` in the row lists everything that was wrong."""
     rng = random.Random(f"chaos {seed}")
-    nodes, rails = rng.randint(2, 5), rng.randint(2, 4)
+    nodes, rails = rng.choice([2, 3, 4, 5, 8]), rng.randint(2, 4)
     fabric = rng.choice(["full", "rail"])
     ends = rng.choice(["close", "close", "abort", "kill"])
     plan = draw_plan(rng, nodes, rails, seconds)
