@@ -140,6 +140,8 @@ class DeviceCollectives:
             If the arrays are not on the GPU of earlier calls, or if `stream` is not a stream.
         TransportError
             If the device failed; the communicator ends.
+        TransportTimeout
+            If `prepare` is needed and earlier collectives do not finish in time.
         R2cclError
             If the communicator has ended.
         """

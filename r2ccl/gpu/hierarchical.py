@@ -91,7 +91,7 @@ class HierarchicalBackend(PeerBackend):
         Begins an allreduce among the ranks that have this rank's index in their nodes, and returns
         its plan. AVG divides by the number of all ranks.
     nnodes : int
-    **others
+    *others, **named
         See `PeerBackend`.
     """
 

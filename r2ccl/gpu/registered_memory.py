@@ -85,14 +85,14 @@ class RegisteredDeviceMemory:
         self._run_in_data_loop(registered.close)
 
     def has(self, purpose: AreaPurpose, nbytes: int) -> bool:
-        """Return whether an area of at least `nbytes` bytes exists for `purpose`."""
+        """Return whether `area` need not allocate; always True if `nbytes` is 0."""
         found = self._areas.get(purpose)
         return not nbytes or (found is not None and found.nbytes >= nbytes)
 
     def area(self, purpose: AreaPurpose, nbytes: int) -> int:
         """Return the address of an area of at least `nbytes` bytes; allocate it if necessary.
 
-        An area that is replaced by a larger one loses its contents.
+        Return 0 if `nbytes` is 0. An area that is replaced by a larger one loses its contents.
 
         Raises
         ------
