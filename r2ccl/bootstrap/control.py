@@ -436,20 +436,26 @@ class ControlPlane:
                 self._lose(peer, f"it has given this rank up: {news.why}", news.last_heard_s)
         elif news.rank in self._everyone:
             why = f"{news.why}, says rank {news.witness}"
-            if self._lose(news.rank, why, news.last_heard_s):
+            if self._lose(news.rank, why, news.last_heard_s, news.witness):
                 self._gossip(self._codec.encode(news), sender)
 
-    def _lose(self, peer: int, why: str, last_heard_s: float | None) -> bool:
-        """Report the loss of `peer` to the handler; return False if that was done before."""
+    def _lose(
+        self, peer: int, why: str, last_heard_s: float | None, witness: int | None = None
+    ) -> bool:
+        """Report the loss of `peer` to the handler; return True if other ranks are to be told.
+
+        False: it was reported before, or this rank closes.
+        """
         if self._overlay.is_closed(peer):
             return False
         self._overlay.lose(peer)
         if peer in self._sessions:
-            self._sessions[peer].drop(why)
+            self._sessions[peer].drop(why, self.rank if witness is None else witness)
         self._paths.forget_peer(peer)
-        if self._handler is not None and not self._is_closing:
-            logger.info("rank %d: lost rank %d: %s", self.rank, peer, why)
-            self._guard(self._handler.on_peer_lost, peer, why, last_heard_s)
+        if self._handler is None or self._is_closing:
+            return False
+        logger.info("rank %d: lost rank %d: %s", self.rank, peer, why)
+        self._guard(self._handler.on_peer_lost, peer, why, last_heard_s)
         return True
 
     def _on_routed(self, sender: int, message: Routed) -> None:
@@ -541,7 +547,7 @@ class ControlPlane:
         if session is None:
             session = self._sessions[peer] = Peer(self.peers[peer], self.setting, self)
             if self._overlay.is_closed(peer):
-                session.drop("it is lost or has left")
+                session.drop("it is lost or has left", self.rank)
             else:
                 session.start()
         return session

@@ -232,17 +232,17 @@ class Peer:
     def lose(self, why: str) -> None:
         """Drop the peer and report it as lost; do nothing if it has left or was lost before."""
         if self.state is PeerState.OPEN:
-            self.drop(why)
+            self.drop(why, self._setting.rank)
             self._owner.on_peer_lost(self.rank, why, self.silence_s)
 
-    def drop(self, why: str) -> None:
-        """End the session with the peer, which is lost for the reason `why`, unless it has ended.
+    def drop(self, why: str, witness: int) -> None:
+        """End the session with the peer, unless it has ended: rank `witness` found the peer lost.
 
         Sends the peer a `PeerDown` of itself, so that a peer that is alive learns of it at once.
         """
         if self.state is not PeerState.OPEN:
             return
-        news = PeerDown(self.rank, why, self._setting.rank, self.silence_s)
+        news = PeerDown(self.rank, why, witness, self.silence_s)
         self.send(self._setting.codec.encode(news))
         self._end(PeerState.LOST)
         for carrier in list(self._carriers.values()):

@@ -85,10 +85,12 @@ class Job:
             plane.start(recorder)
 
     def wait_until_connected(self) -> None:
+        """Wait for a message of every neighbor, which came over the session with it."""
         for plane in self.planes:
-            plane.broadcast(Text("here"))
-        for recorder in self.seen:
-            recorder.wait_for(lambda r=recorder: len(r.messages) == len(self.planes) - 1)
+            plane.gossip(Text("here"))
+        for plane, recorder in zip(self.planes, self.seen, strict=True):
+            number = len(plane.neighbors)
+            recorder.wait_for(lambda r=recorder, n=number: len(r.messages) == n)
             recorder.messages.clear()
 
     def close(self) -> None:

@@ -227,7 +227,7 @@ class SimControl:
                     self._lose(each, why, message.last_heard_s)
             case PeerDown():
                 why = f"{message.why}, says rank {message.witness}"
-                if self._lose(message.rank, why, message.last_heard_s):
+                if self._lose(message.rank, why, message.last_heard_s, message.witness):
                     self.gossip(message, peer)
             case Routed(destination=destination) if destination != self._host.rank:
                 self._route(message)
@@ -246,12 +246,15 @@ class SimControl:
         if not is_own and not self._overlay.is_closed(message.source):
             self._host.on_message(message.source, self._codec.decode(message.body))
 
-    def _lose(self, peer: int, why: str, last_heard_s: float | None) -> bool:
+    def _lose(
+        self, peer: int, why: str, last_heard_s: float | None, witness: int | None = None
+    ) -> bool:
         """Report the loss of `peer`, which is told too; return False if that was done before."""
         if self._overlay.is_closed(peer):
             return False
         if peer in self._sessions:
-            self._post(peer, self._codec.encode(PeerDown(peer, why, self._host.rank, 0.0)))
+            found_by = self._host.rank if witness is None else witness
+            self._post(peer, self._codec.encode(PeerDown(peer, why, found_by, 0.0)))
         self._overlay.lose(peer)
         for key in [key for key in self._dials if key.peer == peer]:
             del self._dials[key]
