@@ -92,6 +92,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     init_timeout_s: float = 60.0
     #: init() waits this long for all rails, then continues with those that are up.
     connect_timeout_s: float = 5.0
+    #: Most ranks that a rank keeps data paths to; beyond it, idle paths are closed, those least
+    #: recently used first, except those made by init(). 0: no limit.
+    max_connections: int = 128
     #: Congestion control of TCP rails; auto: cubic, on loopback reno; empty: the system default.
     tcp_congestion: str = "auto"
     #: A waiting data loop calls sched_yield for this long before it sleeps in epoll.
@@ -133,7 +136,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             raise _bad("debug", self.debug, f"one of {', '.join(filter(None, DEBUG_LEVELS))}")
         if self.dump_signal not in DUMP_SIGNALS:
             raise _bad("dump_signal", self.dump_signal, f"one of {', '.join(DUMP_SIGNALS[1:])}")
-        for name in ("eager_nbytes", "channels", "rails", "port"):
+        for name in ("eager_nbytes", "channels", "rails", "port", "max_connections"):
             if getattr(self, name) < 0:
                 raise _bad(name, getattr(self, name), "0 or more")
         if self.eager_nbytes > 1 << 20:

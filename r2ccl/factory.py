@@ -23,9 +23,9 @@ from r2ccl.errors import (
 )
 from r2ccl.failover.connector import Answer, EndpointReady, Offer
 from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest
-from r2ccl.failover.failover import ConnectPaths, PortUp
+from r2ccl.failover.failover import PortUp
 from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
-from r2ccl.failover.migration.path import Announcement
+from r2ccl.failover.migration.path import Announcement, ClosePaths, ConnectPaths
 from r2ccl.failover.revocation import Leaving, Revoke, Spared
 from r2ccl.failover.shrink.protocol import Message as Shrinking
 from r2ccl.gpu.hardware import CudaHardware
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 #: All message types on the control sessions, except those of bootstrap itself.
 MESSAGES: Any = (
-    Announcement | ConnectPaths | Revoke | PortUp | Leaving | Spared | Calling
+    Announcement | ConnectPaths | ClosePaths | Revoke | PortUp | Leaving | Spared | Calling
     | Offer | Answer | EndpointReady | ProbeRequest | ProbeReply | Finding
     | Report | Prepare | Promise | Commit
     | Shrinking

@@ -27,7 +27,13 @@ from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
 from r2ccl.failover.migration.bypass import Bypasses
 from r2ccl.failover.migration.driver import NO_CARRIER, PORT_ERR, Migration
 from r2ccl.failover.migration.links import Links
-from r2ccl.failover.migration.path import Announcement, Path, PathState
+from r2ccl.failover.migration.path import (
+    Announcement,
+    ClosePaths,
+    ConnectPaths,
+    Path,
+    PathState,
+)
 from r2ccl.failover.probes import Probes, Watch
 from r2ccl.failover.revocation import Leaving, Revocation, Revoke, Spared
 from r2ccl.transport.base import Joined, Probed, RailChanged
@@ -40,10 +46,6 @@ class PortUp(msgspec.Struct, frozen=True, tag="port_up"):
     """Control message: the sender's port of `rail` is up again, so its paths should be probed."""
 
     rail: int
-
-
-class ConnectPaths(msgspec.Struct, frozen=True, tag="connect_paths"):
-    """Control message: the sender connects data paths to the receiver, which must do the same."""
 
 
 class Failover:
@@ -155,9 +157,28 @@ class Failover:
             for peer in self._links.peers:
                 self._bypasses.admit(peer)
 
+    def connect_peers(self, peers: frozenset[int]) -> None:
+        """Connect data paths to `peers`, and have them do the same.
+
+        Above ``R2CC_MAX_CONNECTIONS`` peers, close the idle paths of as many others, of which those
+        least recently used come first. Paths made by `start` are never closed.
+        """
+        connected, config = self._links.connected, self._config
+        surplus = len(connected | peers) - config.max_connections
+        if surplus > 0 and config.max_connections and config.is_resilient:
+            kept = peers.union(self._context.first_peers)
+            idle = [peer for peer in self._links.idle_peers() if peer not in kept]
+            for peer in idle[:surplus]:
+                self.migration.close_idle(peer)
+        for peer in sorted(peers - connected):
+            self.add_peer(peer)
+
     def add_peer(self, peer: int, *, is_own: bool = True) -> None:
         """Connect data paths to another rank, which is told to do the same if `is_own`."""
+        if peer in self._links.connected:
+            return
         if peer in self._links.peers:
+            self.migration.reopen(peer)
             return
         if is_own:
             # Before the session: the lower rank dials it, and must first learn that it is needed.
@@ -248,6 +269,8 @@ class Failover:
             self._connector.on_message(peer, message)
         elif isinstance(message, ConnectPaths):
             self.add_peer(peer, is_own=False)
+        elif isinstance(message, ClosePaths):
+            self.migration.on_close_paths(peer)
         elif isinstance(message, PortUp):
             self.failback.port_up(PathKey(peer, message.rail))
             self._connector.kick(message.rail, peer)
@@ -287,6 +310,10 @@ class Failover:
             return
         is_calm, is_leaving = not self.migration.repairing, self.revocation.is_leaving
         self.revocation.spread()
+        closed = self._links.peers - self._links.connected
+        # The peer may have closed paths as idle that this rank was about to use.
+        for peer in closed and sorted(closed & (peers | self._links.awaited_peers())):
+            self.migration.reopen(peer)
         # Otherwise the sender would wait for ever for the confirmation of a last eager slice.
         self._links.confirm_all()
         self._transport.flush()
@@ -433,4 +460,4 @@ class Failover:
 #: Maximum number of bypass rounds begun per tick: each costs file descriptors and loop time.
 _MOST_SEEKS = 4
 
-__all__ = ["ConnectPaths", "Failover", "PortUp"]
+__all__ = ["Failover", "PortUp"]

@@ -411,8 +411,8 @@ class Engine:
                     else:
                         agreement.last_started, health = op, steady
                 plan = plan(health, links.op)
-            if not plan.layout.peers <= links.peers:
-                self._connect(plan.layout.peers - links.peers)
+            if not plan.layout.peers <= links.connected:
+                self._connect(plan.layout.peers)
             self._peers = plan.layout.peers
             self._is_calling = is_calling = True
             try:
@@ -450,10 +450,9 @@ class Engine:
             self._control.call_later(_REST_S, self._send_rest)
 
     def _connect(self, peers: frozenset[int]) -> None:
-        """Connect data paths to ranks that a plan needs for the first time."""
+        """Connect data paths to those of the ranks of a plan that have none."""
         self.nconnects += 1
-        for peer in sorted(peers):
-            self._failover.add_peer(peer)
+        self._failover.connect_peers(peers)
         enough_s = self._clock() + STANDBY_S
 
         def is_connected() -> bool:

@@ -68,6 +68,7 @@ def workloads(draw: st.DrawFn, nranks: st.SearchStrategy[int]) -> Workload:
         busy_ms=tuple(draw(st.lists(st.sampled_from([0, 1, 30, 700]), max_size=nranks))),
         is_loud=draw(st.booleans()),
         is_lazy=draw(st.booleans()),
+        max_connections=draw(st.sampled_from([0, 0, 1, 2])),
         # Long enough for eight losses of 0.6 s, each during a redial.
         no_rail_timeout_ms=20_000,
     )

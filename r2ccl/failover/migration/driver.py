@@ -20,6 +20,8 @@ from r2ccl.failover.migration.link import LinkReport
 from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import (
     Announcement,
+    ClosePaths,
+    ConnectPaths,
     Path,
     PathAction,
     PathEvent,
@@ -101,6 +103,8 @@ class Migration:
             links, nrails=context.nrails, homes=context.homes, share=self._share, log=self.log
         )
         links.on_added(self.routes.begin)
+        #: Peers to be connected again once all their paths, closed as idle, are fenced.
+        self._reopening: set[int] = set()
         #: Peers that no path leads to, and the time since which a peer had none.
         self.cut_off = set(links.peers)
         self.cut_off_since = dict.fromkeys(links.peers, self._clock())
@@ -134,13 +138,69 @@ class Migration:
         if self._bypasses is not None:
             self._bypasses.admit(peer)
 
+    def close_idle(self, peer: int) -> None:
+        """Have `peer` close its paths to this rank, which finds them idle; this end follows.
+
+        The steps are those after a failure, without diagnosis and failback. So a slice that the
+        peer has just sent is not lost: it is replayed once the paths are connected again.
+        """
+        _log.info("rank %d: the paths to rank %d are idle and are closed", self._rank, peer)
+        self._note_closed(peer)
+        self._control.send(peer, ClosePaths())
+
+    def on_close_paths(self, peer: int) -> None:
+        """Close the paths to `peer`, which finds them idle."""
+        if peer in self._links.connected and peer not in self._reopening:
+            self._note_closed(peer)
+        for path in self._on_rails(peer):
+            if path.state is PathState.UP:
+                path.cause = "closed because it was idle"
+                self._apply(path, step(path, PathEvent.FAILED))
+            elif path.state is PathState.DOWN:
+                self._announce(path)  # the peer's end may be up
+
+    def reopen(self, peer: int) -> None:
+        """Connect the idle paths to `peer` again, and have the peer do the same."""
+        self._links.connected.add(peer)
+        self.cut_off.add(peer)
+        self.cut_off_since[peer] = self._clock()
+        self._reopening.add(peer)
+        self._reopen_fenced(peer)
+
+    def _note_closed(self, peer: int) -> None:
+        self._links.connected.discard(peer)
+        self._reopening.discard(peer)
+        self.cut_off.discard(peer)
+        self.cut_off_since[peer] = self._clock()
+        for path in self._on_rails(peer):
+            if path.state is PathState.DOWN:
+                self._stop_connecting(path.key)
+            # The repair of a failed path ends as usual.
+            path.is_idle = path.state in (PathState.UP, PathState.DOWN)
+
+    def _reopen_fenced(self, peer: int) -> None:
+        """Connect the paths to `peer` again, if this is wanted and both ends of all are fenced."""
+        paths = self._on_rails(peer)
+        is_closing = any(
+            path.key in self.repairing or (path.is_idle and path.state is PathState.UP)
+            for path in paths
+        )
+        if peer in self._reopening and not is_closing:
+            self._reopening.discard(peer)
+            self._control.send(peer, ConnectPaths())
+            for path in paths:
+                if path.is_idle and path.state is PathState.DOWN:
+                    self.connect(path.key)
+
+    def _on_rails(self, peer: int) -> list[Path]:
+        return [self._paths[PathKey(peer, rail)] for rail in range(self._transport.nrails)]
+
     def is_connected(self, peer: int) -> bool:
         """Whether every rail leads to `peer` whose two ports carry, as far as this rank knows."""
-        keys = [PathKey(peer, rail) for rail in range(self._transport.nrails)]
         return bool(self.up(peer)) and all(
-            self._paths[key].state is PathState.UP
-            or not (self._port_share(self._rank, key.rail) and self._port_share(*key))
-            for key in keys
+            path.state is PathState.UP
+            or not (self._port_share(self._rank, path.key.rail) and self._port_share(*path.key))
+            for path in self._on_rails(peer)
         )
 
     def up(self, peer: int) -> list[PathKey]:
@@ -177,7 +237,8 @@ class Migration:
             self._revocation.give_up(error, type(error).__name__, key.peer)
             return
         self._apply(path, step(path, PathEvent.FAILED))
-        self._look_into(key, path.epoch, cause, is_own=True)
+        if not path.is_idle:
+            self._look_into(key, path.epoch, cause, is_own=True)
 
     def _no_migration(self, key: PathKey, cause: str) -> TransportError:
         """Return the error that a failed path raises in the fail-stop baseline."""
@@ -226,6 +287,7 @@ class Migration:
             path.state is not PathState.DOWN
             or path.epoch != epoch
             or self._revocation.error is not None
+            or (path.is_idle and peer not in self._links.connected)
         ):
             endpoint.close()
             if path.epoch == epoch:
@@ -241,7 +303,7 @@ class Migration:
             return
         is_news = message.epoch == path.epoch
         self._apply(path, announced(path, message))
-        if is_news:
+        if is_news and not (message.is_idle or path.is_idle):
             self._look_into(path.key, message.epoch, message.cause, is_own=False)
 
     def note_arrival(self, event: Arrived) -> None:
@@ -261,6 +323,9 @@ class Migration:
     def _fence(self, path: Path) -> None:
         failed_s = path.since_s = self._clock()
         self._transport.fence(path.key)  # first: the NIC drains while the rest is done
+        if path.is_idle:
+            self.routes.lose(path.key)
+            return
         self.log.failed(path.key, path.epoch, path.cause, failed_s)
         rail, peer = rail_name(path.key.rail), path.key.peer
         _log.info("rank %d: %s to rank %d: %s", self._rank, rail, peer, path.cause)
@@ -277,12 +342,14 @@ class Migration:
         key = path.key
         receivers = self._links.receivers_from(key.peer)
         reports = tuple(link.report() for link in receivers)
-        self.log.awaits(
-            key, {link.channel: link.received for link in receivers if link.is_awaiting(key)}
-        )
+        if not path.is_idle:
+            self.log.awaits(
+                key, {link.channel: link.received for link in receivers if link.is_awaiting(key)}
+            )
         routes = self.routes.proposal(key.peer) if self._rank < key.peer else {}
         self._control.send(
-            key.peer, Announcement(key.rail, path.epoch, path.cause, reports, routes)
+            key.peer,
+            Announcement(key.rail, path.epoch, path.cause, reports, routes, path.is_idle),
         )
 
     def _resume(self, path: Path) -> None:
@@ -297,8 +364,9 @@ class Migration:
             receiver.resume(key)
         proposed = announcement.routes if key.peer < self._rank else {}
         moved = self.routes.reroute(key.peer, proposed)
-        self.log.resumed(key, moved, self._clock())
-        self._say_repaired(path, moved)
+        if not path.is_idle:
+            self.log.resumed(key, moved, self._clock())
+            self._say_repaired(path, moved)
         ended(path)
 
     def _say_repaired(self, path: Path, moved: dict[int, int]) -> None:
@@ -313,23 +381,32 @@ class Migration:
 
     def _redial(self, path: Path) -> None:
         """Accept the next connection (higher rank), or start failback (lower rank)."""
-        peer, rail = path.key
-        if peer < self._rank:
+        peer = path.key.peer
+        if path.is_idle:
+            self._reopen_fenced(peer)
+        elif peer < self._rank:
             self.connect(path.key)
-            return
-        if path.key.is_bypass:
-            return  # dialed again when needed
-        # A connection attempt that is still running belongs to the epoch that has just ended.
-        if self._transport.joins(rail):
-            self._connector.cancel(path.key)
+        elif not path.key.is_bypass:  # a bypass is dialed again when needed
+            # A connection attempt that is still running belongs to the epoch that has just ended.
+            self._stop_connecting(path.key)
+            self._failback.failed(path.key)
+
+    def _stop_connecting(self, key: PathKey) -> None:
+        if self._transport.joins(key.rail):
+            self._connector.cancel(key)
         else:
-            self._control.cancel_path(peer, rail)
-        self._failback.failed(path.key)
+            self._control.cancel_path(*key)
 
     def connect(self, key: PathKey) -> None:
-        """Begin to connect path `key`, which is down, in its current epoch."""
+        """Begin to connect path `key`, which is down, in its current epoch.
+
+        If the paths to its peer were closed as idle, it is connected when they are.
+        """
         peer, rail = key
         epoch = self._paths[key].epoch
+        if peer not in self._links.connected and not key.is_bypass:
+            self._paths[key].is_idle = True
+            return
         if not key.is_bypass and self._transport.joins(rail):
             self._connector.begin(key, epoch)
         elif self._rank < peer:
@@ -350,8 +427,9 @@ class Migration:
         self._on_up(path.key)
         if path.key.is_bypass:
             _log.warning("rank %d: a bypass to rank %d is up", self._rank, peer)
-        elif path.epoch:
+        elif path.epoch and not path.is_idle:
             _log.warning("rank %d: rail %d to rank %d is up again", self._rank, path.key.rail, peer)
+        path.is_idle = False
 
     def _share(self, key: PathKey) -> float:
         """Return the bandwidth share of the worse of the path's two ports, at least 1."""

@@ -17,7 +17,7 @@ from r2ccl.errors import InternalError
 from r2ccl.failover.bandwidth.protocol import Balance
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.migration.link import Landing, LinkReport, RecvLink, SendLink, Slice
-from r2ccl.failover.migration.path import Path
+from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.transport.base import Frame
 from r2ccl.types import BYPASS, PathKey
 
@@ -68,8 +68,10 @@ class Links:
         self._neager = context.config.eager_slots
         self._rails = range(context.nrails)
         self._has_bypasses = context.has_bypasses
-        #: Ranks this one has data paths to, or will have.
+        #: Ranks that this rank has, had or will have data paths to.
         self.peers: set[int] = set()
+        #: Those of `peers` whose paths were not closed because they were idle.
+        self.connected: set[int] = set()
         #: Paths on rails, without bypasses.
         self.on_rails: dict[PathKey, Path] = {}
         #: All paths: those on rails and the bypasses.
@@ -101,6 +103,7 @@ class Links:
     def add_peer(self, peer: int) -> list[Path]:
         """Create the paths to another rank, all down; return those on rails."""
         self.peers.add(peer)
+        self.connected.add(peer)
         added = [Path(PathKey(peer, rail)) for rail in self._rails]
         self.on_rails.update({path.key: path for path in added})
         self.paths.update({path.key: path for path in added})
@@ -171,6 +174,27 @@ class Links:
         """Return the number of the last collective that `peer` was seen in."""
         ops = (path.op for key, path in self.paths.items() if key.peer == peer)
         return max(ops, default=0)
+
+    def idle_peers(self) -> list[int]:
+        """Return the connected peers without a slice under way, the least recently used first.
+
+        Peers to which a path is being repaired, or no path on a rail is up, are left out.
+        """
+        idle = set(self.connected)
+        for sender in self.senders.values():
+            if sender.outstanding or sender.confirmed != sender.posted:
+                idle.discard(sender.peer)
+        for receiver in self.receivers.values():
+            if receiver.landings or receiver.arrivals or receiver.acked != receiver.consumed:
+                idle.discard(receiver.peer)
+        last_used: dict[int, int] = {}
+        for key, path in self.paths.items():
+            is_up = path.state is PathState.UP
+            if is_up and not key.is_bypass:
+                last_used[key.peer] = max(last_used.get(key.peer, 0), path.op)
+            elif is_up or path.state is not PathState.DOWN:
+                idle.discard(key.peer)
+        return sorted(idle & last_used.keys(), key=lambda peer: (last_used[peer], peer))
 
     def is_drained(self) -> bool:
         """Return whether every slice ever posted is confirmed."""

@@ -74,7 +74,8 @@ class Announcement(msgspec.Struct, frozen=True, tag="announcement"):
     """Control message: the sender's end of a path is fenced; with the slices it received.
 
     ``routes`` has the rail that the sender proposes for each channel, between the two ranks, that
-    has no route. It is empty in the higher rank's announcement.
+    has no route. It is empty in the higher rank's announcement. ``is_idle``: the path did not fail,
+    but was closed because it was idle.
     """
 
     rail: int
@@ -82,13 +83,23 @@ class Announcement(msgspec.Struct, frozen=True, tag="announcement"):
     cause: str
     links: tuple[LinkReport, ...]
     routes: dict[int, int] = {}
+    is_idle: bool = False
+
+
+class ConnectPaths(msgspec.Struct, frozen=True, tag="connect_paths"):
+    """Control message: the sender connects data paths to the receiver, which must do the same."""
+
+
+class ClosePaths(msgspec.Struct, frozen=True, tag="close_paths"):
+    """Control message: the receiver must close its paths to the sender, which finds them idle."""
 
 
 class Path:
     """State of one path at this end."""
 
     __slots__ = (
-        "activity", "announcement", "cause", "epoch", "key", "nbytes_received", "nbytes_sent",
+        "activity", "announcement", "cause", "epoch", "is_idle", "key", "nbytes_received",
+        "nbytes_sent",
         "nslices_received", "nslices_sent", "op", "since_s", "state",
     )  # fmt: skip
 
@@ -98,6 +109,8 @@ class Path:
         self.epoch = 0
         #: Evidence of the last failure of the path.
         self.cause = "not connected yet"
+        #: True from the decision to close the path because it is idle until it is in use again.
+        self.is_idle = False
         #: The peer's announcement of this epoch; None until it arrives.
         self.announcement: Announcement | None = None
         #: Number of events on the path. A path whose count does not change is stalled.
@@ -218,6 +231,8 @@ def choose_routes(
 __all__ = [
     "TRANSITIONS",
     "Announcement",
+    "ClosePaths",
+    "ConnectPaths",
     "Path",
     "PathAction",
     "PathEvent",

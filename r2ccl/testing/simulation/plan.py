@@ -64,6 +64,8 @@ class Workload(msgspec.Struct, frozen=True):
         do not, and no bypass is used.
     is_lazy : bool
         True if no data path is connected before a call needs it.
+    max_connections : int
+        Number of ranks above which a rank closes idle paths to others; 0: no limit.
     slow : tuple of RailShare
         Rails that were measured as slow before the first call; plans take them into account.
     """
@@ -80,6 +82,7 @@ class Workload(msgspec.Struct, frozen=True):
     is_loud: bool = True
     fabric: str = "full"
     is_lazy: bool = False
+    max_connections: int = 0
     slow: tuple[RailShare, ...] = ()
 
 

@@ -17,10 +17,10 @@ from r2ccl.config import Config
 from r2ccl.errors import InternalError, R2cclError, TransportTimeout
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.verdict import Finding, ProbeReply, ProbeRequest, Verdict
-from r2ccl.failover.failover import ConnectPaths, Failover, PortUp
+from r2ccl.failover.failover import Failover, PortUp
 from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
 from r2ccl.failover.health.table import Health
-from r2ccl.failover.migration.path import Announcement
+from r2ccl.failover.migration.path import Announcement, ClosePaths, ConnectPaths
 from r2ccl.failover.revocation import Leaving, Revoke, Spared
 from r2ccl.runtime.engine import STANDBY_S
 from r2ccl.runtime.executor import HostCall, LandingPool, LaneRun, Operands
@@ -63,7 +63,7 @@ class RankPhase(enum.Enum):
 
 
 _MESSAGES: Any = (
-    Announcement | ConnectPaths | Revoke | PortUp | Leaving | Spared
+    Announcement | ConnectPaths | ClosePaths | Revoke | PortUp | Leaving | Spared
     | ProbeRequest | ProbeReply | Finding
     | Report | Prepare | Promise | Commit
 )  # fmt: skip
@@ -334,10 +334,8 @@ class SimRank:
         if health is not None:
             self._checker.planned(self.rank, op, health, self._timeline.count)
             task = self._task = self._work.task(self.ncalls, self.rank, self.homes, health)
-            missing = task.layout.peers - self.links.peers
-            for peer in sorted(missing):
-                self.failover.add_peer(peer)
-            if missing:
+            if not task.layout.peers <= self.links.connected:
+                self.failover.connect_peers(task.layout.peers)
                 self.phase = RankPhase.JOINING
                 self._enough_s = self._timeline.now + STANDBY_S
             else:

@@ -158,6 +158,7 @@ def _config(workload: Workload) -> Config:
         landing_depth=workload.landing_depth,
         fabric="none" if workload.fabric == "none" else "auto",
         no_rail_timeout_s=workload.no_rail_timeout_ms / 1e3,
+        max_connections=workload.max_connections,
         peer_timeout_s=5.0,
         connect_timeout_s=1.0,
         init_timeout_s=30.0,
