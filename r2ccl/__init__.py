@@ -1,7 +1,7 @@
 """r2ccl: collective communication that continues when NICs or links fail.
 
-The names in ``__all__`` are the public interface that version numbers cover. ``README.md`` has a
-first program; `r2ccl.testing` has the tools that inject network faults.
+The names in ``__all__`` are the public interface, to which semantic versioning applies.
+``README.md`` has a first program; `r2ccl.testing` has the tools that inject network faults.
 """
 
 from __future__ import annotations

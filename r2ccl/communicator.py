@@ -98,7 +98,7 @@ class Communicator:
         self._rails = tuple(rails) or control.nics
         #: This process is a fork of the process that created the communicator.
         self._is_forked = False
-        #: All ranks have left in agreement, so no rank needs to be notified any more.
+        #: All ranks have called `close` and have all their data, so no rank needs to be notified.
         self._is_left = False
         self._monitor: LinkMonitor | None = None
         self._signal_dump: SignalDump | None = None
@@ -145,7 +145,21 @@ class Communicator:
         self._event_queue = EventQueue(self._engine)
 
     def connect(self) -> None:
-        """Start the control plane and connect every rail; called by `r2ccl.init`."""
+        """Start the control plane, connect the rails and, if needed, measure them.
+
+        `r2ccl.init` and `shrink` call it once. If it raises, the communicator has been aborted.
+
+        Raises
+        ------
+        TransportTimeout
+            If a peer has no path, or a rank does not call it, within ``R2CC_INIT_TIMEOUT_S``.
+        R2cclError
+            If the communicator fails meanwhile.
+
+        Notes
+        -----
+        *Collective*: all ranks.
+        """
         try:
             self._ending.prepare()
             forking.hold(self, Communicator._descriptors, Communicator._disable)
@@ -205,12 +219,16 @@ class Communicator:
             If memory, dtype or op are invalid (before any data moves), or if the ranks disagree on
             the call; a disagreement revokes the communicator on every rank.
         NoHealthyRail, PeerLost, TransportTimeout
-            If the collective failed (see `r2ccl.errors`); the communicator is revoked. For a call
-            on device memory or with ``async_op``, `Work.wait` and the next call raise the error.
+            If the collective failed (see `r2ccl.errors`); the communicator is revoked. With
+            ``async_op``, `Work.wait` raises the error. For a call on device memory without
+            ``async_op``, the next call raises `CommunicatorRevoked`, whose ``reason`` is the error.
+        TransportError
+            If a GPU or its driver failed or, with ``R2CC_MODE=failstop``, a path failed.
         CommunicatorRevoked
-            If the communicator was revoked before.
+            If the communicator was revoked before, or another rank revokes it during the call.
         ConcurrentCalls
-            If another thread is in a blocking call.
+            If this call is blocking, and another blocking call runs in another thread or was
+            interrupted by this signal handler.
 
         Notes
         -----
@@ -248,7 +266,7 @@ class Communicator:
         InvalidArgument
             As for `allreduce`, or if `out` has a wrong size, or overlaps `x` but `x` is not this
             rank's part of `out`.
-        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked, ConcurrentCalls
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
             As for `allreduce`.
 
         Notes
@@ -293,7 +311,7 @@ class Communicator:
         InvalidArgument
             As for `allreduce`, or if the number of elements of `x` is not a multiple of ``nranks``,
             or `out` has a wrong size, or `out` overlaps `x` but is not this rank's part of `x`.
-        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked, ConcurrentCalls
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
             As for `allreduce`.
 
         Notes
@@ -335,7 +353,7 @@ class Communicator:
         ------
         InvalidArgument
             As for `allreduce`, or if `root` is not a rank.
-        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked, ConcurrentCalls
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
             As for `allreduce`.
 
         Notes
@@ -380,7 +398,7 @@ class Communicator:
         ------
         InvalidArgument
             As for `allreduce`, or if `root` is not a rank.
-        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked, ConcurrentCalls
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
             As for `allreduce`.
 
         Notes
@@ -403,7 +421,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Run an allreduce by a user-defined schedule; it survives rail failures like any other.
+        """Run an allreduce by a user-defined schedule; the call survives rail failures.
 
         Parameters
         ----------
@@ -423,15 +441,17 @@ class Communicator:
         ------
         ScheduleError
             If the checker refuses the schedule, for example because a contribution would be missing
-            or doubled on some rank.
+            or doubled on some rank. With ``async_op``, `Work.wait` raises it, and the communicator
+            is revoked.
         InvalidArgument
             As for `allreduce`, or if the schedule is for another collective or number of ranks.
-        NoHealthyRail, PeerLost, TransportTimeout, CommunicatorRevoked, ConcurrentCalls
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
             As for `allreduce`.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: `check` runs once per schedule, size and health.
+        *Collective*: all ranks. *Cost*: as the schedule says. The checker runs once for each
+        schedule, dtype, op, number of elements and health.
         """
         if (schedule.collective, schedule.nranks) != ("allreduce", self.nranks):
             raise InvalidArgument(
@@ -442,6 +462,11 @@ class Communicator:
 
     def explain(self, nbytes: int) -> Explanation:
         """Compare the schedules that an allreduce of `nbytes` could run; ``str()`` is a table.
+
+        Raises
+        ------
+        InvalidArgument
+            If `nbytes` is negative.
 
         Notes
         -----
@@ -454,7 +479,7 @@ class Communicator:
 
     @property
     def ncalls(self) -> int:
-        """Number of collectives so far, including the measurements of `r2ccl.init`."""
+        """Number of collectives begun so far, including the measurements of `r2ccl.init`."""
         return self._engine.op
 
     def register(self, x: Any) -> RegisteredMemory:
@@ -466,7 +491,9 @@ class Communicator:
         Parameters
         ----------
         x : array_like in host memory
-            C-contiguous and writable. Not kept alive: the registration ends when `x` is freed.
+            C-contiguous, writable and not empty. A NumPy array is not kept alive: the registration
+            ends when its memory is freed. For any other object, pass a NumPy view of it and keep
+            the view alive.
 
         Returns
         -------
@@ -482,13 +509,20 @@ class Communicator:
 
         Notes
         -----
-        *Local*: the other ranks need not call it.
+        *Local*: the other ranks need not call it. Waits while a call runs in another thread.
         """
         memory = as_buffer(x, writable=True).array.view(np.uint8)
         return self._engine.register(memory)
 
     def barrier(self) -> None:
-        """Wait until all ranks have called `barrier`.
+        """Wait until all ranks have called `barrier`, and until earlier asynchronous calls ended.
+
+        Raises
+        ------
+        InvalidArgument
+            If another rank makes a different call; the communicator is revoked on every rank.
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
 
         Notes
         -----
@@ -526,11 +560,12 @@ class Communicator:
         return self._engine.verdicts()
 
     def known_health(self) -> Known:
-        """Return the newest agreed health that this rank has received, and when it was received.
+        """Return the newest health that this rank has received, and the time of its arrival.
 
-        The health covers the rails of all ranks. All ranks plan with it from an agreed collective
-        on. In version 0, all rails have their full bandwidth; with ``R2CC_MODE=failstop`` there is
-        no other version.
+        The health covers the rails of all ranks. All ranks plan with it from the same collective
+        on, which they may not have agreed on yet. The time is a reading of CLOCK_MONOTONIC in
+        seconds. In version 0, all rails have their full bandwidth; with ``R2CC_MODE=failstop``
+        there is no other version, and the time is 0.
 
         Notes
         -----
@@ -574,11 +609,11 @@ class Communicator:
         Raises
         ------
         InvalidArgument
-            If this is not the main thread, or `signum` cannot be handled.
+            If this is not the main thread, or `signum` is not a signal that can be handled.
 
         Notes
         -----
-        *Local*.
+        *Local*. A second call replaces the handler of the first.
         """
         path = self.config.dump_file.replace("{rank}", str(self.rank))
         if self._signal_dump is not None:
@@ -586,7 +621,7 @@ class Communicator:
         self._signal_dump = SignalDump(signum, lambda: write_line(self.dump(), path))
 
     def rejections(self) -> dict[str, int]:
-        """Return the number of rejected connections and frames of unknown processes, by reason."""
+        """Return the number of connections and frames that this rank rejected, by reason."""
         return dict(self._control.rejections())
 
     def close(self) -> None:
@@ -602,8 +637,10 @@ class Communicator:
         Raises
         ------
         TransportTimeout
-            If asynchronous calls did not end, or some rank did not call `close`, within
-            ``R2CC_INIT_TIMEOUT_S``; the message names the rank.
+            If asynchronous calls did not end, or some rank did not confirm its data or call
+            `close`, each within ``R2CC_INIT_TIMEOUT_S``; the message names the ranks.
+        NoHealthyRail, PeerLost, CommunicatorRevoked
+            If the communicator failed meanwhile.
         CommunicatorRevoked
             If an asynchronous call failed and no call has raised its error yet.
         """
@@ -634,10 +671,15 @@ class Communicator:
     def abort(self, why: str = "abort() was called") -> None:
         """Revoke the communicator on every rank and leave it; return within a second.
 
+        Parameters
+        ----------
+        why : str
+            Reason, which the errors on all ranks contain.
+
         Notes
         -----
         *Local*; callable in any thread and in a signal handler. Running calls on all ranks end with
-        `CommunicatorRevoked`. Idempotent.
+        `CommunicatorRevoked`. Idempotent. Does nothing in a forked child.
         """
         self._collectives.close(self._forked if self._is_forked else self._closed)
         if not self._is_left and not self._is_forked:
@@ -648,12 +690,16 @@ class Communicator:
     def revoke(self, why: str = "revoke() was called") -> None:
         """End the communicator on every rank without leaving it, so that `shrink` can follow.
 
-        Every running and every later call on all ranks ends with `CommunicatorRevoked`. If the
-        communicator has ended already, its first reason stays.
+        Parameters
+        ----------
+        why : str
+            Reason, which the errors on all ranks contain.
 
         Notes
         -----
-        *Local*; callable in any thread and in a signal handler, does not wait.
+        *Local*; callable in any thread and in a signal handler, does not wait. Every running and
+        every later call on all ranks ends with `CommunicatorRevoked`. If the communicator has ended
+        already, its first reason stays.
         """
         if not self._collectives.is_closed:
             self._engine.revoke(why)
@@ -663,7 +709,7 @@ class Communicator:
 
         Call it after `PeerLost`, or after a `CommunicatorRevoked` that a `PeerLost` on another rank
         caused. A communicator that still works is revoked first. This communicator is closed, even
-        if `shrink` raises.
+        if `shrink` raises an error other than `InvalidArgument`.
 
         Parameters
         ----------
@@ -681,6 +727,9 @@ class Communicator:
 
         Raises
         ------
+        InvalidArgument
+            If `quorum` is unknown, or ``R2CC_DUMP_SIGNAL`` is set and this is not the main thread.
+            The communicator stays as it is.
         NoQuorum
             If too few ranks survive.
         TransportTimeout
@@ -689,14 +738,16 @@ class Communicator:
         TransportError
             If no rail can be opened again on all surviving ranks.
         CommunicatorRevoked
-            If this communicator was closed.
+            If this communicator was closed before, or is closed meanwhile in another thread or in
+            a signal handler.
 
         Notes
         -----
-        *Collective*: all surviving ranks. *Cost*: one message to each survivor per death, then that
-        of connecting. The ranks may have failed in different calls. To find the last step that all
-        of them have completed, reduce their step numbers with MIN over the new communicator.
-        Faults planned with `r2ccl.testing` are not injected into the new communicator.
+        *Collective*: all surviving ranks. *Cost*: each rank sends one message to all survivors per
+        death; then the survivors connect. The ranks may have failed in different calls. To find the
+        last step that all of them have completed, reduce their step numbers with MIN over the new
+        communicator. Faults planned with `r2ccl.testing` are not injected into the new
+        communicator.
         """
         if self._collectives.is_closed:
             raise self._closed()
@@ -720,7 +771,7 @@ class Communicator:
         return [*monitor, *self._control.descriptors(), *self._engine.descriptors()]
 
     def _disable(self) -> None:
-        """Make every later call raise; runs in a forked child."""
+        """Make every later call raise `CommunicatorRevoked`; runs in a forked child."""
         self._is_forked = True
         self._collectives.close(self._forked)
         self._control.disable()
@@ -806,7 +857,7 @@ class Communicator:
 
     def _select_backends(self, device: Device, kernels: Any) -> tuple[GpuBackend, ...]:
         from r2ccl.gpu.backends import (
-            BackendSelector,  # imported here: with its kernels it takes 18 ms to import
+            BackendSelector,  # imported here, because the import takes 18 ms with its kernels
         )
 
         selector = BackendSelector(

@@ -1,6 +1,7 @@
 """Settings of a communicator, read from R2CC_* variables, some NCCL_* variables and keywords.
 
-Invariant: every `Config` is valid; its constructor checks all values.
+Invariant: every `Config` has passed the checks of its constructor: the allowed values of names and
+switches, and the ranges of numbers. `Config.from_env` also converts the text of variables.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     mode: str = "auto"
     #: Slices of ops up to this size are copied and sent at once, without clear-to-send.
     eager_nbytes: int = 64 << 10
-    #: Unconfirmed eager slices that a link may have in flight (the receiver's slots).
+    #: Maximum number of unconfirmed eager slices of a link.
     eager_slots: int = 16
-    #: Largest slice: the unit of pipelining, acknowledgement and replay.
+    #: Maximum size of a slice, the unit of pipelining, confirmation and replay.
     slice_nbytes: int = 1 << 20
-    #: Landing places that a receiver names in advance on one link.
+    #: Maximum number of landing places that a receiver names in advance on one link.
     landing_depth: int = 2
-    #: Most channels of a large collective; 0: derived from the number of rails.
+    #: Maximum number of channels of a large collective; 0: derived from the number of rails.
     channels: int = 0
-    #: Schedule of large allreduces: one of `ALGOS`; auto: the one with the least predicted time.
+    #: Schedule of large allreduces in mode auto, one of `ALGOS`; a ring if it is not applicable.
+    #: auto: the one with the least predicted time.
     algo: str = "auto"
     #: Number of rails to use; 0: one per usable interface (two on loopback).
     rails: int = 0
@@ -48,45 +50,50 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Bypass of two ranks without a common rail. full: NICs of different rails reach each other;
     #: rail: they do not, a third rank forwards; auto: whichever connects first; none: no bypass.
     fabric: str = "auto"
-    #: RDMA ports to use, in NCCL's syntax (``mlx5_0:1``); empty: all ACTIVE ones; ``none``: none.
+    #: RDMA ports to use, in NCCL's syntax (``mlx5_0:1``). none: no RDMA. Empty: all ACTIVE ports,
+    #: but no RDMA if all ranks are on one host.
     hca: str = ""
-    #: Index in the GID table of the address queue pairs send from; -1: chosen by type and address.
+    #: Index in the GID table of the address from which queue pairs send; -1: chosen by type and
+    #: address.
     gid_index: int = -1
-    #: Local ACK timeout: a NIC retransmits after 4.096 us x 2**ib_timeout without an ACK ...
+    #: Local ACK timeout of queue pairs: a NIC retransmits after 4.096 us x 2**ib_timeout without an
+    #: ACK.
     ib_timeout: int = 16
-    #: ... and puts the queue pair into the error state after this many retransmissions.
+    #: Number of retransmissions after which a NIC puts the queue pair into the error state.
     ib_retry_cnt: int = 3
-    #: How RDMA polls and posts. 1: by compiled code; 0: by pyverbs; auto: 1, except 0 on Soft-RoCE
-    #: and Soft-iWARP.
+    #: Code that polls RDMA completions and posts requests. 1: compiled code; 0: pyverbs; auto: 1,
+    #: except 0 on Soft-RoCE and Soft-iWARP.
     fastpath: str = "auto"
-    #: Most memory registered with NICs at a time; the least recently used is deregistered first.
+    #: Maximum amount of memory registered with NICs; the least recently used is deregistered first.
     registration_limit_nbytes: int = 4 << 30
     #: Staging memory of collectives on GPU memory: pinned host memory if the rails reach only host
     #: memory, else GPU memory that slices land in.
     staging_nbytes: int = 64 << 20
-    #: Access of a node's GPUs to each other's memory. 1: direct; 0: through pinned host memory;
-    #: auto: direct if all GPUs of the node can.
+    #: Access of a node's GPUs to each other's memory. 1: direct, or an error if it is not possible;
+    #: 0: through pinned host memory; auto: direct if it is possible between all GPUs of the node.
     ipc: str = "auto"
-    #: A path without progress for this long, with work outstanding, is probed.
+    #: A path without an event for this long, while its peer has to send or confirm, is probed.
     suspicion_timeout_s: float = 0.5
     #: A probe that is not answered within this time has failed.
     probe_timeout_s: float = 0.06
-    #: A failed path is used again after this many successful probes in a row ...
+    #: Number of successive probes of a failed path that must be answered before it is used again.
     failback_probes: int = 3
-    #: ... with this interval between them; after each failed probe it doubles, up to the cap.
+    #: Interval between probes of a failed path; doubled after each probe that is not answered.
     failback_interval_s: float = 0.1
+    #: Upper bound of this interval.
     failback_cap_s: float = 1.0
-    #: Longest time that a repeatedly failing path must stay good before it is used again.
+    #: Maximum time that a repeatedly failing path must stay good before it is used again; 0: only
+    #: the probes decide.
     quarantine_cap_s: float = 300.0
-    #: Whether the work is divided by the measured rates of the rails. 1: yes; 0: no; auto: if rails
-    #: add bandwidth to one another.
+    #: Division of the work by the measured rates of the rails. 1: on; 0: off; auto: on if rails add
+    #: bandwidth to one another.
     balance: str = "auto"
     #: A call fails with NoHealthyRail after this long without a path to a peer.
     no_rail_timeout_s: float = 10.0
     #: A call fails with PeerLost after this long without a sign of life on the peer's control
     #: session.
     peer_timeout_s: float = 10.0
-    #: A blocking call fails with TransportTimeout after this long.
+    #: A call, blocking or asynchronous, fails with TransportTimeout after this long.
     timeout_s: float = 1800.0
     #: init() and close() fail with TransportTimeout after this long.
     init_timeout_s: float = 60.0
@@ -158,27 +165,34 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_resilient(self) -> bool:
-        """Whether a broken path migrates; in mode failstop it ends the call instead."""
+        """True if a broken path migrates; in mode failstop it ends the call instead."""
         return self.mode != "failstop"
 
     @property
     def is_balanced(self) -> bool:
-        """Whether plans divide work by rail health; else they treat all rails as healthy."""
+        """True if plans divide work by rail health; else they treat all rails as healthy."""
         return self.mode not in ("failstop", "migrate")
 
     @property
     def is_planned(self) -> bool:
-        """Whether schedules other than rings may run."""
+        """True if the planner may choose schedules other than rings for large calls."""
         return self.mode in ("r2cc", "auto")
 
     def digest(self) -> str:
-        """Return a fingerprint of the fields in `AGREED`, which all ranks compare."""
+        """Return a fingerprint of the fields in `AGREED`, which rendezvous compares."""
         values = msgspec.json.encode([getattr(self, name) for name in AGREED])
         return hashlib.sha256(values).hexdigest()[:16]
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], **overrides: Any) -> Config:
         """Make a `Config` of the variables in `env`; `overrides` take precedence.
+
+        Parameters
+        ----------
+        env : mapping
+            Environment variables as text.
+        **overrides
+            Fields by name, with values of the field's type.
 
         Raises
         ------

@@ -4,8 +4,9 @@ Transports translate errors of the operating system and of verbs into these exce
 their edge, with ``raise ... from exc``. The functions that describe an ``errno`` add advice if a
 resource is exhausted; they open no file descriptor, so they work when none is left.
 
-Invariant: an error that crosses the public interface names the rank that raises it and, where one
-is involved, the peer and the rail; ``str(error)`` ends with what the reader can do next.
+Convention: the message of an error names the rank that raises it and, if involved, the peer and the
+rail; that of an `InvalidArgument` about one argument names the argument instead of the rank. It
+ends with what the reader can do next.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ class R2cclError(Exception):
 
 
 class InvalidArgument(R2cclError, ValueError):
-    """Wrong argument or setting; the message says what was given and what is allowed."""
+    """Wrong argument or setting, or calls or settings that differ between ranks.
+
+    The message says what was given and what is allowed.
+    """
 
 
 class ScheduleError(R2cclError):
@@ -55,11 +59,10 @@ class ScheduleError(R2cclError):
 
 
 class TransportError(R2cclError):
-    """Failure of a path or of a resource that the transport needs.
+    """Failure of a path, or of a device, memory, port or file descriptor that the call needs.
 
     Links recover from broken paths, so a broken path ends a call only with
-    ``R2CC_MODE=failstop``. Devices, memory, ports and file descriptors that cannot be used raise it
-    as well.
+    ``R2CC_MODE=failstop``.
 
     Parameters
     ----------
@@ -105,7 +108,7 @@ class NoHealthyRail(R2cclError):
     since_s : float
         Seconds since the last path was lost.
     causes : dict of int to str
-        Evidence of the failure, by rail.
+        Evidence of each path's failure, by rail.
     """
 
     def __init__(self, *, rank: int, peer: int, since_s: float, causes: dict[int, str]) -> None:
@@ -138,7 +141,8 @@ class PeerLost(R2cclError):
     last_op : int or None
         Number of the last collective `peer` was seen in; 0: none, None: not known.
     is_met : bool
-        Whether `r2ccl.init` had completed; else there is no communicator to continue with.
+        True if all ranks had met in the rendezvous; False if the rendezvous failed because of
+        `peer`. The message then does not suggest `shrink`.
     """
 
     def __init__(
@@ -177,7 +181,7 @@ class PeerLost(R2cclError):
 
 
 class NoQuorum(R2cclError):
-    """Too few ranks for ``shrink()``: the unreachable ones may be alive and continue by themselves.
+    """Lack of a quorum for ``shrink()``: the unreachable ranks may be alive and continue alone.
 
     Parameters
     ----------
@@ -254,7 +258,7 @@ def decode_errno(code: int) -> str:
 
 
 def is_exhaustion(code: int | None) -> bool:
-    """Whether error number `code` means that a resource of the process or host is exhausted."""
+    """Return whether `code` is an errno of an exhausted resource of the process or host."""
     return code in _ADVICE
 
 

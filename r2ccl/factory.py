@@ -80,13 +80,17 @@ def init(
     Raises
     ------
     InvalidArgument
-        If a setting is wrong, ranks differ in a setting, or nothing defines this process's rank.
+        If a setting is wrong, ranks differ in a setting, nothing defines this process's rank, an
+        address or port cannot be used, or ``R2CC_DUMP_SIGNAL`` is set and this is not the main
+        thread.
     TransportTimeout
-        If not every rank arrives within ``R2CC_INIT_TIMEOUT_S``; the message names the missing.
+        If not every rank arrives, or a peer has no path, within ``R2CC_INIT_TIMEOUT_S``; the
+        message names the missing ranks.
     PeerLost
         If a rank exits during `init`.
     TransportError
-        If this process or its host has run out of file descriptors, ports or memory.
+        If this process or its host has run out of file descriptors, ports or memory, its NICs
+        cannot be listed, or an RDMA NIC cannot be opened.
 
     Notes
     -----
@@ -153,7 +157,10 @@ def _assemble(
     members: tuple[int, ...],
     wrap: Callable[[Transport], Transport] | None = None,
 ) -> Communicator:
-    """Make a communicator, for `init` or after a shrink; takes ownership of `control`."""
+    """Make a communicator, not yet connected, for `init` or `Communicator.shrink`.
+
+    Takes ownership of `control`, even if it raises.
+    """
     opened: Transport | None = None
     try:
         opened, relayed = _open_transport(control, config, hcas)
@@ -253,7 +260,7 @@ def _choose_hcas(config: Config, nranks: int, *, is_one_host: bool) -> tuple[Hca
 
 
 def _has_room(hca: Hca, nranks: int) -> bool:
-    """Whether the completion queues of `hca` suffice for `nranks` ranks; log a warning if not."""
+    """Return whether the completion queues of `hca` suffice for `nranks` ranks; warn if not."""
     from r2ccl.transport.verbs.device import room
 
     npeers = room(hca.name)
@@ -304,7 +311,13 @@ def _open_verbs(
 
 
 def _named_wrapper(config: Config) -> Callable[[Transport, int], WrappedTransport] | None:
-    """Return the function that ``R2CC_TRANSPORT_WRAPPER`` names, or None if it is empty."""
+    """Return the function that ``R2CC_TRANSPORT_WRAPPER`` names, or None if it names none.
+
+    Raises
+    ------
+    InvalidArgument
+        If the function cannot be imported, or only ``R2CC_FAULT_PLAN`` is set.
+    """
     name = config.transport_wrapper
     if not name and config.fault_plan:
         raise InvalidArgument(

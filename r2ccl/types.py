@@ -49,9 +49,18 @@ BYPASS = 0xFFFF
 class Nic(msgspec.Struct, frozen=True):
     """Local network interface or RDMA port that can serve as this rank's end of a rail.
 
-    ``name`` is the interface (``eth0``), ``address`` the IPv4 or IPv6 address to bind,
-    ``index`` the kernel's interface index, ``speed_mbps`` the nominal rate (0: unknown).
-    ``is_last_resort``: carries slices only between two ranks that have no other rail left.
+    Attributes
+    ----------
+    name : str
+        Name of the interface (``eth0``) or of the RDMA port (``mlx5_0:1``).
+    address : str
+        IPv4 or IPv6 address to bind; empty for an RDMA port.
+    index : int
+        The kernel's interface index; 0: none.
+    speed_mbps : int
+        Nominal rate in Mbit/s; 0: unknown.
+    is_last_resort : bool
+        True if it carries slices only between two ranks that have no other rail left.
     """
 
     name: str
@@ -77,15 +86,15 @@ class PathKey(NamedTuple):
 
     @property
     def is_bypass(self) -> bool:
-        """Whether the path is a bypass, which uses no common rail."""
+        """True if the path is a bypass, which uses no common rail."""
         return self.rail == BYPASS
 
 
 class BypassWay(NamedTuple):
-    """First hop of a possible bypass: this rank's port of rail `via` to `to`'s port of rail `rail`.
+    """First hop of a possible bypass, from this rank's port of rail `via` to a port of rank `to`.
 
-    `to` is either the peer itself, if the fabric connects the ports of different rails, or a third
-    rank that forwards the bytes to the peer.
+    The port of `to` is on rail `rail`. `to` is either the peer itself, if the fabric connects the
+    ports of different rails, or a third rank that forwards the bytes to the peer.
     """
 
     via: int
@@ -94,9 +103,9 @@ class BypassWay(NamedTuple):
 
 
 class ProbeKey(NamedTuple):
-    """Probe of `peer`'s port of rail `rail`, sent from this rank's port of rail `via`.
+    """Probe of the port of `peer` on rail `rail`, sent from this rank's port on rail `via`.
 
-    With ``via == rail`` the two ports are the ends of a path. Otherwise this rank's port of rail
+    With ``via == rail`` the two ports are the ends of a path. Otherwise this rank's port on rail
     `via` is an auxiliary port.
     """
 
@@ -126,7 +135,7 @@ class CallSignature(msgspec.Struct, frozen=True):
     def pack(self) -> int:
         """Return the 64-bit form: 4 bits collective, 6 dtype, 4 op, 12 root, 38 count (elements).
 
-        Larger roots and counts are cut to their lower bits, which suffice to tell calls apart.
+        Larger roots and counts are cut to their lower bits, which distinguish calls well enough.
         """
         head = (self.collective << 10) | (self.dtype << 4) | self.op
         return (head << 50) | ((self.root & _ROOT_MASK) << 38) | (self.count & _COUNT_MASK)
