@@ -1,11 +1,13 @@
 """Validation of the arguments of a collective.
 
-Each collective has one function here. The function views the arrays in host or device memory
-without a copy, allocates the output if the caller passed none, and returns a `Request` with the
-call signature that all ranks must agree on. It does not read array data and does not communicate.
+Each collective except the barrier has one function here. The function views the arrays in host or
+device memory without a copy, allocates the output if the caller passed none, and returns a
+`Request` with the call signature that all ranks must agree on. It does not read array data and does
+not communicate.
 
-Invariant: every `Request` has valid arguments. Invalid arguments raise an error here, before any
-data moves.
+Invariant: the arrays of every `Request` are valid and fit together; other arrays raise
+`InvalidArgument` here, before any data moves. The caller has checked the root. The op is checked by
+`check_op` or by planning, the schedule by planning.
 """
 
 from __future__ import annotations
@@ -124,6 +126,8 @@ def view(x: Any, *, writable: bool) -> Memory:
     ------
     InvalidArgument
         If `as_buffer` or `as_device_buffer` refuses the array.
+    TransportError
+        If `as_device_buffer` cannot query an array in device memory.
     """
     if type(x) is not np.ndarray and is_device_array(x):
         return as_device_buffer(x, writable=writable)
@@ -140,7 +144,7 @@ def as_buffer(x: Any, *, writable: bool) -> Buffer:
         protocol (``bytearray``, ``array.array``, ctypes arrays), or tensor with DLPack, such as a
         torch tensor. Borrowed for the lifetime of the returned buffer.
     writable : bool
-        Whether a result will be written to `x`.
+        True if a result will be written to `x`.
 
     Raises
     ------

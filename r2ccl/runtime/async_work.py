@@ -30,16 +30,16 @@ class Task:
         self._ended = threading.Event()
         #: Exception that the function raised, or None; valid once the task has ended.
         self.error: BaseException | None = None
-        #: The error was raised to a caller.
+        #: True once the error was raised to a caller.
         self.is_seen = False
 
     @property
     def has_ended(self) -> bool:
-        """Whether the task has ended, with or without an error."""
+        """True if the task has ended, with or without an error."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the task has ended; return whether it has."""
+        """Wait up to `timeout_s` seconds until the task has ended; return whether it has."""
         return self._ended.wait(timeout_s)
 
     def succeed(self) -> None:
@@ -71,11 +71,23 @@ class Effects(Protocol):
         ...
 
     def synchronize(self, timeout_s: float) -> bool:
-        """Wait until the device is done; return whether it is."""
+        """Wait up to `timeout_s` seconds until the device is done; return whether it is.
+
+        Raises
+        ------
+        R2cclError
+            If the work on the device failed.
+        """
         ...
 
     def order(self, stream: Any) -> None:
-        """Make work enqueued on `stream` from now on wait for the collective's work."""
+        """Make work enqueued on `stream` from now on wait for the collective's work.
+
+        Parameters
+        ----------
+        stream : object or None
+            None: the stream of the collective.
+        """
         ...
 
 
@@ -106,7 +118,13 @@ class Work:
         Parameters
         ----------
         timeout_s : float, optional
-            Default: ``R2CC_TIMEOUT_S``, the timeout of the collective itself, plus 10 s.
+            Longest wait, in seconds. Default: ``R2CC_TIMEOUT_S``, the timeout of the collective
+            itself, plus 10 s.
+
+        Returns
+        -------
+        object
+            Result of the blocking call with the same arguments.
 
         Raises
         ------
@@ -137,13 +155,14 @@ class Work:
         Parameters
         ----------
         stream : optional
-            As for the collectives. Default: the current stream of the array's library. Work
+            A stream as for the collectives. Default: the stream on which the collective runs. Work
             enqueued on the stream from now on sees the result.
 
         Raises
         ------
         InvalidArgument
-            If the arrays of the call are in host memory; call `wait` instead.
+            If the arrays of the call are in host memory (call `wait` instead), or `stream` is not a
+            stream.
         """
         if self._effects is None:
             raise InvalidArgument(
@@ -179,7 +198,7 @@ class Worker:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        #: No task is queued or running.
+        #: True while no task is queued or running.
         self.is_idle = True
         #: First task that failed; `unseen` clears it.
         self.failed: Task | None = None
@@ -197,7 +216,10 @@ class Worker:
         return task
 
     def enqueue(self, task: Task) -> None:
-        """Queue `task` as `submit` does; a caller that is interrupted here must call `settle`."""
+        """Queue `task`, and raise, as `submit` does.
+
+        The caller must call `settle` if an exception interrupts this method, such as Ctrl-C.
+        """
         with self._changed:
             if self._is_closed:
                 raise CommunicatorRevoked(f"{self._name}: the communicator was closed")
@@ -225,17 +247,22 @@ class Worker:
         return failed.error
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all tasks have ended; return whether they have."""
+        """Wait up to `timeout_s` seconds until all tasks have ended; return whether they have."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._tasks, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse the tasks that have not begun, and wait for the running one.
+        """Refuse later tasks and those that have not begun; wait for the running one.
+
+        Parameters
+        ----------
+        timeout_s : float
+            Longest wait, in seconds.
 
         Returns
         -------
         bool
-            Whether the thread has ended.
+            True if the thread has ended or was never started.
         """
         with self._changed:
             self._is_closed = True

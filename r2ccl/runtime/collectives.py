@@ -1,8 +1,9 @@
 """Start of the collectives of one communicator, and execution of those on host memory.
 
 Collectives run one at a time, in the order of the calls: blocking ones in the caller's thread,
-asynchronous ones in the communicator's worker thread. A call that fails outside the data loop ends
-the communicator, so that no peer waits for that call.
+asynchronous ones, and blocking ones while an asynchronous one runs, in the communicator's worker
+thread. A call that fails outside the data loop ends the communicator, so that no peer waits for
+that call.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Collectives:
 
     @property
     def is_closed(self) -> bool:
-        """Whether calls are refused."""
+        """True if calls are refused."""
         return self._refusal is not None
 
     def close(self, refusal: Callable[[], R2cclError]) -> None:
@@ -103,12 +104,12 @@ class Collectives:
 
     @property
     def is_blocking(self) -> bool:
-        """Whether a blocking call runs, in any thread."""
+        """True if a blocking call runs, in any thread, and no asynchronous call does."""
         return self._worker.is_idle and self._turn.locked()
 
     @property
     def is_below(self) -> bool:
-        """Whether the caller is a signal handler that interrupted a blocking call of its thread."""
+        """True if the caller is a signal handler that interrupted a blocking call of its thread."""
         return self._caller == get_ident()
 
     def require_seen(self) -> None:
@@ -144,7 +145,8 @@ class Collectives:
         Raises
         ------
         InvalidArgument, ScheduleError
-            If the arguments are wrong; no collective was started.
+            If the arguments are wrong; no collective was started. If the call is queued for the
+            worker, a wrong schedule, or a wrong op of a blocking call, ends the communicator.
         ConcurrentCalls
             If a blocking call runs in another thread, or was interrupted by this signal handler.
         R2cclError
@@ -215,6 +217,8 @@ class Collectives:
     def in_turn(self, fn: Callable[[], None]) -> None:
         """Run `fn` after all asynchronous calls issued so far; return when it has run.
 
+        Exceptions of `fn` are passed on. If `fn` ran in the worker, they end the communicator.
+
         Raises
         ------
         ConcurrentCalls
@@ -262,7 +266,7 @@ class Collectives:
         return [row.tobytes() for row in rows]
 
     def calibrate(self) -> Rates:
-        """Measure the latency and the bandwidth of the network.
+        """Measure the latency and the bandwidth of the network; return rates equal on all ranks.
 
         Notes
         -----

@@ -19,9 +19,10 @@ from r2ccl.bootstrap.overlay import without_session
 
 
 class Calling(msgspec.Struct, frozen=True, tag="calling"):
-    """Control message: a rank waits in collective ``op``, and what some ranks have called.
+    """Control message: asks for the ranks that have not called collective ``op``, with reports.
 
-    ``last`` has pairs of a rank and the number of the last collective that the rank has called.
+    ``op`` is the highest collective that the sender knows a rank to wait in. ``last`` has the
+    reports: pairs of a rank and the number of the last collective that the rank has called.
     """
 
     op: int
@@ -29,11 +30,12 @@ class Calling(msgspec.Struct, frozen=True, tag="calling"):
 
 
 class DesyncCheck:
-    """Last collective of every rank, as the ranks have reported it to each other.
+    """Desync check of one rank: the last collective that each other rank has reported.
 
     Parameters
     ----------
     rank : int
+        This rank.
     peers : iterable of int
         All other ranks.
     patience_s : float
@@ -51,14 +53,19 @@ class DesyncCheck:
         self._rank = rank
         self._patience_s = patience_s
         self._control = control
+        #: Number of the last collective that this rank reports as called.
         self._own = 0
         #: Ranks whose last report this rank has not passed on.
         self._unspread: set[int] = set()
+        #: Collective and activity at `_quiet_since_s`, the time of the last progress.
         self._mark = (0, 0)
         self._quiet_since_s = 0.0
 
     def on_calling(self, message: Calling, op: int) -> None:
-        """Handle a message of a neighbor; `op` is the last collective that this rank has called."""
+        """Store the reports of a neighbor and pass its question on, if it is new.
+
+        `op` is the last collective that this rank has called.
+        """
         for rank, theirs in message.last:
             if theirs > self.said.get(rank, theirs):
                 self.said[rank] = theirs
@@ -67,7 +74,7 @@ class DesyncCheck:
             self._ask(message.op, op)
 
     def called(self, op: int) -> None:
-        """Answer that this rank has called `op`, which is `asked_op` or an earlier collective."""
+        """Report in the next `spread` that this rank has called `op`, at most `asked_op`."""
         self._own = op
         self._unspread.add(self._rank)
 
@@ -95,7 +102,10 @@ class DesyncCheck:
             self._ask(op, op)
 
     def spread(self) -> None:
-        """Pass the reports on; called from time to time, so that one message has several."""
+        """Send the new reports to the neighbors that do not receive them from the rank itself.
+
+        Called from time to time, so that one message has several reports.
+        """
         news, self._unspread = self._unspread, set()
         if not news:
             return

@@ -28,7 +28,8 @@ class Ending:
     name : str
         Name of the thread.
     steps : sequence of callable
-        Each is called with the timeout in seconds; a step may have a different limit.
+        Each is called with the timeout of `begin`, in seconds, which need not be the only limit of
+        the step. An exception is logged, and the next step runs.
     """
 
     def __init__(self, name: str, steps: Sequence[Callable[[float], None]]) -> None:
@@ -45,14 +46,17 @@ class Ending:
         self._thread.start()
 
     def begin(self, timeout_s: float) -> None:
-        """Start the steps with this timeout, unless they were started before."""
+        """Start the steps with this timeout, above 0, unless they were started before."""
         if not self._timeout_s:
             self._timeout_s = timeout_s
         with contextlib.suppress(RuntimeError):  # the steps were started before
             self._gate.release()
 
     def wait(self, timeout_s: float, nsteps: int | None = None) -> bool:
-        """Wait for all steps, or the first `nsteps`; return whether they finished."""
+        """Wait up to `timeout_s` seconds for all steps, or the first `nsteps`.
+
+        Return whether they have finished.
+        """
         # Thread.join is not used: after Ctrl-C in a join, CPython 3.11 reports a running thread as
         # ended.
         return self._taken[(nsteps or len(self._steps)) - 1].wait(timeout_s)

@@ -71,7 +71,7 @@ _REST_S = 0.002
 _SETTLE_S = 2.0
 #: Maximum number of Ctrl-C that may interrupt the end of a failed call.
 _MOST_INTERRUPTS = 1_000
-#: Time for all rails to a new peer to come up; then a call begins over those that are up.
+#: Time for all rails to a new peer to come up; afterwards one path to the peer is enough.
 STANDBY_S = 0.5
 #: Time that a running call has to end after the communicator was closed.
 _LAST_CALL_S = 10.0
@@ -79,13 +79,19 @@ _LAST_CALL_S = 10.0
 _TICK_S = 0.02
 
 
-#: Function that returns the plan of the next collective. It takes the health to plan with and the
+#: Function that returns the plan of the next collective, given the health to plan with and the
 #: number of the last collective.
 SelectPlan = Callable[[Health, int], Plan]
 
 
 class BackgroundControl(ControlPort, Protocol):
-    """Interface of the control plane that the engine uses, in addition to `ControlPort`."""
+    """Interface of the control plane that the engine uses, in addition to `ControlPort`.
+
+    Attributes
+    ----------
+    is_busy : bool
+        Set by the engine: True while a call waits in the data loop.
+    """
 
     is_busy: bool
 
@@ -94,7 +100,7 @@ class BackgroundControl(ControlPort, Protocol):
         ...
 
     def call_later(self, delay_s: float, fn: Callable[[], object]) -> None:
-        """Run `fn` in the control thread after `delay_s`."""
+        """Run `fn` in the control thread after `delay_s` seconds."""
         ...
 
 
@@ -167,7 +173,7 @@ class Engine:
 
     @property
     def error(self) -> R2cclError | None:
-        """Error that ended the communicator, or None."""
+        """Error that ended the communicator at this rank; None while it is in use."""
         return self._revocation.error
 
     def repairs(self) -> tuple[Repair, ...]:
@@ -239,11 +245,14 @@ class Engine:
         self.submit(self._migration.on_opened, peer, rail, epoch, sock)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
-        """Handle the loss of the process of `peer`, last heard of `last_heard_s` seconds ago."""
+        """Handle the loss of the process of `peer`.
+
+        `last_heard_s` is the time since its last sign of life, in seconds; None if it is not known.
+        """
         self.submit(self._failover.on_peer_lost, peer, why, last_heard_s)
 
     def on_tick(self, now: float) -> None:
-        """Run the data loop once if no call runs it."""
+        """Run the data loop and the timers of failover once; `now` is in seconds."""
         self.submit(self._background, now)
 
     def on_carrier(self, rail: int, is_up: bool) -> None:
@@ -282,7 +291,10 @@ class Engine:
             fn(*args)
 
     def _background(self, now: float) -> None:
-        """Run the data loop once for a rank that is not in a call; harmless if it is in one."""
+        """Run the data loop and the timers once, for a rank that is not in a call.
+
+        If the rank is in a call, the call's thread runs this function, which does no harm.
+        """
         if self._revocation.error is None:
             self._progress.step()
             self._failover.tick(now, self._peers)
@@ -316,8 +328,15 @@ class Engine:
     def start(self) -> None:
         """Connect every path.
 
-        Return when all paths are up or, after ``R2CC_CONNECT_TIMEOUT_S``, at least one to each peer
-        is up.
+        Return when all paths to the first peers are up or, after ``R2CC_CONNECT_TIMEOUT_S``, at
+        least one to each of them is up.
+
+        Raises
+        ------
+        TransportTimeout
+            If a peer has no path within ``R2CC_INIT_TIMEOUT_S``.
+        R2cclError
+            If the communicator ended meanwhile.
         """
         with self._owner:
             self._failover.start()
@@ -346,7 +365,8 @@ class Engine:
         TransportTimeout
             If the ranks do not agree within ``R2CC_TIMEOUT_S``.
         R2cclError
-            If the communicator has ended.
+            If this method had to wait and the communicator has ended. Without a wait, only `run`
+            raises this error.
         """
         agreement = self._failover.agreement
         if agreement is None:
@@ -450,7 +470,7 @@ class Engine:
             self._control.call_later(_REST_S, self._send_rest)
 
     def _connect(self, peers: frozenset[int]) -> None:
-        """Connect data paths to those of the ranks of a plan that have none."""
+        """Connect data paths to those of the ranks of a plan that have none; wait for them."""
         self.nconnects += 1
         self._failover.connect_peers(peers)
         enough_s = self._clock() + STANDBY_S
@@ -482,15 +502,37 @@ class Engine:
                 raise
 
     def register(self, memory: npt.NDArray[np.uint8]) -> RegisteredMemory:
-        """Register host memory with the transport; Ctrl-C ends the communicator, as in `call`."""
+        """Register host memory with the transport; Ctrl-C ends the communicator, as in `call`.
+
+        Raises
+        ------
+        TransportError
+            If a NIC refuses the memory, or the limit of registered memory would be exceeded.
+        """
         return RegisteredMemory(self, self.call(partial(self._transport.register, memory)))
 
     def register_device(self, address: int, nbytes: int) -> Registered:
-        """Register `nbytes` of device memory at `address` with the transport."""
+        """Register `nbytes` of device memory at `address` with the transport.
+
+        The caller must own the data loop, as in `call`.
+
+        Raises
+        ------
+        TransportError
+            If a rail cannot reach the memory.
+        """
         return self._transport.register_device(address, nbytes)
 
     def leave(self) -> None:
         """Wait until every slice of every rank is confirmed.
+
+        Raises
+        ------
+        TransportTimeout
+            If a peer does not confirm, or a rank does not call it, within
+            ``R2CC_INIT_TIMEOUT_S``.
+        R2cclError
+            If the communicator has ended.
 
         Notes
         -----
@@ -525,7 +567,7 @@ class Engine:
         self.submit(self._revocation.end, error, message)
 
     def tell_why(self) -> None:
-        """Send the reason for which the communicator ended, if it has ended; see `Revocation`."""
+        """Send the other ranks the reason why the communicator ended, if it ended with an error."""
         self._revocation.tell_why()
 
     def descriptors(self) -> list[int]:
@@ -536,7 +578,10 @@ class Engine:
         return self._transport.descriptors()
 
     def close(self) -> None:
-        """Free the transport once the running call, if any, has ended."""
+        """Free the transport once the running call, if any, has ended.
+
+        If the call does not end within `_LAST_CALL_S`, log an error and free nothing.
+        """
         if not self._owner.acquire(timeout=_LAST_CALL_S):
             _log.error(
                 "rank %d: a call still runs %g s after the communicator was closed: its "
@@ -711,7 +756,7 @@ class Engine:
         return Pending(self.rank, "", now, now)
 
     def _patience(self, pending: Callable[[], Pending]) -> _Patience:
-        """Return the patience of init() and close()."""
+        """Return the patience of a wait in init() or close(), which `pending` describes."""
         return _Patience(self.config.init_timeout_s, "R2CC_INIT_TIMEOUT_S", pending)
 
     def _pending_init(self) -> Pending:

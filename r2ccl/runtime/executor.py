@@ -54,7 +54,7 @@ class Operands(Protocol):
 
     @property
     def is_bandwidth_sample(self) -> bool:
-        """Whether the slices of this collective serve to measure the bandwidth of the rails."""
+        """True if the slices of this collective serve to measure the bandwidth of the rails."""
         ...
 
     @property
@@ -92,12 +92,12 @@ class HostCall:
     source, output : ndarray
         Flat and contiguous; the same memory if the collective is in place.
     reduce : callable
-        ``reduce(left, right, out)``.
+        ``reduce(left, right, out)``, on arrays of equal size; `out` may be one of the operands.
     finish : callable or None
         Applied in place to every finished slice of the result; divides by the number of ranks for
         AVG.
     is_bandwidth_sample : bool
-        Whether the slices serve to measure the bandwidth of the rails. This requires that no two
+        True if the slices serve to measure the bandwidth of the rails. This requires that no two
         peers send to the same port.
     """
 
@@ -126,7 +126,7 @@ class HostCall:
         self.views = tuple(memoryview(space.view(np.uint8)) for space in self.spaces)  # type: ignore[arg-type]
 
     def apply(self, step: Step, lo: int, hi: int, received: Any) -> int:
-        """Implement `Operands.apply`; always return 0."""
+        """Implement `Operands.apply`; return 0, because no work is deferred."""
         out = self.spaces[step.dst_space][lo:hi]
         kind = step.kind
         if kind is OpKind.RECV_REDUCE:
@@ -172,7 +172,7 @@ class LandingPool:
         self._free: dict[int, list[Place]] = {}
 
     def take(self, nbytes: int) -> Place:
-        """Return a landing place of `nbytes` bytes, preferably the one used most recently."""
+        """Return a landing place of `nbytes` bytes: the free one used last, or else a new one."""
         free = self._free.get(nbytes)
         return free.pop() if free else self._allocate(nbytes)
 
@@ -272,7 +272,7 @@ class LaneRun:
     # Called by Links and Progress
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
-        """Use a slice at once if its op may run, otherwise hold it."""
+        """Use a slice at once if its op may run; otherwise hold it until `advance` can use it."""
         index = landing.index
         step = self._steps[index]
         cursor = self._receivers[step.peer]
@@ -361,7 +361,7 @@ class LaneRun:
     # Receiving
 
     def _ask(self, cursor: _Inbound) -> None:
-        """Post receives ahead, as far as the depth and the dependencies allow."""
+        """Post the next receives, as far as the depth and the dependencies allow."""
         while cursor.at < len(cursor.order):
             index = cursor.order[cursor.at]
             step = self._steps[index]

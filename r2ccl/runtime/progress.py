@@ -42,7 +42,7 @@ class Computer(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether some work is not yet known to be done."""
+        """True if some work is not yet known to be done."""
         ...
 
     def commit(self) -> None:
@@ -103,7 +103,8 @@ class Progress:
     def begin(self, computer: Computer | None = None) -> None:
         """Prepare the data loop for the collective that `Links.begin` started.
 
-        Optional without a `computer` if `ahead` is empty.
+        Revoke the communicator if a peer has started a different collective with this number. The
+        call may be left out if there is no `computer` and `ahead` is empty.
 
         Parameters
         ----------
@@ -127,7 +128,7 @@ class Progress:
     # The loop
 
     def step(self, timeout_s: float = 0.0) -> bool:
-        """Run the loop once; return whether anything happened.
+        """Run the loop once; return whether an event arrived or deferred work was done.
 
         If no event is pending, wait up to `timeout_s` seconds for one.
         """
@@ -156,7 +157,7 @@ class Progress:
 
     @property
     def is_computing(self) -> bool:
-        """Whether the collective waits for deferred work, whose end causes no transport event."""
+        """True if the collective waits for deferred work, whose end causes no transport event."""
         return self._computer is not None and self._computer.is_busy
 
     def _take_computed(self, computer: Computer) -> bool:

@@ -29,7 +29,7 @@ class SignalDump:
     ----------
     signum : int
     write : callable
-        Called in the main thread between two bytecodes; must not raise.
+        Called without arguments in the main thread, between two bytecodes; must not raise.
 
     Raises
     ------

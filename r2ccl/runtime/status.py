@@ -165,7 +165,8 @@ class LinkEntry(msgspec.Struct, frozen=True):
 class PeerEntry(msgspec.Struct, frozen=True):
     """Another rank: its host and process, time of its last sign of life, and last collective.
 
-    ``heard_s`` is None if this rank has no session with it.
+    ``heard_s`` is None if this rank has no session with it. ``last_op`` is the number of the last
+    collective it was seen in; 0: none.
     """
 
     rank: int
@@ -176,7 +177,17 @@ class PeerEntry(msgspec.Struct, frozen=True):
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """Collective in progress; ``nslices_left`` counts slices to send or receive, per channel."""
+    """Collective in progress.
+
+    Attributes
+    ----------
+    op : int
+        Number of the collective, from 1.
+    call : str
+        Collective and its arguments.
+    nslices_left : tuple of int
+        Per channel, slices that are still to be sent, received, copied or reduced.
+    """
 
     op: int
     call: str
@@ -262,8 +273,11 @@ class HeldPath(msgspec.Struct, frozen=True):
 class RankStatus(msgspec.Struct, frozen=True):
     """Full status of one rank.
 
-    ``error`` is the error that ended the communicator, or empty. ``nconnects`` is the number of
-    calls that connected data paths before their first slice.
+    ``now_s`` is the time of this reading. ``error`` is the error that ended the communicator, or
+    empty. ``nconnects`` is the number of calls that connected data paths before their first slice.
+    ``operations`` has the collective in progress, if any. ``health`` is None with
+    ``R2CC_MODE=failstop``. ``held`` has the failed paths that must stay good for some time before
+    they are used again.
     """
 
     rank: int
@@ -422,7 +436,7 @@ def _listed(items: list[str]) -> str:
     return ", ".join(items[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-#: Maximum number of list entries in a message; the attributes hold all entries.
+#: Maximum number of list entries in a text; the attributes of `Pending` hold all entries.
 _SHOWN = 8
 
 __all__ = [

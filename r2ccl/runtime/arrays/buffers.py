@@ -127,7 +127,12 @@ def like_part(x: Any, nparts: int) -> Any:
     """Allocate an output for one of `nparts` equal parts of `x`, otherwise as `like` does.
 
     If `nparts` divides the number of rows of `x`, the output has ``1 / nparts`` of these rows.
-    Otherwise the output is flat.
+    Otherwise the output is flat. `nparts` must divide the number of elements.
+
+    Raises
+    ------
+    InvalidArgument
+        As for `like`.
     """
     shape = _shape(x)
     if shape and shape[0] % nparts == 0:
