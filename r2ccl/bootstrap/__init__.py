@@ -1,9 +1,10 @@
 """Rendezvous, authentication and the control plane: how ranks find, trust and reach each other.
 
 The data plane calls `connect` and uses the `r2ccl.bootstrap.control.ControlPlane` that it returns.
-Users call `r2ccl.bootstrap.launch.launch`. Outside this package only transports use sockets.
+Users call `r2ccl.bootstrap.launch.launch`. Outside this package only transports open connections to
+other ranks.
 
-Modules, in the order a job uses them: ``launch`` starts ranks; ``identity`` and ``secretfile``
+Main modules, in the order a job uses them: ``launch`` starts ranks; ``identity`` and ``secretfile``
 determine this process's rank and secret; ``startup`` and ``rendezvous`` find the other ranks;
 ``wire`` and ``listener`` open authenticated connections; ``overlay`` chooses the ranks that have
 sessions; ``session``, ``peer``, ``paths`` and ``control`` make the control plane; ``succession``

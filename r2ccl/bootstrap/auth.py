@@ -98,7 +98,7 @@ class Secret:
             ) from None
 
     def hex(self) -> str:
-        """Return the secret in hexadecimal, for an environment variable or a file of mode 0600."""
+        """Return the 64 hexadecimal digits, for an environment variable or a file of mode 0600."""
         return self._key.hex()
 
     def sign(self, message: bytes) -> bytes:

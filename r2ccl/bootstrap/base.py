@@ -16,11 +16,15 @@ class Post(Protocol):
     """Sender of control messages to other ranks."""
 
     def send(self, peer: int, message: object) -> None:
-        """Queue `message` for `peer`; it arrives exactly once, in the order sent."""
+        """Queue `message` for `peer`; over a session it arrives exactly once, in the order sent.
+
+        Without a session with `peer` it passes through other ranks, and is lost if one of them is
+        lost meanwhile.
+        """
         ...
 
     def broadcast(self, message: object) -> None:
-        """Queue `message` for every other rank; it arrives even if ranks in between are lost."""
+        """Queue `message` for every other rank; it arrives even if some ranks are lost."""
         ...
 
     def gossip(self, message: object, source: int = -1) -> None:
@@ -40,19 +44,28 @@ class ControlPort(Post, Protocol):
     neighbors: frozenset[int]
 
     def open_session(self, peer: int) -> None:
-        """Send messages to `peer` directly from now on; `peer` must do the same."""
+        """Connect a session with `peer`, over which messages to it are sent from now on.
+
+        `peer` must call `open_session` too: the lower rank dials, the higher rank accepts.
+        """
         ...
 
     def accept_path(self, peer: int, rail: int, epoch: int) -> None:
-        """Accept one data connection with exactly this (peer, rail, epoch)."""
+        """Accept one data connection with exactly this (peer, rail, epoch); for the higher rank."""
         ...
 
     def dial_path(self, peer: int, rail: int, epoch: int) -> None:
-        """Connect the path to `peer` on `rail`; retry until it succeeds or is cancelled."""
+        """Connect the path to `peer` on `rail`; for the lower rank.
+
+        Retries until it succeeds or `cancel_path` is called.
+        """
         ...
 
     def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
-        """Connect to `peer`, as its path of rail `BYPASS`, by the first of `ways` that works."""
+        """Connect to `peer`, as its path of rail `BYPASS`, by the first of `ways` that works.
+
+        For the lower rank. Each way is tried once.
+        """
         ...
 
     def cancel_path(self, peer: int, rail: int) -> None:

@@ -1,10 +1,11 @@
 """Bypasses: connections between two ranks that have no rail in common.
 
-The lower rank dials several ways, each a little after the one before, and uses the first over
-which the higher rank authenticates: from any of its NICs to any NIC of the peer, or through a third
-rank, the forwarder. The forwarder accepts an authenticated rank, connects to the target over the
-first rail that answers, and copies bytes in both directions until either side closes. The two ranks
-authenticate each other end to end through the forwarder. Runs in the control thread.
+A *way* is a connection from a NIC of the lower rank to a NIC of the higher rank, or one through a
+third rank, the forwarder. The lower rank dials several ways, each after a short pause, and uses the
+first over which the higher rank authenticates. The forwarder accepts an authenticated rank,
+connects to the target over the first rail that answers, and copies bytes in both directions until
+either side closes. The two ranks authenticate each other end to end through the forwarder. Runs in
+the control thread.
 
 Bypasses are not probed. The kernel closes a TCP connection after `SILENCE_S` without an answer from
 the kernel at the other end. That closes the whole bypass, and the two ranks try other ways.
@@ -31,18 +32,18 @@ from r2ccl.types import BypassWay, PathKey
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
-#: Most connections that a rank forwards at a time.
+#: Maximum number of connections that a rank forwards at a time.
 MAX_FORWARDED = 256
-#: Time without an answer from the remote kernel that closes a connection: enough for several
-#: retransmissions.
+#: Time without an answer from the remote kernel after which a connection is closed: long enough for
+#: several retransmissions.
 SILENCE_S = 2.0
 #: Pause before the next way is tried as well. A working way connects in a few round trips.
 STAGGER_S = 0.02
-#: Covers two retransmissions of a SYN (Linux sends the first after 1 s).
+#: Long enough for one retransmission of a SYN, which Linux sends after 1 s.
 _CONNECT_TIMEOUT_S = 2.0
 _COPY_NBYTES = 256 << 10
 
-#: Most connection attempts of a rank at a time, for all its peers together.
+#: Maximum number of attempts of a rank to connect bypasses at a time, to all its peers together.
 MAX_ATTEMPTS = 64
 
 Attempt = Callable[[], Coroutine[Any, Any, socket.socket]]
@@ -51,8 +52,8 @@ Attempt = Callable[[], Coroutine[Any, Any, socket.socket]]
 async def first_of(attempts: Sequence[Attempt], stagger_s: float = STAGGER_S) -> socket.socket:
     """Start the attempts one after another and return the socket of the first that succeeds.
 
-    The next attempt starts after `stagger_s`, or as soon as a running one fails. When one succeeds,
-    the others are cancelled, or their sockets closed.
+    The next attempt starts `stagger_s` seconds after the previous one, or as soon as a running one
+    fails. When one succeeds, the others are cancelled, or their sockets closed.
 
     Raises
     ------
@@ -146,7 +147,8 @@ class Forwarder:
         Raises
         ------
         HandshakeRejected
-            If the claim names no rank to forward to, or `MAX_FORWARDED` connections exist.
+            If ``claim.beyond`` is this rank, does not exist or is not above the dialer's rank, or
+            this rank forwards `MAX_FORWARDED` connections already.
         """
         if not claim.src < claim.beyond < len(self._peers) or claim.beyond == self._setting.rank:
             raise HandshakeRejected("nobody to forward to")

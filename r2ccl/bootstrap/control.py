@@ -8,10 +8,10 @@ The data plane calls the methods of `ControlPlane`, from any thread and without 
 control plane calls the methods of its `ControlHandler`, in the control thread. The meaning of
 messages and the use of sockets is up to the data plane.
 
-Invariants: a message is delivered exactly once and in order, even if connections fail; a socket is
-handed over only after both ends proved the secret, and only if its (peer, rail, epoch) is the
-expected one; a peer is reported lost at most once. A message that passes through neighbors is lost
-if one of them is lost meanwhile.
+Invariants: over a session, a message is delivered exactly once and in order, even if connections
+fail; a socket is handed over only after both ends proved the secret, and only if its (peer, rail,
+epoch) is the expected one; a peer is reported lost at most once. A message that passes through
+neighbors is lost if one of them is lost meanwhile.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ logger = logging.getLogger("r2ccl.bootstrap")
 
 _BUSY_TICK_S = 0.02
 _IDLE_TICK_S = 0.1
-#: A tick that is late by more than this means that this process did not run.
+#: If a tick is late by more than this, the process was stopped or blocked meanwhile.
 _STALL_S = 0.05
 #: Time that `close` gives the thread to end, after its deadline for Goodbyes.
 _STOP_S = 1.0
@@ -60,7 +60,7 @@ class ControlHandler(Protocol):
     """
 
     def on_message(self, peer: int, message: object) -> None:
-        """Handle a message from `peer`: each exactly once, in the order sent.
+        """Handle a message from `peer`: each once and, over a session, in the order sent.
 
         `message` has one of the registered types, or is `Goodbye` when a peer that this rank has a
         session with closes normally.
@@ -74,16 +74,23 @@ class ControlHandler(Protocol):
         """
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
-        """Handle the loss of `peer`: once per peer, and its last callback.
+        """Handle the loss of `peer`: called once per peer, and the last callback about that peer.
 
         Parameters
         ----------
+        peer : int
+        why : str
+            Evidence of the loss.
         last_heard_s : float or None
-            Seconds from its last sign of life to the loss, at the rank that found the loss.
+            Seconds from its last sign of life to the loss, at the rank that found the loss. None if
+            all ranks that have a session with `peer` are lost.
         """
 
     def on_tick(self, now: float) -> None:
-        """Advance timers: called every 20 ms while `ControlPlane.is_busy`, else every 100 ms."""
+        """Advance timers: called every 20 ms while `ControlPlane.is_busy`, else every 100 ms.
+
+        `now` is the time in seconds of the control plane's clock.
+        """
 
 
 class ControlPlane:
@@ -122,10 +129,10 @@ class ControlPlane:
     neighbors : frozenset of int
         Ranks that this rank has a session with from the start, and that `gossip` sends to.
     is_busy : bool
-        Set by the engine while a call runs or background work is pending. The control thread reads
-        it at every tick; setting it wakes no thread.
+        Set by the engine while a call waits. The control thread reads it at every tick; setting it
+        wakes no thread.
     is_on_one_host : bool
-        Whether all ranks share one network stack (`PeerInfo.host`).
+        True if all ranks share one network stack (`PeerInfo.host`).
     nwires : int
         Number of rails that add bandwidth to one another: the RDMA ports if there are any; else 1
         if all rails are loopback, which share the memory bandwidth; else all rails that are no last
@@ -304,8 +311,7 @@ class ControlPlane:
     def broadcast(self, message: object) -> None:
         """Queue `message` for every other rank; it arrives even if other ranks are lost meanwhile.
 
-        Each rank passes it on to its neighbors, so it costs all ranks together n times as many
-        messages as a rank has neighbors.
+        Each rank passes it on to its neighbors. All ranks together send about 2 n log2(n) messages.
         """
         self._do(functools.partial(self._broadcast, self._codec.encode(message)))
 
@@ -431,7 +437,7 @@ class ControlPlane:
 
     def _on_peer_down(self, sender: int, news: PeerDown) -> None:
         if news.rank == self.rank:
-            # They are not reported as lost: the other ranks follow the report of the witness.
+            # The other ranks are not told of these losses: they follow the report of the witness.
             for peer in {sender, news.witness} & self._everyone:
                 self._lose(peer, f"it has given this rank up: {news.why}", news.last_heard_s)
         elif news.rank in self._everyone:
@@ -444,7 +450,8 @@ class ControlPlane:
     ) -> bool:
         """Report the loss of `peer` to the handler; return True if other ranks are to be told.
 
-        False: it was reported before, or this rank closes.
+        False: `peer` is lost or has left already, or this rank closes. `witness` is the rank that
+        found the loss; None: this rank.
         """
         if self._overlay.is_closed(peer):
             return False
@@ -480,7 +487,7 @@ class ControlPlane:
 
     def _open_up(self, sender: int, message: Routed | Flooded) -> None:
         if self._overlay.is_closed(message.source):
-            return  # its loss was the last that the handler hears of it
+            return  # the handler gets no message of a rank after its loss
         try:
             inner = self._codec.decode(message.body)
         except msgspec.MsgspecError as exc:

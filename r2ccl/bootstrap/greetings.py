@@ -44,7 +44,8 @@ class Table(msgspec.Struct, frozen=True, tag="table"):
 class MeetingFailed(msgspec.Struct, frozen=True, tag="failed"):
     """Failure of the rendezvous; every rank raises an error with this text.
 
-    If the cause is a rank that exited, ``lost`` is that rank and ``host`` its host.
+    ``is_timeout`` is True if ranks did not arrive in time. If the cause is a rank that exited,
+    ``lost`` is that rank and ``host`` its host; otherwise ``lost`` is -1.
     """
 
     text: str
@@ -99,7 +100,7 @@ def decode(body: bytes) -> Greeting:
     except msgspec.MsgspecError as exc:
         raise InvalidArgument(
             f"rendezvous: received a message that this version cannot decode ({exc}): "
-            "is the same r2ccl installed everywhere?"
+            "install the same version of r2ccl on all ranks"
         ) from exc
 
 
@@ -115,7 +116,7 @@ def expect(kind: type[_T], body: bytes) -> _T:
     if not isinstance(message, kind):
         raise InvalidArgument(
             f"rendezvous: received {type(message).__name__}, expected {kind.__name__}: "
-            "is the same r2ccl installed everywhere?"
+            "install the same version of r2ccl on all ranks"
         )
     return message
 

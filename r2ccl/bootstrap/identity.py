@@ -71,8 +71,9 @@ def identify(config: Config, comm: Any | None, env: Mapping[str, str]) -> Identi
     Raises
     ------
     InvalidArgument
-        If the rank of this process is not defined, its definition is incomplete, or the MPI
-        launcher and mpi4py differ in the number of ranks.
+        If the rank of this process is not defined, its definition is incomplete, the MPI launcher
+        and mpi4py differ in the number of ranks, rank 0 cannot open its rendezvous (only with MPI),
+        or there is no usable secret.
     """
     if comm is not None:
         mpi = sys.modules.get("mpi4py.MPI")
@@ -133,7 +134,7 @@ def _from_mpi(config: Config, comm: Any) -> Identity:
             address, port = listener.getsockname()[:2]
             offer = (address, port, secrets.token_hex(SECRET_NBYTES))
         except (OSError, InvalidArgument) as exc:
-            offer = f"rank 0 cannot open its rendezvous: {exc}"  # the others wait for it
+            offer = f"rank 0 cannot open its rendezvous: {exc}"  # the other ranks wait in bcast
     offer = comm.bcast(offer, root=0)
     if isinstance(offer, str):
         raise InvalidArgument(offer)
@@ -229,7 +230,7 @@ def _secret_source(
 
 
 def _is_own_address(rank: int, host: str) -> bool:
-    """Whether `host` is an address of this host; True if the name cannot be resolved yet."""
+    """Return whether `host` is an address of this host; True if it cannot be resolved yet."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     except UnicodeError as exc:

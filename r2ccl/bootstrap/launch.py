@@ -1,4 +1,4 @@
-"""Launcher of ranks on this machine: runs a function in n ranks, or makes environments of scripts.
+"""Launcher of ranks on this machine: runs a function in n ranks, or makes environments for scripts.
 
 The launcher opens the listening socket of the rendezvous and rank 0 inherits the socket, so that no
 other process can take the port. The launcher also generates the secret and passes it to the ranks
@@ -65,7 +65,10 @@ class LocalJob:
         self.listener.close()
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the environment variables of `rank`, except `LISTEN_FD_VARIABLE`."""
+        """Return the environment variables of `rank`, which contain the secret.
+
+        `LISTEN_FD_VARIABLE` is missing, because only the starter of rank 0 knows the descriptor.
+        """
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.nranks),
@@ -109,7 +112,8 @@ def launch(
     Exception
         If a rank raises: its exception, with the remote traceback as the cause.
     R2cclError
-        If a rank exits without a result or an exception.
+        If a rank exits without a result or an exception, raises an exception that cannot be
+        pickled, or the process that forks the ranks exits early.
     TransportTimeout
         If not all ranks return within `timeout_s`.
     InvalidArgument
@@ -213,7 +217,9 @@ class _Ranks:
             self.ranks[ended].exit_status = status
 
     def end(self, grace_s: float) -> None:
-        """Wait `grace_s` for the ranks to exit; send SIGTERM, then SIGKILL, to those still alive.
+        """Wait `grace_s` seconds for the ranks to exit; then end those still alive by signals.
+
+        They get SIGTERM and, after `_TERMINATION_GRACE_S`, SIGKILL.
 
         After a failure, the remaining ranks have the grace period to notice the lost peer.
         """
@@ -257,7 +263,7 @@ def _collect(started: _Ranks, deadline: float, timeout_s: float | None) -> list[
         if not ready:
             raise TransportTimeout(
                 f"launch: ranks {sorted(waiting.values())} did not return within {timeout_s:g} s "
-                "and were terminated"
+                "and were terminated; look at their output, or raise timeout_s"
             )
         for results in ready:
             assert isinstance(results, Connection)

@@ -27,19 +27,22 @@ _VARIABLES = {
 
 
 class LauncherClaim(msgspec.Struct, frozen=True):
-    """Rank and number of ranks in a launcher's variables; -1: not set. ``told`` quotes them."""
+    """Rank and number of ranks in a launcher's variables; -1: not set, or not a number.
+
+    ``told`` quotes the variables for messages.
+    """
 
     rank: int
     nranks: int
     told: str
 
     def fits(self, nranks: int) -> bool:
-        """Whether a ``COMM_WORLD`` of `nranks` ranks is consistent with these variables."""
+        """Return whether a ``COMM_WORLD`` of `nranks` ranks is consistent with these variables."""
         return nranks == self.nranks or (self.nranks < 0 and self.rank < nranks)
 
 
 def is_launched(env: Mapping[str, str]) -> bool:
-    """Whether an MPI launcher started this process."""
+    """Return whether an MPI launcher started this process, as its variables show."""
     return any(name in env for name in _VARIABLES)
 
 

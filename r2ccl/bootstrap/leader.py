@@ -52,7 +52,8 @@ _T = TypeVar("_T")
 
 #: Time that rank 0 waits for more ranks after an error, in order to send it to them, too.
 _FAULT_GRACE_S = 0.5
-#: Extra time that the other ranks wait, in order to receive rank 0's report of a timeout.
+#: Extra time that the other ranks wait to receive rank 0's report of a timeout, and limit of the
+#: time that rank 0 takes to send a message to all ranks.
 VERDICT_MARGIN_S = 5.0
 #: Longest wait of rank 0 for its port, which a previous job may be about to close.
 _BIND_PATIENCE_S = 3.0
@@ -95,7 +96,13 @@ class Leader:
         self._progress = asyncio.Event()
 
     async def run(self) -> Meeting:
-        """Run the rendezvous and return its result; close all sockets."""
+        """Run the rendezvous and return its result; close all sockets.
+
+        Raises
+        ------
+        R2cclError
+            As for `r2ccl.bootstrap.rendezvous.meet`. The ranks that have arrived raise it, too.
+        """
         secret = self._identity.secret.current()
         assert secret is not None, "rank 0 generates the secret or was given it"
         sock = await self._listen()
@@ -264,7 +271,7 @@ class Leader:
                 while len(self._members) < everyone:
                     await self._progress.wait()
         except TimeoutError:
-            logger.debug("some ranks did not arrive in time to receive the error")
+            logger.debug("rank 0: some ranks did not arrive in time to receive the error")
 
     # -- second round -----------------------------------------------------------------------
 

@@ -33,12 +33,14 @@ from r2ccl.errors import describe_os_error
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
-#: Most unauthenticated connections of one listener at a time; a new one evicts the oldest.
+#: Default maximum number of unauthenticated connections of a listener at a time; a new one evicts
+#: the oldest.
 MAX_PENDING = 64
-#: Rate and burst of accepted connections that fail to authenticate. Each takes about 0.3 ms of the
-#: control thread. A full backlog is accepted within a second, before dialers time out.
+#: Rate and burst of accepted connections that fail to authenticate: above them, accepting pauses.
+#: Each takes about 0.3 ms of the control thread. A full backlog is accepted within a second, before
+#: dialers time out.
 _UNPROVED_PER_S, _UNPROVED_BURST = 1000.0, 1024.0
-#: Pause after a failed accept: a full table of file descriptors clears as connections close.
+#: Pause after a failed accept; if no descriptor was free, closing connections free some meanwhile.
 _ACCEPT_RETRY_S = 0.1
 _LOG_INTERVAL_S = 5.0
 
@@ -83,7 +85,8 @@ class Unneeded(Exception):
     """Raised by a gate for an authenticated connection no longer needed; not logged or counted."""
 
 
-#: Takes over the socket of an authenticated connection; runs in the loop and must not block.
+#: Function that takes over the socket of an authenticated connection; runs in the loop and must not
+#: block.
 Handover = Callable[[socket.socket], None]
 #: Function that decides about a connection, given its proved claim and the index of the listening
 #: socket; may wait until the connection is expected. Returns the function that takes over the
@@ -128,7 +131,7 @@ class Listener:
     timeout_s : float
         Longest time of one handshake in seconds, including the wait of the gate.
     max_pending : int
-        Most unauthenticated connections at a time.
+        Maximum number of unauthenticated connections at a time; a new one evicts the oldest.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class ControlLoop:
         self._thread.start()
 
     def is_current(self) -> bool:
-        """Whether the caller runs in the control thread."""
+        """Return whether the caller runs in the control thread."""
         return threading.get_ident() == self._thread.ident
 
     def descriptors(self) -> list[int]:
@@ -50,7 +50,15 @@ class ControlLoop:
         return [self._selector.fileno(), *(key.fd for key in watched)]
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run `work` in the loop and return its result; an exception in the caller cancels it."""
+        """Run `work` in the loop and wait for its result.
+
+        An exception in the caller meanwhile, such as Ctrl-C, cancels `work`.
+
+        Raises
+        ------
+        InternalError
+            If the caller runs in the control thread.
+        """
         if self.is_current():
             work.close()
             raise InternalError("a blocking call inside the control thread")
@@ -62,7 +70,10 @@ class ControlLoop:
             raise
 
     def close(self, deadline_s: float) -> None:
-        """Cancel all tasks, stop the thread and wait up to `deadline_s` for its end. Idempotent."""
+        """Cancel all tasks and stop the thread; wait up to `deadline_s` seconds for its end.
+
+        Idempotent.
+        """
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(deadline_s)

@@ -63,9 +63,10 @@ class Goodbye(msgspec.Struct, frozen=True, tag="boot.goodbye"):
 
 
 class PeerDown(msgspec.Struct, frozen=True, tag="boot.peer_down"):
-    """Message that `rank` is lost, as the rank `witness` found; its receivers pass it on to all.
+    """Message that `rank` is lost, as rank `witness` found; each receiver passes it on.
 
-    ``last_heard_s`` is the time in seconds from the last sign of life to the finding.
+    ``last_heard_s`` is the time in seconds from the last sign of life that `witness` received to
+    its finding. A rank that receives a message about itself was given up.
     """
 
     rank: int
@@ -104,7 +105,7 @@ class Codec:
     ----------
     message_types : type or union of types
         A tagged `msgspec.Struct`, or a union ``A | B | C`` of them with different tags. Kept as an
-        attribute for the codec of the next communicator.
+        attribute for the codec of the communicator that `shrink` makes.
     """
 
     def __init__(self, message_types: Any) -> None:

@@ -5,7 +5,7 @@ therefore resolved again until the timeout of `init`; the first failure is logge
 the name is mistyped. Only permanent errors end `init`: a malformed name, or a resolver error that
 no retry can change.
 
-Invariant: an error raised by this module names the rank, the name and the resolver's answer.
+Invariant: an `InvalidArgument` of this module names the rank, the name and the resolver's answer.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LeaderName:
 
 
 def is_passing(exc: OSError) -> bool:
-    """Whether a later retry of the resolution may succeed."""
+    """Return whether a later retry of the resolution may succeed."""
     return not (isinstance(exc, socket.gaierror) and exc.errno in _FINAL)
 
 

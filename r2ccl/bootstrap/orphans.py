@@ -22,6 +22,11 @@ def end_with(parent: int) -> None:
     ----------
     parent : int
         Process id of the launcher.
+
+    Raises
+    ------
+    OSError
+        If the kernel refuses the request.
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         code = ctypes.get_errno()

@@ -2,11 +2,11 @@
 
 With a session between every two ranks, the connections of a rank would grow with the number of
 ranks. In the overlay, a rank has sessions with its *neighbors*, the ranks at distances 1, 2, 4, ...
-in both directions around the ring of ranks: some 2 log2(n) of them. A message to any other rank
-passes through at most log2(n) neighbors. News for all ranks is passed on by every rank to its
-neighbors, so it arrives as long as the ranks that are alive are connected: the failure of some
-ranks delays no news and needs no repair. A binomial tree with the root 0, all of whose edges join
-neighbors, collects answers from all ranks with one message per rank.
+in both directions around the ring of ranks: about 2 log2(n) of them. A message to any other rank
+passes through at most log2(n) sessions while no rank is lost. News for all ranks is passed on by
+every rank to its neighbors, so it arrives as long as the ranks that are alive are connected: the
+failure of some ranks delays no news and needs no repair. A binomial tree with the root 0, all of
+whose edges join neighbors, collects answers from all ranks with one message per rank.
 
 There is no I/O here. Invariant: ranks with the same set of lost ranks compute the same results.
 """
@@ -75,7 +75,7 @@ class Overlay:
     neighbors : frozenset of int
         Ranks that this rank has a session with from the start.
     max_hops : int
-        Length of the longest route of a message, in sessions; log2(n) while no rank is lost.
+        Upper bound of the length of any route, in sessions: the number of ranks.
     """
 
     def __init__(self, rank: int, nranks: int) -> None:
@@ -116,10 +116,11 @@ class Overlay:
         return min(ready, key=lambda rank: steps[rank], default=None)
 
     def cut_off(self) -> list[int]:
-        """Return the ranks that are separated from this rank by lost ranks, since the last call.
+        """Return the ranks that are not lost but can be reached only through lost ranks.
 
-        Each rank lost its sessions with the ranks that a partition of the network separates from
-        it. Ranks further away are lost with them.
+        Empty if `lose` was not called since the last call. If the network is partitioned, this rank
+        detects only the loss of ranks that it has sessions with; the ranks returned here are lost
+        with them.
         """
         if self._is_checked:
             return []

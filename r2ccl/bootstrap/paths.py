@@ -24,14 +24,14 @@ from r2ccl.types import BYPASS, BypassWay, PathKey
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
-#: Longest wait of a connection whose epoch the accepting rank does not expect yet.
+#: Maximum time that an authenticated connection waits for the accepting rank to expect it.
 _EARLY_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
-#: Covers two retransmissions of a SYN (Linux sends the first after 1 s).
+#: Long enough for one retransmission of a SYN, which Linux sends after 1 s.
 _CONNECT_TIMEOUT_S = 2.0
-#: Handshakes a rank has under way on one rail: ranks that share a machine would else begin all at
-#: once, and none end in time.
+#: Maximum number of dials of a rank that connect and authenticate at a time on one rail. If ranks
+#: that share a machine started all at once, none would end in time.
 _MAX_HANDSHAKES = 4
 
 OnPath = Callable[[int, int, int, socket.socket], None]
@@ -65,7 +65,7 @@ class Paths:
         #: Epoch of the last accepted bypass, by peer.
         self._bypassed: dict[int, int] = {}
         self._room = asyncio.Semaphore(bypass.MAX_ATTEMPTS)
-        #: By rail: one that is down holds up no other.
+        #: One semaphore per rail, so that a rail that is down does not delay the others.
         self._slots = [asyncio.Semaphore(_MAX_HANDSHAKES) for _ in setting.nics]
         self._expected: dict[PathKey, int] = {}
         self._expectation_changed = asyncio.Event()
@@ -78,7 +78,7 @@ class Paths:
         self._announce_change()
 
     async def admit(self, claim: Claim, listener: int) -> Handover:
-        """Wait until an authenticated DATA connection is expected; a `Gate`.
+        """Wait until an authenticated DATA connection is expected; part of the `Gate`.
 
         Raises
         ------

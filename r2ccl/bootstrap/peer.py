@@ -7,8 +7,8 @@ for too long is replaced; the addresses are tried in turn.
 
 A peer is *lost* when a connection to one of its listening addresses is refused (ECONNREFUSED: its
 process is gone) while all carriers are silent; when its session has been silent for
-``config.peer_timeout_s``; or when another rank reports it. A peer has *left* when it sent Goodbye.
-Runs in the control thread.
+``config.peer_timeout_s``; when it sends a message that cannot be decoded; or when another rank
+reports it. A peer has *left* when it sent Goodbye. Runs in the control thread.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ from r2ccl.types import Nic
 
 logger = logging.getLogger("r2ccl.bootstrap")
 
-#: Heartbeats per peer timeout: enough that a thread that holds the GIL can delay some.
+#: Number of heartbeats per peer timeout: some may be delayed, by a thread that holds the GIL.
 _BEATS_PER_TIMEOUT = 5
 _MAX_HEARTBEAT_S = 1.0
 #: A carrier that is silent for this many heartbeat intervals is replaced.
 _STALE_BEATS = 2.5
-#: Most unsent bytes of a carrier; beyond them frames are dropped and the session resends them.
+#: Maximum number of unsent bytes of a carrier; above it, frames are dropped and the session resends
+#: them.
 _MAX_UNSENT_NBYTES = 4 << 20
-#: Most carriers of one peer; the lower rank uses two, and two more while it replaces both.
+#: Maximum number of carriers of one peer: the lower rank uses two, and two more while it replaces
+#: both. A further one evicts the oldest.
 _MAX_CARRIERS = 4
 _FIRST_PAUSE_S = 0.02
 _MAX_PAUSE_S = 0.5
-#: Timeout of a dial, after which the next address is tried.
+#: Timeout of connecting, after which the next address is tried.
 _DIAL_TIMEOUT_S = 1.0
-#: A carrier that ends sooner is replaced only after a pause: something keeps closing them.
+#: A carrier that ends sooner is replaced only after a pause, in case the next one ends as soon.
 _SHORT_LIFE_S = 1.0
 
 
@@ -60,7 +62,7 @@ class PeerState(enum.Enum):
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """Values shared by all peers of one control plane."""
+    """Values shared by the sessions, paths and bypasses of one control plane."""
 
     rank: int
     config: Config
@@ -79,7 +81,7 @@ class PeerOwner(Protocol):
         """Handle a message from `peer`, including `Goodbye`."""
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float) -> None:
-        """Handle the loss of `peer`, which this rank found."""
+        """Handle the loss of `peer`, found here `last_heard_s` seconds after its last frame."""
 
 
 class Carrier(asyncio.Protocol):
@@ -142,7 +144,7 @@ class Carrier(asyncio.Protocol):
             self._transport.abort()
 
     def hang_up(self) -> None:
-        """Close now: bytes in the kernel are still sent, bytes buffered here are discarded."""
+        """Close now; bytes in the kernel's buffer are still sent, others are discarded."""
         if self._transport is not None and self._transport.get_write_buffer_size() == 0:
             self._transport.close()
         else:
@@ -178,7 +180,7 @@ class Peer:
         self._is_leaving = False
         #: Error of the last dial; empty if there was none, or it succeeded.
         self._obstacle = ""
-        #: Set when close need not wait for this peer any longer.
+        #: Set when `ControlPlane.close` need not wait for this peer any longer.
         self.is_settled = asyncio.Event()
 
     # -- for the control plane --------------------------------------------------------------
@@ -230,15 +232,15 @@ class Peer:
             self.lose(f"silent for {silence:.1f} s{why}")
 
     def lose(self, why: str) -> None:
-        """Drop the peer and report it as lost; do nothing if it has left or was lost before."""
+        """End the session and report the peer as lost; do nothing if it has left or is lost."""
         if self.state is PeerState.OPEN:
             self.drop(why, self._setting.rank)
             self._owner.on_peer_lost(self.rank, why, self.silence_s)
 
     def drop(self, why: str, witness: int) -> None:
-        """End the session with the peer, unless it has ended: rank `witness` found the peer lost.
+        """End the session, unless it has ended, because rank `witness` found the peer lost.
 
-        Sends the peer a `PeerDown` of itself, so that a peer that is alive learns of it at once.
+        The peer is sent a `PeerDown` about itself: if it is alive, it learns that it was given up.
         """
         if self.state is not PeerState.OPEN:
             return
@@ -419,7 +421,7 @@ class Peer:
             pause = min(2 * pause, _MAX_PAUSE_S)
 
     def _judge_refusal(self, target: wire.Address) -> None:
-        """Mark the peer as lost after a refused connection, unless a carrier is active."""
+        """Report the peer as lost after a refused connection, unless a carrier is active."""
         self._note_darkness(self._setting.clock())
         if self._is_dark.is_set():
             self.lose(f"its process is gone: connection refused at {target[0]}:{target[1]}")

@@ -66,7 +66,14 @@ def serve(descriptor: int, launcher: int) -> None:
     """Fork the ranks, and send their process ids and then their exit statuses to the launcher.
 
     Returns in the server when all ranks have exited, and in each rank when its function has
-    returned.
+    returned or raised.
+
+    Parameters
+    ----------
+    descriptor : int
+        Connection to the launcher, which sends a `RankRequest`. Owned.
+    launcher : int
+        Process id of the launcher; when it ends, the kernel kills the server and its ranks.
     """
     end_with(launcher)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher and the ranks handle Ctrl-C

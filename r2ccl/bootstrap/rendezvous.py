@@ -67,6 +67,7 @@ async def meet(
         Opens this rank's listeners; called once, when all ranks have arrived.
     rejections : Rejections
     timeout_s : float
+        Limit for the arrival of all ranks, in seconds.
 
     Raises
     ------
@@ -97,7 +98,7 @@ class _Member:
         self._leader = LeaderName(identity.rank, identity.address, identity.port)
 
     async def run(self) -> Meeting:
-        """Run the rendezvous with rank 0 and return its result; close the connection."""
+        """Join the rendezvous of rank 0 and return its result; close the connection."""
         sock, secret = await self._reach_leader()
         try:
             async with asyncio.timeout(self._timeout_s + VERDICT_MARGIN_S):

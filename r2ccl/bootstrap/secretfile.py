@@ -78,7 +78,13 @@ class RuntimeFileSecret:
         self._secret = Secret(secrets.token_bytes(SECRET_NBYTES)) if is_leader else None
 
     def current(self) -> Secret | None:
-        """Return the generated secret on rank 0, elsewhere the file's; None if there is no file."""
+        """Return the generated secret on rank 0, elsewhere the file's; None if there is no file.
+
+        Raises
+        ------
+        InvalidArgument
+            If the file or its directory is not private to this user, or the file has no secret.
+        """
         if self._secret is not None:
             return self._secret
         try:

@@ -5,8 +5,8 @@ that can move a frame. A carrier may lose, repeat, reorder or cut frames. The re
 messages in sequence, keeps those that arrive early (up to a bound), drops duplicates, and
 acknowledges cumulatively. The sender keeps every message until it is acknowledged and resends it:
 on a carrier that comes up, on the others when a carrier goes down, and on all of them when the
-resend timer expires (it doubles until an acknowledgement arrives). New frames are sent on the
-carrier that received a frame last. On an idle carrier heartbeats are sent, which are
+resend timer expires (its timeout doubles until an acknowledgement arrives). New messages are sent
+on the carrier that received a frame last. On an idle carrier heartbeats are sent, which are
 acknowledgements without a message, so that a silent carrier is known to have failed.
 
 ====================  ==========================================================================
@@ -118,7 +118,7 @@ class SessionLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     ``heartbeat_s``: interval of heartbeats on an idle carrier. ``ack_s``: longest time that an
     acknowledgement waits for a frame that can carry it. ``resend_s``: first resend timeout; it
-    doubles up to ``resend_max_s``. ``window``: most unacknowledged messages in flight.
+    doubles up to ``resend_max_s``. ``window``: maximum number of unacknowledged messages in flight.
     ``early_nbytes``: memory for messages that arrived early; those that do not fit are dropped, and
     the sender resends them.
     """
@@ -218,7 +218,7 @@ class Session:
         return self._take_message(frame)
 
     def ack_now(self) -> None:
-        """Make the next `poll` send an acknowledgement without waiting for a frame to carry it."""
+        """Make the next `poll` send an acknowledgement, alone if no message can carry it."""
         self._ack_at = float("-inf")
 
     def excuse(self, gap_s: float) -> None:

@@ -56,7 +56,8 @@ def connect(
         index i becomes the local end of rail i. All ranks use as many rails as the rank with the
         fewest. Runs in the control thread and must not block for long.
     hcas_for : callable, optional
-        Returns the names of the RDMA ports that this rank could use; called after `nics_for`.
+        Returns the names of the RDMA ports that this rank could use; called after `nics_for`. All
+        ranks use as many as the rank with the fewest.
     comm : mpi4py.MPI.Comm, optional
         Provides rank and nranks; by default the environment does.
     env : mapping, optional
@@ -68,7 +69,8 @@ def connect(
         If the rank of this process is not defined, ranks or settings do not fit together, the port
         is in use, or there is no secret or no rail. The message says what to do.
     TransportTimeout
-        If not all ranks arrive within ``config.init_timeout_s``; the message names the missing.
+        If not all ranks arrive within ``config.init_timeout_s``; the message names the missing
+        ranks.
     PeerLost
         If a rank exits during the rendezvous.
     TransportError

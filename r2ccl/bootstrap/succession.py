@@ -67,13 +67,13 @@ class Succession:
         self.peer_info = msgspec.msgpack.encode(info)
 
     def make(self, peer_infos: Mapping[int, bytes], attempt: int = 0) -> ControlPlane:
-        """Return the control plane of the ranks in `peer_infos`, renumbered in their old order.
+        """Return the control plane, not started, of the ranks in `peer_infos`, in their old order.
 
         Parameters
         ----------
         peer_infos : mapping of int to bytes
-            What each member sent, by its old rank, equal on all members. This rank's own entry may
-            hold anything.
+            Value of `Succession.peer_info` that each member sent, by its old rank; equal on all
+            members. This rank's own entry is not read.
         attempt : int
             Number of this attempt of the same members, equal on all members.
 
@@ -171,7 +171,10 @@ def _open(make: Callable[[str], socket.socket], rank: int, host: str) -> socket.
     try:
         return make(host)
     except OSError as exc:
-        logger.warning("rank %d: can no longer listen at %s: %s", rank, host, exc.strerror)
+        logger.warning(
+            "rank %d: can no longer listen at %s (%s); shrink() continues without this address",
+            rank, host, exc.strerror,
+        )  # fmt: skip
         return None
 
 

@@ -30,13 +30,14 @@ Address = tuple[str, int]
 HANDSHAKE_TIMEOUT_S = 5.0
 #: Backlog of listening sockets: connections that the kernel completes before they are accepted.
 BACKLOG = 1024
-#: Length prefix of `send_message`. The bound fits a table of about 50,000 ranks.
+#: Length prefix of `send_message`, in bytes without the prefix.
 _LENGTH = struct.Struct("!I")
+#: Maximum size of a message, enough for a `Table` of about 50,000 ranks.
 _MAX_MESSAGE_NBYTES = 16 << 20
 
 
 class Visitor(Exception):
-    """Raised when the other side closed the connection without sending a byte."""
+    """Raised when the stream ends, or is reset, before the first byte of the expected data."""
 
 
 async def dial(
@@ -49,8 +50,8 @@ async def dial(
 ) -> socket.socket:
     """Connect to `target` (numeric) from local address `source` and authenticate with `claim`.
 
-    A kernel accepts connections at once, a busy peer authenticates them later: `timeout_s` limits
-    the first, the longer of it and `HANDSHAKE_TIMEOUT_S` the second.
+    Connecting takes at most `timeout_s`, since the peer's kernel answers. Authenticating takes at
+    most `timeout_s` or `HANDSHAKE_TIMEOUT_S`, whichever is longer, since the peer may be busy.
 
     Returns
     -------
@@ -176,8 +177,8 @@ def listen(host: str, port: int = 0) -> socket.socket:
 def reserve_port(host: str) -> socket.socket:
     """Return a socket that reserves a port of numeric address `host` without listening.
 
-    The kernel refuses connections to the port, which answers a probe without using the backlog of a
-    listener, which strangers may have filled.
+    The kernel refuses connections to the port. The refusal answers a probe, even if strangers have
+    filled the backlog of this rank's listeners.
     """
     sock = open_socket(host)
     try:
@@ -245,7 +246,9 @@ async def receive_message(sock: socket.socket) -> bytes:
     try:
         (nbytes,) = _LENGTH.unpack(await receive_exactly(sock, _LENGTH.size))
         if nbytes > _MAX_MESSAGE_NBYTES:
-            raise ConnectionAbortedError(f"a message of {nbytes} bytes was announced")
+            raise ConnectionAbortedError(
+                f"a message of {nbytes} bytes was announced; at most 16 MiB are allowed"
+            )
         return await receive_exactly(sock, nbytes)
     except Visitor:
         raise ConnectionResetError("the other side closed the connection") from None
@@ -254,9 +257,9 @@ async def receive_message(sock: socket.socket) -> bytes:
 def limit_silence(sock: socket.socket, timeout_s: float) -> None:
     """Make the kernel close a connection whose remote kernel is silent for `timeout_s` seconds.
 
-    On an idle connection it sends a keepalive every second, which the remote kernel answers even if
-    its process is stopped. A remote process that does not read for `timeout_s`, with its receive
-    window full, ends the connection, too.
+    On an idle connection the kernel sends a keepalive every second, which the remote kernel answers
+    even if its process is stopped. If the remote process does not read for `timeout_s` while its
+    receive window is full, the connection is closed, too.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -279,7 +282,7 @@ async def probe_port(target: Address, *, source: str = "", timeout_s: float) -> 
     ConnectionRefusedError
         If the host answers, but no process listens.
     OSError
-        If there is no answer within `timeout_s` (TimeoutError), or no route.
+        If there is no answer within `timeout_s` seconds (TimeoutError), or no route.
     """
     async with asyncio.timeout(timeout_s):
         sock = await reach(target, source)
