@@ -539,7 +539,9 @@ class Communicator:
         return self._engine.repairs()
 
     def health(self) -> status.HealthReport:
-        """Return the state of this rank's rails and of their paths to each peer.
+        """Return the state of this rank's rails and of their paths to other ranks.
+
+        Ranks that this rank has exchanged no data with may be missing.
 
         Notes
         -----

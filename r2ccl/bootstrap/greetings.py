@@ -13,7 +13,10 @@ from r2ccl.errors import InvalidArgument, PeerLost, R2cclError, TransportTimeout
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of every rank to rank 0; ``digest`` is `Config.digest`."""
+    """First message of every rank to rank 0.
+
+    ``host`` is the result of `host_id`, ``digest`` that of `Config.digest`.
+    """
 
     rank: int
     nranks: int

@@ -69,7 +69,7 @@ class RuntimeFileSecret:
     port : int
         Port of the rendezvous.
     is_leader : bool
-        Whether this is rank 0.
+        True on rank 0, which generates the secret.
     """
 
     def __init__(self, env: Mapping[str, str], address: str, port: int, is_leader: bool) -> None:

@@ -57,7 +57,10 @@ class FrameError(R2cclError):
 
 
 class SessionFrame(NamedTuple):
-    """Frame with a message (``seq`` from 1 on), or heartbeat (``seq`` 0, empty ``body``)."""
+    """Frame with a message (``seq`` from 1 on), or heartbeat (``seq`` 0, empty ``body``).
+
+    ``ack`` is the number of the last message that the sender of the frame has received in sequence.
+    """
 
     seq: int
     ack: int

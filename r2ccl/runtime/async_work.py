@@ -43,7 +43,7 @@ class Task:
         return self._ended.wait(timeout_s)
 
     def succeed(self) -> None:
-        """Raise the error of the task, if it has one; the task must have ended."""
+        """Raise the error of the task, if it has one, and mark it as seen; the task has ended."""
         if self.error is not None:
             self.is_seen = True
             raise self.error

@@ -252,7 +252,7 @@ class Collectives:
         self._run_engine(plan, partial(host_lanes, self._pool, source, output))
 
     def allgather_bytes(self, mine: bytes) -> list[bytes]:
-        """Return the bytes of all ranks, by rank; all must pass equally many.
+        """Return the bytes of all ranks, by rank; all ranks must pass equally many.
 
         Notes
         -----

@@ -208,7 +208,7 @@ class RailHealth(msgspec.Struct, frozen=True):
     state : str
         ``up`` to all peers, ``down`` to all, or ``degraded``.
     paths : tuple of PathEntry
-        One path per peer.
+        One path per rank that this rank connects data paths to.
     nrepairs : int
         Number of repairs in the log that were caused by this rail.
     """
@@ -223,7 +223,7 @@ class RailHealth(msgspec.Struct, frozen=True):
 
 
 class HealthReport(msgspec.Struct, frozen=True):
-    """State of all rails of one rank; ``str()`` is a text for people."""
+    """State of all rails of one rank at time ``now_s``; ``str()`` is a text for people."""
 
     rank: int
     now_s: float
