@@ -37,7 +37,8 @@ class PeerInfo(msgspec.Struct, frozen=True):
     nlast_resorts : int
         Number of rails at the end of ``rails`` that are last resorts; equal on all ranks.
     hcas : tuple of str
-        Names of the RDMA ports; their rails are numbered after ``rails``. Equally many on all ranks.
+        Names of the RDMA ports; equally many on all ranks. Their rails are numbered after those in
+        ``rails``.
     """
 
     rank: int
