@@ -89,12 +89,16 @@ class Side:
         return [e for e in self.events if isinstance(e, kind) and e.path == self.path]
 
     def queue(self, seq: int, data: bytes | bytearray, token: object = None, **more: Any) -> None:
-        """Queue slice `seq` of channel 3 without flushing."""
+        """Queue slice `seq` of channel 3 without flushing.
+
+        `token` is that of a `Cleared` event; None sends the slice eagerly. `more` may contain
+        ``ack`` and ``is_replay``.
+        """
         frame = Frame(3, seq, more.pop("ack", 0), 5, 77)
         self.transport.isend(self.path, frame, memoryview(data), token, **more)
 
     def send(self, seq: int, data: bytes | bytearray, token: object = None, **more: Any) -> None:
-        """Queue slice `seq` of channel 3 and flush."""
+        """Queue slice `seq` of channel 3 as `queue` does, and flush."""
         self.queue(seq, data, token, **more)
         self.transport.flush()
 
@@ -153,9 +157,9 @@ class JoinedPair:
 class Talker:
     """A side that keeps its send queue full of eager slices.
 
-    It queues 40 slices at once, and one more in each turn in which slices arrived. A slice counts
-    as read only in the turn after its arrival. So the transport must get its credits or
-    acknowledgments to the peer although its queue of slices is full.
+    It queues 40 slices at once, and then one more in each turn that follows a turn in which slices
+    arrived, up to 100 in total. So the transport must get its credits or acknowledgments to the
+    peer although its queue of slices is full.
     """
 
     _AT_ONCE = 40
@@ -194,7 +198,7 @@ def pattern(nbytes: int, salt: int = 0) -> bytearray:
 
 
 def check_eager(bench: Bench) -> None:
-    """Check that eager slices, including an empty one, arrive with frame and payload."""
+    """Check that eager slices, including an empty one, arrive with frame and payload, in order."""
     pair = JoinedPair(bench)
     for seq, nbytes in enumerate((64, 1, 0, 63)):
         pair.a.send(seq, pattern(nbytes, seq), ack=seq)

@@ -6,10 +6,11 @@ NICs of a `FakeFabric` reach each other. The fake implements the part of verbs t
 reliable queue pairs, RDMA writes with and without immediate data, flushes, and one completion
 queue per device.
 
-A write completes when it is posted; while its port is mute it stays in flight. A queue pair that
-goes to ERR completes every request in flight, including unsignaled ones. A completion that does not
-fit into the completion queue is lost, and the device raises CQ_ERR (InfiniBand specification,
-volume 1, 10.8.2 and 11.6.3). A write reaches memory only if the remote queue pair is in RTR or RTS.
+A write completes when it is posted; while a port on its way is mute it stays in flight. A queue
+pair that goes to ERR completes every request in flight, including unsignaled ones. A completion
+that does not fit into the completion queue is lost, and the device reports CQ_ERR (InfiniBand
+specification, volume 1, 10.8.2 and 11.6.3). A write reaches memory only if the remote queue pair is
+in RTR or RTS.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ class FakeCompletionQueue:
         self._is_armed = False
 
     def push(self, completion: Completion) -> None:
-        """Add an entry; if the queue is full, lose it and raise CQ_ERR."""
+        """Add an entry; if the queue is full, lose it and, the first time, report CQ_ERR."""
         if len(self._entries) == self.cqe:
             if not self.nlost:
                 self._context.raise_event(_CQ_ERR)
@@ -310,7 +311,7 @@ class FakeQueuePair:
             self._complete(self._receives.popleft(), _FLUSHED, _RECEIVED)
 
     def post_recv(self, request: FakeRequest) -> None:
-        """Post a receive request; its memory is not used."""
+        """Post a receive request; its memory is not used. In ERR it completes as flushed."""
         if len(self._receives) == self._cap.max_recv_wr:
             raise FakePyverbsError("Failed to post recv. Errno: 12, Cannot allocate memory")
         self._receives.append(request.wr_id)
@@ -318,7 +319,11 @@ class FakeQueuePair:
             self.to_error()
 
     def post_send(self, request: FakeRequest) -> None:
-        """Post a write; it completes at once unless a port on its way is mute."""
+        """Post a write; carry it out at once unless a port on its way is mute.
+
+        A write to a queue pair that is not in RTR or RTS stays in flight too. If this queue pair is
+        in ERR, the write completes as flushed.
+        """
         if len(self._sends) == self._cap.max_send_wr:
             raise FakePyverbsError("Failed to post send. Errno: 12, Cannot allocate memory")
         source = request.sg_list if request.num_sge else FakeScatter(0, 0, 0)

@@ -2,7 +2,7 @@
 
 The structs and the function table are in NumPy memory with libibverbs' layout; the caller supplies
 the addresses of the functions. The compiled path, which reads these structs and calls the table
-directly, can so be tested without a device and without pyverbs; `rates` measures its cost.
+directly, can therefore be tested without a device and without pyverbs; `rates` measures its cost.
 
 The memory of a `FakeNic` is freed together with the `FakeNic`.
 """
@@ -109,7 +109,12 @@ def rates(batch: int = 256, chain: int = 32, seconds: float = 0.2) -> ProviderRa
     chain : int
         Receive requests posted by one call.
     seconds : float
-        CPU time of each of the four measurements.
+        Shortest CPU time of each of the four measurements.
+
+    Raises
+    ------
+    ImportError
+        If numba is not installed.
     """
     from numba import cfunc, types
 
@@ -132,7 +137,7 @@ def rates(batch: int = 256, chain: int = 32, seconds: float = 0.2) -> ProviderRa
 
 
 def _time_of(call: Callable[[], Any], seconds: float) -> float:
-    """Return the CPU seconds of one call."""
+    """Return the mean CPU seconds of one call, measured for at least `seconds`."""
     call()
     ncalls, start = 0, time.process_time()
     while (spent := time.process_time() - start) < seconds:

@@ -37,6 +37,12 @@ class FaultPlan:
     ------
     InvalidArgument
         If a fault has no trigger.
+
+    Attributes
+    ----------
+    faults : tuple of Fault
+    fired : list of Firing
+        The faults that fired, oldest first; in a rank, only those that it triggers.
     """
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
@@ -58,7 +64,8 @@ class FaultPlan:
         Raises
         ------
         InvalidArgument
-            If `data` is not JSON or a fault is malformed. The message names the fault and field.
+            If `data` is not JSON, or a fault is malformed or has no trigger. The message names the
+            fault or its position in the list.
         """
         try:
             return cls(msgspec.json.decode(data, type=list[Fault]))
@@ -124,13 +131,13 @@ class FaultPlan:
     def assert_all_fired(self) -> None:
         """Raise AssertionError if faults have not fired; the message names them.
 
-        A fault with `at_op` does not fire if the run or that operation ends before `at_step`.
+        A fault with `at_op` does not fire if the run or that collective ends before `at_step`.
         """
         pending = self.pending()
         if pending:
             raise AssertionError(
                 f"{len(pending)} of {len(self.faults)} fault(s) did not fire, because the run or "
-                f"the operation ended first: {'; '.join(map(str, pending))}"
+                f"the collective ended first: {'; '.join(map(str, pending))}"
             )
 
     def __enter__(self) -> Self:
@@ -203,8 +210,8 @@ def reporter_from_env(
     Raises
     ------
     InvalidArgument
-        If the plan cannot be read, ``RANK`` is missing or not a number, or neither a lab nor
-        `apply` can apply the faults.
+        If the plan cannot be read, or ``RANK`` is missing or not a number. Without a lab, also if
+        `apply` is missing or a fault of the plan has no `at_op`.
     """
     path = env.get("R2CC_FAULT_PLAN")
     if not path:
@@ -228,7 +235,8 @@ def reporter_from_env(
     for fault in plan.faults:
         if fault.at_op is None:
             raise InvalidArgument(
-                f"fault {fault}: without a lab only faults with at_op can be applied"
+                f"fault {fault}: without a lab only faults with at_op can be applied; give it "
+                "at_op, or run under `r2ccl netlab`"
             )
     return FaultReporter(plan, rank, apply)
 

@@ -30,7 +30,7 @@ class Action(enum.StrEnum):
     SLOW = "slow"
     #: The NIC goes down and up at random intervals; after `duration_s` it stays up.
     FLAP = "flap"
-    #: All NIC faults of a NIC, a node or the whole lab are undone.
+    #: All NIC faults of a NIC, a node, a rail or the whole lab are undone.
     RESTORE = "restore"
     #: A rank gets SIGSTOP, and SIGCONT after `duration_s`.
     STOP = "stop"
@@ -88,12 +88,13 @@ class Fault(
         collective `at_op`. Both count from 0; `at_step` is 0 by default.
     duration_s : float, optional
         The fault is undone after this many seconds. By default it stays.
-    rate : str
+    rate : str, optional
         Rate of ``slow`` in tc's syntax, such as ``20mbit``.
-    mean_s : float
-        For ``flap``: mean in seconds of the exponentially distributed intervals between changes.
-    seed : int
-        For ``flap``: seed of the random intervals.
+    mean_s : float, optional
+        For ``flap``: mean in seconds of the exponentially distributed intervals between changes;
+        0.1 by default.
+    seed : int, optional
+        For ``flap``: seed of the random intervals; 0 by default.
 
     Raises
     ------
@@ -164,7 +165,8 @@ class Fault(
         Raises
         ------
         InvalidArgument
-            If `text` is malformed. The message lists the allowed actions and fields.
+            If `text` is malformed, its action or a field is unknown (the message lists the allowed
+            ones), or the fault is invalid; see `Fault`.
         """
         action, _, rest = text.partition(":")
         fields: dict[str, Any] = {"action": action.strip()}
@@ -206,8 +208,8 @@ class Firing(msgspec.Struct, frozen=True, kw_only=True):
     fault : Fault
     time_s, applied_s : float
         CLOCK_MONOTONIC seconds, comparable between processes of one machine: just before the
-        request to the kernel, and just after its completion. The fault takes effect between the
-        two, so a latency measured from `time_s` is never too short.
+        request to apply the fault, and just after its completion. The fault takes effect between
+        the two, so a latency measured from `time_s` is never too short.
     """
 
     index: int

@@ -99,12 +99,15 @@ class FaultReporter:
         Parameters
         ----------
         op, step : int
-            Counted from 0; `step` counts the slices that this rank sends in the collective.
+            Counted from 0; `step` counts the slices that this rank sends in the collective,
+            including slices that it sends again.
 
         Raises
         ------
         TransportTimeout
             If the lab does not answer or cannot apply the fault.
+        InvalidArgument
+            If there is no lab and the fault is not ``nic_down``.
         """
         if (op, step) >= self._next:
             self._reach(op, step)
@@ -125,7 +128,15 @@ class FaultReporter:
 
 
 class LabClient:
-    """Client that asks the lab to apply faults, over one short connection per fault."""
+    """Client that asks the lab to apply faults, over one short connection per fault.
+
+    Parameters
+    ----------
+    address : str
+        Path of the lab's Unix socket.
+    timeout_s : float
+        Longest time in seconds to wait for each step of an exchange.
+    """
 
     def __init__(self, address: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         self._address = address

@@ -1,10 +1,10 @@
 """Transport wrapper that applies the faults of a plan at given slices.
 
 The library itself contains no test code: tests inject faults by wrapping its transport. In a netlab
-the lab applies each fault to the emulated NIC. Without a netlab, ``nic_down`` stops traffic on this
+the lab applies each fault to the emulated NIC. Without a netlab, ``nic_down`` stops sending on this
 rank's connections of the rail and reports them as failed; the library then reconnects them.
 
-Once no fault is left, a call costs one comparison more than a call of the inner transport.
+Each call costs one more method call, and each slice a few comparisons.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ReportingTransport:
     inner : Transport
         The transport that does the work.
     make_reporter : callable
-        Called once with a function that applies a fault to this rank. Returns the reporter, or
-        None if the rank has no faults.
+        Called once with a function that applies a fault to this rank's connections. Returns the
+        reporter, or None if there is no plan.
     """
 
     def __init__(
@@ -55,7 +55,13 @@ class ReportingTransport:
     def isend(
         self, path: PathKey, frame: Frame, view: memoryview, token: object, is_replay: bool = False
     ) -> None:
-        """Report the slice, which may cut this path, then send the slice unless it is cut."""
+        """Report the slice, which may cut this path, then send the slice unless the path is cut.
+
+        Raises
+        ------
+        TransportTimeout, InvalidArgument
+            If a fault that is due cannot be applied; see `FaultReporter.at`.
+        """
         if self._reporter is not None and self._first_op is not None:
             if frame.op != self._op:
                 self._op, self._step = frame.op, 0
@@ -158,7 +164,8 @@ class ReportingTransport:
         fault = due.fault
         if fault.action is not Action.NIC_DOWN:
             raise InvalidArgument(
-                f"fault {fault.action}: without a netlab only nic_down can be applied"
+                f"rank {due.rank}: fault {fault}: without a netlab only nic_down can be applied; "
+                "run under `r2ccl netlab`"
             )
         for path in [path for path in self._open if path.rail == fault.rail]:
             if self._inner.is_open(path) and path not in self._silent:
