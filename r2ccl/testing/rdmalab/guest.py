@@ -40,7 +40,8 @@ def set_up(shape: MachineShape) -> None:
     Raises
     ------
     RdmaLabError
-        If the kernel has no rdma_rxe, a tool refuses a line, or a port does not become ACTIVE.
+        If a kernel module is missing, a tool or the kernel refuses a setting, or a port does not
+        become usable in time.
     """
     for module in ("veth", "bridge", "rdma_rxe"):
         _call(["modprobe", module])

@@ -111,7 +111,8 @@ def prepare(say: Callable[[str], None]) -> None:
     Raises
     ------
     RdmaLabError
-        If a requirement is missing and cannot be installed. The message names it and the remedy.
+        If a requirement is missing and cannot be installed (the message names it and the remedy),
+        or if an installer fails or the link cannot be made (the message gives the cause).
     """
     lacks = missing() if _is_supported() else ()
     if _packages(lacks) and os.geteuid() == 0 and _has("apt-get"):
@@ -129,7 +130,10 @@ def prepare(say: Callable[[str], None]) -> None:
 
 
 def find_kernel(root: Path = Path("/")) -> Path | None:
-    """Return the newest kernel image under `root` that has an rdma_rxe module; None if none has."""
+    """Return the newest readable kernel image in ``boot`` that has an rdma_rxe module, or None.
+
+    `root` is the directory that contains ``boot`` and ``lib``.
+    """
     versions = [module.parents[5].name for module in root.glob(f"lib/modules/*/{_RXE}")]
     images = [root / "boot" / f"vmlinuz-{version}" for version in versions]
     readable = [image for image in images if os.access(image, os.R_OK)]
@@ -214,7 +218,7 @@ def _has_provider() -> bool:
 
 
 def _has_static_busybox() -> bool:
-    """Return True if a statically linked busybox exists: the boot has no libraries at its start."""
+    """Return True if the busybox found is statically linked: early boot has no libraries."""
     found = next(filter(None, map(find_program, ("busybox-static", "busybox"))), None)
     # The path of a program's loader stands close to its ELF header (elf(5), PT_INTERP).
     return found is not None and b"/ld-linux" not in Path(found).read_bytes()[:4096]

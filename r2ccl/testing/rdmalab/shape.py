@@ -104,7 +104,7 @@ class MachineShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def link_lines(shape: MachineShape, present: Collection[str]) -> Iterator[str]:
-    """Yield the ``ip -batch`` lines that make the interfaces, except those in `present`.
+    """Yield the ``ip -batch`` lines that make interfaces and bridges, except those `present`.
 
     `address_lines` assigns their addresses.
     """
