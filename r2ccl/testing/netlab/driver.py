@@ -118,7 +118,7 @@ class PlanRun:
 class Driver:
     """Thread that runs scheduled callables and answers the reports of ranks.
 
-    Exceptions in this thread are appended to `errors`; the lab raises them at the end of the run.
+    Exceptions in this thread are appended to `errors`; `Lab.raise_errors` raises the first.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class Driver:
                 self.call_later(fault.at_s, functools.partial(run.fire, index))
 
     def end(self, run: PlanRun) -> None:
-        """Stop listening to the ranks; timed faults that are still pending do not fire."""
+        """Stop listening to the ranks; faults that are still pending do not fire."""
 
         def stop() -> None:
             if run.listener in self._selector.get_map():
@@ -191,7 +191,7 @@ class Driver:
     def _call(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as exc:  # the run raises it later; the thread must continue to answer
+        except Exception as exc:  # `Lab.raise_errors` raises it; the thread must go on
             self.errors.append(exc)
 
     def _time_left(self) -> float | None:

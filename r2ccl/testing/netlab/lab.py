@@ -56,9 +56,15 @@ class Lab:
     Raises
     ------
     InvalidArgument
-        If a field is out of range.
+        If a field is out of range or malformed.
     LabError
         If the machine forbids building the lab or lacks a program.
+
+    Attributes
+    ----------
+    shape : LabShape
+    congestion_control : str
+        TCP congestion control of the nodes, as the kernel names it.
 
     Examples
     --------
@@ -125,7 +131,8 @@ class Lab:
     def inside(self, node: int, function: Callable[[], _T]) -> _T:
         """Call `function` in a thread inside a node and return its result.
 
-        Sockets that the function creates remain in that node.
+        Sockets that the function creates remain in that node. An exception of the function is
+        raised again here.
         """
         return inside(self._nodes[node], function)
 
@@ -161,8 +168,8 @@ class Lab:
         ----------
         argv : sequence of str
             The program and its arguments, the same for every rank. The lab sets ``RANK``,
-            ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and the
-            ``R2CC_*`` settings of the rank's node in its environment.
+            ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``, ``MASTER_ADDR``,
+            ``MASTER_PORT`` and the ``R2CC_*`` settings of the rank's node in its environment.
         env : mapping, optional
             Variables that override those of this process and of the lab.
         plan : FaultPlan, optional
@@ -170,7 +177,8 @@ class Lab:
         timeout_s : float
             Seconds after which ranks that still run are ended.
         sink : callable, optional
-            Called with each line of output, prefixed with its node. By default lines are printed.
+            Called with each line of output, prefixed with its node and, if nodes have several
+            ranks, its rank. By default lines are printed.
 
         Returns
         -------
@@ -182,7 +190,8 @@ class Lab:
         InvalidArgument
             If the plan does not fit the lab or was used before, or a job is running.
         LabError
-            If a fault of the plan could not be applied.
+            If a fault could not be applied or undone. It is raised after all ranks have ended, and
+            their results are lost.
         """
         take = sink or _print_line
         with self._start(argv, env, plan, is_interactive=False) as job:
@@ -199,8 +208,13 @@ class Lab:
     ) -> LabJob:
         """Start a program as `run` does, but with pipes to each rank's stdin and stdout.
 
-        Times of the plan count from this call. A lab runs one job at a time: close it before
-        starting the next.
+        Timed faults count from the start of the last rank. A lab runs one job at a time: close it
+        before starting the next. `raise_errors` raises the errors of faults.
+
+        Raises
+        ------
+        InvalidArgument
+            As in `run`.
         """
         return self._start(argv, env, plan, is_interactive=True)
 
@@ -250,11 +264,11 @@ class Lab:
         }
 
     def raise_errors(self) -> None:
-        """Raise LabError if a fault could not be applied since the last call."""
+        """Raise LabError if a fault could not be applied or undone since the last call."""
         errors, self._driver.errors = self._driver.errors, []
         if errors:
             raise LabError(
-                f"{len(errors)} fault(s) could not be applied; the first: {errors[0]!r}"
+                f"{len(errors)} fault(s) could not be applied or undone; the first: {errors[0]!r}"
             ) from errors[0]
 
     def _start(

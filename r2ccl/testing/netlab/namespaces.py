@@ -83,7 +83,9 @@ class NamespaceSet:
             raise
 
     def close(self) -> None:
-        """Kill all processes in the namespaces and remove these; a second call does nothing.
+        """Kill all processes in the namespaces, then remove the namespaces and the directory.
+
+        A second call does nothing.
 
         Raises
         ------
@@ -106,7 +108,7 @@ class NamespaceSet:
 
 
 def clean() -> list[str]:
-    """Remove the namespaces whose owner has died; return the names of the removed sets.
+    """Remove the namespaces and directories of sets whose owner has died; return the sets' names.
 
     An owner that this process cannot see in /proc counts as dead. So processes that share ``/run``
     must also share a PID namespace.
@@ -164,7 +166,9 @@ def write_sysctls(values: dict[str, str]) -> None:
 
 
 def run_batch(command: list[str], lines: Iterable[str]) -> None:
-    """Feed `lines` to ``ip``, ``bridge`` or ``tc`` in batch mode.
+    """Feed `lines` to ``ip`` or ``tc`` in batch mode.
+
+    `command` is the program and its options, without ``-batch``.
 
     Raises
     ------

@@ -110,7 +110,13 @@ class NicFaults:
         return hold in self._holds.get(hold.target, ())
 
     def undo(self, hold: FaultHold) -> None:
-        """Undo one fault; do nothing if it was undone before."""
+        """Undo one fault; do nothing if it was undone before.
+
+        Raises
+        ------
+        LabError
+            If the kernel refuses the change. The fault then counts as not undone.
+        """
         if not self.is_held(hold):
             return
         holds = self._holds[hold.target]
@@ -181,7 +187,7 @@ class NicFaults:
             self._sockets[self._nodes[node]].transact(netlink.RTM_DELNEIGH, body)
 
     def _lose_neighbour(self, node: int, peer: int, rail: int | None) -> None:
-        """Make the packets of `node` to `peer` on a rail get lost at the switch, silently."""
+        """Direct the packets of `node` to `peer` on a rail to an address that the switch drops."""
         body = self._neighbour(peer, rail) + netlink.attribute(netlink.NDA_LLADDR, _NOWHERE)
         flags = netlink.NLM_F_CREATE | netlink.NLM_F_REPLACE
         self._sockets[self._nodes[node]].transact(netlink.RTM_NEWNEIGH, body, flags=flags)

@@ -68,7 +68,8 @@ def ensure_privileged() -> None:
     Raises
     ------
     LabError
-        If neither is possible. The message gives the reason.
+        If this process can neither build a lab nor be restarted where it can. The message gives
+        the reason.
     """
     if _MARK in os.environ:
         return
@@ -80,7 +81,7 @@ def ensure_privileged() -> None:
     enter = _enter_command()
     refusal = _why_not_inside(enter)
     if refusal:
-        raise LabError(f"netlab needs root or user namespaces, but here {refusal}")
+        raise LabError(f"netlab needs root or working user namespaces: {refusal}")
     argv = [*enter, sys.executable, *sys.orig_argv[1:]]
     os.execve(argv[0], argv, {**os.environ, _MARK: "1"})
 

@@ -28,14 +28,14 @@ TERM_GRACE_S = 2.0
 #: Seconds to wait for a process after SIGKILL, which only the kernel can delay.
 _KILL_TIMEOUT_S = 10.0
 
-#: Reads of 64 KiB that empty any pipe: it holds 64 KiB (pipe(7)), and at most 1 MiB if root has
-#: enlarged it.
+#: Reads of 64 KiB that empty a pipe of up to 1 MiB. A pipe holds 64 KiB unless a process enlarges
+#: it, and without privileges a process can enlarge it to 1 MiB at most (pipe(7)).
 _PIPE_READS = 16
 
 _READ_NBYTES = 1 << 16
 
 
-#: Fixed ports cannot clash: each namespace has its own port space.
+#: Fixed port numbers cannot clash: each namespace has its own port space.
 MASTER_PORT = 29500
 R2CC_PORT = 29501
 
@@ -100,12 +100,13 @@ class LabJob:
     def wait(self, timeout_s: float) -> list[RankResult]:
         """Wait for all ranks, end those that run longer than `timeout_s`, and return their results.
 
-        If the ranks have pipes, the caller must read them: a rank blocks when its stdout is full.
+        The results are in order of rank. Afterwards the job is closed, and so are the pipes. If the
+        ranks have pipes, the caller must read them: a rank blocks when its stdout is full.
         """
         return self._watch(timeout_s, None)
 
     def stream(self, timeout_s: float, sink: Callable[[int, str], None]) -> list[RankResult]:
-        """Do as `wait`, and call ``sink(rank, line)`` for each line of output when it arrives."""
+        """Wait as `wait` does, and call ``sink(rank, line)`` for each line of output on arrival."""
         return self._watch(timeout_s, sink)
 
     def close(self) -> None:
