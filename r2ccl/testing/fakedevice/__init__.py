@@ -22,7 +22,7 @@ seed, and every access to memory is checked::
 - Work enqueued before a flush that uses memory written by a NIC (`nic_write`), on a card that
   reorders such writes.
 - Freeing, unmapping or unpinning memory, and destroying streams or events, while the host does not
-  know that their work is over.
+  know that their work is over (on a device with ``is_strict``, the default).
 - Addresses that are unknown, freed, of another process or of a GPU not made reachable, accesses
   beyond the end of an allocation, the host's address of pinned memory passed to the GPU, and
   handles of another process.

@@ -75,6 +75,7 @@ class FakeStream:
         self.owner = owner
         self.card = card
         self.handle = handle
+        #: True if the library's caller made it, False if the library did.
         self.is_callers = is_callers
         self.queue: deque[FakeOperation] = deque()
         self.clock: Clock = {}
@@ -193,6 +194,11 @@ class Board:
         """Run operations until `is_over()` is true; return False after `timeout_s` seconds.
 
         It must be called with the lock held (`entered`), and releases the lock while it sleeps.
+
+        Raises
+        ------
+        WrongOrder
+            If an operation that it runs, or a call of another thread in the meantime, is wrong.
         """
         deadline = self._time() + timeout_s
         while not is_over():

@@ -46,6 +46,7 @@ class FakeDevice(FakeProcess):
     name : str
         Name of the process, unique among those that have the card open.
     ordinal : int
+        Number of the GPU in its process.
     uuid : bytes, optional
         By default the card's. Another one makes the device look like a second card that reaches the
         same memory.
@@ -58,7 +59,8 @@ class FakeDevice(FakeProcess):
     Attributes
     ----------
     refusals : dict of str to str
-        Methods that shall fail, each with the driver's status; may be changed at any time.
+        Names of the methods that must fail, each with the driver's status; may be changed at any
+        time.
     """
 
     def __init__(
@@ -394,8 +396,8 @@ class FakeDevice(FakeProcess):
         Raises
         ------
         StillInUse
-            If other streams still use memory allocated here, or a stream made here does not finish
-            in time.
+            If other streams may still use memory made here, another process has mapped it, or a
+            stream made here does not finish in time.
         """
         if self._is_closed:
             return

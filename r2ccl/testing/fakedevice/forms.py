@@ -87,7 +87,7 @@ def combine(form: Form, sources: Sequence[Array], factor: float, nranks: int) ->
     form : Form
         Canonical.
     sources : sequence of ndarray
-        Operands of the form's element type; the first may be overwritten.
+        Operands of the form's element type; they are not modified.
     factor : float
         Factor of a scaled form.
     nranks : int
@@ -109,7 +109,7 @@ def combine(form: Form, sources: Sequence[Array], factor: float, nranks: int) ->
 
 
 def _scaled(operand: Array, factor: float) -> Array:
-    """Multiply with a single rounding; 16-bit floats are multiplied in float32."""
+    """Multiply in the operand's precision; multiply 16-bit floats in float32, then round."""
     real = np.float64 if operand.real.dtype == np.float64 else np.float32
     is_complex = operand.dtype.kind == "c"
     parts = operand.view(real) if is_complex else operand.astype(real)

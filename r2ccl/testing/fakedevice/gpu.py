@@ -31,8 +31,11 @@ class FakeGpu:
     uuid, bus_id : bytes and str, optional
         By default made from the card's number.
     capability : tuple of int
+        Compute capability: major and minor version.
     nsms : int
+        Number of streaming multiprocessors.
     waits_on_memory : bool
+        True if streams can set words and wait for them.
     reorders_remote_writes : bool
         True if work may miss a NIC's write (`FakeDevice.nic_write`) that its host has not flushed,
         as some drivers report of their GPUs.

@@ -61,13 +61,21 @@ class Grid:
         self._now: tuple[Stamp, Clock] | None = None
 
     def read(self, address: int, nbytes: int) -> Bytes:
-        """Return a read-only view of device memory."""
+        """Return a read-only view of `nbytes` bytes at an address of the GPU.
+
+        Raises
+        ------
+        Misuse
+            If the address is invalid, or the kernel declared its accesses and not this one.
+        Race
+            If the kernel declared no accesses, and this one is not ordered with an earlier one.
+        """
         view = self._reach(Access.READ, address, nbytes).view
         view.flags.writeable = False
         return view
 
     def write(self, address: int, nbytes: int) -> Bytes:
-        """Return a writable view of device memory."""
+        """Return a writable view of `nbytes` bytes at an address of the GPU; raise as `read`."""
         return self._reach(Access.WRITE, address, nbytes).view
 
     def hold_against(self, declared: FakeOperation) -> None:

@@ -89,7 +89,7 @@ class Span:
         self.position = position
         self.number = number
         self.is_callers = is_callers
-        #: Last use by each actor.
+        #: Stamp of the last use by each actor.
         self.uses: dict[int, Stamp] = {}
         #: Span of another process that this one maps, if any.
         self.source: Span | None = None
@@ -173,7 +173,7 @@ class AddressSpace:
     def allocate(
         self, owner: str, card: int, nbytes: int, kind: MemoryKind, *, is_callers: bool = False
     ) -> Span:
-        """Allocate device memory."""
+        """Allocate memory of a card, filled with a nonzero pattern."""
         if nbytes < 1:
             raise Misuse.of(f"an allocation needs at least 1 byte, not {nbytes}")
         memory = np.full(nbytes, _UNWRITTEN, np.uint8)

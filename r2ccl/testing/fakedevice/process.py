@@ -1,6 +1,6 @@
 """`FakeProcess`: base class of `FakeDevice` with the methods that only a fake has.
 
-By these a test declares accesses of the host to pinned memory, and emulates memory and streams of
+With these a test declares accesses of the host to pinned memory, and emulates memory and streams of
 the library's caller, messages between processes, and writes of NICs. Each call of a process runs
 with the board's lock held (`Board.entered`).
 """
@@ -111,7 +111,7 @@ class FakeProcess:
             return self._new_stream(is_callers=True)
 
     def caller_memory(self, nbytes: int, kind: MemoryKind = MemoryKind.DEVICE) -> int:
-        """Allocate memory of the library's caller: device, pooled or managed memory."""
+        """Allocate device, pooled or managed memory of the library's caller; return its address."""
         with self._called("caller_memory"):
             if kind.is_host or kind is MemoryKind.MAPPED:
                 raise Misuse.of(f"a caller cannot allocate {kind.value} on a device")
@@ -124,7 +124,7 @@ class FakeProcess:
         Raises
         ------
         StillInUse
-            If work of the library on it may be in progress.
+            If work on it may be in progress, or another process has mapped it.
         """
         with self._called("free_caller_memory"):
             span = self._find(address, 0).span
@@ -133,11 +133,11 @@ class FakeProcess:
             self._retire(span, "the caller's free")
 
     def host_reads(self, view: npt.NDArray[Any]) -> None:
-        """Declare that the host reads pinned memory now."""
+        """Declare that the host reads the pinned memory of the contiguous array `view` now."""
         self._host_touches(Access.READ, view)
 
     def host_writes(self, view: npt.NDArray[Any]) -> None:
-        """Declare that the host writes pinned memory now."""
+        """Declare that the host writes the pinned memory of the contiguous array `view` now."""
         self._host_touches(Access.WRITE, view)
 
     def _host_touches(self, access: Access, view: npt.NDArray[Any]) -> None:
@@ -166,14 +166,14 @@ class FakeProcess:
             join(self._host.clock, message)
 
     def read(self, address: int, nbytes: int) -> Bytes:
-        """Return a copy of memory, as an access of the host at this time."""
+        """Return a copy of `nbytes` bytes at an address of the GPU, as the host reads them now."""
         with self._called("read"):
             place = self._find(address, nbytes)
             self._touch(Access.READ, place)
             return place.view.copy()
 
     def write(self, address: int, data: npt.NDArray[Any]) -> None:
-        """Write memory, as an access of the host at this time."""
+        """Write the contiguous array `data` at an address of the GPU, as the host does now."""
         with self._called("write"):
             memory = as_bytes(data)
             place = self._find(address, memory.size)
@@ -181,7 +181,7 @@ class FakeProcess:
             place.view[:] = memory
 
     def nic_write(self, address: int, data: npt.NDArray[Any]) -> None:
-        """Write memory as a NIC whose completion the host has polled.
+        """Write the contiguous array `data` as a NIC whose completion the host has polled.
 
         On a card that reorders such writes, work enqueued before `flush_remote_writes` may miss the
         write; the host and NICs see it at once.

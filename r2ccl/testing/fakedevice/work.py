@@ -2,8 +2,8 @@
 
 A wait is ready once the record of its event has run or its word has reached the value; all other
 operations are always ready. The board runs only the first operation of each stream. Before an
-operation moves bytes, its accesses are recorded in the `Shadow` of the memory, with the clock of
-its stream. Kernel launches are in `r2ccl.testing.fakedevice.kernels`.
+operation moves bytes, the accesses that it declares are recorded in the `Shadow` of the memory,
+with the clock of its stream. Kernel launches are in `r2ccl.testing.fakedevice.kernels`.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class FakeOperation:
         join(clock, self.clock)
 
     def touch(self, stamp: Stamp, clock: Clock) -> None:
-        """Record its accesses."""
+        """Record the accesses that are known before it runs; raise Race if one is not ordered."""
         for piece in self.reads:
             piece.touch(Access.READ, stamp, clock)
         for piece in self.writes:
