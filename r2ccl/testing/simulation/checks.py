@@ -1,7 +1,7 @@
 """Checks at every event of a simulation, and poisoned memory that makes wrong accesses visible.
 
-Each check raises `Violation`. The classes are subclasses of the library's own that report to a
-`Checker` and do not change its behaviour.
+Each check raises `Violation`. `CheckedLinks`, `CheckedRun` and `CheckedPool` are subclasses of the
+library's own classes that check or report to a `Checker`, and otherwise behave the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Violation(AssertionError):
 
 
 class Checker:
-    """Record of the slices sent and the memory released or retired in one run, with its checks."""
+    """Record of the slices, plans and released or retired memory of one run, with its checks."""
 
     def __init__(self) -> None:
         #: Bytes posted, by (source, destination, channel, seq).
@@ -174,7 +174,7 @@ class CheckedPool(LandingPool):
         """Poison a landing place and put it back into the pool."""
         assert isinstance(place, np.ndarray)
         place[:] = _POISON
-        # Return a view: `take` checks only places with a base, and a new place has none.
+        # Put back a view: `take` checks only places with a base, and a new place has none.
         super().give(place if place.base is not None else place[:])
 
 

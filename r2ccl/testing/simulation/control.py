@@ -96,7 +96,7 @@ class SimControl:
         self._kept: list[tuple[int, int, bytes]] = []
 
     def connect(self, controls: dict[int, SimControl]) -> None:
-        """Start the sessions with the neighbors."""
+        """Start the sessions with the neighbors; `controls` has the control plane of each rank."""
         self.peers = {peer: each for peer, each in controls.items() if peer != self._host.rank}
         for peer in self.neighbors:
             self.open_session(peer)
@@ -136,7 +136,7 @@ class SimControl:
         self.gossip(Flooded(rank, number, self._codec.encode(message)))
 
     def tick(self, excused_s: float) -> None:
-        """Declare peers lost that were silent for longer than the peer timeout.
+        """Declare peers lost that were silent for longer than the peer timeout or are cut off.
 
         `excused_s` is how long this process did not run, which does not count as silence.
         """
@@ -272,14 +272,14 @@ class SimControl:
         self._start_dial(PathKey(peer, rail), epoch)
 
     def dial_bypass(self, peer: int, epoch: int, ways: Sequence[BypassWay]) -> None:
-        """Dial a bypass over the first of `ways` that works; give up if none does."""
+        """Dial a bypass over the first of `ways` that is up; give up if it fails or none is up."""
         key = PathKey(peer, BYPASS)
         self._ndials += 1
         self._dials[key] = (self._ndials, epoch)
         self._try_ways(key, self._ndials, tuple(ways))
 
     def cancel_path(self, peer: int, rail: int) -> None:
-        """Cancel `accept_path` and `dial_path` of a path."""
+        """Cancel `accept_path`, and `dial_path` or `dial_bypass`, of a path."""
         self._dials.pop(PathKey(peer, rail), None)
         self._expected.pop(PathKey(peer, rail), None)
 

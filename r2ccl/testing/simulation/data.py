@@ -61,7 +61,7 @@ def draw(dtype: str, count: int, call: int, rank: int) -> Array:
 
 
 def part(schedule: Schedule, rank: int, count: int) -> slice:
-    """Return the elements of its output that the schedule defines for a rank."""
+    """Return the slice of a rank's output, in elements, that the schedule defines."""
     if schedule.collective == "reduce_scatter":
         return slice(rank * count // schedule.nranks, (rank + 1) * count // schedule.nranks)
     is_promised = schedule.collective != "reduce" or rank == schedule.root

@@ -95,7 +95,8 @@ class SimNetwork:
         self.reaches_devices = False
         #: Hook that decides the fate of every message, including control messages.
         self.route: Callable[[SimMessage], Fate] = lambda message: DELIVER
-        #: Hook called before each read of a sender's view.
+        #: Hook called when bytes of a sender's view arrive, and when a cleared slice is
+        #: acknowledged: until then a NIC may read the view.
         self.on_read: Callable[[SimMessage], None] = lambda message: None
         self.trace: list[tuple[Any, ...]] = []
         self.nmessages = 0
@@ -117,7 +118,7 @@ class SimNetwork:
         return self.wires[min(a, b), max(a, b), rail]
 
     def bypass(self, rank: int, peer: int, way: BypassWay) -> Wire | None:
-        """Make and return a wire from `rank` to `peer` by `way`; None if the way is broken."""
+        """Make and return a wire from `rank` to `peer` by `way`; None if that is impossible now."""
         pair = (min(rank, peer), max(rank, peer))
         if way.to == peer:
             ports = frozenset({(rank, way.via), (peer, way.rail)})
@@ -135,7 +136,7 @@ class SimNetwork:
         return wire
 
     def connect(self, wire: Wire) -> tuple[End, End]:
-        """Make a connection; return the lower rank's end, then the higher rank's."""
+        """Make a connection over `wire`; return the lower rank's end, then the higher rank's."""
         low, high = (End(self._abandon, wire, rank) for rank in wire.pair)
         low.other, high.other = high, low
         wire.ends = (low, high)
@@ -159,7 +160,10 @@ class SimNetwork:
     # Cuts and repairs
 
     def cut(self, wire: Wire, cut: Cut) -> None:
-        """Break `wire` as `cut` describes; nothing sent on it arrives until `restore`."""
+        """Break `wire` as `cut` describes; nothing that is sent later arrives before `restore`.
+
+        Do nothing if the wire is broken already.
+        """
         if not wire.is_up:
             return
         self.note("cut", wire.pair, wire.rail)
@@ -264,9 +268,10 @@ class SimNetwork:
         return key.rail != key.via or self.wire(rank, key.peer, key.rail).is_up
 
     def probe(self, rank: int, key: ProbeKey, on_result: Callable[[bool], None]) -> None:
-        """Probe a port, and call `on_result` with True if it answered.
+        """Probe a port; call `on_result` with True at its answer, or False at the probe timeout.
 
-        A port answers even if its process is stopped or dead.
+        A port answers even if its process is stopped or dead. Call this only if `has_way`
+        returned True.
         """
         if self.is_way_up(rank, key):
             delay_s = 2 * self.delay()
@@ -292,8 +297,8 @@ class SimNetwork:
     def fence(self, end: End, on_drained: Callable[[], None]) -> None:
         """Fence `end`, and call `on_drained` once no write of the connection can reach its memory.
 
-        Slices that `end` sent and that are in flight are copied, and no longer depend on its
-        memory.
+        Cleared slices that `end` sent and that are in flight are copied, and no longer depend on
+        its memory. If `end` is being fenced or is fenced, do nothing, and never call `on_drained`.
         """
         if end.state >= EndState.DRAINING:
             return
@@ -318,7 +323,7 @@ class SimNetwork:
     # Moving messages
 
     def pump(self, end: End) -> None:
-        """Put the next queued message of `end` on the wire; small messages go before slices."""
+        """Put the next queued message of `end` on the wire; cleared slices go after all others."""
         queue = end.small or end.bulk
         end.is_busy = bool(queue) and end.state is EndState.LIVE
         if not end.is_busy:
@@ -373,7 +378,7 @@ class SimNetwork:
             self.take(other, piece)
 
     def refuse(self, end: End, piece: WirePiece) -> None:
-        """Discard a piece that arrived at a fenced end."""
+        """Discard a piece that arrived at a closed end; the sender's end fails as in `_reset`."""
         self._reset(end.other)
 
     def take(self, end: End, piece: WirePiece) -> None:

@@ -57,6 +57,7 @@ class Workload(msgspec.Struct, frozen=True):
         How long each rank computes before each of its calls; repeated if shorter than the number of
         ranks.
     no_rail_timeout_ms : int
+        Setting `no_rail_timeout_s`, in milliseconds.
     is_loud : bool
         See `r2ccl.testing.simulation.network.SimNetwork`.
     fabric : str
@@ -96,9 +97,10 @@ class CutPath(msgspec.Struct, frozen=True):
     a, b, rail : int
         The two ranks and the rail.
     told : tuple of int
-        Ranks that are notified at once.
+        Ranks that are notified after one latency.
     keep : int
-        Halves of slices in flight in each direction that still land, `late_us` after the cut.
+        Pieces in flight in each direction that still land, `late_us` after the cut. A piece is half
+        of a cleared slice, or another message.
     late_us : int
     is_stall : bool
         True if lost messages continue after the repair; see `r2ccl.testing.simulation.wire.Cut`.
@@ -155,7 +157,10 @@ class Lose(msgspec.Struct, frozen=True):
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Fault: message `number`, and all later ones on its path, are delayed by `ms`."""
+    """Fault: message `number` is delayed by `ms`.
+
+    Unless it is a control frame, all later messages on its path are delayed too.
+    """
 
     number: int
     ms: int

@@ -68,6 +68,7 @@ _MESSAGES: Any = (
     | Report | Prepare | Promise | Commit
 )  # fmt: skip
 
+#: Phases in which the user thread waits and runs the data loop.
 WAITING = (
     RankPhase.CONNECTING,
     RankPhase.ENTERING,

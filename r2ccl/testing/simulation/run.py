@@ -43,7 +43,8 @@ from r2ccl.testing.simulation.rank import RankPhase, SimRank
 from r2ccl.testing.simulation.work import SimWork
 
 MAX_EVENTS = 200_000
-#: Seconds that the simulation continues after the last rank is done, to detect late writes.
+#: Seconds that a simulation with faults continues after the last rank is done, to detect late
+#: writes.
 _AFTERMATH_S = 0.05
 
 
@@ -58,11 +59,11 @@ class SimOutcome(msgspec.Struct, frozen=True):
         Number of calls that each rank completed.
     nevents, nmessages : int
     time_s : float
-        Virtual time at the end of the run.
+        Virtual time at the end of the run, in seconds.
     trace : list of tuple
-        All actions of the network, each with its time.
+        Actions of the network and the ranks, each with its virtual time in seconds.
     repairs : int
-        Number of lost paths, counted at both ends.
+        Number of path failures, counted at both ends.
     nbypasses : int
         Number of bypass connections made.
     verdicts : tuple of tuple of Verdict
@@ -70,9 +71,9 @@ class SimOutcome(msgspec.Struct, frozen=True):
     known : tuple of Health
         The newest health that each rank knows.
     plans : dict of int to Health
-        Health with which each collective was planned.
+        Health with which each collective was planned, by collective number.
     began : dict of int to int
-        Number of events before the first rank began each collective.
+        Number of events before the first rank began each collective, by collective number.
     """
 
     errors: tuple[R2cclError | None, ...]

@@ -25,12 +25,13 @@ class SimTransport(PreconnectedTransport):
     network : SimNetwork
     rank : int
     on_event : callable
-        Called when a new event waits for the next `poll`.
+        Called when a new event waits for the next `poll`, and by `wake`.
 
     Notes
     -----
     ``poll`` never sleeps. To detect mistakes of the caller, each poll overwrites the payloads of
-    the poll before it, and a call on a path that was reported as fenced raises InternalError.
+    the poll before it. From the poll after the one that returned a path's `Fenced`, ``isend``,
+    ``irecv`` and ``confirm`` on the path raise InternalError until it is opened again.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class SimTransport(PreconnectedTransport):
         self._queue(end, message, is_replay)
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
-        """Queue the announcement that slice ``frame.seq`` shall land in `region`."""
+        """Queue the message that names `region` as the landing place of slice ``frame.seq``."""
         end = self._live(path)
         if end is not None:
             if ack:

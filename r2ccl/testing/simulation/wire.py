@@ -97,12 +97,12 @@ class Cut(msgspec.Struct, frozen=True):
     Parameters
     ----------
     told : tuple of int
-        Ranks whose end reports `Failed` at once; other ranks must detect the failure.
+        Ranks whose end reports `Failed` after one latency; other ranks must detect the failure.
     keep : int
-        Number of halves in flight in each direction that still arrive, `late_s` after the cut.
-        Later halves do not arrive, so an odd number can tear a slice.
+        Number of pieces in flight in each direction that still arrive. A piece is half of a cleared
+        slice, or another message. Later pieces do not arrive, so an odd number can tear a slice.
     late_s : float
-        Seconds.
+        Seconds from the cut to the arrival of these pieces.
     is_stall : bool
         True if lost messages wait and continue after a repair, as with TCP. False if the connection
         is dead, as with verbs; an end with unacknowledged messages then reports the failure after
@@ -216,17 +216,26 @@ class End:
         self.is_broken = False
         #: True if the connection failed before its transport took this end into use.
         self.is_dead = False
+        #: True once this end's failure after the retry time is scheduled.
         self.is_starving = False
+        #: True while a message occupies the wire.
         self.is_busy = False
         #: Earliest time at which the next message may arrive at the other end, to keep the order.
         self.clear_at = 0.0
+        #: Messages that were not flushed, each with its `is_replay`.
         self.queued: list[tuple[SimMessage, bool]] = []
+        #: Flushed messages that wait for the wire: cleared slices in `bulk`, all others in `small`.
         self.small: deque[SimMessage] = deque()
         self.bulk: deque[SimMessage] = deque()
+        #: Pieces on the wire, in order of arrival.
         self.flight: deque[WirePiece] = deque()
+        #: Pieces that wait for the repair of the wire.
         self.held: deque[WirePiece] = deque()
+        #: Cleared slices whose acknowledgment waits for the repair of the wire.
         self.acks: list[SimMessage] = []
+        #: Pieces that arrived before the transport took this end into use.
         self.backlog: list[WirePiece] = []
+        #: Messages that were sent and not acknowledged.
         self.unacked: set[SimMessage] = set()
         #: ``ack`` to send at once when slice (channel, seq) lands, as allowed by ``irecv``.
         self.early: dict[tuple[int, int], int] = {}
