@@ -153,7 +153,10 @@ class FaultPlan:
             self.assert_all_fired()
 
     def wrap(self, inner: Transport, rank: int) -> ReportingTransport:
-        """Return a wrapper of `inner` that applies the faults of `rank`; `r2ccl.init` calls it."""
+        """Return a wrapper of `inner` that applies the faults of `rank`; `r2ccl.init` calls it.
+
+        Faults with `at_s` need a netlab: here they neither fire nor count as pending.
+        """
         return ReportingTransport(inner, lambda cut: FaultReporter(self, rank, cut))
 
 

@@ -20,8 +20,8 @@ from r2ccl.clock import monotonic
 from r2ccl.errors import TransportTimeout
 from r2ccl.testing.faults import Fault, Firing
 
-#: Seconds to wait for the lab's answer. Applying a fault takes milliseconds at most, so a lab
-#: that does not answer in this time is dead.
+#: Seconds to wait for the lab's answer. Applying a fault takes well under a second, so a lab that
+#: does not answer in this time is dead or hangs.
 ANSWER_TIMEOUT_S = 10.0
 
 #: Receive buffer size, larger than any message of this protocol.
@@ -31,7 +31,7 @@ _NEVER = (math.inf, math.inf)
 
 
 class Due(msgspec.Struct, frozen=True):
-    """Message of a rank that it reached the fault at position `index` of the plan."""
+    """Message of `rank` that fault `index` of the plan is due before slice `step` of `op`."""
 
     rank: int
     op: int

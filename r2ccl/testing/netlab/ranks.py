@@ -51,7 +51,8 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     is_timed_out : bool
         True if the rank was ended because it ran longer than the time limit.
     output : str
-        Its stdout and stderr; empty if the caller reads the pipes itself.
+        Its stdout and stderr, up to the time limit if that ended it; empty if the caller reads the
+        pipes itself.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""Schedules that a simulated job can run: every algorithm of `r2ccl.algos`, in each of its forms.
+"""Schedules that a simulated job can run: one or more forms of each algorithm of `r2ccl.algos`.
 
 In the schedules for unequal ranks, rank 0 has the least bandwidth. Equal arguments give equal
 schedules.
@@ -25,7 +25,7 @@ from r2ccl.algos import (
 )
 from r2ccl.schedule.ir import Schedule
 
-#: Function ``make(nranks, nchannels)`` for at least two ranks; some use more than `nchannels`.
+#: Function ``make(nranks, nchannels)`` for at least two ranks; some use more or fewer channels.
 Maker = Callable[[int, int], Schedule]
 
 

@@ -98,7 +98,8 @@ class SimTransport(PreconnectedTransport):
             self.report(Sent(path, frame.channel, frame.seq))
         elif len(token) != len(view):
             raise InternalError(
-                f"slice of {len(view)} bytes for a landing place of {len(token)} bytes"
+                f"rank {self._rank}: {path}: slice of {len(view)} bytes for a landing place of "
+                f"{len(token)} bytes"
             )
         self._queue(end, message, is_replay)
 

@@ -68,7 +68,7 @@ class SimWork:
         return make(spec, rank, tuple(homes), self._seen(health), self.config)
 
     def arithmetic(self, task: SimTask) -> tuple[kernels.Reducer, kernels.Divider | None]:
-        """Return the function that reduces slices, and the one that divides a mean's result."""
+        """Return the function that reduces slices, and for a mean the one that divides the sum."""
         code, op = task.signature.dtype, ReduceOp(task.signature.op)
         is_mean = op is ReduceOp.AVG
         divide = kernels.divider(code, self.workload.nranks) if is_mean else None
