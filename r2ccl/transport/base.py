@@ -25,8 +25,9 @@ Invariants:
   longer reads any ``isend`` view of that path.
 - A slice that the transport confirmed on its own is in the receiver's kernel and still reaches its
   landing place, even if the path is fenced.
-- Slices of one path arrive in the order they were sent.
-- Every event of a path names the path; a path reports `Failed` once.
+- Cleared slices of one path arrive in the order of their ``isend`` calls, and so do eager slices.
+  Eager slices and replays may overtake cleared slices.
+- Every event of a path names the path. A path that fails reports `Failed` once.
 
 A *probe* tests whether a port of the peer still answers. The peer's NIC or kernel answers, not its
 process: the probe of a stopped process is answered too. Invariants: a probe never uses the socket
@@ -46,12 +47,15 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class Frame(msgspec.Struct, gc=False):
-    """Header fields that every slice carries on the wire, whatever the transport.
+    """Header fields of a slice, the same for every transport.
+
+    Over verbs, a cleared slice is written without a header: its `Arrived` repeats the frame that
+    the receiver passed to ``irecv``, with ``ack`` 0.
 
     ``channel`` and ``seq`` identify the slice on its directed link. ``ack`` confirms the opposite
     link of the same channel: every slice with a number below ``ack`` was consumed. ``op`` is the
-    number of the planned collective within the communicator; ``signature`` is the packed
-    `CallSignature`, which must be equal on all ranks.
+    number of the collective within the communicator; ``signature`` is its packed `CallSignature`,
+    which must be equal on all ranks.
     """
 
     channel: int
@@ -66,8 +70,9 @@ class Arrived(msgspec.Struct, gc=False):
 
     A cleared slice is in its landing place and ``payload`` is None. An eager slice is in
     ``payload``, which is borrowed until the next ``poll``. ``began_s`` is the clock's time, in
-    seconds, when the transport saw the first byte. ``is_confirmed`` is True if the transport has
-    already confirmed the slice to the sender.
+    seconds, when the transport saw the first byte; over verbs, when it polled the completion of the
+    whole slice. ``is_confirmed`` is True if the transport has already confirmed the slice to the
+    sender.
     """
 
     path: PathKey
@@ -87,7 +92,7 @@ class Cleared(msgspec.Struct, gc=False):
 
 
 class Confirmed(msgspec.Struct, gc=False):
-    """Event: the peer consumed every slice of the channel's link with a number below ``ack``."""
+    """Event: the peer confirmed this rank's slices of the channel with numbers below ``ack``."""
 
     path: PathKey
     channel: int
@@ -182,7 +187,8 @@ class Endpoint(Protocol):
         Raises
         ------
         TransportError
-            If the endpoint info cannot be decoded, or the device refuses to connect.
+            If the endpoint info cannot be decoded, the device refuses to connect, or the peer's
+            link-layer address is not resolved yet (status ``NO_NEIGHBOUR``): try again later.
         """
         ...
 
@@ -195,13 +201,18 @@ class Registered(Protocol):
     """Memory that is registered with a transport."""
 
     def close(self) -> None:
-        """End this use of the registration; slices in flight finish first."""
+        """End this use of the registration; memory of slices in flight stays registered."""
         ...
 
 
 class Transport(Protocol):
-    """Moves slices over paths. Only ``poll`` may block, and only ``poll`` reports events."""
+    """Interface of a transport, which moves slices over paths.
 
+    Only ``poll`` waits, and only ``poll`` reports events. One thread at a time may call the
+    methods, except ``wake``.
+    """
+
+    #: Number of rails, without the bypass.
     nrails: int
 
     def joins(self, rail: int) -> bool:
@@ -225,15 +236,26 @@ class Transport(Protocol):
         ------
         TransportError
             If the device cannot make an end now, for example because its port is down.
+        InternalError
+            If the rail does not use `offer`.
         """
         ...
 
     def open(self, path: PathKey, endpoint: Any) -> None:
-        """Begin to use `endpoint`, which is connected and authenticated, as `path`."""
+        """Begin to use `endpoint`, which is connected and authenticated, as `path`.
+
+        The transport owns `endpoint` from now on. A path that was used before must be fenced.
+        """
         ...
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return `nbytes` bytes of memory in which a slice can land without another copy."""
+        """Return `nbytes` bytes of memory in which a slice can land without another copy.
+
+        Raises
+        ------
+        TransportError
+            As `register`.
+        """
         ...
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Registered:
@@ -243,6 +265,8 @@ class Transport(Protocol):
         ------
         TransportError
             If the device refuses, or the limit of registered memory would be exceeded.
+        InvalidArgument
+            If `memory` is empty and the transport needs registration.
         """
         ...
 
@@ -252,7 +276,8 @@ class Transport(Protocol):
         While it is registered, ``isend`` and ``irecv`` accept views of it (`r2ccl.device.views`);
         only NICs read and write the bytes. The caller must know that the device has finished
         writing a slice before it sends the slice. Data that arrived is visible to device work that
-        is submitted after the event was polled.
+        is enqueued after the event was polled; on a device that reorders NIC writes, only after
+        `Device.flush_remote_writes`.
 
         Parameters
         ----------
@@ -262,7 +287,9 @@ class Transport(Protocol):
         Raises
         ------
         TransportError
-            If a rail cannot reach the memory; the message names the rail's NIC and the reason.
+            If a rail cannot reach the memory; the message gives the reason.
+        InvalidArgument
+            If the bytes are not part of one allocation.
         """
         ...
 
@@ -276,8 +303,7 @@ class Transport(Protocol):
         """Queue a slice for sending on `path`.
 
         `view` is borrowed until `Sent` or `Fenced`; that of an eager slice until the peer has
-        confirmed the slice, or `Fenced`. Does nothing if the path is not open: `Failed` has been,
-        or will be, reported.
+        confirmed the slice, or `Fenced`. Does nothing if the path is not open.
 
         Parameters
         ----------
@@ -288,14 +314,14 @@ class Transport(Protocol):
         token : object
             ``Cleared.token`` of the landing place; None sends the slice eagerly.
         is_replay : bool
-            True sends the slice ahead of the cleared slices that are queued.
+            True lets a cleared slice overtake those that are queued, even other replays.
         """
         ...
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
         """Name `region` as the landing place of slice ``frame.seq``, and send this to the peer.
 
-        `region` is borrowed until the slice arrives or the path is fenced.
+        `region` is borrowed until `Arrived` or `Fenced`. Does nothing if the path is not open.
 
         With `ack` above 0, the transport may confirm the peer's slices below `ack` as soon as
         this slice is certain to land whatever happens to the path. The peer then does not wait
@@ -304,7 +330,10 @@ class Transport(Protocol):
         ...
 
     def confirm(self, path: PathKey, channel: int, ack: int) -> None:
-        """Confirm to the peer that its slices of `channel` numbered below `ack` were consumed."""
+        """Confirm to the peer that its slices of `channel` numbered below `ack` were consumed.
+
+        Does nothing if the path is not open.
+        """
         ...
 
     def flush(self) -> None:
@@ -316,11 +345,14 @@ class Transport(Protocol):
         ...
 
     def wake(self) -> None:
-        """Make a waiting ``poll`` return; this is the only method other threads may call."""
+        """Make a waiting ``poll`` return; any thread may call this, even after `close`."""
         ...
 
     def fence(self, path: PathKey) -> None:
-        """Take the local end of `path` out of use; `Fenced` is reported once the end is drained."""
+        """Take the local end of `path` out of use; `Fenced` is reported once the end is drained.
+
+        Call it once for each `open`, also if the path has failed.
+        """
         ...
 
     def has_unsent(self) -> bool:

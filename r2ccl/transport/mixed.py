@@ -3,6 +3,7 @@
 A link can migrate between rails of different transports as it can between rails of one. The rails
 are numbered consecutively: the first part's rails come first, then the second part's. Every rail
 belongs to exactly one part, and calls and events of a path pass unchanged to and from that part.
+Bypasses belong to the first part.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ class MixedTransport:
     Parameters
     ----------
     parts : sequence of TransportPart
-        Their rails are numbered consecutively in this order, and each part uses these numbers in
-        its path keys. The first part must use sockets: it also carries the bypasses.
+        Owned. Their rails are numbered consecutively in this order, and each part uses these
+        numbers in its path keys. The first part must use sockets: it also carries the bypasses.
+        Only the last part registers host memory, so only that part may need registration.
     """
 
     def __init__(self, parts: Sequence[TransportPart]) -> None:
@@ -95,7 +97,13 @@ class MixedTransport:
         return self._parts[-1].register(memory)
 
     def register_device(self, address: int, nbytes: int) -> Registered:
-        """Register device memory with every part that has rails; raise if one cannot reach it."""
+        """Register device memory with every part that has rails, or with none.
+
+        Raises
+        ------
+        TransportError
+            If a part cannot reach the memory.
+        """
         made: list[Registered] = []
         try:
             for part in self._parts:

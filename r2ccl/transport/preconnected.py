@@ -28,14 +28,14 @@ class PreconnectedTransport:
         return False
 
     def offer(self, key: PathKey | ProbeKey) -> Endpoint:
-        """Raise InternalError: ends of this transport are not made by `offer`."""
+        """Raise InternalError: the control plane makes the connections of this transport."""
         raise InternalError(
             f"rail {key.rail} to rank {key.peer} was asked for endpoint info, but its connections "
             "are made by the control plane"
         )
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return ordinary memory: slices can land in any."""
+        """Return ordinary memory: slices can land in any memory."""
         return np.empty(nbytes, np.uint8)
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Unregistered:
@@ -43,7 +43,7 @@ class PreconnectedTransport:
         return Unregistered()
 
     def register_device(self, address: int, nbytes: int) -> Unregistered:
-        """Raise TransportError: the CPU moves the bytes, and it cannot access device memory."""
+        """Raise TransportError (``HOST_ONLY``): the CPU cannot move bytes of device memory."""
         raise TransportError(
             "sockets cannot reach device memory: the data must be staged through host memory",
             status="HOST_ONLY",

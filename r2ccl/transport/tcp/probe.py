@@ -1,16 +1,17 @@
 """Probes over TCP: attempts to connect to a port on which nobody listens.
 
 The peer reserves the port without listening, so its *kernel* refuses each connect; the refusal is
-the answer. A probe makes several connects spread over the probe timeout, because two lost packets
-do not make a dead rail. A probe between different rails binds its sockets to the interface of the
-local rail: by the address alone, the kernel would send from the NIC in the destination's subnet,
-which may be the failed one.
+the answer. A probe makes three connects spread over the probe timeout, because two lost packets do
+not prove that a rail has failed. A probe between different rails binds its sockets to the interface
+of the local rail: by the address alone, the kernel would send from the NIC in the destination's
+subnet, which may be the failed one.
 
 A connect that fails because this machine has no descriptor, port or memory left proves nothing
 about the rail. If that happened to a connect of a probe and no other was answered, the outcome of
 the probe is None.
 
-Invariant: a probe that was started is reported once, and leaves no connection behind.
+Invariant: a probe that was started is reported once, unless the prober is closed first, and leaves
+no connection behind.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 
+#: Connects per probe.
 _NKNOCKS = 3
 #: Value of SO_LINGER with which close() sends RST, not FIN: neither kernel keeps TIME_WAIT state.
 _NO_LINGER = struct.pack("ii", 1, 0)
@@ -46,6 +48,7 @@ class _Probe:
         self.key = key
         self.socks: dict[int, socket.socket] = {}
         self.nsent = 0
+        #: The clock's time of the next connect or, after the last connect, of the timeout.
         self.due_s = 0.0
         #: Error text of the last connect that failed.
         self.detail = ""
@@ -122,9 +125,9 @@ class TcpProber:
     def advance(self) -> list[Probed]:
         """Make the connects that are due, end probes that timed out; return the finished probes.
 
-        Call it after `on_ready`, so that answers that already arrived count. Each connect gets its
-        full time from the moment it was made, however late this method is called: a process that
-        was stopped must not mistake its own pause for silence of the peer.
+        Call it after `on_ready`, so that answers that already arrived count. Each connect has at
+        least a third of the timeout, however late this method is called: a process that was stopped
+        must not mistake its own pause for silence of the peer.
         """
         now = self._clock()
         for probe in list(self._probes.values()):
@@ -182,7 +185,7 @@ class TcpProber:
             self._not_made(probe, code)
 
     def _watch(self, sock: socket.socket) -> tuple[int, bool]:
-        """Register a pending connect with the epoll set; return values as in `_connect`."""
+        """Register a pending connect with the epoll set; return the same values as `_connect`."""
         try:
             self._epoll.register(sock.fileno(), select.EPOLLOUT)
         except OSError as exc:
@@ -202,7 +205,7 @@ class TcpProber:
         )  # fmt: skip
 
     def _judge(self, probe: _Probe, code: int) -> None:
-        """Handle the outcome of one connect; an answer ends the probe, the last error too."""
+        """Handle the outcome of one connect; end the probe if it is an answer or the last error."""
         if code in (0, errno.ECONNREFUSED):
             self._answered.add(probe.key)
             self._end(probe, True, "connected" if code == 0 else "refused")
@@ -245,7 +248,7 @@ def _connect(
     Returns
     -------
     code : int
-        The errno; 0 if the connection is established already.
+        The errno: EINPROGRESS while the connect is pending, 0 if it is established already.
     is_made : bool
         False if this machine lacked a resource for the connect, such as a free port.
     """

@@ -9,8 +9,8 @@ at fragment boundaries, so they do not wait behind bulk data.
 Sockets arrive connected and authenticated from `r2ccl.bootstrap` and carry only these frames. A
 malformed frame fails the path.
 
-Invariants: TCP_NOTSENT_LOWAT bounds the unsent bytes in the kernel, so a replay reaches the wire at
-once. Only this process writes to a landing place, so closing the socket is a fence.
+Invariants: TCP_NOTSENT_LOWAT bounds the unsent bytes in the kernel, so a replay reaches the wire
+soon. Only this process writes to a landing place, so closing the socket is a fence.
 """
 
 from __future__ import annotations
@@ -122,18 +122,20 @@ class _Connection:
         #: Bytes ``parsed .. filled`` of the buffer are read but not parsed yet.
         self.parsed = 0
         self.filled = 0
-        #: Unread rest of the current fragment (None between fragments), its slice, landing place.
+        #: Unread rest of the current fragment (None between fragments), the frame of its slice, and
+        #: the landing place of its slice.
         self.target: memoryview | None = None
         self.frame: Frame | None = None
         self.place: _Place | None = None
+        #: Landing places named on the path, by channel and number of the slice.
         self.places: dict[tuple[int, int], _Place] = {}
         #: Send queues in order of priority: small frames, replays, other cleared slices.
         self.small: deque[bytes | memoryview] = deque()
         self.replays: deque[_Outgoing] = deque()
         self.bulk: deque[_Outgoing] = deque()
-        #: Buffers of the frame being written.
+        #: Buffers of the frames being written.
         self.sending: deque[bytes | memoryview] = deque()
-        #: Slice to report as `Sent` once ``sending`` is empty.
+        #: Frame of the slice to report as `Sent` once ``sending`` is empty.
         self.sent: Frame | None = None
         self.is_waiting = False
         self.is_dirty = False
@@ -145,7 +147,7 @@ class TcpTransport(PreconnectedTransport):
     Parameters
     ----------
     rank : int
-        This rank, for error messages.
+        This rank, for errors and the log.
     nrails : int
     eager_nbytes : int
         Largest eager payload accepted from a peer.
@@ -191,7 +193,7 @@ class TcpTransport(PreconnectedTransport):
         self._unread = array("i", [0])
 
     def open(self, path: PathKey, endpoint: socket.socket) -> None:
-        """Begin to use a connected, authenticated socket as `path`."""
+        """Begin to use a connected, authenticated socket as `path`; the transport closes it."""
         self._discard(path)
         self._tune(endpoint)
         conn = _Connection(path, endpoint, 2 * (_HEADER_NBYTES + self._eager_nbytes))
@@ -282,7 +284,7 @@ class TcpTransport(PreconnectedTransport):
         self._wakeup.wake()
 
     def fence(self, path: PathKey) -> None:
-        """Close the socket of `path`, then report `Fenced`."""
+        """Close the socket of `path`; the next `poll` reports `Fenced`, even if it was not open."""
         self._discard(path)
         self._events.append(Fenced(path))
 
@@ -291,7 +293,7 @@ class TcpTransport(PreconnectedTransport):
         return bool(self._waiting)
 
     def is_stuck(self, path: PathKey) -> bool:
-        """Return True if the kernel has retransmitted unacknowledged data at least twice.
+        """Return True if the kernel has sent unacknowledged data again at least twice in a row.
 
         This is evidence against the path, not the peer: the kernel of a stopped peer still
         acknowledges.
@@ -316,7 +318,7 @@ class TcpTransport(PreconnectedTransport):
         return [*own, *self._by_fd, *self._prober.descriptors()]
 
     def close(self) -> None:
-        """Close every socket."""
+        """Close every socket. Idempotent."""
         self._prober.close()
         for path in list(self._by_path):
             self._discard(path)
@@ -363,7 +365,13 @@ class TcpTransport(PreconnectedTransport):
         conn.sock.close()
 
     def _read_confirmed(self, conn: _Connection) -> None:
-        """Read the rest of a slice that was confirmed before it was read."""
+        """Read the rest of a slice that was confirmed before it was read.
+
+        Raises
+        ------
+        InternalError
+            If the socket does not have the rest.
+        """
         if conn.place is None or not conn.place.is_confirmed:
             return
         while conn.target is not None:
@@ -543,7 +551,7 @@ class TcpTransport(PreconnectedTransport):
             self._epoll.modify(conn.fd, _IN | _OUT if is_waiting else _IN)
 
     def _next_frame(self, conn: _Connection) -> bool:
-        """Fill an empty ``sending`` with small frames, else one fragment; return False if none."""
+        """Fill ``sending``, if empty, from the send queues; return False if these are empty too."""
         if conn.sending:
             return True
         if conn.small:
