@@ -71,7 +71,11 @@ Completion = tuple[int, int, int, int, int, int]
 
 
 class EndpointInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Values that the peer needs in order to connect its queue pair to this one."""
+    """Values that the peer needs in order to connect its queue pair to this one.
+
+    ``gid`` is an IPv6 address as text. ``lid`` is 0 on Ethernet. ``mtu`` is verbs' code of the
+    active MTU.
+    """
 
     qp_num: int
     psn: int
@@ -87,7 +91,10 @@ class NeighbourTable(Protocol):
     """Kernel's neighbour table (ARP, NDP) of one interface."""
 
     def knows(self, source: str, destination: str) -> bool:
-        """Return True if the link-layer address of `destination` is known; else resolve it."""
+        """Return True if the link-layer address of `destination` is known; else request it.
+
+        The call does not wait for the resolution. Both arguments are GIDs as text.
+        """
         ...
 
     def close(self) -> None:
@@ -120,6 +127,8 @@ class RdmaDevice:
     ------
     TransportError
         If the NIC cannot be opened, or its completion queues are too small for `npeers`.
+    InvalidArgument, OSError
+        From `find_gid`, for example if the port has no usable GID.
     """
 
     def __init__(
@@ -221,8 +230,8 @@ class RdmaDevice:
     def completions(self) -> list[Completion]:
         """Take up to `BATCH` completions from the queue.
 
-        If several flushed requests of a queue pair have the same wr_id, it may return only the
-        first of them.
+        If several flushed requests of a queue pair have the same wr_id, the result may contain
+        only the first of them.
 
         Raises
         ------
@@ -280,7 +289,13 @@ class RdmaDevice:
         self._is_stale = False
 
     def query(self) -> Any:
-        """Return the current port attributes of verbs: ``state``, ``lid``, ``active_mtu`` ..."""
+        """Return the current port attributes of verbs: ``state``, ``lid``, ``active_mtu`` ...
+
+        Raises
+        ------
+        PyverbsError
+            If the device cannot be queried, for example because it was removed.
+        """
         return self.context.query_port(self.port)
 
     def is_active(self) -> bool:

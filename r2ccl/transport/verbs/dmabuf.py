@@ -23,7 +23,7 @@ an I/O virtual address equal to the region's offset in the dma-buf. So the NIC's
 ``p`` is ``p - first page``, and ``iova_base`` is minus the address of the first page. The
 descriptor is closed as soon as the NICs have registered it.
 
-*Reallocation.* No Python object owns an allocation of a pool. Each lookup compares CUDA's buffer id
+*Reallocation.* No Python object owns an allocation, so each lookup compares CUDA's buffer id
 instead (`RegistrationCache.find`). The caller must not free the memory while work is in flight.
 
 *Ordering.* SYNC_MEMOPS is set before registration: CUDA then completes a synchronous copy before
@@ -68,7 +68,7 @@ class DmabufRegistrar(Protocol):
         ...
 
     def register_dmabuf(self, fd: int, offset: int, nbytes: int) -> MemoryRegion:
-        """Register `nbytes` bytes of dma-buf `fd` from `offset`, their I/O address too."""
+        """Register `nbytes` bytes of dma-buf `fd` from `offset`, which is their I/O address too."""
         ...
 
 
@@ -78,7 +78,7 @@ class DeviceMemoryRoute(msgspec.Struct, frozen=True):
     Parameters
     ----------
     method : str
-        ``"dmabuf"``, ``"peermem"`` or ``"staging"``.
+        ``"dmabuf"`` or ``"peermem"``; ``"staging"`` if the NICs cannot reach the allocation.
     reasons : tuple of str
         One text per better method: why it failed.
     """
@@ -146,7 +146,7 @@ class PdRegistrar:
         return VerbsRegion(mr.lkey, mr.rkey, 0, mr)
 
     def register_dmabuf(self, fd: int, offset: int, nbytes: int) -> VerbsRegion:
-        """Register `nbytes` bytes of dma-buf `fd` from `offset`, their I/O address too."""
+        """Register `nbytes` bytes of dma-buf `fd` from `offset`, which is their I/O address too."""
         mr = _pyverbs_mr().DmaBufMR(self._pd, nbytes, self._access, dmabuf=fd, offset=offset)
         return VerbsRegion(mr.lkey, mr.rkey, 0, mr)
 

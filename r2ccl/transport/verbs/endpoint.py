@@ -19,14 +19,14 @@ from r2ccl.transport.verbs.staging import Reach
 from r2ccl.types import PathKey
 
 #: A credit is sent by itself once this many consumed messages are not yet acknowledged to the peer,
-#: or once their bytes exceed 1 / `_CREDIT_PART` of the ring: the largest message must always fit in
-#: the rest of the ring. Smaller credits wait for the next message to the peer.
+#: or once their bytes reach 1 / `_CREDIT_PART` of the ring: the largest message must always fit in
+#: the rest of the ring. Until then, the credit waits for the next message to the peer.
 _CREDIT_EVERY = NMESSAGES // 4
 _CREDIT_PART = 4
 
 
 class EndpointState(enum.Enum):
-    """State of an end of a path."""
+    """State of an end of a path: JOINING until it is opened, DRAINING from its fence on."""
 
     JOINING = "joining"
     LIVE = "live"
@@ -100,7 +100,8 @@ class VerbsEndpoint:
         #: Markers completed since the fence, and the clock's time when the fence stops waiting.
         self.markers = 0
         self.give_up_s = 0.0
-        #: Value of `consumed` in the last credit sent; ring bytes consumed since; ring bytes lent.
+        #: Value of `consumed` in the last credit sent, ring bytes consumed since then, and ring
+        #: bytes of the lent messages.
         self._told = 0
         self._untold_nbytes = 0
         self._lent_nbytes = 0

@@ -11,8 +11,8 @@ when it uses them.
 
 CPU time in µs on an EPYC, over a provider that does nothing (`r2ccl.testing.fakeverbs.rates`), with
 that of pyverbs in brackets: one completion 0.14 (1.6), an empty poll 0.24 (0.23), one receive
-request in a chain of 32 0.02 (0.05), a write 0.5 (0.26). A write is slower, for Numba unpacks nine
-arguments, but the provider then runs without the GIL.
+request in a chain of 32 0.02 (0.05), a write 0.5 (0.26). A write is slower, because Numba unpacks
+nine arguments, but the provider then runs without the GIL.
 
 Invariant: addresses are used only while the pyverbs objects that hold them are open, by one thread
 at a time; compiled functions do not keep them.
@@ -109,7 +109,7 @@ def _pointer(_context: Any, address: Any) -> Any:
 
 @register_jitable  # type: ignore[untyped-decorator, unused-ignore]
 def _repeats(wcs: Any, count: int, at: int) -> bool:
-    """Return True if a flush before entry `at` has the same wr_id and queue pair."""
+    """Return True if one of the first `count` entries is a flush like that of entry `at`."""
     for i in range(count):
         is_same = wcs[i].wr_id == wcs[at].wr_id and wcs[i].qp_num == wcs[at].qp_num
         if is_same and wcs[i].status == _FLUSHED:
@@ -119,7 +119,7 @@ def _repeats(wcs: Any, count: int, at: int) -> bool:
 
 @_compiled(types.int64(_U64))
 def _poll(queue_at: int) -> int:
-    """Fill the queue's records; return their count, or poll_cq's result if that is negative."""
+    """Fill the queue's records; return their count, or a negative result of the first poll_cq."""
     queue = carray(_pointer(queue_at), (1,), _QUEUE)[0]
     wcs = carray(_pointer(queue.wcs), (queue.capacity,), WC)
     kept = 0

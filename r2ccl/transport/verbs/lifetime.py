@@ -13,9 +13,9 @@ access the old ones. An address alone does not show this. Two things do:
 
 An owner is *watched* with a weak reference, which reports its death before its memory is freed. An
 object that can free or move its memory during its life (``bytearray``, ``array.array``, ``mmap``)
-is *held* instead: an export of its buffer keeps it alive and prevents both. NumPy refuses to resize
-an array that is watched. Callers must not resize the storage of a registered tensor, nor release a
-registered memoryview.
+is *held* instead: an export of its buffer keeps it alive and prevents both. An object that accepts
+no weak reference is held too. NumPy refuses to resize an array that is watched. Callers must not
+resize the storage of a registered tensor, nor release a registered memoryview.
 
 Invariant: watching never keeps an owner alive; holding always does.
 """
@@ -96,7 +96,7 @@ def allocation_of(address: int, nbytes: int, owner: Any) -> Allocation:
 
 
 class Lifetime:
-    """Weak or strong reference to an owner; strong if the owner could free its memory earlier.
+    """Weak reference to an owner that is watched, or strong reference to one that is held.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
 """Message format of the verbs transport: a header, followed by the payload of an eager slice.
 
-Messages carry everything except cleared slices: clear-to-send, confirmations and eager slices. A
-header is written when its message is queued, but the message may then wait for room in the peer's
-ring while the peer waits for credits from this end. So the credit is stamped into the header only
-when the message is sent.
+Messages carry clear-to-send, confirmations and eager slices, and credits with them. A header is
+written when its message is queued, but the message may then wait for room in the peer's ring while
+the peer waits for credits from this end. So the credit is stamped into the header only when the
+message is sent.
 
 Invariant: header and payload of a message that `VerbsMessage.read` returns lie inside the ring.
 """

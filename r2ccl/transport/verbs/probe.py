@@ -1,10 +1,11 @@
 """Probes over verbs: RDMA writes of 0 bytes, on queue pairs used for nothing else.
 
-The peer's NIC acknowledges such a write whatever the peer's process does; if it does not, the
-retries run out. A queue pair serves the probes of one key in one direction: the rank that probes is
-the requester, and the other end never enters the state RTS. A probe that is not answered breaks
-only its own queue pair, which is destroyed; `r2ccl.failover.connector` connects a new one. The
-queue pairs are in a protection domain without memory, so peers cannot write anything through them.
+The peer's NIC acknowledges such a write whatever the peer's process does. Without acknowledgement
+the retries run out. A queue pair serves the probes of one key in one direction: the rank that
+probes is the requester, and the other end never enters the state RTS. A probe that is not answered
+breaks only its own queue pair, which is destroyed; `r2ccl.failover.connector` connects a new one.
+The queue pairs are in a protection domain without memory, so peers cannot write anything through
+them.
 
 A failure that breaks the connection of a probe breaks paths as well, so more probes of the same two
 ports follow within seconds, before the connection is made again. For `_SILENCE_S` they have the
@@ -37,7 +38,7 @@ from pyverbs.pyverbs_error import PyverbsError  # isort: skip
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr  # isort: skip
 from pyverbs.wr import SGE, SendWR  # isort: skip
 
-#: Times the NIC sends a probe before it gives up: two lost packets do not make a dead rail.
+#: Times the NIC sends a probe before it gives up: two lost packets do not prove that a rail failed.
 _NTRIES = 3
 #: Seconds in which an unanswered probe decides the next ones of the same ports. The queue pairs of
 #: these ports fail at different times, within about 1 s (their own retries, with the defaults);
@@ -54,7 +55,7 @@ class ProbeEnd:
     Parameters
     ----------
     key : ProbeKey
-        The end is on this rank's port of rail ``via``, at both ranks.
+        The end is on this rank's port of rail ``via``, whichever rank probes.
     nic : int
         Index of that port's NIC within its transport.
     device : RdmaDevice
@@ -211,7 +212,7 @@ class VerbsProber:
         self._open: dict[ProbeKey, ProbeEnd] = {}
         #: Probes in flight, with the clock's time when each times out.
         self._asked: dict[ProbeKey, float] = {}
-        #: Connections that broke: the clock's time of the last unanswered probe, and its error.
+        #: Clock's time and error of the last unanswered probe, for each connection that broke.
         self._lost: dict[ProbeKey, tuple[float, str]] = {}
         self._events: list[Event] = []
 
@@ -331,7 +332,7 @@ def _make_domain(device: RdmaDevice) -> PD:
 
 
 def queue_pair_timeout(timeout_s: float) -> int:
-    """Return the largest queue pair timeout with which all tries of a probe take `timeout_s`.
+    """Return the largest queue pair timeout with which all tries take at most `timeout_s`.
 
     The result t means 4.096 us times 2^t (ibv_modify_qp(3)). It is at least 1, because 0 means
     to wait forever.

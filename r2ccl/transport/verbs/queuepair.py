@@ -1,6 +1,7 @@
 """Reliable queue pair: one end of one path over one RDMA NIC.
 
-All traffic is RDMA_WRITE_WITH_IMM, so that each write produces one completion at the peer:
+All traffic except `QueuePair.hello` is RDMA_WRITE_WITH_IMM, so that each write produces one
+completion at the peer:
 
 - *messages* (clear-to-send, confirmations, eager slices) go into the peer's ring, at an offset that
   the sender chooses (`r2ccl.transport.verbs.ring`);
@@ -9,8 +10,8 @@ All traffic is RDMA_WRITE_WITH_IMM, so that each write produces one completion a
 
 The 32 bits of immediate data are: 2 bits for the kind (`Tag`); 8 bits of *mark*, a random number
 that the receiver chooses for each connection, so that data of an earlier connection is recognised;
-and 22 bits for the message's offset in the ring, the number of the landing place, or the count of
-consumed messages (of a credit).
+and 22 bits for the message's offset in the ring in units of `ALIGN`, the number of the landing
+place, or the count of consumed messages (in a credit).
 
 Receive requests receive no data; they only produce completions. One is posted for every message,
 landing place and credit that can be in flight, so receiver-not-ready does not occur. Work requests
@@ -19,9 +20,9 @@ module, `r2ccl.transport.verbs.device` and `r2ccl.transport.verbs.probe` use que
 
 A queue pair is reused: `reset` ends a connection, `renew` prepares the next one. Each connection is
 a *life* of the queue pair, with its own packet sequence number, mark, and life number in the wr_id
-of its requests. A queue pair is destroyed only when the transport is closed, or if flushing or
-resetting it fails. Destroying can take seconds, because the NIC first waits for packets that are
-not on the wire yet.
+of its requests. A queue pair is destroyed only when the transport is closed, or if flushing,
+resetting or renewing it fails. Destroying can take seconds, because the NIC first waits for packets
+that are not on the wire yet.
 
 Invariants: a request is posted only while the queue has room; requests are retired in the order in
 which they were posted.
@@ -54,7 +55,7 @@ _MAX_RD_ATOMIC = 1
 
 _MARK_BITS = 8
 #: Fields of a wr_id, from the top: request kind, life of the queue pair, count of send requests
-#: posted in this life up to this one.
+#: posted in this life up to this one (0 for receive requests).
 _COUNT_BITS = 44
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
 _LIFE_BITS = 10
@@ -78,7 +79,7 @@ _TAGS = frozenset(Tag)
 
 
 class RequestKind(enum.IntEnum):
-    """Kind of a request, in the top bits of its wr_id."""
+    """Kind of a request, in the top bits of its wr_id; credits and receives are `MESSAGE`."""
 
     MESSAGE = 0
     SLICE = 1
@@ -87,7 +88,7 @@ class RequestKind(enum.IntEnum):
 
 
 class PathEndpointInfo(EndpointInfo, frozen=True, array_like=True):
-    """Endpoint info of a path: that of its queue pair, its mark, and the address of its ring."""
+    """Endpoint info of a path: its queue pair, its mark, and address and rkey of its ring."""
 
     mark: int
     ring_address: int
@@ -109,7 +110,7 @@ class QueuePair:
     Raises
     ------
     TransportError
-        If the device refuses.
+        If the device refuses, or the memory of the rings cannot be registered.
     """
 
     def __init__(
@@ -253,7 +254,13 @@ class QueuePair:
         return self.posted - self.retired < NSENDS - 1
 
     def write_message(self, header: bytearray, payload: bytes | memoryview) -> bool:
-        """Post a message; return False, posting nothing, if send queue or ring have no room."""
+        """Post a message; return False, posting nothing, if send queue or ring have no room.
+
+        Raises
+        ------
+        TransportError
+            If the device refuses.
+        """
         nbytes = len(header) + len(payload)
         if not self.has_room():
             return False
@@ -291,12 +298,23 @@ class QueuePair:
         -------
         int
             Count of the request; `retire` returns the same count when it has completed.
+
+        Raises
+        ------
+        TransportError
+            If the device refuses.
         """
         self._post(RequestKind.SLICE, self._imm(Tag.SLICE, number), source, target)
         return self.posted
 
     def write_credit(self, count: int) -> bool:
-        """Post a credit of `count` consumed messages; return False if there is no room."""
+        """Post a credit of `count` consumed messages; return False if the send queue has no room.
+
+        Raises
+        ------
+        TransportError
+            If the device refuses.
+        """
         if not self.has_room():
             return False
         assert self._remote is not None
@@ -308,7 +326,13 @@ class QueuePair:
         return True
 
     def credit(self, count: int) -> None:
-        """Handle a credit: the peer has consumed `count` messages, modulo `COUNT_MODULUS`."""
+        """Handle a credit: the peer has consumed `count` messages, modulo `COUNT_MODULUS`.
+
+        Raises
+        ------
+        InternalError
+            If the peer has consumed more messages than were sent.
+        """
         self._ring.credit(count)
 
     def receive(self, count: int) -> None:
@@ -325,7 +349,10 @@ class QueuePair:
             raise self._device.refusal("post a receive request", exc) from exc
 
     def untag(self, imm_data: int) -> tuple[Tag, int] | None:
-        """Return tag and value of immediate data; None if its mark or tag is wrong."""
+        """Return tag and value of immediate data; None if its mark or tag is wrong.
+
+        `imm_data` is in network byte order.
+        """
         imm = socket.ntohl(imm_data)
         if imm // COUNT_MODULUS % (1 << _MARK_BITS) != self._mark or imm >> 30 not in _TAGS:
             return None
@@ -352,7 +379,9 @@ class QueuePair:
     # Ending
 
     def flush(self) -> None:
-        """Go to ERR with a marker on both queues: the markers complete after all other requests.
+        """Take the queue pair to ERR, with a marker as the last request of each queue.
+
+        A queue completes its marker after all its other requests.
 
         Raises
         ------

@@ -70,7 +70,15 @@ class Memory(Protocol):
     """Kind of memory that a registration cache serves: host memory or a GPU's."""
 
     def locate(self, address: int, nbytes: int, owner: Any) -> Allocation:
-        """Return the allocation that contains `nbytes` bytes at `address`."""
+        """Return the allocation that contains `nbytes` bytes at `address`.
+
+        Raises
+        ------
+        InvalidArgument
+            If the bytes are not part of one allocation, or not of one that `owner` owns.
+        TransportError
+            If memory of this kind cannot be registered.
+        """
         ...
 
     def identity(self, address: int) -> int:
@@ -80,7 +88,13 @@ class Memory(Protocol):
     def register(
         self, registrars: Sequence[Registrar], allocation: Allocation
     ) -> tuple[MemoryRegion, ...]:
-        """Register `allocation` with every NIC, or with none if one refuses."""
+        """Register `allocation` with every NIC, or with none if one refuses.
+
+        Raises
+        ------
+        TransportError
+            If a NIC refuses; status ``ENOMEM`` if ending other registrations may help.
+        """
         ...
 
 

@@ -11,12 +11,14 @@ replaces those that it contains or that contain it. So they are sorted by end as
 registrations that begin at or before an address, the last one extends furthest, and `find` needs
 one bisection.
 
-*End.* A registration ends in one of four ways, whichever comes first:
+*End.* A registration ends in one of five ways, whichever comes first:
 
 ====================  =======================================================================
 its owner is freed    `find` stops returning it at once, in whatever thread the owner died; the
                       NICs deregister it in `RegistrationCache.drain`
 its identity changed  `find` compares the identity with the driver's (device memory only)
+it is replaced        a new registration contains it or lies inside it; `find` stops returning it
+                      at once, and it ends when it has neither users nor pins
 it is evicted         space is needed; the least recently used registration without users and
                       pins is evicted first
 the cache is closed   the NICs have stopped; users and pins are ignored
@@ -155,7 +157,13 @@ class Registration:
         self._pins += 1
 
     def unpin(self) -> None:
-        """Remove one pin."""
+        """Remove one pin.
+
+        Raises
+        ------
+        InternalError
+            If there is no pin.
+        """
         if not self._pins:
             raise InternalError(f"{self} was unpinned more often than pinned")
         self._pins -= 1
@@ -237,7 +245,7 @@ class RegistrationCache:
         return RegistrationCache(self._registrars, self._limit_nbytes, memory=memory)
 
     def find(self, address: int, nbytes: int) -> Registration | None:
-        """Return the registration that covers ``[address, address + nbytes)``.
+        """Return the registration that covers ``[address, address + nbytes)``, or None.
 
         Notes
         -----
@@ -270,9 +278,9 @@ class RegistrationCache:
         ----------
         address, nbytes : int
         owner : object
-            Object that keeps the memory alive. It is watched with a weak reference. An owner that
-            could free its memory earlier, or accepts no weak reference, is held until the last
-            user has closed the registration (`Registration.is_owner_held`).
+            Object that keeps the memory alive; None for device memory. It is watched with a weak
+            reference. An owner that could free its memory earlier, or accepts no weak reference, is
+            held until the last user has closed the registration (`Registration.is_owner_held`).
 
         Returns
         -------
@@ -282,10 +290,10 @@ class RegistrationCache:
         Raises
         ------
         InvalidArgument
-            If the owner does not own these bytes.
+            If the owner does not own these bytes, or they are not part of one device allocation.
         TransportError
-            If a NIC refuses (the message names it) or the limit would be exceeded. Nothing is
-            registered then.
+            If a NIC refuses (the message names it), the memory cannot be registered at all, or the
+            limit would be exceeded. Nothing is registered then.
         InternalError
             If the cache is closed.
         """
@@ -382,7 +390,7 @@ class RegistrationCache:
             at -= 1
 
     def _retire(self, registration: Registration) -> None:
-        """Remove a registration from the index; it ends once it has no users and pins."""
+        """Remove a registration from the index; it ends once it has neither users nor pins."""
         if registration.is_indexed:
             self._unindex(registration)
             self._leaving.append(registration)

@@ -26,7 +26,7 @@ _MIN_BUFFER_BITS = 12
 
 
 class Reach(NamedTuple):
-    """Address and keys of a slice's memory for one NIC, pinned until `Staging.release`."""
+    """I/O address and keys of a slice's memory for one NIC, pinned until `Staging.release`."""
 
     address: int
     lkey: int
@@ -81,6 +81,8 @@ class Staging:
         ------
         InternalError
             If `view` is device memory that is not registered.
+        TransportError
+            If a new buffer cannot be registered.
         """
         if is_device_view(view):
             return self._reach_device(view, nic)
@@ -110,7 +112,7 @@ class Staging:
         return Reach(address + keys.iova_base, keys.lkey, keys.rkey, found, None)
 
     def release(self, reach: Reach) -> None:
-        """Unpin `reach`; no work request may use it any more."""
+        """Unpin `reach` and reuse its buffer; no work request may use it any more."""
         reach.registration.unpin()
         if reach.buffer is not None:
             self._buffers.setdefault(reach.buffer.nbytes, []).append(reach.buffer)

@@ -2,15 +2,15 @@
 
 Every device is a rail; a path is one queue pair (`r2ccl.transport.verbs.queuepair`). The NIC writes
 slices from registered memory to registered memory; memory that is not registered is copied through
-registered buffers. Each device has one completion queue, which is polled while there is work. Else
-its completion channel and the device's async events wake an epoll.
+registered buffers. Each device has one completion queue, which is polled while there is work. While
+there is none, ``poll`` waits in epoll for its completion channel and the device's async events.
 
-A fence takes the queue pair to ERR and waits for a marker behind all posted requests of each queue:
-only when both have completed can no late write land any more. If a device does not complete them by
-a deadline, the queue pair is destroyed.
+A fence takes the queue pair to ERR and waits for two markers, the last requests of its send queue
+and of its receive queue: once both have completed, no late write can land any more. If a device
+does not complete them by a deadline, the queue pair is destroyed.
 
-Invariants: no event of a path is reported after its `Fenced`; what completed before the fence, or
-while it drained, is reported.
+Invariants: no event of a path is reported after its `Fenced`; requests that completed before the
+fence, or while it drained, are reported.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ _log = logging.getLogger(__name__)
 _RING_MESSAGES = 8
 #: A queue pair whose markers have not completed after this time is destroyed.
 _DRAIN_TIMEOUT_S = 1.0
+#: Async events that change the state of a rail, and whether the rail is up then.
 _PORT_EVENTS = {"PORT_ERR": False, "DEVICE_FATAL": False, "PORT_ACTIVE": True}
 #: After this event the device reports no more completions, so its queue pairs are unusable.
 _LOST_COMPLETIONS = "CQ_ERR"
@@ -70,7 +71,7 @@ class VerbsTransport:
     Parameters
     ----------
     rank : int
-        This rank, for error messages.
+        This rank, for errors and the log.
     devices : sequence of RdmaDevice
         One per rail. Owned.
     registrations : RegistrationCache
@@ -146,7 +147,13 @@ class VerbsTransport:
     def offer(self, key: ProbeKey) -> ProbeEnd: ...
 
     def offer(self, key: PathKey | ProbeKey) -> VerbsEndpoint | ProbeEnd:
-        """Make an end; raise TransportError if the port is down or its NIC lost completions."""
+        """Make an end of a connection.
+
+        Raises
+        ------
+        TransportError
+            If the port is down or has no GID, or if its NIC has lost completions or refuses.
+        """
         nic = (key.via if isinstance(key, ProbeKey) else key.rail) - self._first_rail
         device = self._devices[nic]
         if nic in self._broken:
@@ -180,7 +187,11 @@ class VerbsTransport:
         return self._live(path) is not None
 
     def fence(self, path: PathKey) -> None:
-        """Flush the queue pair of `path`; `Fenced` is reported once both markers completed."""
+        """Flush the queue pair of `path`; `Fenced` is reported once both markers completed.
+
+        After `_DRAIN_TIMEOUT_S`, or if the device refuses, `Fenced` is reported once the queue pair
+        is destroyed.
+        """
         endpoint = self._by_path.pop(path, None)
         if endpoint is None:
             return
@@ -201,7 +212,7 @@ class VerbsTransport:
         return False
 
     def is_stuck(self, path: PathKey) -> bool:
-        """Return False: a queue pair that only retransmits fails by itself."""
+        """Return False: a queue pair whose retries run out fails by itself."""
         return False
 
     def probe(self, key: ProbeKey) -> None:
@@ -378,7 +389,7 @@ class VerbsTransport:
         self._wakeup.wake()
 
     def limit_s(self, timeout_s: float) -> float:
-        """Return `timeout_s`, or less if a fence or probe has an earlier deadline, in seconds."""
+        """Return `timeout_s`, or less during a fence or a probe, in seconds."""
         if self._draining:
             timeout_s = min(timeout_s, _DRAIN_TIMEOUT_S / 10)
         return self._prober.limit_s(timeout_s)
@@ -433,18 +444,22 @@ class VerbsTransport:
                 batch = device.completions() if is_full else []
 
     def _take_batch(self, nic: int, batch: list[Completion]) -> bool:
-        """Handle completions; return True if any failed: a batch omits repeated flushes."""
+        """Handle completions; return True if any failed.
+
+        A batch omits repeated flushes, so after a failure a short batch does not mean that the
+        queue is empty.
+        """
         has_failed = False
         ends = self._by_number[nic]
         fresh: dict[VerbsEndpoint, int] = {}
         for number, status, opcode, vendor_err, imm_data, qp_num in batch:
             has_failed |= status != 0
             end = ends.get(qp_num)
-            if end is None:  # of a probe, or of a destroyed queue pair
+            if end is None:  # the request of a probe or of a destroyed queue pair
                 self._prober.on_completion(nic, qp_num, number, status, vendor_err)
                 continue
             if not end.qp.owns(number):
-                continue  # of an earlier life of the queue pair
+                continue  # the request is from an earlier life of the queue pair
             if status:
                 self._on_error(end, number, status, vendor_err)
             elif opcode & _RECEIVED:
@@ -477,7 +492,7 @@ class VerbsTransport:
     def _on_received(self, end: VerbsEndpoint, imm_data: int) -> None:
         tagged = end.qp.untag(imm_data)
         if tagged is None:
-            self._fail(end, "EBADMSG", f"immediate data {imm_data:#x} lacks this queue pair's mark")
+            self._fail(end, "EBADMSG", f"immediate data {imm_data:#x} has a wrong mark or kind")
             return
         tag, value = tagged
         if tag is Tag.MESSAGE:
@@ -491,7 +506,7 @@ class VerbsTransport:
                 self._fail(
                     end,
                     "EBADMSG",
-                    f"a slice for landing place {value}, which was not named",
+                    f"a slice arrived for landing place {value}, which was not named",
                 )
                 return
             end.numbers.append(value)
