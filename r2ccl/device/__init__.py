@@ -5,7 +5,7 @@ device memory as buffers for transports. `r2ccl.testing.fakedevice` implements t
 a GPU and fails if two accesses to the same memory are not ordered.
 
 Invariant: enqueuing work never waits for the GPU. Allocating, freeing, mapping and loading may
-wait, as their docstrings say.
+wait.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ it.
 Addresses are integers. Callers must not allocate memory, create streams or load kernels while a
 collective is in progress, because allocation may wait for the whole device.
 
-Invariants: a call that fails raises `TransportError` with the driver's name of the error as
-``status``; any thread may make any call.
+Invariants: a call that the device cannot execute raises `TransportError`, whose ``status`` is the
+driver's name of the error if the driver refused; any thread may make any call.
 
 References
 ----------
@@ -83,7 +83,7 @@ class Device(Protocol):
     # Memory
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate `nbytes` of device memory, aligned to 256 bytes; other processes can map it."""
+        """Allocate `nbytes` bytes of device memory that `export` accepts, aligned to 256 bytes."""
         ...
 
     def free(self, address: int) -> None:
@@ -102,7 +102,10 @@ class Device(Protocol):
         ...
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> int:
-        """Pin existing host memory, whole pages only, and return its address on the GPU."""
+        """Pin existing host memory, whole pages only, and return its address on the GPU.
+
+        The memory must stay allocated until `unpin`.
+        """
         ...
 
     def unpin(self, memory: npt.NDArray[np.uint8]) -> None:
@@ -188,11 +191,23 @@ class Device(Protocol):
         ...
 
     def is_done(self, event: Event) -> bool:
-        """Return whether the work recorded in `event` is done and visible to the host."""
+        """Return whether the work recorded in `event` is done and visible to the host.
+
+        Raises
+        ------
+        TransportError
+            If earlier work failed.
+        """
         ...
 
     def synchronize(self, event: Event, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds for `event`; return whether it is done."""
+        """Wait up to `timeout_s` seconds for `event`; return whether it is done.
+
+        Raises
+        ------
+        TransportError
+            If earlier work failed.
+        """
         ...
 
     def write_word(self, stream: Stream, address: int, value: int) -> None:
@@ -209,7 +224,7 @@ class Device(Protocol):
     # Work
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Enqueue a copy of `nbytes`; both addresses are in device memory or pinned memory."""
+        """Enqueue a copy of `nbytes` bytes between addresses in device, mapped or pinned memory."""
         ...
 
     def copy_rows(
@@ -236,7 +251,7 @@ class Device(Protocol):
         self, kernel: Kernel, nblocks: int, nthreads: int, stream: Stream,
         arguments: Sequence[Argument],
     ) -> None:  # fmt: skip
-        """Enqueue a kernel with a one-dimensional grid of one-dimensional blocks."""
+        """Enqueue a kernel of `nblocks` blocks with `nthreads` threads each, in one dimension."""
         ...
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from r2ccl.errors import InternalError, TransportError, TransportTimeout
 #: so far, up to the longest pause. So a wait takes at most twice as long as necessary, and ends at
 #: most one longest pause too late.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
-#: Number of polls before the first pause; after these polls the wait only yields the processor.
+#: Number of polls before the first pause. After each of them, the wait only yields the processor.
 #: Short copies are done by then.
 _NYIELDS = 8
 #: Flags of cuCtxEnablePeerAccess, which defines none.
@@ -61,7 +61,8 @@ class PrimaryContext:
     Raises
     ------
     TransportError
-        If another process uses the GPU exclusively, or if the GPU has no memory left for a context.
+        If the driver refuses, for example because another process uses the GPU exclusively or the
+        GPU has no memory left for a context.
     """
 
     def __init__(
@@ -79,7 +80,13 @@ class PrimaryContext:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make the context current on this thread inside the ``with`` block."""
+        """Make the context current on this thread inside the ``with`` block.
+
+        Raises
+        ------
+        InternalError
+            If the context is closed.
+        """
         self._push()
         try:
             yield
@@ -87,7 +94,15 @@ class PrimaryContext:
             self._cuda.call("cuCtxPopCurrent")
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a driver function with the context current; see `Cuda.call`."""
+        """Call a driver function with the context current; see `Cuda.call`.
+
+        Raises
+        ------
+        InternalError
+            If the context is closed.
+        TransportError
+            If the function fails.
+        """
         call = self._cuda.call
         if int(call("cuCtxGetCurrent")) == self._handle:
             return call(name, *arguments)
@@ -123,7 +138,10 @@ class PrimaryContext:
                 raise
 
     def keep(self, kind: str, handle: Any) -> int:
-        """Register a resource, so that `close` frees it; return its handle as an integer."""
+        """Register a resource, so that `close` frees it; return its handle as an integer.
+
+        `kind` is a key of `_FREED_BY`.
+        """
         number = int(handle)
         with self._lock:
             self._books[kind][number] = None

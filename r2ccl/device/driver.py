@@ -1,7 +1,7 @@
 """`CudaDevice` implements the `Device` interface with the CUDA driver.
 
-Invariants: every driver call runs with the device's primary context current, on any thread; only
-the driver itself waits without a deadline, in methods that say so.
+Invariants: every driver call that needs a context runs with the device's primary context current,
+on any thread; only the driver itself waits without a deadline.
 
 References
 ----------
@@ -261,6 +261,13 @@ class CudaDevice:
 
         The GPU that has the memory must be visible to this process too. If that GPU is not this
         one, the call enables access from this GPU to it.
+
+        Raises
+        ------
+        InvalidArgument
+            If `handle` does not have 64 bytes.
+        TransportError
+            If the driver refuses, with its status.
         """
         if len(handle) != _IPC_HANDLE_NBYTES:
             raise InvalidArgument(

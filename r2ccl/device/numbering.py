@@ -11,7 +11,7 @@ from typing import Any
 
 from r2ccl.device.bindings import Cuda
 
-#: Buffer size for a bus ID, which has 13 characters, or more if the domain exceeds four digits.
+#: Buffer size for a bus ID: 12 characters and NUL, or more if the domain exceeds four digits.
 _ROOM = 32
 
 
@@ -39,7 +39,8 @@ def ordinal_of(bus_id: str) -> int | None:
     Raises
     ------
     TransportError
-        If the bindings, the driver or a GPU are missing (status ``NO_CUDA``).
+        If the bindings, the driver or a GPU are missing (status ``NO_CUDA``), or if the driver
+        cannot be initialised (status: the driver's).
 
     Notes
     -----

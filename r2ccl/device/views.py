@@ -22,7 +22,10 @@ class _DeviceBytes(ctypes.Array[ctypes.c_uint8]):
 
 
 def view_of(address: int, nbytes: int) -> memoryview:
-    """Return a view of `nbytes` bytes of device memory at `address`."""
+    """Return a view of `nbytes` bytes of device memory at `address`.
+
+    The view does not keep the memory allocated.
+    """
     return memoryview(_DeviceBytes.from_address(address)).cast("B")[:nbytes]
 
 
