@@ -181,7 +181,7 @@ class MixedTransport:
             self._by_rail[key.rail].probe(key)
 
     def descriptors(self) -> list[int]:
-        """Return the descriptors of all parts and of this transport's epoll."""
+        """Return the descriptors of epoll, wakeup and all parts; empty after `close`."""
         if self._epoll.closed:
             return []
         own = [self._epoll.fileno(), self._wakeup.number]
