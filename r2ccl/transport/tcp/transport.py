@@ -248,7 +248,7 @@ class TcpTransport(PreconnectedTransport):
                     self._write(conn)
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Read and write ready sockets; return events, after a wait of up to `timeout_s` seconds."""
+        """Read and write ready sockets; return events; wait for one up to `timeout_s` s."""
         if self._prober.is_busy:
             timeout_s = self._prober.limit_s(timeout_s)
         for fd, mask in self._epoll.poll(0 if self._events else timeout_s):
