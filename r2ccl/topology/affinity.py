@@ -60,7 +60,7 @@ class Affinity:
         Returns
         -------
         tuple of NicRoute
-            Ordered by bus id, then by channel; empty if there is no port.
+            Ordered by bus id, then by channel. Flows of a GPU that reaches no port are left out.
         """
         load = Load(Options(self._machine, self._gpus, self._ports, {}))
         placed = [
@@ -77,6 +77,12 @@ class Affinity:
         The bandwidth of a backup assumes that all other GPUs use their home ports. The order of
         equally good backups differs between GPUs, so GPUs that lose the same NIC spread over
         different backups.
+
+        Returns
+        -------
+        dict of str to tuple of NicRoute
+            Routes by bus id of the GPU, one per port that the GPU reaches; a GPU that reaches no
+            port is left out.
         """
         options = Options(self._machine, self._gpus, self._ports, {})
         homes = self.assign()
@@ -103,7 +109,7 @@ class Affinity:
             Routes of all flows while every NIC worked, from `assign`.
         speeds : mapping of str to int
             Current rates of lost and slow ports by label, in Mbit/s; 0: lost. A flow stays on a
-            slow port if no other port gives it more bandwidth.
+            slow port if that port is still its best choice.
 
         Returns
         -------
@@ -113,8 +119,8 @@ class Affinity:
         Raises
         ------
         InvalidArgument
-            If a port is not in the machine, a rate is negative, or a route is not one of this
-            machine.
+            If a port in `speeds` is not in the machine, a rate is negative, or the machine has no
+            such route as one that stays.
         """
         load = Load(Options(self._machine, self._gpus, self._ports, speeds))
         kept = [route for route in routes if route.port not in speeds]

@@ -40,7 +40,11 @@ class Distance(enum.IntEnum):
 
 
 class TopologyPath(msgspec.Struct, frozen=True):
-    """The best path between two vertices; ``vertices`` includes both ends."""
+    """The best path between two vertices; ``vertices`` includes both ends.
+
+    ``bandwidth_mbps`` is the bandwidth without other traffic. A link that the path passes twice
+    counts with half its bandwidth.
+    """
 
     distance: Distance
     bandwidth_mbps: int
@@ -57,7 +61,7 @@ _TRANSIT = frozenset((VertexKind.CPU, VertexKind.PCI, VertexKind.NVS, VertexKind
 
 
 class PathFinder:
-    """Search for the best paths of a graph, which keeps the paths it has found.
+    """Finder of the best paths in a graph; caches the paths that it has found.
 
     Parameters
     ----------

@@ -71,7 +71,7 @@ class LinkSource(Protocol):
     """Interface to NVML; a failed call raises `TransportError` with the NVML status."""
 
     def nvlinks(self, bus_id: str) -> tuple[NvLink, ...]:
-        """Return the NVLinks of a GPU that are up."""
+        """Return the NVLinks of a GPU that are up: one `NvLink` per neighbour."""
         ...
 
     def close(self) -> None:
@@ -217,7 +217,10 @@ class BindingsLinks:
         self._call("shutdown")
 
     def _end(self, device: int, link: int) -> tuple[str, LinkEnd] | None:
-        """Return the bus id and kind of a link's far end; None if it is down or does not exist."""
+        """Return the bus id and kind of a link's far end.
+
+        Return None if the link is down, does not exist, or does not support peer access.
+        """
         try:
             can_peer = self._call(
                 "device_get_nvlink_capability", device, link, _NVML_NVLINK_CAP_P2P_SUPPORTED

@@ -109,7 +109,7 @@ class Graph:
         }
 
     def processor(self, bus_id: str) -> Vertex:
-        """Return the NUMA node of a PCI device."""
+        """Return the NUMA node of a PCI device; raise InvalidArgument if there is no device."""
         return _processor(self.machine.device(bus_id).numa_node)
 
     def _connect(self, a: Vertex, b: Vertex, medium: Medium, mbps: int) -> None:

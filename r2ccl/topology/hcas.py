@@ -147,6 +147,8 @@ class GidFinder:
         ------
         InvalidArgument
             If the port no longer exists, or has no usable GID.
+        OSError
+            If an attribute exists and cannot be read.
         """
         device = self._root / self._name
         port = device / "ports" / str(self._port)
@@ -169,9 +171,9 @@ def select_hcas(hcas: Sequence[Hca], pattern: str) -> tuple[Hca, ...]:
     hcas : sequence of Hca
         Ports of the machine; the result keeps their order.
     pattern : str
-        Value of ``R2CC_HCA``: prefixes, ``=`` exact, ``^`` exclude, ``name:port``. If empty or an
-        exclusion, all ports not excluded that have a GID which `choose_gid` accepts without being
-        told. ``none``: no port.
+        Value of ``R2CC_HCA``, in the syntax of `NameFilter`. If it is empty or an exclusion, all
+        ports are chosen that are not excluded and have a GID that `choose_gid` chooses by itself.
+        ``none``: no port.
 
     Returns
     -------
@@ -219,7 +221,8 @@ def choose_gid(hca: Hca, index: int = -1, address: str = "") -> Gid:
     Raises
     ------
     InvalidArgument
-        If no such entry exists. The message lists all entries.
+        If no such entry exists; the message lists all entries. Also if `address` is not an IP
+        address.
     """
     is_chosen = index >= 0
     candidates = [x for x in hca.gids if x.index == index] if is_chosen else _preferred(hca)
@@ -273,7 +276,11 @@ def _read_gid(port: Path, slot: str) -> Gid | None:
 
 
 def _netdev_of(device: Path, port: int, gids: Iterable[Gid]) -> str:
-    """Return the interface of an Ethernet port: of its first GID, Soft-RoCE, or PCI function."""
+    """Return the interface of an Ethernet port; empty if none is found.
+
+    It is the interface of the port's first GID, else the one that Soft-RoCE uses, else the one of
+    the same PCI function and port number.
+    """
     named = [gid.netdev for gid in gids if gid.netdev]
     if named:
         return named[0]

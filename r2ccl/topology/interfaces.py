@@ -79,7 +79,9 @@ def discover(
     ------
     InvalidArgument
         If no interface qualifies, fewer than ``config.rails`` do, or ``config.last_resort`` names
-        no usable interface. The message lists the interfaces found.
+        no usable interface; the message lists the interfaces found. Also if
+        ``config.socket_ifname`` does not parse, or ``config.rails`` exceeds `MAX_LOOPBACK_RAILS` on
+        loopback.
     """
     return select(
         list_interfaces(),

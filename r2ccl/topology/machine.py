@@ -163,7 +163,7 @@ class Machine(msgspec.Struct, frozen=True):
         Raises
         ------
         InvalidArgument
-            If a part occurs twice, or refers to a part that is missing.
+            If a part occurs twice or refers to a part that is missing, or if there is no NUMA node.
         """
         machine = cls(
             nodes=tuple(sorted(nodes, key=lambda node: node.id)),

@@ -34,8 +34,10 @@ _FAMILY_NBYTES = {socket.AF_INET: 4, socket.AF_INET6: 16}
 class LinkEvent(msgspec.Struct, frozen=True, gc=False):
     """A change of a NIC: up or down, or one of its addresses added or removed.
 
-    ``time`` is the time of the read on the monotonic clock, in seconds. ``address`` is the address
-    added or removed, and empty if the link itself changed.
+    ``index`` is the kernel's number of the interface. ``is_up`` is True if the link can carry data
+    now; for an address, if the address exists and its link can carry data. ``time`` is the time of
+    the read on the monitor's clock, in seconds. ``address`` is the address added or removed, and
+    empty if the link itself changed.
     """
 
     index: int
@@ -53,9 +55,8 @@ class LinkMonitor:
     """Monitor of the interfaces in the network namespace in which it is created.
 
     The descriptor `fileno` is readable when `read` has events, so it can be used with a selector or
-    asyncio's ``add_reader``. Only the dump of the kernel's tables blocks, which the constructor
-    makes, and `read` after the notification queue overflowed. Not thread-safe. Usable as a context
-    manager.
+    asyncio's ``add_reader``. The constructor blocks while it dumps the kernel's tables; `read` does
+    so only after the notification queue overflowed. Not thread-safe. Usable as a context manager.
 
     Parameters
     ----------
@@ -63,6 +64,11 @@ class LinkMonitor:
         Source of the events' times.
     receive_buffer_nbytes : int
         Requested size of the kernel's queue of unread notifications; 0: the system's default.
+
+    Raises
+    ------
+    OSError
+        If a netlink socket cannot be created, or a dump of the kernel's tables failed.
     """
 
     def __init__(self, *, clock: Clock = monotonic, receive_buffer_nbytes: int = 0) -> None:
@@ -88,11 +94,11 @@ class LinkMonitor:
         return self._socket.fileno()
 
     def is_up(self, index: int) -> bool:
-        """Return whether the interface existed and was usable at the last `read`."""
+        """Return whether interface `index` existed and could carry data at the last `read`."""
         return self._links.get(index, ("", False))[1]
 
     def read(self) -> list[LinkEvent]:
-        """Return the changes since the last call, oldest first, without blocking.
+        """Return the changes since the last call, oldest first, without waiting for new ones.
 
         Raises
         ------

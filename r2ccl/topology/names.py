@@ -31,6 +31,11 @@ class NameFilter:
     variable : str
         Name of the environment variable with the list, for error messages.
 
+    Attributes
+    ----------
+    is_exclusion : bool
+        True if the list begins with ``^``.
+
     Raises
     ------
     InvalidArgument

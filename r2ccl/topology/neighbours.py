@@ -57,6 +57,11 @@ class Neighbours:
     ----------
     index : int
         The kernel's number of the interface.
+
+    Raises
+    ------
+    OSError
+        If a netlink socket cannot be created.
     """
 
     def __init__(self, index: int) -> None:
@@ -71,14 +76,15 @@ class Neighbours:
         Parameters
         ----------
         source, destination : str
-            IP addresses; an IPv4 address may be mapped to IPv6, as in GIDs.
+            IP addresses of this machine and of the peer; an IPv4 address may be mapped to IPv6, as
+            in GIDs.
 
         Returns
         -------
         bool
-            True also if no resolution is needed (the machine's own and link-local addresses), or
-            if the kernel cannot be asked (before Linux 5.0). False also if no route exists, or if
-            this process has no free file descriptor or the kernel no memory for the lookup; try
+            True also if no resolution is needed (the machine's own and IPv6 link-local addresses),
+            or if the kernel cannot be asked (before Linux 5.0). False also if no route exists, or
+            if this process has no free file descriptor or the kernel no memory for the lookup; try
             again later.
 
         Raises

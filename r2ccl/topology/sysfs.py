@@ -58,6 +58,11 @@ def read_machine(
         Mount points of these file systems, or recorded copies.
     arch : str
         Architecture of the processors as in uname(2). Default: that of this machine.
+
+    Returns
+    -------
+    Machine
+        Its ``remarks`` include those of `gpus`.
     """
     facts = gpus or GpuFacts()
     there = {gpu.bus_id: gpu for gpu in facts.gpus}  # partitions of a GPU have the same bus id
