@@ -181,6 +181,12 @@ def compile_reducer(dtype_name: str, op: ReduceOp) -> BitsReducer:
         ``"float16"`` or ``"bfloat16"``.
     op : ReduceOp
         SUM, PROD, MIN or MAX.
+
+    Returns
+    -------
+    BitsReducer
+        ``kernel(left, right, out)``; `out` may be `left` or `right` itself, but not a shifted view
+        of them.
     """
     combine = _COMBINE[dtype_name, op]
 
@@ -218,7 +224,11 @@ def _compile(function: Callable[..., None], signature: Any) -> Any:
     try:
         return njit(signature, nogil=True, error_model="numpy", cache=True)(function)
     except RuntimeError as exc:  # Numba found no writable directory for its cache
-        _log.info("compiled %s without a disk cache: %s", function.__name__, exc)
+        _log.info(
+            "compiled %s without a disk cache (%s): set NUMBA_CACHE_DIR to a writable directory",
+            function.__name__,
+            exc,
+        )
         return njit(signature, nogil=True, error_model="numpy")(function)
 
 

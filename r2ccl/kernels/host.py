@@ -55,7 +55,7 @@ _FUNCTIONS: dict[ReduceOp, Reducer] = {
 
 _HALVES = ("float16", "bfloat16")
 _BITS = np.dtype(np.uint16)
-#: Elements per block if a temporary is needed; at most 256 KiB, so that it stays in cache.
+#: Elements per block if a temporary is needed. A block has at most 256 KiB, so it stays in cache.
 _BLOCK = 1 << 15
 
 
@@ -79,7 +79,7 @@ def reducer(dtype_code: int, op: ReduceOp) -> Reducer:
     Raises
     ------
     InvalidArgument
-        If the dtype does not support `op`.
+        If the dtype is unknown, or does not support `op`.
 
     Notes
     -----
@@ -200,7 +200,7 @@ def _half_divider(name: str, nranks: int) -> Divider:
 
 
 def _real_divider(dtype: np.dtype[Any], nranks: int) -> Divider:
-    # Divide the two real parts of complex numbers; a complex division would turn infinities to NaN.
+    # Divide real and imaginary parts separately: a complex division would turn infinities to NaN.
     real = np.empty(0, dtype).real.dtype
     divisor = real.type(nranks)
 

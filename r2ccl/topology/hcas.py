@@ -157,7 +157,8 @@ class GidFinder:
             found = _read_port(self._root, device, port)
             if not found.state:
                 raise InvalidArgument(
-                    f"port {self._port} of RDMA NIC {self._name} no longer exists"
+                    f"port {self._port} of RDMA NIC {self._name} no longer exists; leave it out "
+                    "with R2CC_HCA"
                 )
             self._last = last = choose_gid(found, self._index)
         return last.index, last.address

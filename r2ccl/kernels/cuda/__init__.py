@@ -6,10 +6,11 @@ implements it for a GPU, `twins` for Numba's simulator. `ptx` compiles through `
 caches the result on disk, `operands` packs the arguments, `launch` chooses the grid and launches on
 a `Device`, and `chain` plans kernels for any number of inputs. Numba is imported only to compile.
 
-Invariant: with two inputs the results have the same bits as those of `r2ccl.kernels.host`; with
-more, the same bits as the host's kernels applied from the left. Two exceptions: a NaN stays a NaN,
-but its bits may differ; and of zeros with opposite signs MIN gives -0 and MAX +0, while the host
-gives either for float32 and float64.
+Invariant: unless a form scales or has `is_wide`, its results with two inputs have the same bits as
+those of `r2ccl.kernels.host`; with more, the same bits as the host's kernels applied from the left.
+Exceptions: a NaN stays a NaN, but its bits may differ; of zeros with opposite signs MIN gives -0
+and MAX +0, while the host gives either for float32 and float64; and complex products equal the
+host's only if its processor has FMA.
 """
 
 from __future__ import annotations

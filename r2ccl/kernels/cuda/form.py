@@ -78,7 +78,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidArgument(f"{name}={number}: one kernel takes 1 to {MOST}")
         kind = dtype_name(self.dtype_code)
         if self.is_scaled and dtype_of(self.dtype_code).kind in "iu":
-            raise InvalidArgument(f"is_scaled for dtype {kind}: only floats can be scaled")
+            raise InvalidArgument(f"is_scaled for dtype {kind}: integers cannot be scaled")
         if self.is_resumed and not self.is_scaled:
             raise InvalidArgument("is_resumed without is_scaled: nothing is scaled; leave it out")
         if self.is_divided and self.op not in (ReduceOp.SUM, ReduceOp.AVG):

@@ -38,7 +38,7 @@ class Launcher:
 
     Notes
     -----
-    Thread-safe; a form that two threads prepare at the same time is loaded twice. Kernels stay
+    Thread-safe; a form that two threads prepare at the same time may be loaded twice. Kernels stay
     loaded until the device is closed.
     """
 
@@ -130,9 +130,9 @@ class Launcher:
             Number of inputs and outputs, 1 to `MOST`. A single input is copied.
         table : int
             Device address of a table with the addresses of the inputs, then of the outputs, 8 bytes
-            each. The table must be filled before the kernel runs.
+            each. The table must be filled before the kernel runs, and is borrowed until it has run.
         count : int
-            Number of elements of each operand.
+            Number of elements of each operand; with 0, nothing is launched.
         nranks : int
             Divisor of AVG.
         stream : Stream
@@ -140,9 +140,10 @@ class Launcher:
         Raises
         ------
         InvalidArgument
-            If `table` is not aligned to 8 bytes.
+            If `table` is not aligned to 8 bytes, `nranks` is out of range, the dtype does not
+            support the op, or there are too many inputs or outputs.
         InvalidArgument, TransportError
-            If `launch` would raise it.
+            If `prepare` or `Device.launch` raises it.
         """
         if table % 8:
             raise InvalidArgument(f"table at {table:#x} is not aligned to 8 bytes")

@@ -73,7 +73,7 @@ def cache_directory(env: Mapping[str, str]) -> Path | None:
     try:
         return Path.home() / ".cache" / "r2ccl" / "ptx"
     except RuntimeError as exc:
-        _log.info("kernels are compiled without a disk cache: %s", exc)
+        _log.info("kernels are compiled without a disk cache (%s): set XDG_CACHE_HOME", exc)
         return None
 
 
@@ -99,8 +99,8 @@ def ptx_of(form: Form, capability: tuple[int, int], directory: Path | None) -> P
     Notes
     -----
     *Cost*: 0.2 ms from the cache; otherwise 0.2 to 0.5 s, plus 1 s the first time in a process.
-    If the cache cannot be written or an entry is damaged, this is logged at INFO and the kernel is
-    compiled.
+    If an entry cannot be read or is damaged, the kernel is compiled. This, and a failure to write
+    the cache, is logged at INFO.
     """
     target = target_of(capability)
     shared = canonical(form)

@@ -1,7 +1,7 @@
 """Instruction set in plain Python for Numba's simulator, on host memory.
 
 The module implements `r2ccl.kernels.cuda.machine.InstructionSet` with NumPy scalars, one thread at
-a time. It is slow and used only on request. It must not import Numba.
+a time. It is slow, and used only by tests. It must not import Numba.
 
 Invariant: an access at an unaligned address, which a GPU would refuse, raises an error here.
 """
