@@ -66,13 +66,20 @@ class GpuBackend(Protocol):
         """Load the kernels and allocate the memory that `call` needs; may wait for the device.
 
         No stream may be waiting for the host during this call.
+
+        Raises
+        ------
+        InvalidArgument
+            If the GPU is too old for the kernels.
+        TransportError
+            If the device or a NIC failed, if memory is full, or if a kernel cannot be compiled.
         """
         ...
 
     def begin(self, call: DeviceCall, stream: Stream) -> tuple[Any, Event]:
         """Enqueue the device's part of a prepared call, after the earlier work of `stream`.
 
-        See `StagedBackend.begin` for the results.
+        See `StagedBackend.begin` for results and errors.
         """
         ...
 
@@ -97,7 +104,15 @@ class GpuBackend(Protocol):
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` seconds for the device, then free all resources."""
+        """Wait up to `timeout_s` seconds for the device, then free all resources.
+
+        Raises
+        ------
+        TransportTimeout
+            If the device is still busy; the memory that it uses was not freed.
+        TransportError
+            If the device failed; not all resources were freed.
+        """
         ...
 
 
@@ -159,13 +174,18 @@ class BackendSelector:
 
         Raises
         ------
+        InvalidArgument
+            If `find_nic_affinity` raises it.
         TransportError
-            If streams of the GPU cannot wait for the host, or if R2CC_IPC=1 is set and the GPUs
-            cannot access each other's memory.
+            If streams of the GPU cannot wait for the host, if R2CC_IPC=1 is set and the GPUs cannot
+            access each other's memory, or if the device failed or its memory is full.
 
         Notes
         -----
-        *Collective*: all ranks. *Cost*: up to seven small allgathers, and some milliseconds.
+        *Collective*: all ranks. *Cost*: up to seven allgathers, one of them with some kilobytes per
+        rank, and some milliseconds.
+
+        *After failure*: other ranks may not have failed, so the communicator must end.
         """
         if not device.waits_on_memory:
             raise TransportError(
@@ -211,7 +231,7 @@ class BackendSelector:
         if self._config.ipc == "0":
             return "R2CC_IPC=0"
         if not 2 <= min(sizes) <= max(sizes) <= MOST_RANKS:
-            return f"{min(sizes)} to {max(sizes)} ranks per host; it needs 2 to {MOST_RANKS}"
+            return f"{min(sizes)} to {max(sizes)} ranks per host; CUDA IPC needs 2 to {MOST_RANKS}"
         if len(sizes) > 1:
             return "hosts have different numbers of ranks"
         return ""
@@ -286,7 +306,7 @@ class BackendSelector:
         group: Sequence[int],
         homes: Sequence[int],
     ) -> PxnRoutes | None:
-        """Return this rank's PXN routes, opened if rails in `homes` fail; None if it has none."""
+        """Return this rank's PXN routes, opened when rails in `homes` fail; None if it has none."""
         rails, known_health = self._engine.homes, self._engine.known_health
         is_possible = affinity is not None and affinity.pxn_routes and self._pxn is not None
         if affinity is None or self._pxn is None or not is_possible or known_health() is None:

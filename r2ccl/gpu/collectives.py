@@ -1,8 +1,8 @@
 """Collectives on GPU memory, ordered on a stream and asynchronous to the host.
 
-The caller's thread enqueues all of the device's work and returns. The communicator's worker thread
-executes the host's part, with a backend that `r2ccl.gpu.backends` selected. The caller's stream
-waits for the result, unless the caller asked for a `Work`, which can make any stream wait.
+The caller's thread enqueues the device's part of a call and returns. The communicator's worker
+thread executes the host's part, with a backend that `r2ccl.gpu.backends` selected. The caller's
+stream waits for the result, unless the caller asked for a `Work`, which can make any stream wait.
 
 Invariants: all ranks use the same backend for a call; arrays stay referenced until the device has
 finished using them.
@@ -137,11 +137,13 @@ class DeviceCollectives:
         Raises
         ------
         InvalidArgument
-            If the arrays are not on the GPU of earlier calls, or if `stream` is not a stream.
+            If the arrays are not on the GPU of earlier calls, if `stream` is not a stream, or if
+            the GPU is too old for the kernels.
         TransportError
-            If the device failed; the communicator ends.
+            If the device failed; the caller must end the communicator.
         TransportTimeout
-            If `prepare` is needed and earlier collectives do not finish in time.
+            If `prepare` is needed and earlier collectives do not finish in time, or if another rank
+            of the node stays 64 calls behind.
         R2cclError
             If the communicator has ended.
         """
@@ -182,12 +184,19 @@ class DeviceCollectives:
     def close(self, timeout_s: float) -> None:
         """Wait for the device and free all resources; the worker must be idle.
 
+        Parameters
+        ----------
+        timeout_s : float
+            Time limit for each backend, in seconds.
+
         Raises
         ------
         TransportTimeout
-            If the device is still busy after `timeout_s` seconds; the memory it uses is not freed.
+            If the device is still busy after `timeout_s` seconds. The memory of that backend and of
+            the following ones is not freed, and the device is not closed.
         TransportError
-            If a resource could not be freed; all others were freed.
+            If a backend or the device could not free all its resources; the other backends were
+            closed.
         """
         active, self._active = self._active, None
         if active is None:
@@ -209,7 +218,10 @@ class DeviceCollectives:
     def _begin(
         self, backend: GpuBackend, call: DeviceCall, stream: Stream
     ) -> tuple[Task, HostJob, Event]:
-        """Enqueue the device's work, and submit the host's part to the worker."""
+        """Enqueue the device's part, and submit the host's part to the worker.
+
+        If not all of the device's part could be enqueued, wait for the worker and raise the error.
+        """
         job, done = backend.begin(call, stream)
         # Even if `begin` failed: `finish` lets the work that was enqueued end.
         task = self._worker.submit(lambda: backend.finish(job))

@@ -34,7 +34,7 @@ class ReductionKernels(Protocol):
     """Loader and launcher of reduction kernels, such as `r2ccl.kernels.cuda.Launcher`."""
 
     def prepare(self, form: Form) -> object:
-        """Load a kernel; may wait for the device."""
+        """Load a kernel; may wait for the device. See `Launcher.prepare` for the errors."""
         ...
 
     def launch(
@@ -114,7 +114,7 @@ class ReductionStream:
         return self._begun
 
     def mark(self, word: int, value: int) -> int:
-        """Enqueue a write of a word in pinned memory; return the work's number."""
+        """Enqueue a write of the word at address `word` in pinned memory; return its number."""
         self._flush()
         self._device.write_word(self._stream, word, value)
         self._begun += 1
@@ -143,7 +143,13 @@ class ReductionStream:
         return self._computed
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds for all work; return whether it is done."""
+        """Wait up to `timeout_s` seconds for all work; return whether it is done.
+
+        Raises
+        ------
+        TransportError
+            If the device failed.
+        """
         self.commit()
         if self._batches:
             self._device.synchronize(self._batches[-1].event, timeout_s)

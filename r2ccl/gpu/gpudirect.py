@@ -4,21 +4,21 @@ Theory of operation
 -------------------
 A call runs like a call on host memory, with the same plan, channels, links and repairs. Its buffers
 are device memory registered with every NIC, and kernels reduce its slices
-(`r2ccl.gpu.device_reduction`). When the user calls, the backend enqueues only one wait, on a stream
-of its own: a wait for the host to increment a word in pinned memory that counts calls
-(`r2ccl.gpu.host_signal`). The communicator's worker waits for the earlier work of the caller's
-stream, runs the collective until its last kernel is done, and increments the word. The worker
-increments it after a failure too, so that no stream hangs; the result is undefined then, and the
-communicator has ended.
+(`r2ccl.gpu.device_reduction`). When the user calls, the backend enqueues only two waits, on a
+stream of its own: for the earlier work of the caller's stream, and for the host to increment a word
+in pinned memory that counts calls (`r2ccl.gpu.host_signal`). The communicator's worker also waits
+for that earlier work, runs the collective until its last kernel is done, and increments the word.
+The worker increments it after a failure too, so that no stream hangs; the result is undefined then,
+and the communicator ends.
 
 *Remote writes.* A kernel of the caller that reads data written by a NIC may have been launched
 before the write, and wait for the word. Therefore the last work of every call is enqueued after the
 last completion was polled, and the word is incremented once that work is done.
 
 *Memory and kernels* of a call are prepared in `GpuDirectBackend.prepare`, before the device waits
-for the host, because allocating and loading may wait for the device. The worker allocates only the
-memory whose size depends on the plan: scratch memory of some schedules, and landing places beyond
-the number used so far.
+for the host, because allocating and loading may wait for the device. The worker allocates only
+memory that is not known to be needed before: scratch memory of some schedules, landing places
+beyond the number used so far, and the staging copy of an array whose registration fails.
 
 *Groups.* With an `enter` argument, `begin` runs a collective among a subset of the ranks; see
 `r2ccl.gpu.hierarchical`.
@@ -59,8 +59,8 @@ class GpuDirectJob(msgspec.Struct, eq=False):
     """The host's part of a call.
 
     ``enter`` begins the collective and returns its plan. The event ``before`` is done when earlier
-    work on the arrays is done. The stream waits until the host signals ``number``. ``error`` is the
-    error of the call, if it failed.
+    work on the arrays is done. The stream waits until the host signals ``number``. ``is_over`` is
+    True after the host has signalled. ``error`` is the error of the call, if it failed.
     """
 
     call: DeviceCall
@@ -143,8 +143,10 @@ class GpuDirectBackend(SignalledStream):
 
         Raises
         ------
+        InvalidArgument
+            If the GPU is too old for the kernels.
         TransportError
-            If the device failed, or if memory is full.
+            If the device or a NIC failed, if memory is full, or if a kernel cannot be compiled.
         """
         self._memory.free_replaced()
         if self._pxn_routes is not None:
@@ -158,7 +160,7 @@ class GpuDirectBackend(SignalledStream):
     def begin(
         self, call: DeviceCall, stream: Stream, enter: EnterCall | None = None, widest: int = 0
     ) -> tuple[GpuDirectJob, Event]:
-        """Make the backend's stream wait for the end of the call; enqueue nothing on `stream`.
+        """Make the backend's stream wait for the end of the call; only record an event on `stream`.
 
         Parameters
         ----------
@@ -174,9 +176,15 @@ class GpuDirectBackend(SignalledStream):
         -------
         GpuDirectJob
             Argument of `finish` or `abandon`; the caller must call one of them, in the order of
-            `begin`. Its ``error`` is set if nothing was enqueued.
+            `begin`, even if the job's ``error`` is set. ``error`` is set if not all work could be
+            enqueued; the backend's stream may wait nevertheless.
         Event
             Event that is done when the result is complete. Return it with `recycle`.
+
+        Raises
+        ------
+        TransportError
+            If the device could not create an event; nothing was enqueued.
         """
         done = self.take_event()
         job = GpuDirectJob(call, enter or self._enter, self.take_event(), self._number)
@@ -201,6 +209,8 @@ class GpuDirectBackend(SignalledStream):
             If the device failed, or is out of memory.
         R2cclError
             If the collective failed.
+        Exception
+            The job's ``error``, if `begin` set it.
         """
         try:
             self.examine(job)
@@ -218,7 +228,11 @@ class GpuDirectBackend(SignalledStream):
             self._end(job)
 
     def abandon(self, job: GpuDirectJob, error: BaseException) -> None:
-        """Let the stream continue without `finish`, because another part of the call failed."""
+        """Let the stream continue, because another part of the call failed.
+
+        Call it instead of `finish`, or after `finish` if the other part failed later. A repeated
+        call does nothing.
+        """
         job.error = job.error or error
         if not job.is_over:
             self._end(job)
@@ -229,7 +243,9 @@ class GpuDirectBackend(SignalledStream):
         Raises
         ------
         TransportTimeout
-            If a device is still busy after `timeout_s` seconds; its memory was not freed.
+            If a device is still busy after `timeout_s` seconds; registered memory was not freed.
+        TransportError
+            If the device failed; not all resources were freed.
         """
         # Let the stream pass calls that were not finished.
         self._signal(self._number)
@@ -311,7 +327,8 @@ class GpuDirectBackend(SignalledStream):
 
 #: Interval at which a wait for the device checks whether the communicator has ended, in seconds.
 _LOOK_S = 0.05
-#: Longest wait for the kernels of a failed call, and then for its PXN copies, in seconds.
+#: Longest wait for the kernels of a failed call, and then for its PXN copies in each direction, in
+#: seconds.
 _FAILED_S = 5.0
 _MOST_LAYOUTS = 256
 

@@ -36,10 +36,23 @@ def connect_gpudirect(
 ) -> GpuDirectBackend | str:
     """Register GPU memory with the NICs on all ranks and return the backend.
 
+    Parameters
+    ----------
+    allgather : callable
+        See `AllgatherBytes`.
+    device, kernels, engine, enter, config, clock, pxn_routes
+        See `GpuDirectBackend`.
+
     Returns
     -------
     GpuDirectBackend or str
         The backend; or, on all ranks, the reason of the first rank that cannot use it.
+
+    Raises
+    ------
+    TransportError
+        If the device failed after all ranks had registered memory; other ranks may have the
+        backend, so the communicator must end.
 
     Notes
     -----

@@ -56,7 +56,7 @@ class InterNodeBackend(Protocol):
     def begin(
         self, call: DeviceCall, stream: Stream, enter: EnterCall, widest: int
     ) -> tuple[Any, Event]:
-        """Enqueue the device's part of `call`.
+        """Enqueue the device's part of `call`; see `StagedBackend.begin` for results and errors.
 
         The backend divides the call into as many collectives as a call of `widest` elements.
         """
@@ -67,11 +67,18 @@ class InterNodeBackend(Protocol):
         ...
 
     def finish(self, job: Any) -> None:
-        """Execute the host's part of a call; runs in the communicator's worker thread."""
+        """Execute the host's part of a call; runs in the communicator's worker thread.
+
+        Do not call it after `abandon`.
+        """
         ...
 
     def abandon(self, job: Any, error: BaseException) -> None:
-        """Let the device continue, even after `finish`, because another part of the call failed."""
+        """Let the stream continue, because another part of the call failed.
+
+        The caller calls it instead of `finish`, or after `finish` if the other part failed later. A
+        repeated call does nothing. The job's ``error`` becomes `error`, unless the job has one.
+        """
         ...
 
 

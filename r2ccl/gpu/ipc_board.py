@@ -114,15 +114,16 @@ class IpcBoard:
     def has_done(self, peer: int, number: int) -> bool:
         """Return whether the stream of `peer` has finished call `number`.
 
-        After `release` it counts as finished too.
+        A call that `release` let pass counts as finished too.
         """
         return _is_reached(int(self._words[peer, _DONE // 4]), number)
 
     def release(self, number: int) -> None:
         """Let every stream of the node pass call `number`, after a failure.
 
-        The call writes the ``ready`` and ``done`` words of calls that are not complete. These calls
-        and all later ones are spoiled: their results are undefined.
+        Every ``ready`` and ``done`` word of the node that is below `number` is set to `number`. The
+        first call that one of these words had not reached, and all later calls, are spoiled: their
+        results are undefined.
         """
         untrue = [
             (peer, at // 4)
@@ -142,7 +143,7 @@ class IpcBoard:
             self._words[where] = number & _WORD
 
     def is_spoiled(self, number: int) -> bool:
-        """Return whether a rank's `release` made call `number` finish without its result."""
+        """Return whether call `number` is spoiled by a rank's `release`."""
         _FENCE()
         return any(
             page[_BROKEN // 4] and _is_reached(number, int(page[_SPOILED // 4]))
@@ -154,7 +155,19 @@ class IpcBoard:
 
 
 class SharedFile:
-    """Memory that several processes share through a file in `/dev/shm`."""
+    """Memory that several processes share through a file in `/dev/shm`.
+
+    Parameters
+    ----------
+    descriptor : int
+        Descriptor of the open file; borrowed during the call.
+    nbytes : int
+        Size of the file in bytes.
+
+    Attributes
+    ----------
+    memory : ndarray of uint8, shape (nbytes,)
+    """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self._map = mmap.mmap(descriptor, nbytes)

@@ -102,8 +102,9 @@ class InterNodeJob(NamedTuple):
 class PeerJob(msgspec.Struct, eq=False):
     """The host's part of a call.
 
-    ``between`` is the part between nodes, if there are several nodes. ``error`` is the error of the
-    call, if it failed.
+    The stream waits until the host signals ``number``; the event ``done`` is done when the stream
+    has passed the call. ``between`` is the part between nodes, if there are several nodes.
+    ``error`` is the error of the call, if it failed.
     """
 
     call: DeviceCall
@@ -213,8 +214,10 @@ class PeerBackend(SignalledStream):
 
         Raises
         ------
+        InvalidArgument
+            If the GPU is too old for the kernels.
         TransportError
-            If the device failed.
+            If the device failed, or a kernel cannot be compiled.
         """
         self._load(call.signature)
         self._prepared.add(_kernels_of(call))
@@ -222,13 +225,21 @@ class PeerBackend(SignalledStream):
     def begin(self, call: DeviceCall, stream: Stream) -> tuple[PeerJob, Event]:
         """Enqueue all of the device's work on the backend's stream, after the work of `stream`.
 
+        If another rank of the node has not read the message of 64 calls ago, wait for that rank.
+
         Returns
         -------
         PeerJob
-            Argument of `finish`, which must be called for each job in the order of `begin`. Its
-            ``error`` is set if not all work could be enqueued.
+            Argument of `finish`, which must be called for each job in the order of `begin`, even if
+            the job's ``error`` is set. ``error`` is set if not all work could be enqueued, or if
+            the call could not be posted to the other ranks.
         Event
             Event that is done when the result is complete. Return it with `recycle`.
+
+        Raises
+        ------
+        TransportError
+            If the device could not create an event; nothing was enqueued.
         """
         number = self._number + 1
         done = self.take_event()
@@ -249,6 +260,9 @@ class PeerBackend(SignalledStream):
     def finish(self, job: PeerJob) -> None:
         """Fill the table when all ranks have called, then wait for the device; runs in the worker.
 
+        Return without waiting for the device if a later call was begun. After an error, no stream
+        of the node waits for this rank any more, and all later calls fail.
+
         Raises
         ------
         InvalidArgument
@@ -259,6 +273,8 @@ class PeerBackend(SignalledStream):
             If the device failed.
         R2cclError
             If the communicator ended.
+        Exception
+            The job's ``error``, if `begin` set it, or the error of an earlier call that failed.
         """
         try:
             error = job.error or self._broken
@@ -308,6 +324,8 @@ class PeerBackend(SignalledStream):
         ------
         TransportTimeout
             If the device is still busy after `timeout_s` seconds; nothing was freed.
+        TransportError
+            If the device failed; not all resources were freed.
         """
         if not self._is_signalled(self._number):
             self._release_streams(

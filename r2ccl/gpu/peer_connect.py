@@ -42,6 +42,12 @@ def connect_peers(
     IpcBoard or str
         The board of this rank's node; or, on all ranks, the reason why CUDA IPC cannot be used.
 
+    Raises
+    ------
+    TransportError
+        If the device failed or its memory is full; the communicator must end, because the other
+        ranks may wait for this one.
+
     Notes
     -----
     *Collective*: all ranks. *Cost*: three small allgathers.

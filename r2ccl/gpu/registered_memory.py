@@ -76,7 +76,13 @@ class RegisteredDeviceMemory:
         self._slabs.append(self._make(slab_nbytes, self.register))
 
     def register(self, address: int, nbytes: int) -> Registered:
-        """Register memory, of this library or the user; not to be called in the data loop."""
+        """Register memory of this library or the user; not to be called in the data loop.
+
+        Raises
+        ------
+        TransportError
+            If a NIC cannot access the memory, or has no resources left.
+        """
         made: Registered = self._run_in_data_loop(lambda: self._register(address, nbytes))
         return made
 

@@ -13,7 +13,7 @@ of another, and the caller's thread never waits.
 A full hardware queue cannot cause a deadlock: the copy that must precede an increment of the word
 was enqueued on the same stream before the wait. After a failed call the host increments the word
 past all windows of the call, so that no stream hangs; the result is undefined then, and the
-communicator has ended.
+communicator ends.
 
 Invariants: the stream's order ensures that a slot is written only after its previous contents were
 copied in; the word only increases, in the order of calls.
@@ -67,7 +67,11 @@ class _Rows(NamedTuple):
 
 
 class StagedJob(msgspec.Struct, eq=False):
-    """The host's part of a call."""
+    """The host's part of a call.
+
+    ``enter`` begins the collective of a window and returns its plan. ``grid`` divides the call into
+    windows.
+    """
 
     call: DeviceCall
     enter: EnterCall
@@ -154,9 +158,15 @@ class StagedBackend(SignalledStream):
         -------
         StagedJob
             Argument of `finish` or `abandon`; the caller must call one of them, in the order of
-            `begin`. Its ``error`` is set if not all work could be enqueued.
+            `begin`, even if the job's ``error`` is set. ``error`` is set if not all work could be
+            enqueued; the backend's stream may wait nevertheless.
         Event
             Event that is done when the result is complete. Return it with `recycle`.
+
+        Raises
+        ------
+        TransportError
+            If the device could not create an event; nothing was enqueued.
         """
         done = self.take_event()
         itemsize = dtype_of(call.signature.dtype).itemsize
@@ -171,7 +181,11 @@ class StagedBackend(SignalledStream):
         return job, done
 
     def abandon(self, job: StagedJob, error: BaseException) -> None:
-        """Let the stream continue without `finish`, because another part of the call failed."""
+        """Let the stream continue, because another part of the call failed.
+
+        Call it instead of `finish`, or after `finish` if the other part failed later. A repeated
+        call does nothing.
+        """
         job.error = job.error or error
         self._end(job)
 
@@ -186,6 +200,8 @@ class StagedBackend(SignalledStream):
             If the device failed.
         R2cclError
             If the collective failed.
+        Exception
+            The job's ``error``, if `begin` set it.
         """
         try:
             self.examine(job)
@@ -213,6 +229,8 @@ class StagedBackend(SignalledStream):
         ------
         TransportTimeout
             If the device is still busy after `timeout_s` seconds; nothing was freed.
+        TransportError
+            If the device failed; not all resources were freed.
         """
         # Let the stream pass calls that were not finished.
         self._signal(self._nenqueued)
