@@ -19,10 +19,17 @@ _COMMANDS = ("doctor", "launch", "netlab", "rdmalab")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status.
 
+    The status is 2 if the command raises an `R2cclError`, whose message is printed.
+
     Parameters
     ----------
     argv : sequence of str, optional
         Arguments; by default ``sys.argv[1:]``.
+
+    Raises
+    ------
+    SystemExit
+        If the arguments are wrong (status 2), or ask for help (status 0).
     """
     parser = argparse.ArgumentParser(
         prog="r2ccl", description="Collective communication that survives the loss of NICs."

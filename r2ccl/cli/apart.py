@@ -19,7 +19,7 @@ _KILL_TIMEOUT_S = 5.0
 
 
 class Ended(NamedTuple):
-    """Standard output of a process that has ended, and its error; empty if it succeeded."""
+    """Standard output of a process that has ended, and its error, empty if it succeeded."""
 
     said: str
     error: str
@@ -34,14 +34,15 @@ def run(code: str, *, timeout_s: float, is_inner: bool = False) -> Ended:
     timeout_s : float
         Time in seconds after which the process is killed, with its children unless `is_inner`.
     is_inner : bool
-        Whether the caller itself runs in a process started by `run`. The new process then stays in
+        True if the caller itself runs in a process started by `run`. The new process then stays in
         the caller's process group and is killed with it.
 
     Returns
     -------
     Ended
         Output and error. The output is what the process wrote before it ended, crashed or was
-        killed. The error is the last line of its standard error, or describes how it ended.
+        killed. The error is the last line of its standard error, or describes how it ended; it is
+        empty if the exit status is 0.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", code],

@@ -47,10 +47,11 @@ class CudaFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about CUDA and all GPUs of a machine.
 
     ``pci`` has the bus ids of NVIDIA's display controllers in sysfs. ``module`` describes the
-    driver's kernel module; empty if it is not loaded. ``bindings`` is the version of the package
-    cuda-bindings; empty if it is not installed. ``driver`` is the CUDA version of libcuda, 12040
-    for 12.4; 0 without libcuda. ``error`` is the message of a failed initialisation and ``status``
-    its status. ``visible`` is CUDA_VISIBLE_DEVICES, None if it is not set.
+    driver's kernel module; empty if it is not loaded. ``has_peermem`` is true if nvidia_peermem is
+    loaded. ``bindings`` is the version of the package cuda-bindings; empty if it is not installed.
+    ``driver`` is the CUDA version of libcuda, 12040 for 12.4; 0 without libcuda. ``error`` is the
+    message of a failed initialisation and ``status`` its status. ``visible`` is
+    CUDA_VISIBLE_DEVICES, None if it is not set.
 
     ``compile_s`` is the time in seconds to compile a kernel. ``cache`` is the directory of compiled
     kernels, ``cache_error`` the reason why it cannot be written, empty if it can. ``topology`` is

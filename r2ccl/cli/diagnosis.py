@@ -274,12 +274,15 @@ def examine(facts: Facts) -> tuple[DoctorFinding, ...]:
 
 
 def is_usable(findings: tuple[DoctorFinding, ...]) -> bool:
-    """Whether verbs can be used, on at least some ports."""
+    """Return whether verbs can be used on at least one port: whether no finding is an error."""
     return all(finding.level != "error" for finding in findings)
 
 
 def _is_import_failure(error: str) -> bool:
-    """Whether the import of pyverbs failed; its own exceptions have Pyverbs in the class name."""
+    """Return whether `error` is a failed import of pyverbs.
+
+    The exceptions that pyverbs raises after its import have Pyverbs in the class name.
+    """
     return bool(error) and "Pyverbs" not in error.partition(":")[0]
 
 

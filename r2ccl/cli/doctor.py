@@ -121,7 +121,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _write_topology(target: str) -> None:
-    """Write the topology file; if no GPU was found, print the reason to standard error."""
+    """Write the topology file; print the reason to standard error if GPUs could not be read."""
     cuda = read_cuda(is_tried=False)
     if cuda.died or not cuda.gpus:
         print(show(examine_gpus(cuda, Config())[0]), file=sys.stderr)
@@ -135,13 +135,13 @@ def show(finding: DoctorFinding) -> str:
 
 
 def _probe_pyverbs() -> tuple[str, tuple[str, ...]]:
-    """Return the last line of the error, or empty, and the devices that pyverbs lists."""
+    """Return the error of pyverbs, empty if it works, and the devices that pyverbs lists."""
     ended = apart.run(_PROBE, timeout_s=_PROBE_TIMEOUT_S)
     return ended.error, () if ended.error else tuple(ended.said.split())
 
 
 def _rdma_rails(facts: Facts, config: Config) -> Sequence[str]:
-    """Return the labels of the RDMA ports that are rails; none if a setting excludes them."""
+    """Return the labels of the RDMA ports that are rails; none if pyverbs does not work."""
     if facts.pyverbs_error:
         return ()
     try:
@@ -151,7 +151,10 @@ def _rdma_rails(facts: Facts, config: Config) -> Sequence[str]:
 
 
 def _why_not_opened(path: Path) -> str:
-    """Try to open the device: its mode may permit what cgroups of a container forbid."""
+    """Return the reason why a device cannot be opened; empty if it can.
+
+    The device is opened as a test: its mode may permit what cgroups of a container forbid.
+    """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
     except OSError as exc:
@@ -171,7 +174,7 @@ def _rdma_modules() -> tuple[str, ...]:
 
 
 def _may_lock() -> bool:
-    """Whether this process holds CAP_IPC_LOCK, which exempts it from the memlock limit."""
+    """Return whether this process has CAP_IPC_LOCK, which exempts it from the memlock limit."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except FileNotFoundError:

@@ -35,7 +35,7 @@ def read_cuda(
     nics : sequence of str
         Labels of the RDMA ports to register device memory with; pyverbs must work.
     is_tried : bool
-        Whether to run tests on the GPUs; else only their properties are read.
+        True: run tests on the GPUs. False: only read their properties.
     sysfs, proc : Path
         Mount points of these file systems.
     """
@@ -52,7 +52,10 @@ def read_cuda(
 
 
 def last_told(ended: Ended) -> CudaFacts:
-    """Return the last facts that a process printed, one `CudaFacts` per line, and its error."""
+    """Return the last facts that a process printed; ``died`` is the error of the process.
+
+    The process prints one `CudaFacts` per line; other lines are ignored.
+    """
     facts = CudaFacts(doing="starting")
     for line in ended.said.splitlines():
         try:

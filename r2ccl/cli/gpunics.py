@@ -51,7 +51,7 @@ def export_error(driver: CudaDriver, address: int) -> str:
 
 
 def is_rdma_capable(driver: CudaDriver, address: int) -> bool:
-    """Whether the driver reports the allocation at `address` as GPUDirect RDMA capable."""
+    """Return whether the driver reports the allocation as GPUDirect RDMA capable."""
     with driver.current(address):
         return driver.is_rdma_capable(address)
 

@@ -55,7 +55,7 @@ _FIXES = {
 
 
 def examine_gpus(facts: CudaFacts, config: Config) -> tuple[DoctorFinding, ...]:
-    """Return the findings about all GPUs; a single one if the machine has no usable GPU."""
+    """Return the findings about all GPUs; a single one if CUDA lists no GPU."""
     died = (_check_end(facts),) if facts.died else ()
     if not facts.gpus:
         return died or (_absence(facts),)

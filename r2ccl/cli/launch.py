@@ -1,10 +1,11 @@
 """``r2ccl launch -n 4 -- python script.py``: run a command as n ranks on this machine.
 
 Every rank gets torchrun's environment variables plus R2CC_PORT and R2CC_SECRET. The launcher prints
-the ranks' output line by line and forwards the first signal to them. Its exit status is that of the
-first rank that failed. After a failure the other ranks have some time to exit by themselves and are
-then terminated; with ``--keep-going`` they run on and can continue without the failed rank
-(``comm.shrink()``).
+the ranks' output and error streams line by line on its standard output. Its exit status is that of
+the first rank that failed, 128 + the signal number for a rank that a signal ended. After a failure
+the other ranks have some time to exit by themselves and are then terminated; with ``--keep-going``
+they run on and can continue without the failed rank (``comm.shrink()``). SIGINT and SIGTERM are
+forwarded to the ranks, which then have the same time to exit; a signal during this time kills them.
 """
 
 from __future__ import annotations
@@ -60,7 +61,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the parsed command; return the exit status."""
+    """Run the parsed command; return the exit status.
+
+    Raises
+    ------
+    InvalidArgument
+        If an argument is wrong, or the command cannot be run.
+    """
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise InvalidArgument("no command given: r2ccl launch -n 4 -- python script.py")
@@ -135,7 +142,7 @@ class _Launcher:
         self._is_ending = asyncio.Event()
 
     async def run(self) -> int:
-        """Start all ranks and wait for them; return the exit status of the first failure."""
+        """Start all ranks and wait for them; return the status of the first failure or signal."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._forward, number)
@@ -201,7 +208,7 @@ class _Launcher:
             self._printer.finish(rank, stream)
 
     def _forward(self, number: int) -> None:
-        """Forward the first signal to all ranks; kill the ranks at the second one."""
+        """Forward a signal to all ranks; kill them if they are being ended already."""
         if self._is_ending.is_set():
             self._signal_all(signal.SIGKILL)
             return

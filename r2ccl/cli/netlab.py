@@ -82,8 +82,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def main(args: argparse.Namespace) -> int:
     """Run the parsed command; return the exit status for the shell.
 
-    The status is that of the first failed rank (128 + signal number for a signal), 124 after a
-    timeout, 2 for a wrong command line, 69 if this machine cannot build a lab.
+    The status is that of the failed rank with the lowest number (128 + signal number for a signal),
+    124 after a timeout, 2 for a wrong command line, 69 if this machine cannot build a lab. With
+    ``--enter`` the command replaces this process.
     """
     try:
         if args.clean:

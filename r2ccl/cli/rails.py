@@ -1,8 +1,8 @@
 """Report on the rails that r2ccl would use on a machine, and why other interfaces are not used.
 
 The module is a pure function of the facts of `r2ccl.cli.doctor`; `r2ccl.topology` chooses the
-rails. Invariants: the findings that are ``ok`` are exactly the rails of a rank in a job on several
-hosts, in order; a warning or an error has a fix.
+rails. Invariants: the findings that are ``ok`` are the rails of a rank in a job on several hosts,
+in order, as if no interface served the rendezvous; a warning or an error has a fix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from r2ccl.types import Nic
 
 
 def examine_rails(facts: Facts, config: Config) -> tuple[DoctorFinding, ...]:
-    """Return one finding per interface and RDMA port: its rail, or why it is no rail."""
+    """Return one finding per interface and RDMA port: its rail, or why it is no rail.
+
+    Rails come first. If a setting selects no rail, return a single finding, the error.
+    """
     try:
         hcas = select_hcas(facts.hcas, config.hca) if not facts.pyverbs_error else ()
         names = [hca.netdev for hca in hcas]

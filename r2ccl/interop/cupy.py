@@ -9,8 +9,8 @@ A program for CuPy changes one import::
 
 It has all_reduce, reduce, broadcast, reduce_scatter, all_gather, barrier and stop. It has no send,
 recv, send_recv, scatter, gather or all_to_all, because `Communicator` has none. Arrays may be
-CuPy's or NumPy's, of any dtype that r2ccl supports. They must be dense and in C order: with one
-array in C and the other in Fortran order, elements would be misplaced without an error.
+CuPy's or NumPy's, of any dtype that r2ccl supports. They must be C-contiguous; others raise
+`InvalidArgument`.
 
 This module does not import CuPy.
 
@@ -81,18 +81,20 @@ def init_process_group(
         If not every rank arrives within ``R2CC_INIT_TIMEOUT_S``.
     PeerLost
         If a rank exits during `init_process_group`.
+    TransportError
+        If this process or its host has run out of file descriptors, ports or memory.
 
     Notes
     -----
     *Collective*: all ranks. Defaults of `host` and `port` are ``CUPYX_DISTRIBUTED_HOST`` and
     ``CUPYX_DISTRIBUTED_PORT``. If neither argument nor variable is set, the addresses of the
-    launcher that started the process (torchrun, ``r2ccl launch``) are used, without a launcher
+    launcher that started the process (torchrun, ``r2ccl launch``) are used; without a launcher,
     127.0.0.1 and 13333. All other settings come from the ``R2CC_*`` variables.
 
     Every connection is authenticated with the secret of the job. On 127.0.0.1 and with MPI the
     ranks share a secret automatically. With another `host` every rank needs the same
     ``R2CC_SECRET``, or a ``R2CC_SECRET_FILE`` made with ``openssl rand -hex 32 > FILE; chmod 600
-    FILE``, as CuPy's function has no argument for it.
+    FILE``, because the function has no argument for it, like CuPy's.
 
     While ranks meet at a `host`, the environment variables ``RANK``, ``WORLD_SIZE``,
     ``MASTER_ADDR`` and ``LOCAL_WORLD_SIZE`` of the process are set temporarily: no other thread may
@@ -222,7 +224,7 @@ class Backend:
         self.communicator.barrier()
 
     def stop(self) -> None:
-        """Close the communicator, once all ranks have all their data. Idempotent."""
+        """Close the communicator once all ranks have all their data; a second call does nothing."""
         self.communicator.close()
 
 
