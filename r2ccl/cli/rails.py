@@ -86,7 +86,7 @@ def _port(
     elif config.hca.strip() == NO_HCA:
         why = f"R2CC_HCA={NO_HCA} turns RDMA off"
     elif config.hca:
-        why = f"R2CC_HCA={config.hca} does not name it"
+        why = f"R2CC_HCA={config.hca} does not select it"
     else:
         why = "has no GID to send from, see below"
     return DoctorFinding("no rail", "skipped", f"{what}: {why}")

@@ -19,11 +19,11 @@ class Hardware(Protocol):
     """Interface through which a communicator opens GPUs and reads the machine's topology."""
 
     def open(self, ordinal: int) -> tuple[Device, Any]:
-        """Return a GPU and its kernels, a `r2ccl.gpu.backends.GpuKernels`."""
+        """Return a GPU, which the caller closes, and its kernels: a `GpuKernels`."""
         ...
 
     def open_peer(self, bus_id: str) -> Device | None:
-        """Return the GPU at a PCI bus ID; None if this process does not see it."""
+        """Return the GPU at a PCI bus ID, which the caller closes; None if it is not visible."""
         ...
 
     def read_machine(self) -> Machine:

@@ -90,7 +90,7 @@ class StagedBackend(SignalledStream):
     device : Device
     rank, nranks : int
     slot_nbytes : int
-        Size of each slot in bytes.
+        Size of each slot in bytes; at least two elements per rank, for a reduce_scatter.
     enter : callable
         Begins a collective among all ranks and returns its plan.
     run : callable

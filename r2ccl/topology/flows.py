@@ -99,7 +99,7 @@ class Options:
         }
 
     def of(self, gpu: str, port: str) -> list[Option]:
-        """Return the possible routes from a GPU to a port, the direct one first."""
+        """Return the possible routes from a GPU to a port, the direct one first; may be empty."""
         return self._found.get((gpu, port), [])
 
     def _path(self, gpu: str, port: str) -> TopologyPath | None:

@@ -51,7 +51,7 @@ class GpuSource(Protocol):
         ...
 
     def bus_id(self, ordinal: int) -> str:
-        """Return the PCI bus id of a GPU."""
+        """Return the PCI bus id of a GPU in the kernel's notation, such as ``0000:1b:00.0``."""
         ...
 
     def uuid(self, ordinal: int) -> str:

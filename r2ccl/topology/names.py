@@ -68,7 +68,7 @@ class NameFilter:
         return bool(self._rules) and not self.is_exclusion
 
     def lists(self, name: str, port: int | None = None) -> bool:
-        """Return whether the list has `name`, or its `port` if given; ``^`` is not applied."""
+        """Return whether the list names a device, or its `port` if given; ``^`` is not applied."""
         return any(
             (name == rule.name if rule.is_exact else name.startswith(rule.name))
             and (port is None or rule.port in (None, port))

@@ -185,7 +185,8 @@ class RouteSocket:
             if not is_torn:
                 return found
         raise OSError(
-            errno.EAGAIN, f"netlink table {kind} changed during all {_DUMP_ATTEMPTS} dumps"
+            errno.EAGAIN,
+            f"netlink table {kind} changed during all {_DUMP_ATTEMPTS} dumps; try again",
         )
 
     def close(self) -> None:

@@ -101,7 +101,7 @@ def test_rdma_ports_are_rails_behind_those_of_sockets() -> None:
         (PORT, "ModuleNotFoundError: No module named 'pyverbs'", {}, "pyverbs does not work"),
         (msgspec.structs.replace(PORT, state="DOWN"), "", {}, "not ACTIVE"),
         (PORT, "", {"hca": "none"}, "turns RDMA off"),
-        (PORT, "", {"hca": "^mlx5"}, "does not name it"),
+        (PORT, "", {"hca": "^mlx5"}, "does not select it"),
         (msgspec.structs.replace(PORT, gids=()), "", {}, "no GID"),
     ],
 )
