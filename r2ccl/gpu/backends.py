@@ -92,7 +92,7 @@ class GpuBackend(Protocol):
         ...
 
     def mark(self) -> Event:
-        """Return an event that is done when all calls begun so far are done."""
+        """Return an event that is done when all calls begun so far are; `recycle` it after use."""
         ...
 
     def take_event(self) -> Event:

@@ -60,6 +60,8 @@ _NTABLES = 64
 MOST_RANKS = 8
 #: Number of calls that exceeds the lead of any rank over another.
 _AHEAD = 1 << 20
+#: Interval at which the board is polled, and interval at which a wait for the device checks whether
+#: the communicator has ended, in seconds.
 _POLL_S = 20e-6
 _LOOK_S = 0.05
 
