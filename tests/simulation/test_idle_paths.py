@@ -5,6 +5,7 @@ ranks closes and reopens paths at most calls, at times that differ from rank to 
 """
 
 import pytest
+from support.slow import slow_but
 
 from r2ccl.testing.simulation import (
     CallSpec,
@@ -15,7 +16,6 @@ from r2ccl.testing.simulation import (
     Workload,
     simulate,
 )
-from support.slow import slow_but
 
 #: Schedules that name neighbours at distance 1, at 1, 2 and 4, and of a tree.
 ALTERNATING = ("ring", "recursive_doubling", "dissemination", "tree/broadcast", "ring", "one_shot")
