@@ -1,4 +1,4 @@
-"""Fault tolerance: one package per concept, each with a state machine and its driver.
+"""Fault tolerance: one package per concept, with the state machines apart from their drivers.
 
 ==============  ===================================================================================
 `migration`     moves the slices of a channel from a failed path to another path
@@ -9,7 +9,10 @@
 `shrink`        makes the surviving ranks agree on their new communicator
 ==============  ===================================================================================
 
-In each package, ``protocol.py`` holds tables and pure state: it takes events, returns actions, and
-uses no socket, thread or clock. ``driver.py`` passes events to it and carries out its actions.
-`failover` dispatches events to the packages. `connector` and `probes` serve several of them.
+In a package, ``protocol.py`` holds tables and pure state: it takes events, and uses no socket,
+thread or clock. ``driver.py`` passes events to it and carries out the actions that follow.
+`migration` has `path` and `link` in place of ``protocol.py``; `bandwidth` needs no driver.
+
+`failover` dispatches events to the packages. `revocation` ends the communicator. `connector` and
+`probes` serve several packages. `context` has the values that all of them read.
 """

@@ -8,22 +8,25 @@ verifies both directions, reports that, and both ends take the path into use::
     answerer              join, Answer(info) ->                                      use
 
 After any failure the caller begins again with new endpoints, without limit, after a pause that
-doubles. An answerer whose port is not ready retries the same offer until a newer one arrives.
-``attempt`` numbers the attempts, ``epoch`` the lives of a path. The control session, which carries
-the endpoint info, is authenticated, so the endpoints need no authentication.
+doubles up to a cap; for a path, after a timeout, at once. An answerer whose port is not ready tries
+to answer the same offer again until a newer one arrives. ``attempt`` numbers the attempts,
+``epoch`` the lives of a path. The control session, which carries the endpoint info, is
+authenticated, so the endpoints need no authentication.
 
-The connection of a probe serves only the rank that probes over it. So that rank is the caller,
-whether lower or higher, and need not report that the connection is ready::
+The connection of a probe serves only the rank that probes over it. That rank is therefore the
+caller, even if it is the higher rank, and need not report that the connection is ready::
 
     prober    Offer(info) ->              join, hello ... Joined
     probed                join, Answer(info)
 
 The probed end stays unchanged until the next offer, which means that the prober's end is closed.
-Probes have low priority: one is called per tick. A probe that cannot be connected (on a fabric that
-does not connect its two rails) is retried ever more rarely, until a path of one of its ports is up.
+Probes have low priority: at most one is called per tick, and none while paths are being repaired.
+A probe that cannot be connected (on a fabric that does not connect its two rails) is retried ever
+more rarely, but every minute. It is retried soon if a path to its peer on one of its two rails
+comes up.
 
-Invariant: this rank has at most one endpoint of each path, and one per role of each probe, that is
-not in use yet. An endpoint that is not handed over is closed.
+Invariant: this rank has at most one endpoint of each path, and one per role (prober, probed) of
+each probe, that is not in use yet. An endpoint that is not handed over is closed.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ _PROOF_TIMEOUT_S = 10.0
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
     """Control message: endpoint info of the caller, for a path or a probe.
 
-    ``rail`` is the receiver's rail. ``via`` is the sender's rail; -1 for a path.
+    ``rail`` is the receiver's rail. ``via`` is the sender's rail; -1 for a path, whose two rails
+    are the same.
     """
 
     rail: int
@@ -82,13 +86,13 @@ class EndpointReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 def probe_keys(peers: Sequence[int], rails: Sequence[int]) -> list[ProbeKey]:
-    """Return the probes that have connections: to each port, from the same and the next rail.
+    """Return the probes to connect: of each port of `peers`, from the same and the next rail.
 
     Parameters
     ----------
     peers : sequence of int
     rails : sequence of int
-        RDMA rails.
+        RDMA rails; the first one follows the last one.
     """
     following = dict(zip(rails, [*rails[1:], *rails[:1]], strict=True))
     return [
@@ -108,7 +112,7 @@ class _Attempt:
         self.epoch = epoch
         self.number = 0
         self.endpoint: Endpoint | None = None
-        #: Answerer only: offer not answered yet, and time until which the caller waits for it.
+        #: Answerer only: offer not answered yet. Of a probe: time until which the caller waits.
         self.offer: Offer | None = None
         self.expiry = 0.0
         #: Time when the caller begins again, or the answerer tries to answer again.
@@ -116,13 +120,13 @@ class _Attempt:
         self.pause = _FIRST_PAUSE_S
 
     def hurry(self) -> None:
-        """Let a call that is waiting begin at the next tick."""
+        """Make a call that waits to begin again due at the next tick."""
         if self.endpoint is None:
             self.deadline = 0.0
             self.pause = _FIRST_PAUSE_S
 
     def drop(self) -> None:
-        """Close the endpoint, if there is one."""
+        """Close the endpoint, if any."""
         if self.endpoint is not None:
             self.endpoint.close()
             self.endpoint = None
@@ -157,15 +161,15 @@ class Connector:
         self._on_joined = on_joined
         self._clock = clock
         self._attempts: dict[PathKey | ProbeKey, _Attempt] = {}
-        #: Endpoints at which peers probe this rank, each for the last offer.
+        #: Endpoints at which peers probe this rank, each made for the peer's last offer.
         self._asked: dict[ProbeKey, _Attempt] = {}
         #: Number of probe connections begun; the number of each serves as its epoch.
         self._nlives = 0
         #: True if no path is being repaired; repairs have priority over probes.
         self._is_calm = True
-        #: Offers that arrived before this rank began to connect the path in that epoch.
+        #: Last offer that arrived before this rank began to connect the path in the offer's epoch.
         self._early: dict[PathKey, Offer] = {}
-        #: Reason why the last attempt failed, of each path that is not up.
+        #: Reason of the last failure to connect, per path that is being connected.
         self._failures: dict[PathKey, str] = {}
 
     def obstacles(self, peer: int) -> list[str]:
@@ -209,6 +213,8 @@ class Connector:
     def kick(self, rail: int, peer: int | None = None) -> None:
         """Retry the attempts of `rail` without delay, because a port of the rail is up again.
 
+        Attempts of paths begin again now, those of probes at the next tick.
+
         Parameters
         ----------
         rail : int
@@ -224,13 +230,21 @@ class Connector:
                 attempt.hurry()
 
     def hurry(self, key: ProbeKey) -> None:
-        """Let the call of probe `key`, if it is waiting, begin at the next tick."""
+        """Make the call of probe `key`, if it waits to begin again, due at the next tick."""
         attempt = self._attempts.get(key)
         if attempt is not None:
             attempt.hurry()
 
     def tick(self, now: float, is_calm: bool = True) -> None:
-        """Begin the calls and retry the answers that are due; those of probes only if `is_calm`."""
+        """Begin the calls and retry the answers that are due; those of probes only if `is_calm`.
+
+        Parameters
+        ----------
+        now : float
+            Time in seconds.
+        is_calm : bool
+            True if no path is being repaired.
+        """
         for key, attempt in list(self._attempts.items()):
             if now >= attempt.deadline and isinstance(key, PathKey):
                 self._begin_again(key, attempt)
@@ -243,7 +257,7 @@ class Connector:
         for key, attempt in due:
             if attempt.endpoint is not None:
                 self._failed(key, attempt, "no answer to the offer, or no verification, in time")
-        # Only one per tick: to create and join an endpoint takes a millisecond or more.
+        # Only one per tick: creating and joining an endpoint takes a millisecond or more.
         for key, attempt in due:
             if attempt.endpoint is None and now >= attempt.deadline:
                 self._call(key, attempt)
@@ -322,7 +336,7 @@ class Connector:
         self._send(key.peer, Offer(key.rail, attempt.epoch, attempt.number, info, _via(key)))
 
     def _on_asker(self, key: ProbeKey, offer: Offer) -> None:
-        """Create the endpoint at which `key.peer` probes this rank; the newest offer counts."""
+        """Answer an offer to probe this rank, now or at the next calm tick; it replaces others."""
         previous = self._asked.get(key)
         if previous is not None:
             previous.drop()
@@ -388,7 +402,7 @@ class Connector:
         # DEBUG for probes: on a fabric that does not connect rails, some fail throughout the job.
         _log.log(
             logging.DEBUG if is_probe else logging.INFO,
-            "rank %d: rail %d to rank %d%s: %s",
+            "rank %d: could not connect rail %d to rank %d%s: %s; trying again",
             self._rank, key.rail, key.peer, f", probed from rail {_via(key)}" * is_probe, why,
         )  # fmt: skip
         attempt.drop()

@@ -28,7 +28,7 @@ class RankContext(NamedTuple):
     last_resorts : frozenset of int
         Rails that are used only if no other path connects two ranks.
     nodes : sequence of int
-        Node of every rank, if some ranks share a node; else empty.
+        Number of the node of every rank, if some ranks share a node; else empty.
     hosts : sequence of str
         Host name of every rank, for messages; empty: not known.
     port_map : PortMap or None
@@ -53,7 +53,7 @@ class RankContext(NamedTuple):
 
     @property
     def peers(self) -> list[int]:
-        """All other ranks, in order."""
+        """All other ranks, in rising order."""
         return [peer for peer in range(self.nranks) if peer != self.rank]
 
     @property
@@ -90,7 +90,7 @@ class RankContext(NamedTuple):
 
     @property
     def has_bypasses(self) -> bool:
-        """True if bypasses are in use; never in the fail-stop baseline."""
+        """True if bypasses may be used; never in the fail-stop baseline."""
         return self.config.is_resilient and self.config.fabric != "none"
 
 

@@ -43,13 +43,13 @@ _log = logging.getLogger(__name__)
 
 
 class PortUp(msgspec.Struct, frozen=True, tag="port_up"):
-    """Control message: the sender's port of `rail` is up again, so its paths should be probed."""
+    """Control message: the sender's port of `rail` is up again; the receiver probes the path."""
 
     rail: int
 
 
 class Failover:
-    """Failure handling of one rank: migration, diagnosis, failback, health and revocation.
+    """Failure handling of one rank: creates its parts and passes events to them.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class Failover:
         needed = probe_keys(context.first_peers, self._joined)
         #: Probes of ports, shared by diagnosis, failback and the detection of silent paths.
         self.probes = Probes(context.transport, self._connector, needed)
-        #: Paths between ranks without a common rail; None in the fail-stop baseline.
+        #: Paths between ranks without a common rail; None if `RankContext.has_bypasses` is False.
         self._bypasses = self._make_bypasses() if context.has_bypasses else None
         #: Probes failed paths and connects them again.
         self.failback = Failback(
@@ -148,7 +148,7 @@ class Failover:
         return self.revocation.error is not None
 
     def start(self) -> None:
-        """Begin to connect all paths; connections of probes are made after them."""
+        """Begin to connect the paths to all first peers; connections of probes are made later."""
         self._join_by_s = self._clock() + self._config.connect_timeout_s
         for peer in self._links.peers:
             self._control.open_session(peer)
@@ -174,7 +174,14 @@ class Failover:
             self.add_peer(peer)
 
     def add_peer(self, peer: int, *, is_own: bool = True) -> None:
-        """Connect data paths to another rank, which is told to do the same if `is_own`."""
+        """Begin to connect data paths to `peer`, unless they are connected already.
+
+        Parameters
+        ----------
+        peer : int
+        is_own : bool
+            True if this rank needs the paths, and must tell `peer` to connect them too.
+        """
         if peer in self._links.connected:
             return
         if peer in self._links.peers:
@@ -188,12 +195,15 @@ class Failover:
         self.migration.add_peer(peer)
 
     def fence_all(self) -> None:
-        """Begin to fence every path; ``migration.is_quiet`` is True once all are fenced."""
+        """Stop connecting RDMA paths and begin to fence every path that is up.
+
+        ``migration.is_quiet`` is True once all are fenced.
+        """
         self._connector.close()
         self.migration.fence_all()
 
     def obstacles(self, peer: int) -> list[str]:
-        """Describe why paths to `peer` are not up, as far as this end knows; any thread."""
+        """Describe why paths to `peer` are not connected, as far as known here; any thread."""
         return [*self._control.obstacles(peer), *self._connector.obstacles(peer)]
 
     def set_nominal_rate(self, rate: int) -> None:
@@ -221,7 +231,7 @@ class Failover:
             self._port_down(event.rail, f"{PORT_ERR}: {why}")
 
     def on_joined(self, event: Joined) -> None:
-        """Handle the end of the verification of a connection that this rank called."""
+        """Handle the end of the verification of an RDMA connection whose caller is this rank."""
         self._connector.on_joined(event)
         if isinstance(event.key, ProbeKey) and not event.error:
             self.failback.hurry(PathKey(event.key.peer, event.key.rail))
@@ -231,7 +241,7 @@ class Failover:
         self.probes.on_probed(event, is_over=self.is_over)
 
     def _port_down(self, rail: int, cause: str) -> None:
-        """Fail the paths of a local port, and report `cause` to the diagnosis."""
+        """Fail the paths of a local port, and report it to the diagnosis and the agreement."""
         for peer in self._links.peers:
             self.migration.fail(PathKey(peer, rail), cause)
         if self.diagnosis is not None and not self.revocation.is_leaving:
@@ -239,7 +249,7 @@ class Failover:
         self._report_down(self._rank, rail)
 
     def _port_up(self, rail: int) -> None:
-        """Have the failed paths of a local port probed soon, by the lower rank of each path."""
+        """Ask the lower rank of each failed path of a local port to probe the path soon."""
         for peer in self._links.peers:
             key = PathKey(peer, rail)
             if self._links.paths[key].state is PathState.UP:
@@ -252,7 +262,7 @@ class Failover:
     # Control messages
 
     def on_message(self, peer: int, message: object) -> None:
-        """Dispatch a control message from `peer` to the part that handles it."""
+        """Pass a control message from `peer` to the part that handles it."""
         if isinstance(message, Announcement):
             self.migration.on_announced(peer, message)
         elif isinstance(message, Leaving):
@@ -284,7 +294,16 @@ class Failover:
             self.agreement.on_message(peer, message)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
-        """Handle the loss of `peer`, which the control plane reports."""
+        """End the communicator because the control plane lost `peer`, unless `peer` was leaving.
+
+        Parameters
+        ----------
+        peer : int
+        why : str
+            Evidence of the loss.
+        last_heard_s : float or None
+            Seconds since the last sign of life of `peer`; None: not known.
+        """
         if self.revocation.spares(peer):
             return
         if self.agreement is not None:
@@ -294,10 +313,11 @@ class Failover:
     # Time
 
     def tick(self, now: float, peers: frozenset[int]) -> None:
-        """Do the periodic work.
+        """Do the periodic work; do nothing if the communicator has ended.
 
-        Detect silent paths, advance probes, failback, diagnoses and the health agreement, search
-        bypasses, and end the communicator if a peer has had no path for too long.
+        Detect silent paths, advance the connector, failback, diagnoses and the health agreement,
+        search bypasses, and end the communicator if one of `peers` has had no path for
+        ``config.no_rail_timeout_s``.
 
         Parameters
         ----------
@@ -314,17 +334,17 @@ class Failover:
         # The peer may have closed paths as idle that this rank was about to use.
         for peer in closed and sorted(closed & (peers | self._links.awaited_peers())):
             self.migration.reopen(peer)
-        # Otherwise the sender would wait for ever for the confirmation of a last eager slice.
+        # Otherwise a sender would wait for ever for the confirmation of its last eager slices.
         self._links.confirm_all()
         self._transport.flush()
         if self.probes.unjoined and (self.migration.is_whole or now >= self._join_by_s):
-            # All paths are up, or the time for connecting them is over.
+            # All paths on rails are up, or the time for connecting them is over.
             self.probes.join()
         self._connector.tick(now, is_calm=is_calm)
         self.failback.tick(now)
         for key in self._watch.look(now, self._watched()):
-            # A broken queue pair reports itself, so only TCP paths are probed here. The diagnosis
-            # still tells whether the peer of an RDMA path is slow.
+            # A broken queue pair reports itself, so only TCP paths are probed here. For an RDMA
+            # path, the diagnosis still finds out whether the peer is slow.
             if not self._transport.joins(key.rail):
                 self._probe(key)
             if self.diagnosis is not None:
@@ -354,9 +374,9 @@ class Failover:
                 yield key, path.activity, is_due
 
     def _seek(self, bypasses: Bypasses, peers: frozenset[int], now: float) -> None:
-        """Search bypasses to peers without a path, in at most `_MOST_SEEKS` new rounds.
+        """Begin at most `_MOST_SEEKS` rounds of the search for bypasses.
 
-        Peers that no data is exchanged with are included once `connect_timeout_s` is over.
+        Peers that this rank exchanges no data with are included once `connect_timeout_s` is over.
         """
         wanted = peers | self._links.awaited_peers()
         if now >= self._join_by_s:
@@ -375,7 +395,10 @@ class Failover:
         )
 
     def _probed(self, path: Path, epoch: int, activity: int, event: Probed) -> None:
-        """Fail the path if its probe is unanswered, or if its connection only retransmits."""
+        """Fail the path if its probe is unanswered, or if its connection only retransmits.
+
+        Do nothing if the path made progress since the probe was sent.
+        """
         if path.epoch != epoch or path.activity != activity or event.is_answered is None:
             return
         if not event.is_answered:
@@ -400,7 +423,7 @@ class Failover:
             self.diagnosis.failed(key, epoch, cause, is_own=is_own)
 
     def _no_rail(self, peer: int, now: float) -> NoHealthyRail | None:
-        """Return the error of a peer that no path leads to, or None if a path is up."""
+        """Return the error that no path to `peer` is up, or None if one is."""
         if self.migration.up(peer):
             return None
         on_rails = self._links.on_rails
@@ -417,7 +440,7 @@ class Failover:
         agreement.report_bandwidth(balance.weights, balance.toward)
 
     def _on_verdict(self, verdict: Verdict) -> None:
-        """Report the port that a verdict names as failed to the health agreement.
+        """Report the NIC that a verdict names as failed to the health agreement.
 
         A peer's port is reported only if the verdict rests on probes. Otherwise the verdict repeats
         the peer's own evidence, and the peer reports its port itself.
@@ -429,7 +452,10 @@ class Failover:
             self._report_down(peer, rail)
 
     def _report_down(self, rank: int, rail: int) -> None:
-        """Report a failed port to the health agreement, unless a path that is up shows it works."""
+        """Report a failed port to the health agreement, unless one of its paths is up.
+
+        Paths inside the node do not count.
+        """
         if self.agreement is None or self.revocation.is_leaving or self.is_over:
             return
         peers = self._links.peers if rank == self._rank else self._links.peers & {rank}
@@ -441,7 +467,7 @@ class Failover:
             self.agreement.report_down(rank, rail)
 
     def _report_up(self, key: PathKey) -> None:
-        """Report that both ports of a path work, unless it is a bypass or inside the node."""
+        """Report that both ports of a path work; ignore bypasses and paths inside the node."""
         if self.agreement is None or self.revocation.is_leaving or key.is_bypass:
             return
         if not self._is_inside(key.peer):
@@ -453,7 +479,7 @@ class Failover:
         return bool(nodes) and nodes[peer] == nodes[self._rank]
 
     def _port_share(self, rank: int, rail: int) -> float:
-        """Return the known share of its bandwidth that a port has left; 1 without an agreement."""
+        """Return the share that a port has left, 0 to 16; always 1 without an agreement."""
         return 1.0 if self.agreement is None else self.agreement.known.health.share(rank, rail)
 
 

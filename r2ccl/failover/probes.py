@@ -1,7 +1,7 @@
 """Probes of ports, and detection of paths that make no progress.
 
-A TCP rail is probed without preparation. An RDMA rail needs a connection for each probe. It is made
-once the paths are up, and again after an unanswered probe, which breaks the connection.
+A TCP rail is probed without preparation. An RDMA rail needs a connection for each `ProbeKey`. This
+connection is made once the paths are up, and again after an unanswered probe, which breaks it.
 
 Not thread-safe. Invariant: every caller of `Probes.ask` gets exactly one result.
 """
@@ -24,7 +24,7 @@ class Probes:
     connector : Connector
         Makes the connections of probes.
     unjoined : iterable of ProbeKey
-        Probes that need a connection.
+        RDMA probes to connect at the first `join`.
     """
 
     def __init__(
@@ -32,13 +32,16 @@ class Probes:
     ) -> None:
         self._transport = transport
         self._connector = connector
-        #: Probes that need a connection which is not begun yet.
+        #: Probes that need a connection, to be begun by the next `join`.
         self.unjoined = list(unjoined)
         #: Callbacks that wait for the result of a probe.
         self._asking: dict[ProbeKey, list[Callable[[Probed], None]]] = {}
 
     def ask(self, key: ProbeKey, on_answer: Callable[[Probed], None]) -> None:
-        """Probe `key`; ``on_answer(probed)`` is called within the probe timeout."""
+        """Probe `key`; ``on_answer(probed)`` is called once, within the probe timeout.
+
+        If a probe of `key` is in flight, its result counts for this call too.
+        """
         waiting = self._asking.setdefault(key, [])
         waiting.append(on_answer)
         if len(waiting) == 1:
@@ -53,7 +56,9 @@ class Probes:
     def on_probed(self, event: Probed, *, is_over: bool = False) -> None:
         """Pass the result of a probe to all callers that wait for it.
 
-        Restore a broken connection, unless the communicator has ended (`is_over`).
+        If an RDMA probe was not answered, schedule a new connection for it. If a probe between
+        ports of one rail could not be made, make the waiting attempt to connect it due. With
+        `is_over` (the communicator has ended), do neither.
         """
         key = event.key
         if not is_over and self._transport.joins(key.rail):
@@ -89,7 +94,7 @@ class Watch:
             Time in seconds.
         paths : iterable of (PathKey, int, bool)
             ``(path, activity, has_work)`` of every path that is up. ``activity`` changes with every
-            event on the path; ``has_work``: an event is expected.
+            event on the path. ``has_work`` is True if an event is expected.
 
         Returns
         -------

@@ -1,12 +1,12 @@
 """Revocation: ends a communicator on all ranks with the same reason, and tracks ranks that leave.
 
-As in ULFM, an error at one rank that cannot be repaired revokes the communicator: all ranks raise,
-with the same reason, and the communicator cannot be used again. A rank that calls `close()` sends
-`Leaving` first, so that its disconnection is not an error.
+As in ULFM, an error at one rank that cannot be repaired revokes the communicator: all ranks raise
+an error with the same reason, and the communicator cannot be used again. A rank that calls
+`close()` sends `Leaving` first, so that its disconnection is not an error.
 
-Each rank passes news on to its neighbors, once, so all ranks receive it.
+Each rank passes each message on to its neighbors once, so all ranks receive it.
 
-Invariant: the first reason at this rank is kept; later ones are ignored.
+Invariant: a rank keeps the first reason that it learns; later ones are ignored.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ from r2ccl.failover.migration.links import Links
 class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
     """Control message: the communicator is revoked, and the reason.
 
-    ``kind`` is the name of the error class, ``rank`` the rank that found the error, ``peer`` the
-    rank that it concerns (-1: all). ``text`` is the error's message, or the cause of a `PeerLost`.
-    The receiver raises the same error.
+    ``kind`` is the name of the error's class, ``rank`` the rank that found or caused the error,
+    ``peer`` the rank that the error concerns (-1: none in particular). ``text`` is the error's
+    message, or the cause of a `PeerLost`.
+
+    The receiver raises `InvalidArgument` and `PeerLost` as the sender does. It raises its own
+    `NoHealthyRail` if it is ``peer`` and has no path to ``rank`` either. In all other cases it
+    raises `CommunicatorRevoked` with ``text``.
     """
 
     kind: str
@@ -42,27 +46,28 @@ class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """Control message: ranks that have all their data, and disconnect once all ranks have.
+    """Control message: ranks that called `close()` and whose slices are all confirmed.
 
-    Bit r of the little-endian integer in ``ranks`` is set for rank r.
+    They disconnect once all ranks are leaving. Bit r of the little-endian integer in ``ranks`` is
+    set for rank r.
     """
 
     ranks: bytes
 
     @classmethod
     def of(cls, ranks: Iterable[int]) -> Leaving:
-        """Make the message about `ranks`, of which there is at least one."""
+        """Return the message that names `ranks`, each given once."""
         bits = sum(1 << rank for rank in ranks)
         return cls(bits.to_bytes((bits.bit_length() + 7) // 8, "little"))
 
     def members(self, nranks: int) -> set[int]:
-        """Return the ranks that the message names, less any from `nranks` on."""
+        """Return the ranks below `nranks` that the message names."""
         bits = int.from_bytes(self.ranks, "little")
         return {rank for rank in range(nranks) if bits >> rank & 1}
 
 
 class Spared(msgspec.Struct, frozen=True, tag="spared"):
-    """Control message: `rank` is lost, but it was leaving, so the sender continues without it."""
+    """Control message: `rank` is lost, but was leaving, so some rank continues without it."""
 
     rank: int
 
@@ -74,10 +79,9 @@ class Revocation:
     ----------
     context : RankContext
     links : Links
-        Read for unconfirmed slices, and for the last collective of each peer.
+        Read for peers, unconfirmed slices, and the last collective of each peer.
     fence_all : callable
-        Called once when the communicator ends: fences all paths, so that no peer can write any
-        more.
+        Called once, when the communicator ends: begins to fence all paths.
     no_rail : callable
         ``no_rail(peer)``: returns this rank's error if no path to `peer` is up, else None.
     """
@@ -97,7 +101,7 @@ class Revocation:
         self._links = links
         self._fence_all = fence_all
         self._no_rail = no_rail
-        #: Error that ended the communicator, and the message about it; None while it is in use.
+        #: Error that ended the communicator, and the message about it; None until then.
         self.error: R2cclError | None = None
         self.reason: Revoke | None = None
         #: True once this rank leaves: all its slices are confirmed, and it has sent `Leaving`.
@@ -112,9 +116,14 @@ class Revocation:
     # Errors found by this rank
 
     def revoke(self, message: Revoke, error: R2cclError | None = None) -> None:
-        """End the communicator on every rank; at this rank with `error`, if given.
+        """End the communicator on every rank; do nothing if it has ended already.
 
-        Do nothing if it has ended already: the first reason was sent to all ranks.
+        Parameters
+        ----------
+        message : Revoke
+            Sent to all ranks.
+        error : R2cclError, optional
+            Error of this rank; default: the error that `message` causes at its receivers.
         """
         if self.error is not None:
             return
@@ -125,7 +134,10 @@ class Revocation:
             self.end(error, message)
 
     def give_up(self, error: R2cclError, kind: str = "", peer: int = -1) -> None:
-        """End the communicator because of `peer`; if `kind` is given, revoke it on all ranks."""
+        """End the communicator with `error`, which concerns `peer`.
+
+        If `kind`, the name of the class for the other ranks, is given, revoke it on all ranks.
+        """
         text = error.why if isinstance(error, PeerLost) else str(error)
         message = Revoke(kind or type(error).__name__, text, self._rank, peer)
         if self.error is None and kind:
@@ -133,16 +145,17 @@ class Revocation:
         self.end(error, message)
 
     def end(self, error: R2cclError, message: Revoke) -> None:
-        """Store the error and fence all paths, so no peer can write; later calls do nothing."""
+        """Store the error and begin to fence all paths; do nothing if one is stored already."""
         if self.error is None:
             self.error, self.reason = error, message
             self._fence_all()
 
     def spares(self, peer: int) -> bool:
-        """Return True if the loss of `peer` is no error: it was leaving and has all its data.
+        """Return True if the loss of `peer` is no error for this rank; then send `Spared`.
 
-        `Spared` is then sent to all ranks. A rank that has not left may still need data of `peer`,
-        and end with an error; it sends its error to all ranks, since this one waits for it.
+        It is no error if `peer` was leaving and has confirmed all slices of this rank. For a rank
+        that did not know this, or has unconfirmed slices, the loss is an error. That rank sends
+        its error to all ranks, because the ranks that are leaving wait for it.
         """
         if peer not in self.left or not self._links.is_drained_to(peer):
             return False
@@ -151,8 +164,17 @@ class Revocation:
         return True
 
     def lose(self, peer: int, why: str, last_heard_s: float | None) -> None:
-        """End the communicator because the control plane lost `peer`."""
-        # If False, every rank detects the loss by itself and raises the same error.
+        """End the communicator because the control plane reports the loss of `peer`.
+
+        Parameters
+        ----------
+        peer : int
+        why : str
+            Evidence of the loss.
+        last_heard_s : float or None
+            Seconds since the last sign of life of `peer`; None: not known.
+        """
+        # If False, the control plane reports the loss to every rank, and all raise the same error.
         is_news = peer in self.left or peer in self._spared
         error = self._loss(peer, why, last_heard_s)
         self.give_up(error, "PeerLost" if is_news else "", peer)
@@ -160,7 +182,7 @@ class Revocation:
     # Leaving
 
     def leave(self) -> None:
-        """Tell all ranks that this rank has all its data."""
+        """Tell all ranks that this rank is leaving: all its slices are confirmed."""
         self.is_leaving = True
         self._announce(Leaving.of([self._rank]))
 
@@ -174,10 +196,10 @@ class Revocation:
             self._announce(self.reason)
 
     def spread(self) -> None:
-        """Pass the ranks that are leaving on, to those neighbors that they have no session with.
+        """Tell each neighbor which ranks are leaving, except ranks that tell it themselves.
 
-        Called from time to time, so that one message names several ranks, and before this rank
-        closes its sessions.
+        Called at every tick, so that one message names several ranks, and before this rank closes
+        its sessions.
         """
         news, self._unspread = self._unspread, set()
         if not news:
@@ -203,12 +225,16 @@ class Revocation:
         self._unspread |= news
 
     def on_goodbye(self, peer: int) -> None:
-        """Handle the disconnection of `peer`; end the communicator unless `peer` was leaving."""
+        """Handle the disconnection of `peer`; revoke the communicator unless `peer` was leaving."""
         if peer not in self.left:
             self.revoke(Revoke("", _LEFT, peer))
 
     def on_spared(self, peer: int, rank: int) -> None:
-        """Handle that other ranks continue without `rank`; report the reason if this rank ended."""
+        """Record that some rank continues without `rank`, and pass the message of `peer` on.
+
+        If the communicator has ended at this rank, send the reason to the neighbors: the ranks
+        that continue must learn that this rank does not.
+        """
         if rank in self._spared:
             return
         self._spared.add(rank)
@@ -217,7 +243,11 @@ class Revocation:
             self._control.gossip(self.reason)
 
     def on_revoke(self, peer: int, message: Revoke) -> None:
-        """End the communicator with the error that `peer` reports or passes on."""
+        """End the communicator with the error that `message` causes, and pass the message on.
+
+        `peer` sent the message to this rank; ``message.rank`` may be another rank. See `Revoke`
+        for the class of the error.
+        """
         if self.error is None:
             self._control.gossip(message, peer)
         if message.kind == "InvalidArgument":
