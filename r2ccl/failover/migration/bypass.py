@@ -1,13 +1,14 @@
 """Bypass: the path between two ranks without a common rail, and the search for a way it can take.
 
-The lower rank dials when no path leads to the peer. It gives the control plane a list of ways:
+The lower rank dials when no home rail leads to the peer. It gives the control plane a list of ways:
 *cross ways*, between ports of different rails, and third ranks that may forward. The first way that
 works becomes the bypass. On a fabric where all NICs reach each other, a cross way works before a
-third rank is asked. A bypass that fails is fenced and replayed like any other path. Each round of
-the search begins with different ways. The higher rank always accepts a bypass.
+third rank is asked. A bypass that fails is fenced, and its slices are replayed, as for any other
+path. Each round of the search begins with different ways. The higher rank always accepts a bypass.
 
-If the last resort leads to the peer, only cross ways are tried, and only once: third ranks need not
-forward what can travel directly. With RDMA NICs, every TCP path is a last resort.
+If a TCP rail that is a last resort leads to the peer, only cross ways are tried, and only once:
+third ranks need not forward what can travel directly. If the home rails are RDMA rails, no bypass
+is searched while any TCP rail leads to the peer.
 
 Not thread-safe.
 """
@@ -25,7 +26,7 @@ from r2ccl.types import BYPASS, BypassWay, PathKey
 
 #: Maximum number of ways of each kind (cross ways, third ranks) given to the control plane at once.
 MAX_WAYS = 32
-#: Duration of a round, in which all its ways are tried, in seconds.
+#: Time from the begin of a round, in which all its ways are tried, to the next one, in seconds.
 ROUND_S = 3.5
 #: Minimum pause before a failed bypass is dialed again, in seconds.
 PAUSE_S = 0.2
@@ -40,7 +41,7 @@ class Bypasses:
     paths : mapping of PathKey to Path
         Paths of this rank; read only.
     homes, sockets, last_resorts : collection of int
-        Home rails; TCP rails; and the TCP rails that are used only as a last resort.
+        Home rails; all TCP rails; and the TCP rails that are used only as a last resort.
     fabric : str
         ``full``: NICs of different rails reach each other, so no third rank is asked; ``rail``:
         they do not, so no cross way is tried; ``auto``: both are tried.
@@ -75,24 +76,27 @@ class Bypasses:
         self._share = share
         self._control = control
         self._clock = clock
-        #: Per peer without a home rail that is up: rounds begun, and earliest time of the next one.
+        #: Per peer: rounds begun since a home rail was up, and earliest time of the next round.
         self._nrounds: dict[int, int] = {}
         self._due_s: dict[int, float] = {}
 
     def admit(self, peer: int) -> None:
-        """Accept the first bypass of `peer`, which dials if it is the lower rank."""
+        """Accept the first bypass from `peer`, if `peer` is the lower rank, which dials."""
         if peer < self._rank:
             self._control.accept_path(peer, BYPASS, 0)
 
     def lost(self, key: PathKey) -> None:
-        """Handle the loss of path `key`: set when the next round may begin."""
+        """Set when the next round may begin after the loss of path `key`.
+
+        At once after the loss of a path on a rail; after `PAUSE_S` if the bypass was lost.
+        """
         if key.is_bypass:
             self._due_s[key.peer] = self._clock() + PAUSE_S
         else:
             self._due_s.pop(key.peer, None)
 
     def found(self, key: PathKey) -> None:
-        """Handle path `key` coming up: a path on a home rail ends the search."""
+        """End the search if `key`, which came up, is on a home rail."""
         if key.rail not in self._homes:
             return
         self._due_s.pop(key.peer, None)
@@ -100,7 +104,11 @@ class Bypasses:
             self._control.cancel_path(key.peer, BYPASS)
 
     def seek(self, peer: int) -> bool:
-        """Begin a round of the search for a way to `peer`, if one is due; return True if begun."""
+        """Begin a round of the search for a way to `peer`, if one is due; return True if begun.
+
+        None is due for the higher rank of the pair, while a home rail or the bypass is up, or
+        before the time of the previous round is over.
+        """
         now = self._clock()
         if (
             peer < self._rank
@@ -148,17 +156,17 @@ class Bypasses:
 
         ways = [BypassWay(via, peer, rail) for via in rails for rail in rails if via != rail]
         ways.sort(key=likelihood)
-        # Each round starts elsewhere: a way that worked may have failed since, and a round has no
-        # time for more than MAX_WAYS.
+        # Each round starts with other ways: one that worked may have failed since, and a round has
+        # no time for more than MAX_WAYS.
         return _turned(ways, nrounds * (MAX_WAYS if len(ways) > MAX_WAYS else 1))
 
     def _forwarders(self, peer: int, nrounds: int) -> list[BypassWay]:
-        """Return ways through third ranks that this rank has a path to.
+        """Return ways through third ranks, over every TCP rail that may lead to them.
 
         Third ranks that share a working rail with `peer` come first. Different ranks are asked over
-        different rails, because a path may have failed without anybody having noticed.
+        different rails, because a path may have failed without any rank having noticed.
         """
-        # Different pairs start at different ranks, and each round after the ranks of the last one.
+        # Different pairs start at different ranks; a round starts after the ranks of the last one.
         first = self._rank + peer + 1 + nrounds * MAX_WAYS
         joined: list[tuple[int, int, BypassWay]] = []
         doubtful: list[tuple[int, int, BypassWay]] = []
@@ -169,7 +177,7 @@ class Bypasses:
             is_joined = any(
                 self._is_carrying(rank, at) and self._is_carrying(peer, at) for at in self._sockets
             )
-            # Where this rank has no data path it cannot know: what carries may do.
+            # If this rank has no data paths to the third rank, any rail may lead to it.
             is_peer = PathKey(rank, BYPASS) in self._paths
             rails = [at for at in self._sockets if not is_peer or self._is_up(rank, (at,))]
             rails = _turned(rails, number + nrounds)

@@ -1,8 +1,9 @@
-"""Migration driver: feeds events to the path table and carries out its actions.
+"""Migration driver: passes events to the state machine of a path and carries out its actions.
 
-Events arrive from the transport (`on_failed`, `on_fenced`), from the control plane (`on_opened`,
-`on_announced`) and from any module that finds evidence of a failure (`fail`). Actions go to the
-transport, the control plane and the links. Not thread-safe; never blocks.
+Events arrive from the transport (`on_failed`, `on_fenced`), from the control plane and the
+connector (`on_opened`, `on_announced`) and from any module that finds evidence of a failure
+(`fail`). Actions go to the transport, the control plane and the links. Not thread-safe; never
+blocks.
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ class Migration:
     connector : Connector
         Connects paths of rails whose ends exchange endpoint info (RDMA).
     failback : Failback
-        Receives each path that failed or is up.
+        Notified of each path that failed, if this rank must bring it back, and of each that is up.
     bypasses : Bypasses or None
-        Receives each path that was lost or is up.
+        Notified of each path that failed or is up. None: bypasses are not used.
     share : callable
-        ``share(rank, rail)``: known share of its bandwidth that a port has left, 0 to 16.
+        ``share(rank, rail)``: known share of its bandwidth that a port has left, 0 (down) to 16.
     look_into : callable
-        ``look_into(path, epoch, cause, is_own=...)``: diagnoses a path that failed. ``is_own``:
-        this end found the evidence.
+        ``look_into(path, epoch, cause, is_own=...)``: diagnoses a path that failed. ``is_own`` is
+        True if this end found the evidence, False if the peer announced it.
     on_up : callable
-        ``on_up(path)``: called when a path is up, which shows that both of its ports work.
+        ``on_up(path)``: called when a path comes up, which shows that both of its ports work.
     """
 
     def __init__(
@@ -105,19 +106,19 @@ class Migration:
         links.on_added(self.routes.begin)
         #: Peers to be connected again once all their paths, closed as idle, are fenced.
         self._reopening: set[int] = set()
-        #: Peers that no path leads to, and the time since which a peer had none.
+        #: Peers that no path leads to; and per peer, the time when its last path failed or came up.
         self.cut_off = set(links.peers)
         self.cut_off_since = dict.fromkeys(links.peers, self._clock())
 
     @property
     def is_quiet(self) -> bool:
-        """True if no path is up or being fenced, so no peer can write to the caller's memory."""
+        """True if no path is up or being fenced, so no peer can write to this rank's memory."""
         busy = (PathState.UP, PathState.FENCING)
         return not any(path.state in busy for path in self._paths.values())
 
     @property
     def is_whole(self) -> bool:
-        """True if the paths of all rails to all peers are up."""
+        """True if the paths on all rails to all peers are up; bypasses do not count."""
         return all(path.state is PathState.UP for path in self._links.on_rails.values())
 
     def start(self) -> None:
@@ -128,7 +129,7 @@ class Migration:
             self.connect(path.key)
 
     def add_peer(self, peer: int) -> None:
-        """Create the paths to another rank and have them connected."""
+        """Create the paths to another rank and begin to connect them; accept a bypass from it."""
         now = self._clock()
         self.cut_off.add(peer)
         self.cut_off_since[peer] = now
@@ -196,7 +197,10 @@ class Migration:
         return [self._paths[PathKey(peer, rail)] for rail in range(self._transport.nrails)]
 
     def is_connected(self, peer: int) -> bool:
-        """Whether every rail leads to `peer` whose two ports carry, as far as this rank knows."""
+        """Return True if every rail to `peer` is up, except rails with a port known to be down.
+
+        At least one path to `peer`, which may be a bypass, must be up.
+        """
         return bool(self.up(peer)) and all(
             path.state is PathState.UP
             or not (self._port_share(self._rank, path.key.rail) and self._port_share(*path.key))
@@ -225,7 +229,14 @@ class Migration:
     def fail(self, key: PathKey, cause: str) -> None:
         """Fence path `key` because of `cause`, which this end found.
 
-        In the fail-stop baseline, end the communicator instead.
+        Do nothing if the path is not up or the communicator has ended. In the fail-stop baseline,
+        end the communicator instead, unless this rank is leaving.
+
+        Parameters
+        ----------
+        key : PathKey
+        cause : str
+            Evidence of the failure, ``STATUS: detail``.
         """
         path = self._paths[key]
         if path.state is not PathState.UP or self._revocation.error is not None:
@@ -264,7 +275,11 @@ class Migration:
         )  # fmt: skip
 
     def on_fenced(self, event: Fenced) -> None:
-        """Handle the end of a fence: the local end of the path is drained."""
+        """Handle the end of a fence: the local end of the path is drained.
+
+        Unless the communicator has ended, retire the slices that were in flight on the path, and
+        announce the fence to the peer.
+        """
         path = self._paths[event.path]
         if self._revocation.error is not None:
             path.state = PathState.DOWN
@@ -281,6 +296,12 @@ class Migration:
 
         A second connection for the current epoch of a path that is up means that the peer does not
         use the first one, so the path fails.
+
+        Parameters
+        ----------
+        peer, rail, epoch : int
+        endpoint : socket or Endpoint
+            Connection of the type that the rail's transport opens; owned by this method.
         """
         path = self._paths[PathKey(peer, rail)]
         if (
@@ -297,7 +318,14 @@ class Migration:
         self._apply(path, step(path, PathEvent.OPENED))
 
     def on_announced(self, peer: int, message: Announcement) -> None:
-        """Handle the announcement of `peer` that its end of a path is fenced."""
+        """Handle the announcement of `peer` that its end of a path is fenced.
+
+        Raises
+        ------
+        InternalError
+            If the announcement is of an epoch that this end has not reached, or does not match the
+            slices that this rank posted.
+        """
         path = self._paths.get(PathKey(peer, message.rail))
         if path is None or self._revocation.error is not None:
             return
@@ -328,7 +356,7 @@ class Migration:
             return
         self.log.failed(path.key, path.epoch, path.cause, failed_s)
         rail, peer = rail_name(path.key.rail), path.key.peer
-        _log.info("rank %d: %s to rank %d: %s", self._rank, rail, peer, path.cause)
+        _log.info("rank %d: %s to rank %d is being fenced: %s", self._rank, rail, peer, path.cause)
         if not self.up(peer):
             self.cut_off.add(peer)
             self.cut_off_since[peer] = self._clock()
@@ -380,13 +408,13 @@ class Migration:
         )  # fmt: skip
 
     def _redial(self, path: Path) -> None:
-        """Accept the next connection (higher rank), or start failback (lower rank)."""
+        """Accept the next connection (higher rank), or pass the path to failback (lower rank)."""
         peer = path.key.peer
         if path.is_idle:
             self._reopen_fenced(peer)
         elif peer < self._rank:
             self.connect(path.key)
-        elif not path.key.is_bypass:  # a bypass is dialed again when needed
+        elif not path.key.is_bypass:  # `Bypasses.seek` dials it when needed
             # A connection attempt that is still running belongs to the epoch that has just ended.
             self._stop_connecting(path.key)
             self._failback.failed(path.key)
@@ -398,9 +426,10 @@ class Migration:
             self._control.cancel_path(*key)
 
     def connect(self, key: PathKey) -> None:
-        """Begin to connect path `key`, which is down, in its current epoch.
+        """Begin to connect path `key`, which is down, in its current epoch; retry until it is up.
 
-        If the paths to its peer were closed as idle, it is connected when they are.
+        The lower rank dials, the higher rank accepts. If the paths to the peer were closed as idle,
+        do this when they are needed again.
         """
         peer, rail = key
         epoch = self._paths[key].epoch
@@ -415,7 +444,7 @@ class Migration:
             self._control.accept_path(peer, rail, epoch)
 
     def _use(self, path: Path) -> None:
-        """Use a path that is open, and return channels to their home rails, without a fence."""
+        """Use a path that came up, and return channels to their home rails, without a fence."""
         peer = path.key.peer
         self.cut_off.discard(peer)
         self.cut_off_since[peer] = path.since_s = self._clock()
@@ -432,7 +461,7 @@ class Migration:
         path.is_idle = False
 
     def _share(self, key: PathKey) -> float:
-        """Return the bandwidth share of the worse of the path's two ports, at least 1."""
+        """Return the share of the worse of the path's two ports, 1 to 16."""
         return max(1, min(self._port_share(self._rank, key.rail), self._port_share(*key)))
 
 

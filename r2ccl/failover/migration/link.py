@@ -3,27 +3,30 @@
 Theory of operation
 -------------------
 Slices are numbered by ``seq``, per (sender, receiver, channel), for the life of a communicator. A
-slice is identified by its number, never by the path it travels on. So any slice may travel on any
-path that is up, and a link changes its path without a handshake:
+slice is identified by its number, never by the path it travels on. Any slice may therefore travel
+on any path that is up, and a link changes its path without a handshake:
 
 * An *eager* slice is copied by the sender and travels on the sender's ``route``.
 * A *cleared* slice travels on the path on which the receiver named its landing place.
 
 Two counts describe the sender (``confirmed <= posted``) and three the receiver
-(``consumed <= received <= posted``)::
+(``consumed <= delivered <= received``)::
 
-    sender    confirmed ........ posted        slices between may have to be replayed
-    receiver  consumed .. received .. posted   received, not yet consumed | landing places named
+    sender    confirmed .............. posted     slices between may have to be replayed
+    receiver  consumed .. delivered .. received   passed on, still in use | waiting for a receive
+
+A slice has arrived in order if it is below ``received``. The receiver's ``posted`` counts its
+receives; eager slices may arrive before their receive is posted.
 
 When a path is fenced at both ends, the receiver's report (``received`` and the slices that arrived
-early over another path) decides what the sender replays: exactly its slices of that path that are
+ahead of a missing one) decides what the sender replays: exactly its slices of that path that are
 not in the report. A slice that the failure interrupted is not in the report; all of it is sent
 again.
 
 Memory of a cleared slice is released when the peer has confirmed the slice *and* the send request
 is retired (the transport reported it sent, or its path was fenced). Both are needed: a
 confirmation does not stop a NIC's retransmission, and a retired request does not prove that the
-peer received the data.
+peer received the data. Without confirmations (the fail-stop baseline), retirement is enough.
 
 Invariants, checked by the property tests: every slice is delivered once, in order and whole; no
 slice below ``confirmed`` is read again.
@@ -44,8 +47,8 @@ from r2ccl.types import PathKey
 class LinkReport(msgspec.Struct, frozen=True, gc=False):
     """Slices that the receiving end of one link holds when a path is fenced.
 
-    Slices below ``consumed`` are consumed, those below ``received`` have arrived. ``early`` lists
-    slices above ``received`` that have arrived over another path.
+    Slices below ``consumed`` are consumed, those below ``received`` have arrived. Slice
+    ``received`` is missing; ``early`` lists the slices above it that have arrived.
     """
 
     channel: int
@@ -67,7 +70,7 @@ class Slice:
     """One posted slice.
 
     ``view`` is the payload, ``op`` and ``signature`` the collective's number and packed signature.
-    ``owner`` and ``index`` identify the send op in the executor, which is notified of the release.
+    ``owner`` is the `Consumer` that posted the slice, ``index`` the number of its send op.
     """
 
     __slots__ = (
@@ -151,9 +154,10 @@ class SendLink:
         return item, token
 
     def cleared(self, path: PathKey, seq: int, nbytes: int, token: object) -> Slice | None:
-        """Record a landing place that the peer named for slice `seq`.
+        """Record a landing place of `nbytes` that the peer named on `path` for slice `seq`.
 
-        Return the slice, to be written now, if it was posted already; else None.
+        `token` is passed back to the transport with the slice. Return the slice, to be written
+        now, if it was posted already; else None.
 
         Raises
         ------
@@ -220,7 +224,7 @@ class SendLink:
     def fenced(self, path: PathKey) -> list[Slice]:
         """Retire the slices in flight on `path`, and drop the landing places named on it.
 
-        The local end of `path` must be fenced. Return the slices that this releases.
+        Call it once the local end of `path` is fenced. Return the slices that this releases.
         """
         for item in self.outstanding:
             if item.path == path and item.state == SliceState.WRITING:
@@ -257,7 +261,10 @@ class SendLink:
         return released + self._release()
 
     def waiting(self) -> list[Slice]:
-        """Assign the eager slices without a path to the route; return them, to be written."""
+        """Assign the eager slices without a path to the route; return them, to be written now.
+
+        The route must not be None.
+        """
         found = [
             item
             for item in self.outstanding
@@ -288,6 +295,7 @@ class Landing:
     """Posted receive of one slice.
 
     ``region`` is the landing place; None for an eager slice, whose payload arrives in a buffer.
+    ``owner`` is the `Consumer` that posted the receive, ``index`` the number of its receive op.
     """
 
     __slots__ = (
@@ -301,7 +309,7 @@ class Landing:
         self.seq = seq
         #: True for the last slice of the call on this link: its sender waits for the confirmation.
         self.is_last = is_last
-        #: True if it was named on a path that failed: its slice is replayed.
+        #: True if the landing place was named on a path that failed: its slice is replayed.
         self.was_lost = False
         self.region = region
         self.op = op
@@ -324,12 +332,14 @@ class RecvLink:
         self.channel = channel
         #: Path on which landing places are named; None while no path to the peer is up.
         self.route: PathKey | None = None
+        #: Number of receives posted, and the counts of slices that the module describes.
         self.posted = 0
         self.received = 0
         self.delivered = 0
         self.consumed = 0
         #: Value of ``consumed`` that was last sent to the peer.
         self.acked = 0
+        #: Receives posted whose slices are not delivered, by number.
         self.landings: dict[int, Landing] = {}
         #: Slices received but not delivered: seq -> payload if eager, None if cleared.
         self.arrivals: dict[int, memoryview | bytes | None] = {}
@@ -341,7 +351,7 @@ class RecvLink:
     ) -> Landing:  # fmt: skip
         """Post a receive of the next slice, into `region` if cleared.
 
-        The caller names the landing place on its ``path``, unless that is None.
+        If ``path`` of the landing is not None, the caller names the landing place on that path.
         """
         seq = self.posted
         self.posted = seq + 1
@@ -352,12 +362,12 @@ class RecvLink:
         return landing
 
     def early_ack(self, landing: Landing) -> int:
-        """Return the count that the transport may confirm once `landing`'s slice is safe.
+        """Return the count that the transport may confirm once the slice of `landing` is safe.
 
         0 means that the transport must not confirm by itself. A confirmation covers all earlier
-        slices too, and only slices on one path keep their order. So every slice still expected
-        must travel on the path of `landing`. A replayed slice overtakes the queued ones, so its
-        arrival does not prove that they arrived.
+        slices too, and only slices on one path keep their order. Every slice still expected must
+        therefore travel on the path of `landing`. A replayed slice overtakes the queued ones, so
+        its arrival does not prove that they arrived.
         """
         if not landing.is_last or landing.was_lost:
             return 0
@@ -402,19 +412,25 @@ class RecvLink:
         return LinkReport(self.channel, self.consumed, self.received, early)
 
     def is_awaiting(self, path: PathKey) -> bool:
-        """Return whether the first missing slice is posted and may have been lost on `path`."""
+        """Return whether the first missing slice has a receive and may have been lost on `path`."""
         landing = self.landings.get(self.received)
         return landing is not None and (landing.region is None or landing.path == path)
 
     def resume(self, path: PathKey) -> None:
-        """Mark the landing places named on `path` as lost, once both of its ends are fenced."""
+        """Mark the landing places named on `path` whose slices have not arrived as lost.
+
+        Call it once both ends of `path` are fenced.
+        """
         for seq, landing in self.landings.items():
             if landing.path == path and seq not in self.arrivals:
                 landing.path = None
                 landing.was_lost = True
 
     def unnamed(self) -> list[Landing]:
-        """Assign the landing places without a path to the route; return them, to be named."""
+        """Assign the landing places without a path to the route; return them, to be named now.
+
+        Landing places whose slices have arrived are left out. The route must not be None.
+        """
         found = [
             landing
             for seq, landing in sorted(self.landings.items())

@@ -1,9 +1,9 @@
 """Paths and links of one rank: posts slices, writes them to the transport, and releases them.
 
-This state is shared by the executor, which posts slices and landing places, by the data loop, which
-passes on the slices that arrive, and by migration, which resumes links on other paths. It also
-holds the number and the signature of the collective, which every frame carries, and takes bandwidth
-samples. Only the thread that owns the data loop may modify it.
+The executor posts slices and landing places here, the data loop passes on slices that arrive, and
+migration resumes links on other paths. `Links` also has the number and the signature of the
+collective, which every frame carries, and passes the times of slices to the bandwidth measurement.
+Only the thread that owns the data loop may modify it.
 
 Invariant: a view given to the transport stays referenced by its link until the slice is released.
 """
@@ -25,7 +25,7 @@ from r2ccl.types import BYPASS, PathKey
 class Consumer(Protocol):
     """Part of a running collective that sends and receives slices."""
 
-    #: Whether the slices serve to measure the bandwidth of the rails.
+    #: True if the slices serve to measure the bandwidth of the rails.
     is_bandwidth_sample: bool
 
     def on_slice(self, landing: Landing, payload: memoryview | bytes | None) -> None:
@@ -41,11 +41,11 @@ class Consumer(Protocol):
         ...
 
     def on_released(self, index: int) -> None:
-        """Handle the release of one more slice of send op `index`."""
+        """Handle the release of one more cleared slice of send op `index`."""
         ...
 
     def on_retired(self, index: int) -> None:
-        """Handle the end of the transport's reads of one more slice of send op `index`."""
+        """Handle the end of the transport's reads of one more cleared slice of send op `index`."""
         ...
 
     def advance(self) -> None:
@@ -78,11 +78,12 @@ class Links:
         self.paths: dict[PathKey, Path] = {}
         for peer in context.first_peers:
             self.add_peer(peer)
+        #: Links by (peer, channel).
         self.senders: dict[tuple[int, int], SendLink] = {}
         self.receivers: dict[tuple[int, int], RecvLink] = {}
         #: Bandwidth measurement of this rank's rails; None if bandwidth is not measured.
         self.balance = Balance(context.homes) if context.is_measured else None
-        #: Clock reading of the last poll: events of one poll count as simultaneous.
+        #: Clock reading of the last poll with events, which count as simultaneous; for `balance`.
         self.polled_s = 0.0
         #: Number of the current collective, or of the last one.
         self.op = 0
@@ -101,7 +102,7 @@ class Links:
         self._on_added: Callable[[int, int], None] | None = None
 
     def add_peer(self, peer: int) -> list[Path]:
-        """Create the paths to another rank, all down; return those on rails."""
+        """Create the paths to another rank, all down; return those on rails, without the bypass."""
         self.peers.add(peer)
         self.connected.add(peer)
         added = [Path(PathKey(peer, rail)) for rail in self._rails]
@@ -113,7 +114,7 @@ class Links:
         return added
 
     def on_added(self, route: Callable[[int, int], None]) -> None:
-        """Call ``route(peer, channel)`` whenever a pair of links is created."""
+        """Register ``route(peer, channel)``, which is called after two links are created."""
         self._on_added = route
 
     def sender(self, peer: int, channel: int) -> SendLink:
@@ -134,18 +135,18 @@ class Links:
         return sender, receiver
 
     def begin(self, signature: int) -> None:
-        """Start the next collective."""
+        """Start the next collective, whose packed signature is `signature`."""
         self.op += 1
         self.signature = signature
         self.signatures[self.op] = signature
         self.signatures.pop(self.op - _HISTORY, None)
 
     def finish(self) -> None:
-        """End the collective; all its slices are delivered and released, or it has failed."""
+        """End the collective, which is complete or has failed."""
         self.consumers = {}
 
     def forget(self) -> None:
-        """Drop all references to slices; no path may be in use any more."""
+        """Drop all links and their slices; no path may be in use any more."""
         self.finish()
         self.touched.clear()
         self.unconfirmed.clear()
@@ -171,7 +172,7 @@ class Links:
         return awaited
 
     def last_op_of(self, peer: int) -> int:
-        """Return the number of the last collective that `peer` was seen in."""
+        """Return the number of the last collective that `peer` was seen in; 0: none."""
         ops = (path.op for key, path in self.paths.items() if key.peer == peer)
         return max(ops, default=0)
 
@@ -215,11 +216,11 @@ class Links:
         ----------
         link : SendLink
         view : memoryview
-            Data of the slice. Borrowed until the slice is released; that of an eager slice is owned
-            by the link.
+            Data of the slice, borrowed until the slice is released. For an eager slice, of which
+            the consumer is not notified, it must be a copy.
         is_eager : bool
         consumer : Consumer
-            Notified when a cleared slice is released; not notified for an eager slice.
+            Notified when a cleared slice is retired, and when it is released.
         index : int
 
         Raises
@@ -243,18 +244,19 @@ class Links:
         self, link: RecvLink, region: memoryview | None, consumer: Consumer, index: int,
         is_last: bool = False,
     ) -> None:  # fmt: skip
-        """Post a receive of op `index`.
+        """Post a receive of one slice of receive op `index`.
 
         Parameters
         ----------
         link : RecvLink
         region : memoryview or None
-            Landing place, which is named to the peer; None if the slice is eager.
+            Landing place, which is named to the peer; borrowed until the slice is delivered. None
+            if the slice is eager.
         consumer : Consumer
             Receives the slice.
         index : int
         is_last : bool
-            Whether this is the last receive on the link in this collective.
+            True for the last receive on the link in this collective.
         """
         landing = link.post(region, self.op, self.signature, consumer, index, is_last)
         if landing.path is not None:
@@ -273,7 +275,11 @@ class Links:
             taken = link.take()
 
     def consume(self, link: RecvLink, is_eager: bool) -> None:
-        """Count the oldest delivered slice as consumed, so that it may be confirmed."""
+        """Count the oldest delivered slice as consumed.
+
+        A cleared slice is confirmed at the next `Progress.advance`. Eager slices are confirmed
+        when they use half of the link's slots, by a later frame, or by `confirm_all`.
+        """
         link.consume()
         if not is_eager or link.consumed - link.acked >= self._confirm_after:
             self.unconfirmed[link] = None
@@ -281,7 +287,17 @@ class Links:
     # To the transport
 
     def write(self, link: SendLink, item: Slice, token: object, *, is_replay: bool = False) -> None:
-        """Send a posted slice on its path, together with a confirmation for the opposite link."""
+        """Send a posted slice on its path, together with a confirmation for the opposite link.
+
+        Parameters
+        ----------
+        link : SendLink
+        item : Slice
+        token : object
+            Token of the landing place; None sends the slice eagerly.
+        is_replay : bool
+            True sends the slice ahead of the slices that are queued.
+        """
         key = item.path
         assert key is not None
         back = self.receivers[link.peer, link.channel]
@@ -307,7 +323,8 @@ class Links:
     def confirm_all(self, links: Iterable[RecvLink] | None = None) -> None:
         """Confirm all consumed slices of `links` (default: all links) that are not confirmed yet.
 
-        This includes eager slices whose confirmation is being delayed to save frames.
+        This includes eager slices whose confirmation is being delayed to save frames. Links without
+        a route are left out.
         """
         ways: dict[int, PathKey] = {}
         for link in self.receivers.values() if links is None else links:
@@ -320,9 +337,10 @@ class Links:
     # Release of slices
 
     def resume(self, link: SendLink, path: PathKey, report: LinkReport) -> None:
-        """Resume `link` after the loss of `path`: release the slices that `report` confirms.
+        """Apply `report`, the peer's report on `link`, after the loss of `path`.
 
-        Both ends of `path` must be fenced. `report` is the peer's report on `link`.
+        Release the slices that the report confirms; slices that it lacks wait to be sent again.
+        Both ends of `path` must be fenced.
         """
         under_way = [item for item in link.outstanding if item.path == path and not item.is_eager]
         self.release(link.resume(path, report))
@@ -333,7 +351,7 @@ class Links:
         self.touch_channel(link.channel)
 
     def release(self, slices: list[Slice]) -> None:
-        """Notify the owners of `slices` that the slices are released."""
+        """Notify the owners of the cleared slices in `slices` that these are released."""
         balance = self.balance
         for item in slices:
             if not item.is_eager:
@@ -343,7 +361,7 @@ class Links:
                     balance.confirmed(item.path.rail, self.polled_s, len(item.view))
 
     def note_retired(self, link: SendLink) -> None:
-        """Notify the owners of the slices of `link` that the transport no longer reads."""
+        """Notify the owners of the cleared slices of `link` that have become retired."""
         for item in link.newly_retired():
             if not item.is_eager:
                 item.owner.on_retired(item.index)

@@ -3,12 +3,12 @@
 Theory of operation
 -------------------
 Both ends of a path run the table below. The end that detects the failure first fences itself and
-announces what it received. Its announcement makes the other end fence and announce in turn. An end
-computes what it has received only after its own fence, so no late write can change the result. It
-resumes only when it holds the peer's announcement, so the peer's end is fenced too. If both ends
-detect the failure at the same time, the exchange is the same. Each completed exchange ends an
-*epoch*: announcements of earlier epochs are stale, and the path is connected again only under the
-next epoch's number, which its authentication includes.
+announces which slices it received. Its announcement makes the other end fence and announce in turn.
+An end determines what it has received only after its own fence, so no late write can change the
+result. It resumes only when it has the peer's announcement, so the peer's end is fenced too. If
+both ends detect the failure at the same time, the exchange is the same. Each completed exchange
+ends an *epoch*: announcements of earlier epochs are stale, and the path is connected again only
+under the number of the next epoch, which the handshake of the new connection includes.
 
 ::
 
@@ -71,11 +71,12 @@ class PathAction(enum.Enum):
 
 
 class Announcement(msgspec.Struct, frozen=True, tag="announcement"):
-    """Control message: the sender's end of a path is fenced; with the slices it received.
+    """Control message: the sender's end of a path is fenced; reports which slices it received.
 
-    ``routes`` has the rail that the sender proposes for each channel, between the two ranks, that
-    has no route. It is empty in the higher rank's announcement. ``is_idle``: the path did not fail,
-    but was closed because it was idle.
+    ``cause`` is the evidence that the sender has, ``links`` has one report per link from the
+    receiver of the message to its sender. ``routes`` has the rail that the sender proposes for
+    each channel between the two ranks that has no route; it is empty in the higher rank's
+    announcement. ``is_idle``: the path did not fail, but was closed because it was idle.
     """
 
     rail: int
@@ -113,13 +114,13 @@ class Path:
         self.is_idle = False
         #: The peer's announcement of this epoch; None until it arrives.
         self.announcement: Announcement | None = None
-        #: Number of events on the path. A path whose count does not change is stalled.
+        #: Number of events on the path. A path with work whose count does not change is stalled.
         self.activity = 0
         #: Time when the path was last taken into or out of use, in seconds of its owner's clock.
         self.since_s = 0.0
-        #: Number of the peer's last collective that was seen on the path.
+        #: Number of the last collective that the peer was seen in on this path; 0: none.
         self.op = 0
-        #: Payload sent and received on the path, replays and duplicates included.
+        #: Slices and payload bytes sent and received on the path, with replays and duplicates.
         self.nslices_sent = 0
         self.nslices_received = 0
         self.nbytes_sent = 0
@@ -140,9 +141,9 @@ TRANSITIONS: dict[tuple[PathState, PathEvent], tuple[PathState, tuple[PathAction
 
 
 def step(path: Path, event: PathEvent) -> tuple[PathAction, ...]:
-    """Advance `path` by one event and return the actions to carry out.
+    """Advance `path` by one event and return the actions to carry out, in order.
 
-    After RESUME the owner calls `ended` to begin the next epoch.
+    The action RESUME ends with a call of `ended`, which begins the next epoch.
     """
     entry = TRANSITIONS.get((path.state, event))
     if entry is None:
@@ -154,7 +155,7 @@ def step(path: Path, event: PathEvent) -> tuple[PathAction, ...]:
 
 
 def announced(path: Path, announcement: Announcement) -> tuple[PathAction, ...]:
-    """Handle the peer's announcement and return the actions; ignore a stale announcement.
+    """Handle the peer's announcement and return the actions; ignore a stale or repeated one.
 
     Raises
     ------
@@ -199,7 +200,7 @@ def choose_routes(
     candidates : sequence of PathKey
         Paths that are up.
     load : mapping of PathKey to int
-        Number of channels that already ride a path; a missing path has 0.
+        Number of channels that use a path already; a missing path has 0.
     weight : callable
         Relative bandwidth of a path; above 0.
     crowd : mapping of PathKey to int, optional

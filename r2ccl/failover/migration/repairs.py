@@ -23,14 +23,16 @@ class Repair(msgspec.Struct):
     cause : str
         Evidence of the failure, in words.
     failed_s, fenced_s, resumed_s : float
-        Times when this end learned of the failure, was fenced, and resumed. 0: not yet.
+        Times when this end learned of the failure, was fenced, and began to use other paths (both
+        ends were fenced then). 0: not yet.
     first_byte_s : float
         Time when the first byte of a slice that this end lacked at its fence arrived, over any
         path. 0: not yet, or no slice was missing.
     moved : dict of int to int
-        New rail of each channel that changed its route; empty if none did, or no path was left.
+        New rail of each channel that got a new route (`r2ccl.types.BYPASS` for a bypass); empty if
+        none did, or no path was left.
     nbytes_replayed : int
-        Bytes that this rank sent again.
+        Payload bytes that this rank sent again.
     restored_s : float
         Time when the path was in use again. 0: not yet.
     """
@@ -51,8 +53,8 @@ class Repair(msgspec.Struct):
 class RepairLog:
     """Log of a rank's path failures and repairs.
 
-    ``repairs`` has the last `_KEPT` records, oldest first. ``open`` has those whose first replayed
-    byte has not arrived.
+    ``repairs`` has the last `_KEPT` records, oldest first. ``open`` has the resumed repairs that
+    still wait for the first byte of a missing slice.
     """
 
     def __init__(self) -> None:
@@ -70,13 +72,13 @@ class RepairLog:
             repair.fenced_s = now
 
     def awaits(self, key: PathKey, received: dict[int, int]) -> None:
-        """Store the first missing slice of each channel at the fence of `key`."""
+        """Store, by channel, the first slice missing at the fence of `key`, if one is expected."""
         self._awaited[key] = received
 
     def resumed(self, key: PathKey, moved: dict[int, int], now: float) -> None:
         """Record that both ends of `key` are fenced and the `moved` channels have new routes."""
         for repair in self._last(key):
-            if repair.resumed_s:  # the peer announced a failure before this end was open again
+            if repair.resumed_s:  # a later failure, announced before this end was open again
                 continue
             repair.resumed_s = now
             repair.moved = moved
@@ -84,13 +86,16 @@ class RepairLog:
                 self.open.append(repair)
 
     def replayed(self, lost_on: PathKey | None, nbytes: int) -> None:
-        """Count `nbytes` of a slice lost on `lost_on` as replayed."""
+        """Count `nbytes` of a slice lost on path `lost_on` as replayed; None: it was not lost."""
         if lost_on is not None:
             for repair in self._last(lost_on):
                 repair.nbytes_replayed += nbytes
 
     def arrived(self, path: PathKey, channel: int, seq: int, began_s: float) -> None:
-        """Set the first-byte time of the open repairs that wait for slice `seq` of `channel`."""
+        """Set the first-byte time of the open repairs that wait for slice `seq` of `channel`.
+
+        `path` is the path that the slice arrived on, `began_s` the time of its first byte.
+        """
         for repair in list(self.open):
             key = PathKey(repair.peer, repair.rail)
             first = self._awaited.get(key, {}).get(channel)

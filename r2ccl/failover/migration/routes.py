@@ -1,8 +1,8 @@
 """Routing: assigns a path to each channel of a peer, and sends the slices that waited for one.
 
-Each channel has a home rail. While the path to a peer on that rail is down, the channel rides
+Each channel has a home rail. While the path to a peer on that rail is down, the channel uses
 another path. Such channels are spread over the remaining paths in proportion to the bandwidth of
-these paths. A channel returns to its home rail as soon as the path on that rail is up. Nothing is
+these paths. A channel returns to its home rail as soon as the path on that rail is up. No path is
 fenced for that, because slices are identified by number (`r2ccl.failover.migration.link`).
 
 Not thread-safe. Invariant: a route is a path that is up, or None.
@@ -29,7 +29,7 @@ class Routes:
         Links and paths of this rank.
     nrails : int
     homes : sequence of int
-        Home rails: channel c has ``homes[c % len(homes)]``. Other rails are the last resort.
+        Home rails: channel c has ``homes[c % len(homes)]``. Other rails are last resorts.
     share : callable
         Relative bandwidth of a path, in the same unit for all paths; above 0.
     log : RepairLog
@@ -61,28 +61,31 @@ class Routes:
         return self._paths[key].state is PathState.UP
 
     def go_home(self, peer: int) -> None:
-        """Move the channels to `peer` to their home rails; route those without a route."""
+        """Move the channels to `peer` to their home rails, or else to new routes."""
         for channel in self._channels(peer):
             self._set(peer, channel, self._home(peer, channel))
         self.reroute(peer)
 
     def begin(self, peer: int, channel: int) -> None:
-        """Assign a route to the new links of (peer, channel)."""
+        """Assign a route to the two new links of (peer, channel), if a path to `peer` is up."""
         self._set(peer, channel, self._home(peer, channel))
         self.reroute(peer)
 
     def lose(self, key: PathKey) -> None:
-        """Remove the routes that use `key`, which is down."""
+        """Remove the routes that use path `key`, which is being fenced."""
         for (peer, channel), link in self._links.senders.items():
             if link.route == key:
                 self._set(peer, channel, None)
 
     def proposal(self, peer: int) -> dict[int, int]:
-        """Return a rail for every channel to `peer` without a route; assign nothing."""
+        """Return a rail for every channel to `peer` without a route; assign no route."""
         return {channel: key.rail for channel, key in self._choose(peer).items()}
 
     def reroute(self, peer: int, proposed: Mapping[int, int] | None = None) -> dict[int, int]:
-        """Assign a route to every channel to `peer` without one; restart the waiting slices.
+        """Assign a route to every channel to `peer` without one, and send what waited for it.
+
+        This sends waiting eager slices, landing places to name, and confirmations. If no path to
+        `peer` is up, assign and send nothing.
 
         Parameters
         ----------
@@ -93,7 +96,7 @@ class Routes:
         Returns
         -------
         dict of int to int
-            New rail of each channel that had no route.
+            New rail of each channel that had no route; empty if no path to `peer` is up.
         """
         up = self.up(peer)
         routes = self._choose(peer)
@@ -130,9 +133,9 @@ class Routes:
     def _choose(self, peer: int) -> dict[int, PathKey]:
         """Choose one of the paths that are up for each channel to `peer` without a route.
 
-        Only channels away from their home rail count as load. So the channels of one schedule that
-        lost their home rail go to different rails, whatever schedules ran before. Channels on their
-        home rail only break ties.
+        Only channels away from their home rail count as load. The channels of one schedule that
+        lost their home rail therefore go to different rails, whatever schedules ran before.
+        Channels on their home rail only break ties.
         """
         unrouted: list[int] = []
         detours: Counter[PathKey] = Counter()
