@@ -1,13 +1,13 @@
-"""Diagnosis driver: probes every failed or suspected path until it has a verdict, which it keeps.
+"""Diagnosis driver: probes every failed or suspected path until there is a verdict on the path.
 
 `r2ccl.failover.diagnosis.protocol` decides which probes to make. This module makes this rank's
-probes through the transport, requests those of other ranks by control message, and answers their
-requests. It never moves slices: a path that failed was taken out of use already
+probes, requests those of other ranks by control message, and answers their requests. It keeps the
+last verdict on each path. It never moves slices: a path that failed was taken out of use already
 (`r2ccl.failover.migration.driver`), and the path to a slow peer stays in use.
 
 The diagnosis of a failure begins at a tick after running repairs are done, because repairs have
-priority. Requests are validated: a request for a rail that does not exist, or for a probe of the
-rank that receives it, is refused.
+priority, or after `_GIVE_WAY_S`. Requests of other ranks are checked: a request for a rail that
+does not exist, for a probe of the rank that receives it, or beyond `MAX_SERVED`, is refused.
 
 Invariants: at most one diagnosis per path and `MAX_DIAGNOSES` in all; every probe gets an answer,
 or counts as not made when its time is over.
@@ -56,7 +56,7 @@ class _News:
 
 
 class _Case:
-    """Diagnosis of `epoch` of a path; `has_failed`: the path failed, and is not just suspected."""
+    """Diagnosis of a path in `epoch`; `has_failed` is False while the path is only suspected."""
 
     __slots__ = ("activity", "epoch", "has_failed", "numbers", "path_diagnosis", "said")
 
@@ -88,9 +88,9 @@ class Diagnosis:
     ----------
     rank, nranks : int
     paths : mapping of PathKey to Path
-        Paths on rails of this rank; read only.
+        Paths on rails of this rank, without bypasses; read only.
     transport : Transport
-        Queried for the rails that it connects itself, and for stuck paths.
+        Queried for its rails, the rails that it connects itself, and stuck paths.
     control : Post
         Sends control messages.
     ask : callable
@@ -98,9 +98,11 @@ class Diagnosis:
     config : Config
     clock : Clock
     sequel : callable
-        ``sequel(path, epoch)``: description of the repair of a failure.
+        ``sequel(path, epoch)``: returns a description of the repair of a failure; empty if the
+        repair is not done.
     on_verdict : callable
-        Called with every verdict, including one that revises an earlier verdict.
+        ``on_verdict(verdict)``: called with every verdict, including one that revises an earlier
+        verdict.
     port_map : PortMap, optional
         Default: no two ranks share a NIC.
     """
@@ -147,7 +149,11 @@ class Diagnosis:
         return tuple(self._verdicts.copy().values())
 
     def slow_since(self, when_s: float) -> tuple[int, ...]:
-        """Return the ranks that verdicts since `when_s` found slow, with their ports working."""
+        """Return the peers of paths that a verdict since `when_s` left in use, in rising order.
+
+        Such a verdict is PEER_SLOW, or PATH if the suspected path could not be probed. `when_s` is
+        a clock reading. Any thread may call this method.
+        """
         verdicts = self._verdicts.copy().values()
         return tuple(
             sorted({v.path.peer for v in verdicts if not v.is_down and v.when_s >= when_s})
@@ -158,7 +164,8 @@ class Diagnosis:
     def failed(self, key: PathKey, epoch: int, cause: str, *, is_own: bool) -> None:
         """Handle the failure of path `key` in `epoch`, found by this end (`is_own`) or by the peer.
 
-        Add the cause to a diagnosis of that epoch, or queue the failure for a new diagnosis.
+        Add the cause to a diagnosis of that epoch, or queue the failure for a new diagnosis. Ignore
+        a cause of the peer that only repeats the announcement of this end.
         """
         if cause.startswith(_ECHO):
             return
@@ -180,7 +187,8 @@ class Diagnosis:
     def port_down(self, rail: int, cause: str) -> None:
         """Handle the report that this rank's port of `rail` is down.
 
-        Paths of the rail that failed just before the report get `cause` as evidence too.
+        Add `cause`, ``STATUS: detail``, to the diagnoses of all paths on the rail that are not up,
+        whether these diagnoses run, have a verdict or are still to begin.
         """
         now = self._clock()
         for key in self._paths:
@@ -194,17 +202,19 @@ class Diagnosis:
                 self._go_on(case)
 
     def suspect(self, key: PathKey) -> None:
-        """Begin to diagnose a silent path that is in use, if fewer than `MAX_DIAGNOSES` run.
+        """Begin to diagnose a silent path that is in use.
 
-        Otherwise do nothing: the path is suspected again if the silence continues.
+        Do nothing if `MAX_DIAGNOSES` run, or if a diagnosis of the path runs or is to begin. The
+        path is suspected again if the silence continues.
         """
         if key not in self._open and key not in self._news and len(self._open) < MAX_DIAGNOSES:
             self._begin(key, self._paths[key].epoch)
 
     def tick(self, now: float, *, is_calm: bool) -> None:
-        """End overdue rounds, and begin the diagnoses of failures.
+        """End overdue rounds, and begin the diagnoses of failures while fewer than the maximum run.
 
-        A failure waits while `is_calm` is False (repairs run), for at most `_GIVE_WAY_S`.
+        A failure waits while `is_calm` is False (repairs run), for at most `_GIVE_WAY_S`. `now` is
+        the time in seconds.
         """
         for case in list(self._open.values()):
             self._go_on(case, case.path_diagnosis.tick(now))
@@ -310,7 +320,10 @@ class Diagnosis:
         self._go_on(case, actions)
 
     def _go_on(self, case: _Case, actions: Sequence[Action] = (), *, is_told: bool = False) -> None:
-        """Publish the verdict, or else carry out `actions`; `is_told`: the peer found it."""
+        """Publish a new verdict, or without a verdict carry out `actions`.
+
+        `is_told` is True if the peer's finding gave the verdict.
+        """
         verdict = case.path_diagnosis.verdict
         if verdict is None:
             for action in actions:
@@ -395,8 +408,7 @@ class Diagnosis:
 
 #: Maximum number of diagnoses at once. Further failures wait; suspicions are dropped and recur.
 MAX_DIAGNOSES = 32
-#: Maximum number of probes in progress on behalf of one rank: those of two diagnoses on each of 8
-#: rails.
+#: Maximum number of probes in progress on behalf of one rank: two for each of its diagnoses.
 MAX_SERVED = 64
 #: Time allowed, besides the probe timeout, for a control message and its reply, in seconds. A rank
 #: in user code polls its transport ten times per second.
@@ -405,7 +417,7 @@ _REPLY_S = 0.3
 _GIVE_WAY_S = 0.1
 #: Minimum interval between two warnings about the same slow peer, in seconds.
 _SAY_AGAIN_S = 60.0
-#: Prefix that the path table gives to the cause of a failure that the peer reported.
+#: Prefix that `path.announced` gives to the cause of a failure that the peer announced.
 _ECHO = "reported by rank "
 #: Maximum length of a detail text, sent or received, in characters.
 _TEXT_NCHARS = 500

@@ -14,7 +14,7 @@ class PortMap(NamedTuple):
     """Ports of all ranks, as one rank knows them.
 
     ``nics(rail)`` returns a NIC identifier per rank; ranks with equal identifiers share a NIC.
-    ``name(rank, rail)`` returns the name of a port for users.
+    ``name(rank, rail)`` returns the name of a port for users, such as ``rank 2 rail 1 (n2 eth1)``.
     """
 
     nics: Callable[[int], Sequence[str]]

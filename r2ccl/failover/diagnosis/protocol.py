@@ -10,24 +10,25 @@ Theory of operation
     round over   -> verdict, or round 2 with two more auxiliaries if the kind is PATH or RAIL
     round over   -> verdict
 
-So a slow peer, by far the most frequent suspect, costs one probe. A round ends with its last answer
-or at its deadline; probes without an answer by then count as not made. An *auxiliary* is one of:
+A slow peer, by far the most frequent suspect, therefore costs one probe. A round ends with its last
+answer or at its deadline; probes without an answer by then count as not made. A round also ends as
+soon as the verdict is LINK, which further answers cannot change. An *auxiliary* is one of:
 
 * a third rank on the same rail. A control message asks it to probe the remote port, while this rank
   probes the third rank's port. It shares only the switch with the suspected ports, so it comes
   first. If there are two third ranks, one also probes the other: an answer shows that both of their
   ports and the switch work.
-* another rail of both nodes, on a fabric that connects different rails. It needs no third host and
-  no message. But it shares both hosts with the suspected ports, and on a fabric that does not
-  connect rails the probe fails only after its timeout.
+* another rail of this rank and the peer, on a fabric that connects different rails. It needs no
+  third host and no message. But it shares both hosts with the suspected ports, and on a fabric that
+  does not connect rails the probe fails only after its timeout.
 
-The peer is also asked to probe this rank's port. The important part is not the result but that
-the control session delivers a reply: the verdict is PEER (dead or cut off) only if there is no
-reply and no rail reaches the peer either.
+The peer is also asked to probe this rank's port. Its reply shows that its process can be reached,
+whatever the result: the verdict is PEER (dead or cut off) only if there is no reply and no rail
+reaches the peer either.
 
-Times are passed in. Invariants: at most two rounds; each probe is made once, and its answer used
-once; once there is a verdict, only a port that reports itself down changes it, or the peer's
-finding if the kind is PATH.
+Times are passed in as clock readings. Invariants: at most two rounds; each probe is made once, and
+its answer used once; once there is a verdict, only a port that reports itself down changes it, or
+the peer's finding if the kind is PATH.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class PathDiagnosis:
     name : callable
         ``name(rank, rail)``: name of a port for users.
     patience_s : float
-        Timeout of a round: that of a probe, plus a control message and its reply.
+        Timeout of a round in seconds: that of a probe, plus a control message and its reply.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class PathDiagnosis:
     ) -> None:
         self.path = path
         self.verdict: Verdict | None = None
-        #: Time when the current round is over; infinite if none runs.
+        #: Time when the first probe or the current round is overdue; infinite if none runs.
         self.deadline_s = float("inf")
         self._me = me
         self._name = name
@@ -138,17 +139,18 @@ class PathDiagnosis:
         self._is_stuck = self._has_round = self._has_replied = False
 
     def begin(self, now: float, own_cause: str = "", peers_cause: str = "") -> list[Action]:
-        """Begin the diagnosis; return the first probes, or none if a port reports itself down.
+        """Begin the diagnosis; return the first probe, or none if a port reports itself down.
 
         Without a cause the path is only suspected, and still in use.
 
         Parameters
         ----------
         now : float
+            Time in seconds, as in all methods.
         own_cause : str
-            Evidence that this end found, ``STATUS: detail``.
+            Evidence that this end found, ``STATUS: detail``; empty: none.
         peers_cause : str
-            Evidence in the peer's announcement.
+            Evidence in the peer's announcement, in the same form; empty: none.
         """
         for cause, is_own in ((own_cause, True), (peers_cause, False)):
             if cause:
@@ -186,7 +188,7 @@ class PathDiagnosis:
     ) -> list[Action]:
         """Handle the answer to the probe of `key` by `asker`; return further actions.
 
-        An answer that is not expected, or no longer, changes nothing.
+        An answer that nothing waits for, or waits for any more, changes nothing.
 
         Parameters
         ----------
@@ -198,7 +200,7 @@ class PathDiagnosis:
             None: the probe could not be made.
         detail : str
         is_stuck : bool
-            The transport reports that the path only retransmits.
+            True if the transport reports that the path only retransmits.
         """
         question = _Question(asker, key)
         if question not in self._open or self.verdict is not None:
@@ -210,7 +212,7 @@ class PathDiagnosis:
         return self._advance(now)
 
     def tick(self, now: float) -> list[Action]:
-        """End the round if it is overdue; return further actions."""
+        """End the first probe or the round if it is overdue; return further actions."""
         if self.verdict is not None or now < self.deadline_s:
             return []
         for question in sorted(self._open):
@@ -336,7 +338,7 @@ def choose_auxiliaries(
     other rails. There is one third rank per NIC, and none on the two NICs of the path, which ranks
     of one host may share. Ranks are taken in increasing order from ``me + 1`` on, so that different
     ranks ask different ones. Rails are taken by distance, because probes that need a connection
-    have one only to the next rail.
+    have one only from the same and the next rail.
 
     Parameters
     ----------
@@ -345,9 +347,9 @@ def choose_auxiliaries(
     nics : sequence of str
         NIC identifier of every rank on this rail; ranks with equal identifiers share a NIC.
     rails : collection of int
-        Rails that auxiliaries may use, including that of the path.
+        Rails that auxiliaries may use, including the rail of the path.
     is_up : callable
-        ``is_up(path)``: True if a path of this rank is up.
+        ``is_up(path)``: returns True if this path of rank `me` is up.
     bad : collection of Port
         Ports known to be down, which are not probed.
     """
@@ -373,7 +375,7 @@ def choose_auxiliaries(
 
 
 def _neighbours(rail: int, rails: Collection[int]) -> list[int]:
-    """Return the other rails by distance from `rail` on the ring of `rails`."""
+    """Return the other rails by distance from `rail` on the ring of `rails`, upwards first."""
     ring = sorted(rails)
     at = ring.index(rail)
     near = [ring[(at + step * way) % len(ring)] for step in range(1, len(ring)) for way in (1, -1)]

@@ -5,7 +5,7 @@ Theory of operation
 A path (peer, rail) joins two *ports*, this rank's and the peer's. A port stands for the NIC, its
 cable and the switch port that the cable is plugged into. A port that reports itself down is at
 fault. Otherwise ports are probed (`r2ccl.transport.base.Transport.probe`). The NIC or the kernel
-answers a probe, never the process. Probes between three points tell which part is at fault::
+answers a probe, never the process. Probes between three points show which part is at fault::
 
     local -> remote   aux -> remote   local -> aux   verdict
     ------------------------------------------------------------------------------------
@@ -20,10 +20,10 @@ answers a probe, never the process. Probes between three points tell which part 
 
 An answer proves that both ports, and the network between them, work. An unanswered probe counts
 only if another answer shows that the third point of the probe works. Otherwise a failed auxiliary
-would put the blame on other ports. On a failed rail no port can be shown to work, so there a third
-rank that neither reaches the remote port nor is reached from the local port counts.
+would put the blame on other ports. On a failed rail no port can be shown to work. There, unanswered
+probes count if a third rank neither reaches the remote port nor is reached from the local port.
 
-So LINK and PEER_SLOW rest on answers, and are right whatever else has failed. LOCAL_NIC and
+LINK and PEER_SLOW therefore rest on answers, and are right whatever else has failed. LOCAL_NIC and
 REMOTE_NIC explain the unanswered probes by one failed part instead of several cut connections. RAIL
 means that no two of the probed ports reach each other on the rail.
 
@@ -59,14 +59,17 @@ class VerdictKind(enum.Enum):
 
 
 class Port(NamedTuple):
-    """Port: one rank's end of one rail."""
+    """One rank's end of one rail."""
 
     rank: int
     rail: int
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """Result of one probe; ``is_answered`` as in `r2ccl.transport.base.Probed`."""
+    """Result of the probe of `target` from `asker`.
+
+    ``is_answered`` and ``detail`` are those of `r2ccl.transport.base.Probed`.
+    """
 
     asker: Port
     target: Port
@@ -88,11 +91,11 @@ class Verdict(msgspec.Struct, frozen=True):
     readings : tuple of Reading
         Results of the probes, in the order they arrived.
     when_s : float
-        Time of the verdict, a reading of the clock.
+        Time of the verdict, a clock reading in seconds.
     is_down : bool
-        True if the path cannot be used; False if it stays in use.
+        True if the path cannot be used; False if it stays in use, as with PEER_SLOW.
     sequel : str
-        Description of the repair; empty if there is none.
+        Description of the repair; empty if there is none, or it is not done yet.
     """
 
     kind: VerdictKind
@@ -126,7 +129,10 @@ class ProbeReply(msgspec.Struct, frozen=True, tag="probe_reply"):
 
 
 class Finding(msgspec.Struct, frozen=True, tag="finding"):
-    """Control message to the other end of the path: the sender's verdict, in the sender's view."""
+    """Control message to the other end of the path: the sender's verdict on the path in `epoch`.
+
+    ``kind`` is in the sender's view (see `MIRRORED`), ``text`` the evidence in words.
+    """
 
     rail: int
     epoch: int
@@ -135,7 +141,7 @@ class Finding(msgspec.Struct, frozen=True, tag="finding"):
 
 
 class Columns(NamedTuple):
-    """Row of `TABLE`, or what the probes showed. None: any value in a row, else not known.
+    """Row of `TABLE`, or results of the probes. None matches any value; as a result, not known.
 
     ``direct``: local reaches remote. ``to_remote``: a third port reaches remote. ``from_local``:
     local reaches a third port. ``beside``: another port of the rail works.
@@ -189,7 +195,7 @@ MIRRORED: dict[VerdictKind, VerdictKind] = {
     VerdictKind.RAIL: VerdictKind.RAIL,
 }
 
-#: Name of a rank's port of a rail, such as ``node 2 eth3``.
+#: Function of rank and rail: returns the name of the port, such as ``rank 2 rail 1 (n2 eth1)``.
 Naming = Callable[[int, int], str]
 
 
@@ -210,8 +216,8 @@ def judge(columns: Columns) -> VerdictKind:
 def arrange(readings: Iterable[Reading], local: Port, remote: Port) -> Columns:
     """Return the table's columns for the probe results.
 
-    Unanswered probes count only if another answer shows that their third point works, or if no port
-    of the rail is known to work.
+    Unanswered probes count only if another answer shows that their third point works. If no port of
+    the rail is known to work, they count if a third port is silent in both directions.
 
     Parameters
     ----------
@@ -265,7 +271,7 @@ def describe(readings: Sequence[Reading], name: Naming) -> tuple[str, ...]:
 
 
 def _between(readings: Iterable[Reading], asker: Port, target: Port) -> bool | None:
-    """Return the result of the probe of `target` from `asker`; None also if there was none."""
+    """Return the result of the first probe of `target` from `asker`; None if there was none."""
     for reading in readings:
         if (reading.asker, reading.target) == (asker, target):
             return reading.is_answered
@@ -273,7 +279,10 @@ def _between(readings: Iterable[Reading], asker: Port, target: Port) -> bool | N
 
 
 def _denied(vouched: Iterable[bool]) -> bool | None:
-    """Return False if any unanswered probe counts, else None (not known)."""
+    """Return False if any unanswered probe counts, else None (not known).
+
+    `vouched` has an item per unanswered probe: True if its third point is known to work.
+    """
     return False if any(vouched) else None
 
 
