@@ -1,1 +1,1 @@
-"""Table of NICs that are down or slow, and the agreement on which collective first uses it."""
+"""Table of the rails that are down or slow, and the agreement on which collective first uses it."""

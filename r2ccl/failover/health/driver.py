@@ -1,12 +1,12 @@
 """Driver of the health agreement: connects the protocol to the control plane and a clock.
 
-A rank reports the state of a rail, its own or a peer's: down (`report_down`), up again
-(`report_up`) or its measured bandwidth (`report_bandwidth`). `enter` returns the health with which
-all ranks plan a collective. `r2ccl.failover.health.protocol` decides which messages to send; the
-control plane sends them.
+A rank reports that a rail, its own or a peer's, is down (`report_down`) or up again (`report_up`),
+and the measured bandwidth of its own rails (`report_bandwidth`). `enter` returns the health with
+which all ranks plan a collective. `r2ccl.failover.health.protocol` decides which messages to send;
+the control plane sends them.
 
-Only one thread may use a `HealthAgreement` at a time. A rail that this rank reported down stays
-down until this rank reports it up.
+Only one thread may use a `HealthAgreement` at a time; any thread may read ``known``. A rail that
+this rank reported down stays down until this rank reports it up.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class HealthAgreement:
     health : Health
         Initial health; the same on all ranks.
     control : Post
+        Sends control messages.
     clock : Clock
     """
 
@@ -55,16 +56,17 @@ class HealthAgreement:
         self._control = control
         self._clock = clock
         self._agreement = Agreement(rank, health)
-        #: Newest health this rank has received. It may not be agreed on yet.
+        #: Newest health that this rank has received, committed or not.
         self.known = Known(health, clock())
-        #: Last reports of this rank: the rails of any rank that are down; per own rail, the
-        #: measured share and the rank its slices were last sent to.
+        #: Last reports of this rank: (rank, rail) of rails that are down; the measured share of own
+        #: rails, and the rank that the slices of each own rail were last sent to.
         self._down: set[tuple[int, int]] = set()
         self._weights: dict[tuple[int, int], int] = {}
         self._toward: dict[int, int] = {}
         #: Health of every next collective while no round is running, else None. While it is set, a
-        #: caller may skip `enter`: it plans with this health and sets `last_started`, which the
-        #: agreement reads before its next event. The check then costs one comparison.
+        #: caller may skip `enter`: it plans with this health and sets `last_started` to the number
+        #: of the collective, which the agreement reads before its next event. The check then costs
+        #: one comparison.
         self.steady = self._agreement.steady
         self.last_started = 0
 
@@ -77,7 +79,7 @@ class HealthAgreement:
         -------
         Health or None
             Health to plan `op` with. None: `op` may not start yet and is not counted; call again
-            after the next message.
+            after the next message. After `peer_lost`, always None.
         """
         if self.steady is not None:
             self.last_started = op
@@ -91,13 +93,13 @@ class HealthAgreement:
         return health
 
     def waits_for(self) -> tuple[int, ...]:
-        """Return the ranks that the current round waits for; empty if no round is running."""
+        """Return the ranks that this rank waits for in the current round; empty if none runs."""
         return self._agreement.waits_for()
 
     # Reports of this rank
 
     def report_down(self, rank: int, rail: int) -> None:
-        """Report that `rail` of `rank` is down; do nothing if it is already reported down."""
+        """Report that `rail` of `rank` is down, unless this rank reported that before."""
         if (rank, rail) not in self._down:
             self._down.add((rank, rail))
             self._report([(rank, rail)])
@@ -111,7 +113,7 @@ class HealthAgreement:
     def report_bandwidth(self, weights: Mapping[int, int], toward: Mapping[int, int]) -> None:
         """Report the measured bandwidth of this rank's rails.
 
-        Only shares that changed are sent, and none of a rail that is reported down.
+        Only shares that changed are sent, and none of a rail that this rank has reported down.
 
         Parameters
         ----------
@@ -167,7 +169,7 @@ class HealthAgreement:
         self._do(actions)
 
     def _catch_up(self) -> None:
-        """Count the collectives that were started with `steady`, without a call of `enter`."""
+        """Tell the protocol which collectives were started while `steady` was set."""
         if self.steady is not None:
             self._agreement.skip_to(self.last_started)
             self.steady = None

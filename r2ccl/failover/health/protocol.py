@@ -5,9 +5,9 @@ Theory of operation
 Rank 0 is the coordinator. A rank that detects a change of a rail reports the change to the
 coordinator. The coordinator merges the reports and runs one *round* at a time. The messages of a
 round travel along the binomial tree of `r2ccl.bootstrap.overlay`, whose root is the coordinator, so
-no rank handles more than log2(n) of each. Every rank numbers its collectives from 1 in the order of
-planning, so the numbers match. ``reached`` is the last collective that a rank has started, ``W``
-the window::
+no rank sends or receives more than about log2(n) messages of each kind. Every rank numbers its
+collectives from 1 in the order of planning, so the numbers match. ``reached`` is the last
+collective that a rank has started, ``W`` the window::
 
     message           from -> to            action of the receiver
     --------------------------------------------------------------------------------------------
@@ -123,8 +123,7 @@ class Agreement:
     rank : int
     health : Health
         Health to plan with until the first agreement; the same on all ranks. Its table defines the
-        number of ranks. For a communicator made from another one: the rows of its ranks
-        (`Health.of_ranks`), in the version with which the call that made it was planned.
+        number of ranks.
     limits : AgreementLimits, optional
 
     Raises
@@ -154,7 +153,7 @@ class Agreement:
 
     @property
     def held(self) -> Health:
-        """Newest health this rank has received. It may not be agreed on yet."""
+        """Newest health that this rank has received, committed or not."""
         return self._member.held
 
     @property
@@ -163,7 +162,10 @@ class Agreement:
         return self._member.started
 
     def may_start(self, op: int) -> bool:
-        """Return whether collective `op`, the next one, may start now; if not, await a message."""
+        """Return whether collective `op`, the next one, may start now.
+
+        If not, a message will allow it, unless a rank is lost.
+        """
         return self.lost is None and self._member.may_start(op)
 
     def start(self, op: int) -> Health:
@@ -212,10 +214,10 @@ class Agreement:
         return self._member.health_of(op)
 
     def waits_for(self) -> tuple[int, ...]:
-        """Return the ranks that the current round waits for.
+        """Return the ranks that this rank waits for in the current round; empty if none is running.
 
-        The children in the tree whose promise is missing, which may in turn wait for theirs; if
-        none is, the coordinator.
+        These are its children in the tree whose promise is missing (which may in turn wait for
+        theirs); if no promise is missing, the coordinator, whose `Commit` is.
         """
         if self._member.limit is None:
             return ()
@@ -224,7 +226,14 @@ class Agreement:
     # Events
 
     def report(self, now: float, news: Sequence[RailShare]) -> list[Action]:
-        """Report the state of rails to the coordinator: this rank's, or a peer's after a verdict.
+        """Report the state of rails, of this rank or of a peer, to the coordinator.
+
+        Parameters
+        ----------
+        now : float
+            Clock reading in seconds, as in all events.
+        news : sequence of RailShare
+            Replaces the last reports of this rank on these rails.
 
         Raises
         ------
@@ -245,7 +254,7 @@ class Agreement:
         Raises
         ------
         InternalError
-            If the message breaks the protocol; the text names the sender and the message.
+            If the message breaks the protocol; the text names the sender and the kind of message.
         """
         if self.lost is not None:
             return []

@@ -32,9 +32,10 @@ class Prepare(msgspec.Struct, frozen=True, tag="health.prepare"):
 
 
 class Promise(msgspec.Struct, frozen=True, tag="health.promise"):
-    """Control message: no rank of the sender's subtree goes beyond its last collective + window.
+    """Control message: promise that holds until the `Commit`, of all ranks in the sender's subtree.
 
-    It holds until the `Commit`. `reached` is the last collective that any of them has started.
+    None of them starts a collective beyond the last one that it has started + window. `reached` is
+    the last collective that any of them has started.
     """
 
     version: int
@@ -57,8 +58,8 @@ class AgreementLimits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     window : int
-        Number of collectives that a rank may start between its promise and the commit. Must be
-        equal on all ranks.
+        Number of collectives that a rank may start between its promise and the commit, at least 1.
+        Must be equal on all ranks.
     rest_s : float
         Shortest time from a commit to the next round, in seconds.
     late_s : float
@@ -105,7 +106,7 @@ class Member:
         return self.limit is None or op <= self.limit
 
     def start(self, op: int) -> Health:
-        """Count collective `op` as started and return its health; a repeated call is allowed."""
+        """Count collective `op` as started and return its health; see `Agreement.start`."""
         if op not in (self.started, self.started + 1) or not self.may_start(op):
             raise InternalError(
                 f"rank {self._rank}: collective {op} started after {self.started} "
@@ -141,7 +142,14 @@ class Member:
         return next(health for first, health in reversed(self._plans) if first <= op)
 
     def prepare(self, message: Prepare) -> Promise | None:
-        """Hold the health of `message` and return the promise; None if the version is not new."""
+        """Hold the health of `message` and return the promise; None if the version is not new.
+
+        Raises
+        ------
+        InternalError
+            If the version does not follow the one held, which must be committed, or the table is of
+            another size or configuration.
+        """
         health, held = message.health, self.held
         if health.version <= held.version:
             return None
@@ -163,7 +171,13 @@ class Member:
         return Promise(health.version, self.started)
 
     def commit(self, message: Commit) -> bool:
-        """Plan with the held version from its first collective on; return False if already done."""
+        """Plan with the held version from its first collective on; return False if already done.
+
+        Raises
+        ------
+        InternalError
+            If the version is not held, or begins at a collective that may be planned already.
+        """
         version, first = message.version, message.first_op
         if version < self.held.version or (version == self.held.version and self.limit is None):
             return False
@@ -190,7 +204,7 @@ class Subtree:
     ----------
     rank : int
     health : Health
-        Health to plan with until the first round.
+        Initial health, which has the number of ranks.
     """
 
     __slots__ = ("_rank", "_reached", "_version", "children", "missing")
@@ -201,7 +215,7 @@ class Subtree:
         #: Version that promises are collected for.
         self._version = health.version
         self._reached = 0
-        #: This rank and children whose promise is missing; empty if no round is running.
+        #: Ranks, of this one and its children, whose promise is missing; empty if none is.
         self.missing: frozenset[int] = frozenset()
 
     def begin(self, version: int) -> None:
@@ -211,7 +225,9 @@ class Subtree:
         self.missing = frozenset((self._rank, *self.children))
 
     def promise(self, rank: int, message: Promise) -> Promise | None:
-        """Store the promise of `rank`; return that of the whole subtree if it was the last.
+        """Store the promise of `rank`; if it is the last one, return that of the whole subtree.
+
+        Ignore a promise of an earlier version, and a second one.
 
         Raises
         ------
@@ -256,7 +272,10 @@ class Coordinator:
         self._has_news = True
 
     def begin(self, now: float) -> Prepare | None:
-        """Begin a round if the news change the health, none is running and the pause is over."""
+        """Begin a round if news change the health, no round is running and the pause is over.
+
+        Return the message that begins the round, or None.
+        """
         if not self._has_news or self._is_running or now < self._rest_until:
             return None
         self._has_news = False
@@ -268,7 +287,7 @@ class Coordinator:
         return Prepare(merged)
 
     def end(self, now: float, promise: Promise) -> Commit:
-        """End the round with the promise of all ranks."""
+        """End the round with the promise of all ranks; return the message to send to all."""
         self._is_running = False
         self._rest_until = now + self._limits.rest_s
         return Commit(promise.version, promise.reached + self._limits.window + 1)

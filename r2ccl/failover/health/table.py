@@ -1,10 +1,10 @@
 """Health: the table of rail bandwidths that planners read, and how reports are merged into it.
 
-A *share* is the bandwidth that one rail of one rank has left, in sixteenths of the rail's nominal
-rate: 0 is down, `WHOLE` is the full rate. Shares are coarse on purpose: measurement noise must not
+A *share* is the bandwidth that one rail of one rank has left, in sixteenths of the full rate: 0 is
+down, `WHOLE` is the full rate, which is that of the rank's best rail unless all its rails are slow
+(`r2ccl.failover.bandwidth.protocol`). Shares are coarse on purpose: measurement noise must not
 cause a new plan. Ranks that plan from equal tables build equal schedules. The code that measures a
-share decides when a change is large enough to report, with different thresholds for a decrease and
-an increase; this table keeps no history.
+share decides when a change is large enough to report; this table keeps no history.
 
 Invariants: every `Health` is valid, including one decoded from a message; equal findings give equal
 tables, whatever the order of the reports.
@@ -19,7 +19,7 @@ import msgspec
 
 from r2ccl.errors import InvalidArgument
 
-#: Share of a rail that has its full nominal rate.
+#: Share of a rail that has its full rate.
 WHOLE = 16
 
 
@@ -31,7 +31,7 @@ class RailShare(NamedTuple):
     rank, rail : int
         Rail whose share is reported.
     share : int
-        Bandwidth left, in sixteenths of the nominal rate.
+        Bandwidth left, 0 (down) to `WHOLE`.
     toward : int
         Rank that the measured slices were sent to; -1 if nothing was measured. The port of that
         rank may be the cause of a low share.
@@ -51,21 +51,21 @@ class Health(msgspec.Struct, frozen=True):
     Parameters
     ----------
     version : int
-        Number of changes agreed on so far. Within a communicator, equal versions have equal
+        Number of rounds agreed on so far. Within a communicator, equal versions have equal
         content.
     nrails : int
         Number of rails per rank.
     shares : bytes, nranks x nrails
         Share of each rail, ordered by rank, then by rail.
     config : str
-        Fingerprint of the settings that all ranks must share (`r2ccl.config.Config.digest`), which
-        planners read too.
+        Fingerprint of the settings that all ranks must share (`r2ccl.config.Config.digest`); equal
+        in all versions.
 
     Raises
     ------
     InvalidArgument
         If the table is empty or incomplete, a share exceeds `WHOLE` or the version is negative.
-        When decoding a message, msgspec raises `ValidationError` instead.
+        For a table in a message, msgspec raises `ValidationError` instead.
     """
 
     version: int
@@ -108,7 +108,7 @@ class Health(msgspec.Struct, frozen=True):
         return self.shares[self._index(rank, rail)]
 
     def capacity(self, rank: int) -> int:
-        """Return the sum of the shares of a rank, at most ``nrails * WHOLE``."""
+        """Return the sum of the shares of all rails of `rank`, at most ``nrails * WHOLE``."""
         start = self._index(rank, 0)
         return sum(self.shares[start : start + self.nrails])
 
@@ -143,7 +143,13 @@ class Health(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, version=self.version + 1, shares=bytes(shares))
 
     def of_ranks(self, ranks: Sequence[int]) -> Health:
-        """Return the table of `ranks` only, renumbered in that order, with the same version."""
+        """Return the table of `ranks` only, renumbered in that order, with the same version.
+
+        Raises
+        ------
+        InvalidArgument
+            If a rank does not exist, or `ranks` is empty.
+        """
         starts = [self._index(rank, 0) for rank in ranks]
         rows = (self.shares[start : start + self.nrails] for start in starts)
         return msgspec.structs.replace(self, shares=b"".join(rows))
@@ -173,8 +179,8 @@ class Findings:
         measured     16        4        4       16
         port            1: 16      2: 4     3: 16
 
-    A slow edge between two good edges is attributed to the sending port: one direction of one port
-    is slow, and the measurements cannot tell which port's.
+    A slow edge between two good edges is attributed to the sending port: one direction of one of
+    its two ports is slow, and the measurements cannot tell of which.
     """
 
     def __init__(self, health: Health) -> None:
@@ -184,7 +190,10 @@ class Findings:
                 self.note(rank, [RailShare(rank, rail, health.share(rank, rail))])
 
     def note(self, reporter: int, news: Iterable[RailShare]) -> None:
-        """Replace the last reports of `reporter` on the rails in `news`, which must exist."""
+        """Replace the last reports of `reporter` on the rails in `news`, which must exist.
+
+        A share of `WHOLE` withdraws the report.
+        """
         for word in news:
             words = self._words.setdefault((word.rank, word.rail), {})
             if word.share == WHOLE:
@@ -193,7 +202,7 @@ class Findings:
                 words[reporter] = word
 
     def merged(self, health: Health) -> Health:
-        """Return the version after `health` with all findings, or `health` if they are in it."""
+        """Return the version after `health`, with all findings, or `health` if none is new."""
         edges = {
             key: word
             for key, words in self._words.items()
@@ -215,7 +224,7 @@ class Findings:
 
 
 def to_share(rate: float, nominal_rate: float) -> int:
-    """Round a measured rate to a share, at least 1 if `rate` is above 0.
+    """Round a measured rate to a share: 0 if `rate` is 0, else 1 to `WHOLE`.
 
     Parameters
     ----------
