@@ -1,1 +1,1 @@
-"""Bandwidth of rails, measured from their traffic, and each rail's share of the traffic."""
+"""Bandwidth of rails, measured from their traffic, and the weight of each rail in plans."""

@@ -16,24 +16,24 @@ rails that count as whole (those with the highest weight) and were busy in the s
 Here the process stalled in spell 2 and caught up in spell 3. In spells 0 to 3, rail 2 has a quarter
 of the rate of rails 0 and 1. Spell 4 has no reference, because only rail 2 was busy.
 
-The estimate of a rail is the mean of its latest comparisons, over `_COMPARED_S` of busy time. A
-spell counts only if more than half of the rails with the highest weight were busy: when the fast
-rails have finished their part of a long operation, a slow rail would otherwise be compared with
-other slow rails.
+The estimate of a rail is the mean of its latest comparisons, weighted by busy time, over
+`_COMPARED_S` of busy time. A spell counts only if more than half of the rails with the highest
+weight were busy: when the fast rails have finished their part of a long operation, a slow rail
+would otherwise be compared with other slow rails.
 
 A weight changes only after the estimate has implied a different weight for `_SETTLE_S` of active
 time without interruption. A slow rail gets work in proportion to its rate, but always some. With a
 quarter of the work, a rail of a quarter of the rate is as busy as the others, so its trains show at
 once when the rail recovers. The estimate of a rail that carries too little to form trains rises
-with time (`Balance.estimates`), until the rail gets enough work to be measured again. The rate is
-measured with the number of slices that links keep in flight, which is the same for all rails.
+with time (`Balance.estimates`), until the rail gets enough work to be measured again. Links keep
+the same number of slices in flight on all rails, so this number does not affect the comparison.
 
 A *weight* is the share of a rail in `r2ccl.failover.health.table`, in sixteenths of the rate of the
 best rail. Rails of unequal nominal rates therefore get unequal weights too. If all rails of a rank
 are slow, the comparison cannot show it. For this case the nominal rate can be set
-(`set_nominal_rate`): the best rails keep weight 16 only if their *level*, their median rate over
-the nominal rate, is at least `_WHOLE_LEVEL`. The level is taken from the better spells, because a
-process that stalls lowers the rate in some spells and raises it in few.
+(`Balance.set_nominal_rate`): the best rails keep weight 16 only if their *level*, their median rate
+over the nominal rate, is at least `_WHOLE_LEVEL`. The level is taken from the better spells,
+because a process that stalls lowers the rate in some spells and raises it in few.
 
 Times are passed in as clock readings. Invariants: the estimate of a rail does not change while all
 rails are idle; a weight is at least 1, because share 0 means down; equal arguments of `shares` give
@@ -62,13 +62,13 @@ _SETTLE_S = 0.5
 _LEVEL_NSPELLS = 16
 _LEVEL_QUANTILE = 0.75
 _WHOLE_LEVEL = 0.7
-#: Active time after which the estimate of a rail without a train begins to rise. It doubles with
-#: each further period of this length.
+#: Active time without a train of a rail after which the rail's estimate begins to rise. The
+#: estimate doubles with each further period of this length.
 _FRESH_S = 2.0
 
 
 class _Spell:
-    """Traffic in one short interval: per rail, the bytes confirmed and the busy time."""
+    """Traffic in one short interval: per rail, the bytes confirmed and the busy time in seconds."""
 
     __slots__ = ("busy_s", "nbytes", "number")
 
@@ -94,11 +94,15 @@ class Balance:
     ----------
     rails : iterable of int
         Rails to measure. Slices on other rails are ignored.
+
+    Notes
+    -----
+    ``now`` is a clock reading in seconds, in all methods.
     """
 
     def __init__(self, rails: Iterable[int]) -> None:
         self._meters = {rail: Meter() for rail in rails}
-        #: Nominal rate of a rail in bytes/s; 0 if unknown.
+        #: Nominal rate of each rail in bytes/s; 0 if unknown.
         self._nominal = 0
         #: Rank that the last slice on each rail was sent to; -1 before the first slice.
         self.toward = dict.fromkeys(self._meters, -1)
@@ -117,7 +121,7 @@ class Balance:
         self._last_known: dict[int, float] = {}
 
     def set_nominal_rate(self, rate: int) -> None:
-        """Set the nominal rate of a rail, in bytes/s; 0 means unknown."""
+        """Set the nominal rate that all rails have, in bytes/s; 0 means unknown."""
         self._nominal = rate
 
     def posted(self, rail: int, peer: int, now: float) -> None:
@@ -135,7 +139,7 @@ class Balance:
         self._under_way += 1
 
     def confirmed(self, rail: int, now: float, nbytes: int) -> None:
-        """Record that a slice counted by `posted` was confirmed on `rail`."""
+        """Record that a slice of `nbytes`, counted by `posted`, was confirmed on `rail`."""
         if rail not in self._meters:
             return
         train = self._meters[rail].confirmed(now, nbytes)
@@ -172,11 +176,11 @@ class Balance:
         return found
 
     def estimates(self, now: float) -> dict[int, float | None]:
-        """Return the rate of every rail relative to the rails of highest weight; None if not known.
+        """Return the rate of each rail over that of the rails of highest weight; None: not known.
 
         If a rail had no train for more than `_FRESH_S` of active time, its last estimate doubles
-        with every further `_FRESH_S`, at most to that of the best rail. Only a rail that gets work
-        can be measured.
+        with every further `_FRESH_S`, at most to the estimate of the best rail. Only a rail that
+        gets work can be measured.
         """
         active_s = self.active_s(now)
         self._forget(active_s)
@@ -192,7 +196,7 @@ class Balance:
     def level(self) -> float:
         """Return the rate of the rails of highest weight, as a fraction of the nominal rate.
 
-        1.0 if the fraction is at least `_WHOLE_LEVEL`, if the nominal rate is unknown, or if there
+        Return 1.0 if the fraction is at least `_WHOLE_LEVEL`, the nominal rate is unknown, or there
         are too few measurements.
         """
         if not self._nominal:
@@ -208,9 +212,9 @@ class Balance:
         return 1.0
 
     def update(self, now: float) -> bool:
-        """Update the weights from the measurements; return whether they changed.
+        """Update `weights` from the measurements; return whether a weight changed.
 
-        Call it periodically.
+        Call it periodically: a change takes effect only after several calls.
         """
         estimates, level = self.estimates(now), self.level()
         rates = {rail: each and each * level for rail, each in estimates.items()}
@@ -227,7 +231,7 @@ class Balance:
         return bool(settled)
 
     def _record(self, rail: int, train: Train, active_s: float) -> None:
-        """Distribute the bytes and busy time of a train over the spells in which it ran."""
+        """Divide the bytes and busy time of a train, which ends now, over the spells it spans."""
         begun_s = active_s - train.length_s
         first = max(int(begun_s / _SPELL_S), int((active_s - _MEMORY_S) / _SPELL_S), 0)
         for number in range(first, int(active_s / _SPELL_S) + 1):
@@ -289,10 +293,11 @@ def shares(
 ) -> dict[int, int]:
     """Round rates to weights, in sixteenths of the best rate or of `nominal`.
 
-    A weight is 1 to 16. A previous weight is kept while the rate differs from it by at most 3/16 of
-    the weight or one step, whichever is more, so that noise does not change weights. A rail within
-    half a step of the reference gets weight 16. A rail of unknown rate keeps its previous weight,
-    or gets weight 16, so that it gets work and can be measured.
+    A new weight is 1 to 14, or 16. A previous weight is kept while the rate differs from it by at
+    most 3/16 of the weight or one sixteenth of the reference, whichever is more, so that noise does
+    not change weights. A rail within half a sixteenth of the reference always gets weight 16. A
+    rail of unknown rate keeps its previous weight, or gets weight 16, so that it gets work and can
+    be measured.
 
     Parameters
     ----------

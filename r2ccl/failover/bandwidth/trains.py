@@ -16,9 +16,9 @@ confirmation to a later one::
 
 This is the delivery rate of Cheng, Cardwell et al. (draft-cheng-iccrg-delivery-rate-estimation-02),
 based on the packet pair of Keshav (SIGCOMM 1991), with trains that begin at a confirmation and end
-at the latest when the rail becomes idle. A rate therefore contains no latency and no idle time,
-whether the rail waits for the caller or for a slower rail of the schedule, and no sample needs to
-be marked as limited by the application. Confirmations that arrive at the same instant count as one:
+at the latest when the rail becomes idle. A rate therefore contains no latency and no idle time, in
+which the rail waits for the caller or for a slower rail of the schedule, and no sample needs to be
+marked as limited by the application. Confirmations that arrive at the same instant count as one:
 if confirmations were delayed and arrive together (ack compression), no train begins or ends between
 them. Trains that are too short, as in small operations, are discarded.
 
@@ -46,7 +46,7 @@ _LEAST_NBYTES = 256 << 10
 
 
 class Train(NamedTuple):
-    """Measurement of a rail: the bytes confirmed, and the time it took, in seconds."""
+    """Bytes confirmed on a rail after a first confirmation, and seconds from it to the last one."""
 
     nbytes: int
     length_s: float
@@ -74,7 +74,9 @@ class Meter:
         self.under_way += 1
 
     def confirmed(self, now: float, nbytes: int) -> Train | None:
-        """Record that a slice was confirmed; return the train this completes, or None.
+        """Record that a slice of `nbytes` was confirmed; return the train now complete, or None.
+
+        `now` is a clock reading in seconds.
 
         Raises
         ------
