@@ -3,11 +3,11 @@
 The lower rank of a path decides; the higher rank only accepts the connection. The lower rank probes
 the ports of the path, over separate connections, at the times that
 `r2ccl.failover.failback.protocol` sets, and connects the path when the protocol allows it. If no
-path to a peer is up, all waiting paths to this peer are connected at once, before they have proved
-reliable: an unreliable path is better than none.
+path to a peer is up, all waiting paths to this peer are connected at the next tick, before they
+have proved reliable: an unreliable path is better than none.
 
-Only one thread may use a `Failback` at a time. Invariant: a path either waits here, is being
-connected, or is in use.
+Only one thread may use a `Failback` at a time, except `held`. Invariant: a path either waits here,
+is being fenced or connected, or is in use.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from r2ccl.types import PathKey, ProbeKey
 
 
 class Failback:
-    """Failed paths that this rank must bring back into use.
+    """Failed paths that this rank, as the lower one, must bring back into use.
 
     Parameters
     ----------
     config : Config
     clock : Clock
     ask : callable
-        ``ask(key, on_answer)`` probes `key` and later calls `on_answer` with the `Probed`.
+        ``ask(key, on_answer)`` probes `key` and later calls ``on_answer(probed)`` once.
     connect : callable
-        ``connect(path)`` connects the path, and retries until it succeeds.
+        ``connect(path)`` begins to connect the path, and retries until it succeeds.
     is_alone : callable
         ``is_alone(peer)`` returns whether no path to `peer` is up.
     """
@@ -51,12 +51,13 @@ class Failback:
         self._ask = ask
         self._connect = connect
         self._is_alone = is_alone
-        #: Quarantine of every path that ever failed; kept, because it stores the strikes.
+        #: Quarantine of every path that ever failed; kept, because it stores the strikes. Those of
+        #: paths that wait to be connected are also in `_waiting`.
         self._quarantines: dict[PathKey, Quarantine] = {}
         self._waiting: dict[PathKey, Quarantine] = {}
 
     def failed(self, key: PathKey) -> None:
-        """Put the path `key` into quarantine after both of its ends were taken out of use."""
+        """Put the path `key` into quarantine, after both of its ends were fenced."""
         now = self._clock()
         quarantine = self._quarantines.get(key)
         if quarantine is None:
@@ -72,13 +73,13 @@ class Failback:
             quarantine.returned(self._clock())
 
     def port_up(self, key: PathKey) -> None:
-        """Probe the path `key` at once, because one of its ports was down and came up."""
+        """Probe the path `key` at the next tick, because one of its ports was down and came up."""
         quarantine = self._waiting.get(key)
         if quarantine is not None:
             quarantine.carrier_up(self._clock())
 
     def hurry(self, key: PathKey) -> None:
-        """Probe the path `key` at once, because its probe connection is ready again."""
+        """Probe the path `key` at the next tick, because its probe's connection is ready again."""
         quarantine = self._waiting.get(key)
         if quarantine is not None:
             quarantine.hurry(self._clock())
@@ -94,7 +95,7 @@ class Failback:
                 self._ask(ProbeKey(key.peer, key.rail, key.rail), partial(self._probed, key))
 
     def held(self) -> dict[PathKey, float]:
-        """Return the hold of each path in quarantine, in seconds.
+        """Return the hold of each path that waits here, in seconds; any thread.
 
         The hold is the time for which all probes must be answered before the path may return.
         """

@@ -2,11 +2,11 @@
 
 Theory of operation
 -------------------
-A path out of use is probed until it returns. A probe without an answer doubles the pause before the
-next probe, up to a cap. An answer resets the pause. A port that comes up also resets the pause, and
-prevents its growth for a while; it resets the count of good probes too, because the path had been
-down. The path may return after `Policy.nprobes` good probes in a row, once all probes have been
-answered for the time of its *hold*.
+A path out of use is probed until it returns. A probe that is answered is *good*. The pause after a
+probe without an answer doubles with each such probe, up to a cap. An answer resets the pause. A
+port that comes up also resets the pause, and prevents its growth for a while; it resets the count
+of good probes too, because the path had been down. The path may return after `Policy.nprobes` good
+probes in a row, once all probes have been answered for the time of its *hold*.
 
 The hold grows with the number of *strikes*. Each failure while in use adds one strike; time in use
 without failure halves the number every `Policy.half_life_s`::
@@ -43,11 +43,11 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     nprobes : int
-        Number of good probes in a row that a return requires (K).
+        Number of good probes in a row that a return requires.
     spacing_s : float
-        Pause after a good probe, and after the first failed one (W).
+        Pause after the failure, after a good probe, and after the first probe without an answer.
     cap_s : float
-        Longest pause between probes.
+        Longest pause between probes, and the pause between good probes during a hold.
     hold_unit_s, hold_cap_s : float
         Unit and upper limit of the hold; see the formula of this module.
     half_life_s : float
@@ -66,7 +66,7 @@ DEFAULT = Policy()
 
 
 class Quarantine:
-    """Failback state of one path: in use, as at first, or out of use and probed.
+    """Failback state of one path: in use (initially), or out of use and probed.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class Quarantine:
         self._returned_s = now
         self._strikes = 0.0
         self._pause_s = policy.spacing_s
-        #: When the next probe is due, and whether a probe is unanswered.
+        #: Time when the next probe is due; True while a probe has no result.
         self._next_s = now
         self._asked = False
         self._ngood = 0
@@ -96,7 +96,7 @@ class Quarantine:
 
     @property
     def next_s(self) -> float:
-        """Time of the next probe; infinite while the path is in use or a probe is unanswered."""
+        """Time of the next probe; infinite while the path is in use or a probe has no result."""
         return math.inf if self.is_in_use or self._asked else self._next_s
 
     @property
@@ -128,7 +128,7 @@ class Quarantine:
         self.hurry(now)
 
     def hurry(self, now: float) -> None:
-        """Make a probe due at once, and keep the pause short for a while."""
+        """Make a probe due at once, reset the pause, and prevent its growth for a while."""
         self._next_s = now
         self._pause_s = self._policy.spacing_s
         self._keen_until_s = now + _KEEN_NCAPS * self._policy.cap_s
@@ -160,7 +160,7 @@ class Quarantine:
             self._next_s = min(now + policy.cap_s, end_s)
 
     def bad(self, now: float) -> None:
-        """Record a probe without an answer, or a port of the path that went down."""
+        """Record a probe without an answer, or a failure of the path while out of use."""
         if self.is_in_use:
             return
         self._asked = False
