@@ -4,9 +4,9 @@
 be used. This module connects the protocol to a clock and to the control plane of the old
 communicator, whose sessions between survivors remain open after its data plane has failed. A
 message from another rank may arrive before this rank knows of any failure, so an `EventQueue`
-receives the control messages from the start of the communicator. Only the old control plane decides
-that a rank is gone. If a successor lost a rank that the old control plane can still reach, that
-rank was only late, and the survivors make another attempt with it.
+receives the control messages from the start of the communicator. A successor that cannot be
+connected does not show that a rank is gone: only the old control planes report that. If they still
+reach all members, a member was only late, and the survivors make another attempt with it.
 
 The thread that calls `regroup` owns the `Shrinking` table and connects the successor. The control
 thread only queues events, and interrupts a connection attempt that can no longer succeed.
@@ -43,10 +43,18 @@ News: TypeAlias = tuple[int, Message | str]
 
 
 class Successor(Protocol):
-    """Communicator of the survivors, as `regroup` uses it; not connected at first."""
+    """Communicator of the survivors, as `regroup` uses it; not connected when it is made."""
 
     def connect(self) -> None:
-        """Connect to all members, or raise and leave nothing open."""
+        """Connect to all members, or raise and leave nothing open.
+
+        Raises
+        ------
+        PeerLost, CommunicatorRevoked
+            If a member cannot be connected, or `revoke` was called; `regroup` tries again.
+        R2cclError
+            Any other error, which ends `regroup`.
+        """
         ...
 
     def revoke(self, why: str) -> None:
@@ -70,9 +78,9 @@ class Building:
     Parameters
     ----------
     members : collection of int
-        Old ranks of the members.
+        Ranks of the members in the old communicator.
     give_up_at : float
-        Clock reading at which the attempt times out.
+        Clock reading in seconds at which the attempt times out.
     revoke : callable
         `Successor.revoke`.
     """
@@ -95,7 +103,10 @@ class Building:
         return peer in self._members and not isinstance(what, Built)
 
     def stop(self, why: str) -> None:
-        """Make `Successor.connect` raise; only the first call has an effect."""
+        """Make `Successor.connect` raise, with the reason `why`; any thread.
+
+        Only the first call has an effect.
+        """
         if not self.is_stopped:
             self.is_stopped = True
             self._revoke(why)
@@ -107,7 +118,8 @@ class EventQueue:
     Parameters
     ----------
     handler : ControlHandler
-        The engine. It also receives the losses and `Goodbye` messages that are queued here.
+        Handler of all events but shrink messages: the engine. It also receives the losses and
+        `Goodbye` messages that are queued here.
     """
 
     def __init__(self, handler: ControlHandler) -> None:
@@ -115,7 +127,7 @@ class EventQueue:
         self._news: deque[News] = deque()
         self._changed = threading.Condition()
         self._building: Building | None = None
-        #: Reason why shrink was cancelled; empty while it is not.
+        #: Reason why shrink was cancelled; empty: it was not.
         self._end = ""
 
     # Called by the control thread
@@ -156,7 +168,7 @@ class EventQueue:
     # Called by any thread
 
     def end(self, why: str) -> None:
-        """Cancel shrink: a running `regroup` raises `CommunicatorRevoked`, and so do later ones."""
+        """Cancel shrink: a running `regroup` and later ones raise `CommunicatorRevoked`."""
         with self._changed:
             self._end = self._end or why
             self._changed.notify_all()
@@ -182,7 +194,10 @@ class EventQueue:
 
     @contextlib.contextmanager
     def during(self, building: Building) -> Iterator[None]:
-        """Stop `building` when an event makes it pointless, also one that is already queued."""
+        """Stop `building`, during the block, when an event makes it pointless.
+
+        Events that are already queued count too.
+        """
         with self._changed:
             self._building = building
             upset = [news for news in self._news if building.is_upset_by(news)]
@@ -202,13 +217,13 @@ def regroup(
 ) -> _S:
     """Agree with the other survivors on the members, and connect the new communicator.
 
-    *Collective*: all surviving ranks. The caller closes `control` after the return, so that the
-    last messages still reach the other ranks.
+    *Collective*: all surviving ranks. The caller closes `control` after the return or the error,
+    so that the last messages still reach the other ranks.
 
     Parameters
     ----------
     table : Shrinking
-        A new table.
+        New table of this rank, with the quorum.
     event_queue : EventQueue
         Handler of `control` since its start.
     control : ControlPlane
@@ -229,7 +244,7 @@ def regroup(
         If too few ranks survive, as far as this rank knows.
     TransportTimeout
         If a rank did not call `shrink`, did not agree or could not be connected within
-        ``config.init_timeout_s``. The message names the ranks.
+        ``config.init_timeout_s`` of the old communicator. The message names the ranks.
     TransportError
         If the survivors have no rail that all of them can reopen.
     CommunicatorRevoked
@@ -258,6 +273,7 @@ class _Regrouping(Generic[_S]):
         self._give_up_at = monotonic() + self._timeout_s
         #: Listeners whose addresses the last View contains.
         self._succession: Succession | None = None
+        #: Successor that is connected but not returned yet, and error of the last failed attempt.
         self._held: _S | None = None
         self._failure: PeerLost | CommunicatorRevoked | None = None
         #: Clock reading at which a failed connection attempt leads to the next attempt, if no loss
@@ -323,8 +339,8 @@ class _Regrouping(Generic[_S]):
             with self._event_queue.during(building):
                 successor.connect()
         except (PeerLost, CommunicatorRevoked) as exc:
-            # The old control plane will report a member that is gone, which starts the next
-            # attempt. It will not report one that was only late: then `_retry_at` does.
+            # If a member is gone, the old control plane will report it, which starts the next
+            # attempt. If a member was only late, the next attempt starts at `_retry_at`.
             self._failure = exc
             self._retry_at = monotonic() + _RETRY_S
             _log.info(

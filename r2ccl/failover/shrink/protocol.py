@@ -3,12 +3,12 @@
 Theory of operation
 -------------------
 Every rank that calls ``shrink()`` keeps a set of ranks that are *gone*: dead, silent or closed. The
-set only grows. Building the new communicator may fail although no rank is gone; all survivors then
-make another attempt. `attempt` counts these repetitions and only grows. Each rank sends its set
-and attempt to all other ranks in a `View`, with its addresses for the new communicator (`info`). It
-merges the Views that it receives, and sends a new View whenever its set or attempt has grown. When
-every rank outside the set has sent the same set and attempt, both are *agreed*. The remaining
-steps can be interrupted by another loss or by a failure to build::
+set only grows. Building (connecting) the new communicator may fail although no rank is gone; all
+survivors then make another attempt. `attempt` counts these repetitions and only grows. Each rank
+sends its set and attempt to all other ranks in a `View`, with its addresses for the new
+communicator (`info`). It merges the Views that it receives, and sends a new View whenever its set
+or attempt has grown. When every rank outside the set has sent the same set and attempt, both are
+*agreed*. Another loss or a failure to build can interrupt the remaining steps::
 
     event                                   action
     ---------------------------------------------------------------------------------------------
@@ -20,20 +20,20 @@ steps can be interrupted by another loss or by a failure to build::
     a member is gone, or could not build    send the larger View; keep the communicator built here
                                             until that View is agreed: another rank may use it
 
-A rank that uses the new communicator sends no further View, and a larger set that leaves this rank
-alive cannot be agreed without its View. Either no rank alive uses the communicator that was agreed
-on, or all do: a rank that has built it receives ``Done`` from every rank that used it earlier,
-unless this rank has found that rank gone. A rank that dies too late to be excluded is the first
+A rank that uses the new communicator sends no further View, and a larger set that counts this rank
+as alive cannot be agreed without its View. Either no rank alive uses the communicator that was
+agreed on, or all do: a rank that has built it receives ``Done`` from every rank that used it
+earlier, unless it has found that rank gone. A rank that dies too late to be excluded is the first
 failure of the new communicator, which can be shrunk again. No rank uses the new communicator before
 all members have built it, so a rank that failed to build is not left behind.
 
-If this rank receives a View that lists this rank as gone, it counts the sender as gone too, whether
-or not the sender was right. A stopped process that resumes, and the smaller side of a partition,
+A rank that receives a View in which it is listed as gone counts the sender as gone too, whether or
+not the sender was right. A stopped process that resumes, and the smaller side of a partition,
 therefore end without a quorum. Messages from a rank that is gone are ignored.
 
 There is no I/O and no clock here; `info` is opaque. Messages from one rank must arrive in order,
-and no message may arrive from a rank after it was reported gone. Invariant: if two ranks use a new
-communicator and each counts the other as a survivor, both have the same set and attempt.
+and none after the loss of that rank. Invariant: if two ranks use a new communicator and each counts
+the other as a survivor, both have the same set and attempt.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def has_quorum(nranks: int, alive: Collection[int], quorum: str = "majority") ->
 class View(msgspec.Struct, frozen=True, tag="shrink.view"):
     """Control message: the sender is in ``shrink()`` and counts the ranks `gone` as gone.
 
-    `gone` is sorted. `info` contains the sender's addresses for the new communicator, as an encoded
-    `PeerInfo`.
+    `gone` is sorted, as in all messages. `attempt` is the number of repeated attempts. `info`
+    contains the sender's addresses for the new communicator, as an encoded `PeerInfo`.
     """
 
     gone: tuple[int, ...]
@@ -113,7 +113,7 @@ Message = View | Built | Done
 
 
 class _Terms(NamedTuple):
-    """Set and attempt that survivors agree on. Those that one rank sends only grow."""
+    """Set and attempt that survivors agree on; those of one rank only grow."""
 
     gone: tuple[int, ...]
     attempt: int
@@ -126,10 +126,10 @@ def _terms(message: Message) -> _Terms:
 class ShrinkStep(enum.Enum):
     """Next step that the driver must execute."""
 
-    TELL = "tell"  #: send the View that `Shrinking.tell` returns to all ranks
+    TELL = "tell"  #: send to all ranks the View that `Shrinking.tell` returns
     BUILD = "build"  #: connect the ranks that `Shrinking.begin_building` returns
     WAIT = "wait"  #: wait for a message or a loss
-    GO_ON = "go on"  #: send the Done that `Shrinking.go_on` returns to all ranks, and finish
+    GO_ON = "go on"  #: send to all ranks the Done that `Shrinking.go_on` returns, and finish
     STOP = "stop"  #: give up: too few ranks survive
 
 
@@ -141,7 +141,7 @@ class Shrinking:
     rank, nranks : int
         This rank, and the number of ranks, in the communicator that is shrunk.
     quorum : {"majority", "any"}
-        Which groups of survivors may continue; see `has_quorum`.
+        Rule that decides which groups of survivors may continue; see `has_quorum`.
 
     Attributes
     ----------
@@ -174,11 +174,11 @@ class Shrinking:
     # Events
 
     def lost(self, peer: int, why: str) -> None:
-        """Count `peer` as gone, for the reason `why`; the first reason given is kept."""
+        """Count `peer` as gone, for the reason `why`; the first reason of a rank is kept."""
         self.gone.setdefault(peer, why)
 
     def heard(self, peer: int, message: Message) -> None:
-        """Handle a message from `peer`."""
+        """Handle a message from `peer`; ignore it if `peer` is gone."""
         if peer in self.gone:
             return
         if isinstance(message, Built):
@@ -226,8 +226,8 @@ class Shrinking:
     def begin_building(self) -> dict[int, bytes]:
         """Return the agreed survivors in ascending order, each with its encoded `PeerInfo`.
 
-        The `PeerInfo` of this rank is empty. If this rank has built a communicator before, the
-        caller must now close it: after this agreement, no rank can use it.
+        The bytes of this rank are empty. If this rank has built a communicator before, the caller
+        must now close it: after this agreement, no rank can use it.
 
         Raises
         ------
@@ -287,7 +287,7 @@ class Shrinking:
         ]
 
     def unbuilt(self) -> list[int]:
-        """Return the ranks that have not sent Built for the set and attempt this rank sent last."""
+        """Return the ranks without a Built for the set and attempt of this rank's last View."""
         return [rank for rank in self._others() if self._built.get(rank) != self._told]
 
     def _others(self) -> list[int]:
@@ -297,7 +297,7 @@ class Shrinking:
         return _Terms(tuple(sorted(self.gone)), self.attempt)
 
     def _may_go_on(self) -> bool:
-        """Return whether all members have built the communicator, or one of them uses it.
+        """Return whether this rank has built, and all members have built or one uses the result.
 
         A rank that was lost after this rank sent its last View still counts as a member.
         """
