@@ -285,7 +285,8 @@ class Connector:
             rails.add(message.via)
         if not rails <= set(range(self._transport.nrails)):
             _log.warning(
-                "rank %d: ignored a message from rank %d about rails %s, not all of which exist",
+                "rank %d: ignored a message from rank %d about rails %s, not all of which exist; "
+                "install the same version of r2ccl on all hosts, with the same settings",
                 self._rank,
                 peer,
                 sorted(rails),
@@ -336,7 +337,7 @@ class Connector:
         self._send(key.peer, Offer(key.rail, attempt.epoch, attempt.number, info, _via(key)))
 
     def _on_asker(self, key: ProbeKey, offer: Offer) -> None:
-        """Answer an offer to probe this rank, now or at the next calm tick; it replaces others."""
+        """Answer an offer to probe this rank, now or at the next calm tick; drop the last one."""
         previous = self._asked.get(key)
         if previous is not None:
             previous.drop()

@@ -73,7 +73,7 @@ class RankContext(NamedTuple):
 
     @property
     def homes(self) -> list[int]:
-        """Home rails: the RDMA rails, or without RDMA the TCP rails other than the last resort."""
+        """Home rails: the RDMA rails, or without RDMA the TCP rails that are no last resorts."""
         sockets = (rail for rail in range(self.nrails) if rail not in self.last_resorts)
         return self.joined or list(sockets)
 

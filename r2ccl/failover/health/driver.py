@@ -191,7 +191,7 @@ class HealthAgreement:
                 case Late():
                     _log.warning(
                         "rank %d: the agreement on health version %d is delayed; still waiting "
-                        "for ranks %s",
+                        "for ranks %s: check that they run and can be reached",
                         self._rank, action.version, list(action.ranks),
                     )  # fmt: skip
 

@@ -106,8 +106,9 @@ class Bypasses:
     def seek(self, peer: int) -> bool:
         """Begin a round of the search for a way to `peer`, if one is due; return True if begun.
 
-        None is due for the higher rank of the pair, while a home rail or the bypass is up, or
-        before the time of the previous round is over.
+        No round is due at the higher rank of the pair, while a home rail is up or the bypass is not
+        down, or before the time of the previous round is over. For a last resort that is up, see
+        the module.
         """
         now = self._clock()
         if (

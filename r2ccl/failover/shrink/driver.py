@@ -344,7 +344,7 @@ class _Regrouping(Generic[_S]):
             self._failure = exc
             self._retry_at = monotonic() + _RETRY_S
             _log.info(
-                "rank %d: could not connect the new communicator: %s", self._control.rank, exc
+                "rank %d: shrink() could not connect, and tries again: %s", self._control.rank, exc
             )
             return
         if building.is_stopped:
