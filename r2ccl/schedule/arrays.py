@@ -76,8 +76,8 @@ def as_arrays(schedule: Schedule) -> ScheduleArrays:
     Raises
     ------
     ScheduleError
-        If a rank's program has a different number of channels than the schedule, or a field is not
-        an integer of at most 32 bits.
+        If a rank's program has a different number of channels than the schedule, or a field of an
+        op is not an integer that fits its type in `OP_DTYPE`.
 
     Notes
     -----

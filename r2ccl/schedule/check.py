@@ -39,8 +39,12 @@ def check(schedule: Schedule) -> None:
     Raises
     ------
     ScheduleError
-        If the schedule is wrong. The error names the rank, channel, op and chunk of the first
-        mistake.
+        If the schedule is wrong. The error describes the first mistake found, and names its rank,
+        channel, op and chunk as far as they are known: an output that is wrong at the end has no
+        op, an unknown collective has no rank.
+    InvalidArgument
+        If the collective needs the same number of chunks for each rank, and the number of chunks of
+        a channel is not a multiple of `nranks`.
 
     Notes
     -----
@@ -77,10 +81,13 @@ def check_fields(schedule: Schedule, arrays: ScheduleArrays) -> None:
     rules: list[tuple[Bools, str]] = [
         (_outside(kind, len(OpKind)), f"kind must be 0 to {len(OpKind) - 1}"),
         (is_local & (peer != -1), "peer of a COPY or REDUCE must be -1"),
-        (~is_local & _outside(peer, schedule.nranks), f"peer must be below {schedule.nranks}"),
+        (
+            ~is_local & _outside(peer, schedule.nranks),
+            f"peer must be a rank below {schedule.nranks}",
+        ),
         (~is_local & (peer == ops["rank"]), "peer must be another rank"),
-        (reads & _outside(src, nchunks), "src must be below the channel's number of chunks"),
-        (writes & _outside(dst, nchunks), "dst must be below the channel's number of chunks"),
+        (reads & _outside(src, nchunks), "src must be a chunk of the channel"),
+        (writes & _outside(dst, nchunks), "dst must be a chunk of the channel"),
         (~reads & (src != -1), "RECV reads no chunk: src must be -1"),
         (~writes & (dst != -1), "SEND writes no chunk: dst must be -1"),
         (reads & writes & (src != dst), "src and dst must be equal: chunks may differ in size"),

@@ -97,7 +97,7 @@ def layout(
     Returns
     -------
     tuple of tuple of Range
-        Range of elements of each chunk of each channel.
+        ``layout[c][i]`` is the range of elements of chunk ``i`` of channel ``c``.
 
     Raises
     ------

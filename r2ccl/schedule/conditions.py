@@ -116,8 +116,7 @@ def conditions_of(schedule: Schedule) -> tuple[Conditions, ...]:
     ScheduleError
         If the name of the collective is neither in `CONDITIONS` nor in `ROOTED`.
     InvalidArgument
-        If the collective needs a multiple of `nranks` chunks and a channel has another number, or
-        the root is not a rank.
+        If the collective needs a multiple of `nranks` chunks and a channel has another number.
     """
     name, nranks = schedule.collective, schedule.nranks
     if name in CONDITIONS:

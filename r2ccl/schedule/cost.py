@@ -79,7 +79,8 @@ def wire_nbytes(
     Raises
     ------
     InvalidArgument
-        If `count` is negative, `itemsize` is below 1, or there is not one weight per channel.
+        If `count` is negative or not a multiple of the schedule's `nparts`, `itemsize` is below 1,
+        there is not one weight per channel, a weight is negative, or all weights are 0.
     """
     arrays = as_arrays(schedule)
     chunks = layout(count, schedule.nchunks, weights or schedule.weights, itemsize, schedule.nparts)

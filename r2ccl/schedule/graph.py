@@ -59,7 +59,10 @@ def topological_levels(nnodes: int, source: Ints, target: Ints, weight: Ints) ->
 
 
 def strong_components(nnodes: int, source: Ints, target: Ints) -> Ints:
-    """Return the strongly connected component of every node (Tarjan's algorithm, iterative)."""
+    """Return a label for every node; nodes of one strongly connected component have equal labels.
+
+    Uses Tarjan's algorithm without recursion. The label is one of the component's nodes.
+    """
     heads: list[list[int]] = [[] for _ in range(nnodes)]
     for tail, head in zip(source.tolist(), target.tolist(), strict=True):
         heads[tail].append(head)
@@ -100,7 +103,10 @@ def strong_components(nnodes: int, source: Ints, target: Ints) -> Ints:
 
 
 def find_cycle(nnodes: int, source: Ints, target: Ints) -> list[int]:
-    """Return the nodes of one cycle, in edge order; every node must have a predecessor."""
+    """Return the nodes of one cycle, in edge order.
+
+    Every node at the start of an edge must also be at the end of one.
+    """
     before = np.zeros(nnodes, np.int64)
     before[target] = source
     seen: dict[int, int] = {}

@@ -54,8 +54,9 @@ def replay(
     Raises
     ------
     ScheduleError
-        If an op reads memory that was never written, a contribution is missing or added twice, an
-        ``is_final`` is wrong, or ranks reduce in different orders.
+        If an op reads memory that was never written or reduces a complete chunk, a contribution is
+        missing, added twice or in an output where it does not belong, an ``is_final`` is wrong, or
+        ranks reduce in different orders.
     """
     order, _ = replay_order(arrays, events)
     firsts = list(accumulate(schedule.nchunks, initial=0))

@@ -17,14 +17,14 @@ _SPACES: dict[int, str] = {Space.INPUT: "in", Space.OUTPUT: "out", Space.SCRATCH
 
 
 def summary(schedule: Schedule) -> str:
-    """Return a one-line description of `schedule` and its cost."""
+    """Return a one-line description of `schedule`, with the cost that it declares."""
     cost = schedule.cost
     return (
         f"{schedule.collective} {schedule.name}: {_count(schedule.nranks, 'rank')}, "
         f"{_count(schedule.nchannels, 'channel')} of {_chunks(schedule)}, "
         f"{_count(cost.steps, 'step')}, "
-        f"each rank sends {cost.sent} and receives {cost.received} of the data, "
-        f"{_count(cost.ops, 'op')} per rank and channel"
+        f"each rank sends at most {cost.sent} and receives at most {cost.received} of the data, "
+        f"at most {_count(cost.ops, 'op')} per rank and channel"
     )
 
 
@@ -37,6 +37,7 @@ def table(schedule: Schedule, ranks: Sequence[int] | None = None, channel: int =
     ranks : sequence of int, optional
         Ranks to show. Default: the first four.
     channel : int
+        Channel to show.
 
     Returns
     -------

@@ -95,8 +95,8 @@ def recv(peer, chunk=0, after=()):
     [
         (schedule_of(((send(1),),), ((),)), "rank 1 has no matching receive"),
         (schedule_of(((send(1),),), ((recv(0, 1),),), nchunks=(2,)), "receives chunk 1"),
-        (schedule_of(((send(7),),), ((),)), "peer must be below 2"),
-        (schedule_of(((send(1, 3),),), ((recv(0, 3),),)), "below the channel's number of chunks"),
+        (schedule_of(((send(7),),), ((),)), "peer must be a rank below 2"),
+        (schedule_of(((send(1, 3),),), ((recv(0, 3),),)), "src must be a chunk of the channel"),
         (schedule_of(((send(1, 0, (0,)),),), ((recv(0),),)), "after must name earlier ops"),
         (schedule_of(((send(1),), ()), ((recv(0),), ())), "2 channels instead of 1"),
         (schedule_of(((send(1),),), ((recv(0),), ())), "2 channels instead of 1"),

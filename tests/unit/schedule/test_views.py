@@ -78,8 +78,8 @@ def test_bytes_on_the_wire_balance_and_match_the_declared_share(count, weights):
 
 def test_the_summary_is_one_line_of_facts():
     assert summary(ring.allreduce(4)) == (
-        "allreduce ring: 4 ranks, 1 channel of 4 chunks, 6 steps, each rank sends 3/2 and "
-        "receives 3/2 of the data, 12 ops per rank and channel"
+        "allreduce ring: 4 ranks, 1 channel of 4 chunks, 6 steps, each rank sends at most 3/2 "
+        "and receives at most 3/2 of the data, at most 12 ops per rank and channel"
     )
 
 
