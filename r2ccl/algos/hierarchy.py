@@ -51,19 +51,21 @@ def wrap(
         Ranks of each node; together they are 0 to ``nranks - 1``.
     carried : mapping, optional
         Data that each (node, channel) sends and receives in `inner`, as multiples of the buffer.
-        Saves generating all ops to compute the cost.
+        With it, the cost is usually computed without generating the ops; see Notes.
 
     Raises
     ------
     InvalidArgument
-        If `inner` is not an allreduce, a rank is missing or on two nodes, a node has no rank, or
-        the leaders of a channel are not in the order of their nodes.
+        If `inner` is not an allreduce, `members` does not have one entry per rank of `inner`, a
+        rank is missing or on two nodes, a node has no rank, or the rank numbers of a channel's
+        leaders do not ascend from node to node.
 
     Notes
     -----
     *Cost*: generates the ops of all ranks once to compute the cost, because the inner schedule
     declares the load of its busiest node but not which node that is. This is not needed with
-    `carried` if all nodes have the same number of ranks and all channels the same number of chunks.
+    `carried` if there are two nodes or more, all nodes have the same number of ranks, and all
+    channels the same number of chunks.
     """
     teams = [tuple(team) for team in members]
     _require_teams(inner, teams)

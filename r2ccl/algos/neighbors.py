@@ -1,8 +1,8 @@
 """Ranks that one rank exchanges data with in the schedules of a whole network.
 
 Rings and chains connect consecutive ranks; recursive doubling and dissemination connect ranks at
-distances of powers of two. Where nodes have several ranks, the same holds among nodes. So a rank
-has some 2 log2(n) neighbors, and twice as many with several ranks per node. Schedules made for a
+distances of powers of two. If nodes have several ranks, the same holds among nodes. A rank thus has
+about 2 log2(n) neighbors, and twice as many with several ranks per node. Schedules made for a
 degraded network use further edges.
 """
 
@@ -26,12 +26,12 @@ def neighbors(rank: int, nranks: int, nodes: Sequence[int] = ()) -> frozenset[in
     Returns
     -------
     frozenset of int
-        Some 2 log2(`nranks`) other ranks, twice as many with several ranks per node.
+        About 2 log2(`nranks`) other ranks, twice as many with several ranks per node.
 
     Raises
     ------
     InvalidArgument
-        If there is no such rank.
+        If `rank` is not in ``range(nranks)``.
     """
     if not 0 <= rank < nranks:
         raise InvalidArgument(f"rank={rank}; allowed is 0 to {nranks - 1}")
@@ -40,7 +40,7 @@ def neighbors(rank: int, nranks: int, nodes: Sequence[int] = ()) -> frozenset[in
     if per_node > 1:
         distances |= {per_node * power for power in _powers_of_two(nranks // per_node)}
     near = {(rank + sign * distance) % nranks for distance in distances for sign in (1, -1)}
-    if nranks > 1:  # where the number of ranks is no power of two, some ranks stand in for others
+    if nranks > 1:  # if this is no power of two, recursive doubling also uses other distances
         ops = recursive_doubling.allreduce(nranks).program(rank).channels[0]
         near |= {op.peer for op in ops if op.peer >= 0}
     return frozenset(near - {rank})

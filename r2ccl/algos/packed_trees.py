@@ -169,7 +169,10 @@ def pack_rooted(rooms: Sequence[int], ntrees: int, root: int) -> tuple[tree.Pare
 
 
 def _deal_down(extra: Sequence[int], ntrees: int, root: int) -> list[list[int]]:
-    """Return each node's number of children in each tree: `extra` in all, plus 1 for the root."""
+    """Return each node's number of children in each tree, one list per tree.
+
+    Over all trees, a node gets `extra` children; the root gets one more in every tree.
+    """
     n = len(extra)
     left = list(extra)
     given = list(left)
@@ -195,7 +198,11 @@ def _deal_down(extra: Sequence[int], ntrees: int, root: int) -> list[list[int]]:
 
 
 def _rooted_tree(wanted: Sequence[int], root: int, first: int) -> tree.Parents:
-    """Return the flattest tree with the given numbers of children; nodes with most come first."""
+    """Return the flattest tree with the given numbers of children.
+
+    Nodes are added in order of that number, largest first, each below the first node placed that
+    lacks a child. `first` is as in `flat_tree`.
+    """
     n = len(wanted)
     waiting = [node for node in range(n) if node != root]
     waiting.sort(key=lambda node: (-wanted[node], (node - first) % n))
@@ -210,8 +217,8 @@ def _rooted_tree(wanted: Sequence[int], root: int, first: int) -> tree.Parents:
 def flat_tree(wanted: Sequence[int], first: int = 0, reach: Reach | None = None) -> tree.Parents:
     """Return the flattest tree with the given degrees.
 
-    Nodes are added in order of degree, largest first, each below the highest node that has a free
-    edge.
+    Nodes are added in order of degree, largest first, each below the first node placed that has a
+    free edge.
 
     Parameters
     ----------
@@ -220,8 +227,8 @@ def flat_tree(wanted: Sequence[int], first: int = 0, reach: Reach | None = None)
     first : int
         Node that comes first among nodes of equal degree; the others follow in cyclic order.
     reach : callable, optional
-        As for `allreduce`. If a node reaches no node with a free edge, it is added below the
-        highest node that it reaches; degrees then differ from `wanted`.
+        As for `allreduce`. While no node left reaches a free edge, one of them is added below a
+        node without one; degrees then differ from `wanted`.
 
     Raises
     ------
@@ -287,7 +294,7 @@ def _in_twos(values: Sequence[Fraction], rooms: Sequence[int]) -> list[int]:
 
 
 def _deal(sums: Sequence[int], ntrees: int) -> list[list[int]]:
-    """Return each node's degree in each tree, with the total degrees `sums`.
+    """Return each node's degree in each tree, one list per tree, with the total degrees `sums`.
 
     Every node has one edge in every tree. The further edges of a tree go, two at a time, to the
     node that lags most behind an even distribution of its total over the trees. Single edges, for

@@ -56,7 +56,8 @@ def allreduce(
     Returns
     -------
     Schedule
-        Has ``nranks`` chunks per channel, and 4(n - 1) ops per rank and channel.
+        Has ``nranks`` chunks per channel, and 4(n - 1) ops per rank and channel, or one op if n is
+        1.
 
     Raises
     ------
@@ -69,14 +70,20 @@ def allreduce(
 def reduce_scatter(
     nranks: int, nchannels: int = 1, rank_orders: Sequence[Sequence[int]] | None = None
 ) -> Schedule:
-    """Build the ring reduce-scatter: rank r ends with chunk r. Arguments as in `allreduce`."""
+    """Build the ring reduce-scatter: rank r ends with chunk r.
+
+    Arguments and errors as in `allreduce`.
+    """
     return _schedule("reduce_scatter", nranks, nchannels, rank_orders, _reduce_scatter_ops)
 
 
 def allgather(
     nranks: int, nchannels: int = 1, rank_orders: Sequence[Sequence[int]] | None = None
 ) -> Schedule:
-    """Build the ring allgather: rank r starts with chunk r. Arguments as in `allreduce`."""
+    """Build the ring allgather: rank r starts with chunk r.
+
+    Arguments and errors as in `allreduce`.
+    """
     return _schedule("allgather", nranks, nchannels, rank_orders, _allgather_ops)
 
 

@@ -36,7 +36,8 @@ def span(nranks: int, reach: Reach, root: int = 0) -> Parents:
     """Return a spanning tree in which parent and child always share a rail.
 
     In breadth-first order, each rank gets up to two children among the ranks that it reaches and
-    that are not in the tree yet. Ranks left over are added below the highest rank that they reach.
+    that are not in the tree yet. Then the ranks left over are added as further children of the
+    first rank in this order that reaches them.
 
     Parameters
     ----------
@@ -48,7 +49,7 @@ def span(nranks: int, reach: Reach, root: int = 0) -> Parents:
     Raises
     ------
     InvalidArgument
-        If some ranks are not connected to `root`; names them.
+        If some ranks are not connected to `root`. The message names them.
     """
     parents = [-1] * nranks
     waiting = [(root + place) % nranks for place in range(1, nranks)]
@@ -86,7 +87,7 @@ def allgather(parents: Sequence[int], nchannels: int = 1) -> Schedule:
     Raises
     ------
     InvalidArgument
-        If `parents` is not a tree; see `r2ccl.algos.tree.grow`.
+        If `nchannels` is below 1, or `parents` is not a tree; see `r2ccl.algos.tree.grow`.
     """
     return _schedule("allgather", parents, nchannels, _allgather_ops)
 

@@ -10,8 +10,9 @@ and receives d times that share. The load of a rank thus depends on how many tre
 `double_binary` returns two trees in which the inner ranks of one are leaves of the other;
 `r2ccl.algos.packed_trees` builds trees for ranks of arbitrary bandwidths.
 
-Steps: twice the height, 2 log2(n) for binary trees. Bytes on the wire: with a double binary tree,
-the busiest rank sends and receives about twice the data.
+Steps: twice the height for an allreduce, 2 ceil(log2(n)) with binary trees; the height for a reduce
+or a broadcast. Bytes on the wire: in an allreduce over a double binary tree, the busiest rank sends
+and receives at most twice the data.
 
 References
 ----------
@@ -110,21 +111,27 @@ def allreduce(trees: Sequence[Sequence[int]], name: str = "tree") -> Schedule:
 
 
 def reduce(trees: Sequence[Sequence[int]], name: str = "tree") -> Schedule:
-    """Build the reduce to the common root of `trees`. Arguments as in `allreduce`."""
+    """Build the reduce to the common root of `trees`.
+
+    Arguments and errors as in `allreduce`; also raises `InvalidArgument` if the roots differ.
+    """
     return _schedule(trees, name, "reduce", _reduce_ops, 1)
 
 
 def broadcast(trees: Sequence[Sequence[int]], name: str = "tree") -> Schedule:
-    """Build the broadcast from the common root of `trees`. Arguments as in `allreduce`."""
+    """Build the broadcast from the common root of `trees`.
+
+    Arguments and errors as in `allreduce`; also raises `InvalidArgument` if the roots differ.
+    """
     return _schedule(trees, name, "broadcast", _broadcast_ops, 1)
 
 
 def double_binary(nranks: int) -> tuple[Parents, Parents]:
-    """Return two trees of height log2(n) in which every rank has at most four edges in total.
+    """Return two trees of height ceil(log2(n)), in which a rank has at most four edges in total.
 
-    In the first tree the height of a rank is the number of trailing zero bits of its number, so all
-    odd ranks are leaves. The second tree is the mirror image of the first for an even number of
-    ranks, and the first tree shifted by one rank for an odd number.
+    In the first tree rank 0 is the root. The height of any other rank is the number of trailing
+    zero bits of its number, so all odd ranks are leaves. The second tree is the mirror image of the
+    first for an even number of ranks, and the first tree shifted by one rank for an odd number.
     """
     first = tuple(_in_order_parent(rank, nranks) for rank in range(nranks))
     if nranks % 2:
