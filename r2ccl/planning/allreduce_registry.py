@@ -185,8 +185,9 @@ def candidates(name: str, terms: Terms) -> Iterator[Candidate]:
     Parameters
     ----------
     name : str
-        One of `FAMILIES`, or ``spanning_tree``, which is built over ranks and therefore does not
-        need leaders in the order of their nodes.
+        One of `FAMILIES`, or ``spanning_tree``. With several ranks per node, schedules over nodes
+        need leaders in the order of their nodes (`r2ccl.algos.hierarchy`). Without them, only
+        ``spanning_tree`` and ``ring``, which are also built over ranks, have candidates.
     terms : Terms
     """
     is_flat = all(len(team) == 1 for team in terms.teams)
@@ -221,7 +222,11 @@ def expand(
     teams: Sequence[Sequence[int]],
     flows: Flows | None = None,
 ) -> tuple[Schedule, Placement]:
-    """Turn a schedule over nodes and its placement into a schedule over ranks and its placement."""
+    """Turn a schedule over nodes and its placement into a schedule over ranks and its placement.
+
+    `teams` are the ranks of each node. With the `flows` of `schedule`, the cost of the result is
+    usually computed without generating its ops.
+    """
     edges = []
     for channel, low, high, number in placement.edges:
         one, other = (teams[node][channel % len(teams[node])] for node in (low, high))
@@ -312,7 +317,8 @@ def _counts_of_trees(terms: Terms) -> list[tuple[int, list[int]]]:
     If a whole port takes k edges, at most t trees fit the ports (`Terms.rooms`), and their time is
     proportional to k / t. The lower bound would need a fractional k; for some integers k, the time
     is close to the lower bound. For each factor in `_EVEN`, the result has the smallest tree count
-    whose time is at most that factor times the least time.
+    whose time is at most that factor times the least time. Above `_MANY_NODES` nodes, `_TIGHT` and
+    `_LOOSE` replace `_EVEN`. If no tree fits, the result is one tree per home rail.
     """
     n = len(terms.shares)
     tight: dict[int, tuple[Fraction, list[int]]] = {}

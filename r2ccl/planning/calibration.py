@@ -1,7 +1,7 @@
 """Calibration: derive the latency and the bandwidth of the network from a few timed allreduces.
 
-alpha is the time per step of an allreduce of a few bytes. beta follows from the time of a large
-allreduce minus alpha times its steps.
+alpha is the time per step of an allreduce of a few bytes. beta, the bandwidth of a rail, follows
+from the time of a large allreduce minus alpha times its steps. `Rates` holds both.
 
 The caller supplies the timing function. It must return the same times on all ranks (the longest
 time of any rank), because equal times give equal rates, and equal rates equal plans.
@@ -25,6 +25,10 @@ def calibrate(time_ns: Callable[[int, int], int], of: Callable[[int], Choice]) -
         and full token buckets. Returns the same value on all ranks.
     of : callable
         ``of(nbytes)`` returns the `Choice` of an allreduce of `nbytes`.
+
+    Notes
+    -----
+    *Collective*: all ranks, because `time_ns` runs allreduces.
     """
     small, large = (of(nbytes).schedule.cost.steps for nbytes in (_SMALL_NBYTES, _MOST_NBYTES))
     alpha_ns = min(time_ns(_SMALL_NBYTES, 2) for _ in range(_NSMALL)) // small

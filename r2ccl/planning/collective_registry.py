@@ -44,8 +44,9 @@ def collective_candidates(
         Root rank of broadcast and reduce.
     terms : Terms
     keeps_order : bool
-        Reduce in rank order, whichever ports failed, if all neighbours in that order have a common
-        home rail. The result then has the same bits as before the failure.
+        If True, yield only rings and chains, in rank order if all neighbours in that order have a
+        common home rail: the result then has the same bits whichever ports have failed. Where no
+        ring is found, the only candidate is a spanning tree.
     """
     order = ring_order(terms, keeps_order=keeps_order)
     if collective in (Collective.BROADCAST, Collective.REDUCE):
@@ -67,8 +68,9 @@ def collective_candidates(
 def parted(collective: Collective, terms: Terms, nchannels: int) -> Schedule:
     """Return an allgather or a reduce-scatter with `nchannels` equal channels.
 
-    The schedule is the ring in rank order while every two nodes have a common home rail. Otherwise
-    it is a ring whose neighbours have one, or a spanning tree if no such ring exists.
+    The schedule is the ring in rank order if every two nodes have a common home rail, or if home
+    rails do not connect all nodes at all. Otherwise it is a ring whose neighbours have a common
+    home rail, or a spanning tree if no such ring is found.
     """
     nranks = sum(map(len, terms.teams))
     if terms.is_connected or not terms.is_joined:
@@ -97,15 +99,15 @@ def _disseminations(collective: Collective, terms: Terms) -> Iterator[Candidate]
 
 
 def ring_order(terms: Terms, *, keeps_order: bool = False) -> tuple[int, ...]:
-    """Return the order of ranks in rings and chains; () if no ring exists.
+    """Return the order of ranks in rings and chains; () if home rails allow no ring.
 
-    No ring exists if home rails connect all nodes, but every order found has neighbours without a
-    common home rail.
+    The result is () if home rails connect all nodes, but no order was found in which all neighbours
+    have a common home rail. If home rails do not connect all nodes, the result ignores such gaps.
 
     Nodes keep their order while all neighbours share as much bandwidth as the poorer of the two can
     use. Otherwise degraded nodes are spread among healthy ones if that raises the shared bandwidth.
     With `keeps_order`, the result is the rank order if all neighbours in it have a common home
-    rail.
+    rail, or if home rails do not connect all nodes.
     """
     if keeps_order:
         reach, nranks = terms.rank_meets(), sum(map(len, terms.teams))

@@ -46,7 +46,7 @@ class Rates(NamedTuple):
     Attributes
     ----------
     alpha_ns : int
-        Time of one step with an empty slice, in ns.
+        Time of one step of an allreduce of a few bytes, in ns.
     beta : int
         Bandwidth of a healthy rail in each direction, in bytes/s.
     """
@@ -97,11 +97,13 @@ class Choice(NamedTuple):
     placement : Placement
     slice_nbytes : int
     load : Fraction
-        Time of the busiest port, as a multiple of the time in which a whole rail carries the data.
+        Time of the busiest port, as a multiple of the time in which a whole rail carries the data;
+        0 if unknown.
     predicted_ns : int
         Predicted time of the call in ns; 0 if unknown.
     steps : int
-        Number of messages on the longest chain of dependent messages.
+        Number of messages on the longest chain of dependent messages; 0 if the time was not
+        predicted.
     is_among_nodes : bool
         True if the schedule is over nodes of several ranks and not yet expanded to ranks.
     flows : Flows or None
@@ -135,7 +137,7 @@ class Placed(NamedTuple):
     candidate : Candidate
     placement : Placement
     load : Fraction
-        Load of the busiest port, as in `Choice`.
+        Load of the busiest port, as in `Choice`; 0 unless `has_way`.
     mean : Fraction
         Average load of all ports, in the same unit.
     nlinks : int
@@ -277,7 +279,8 @@ NOT_TREES = (
 #: Fraction of a dissemination's step latencies that counts: steps overlap, because the first parts
 #: that a step sends have arrived before the previous step ends.
 _OVERLAPPED = Fraction(1, 3)
-#: Fraction of a tree's step latencies that counts: the others pass while ports are busy (same fit).
+#: Fraction of a tree's step latencies that counts: the others pass while ports are busy. From the
+#: same fit as `_fill_of_trees`.
 _SHOWN_STEPS = Fraction(9, 11)
 #: Bounds of the number of slices per channel, and the least size of a slice.
 _FEW_SLICES, _MANY_SLICES = 16, 128

@@ -22,6 +22,7 @@ from r2ccl.failover.health.table import WHOLE
 #: A vertex, the colour of which it has one edge too many, and the colour that this edge had before
 #: (-1: none).
 _Excess = tuple[int, int, int]
+#: A recolouring on a path: the excess before it, the edge, and the new colour of the edge.
 _Step = tuple[_Excess, int, int]
 
 

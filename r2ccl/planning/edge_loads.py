@@ -3,7 +3,8 @@
 An *edge* is the pair of links between two ranks on one channel. The planner compares many schedules
 and runs one of them. Computing loads without ops avoids generating the ops of all the others.
 
-Invariant: for the same schedule, every function here returns the same flows.
+Invariant: for the same schedule, every function here returns the same loads as multiples of the
+buffer. Their units and the order of the flows may differ.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
 
 
 class LinkSteps(NamedTuple):
-    """The steps of a lane that use one link, in the order of their slices on the link.
+    """The steps of a lane that send on one link, or those that receive from it, in slice order.
 
     ``peer`` and ``channel`` identify the link; ``channel`` is a link channel, which may differ from
     the schedule's channel. ``depth`` bounds how many landing places the receiver names ahead.
@@ -60,8 +60,9 @@ class LinkSteps(NamedTuple):
 class Lane(msgspec.Struct, frozen=True):
     """One channel of one rank: its steps, and the order of sends and receives on each link.
 
-    ``locals`` are the indices of steps without a peer. ``channels`` are the link channels that the
-    lane uses; no other lane of the call uses them.
+    ``locals`` are the indices of steps without a peer. ``nslices`` is the number of slices of all
+    steps together. ``channels`` are the link channels that the lane uses; no other lane of the call
+    uses them.
     """
 
     steps: tuple[Step, ...]
@@ -73,7 +74,22 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """The slices that one rank sends, receives and reduces in one collective of one size."""
+    """The slices that one rank sends, receives and reduces in one collective of one size.
+
+    Attributes
+    ----------
+    rank : int
+    count, itemsize : int
+        Number of elements of the whole buffer, and bytes of an element.
+    slice_nbytes : int
+        Largest size of a slice: whole elements, at least one.
+    lanes : tuple of Lane
+        One lane per channel of the schedule.
+    peers : frozenset of int
+        Ranks that this rank sends to or receives from.
+    uses_scratch : bool
+        True if an op reads or writes scratch memory.
+    """
 
     rank: int
     count: int
@@ -100,7 +116,7 @@ def lower(
     Parameters
     ----------
     slice_nbytes : int
-        Largest size of a slice.
+        Largest size of a slice. An element larger than this is a slice of its own.
     eager_nbytes : int
         Ops whose slices have at most this size are sent eagerly.
     weights : sequence of int, optional
@@ -110,6 +126,12 @@ def lower(
     numbers : mapping of (int, int) to int, optional
         Link channels of single edges that differ from `channels`, by channel of the program and
         peer.
+
+    Raises
+    ------
+    InvalidArgument
+        If `count` is not a multiple of the program's ``nparts``, or the weights are not one integer
+        per channel, 0 or more and not all 0.
     """
     nchannels = len(program.channels)
     pieces = layout(count, program.nchunks, weights or program.weights, itemsize, program.nparts)

@@ -125,8 +125,10 @@ def place_edges(
     ----------
     schedule : Schedule
         Schedule over all ranks of `health`.
-    homes, health
-        As for `place`.
+    homes : sequence of int
+        Home rails, all of them rails of `health`.
+    health : Health
+        Shares of the ports of all ranks.
     nodes : sequence of int, optional
         Node of each rank; ranks of a node share its ports. Default: one rank per node.
     flows : Flows, optional
@@ -222,7 +224,10 @@ def mean_time(
 def ring_time(
     placement: Placement, homes: Sequence[int], health: Health, nodes: Sequence[int] = ()
 ) -> Fraction | None:
-    """Return the `port_time` of a ring allreduce in rank order, without its flows."""
+    """Return the `port_time` of a ring allreduce in rank order, without its flows.
+
+    Unlike there, a channel detours as a whole, to the rail with the fewest detours for its share.
+    """
     n, width = health.nranks, len(homes)
     channels: list[list[int]] = [[] for _ in homes]
     for channel, weight in zip(placement.channels, placement.weights, strict=True):

@@ -1,9 +1,10 @@
 """Plan cache: the plan of each call shape, made on first use and kept.
 
 `planner` chooses the schedule and its placement on the rails, the checker refuses a wrong schedule,
-`lowering` cuts the schedule into slices, and `kernels` has the arithmetic. A plan depends only on
-the call's signature, its number and the agreed health, which are equal on all ranks, so the plans
-of all ranks match.
+`lowering` cuts the schedule into slices, and `kernels` has the arithmetic. Apart from the rank, a
+plan depends only on values that are equal on all ranks: the call's signature, number and own
+schedule, the settings, the fabric with its agreed rates, and the agreed health. The plans of all
+ranks therefore match.
 
 Invariant: a cache holds at most `_KEPT` plans and evicts the oldest first.
 """
@@ -94,7 +95,15 @@ class GroupPlanCache:
         self._renumbered: dict[tuple[int, CallSignature], Plan] = {}
 
     def __call__(self, call: CallSignature, health: Health) -> Plan:
-        """Return the plan of an allreduce of the group, given the health of all ranks."""
+        """Return the plan of an allreduce of the group, given the health of all ranks.
+
+        The plan has ranks and link channels of the whole communicator.
+
+        Raises
+        ------
+        InvalidArgument
+            If the dtype does not support the reduction.
+        """
         key = (health.version, call)
         found = self._renumbered.get(key)
         if found is None:
@@ -181,7 +190,8 @@ class PlanCache:
             Number of the collective, which decides whether the plan is a bandwidth sample.
             Default: the plan is not one.
         own : Schedule, optional
-            Schedule supplied by the user, which replaces the planner's choice.
+            Schedule of the user, which replaces the planner's choice. The caller has verified that
+            its collective and its number of ranks are those of the call.
 
         Raises
         ------
@@ -246,7 +256,7 @@ class PlanCache:
         )
 
     def _is_bandwidth_sample(self, call: CallSignature, health: Health, op: int) -> bool:
-        """Return whether collective number `op` is a bandwidth sample, even if it is slower.
+        """Return whether collective number `op` is a bandwidth sample, even a slower one.
 
         Samples are frequent soon after the health changed, because it may change back. Later they
         are rare enough to cost at most `_BUDGET` of the predicted time. All ranks agree, because

@@ -5,10 +5,10 @@ configuration, the fabric with the agreed rates, and the agreed health. Results 
 keeps from call to call save time and never change a choice.
 
 Data that fits one eager slice is bound by latency and runs recursive doubling, dissemination or a
-binary tree. Larger collectives run the candidate with the least predicted time
-(`r2ccl.planning.cost_model`). ``R2CC_ALGO`` fixes the schedule family, ``R2CC_MODE`` restricts the
-families. If some nodes have no common rail, only schedules whose neighbours share one are
-candidates.
+binary tree. Larger collectives run the candidate with the least predicted time, or a preferred one
+whose time is within 2 % of it (`r2ccl.planning.cost_model`, `best`). ``R2CC_ALGO`` fixes the
+schedule family, ``R2CC_MODE`` restricts the families. If some nodes have no common rail, schedules
+whose neighbours share one replace the others, as long as one exists.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from r2ccl.types import PARTED, CallSignature, Collective
 
 
 class Explanation(NamedTuple):
-    """Comparison of the schedules for a call, with the reason of the choice; ``str()`` is a table.
+    """Comparison of the schedules for an allreduce, and the reason of the choice.
+
+    ``str()`` returns a table, with the chosen schedule marked by ``*``.
 
     Attributes
     ----------
@@ -38,7 +40,8 @@ class Explanation(NamedTuple):
         Size of the allreduce.
     chosen : Choice
     others : tuple of Choice
-        Best variant of every other family, fastest first.
+        Best variant of every other family that can run, fastest first. Its ``predicted_ns`` and
+        that of `chosen` are 0 if the network was not measured.
     why : str
         Reason of the choice, for people.
     """
@@ -82,8 +85,9 @@ class Planner:
     ) -> Choice:
         """Return the choice for a call whose whole buffer has `nbytes` bytes.
 
-        With `is_bandwidth_sample`, choose a schedule whose traffic measures rail bandwidth, unless
-        the settings fix another one (see `r2ccl.planning.plan_cache`).
+        With `is_bandwidth_sample`, choose a schedule whose traffic measures rail bandwidth (see
+        `r2ccl.planning.plan_cache`), unless the data fits one eager slice, the settings fix another
+        schedule, or no such schedule can run.
         """
         is_small = nbytes <= self._config.eager_nbytes
         carried = self._carried(health)
@@ -153,9 +157,10 @@ class Planner:
         Parameters
         ----------
         families : iterable of str, optional
-            Names in `FAMILIES`. Default: the families that the settings allow and that can be the
-            best for this health. If no candidate of these has a common home rail between all its
-            neighbours, the ring is tried, then families that bridge such gaps.
+            Names in `FAMILIES`, or ``spanning_tree``. Default: the families that the settings allow
+            and that can be the best for this health. If no candidate of these has a common home
+            rail between all its neighbours, the ring is tried, then families that bridge such gaps.
+            If none of these has one either, the result is the ring.
         """
         carried = self._carried(health)
         terms = self._terms(nbytes, carried)
@@ -187,7 +192,7 @@ class Planner:
         return found
 
     def own(self, schedule: Schedule, nbytes: int, health: Health) -> Choice:
-        """Return the choice that runs a given schedule, placed on the rails."""
+        """Return the choice that runs `schedule`, a schedule over ranks, placed on the rails."""
         fill = 0 if schedule.name in NOT_TREES else schedule.cost.steps // 2
         candidate = Candidate(schedule.name, schedule, fill)
         placed = put(candidate, self.fabric, self._carried(health))
@@ -299,8 +304,9 @@ _TREES: dict[int, Callable[..., Schedule]] = {
 _Key = tuple[int, str, int]
 
 #: Families tried on a whole and on a degraded network; if several are predicted to be equally good,
-#: the first one runs. Other families run only if named by R2CC_ALGO: measured on 4 nodes of 4 rails
-#: with lost NICs, none of them was more than 2 % faster than all of these.
+#: the first one runs. Other families run only if R2CC_ALGO names them or R2CC_MODE is r2cc, because
+#: measured on 4 nodes of 4 rails with lost NICs, none was more than 2 % faster than the best of
+#: these.
 _FOR_WHOLE = ("ring", "dissemination", "packed_trees", "tree")
 _FOR_DEGRADED = ("packed_trees", "ring", "bridged_ring", "tree")
 #: Families for networks in which some nodes have no common home rail, tried if no other family has
