@@ -55,8 +55,8 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     Raises
     ------
     InvalidArgument
-        If a table is empty or its rows differ in length; if a value is negative, NaN, or infinite
-        where it must be finite; or if a node or a rail does not exist.
+        If a table is empty or its rows differ in length; if `inside_bandwidth` is not above 0; if
+        another value is negative, infinite or NaN; or if a node or a rail does not exist.
 
     Examples
     --------
@@ -97,7 +97,15 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         inside_alpha_s: float = 0.0,
         reduction_rate: float = 0.0,
     ) -> Network:
-        """Return `nnodes` nodes, each with `nrails` ports of `bandwidth` bytes/s per direction."""
+        """Return `nnodes` nodes, each with `nrails` ports of `bandwidth` bytes/s per direction.
+
+        The ranks are numbered node by node. All other arguments are those of `Network`.
+
+        Raises
+        ------
+        InvalidArgument
+            If a number is below 1, or as for `Network`.
+        """
         if ranks_per_node < 1:
             raise _wrong("ranks_per_node", ranks_per_node, "1 or more")
         return cls(
@@ -125,17 +133,40 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.nodes)
 
     def changed(self, *changes: Change) -> Network:
-        """Return a copy of the network with further `changes`."""
+        """Return a copy of the network with further `changes`.
+
+        Raises
+        ------
+        InvalidArgument
+            As for `Network`.
+        """
         return msgspec.structs.replace(self, changes=(*self.changes, *changes))
 
     def without(self, node: int, *rails: int, time_s: float = 0.0) -> Network:
-        """Return a copy in which `rails` of `node` fail at `time_s`."""
+        """Return a copy in which `rails` of `node` fail `time_s` seconds after the start.
+
+        With 0 they are dead from the start. Changes that the network already has still apply, so
+        one at a later time can revive a rail.
+
+        Raises
+        ------
+        InvalidArgument
+            If the node or a rail does not exist.
+        """
         if time_s > 0:
             return self.changed(*(Change(time_s, node, rail, 0.0) for rail in rails))
         return self._scaled(node, rails, 0.0)
 
     def degraded(self, node: int, fraction: float) -> Network:
-        """Return a copy in which every rail of `node` has `fraction` of its bandwidth."""
+        """Return a copy in which every rail of `node` has `fraction` of its initial bandwidth.
+
+        `Network.changes` stay as they are.
+
+        Raises
+        ------
+        InvalidArgument
+            If the node does not exist, or `fraction` is negative or not finite.
+        """
         return self._scaled(node, range(self.nrails), fraction)
 
     def _scaled(self, node: int, rails: Iterable[int], fraction: float) -> Network:

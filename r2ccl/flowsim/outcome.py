@@ -40,7 +40,10 @@ class Use(NamedTuple):
 
 
 class Bottleneck(NamedTuple):
-    """Port with the highest utilisation, and that utilisation."""
+    """Port with the highest utilisation, and that utilisation, 0 to 1.
+
+    `rail` is 0 if a node has one port per direction (``node_ports``).
+    """
 
     node: int
     rail: int
@@ -80,7 +83,8 @@ class Outcome(NamedTuple):
     def bottleneck(self) -> Bottleneck:
         """Port with the highest utilisation.
 
-        Close to 1, no schedule that sends the same bytes through that port is faster.
+        If the utilisation is close to 1, a schedule can be faster only if it sends fewer bytes
+        through that port.
         """
         found = []
         for use, is_egress in ((self.egress, True), (self.ingress, False)):

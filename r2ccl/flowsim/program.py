@@ -26,7 +26,7 @@ from r2ccl.schedule.ir import Op, OpKind, Schedule
 class Program(NamedTuple):
     """Compact ops of all ranks, independent of buffer size and network.
 
-    Consists of arrays and integers only, and can be pickled for other processes.
+    A program consists of arrays and integers only, and can be pickled for other processes.
 
     Parameters
     ----------
@@ -69,7 +69,8 @@ def compile_schedule(schedule: Schedule) -> Program:
     Raises
     ------
     ScheduleError
-        If a field contradicts the kind of its op, or a send has no matching receive.
+        If a field contradicts the kind of its op, a send has no matching receive, or a rank has a
+        different number of channels than the schedule.
 
     Notes
     -----

@@ -73,9 +73,9 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     nprocessors : int
     flops_per_s : float
-        Operations per second of one processor, sustained in a prefill.
+        Operations per second that one processor sustains.
     memory_bytes_per_s : float
-        Bytes per second that one processor reads from its memory, sustained in a decode step.
+        Bytes per second that one processor reads from its memory; limits decode steps only.
 
     Raises
     ------
@@ -127,6 +127,8 @@ def prefill(
 ) -> ServingPhase:
     """Return the time to process `nprompts` prompts of `length` tokens each in one batch.
 
+    `allreduce_s` is called once, with the bytes of one allreduce; see `AllreduceTime`.
+
     Dense layers take two operations per parameter and token. Attention takes four operations per
     layer, activation element, and pair of a token and an earlier one: two for the score and two for
     the weighted sum.
@@ -145,6 +147,7 @@ def decode(
     """Return the time of one decode step: one new token for each of `nsequences` sequences.
 
     Each sequence has `context` earlier tokens, whose keys and values are read from memory.
+    `allreduce_s` is as for `prefill`.
     """
     weights = model.nparameters * model.itemsize / server.nprocessors
     # A head is not split: if there are more processors than heads, some hold copies.

@@ -99,9 +99,9 @@ def simulate(
     -----
     A slice is sent when the link has sent all its earlier slices, the dependencies of its send are
     done, and, if the peer's op is a RECV, the dependencies of that RECV are done. A link sends one
-    slice at a time. The slice lands `Network.alpha_s` after it left the wire; then the sender's
-    memory is released. The number of landing places and the latency of a clear-to-send are not
-    modelled.
+    slice at a time. The slice lands `Network.alpha_s` after it left the wire, or within a node
+    `Network.inside_alpha_s`; then the sender's memory is released. The number of landing places and
+    the latency of a clear-to-send are not modelled.
 
     *Cost*: memory is 8 bytes per op and channel, plus 0.1 kB per op of a shape while the schedule
     is compiled. Time on one EPYC core is 0.07 µs for a slice that follows its predecessor without

@@ -48,8 +48,9 @@ def cut_chunks(program: Program, sizes: Sizes, weights: Sequence[int]) -> Record
     Raises
     ------
     InvalidArgument
-        If there is not one weight per channel, if ``program.nparts`` does not divide the buffer, or
-        if a chunk has more than 2**31 - 1 slices.
+        If the weights are not one integer per channel, 0 or more and not all 0, if
+        ``program.nparts`` does not divide the number of elements, or if a chunk has more than
+        2**31 - 1 slices.
     """
     pieces = layout(sizes.nelements, program.nchunks, weights, sizes.itemsize, program.nparts)
     counts = np.array([hi - lo for channel in pieces for lo, hi in channel], np.int64)

@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-#: ``loop(state, until)`` runs the events up to time `until`. Returns False if it stopped because
-#: ``landings`` is full: enlarge it and call again.
+#: ``loop(state, until)`` runs the events up to and including `until`, in seconds of simulated time.
+#: It returns False if it stopped because ``landings`` is full: enlarge it and call again.
 Loop = Callable[[FlowState, float], bool]
 
 #: Checksum of all sources of this package. Numba's cache key of a function includes the values it
@@ -49,7 +49,7 @@ def inlined(function: _F) -> _F:
 def called(function: _F) -> _F:
     """Compile `function` for calls from loops, not inline.
 
-    For long functions of which one call handles many slices.
+    Use it for long functions that handle many slices per call.
     """
     made: _F = register_jitable(_nrt=False)(function)
     return made

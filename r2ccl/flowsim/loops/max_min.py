@@ -3,9 +3,9 @@
 Between two batches every link that is sending a slice has its max-min fair rate, and the heap holds
 the time at which that slice ends.
 
-Rates are recomputed only where links start or stop sending. A link whose next slice follows without
-a pause keeps its rate. When a link starts or stops, the links that share a port with it are
-recomputed, then those that share a port with one of these, and so on.
+Rates are recomputed only where links start or stop sending or a port's bandwidth changes. A link
+whose next slice follows without a pause keeps its rate. When a link starts or stops, the links that
+share a port with it are recomputed, then those that share a port with one of these, and so on.
 
 Batches
 -------
