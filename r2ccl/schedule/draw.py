@@ -69,7 +69,11 @@ class _Place(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """Geometry that all panels share: x of the end of each step, and y of the first lane."""
+    """Geometry that all panels share.
+
+    `columns` has the x coordinate of the end of each step, from step 0, which holds the names of
+    the ranks. `head` is the y coordinate of the upper edge of the lanes.
+    """
 
     schedule: Schedule
     columns: tuple[float, ...]

@@ -153,7 +153,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         ``generate(rank)`` returns the ops of `rank`, one tuple per channel, in time proportional to
         their number. A pure function: equal arguments give equal ops.
     weights : tuple of int
-        Share of each channel in the buffer. Default: equal shares.
+        Relative share of each channel in the buffer, 0 or more and not all 0. Default: equal shares.
     root : int
         Rank that provides (broadcast) or gets (reduce) the data, in a collective with a root.
 
@@ -202,7 +202,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     def nparts(self) -> int:
         """Number of equal parts of the buffer: `nranks` for collectives in `PARTED`, else 1.
 
-        The number of chunks of every channel is a multiple of it.
+        In a schedule that `check` accepts, the number of chunks of every channel is a multiple of
+        it.
         """
         return self.nranks if self.collective in PARTED else 1
 

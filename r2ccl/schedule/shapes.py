@@ -13,6 +13,7 @@ from typing import TypeAlias
 #: Pixels from the upper left corner: to the right, down.
 Point: TypeAlias = tuple[float, float]
 
+#: Colours of text, of secondary text, of lanes and of grid lines.
 INK, FAINT, LANE, GRID = "#1f2630", "#5d6673", "#b9c0ca", "#e9ecf0"
 #: Radius in pixels of a mark on a lane.
 RADIUS = 6.5
@@ -57,7 +58,7 @@ def line(begin: Point, end: Point, ink: str, width: float = 1) -> str:
 
 
 def plus(at: Point, ink: str, *, is_filled: bool) -> str:
-    """Draw a plus sign in a circle centred at `at`."""
+    """Draw a plus sign in a circle centred at `at`; the circle is white unless `is_filled`."""
     ground, sign = (ink, "#fff") if is_filled else ("#fff", ink)
     return (
         f'<circle cx="{_n(at[0])}" cy="{_n(at[1])}" r="{RADIUS - 0.5}" fill="{ground}" '
