@@ -153,7 +153,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         ``generate(rank)`` returns the ops of `rank`, one tuple per channel, in time proportional to
         their number. A pure function: equal arguments give equal ops.
     weights : tuple of int
-        Relative share of each channel in the buffer, 0 or more and not all 0. Default: equal shares.
+        Relative share of each channel in the buffer, 0 or more and not all 0. Default: equal
+        shares.
     root : int
         Rank that provides (broadcast) or gets (reduce) the data, in a collective with a root.
 
