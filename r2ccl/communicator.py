@@ -120,6 +120,7 @@ class Communicator:
         self._engine = Engine(context, control)
         fabric = Fabric(context.homes, control.nwires, nodes)
         self._plans = PlanCache(self.rank, self.nranks, fabric, config)
+        self._pool = LandingPool(transport.allocate, config.landing_depth)
         turn = threading.Lock()
         self._worker = Worker(f"r2ccl-worker-{self.rank}", turn, self._engine.fail_call)
         self._on_device = DeviceCollectives(
@@ -133,7 +134,7 @@ class Communicator:
         self._collectives = Collectives(
             self._engine,
             self._plans,
-            LandingPool(transport.allocate, config.landing_depth),
+            self._pool,
             worker=self._worker,
             turn=turn,
             start_on_device=self._on_device.start,
@@ -548,7 +549,8 @@ class Communicator:
         *Local*; callable in any thread, does not wait. ``str()`` of the report is for people.
         """
         rails = self._engine.rails(self._rails)
-        return status.HealthReport(self.rank, monotonic(), rails)
+        memory = self._engine.memory(self._pool.nbytes)
+        return status.HealthReport(self.rank, monotonic(), rails, memory)
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return the last verdict of this rank on each path; ``str()`` of a verdict is for people.
@@ -598,7 +600,8 @@ class Communicator:
         *Local*; callable in any thread, does not wait.
         """
         peers = [info for info in self._control.peers if info.rank != self.rank]
-        read = self._engine.status(peers, self._control.last_heard)
+        memory = self._engine.memory(self._pool.nbytes)
+        read = self._engine.status(peers, self._control.last_heard, self._plans.planning, memory)
         return msgspec.json.encode(read).decode()
 
     def dump_on_signal(self, signum: int = signal.SIGUSR1) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from r2ccl import kernels
+from r2ccl.clock import monotonic
 from r2ccl.config import Config
 from r2ccl.dtypes import dtype_of
 from r2ccl.failover.health.table import WHOLE, Health
@@ -51,6 +52,24 @@ class Plan(NamedTuple):
     reduce: kernels.Reducer
     finish: kernels.Divider | None
     is_bandwidth_sample: bool
+
+
+class Planning(msgspec.Struct, frozen=True):
+    """Plans made for one version of the health: how long they held up their calls.
+
+    Attributes
+    ----------
+    version : int
+        Version of the health; a loss or return of a NIC begins the next one.
+    nplans : int
+    total_s, longest_s : float
+        Time taken by all plans, and by the slowest of them, in seconds.
+    """
+
+    version: int = 0
+    nplans: int = 0
+    total_s: float = 0.0
+    longest_s: float = 0.0
 
 
 class GroupPlanCache:
@@ -152,6 +171,8 @@ class PlanCache:
         self._config = config
         self._measures = config.balance != "0"
         self._plans: dict[_Key, Plan] = {}
+        #: Plans made for the newest health.
+        self.planning = Planning()
         #: Health version, number of the first collective planned with it, and period of bandwidth
         #: samples soon after that collective.
         self._since = (-1, 0, _GAUGE_EVERY)
@@ -206,11 +227,19 @@ class PlanCache:
         key = (health.version, call, is_bandwidth_sample, own)
         found = self._plans.get(key)
         if found is None:
+            begun_s = monotonic()
             found = self._make(call, health, is_bandwidth_sample, own)
+            self._note(health.version, monotonic() - begun_s)
             if len(self._plans) >= _KEPT:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[key] = found
         return found
+
+    def _note(self, version: int, took_s: float) -> None:
+        past = self.planning if self.planning.version == version else Planning(version)
+        self.planning = Planning(
+            version, past.nplans + 1, past.total_s + took_s, max(past.longest_s, took_s)
+        )
 
     def choose(self, nbytes: int, health: Health) -> Choice:
         """Return the planner's choice for an allreduce of `nbytes`."""
@@ -318,4 +347,4 @@ _RAREST = 4096
 #: Largest product of ranks and channels of a schedule that is checked before use (some 10 ms).
 _CHECKED_SIZE = 64
 
-__all__ = ["GroupPlanCache", "Plan", "PlanCache"]
+__all__ = ["GroupPlanCache", "Plan", "PlanCache", "Planning"]

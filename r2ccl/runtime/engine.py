@@ -35,12 +35,13 @@ from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.failover.migration.repairs import Repair
 from r2ccl.failover.revocation import Revoke
-from r2ccl.planning.plan_cache import Plan
+from r2ccl.planning.plan_cache import Plan, Planning
 from r2ccl.runtime.desync_check import Calling, DesyncCheck
 from r2ccl.runtime.executor import LaneRun
 from r2ccl.runtime.progress import Computer, Progress, describe
 from r2ccl.runtime.status import (
     HeldPath,
+    MemoryReport,
     Operation,
     Pending,
     RailHealth,
@@ -197,8 +198,18 @@ class Engine:
         """Return the state of every rail; ``nics[i]`` is the local NIC of rail i."""
         return rails(self._links.on_rails, self.repairs(), nics)
 
+    def memory(self, landing_nbytes: int) -> MemoryReport:
+        """Return the memory in use; the landing places take `landing_nbytes` of it."""
+        return MemoryReport(
+            landing_nbytes, self._links.eager_nbytes(), *self._transport.memory_use()
+        )
+
     def status(
-        self, peers: Iterable[PeerInfo], last_heard: Callable[[int], float | None]
+        self,
+        peers: Iterable[PeerInfo],
+        last_heard: Callable[[int], float | None],
+        planning: Planning,
+        memory: MemoryReport,
     ) -> RankStatus:
         """Return the status of this rank: its collective, paths, links, peers and repairs.
 
@@ -209,6 +220,8 @@ class Engine:
         last_heard : callable
             Maps a rank to the time of its last sign of life, in seconds of the engine's clock; to
             None if this rank has no session with it.
+        planning : Planning
+        memory : MemoryReport
         """
         pending, ops = self.pending(), last_ops(self._links.paths, self._desync)
         held = self._failover.failback.held()
@@ -220,6 +233,8 @@ class Engine:
             now_s=pending.now_s,
             error="" if self.error is None else str(self.error),
             nconnects=self.nconnects,
+            planning=planning,
+            memory=memory,
             pending=pending,
             operations=(doing,) if left else (),
             paths=path_entries(self._links),

@@ -155,7 +155,8 @@ class HostCall:
 class LandingPool:
     """Landing places for slices to be reduced, reused across calls.
 
-    The pool grows to the largest number of places in use at once: `depth` per receiving link.
+    The pool grows to the largest number of places in use at once: `depth` per receiving link. The
+    sizes of places are powers of two, so that calls of many different sizes share them.
 
     Parameters
     ----------
@@ -169,12 +170,18 @@ class LandingPool:
     def __init__(self, allocate: Callable[[int], Place], depth: int) -> None:
         self._allocate = allocate
         self.depth = depth
+        #: Size of all places, free or in use, in bytes.
+        self.nbytes = 0
         self._free: dict[int, list[Place]] = {}
 
     def take(self, nbytes: int) -> Place:
-        """Return a landing place of `nbytes` bytes: the free one used last, or else a new one."""
-        free = self._free.get(nbytes)
-        return free.pop() if free else self._allocate(nbytes)
+        """Return a place of `nbytes` bytes or more: the free one used last, or else a new one."""
+        size = 1 << (nbytes - 1).bit_length()
+        free = self._free.get(size)
+        if free:
+            return free.pop()
+        self.nbytes += size
+        return self._allocate(size)
 
     def give(self, place: Place) -> None:
         """Return `place` to the pool."""

@@ -20,6 +20,7 @@ from r2ccl.failover.health.driver import Known
 from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.failover.migration.repairs import Repair
+from r2ccl.planning.plan_cache import Planning
 from r2ccl.runtime.desync_check import DesyncCheck
 from r2ccl.runtime.executor import LaneRun
 from r2ccl.types import Nic, PathKey, rail_name
@@ -222,12 +223,41 @@ class RailHealth(msgspec.Struct, frozen=True):
     nrepairs: int
 
 
+class MemoryReport(msgspec.Struct, frozen=True):
+    """Memory of one rank in bytes, besides the arrays of the caller and of the interpreter.
+
+    The first three grow with the number of paths and links that are in use, not with the number of
+    ranks: docs/scale.md has the bounds.
+
+    Attributes
+    ----------
+    landing_nbytes : int
+        Landing places of slices that are reduced.
+    eager_nbytes : int
+        Copies of eager slices that their receivers have not confirmed.
+    ring_nbytes, staging_nbytes, registered_nbytes : int
+        Memory of the transport: see `r2ccl.transport.base.MemoryUse`. 0 over TCP.
+    """
+
+    landing_nbytes: int
+    eager_nbytes: int
+    ring_nbytes: int
+    staging_nbytes: int
+    registered_nbytes: int
+
+    def __str__(self) -> str:
+        sizes = msgspec.structs.asdict(self).items()
+        shown = (f"{name.removesuffix('_nbytes')} {nbytes}" for name, nbytes in sizes)
+        return f"memory in bytes: {', '.join(shown)}"
+
+
 class HealthReport(msgspec.Struct, frozen=True):
     """State of all rails of one rank at time ``now_s``; ``str()`` is a text for people."""
 
     rank: int
     now_s: float
     rails: tuple[RailHealth, ...]
+    memory: MemoryReport
 
     def __str__(self) -> str:
         lines = [f"rank {self.rank}"]
@@ -242,7 +272,7 @@ class HealthReport(msgspec.Struct, frozen=True):
                         f"    to rank {path.peer}: {path.state} for {age_s:.1f} s "
                         f"({before}{path.cause})"
                     )
-        return "\n".join(lines)
+        return "\n".join([*lines, f"  {self.memory}"])
 
 
 class AgreedHealth(msgspec.Struct, frozen=True):
@@ -277,7 +307,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     empty. ``nconnects`` is the number of calls that connected data paths before their first slice.
     ``operations`` has the collective in progress, if any. ``health`` is None with
     ``R2CC_MODE=failstop``. ``held`` has the failed paths that must stay good for some time before
-    they are used again.
+    they are used again. ``planning`` has the plans made since the health last changed.
     """
 
     rank: int
@@ -285,6 +315,8 @@ class RankStatus(msgspec.Struct, frozen=True):
     now_s: float
     error: str
     nconnects: int
+    planning: Planning
+    memory: MemoryReport
     pending: Pending
     operations: tuple[Operation, ...]
     paths: tuple[PathEntry, ...]
@@ -444,6 +476,7 @@ __all__ = [
     "HealthReport",
     "HeldPath",
     "LinkEntry",
+    "MemoryReport",
     "Operation",
     "PathEntry",
     "PeerEntry",

@@ -18,7 +18,15 @@ import numpy.typing as npt
 from r2ccl.errors import InvalidArgument
 from r2ccl.testing.faults import Action
 from r2ccl.testing.faults_reporter import Due, FaultReporter
-from r2ccl.transport.base import Endpoint, Event, Failed, Frame, Registered, Transport
+from r2ccl.transport.base import (
+    Endpoint,
+    Event,
+    Failed,
+    Frame,
+    MemoryUse,
+    Registered,
+    Transport,
+)
 from r2ccl.types import PathKey, ProbeKey
 
 
@@ -132,6 +140,10 @@ class ReportingTransport:
         self._open.discard(path)
         self._silent.discard(path)
         self._inner.fence(path)
+
+    def memory_use(self) -> MemoryUse:
+        """Forward to `Transport.memory_use` of the inner transport."""
+        return self._inner.memory_use()
 
     def has_unsent(self) -> bool:
         """Forward to `Transport.has_unsent` of the inner transport."""

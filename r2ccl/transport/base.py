@@ -37,7 +37,7 @@ probe that was started is reported by exactly one `Probed`, whatever happens to 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -205,6 +205,25 @@ class Registered(Protocol):
         ...
 
 
+class MemoryUse(NamedTuple):
+    """Memory of one transport in bytes.
+
+    Attributes
+    ----------
+    ring_nbytes : int
+        Message rings of the open paths.
+    staging_nbytes : int
+        Buffers for slices of memory that is not registered.
+    registered_nbytes : int
+        Memory registered with NICs, each byte counted once: the user's, and staging buffers and
+        landing places, but not rings.
+    """
+
+    ring_nbytes: int = 0
+    staging_nbytes: int = 0
+    registered_nbytes: int = 0
+
+
 class Transport(Protocol):
     """Interface of a transport, which moves slices over paths.
 
@@ -291,6 +310,10 @@ class Transport(Protocol):
         InvalidArgument
             If the bytes are not part of one allocation.
         """
+        ...
+
+    def memory_use(self) -> MemoryUse:
+        """Return the memory that the transport uses now; any thread may call it."""
         ...
 
     def is_open(self, path: PathKey) -> bool:
@@ -409,6 +432,7 @@ __all__ = [
     "Fenced",
     "Frame",
     "Joined",
+    "MemoryUse",
     "Probed",
     "RailChanged",
     "Registered",

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.transport.base import Endpoint, Event, Frame, Probed, Registered, Transport
+from r2ccl.transport.base import Endpoint, Event, Frame, MemoryUse, Probed, Registered, Transport
 from r2ccl.transport.wakeup import Wakeup
 from r2ccl.types import BYPASS, PathKey, ProbeKey
 
@@ -161,6 +161,10 @@ class MixedTransport:
     def fence(self, path: PathKey) -> None:
         """Implement `Transport.fence`."""
         self._by_rail[path.rail].fence(path)
+
+    def memory_use(self) -> MemoryUse:
+        """Implement `Transport.memory_use`."""
+        return MemoryUse(*map(sum, zip(*(part.memory_use() for part in self._parts), strict=True)))
 
     def has_unsent(self) -> bool:
         """Implement `Transport.has_unsent`."""

@@ -8,6 +8,8 @@ import numpy as np
 
 import r2ccl
 from r2ccl.algos.neighbors import neighbors
+from r2ccl.config import Config
+from r2ccl.runtime import status
 
 NRANKS = 8
 
@@ -37,3 +39,22 @@ def test_ranks_connect_to_neighbors_and_to_whom_plans_name() -> None:
         assert is_right
         assert first == len(neighbors(rank, NRANKS)) < NRANKS - 1
         assert once == twice, "the same calls connect nothing more"
+
+
+def calls_of_many_sizes() -> tuple[status.MemoryReport, dict[str, float]]:
+    with r2ccl.init() as comm:
+        for count in (*range(1, 2_000, 37), *range(2_000, 200_000, 5_003)):
+            comm.allreduce(np.ones(count))
+        return comm.health().memory, json.loads(comm.dump())["planning"]
+
+
+def test_memory_does_not_grow_with_the_number_of_sizes() -> None:
+    config = Config()
+    bound = 2 * config.slice_nbytes * config.landing_depth
+    for memory, planning in r2ccl.launch(calls_of_many_sizes, 3, timeout_s=90.0):
+        assert 0 < memory.landing_nbytes <= bound * 2 * 3, "places per link, of two ring neighbors"
+        assert memory.eager_nbytes <= config.eager_nbytes * config.eager_slots * 2 * 3
+        assert (memory.ring_nbytes, memory.registered_nbytes) == (0, 0), "over TCP"
+        assert planning["version"] == 0
+        assert planning["nplans"] > 90
+        assert 0 < planning["longest_s"] <= planning["total_s"]

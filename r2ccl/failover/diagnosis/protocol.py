@@ -188,7 +188,7 @@ class PathDiagnosis:
     ) -> list[Action]:
         """Handle the answer to the probe of `key` by `asker`; return further actions.
 
-        An answer that nothing waits for, or waits for any more, changes nothing.
+        An answer that was not asked for, or that is no longer awaited, is ignored.
 
         Parameters
         ----------

@@ -176,6 +176,15 @@ class Links:
         ops = (path.op for key, path in self.paths.items() if key.peer == peer)
         return max(ops, default=0)
 
+    def eager_nbytes(self) -> int:
+        """Return the size in bytes of the unconfirmed eager slices; any thread may call it."""
+        return sum(
+            len(item.view)
+            for link in self.senders.copy().values()
+            for item in tuple(link.outstanding)
+            if item.is_eager
+        )
+
     def idle_peers(self) -> list[int]:
         """Return the connected peers without a slice under way, the least recently used first.
 

@@ -52,6 +52,7 @@ from r2ccl.transport.base import (
     Failed,
     Fenced,
     Frame,
+    MemoryUse,
     Registered,
     Sent,
 )
@@ -409,6 +410,10 @@ class PxnTransport:
     def wake(self) -> None:
         """Forward `Transport.wake`."""
         self._inner.wake()
+
+    def memory_use(self) -> MemoryUse:
+        """Forward `Transport.memory_use`."""
+        return self._inner.memory_use()
 
     def has_unsent(self) -> bool:
         """Forward `Transport.has_unsent`."""

@@ -65,7 +65,7 @@ def _whole(op: ReduceOp, word: Any, compared: Any) -> Function:
 
 
 def _sum(bits: int) -> Function:
-    """Return the sum of all integers in a lane at once; top bits are added without carry."""
+    """Return a function that adds two lanes, all integers at once; top bits do not carry."""
     ones = (2**32 - 1) // (2**bits - 1)
     uppermost = _U32(ones << (bits - 1))
     lower = _U32(~uppermost)

@@ -12,7 +12,7 @@ from typing import Any
 
 from r2ccl.errors import InternalError
 from r2ccl.testing.simulation.network import End, EndState, MessageKind, SimMessage, SimNetwork
-from r2ccl.transport.base import Arrived, Event, Fenced, Frame, Probed, Sent
+from r2ccl.transport.base import Arrived, Event, Fenced, Frame, MemoryUse, Probed, Sent
 from r2ccl.transport.preconnected import PreconnectedTransport, Unregistered
 from r2ccl.types import PathKey, ProbeKey
 
@@ -159,6 +159,10 @@ class SimTransport(PreconnectedTransport):
         if end is not None:
             self._network.note("fence", self._rank, path)
             self._network.fence(end, lambda: self._on_drained(path, end))
+
+    def memory_use(self) -> MemoryUse:
+        """Return no memory."""
+        return MemoryUse()
 
     def has_unsent(self) -> bool:
         """Return False: `flush` always passes everything to the network."""

@@ -37,6 +37,7 @@ from r2ccl.transport.base import (
     Failed,
     Fenced,
     Frame,
+    MemoryUse,
     Sent,
 )
 from r2ccl.transport.preconnected import PreconnectedTransport
@@ -287,6 +288,10 @@ class TcpTransport(PreconnectedTransport):
         """Close the socket of `path`; the next `poll` reports `Fenced`, even if it was not open."""
         self._discard(path)
         self._events.append(Fenced(path))
+
+    def memory_use(self) -> MemoryUse:
+        """Return no memory: slices are read into and written from the memory of their owners."""
+        return MemoryUse()
 
     def has_unsent(self) -> bool:
         """Return True if a socket buffer is full and data waits for it."""

@@ -54,6 +54,14 @@ class Staging:
         self._open_cuda = open_cuda
         self._on_device: RegistrationCache | None = None
         self._buffers: dict[int, list[Array]] = {}
+        #: Size of all staging buffers, in use or not, in bytes.
+        self.nbytes = 0
+
+    @property
+    def registered_nbytes(self) -> int:
+        """Size of all registered memory in bytes, on the host and on the device."""
+        device = 0 if self._on_device is None else self._on_device.stats.nbytes
+        return self._registrations.stats.nbytes + device
 
     def allocate(self, nbytes: int) -> Array:
         """Return `nbytes` bytes of memory that is registered with every NIC until it is freed."""
@@ -130,7 +138,10 @@ class Staging:
     def _take(self, nbytes: int) -> Array:
         size = 1 << max(_MIN_BUFFER_BITS, (nbytes - 1).bit_length())
         free = self._buffers.get(size)
-        return free.pop() if free else self.allocate(size)
+        if free:
+            return free.pop()
+        self.nbytes += size
+        return self.allocate(size)
 
 
 __all__ = ["Reach", "Staging"]

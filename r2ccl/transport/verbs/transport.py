@@ -34,6 +34,7 @@ from r2ccl.transport.base import (
     Fenced,
     Frame,
     Joined,
+    MemoryUse,
     RailChanged,
     Sent,
 )
@@ -206,6 +207,11 @@ class VerbsTransport:
             endpoint.give_up_s = 0.0
         # Many paths may be fenced in sequence: make room in the completion queue for the next.
         self._set_aside(endpoint.nic)
+
+    def memory_use(self) -> MemoryUse:
+        """Implement `Transport.memory_use`."""
+        rings = len(self._by_path) * 2 * self._ring_nbytes
+        return MemoryUse(rings, self._staging.nbytes, self._staging.registered_nbytes)
 
     def has_unsent(self) -> bool:
         """Return False: no data waits for socket buffers here."""

@@ -237,8 +237,9 @@ def test_landing_places_are_kept_from_call_to_call() -> None:
 def test_pool_returns_what_it_was_given_first() -> None:
     pool = LandingPool(allocate, 2)
     place = pool.take(100)
-    assert place.nbytes == 100
+    assert place.nbytes == 128
     pool.give(place)
     assert pool.take(50) is not place
-    assert pool.take(100) is place
+    assert pool.take(110) is place
     assert pool.take(100) is not place
+    assert pool.nbytes == 128 + 64 + 128

@@ -22,7 +22,7 @@ from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import Announcement, PathState
 from r2ccl.failover.revocation import Leaving
 from r2ccl.planning.lowering import lower
-from r2ccl.planning.plan_cache import Plan
+from r2ccl.planning.plan_cache import Plan, Planning
 from r2ccl.runtime import status
 from r2ccl.runtime.desync_check import Calling
 from r2ccl.runtime.engine import Engine
@@ -162,7 +162,8 @@ class World:
 
     def read(self) -> status.RankStatus:
         peers = [PeerInfo(rank, f"host{rank}/boot/7", 100 + rank, (), ()) for rank in (1, 2)]
-        return self.engine.status(peers, lambda rank: 0.5)
+        memory = self.engine.memory(0)
+        return self.engine.status(peers, lambda rank: 0.5, Planning(), memory)
 
 
 def ready(*joined: int) -> World:
@@ -288,7 +289,9 @@ def test_health_shows_each_rail_with_the_evidence() -> None:
     assert to_1.since_s == world.timeline.now
     assert (to_2.state, to_2.cause) == ("up", "")
     assert to_2.since_s < 1.0
-    report = str(status.HealthReport(0, world.timeline.now + 2.0, (healthy, broken)))
+    memory = world.engine.memory(4096)
+    report = str(status.HealthReport(0, world.timeline.now + 2.0, (healthy, broken), memory))
+    assert "memory in bytes: landing 4096, eager 0," in report
     assert "rail 0 (eth0): up\n" in report
     assert "to rank 1: fencing for 2.0 s (ECONNRESET: reset)" in report
 
