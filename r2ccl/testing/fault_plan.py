@@ -96,6 +96,15 @@ class FaultPlan:
         for fault in self.faults:
             check_fits(fault, nodes=nodes, rails=rails, ranks_per_node=ranks_per_node)
 
+    def check_needs_no_lab(self) -> None:
+        """Raise InvalidArgument if a fault has no `at_op`: only a lab applies faults at a time."""
+        for fault in self.faults:
+            if fault.at_op is None:
+                raise InvalidArgument(
+                    f"fault {fault}: without a lab only faults with at_op can be applied; give it "
+                    "at_op, or run under `r2ccl netlab`"
+                )
+
     def resolved(self, ranks_per_node: int) -> FaultPlan:
         """Return a fresh plan whose faults with `at_op` name the rank that triggers them."""
         return FaultPlan(
@@ -155,8 +164,12 @@ class FaultPlan:
     def wrap(self, inner: Transport, rank: int) -> ReportingTransport:
         """Return a wrapper of `inner` that applies the faults of `rank`; `r2ccl.init` calls it.
 
-        Faults with `at_s` need a netlab: here they neither fire nor count as pending.
+        Raises
+        ------
+        InvalidArgument
+            If a fault of the plan has no `at_op`: only a lab applies faults at a time.
         """
+        self.check_needs_no_lab()
         return ReportingTransport(inner, lambda cut: FaultReporter(self, rank, cut))
 
 
@@ -235,12 +248,7 @@ def reporter_from_env(
             f"R2CC_FAULT_PLAN={path} is set, but no lab applies its faults: "
             "run under `r2ccl netlab`, which sets R2CC_FAULT_SOCKET, or unset R2CC_FAULT_PLAN"
         )
-    for fault in plan.faults:
-        if fault.at_op is None:
-            raise InvalidArgument(
-                f"fault {fault}: without a lab only faults with at_op can be applied; give it "
-                "at_op, or run under `r2ccl netlab`"
-            )
+    plan.check_needs_no_lab()
     return FaultReporter(plan, rank, apply)
 
 

@@ -140,7 +140,7 @@ class Fault(
     def _check_ranges(self) -> None:
         for name in ("node", "rail", "peer", "rank", "at_s", "at_op", "at_step", "seed"):
             value = getattr(self, name)
-            if value is not None and value < 0:
+            if value is not None and not value >= 0:  # NaN fails each comparison
                 raise self._bad(f"has {name}={value}; it must be 0 or more")
         for name in ("duration_s", "mean_s"):
             value = getattr(self, name)

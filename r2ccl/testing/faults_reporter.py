@@ -107,7 +107,7 @@ class FaultReporter:
         TransportTimeout
             If the lab does not answer or cannot apply the fault.
         InvalidArgument
-            If there is no lab and the fault is not ``nic_down``.
+            If there is no lab, and the fault is not ``nic_down`` or its node is not this rank.
         """
         if (op, step) >= self._next:
             self._reach(op, step)

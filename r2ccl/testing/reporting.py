@@ -2,7 +2,8 @@
 
 The library itself contains no test code: tests inject faults by wrapping its transport. In a netlab
 the lab applies each fault to the emulated NIC. Without a netlab, ``nic_down`` stops sending on this
-rank's connections of the rail and reports them as failed; the library then reconnects them.
+rank's connections of the rail and reports them as failed; the library then reconnects them. The
+fault's node must be the number of the rank that triggers it.
 
 Each call costs one more method call, and each slice a few comparisons.
 """
@@ -52,9 +53,10 @@ class ReportingTransport:
         #: Number of the user's first collective. Frames count all collectives of the
         #: communicator from 1; fault plans count only the user's, from 0.
         self._first_op: int | None = None
+        #: Newest collective of which this rank has sent a slice, and the number of those slices.
         self._op = 0
         self._step = 0
-        #: Paths cut by a fault and not fenced yet: nothing more is sent on them.
+        #: Paths cut by a fault and not opened again: nothing more is sent on them.
         self._silent: set[PathKey] = set()
         self._injected: list[Event] = []
         self._open: set[PathKey] = set()
@@ -71,10 +73,12 @@ class ReportingTransport:
             If a fault that is due cannot be applied; see `FaultReporter.at`.
         """
         if self._reporter is not None and self._first_op is not None:
-            if frame.op != self._op:
+            if frame.op > self._op:
                 self._op, self._step = frame.op, 0
-            self._reporter.at(frame.op - self._first_op, self._step)
-            self._step += 1
+            # Replays of older collectives do not count: their faults can no longer fire.
+            if frame.op == self._op:
+                self._reporter.at(frame.op - self._first_op, self._step)
+                self._step += 1
         if path not in self._silent:
             self._inner.isend(path, frame, view, token, is_replay)
 
@@ -105,11 +109,12 @@ class ReportingTransport:
     def open(self, path: PathKey, endpoint: Any) -> None:
         """Forward to the inner transport, and remember the path as open."""
         self._open.add(path)
+        self._silent.discard(path)
         self._inner.open(path, endpoint)
 
     def is_open(self, path: PathKey) -> bool:
-        """Forward to `Transport.is_open` of the inner transport."""
-        return self._inner.is_open(path)
+        """Return False for a cut path; otherwise forward to the inner transport."""
+        return path not in self._silent and self._inner.is_open(path)
 
     def irecv(self, path: PathKey, frame: Frame, region: memoryview, ack: int = 0) -> None:
         """Forward to the inner transport unless the path is cut."""
@@ -126,8 +131,17 @@ class ReportingTransport:
         self._inner.flush()
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Return the failures of cut paths, followed by the inner transport's events."""
+        """Return the failures of cut paths, followed by the inner transport's events.
+
+        The inner transport's own `Failed` of a cut path is left out, as a path reports one only.
+        """
         events = self._inner.poll(0.0 if self._injected else timeout_s)
+        if self._silent:
+            events = [
+                event
+                for event in events
+                if not (isinstance(event, Failed) and event.path in self._silent)
+            ]
         injected, self._injected = self._injected, []
         return injected + events
 
@@ -138,7 +152,6 @@ class ReportingTransport:
     def fence(self, path: PathKey) -> None:
         """Forward to the inner transport; afterwards the path may be opened again."""
         self._open.discard(path)
-        self._silent.discard(path)
         self._inner.fence(path)
 
     def memory_use(self) -> MemoryUse:
@@ -171,7 +184,8 @@ class ReportingTransport:
         Raises
         ------
         InvalidArgument
-            If the fault is not ``nic_down``, which is the only one that works without a netlab.
+            If the fault is not ``nic_down``, which is the only one that works without a netlab, or
+            its node is not this rank.
         """
         fault = due.fault
         if fault.action is not Action.NIC_DOWN:
@@ -179,8 +193,13 @@ class ReportingTransport:
                 f"rank {due.rank}: fault {fault}: without a netlab only nic_down can be applied; "
                 "run under `r2ccl netlab`"
             )
+        if fault.node != due.rank:
+            raise InvalidArgument(
+                f"rank {due.rank}: fault {fault}: without a netlab a rank can only cut its own "
+                f"connections; give it node={due.rank}, or run under `r2ccl netlab`"
+            )
         for path in [path for path in self._open if path.rail == fault.rail]:
-            if self._inner.is_open(path) and path not in self._silent:
+            if self.is_open(path):
                 self._silent.add(path)
                 self._injected.append(Failed(path, "ENETDOWN", "cut by the fault plan"))
 

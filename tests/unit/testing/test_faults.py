@@ -11,6 +11,9 @@ import pytest
 from r2ccl.errors import InvalidArgument, TransportTimeout
 from r2ccl.testing import Action, Fault, FaultPlan, FaultReporter, fail_at, reporter_from_env
 from r2ccl.testing.faults_reporter import Applied, Due, LabClient
+from r2ccl.testing.reporting import ReportingTransport
+from r2ccl.transport.base import Event, Failed, Frame
+from r2ccl.types import PathKey
 
 
 def nic_down(**fields: object) -> Fault:
@@ -36,6 +39,7 @@ def test_an_action_may_be_spelt_in_python() -> None:
         ("nic_down:node=1", "needs rail"),
         ("kill:rank=1,rail=0", "does not take rail"),
         ("nic_down:node=1,rail=-1", "rail=-1; it must be 0 or more"),
+        ("nic_down:node=1,rail=2,at_s=nan", "at_s=nan; it must be 0 or more"),
         ("nic_down:node=1,rail=2,at_s=1,at_op=1", "give only one"),
         ("nic_down:node=1,rail=2,at_step=1", "at_step without at_op"),
         ("nic_down:node=1,rail=2,duration_s=0", "more than 0"),
@@ -200,6 +204,84 @@ def test_a_function_applies_faults_where_there_is_no_lab(tmp_path: Path) -> None
     assert reporter is not None
     reporter.at(0, 0)
     assert recorder.calls == [(0, 0, 0)]
+
+
+PATH = PathKey(peer=1, rail=0)
+
+
+class OpenTransport:
+    """Transport whose paths stay open, and whose next `poll` returns `events`."""
+
+    nrails = 1
+
+    def __init__(self) -> None:
+        self.nsent = 0
+        self.events: list[Event] = []
+
+    def open(self, path: PathKey, endpoint: object) -> None: ...
+
+    def fence(self, path: PathKey) -> None: ...
+
+    def is_open(self, path: PathKey) -> bool:
+        return True
+
+    def isend(self, *call: object) -> None:
+        self.nsent += 1
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        return self.events
+
+
+def wrapped(plan: FaultPlan) -> tuple[ReportingTransport, OpenTransport]:
+    inner = OpenTransport()
+    transport = plan.wrap(inner, 0)  # type: ignore[arg-type]
+    transport.begin(1)
+    transport.open(PATH, None)
+    return transport, inner
+
+
+def send(transport: ReportingTransport, op: int, seq: int = 0) -> None:
+    transport.isend(PATH, Frame(0, seq, 0, op, 0), memoryview(b"x"), None)
+
+
+def test_replays_of_older_collectives_do_not_count() -> None:
+    plan = fail_at(rank=0, rail=0, op=1, step=2)
+    transport, inner = wrapped(plan)
+    for op, seq in ((1, 0), (1, 1), (2, 0), (2, 1), (1, 1), (2, 2)):
+        assert not plan.fired
+        send(transport, op, seq)
+    assert len(plan.fired) == 1
+    assert inner.nsent == 5
+
+
+def test_a_cut_path_is_not_open_and_fails_once() -> None:
+    transport, inner = wrapped(fail_at(rank=0, rail=0, op=0))
+    assert transport.is_open(PATH)
+    send(transport, 1)
+    assert not transport.is_open(PATH)
+    inner.events = [Failed(PATH, "ECONNRESET", "")]
+    assert [event.status for event in transport.poll(0) if isinstance(event, Failed)] == [
+        "ENETDOWN"
+    ]
+    transport.fence(PATH)
+    send(transport, 1)
+    assert not inner.nsent
+    assert not transport.poll(0)
+    transport.open(PATH, None)
+    assert transport.is_open(PATH)
+    assert transport.poll(0) == inner.events
+
+
+def test_a_rank_without_a_lab_refuses_faults_at_a_time() -> None:
+    with pytest.raises(InvalidArgument, match="only faults with at_op"):
+        wrapped(FaultPlan([nic_down(at_s=1.0)]))
+
+
+def test_a_rank_without_a_lab_cuts_no_other_node() -> None:
+    transport, _ = wrapped(FaultPlan([nic_down(rail=0, rank=0, at_op=0)]))
+    with pytest.raises(InvalidArgument, match=r"rank 0: .*give it node=0"):
+        send(transport, 1)
+    assert transport.is_open(PATH)
 
 
 def answer_one(server: socket.socket, answer: bytes, seen: list[Due]) -> None:
