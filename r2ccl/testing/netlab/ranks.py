@@ -51,8 +51,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     is_timed_out : bool
         True if the rank was ended because it ran longer than the time limit.
     output : str
-        Its stdout and stderr, up to the time limit if that ended it; empty if the caller reads the
-        pipes itself.
+        Its stdout and stderr until it ended; empty if the caller reads the pipes itself.
     """
 
     rank: int
@@ -123,9 +122,7 @@ class LabJob:
     def _end_ranks(self) -> None:
         alive = [each.popen for each in self.ranks if each.popen.poll() is None]
         for popen in alive:
-            # A stopped process handles SIGTERM only after SIGCONT.
-            _signal_group(popen, signal.SIGTERM)
-            _signal_group(popen, signal.SIGCONT)
+            _terminate(popen)
         deadline = time.monotonic() + TERM_GRACE_S
         for popen in alive:
             try:
@@ -162,19 +159,16 @@ class LabJob:
                 pidfd = os.pidfd_open(each.pid)
                 stack.callback(os.close, pidfd)
                 selector.register(pidfd, selectors.EVENT_READ, each)
-            running = len(self.ranks)
-            while running:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    late = {each.rank for each in self.ranks if each.popen.poll() is None}
-                    break
-                for key, _ in selector.select(left):
-                    if isinstance(key.data, RankProcess):
-                        key.data.popen.wait()
-                        running -= 1
-                        selector.unregister(key.fd)
-                    elif not key.data.read():
-                        selector.unregister(key.fd)
+            running = _read_until(deadline, selector, len(self.ranks))
+            if running:
+                late = {each.rank for each in self.ranks if each.popen.poll() is None}
+                # Read on: a rank may write when it gets SIGTERM, and blocks if its pipe is full.
+                for each in self.ranks:
+                    _terminate(each.popen)
+                running = _read_until(time.monotonic() + TERM_GRACE_S, selector, running)
+                for each in self.ranks:
+                    _signal_group(each.popen, signal.SIGKILL)
+                _read_until(time.monotonic() + _KILL_TIMEOUT_S, selector, running)
         for reader in readers:
             reader.finish()
         self.close()
@@ -189,6 +183,22 @@ class LabJob:
             )
             for each in self.ranks
         ]
+
+
+def _read_until(deadline: float, selector: selectors.BaseSelector, running: int) -> int:
+    """Read output and reap ranks until none of `running` ranks is left, or until `deadline`.
+
+    Returns the number of ranks that still run.
+    """
+    while running and (left := deadline - time.monotonic()) > 0:
+        for key, _ in selector.select(left):
+            if isinstance(key.data, RankProcess):
+                key.data.popen.wait()
+                running -= 1
+                selector.unregister(key.fd)
+            elif not key.data.read():
+                selector.unregister(key.fd)
+    return running
 
 
 class _LineReader:
@@ -252,6 +262,12 @@ def spawn(
         # a rank and its children a process group that can be signalled together.
         start_new_session=True,
     )
+
+
+def _terminate(popen: subprocess.Popen[bytes]) -> None:
+    _signal_group(popen, signal.SIGTERM)
+    # A stopped process handles SIGTERM only after SIGCONT.
+    _signal_group(popen, signal.SIGCONT)
 
 
 def _signal_group(popen: subprocess.Popen[bytes], number: signal.Signals) -> None:
