@@ -1,7 +1,7 @@
 """Location of operating system programs, and the Debian packages that provide them.
 
-On Debian an ordinary user's PATH lacks the sbin folders, which hold ``tc`` and ``bridge``. Such
-a user can still run these programs, so the search includes the folders.
+On Debian an ordinary user's PATH lacks the sbin folders, which hold ``tc``. Such a user can still
+run it, so the search includes the folders.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ _ADMINISTRATOR_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 
 #: Debian package of each program that the labs start.
 _PACKAGES = {
-    "bridge": "iproute2",
     "ip": "iproute2",
     "rdma": "iproute2",
     "sh": "dash",

@@ -33,7 +33,7 @@ _CLONE_NEWNET = 0x40000000
 _CLOSE_TIMEOUT_S = 20.0
 _COMMAND_TIMEOUT_S = 30.0
 
-_TOOLS = ("ip", "tc", "bridge", "sh")
+_TOOLS = ("ip", "tc", "sh")
 
 #: Shell script that removes a set: $1 is its directory, the other arguments are its namespaces.
 #: Errors are ignored, as some of these may be gone already.

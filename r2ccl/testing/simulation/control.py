@@ -25,7 +25,6 @@ _BEATS_PER_TIMEOUT = 5
 _CARRIERS = (0, 1)
 #: Seconds a dialed connection waits for the peer to accept its epoch.
 _EARLY_S = 1.0
-_LOOK_S = 0.005
 _FIRST_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 _CONNECT_TIMEOUT_S = 2.0
