@@ -16,6 +16,7 @@ from r2ccl.testing.simulation import (
     Workload,
     simulate,
 )
+from r2ccl.testing.simulation.rank import SimRank
 
 RAIL = 1
 WORKLOAD = Workload(nranks=4, calls=(CallSpec(300),) * 4, busy_ms=(700,) * 4)
@@ -44,6 +45,19 @@ def test_a_rail_that_is_back_is_whole_again_for_all(at: int) -> None:
         assert health.version == 2
         assert health.share(2, RAIL) == WHOLE
         assert health.degraded() == ()
+
+
+def test_a_stopped_rank_hears_of_its_carriers_when_it_goes_on() -> None:
+    heard: list[bool] = []
+
+    class ListeningRank(SimRank):
+        def on_carrier(self, rail: int, is_up: bool) -> None:
+            heard.append(is_up)
+            super().on_carrier(rail, is_up)
+
+    faults = (Stop(700, 2, 600), NicDown(710, 2, RAIL, restore_us=200_000))
+    assert simulate(WORKLOAD, FailurePlan(faults), rank_type=ListeningRank).is_clean
+    assert heard == [False, True]
 
 
 def test_a_cut_pair_and_a_slow_rank_are_no_news_for_the_plan() -> None:

@@ -253,9 +253,9 @@ class World:
                 self.network.restore(wire)
             if nic is not None:
                 self.network.set_port(nic.rank, nic.rail, is_up=True)
-                owner = self.ranks[nic.rank]
-                if nic.is_seen and not owner.is_stopped:
-                    owner.on_carrier(nic.rail, True)
+                if nic.is_seen:
+                    # The kernel keeps the notification for a process that is stopped.
+                    self.ranks[nic.rank].on_carrier(nic.rail, True)
 
         self.timeline.after(after_us / 1e6, restore)
 
