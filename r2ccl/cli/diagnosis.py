@@ -19,6 +19,8 @@ from r2ccl.topology.interfaces import Interface
 #: Locked memory for one buffer of medium size. Default limits are 64 KiB to 8 MiB.
 _ENOUGH_MEMLOCK_NBYTES = 64 << 20
 
+_START_SUBNET_MANAGER = "start the InfiniBand fabric's subnet manager (opensm)"
+
 Level = Literal["ok", "skipped", "warning", "error"]
 
 
@@ -170,7 +172,7 @@ def check_ports(facts: Facts) -> DoctorFinding:
     subnet = any(hca.link_layer == "InfiniBand" for hca in down)
     fixes = [
         *([f"{up}, and check the cable and the switch port"] if up else []),
-        *(["start the InfiniBand fabric's subnet manager (opensm)"] if subnet else []),
+        *([_START_SUBNET_MANAGER] if subnet else []),
     ]
     level: Level = "error" if len(down) == len(facts.hcas) else "warning"
     return DoctorFinding("ports", level, says, "; ".join(fixes) or "check the cable")
@@ -185,14 +187,18 @@ def check_gids(facts: Facts) -> DoctorFinding:
     if not lacking:
         return DoctorFinding("gids", "ok", "every ACTIVE port has a GID to send from")
     level: Level = "error" if len(lacking) == len(active) else "warning"
-    return DoctorFinding(
-        "gids",
-        level,
-        ", ".join(f"{hca.label} has no RoCE v2 GID" for hca in lacking),
-        "assign an address to the interface: "
-        + " && ".join(f"ip address add ADDRESS/24 dev {hca.netdev or 'NETDEV'}" for hca in lacking)
-        + "; show_gids or /sys/class/infiniband/*/ports/*/gids shows the GID table",
+    roce = [hca for hca in lacking if hca.link_layer != "InfiniBand"]
+    adds = " && ".join(f"ip address add ADDRESS/24 dev {hca.netdev or 'NETDEV'}" for hca in roce)
+    fixes = [
+        *([f"assign an address to the interface: {adds}"] if roce else []),
+        *([_START_SUBNET_MANAGER] if len(roce) < len(lacking) else []),
+        "show_gids or /sys/class/infiniband/*/ports/*/gids shows the GID table",
+    ]
+    says = ", ".join(
+        f"{hca.label} has no {'RoCE v2 GID' if hca in roce else 'GID at index 0'}"
+        for hca in lacking
     )
+    return DoctorFinding("gids", level, says, "; ".join(fixes))
 
 
 def check_permission(facts: Facts) -> DoctorFinding:

@@ -130,6 +130,12 @@ NO_LIBRARY = "ImportError: libibverbs.so.1: cannot open shared object file: No s
             "ip address add ADDRESS/24 dev eth0",
         ),
         (
+            {"hcas": (Hca("ib0", 1, "", "InfiniBand", "ACTIVE", 100_000, 0, ()),)},
+            "gids",
+            "ib0:1 has no GID at index 0",
+            "subnet manager",
+        ),
+        (
             {"uverbs": (("/dev/infiniband/uverbs0", "Permission denied"),)},
             "permission",
             "/dev/infiniband/uverbs0 (Permission denied)",
@@ -149,6 +155,14 @@ def test_each_reason_is_an_error_with_its_fix(
     assert says in found.says
     assert fix in found.fix
     assert not is_usable(examine(facts))
+
+
+def test_only_roce_ports_without_a_gid_need_an_address() -> None:
+    infiniband = Hca("ib0", 1, "", "InfiniBand", "ACTIVE", 100_000, 0, ())
+    assert "ip address" not in of(with_(hcas=(infiniband,)), "gids").fix
+    both = of(with_(hcas=(infiniband, msgspec.structs.replace(ROCE, gids=()))), "gids")
+    assert both.says == "ib0:1 has no GID at index 0, mlx5_0:1 has no RoCE v2 GID"
+    assert "dev eth0; start the InfiniBand fabric's subnet manager (opensm); " in both.fix
 
 
 @pytest.mark.parametrize(
