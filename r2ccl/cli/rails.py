@@ -79,17 +79,22 @@ def _port(
     what = f"{each.label} (RDMA, {_speed(each.speed_mbps)}, {each.state})"
     if each in hcas:
         return DoctorFinding(_name(first + hcas.index(each)), "ok", what)
+    return DoctorFinding("no rail", "skipped", f"{what}: {_why_no_port(each, facts, config)}")
+
+
+def _why_no_port(each: Hca, facts: Facts, config: Config) -> str:
     if facts.pyverbs_error:
-        why = "pyverbs does not work here, see below"
-    elif each.state != "ACTIVE":
-        why = "is not ACTIVE, see below"
-    elif config.hca.strip() == NO_HCA:
-        why = f"R2CC_HCA={NO_HCA} turns RDMA off"
-    elif config.hca:
-        why = f"R2CC_HCA={config.hca} does not select it"
-    else:
-        why = "has no GID to send from, see below"
-    return DoctorFinding("no rail", "skipped", f"{what}: {why}")
+        return "pyverbs does not work here, see below"
+    if each.state != "ACTIVE":
+        return "is not ACTIVE, see below"
+    if config.hca.strip() == NO_HCA:
+        return f"R2CC_HCA={NO_HCA} turns RDMA off"
+    names = NameFilter(config.hca, variable="R2CC_HCA")
+    if names.is_selection:
+        return f"R2CC_HCA={config.hca} does not name it"
+    if names.lists(each.name, each.port):
+        return f"R2CC_HCA={config.hca} excludes it"
+    return "has no GID to send from, see below"
 
 
 def _summary(nics: Sequence[Nic], hcas: Sequence[Hca]) -> tuple[DoctorFinding, ...]:

@@ -101,8 +101,9 @@ def test_rdma_ports_are_rails_behind_those_of_sockets() -> None:
         (PORT, "ModuleNotFoundError: No module named 'pyverbs'", {}, "pyverbs does not work"),
         (msgspec.structs.replace(PORT, state="DOWN"), "", {}, "not ACTIVE"),
         (PORT, "", {"hca": "none"}, "turns RDMA off"),
-        (PORT, "", {"hca": "^mlx5"}, "does not select it"),
+        (PORT, "", {"hca": "^mlx5"}, "R2CC_HCA=^mlx5 excludes it"),
         (msgspec.structs.replace(PORT, gids=()), "", {}, "no GID"),
+        (msgspec.structs.replace(PORT, gids=()), "", {"hca": "^mlx5_9"}, "no GID"),
     ],
 )
 def test_an_rdma_port_that_is_no_rail_has_its_reason(
@@ -113,6 +114,12 @@ def test_an_rdma_port_that_is_no_rail_has_its_reason(
     assert port.level == "skipped"
     assert why in port.says
     assert about("eth1", findings).level == "ok"
+
+
+def test_an_rdma_port_that_no_name_selects_says_so() -> None:
+    other = msgspec.structs.replace(PORT, name="mlx5_1")
+    findings = examine(ETH0, ETH1, hcas=(PORT, other), hca="mlx5_0")
+    assert about("mlx5_1:1", findings).says.endswith("R2CC_HCA=mlx5_0 does not name it")
 
 
 def test_a_single_rail_is_a_warning() -> None:
