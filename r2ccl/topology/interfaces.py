@@ -160,8 +160,8 @@ def _last_resort(
     if not named and all(each.name != config.last_resort for each in chosen):
         raise InvalidArgument(
             f"R2CC_LAST_RESORT={config.last_resort!r} is no interface that is up and has an "
-            "address, or is loopback; allowed are auto, none or one of these interfaces, except "
-            f"loopback: {_describe(usable)}"
+            "address, or is loopback; allowed are auto, none or one of these interfaces: "
+            f"{_describe(each for each in usable if not each.is_loopback)}"
         )
     return named
 

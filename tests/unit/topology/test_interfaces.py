@@ -91,6 +91,13 @@ def test_else_it_is_the_last_resort_unless_another_is_named() -> None:
         names(Config(last_resort="eth9"), **control)
 
 
+def test_loopback_is_no_last_resort_and_not_listed_as_one() -> None:
+    with pytest.raises(InvalidArgument, match="R2CC_LAST_RESORT='lo'") as caught:
+        names(Config(last_resort="lo"))
+    assert "lo (" not in str(caught.value)
+    assert "eth2 (up, 10.0.9.1)" in str(caught.value)
+
+
 def test_where_all_ranks_are_on_one_host_there_is_none() -> None:
     assert names(Config(), is_one_host=True, exclude_addresses=["127.0.0.1"]) == ["lo", "lo"]
 
