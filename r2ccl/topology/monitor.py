@@ -76,8 +76,12 @@ class LinkMonitor:
         self._links: dict[int, tuple[str, bool]] = {}
         self._addresses: set[tuple[int, str]] = set()
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
-        # Opened now because `read` may run in a thread of another network namespace.
-        self._tables = netlink.RouteSocket()
+        try:
+            # Opened now because `read` may run in a thread of another network namespace.
+            self._tables = netlink.RouteSocket()
+        except OSError:
+            self._socket.close()
+            raise
         try:
             self._socket.setblocking(False)
             if receive_buffer_nbytes:

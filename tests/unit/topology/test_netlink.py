@@ -1,5 +1,7 @@
 """Netlink frames: what is packed is what is parsed, and torn input ends quietly."""
 
+import errno
+import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -111,6 +113,20 @@ def test_monitor_is_quiet_on_a_quiet_machine_and_closes_twice() -> None:
     monitor.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         monitor.read()
+
+
+def test_monitor_that_cannot_be_made_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(netlink, "RouteSocket", fail)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="Too many open files") as caught:
+        LinkMonitor()
+    assert os.listdir("/proc/self/fd") == before
+    assert caught.tb is not None  # its frames keep the monitor alive
 
 
 def test_an_event_concerns_the_nic_or_just_its_address() -> None:
