@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from r2ccl.topology.distance import PathFinder, TopologyPath
-from r2ccl.topology.flows import Load, NicRoute, Options, gbps
+from r2ccl.topology.flows import Load, NicRoute, Options, gbps, no_such_route
 from r2ccl.topology.graph import Graph, Vertex, VertexKind
 from r2ccl.topology.machine import Machine, NicPort, NumaNode, bus_order
 
@@ -119,14 +119,17 @@ class Affinity:
         Raises
         ------
         InvalidArgument
-            If a port in `speeds` is not in the machine, a rate is negative, or the machine has no
-            such route as one that stays.
+            If a port in `speeds` is not in the machine, a rate is negative, the machine has no such
+            route as one that stays, or the GPU or the port of one that moves is not in use.
         """
         load = Load(Options(self._machine, self._gpus, self._ports, speeds))
         kept = [route for route in routes if route.port not in speeds]
         moved = [route for route in routes if route.port in speeds]
         for route in kept:
             load.add(route)
+        for route in moved:
+            if route.gpu not in self._gpus or route.port not in self._ports:
+                raise no_such_route(route)
         causes = {(each.gpu, each.channel): _cause(each.port, speeds[each.port]) for each in moved}
         placed = load.place(list(causes), causes)
         return tuple(sorted(load.settle((*kept, *placed)), key=_flow_order))

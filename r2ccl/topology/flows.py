@@ -207,9 +207,7 @@ class Load:
         for option in self._options.of(route.gpu, route.port):
             if option.via == route.via:
                 return option
-        raise InvalidArgument(
-            f"the machine has no such route: {route}; pass routes that assign() returned"
-        )
+        raise no_such_route(route)
 
     def _best(self, gpu: str) -> Option | None:
         """Return the best route for one more flow of a GPU, or None if there is none."""
@@ -250,9 +248,16 @@ class Load:
         return f"; a direct route gives no more and passes a processor ({name})"
 
 
+def no_such_route(route: NicRoute) -> InvalidArgument:
+    """Return the error for a route of another machine, or of GPUs or ports that are not in use."""
+    return InvalidArgument(
+        f"the machine has no such route: {route}; pass routes that assign() returned"
+    )
+
+
 def gbps(mbps: int) -> str:
     """Format a rate in Mbit/s as GB/s, for people."""
     return f"{mbps / 8000:.1f}"
 
 
-__all__ = ["Load", "NicRoute", "Options", "gbps"]
+__all__ = ["Load", "NicRoute", "Options", "gbps", "no_such_route"]

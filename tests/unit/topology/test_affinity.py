@@ -397,6 +397,13 @@ def test_what_is_not_there_is_refused(load: Load) -> None:
         affinity.reroute((), {"eth7": 0})
     with pytest.raises(InvalidArgument, match=r"no such route: GPU 0000:87:00\.0 to mlx5_2:1"):
         affinity.reroute(Affinity(machine).assign(), {"mlx5_0:1": 0})
+    (route, *_) = affinity.assign()
+    for wrong in ({"gpu": "0000:1b:00.0"}, {"port": NICS[2]}):
+        moved = msgspec.structs.replace(route, **wrong)
+        with pytest.raises(
+            InvalidArgument, match=f"no such route: GPU {moved.gpu} to {moved.port}"
+        ):
+            affinity.reroute([moved], {moved.port: 0})
 
 
 # Machines of any shape
