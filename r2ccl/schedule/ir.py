@@ -161,8 +161,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     Raises
     ------
     InvalidArgument
-        If a size is below 1, there is no channel, there is not one weight per channel, or `root` is
-        not a rank.
+        If a size is below 1, there is no channel, there is not one weight per channel, a weight is
+        negative, all weights are 0, or `root` is not a rank.
     """
 
     name: str
@@ -188,10 +188,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not self.weights:
             msgspec.structs.force_setattr(self, "weights", (1,) * self.nchannels)
-        if len(self.weights) != self.nchannels:
+        are_shares = min(self.weights) >= 0 and max(self.weights) > 0
+        if len(self.weights) != self.nchannels or not are_shares:
             raise InvalidArgument(
                 f"schedule {self.name!r}: weights={self.weights}; give {self.nchannels}, one per "
-                "channel"
+                "channel, 0 or more and not all 0"
             )
 
     @property

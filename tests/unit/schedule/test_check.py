@@ -289,9 +289,11 @@ def test_sizes_below_one_are_refused(sizes):
         replace(exchange(None, None), **sizes)
 
 
-def test_a_schedule_wants_one_weight_a_channel():
-    with pytest.raises(InvalidArgument, match="one per channel"):
-        replace(exchange(None, None), weights=(1, 2))
+@pytest.mark.parametrize("weights", [(1,), (1, 2, 3), (0, 0), (-1, 3)])
+def test_a_schedule_wants_one_weight_a_channel(weights):
+    with pytest.raises(InvalidArgument, match="one per channel, 0 or more and not all 0"):
+        replace(ring.allreduce(2, 2), weights=weights)
+    assert replace(ring.allreduce(2, 2), weights=(0, 1)).weights == (0, 1)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
