@@ -178,7 +178,8 @@ class PlanCache:
         self._since = (-1, 0, _GAUGE_EVERY)
         #: Long-term period of bandwidth samples, by health version and call; 0: none are needed.
         self._periods: dict[tuple[int, CallSignature], int] = {}
-        self._checked: set[tuple[str, str, int, int, int]] = set()
+        #: Collective, root and digest of the planner's schedules that the checker accepted.
+        self._checked: set[tuple[str, int, int]] = set()
 
     @property
     def fabric(self) -> Fabric:
@@ -259,8 +260,7 @@ class PlanCache:
             choice = self._planner.plan(
                 call, nbytes, health, is_bandwidth_sample=is_bandwidth_sample
             )
-            # A schedule placed edge by edge was made for this health; a ring is equal for all.
-            self._check(choice.schedule, health.version if choice.placement.edges else 0)
+            self._check(choice.schedule)
         else:
             check(own)
             choice = self._planner.own(own, nbytes, health)
@@ -318,14 +318,16 @@ class PlanCache:
         extra = Fraction(gauge.predicted_ns, chosen.predicted_ns) - 1
         return max(1, min(_RAREST, ceil(_GAUGES * extra / _BUDGET)))
 
-    def _check(self, schedule: Schedule, version: int) -> None:
+    def _check(self, schedule: Schedule) -> None:
         """Check a schedule before its first use, except large ones, which only the tests check."""
-        shape = (
-            schedule.collective, schedule.name, schedule.nchannels, schedule.root, version
-        )  # fmt: skip
-        if shape not in self._checked and schedule.nranks * schedule.nchannels <= _CHECKED_SIZE:
+        if schedule.nranks * schedule.nchannels > _CHECKED_SIZE:
+            return
+        # Schedules of one family and size can have different ops, for example other trees.
+        # Comparing digests takes a tenth of the time of a check.
+        key = (schedule.collective, schedule.root, schedule.digest())
+        if key not in self._checked:
             check(schedule)
-            self._checked.add(shape)
+            self._checked.add(key)
 
 
 #: Health version, call, whether the plan is a bandwidth sample, and the user's schedule.

@@ -10,6 +10,7 @@ from r2ccl.algos import leaf_ring, ring
 from r2ccl.config import Config
 from r2ccl.errors import ScheduleError
 from r2ccl.failover.health.table import Health
+from r2ccl.planning import plan_cache
 from r2ccl.planning.cost_model import Fabric, Rates
 from r2ccl.planning.plan_cache import Plan, PlanCache
 from r2ccl.planning.planner import Planner
@@ -78,6 +79,22 @@ def test_slices_that_may_overrun_a_port_are_asked_for() -> None:
     little = CallSignature(Collective.ALLREDUCE, 8, ReduceOp.SUM, 24 << 10)
     assert is_eager(trees(CALL, health())) == {False}
     assert is_eager(trees(little, health())) == {True}
+
+
+def test_schedules_with_other_ops_are_each_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees packed for little and for much data are as many and have the same name."""
+    of = health(4, 2, r0n0=4, r1n0=4, r0n1=8, r0n2=12, r1n2=8, r0n3=4, r1n3=12)
+    plans = PlanCache(1, 4, Fabric(range(2), 2, (), Rates(10**6, 25_000_000)), Config())
+    checked: list[int] = []
+    monkeypatch.setattr(plan_cache, "check", lambda schedule: checked.append(schedule.digest()))
+    sizes = (1 << 20, 16 << 20)
+    little, much = (plans.choose(nbytes, of).schedule for nbytes in sizes)
+    assert (little.name, little.nchannels) == (much.name, much.nchannels)
+    assert little.digest() != much.digest()
+    for each in (of, replace(of, version=of.version + 1)):
+        for nbytes in sizes:
+            plans(replace(CALL, count=nbytes // 8), each)
+    assert checked == [little.digest(), much.digest()]
 
 
 def test_a_users_schedule_is_checked_and_kept() -> None:
