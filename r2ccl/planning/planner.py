@@ -212,16 +212,21 @@ class Planner:
             chosen = self.own(chosen.schedule, nbytes, health)
         if self.fabric.rates == UNMEASURED:  # loads are comparable, but times would be fiction
             chosen, *others = (each._replace(predicted_ns=0) for each in (chosen, *others))
-        return Explanation(nbytes, chosen, tuple(others), self._why(nbytes))
+        allowed = self._names(self._terms(nbytes, self._carried(health)))
+        why = self._why(nbytes, is_allowed=chosen.name in allowed)
+        return Explanation(nbytes, chosen, tuple(others), why)
 
-    def _why(self, nbytes: int) -> str:
+    def _why(self, nbytes: int, *, is_allowed: bool) -> str:
+        """Return the reason of a choice; `is_allowed`: it is of a family from `_names`."""
         config = self._config
         if nbytes <= config.eager_nbytes:
             return "because the data fits one eager slice"
-        if config.mode != "auto":
-            return f"because R2CC_MODE={config.mode}"
-        if config.algo != "auto":
-            return f"because R2CC_ALGO={config.algo}"
+        if config.mode != "auto" or config.algo != "auto":
+            is_mode = config.mode != "auto"
+            setting = f"R2CC_MODE={config.mode}" if is_mode else f"R2CC_ALGO={config.algo}"
+            return f"because {setting}{'' if is_allowed else _NOT_APPLICABLE}"
+        if not is_allowed:
+            return "because some nodes have no common home rail"
         if self.fabric.nwires == 1:
             return "because all rails share one wire, so losing a rail costs no bandwidth"
         if self.fabric.rates == UNMEASURED:
@@ -324,6 +329,8 @@ _CROWDED = Fraction(105, 100)
 _MIN_CHUNK_NBYTES = 64 << 10
 #: Families whose schedules depend on `Terms.nchannels`, which is smaller for little data.
 _OF_RINGS = ("ring", "bridged_ring", "spanning_tree")
+#: End of the reason of a choice if no family that a setting allows can run.
+_NOT_APPLICABLE = " has no schedule for these nodes and their rails"
 #: Most entries of placed candidates kept.
 _KEPT = 128
 

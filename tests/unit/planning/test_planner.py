@@ -13,7 +13,7 @@ from r2ccl.algos import optcc
 from r2ccl.algos.packed_trees import lower_bound
 from r2ccl.config import ALGOS, Config
 from r2ccl.failover.health.table import WHOLE, Health
-from r2ccl.planning.cost_model import Choice, Fabric, Rates
+from r2ccl.planning.cost_model import UNMEASURED, Choice, Fabric, Rates
 from r2ccl.planning.placement import port_time
 from r2ccl.planning.planner import Planner
 from r2ccl.schedule.check import check
@@ -21,6 +21,8 @@ from r2ccl.types import ROOTED, CallSignature, Collective, ReduceOp
 
 MIB = 1 << 20
 RATES = Rates(100_000, 25_000_000)
+#: Nodes 0 and 1 have no common rail.
+APART = health(4, 2, r0n0=0, r1n1=0)
 
 
 def call(collective: Collective, root: int = 0) -> CallSignature:
@@ -197,6 +199,22 @@ def test_what_is_compared_can_be_read() -> None:
     ):
         assert why in str(Planner(fabric, config).explain(64 * MIB, health()))
     assert "eager" in str(Planner(fabric, Config()).explain(100, health()))
+
+
+@pytest.mark.parametrize(
+    ("named", "of", "reason"),
+    [
+        ({"algo": "optcc"}, health(), "ring, because R2CC_ALGO=optcc has no schedule for these"),
+        ({"algo": "ring"}, APART, "packed_trees, because R2CC_ALGO=ring has no schedule for these"),
+        ({"mode": "balance"}, APART, "packed_trees, because R2CC_MODE=balance has no schedule for"),
+        ({}, APART, "packed_trees, because some nodes have no common home rail"),
+    ],
+)
+def test_a_family_that_cannot_run_is_no_reason(
+    named: dict[str, str], of: Health, reason: str
+) -> None:
+    fabric = Fabric(range(of.nrails), of.nrails, (), UNMEASURED)
+    assert reason in str(Planner(fabric, Config(**named)).explain(8 * MIB, of))  # type: ignore[arg-type]
 
 
 def test_a_schedule_of_the_users_own_is_placed_like_others() -> None:
