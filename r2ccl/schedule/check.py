@@ -120,10 +120,11 @@ def _any(owner: Ints, bad: Bools, nops: int) -> Bools:
 
 def _shown(arrays: ScheduleArrays, op: int) -> str:
     row = arrays.ops[op]
-    names = ("kind", "peer", "src_space", "src", "dst_space", "dst", "final")
+    names = ("kind", "peer", "src_space", "src", "dst_space", "dst")
     fields = ", ".join(f"{name}={row[name]}" for name in names)
     waits = arrays.after[arrays.offsets[op] : arrays.offsets[op + 1]].tolist()
-    return f"{fields}, after={tuple(waits)}"
+    flags = f"is_final={row['final']}, is_proof={row['proof']}"
+    return f"{fields}, after={tuple(waits)}, {flags}"
 
 
 __all__ = ["check", "check_fields"]
