@@ -58,10 +58,17 @@ def pack(shares: Sequence[Sequence[int]], most: int) -> list[PortTree]:
     Raises
     ------
     InvalidArgument
-        If the rails do not connect all nodes, or `most` is below 1.
+        If the rails do not connect all nodes; if `shares` is empty, its rows are empty or differ in
+        length, or a share is out of range; or if `most` is below 1.
     """
     if most < 1:
         raise InvalidArgument(f"most={most}: give 1 tree or more")
+    is_table = len({len(row) for row in shares}) == 1 and len(shares[0]) > 0
+    if not is_table or not all(0 <= share < _PRICE for row in shares for share in row):
+        raise InvalidArgument(
+            f"shares={shares}: give one row per node, all of one length, with shares of 0 to "
+            f"{_PRICE - 1}"
+        )
     found = [(time, edges) for damping in _DAMPINGS for time, edges in _grow(shares, most, damping)]
     least = min(time for time, _ in found) * _AS_GOOD
     _, edges = min((each for each in found if each[0] <= least), key=lambda each: len(each[1]))

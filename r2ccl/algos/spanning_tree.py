@@ -49,8 +49,13 @@ def span(nranks: int, reach: Reach, root: int = 0) -> Parents:
     Raises
     ------
     InvalidArgument
-        If some ranks are not connected to `root`. The message names them.
+        If `nranks` is below 1, `root` is not a rank, or some ranks are not connected to `root`. The
+        message names them.
     """
+    if nranks < 1:
+        raise InvalidArgument(f"nranks={nranks}; give 1 or more")
+    if not 0 <= root < nranks:
+        raise InvalidArgument(f"root={root}; allowed is 0 to {nranks - 1}")
     parents = [-1] * nranks
     waiting = [(root + place) % nranks for place in range(1, nranks)]
     placed = [root]

@@ -132,7 +132,14 @@ def double_binary(nranks: int) -> tuple[Parents, Parents]:
     In the first tree rank 0 is the root. The height of any other rank is the number of trailing
     zero bits of its number, so all odd ranks are leaves. The second tree is the mirror image of the
     first for an even number of ranks, and the first tree shifted by one rank for an odd number.
+
+    Raises
+    ------
+    InvalidArgument
+        If `nranks` is below 1.
     """
+    if nranks < 1:
+        raise InvalidArgument(f"nranks={nranks}; give 1 or more")
     first = tuple(_in_order_parent(rank, nranks) for rank in range(nranks))
     if nranks % 2:
         second = tuple(_shift(first[(rank - 1) % nranks], nranks) for rank in range(nranks))

@@ -90,6 +90,22 @@ def test_the_busiest_port_has_little_more_than_it_must(
     assert bound <= time <= bound * Fraction(within)
 
 
+@pytest.mark.parametrize(
+    ("shares", "most", "why"),
+    [
+        ([], 3, "one row per node"),
+        ([[]], 3, "one row per node"),
+        ([[1, 2], [1]], 3, "all of one length"),
+        ([[1], [-1]], 3, "shares of 0 to 4294967295"),
+        ([[1], [1 << 32]], 3, "shares of 0 to 4294967295"),
+        ([[1], [1]], 0, "most=0"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(shares: list[list[int]], most: int, why: str) -> None:
+    with pytest.raises(InvalidArgument, match=why):
+        pack(shares, most)
+
+
 def test_the_root_is_in_the_middle() -> None:
     chain = ((16, 0, 0, 0), (16, 16, 0, 0), (0, 16, 16, 0), (0, 0, 16, 16), (0, 0, 0, 16))
     (only,) = {each.parents for each in pack(chain, 8)}

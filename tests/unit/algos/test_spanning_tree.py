@@ -61,3 +61,12 @@ def test_where_all_reach_each_other_it_is_binary() -> None:
 def test_ranks_that_nobody_reaches_are_named() -> None:
     with pytest.raises(InvalidArgument, match=r"ranks \[2\] share no rail with any of \[0, 1\]"):
         spanning_tree.span(3, lambda a, b: 2 not in (a, b))
+
+
+@pytest.mark.parametrize(
+    ("nranks", "root", "why"),
+    [(3, 5, "root=5; allowed is 0 to 2"), (3, -1, "root=-1"), (0, 0, "nranks=0; give 1 or more")],
+)
+def test_a_root_that_is_no_rank_is_refused(nranks: int, root: int, why: str) -> None:
+    with pytest.raises(InvalidArgument, match=why):
+        spanning_tree.span(nranks, lambda a, b: True, root)

@@ -93,6 +93,12 @@ def test_what_is_no_tree_is_refused(wrong: tree.Parents) -> None:
         tree.allreduce([wrong])
 
 
+@pytest.mark.parametrize("nranks", [0, -1])
+def test_there_is_no_double_tree_without_ranks(nranks: int) -> None:
+    with pytest.raises(InvalidArgument, match=f"nranks={nranks}; give 1 or more"):
+        tree.double_binary(nranks)
+
+
 @pytest.mark.parametrize("trees", [[], [(-1,), (-1, 0)]])
 def test_trees_are_of_the_same_ranks(trees: list[tree.Parents]) -> None:
     with pytest.raises(InvalidArgument, match="all of the same ranks"):
