@@ -143,5 +143,6 @@ __all__ = [
     "flows_of_cycle",
     "flows_of_dissemination",
     "flows_of_rings",
+    "flows_of_rooted_trees",
     "flows_of_trees",
 ]
