@@ -37,6 +37,7 @@ from r2ccl.planning.placement import (
     port_time,
     ring_time,
 )
+from r2ccl.schedule.chunks import ALIGNMENT_NBYTES
 from r2ccl.schedule.ir import Schedule
 
 
@@ -212,10 +213,11 @@ def predict(placed: Placed, nbytes: int, fabric: Fabric, config: Config) -> Choi
     wire_ns = load * nbytes * 10**9 / rates.beta
     slice_nbytes = config.slice_nbytes
     if nlinks:
-        # Slices must be small enough for the pipeline and for the byte budget of the ports, and
-        # large enough to be worth their overhead.
+        # Slices must be small enough for the pipeline and for the byte budget of the ports, large
+        # enough to be worth their overhead, and of whole elements of any type.
         nslices = _nslices(int(wire_ns) * candidate.fill, rates.alpha_ns)
         wanted = min(nbytes // schedule.nchannels // nslices, fabric.inlet_nbytes // (2 * nlinks))
+        wanted -= wanted % ALIGNMENT_NBYTES
         slice_nbytes = min(slice_nbytes, max(_MIN_SLICE_NBYTES, wanted))
     channel_nbytes = Fraction(nbytes * max(placement.weights), sum(placement.weights))
     nslices = max(1, ceil(channel_nbytes / slice_nbytes))

@@ -202,6 +202,16 @@ def test_what_is_compared_can_be_read() -> None:
 
 
 @pytest.mark.parametrize(
+    ("nbytes", "of"), [(8 * MIB, health()), (40_000_008, health(r1n0=0))], ids=["whole", "lost"]
+)
+def test_slices_of_the_table_are_whole_elements(nbytes: int, of: Health) -> None:
+    said = Planner(Fabric(range(4), 4, (), RATES), Config()).explain(nbytes, of)
+    sizes = {each.slice_nbytes for each in (said.chosen, *said.others)}
+    assert len(sizes) > 2
+    assert all(size % 64 == 0 for size in sizes)
+
+
+@pytest.mark.parametrize(
     ("named", "of", "reason"),
     [
         ({"algo": "optcc"}, health(), "ring, because R2CC_ALGO=optcc has no schedule for these"),
