@@ -151,8 +151,10 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         Raises
         ------
         InvalidArgument
-            If the node or a rail does not exist.
+            If the node or a rail does not exist, or `time_s` is negative, infinite or NaN.
         """
+        self._check_port(node, 0)
+        _check_finite("time_s", [time_s])
         if time_s > 0:
             return self.changed(*(Change(time_s, node, rail, 0.0) for rail in rails))
         return self._scaled(node, rails, 0.0)
