@@ -6,8 +6,9 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from operator import index
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import msgspec
 import numpy as np
@@ -363,7 +364,7 @@ class Communicator:
         eager slice; otherwise a pipeline through all ranks, in which each rank except `root`
         receives the data once and, while all NICs work, sends the data at most once.
         """
-        self._require_rank(root)
+        root = self._rank_of(root)
         return self._collectives.start(stream, async_op, arguments.broadcast, x, out, root)
 
     def reduce(
@@ -407,7 +408,7 @@ class Communicator:
         *Collective*: all ranks. *Cost*: as for `broadcast`, in the opposite direction. Ranks other
         than `root` need memory of the size of `x` for partial sums, which is reused across calls.
         """
-        self._require_rank(root)
+        root = self._rank_of(root)
         return self._collectives.start(
             stream, async_op, arguments.reduce, x, out, op, root, self.rank
         )
@@ -442,8 +443,7 @@ class Communicator:
         ------
         ScheduleError
             If the checker refuses the schedule, for example because a contribution would be missing
-            or doubled on some rank. With ``async_op``, `Work.wait` raises it, and the communicator
-            is revoked.
+            or doubled on some rank. No data has moved, and the communicator stays usable.
         InvalidArgument
             As for `allreduce`, or if the schedule is for another collective or number of ranks.
         NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
@@ -452,7 +452,7 @@ class Communicator:
         Notes
         -----
         *Collective*: all ranks. *Cost*: as the schedule says. The checker runs once for each
-        schedule, dtype, op, number of elements and health.
+        schedule.
         """
         if (schedule.collective, schedule.nranks) != ("allreduce", self.nranks):
             raise InvalidArgument(
@@ -888,9 +888,15 @@ class Communicator:
             "a communicator in each worker"
         )
 
-    def _require_rank(self, root: int) -> None:
-        if not 0 <= root < self.nranks:
-            raise InvalidArgument(f"root={root}; allowed is 0 to {self.nranks - 1}")
+    def _rank_of(self, root: SupportsIndex) -> int:
+        """Return `root` as an int; raise `InvalidArgument` if it is not a rank."""
+        try:
+            rank = index(root)
+        except TypeError:  # 1.5, or a string
+            rank = -1
+        if not 0 <= rank < self.nranks:
+            raise InvalidArgument(f"root={root!r}; allowed is 0 to {self.nranks - 1}")
+        return rank
 
 
 def _members(peers: Sequence[PeerInfo]) -> tuple[tuple[int, ...], ...]:

@@ -38,11 +38,15 @@ def check_op(dtype_code: int, op: ReduceOp | int) -> ReduceOp:
     """
     dtype = dtype_of(dtype_code)
     supported = OPS[dtype_code]
-    if op not in supported:
+    try:
+        found = ReduceOp(op)
+    except ValueError:  # also for a value that is not hashable
+        found = None
+    if found is None or found not in supported:
         given = op.name if isinstance(op, ReduceOp) else repr(op)
         allowed = ", ".join(member.name for member in sorted(supported))
         raise InvalidArgument(f"op={given} for dtype {dtype.name}: allowed are {allowed}")
-    return ReduceOp(op)
+    return found
 
 
 __all__ = ["OPS", "check_op"]

@@ -180,6 +180,8 @@ class PlanCache:
         self._periods: dict[tuple[int, CallSignature], int] = {}
         #: Collective, root and digest of the planner's schedules that the checker accepted.
         self._checked: set[tuple[str, int, int]] = set()
+        #: Correct schedules of the user.
+        self._checked_own: set[Schedule] = set()
 
     @property
     def fabric(self) -> Fabric:
@@ -250,10 +252,24 @@ class PlanCache:
         """Compare the schedules that an allreduce of `nbytes` could run."""
         return self._planner.explain(nbytes, health)
 
+    def check_own(self, schedule: Schedule) -> None:
+        """Check a schedule supplied by the user, before its first use; callable in any thread.
+
+        Raises
+        ------
+        ScheduleError
+            If it is not a correct schedule.
+        """
+        if schedule not in self._checked_own:
+            check(schedule)
+            if len(self._checked_own) >= _KEPT:
+                self._checked_own.clear()
+            self._checked_own.add(schedule)
+
     def _make(
         self, call: CallSignature, health: Health, is_bandwidth_sample: bool, own: Schedule | None
     ) -> Plan:
-        op = kernels.check_op(call.dtype, ReduceOp(call.op))
+        op = kernels.check_op(call.dtype, call.op)
         itemsize = dtype_of(call.dtype).itemsize
         nbytes = call.count * itemsize
         if own is None:
@@ -262,7 +278,7 @@ class PlanCache:
             )
             self._check(choice.schedule)
         else:
-            check(own)
+            self.check_own(own)
             choice = self._planner.own(own, nbytes, health)
             call = call.with_schedule(own.digest())
         placement = choice.placement

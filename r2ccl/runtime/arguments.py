@@ -5,9 +5,9 @@ device memory without a copy, allocates the output if the caller passed none, an
 `Request` with the call signature that all ranks must agree on. It does not read array data and does
 not communicate.
 
-Invariant: the arrays of every `Request` are valid and fit together; other arrays raise
-`InvalidArgument` here, before any data moves. The caller has checked the root. The op is checked by
-`check_op` or by planning, the schedule by planning.
+Invariant: the arrays of every `Request` are valid and fit together, and its op is a `ReduceOp`;
+others raise `InvalidArgument` here, before any data moves. The caller has checked the root. That
+the dtype supports the op is checked by `check_op` or by planning, the schedule by `PlanCache`.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class Request(msgspec.Struct, frozen=True, eq=False):
 def allreduce(x: Any, out: Any, op: ReduceOp, schedule: Schedule | None = None) -> Request:
     """Make the request of `Communicator.allreduce` or `Communicator.run_schedule`."""
     source, output = _both(x, out)
+    if type(op) is not ReduceOp:  # rare; each function call takes 1 % of the time of a small call
+        op = kernels.check_op(source.dtype_code, op)
     call = CallSignature(Collective.ALLREDUCE, source.dtype_code, op, source.count)
     return Request(call, source, output, x if out is None else out, schedule)
 
@@ -91,6 +93,8 @@ def reduce(x: Any, out: Any, op: ReduceOp, root: int, rank: int) -> Request:
         source, output = _both(x, out)
     else:
         source = view(x, writable=False)
+    if type(op) is not ReduceOp:
+        op = kernels.check_op(source.dtype_code, op)
     call = CallSignature(Collective.REDUCE, source.dtype_code, op, source.count, root)
     result = None if output is None else x if out is None else out
     return Request(call, source, output, result, is_staged=output is None)
@@ -115,6 +119,8 @@ def reduce_scatter(x: Any, out: Any, op: ReduceOp, rank: int, nranks: int) -> Re
     output = view(result, writable=True)
     _require_alike(source, output)
     is_in_place(own, output, whole_source=source)
+    if type(op) is not ReduceOp:
+        op = kernels.check_op(source.dtype_code, op)
     call = CallSignature(Collective.REDUCE_SCATTER, source.dtype_code, op, source.count)
     return Request(call, source, output, result, is_staged=True)
 

@@ -145,8 +145,7 @@ class Collectives:
         Raises
         ------
         InvalidArgument, ScheduleError
-            If the arguments are wrong; no collective was started. If the call is queued for the
-            worker, a wrong schedule, or a wrong op of a blocking call, ends the communicator.
+            If the arguments are wrong; no collective was started.
         ConcurrentCalls
             If a blocking call runs in another thread, or was interrupted by this signal handler.
         R2cclError
@@ -161,6 +160,7 @@ class Collectives:
             request = make(*given)
             if stream is None and not is_async and type(request.source) is Buffer:
                 if not worker.is_idle:
+                    self._check(request)
                     self.in_turn(partial(self._run, request))
                     return request.result
                 if not self._turn.acquire(blocking=False):
@@ -179,7 +179,7 @@ class Collectives:
                 finally:
                     self._caller = 0
                     self._turn.release()
-            arguments.check_op(request)
+            self._check(request)
             if isinstance(request.source, DeviceBuffer):
                 return self._start_on_device(request, stream, is_async)
             if stream is not None:
@@ -288,6 +288,18 @@ class Collectives:
             return int(agreed[0])
 
         return calibrate(time_ns, lambda nbytes: self._plans.choose(nbytes, health))
+
+    def _check(self, request: Request) -> None:
+        """Check op and schedule of a call for the worker, in which an error ends the communicator.
+
+        Raises
+        ------
+        InvalidArgument, ScheduleError
+            If the op or the schedule is wrong.
+        """
+        arguments.check_op(request)
+        if request.schedule is not None:
+            self._plans.check_own(request.schedule)
 
     def _submit(self, request: Request) -> Work:
         task = Task(partial(self._run, request))

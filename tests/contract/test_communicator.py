@@ -97,6 +97,12 @@ def test_bad_arguments_are_refused_before_any_io() -> None:
         assert "op=MIN" in messages[7]
 
 
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_wrong_ops_roots_and_schedules_end_nothing(is_busy: bool) -> None:
+    run = functools.partial(programs.usable_after_wrong_ops_roots_and_schedules, is_busy)
+    assert launch(run, 2, timeout_s=TIMEOUT_S) == [None] * 2
+
+
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("nbytes", [1000, 32 << 20])
 def test_a_killed_rank_is_lost_on_every_survivor(victim: int, nbytes: int) -> None:

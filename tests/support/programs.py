@@ -11,6 +11,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -213,6 +214,33 @@ def usable_after_bad_arguments() -> list[str]:
                 messages.append(str(exc))
         assert comm.allreduce(np.ones(3))[0] == comm.nranks
     return messages
+
+
+def usable_after_wrong_ops_roots_and_schedules(is_busy: bool) -> None:
+    """Pass wrong ops, roots and schedules, if `is_busy` while an asynchronous call runs."""
+    x, big = np.ones(4), np.ones(1_000_000)
+    ops: list[Any] = [9, "sum", [r2ccl.SUM], None, 1.5]
+    whole = ring.allreduce(2, 1)
+    half = msgspec.structs.replace(whole, generate=lambda rank: (whole.generate(rank)[0][:1],))
+    with r2ccl.init() as comm:
+        refused: list[Callable[[], Any]] = [
+            *(functools.partial(comm.allreduce, x, op=op) for op in ops),
+            lambda: comm.reduce(x, op=9),  # type: ignore[arg-type]
+            lambda: comm.reduce_scatter(x, op=9),  # type: ignore[arg-type]
+            *(functools.partial(comm.broadcast, x, root=root) for root in (0.5, "0", -1, 2)),
+            lambda: comm.reduce(x, root=0.5),  # type: ignore[arg-type]
+            lambda: comm.allreduce(np.ones(4, complex), op=r2ccl.MAX),
+            lambda: comm.run_schedule(half, x),
+            lambda: comm.run_schedule(half, x, async_op=True),
+        ]
+        for call in refused:
+            work = comm.allreduce(big, op=r2ccl.MAX, async_op=True) if is_busy else None
+            with pytest.raises((r2ccl.InvalidArgument, r2ccl.ScheduleError)):
+                call()
+            if work is not None:
+                work.wait()
+        comm.reduce(x, root=np.int64(1))  # type: ignore[arg-type]
+        assert comm.allreduce(np.ones(3), op=int(r2ccl.SUM))[0] == 2  # type: ignore[arg-type]
 
 
 def killed_report(victim: int, nbytes: int, path: str) -> None:

@@ -8,7 +8,7 @@ from support.healths import health
 
 from r2ccl.algos import leaf_ring, ring
 from r2ccl.config import Config
-from r2ccl.errors import ScheduleError
+from r2ccl.errors import InvalidArgument, ScheduleError
 from r2ccl.failover.health.table import Health
 from r2ccl.planning import plan_cache
 from r2ccl.planning.cost_model import Fabric, Rates
@@ -106,3 +106,11 @@ def test_a_users_schedule_is_checked_and_kept() -> None:
     half = replace(whole, generate=lambda rank: (whole.generate(rank)[0][:3],))
     with pytest.raises(ScheduleError):
         plans(CALL, health(), 5, half)
+    with pytest.raises(ScheduleError):
+        plans.check_own(half)
+
+
+@pytest.mark.parametrize("op", [9, "sum"])
+def test_an_op_that_does_not_exist_is_refused(op: object) -> None:
+    with pytest.raises(InvalidArgument, match=f"op={op!r} for dtype float64"):
+        make()(replace(CALL, op=op), health())
