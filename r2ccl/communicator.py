@@ -492,14 +492,14 @@ class Communicator:
         Parameters
         ----------
         x : array_like in host memory
-            C-contiguous, writable and not empty. A NumPy array is not kept alive: the registration
-            ends when its memory is freed. For any other object, pass a NumPy view of it and keep
-            the view alive.
+            C-contiguous, writable and not empty. Kept alive until the registration ends; a
+            ``bytearray`` or ``array.array`` cannot be resized until then.
 
         Returns
         -------
         RegisteredMemory
-            A context manager; leaving it, or calling ``close()``, ends the registration.
+            A context manager; leaving it, or calling ``close()``, ends the registration. So does
+            dropping it, unless a NumPy array that owns the memory is still in use.
 
         Raises
         ------

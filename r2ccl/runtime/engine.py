@@ -524,7 +524,7 @@ class Engine:
         TransportError
             If a NIC refuses the memory, or the limit of registered memory would be exceeded.
         """
-        return RegisteredMemory(self, self.call(partial(self._transport.register, memory)))
+        return RegisteredMemory(self, self.call(partial(self._transport.register, memory)), memory)
 
     def register_device(self, address: int, nbytes: int) -> Registered:
         """Register `nbytes` of device memory at `address` with the transport.
@@ -812,18 +812,24 @@ class Engine:
 class RegisteredMemory:
     """Registration of host memory, as `Communicator.register` returns it.
 
-    A context manager; leaving it, or calling `close`, ends the registration.
+    A context manager; leaving it, or calling `close`, ends the registration. Keeps the memory alive
+    until then: a registration ends when its memory is freed, and the view of a ``bytearray`` or of
+    a tensor, which the transport watches, has no other owner.
     """
 
-    def __init__(self, engine: Engine, registered: Registered) -> None:
+    def __init__(
+        self, engine: Engine, registered: Registered, memory: npt.NDArray[np.uint8]
+    ) -> None:
         self._engine = engine
         self._registered: Registered | None = registered
+        self._memory: npt.NDArray[np.uint8] | None = memory
 
     def close(self) -> None:
         """End the registration; idempotent. The memory itself does not change."""
         registered, self._registered = self._registered, None
         if registered is not None:
             self._engine.call(registered.close)
+            self._memory = None
 
     def __enter__(self) -> RegisteredMemory:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import itertools
 import logging
 from types import SimpleNamespace
@@ -15,8 +16,10 @@ from r2ccl.errors import CommunicatorRevoked, InternalError
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.migration.links import Links
 from r2ccl.planning.plan_cache import Plan
+from r2ccl.runtime.arguments import as_buffer
 from r2ccl.runtime.engine import Engine
 from r2ccl.runtime.executor import LaneRun
+from r2ccl.transport.verbs.lifetime import Lifetime, allocation_of
 
 
 class Still:
@@ -103,6 +106,28 @@ class Kernels:
         self.nlooks -= 1
         self.computed = int(self.nlooks <= 0)
         return self.computed
+
+
+@pytest.mark.parametrize("make", [bytearray, lambda nbytes: array.array("B", bytes(nbytes))])
+def test_registered_memory_lives_until_it_is_closed(make: Any) -> None:
+    engine, still = make_engine()
+    x = make(64)
+    died: list[bool] = []
+    lifetimes = []
+
+    def register(memory: Any) -> Any:
+        found = allocation_of(memory.ctypes.data, memory.nbytes, memory)
+        lifetimes.append(Lifetime(found.owner, lambda: died.append(True)))
+        return SimpleNamespace(close=lifetimes[0].end)
+
+    still.register = register  # type: ignore[attr-defined]
+    registered = engine.register(as_buffer(x, writable=True).array.view(np.uint8))
+    assert not died
+    with pytest.raises(BufferError):
+        x.extend(b"1")
+    registered.close()
+    x.extend(b"1")
+    assert not died, "the registration ended before its memory was freed"
 
 
 def test_nobody_sleeps_while_kernels_are_under_way() -> None:
