@@ -1,13 +1,16 @@
 """Settings of a communicator, read from R2CC_* variables, some NCCL_* variables and keywords.
 
 Invariant: every `Config` has passed the checks of its constructor: the allowed values of names and
-switches, and the ranges of numbers. `Config.from_env` also converts the text of variables.
+switches, and the ranges of numbers. `Config.from_env` also converts the text of variables, and
+checks the types of keywords.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import msgspec
@@ -192,13 +195,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         env : mapping
             Environment variables as text.
         **overrides
-            Fields by name, with values of the field's type.
+            Fields by name, with values of the field's type; NumPy numbers are converted.
 
         Raises
         ------
         InvalidArgument
             If a value does not parse or is out of range (the message names the variable), or an
-            override is no setting.
+            override is no setting or has another type.
         """
         values: dict[str, Any] = {}
         for field in msgspec.structs.fields(cls):
@@ -213,12 +216,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                             f"{variable}={env[variable]!r}: {exc}; see docs/tuning.md"
                         ) from exc
                     break
+            if field.name in overrides:
+                values[field.name] = _typed(field.name, overrides[field.name], field.type)
         unknown = overrides.keys() - set(cls.__struct_fields__)
         if unknown:
             raise InvalidArgument(
                 f"unknown setting {sorted(unknown)}; known: {', '.join(cls.__struct_fields__)}"
             )
-        return cls(**{**values, **overrides})
+        return cls(**values)
 
 
 MODES = ("failstop", "migrate", "balance", "r2cc", "auto")
@@ -250,6 +255,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "failback_interval_s": (1e-3, 3600.0),
     "failback_cap_s": (1e-3, 3600.0),
     "quarantine_cap_s": (0.0, 1e6),
+    "spin_s": (0.0, 1e6),
 }
 
 #: Values of ``debug``, which are NCCL's, and the Python logging level that each sets.
@@ -281,6 +287,22 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ib_retry_cnt": ("NCCL_IB_RETRY_CNT",),
     "debug": ("NCCL_DEBUG",),
 }
+
+
+def _typed(name: str, given: Any, kind: Any) -> Any:
+    """Return the value of a keyword as a str, int or float, whichever `kind` is.
+
+    Raises
+    ------
+    InvalidArgument
+        If the value has another type. A bool is not a number, and text is not parsed.
+    """
+    accepted: Any = {str: str, int: Integral, float: Real}[kind]
+    if isinstance(given, accepted) and not isinstance(given, bool):
+        with contextlib.suppress(OverflowError):  # an int beyond the range of floats
+            return kind(given)
+    shown = "***" if name == "secret" else given
+    raise _bad(name, shown, f"a value of type {kind.__name__}")
 
 
 def _bad(name: str, given: object, allowed: str) -> InvalidArgument:

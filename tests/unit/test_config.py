@@ -1,7 +1,10 @@
-"""Settings that have more than one spelling."""
+"""Settings that have more than one spelling, and values that are refused."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from r2ccl.config import MODES, Config
@@ -18,3 +21,31 @@ def test_a_mode_is_known_by_its_number_too(number: int, name: str) -> None:
 def test_a_mode_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"R2CC_MODE.*failstop, migrate"):
         Config.from_env({"R2CC_MODE": "4"})
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("rails", "2"), ("rails", 2.0), ("rails", True), ("timeout_s", None), ("timeout_s", "3"),
+        ("timeout_s", 10**400), ("mode", ["auto"]), ("debug", 1), ("spin_s", -1),
+        ("spin_s", float("nan")),
+    ],
+)  # fmt: skip
+def test_a_keyword_of_another_type_or_range_is_refused(name: str, given: Any) -> None:
+    with pytest.raises(InvalidArgument, match=rf"^{name}=.*\(R2CC_{name.upper()}\): allowed is"):
+        Config.from_env({}, **{name: given})
+
+
+@pytest.mark.parametrize("given", [5, b"secret"])
+def test_a_secret_that_is_no_text_is_refused_but_not_shown(given: Any) -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"^secret='\*\*\*'.*: allowed is a value of type str"
+    ):
+        Config.from_env({}, secret=given)
+
+
+def test_a_keyword_precedes_its_variable_and_may_be_numpys() -> None:
+    given: Any = {"timeout_s": 3, "rails": np.int64(2), "spin_s": np.float64(0.5)}
+    config = Config.from_env({"R2CC_RAILS": "1", "R2CC_TIMEOUT_S": "7"}, **given)
+    assert (config.timeout_s, config.rails, config.spin_s) == (3.0, 2, 0.5)
+    assert [type(each) for each in (config.timeout_s, config.rails)] == [float, int]
