@@ -40,6 +40,14 @@ class Visitor(Exception):
     """Raised when the stream ends, or is reset, before the first byte of the expected data."""
 
 
+class HandshakeTimeout(TimeoutError):
+    """Raised if a connection was made, but not authenticated within `limit_s` seconds."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"the connection was not authenticated within {limit_s:g} s")
+        self.limit_s = limit_s
+
+
 async def dial(
     secret: Secret,
     claim: Claim,
@@ -63,14 +71,22 @@ async def dial(
     OSError
         If the connection fails (``ConnectionRefusedError`` only while connecting).
     TimeoutError
-        If connecting or authenticating takes too long.
+        If connecting takes too long.
+    HandshakeTimeout
+        If authenticating takes too long.
     HandshakeRejected
         If the other side does not know the secret, or does not accept this connection now.
     """
     async with asyncio.timeout(timeout_s):
         sock = await reach(target, source)
-    async with asyncio.timeout(max(timeout_s, HANDSHAKE_TIMEOUT_S)):
-        await prove(sock, secret, claim)
+    limit_s = max(timeout_s, HANDSHAKE_TIMEOUT_S)
+    try:
+        async with asyncio.timeout(limit_s):
+            await prove(sock, secret, claim)
+    except TimeoutError as exc:
+        if exc.errno is not None:  # of the kernel, which lost the connection
+            raise
+        raise HandshakeTimeout(limit_s) from exc
     return sock
 
 
@@ -90,6 +106,11 @@ def explain_failure(
     where = f"{target[0]}:{target[1]}"
     if isinstance(exc, HandshakeRejected):
         return f"{where} rejected the connection ({exc.reason})", "see the log of the rank there"
+    if isinstance(exc, HandshakeTimeout):
+        return (
+            f"{where} accepted the connection but did not authenticate it within {exc.limit_s:g} s",
+            "check whether the process there hangs, or is not a rank",
+        )
     if isinstance(exc, TimeoutError) and exc.errno is None:
         return f"{where} did not answer within {timeout_s:g} s", "check filters and routes"
     code = exc.errno or 0
@@ -293,6 +314,7 @@ __all__ = [
     "BACKLOG",
     "HANDSHAKE_TIMEOUT_S",
     "Address",
+    "HandshakeTimeout",
     "Visitor",
     "close_hard",
     "describe_failure",

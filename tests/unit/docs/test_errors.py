@@ -177,8 +177,8 @@ def test_the_collector_sees_the_places_that_raise() -> None:
         if isinstance(node, ast.FunctionDef) and node.returns is not None
         and any(each in ast.unparse(node.returns) for each in CLASSES)
     }  # fmt: skip
-    inner = {"_failure", "HandshakeRejected", "FrameError", "Violation", "_RemoteTraceback",
-             "FakePyverbsError"}  # fmt: skip
+    inner = {"_failure", "HandshakeRejected", "HandshakeTimeout", "FrameError", "Violation",
+             "_RemoteTraceback", "FakePyverbsError"}  # fmt: skip
     builtin = {"AssertionError", "AttributeError", "ConnectionAbortedError",
                "ConnectionResetError", "OSError", "SystemExit", "TypeError"}  # fmt: skip
     assert raised - set(CLASSES) - returning - inner - builtin == set()
