@@ -141,8 +141,8 @@ class PeerLost(R2cclError):
     last_op : int or None
         Number of the last collective `peer` was seen in; 0: none, None: not known.
     is_met : bool
-        True if all ranks had met in the rendezvous; False if the rendezvous failed because of
-        `peer`. The message then does not suggest `shrink`.
+        False if `peer` was lost during `r2ccl.init`, so there is no communicator. The message then
+        does not suggest `shrink`.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ from r2ccl.communicator import Communicator
 from r2ccl.config import DEBUG_LEVELS, Config
 from r2ccl.errors import (
     InvalidArgument,
+    PeerLost,
     TransportError,
     describe_os_error,
     errno_name,
@@ -130,7 +131,14 @@ def init(
 
     with _exhaustion_explained(f"rank {control.rank}"):
         made = _assemble(config, hcas, control, tuple(range(control.nranks)), wrap)
-        made.connect()
+        try:
+            made.connect()
+        except PeerLost as exc:
+            # There is no communicator to shrink.
+            raise PeerLost(
+                rank=exc.rank, peer=exc.peer, last_heard_s=exc.last_heard_s, why=exc.why,
+                host=exc.host, is_met=False,
+            ) from exc.__cause__  # fmt: skip
     for transport in wrapped:
         transport.begin(made.ncalls + 1)
     return made

@@ -116,6 +116,15 @@ def test_a_killed_rank_is_lost_on_every_survivor(victim: int, nbytes: int) -> No
         assert report["delay_s"] < 10.0
 
 
+def test_a_rank_lost_in_init_leaves_nothing_to_shrink() -> None:
+    reports = programs.survivors(functools.partial(programs.killed_in_init, 1), 3, 1, TIMEOUT_S)
+    assert [peer for peer, _ in reports] == [1, 1]
+    for _, text in reports:
+        assert "left during init" in text
+        assert "restart the job" in text
+        assert "shrink" not in text
+
+
 def test_control_c_ends_a_blocked_call() -> None:
     first, second = launch(functools.partial(programs.interrupted, 0), 2, timeout_s=TIMEOUT_S)
     assert first == "KeyboardInterrupt"

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import r2ccl
+from r2ccl import communicator
 from r2ccl.algos import leaf_ring, ring, tree
 
 DTYPES = (
@@ -266,6 +267,23 @@ def killed_report(victim: int, nbytes: int, path: str) -> None:
         with open(f"{path}.{comm.rank}", "w") as file:
             json.dump(report, file)
         comm.abort()
+
+
+def killed_in_init(victim: int, path: str) -> None:
+    """Kill one rank after the rendezvous; each survivor writes its error to `path`."""
+    connect = communicator.Communicator.connect
+
+    def die(comm: r2ccl.Communicator) -> None:
+        if comm.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        connect(comm)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communicator.Communicator, "connect", die)
+        with pytest.raises(r2ccl.PeerLost) as caught:
+            r2ccl.init()
+    with open(f"{path}.{os.environ['RANK']}", "w") as file:
+        json.dump([caught.value.peer, str(caught.value)], file)
 
 
 def survivors(
