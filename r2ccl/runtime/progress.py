@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from r2ccl.dtypes import dtype_of
+from r2ccl.dtypes import dtype_name
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.failover import Failover
 from r2ccl.failover.migration.link import RecvLink
@@ -271,7 +271,7 @@ def describe(signature: int) -> str:
     name = Collective(call.collective).name.lower()
     if call.collective == Collective.BARRIER:
         return f"{name}()"
-    parts = [f"count={call.count}", f"dtype={dtype_of(call.dtype).name}"]
+    parts = [f"count={call.count}", f"dtype={dtype_name(call.dtype)}"]
     if call.collective in REDUCTIONS:
         parts.append(f"op={ReduceOp(call.op).name}")
     if call.collective in ROOTED:
