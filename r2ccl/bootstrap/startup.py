@@ -77,24 +77,24 @@ def connect(
         If the NICs of this host cannot be listed.
     """
     identity = identify(config, comm, os.environ if env is None else env)
-    listeners = _Listeners(identity, config, nics_for, hcas_for)
-    rejections = Rejections(identity.rank)
-    loop = ControlLoop(f"r2ccl-control-{identity.rank}")
-    try:
-        if identity.nranks == 1:
-            meeting = _meet_nobody(listeners, config)
-        else:
-            hello = Hello(identity.rank, identity.nranks, host_id(), os.getpid(), config.digest())
-            work = meet(identity, hello, listeners.open, rejections, config.init_timeout_s)
-            meeting = loop.run(work)
-        return _build(config, identity, meeting, listeners, loop, message_types, rejections)
-    except BaseException:
-        listeners.close()
-        loop.close(_STOP_S)
-        raise
-    finally:
-        if identity.listener is not None:
-            identity.listener.close()
+    with identity.listener or contextlib.nullcontext():
+        listeners = _Listeners(identity, config, nics_for, hcas_for)
+        rejections = Rejections(identity.rank)
+        loop = ControlLoop(f"r2ccl-control-{identity.rank}")
+        try:
+            if identity.nranks == 1:
+                meeting = _meet_nobody(listeners, config)
+            else:
+                hello = Hello(
+                    identity.rank, identity.nranks, host_id(), os.getpid(), config.digest()
+                )
+                work = meet(identity, hello, listeners.open, rejections, config.init_timeout_s)
+                meeting = loop.run(work)
+            return _build(config, identity, meeting, listeners, loop, message_types, rejections)
+        except BaseException:
+            listeners.close()
+            loop.close(_STOP_S)
+            raise
 
 
 def _meet_nobody(listeners: _Listeners, config: Config) -> Meeting:

@@ -19,8 +19,9 @@ import pytest
 from support.planes import RAILS, WAIT_S, Job, Number, Recorder, Text, environment, join, turn_away
 from support.planes import start_job as start_job  # the fixture
 
-from r2ccl.bootstrap import ControlPlane, Goodbye, connect, wire
+from r2ccl.bootstrap import ControlPlane, Goodbye, connect, startup, wire
 from r2ccl.bootstrap.auth import PROOF_NBYTES, PROTOCOL_VERSION, Claim, Dialer, Purpose, Secret
+from r2ccl.bootstrap.identity import Identity, identify
 from r2ccl.bootstrap.launch import LocalJob
 from r2ccl.bootstrap.listener import Listener
 from r2ccl.bootstrap.session import MAX_FRAME_NBYTES, SessionFrame
@@ -215,6 +216,26 @@ def test_one_rank_without_rails_fails_all() -> None:
         for future in futures:
             with pytest.raises(InvalidArgument, match="rank 1: no usable network interface"):
                 future.result(WAIT_S)
+
+
+def test_without_a_control_thread_the_listener_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Identity] = []
+
+    def remember(*given: Any) -> Identity:
+        made.append(identify(*given))
+        return made[0]
+
+    def fail(name: str) -> None:
+        raise OSError(errno.EMFILE, f"no descriptor left for {name}")
+
+    monkeypatch.setattr(startup, "identify", remember)
+    monkeypatch.setattr(startup, "ControlLoop", fail)
+    with LocalJob(2) as job, pytest.raises(OSError, match="no descriptor left"):
+        join(job, 0, {})
+    assert made[0].listener is not None
+    assert made[0].listener.fileno() == -1
 
 
 def test_ranks_of_one_host_share_the_secret_through_a_file(tmp_path: Path) -> None:
