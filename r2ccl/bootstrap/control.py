@@ -296,7 +296,8 @@ class ControlPlane:
         Raises
         ------
         InvalidArgument
-            If `peer` is this rank or no rank, or the type of `message` was not registered.
+            If `peer` is this rank or no rank, or `Codec.encode` refuses `message`: its type was not
+            registered, or it is too long.
         """
         self._check(peer)
         self._do(functools.partial(self._send, peer, self._codec.encode(message)))

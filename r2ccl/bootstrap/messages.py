@@ -13,7 +13,12 @@ from typing import Any
 
 import msgspec
 
+from r2ccl.bootstrap.session import MAX_BODY_NBYTES
 from r2ccl.errors import InvalidArgument
+
+#: Maximum size of an encoded message; the fields of `Flooded` and `Routed` around it take under 128
+#: bytes.
+MAX_MESSAGE_NBYTES = MAX_BODY_NBYTES - 128
 
 
 class PeerInfo(msgspec.Struct, frozen=True):
@@ -122,14 +127,21 @@ class Codec:
         Raises
         ------
         InvalidArgument
-            If the type of `message` was not registered.
+            If the type of `message` was not registered, or its encoded form is longer than
+            `MAX_MESSAGE_NBYTES`.
         """
         if not isinstance(message, self._types):
             names = ", ".join(t.__name__ for t in self._types)
             raise InvalidArgument(
                 f"control message type {type(message).__name__} is not registered; known: {names}"
             )
-        return msgspec.msgpack.encode(message)
+        body = msgspec.msgpack.encode(message)
+        if len(body) > MAX_MESSAGE_NBYTES and not isinstance(message, Flooded | Routed):
+            raise InvalidArgument(
+                f"a control message {type(message).__name__} of {len(body)} bytes; at most "
+                f"{MAX_MESSAGE_NBYTES} are allowed"
+            )
+        return body
 
     def decode(self, body: bytes) -> object:
         """Return the message that `encode` encoded.
@@ -142,4 +154,12 @@ class Codec:
         return self._decoder.decode(body)
 
 
-__all__ = ["Codec", "Flooded", "Goodbye", "PeerDown", "PeerInfo", "Routed"]
+__all__ = [
+    "MAX_MESSAGE_NBYTES",
+    "Codec",
+    "Flooded",
+    "Goodbye",
+    "PeerDown",
+    "PeerInfo",
+    "Routed",
+]

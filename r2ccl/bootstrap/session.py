@@ -185,7 +185,8 @@ class Session:
         """
         if len(body) > MAX_BODY_NBYTES:
             raise InvalidArgument(
-                f"a control message of {len(body)} bytes; at most {MAX_BODY_NBYTES} are allowed"
+                f"a control message body of {len(body)} bytes; at most {MAX_BODY_NBYTES} are "
+                "allowed"
             )
         self._posted += 1
         self._unacked.append(body)

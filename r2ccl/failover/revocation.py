@@ -32,7 +32,8 @@ class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
 
     ``kind`` is the name of the error's class, ``rank`` the rank that found or caused the error,
     ``peer`` the rank that the error concerns (-1: none in particular). ``text`` is the error's
-    message, or the cause of a `PeerLost`.
+    message, or the cause of a `PeerLost`; what exceeds `_MAX_TEXT` characters is left out, so that
+    the message fits one frame.
 
     The receiver raises `InvalidArgument` and `PeerLost` as the sender does. It raises its own
     `NoHealthyRail` if it is ``peer`` and has no path to ``rank`` either. In all other cases it
@@ -43,6 +44,10 @@ class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
     text: str
     rank: int
     peer: int = -1
+
+    def __post_init__(self) -> None:
+        if len(self.text) > _MAX_TEXT:
+            msgspec.structs.force_setattr(self, "text", self.text[: _MAX_TEXT - 1] + "…")
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
@@ -279,6 +284,8 @@ class Revocation:
         self.end(error, message)
 
 
+#: Maximum length of the text of a `Revoke`, in characters.
+_MAX_TEXT = 10_000
 #: Reason for a rank that sent Goodbye without Leaving.
 _LEFT = "it closed the communicator while other ranks still used it"
 

@@ -309,6 +309,19 @@ def test_an_unregistered_message_is_refused(start_job: Callable[..., Job]) -> No
         job.planes[0].send(1, RAILS[0])
 
 
+def test_a_message_that_is_too_long_is_refused_in_the_call(
+    start_job: Callable[..., Job],
+) -> None:
+    job = start_job(2)
+    long = Text("x" * MAX_FRAME_NBYTES)
+    plane = job.planes[0]
+    for send in (lambda: plane.send(1, long), lambda: plane.broadcast(long)):
+        with pytest.raises(InvalidArgument, match=r"control message Text of .* at most"):
+            send()
+    plane.send(1, Text("after"))
+    job.seen[1].wait_for(lambda: job.seen[1].messages == [(0, Text("after"))])
+
+
 def cut_control_connections(plane: ControlPlane) -> int:
     """Reset every control connection of `plane` from inside; return their number."""
     carriers = [c for peer in plane._sessions.values() for c in peer._carriers.values()]
