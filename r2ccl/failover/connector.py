@@ -305,10 +305,13 @@ class Connector:
                 self._on_reply(key, attempt, message)
 
     def on_joined(self, event: Joined) -> None:
-        """Handle the end of the verification of an endpoint: hand it over, or schedule a retry."""
+        """Handle the end of the verification of an endpoint: hand it over, or schedule a retry.
+
+        Ignore the event if another attempt has replaced the endpoint since.
+        """
         key = event.key
         attempt = self._attempts.get(key)
-        if attempt is None or attempt.endpoint is None:
+        if attempt is None or attempt.endpoint is not event.endpoint:
             return
         if event.error:
             self._failed(key, attempt, event.error)

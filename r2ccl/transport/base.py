@@ -120,9 +120,10 @@ class Failed(msgspec.Struct, gc=False):
 
 
 class Joined(msgspec.Struct, gc=False):
-    """Event: a connection attempt of an `Endpoint` ended; ``error`` is empty if it succeeded."""
+    """Event: the verification of `endpoint` ended; ``error`` is empty if it succeeded."""
 
     key: PathKey | ProbeKey
+    endpoint: Endpoint
     error: str = ""
 
 

@@ -166,7 +166,7 @@ class VerbsBench:
     def _join(self, key: PathKey | ProbeKey, caller: Any, answerer: Any) -> None:
         answerer.join(caller.info, is_caller=False)
         caller.join(answerer.info, is_caller=True)
-        assert JoinedEvent(key) in self.transports[0].poll(0.0)
+        assert JoinedEvent(key, caller) in self.transports[0].poll(0.0)
 
     def run(self) -> None:
         """Do nothing: the fabric moves the data."""

@@ -49,7 +49,7 @@ class VerbsBench:
             found = self.transports[0].poll(0.01)
             proofs = [event for event in found if isinstance(event, Joined)]
             self.transports[1].poll(0.0)
-        assert proofs == [Joined(key)]
+        assert proofs == [Joined(key, caller)]
 
     def join_probes(self) -> None:
         low, high = self.transports

@@ -251,7 +251,7 @@ class VerbsProber:
             return
         error = describe_status(status, vendor_err) if status else ""
         if self._open.get(end.key) is not end:
-            self._events.append(Joined(end.key, error))
+            self._events.append(Joined(end.key, end, error))
             if not error:
                 self._use(end)
             elif end.key in self._lost:

@@ -491,7 +491,7 @@ class VerbsTransport:
             self._staging.release(reach)
             self._report(end, Sent(end.path, frame.channel, frame.seq))
         elif work is RequestKind.HELLO:
-            self._events.append(Joined(end.path))
+            self._events.append(Joined(end.path, end))
         if end.has_waiting or end.is_credit_due:
             self._mark(end)
 
@@ -552,7 +552,7 @@ class VerbsTransport:
             return
         detail = describe_status(status, vendor_err)
         if end.state is EndpointState.JOINING:
-            self._events.append(Joined(end.path, detail))
+            self._events.append(Joined(end.path, end, detail))
             end.state = EndpointState.FAILED
         else:
             self._fail(end, status_name(status), detail)

@@ -28,7 +28,7 @@ class Endpoint:
             raise TransportError(self.transport.refusals.pop())
         self.joined_to = info
         if is_caller:
-            self.transport.proofs.append(self.key)
+            self.transport.proofs.append(self)
 
     def close(self) -> None:
         assert not self.is_closed, "closed twice"
@@ -41,7 +41,7 @@ class Transport:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.made: list[Endpoint] = []
-        self.proofs: list[Key] = []
+        self.proofs: list[Endpoint] = []
         self.refusals: list[str] = []
         self.is_down = False
 
@@ -89,8 +89,8 @@ class Pair:
                 self.deliver()
             for connector, transport in zip(self.joiners, self.transports, strict=True):
                 proofs, transport.proofs = transport.proofs, []
-                for key in proofs:
-                    connector.on_joined(Joined(key, error))
+                for end in proofs:
+                    connector.on_joined(Joined(end.key, end, error))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
@@ -184,6 +184,20 @@ def test_a_proof_that_fails_begins_again() -> None:
     pair.settle(error="RETRY_EXC_ERR")
     assert pair.up == [{}, {}]
     pair.pass_time(0.1)
+    pair.settle()
+    pair.check()
+
+
+def test_a_stale_proof_does_not_count_for_a_new_endpoint() -> None:
+    pair = Pair()
+    pair.begin()
+    pair.deliver()
+    pair.deliver()
+    (stale,) = pair.transports[0].proofs
+    pair.joiners[0].kick(0)  # in the same poll as the stale proof, and before it
+    pair.joiners[0].on_joined(Joined(stale.key, stale))
+    assert pair.up == [{}, {}]
+    assert [type(message) for _, _, message in pair.mail] == [Offer]
     pair.settle()
     pair.check()
 

@@ -43,6 +43,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.joined: set[int] = set()
+        self.ends: dict[PathKey | ProbeKey, Endpoint] = {}
         self.opened: set[PathKey] = set()
         self.fenced: list[PathKey] = []
         self.stuck: set[PathKey] = set()
@@ -57,7 +58,8 @@ class Notes:
         return rail in self.joined
 
     def offer(self, key: PathKey | ProbeKey) -> Endpoint:
-        return Endpoint()
+        self.ends[key] = Endpoint()
+        return self.ends[key]
 
     def open(self, path: PathKey, endpoint: object) -> None:
         self.opened.add(path)
@@ -413,7 +415,7 @@ def test_what_keeps_paths_from_being_connected_can_be_read() -> None:
     world.look(3.0)
     call = [offer for offer in world.offers() if offer.via < 0][-1]
     world.failover.on_message(1, Answer(1, call.epoch, call.attempt, b"info"))
-    world.failover.on_joined(Joined(B))
+    world.failover.on_joined(Joined(B, world.transport.ends[B]))
     assert world.failover.obstacles(1) == ["rail 0: rank 1 refused"]
 
 
@@ -454,7 +456,7 @@ def test_a_probe_that_broke_its_connection_is_joined_anew() -> None:
     world = World(joined={0, 1})
     world.look(0.5)
     key = straight(A)
-    world.failover.on_joined(Joined(key))
+    world.failover.on_joined(Joined(key, world.transport.ends[key]))
     before = len(world.offers())
     for is_answered in (True, None):
         world.failover.on_probed(Probed(key, is_answered, ""))

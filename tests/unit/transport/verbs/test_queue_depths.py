@@ -46,7 +46,7 @@ class Job:
         caller, answerer = self.near.offer(key), self.far.offer(key)
         answerer.join(caller.info, is_caller=False)
         caller.join(answerer.info, is_caller=True)
-        assert self.near.poll(0.0) == [Joined(key)]
+        assert self.near.poll(0.0) == [Joined(key, caller)]
         self.near.open(key, caller)
         self.far.open(key, answerer)
 
