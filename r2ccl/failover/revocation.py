@@ -36,8 +36,9 @@ class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
     the message fits one frame.
 
     The receiver raises `InvalidArgument` and `PeerLost` as the sender does. It raises its own
-    `NoHealthyRail` if it is ``peer`` and has no path to ``rank`` either. In all other cases it
-    raises `CommunicatorRevoked` with ``text``.
+    `NoHealthyRail` if it is ``peer`` and all its paths to ``rank`` are down. In all other cases,
+    also if it never began to connect paths to ``rank``, it raises `CommunicatorRevoked` with
+    ``text``.
     """
 
     kind: str
@@ -88,7 +89,8 @@ class Revocation:
     fence_all : callable
         Called once, when the communicator ends: begins to fence all paths.
     no_rail : callable
-        ``no_rail(peer)``: returns this rank's error if no path to `peer` is up, else None.
+        ``no_rail(peer)``: returns this rank's error if no path to `peer`, one of ``links.peers``,
+        is up; else None.
     """
 
     def __init__(
@@ -257,7 +259,13 @@ class Revocation:
             self._control.gossip(message, peer)
         if message.kind == "InvalidArgument":
             self.end(InvalidArgument(message.text), message)
-        elif message.kind == "NoHealthyRail" and message.peer == self._rank and self.error is None:
+        elif (
+            message.kind == "NoHealthyRail"
+            and message.peer == self._rank
+            # This rank may not have received the message to connect paths to that rank.
+            and message.rank in self._links.peers
+            and self.error is None
+        ):
             error = self._no_rail(message.rank)
             if error is None:
                 self._end_by(message)

@@ -621,6 +621,15 @@ def test_no_healthy_rail_is_the_same_error_at_both_ends() -> None:
     assert isinstance(world.revocation.error, NoHealthyRail)
 
 
+def test_a_peer_cut_off_before_it_connected_is_revoked() -> None:
+    world = World()
+    stranger = 3
+    world.failover.on_message(1, Revoke("NoHealthyRail", "no healthy rail", stranger, peer=0))
+    error = world.revocation.error
+    assert isinstance(error, CommunicatorRevoked)
+    assert "rank 3 gave up: no healthy rail" in str(error)
+
+
 def test_the_baseline_does_not_migrate() -> None:
     world = World(mode="failstop")
     world.fail(A)
