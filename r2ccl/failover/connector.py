@@ -8,10 +8,10 @@ verifies both directions, reports that, and both ends take the path into use::
     answerer              join, Answer(info) ->                                      use
 
 After any failure the caller begins again with new endpoints, without limit, after a pause that
-doubles up to a cap; for a path, after a timeout, at once. An answerer whose port is not ready tries
-to answer the same offer again until a newer one arrives. ``attempt`` numbers the attempts,
-``epoch`` the lives of a path. The control session, which carries the endpoint info, is
-authenticated, so the endpoints need no authentication.
+doubles up to a cap; for a path, after a timeout, at once, because it has waited already. An
+answerer whose port is not ready tries to answer the same offer again until a newer one arrives.
+``attempt`` numbers the attempts, ``epoch`` the lives of a path. The control session, which carries
+the endpoint info, is authenticated, so the endpoints need no authentication.
 
 The connection of a probe serves only the rank that probes over it. That rank is therefore the
 caller, even if it is the higher rank, and need not report that the connection is ready::
@@ -51,6 +51,11 @@ _NO_PROBE = -1
 #: Time that the caller waits for an answer, and after it for the verification to finish.
 _ANSWER_TIMEOUT_S = 2.0
 _PROOF_TIMEOUT_S = 10.0
+#: Reason of a failure by one of these timeouts.
+_TIMED_OUT = (
+    f"no answer to the offer within {_ANSWER_TIMEOUT_S:g} s, or no verification within "
+    f"{_PROOF_TIMEOUT_S:g} s"
+)
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
@@ -247,6 +252,8 @@ class Connector:
         """
         for key, attempt in list(self._attempts.items()):
             if now >= attempt.deadline and isinstance(key, PathKey):
+                if attempt.endpoint is not None and self._rank < key.peer:
+                    self._failed(key, attempt, _TIMED_OUT)
                 self._begin_again(key, attempt)
         self._is_calm = is_calm
         if is_calm:
@@ -256,7 +263,7 @@ class Connector:
         due = [(key, attempt) for key, attempt in self._probes() if now >= attempt.deadline]
         for key, attempt in due:
             if attempt.endpoint is not None:
-                self._failed(key, attempt, "no answer to the offer, or no verification, in time")
+                self._failed(key, attempt, _TIMED_OUT)
         # Only one per tick: creating and joining an endpoint takes a millisecond or more.
         for key, attempt in due:
             if attempt.endpoint is None and now >= attempt.deadline:

@@ -223,6 +223,20 @@ def test_replies_to_an_earlier_attempt_change_nothing() -> None:
     pair.check()
 
 
+def test_an_offer_that_is_not_answered_is_recorded_as_failure() -> None:
+    pair = Pair()
+    pair.begin(ranks=(0,))
+    assert pair.joiners[0].obstacles(1) == []
+    pair.pass_time(2.0)
+    (obstacle,) = pair.joiners[0].obstacles(1)
+    assert obstacle.startswith("rail 0: no answer to the offer within 2 s")
+    assert len(pair.mail) == 2, "the next offer leaves at once: the wait was pause enough"
+    pair.begin(ranks=(1,))
+    pair.settle()
+    pair.check()
+    assert pair.joiners[0].obstacles(1) == []
+
+
 def test_a_new_epoch_replaces_what_was_on_its_way() -> None:
     pair = Pair()
     pair.begin()
