@@ -173,7 +173,7 @@ class Findings:
 
     A rank measures an edge, which consists of its own port and the port it sends to; the slower
     port limits the edge. In a ring, both edges at a slow port are slow. If the edge of the next
-    rank is slow too, the share of a port is therefore the higher share of its two edges::
+    rank is slow too, the share of a port is therefore the highest share of its edges::
 
         edge       0 -> 1   1 -> 2   2 -> 3   3 -> 0
         measured     16        4        4       16
@@ -209,13 +209,17 @@ class Findings:
             for reporter, word in words.items()
             if reporter == key[0] and word.toward >= 0
         }
-        before = {(edge.toward, edge.rail): edge for edge in edges.values()}
+        #: Highest share of the slow edges that lead to each port.
+        before: dict[tuple[int, int], int] = {}
+        for edge in edges.values():
+            port = edge.toward, edge.rail
+            before[port] = max(edge.share, before.get(port, 0))
 
         def share(word: RailShare) -> int:
             key = (word.rank, word.rail)
             if edges.get(key) is not word or (word.toward, word.rail) not in edges:
                 return word.share
-            return max(word.share, before[key].share if key in before else WHOLE)
+            return max(word.share, before.get(key, WHOLE))
 
         return health.changed(
             RailShare(rank, rail, min(map(share, words.values()), default=WHOLE))

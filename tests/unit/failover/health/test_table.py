@@ -17,6 +17,7 @@ NEWS = st.builds(
     st.integers(0, NRANKS - 1),
     st.integers(0, NRAILS - 1),
     st.sampled_from([0, 4, 15, WHOLE]),
+    st.integers(-1, NRANKS - 1),
 )
 
 
@@ -173,6 +174,17 @@ def test_who_sends_into_a_slow_port_is_not_slow() -> None:
     assert ring({0: 8, 1: 4, 2: 4}) == [16, 8, 4, 16, 16, 16], "two neighbours, of which one is 8"
     assert ring({3: 4}) == [16, 16, 16, 4, 16, 16], "one direction: nothing tells whose"
     assert ring(dict.fromkeys(range(6), 8)) == [8] * 6, "all are slow"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_best_of_several_edges_to_a_port_counts(order: tuple[int, int]) -> None:
+    health = Health.whole(4, 1)
+    findings = Findings(health)
+    edges = [RailShare(0, 0, 4, 2), RailShare(1, 0, 8, 2), RailShare(2, 0, 2, 3)]
+    for rank in (*order, 2):
+        findings.note(rank, [edges[rank]])
+    findings.note(3, [RailShare(3, 0, 5, 0)])
+    assert list(findings.merged(health).shares) == [5, WHOLE, 8, 5]
 
 
 def test_what_was_not_measured_is_excused_by_nobody() -> None:
