@@ -149,14 +149,14 @@ class Diagnosis:
         return tuple(self._verdicts.copy().values())
 
     def slow_since(self, when_s: float) -> tuple[int, ...]:
-        """Return the peers of paths that a verdict since `when_s` left in use, in rising order.
+        """Return the peers with a verdict PEER_SLOW since `when_s`, in rising order.
 
-        Such a verdict is PEER_SLOW, or PATH if the suspected path could not be probed. `when_s` is
-        a clock reading. Any thread may call this method.
+        `when_s` is a clock reading. Any thread may call this method.
         """
+        slow = VerdictKind.PEER_SLOW
         verdicts = self._verdicts.copy().values()
         return tuple(
-            sorted({v.path.peer for v in verdicts if not v.is_down and v.when_s >= when_s})
+            sorted({v.path.peer for v in verdicts if v.kind is slow and v.when_s >= when_s})
         )
 
     # Evidence

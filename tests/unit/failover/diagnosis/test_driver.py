@@ -306,6 +306,14 @@ def test_who_is_slow_is_known_and_from_when_on() -> None:
     assert world.diagnosis.slow_since(5.1) == ()
 
 
+def test_a_peer_whose_path_could_not_be_probed_is_not_slow() -> None:
+    world = World()
+    world.diagnosis.suspect(A)
+    world.answer(lambda key: None)
+    assert world.kinds() == {A: VerdictKind.PATH}
+    assert world.diagnosis.slow_since(0.0) == ()
+
+
 def test_a_verdict_says_what_was_done_about_it() -> None:
     world = World()
     world.fail(A, CARRIER)
