@@ -144,7 +144,7 @@ class Communicator:
             f"r2ccl-ending-{self.rank}",
             (self._end_calls, control.close, self._end_data),
         )
-        self._event_queue = EventQueue(self._engine)
+        self._event_queue = EventQueue(self.rank, self._engine)
 
     def connect(self) -> None:
         """Start the control plane, connect the rails and, if needed, measure them.

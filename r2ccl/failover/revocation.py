@@ -288,7 +288,9 @@ class Revocation:
         )
 
     def _end_by(self, message: Revoke) -> None:
-        error = CommunicatorRevoked(f"rank {message.rank} gave up: {message.text}")
+        error = CommunicatorRevoked(
+            f"rank {self._rank}: rank {message.rank} gave up: {message.text}"
+        )
         self.end(error, message)
 
 

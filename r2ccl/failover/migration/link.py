@@ -403,7 +403,8 @@ class RecvLink:
         self.consumed += 1
         if self.consumed > self.delivered:
             raise InternalError(
-                f"link from rank {self.peer}: more slices were consumed than delivered"
+                f"link from rank {self.peer}, channel {self.channel}: more slices were consumed "
+                f"than delivered ({self.delivered})"
             )
 
     def report(self) -> LinkReport:

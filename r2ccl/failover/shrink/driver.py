@@ -117,12 +117,15 @@ class EventQueue:
 
     Parameters
     ----------
+    rank : int
+        This rank in the old communicator, for errors.
     handler : ControlHandler
         Handler of all events but shrink messages: the engine. It also receives the losses and
         `Goodbye` messages that are queued here.
     """
 
-    def __init__(self, handler: ControlHandler) -> None:
+    def __init__(self, rank: int, handler: ControlHandler) -> None:
+        self._rank = rank
         self._handler = handler
         self._news: deque[News] = deque()
         self._changed = threading.Condition()
@@ -189,7 +192,7 @@ class EventQueue:
         with self._changed:
             has_some = self._changed.wait_for(lambda: self._news or self._end, timeout_s)
             if self._end:
-                raise CommunicatorRevoked(f"shrink() was cancelled: {self._end}")
+                raise CommunicatorRevoked(f"rank {self._rank}: shrink() was cancelled: {self._end}")
             return self._news.popleft() if has_some else None
 
     @contextlib.contextmanager

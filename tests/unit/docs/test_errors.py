@@ -320,7 +320,7 @@ def peer_dies() -> None:
 def all_the_others_are_lost() -> None:
     alone: Any = SimpleNamespace(rank=0, nranks=3, setting=SimpleNamespace(config=Config()))
     quiet: Any = Still()
-    event_queue = EventQueue(quiet)
+    event_queue = EventQueue(0, quiet)
     for peer in (1, 2):
         event_queue.on_peer_lost(peer, "its process died", 0.1)
     regroup(Shrinking(0, 3), event_queue, alone, quiet.make)

@@ -64,7 +64,7 @@ class Survivor:
     """Rank 0 of three whose rank 2 is lost; the test speaks for rank 1."""
 
     def __init__(self, *successors: Successor) -> None:
-        self.event_queue = EventQueue(Handler())
+        self.event_queue = EventQueue(0, Handler())
         self.successors = list(successors)
         self.sent: list[object] = []
         setting = SimpleNamespace(config=Config(init_timeout_s=PATIENCE_S))
@@ -108,7 +108,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def test_what_concerns_shrinking_is_kept_and_the_rest_passed_on() -> None:
     handler = Handler()
-    event_queue = EventQueue(handler)
+    event_queue = EventQueue(0, handler)
     event_queue.on_message(1, View((), b""))
     event_queue.on_message(1, "data")
     event_queue.on_message(1, Goodbye())
@@ -118,6 +118,14 @@ def test_what_concerns_shrinking_is_kept_and_the_rest_passed_on() -> None:
         (1, View((), b"")), (1, "it left"), (2, "silent"), None,
     ]  # fmt: skip
     assert handler.calls == [(1, "data"), (1, Goodbye()), (2, "silent", 1.0), (5.0,)]
+
+
+def test_a_cancelled_shrink_says_at_which_rank_and_why() -> None:
+    event_queue = EventQueue(3, Handler())
+    event_queue.end("close() was called")
+    with pytest.raises(CommunicatorRevoked) as caught:
+        event_queue.take(0.0)
+    assert str(caught.value) == "rank 3: shrink() was cancelled: close() was called"
 
 
 def test_survivors_go_on_with_what_was_heard_before_the_call(opened: list[bool]) -> None:
