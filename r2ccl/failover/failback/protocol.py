@@ -3,10 +3,11 @@
 Theory of operation
 -------------------
 A path out of use is probed until it returns. A probe that is answered is *good*. The pause after a
-probe without an answer doubles with each such probe, up to a cap. An answer resets the pause. A
-port that comes up also resets the pause, and prevents its growth for a while; it resets the count
-of good probes too, because the path had been down. The path may return after `Policy.nprobes` good
-probes in a row, once all probes have been answered for the time of its *hold*.
+probe without an answer doubles with each such probe, up to a cap. An answer resets the pause, and
+so does a failure of the path in use. A port that comes up also resets the pause, and prevents its
+growth for a while; it resets the count of good probes too, because the path had been down. The path
+may return after `Policy.nprobes` good probes in a row, once all probes have been answered for the
+time of its *hold*.
 
 The hold grows with the number of *strikes*. Each failure while in use adds one strike; time in use
 without failure halves the number every `Policy.half_life_s`::
@@ -116,6 +117,8 @@ class Quarantine:
         self.is_in_use = False
         self._asked = False
         self._ngood = 0
+        # It may have grown: a path may return without a good probe.
+        self._pause_s = policy.spacing_s
         self._next_s = now + policy.spacing_s
 
     def carrier_up(self, now: float) -> None:

@@ -98,6 +98,19 @@ def test_a_sign_of_life_makes_the_pauses_short_again(event: str) -> None:
     assert quarantine.next_s - rail.now == pytest.approx(DEFAULT.spacing_s)
 
 
+def test_a_failure_after_an_early_return_is_probed_soon_again() -> None:
+    rail = Rail()
+    rail.set(False)
+    rail.run(60.0)
+    rail.quarantine.returned(rail.now)  # the only path to its peer, so it need not be good
+    rail.quarantine.failed(rail.now)
+    rail.probes.clear()
+    rail.run(1.0)
+    first, second, third, *_ = rail.probes
+    assert second - first == pytest.approx(DEFAULT.spacing_s, abs=2 * STEP_S)
+    assert third - second == pytest.approx(2 * DEFAULT.spacing_s, abs=2 * STEP_S)
+
+
 def test_it_takes_all_good_probes_in_a_row() -> None:
     quarantine = Quarantine(0.0)
     quarantine.failed(10.0)
