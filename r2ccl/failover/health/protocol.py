@@ -38,7 +38,7 @@ Messages between two ranks arrive exactly once and in order. Let rank r start co
 By 1, all ranks choose the health of k among the same commits. By 2, "the newest version whose
 first collective is at most k" is the same version on all ranks. By the same argument the health of
 k is final before k starts: for W collectives after the last one started while no promise is open,
-and up to the limit of the promise otherwise (`health_of`).
+and up to the limit of the promise otherwise.
 
 Why the agreement makes progress
 --------------------------------
@@ -56,7 +56,7 @@ A pause counted in collectives would delay news on a rank that runs none. During
 reports of a flapping rail are merged.
 
 There is no I/O and no clock here: every time is a clock reading passed in. Invariant: all ranks get
-the same `Health` from `start` and `health_of` for the same collective.
+the same `Health` from `start` and `steady` for the same collective.
 """
 
 from __future__ import annotations
@@ -201,17 +201,6 @@ class Agreement:
             If `steady` is None, or a later collective than `op` has been started.
         """
         self._member.skip_to(op)
-
-    def health_of(self, op: int) -> Health:
-        """Return the health with which every rank plans collective `op`.
-
-        Raises
-        ------
-        InternalError
-            If `op` is before the last collective started, or so far ahead that its version may
-            still change.
-        """
-        return self._member.health_of(op)
 
     def waits_for(self) -> tuple[int, ...]:
         """Return the ranks that this rank waits for in the current round; empty if none is running.

@@ -131,16 +131,6 @@ class Member:
             )
         self.started = op
 
-    def health_of(self, op: int) -> Health:
-        """Return the health of `op`, which is the last collective started or a later one."""
-        final = self.started + self._window if self.limit is None else self.limit
-        if not self.started <= op <= final:
-            raise InternalError(
-                f"rank {self._rank}: health of collective {op} requested, but it is known only "
-                f"for collectives {self.started} to {final}"
-            )
-        return next(health for first, health in reversed(self._plans) if first <= op)
-
     def prepare(self, message: Prepare) -> Promise | None:
         """Hold the health of `message` and return the promise; None if the version is not new.
 

@@ -227,32 +227,9 @@ class Findings:
         )
 
 
-def to_share(rate: float, nominal_rate: float) -> int:
-    """Round a measured rate to a share: 0 if `rate` is 0, else 1 to `WHOLE`.
-
-    Parameters
-    ----------
-    rate, nominal_rate : float
-        Measured and nominal rate of a rail, in the same unit.
-
-    Raises
-    ------
-    InvalidArgument
-        If `rate` is negative or `nominal_rate` is not positive.
-    """
-    if rate < 0 or nominal_rate <= 0:
-        raise InvalidArgument(
-            f"rate {rate}, nominal rate {nominal_rate}; allowed are a rate of 0 or more and a "
-            "nominal rate above 0"
-        )
-    if rate == 0:
-        return 0
-    return max(1, round(WHOLE * min(1.0, rate / nominal_rate)))
-
-
 def _check_share(share: int) -> None:
     if not 0 <= share <= WHOLE:
         raise InvalidArgument(f"share {share}; allowed is 0 (down) to {WHOLE}")
 
 
-__all__ = ["WHOLE", "Findings", "Health", "RailShare", "to_share"]
+__all__ = ["WHOLE", "Findings", "Health", "RailShare"]

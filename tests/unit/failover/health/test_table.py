@@ -1,7 +1,5 @@
 """The table a planner reads: its bounds, its changes, and what many findings make of it."""
 
-import itertools
-
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 
 from r2ccl.bootstrap.session import MAX_BODY_NBYTES
 from r2ccl.errors import InvalidArgument
-from r2ccl.failover.health.table import WHOLE, Findings, Health, RailShare, to_share
+from r2ccl.failover.health.table import WHOLE, Findings, Health, RailShare
 
 NRANKS, NRAILS = 3, 2
 NEWS = st.builds(
@@ -211,26 +209,3 @@ def test_the_order_of_different_ranks_words_does_not_matter(
     for rank in order:
         shuffled.note(rank, [next(streams[rank])])
     assert straight.merged(whole()) == shuffled.merged(whole())
-
-
-# Measured rates
-
-
-@pytest.mark.parametrize(
-    ("rate", "share"),
-    [(0.0, 0), (1e-9, 1), (0.25, 4), (0.5, 8), (0.96, 15), (0.97, WHOLE), (1.3, WHOLE)],
-)
-def test_a_measured_rate_is_rounded_and_alive_is_never_down(rate: float, share: int) -> None:
-    assert to_share(25e9 * rate, 25e9) == share
-
-
-def test_shares_grow_with_the_rate() -> None:
-    shares = [to_share(rate, 1000) for rate in range(1100)]
-    assert all(low <= high for low, high in itertools.pairwise(shares))
-    assert set(shares) == set(range(WHOLE + 1))
-
-
-@pytest.mark.parametrize(("rate", "nominal"), [(-1.0, 1.0), (1.0, 0.0), (1.0, -5.0)])
-def test_a_rate_without_meaning_is_refused(rate: float, nominal: float) -> None:
-    with pytest.raises(InvalidArgument, match="allowed are a rate of 0 or more"):
-        to_share(rate, nominal)
