@@ -293,13 +293,22 @@ class RdmaDevice:
 
         Raises
         ------
-        PyverbsError
+        TransportError
             If the device cannot be queried, for example because it was removed.
         """
-        return self.context.query_port(self.port)
+        try:
+            return self.context.query_port(self.port)
+        except PyverbsError as exc:
+            raise self.refusal(f"query port {self.port}", exc) from exc
 
     def is_active(self) -> bool:
-        """Return True if the port is in state ACTIVE."""
+        """Return True if the port is in state ACTIVE.
+
+        Raises
+        ------
+        TransportError
+            As for `query`.
+        """
         return bool(self.query().state == e.IBV_PORT_ACTIVE)
 
     def read_endpoint_info(self, info: bytes, kind: type[_AnyInfo]) -> _AnyInfo:

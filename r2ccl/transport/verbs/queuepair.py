@@ -33,6 +33,7 @@ from __future__ import annotations
 import enum
 import secrets
 import socket
+from contextlib import ExitStack
 
 import msgspec
 import numpy as np
@@ -133,10 +134,13 @@ class QueuePair:
         self._outbox_address = self._memory.ctypes.data + ring_nbytes
         self._life = 0
         try:
-            self._make()
-            self._begin()
+            with ExitStack() as opened:
+                opened.callback(self._region.close)
+                self._make()
+                opened.callback(self._close_queue)
+                self._begin()
+                opened.pop_all()
         except _REFUSALS as exc:
-            self._region.close()
             raise device.refusal("make a queue pair", exc) from exc
         self.number: int = self._qp.qp_num
 
@@ -418,8 +422,11 @@ class QueuePair:
 
     def close(self) -> None:
         """Destroy the queue pair: no peer writes to this rank's memory through it afterwards."""
-        self._qp.close()
+        self._close_queue()
         self._region.close()
+
+    def _close_queue(self) -> None:
+        self._qp.close()
         for request in (self._receive, self._marker, self._hello, self._write):
             request.close()
 

@@ -1,0 +1,98 @@
+"""Verbs over NICs in memory whose calls fail: the rail fails, never the communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from r2ccl.errors import TransportError
+from r2ccl.testing.fakepyverbs import (
+    FakeContext,
+    FakeFabric,
+    FakeQueuePair,
+    FakeRegion,
+    installed,
+)
+from r2ccl.transport.base import Joined
+from r2ccl.transport.verbs.registration import RegistrationCache
+from r2ccl.types import PathKey, ProbeKey
+
+PATH = PathKey(1, 0)
+PROBE = ProbeKey(1, 0, 0)
+
+
+class Pair:
+    """Rank 0 (``near``), and rank 1 (``far``), each with the given NICs."""
+
+    def __init__(self, loaded: Any, nics: int = 1) -> None:
+        self.loaded = loaded
+        self.now = 100.0
+        self.error = loaded.device.PyverbsError("gone")
+        self.near, self.far = (self._open(rank, nics) for rank in (0, 1))
+
+    def _open(self, rank: int, nics: int) -> Any:
+        devices = [self.device(f"n{rank}r{rail}") for rail in range(nics)]
+        return self.loaded.transport.VerbsTransport(
+            rank, devices, RegistrationCache([each.registrar for each in devices], 1 << 30),
+            eager_nbytes=64, timeout=14, retry_cnt=7, probe_timeout_s=1.0, clock=lambda: self.now,
+        )  # fmt: skip
+
+    def device(self, name: str, neighbours: Any = None) -> Any:
+        return self.loaded.device.RdmaDevice(
+            name, 1, lambda: (0, "fe80::1"), neighbours, fastpath="0"
+        )
+
+    def connect(self, path: PathKey = PATH) -> None:
+        low, high = self.near.offer(path), self.far.offer(PathKey(0, path.rail))
+        high.join(low.info, is_caller=False)
+        low.join(high.info, is_caller=True)
+        assert self.near.poll(0.0) == [Joined(path)]
+        self.near.open(path, low)
+        self.far.open(PathKey(0, path.rail), high)
+
+    def fail(self, *_: Any) -> Any:
+        raise self.error
+
+
+@contextmanager
+def paired(nics: int = 1) -> Iterator[Pair]:
+    with installed(FakeFabric()) as loaded:
+        pair = Pair(loaded, nics)
+        try:
+            yield pair
+        finally:
+            pair.near.close()
+            pair.far.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with paired() as made:
+        yield made
+
+
+def test_a_removed_nic_fails_the_offer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = pair.near.offer(PROBE)
+    monkeypatch.setattr(pair.near._devices[0].context, "query_port", pair.fail)
+    for ask in (lambda: pair.near.offer(PATH), lambda: end.info):
+        with pytest.raises(TransportError, match="n0r0 refused to query port 1: gone") as caught:
+            ask()
+        assert caught.value.status == "DEVICE"
+    end.close()
+
+
+@pytest.mark.parametrize("call", ["query_port", "post_recv"])
+def test_a_queue_pair_that_cannot_begin_is_closed(
+    pair: Pair, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[object] = []
+    device = pair.near._devices[0]
+    monkeypatch.setattr(FakeRegion, "close", lambda region: closed.append(region))
+    monkeypatch.setattr(FakeContext if call == "query_port" else FakeQueuePair, call, pair.fail)
+    with pytest.raises(TransportError, match="n0r0 refused to .*: gone"):
+        pair.loaded.queuepair.QueuePair(device, ring_nbytes=4096, timeout=14, retry_cnt=7)
+    assert device.context.fabric.qps == {}
+    assert len(closed) == 1
