@@ -26,6 +26,7 @@ import termios
 from array import array
 from collections import deque
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 from r2ccl.clock import Clock, monotonic
 from r2ccl.errors import InternalError, errno_name
@@ -43,7 +44,7 @@ from r2ccl.transport.base import (
 from r2ccl.transport.preconnected import PreconnectedTransport
 from r2ccl.transport.tcp.probe import Address, TcpProber
 from r2ccl.transport.wakeup import Wakeup
-from r2ccl.types import Nic, PathKey, ProbeKey
+from r2ccl.types import Nic, PathKey, ProbeKey, rail_name
 
 _log = logging.getLogger(__name__)
 
@@ -323,10 +324,22 @@ class TcpTransport(PreconnectedTransport):
         return [*own, *self._by_fd, *self._prober.descriptors()]
 
     def close(self) -> None:
-        """Close every socket. Idempotent."""
-        self._prober.close()
-        for path in list(self._by_path):
-            self._discard(path)
+        """Close every socket. Idempotent.
+
+        Every step runs even if an earlier one raised.
+
+        Raises
+        ------
+        InternalError
+            If the kernel lost bytes of a slice that was confirmed before it was read.
+        """
+        with ExitStack() as steps:  # callbacks run last to first
+            steps.callback(self._close_descriptors)
+            for path in self._by_path:
+                steps.callback(self._discard, path)
+            steps.callback(self._prober.close)
+
+    def _close_descriptors(self) -> None:
         if not self._epoll.closed:
             self._epoll.close()
             self._wakeup.close()
@@ -366,8 +379,10 @@ class TcpTransport(PreconnectedTransport):
         # The kernel may have removed the descriptor from the set already.
         with contextlib.suppress(FileNotFoundError):
             self._epoll.unregister(conn.fd)
-        self._read_confirmed(conn)
-        conn.sock.close()
+        try:
+            self._read_confirmed(conn)
+        finally:
+            conn.sock.close()
 
     def _read_confirmed(self, conn: _Connection) -> None:
         """Read the rest of a slice that was confirmed before it was read.
@@ -393,8 +408,8 @@ class TcpTransport(PreconnectedTransport):
     def _lost(self, conn: _Connection) -> InternalError:
         path = conn.path
         return InternalError(
-            f"rank {self._rank}: the kernel lost bytes of a slice from rank {path.peer} on rail "
-            f"{path.rail} that it had reported as received (FIONREAD)"
+            f"rank {self._rank}: the kernel lost bytes of a slice from rank {path.peer} on "
+            f"{rail_name(path.rail)} that it had reported as received (FIONREAD)"
         )
 
     def _fail(self, conn: _Connection, status: str, detail: str) -> None:
