@@ -244,15 +244,18 @@ class CudaDevice:
     def _check_exportable(self, address: int) -> None:
         attribute = self._cuda.pointer_attribute
         if attribute("IS_MANAGED", address):
-            raise TransportError("managed memory has no IPC handle: it migrates", status="NO_IPC")
+            raise TransportError(
+                f"{self._name}: managed memory has no IPC handle: it migrates", status="NO_IPC"
+            )
         if int(attribute("MEMPOOL_HANDLE", address)):
             raise TransportError(
-                "memory of the stream-ordered pool has no IPC handle", status="NO_IPC"
+                f"{self._name}: memory of the stream-ordered pool has no IPC handle",
+                status="NO_IPC",
             )
         if not attribute("IS_LEGACY_CUDA_IPC_CAPABLE", address):
             raise TransportError(
-                "the allocation has no IPC handle: it was mapped from pieces (expandable "
-                "segments), or belongs to another process",
+                f"{self._name}: the allocation has no IPC handle: it was mapped from pieces "
+                "(expandable segments), or belongs to another process",
                 status="NO_IPC",
             )
 

@@ -155,23 +155,25 @@ class VerbsTransport:
         TransportError
             If the port is down or has no GID, or if its NIC has lost completions or refuses.
         """
-        nic = (key.via if isinstance(key, ProbeKey) else key.rail) - self._first_rail
+        rail = key.via if isinstance(key, ProbeKey) else key.rail
+        nic = rail - self._first_rail
         device = self._devices[nic]
         if nic in self._broken:
             raise TransportError(
-                f"rank {self._rank}: {device.name} has lost completions and cannot be used until "
-                "the job is restarted",
-                rank=self._rank, peer=key.peer, rail=key.rail, status=_LOST_COMPLETIONS,
+                f"rank {self._rank}: {device.name} (rail {rail}, to rank {key.peer}) has lost "
+                "completions and cannot be used until the job is restarted",
+                rank=self._rank, peer=key.peer, rail=rail, status=_LOST_COMPLETIONS,
             )  # fmt: skip
         if not device.is_active():
             raise TransportError(
-                f"rank {self._rank}: port {device.port} of {device.name} is not ACTIVE",
-                rank=self._rank, peer=key.peer, rail=key.rail, status="PORT_DOWN",
+                f"rank {self._rank}: port {device.port} of {device.name} (rail {rail}, to rank "
+                f"{key.peer}) is not ACTIVE; check its cable, its switch port and `ip link`",
+                rank=self._rank, peer=key.peer, rail=rail, status="PORT_DOWN",
             )  # fmt: skip
         device.refresh()
         if isinstance(key, ProbeKey):
             return self._prober.offer(key, nic)
-        qp = self._take(nic)
+        qp = self._take(nic, key)
         endpoint = VerbsEndpoint(key, nic, qp, self._discard)
         self._by_number[nic][qp.number] = endpoint
         return endpoint
@@ -203,7 +205,7 @@ class VerbsTransport:
         try:
             endpoint.qp.flush()
         except TransportError as exc:
-            _log.warning("rank %d: %s; the queue pair is destroyed", self._rank, exc)
+            self._log_destroyed(path, exc)
             endpoint.give_up_s = 0.0
         # Many paths may be fenced in sequence: make room in the completion queue for the next.
         self._set_aside(endpoint.nic)
@@ -580,12 +582,13 @@ class VerbsTransport:
         """Destroy queue pairs whose markers did not complete in time."""
         now = self._clock()
         for end in [end for end in self._draining if now >= end.give_up_s]:
-            _log.warning(
-                "rank %d: %s completed %d of 2 markers of rail %d to rank %d in %g s; the queue "
-                "pair is destroyed",
-                self._rank, self._devices[end.nic].name, end.markers, end.path.rail,
-                end.path.peer, _DRAIN_TIMEOUT_S,
-            )  # fmt: skip
+            if end.give_up_s:  # 0: the device refused the flush, which `fence` has logged
+                _log.warning(
+                    "rank %d: %s completed %d of 2 markers of rail %d to rank %d in %g s; the "
+                    "queue pair is destroyed",
+                    self._rank, self._devices[end.nic].name, end.markers, end.path.rail,
+                    end.path.peer, _DRAIN_TIMEOUT_S,
+                )  # fmt: skip
             self._destroy(end)
             self._fenced(end)
 
@@ -598,14 +601,14 @@ class VerbsTransport:
         self._draining.remove(end)
         self._events.append(Fenced(end.path))
 
-    def _take(self, nic: int) -> QueuePair:
-        """Return a queue pair at the start of a life: a renewed spare one, or a new one."""
+    def _take(self, nic: int, path: PathKey) -> QueuePair:
+        """Return a queue pair for `path` at the start of a life: a renewed spare, or a new one."""
         while self._spare[nic]:
             qp = self._spare[nic].pop()
             try:
                 qp.renew()
             except TransportError as exc:
-                _log.warning("rank %d: %s; the queue pair is destroyed", self._rank, exc)
+                self._log_destroyed(path, exc)
                 qp.close()
             else:
                 return qp
@@ -621,11 +624,17 @@ class VerbsTransport:
         try:
             end.qp.reset()
         except TransportError as exc:
-            _log.warning("rank %d: %s; the queue pair is destroyed", self._rank, exc)
+            self._log_destroyed(end.path, exc)
             self._destroy(end)
         else:
             self._forget(end)
             self._spare[end.nic].append(end.qp)
+
+    def _log_destroyed(self, path: PathKey, why: TransportError) -> None:
+        _log.warning(
+            "rank %d: rail %d to rank %d: %s; the queue pair is destroyed",
+            self._rank, path.rail, path.peer, why,
+        )  # fmt: skip
 
     def _destroy(self, end: VerbsEndpoint) -> None:
         # The device may reuse the number: drop completions that still carry it.

@@ -154,7 +154,9 @@ def test_a_queue_that_overran_takes_its_rail_out_of_use(start: Any) -> None:
     assert not changed.is_up
     assert "completion queue overflowed" in changed.why
     for key in (PathKey(1, 0), ProbeKey(1, 0, 0)):
-        with pytest.raises(TransportError, match="has lost completions") as caught:
+        with pytest.raises(
+            TransportError, match=r"near0 \(rail 0, to rank 1\) has lost completions"
+        ) as caught:
             job.near.offer(key)
         assert caught.value.status == "CQ_ERR"
 

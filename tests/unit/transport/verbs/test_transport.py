@@ -16,7 +16,7 @@ from r2ccl.testing.fakepyverbs import (
     FakeRegion,
     installed,
 )
-from r2ccl.transport.base import Joined
+from r2ccl.transport.base import Fenced, Joined
 from r2ccl.transport.verbs.registration import RegistrationCache
 from r2ccl.types import PathKey, ProbeKey
 
@@ -96,3 +96,45 @@ def test_a_queue_pair_that_cannot_begin_is_closed(
         pair.loaded.queuepair.QueuePair(device, ring_nbytes=4096, timeout=14, retry_cnt=7)
     assert device.context.fabric.qps == {}
     assert len(closed) == 1
+
+
+def test_a_refused_flush_is_told_once_with_its_rail(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.connect()
+    monkeypatch.setattr(FakeQueuePair, "post_recv", pair.fail)
+    pair.near.fence(PATH)
+    assert pair.near.poll(0.0) == [Fenced(PATH)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0: rail 0 to rank 1: n0r0 refused to flush a queue pair: gone; the queue pair is "
+        "destroyed"
+    ]
+
+
+def test_a_queue_pair_that_is_not_reset_is_told_with_its_rail(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    end = pair.near.offer(PATH)
+    monkeypatch.setattr(FakeQueuePair, "modify", pair.fail)
+    end.close()
+    monkeypatch.undo()
+    pair.near.offer(PATH).close()  # now there is a spare one
+    monkeypatch.setattr(FakeQueuePair, "to_init", pair.fail)
+    pair.near.offer(PATH).close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"rank 0: rail 0 to rank 1: n0r0 refused to {what} a queue pair: gone; the queue pair is "
+        "destroyed"
+        for what in ("reset", "renew")
+    ]
+
+
+@pytest.mark.parametrize("key", [PathKey(1, 1), ProbeKey(1, 0, 1)])
+def test_an_offer_on_a_port_that_is_down_names_the_rail(
+    key: PathKey | ProbeKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with paired(2) as pair:
+        monkeypatch.setattr(pair.near._devices[1], "is_active", lambda: False)
+        said = r"rank 0: port 1 of n0r1 \(rail 1, to rank 1\) is not ACTIVE; check its cable"
+        with pytest.raises(TransportError, match=said) as caught:
+            pair.near.offer(key)
+        assert (caught.value.peer, caught.value.rail) == (1, 1)
