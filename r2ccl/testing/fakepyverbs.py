@@ -67,10 +67,13 @@ class FakeFabric:
     ----------
     max_cqe : int
         Largest number of entries that a device allows in a completion queue.
+    nports : int
+        Number of ports of each NIC.
     """
 
-    def __init__(self, max_cqe: int = 1 << 22) -> None:
+    def __init__(self, max_cqe: int = 1 << 22, nports: int = 1) -> None:
         self.max_cqe = max_cqe
+        self.nports = nports
         self.contexts: dict[str, FakeContext] = {}
         self.qps: dict[int, FakeQueuePair] = {}
         self._numbers = itertools.count(17)
@@ -110,7 +113,7 @@ class FakeContext:
 
     def query_device(self) -> Any:
         """Return the limits of the device."""
-        return SimpleNamespace(max_cqe=self.fabric.max_cqe)
+        return SimpleNamespace(max_cqe=self.fabric.max_cqe, phys_port_cnt=self.fabric.nports)
 
     def query_port(self, port: int) -> Any:
         """Return the attributes of an active port."""

@@ -94,6 +94,11 @@ class NeighbourTable(Protocol):
         """Return True if the link-layer address of `destination` is known; else request it.
 
         The call does not wait for the resolution. Both arguments are GIDs as text.
+
+        Raises
+        ------
+        OSError
+            If the kernel refuses the lookup.
         """
         ...
 
@@ -175,7 +180,9 @@ class RdmaDevice:
         self._descriptors = _device_fds() - before
 
     def _require_completions(self) -> None:
-        most = self.context.query_device().max_cqe
+        limits = self.context.query_device()
+        self._nports = limits.phys_port_cnt
+        most = limits.max_cqe
         needed = completions(self._npeers)
         if needed > most:
             raise TransportError(
@@ -256,7 +263,10 @@ class RdmaDevice:
         self.cq.ack_events(1)
 
     def port_events(self) -> list[int]:
-        """Return the types of the device's pending async events, and acknowledge the events."""
+        """Return the types of the device's pending async events, and acknowledge the events.
+
+        They may be of another port of the NIC; see `is_of_other_port`.
+        """
         found = []
         poll = select.poll()  # `select.select` accepts no descriptor above 1023
         poll.register(self.async_fd, select.POLLIN)
@@ -266,6 +276,20 @@ class RdmaDevice:
             self._is_stale = True
             event.ack()
         return found
+
+    def is_of_other_port(self, is_up: bool) -> bool:
+        """Return True if an event "port up" or "port down" is of another port of the NIC.
+
+        pyverbs does not tell the port of an event, so the state of this port is compared with the
+        event. A NIC with one port, or one that cannot be queried, has no event of another port.
+        """
+        if self._nports == 1:
+            return False
+        try:
+            return self.is_active() != is_up
+        except TransportError as exc:
+            _log.info("%s: an event may be of another port: %s", self.name, exc)
+            return False
 
     def refresh(self) -> None:
         """Find the GID again if the port had an event: a flap may move or remove it.
@@ -318,7 +342,8 @@ class RdmaDevice:
         ------
         TransportError
             If the endpoint info cannot be decoded; or if the kernel does not know the peer's
-            link-layer address yet, which it now resolves (status ``NO_NEIGHBOUR``).
+            link-layer address yet, which it now resolves, or refuses to look it up (status
+            ``NO_NEIGHBOUR``).
         """
         try:
             remote = msgspec.msgpack.decode(info, type=kind)
@@ -326,7 +351,17 @@ class RdmaDevice:
             raise TransportError(
                 f"the peer's endpoint info cannot be decoded: {exc}", status="ENDPOINT_INFO"
             ) from exc
-        if self._neighbours is not None and not self._neighbours.knows(self.gid, remote.gid):
+        if self._neighbours is None:
+            return remote
+        try:
+            is_known = self._neighbours.knows(self.gid, remote.gid)
+        except OSError as exc:
+            raise TransportError(
+                f"{self.name}: the link-layer address of {remote.gid} cannot be looked up: "
+                f"{describe_os_error(exc)}; compare `ip route get` and `ip neigh`",
+                status="NO_NEIGHBOUR",
+            ) from exc
+        if not is_known:
             raise TransportError(
                 f"{self.name}: the link-layer address of {remote.gid} is not resolved yet",
                 status="NO_NEIGHBOUR",

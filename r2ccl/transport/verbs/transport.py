@@ -58,8 +58,10 @@ _log = logging.getLogger(__name__)
 _RING_MESSAGES = 8
 #: A queue pair whose markers have not completed after this time is destroyed.
 _DRAIN_TIMEOUT_S = 1.0
-#: Async events that change the state of a rail, and whether the rail is up then.
-_PORT_EVENTS = {"PORT_ERR": False, "DEVICE_FATAL": False, "PORT_ACTIVE": True}
+#: Async events that change the state of a port, and whether the port is up then.
+_PORT_EVENTS = {"PORT_ERR": False, "PORT_ACTIVE": True}
+#: After this event all ports of the device are unusable.
+_DEVICE_FATAL = "DEVICE_FATAL"
 #: After this event the device reports no more completions, so its queue pairs are unusable.
 _LOST_COMPLETIONS = "CQ_ERR"
 #: Bit of verbs' opcodes that marks a receive.
@@ -570,7 +572,9 @@ class VerbsTransport:
                 self._events.append(
                     RailChanged(self._first_rail + rail, False, describe_event(number))
                 )
-            elif is_up is not None:
+            elif event_name(number) == _DEVICE_FATAL:
+                self._events.append(RailChanged(self._first_rail + rail, False))
+            elif is_up is not None and not self._devices[rail].is_of_other_port(is_up):
                 self._events.append(RailChanged(self._first_rail + rail, is_up))
 
     def _fail(self, end: VerbsEndpoint, status: str, detail: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from r2ccl.testing.fakepyverbs import (
     FakeRegion,
     installed,
 )
-from r2ccl.transport.base import Fenced, Joined
+from r2ccl.transport.base import Fenced, Joined, RailChanged
 from r2ccl.transport.verbs.registration import RegistrationCache
 from r2ccl.types import PathKey, ProbeKey
 
@@ -58,8 +59,8 @@ class Pair:
 
 
 @contextmanager
-def paired(nics: int = 1) -> Iterator[Pair]:
-    with installed(FakeFabric()) as loaded:
+def paired(nics: int = 1, fabric: FakeFabric | None = None) -> Iterator[Pair]:
+    with installed(fabric or FakeFabric()) as loaded:
         pair = Pair(loaded, nics)
         try:
             yield pair
@@ -92,7 +93,7 @@ def test_a_queue_pair_that_cannot_begin_is_closed(
     device = pair.near._devices[0]
     monkeypatch.setattr(FakeRegion, "close", lambda region: closed.append(region))
     monkeypatch.setattr(FakeContext if call == "query_port" else FakeQueuePair, call, pair.fail)
-    with pytest.raises(TransportError, match="n0r0 refused to .*: gone"):
+    with pytest.raises(TransportError, match=r"n0r0 refused to .*: gone"):
         pair.loaded.queuepair.QueuePair(device, ring_nbytes=4096, timeout=14, retry_cnt=7)
     assert device.context.fabric.qps == {}
     assert len(closed) == 1
@@ -138,3 +139,55 @@ def test_an_offer_on_a_port_that_is_down_names_the_rail(
         with pytest.raises(TransportError, match=said) as caught:
             pair.near.offer(key)
         assert (caught.value.peer, caught.value.rail) == (1, 1)
+
+
+PORT_ERR, PORT_ACTIVE, DEVICE_FATAL = 10, 9, 8
+
+
+@pytest.mark.parametrize(("event", "is_up"), [(PORT_ERR, False), (PORT_ACTIVE, True)])
+def test_an_event_of_the_other_port_of_a_nic_is_ignored(
+    event: int, is_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device passes an event to both contexts; only one port has the state of the event."""
+    with paired(2, FakeFabric(nports=2)) as pair:
+        for rail, device in enumerate(pair.near._devices):
+            monkeypatch.setattr(device, "is_active", lambda rail=rail: (rail == 1) == is_up)
+            device.context.raise_event(event)
+        assert pair.near.poll(0.0) == [RailChanged(1, is_up)]
+
+
+def test_every_port_event_of_a_nic_with_one_port_counts(pair: Pair) -> None:
+    """The port may be up again already; no other port can have raised the event."""
+    pair.near._devices[0].context.raise_event(PORT_ERR)
+    assert pair.near.poll(0.0) == [RailChanged(0, is_up=False)]
+
+
+@pytest.mark.parametrize("call", ["is_active", "query_port"])
+def test_a_broken_nic_fails_its_rail_whatever_its_ports(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with paired(1, FakeFabric(nports=2)) as pair:
+        device = pair.near._devices[0]
+        if call == "query_port":  # the device is gone: its events are believed
+            monkeypatch.setattr(device.context, "query_port", pair.fail)
+        device.context.raise_event(DEVICE_FATAL if call == "is_active" else PORT_ERR)
+        assert pair.near.poll(0.0) == [RailChanged(0, is_up=False)]
+
+
+class Unreadable:
+    """A neighbour table that the kernel does not let one read."""
+
+    def knows(self, source: str, destination: str) -> bool:
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def test_a_neighbour_that_cannot_be_looked_up_fails_the_join(pair: Pair) -> None:
+    info = pair.far.offer(PathKey(0, 0)).info
+    end = pair.near.offer(PATH)
+    pair.near._devices[0]._neighbours = Unreadable()
+    with pytest.raises(TransportError, match="of fe80::1 cannot be looked up: EPERM") as caught:
+        end.join(info, is_caller=True)
+    assert caught.value.status == "NO_NEIGHBOUR"
