@@ -242,20 +242,32 @@ class RdmaDevice:
 
         Raises
         ------
-        OSError, PyverbsError
+        TransportError
             If the device can no longer be polled.
         """
-        if self._poller is not None:
-            return self._poller.poll()
-        _, found = self.cq.poll(BATCH)
+        try:
+            if self._poller is not None:
+                return self._poller.poll()
+            _, found = self.cq.poll(BATCH)
+        except (PyverbsError, OSError) as exc:
+            raise self.refusal("report completions", exc) from exc
         return [
             (each.wr_id, each.status, each.opcode, each.vendor_err, each.imm_data, each.qp_num)
             for each in _without_repeats(found)
         ]
 
     def arm(self) -> None:
-        """Make the channel's descriptor become readable at the next completion."""
-        self.cq.req_notify()
+        """Make the channel's descriptor become readable at the next completion.
+
+        Raises
+        ------
+        TransportError
+            If the device refuses.
+        """
+        try:
+            self.cq.req_notify()
+        except PyverbsError as exc:
+            raise self.refusal("announce completions", exc) from exc
 
     def disarm(self) -> None:
         """Consume the notification that made the channel's descriptor readable."""

@@ -119,7 +119,7 @@ class VerbsTransport:
         self._prober = VerbsProber(devices, probe_timeout_s, clock)
         self._by_number: list[dict[int, VerbsEndpoint]] = [{} for _ in devices]
         self._by_path: dict[PathKey, VerbsEndpoint] = {}
-        #: NICs whose completion queue lost completions, so the state of requests is unknown.
+        #: NICs that lost completions or cannot report any, so the state of requests is unknown.
         self._broken: set[int] = set()
         self._spare: list[list[QueuePair]] = [[] for _ in devices]
         #: Batches of completions taken off each NIC's queue by `fence`, oldest first.
@@ -155,7 +155,8 @@ class VerbsTransport:
         Raises
         ------
         TransportError
-            If the port is down or has no GID, or if its NIC has lost completions or refuses.
+            If the port is down or has no GID, or if its NIC has lost completions, can no longer be
+            polled, or refuses.
         """
         rail = key.via if isinstance(key, ProbeKey) else key.rail
         nic = rail - self._first_rail
@@ -406,8 +407,12 @@ class VerbsTransport:
 
     def arm(self) -> None:
         """Make `fileno` become readable at the next completion; poll once more before waiting."""
-        for device in self._devices:
-            device.arm()
+        for nic, device in enumerate(self._devices):
+            if nic not in self._broken:
+                try:
+                    device.arm()
+                except TransportError as exc:
+                    self._lose_completions(nic, str(exc))
 
     def fileno(self) -> int:
         """Return the descriptor of the epoll set of all devices' events."""
@@ -437,21 +442,32 @@ class VerbsTransport:
 
     def _set_aside(self, nic: int) -> None:
         """Take completions off the queue and keep them until the next poll handles them."""
-        try:
-            while batch := self._devices[nic].completions():
-                self._aside[nic].append(batch)
-        except Exception as exc:  # the next poll raises it again, when all paths are fenced
-            _log.debug("rank %d: %s: %s", self._rank, self._devices[nic].name, exc)
+        while batch := self._completions(nic):
+            self._aside[nic].append(batch)
 
     def _complete(self) -> None:
-        for nic, device in enumerate(self._devices):
+        for nic in range(len(self._devices)):
             aside, self._aside[nic] = self._aside[nic], []
             for batch in aside:
                 self._take_batch(nic, batch)
-            batch = device.completions()
+            batch = self._completions(nic)
             while batch:
                 is_full = self._take_batch(nic, batch) or len(batch) == BATCH
-                batch = device.completions() if is_full else []
+                batch = self._completions(nic) if is_full else []
+
+    def _completions(self, nic: int) -> list[Completion]:
+        """Take completions off the queue; if the device refuses, take its rail out of use."""
+        try:
+            return self._devices[nic].completions()
+        except TransportError as exc:
+            self._lose_completions(nic, str(exc))
+            return []
+
+    def _lose_completions(self, nic: int, why: str) -> None:
+        """Report once that the rail of a NIC is down for good."""
+        if nic not in self._broken:
+            self._broken.add(nic)
+            self._events.append(RailChanged(self._first_rail + nic, False, why))
 
     def _take_batch(self, nic: int, batch: list[Completion]) -> bool:
         """Handle completions; return True if any failed.
@@ -568,10 +584,7 @@ class VerbsTransport:
             )
             is_up = _PORT_EVENTS.get(event_name(number))
             if event_name(number) == _LOST_COMPLETIONS:
-                self._broken.add(rail)
-                self._events.append(
-                    RailChanged(self._first_rail + rail, False, describe_event(number))
-                )
+                self._lose_completions(rail, describe_event(number))
             elif event_name(number) == _DEVICE_FATAL:
                 self._events.append(RailChanged(self._first_rail + rail, False))
             elif is_up is not None and not self._devices[rail].is_of_other_port(is_up):

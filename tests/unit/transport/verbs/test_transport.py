@@ -12,12 +12,13 @@ import pytest
 from r2ccl.errors import TransportError
 from r2ccl.testing.fakepyverbs import (
     FakeContext,
+    FakeDomain,
     FakeFabric,
     FakeQueuePair,
     FakeRegion,
     installed,
 )
-from r2ccl.transport.base import Fenced, Joined, RailChanged
+from r2ccl.transport.base import Confirmed, Fenced, Joined, RailChanged
 from r2ccl.transport.verbs.registration import RegistrationCache
 from r2ccl.types import PathKey, ProbeKey
 
@@ -191,3 +192,43 @@ def test_a_neighbour_that_cannot_be_looked_up_fails_the_join(pair: Pair) -> None
     with pytest.raises(TransportError, match="of fe80::1 cannot be looked up: EPERM") as caught:
         end.join(info, is_caller=True)
     assert caught.value.status == "NO_NEIGHBOUR"
+
+
+@pytest.mark.parametrize("call", ["poll", "req_notify"])
+def test_a_nic_that_cannot_be_polled_fails_only_its_rail(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with paired(2) as pair:
+        pair.connect(PathKey(1, 0))
+        pair.connect(PathKey(1, 1))
+        monkeypatch.setattr(pair.near._devices[1].cq, call, pair.fail)
+        (changed,) = pair.near.poll(0.001)
+        assert (changed.rail, changed.is_up) == (1, False)
+        assert changed.why.startswith("n0r1 refused to ")
+        assert pair.near.poll(0.001) == []  # it is reported once
+        pair.near.fence(PathKey(1, 1))
+        pair.now += 2.0
+        assert pair.near.poll(0.0) == [Fenced(PathKey(1, 1))]
+        with pytest.raises(TransportError, match="has lost completions"):
+            pair.near.offer(PathKey(1, 1))
+        pair.near.confirm(PathKey(1, 0), 0, 1)
+        pair.near.flush()
+        assert pair.far.poll(0.0) == [Confirmed(PathKey(0, 0), 0, 1)]
+
+
+def test_a_refused_domain_leaves_none_open(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FakeDomain] = []
+    closed: list[FakeDomain] = []
+
+    def make(context: FakeContext) -> FakeDomain:
+        if made:
+            pair.fail()
+        made.append(FakeDomain(context))
+        return made[0]
+
+    monkeypatch.setattr(pair.loaded.probe, "PD", make)
+    monkeypatch.setattr(FakeDomain, "close", lambda domain: closed.append(domain))
+    devices = [*pair.near._devices, *pair.far._devices]
+    with pytest.raises(TransportError, match="n1r0 refused to make a protection domain: gone"):
+        pair.loaded.probe.VerbsProber(devices, 1.0, lambda: pair.now)
+    assert closed == made
