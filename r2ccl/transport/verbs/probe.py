@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import msgspec
 
@@ -206,7 +207,12 @@ class VerbsProber:
         self._timeout_s = timeout_s
         self._clock = clock
         self._timeout = queue_pair_timeout(timeout_s)
-        self._domains = [_make_domain(device) for device in devices]
+        with ExitStack() as opened:
+            self._domains: list[PD] = []
+            for device in devices:
+                self._domains.append(_make_domain(device))
+                opened.callback(self._domains[-1].close)
+            opened.pop_all()
         #: Every end with a queue pair, by NIC index and queue pair number.
         self._ends: list[dict[int, ProbeEnd]] = [{} for _ in devices]
         self._open: dict[ProbeKey, ProbeEnd] = {}
