@@ -70,7 +70,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     #: Maximum amount of memory registered with NICs; the least recently used is deregistered first.
     registration_limit_nbytes: int = 4 << 30
     #: Staging memory of collectives on GPU memory: pinned host memory if the rails reach only host
-    #: memory, else GPU memory that slices land in.
+    #: memory (at least 64 bytes per rank are used), else GPU memory that slices land in.
     staging_nbytes: int = 64 << 20
     #: Access of a node's GPUs to each other's memory. 1: direct, or an error if it is not possible;
     #: 0: through pinned host memory; auto: direct if it is possible between all GPUs of the node.

@@ -34,6 +34,7 @@ from r2ccl.gpu.plan_selector import EnterCall, PlanSelector
 from r2ccl.gpu.pxn.routes import PxnRoutes
 from r2ccl.gpu.pxn.transport import PxnTransport
 from r2ccl.gpu.staged import DeviceCall, HostRun, StagedBackend
+from r2ccl.gpu.staged_windows import least_limit_nbytes
 from r2ccl.runtime.engine import Engine
 from r2ccl.types import AllgatherBytes
 
@@ -337,7 +338,7 @@ class BackendSelector:
             device,
             self._rank,
             self._nranks,
-            slot_nbytes=max(1, self._config.staging_nbytes // 2),
+            slot_nbytes=max(least_limit_nbytes(self._nranks), self._config.staging_nbytes // 2),
             enter=self._entry,
             run=self._run,
             check=self._engine.check,

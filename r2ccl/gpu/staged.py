@@ -90,7 +90,8 @@ class StagedBackend(SignalledStream):
     device : Device
     rank, nranks : int
     slot_nbytes : int
-        Size of each slot in bytes; at least two elements per rank, for a reduce_scatter.
+        Size of each slot in bytes; at least `least_limit_nbytes` of
+        `r2ccl.gpu.staged_windows`, or windows of few elements exceed the slot.
     enter : callable
         Begins a collective among all ranks and returns its plan.
     run : callable

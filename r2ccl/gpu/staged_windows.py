@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from r2ccl.dtypes import DTYPES
 from r2ccl.types import CallSignature, Collective
 
 _BY_RANK = frozenset({Collective.ALLGATHER, Collective.REDUCE_SCATTER})
@@ -44,6 +45,11 @@ class WindowGrid(NamedTuple):
     nwindows: int
 
 
+def least_limit_nbytes(nranks: int) -> int:
+    """Return the smallest size limit that one column of every call of `nranks` ranks fits."""
+    return 2 * nranks * max(dtype.itemsize for dtype in DTYPES.values())
+
+
 def window_grid(
     call: CallSignature, itemsize: int, nranks: int, limit_nbytes: int, widest: int = 0
 ) -> WindowGrid:
@@ -58,7 +64,8 @@ def window_grid(
         Size of an element in bytes.
     nranks : int
     limit_nbytes : int
-        Size limit of a window in bytes; a window always has at least one column of every row.
+        Size limit of a window in bytes, at least `least_limit_nbytes`: a window always has at least
+        one column of every row.
     widest : int, optional
         Number of columns of the widest of several calls that must have equally many windows;
         default: the number of columns of this call.
@@ -84,4 +91,4 @@ def windows(call: CallSignature, grid: WindowGrid) -> Iterator[Window]:
         yield Window(start, length, part)
 
 
-__all__ = ["Window", "WindowGrid", "window_grid", "windows"]
+__all__ = ["Window", "WindowGrid", "least_limit_nbytes", "window_grid", "windows"]

@@ -123,6 +123,27 @@ def test_the_best_backend_that_all_ranks_support_comes_first(
     close(found)
 
 
+def test_the_least_staging_memory_serves_a_reduce_scatter() -> None:
+    """Its windows need memory for an element of each rank, and for as many sums."""
+    group = Group(4, staging_nbytes=16)
+    group.ranks[-1].transport.refuses = lambda address: True
+    found = callers(group)
+    xs = [data_of(rank, 8) for rank in range(4)]
+    call = CallSignature(Collective.REDUCE_SCATTER, INT64, ReduceOp.SUM, 8)
+
+    def body(rank: int) -> Any:
+        mine, (staged,) = found[rank].rank, found[rank].backends
+        output = mine.put(xs[rank][:2])
+        job, done = staged.begin(DeviceCall(call, mine.put(xs[rank]), output), mine.stream)
+        mine.device.wait(mine.stream, done)
+        staged.recycle(done)
+        staged.finish(job)
+        return mine.get(output, xs[rank][:2])
+
+    np.testing.assert_array_equal(np.concatenate(together(4, body)), np.sum(xs, axis=0))
+    close(found)
+
+
 def test_what_was_demanded_and_cannot_be_is_an_error_of_all() -> None:
     group = Group(2, 0, 1, ipc="1")
 

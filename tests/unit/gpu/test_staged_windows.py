@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.ranks import KINDS
 
-from r2ccl.gpu.staged_windows import window_grid, windows
+from r2ccl.dtypes import DTYPES
+from r2ccl.gpu.staged_windows import least_limit_nbytes, window_grid, windows
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
 _BY_RANK = (Collective.ALLGATHER, Collective.REDUCE_SCATTER)
@@ -39,6 +40,22 @@ def test_windows_cover_every_row_once_and_fit(
         areas = 2 if kind in (Collective.REDUCE, Collective.REDUCE_SCATTER) else 1
         assert window.length <= 1 or window.call.count * itemsize * areas <= limit
     assert (seen == 1).all()
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    nranks=st.integers(1, 9),
+    width=st.integers(1, 9),
+    dtype=st.sampled_from(sorted(DTYPES)),
+)
+def test_one_column_of_every_call_fits_the_least_limit(
+    kind: Collective, nranks: int, width: int, dtype: int
+) -> None:
+    limit, itemsize = least_limit_nbytes(nranks), DTYPES[dtype].itemsize
+    call = call_of(kind, width * (nranks if kind in _BY_RANK else 1))
+    areas = 2 if kind in (Collective.REDUCE, Collective.REDUCE_SCATTER) else 1
+    for window in windows(call, window_grid(call, itemsize, nranks, limit)):
+        assert window.call.count * itemsize * areas <= limit
 
 
 @pytest.mark.parametrize("kind", KINDS)
