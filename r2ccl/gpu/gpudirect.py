@@ -234,8 +234,7 @@ class GpuDirectBackend(SignalledStream):
         call does nothing.
         """
         job.error = job.error or error
-        if not job.is_over:
-            self._end(job)
+        self._end(job)
 
     def close(self, timeout_s: float) -> None:
         """Wait for the device, then free all resources; the worker must be idle.
@@ -245,16 +244,23 @@ class GpuDirectBackend(SignalledStream):
         TransportTimeout
             If a device is still busy after `timeout_s` seconds; registered memory was not freed.
         TransportError
-            If the device failed; not all resources were freed.
+            If the device failed; not all resources were freed, but all memory was deregistered
+            from the NICs.
         """
         # Let the stream pass calls that were not finished.
         self._signal(self._number)
         until_s = self._clock() + timeout_s
-        is_over = self._is_idle_in(timeout_s)
-        if not is_over or not self._reductions.drain(max(0.0, until_s - self._clock())):
-            raise self._still_busy("reduces", timeout_s)
-        self._reductions.close()
-        self._free()
+        with contextlib.ExitStack() as steps:
+            # Even if the device failed: closing it does not deregister its memory from the NICs.
+            steps.callback(self._close_memory, timeout_s)
+            is_over = self._is_idle_in(timeout_s)
+            if not is_over or not self._reductions.drain(max(0.0, until_s - self._clock())):
+                steps.pop_all()
+                raise self._still_busy("reduces", timeout_s)
+            self._reductions.close()
+            self._free()
+
+    def _close_memory(self, timeout_s: float) -> None:
         if self._pxn_routes is not None and not self._pxn_routes.close(timeout_s):
             raise self._still_busy("copies through other GPUs", timeout_s)
         self._memory.close()
@@ -269,9 +275,11 @@ class GpuDirectBackend(SignalledStream):
         self._settle()
 
     def _end(self, job: GpuDirectJob) -> None:
-        self._signal(job.number)
-        self._events.append(job.before)
-        job.is_over = True
+        """Signal the call; do nothing if that was done, so that its event is pooled once."""
+        if not job.is_over:
+            self._signal(job.number)
+            self._events.append(job.before)
+            job.is_over = True
 
     def _run(self, job: GpuDirectJob, source: int, output: int) -> None:
         engine, signature = self._engine, job.call.signature

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from r2ccl.device.base import Device
@@ -135,11 +136,19 @@ class RegisteredDeviceMemory:
             self._free(self._replaced.pop())
 
     def close(self) -> None:
-        """Free all memory; nothing may use it."""
-        self._replaced += [*self._areas.values(), *self._slabs]
-        self._areas.clear()
-        self._slabs.clear()
-        self.free_replaced()
+        """Free all memory; nothing may use it.
+
+        Raises
+        ------
+        TransportError
+            If the device failed; all memory was deregistered nevertheless.
+        """
+        with ExitStack() as steps:
+            for area in (*self._replaced, *self._areas.values(), *self._slabs):
+                steps.callback(self._free, area)
+            self._replaced.clear()
+            self._areas.clear()
+            self._slabs.clear()
 
     def _make(self, nbytes: int, register: Register) -> _Area:
         address = self._device.allocate(nbytes)

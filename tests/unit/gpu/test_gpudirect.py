@@ -16,6 +16,7 @@ from support.ranks import KINDS, TIMEOUT_S, meant, together
 from r2ccl.dtypes import CODES
 from r2ccl.errors import CommunicatorRevoked, TransportError, TransportTimeout
 from r2ccl.failover.migration.path import PathState
+from r2ccl.gpu.registered_memory import AreaPurpose
 from r2ccl.gpu.staged import DeviceCall
 from r2ccl.types import CallSignature, Collective, ReduceOp
 
@@ -141,6 +142,35 @@ def test_a_call_that_fails_lets_the_stream_go_on() -> None:
         mine.direct.examine(job)
     mine.get(place, np.arange(300))
     group.close()
+
+
+def test_a_call_that_is_abandoned_and_finished_ends_once() -> None:
+    group = Group(2)
+    group.open()
+    call = CallSignature(Collective.ALLREDUCE, CODES[np.dtype(np.int64)], ReduceOp.SUM, 300)
+    mine = group.ranks[0]
+    place = mine.put(np.arange(300))
+    job = mine.begin(call, place, place)
+    mine.direct.abandon(job, TransportError("for a test"))
+    for _ in range(2):
+        with pytest.raises(TransportError, match="for a test"):
+            mine.direct.finish(job)
+    assert mine.direct._events.count(job.before) == 1
+    group.close()
+
+
+@pytest.mark.parametrize("method", ["record", "destroy_stream", "free"])
+def test_a_failed_device_leaves_no_memory_with_the_nics(method: str) -> None:
+    group = Group(2)
+    group.open()
+    mine = group.ranks[0]
+    mine.direct._memory.area(AreaPurpose.SCRATCH, 100)
+    assert mine.transport.nheld == 2
+    mine.device.refusals[method] = "CUDA_ERROR_ILLEGAL_ADDRESS"
+    with pytest.raises(TransportError, match="ILLEGAL_ADDRESS"):
+        mine.direct.close(TIMEOUT_S)
+    assert mine.transport.nheld == 0
+    group.ranks[1].direct.close(TIMEOUT_S)
 
 
 def test_a_caller_whose_stream_hangs_is_told() -> None:

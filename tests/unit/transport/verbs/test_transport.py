@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ class Pair:
     def __init__(self, loaded: Any, nics: int = 1) -> None:
         self.loaded = loaded
         self.now = 100.0
-        self.error = loaded.device.PyverbsError("gone")
+        self.error: Exception = loaded.device.PyverbsError("gone")
         self.near, self.far = (self._open(rank, nics) for rank in (0, 1))
 
     def _open(self, rank: int, nics: int) -> Any:
@@ -79,7 +80,7 @@ def pair() -> Iterator[Pair]:
 def test_a_removed_nic_fails_the_offer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     end = pair.near.offer(PROBE)
     monkeypatch.setattr(pair.near._devices[0].context, "query_port", pair.fail)
-    for ask in (lambda: pair.near.offer(PATH), lambda: end.info):
+    for ask in (partial(pair.near.offer, PATH), partial(getattr, end, "info")):
         with pytest.raises(TransportError, match="n0r0 refused to query port 1: gone") as caught:
             ask()
         assert caught.value.status == "DEVICE"
