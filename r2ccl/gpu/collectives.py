@@ -137,10 +137,10 @@ class DeviceCollectives:
         Raises
         ------
         InvalidArgument
-            If the arrays are not on the GPU of earlier calls, if `stream` is not a stream, or if
-            the GPU is too old for the kernels.
+            If the arrays are not on the GPU of earlier calls, or if `stream` is not a stream.
         TransportError
-            If the device failed; the caller must end the communicator.
+            If the device failed, or if the GPU is too old for the kernels (status ``GPU_TOO_OLD``);
+            the caller must end the communicator.
         TransportTimeout
             If `prepare` is needed and earlier collectives do not finish in time, or if another rank
             of the node stays 64 calls behind.
@@ -158,7 +158,7 @@ class DeviceCollectives:
         backend = next(each for each in active.backends if each.supports(call))
         if not backend.is_prepared(call):
             self._await_calls()
-            backend.prepare(call)
+            self._prepare(backend, call)
         for other in others:
             self._order(active.device, given, other, backend)
         task, job, done = self._begin(backend, call, given)
@@ -169,6 +169,16 @@ class DeviceCollectives:
         for each in (given, *others):
             active.device.wait(each, done)
         return request.result
+
+    def _prepare(self, backend: GpuBackend, call: DeviceCall) -> None:
+        try:
+            backend.prepare(call)
+        except InvalidArgument as exc:
+            # The GPUs of other ranks may be newer: these ranks have begun the call, and wait until
+            # the communicator ends. An InvalidArgument would not end it.
+            raise TransportError(
+                f"rank {self._rank}: {exc}", rank=self._rank, status="GPU_TOO_OLD"
+            ) from exc
 
     def _await_calls(self) -> None:
         """Wait until no stream waits for the worker: `GpuBackend.prepare` may wait for the GPU."""

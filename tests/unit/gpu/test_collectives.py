@@ -9,7 +9,7 @@ import pytest
 from support.lookalikes import CUDA, Producer
 from support.ranks import TIMEOUT_S
 
-from r2ccl.errors import TransportError, TransportTimeout
+from r2ccl.errors import InvalidArgument, TransportError, TransportTimeout
 from r2ccl.gpu.collectives import DeviceCollectives
 from r2ccl.gpu.host_signal import SignalledStream
 from r2ccl.runtime import arguments
@@ -32,6 +32,7 @@ class Ending(SignalledStream):
         self.may_finish = threading.Event()
         self.may_finish.set()
         self.sizes: set[int] = set()
+        self.refusal: InvalidArgument | None = None
 
     def supports(self, call: Any) -> bool:
         return True
@@ -40,6 +41,8 @@ class Ending(SignalledStream):
         return call.signature.count in self.sizes
 
     def prepare(self, call: Any) -> None:
+        if self.refusal is not None:
+            raise self.refusal
         self.log.append("prepare")
         self.sizes.add(call.signature.count)
 
@@ -101,6 +104,16 @@ def test_waits_for_the_device_come_after_all_earlier_calls() -> None:
     later.join(TIMEOUT_S)
     assert backend.log[4:7] == ["finish", "prepare", "begin"]
     assert len(kept) == 3
+
+
+def test_a_gpu_that_is_too_old_ends_the_communicator() -> None:
+    """`Collectives.start` takes an InvalidArgument for one that all ranks raise."""
+    device = FakeDevice(FakeGpu())
+    backend = Ending(device)
+    backend.refusal = InvalidArgument("GPU of compute capability 7.0")
+    with pytest.raises(TransportError, match=r"^rank 0: GPU of compute capability 7\.0") as caught:
+        call(calls_of(device, [backend]), device)
+    assert caught.value.status == "GPU_TOO_OLD"
 
 
 def test_a_call_that_is_never_over_is_not_waited_for_without_end() -> None:
