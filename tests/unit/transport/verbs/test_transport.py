@@ -52,7 +52,7 @@ class Pair:
         low, high = self.near.offer(path), self.far.offer(PathKey(0, path.rail))
         high.join(low.info, is_caller=False)
         low.join(high.info, is_caller=True)
-        assert self.near.poll(0.0) == [Joined(path)]
+        assert self.near.poll(0.0) == [Joined(path, low)]
         self.near.open(path, low)
         self.far.open(PathKey(0, path.rail), high)
 
