@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -39,9 +40,31 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Table(msgspec.Struct, frozen=True, tag="table"):
-    """Last message of rank 0, once all ranks listen: the addresses of all ranks."""
+    """Last message of rank 0, once all ranks listen: the addresses of all ranks.
 
-    peers: tuple[PeerInfo, ...]
+    Rank 0 sends n copies of n addresses. ``packed`` is compressed, to a quarter of its size.
+    """
+
+    packed: bytes
+
+    @classmethod
+    def of(cls, peers: tuple[PeerInfo, ...]) -> Table:
+        """Return the message with the addresses `peers`."""
+        return cls(zlib.compress(msgspec.msgpack.encode(peers)))
+
+    def peers(self) -> tuple[PeerInfo, ...]:
+        """Return the addresses of all ranks.
+
+        Raises
+        ------
+        InvalidArgument
+            If they cannot be decoded.
+        """
+        try:
+            plain = zlib.decompressobj().decompress(self.packed, _MAX_TABLE_NBYTES)
+            return _peers_decoder.decode(plain)
+        except (zlib.error, msgspec.MsgspecError) as exc:
+            raise _undecodable(exc) from exc
 
 
 class MeetingFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -68,6 +91,9 @@ class MeetingFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 Greeting = Hello | Welcome | Ready | Table | MeetingFailed
+#: Maximum size of the addresses of all ranks, decompressed: enough for 200,000 ranks.
+_MAX_TABLE_NBYTES = 64 << 20
+_peers_decoder = msgspec.msgpack.Decoder(tuple[PeerInfo, ...])
 _decoder: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _T = TypeVar("_T")
 
@@ -101,10 +127,14 @@ def decode(body: bytes) -> Greeting:
     try:
         return _decoder.decode(body)
     except msgspec.MsgspecError as exc:
-        raise InvalidArgument(
-            f"rendezvous: received a message that this version cannot decode ({exc}): "
-            "install the same version of r2ccl on all ranks"
-        ) from exc
+        raise _undecodable(exc) from exc
+
+
+def _undecodable(exc: Exception) -> InvalidArgument:
+    return InvalidArgument(
+        f"rendezvous: received a message that this version cannot decode ({exc}): "
+        "install the same version of r2ccl on all ranks"
+    )
 
 
 def expect(kind: type[_T], body: bytes) -> _T:

@@ -142,9 +142,9 @@ class Leader:
             own,
             *(member.info for member in self._members.values() if member.info is not None),
         ]
-        table = Table(_with_common_rails(infos))
-        await self._tell_everyone(table)
-        return Meeting(welcome.communicator_id, secret, table.peers)
+        peers = _with_common_rails(infos)
+        await self._tell_everyone(Table.of(peers))
+        return Meeting(welcome.communicator_id, secret, peers)
 
     async def _listen(self) -> socket.socket:
         identity = self._identity

@@ -127,7 +127,7 @@ class _Member:
             raise
         await self._say(sock, Ready(info))
         table = self._take(Table, await wire.receive_message(sock))
-        return Meeting(welcome.communicator_id, secret, table.peers)
+        return Meeting(welcome.communicator_id, secret, table.peers())
 
     async def _reach_leader(self) -> tuple[socket.socket, Secret]:
         pause = _FIRST_PAUSE_S

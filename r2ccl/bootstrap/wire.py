@@ -32,7 +32,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 BACKLOG = 1024
 #: Length prefix of `send_message`, in bytes without the prefix.
 _LENGTH = struct.Struct("!I")
-#: Maximum size of a message, enough for a `Table` of about 50,000 ranks.
+#: Maximum size of a message, enough for a `Table` of about 200,000 ranks.
 _MAX_MESSAGE_NBYTES = 16 << 20
 
 

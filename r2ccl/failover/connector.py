@@ -125,7 +125,7 @@ class _Attempt:
         self.pause = _FIRST_PAUSE_S
 
     def hurry(self) -> None:
-        """Make a call that waits to begin again due at the next tick."""
+        """Retry the connection at the next tick, if it waits for the end of a pause."""
         if self.endpoint is None:
             self.deadline = 0.0
             self.pause = _FIRST_PAUSE_S
@@ -235,7 +235,7 @@ class Connector:
                 attempt.hurry()
 
     def hurry(self, key: ProbeKey) -> None:
-        """Make the call of probe `key`, if it waits to begin again, due at the next tick."""
+        """Retry the connection of probe `key` at the next tick, unless an attempt is under way."""
         attempt = self._attempts.get(key)
         if attempt is not None:
             attempt.hurry()

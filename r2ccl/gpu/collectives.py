@@ -202,8 +202,10 @@ class DeviceCollectives:
         Raises
         ------
         TransportTimeout
-            If the device is still busy after `timeout_s` seconds. The memory of that backend and of
-            the following ones is not freed, and the device is not closed.
+            If a backend's work on the device has not ended after `timeout_s` seconds. The memory of
+            this backend and of the following ones is not freed, and the device is not closed. Also
+            if other work on the device does not end within the device's own time limit; then the
+            backends are closed, but the device is not.
         TransportError
             If a backend or the device could not free all its resources; the other backends were
             closed.

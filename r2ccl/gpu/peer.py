@@ -490,9 +490,9 @@ class PeerBackend(SignalledStream):
             self._check()
             if self._clock() >= until_s:
                 raise TransportTimeout(
-                    f"rank {self._rank}: the GPU did not finish collective {job.number} in "
-                    f"{self._timeout_s:g} s; look for a kernel that hangs on a GPU of this node, "
-                    "or raise R2CC_TIMEOUT_S",
+                    f"rank {self._rank}: the GPU did not finish collective {job.number} on GPU "
+                    f"memory in {self._timeout_s:g} s; look for a kernel that hangs on a GPU of "
+                    "this node, or raise R2CC_TIMEOUT_S",
                     rank=self._rank,
                     status="TIMEOUT",
                 )

@@ -312,8 +312,8 @@ def _first(name: str, array: Any, count: int) -> Any:
         return array
     if not 0 <= count <= array.size:
         raise InvalidArgument(
-            f"{name} has {array.size} elements, but count asks for {count}: give a longer array, "
-            "or a smaller count"
+            f"{name} has {array.size} elements, but count asks for {count}: give a count of 0 or "
+            "more, and an array that is long enough for it"
         )
     if not array.flags.c_contiguous:  # reshape would copy it
         raise InvalidArgument(

@@ -73,7 +73,10 @@ class Failback:
             quarantine.returned(self._clock())
 
     def port_up(self, key: PathKey) -> None:
-        """Probe the path `key` at the next tick, because one of its ports was down and came up."""
+        """Probe the path `key` at the next tick, because one of its ports was down and came up.
+
+        The good probes so far do not count any more. Do nothing if the path does not wait here.
+        """
         quarantine = self._waiting.get(key)
         if quarantine is not None:
             quarantine.carrier_up(self._clock())

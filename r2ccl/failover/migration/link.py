@@ -295,7 +295,8 @@ class Landing:
     """Posted receive of one slice.
 
     ``region`` is the landing place; None for an eager slice, whose payload arrives in a buffer.
-    ``owner`` is the `Consumer` that posted the receive, ``index`` the number of its receive op.
+    ``op`` and ``signature`` are the collective's number and packed signature. ``owner`` is the
+    `Consumer` that posted the receive, ``index`` the number of its receive op.
     """
 
     __slots__ = (
@@ -408,7 +409,10 @@ class RecvLink:
             )
 
     def report(self) -> LinkReport:
-        """Return a report of the slices this end holds; call only after the local end is fenced."""
+        """Return a report of the slices that have arrived.
+
+        Call it only after this rank's end of the lost path is fenced: no more can arrive over it.
+        """
         early = tuple(sorted(seq for seq in self.arrivals if seq >= self.received))
         return LinkReport(self.channel, self.consumed, self.received, early)
 

@@ -191,7 +191,8 @@ class FakeProcess:
             place = self._find(address, memory.size)
             if place.span.card != self._card and not place.span.is_host:
                 raise Misuse.of(
-                    f"a NIC's write to {place} must be declared on the device of that GPU"
+                    f"nic_write to {place}, which is in the memory of another GPU: call nic_write "
+                    "of that GPU's FakeDevice"
                 )
             what = f"a NIC of {self._name}, which writes {place} at {caller()}"
             self._gpu.touch_remotely(place, self._host, what)

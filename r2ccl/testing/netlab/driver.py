@@ -118,7 +118,8 @@ class PlanRun:
 class Driver:
     """Thread that runs scheduled callables and answers the reports of ranks.
 
-    Exceptions in this thread are appended to `errors`; `Lab.raise_errors` raises the first.
+    Exceptions in this thread are appended to `errors`; `Lab.raise_errors` raises a `LabError` that
+    quotes the first.
     """
 
     def __init__(self) -> None:

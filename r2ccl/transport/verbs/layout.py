@@ -89,7 +89,10 @@ class ProviderNic(msgspec.Struct, frozen=True):
 
     @property
     def is_software(self) -> bool:
-        """True if the kernel emulates the NIC (Soft-RoCE, Soft-iWARP): each post is a syscall."""
+        """True if the kernel emulates the NIC: Soft-RoCE or Soft-iWARP.
+
+        Posting a send to such a NIC is usually a system call.
+        """
         return Path(self.provider).name.startswith(("librxe", "libsiw"))
 
 
