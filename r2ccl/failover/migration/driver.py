@@ -148,17 +148,22 @@ class Migration:
         _log.info("rank %d: the paths to rank %d are idle and are closed", self._rank, peer)
         self._note_closed(peer)
         self._control.send(peer, ClosePaths())
+        for path in self._on_rails(peer):
+            if path.state is PathState.DOWN:  # the others follow the peer's end
+                self._close(path)
 
     def on_close_paths(self, peer: int) -> None:
         """Close the paths to `peer`, which finds them idle."""
         if peer in self._links.connected and peer not in self._reopening:
             self._note_closed(peer)
         for path in self._on_rails(peer):
-            if path.state is PathState.UP:
-                path.cause = "closed because it was idle"
-                self._apply(path, step(path, PathEvent.FAILED))
-            elif path.state is PathState.DOWN:
-                self._announce(path)  # the peer's end may be up
+            if path.state in (PathState.UP, PathState.DOWN):
+                self._close(path)
+
+    def _close(self, path: Path) -> None:
+        path.is_idle = True
+        path.cause = "closed because it was idle"
+        self._apply(path, step(path, PathEvent.CLOSED))
 
     def reopen(self, peer: int) -> None:
         """Connect the idle paths to `peer` again, and have the peer do the same."""

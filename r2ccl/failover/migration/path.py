@@ -16,11 +16,13 @@ under the number of the next epoch, which the handshake of the new connection in
     -------------------------------------------------------------------
     UP       FAILED    -> FENCING  fence            evidence found here
     UP       ANNOUNCED -> FENCING  fence            evidence found by the peer
+    UP       CLOSED    -> FENCING  fence            idle
     FENCING  FENCED    -> FENCED   announce         what this end received
     FENCED   ANNOUNCED -> DOWN     resume, redial   epoch + 1
     DOWN     OPENED    -> UP       use
     DOWN     ANNOUNCED -> DOWN     announce, resume, redial
                                    the peer's end was open, this end was not (yet or any more)
+    DOWN     CLOSED    -> FENCED   announce         idle; no connection of this epoch is used later
 
 An announcement that arrives while this end is FENCING is kept until the fence is done. The lower
 rank's announcement also proposes a new route for every channel without one. The higher rank uses
@@ -58,6 +60,7 @@ class PathEvent(enum.Enum):
     ANNOUNCED = "announced"
     FENCED = "fenced"
     OPENED = "opened"
+    CLOSED = "closed"
 
 
 class PathAction(enum.Enum):
@@ -133,10 +136,12 @@ S, E, A = PathState, PathEvent, PathAction
 TRANSITIONS: dict[tuple[PathState, PathEvent], tuple[PathState, tuple[PathAction, ...]]] = {
     (S.UP, E.FAILED): (S.FENCING, (A.FENCE,)),
     (S.UP, E.ANNOUNCED): (S.FENCING, (A.FENCE,)),
+    (S.UP, E.CLOSED): (S.FENCING, (A.FENCE,)),
     (S.FENCING, E.FENCED): (S.FENCED, (A.ANNOUNCE,)),
     (S.FENCED, E.ANNOUNCED): (S.DOWN, (A.RESUME, A.REDIAL)),
     (S.DOWN, E.OPENED): (S.UP, (A.USE,)),
     (S.DOWN, E.ANNOUNCED): (S.DOWN, (A.ANNOUNCE, A.RESUME, A.REDIAL)),
+    (S.DOWN, E.CLOSED): (S.FENCED, (A.ANNOUNCE,)),
 }
 
 

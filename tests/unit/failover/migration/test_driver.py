@@ -18,7 +18,12 @@ from r2ccl.errors import (
 from r2ccl.failover.connector import Answer, Offer
 from r2ccl.failover.failover import PortUp
 from r2ccl.failover.migration.link import LinkReport
-from r2ccl.failover.migration.path import Announcement, PathState
+from r2ccl.failover.migration.path import (
+    Announcement,
+    ClosePaths,
+    ConnectPaths,
+    PathState,
+)
 from r2ccl.failover.revocation import Leaving, Revoke, Spared
 from r2ccl.transport.base import Arrived, Event, Failed, Fenced, Frame, Joined, Probed, RailChanged
 from r2ccl.types import BypassWay, PathKey, ProbeKey
@@ -268,6 +273,43 @@ def test_a_failed_path_is_fenced_announced_repaired_and_redialed() -> None:
     world.open(0, 1)
     assert [link.route for link in world.links.senders.values()] == [A, B, A, B]
     assert world.transport.fenced == [A], "going home fences nothing"
+
+
+# Paths closed because they were idle
+
+
+def close(world: World, *keys: PathKey) -> None:
+    """Have rank 1 close its paths, of which `keys` are up at this rank."""
+    world.failover.on_message(1, ClosePaths())
+    for key in keys:
+        world.repair(key)
+
+
+def nasked(world: World) -> int:
+    """Return how often rank 1 was asked to connect paths."""
+    return sum(isinstance(message, ConnectPaths) for _, message in world.control.sent)
+
+
+def test_a_path_that_is_down_when_closed_waits_for_the_peer() -> None:
+    world = World(is_open=False)
+    world.open(0, 0)
+    world.failover.on_message(1, ClosePaths())
+    assert [message.rail for message in world.announcements()] == [1]
+    world.repair(A)
+    world.look(0.1)
+    assert nasked(world) == 0
+    assert world.open(1, 0).is_closed, "the peer may replay the slices of this epoch"
+    world.failover.on_message(1, Announcement(1, 0, "idle", (), is_idle=True))
+    assert nasked(world) == 1
+    assert world.control.dialed[-2:] == [(1, 0, 1), (1, 1, 1)]
+
+
+def test_both_ends_of_a_path_that_is_down_announce_it() -> None:
+    world = World(is_open=False)
+    world.open(0, 0)
+    world.migration.close_idle(1)
+    assert [message.rail for message in world.announcements()] == [1]
+    assert world.transport.fenced == [], "the other end of a path that is up is fenced first"
 
 
 def test_a_stale_connection_is_closed() -> None:

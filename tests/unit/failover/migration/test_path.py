@@ -49,10 +49,12 @@ def test_the_table_is_the_one_documented() -> None:
     } == {
         ("UP", "FAILED"): ("FENCING", "FENCE"),
         ("UP", "ANNOUNCED"): ("FENCING", "FENCE"),
+        ("UP", "CLOSED"): ("FENCING", "FENCE"),
         ("FENCING", "FENCED"): ("FENCED", "ANNOUNCE"),
         ("FENCED", "ANNOUNCED"): ("DOWN", "RESUME REDIAL"),
         ("DOWN", "OPENED"): ("UP", "USE"),
         ("DOWN", "ANNOUNCED"): ("DOWN", "ANNOUNCE RESUME REDIAL"),
+        ("DOWN", "CLOSED"): ("FENCED", "ANNOUNCE"),
     }
 
 
@@ -111,13 +113,17 @@ def test_ended_begins_the_next_epoch() -> None:
 # way between them; a move is one event at one end.
 
 
+#: Request to close an idle path, in the place of an announced epoch.
+CLOSE = -1
+
+
 class Pair:
     """Two ends of one path, the session between them and the dialer's connection."""
 
     def __init__(self, max_epoch: int) -> None:
         self.max_epoch = max_epoch
         self.ends = (make(PathState.DOWN), make(PathState.DOWN))
-        #: Epochs announced, per receiving end.
+        #: Epochs announced and requests to close, per receiving end.
         self.sent: tuple[deque[int], deque[int]] = (deque(), deque())
         #: Epochs of connections that will reach an end.
         self.opening: tuple[list[int], list[int]] = ([], [])
@@ -149,6 +155,9 @@ class Pair:
                 found.append(("fail", end))
             if path.state is PathState.FENCING:
                 found.append(("fenced", end))
+            is_open = path.state in (PathState.UP, PathState.DOWN)
+            if is_open and path.epoch < self.max_epoch and CLOSE not in self.sent[1 - end]:
+                found.append(("close", end))
             if self.sent[end]:
                 found.append(("receive", end))
             if self.opening[end]:
@@ -167,6 +176,13 @@ class Pair:
             self.apply(end, step(path, PathEvent.FAILED))
         elif what == "fenced":
             self.apply(end, step(path, PathEvent.FENCED))
+        elif what == "close":
+            self.sent[1 - end].append(CLOSE)
+            if path.state is PathState.DOWN:
+                self.apply(end, step(path, PathEvent.CLOSED))
+        elif what == "receive" and self.sent[end][0] == CLOSE:
+            self.sent[end].popleft()
+            self.apply(end, step(path, PathEvent.CLOSED))
         elif what == "receive":
             self.apply(end, announced(path, announcement(self.sent[end].popleft())))
         elif what == "connect":
