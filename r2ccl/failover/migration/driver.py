@@ -415,14 +415,16 @@ class Migration:
     def _redial(self, path: Path) -> None:
         """Accept the next connection (higher rank), or pass the path to failback (lower rank)."""
         peer = path.key.peer
-        if path.is_idle:
-            self._reopen_fenced(peer)
+        is_closed = peer not in self._links.connected or peer in self._reopening
+        if path.is_idle and is_closed:
+            pass  # connected when its peer is needed again and all paths to it are fenced
         elif peer < self._rank:
             self.connect(path.key)
         elif not path.key.is_bypass:  # `Bypasses.seek` dials it when needed
             # A connection attempt that is still running belongs to the epoch that has just ended.
             self._stop_connecting(path.key)
             self._failback.failed(path.key)
+        self._reopen_fenced(peer)
 
     def _stop_connecting(self, key: PathKey) -> None:
         if self._transport.joins(key.rail):

@@ -290,6 +290,30 @@ def nasked(world: World) -> int:
     return sum(isinstance(message, ConnectPaths) for _, message in world.control.sent)
 
 
+def test_closed_paths_open_again_after_a_failure_at_that_time() -> None:
+    world = World()
+    world.fail(A)
+    close(world, B)
+    world.look(0.1)
+    assert nasked(world) == 0, "a path is still being fenced"
+    world.repair(A)
+    assert nasked(world) == 1
+    assert (1, 1, 1) in world.control.dialed
+    world.look(0.1)
+    assert (1, 0, 1) in world.control.dialed
+
+
+def test_a_path_that_breaks_as_it_is_reopened_is_dialed_again() -> None:
+    world = World()
+    close(world, A, B)
+    world.look(0.1)
+    assert world.control.dialed[-2:] == [(1, 0, 1), (1, 1, 1)]
+    world.open(1, 1)
+    world.failover.on_message(1, Announcement(0, 1, "EIO", ()))
+    world.heal(A)
+    assert world.control.dialed[-1] == (1, 0, 2)
+
+
 def test_a_path_that_is_down_when_closed_waits_for_the_peer() -> None:
     world = World(is_open=False)
     world.open(0, 0)
