@@ -356,15 +356,15 @@ class Migration:
     def _fence(self, path: Path) -> None:
         failed_s = path.since_s = self._clock()
         self._transport.fence(path.key)  # first: the NIC drains while the rest is done
+        rail, peer = rail_name(path.key.rail), path.key.peer
+        if not self.up(peer) and peer in self._links.connected:
+            self.cut_off.add(peer)
+            self.cut_off_since[peer] = failed_s
         if path.is_idle:
             self.routes.lose(path.key)
             return
         self.log.failed(path.key, path.epoch, path.cause, failed_s)
-        rail, peer = rail_name(path.key.rail), path.key.peer
         _log.info("rank %d: %s to rank %d is being fenced: %s", self._rank, rail, peer, path.cause)
-        if not self.up(peer):
-            self.cut_off.add(peer)
-            self.cut_off_since[peer] = self._clock()
         self.routes.lose(path.key)
         if self._bypasses is not None and not self._revocation.is_leaving:
             self._bypasses.lost(path.key)

@@ -336,6 +336,18 @@ def test_both_ends_of_a_path_that_is_down_announce_it() -> None:
     assert world.transport.fenced == [], "the other end of a path that is up is fenced first"
 
 
+def test_a_slow_peer_does_not_shorten_the_time_to_reopen() -> None:
+    world = World()
+    world.migration.close_idle(1)
+    world.look(4.0)
+    for rail in (0, 1):
+        world.failover.on_message(1, Announcement(rail, 0, "idle", (), is_idle=True))
+    world.look(4.0)
+    assert world.revocation.error is None
+    world.look(2.0)
+    assert isinstance(world.revocation.error, NoHealthyRail)
+
+
 def test_a_stale_connection_is_closed() -> None:
     world = World()
     world.fail(A)
