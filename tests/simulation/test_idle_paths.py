@@ -38,6 +38,12 @@ def test_idle_paths_are_closed_and_connected_again() -> None:
     assert not any(limited.verdicts)
 
 
+@pytest.mark.parametrize("nranks", [5, 6])
+def test_rails_that_connect_again_need_no_bypass(nranks: int) -> None:
+    for seed in range(10):
+        assert simulate(workload(nranks, 1), seed=seed).nbypasses == 0
+
+
 @pytest.mark.parametrize("limit", [1, 2])
 @pytest.mark.parametrize("nranks", slow_but([5, 8], [3, 4, 5, 6, 7, 8, 9]))
 def test_ranks_at_different_speeds_lose_nothing(nranks: int, limit: int) -> None:

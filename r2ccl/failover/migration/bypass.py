@@ -30,6 +30,8 @@ MAX_WAYS = 32
 ROUND_S = 3.5
 #: Minimum pause before a failed bypass is dialed again, in seconds.
 PAUSE_S = 0.2
+#: Time that rails to a peer get to connect before a bypass is searched, in seconds.
+PATIENCE_S = 0.2
 
 
 class Bypasses:
@@ -84,6 +86,14 @@ class Bypasses:
         """Accept the first bypass from `peer`, if `peer` is the lower rank, which dials."""
         if peer < self._rank:
             self._control.accept_path(peer, BYPASS, 0)
+
+    def connecting(self, peer: int) -> None:
+        """Set when the next round may begin after the rails to `peer` began to connect.
+
+        After `PATIENCE_S`; at once if no home rail has a known share at both ports.
+        """
+        if any(self._share(self._rank, at) and self._share(peer, at) for at in self._homes):
+            self._due_s[peer] = self._clock() + PATIENCE_S
 
     def lost(self, key: PathKey) -> None:
         """Set when the next round may begin after the loss of path `key`.

@@ -138,6 +138,7 @@ class Migration:
             self.connect(path.key)
         if self._bypasses is not None:
             self._bypasses.admit(peer)
+            self._bypasses.connecting(peer)
 
     def close_idle(self, peer: int) -> None:
         """Have `peer` close its paths to this rank, which finds them idle; this end follows.
@@ -171,6 +172,8 @@ class Migration:
         self.cut_off.add(peer)
         self.cut_off_since[peer] = self._clock()
         self._reopening.add(peer)
+        if self._bypasses is not None:
+            self._bypasses.connecting(peer)
         self._reopen_fenced(peer)
 
     def _note_closed(self, peer: int) -> None:

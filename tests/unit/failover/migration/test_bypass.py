@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from r2ccl.failover.migration.bypass import MAX_WAYS, PAUSE_S, ROUND_S, Bypasses
+from r2ccl.failover.migration.bypass import MAX_WAYS, PATIENCE_S, PAUSE_S, ROUND_S, Bypasses
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.types import BYPASS, BypassWay, PathKey
 
@@ -92,6 +92,28 @@ def test_a_peer_that_any_home_rail_leads_to_needs_none() -> None:
     world = World()
     world.lose(1, 0, 1)
     assert world.sought(1) == []
+
+
+def test_rails_that_begin_to_connect_get_time() -> None:
+    world = World()
+    world.lose(1)
+    world.bypasses.connecting(1)
+    assert world.sought(1) == []
+    world.now += PATIENCE_S
+    assert world.sought(1)
+
+
+def test_rails_that_failed_get_no_time() -> None:
+    world = World()
+    world.lose(1)
+    world.bypasses.connecting(1)
+    world.lose(1, 0)
+    assert world.sought(1)
+    world = World()
+    world.dead = {(0, 0), (1, 1), (1, 2)}
+    world.lose(1)
+    world.bypasses.connecting(1)
+    assert world.sought(1)
 
 
 def test_both_kinds_take_turns_and_cross_ways_come_first() -> None:
