@@ -316,6 +316,14 @@ class ControlPlane:
         """
         self._do(functools.partial(self._broadcast, self._codec.encode(message)))
 
+    def tell_contacts(self, message: object) -> None:
+        """Queue `message` for every rank, except neighbors, that this rank has a session with.
+
+        After a `broadcast` of the last message before `close`: over such a session `Goodbye` may
+        arrive before the broadcast does, and the broadcasts of a rank that has left are dropped.
+        """
+        self._do(functools.partial(self._tell_contacts, self._codec.encode(message)))
+
     def open_session(self, peer: int) -> None:
         """Connect a session with `peer`, which must do the same: the lower rank dials."""
         self._check(peer)
@@ -536,6 +544,11 @@ class ControlPlane:
     def _broadcast(self, body: bytes) -> None:
         number = self._nflooded[self.rank] = self._nflooded.get(self.rank, 0) + 1
         self._gossip(self._codec.encode(Flooded(self.rank, number, body)), -1)
+
+    def _tell_contacts(self, body: bytes) -> None:
+        for peer, session in self._sessions.items():
+            if peer not in self.neighbors:
+                session.send(body)
 
     def _gossip(self, body: bytes, source: int) -> None:
         for peer in self._overlay.open_neighbors():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 
 from support.planes import Job, Number, Text
@@ -68,6 +69,23 @@ def test_a_session_opened_by_both_ends_carries_their_messages(
         job.seen[rank].wait_for(lambda r=rank, p=peer: job.planes[r].last_heard(p) is not None)
     job.planes[FAR[0]].close(2.0)
     job.seen[FAR[1]].wait_for(lambda: (FAR[0], Goodbye()) in job.seen[FAR[1]].messages)
+
+
+def test_the_last_message_arrives_before_goodbye(start_job: Callable[..., Job]) -> None:
+    job = start_job(NRANKS)
+    job.wait_until_connected()
+    leaver, far = job.planes[FAR[0]], job.seen[FAR[1]]
+    for rank, peer in (FAR, FAR[::-1]):
+        job.planes[rank].open_session(peer)
+    leaver.send(FAR[1], Text("directly"))
+    far.wait_for(lambda: far.messages == [(FAR[0], Text("directly"))])
+    for rank in leaver.neighbors:  # they pass the broadcast on late
+        job.planes[rank].call_soon(lambda: time.sleep(0.3))
+    leaver.broadcast(Number(1))
+    leaver.tell_contacts(Number(1))
+    leaver.close(2.0)
+    far.wait_for(lambda: (FAR[0], Goodbye()) in far.messages)
+    assert far.messages[1:] == [(FAR[0], Number(1)), (FAR[0], Goodbye())]
 
 
 def test_a_session_that_one_end_opens_is_accepted(start_job: Callable[..., Job]) -> None:

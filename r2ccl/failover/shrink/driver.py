@@ -359,7 +359,9 @@ class _Regrouping(Generic[_S]):
     def _go_on(self) -> _S:
         assert self._held is not None, "no successor was built"
         held, self._held = self._held, None
-        self._control.broadcast(self._table.go_on())
+        done = self._table.go_on()
+        self._control.broadcast(done)
+        self._control.tell_contacts(done)
         return held
 
     def _wait(self) -> None:

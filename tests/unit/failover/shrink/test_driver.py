@@ -67,10 +67,13 @@ class Survivor:
         self.event_queue = EventQueue(0, Handler())
         self.successors = list(successors)
         self.sent: list[object] = []
+        #: Messages to the ranks with a session outside the overlay network.
+        self.told: list[object] = []
         setting = SimpleNamespace(config=Config(init_timeout_s=PATIENCE_S))
         self.control: Any = SimpleNamespace(
-            rank=0, nranks=3, setting=setting, broadcast=self.sent.append
-        )
+            rank=0, nranks=3, setting=setting, broadcast=self.sent.append,
+            tell_contacts=self.told.append,
+        )  # fmt: skip
         self.event_queue.on_peer_lost(2, "dead", 0.0)
 
     def hear(self, message: object) -> None:
@@ -136,6 +139,7 @@ def test_survivors_go_on_with_what_was_heard_before_the_call(opened: list[bool])
     assert here.regroup() is successor
     assert successor.members == (0, 1)
     assert here.sent == [View((2,), b"here"), Built((2,)), Done((2,))]
+    assert here.told == [Done((2,))]
     assert successor.said == []
     assert not any(opened)
 
