@@ -27,7 +27,8 @@ only after its Commit.
 
 Why no two ranks ever plan one collective from different versions
 -----------------------------------------------------------------
-Messages between two ranks arrive exactly once and in order. Let rank r start collective k.
+Messages between neighbors in the tree arrive exactly once and in order. (Reports may overtake each
+other, so they are numbered.) Let rank r start collective k.
 
 1. *Rank r has received every Commit(v, f) with f <= k.* Suppose one is missing. If r had not yet
    promised v, its later promise has reached >= k, so f >= reached + W + 1 > k. If r had promised
@@ -146,6 +147,7 @@ class Agreement:
         self._subtree = Subtree(rank, health)
         #: Rank whose loss ended the agreement; None while the agreement runs.
         self.lost: int | None = None
+        self._nreports = 0
         self._looked_at = 0.0
         self._waited_s = 0.0
 
@@ -232,7 +234,8 @@ class Agreement:
         self.held.changed(news)  # raises here, not only on the coordinator
         if not news or self.lost is not None:
             return []
-        message = Report(tuple(news))
+        self._nreports += 1
+        message = Report(tuple(news), self._nreports)
         if self.rank == COORDINATOR:
             return self._take(now, self.rank, message)
         return [Send(COORDINATOR, message)]
@@ -300,7 +303,7 @@ class Agreement:
 
     def _on_report(self, now: float, peer: int, message: Report) -> list[Action]:
         assert self._coordinator is not None
-        self._coordinator.report(peer, message.news)
+        self._coordinator.report(peer, self._coordinator.unheard(peer, message))
         return self._begin(now)
 
     def _on_prepare(self, now: float, message: Prepare) -> list[Action]:

@@ -20,9 +20,14 @@ from r2ccl.failover.health.table import Findings, Health, RailShare
 
 
 class Report(msgspec.Struct, frozen=True, tag="health.report"):
-    """Control message: new shares of rails, of the sender or a peer, as the sender sees them."""
+    """Control message: new shares of rails, of the sender or a peer, as the sender sees them.
+
+    `number` counts the reports of the sender. A report may overtake the one before it: the first
+    travels through other ranks, the second over a session that was opened meanwhile.
+    """
 
     news: tuple[RailShare, ...]
+    number: int = 0
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="health.prepare"):
@@ -239,7 +244,9 @@ class Subtree:
 class Coordinator:
     """Additional state of rank 0: the findings of all ranks."""
 
-    __slots__ = ("_findings", "_has_news", "_is_running", "_limits", "_newest", "_rest_until")
+    __slots__ = (
+        "_findings", "_has_news", "_is_running", "_limits", "_newest", "_numbers", "_rest_until",
+    )  # fmt: skip
 
     def __init__(self, health: Health, limits: AgreementLimits) -> None:
         self._limits = limits
@@ -248,6 +255,18 @@ class Coordinator:
         self._has_news = False
         self._is_running = False
         self._rest_until = float("-inf")
+        #: Number of the last report of each rank on each rail: (reporter, rank, rail) -> number.
+        self._numbers: dict[tuple[int, int, int], int] = {}
+
+    def unheard(self, reporter: int, report: Report) -> tuple[RailShare, ...]:
+        """Return the news in `report` on rails of which no later report of `reporter` arrived."""
+        found = []
+        for word in report.news:
+            key = reporter, word.rank, word.rail
+            if report.number >= self._numbers.get(key, 0):
+                self._numbers[key] = report.number
+                found.append(word)
+        return tuple(found)
 
     def report(self, reporter: int, news: Sequence[RailShare]) -> None:
         """Store the news from `reporter`.

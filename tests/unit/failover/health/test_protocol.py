@@ -393,7 +393,7 @@ NEWS = RailShare(1, 0, DOWN)
 
 def test_a_round_from_report_to_commit() -> None:
     first, second = make(0), make(1)
-    assert second.report(0.0, [NEWS]) == [Send(0, Report((NEWS,)))]
+    assert second.report(0.0, [NEWS]) == [Send(0, Report((NEWS,), 1))]
     health = next_health()
     assert first.on_message(0.0, 1, Report((NEWS,))) == [
         Send(1, Prepare(health)),
@@ -475,6 +475,24 @@ def test_news_of_a_round_under_way_come_in_the_next_one_merged() -> None:
     world.settle()
     world.check_settled()
     assert world.ranks[0].held.version == 2, "three reports, one more round"
+
+
+def test_a_report_that_another_one_overtook_is_ignored() -> None:
+    first, second = make(0), make(1)
+    down, up = (
+        second.report(0.0, [RailShare(1, 0, share), RailShare(2, rail, SLOW)])[0]
+        for rail, share in enumerate((DOWN, UP))
+    )
+    assert isinstance(down, Send)
+    assert isinstance(up, Send)
+    first.on_message(0.0, 1, up.message)
+    first.on_message(0.0, 1, down.message)
+    for rank in (1, 2):
+        first.on_message(0.0, rank, Promise(1, 0))
+    first.tick(1.0)
+    assert first.held.version == 2
+    assert first.held.share(1, 0) == UP
+    assert [first.held.share(2, rail) for rail in range(2)] == [SLOW, SLOW]
 
 
 def test_a_rail_back_before_the_round_ends_costs_only_one_plan() -> None:
