@@ -288,6 +288,11 @@ class SimControl:
             if key.rail == rail:
                 self._start_dial(key, epoch)
 
+    def is_connecting(self, peer: int, rail: int, epoch: int) -> bool:
+        """Return True if this rank dials or accepts the path in exactly this `epoch`."""
+        key = PathKey(peer, rail)
+        return epoch in (self._dials.get(key, (0, -1))[1], self._expected.get(key))
+
     def obstacles(self, peer: int) -> list[str]:
         """Return no obstacles: only the test itself keeps paths from connecting."""
         return []
