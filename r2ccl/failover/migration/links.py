@@ -191,20 +191,24 @@ class Links:
         Peers to which a path is being repaired, or no path on a rail is up, are left out.
         """
         idle = set(self.connected)
+        # Not `Path.op`: a peer that only confirms slices does not name its collective.
+        last_used = dict.fromkeys(idle, 0)
         for sender in self.senders.values():
             if sender.outstanding or sender.confirmed != sender.posted:
                 idle.discard(sender.peer)
+            last_used[sender.peer] = max(last_used.get(sender.peer, 0), sender.op)
         for receiver in self.receivers.values():
             if receiver.landings or receiver.arrivals or receiver.acked != receiver.consumed:
                 idle.discard(receiver.peer)
-        last_used: dict[int, int] = {}
+            last_used[receiver.peer] = max(last_used.get(receiver.peer, 0), receiver.op)
+        lit = set()
         for key, path in self.paths.items():
             is_up = path.state is PathState.UP
             if is_up and not key.is_bypass:
-                last_used[key.peer] = max(last_used.get(key.peer, 0), path.op)
+                lit.add(key.peer)
             elif is_up or path.state is not PathState.DOWN:
                 idle.discard(key.peer)
-        return sorted(idle & last_used.keys(), key=lambda peer: (last_used[peer], peer))
+        return sorted(idle & lit, key=lambda peer: (last_used[peer], peer))
 
     def is_drained(self) -> bool:
         """Return whether every slice ever posted is confirmed."""

@@ -336,6 +336,21 @@ def test_both_ends_of_a_path_that_is_down_announce_it() -> None:
     assert world.transport.fenced == [], "the other end of a path that is up is fenced first"
 
 
+def test_a_peer_that_only_confirms_slices_counts_as_used() -> None:
+    world = World(nranks=4)
+    for peer in (2, 3):
+        world.migration.on_opened(peer, 0, 0, Endpoint())
+    for peer in (2, 1):
+        world.links.begin(0)
+        link = world.links.sender(peer, 0)
+        world.links.send(link, memoryview(b"x"), True, None, 0)  # type: ignore[arg-type]
+        assert link.route is not None
+        link.retired(link.route, 0)
+        assert peer not in world.links.idle_peers()
+        link.confirm(1)
+    assert world.links.idle_peers() == [3, 2, 1]
+
+
 def test_a_slow_peer_does_not_shorten_the_time_to_reopen() -> None:
     world = World()
     world.migration.close_idle(1)
