@@ -196,7 +196,7 @@ class Engine:
 
     def rails(self, nics: Sequence[Nic]) -> tuple[RailHealth, ...]:
         """Return the state of every rail; ``nics[i]`` is the local NIC of rail i."""
-        return rails(self._links.on_rails, self.repairs(), nics)
+        return rails(self._links, self.repairs(), nics)
 
     def memory(self, landing_nbytes: int) -> MemoryReport:
         """Return the memory in use; the landing places take `landing_nbytes` of it."""

@@ -112,7 +112,8 @@ class PathEntry(msgspec.Struct, frozen=True):
     ----------
     peer, rail, epoch : int
     state : str
-        ``up``; ``fencing`` or ``fenced``: going down; ``down``: being reconnected.
+        ``up``; ``fencing`` or ``fenced``: going down; ``down``: being reconnected; ``closed``: the
+        paths to the peer are idle and are connected when they are needed.
     cause : str
         Evidence of the last failure; empty: the path has never failed.
     since_s : float
@@ -207,7 +208,7 @@ class RailHealth(msgspec.Struct, frozen=True):
     speed_mbps : int
         Nominal speed in Mbit/s; 0: unknown.
     state : str
-        ``up`` to all peers, ``down`` to all, or ``degraded``.
+        ``up`` to all peers, ``down`` to all, or ``degraded``; closed paths do not count.
     paths : tuple of PathEntry
         One path per rank that this rank connects data paths to.
     nrepairs : int
@@ -374,7 +375,7 @@ def absent(paths: Mapping[PathKey, Path], desync: DesyncCheck, op: int) -> dict[
 
 def path_entries(links: Links) -> tuple[PathEntry, ...]:
     """Return the entries of all paths on rails, and of the bypasses that were ever in use."""
-    return tuple(_path(path) for path in links.paths.copy().values() if _is_shown(path))
+    return tuple(_path(path, links) for path in links.paths.copy().values() if _is_shown(path))
 
 
 def peer_entries(
@@ -424,15 +425,14 @@ def link_entries(links: Links) -> tuple[LinkEntry, ...]:
     )
 
 
-def rails(
-    on_rails: Mapping[PathKey, Path], repairs: Iterable[Repair], nics: Sequence[Nic]
-) -> tuple[RailHealth, ...]:
+def rails(links: Links, repairs: Iterable[Repair], nics: Sequence[Nic]) -> tuple[RailHealth, ...]:
     """Return the state of every rail of this rank; ``nics[i]`` is the local NIC of rail i."""
     found, repaired = [], Counter(repair.rail for repair in repairs)
     for rail, nic in enumerate(nics):
-        entries = tuple(_path(path) for key, path in dict(on_rails).items() if key.rail == rail)
-        up = sum(entry.state == PathState.UP.value for entry in entries)
-        state = "up" if up == len(entries) else "degraded" if up else "down"
+        on_rail = [path for key, path in dict(links.on_rails).items() if key.rail == rail]
+        entries = tuple(_path(path, links) for path in on_rail)
+        states = [entry.state == PathState.UP.value for entry in entries if entry.state != _CLOSED]
+        state = "up" if all(states) else "degraded" if any(states) else "down"
         found.append(
             RailHealth(rail, nic.name, nic.address, nic.speed_mbps, state, entries, repaired[rail])
         )
@@ -443,14 +443,15 @@ def _is_shown(path: Path) -> bool:
     return not path.key.is_bypass or path.state is not PathState.DOWN or path.epoch > 0
 
 
-def _path(path: Path) -> PathEntry:
+def _path(path: Path, links: Links) -> PathEntry:
+    is_closed = not path.key.is_bypass and path.key.peer not in links.connected
     is_spotless = path.state is PathState.UP and path.epoch == 0
     return PathEntry(
         path.key.peer,
         path.key.rail,
-        path.state.value,
+        _CLOSED if is_closed else path.state.value,
         path.epoch,
-        "" if is_spotless else path.cause,
+        "" if is_closed or is_spotless else path.cause,
         path.since_s,
         path.nslices_sent,
         path.nslices_received,
@@ -470,6 +471,8 @@ def _listed(items: list[str]) -> str:
 
 #: Maximum number of list entries in a text; the attributes of `Pending` hold all entries.
 _SHOWN = 8
+#: State of a path whose peer finds it idle, or that this rank finds idle.
+_CLOSED = "closed"
 
 __all__ = [
     "AgreedHealth",

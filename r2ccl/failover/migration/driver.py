@@ -468,7 +468,9 @@ class Migration:
             _log.warning("rank %d: a bypass to rank %d is up", self._rank, peer)
         elif path.epoch and not path.is_idle:
             _log.warning("rank %d: rail %d to rank %d is up again", self._rank, path.key.rail, peer)
-        path.is_idle = False
+        if path.is_idle:
+            path.is_idle = False
+            path.cause = ""  # it was closed, which is no failure
 
     def _share(self, key: PathKey) -> float:
         """Return the share of the worse of the path's two ports, 1 to 16."""

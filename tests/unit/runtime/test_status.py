@@ -19,7 +19,7 @@ from r2ccl.config import Config
 from r2ccl.errors import PeerLost, TransportTimeout
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.migration.links import Links
-from r2ccl.failover.migration.path import Announcement, PathState
+from r2ccl.failover.migration.path import Announcement, ClosePaths, PathState
 from r2ccl.failover.revocation import Leaving
 from r2ccl.planning.lowering import lower
 from r2ccl.planning.plan_cache import Plan, Planning
@@ -294,6 +294,17 @@ def test_health_shows_each_rail_with_the_evidence() -> None:
     assert "memory in bytes: landing 4096, eager 0," in report
     assert "rail 0 (eth0): up\n" in report
     assert "to rank 1: fencing for 2.0 s (ECONNRESET: reset)" in report
+
+
+def test_paths_closed_as_idle_are_no_failure() -> None:
+    world = ready(1, 2)
+    world.engine.on_message(1, ClosePaths())
+    rails = world.engine.rails(NICS)
+    assert [rail.state for rail in rails] == ["up", "up"]
+    assert [(path.state, path.cause) for path in rails[0].paths] == [("closed", ""), ("up", "")]
+    report = str(status.HealthReport(0, 2.0, rails, world.engine.memory(0)))
+    assert "to rank 1" not in report
+    assert world.read().paths[0].state == "closed"
 
 
 def test_after_the_end_the_status_says_why() -> None:

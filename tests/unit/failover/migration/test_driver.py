@@ -309,6 +309,7 @@ def test_a_path_that_breaks_as_it_is_reopened_is_dialed_again() -> None:
     world.look(0.1)
     assert world.control.dialed[-2:] == [(1, 0, 1), (1, 1, 1)]
     world.open(1, 1)
+    assert world.links.paths[B].cause == ""
     world.failover.on_message(1, Announcement(0, 1, "EIO", ()))
     world.heal(A)
     assert world.control.dialed[-1] == (1, 0, 2)
