@@ -103,6 +103,9 @@ class Failover:
         )
         self._watch = Watch(self._config.suspicion_timeout_s)
         self._join_by_s = 0.0
+        #: Ranks of the last plan that needed new paths; those of the running call at the last tick.
+        self._joining: frozenset[int] = frozenset()
+        self._calling: frozenset[int] = frozenset()
         #: Determines what failed; None in the fail-stop baseline.
         self.diagnosis = self._make_diagnosis() if self._config.is_resilient else None
         #: Agrees with all ranks on the health that plans use; None in the fail-stop baseline.
@@ -163,15 +166,21 @@ class Failover:
         Above ``R2CC_MAX_CONNECTIONS`` peers, close the idle paths of as many others, of which those
         least recently used come first. Paths made by `start` are never closed.
         """
-        connected, config = self._links.connected, self._config
-        surplus = len(connected | peers) - config.max_connections
+        self._joining = peers
+        self._make_room(peers)
+        for peer in sorted(peers - self._links.connected):
+            self.add_peer(peer)
+
+    def _make_room(self, peers: frozenset[int]) -> None:
+        """Close idle paths to as many ranks as `peers` exceed ``R2CC_MAX_CONNECTIONS`` by."""
+        config = self._config
+        surplus = len(self._links.connected | peers) - config.max_connections
         if surplus > 0 and config.max_connections and config.is_resilient:
-            kept = peers.union(self._context.first_peers)
+            # While a call waits for paths, it does not connect them again if they are closed.
+            kept = peers.union(self._context.first_peers, self._joining, self._calling)
             idle = [peer for peer in self._links.idle_peers() if peer not in kept]
             for peer in idle[:surplus]:
                 self.migration.close_idle(peer)
-        for peer in sorted(peers - connected):
-            self.add_peer(peer)
 
     def add_peer(self, peer: int, *, is_own: bool = True) -> None:
         """Begin to connect data paths to `peer`, unless they are connected already.
@@ -184,6 +193,8 @@ class Failover:
         """
         if peer in self._links.connected:
             return
+        if not is_own:
+            self._make_room(frozenset({peer}))
         if peer in self._links.peers:
             self.migration.reopen(peer)
             return
@@ -328,6 +339,7 @@ class Failover:
         """
         if self.is_over:
             return
+        self._calling = peers
         is_calm, is_leaving = not self.migration.repairing, self.revocation.is_leaving
         self.revocation.spread()
         closed = self._links.peers - self._links.connected

@@ -168,7 +168,7 @@ class Migration:
 
     def reopen(self, peer: int) -> None:
         """Connect the idle paths to `peer` again, and have the peer do the same."""
-        self._links.connected.add(peer)
+        self._links.note_connected(peer)
         self.cut_off.add(peer)
         self.cut_off_since[peer] = self._clock()
         self._reopening.add(peer)

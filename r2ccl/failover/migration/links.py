@@ -72,10 +72,14 @@ class Links:
         self.peers: set[int] = set()
         #: Those of `peers` whose paths were not closed because they were idle.
         self.connected: set[int] = set()
+        #: Number of the collective during or after which the paths to each peer were last wanted.
+        self._wanted: dict[int, int] = {}
         #: Paths on rails, without bypasses.
         self.on_rails: dict[PathKey, Path] = {}
         #: All paths: those on rails and the bypasses.
         self.paths: dict[PathKey, Path] = {}
+        #: Number of the current collective, or of the last one.
+        self.op = 0
         for peer in context.first_peers:
             self.add_peer(peer)
         #: Links by (peer, channel).
@@ -85,8 +89,6 @@ class Links:
         self.balance = Balance(context.homes) if context.is_measured else None
         #: Clock reading of the last poll with events, which count as simultaneous; for `balance`.
         self.polled_s = 0.0
-        #: Number of the current collective, or of the last one.
-        self.op = 0
         #: Packed signature of the same collective.
         self.signature = 0
         #: Signatures of the last `_HISTORY` collectives, by number.
@@ -104,7 +106,7 @@ class Links:
     def add_peer(self, peer: int) -> list[Path]:
         """Create the paths to another rank, all down; return those on rails, without the bypass."""
         self.peers.add(peer)
-        self.connected.add(peer)
+        self.note_connected(peer)
         added = [Path(PathKey(peer, rail)) for rail in self._rails]
         self.on_rails.update({path.key: path for path in added})
         self.paths.update({path.key: path for path in added})
@@ -112,6 +114,11 @@ class Links:
             key = PathKey(peer, BYPASS)
             self.paths[key] = Path(key)
         return added
+
+    def note_connected(self, peer: int) -> None:
+        """Count `peer` as connected, and as used now."""
+        self.connected.add(peer)
+        self._wanted[peer] = self.op
 
     def on_added(self, route: Callable[[int, int], None]) -> None:
         """Register ``route(peer, channel)``, which is called after two links are created."""
@@ -192,15 +199,15 @@ class Links:
         """
         idle = set(self.connected)
         # Not `Path.op`: a peer that only confirms slices does not name its collective.
-        last_used = dict.fromkeys(idle, 0)
+        last_used = self._wanted.copy()
         for sender in self.senders.values():
             if sender.outstanding or sender.confirmed != sender.posted:
                 idle.discard(sender.peer)
-            last_used[sender.peer] = max(last_used.get(sender.peer, 0), sender.op)
+            last_used[sender.peer] = max(last_used[sender.peer], sender.op)
         for receiver in self.receivers.values():
             if receiver.landings or receiver.arrivals or receiver.acked != receiver.consumed:
                 idle.discard(receiver.peer)
-            last_used[receiver.peer] = max(last_used.get(receiver.peer, 0), receiver.op)
+            last_used[receiver.peer] = max(last_used[receiver.peer], receiver.op)
         lit = set()
         for key, path in self.paths.items():
             is_up = path.state is PathState.UP

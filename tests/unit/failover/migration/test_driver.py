@@ -137,7 +137,10 @@ def straight(key: PathKey) -> ProbeKey:
 
 
 class World:
-    """Rank 0 of two, or more; both rails to rank 1 up."""
+    """Rank 0 of two, or more; both rails to rank 1 up.
+
+    With a `limit` of connections, no rank is connected at the start.
+    """
 
     def __init__(
         self,
@@ -146,6 +149,7 @@ class World:
         joined: set[int] | None = None,
         is_open: bool = True,
         nranks: int = 2,
+        limit: int | None = None,
     ) -> None:
         self.now = 0.0
         self.transport = Notes()
@@ -156,8 +160,11 @@ class World:
             nranks,
             transport=self.transport,
             control=self.control,
-            config=Config(mode=mode, no_rail_timeout_s=5.0, eager_slots=4),
+            config=Config(
+                mode=mode, no_rail_timeout_s=5.0, eager_slots=4, max_connections=limit or 128
+            ),
             clock=lambda: self.now,
+            neighbors=None if limit is None else (),
         )
         self.progress, self.links, self.failover = path.progress, path.links, path.failover
         self.migration, self.revocation = path.migration, path.revocation
@@ -335,6 +342,34 @@ def test_both_ends_of_a_path_that_is_down_announce_it() -> None:
     world.migration.close_idle(1)
     assert [message.rail for message in world.announcements()] == [1]
     assert world.transport.fenced == [], "the other end of a path that is up is fenced first"
+
+
+def closed_by(world: World) -> list[int]:
+    """Return the ranks that rank 0 asked to close their paths."""
+    return [peer for peer, message in world.control.sent if isinstance(message, ClosePaths)]
+
+
+def test_paths_that_others_need_count_towards_the_limit() -> None:
+    world = World(is_open=False, nranks=6, limit=2)
+    for peer in (3, 2, 1):
+        world.links.begin(0)
+        world.failover.on_message(peer, ConnectPaths())
+        world.migration.on_opened(peer, 0, 0, Endpoint())
+    assert closed_by(world) == [3]
+    assert world.links.connected == {1, 2}
+
+
+def test_paths_that_a_call_uses_or_waits_for_are_not_closed() -> None:
+    world = World(is_open=False, nranks=6, limit=2)
+    world.failover.connect_peers(frozenset({1, 2}))
+    for peer in (1, 2):
+        world.migration.on_opened(peer, 0, 0, Endpoint())
+    world.look(0.1, frozenset())
+    world.failover.on_message(3, ConnectPaths())
+    assert closed_by(world) == []
+    world.migration.on_opened(3, 0, 0, Endpoint())
+    world.failover.connect_peers(frozenset({4}))
+    assert closed_by(world) == [1, 2]
 
 
 def test_a_peer_that_only_confirms_slices_counts_as_used() -> None:
