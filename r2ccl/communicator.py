@@ -13,47 +13,35 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 import msgspec
 import numpy as np
 
-from r2ccl.algos.neighbors import neighbors
 from r2ccl.bootstrap.control import ControlPlane
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.clock import monotonic
-from r2ccl.config import Config
 from r2ccl.device.base import Device
-from r2ccl.errors import (
-    CommunicatorRevoked,
-    InvalidArgument,
-    TransportError,
-    TransportTimeout,
-)
-from r2ccl.failover.context import RankContext
-from r2ccl.failover.diagnosis.port_map import port_map_of
+from r2ccl.errors import InvalidArgument, R2cclError, TransportTimeout
 from r2ccl.failover.diagnosis.verdict import Verdict
 from r2ccl.failover.health.driver import Known
+from r2ccl.failover.migration.calls import first_channel
 from r2ccl.failover.migration.repairs import Repair
-from r2ccl.failover.shrink.driver import EventQueue, regroup
+from r2ccl.failover.shrink.driver import regroup
 from r2ccl.failover.shrink.protocol import Shrinking
 from r2ccl.gpu.collectives import DeviceCollectives
-from r2ccl.gpu.hardware import Hardware
 from r2ccl.gpu.plan_selector import PlanSelector
+from r2ccl.job import ABORT_S, LEAVE_S, Job, nodes_of
 from r2ccl.planning.cost_model import Fabric
-from r2ccl.planning.plan_cache import PlanCache
+from r2ccl.planning.plan_cache import PlanCache, in_job
 from r2ccl.planning.planner import Explanation
-from r2ccl.runtime import arguments, forking, status
+from r2ccl.runtime import arguments, status
 from r2ccl.runtime.arguments import as_buffer
 from r2ccl.runtime.async_work import Worker
 from r2ccl.runtime.collectives import Collectives
-from r2ccl.runtime.ending import Ending
 from r2ccl.runtime.engine import Engine, RegisteredMemory
-from r2ccl.runtime.executor import LandingPool
-from r2ccl.runtime.signal_dump import SignalDump, require_main_thread, write_line
+from r2ccl.runtime.signal_dump import require_main_thread
+from r2ccl.runtime.splitting import agree
 from r2ccl.schedule.ir import Schedule
-from r2ccl.topology.monitor import LinkMonitor
-from r2ccl.transport.base import Transport
-from r2ccl.types import Nic, ReduceOp
+from r2ccl.types import ReduceOp
 
 if TYPE_CHECKING:
     from r2ccl.gpu.backends import GpuBackend
-    from r2ccl.gpu.pxn.transport import PxnTransport
 
 _log = logging.getLogger(__name__)
 
@@ -75,76 +63,45 @@ class Communicator:
     """
 
     def __init__(
-        self,
-        control: ControlPlane,
-        transport: Transport,
-        config: Config,
-        rails: Sequence[Nic] = (),
-        *,
-        members: tuple[int, ...],
-        assemble: Assemble,
-        hardware: Hardware,
-        relayed: PxnTransport | None = None,
+        self, job: Job, engine: Engine, *, members: tuple[int, ...], assemble: Assemble | None
     ) -> None:
-        self.rank = control.rank
-        self.nranks = control.nranks
+        self.rank = engine.rank
+        self.nranks = engine.nranks
         self.members = members
-        self.config = config
+        self.config = engine.config
+        self._job = job
+        self._engine = engine
+        #: Makes the communicator of the survivors; None in a communicator made by `split`.
         self._assemble = assemble
-        self._hardware = hardware
-        self._relayed = relayed
-        self._control = control
-        self._nrails = transport.nrails
-        #: Local NICs of all rails; those of TCP rails come from the control plane.
-        self._rails = tuple(rails) or control.nics
-        #: This process is a fork of the process that created the communicator.
-        self._is_forked = False
-        #: All ranks have called `close` and have all their data, so no rank needs to be notified.
-        self._is_left = False
-        self._monitor: LinkMonitor | None = None
-        self._signal_dump: SignalDump | None = None
-        nodes = _nodes(control.peers)
-        context = RankContext(
+        self._peers = [job.control.peers[rank] for rank in engine.context.members]
+        fabric = Fabric(job.homes, job.control.nwires, nodes_of(self._peers))
+        context_id, _, in_job_of = engine.context
+        self._plans = PlanCache(
             self.rank,
             self.nranks,
-            transport,
-            control,
-            config,
-            monotonic,
-            nwires=control.nwires,
-            last_resorts=control.last_resorts,
-            nodes=nodes,
-            hosts=[info.hostname for info in control.peers],
-            port_map=port_map_of(self.rank, control.peers, self._rails),
-            neighbors=neighbors(self.rank, self.nranks, nodes),
+            fabric,
+            self.config,
+            place=in_job(in_job_of, first_channel(context_id)) if context_id else None,
         )
-        self._engine = Engine(context, control)
-        fabric = Fabric(context.homes, control.nwires, nodes)
-        self._plans = PlanCache(self.rank, self.nranks, fabric, config)
-        self._pool = LandingPool(transport.allocate, config.landing_depth)
         turn = threading.Lock()
-        self._worker = Worker(f"r2ccl-worker-{self.rank}", turn, self._engine.fail_call)
+        self._worker = Worker(f"r2ccl-worker-{self.rank}", turn, engine.fail_call)
         self._on_device = DeviceCollectives(
             self.rank,
-            timeout_s=config.timeout_s,
+            timeout_s=self.config.timeout_s,
             worker=self._worker,
-            check=self._engine.check,
-            open_device=hardware.open,
+            check=engine.check,
+            open_device=job.hardware.open,
             select_backends=self._select_backends,
         )
         self._collectives = Collectives(
-            self._engine,
+            engine,
             self._plans,
-            self._pool,
+            job.pool,
             worker=self._worker,
             turn=turn,
             start_on_device=self._on_device.start,
         )
-        self._ending = Ending(
-            f"r2ccl-ending-{self.rank}",
-            (self._end_calls, control.close, self._end_data),
-        )
-        self._event_queue = EventQueue(self.rank, self._engine)
+        job.add(self)
 
     def connect(self) -> None:
         """Start the control plane, connect the rails and, if needed, measure them.
@@ -163,20 +120,14 @@ class Communicator:
         *Collective*: all ranks.
         """
         try:
-            self._ending.prepare()
-            forking.hold(self, Communicator._descriptors, Communicator._disable)
-            if self.config.dump_signal:
-                self.dump_on_signal(signal.Signals[self.config.dump_signal])
-            self._control.start(self._event_queue)
-            self._monitor = self._watch_carriers()
-            self._engine.start()
+            self._job.start()
             if self._is_measured():
                 rates = self._collectives.calibrate()
                 self._plans.measured(rates)
-                if len({info.host for info in self._control.peers}) == self.nranks:
+                if len({info.host for info in self._peers}) == self.nranks:
                     self._engine.set_nominal_rate(rates.beta)
         except BaseException as exc:
-            self._abort_surely(f"init() failed: {exc!r}")
+            self._job.abort_surely(f"init() failed: {exc!r}")
             raise
 
     def allreduce(
@@ -531,6 +482,84 @@ class Communicator:
         """
         self._collectives.barrier()
 
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Return a new communicator of the ranks that pass the same `color`.
+
+        The new communicator shares this one's connections, control plane and knowledge of failed
+        NICs, and may be used from another thread at the same time. An error in one communicator of
+        a job ends all of them.
+
+        Parameters
+        ----------
+        color : int or None
+            None: this rank takes part in no new communicator.
+        key : int
+            The new ranks are ordered by key, then by the ranks in this communicator.
+
+        Returns
+        -------
+        Communicator or None
+            None if `color` is None. ``members`` of the new communicator are its ranks' numbers in
+            this one. Close it with ``close()``, or with the communicator of the whole job.
+
+        Raises
+        ------
+        InvalidArgument
+            If `color` or `key` is no integer of 64 bits, or a rank has too many communicators open.
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, ConcurrentCalls
+            As for `allreduce`.
+
+        Notes
+        -----
+        *Collective*: all ranks. *Cost*: one allgather of some 300 bytes per rank. Errors and status
+        of the new communicator name ranks by their numbers in the job.
+        """
+        if self._collectives.is_closed:
+            raise self._job.closed()
+        allgather = self._collectives.allgather_bytes
+        part = agree(self._engine, allgather, color, key, self.config.timeout_s)
+        if part is None:
+            return None
+        context, members = part
+        engine = self._engine.derived(context)
+        made = Communicator(self._job, engine, members=members, assemble=None)
+        made._plans.measured(self._plans.fabric.rates)
+        return made
+
+    def dup(self) -> Communicator:
+        """Return a new communicator of the same ranks, in the same order; see `split`.
+
+        Notes
+        -----
+        *Collective*: all ranks.
+        """
+        made = self.split(0, self.rank)
+        assert made is not None
+        return made
+
+    def create(self, ranks: Sequence[int]) -> Communicator | None:
+        """Return a new communicator of `ranks`, in this order; None on other ranks; see `split`.
+
+        Parameters
+        ----------
+        ranks : sequence of int
+            Different ranks of this communicator, the same on all ranks.
+
+        Raises
+        ------
+        InvalidArgument
+            If a number in `ranks` is no rank, or is given twice.
+
+        Notes
+        -----
+        *Collective*: all ranks of this communicator.
+        """
+        chosen = [self._rank_of(rank) for rank in ranks]
+        if len(set(chosen)) < len(chosen):
+            raise InvalidArgument(f"ranks={list(ranks)!r}; allowed are ranks that all differ")
+        is_in = self.rank in chosen
+        return self.split(0 if is_in else None, chosen.index(self.rank) if is_in else 0)
+
     def repairs(self) -> tuple[Repair, ...]:
         """Return the latest repairs of this rank's paths, oldest first.
 
@@ -548,8 +577,8 @@ class Communicator:
         -----
         *Local*; callable in any thread, does not wait. ``str()`` of the report is for people.
         """
-        rails = self._engine.rails(self._rails)
-        memory = self._engine.memory(self._pool.nbytes)
+        rails = self._engine.rails(self._job.rails)
+        memory = self._engine.memory(self._job.pool.nbytes)
         return status.HealthReport(self.rank, monotonic(), rails, memory)
 
     def verdicts(self) -> tuple[Verdict, ...]:
@@ -599,9 +628,10 @@ class Communicator:
         -----
         *Local*; callable in any thread, does not wait.
         """
-        peers = [info for info in self._control.peers if info.rank != self.rank]
-        memory = self._engine.memory(self._pool.nbytes)
-        read = self._engine.status(peers, self._control.last_heard, self._plans.planning, memory)
+        control = self._job.control
+        peers = [info for info in control.peers if info.rank != self._job.rank]
+        memory = self._engine.memory(self._job.pool.nbytes)
+        read = self._engine.status(peers, control.last_heard, self._plans.planning, memory)
         return msgspec.json.encode(read).decode()
 
     def dump_on_signal(self, signum: int = signal.SIGUSR1) -> None:
@@ -620,14 +650,11 @@ class Communicator:
         -----
         *Local*. A second call replaces the handler of the first.
         """
-        path = self.config.dump_file.replace("{rank}", str(self.rank))
-        if self._signal_dump is not None:
-            self._signal_dump.close()
-        self._signal_dump = SignalDump(signum, lambda: write_line(self.dump(), path))
+        self._job.dump_on_signal(signum)
 
     def rejections(self) -> dict[str, int]:
         """Return the number of connections and frames that this rank rejected, by reason."""
-        return dict(self._control.rejections())
+        return dict(self._job.control.rejections())
 
     def close(self) -> None:
         """Wait until every rank has received all its data, then leave. Idempotent.
@@ -649,28 +676,25 @@ class Communicator:
         CommunicatorRevoked
             If an asynchronous call failed and no call has raised its error yet.
         """
-        if self._collectives.is_blocking and not self._is_forked:
+        job = self._job
+        if self._collectives.is_blocking and not job.is_forked:
             self.abort("close() was called while a collective was in progress")
             return
-        if self._collectives.is_closed:
-            self._event_queue.end("close() was called")
-            self._free(_LEAVE_S)
+        if self._assemble is None:
+            self._close_alone()
             return
-        self._collectives.close(self._closed)
+        if self._collectives.is_closed:
+            job.event_queue.end("close() was called")
+            job.free(LEAVE_S)
+            return
+        job.refuse(job.closed)
         try:
-            if not self._worker.drain(self.config.init_timeout_s):
-                raise TransportTimeout(
-                    f"rank {self.rank}: close() waited {self.config.init_timeout_s:g} s for "
-                    f"asynchronous calls: {self.pending()}; wait for them before close(), or raise "
-                    "R2CC_INIT_TIMEOUT_S",
-                    rank=self.rank,
-                    status="TIMEOUT",
-                )
+            job.drain()
             if self._engine.error is None:
                 self._collectives.in_turn(self._engine.leave)
-                self._is_left = True
+                job.is_left = True
         finally:
-            self._free(_LEAVE_S)
+            job.free(LEAVE_S)
         self._collectives.require_seen()
 
     def abort(self, why: str = "abort() was called") -> None:
@@ -686,11 +710,7 @@ class Communicator:
         *Local*; callable in any thread and in a signal handler. Running calls on all ranks end with
         `CommunicatorRevoked`. Idempotent. Does nothing in a forked child.
         """
-        self._collectives.close(self._forked if self._is_forked else self._closed)
-        if not self._is_left and not self._is_forked:
-            self._engine.revoke(why)
-            self._event_queue.end(why)
-        self._free(_ABORT_S)
+        self._job.abort(why)
 
     def revoke(self, why: str = "revoke() was called") -> None:
         """End the communicator on every rank without leaving it, so that `shrink` can follow.
@@ -755,31 +775,26 @@ class Communicator:
         communicator.
         """
         if self._collectives.is_closed:
-            raise self._closed()
+            raise self._job.closed()
+        if self._assemble is None:
+            raise InvalidArgument(
+                "shrink() was called on a communicator made by split() or dup(): call it on the "
+                "one that r2ccl.init() returned, and split the new one"
+            )
         if self.config.dump_signal:
             require_main_thread()
+        job = self._job
         table = Shrinking(self.rank, self.nranks, quorum)
         if self._engine.error is None:
             self._engine.revoke("shrink() was called")
-        self._collectives.close(self._closed)
-        leave_s = _ABORT_S
+        job.refuse(job.closed)
+        leave_s = ABORT_S
         try:
-            successor = regroup(table, self._event_queue, self._control, self._assemble)
-            leave_s = _LEAVE_S
+            successor = regroup(table, job.event_queue, job.control, self._assemble)
+            leave_s = LEAVE_S
         finally:
-            self._free(leave_s)
+            job.free(leave_s)
         return successor
-
-    def _descriptors(self) -> list[int]:
-        """Return the open file descriptors, which a forked child must replace."""
-        monitor = [] if self._monitor is None else [self._monitor.fileno()]
-        return [*monitor, *self._control.descriptors(), *self._engine.descriptors()]
-
-    def _disable(self) -> None:
-        """Make every later call raise `CommunicatorRevoked`; runs in a forked child."""
-        self._is_forked = True
-        self._collectives.close(self._forked)
-        self._control.disable()
 
     def __enter__(self) -> Communicator:
         return self
@@ -793,48 +808,47 @@ class Communicator:
         if exc is None:
             self.close()
             return
-        self._abort_surely(f"the with block ended with {exc!r}")
+        self._job.abort_surely(f"the with block ended with {exc!r}")
 
     def __repr__(self) -> str:
-        return f"<r2ccl.Communicator rank {self.rank} of {self.nranks}, {self._nrails} rails>"
+        return f"<r2ccl.Communicator rank {self.rank} of {self.nranks}, {self._job.nrails} rails>"
 
-    def _watch_carriers(self) -> LinkMonitor:
-        """Pass carrier events of the rails' NICs to the engine, in the control thread."""
-        monitor = LinkMonitor()
+    # Called by the job
 
-        def read() -> None:
-            for event in monitor.read():
-                for rail, nic in enumerate(self._control.nics):
-                    if event.concerns(nic):
-                        self._engine.on_carrier(rail, event.is_up)
+    @property
+    def is_below(self) -> bool:
+        """True if the caller is a signal handler that interrupted a blocking call of its thread."""
+        return self._collectives.is_below
 
-        self._control.add_reader(monitor.fileno(), read)
-        return monitor
+    def refuse(self, refusal: Callable[[], R2cclError]) -> None:
+        """Refuse all calls from now on, each with a new error from `refusal`."""
+        self._collectives.close(refusal)
 
-    def _abort_surely(self, why: str) -> None:
-        """Abort; if Ctrl-C interrupts the abort, repeat it."""
-        try:
-            self.abort(why)
-        except KeyboardInterrupt:
-            self.abort(why)
-            raise
+    def drain(self) -> None:
+        """Wait until the asynchronous calls have ended.
 
-    def _free(self, deadline_s: float) -> None:
-        """Start the cleanup unless it has started; wait at most `deadline_s` + `_BOUND_S`."""
-        if self._is_forked:
-            return
-        if self._signal_dump is not None:
-            self._signal_dump.close()
-        if not self._is_left:
-            self._engine.tell_why()
-        self._ending.begin(deadline_s)
-        # In a signal handler that interrupted a call, that call owns the data loop and cannot end:
-        # wait only for the first two steps, up to the close of the control plane.
-        nsteps = 2 if self._collectives.is_below else None
-        self._ending.wait(deadline_s + _BOUND_S, nsteps=nsteps)
+        Raises
+        ------
+        TransportTimeout
+            If they do not end within ``R2CC_INIT_TIMEOUT_S``.
+        """
+        if not self._worker.drain(self.config.init_timeout_s):
+            raise TransportTimeout(
+                f"rank {self.rank}: close() waited {self.config.init_timeout_s:g} s for "
+                f"asynchronous calls: {self.pending()}; wait for them before close(), or raise "
+                "R2CC_INIT_TIMEOUT_S",
+                rank=self.rank,
+                status="TIMEOUT",
+            )
 
-    def _end_calls(self, deadline_s: float) -> None:
-        """End the asynchronous calls and free the devices."""
+    def end_calls(self, deadline_s: float) -> None:
+        """End the asynchronous calls and free the devices.
+
+        Raises
+        ------
+        TransportError
+            If a device could not be freed.
+        """
         if not self._worker.is_idle and self._engine.error is None:
             self._engine.revoke("the communicator was closed while asynchronous calls were running")
         if not self._worker.close(deadline_s):
@@ -844,15 +858,20 @@ class Communicator:
                 self.rank,
             )
             return
-        try:
-            self._on_device.close(deadline_s)
-        except TransportError as exc:
-            _log.error("rank %d: %s", self.rank, exc)
+        self._on_device.close(deadline_s)
 
-    def _end_data(self, deadline_s: float) -> None:
-        if self._monitor is not None:
-            self._monitor.close()
-        self._engine.close()
+    def _close_alone(self) -> None:
+        """Close a communicator made by `split`; the others of the job stay open."""
+        if self._collectives.is_closed:
+            return
+        self._collectives.close(self._job.closed)
+        try:
+            self.drain()
+            self.end_calls(LEAVE_S)
+        finally:
+            self._job.remove(self)
+            self._engine.remove()
+        self._collectives.require_seen()
 
     def _is_measured(self) -> bool:
         """Return whether measured rates select the schedules."""
@@ -870,23 +889,13 @@ class Communicator:
             PlanSelector(self._engine, self._plans),
             self._collectives.run_plan,
             config=self.config,
-            nodes=_members(self._control.peers),
+            nodes=_hosts(self._peers),
             allgather=self._collectives.allgather_bytes,
-            labels=[self._rails[at].name for at in self._engine.joined],
-            hardware=self._hardware,
-            pxn=self._relayed,
+            labels=[self._job.rails[at].name for at in self._engine.joined],
+            hardware=self._job.hardware,
+            pxn=self._job.relayed if self._assemble is not None else None,
         )
         return selector.select(device, kernels)
-
-    def _closed(self) -> CommunicatorRevoked:
-        return CommunicatorRevoked(f"rank {self.rank}: the communicator was closed")
-
-    def _forked(self) -> CommunicatorRevoked:
-        return CommunicatorRevoked(
-            f"rank {self.rank}: this process was forked from the process that created the "
-            "communicator, and only that process can use it: start workers with spawn, or create "
-            "a communicator in each worker"
-        )
 
     def _rank_of(self, root: SupportsIndex) -> int:
         """Return `root` as an int; raise `InvalidArgument` if it is not a rank."""
@@ -899,30 +908,16 @@ class Communicator:
         return rank
 
 
-def _members(peers: Sequence[PeerInfo]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host, in ascending order."""
+def _hosts(peers: Sequence[PeerInfo]) -> tuple[tuple[int, ...], ...]:
+    """Return the indices of the peers on each host, in ascending order."""
     hosts: dict[str, list[int]] = {}
-    for info in peers:
-        hosts.setdefault(info.host, []).append(info.rank)
-    return tuple(tuple(sorted(ranks)) for ranks in hosts.values())
-
-
-def _nodes(peers: Sequence[PeerInfo]) -> tuple[int, ...]:
-    """Return the node number of each rank; empty for a single node or one rank per node."""
-    numbers: dict[str, int] = {}
-    nodes = tuple(numbers.setdefault(info.host, len(numbers)) for info in peers)
-    return nodes if 1 < len(numbers) < len(nodes) else ()
+    for rank, info in enumerate(peers):
+        hosts.setdefault(info.host, []).append(rank)
+    return tuple(tuple(ranks) for ranks in hosts.values())
 
 
 #: Function that creates a communicator, not yet connected, from a control plane and its `members`.
 #: The communicator owns the control plane, even if the function raises.
 Assemble: TypeAlias = Callable[[ControlPlane, tuple[int, ...]], Communicator]
-
-#: Timeout of the cleanup after `close`, in seconds.
-_LEAVE_S = 5.0
-#: Timeout of the cleanup after `abort`, in seconds.
-_ABORT_S = 0.5
-#: Seconds that `_free` waits beyond the timeout; the cleanup thread continues afterwards.
-_BOUND_S = 0.4
 
 __all__ = ["Communicator"]

@@ -30,6 +30,8 @@ from r2ccl.failover.migration.path import Announcement, ClosePaths, ConnectPaths
 from r2ccl.failover.revocation import Leaving, Revoke, Spared
 from r2ccl.failover.shrink.protocol import Message as Shrinking
 from r2ccl.gpu.hardware import CudaHardware
+from r2ccl.job import Job
+from r2ccl.runtime.contexts import InContext
 from r2ccl.runtime.desync_check import Calling
 from r2ccl.runtime.signal_dump import require_main_thread
 from r2ccl.topology.hcas import GidFinder, Hca, list_hcas, select_hcas
@@ -51,6 +53,7 @@ MESSAGES: Any = (
     Announcement | ConnectPaths | ClosePaths | Revoke | PortUp | Leaving | Spared | Calling
     | Offer | Answer | EndpointReady | ProbeRequest | ProbeReply | Finding
     | Report | Prepare | Promise | Commit
+    | InContext
     | Shrinking
 )  # fmt: skip
 
@@ -174,15 +177,16 @@ def _assemble(
         opened, relayed = _open_transport(control, config, hcas)
         transport = opened if wrap is None else wrap(opened)
         ports = (Nic(hca.label, "", hca.index, hca.speed_mbps) for hca in hcas)
-        return Communicator(
+        job = Job(
             control,
             transport,
             config,
             (*control.nics, *ports)[: transport.nrails],
-            members=members,
-            assemble=partial(_assemble, config, hcas),
             hardware=CudaHardware(),
             relayed=relayed,
+        )
+        return Communicator(
+            job, job.engine, members=members, assemble=partial(_assemble, config, hcas)
         )
     except BaseException:
         try:

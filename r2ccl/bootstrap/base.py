@@ -13,7 +13,15 @@ from r2ccl.types import BypassWay
 
 
 class Post(Protocol):
-    """Sender of control messages to other ranks."""
+    """Sender of control messages to other ranks.
+
+    Attributes
+    ----------
+    neighbors : frozenset of int
+        Ranks that `gossip` sends to; see `r2ccl.bootstrap.overlay`.
+    """
+
+    neighbors: frozenset[int]
 
     def send(self, peer: int, message: object) -> None:
         """Queue `message` for `peer`; over a session it arrives exactly once, in the order sent.
@@ -33,15 +41,7 @@ class Post(Protocol):
 
 
 class ControlPort(Post, Protocol):
-    """Control plane that also connects paths; new connections go to the handler's ``on_path``.
-
-    Attributes
-    ----------
-    neighbors : frozenset of int
-        Ranks that `gossip` sends to; see `r2ccl.bootstrap.overlay`.
-    """
-
-    neighbors: frozenset[int]
+    """Control plane that also connects paths; new connections go to the handler's ``on_path``."""
 
     def open_session(self, peer: int) -> None:
         """Connect a session with `peer`, over which messages to it are sent from now on.

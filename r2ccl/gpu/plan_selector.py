@@ -72,6 +72,7 @@ class PlanSelector:
             self._plans.fabric,
             engine.config,
             homes=homes,
+            place=self._plans.place,
         )
 
         def enter(call: CallSignature, own: Schedule | None = None) -> Plan:

@@ -11,7 +11,7 @@ Invariant: a cache holds at most `_KEPT` plans and evicts the oldest first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
@@ -72,6 +72,15 @@ class Planning(msgspec.Struct, frozen=True):
     longest_s: float = 0.0
 
 
+#: Maps a layout in the numbers of a communicator to the ranks and link channels of its job.
+Place = Callable[[Layout], Layout]
+
+
+def in_job(members: Sequence[int], first_channel: int) -> Place:
+    """Return the mapping for a communicator with these `members` and lowest link channel."""
+    return lambda layout: renumbered(layout, members, lambda number: first_channel + number)
+
+
 class GroupPlanCache:
     """Plan cache of the allreduces within one group of ranks.
 
@@ -90,6 +99,8 @@ class GroupPlanCache:
     config : Config
     homes : sequence of int, optional
         Home rails of the group's channels, a subset of the fabric's. Default: all.
+    place : callable, optional
+        As for `PlanCache`.
     """
 
     def __init__(
@@ -101,8 +112,10 @@ class GroupPlanCache:
         config: Config,
         *,
         homes: Sequence[int] = (),
+        place: Place | None = None,
     ) -> None:
         self._members = tuple(members)
+        self._place = place
         self._nranks = nranks
         #: Index of each of the group's home rails among the fabric's.
         self._places = [fabric.homes.index(rail) for rail in homes or fabric.homes]
@@ -116,7 +129,7 @@ class GroupPlanCache:
     def __call__(self, call: CallSignature, health: Health) -> Plan:
         """Return the plan of an allreduce of the group, given the health of all ranks.
 
-        The plan has ranks and link channels of the whole communicator.
+        The plan has ranks and link channels of the whole communicator, mapped by `place`.
 
         Raises
         ------
@@ -128,8 +141,9 @@ class GroupPlanCache:
         if found is None:
             plan = self._plans(call, self._planned_with(health))
             is_mean = call.op == ReduceOp.AVG
+            layout = renumbered(plan.layout, self._members, self._channel)
             found = plan._replace(
-                layout=renumbered(plan.layout, self._members, self._channel),
+                layout=layout if self._place is None else self._place(layout),
                 finish=kernels.divider(call.dtype, self._nranks) if is_mean else None,
                 is_bandwidth_sample=False,
             )
@@ -162,9 +176,21 @@ class PlanCache:
     rank, nranks : int
     fabric : Fabric
     config : Config
+    place : callable, optional
+        Maps the layouts of plans, see `Place`. Default: they stay as they are.
     """
 
-    def __init__(self, rank: int, nranks: int, fabric: Fabric, config: Config) -> None:
+    def __init__(
+        self,
+        rank: int,
+        nranks: int,
+        fabric: Fabric,
+        config: Config,
+        *,
+        place: Place | None = None,
+    ) -> None:
+        #: Applied to the layouts of all plans; None: they stay as they are.
+        self.place = place
         self._rank = rank
         self._nranks = nranks
         self._planner = Planner(fabric, config)
@@ -295,6 +321,8 @@ class PlanCache:
             numbers=placement.numbers(self._rank),
         )
         layout = limit_windows(layout, len(self.fabric.homes), self.fabric.inlet_nbytes)
+        if self.place is not None:
+            layout = self.place(layout)
         finish = kernels.divider(call.dtype, self._nranks) if op is ReduceOp.AVG else None
         return Plan(
             call.pack(), layout, kernels.reducer(call.dtype, op), finish, choice.is_bandwidth_sample
@@ -365,4 +393,4 @@ _RAREST = 4096
 #: Largest product of ranks and channels of a schedule that is checked before use (some 10 ms).
 _CHECKED_SIZE = 64
 
-__all__ = ["GroupPlanCache", "Plan", "PlanCache", "Planning"]
+__all__ = ["GroupPlanCache", "Place", "Plan", "PlanCache", "Planning", "in_job"]

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from r2ccl.bootstrap.base import ControlPort
+from r2ccl.bootstrap.base import Post
 from r2ccl.bootstrap.overlay import without_session
 
 
@@ -40,12 +40,10 @@ class DesyncCheck:
         All other ranks.
     patience_s : float
         Time without progress, in seconds, after which a call asks the other ranks.
-    control : ControlPort
+    control : Post
     """
 
-    def __init__(
-        self, rank: int, peers: Iterable[int], patience_s: float, control: ControlPort
-    ) -> None:
+    def __init__(self, rank: int, peers: Iterable[int], patience_s: float, control: Post) -> None:
         #: Number of the last collective that each peer has reported; 0: none.
         self.said = dict.fromkeys(peers, 0)
         #: Highest collective that any rank has asked for; 0: none.

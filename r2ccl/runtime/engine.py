@@ -1,44 +1,37 @@
-"""Ownership of the data loop by one thread at a time, and waits with a deadline.
+"""Engine: runs the calls of one communicator in the data loop that its job shares.
 
-A blocking call owns the data loop (`Progress`) while it waits. At other times the control thread
-runs the loop, so that a rank that is busy in user code still handles failures, replays slices and
-confirms them. Events of the control thread are functions in an inbox. The control thread runs them
-at once if no thread owns the loop; otherwise it wakes the owner, which runs them.
+The engine numbers the calls, enters each into the health agreement, connects the ranks of its plan
+and runs its lanes until all have ended. The communicators of a job have an engine each; they share
+the data loop, the paths, the control plane and the fate: an error ends all of them.
 
-Invariants: every wait has a deadline. No wait ends, by result, error or Ctrl-C, while a peer could
-still write into the call's memory. If a call could not end properly, which a second Ctrl-C can
-cause, the control thread ends the communicator at its next tick.
+``rank`` and ``nranks`` are those of the communicator, and so are the ranks in the health. Messages,
+status and errors have the ranks of the job, which are the same in the job's first communicator.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from r2ccl.bootstrap.base import ControlPort
 from r2ccl.bootstrap.messages import PeerInfo
-from r2ccl.errors import CommunicatorRevoked, InternalError, R2cclError, TransportTimeout
+from r2ccl.errors import CommunicatorRevoked, R2cclError
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.diagnosis.verdict import Verdict
-from r2ccl.failover.failover import Failover
 from r2ccl.failover.health.driver import HealthAgreement, Known
 from r2ccl.failover.health.table import Health
 from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.failover.migration.repairs import Repair
 from r2ccl.failover.revocation import Revoke
 from r2ccl.planning.plan_cache import Plan, Planning
+from r2ccl.runtime.contexts import Context, ContextPost, Contexts, InContext
+from r2ccl.runtime.data_loop import BackgroundControl, DataLoop, Patience, without_frames
 from r2ccl.runtime.desync_check import Calling, DesyncCheck
 from r2ccl.runtime.executor import LaneRun
-from r2ccl.runtime.progress import Computer, Progress, describe
+from r2ccl.runtime.progress import Computer, describe
 from r2ccl.runtime.status import (
     HeldPath,
     MemoryReport,
@@ -47,9 +40,7 @@ from r2ccl.runtime.status import (
     RailHealth,
     RankStatus,
     Wait,
-    absent,
     agreed,
-    last_ops,
     link_entries,
     path_entries,
     peer_entries,
@@ -61,121 +52,151 @@ from r2ccl.runtime.status import (
 from r2ccl.transport.base import Registered
 from r2ccl.types import Nic
 
-_log = logging.getLogger(__name__)
-
-#: Sleep that lets another thread acquire the GIL.
-_GIVE_WAY_S = 50e-6
-#: Interval at which the control thread sends data of a finished call that sockets did not accept.
-_REST_S = 0.002
-#: Time that paths have to become quiet after an error. A transport destroys a queue pair that has
-#: not drained after one second.
-_SETTLE_S = 2.0
-#: Maximum number of Ctrl-C that may interrupt the end of a failed call.
-_MOST_INTERRUPTS = 1_000
 #: Time for all rails to a new peer to come up; afterwards one path to the peer is enough.
 STANDBY_S = 0.5
-#: Time that a running call has to end after the communicator was closed.
-_LAST_CALL_S = 10.0
-#: Interval of timer checks while a call waits; the default suspicion timeout is 25 times as long.
-_TICK_S = 0.02
-
 
 #: Function that returns the plan of the next collective, given the health to plan with and the
 #: number of the last collective.
 SelectPlan = Callable[[Health, int], Plan]
 
 
-class BackgroundControl(ControlPort, Protocol):
-    """Interface of the control plane that the engine uses, in addition to `ControlPort`.
-
-    Attributes
-    ----------
-    is_busy : bool
-        Set by the engine: True while a call waits in the data loop.
-    """
-
-    is_busy: bool
-
-    def call_soon(self, fn: Callable[[], object]) -> None:
-        """Run `fn` in the control thread."""
-        ...
-
-    def call_later(self, delay_s: float, fn: Callable[[], object]) -> None:
-        """Run `fn` in the control thread after `delay_s` seconds."""
-        ...
-
-
-class _Patience(NamedTuple):
-    """Timeout of a wait, the setting it comes from, and a function that describes the wait."""
-
-    timeout_s: float
-    variable: str
-    pending: Callable[[], Pending]
-
-
 class Engine:
-    """Runner of one rank's data loop, and event handler of its control plane.
+    """Runner of the calls of one communicator; made by `of_job`, or by `derived` of another one.
 
     Parameters
     ----------
-    context : RankContext
+    job : RankContext
+        This rank in the job.
     control : BackgroundControl
-        Control plane of `context`.
+        Control plane of `job`.
+    loop : DataLoop
+        Data loop of the job.
+    contexts : Contexts
+        Communicators of the job at this rank.
+    context : Context
+        Identity of the communicator.
+    agreement : HealthAgreement or None
+        Agreement of the communicator on the health; None in mode failstop.
+    desync : DesyncCheck
+
+    Attributes
+    ----------
+    rank, nranks : int
+        Of the communicator.
+    context : Context
+    waiting, since_s, is_calling, has_raised, peers
+        As in `r2ccl.runtime.data_loop.Caller`.
     """
 
-    def __init__(self, context: RankContext, control: BackgroundControl) -> None:
-        self.rank = context.rank
-        self.nranks = context.nranks
-        self.config = context.config
+    def __init__(
+        self,
+        job: RankContext,
+        control: BackgroundControl,
+        loop: DataLoop,
+        contexts: Contexts,
+        context: Context,
+        *,
+        agreement: HealthAgreement | None,
+        desync: DesyncCheck,
+    ) -> None:
+        self.context = context
+        self.rank = context.members.index(job.rank)
+        self.nranks = len(context.members)
+        self.config = job.config
         #: Home rails: the rails that channels use while all are up.
-        self.homes = context.homes
+        self.homes = job.homes
         #: Home rails whose connections the transport makes itself: those of RDMA NICs.
-        self.joined = context.joined
-        self._peers_of_job = context.peers
-        self._transport = context.transport
-        self._control = control
-        self._clock = context.clock
+        self.joined = job.joined
         #: Health to plan with if the ranks do not agree on health (mode failstop).
-        self.whole_health = context.whole_health()
-        self._links = Links(context)
-        self._failover = Failover(context, self._links)
-        self._migration = self._failover.migration
-        self._revocation = self._failover.revocation
-        self._progress = Progress(context, self._links, self._failover)
-        self._owner = threading.Lock()
-        self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._sleeping = False
-        self._next_tick = 0.0
-        self._peers: frozenset[int] = frozenset()
-        self._has_raised = False
+        self.whole_health = job.whole_health().of_ranks(context.members)
+        self._job = job
+        self._control = control
+        self._transport = job.transport
+        self._clock = job.clock
+        self._loop = loop
+        self._contexts = contexts
+        self._links = loop.links
+        self._progress = loop.progress
+        self._failover = loop.failover
+        self._migration = loop.failover.migration
+        self._revocation = loop.failover.revocation
+        self._agreement = agreement
+        self._desync = desync
+        self._calls = loop.links.calls_of(context.context_id)
+        self._calls.skip_to(context.first_op - 1)
         #: Number of calls that connected data paths before their first slice.
         self.nconnects = 0
-        #: The control thread is sending the data that a finished call left.
-        self._is_sending_rest = False
-        #: A call has begun and not ended.
-        self._is_calling = False
-        #: The communicator has failed and no path is in use any more.
-        self._is_settled = False
-        self._desync = DesyncCheck(
-            self.rank, context.peers, self.config.suspicion_timeout_s, control
-        )
-        #: Lanes of the collective in progress.
+        #: Lanes of the call in progress.
         self._runs: Sequence[LaneRun] = ()
-        self._call = _Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", self._pending_call)
-        self._waiting: _Patience | None = None
-        self._since_s = 0.0
+        self._call = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", self._pending_call)
+        self.waiting: Patience | None = None
+        self.since_s = 0.0
+        self.is_calling = False
+        self.has_raised = False
+        self.peers: frozenset[int] = frozenset()
+        loop.callers[context.context_id] = self
+
+    @classmethod
+    def of_job(cls, job: RankContext, control: BackgroundControl) -> Engine:
+        """Return the engine of a job's first communicator, with a new data loop."""
+        loop, contexts = DataLoop(job, control), Contexts()
+        agreement = loop.failover.agreement
+        if agreement is not None:
+            agreement.on_known(contexts.adopt)
+        everyone = Context(0, 1, tuple(range(job.nranks)))
+        desync = DesyncCheck(job.rank, job.peers, job.config.suspicion_timeout_s, control)
+        return cls(job, control, loop, contexts, everyone, agreement=agreement, desync=desync)
+
+    def derived(self, context: Context) -> Engine:
+        """Return the engine of a new communicator, which shares the data loop.
+
+        It begins with a whole health; its rank 0 then has the others agree on that of the job.
+
+        Parameters
+        ----------
+        context : Context
+            With this rank among its members.
+        """
+        rank = context.members.index(self._job.rank)
+        health = self._job.whole_health().of_ranks(context.members)
+        post = ContextPost(self._control, rank, context)
+        others = [peer for peer in range(len(context.members)) if peer != rank]
+        desync = DesyncCheck(rank, others, self.config.suspicion_timeout_s, post)
+        agreement = None
+        if self._agreement is not None:
+            agreement = HealthAgreement(rank, health, control=post, clock=self._clock)
+            agreement.skip_to(context.first_op - 1)
+
+        def make() -> Engine:
+            made = Engine(
+                self._job, self._control, self._loop, self._contexts, context,
+                agreement=agreement, desync=desync,
+            )  # fmt: skip
+            self._contexts.add(made)
+            known = self._failover.agreement
+            if known is not None:
+                made.adopt(known.known.health)
+            return made
+
+        made: Engine = self.call(make)
+        return made
 
     # State; any thread may read it, without waiting
 
     @property
     def op(self) -> int:
         """Number of the running collective, or of the last one."""
-        return self._links.op
+        return self._calls.op
 
     @property
     def error(self) -> R2cclError | None:
-        """Error that ended the communicator at this rank; None while it is in use."""
+        """Error that ended the job's communicators at this rank; None while they are in use."""
         return self._revocation.error
+
+    @property
+    def contexts(self) -> Contexts:
+        """Communicators of the job at this rank."""
+        return self._contexts
 
     def repairs(self) -> tuple[Repair, ...]:
         """Return the repairs of this rank's paths, oldest first."""
@@ -191,8 +212,7 @@ class Engine:
 
         None if the ranks do not agree on health (mode failstop).
         """
-        agreement = self._failover.agreement
-        return None if agreement is None else agreement.known
+        return None if self._agreement is None else self._agreement.known
 
     def rails(self, nics: Sequence[Nic]) -> tuple[RailHealth, ...]:
         """Return the state of every rail; ``nics[i]`` is the local NIC of rail i."""
@@ -216,20 +236,20 @@ class Engine:
         Parameters
         ----------
         peers : iterable of PeerInfo
-            Every other rank.
+            Every other rank of the job.
         last_heard : callable
             Maps a rank to the time of its last sign of life, in seconds of the engine's clock; to
             None if this rank has no session with it.
         planning : Planning
         memory : MemoryReport
         """
-        pending, ops = self.pending(), last_ops(self._links.paths, self._desync)
+        pending = self.pending()
         held = self._failover.failback.held()
-        op, signature, left = self.op, self._links.signature, self._runs
+        op, signature, left = self.op, self._calls.signature, self._runs
         doing = Operation(op, describe(signature), tuple(run.remaining for run in left))
         return RankStatus(
-            rank=self.rank,
-            nranks=self.nranks,
+            rank=self._job.rank,
+            nranks=self._job.nranks,
             now_s=pending.now_s,
             error="" if self.error is None else str(self.error),
             nconnects=self.nconnects,
@@ -239,104 +259,87 @@ class Engine:
             operations=(doing,) if left else (),
             paths=path_entries(self._links),
             links=link_entries(self._links),
-            peers=peer_entries(peers, last_heard, ops),
+            peers=peer_entries(peers, last_heard, self._last_ops()),
             repairs=self.repairs(),
             health=agreed(self.known_health()),
             verdicts=spelled(self.verdicts()),
             held=tuple(HeldPath(*key, hold_s) for key, hold_s in held.items()),
         )
 
-    # Called in the control thread
+    def _last_ops(self) -> dict[int, int]:
+        """Return the number of the last collective that each rank was seen in; 0: none.
+
+        A rank is seen in a collective by its slices or by its answer to the desync check.
+        """
+        seen, members = self._calls.seen.copy(), self.context.members
+        said = self._desync.said.copy()
+        return {members[peer]: max(op, seen.get(members[peer], 0)) for peer, op in said.items()}
+
+    # Called in the control thread, for the job
 
     def on_message(self, peer: int, message: object) -> None:
-        """Handle a control message from `peer`."""
-        if isinstance(message, Calling):
-            self.submit(self._on_calling, message)
+        """Handle a control message from `peer`, a rank of the job.
+
+        The engine of the job's first communicator receives the messages of all.
+        """
+        if self.context.context_id:
+            self._take(self.context.members.index(peer), message)
+        elif isinstance(message, InContext):
+            self._loop.submit(self._contexts.on_message, peer, message)
+        elif isinstance(message, Calling):
+            self._loop.submit(self._take, peer, message)
         else:
-            self.submit(self._failover.on_message, peer, message)
+            self._loop.submit(self._failover.on_message, peer, message)
+
+    def _take(self, peer: int, message: Any) -> None:
+        """Handle a control message of this communicator."""
+        if isinstance(message, Calling):
+            self._desync.on_calling(message, self._calls.op)
+        elif self._agreement is not None and self._revocation.error is None:
+            self._agreement.on_message(peer, message)
 
     def on_path(self, peer: int, rail: int, epoch: int, sock: Any) -> None:
         """Add an authenticated connection of `peer` as epoch `epoch` of the path on `rail`."""
-        self.submit(self._migration.on_opened, peer, rail, epoch, sock)
+        self._loop.submit(self._migration.on_opened, peer, rail, epoch, sock)
 
     def on_peer_lost(self, peer: int, why: str, last_heard_s: float | None) -> None:
         """Handle the loss of the process of `peer`.
 
         `last_heard_s` is the time since its last sign of life, in seconds; None if it is not known.
         """
-        self.submit(self._failover.on_peer_lost, peer, why, last_heard_s)
+        self._loop.submit(self._failover.on_peer_lost, peer, why, last_heard_s)
 
     def on_tick(self, now: float) -> None:
         """Run the data loop and the timers of failover once; `now` is in seconds."""
-        self.submit(self._background, now)
+        self._loop.submit(self._loop.on_tick, now)
 
     def on_carrier(self, rail: int, is_up: bool) -> None:
         """Handle a carrier change of the local NIC of `rail`."""
-        self.submit(self._failover.on_carrier, rail, is_up)
+        self._loop.submit(self._failover.on_carrier, rail, is_up)
 
     def submit(self, fn: Callable[..., None], *args: Any) -> None:
         """Run ``fn(*args)`` in the thread that owns the data loop, or here if none owns it."""
-        self._inbox.append((fn, args))
-        self._serve()
+        self._loop.submit(fn, *args)
 
-    def _serve(self) -> None:
-        while self._inbox:
-            if not self._owner.acquire(blocking=False):
-                if self._sleeping:
-                    self._transport.wake()
-                return
-            try:
-                if self._is_calling:
-                    self._is_calling = False
-                    self._fail(CommunicatorRevoked(f"rank {self.rank}: interrupted"))
-                self._drain()
-                self._progress.advance()
-            except R2cclError as exc:
-                self._fail(exc)
-            except Exception as exc:
-                # The event that raised is lost, and a call that depends on it would wait until its
-                # timeout.
-                self._fail(self._broken(exc))
-            finally:
-                self._owner.release()
+    # Called by the owner of the data loop
 
-    def _drain(self) -> None:
-        while self._inbox:
-            fn, args = self._inbox.popleft()
-            fn(*args)
-
-    def _background(self, now: float) -> None:
-        """Run the data loop and the timers once, for a rank that is not in a call.
-
-        If the rank is in a call, the call's thread runs this function, which does no harm.
-        """
-        if self._revocation.error is None:
-            self._progress.step()
-            self._failover.tick(now, self._peers)
-            self._desync.spread()
-        elif not (self._is_settled or self._migration.is_quiet):
-            self._progress.step()
-
-    def _send_rest(self) -> None:
-        """Send data of finished calls that sockets did not accept.
-
-        A call whose slices are all eager ends as soon as they are copied, before they are sent.
-        """
-        # Cleared first, because a call that ends from now on schedules this function again.
-        self._is_sending_rest = False
-        if self._is_calling:
+    def tick(self, now: float) -> None:
+        """Do the periodic work of the communicator; `now` is in seconds."""
+        if self._revocation.error is not None:
             return
-        self.submit(self._step_once)
-        if self._transport.has_unsent():
-            self._is_sending_rest = True
-            self._control.call_later(_REST_S, self._send_rest)
+        if self.context.context_id and self._agreement is not None:
+            self._agreement.tick(now)
+        waiting = self.waiting
+        if self._runs and waiting is not None:
+            activity = sum(path.activity for path in self._links.paths.values())
+            is_late = now >= self.since_s + waiting.timeout_s / 2
+            self._desync.look(now, self._calls.op, activity, is_late)
+        self._desync.spread()
 
-    def _step_once(self) -> None:
-        if self._revocation.error is None:
-            self._progress.step()
-
-    def _on_calling(self, message: Calling) -> None:
-        self._desync.on_calling(message, self._links.op)
+    def adopt(self, health: Health) -> None:
+        """Take over the health of the job; rank 0 begins a round of the agreement for that."""
+        if self.rank == 0 and self._agreement is not None:
+            self._agreement.adopt(health.of_ranks(self.context.members))
 
     # Called in the user's thread
 
@@ -353,7 +356,9 @@ class Engine:
         R2cclError
             If the communicator ended meanwhile.
         """
-        with self._owner:
+        loop = self._loop
+        try:
+            loop.acquire()
             self._failover.start()
             give_up = self._clock() + self.config.connect_timeout_s
 
@@ -363,12 +368,13 @@ class Engine:
                 is_late = self._clock() >= give_up
                 return is_late and all(map(self._migration.up, self._links.peers))
 
-            self._wait(is_connected, self._patience(self._pending_init))
+            loop.wait(self, is_connected, self._patience(self._pending_init))
+        finally:
+            loop.release()
 
     def set_nominal_rate(self, rate: int) -> None:
         """Set the rate of a rail at full bandwidth, in bytes/s."""
-        with self._owner:
-            self._failover.set_nominal_rate(rate)
+        self.call(partial(self._failover.set_nominal_rate, rate))
 
     def enter(self) -> Health:
         """Enter the next collective and return the health to plan it with.
@@ -383,29 +389,36 @@ class Engine:
             If this method had to wait and the communicator has ended. Without a wait, only `run`
             raises this error.
         """
-        agreement = self._failover.agreement
+        agreement = self._agreement
         if agreement is None:
             return self.whole_health
-        with self._owner:
-            op = self._links.op + 1
+        try:
+            self._loop.acquire()
+            op = self._calls.op + 1
             return agreement.enter(op) or self._await_health(agreement, op)
+        finally:
+            self._loop.release()
 
     def _await_health(self, agreement: HealthAgreement, op: int) -> Health:
         found: list[Health] = []
 
         def has_entered() -> bool:
-            health = agreement.enter(op)
+            health = None if found else agreement.enter(op)
             if health is not None:
                 found.append(health)
-            return health is not None
+            return bool(found)
 
         def pending() -> Pending:
             doing = f"call {op}, before it is planned"
-            waits = tuple(Wait(peer, "agreement on the health") for peer in agreement.waits_for())
+            members = self.context.members
+            waits = tuple(
+                Wait(members[peer], "agreement on the health") for peer in agreement.waits_for()
+            )
             return self._blocked(doing, waits=waits)
 
         self.check()
-        self._wait(has_entered, _Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending))
+        patience = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending)
+        self._loop.wait(self, has_entered, patience)
         return found[0]
 
     def run(
@@ -432,57 +445,59 @@ class Engine:
         R2cclError
             If the collective failed; no peer can write into its memory afterwards.
         """
-        links, progress = self._links, self._progress
-        with self._owner:
+        loop, links, progress, calls = self._loop, self._links, self._progress, self._calls
+        try:
+            loop.acquire()
             # Most calls are small; each function call here takes 1 % of the time of such a call.
             if self._revocation.error is not None:
                 self.check()
             if not isinstance(plan, Plan):
-                agreement, health = self._failover.agreement, self.whole_health
+                agreement, health = self._agreement, self.whole_health
                 if agreement is not None:
-                    op, steady = links.op + 1, agreement.steady
+                    op, steady = calls.op + 1, agreement.steady
                     if steady is None:
                         health = self._await_health(agreement, op)
                     else:
                         agreement.last_started, health = op, steady
-                plan = plan(health, links.op)
+                plan = plan(health, calls.op)
             if not plan.layout.peers <= links.connected:
                 self._connect(plan.layout.peers)
-            self._peers = plan.layout.peers
-            self._is_calling = is_calling = True
+            self.peers = plan.layout.peers
+            self.is_calling = is_calling = True
             try:
-                links.begin(plan.signature)
+                links.ncalls += 1
+                calls.begin(plan.signature)
                 runs = make(plan, links)
                 consumers: dict[int, Consumer] = {}
                 for run in runs:
                     for at in run.channels:
                         consumers[at] = run
-                links.consumers = consumers
-                if computer is not None or progress.ahead:
-                    progress.begin(computer)
+                calls.consumers = consumers
+                if computer is not None or calls.ahead:
+                    progress.begin(calls, computer)
                 self._runs = runs
-                if links.op <= self._desync.asked_op:
-                    self._desync.called(links.op)
+                if calls.op <= self._desync.asked_op:
+                    self._desync.called(calls.op)
                 if self._revocation.error is not None:
                     self.check()
                 for run in runs:
                     run.advance()
                 progress.advance()
-                self._wait(lambda: not any(run.remaining for run in runs), self._call)
+                loop.wait(self, lambda: not any(run.remaining for run in runs), self._call)
                 is_calling = False
             except BaseException as exc:
-                self._give_up(exc)
+                loop.give_up(self, exc)
                 raise
             finally:
                 self._runs = ()
-                progress.finish()
-                self._peers = frozenset()
-                self._is_calling = is_calling and not self._is_settled
-        if self._inbox:
-            self._control.call_soon(self._serve)
-        if not self._is_sending_rest and self._transport.has_unsent():
-            self._is_sending_rest = True
-            self._control.call_later(_REST_S, self._send_rest)
+                progress.finish(calls)
+                self.peers = frozenset()
+                self.is_calling = is_calling and not loop.is_settled
+        finally:
+            loop.release()
+        if loop.inbox:
+            self._control.call_soon(loop.serve)
+        loop.send_rest()
 
     def _connect(self, peers: frozenset[int]) -> None:
         """Connect data paths to those of the ranks of a plan that have none; wait for them."""
@@ -496,10 +511,11 @@ class Engine:
             return self._clock() >= enough_s and all(map(self._migration.up, peers))
 
         def pending() -> Pending:
-            doing = f"call {self._links.op + 1}, before its first slice"
+            doing = f"call {self._calls.op + 1}, before its first slice"
             return self._blocked(doing, waits=self._waits_for_paths(peers))
 
-        self._wait(is_connected, _Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending))
+        patience = Patience(self.config.timeout_s, "R2CC_TIMEOUT_S", pending)
+        self._loop.wait(self, is_connected, patience)
 
     def call(self, fn: Callable[[], Any]) -> Any:
         """Run ``fn()`` as the owner of the data loop.
@@ -507,14 +523,17 @@ class Engine:
         Ctrl-C during `fn` ends the communicator, because it may leave the transport's tables
         inconsistent.
         """
-        with self._owner:
+        try:
+            self._loop.acquire()
             try:
                 return fn()
             except Exception:
                 raise
             except BaseException as exc:
-                self._give_up(exc)
+                self._loop.give_up(self, exc)
                 raise
+        finally:
+            self._loop.release()
 
     def register(self, memory: npt.NDArray[np.uint8]) -> RegisteredMemory:
         """Register host memory with the transport; Ctrl-C ends the communicator, as in `call`.
@@ -553,15 +572,29 @@ class Engine:
         -----
         *Collective*: all ranks.
         """
-        peers = frozenset(self._peers_of_job)
-        with self._owner:
+        peers = frozenset(self._job.peers)
+        loop = self._loop
+        try:
+            loop.acquire()
             self.check()
             self._links.confirm_all()
             self._progress.advance()
-            self._wait(self._links.is_drained, self._patience(self._pending_drain))
+            loop.wait(self, self._links.is_drained, self._patience(self._pending_drain))
             self._revocation.leave()
-            self._wait(lambda: self._revocation.left >= peers, self._patience(self._pending_leave))
+            patience = self._patience(self._pending_leave)
+            loop.wait(self, lambda: self._revocation.left >= peers, patience)
             self._revocation.spread()
+        finally:
+            loop.release()
+
+    def remove(self) -> None:
+        """Forget a communicator that `derived` made; it must not be in a call."""
+
+        def forget() -> None:
+            del self._loop.callers[self.context.context_id]
+            self._contexts.remove(self, self._calls.op)
+
+        self.call(forget)
 
     def fail_call(self, error: BaseException) -> None:
         """End the communicator after a call failed outside the data loop.
@@ -573,13 +606,14 @@ class Engine:
 
     def revoke(self, why: str) -> None:
         """End the communicator on all ranks; callable in any thread and in a signal handler."""
-        message = Revoke("CommunicatorRevoked", why, self.rank)
+        rank = self._job.rank
+        message = Revoke("CommunicatorRevoked", why, rank)
         if self._revocation.error is None:
             # Sent first: this may be a signal handler whose own thread owns the loop, so that
             # `submit` only queues.
             self._control.gossip(message)
-        error = CommunicatorRevoked(f"rank {self.rank}: {why}")
-        self.submit(self._revocation.end, error, message)
+        error = CommunicatorRevoked(f"rank {rank}: {why}")
+        self._loop.submit(self._revocation.end, error, message)
 
     def tell_why(self) -> None:
         """Send the other ranks the reason why the communicator ended, if it ended with an error."""
@@ -593,21 +627,8 @@ class Engine:
         return self._transport.descriptors()
 
     def close(self) -> None:
-        """Free the transport once the running call, if any, has ended.
-
-        If the call does not end within `_LAST_CALL_S`, log an error and free nothing.
-        """
-        if not self._owner.acquire(timeout=_LAST_CALL_S):
-            _log.error(
-                "rank %d: a call still runs %g s after the communicator was closed: its "
-                "connections and memory stay in use; end the process to free them",
-                self.rank, _LAST_CALL_S,
-            )  # fmt: skip
-            return
-        try:
-            self._transport.close()
-        finally:
-            self._owner.release()
+        """Free the transport once the running calls, if any, have ended; else log an error."""
+        self._loop.close()
 
     def check(self) -> None:
         """Raise if the communicator has ended.
@@ -618,161 +639,26 @@ class Engine:
         error = self._revocation.error
         if error is None:
             return
-        if not self._has_raised:
-            self._has_raised = True
-            raise _without_frames(error)
+        if not self.has_raised:
+            self.has_raised = True
+            raise without_frames(error)
         raise CommunicatorRevoked(
-            f"rank {self.rank}: the communicator was revoked: {error}", reason=error
+            f"rank {self._job.rank}: the communicator was revoked: {error}", reason=error
         ) from error
-
-    def _wait(self, is_done: Callable[[], bool], patience: _Patience) -> None:
-        """Run the data loop until ``is_done()``; the caller must own the loop."""
-        clock, progress = self._clock, self._progress
-        self._since_s = clock()
-        deadline = self._since_s + patience.timeout_s
-        self._waiting = patience
-        self._control.is_busy = True
-        idle_since = 0.0
-        try:
-            while not is_done():
-                if self._inbox:
-                    self._drain()
-                    progress.advance()
-                    continue  # an event may be what this wait is for
-                if progress.step():
-                    idle_since = 0.0
-                    if self._revocation.error is None:
-                        if self._migration.repairing:
-                            # The control thread exchanges the announcements of a migration. A busy
-                            # loop would make it wait 5 ms (Python's switch interval) for the GIL.
-                            time.sleep(_GIVE_WAY_S)
-                        continue
-                now = clock()
-                self._look(now, deadline, patience)
-                if not idle_since:
-                    idle_since = now
-                if now - idle_since < self.config.spin_s:
-                    os.sched_yield()
-                elif progress.is_computing:
-                    # No file descriptor reports the end of a kernel, so poll with short sleeps.
-                    time.sleep(_GIVE_WAY_S)
-                else:
-                    self._sleep(min(_TICK_S, deadline - now))
-        except BaseException as exc:
-            self._give_up(exc)
-            raise
-        finally:
-            self._waiting = None
-            self._control.is_busy = False
-
-    def _look(self, now: float, deadline: float, patience: _Patience) -> None:
-        if now >= self._next_tick:
-            self._next_tick = now + _TICK_S
-            self._failover.tick(now, self._peers)
-            if self._runs:
-                activity = sum(path.activity for path in self._links.paths.values())
-                is_late = now >= deadline - patience.timeout_s / 2
-                self._desync.look(now, self._links.op, activity, is_late)
-            self._desync.spread()
-        self.check()
-        if now >= deadline:
-            raise _timeout(patience)
-
-    def _sleep(self, timeout_s: float) -> None:
-        self._sleeping = True
-        try:
-            # The inbox is checked after the flag is set: a thread that adds an event later sees the
-            # flag and wakes the loop.
-            if not self._inbox:
-                self._progress.step(timeout_s)
-        finally:
-            self._sleeping = False
-
-    def _broken(self, cause: Exception) -> InternalError:
-        error = InternalError(
-            f"rank {self.rank}: the data loop failed with {cause!r}; please report this bug with "
-            "the stack trace in the log"
-        )
-        error.__cause__ = cause
-        return error
-
-    def _give_up(self, exc: BaseException) -> None:
-        """End the communicator, unless it has ended, because a call raises `exc`.
-
-        Afterwards no peer can write into the call's memory. Further Ctrl-C does not interrupt this
-        method.
-        """
-        is_sound = isinstance(exc, R2cclError)
-        for _ in range(_MOST_INTERRUPTS):
-            try:
-                if isinstance(exc, R2cclError):
-                    self._has_raised = True
-                    self._fail(exc)
-                else:
-                    rank = self.rank
-                    self._fail(CommunicatorRevoked(f"rank {rank}: interrupted by {exc!r}"))
-                self._settle(is_sound)
-                return
-            except BaseException as again:
-                is_sound = False
-                _log.debug("rank %d: %r while a call ends", self.rank, again)
-
-    def _settle(self, is_sound: bool) -> None:
-        """Fence all paths and run the data loop until none is in use.
-
-        Close the transport if some path stays in use. If not `is_sound`, close it at once, because
-        an exception may have lost events of the transport.
-        """
-        if self._is_settled:
-            return
-        self._failover.fence_all()
-        if not (is_sound and self._comes_to_rest()):
-            try:
-                self._transport.close()
-            except Exception:
-                _log.exception(
-                    "rank %d: the transport was not freed completely; end the process to free it",
-                    self.rank,
-                )
-        self._is_settled = True
-        self._progress.forget()
-
-    def _comes_to_rest(self) -> bool:
-        clock = self._clock
-        give_up_s = clock() + _SETTLE_S
-        try:
-            while not self._migration.is_quiet:
-                if clock() >= give_up_s:
-                    _log.error("rank %d: some paths did not drain; all are closed", self.rank)
-                    return False
-                self._progress.step(_GIVE_WAY_S)
-        except Exception:
-            _log.exception("rank %d: the data loop failed while paths were fenced", self.rank)
-            return False
-        return True
-
-    def _fail(self, exc: R2cclError) -> None:
-        """End the communicator, unless it has ended, because this rank found the error `exc`."""
-        if self._revocation.error is not None:
-            return
-        if isinstance(exc, InternalError):
-            _log.error("rank %d: %s", self.rank, exc, exc_info=exc)
-        message = Revoke(type(exc).__name__, str(exc), self.rank)
-        self._revocation.revoke(message, error=_without_frames(exc))
 
     # Descriptions of the current wait; called in any thread
 
     def pending(self) -> Pending:
         """Describe what the blocked call waits for; callable in any thread, does not wait."""
-        waiting = self._waiting
+        waiting = self.waiting
         if waiting is not None:
             return waiting.pending()
         now = self._clock()
-        return Pending(self.rank, "", now, now)
+        return Pending(self._job.rank, "", now, now)
 
-    def _patience(self, pending: Callable[[], Pending]) -> _Patience:
+    def _patience(self, pending: Callable[[], Pending]) -> Patience:
         """Return the patience of a wait in init() or close(), which `pending` describes."""
-        return _Patience(self.config.init_timeout_s, "R2CC_INIT_TIMEOUT_S", pending)
+        return Patience(self.config.init_timeout_s, "R2CC_INIT_TIMEOUT_S", pending)
 
     def _pending_init(self) -> Pending:
         return self._blocked("init()", waits=self._waits_for_paths(self._links.peers))
@@ -784,8 +670,11 @@ class Engine:
         )
 
     def _pending_call(self) -> Pending:
-        doing = f"call {self._links.op}, {describe(self._links.signature)}"
-        return self._blocked(doing, self._absent(), waits_of_call(self._links, self._runs))
+        op = self._calls.op
+        doing = f"call {op}, {describe(self._calls.signature)}"
+        absent = {rank: last for rank, last in self._last_ops().items() if last < op}
+        context_id = self.context.context_id
+        return self._blocked(doing, absent, waits_of_call(self._links, context_id, self._runs))
 
     def _pending_drain(self) -> Pending:
         return self._blocked(
@@ -793,20 +682,17 @@ class Engine:
         )
 
     def _pending_leave(self) -> Pending:
-        ops = last_ops(self._links.paths, self._desync)
+        ops = self._last_ops()
         waited = ops.keys() - self._revocation.left
         return self._blocked("close()", {peer: ops[peer] for peer in waited})
-
-    def _absent(self) -> dict[int, int]:
-        return absent(self._links.paths, self._desync, self._links.op)
 
     def _blocked(
         self, doing: str, missing: dict[int, int] | None = None, waits: tuple[Wait, ...] = ()
     ) -> Pending:
-        rank, now = self.rank, self._clock()
+        now = self._clock()
         diagnosis = self._failover.diagnosis
-        slow = diagnosis.slow_since(self._since_s) if diagnosis is not None else ()
-        return Pending(rank, doing, now, self._since_s, missing or {}, waits, slow)
+        slow = diagnosis.slow_since(self.since_s) if diagnosis is not None else ()
+        return Pending(self._job.rank, doing, now, self.since_s, missing or {}, waits, slow)
 
 
 class RegisteredMemory:
@@ -838,23 +724,4 @@ class RegisteredMemory:
         self.close()
 
 
-def _without_frames(error: R2cclError) -> R2cclError:
-    """Return a copy of `error` without its traceback, which would keep arrays of callers alive."""
-    copy = type(error).__new__(type(error), *error.args)
-    copy.__dict__.update(error.__dict__)
-    copy.__cause__ = error.__cause__
-    return copy
-
-
-def _timeout(patience: _Patience) -> TransportTimeout:
-    pending = patience.pending()
-    awaited = {*pending.absent, *(wait.peer for wait in pending.waits)}
-    return TransportTimeout(
-        f"{pending}; gave up after {patience.timeout_s:g} s: check these ranks, or raise "
-        f"{patience.variable} if they are only slow",
-        rank=pending.rank,
-        peer=awaited.pop() if len(awaited) == 1 else None,
-    )
-
-
-__all__ = ["STANDBY_S", "BackgroundControl", "Engine", "RegisteredMemory", "SelectPlan"]
+__all__ = ["STANDBY_S", "Engine", "RegisteredMemory", "SelectPlan"]

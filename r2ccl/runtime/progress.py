@@ -13,8 +13,9 @@ from typing import Protocol
 from r2ccl.dtypes import dtype_name
 from r2ccl.failover.context import RankContext
 from r2ccl.failover.failover import Failover
+from r2ccl.failover.migration.calls import Calls, context_of
 from r2ccl.failover.migration.link import RecvLink
-from r2ccl.failover.migration.links import Links
+from r2ccl.failover.migration.links import Consumer, Links
 from r2ccl.failover.migration.path import Path
 from r2ccl.failover.revocation import Revoke
 from r2ccl.transport.base import (
@@ -82,10 +83,8 @@ class Progress:
         self._migration = failover.migration
         self._revocation = failover.revocation
         self._repairs = self._migration.log
-        self._computer: Computer | None = None
-        #: Signatures received for collectives that this rank has not started: collective number to
-        #: signature to the first peer that sent it.
-        self.ahead: dict[int, dict[int, int]] = {}
+        #: Executors of the work that running calls have deferred.
+        self._computers: dict[Calls[Consumer], Computer] = {}
         self._handlers = {
             Arrived: self._on_arrived,
             Cleared: self._on_cleared,
@@ -100,29 +99,31 @@ class Progress:
 
     # Called by the engine
 
-    def begin(self, computer: Computer | None = None) -> None:
-        """Prepare the data loop for the collective that `Links.begin` started.
+    def begin(self, calls: Calls[Consumer], computer: Computer | None = None) -> None:
+        """Prepare the data loop for the call that `Calls.begin` started.
 
-        Revoke the communicator if a peer has started a different collective with this number. The
-        call may be left out if there is no `computer` and `ahead` is empty.
+        Revoke the communicator if a peer has started a different call with this number. May be left
+        out if there is no `computer` and ``calls.ahead`` is empty.
 
         Parameters
         ----------
+        calls : Calls
         computer : Computer, optional
             Executes the work that consumers defer.
         """
-        self._computer = computer
-        for seen, peer in self.ahead.pop(self._links.op, {}).items():
-            self._compare(peer, self._links.op, seen)
+        if computer is not None:
+            self._computers[calls] = computer
+        for seen, peer in calls.ahead.pop(calls.op, {}).items():
+            self._compare(calls, peer, calls.op, seen)
 
-    def finish(self) -> None:
-        """End the collective; all its slices are delivered and released, or it has failed."""
-        self._links.finish()
-        self._computer = None
+    def finish(self, calls: Calls[Consumer]) -> None:
+        """End the call; all its slices are delivered and released, or it has failed."""
+        calls.finish()
+        self._computers.pop(calls, None)
 
     def forget(self) -> None:
         """Drop all references to slices; no path may be in use any more."""
-        self._computer = None
+        self._computers.clear()
         self._links.forget()
 
     # The loop
@@ -137,19 +138,19 @@ class Progress:
             self._links.polled_s = self._clock()
         for event in events:
             self._handlers[type(event)](event)  # type: ignore[operator]
-        has_computed = self._computer is not None and self._take_computed(self._computer)
+        has_computed = bool(self._computers) and self._take_computed()
         self.advance()
         return bool(events) or has_computed
 
     def advance(self) -> None:
-        """Advance the collective, confirm consumed slices, and flush the transport."""
+        """Advance the running calls, confirm consumed slices, and flush the transport."""
         links = self._links
         while links.touched:
             touched, links.touched = links.touched, []
             for consumer in touched:
                 consumer.advance()
-        if self._computer is not None:
-            self._computer.commit()
+        for computer in self._computers.values():
+            computer.commit()
         if links.unconfirmed:
             links.confirm_all(links.unconfirmed)
             links.unconfirmed.clear()
@@ -157,27 +158,27 @@ class Progress:
 
     @property
     def is_computing(self) -> bool:
-        """True if the collective waits for deferred work, whose end causes no transport event."""
-        return self._computer is not None and self._computer.is_busy
+        """True if a call waits for deferred work, whose end causes no transport event."""
+        return any(computer.is_busy for computer in self._computers.values())
 
-    def _take_computed(self, computer: Computer) -> bool:
-        """Mark all consumers to be advanced if some deferred work is done."""
-        before = computer.computed
-        if computer.poll() == before:
-            return False
-        for consumer in self._links.consumers.values():
-            self._links.touch(consumer)
-        return True
+    def _take_computed(self) -> bool:
+        """Mark the consumers to be advanced of whose deferred work some is done."""
+        has_computed = False
+        for calls, computer in self._computers.items():
+            before = computer.computed
+            if computer.poll() != before:
+                has_computed = True
+                for consumer in calls.consumers.values():
+                    self._links.touch(consumer)
+        return has_computed
 
     # Events
 
     def _on_arrived(self, event: Arrived) -> None:
-        links, path, frame = self._links, event.path, event.frame
+        path, frame = event.path, event.frame
         state = self._seen(path, frame)
-        if frame.signature != links.signature or frame.op != links.op:
-            self._compare(path.peer, frame.op, frame.signature)
-            if self._revocation.error is not None:
-                return
+        if state is None:
+            return
         link = self._links.receiver(path.peer, frame.channel)
         state.nslices_received += 1
         state.nbytes_received += _nbytes(link, event)
@@ -195,12 +196,9 @@ class Progress:
             self._links.deliver(link)
 
     def _on_cleared(self, event: Cleared) -> None:
-        links, path, frame = self._links, event.path, event.frame
-        self._seen(path, frame)
-        if frame.signature != links.signature or frame.op != links.op:
-            self._compare(path.peer, frame.op, frame.signature)
-            if self._revocation.error is not None:
-                return
+        path, frame = event.path, event.frame
+        if self._seen(path, frame) is None:
+            return
         link = self._links.sender(path.peer, frame.channel)
         if frame.ack > link.confirmed:
             self._confirmed(path.peer, frame.channel, frame.ack)
@@ -228,23 +226,34 @@ class Progress:
         if released:
             self._links.release(released)
 
-    def _seen(self, key: PathKey, frame: Frame) -> Path:
-        """Count a sign of life of the path, and record the collective that the peer is in."""
+    def _seen(self, key: PathKey, frame: Frame) -> Path | None:
+        """Count a sign of life of the path, and record the call that the peer is in.
+
+        Return the path; None if the communicator has ended, because the calls of the peer and of
+        this rank differ.
+        """
+        links = self._links
         path = self._paths[key]
         path.activity += 1
-        if frame.op > path.op:
-            path.op = frame.op
+        path.last_used = links.ncalls
+        context_id = context_of(frame.channel)
+        calls = links.calls.get(context_id) or links.calls_of(context_id)
+        if frame.op > calls.seen.get(key.peer, 0):
+            calls.seen[key.peer] = frame.op
+        if frame.signature != calls.signature or frame.op != calls.op:
+            self._compare(calls, key.peer, frame.op, frame.signature)
+            if self._revocation.error is not None:
+                return None
         return path
 
     # Agreement on the call
 
-    def _compare(self, peer: int, op: int, signature: int) -> None:
+    def _compare(self, calls: Calls[Consumer], peer: int, op: int, signature: int) -> None:
         """Revoke the communicator if the calls numbered `op` of a peer and this rank differ."""
-        links = self._links
-        if op > links.op:
-            self.ahead.setdefault(op, {}).setdefault(signature, peer)
+        if op > calls.op:
+            calls.ahead.setdefault(op, {}).setdefault(signature, peer)
             return
-        mine = links.signatures.get(op, signature)
+        mine = calls.signatures.get(op, signature)
         if mine != signature:
             self._revocation.revoke(
                 Revoke(

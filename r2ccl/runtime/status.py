@@ -17,11 +17,11 @@ import msgspec
 from r2ccl.bootstrap.messages import PeerInfo
 from r2ccl.failover.diagnosis.verdict import Verdict
 from r2ccl.failover.health.driver import Known
+from r2ccl.failover.migration.calls import context_of
 from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.failover.migration.repairs import Repair
 from r2ccl.planning.plan_cache import Planning
-from r2ccl.runtime.desync_check import DesyncCheck
 from r2ccl.runtime.executor import LaneRun
 from r2ccl.types import Nic, PathKey, rail_name
 
@@ -329,48 +329,42 @@ class RankStatus(msgspec.Struct, frozen=True):
     held: tuple[HeldPath, ...]
 
 
-def waits_of_call(links: Links, runs: Iterable[LaneRun]) -> tuple[Wait, ...]:
-    """Return the slices, landing places, slots and confirmations that a collective waits for."""
+def waits_of_call(links: Links, context_id: int, runs: Iterable[LaneRun]) -> tuple[Wait, ...]:
+    """Return the slices, landing places, slots and confirmations that a collective waits for.
+
+    ``context_id`` is that of its communicator.
+    """
     found = []
     for (peer, channel), receiver in links.receivers.copy().items():
         seq = receiver.delivered
         landing = receiver.landings.get(seq)
-        if landing is not None:
+        if landing is not None and context_of(channel) == context_id:
             # The sender of an eager slice chooses the path, so `landing.path` is None.
             found.append(Wait(peer, "slice", channel, seq, _rail(landing.path)))
     for run in runs:
         for sender, is_eager in run.stalled():
             what = "free slot" if is_eager else "landing place"
             found.append(Wait(sender.peer, what, sender.channel, sender.posted))
-    return (*found, *waits_for_confirmation(links, is_eager_too=False))
+    return (
+        *found,
+        *waits_for_confirmation(links, is_eager_too=False, context_id=context_id),
+    )
 
 
-def waits_for_confirmation(links: Links, *, is_eager_too: bool) -> tuple[Wait, ...]:
+def waits_for_confirmation(
+    links: Links, *, is_eager_too: bool, context_id: int | None = None
+) -> tuple[Wait, ...]:
     """Return one wait per link whose peer has not confirmed all slices.
 
-    Count eager slices only if `is_eager_too`: a call does not wait for their confirmation.
+    Count eager slices only if `is_eager_too`: a call does not wait for their confirmation. Count
+    all communicators, or only that with `context_id`.
     """
     return tuple(
         Wait(peer, "confirmation", channel, link.confirmed)
         for (peer, channel), link in links.senders.copy().items()
-        if any(is_eager_too or not item.is_eager for item in link.outstanding.copy())
+        if context_id in (None, context_of(channel))
+        and any(is_eager_too or not item.is_eager for item in link.outstanding.copy())
     )
-
-
-def last_ops(paths: Mapping[PathKey, Path], desync: DesyncCheck) -> dict[int, int]:
-    """Return the number of the last collective that each peer was seen in; 0: none.
-
-    A peer is seen in a collective by its slices or by its answer to the desync check.
-    """
-    found = dict(desync.said)
-    for key, path in dict(paths).items():
-        found[key.peer] = max(found[key.peer], path.op)
-    return found
-
-
-def absent(paths: Mapping[PathKey, Path], desync: DesyncCheck, op: int) -> dict[int, int]:
-    """Return the peers not seen in collective `op` or later, each with its last collective."""
-    return {peer: seen for peer, seen in last_ops(paths, desync).items() if seen < op}
 
 
 def path_entries(links: Links) -> tuple[PathEntry, ...]:
@@ -382,7 +376,7 @@ def peer_entries(
     peers: Iterable[PeerInfo], last_heard: Callable[[int], float | None], ops: Mapping[int, int]
 ) -> tuple[PeerEntry, ...]:
     """Return the entries of `peers`; ``ops[peer]`` is the last collective `peer` was seen in."""
-    return tuple(_peer(each, last_heard(each.rank), ops[each.rank]) for each in peers)
+    return tuple(_peer(each, last_heard(each.rank), ops.get(each.rank, 0)) for each in peers)
 
 
 def agreed(known: Known | None) -> AgreedHealth | None:
@@ -487,9 +481,7 @@ __all__ = [
     "RailHealth",
     "RankStatus",
     "Wait",
-    "absent",
     "agreed",
-    "last_ops",
     "link_entries",
     "path_entries",
     "peer_entries",

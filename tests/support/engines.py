@@ -91,7 +91,7 @@ class Rank:
             rank, group.nranks, self.transport, control, group.config, group.network.timeline,
             nwires=2,
         )  # fmt: skip
-        self.engine = Engine(context, control)
+        self.engine = Engine.of_job(context, control)
         fabric = Fabric(self.engine.homes, 2)
         self.plans = PlanCache(self.rank, self.nranks, fabric, group.config)
         self.entry = PlanSelector(self.engine, self.plans)

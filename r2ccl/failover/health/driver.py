@@ -58,6 +58,7 @@ class HealthAgreement:
         self._agreement = Agreement(rank, health)
         #: Newest health that this rank has received, committed or not.
         self.known = Known(health, clock())
+        self._on_known: Callable[[Health], None] | None = None
         #: Last reports of this rank: (rank, rail) of rails that are down; the measured share of own
         #: rails, and the rank that the slices of each own rail were last sent to.
         self._down: set[tuple[int, int]] = set()
@@ -69,6 +70,14 @@ class HealthAgreement:
         #: one comparison.
         self.steady = self._agreement.steady
         self.last_started = 0
+
+    def skip_to(self, op: int) -> None:
+        """Number the next collective `op` + 1; call it before the first collective and message."""
+        self.last_started = op
+
+    def on_known(self, take: Callable[[Health], None]) -> None:
+        """Register ``take(health)``, which is called when this rank receives a new health."""
+        self._on_known = take
 
     # Called before a collective
 
@@ -141,6 +150,10 @@ class HealthAgreement:
             return RailShare(*key, self._weights[key], self._toward[key[1]])
         return RailShare(*key, WHOLE)
 
+    def adopt(self, health: Health) -> None:
+        """Take `health` as the report of each rank on its own rails; call it on rank 0 only."""
+        self._event(lambda: self._agreement.adopt(self._clock(), health))
+
     # Events
 
     def on_message(self, peer: int, message: Message) -> None:
@@ -181,6 +194,8 @@ class HealthAgreement:
                     self._control.send(action.peer, action.message)
                 case HealthKnown():
                     self.known = Known(action.health, self._clock())
+                    if self._on_known is not None:
+                        self._on_known(action.health)
                 case HealthAgreed():
                     _log.info(
                         "rank %d: all ranks plan with health version %d from collective %d on; "

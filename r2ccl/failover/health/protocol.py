@@ -240,6 +240,19 @@ class Agreement:
             return self._take(now, self.rank, message)
         return [Send(COORDINATOR, message)]
 
+    def adopt(self, now: float, health: Health) -> list[Action]:
+        """Take the shares in `health` as the report of each rank on its own rails; for rank 0.
+
+        The communicators made from another one adopt its health, so that one report serves all.
+        """
+        if self.lost is not None:
+            return []
+        assert self._coordinator is not None
+        for rank in range(health.nranks):
+            shares = enumerate(health.shares_of(rank))
+            self._coordinator.report(rank, [RailShare(rank, rail, share) for rail, share in shares])
+        return self._begin(now)
+
     def on_message(self, now: float, peer: int, message: Message) -> list[Action]:
         """Handle a message from `peer`.
 

@@ -107,10 +107,14 @@ class Health(msgspec.Struct, frozen=True):
         """
         return self.shares[self._index(rank, rail)]
 
+    def shares_of(self, rank: int) -> bytes:
+        """Return the shares of all rails of `rank`."""
+        start = self._index(rank, 0)
+        return self.shares[start : start + self.nrails]
+
     def capacity(self, rank: int) -> int:
         """Return the sum of the shares of all rails of `rank`, at most ``nrails * WHOLE``."""
-        start = self._index(rank, 0)
-        return sum(self.shares[start : start + self.nrails])
+        return sum(self.shares_of(rank))
 
     def rails(self, rank: int, peer: int) -> tuple[int, ...]:
         """Return the rails that are up at both `rank` and `peer`."""

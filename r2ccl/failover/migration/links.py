@@ -1,21 +1,22 @@
 """Paths and links of one rank: posts slices, writes them to the transport, and releases them.
 
 The executor posts slices and landing places here, the data loop passes on slices that arrive, and
-migration resumes links on other paths. `Links` also has the number and the signature of the
-collective, which every frame carries, and passes the times of slices to the bandwidth measurement.
-Only the thread that owns the data loop may modify it.
+migration resumes links on other paths. `Links` also has the `Calls` of every communicator, whose
+number and signature every frame carries, and passes the times of slices to the bandwidth
+measurement. Only the thread that owns the data loop may modify it.
 
 Invariant: a view given to the transport stays referenced by its link until the slice is released.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from r2ccl.errors import InternalError
 from r2ccl.failover.bandwidth.protocol import Balance
 from r2ccl.failover.context import RankContext
+from r2ccl.failover.migration.calls import Calls, context_of
 from r2ccl.failover.migration.link import Landing, LinkReport, RecvLink, SendLink, Slice
 from r2ccl.failover.migration.path import Path, PathState
 from r2ccl.transport.base import Frame
@@ -72,14 +73,14 @@ class Links:
         self.peers: set[int] = set()
         #: Those of `peers` whose paths were not closed because they were idle.
         self.connected: set[int] = set()
-        #: Number of the collective during or after which the paths to each peer were last wanted.
+        #: `ncalls` when the paths to each peer were last wanted.
         self._wanted: dict[int, int] = {}
         #: Paths on rails, without bypasses.
         self.on_rails: dict[PathKey, Path] = {}
         #: All paths: those on rails and the bypasses.
         self.paths: dict[PathKey, Path] = {}
-        #: Number of the current collective, or of the last one.
-        self.op = 0
+        #: Number of calls begun, of all communicators.
+        self.ncalls = 0
         for peer in context.first_peers:
             self.add_peer(peer)
         #: Links by (peer, channel).
@@ -89,12 +90,8 @@ class Links:
         self.balance = Balance(context.homes) if context.is_measured else None
         #: Clock reading of the last poll with events, which count as simultaneous; for `balance`.
         self.polled_s = 0.0
-        #: Packed signature of the same collective.
-        self.signature = 0
-        #: Signatures of the last `_HISTORY` collectives, by number.
-        self.signatures: dict[int, int] = {}
-        #: Consumers of the current collective, by channel.
-        self.consumers: Mapping[int, Consumer] = {}
+        #: Calls of the communicators of this rank, by context id.
+        self.calls: dict[int, Calls[Consumer]] = {0: Calls(0)}
         #: Consumers that the data loop must advance before it sleeps.
         self.touched: list[Consumer] = []
         #: Links with consumed slices to confirm. A dict, not a set: its order is deterministic, so
@@ -118,7 +115,7 @@ class Links:
     def note_connected(self, peer: int) -> None:
         """Count `peer` as connected, and as used now."""
         self.connected.add(peer)
-        self._wanted[peer] = self.op
+        self._wanted[peer] = self.ncalls
 
     def on_added(self, route: Callable[[int, int], None]) -> None:
         """Register ``route(peer, channel)``, which is called after two links are created."""
@@ -141,20 +138,17 @@ class Links:
             self._on_added(peer, channel)
         return sender, receiver
 
-    def begin(self, signature: int) -> None:
-        """Start the next collective, whose packed signature is `signature`."""
-        self.op += 1
-        self.signature = signature
-        self.signatures[self.op] = signature
-        self.signatures.pop(self.op - _HISTORY, None)
+    def calls_of(self, context_id: int) -> Calls[Consumer]:
+        """Return the calls of a communicator, created on first use.
 
-    def finish(self) -> None:
-        """End the collective, which is complete or has failed."""
-        self.consumers = {}
+        A peer may use a new communicator before this rank has made it.
+        """
+        return self.calls.get(context_id) or self.calls.setdefault(context_id, Calls(context_id))
 
     def forget(self) -> None:
         """Drop all links and their slices; no path may be in use any more."""
-        self.finish()
+        for calls in self.calls.values():
+            calls.finish()
         self.touched.clear()
         self.unconfirmed.clear()
         self.senders.clear()
@@ -179,9 +173,8 @@ class Links:
         return awaited
 
     def last_op_of(self, peer: int) -> int:
-        """Return the number of the last collective that `peer` was seen in; 0: none."""
-        ops = (path.op for key, path in self.paths.items() if key.peer == peer)
-        return max(ops, default=0)
+        """Return the last collective of the job's first communicator that `peer` was seen in."""
+        return self.calls_of(0).seen.get(peer, 0)
 
     def eager_nbytes(self) -> int:
         """Return the size in bytes of the unconfirmed eager slices; any thread may call it."""
@@ -225,7 +218,7 @@ class Links:
         """Return whether every slice ever posted to `peer` is confirmed."""
         return all(link.confirmed == link.posted for link in self.senders_to(peer))
 
-    # Slices of the current collective
+    # Slices of the current calls
 
     def send(
         self, link: SendLink, view: memoryview, is_eager: bool, consumer: Consumer, index: int
@@ -256,7 +249,8 @@ class Links:
                     f"{link.posted} of channel {link.channel}, but this rank sends "
                     f"{len(view)} bytes"
                 )
-        item, token = link.post(view, is_eager, self.op, self.signature, consumer, index)
+        calls = self.calls[context_of(link.channel)]
+        item, token = link.post(view, is_eager, calls.op, calls.signature, consumer, index)
         if item.path is not None:
             self.write(link, item, token)
 
@@ -278,7 +272,8 @@ class Links:
         is_last : bool
             True for the last receive on the link in this collective.
         """
-        landing = link.post(region, self.op, self.signature, consumer, index, is_last)
+        calls = self.calls[context_of(link.channel)]
+        landing = link.post(region, calls.op, calls.signature, consumer, index, is_last)
         if landing.path is not None:
             self.name(link, landing)
         if link.arrivals:
@@ -287,9 +282,10 @@ class Links:
     def deliver(self, link: RecvLink) -> None:
         """Deliver the slices that have arrived and have a posted receive, in order."""
         taken = link.take()
+        calls = self.calls[context_of(link.channel)]
         while taken is not None:
             landing, payload = taken
-            if landing.signature == self.signature:
+            if landing.signature == calls.signature:
                 landing.owner.on_slice(landing, payload)
                 self.touch(landing.owner)
             taken = link.take()
@@ -394,12 +390,9 @@ class Links:
 
     def touch_channel(self, channel: int) -> None:
         """Mark the consumer of `channel`, if any, to be advanced before the data loop sleeps."""
-        consumer = self.consumers.get(channel)
+        consumer = self.calls_of(context_of(channel)).consumers.get(channel)
         if consumer is not None:
             self.touch(consumer)
 
-
-#: Number of collectives whose signatures are kept to compare them with those of slower ranks.
-_HISTORY = 64
 
 __all__ = ["Consumer", "Links"]

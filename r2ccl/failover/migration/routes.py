@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from r2ccl.failover.migration.calls import local_channel
 from r2ccl.failover.migration.link import RecvLink, SendLink
 from r2ccl.failover.migration.links import Links
 from r2ccl.failover.migration.path import PathState, choose_routes
@@ -29,7 +30,8 @@ class Routes:
         Links and paths of this rank.
     nrails : int
     homes : sequence of int
-        Home rails: channel c has ``homes[c % len(homes)]``. Other rails are last resorts.
+        Home rails: channel c of a communicator has ``homes[c % len(homes)]``. Other rails are last
+        resorts.
     share : callable
         Relative bandwidth of a path, in the same unit for all paths; above 0.
     log : RepairLog
@@ -128,7 +130,7 @@ class Routes:
         return key if self._is_up(key) else None
 
     def _home_rail(self, channel: int) -> int:
-        return self._homes[channel % len(self._homes)]
+        return self._homes[local_channel(channel) % len(self._homes)]
 
     def _choose(self, peer: int) -> dict[int, PathKey]:
         """Choose one of the paths that are up for each channel to `peer` without a route.

@@ -128,6 +128,7 @@ class SimRank:
         )
         self.homes = context.homes
         self.links = CheckedLinks(checker, context)
+        self.calls = self.links.calls_of(0)
         self.failover = Failover(context, self.links)
         self.migration = self.failover.migration
         self.revocation = self.failover.revocation
@@ -329,7 +330,7 @@ class SimRank:
         self._enter()
 
     def _enter(self) -> None:
-        op = self.links.op + 1
+        op = self.calls.op + 1
         assert self.failover.agreement is not None
         health = self.failover.agreement.enter(op)
         if health is not None:
@@ -346,12 +347,13 @@ class SimRank:
         self.phase = RankPhase.CALLING
         call = self.operands(task)
         layout, progress = call.layout, self.progress
-        self.links.begin(task.signature.pack())
+        self.links.ncalls += 1
+        self.calls.begin(task.signature.pack())
         runs = [CheckedRun(lane, call, self.links, self.pool) for lane in layout.lanes]
         self._runs = list(runs)
         self._peers = layout.peers
-        self.links.consumers = {at: run for run in runs for at in run.channels}
-        progress.begin(self.computer)
+        self.calls.consumers = {at: run for run in runs for at in run.channels}
+        progress.begin(self.calls, self.computer)
         for run in runs:
             run.advance()
         progress.advance()
@@ -375,7 +377,7 @@ class SimRank:
         self._checker.retire(what, *self._arrays)
 
     def _return(self) -> None:
-        self.progress.finish()
+        self.progress.finish(self.calls)
         assert self._task is not None
         result = self._work.result(self.ncalls, self.rank, self._task, self.output())
         self._checker.result(self.rank, self.ncalls, *result)

@@ -1,6 +1,6 @@
 """TCP transport: one non-blocking socket per path, one epoll per transport, no copy of bulk data.
 
-Wire format: a stream of frames, each a fixed header (`_HEADER`, 40 bytes, little endian) and, for
+Wire format: a stream of frames, each a fixed header (`_HEADER`, 44 bytes, little endian) and, for
 DATA, its payload. A cleared slice is written from the caller's view and read straight into the
 landing place, as one or more fragments in order; an eager slice passes through the connection's
 buffer. Small frames (clear-to-send, confirmations, eager slices) and replays overtake queued slices
@@ -48,8 +48,8 @@ from r2ccl.types import Nic, PathKey, ProbeKey, rail_name
 
 _log = logging.getLogger(__name__)
 
-#: kind, flags, channel, nbytes, seq, ack, op, signature
-_HEADER = struct.Struct("<BBHIQQQQ")
+#: kind, channel, nbytes, seq, ack, op, signature
+_HEADER = struct.Struct("<B3xIIQQQQ")
 _HEADER_NBYTES = _HEADER.size
 _DATA, _CLEAR, _CONFIRM = 1, 2, 3
 
@@ -496,7 +496,7 @@ class TcpTransport(PreconnectedTransport):
     def _parse(self, conn: _Connection) -> bool:
         """Parse one frame of the buffer; return False if it is incomplete or malformed."""
         start = conn.parsed + _HEADER_NBYTES
-        kind, _, channel, nbytes, seq, ack, op, signature = _HEADER.unpack_from(
+        kind, channel, nbytes, seq, ack, op, signature = _HEADER.unpack_from(
             conn.buffer, conn.parsed
         )
         if kind == _CONFIRM:
@@ -623,12 +623,12 @@ def _is_loopback(sock: socket.socket) -> bool:
 
 
 def _pack_confirmation(channel: int, ack: int) -> bytes:
-    return _HEADER.pack(_CONFIRM, 0, channel, 0, 0, ack, 0, 0)
+    return _HEADER.pack(_CONFIRM, channel, 0, 0, ack, 0, 0)
 
 
 def _pack(kind: int, frame: Frame, nbytes: int) -> bytes:
     return _HEADER.pack(
-        kind, 0, frame.channel, nbytes, frame.seq, frame.ack, frame.op, frame.signature
+        kind, frame.channel, nbytes, frame.seq, frame.ack, frame.op, frame.signature
     )
 
 

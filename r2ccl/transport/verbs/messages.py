@@ -16,11 +16,11 @@ from typing import NamedTuple
 from r2ccl.transport.base import Frame
 from r2ccl.transport.verbs.ring import ALIGN
 
-#: kind, flags, channel, nbytes, seq, ack, op, signature, credit, number, address, rkey
-_HEADER = struct.Struct("<BBHIQQQQIIQI")
+#: kind, channel, nbytes, seq, ack, op, signature, credit, number, address, rkey
+_HEADER = struct.Struct("<B3xIIQQQQIIQI")
 HEADER_NBYTES = _HEADER.size
 _CREDIT = struct.Struct("<I")
-_CREDIT_OFFSET = struct.calcsize("<BBHIQQQQ")
+_CREDIT_OFFSET = struct.calcsize("<B3xIIQQQQ")
 EAGER, CLEAR, CONFIRM = 1, 2, 3
 _KINDS = frozenset((EAGER, CLEAR, CONFIRM))
 _CREDIT_MASK = 0xFFFFFFFF
@@ -50,7 +50,7 @@ class VerbsMessage(NamedTuple):
         """Return the message at `offset` of `ring`; None if it is malformed."""
         if offset + HEADER_NBYTES > len(ring):
             return None
-        (kind, _, channel, nbytes, seq, ack, op, signature, credit, number, address,
+        (kind, channel, nbytes, seq, ack, op, signature, credit, number, address,
          rkey) = _HEADER.unpack_from(ring, offset)  # fmt: skip
         payload_nbytes = nbytes if kind == EAGER else 0
         end = offset + HEADER_NBYTES + payload_nbytes
@@ -66,7 +66,7 @@ def write(kind: int, frame: Frame, nbytes: int, token: Token) -> bytearray:
     number, address, rkey = token
     header = bytearray(HEADER_NBYTES)
     _HEADER.pack_into(
-        header, 0, kind, 0, frame.channel, nbytes, frame.seq, frame.ack, frame.op,
+        header, 0, kind, frame.channel, nbytes, frame.seq, frame.ack, frame.op,
         frame.signature, 0, number, address, rkey,
     )  # fmt: skip
     return header

@@ -247,7 +247,7 @@ class Running:
 
 def engine(**settings: Any) -> Engine:
     still: Any = Still()
-    return Engine(RankContext(0, 3, still, still, Config(**settings), Running()), still)
+    return Engine.of_job(RankContext(0, 3, still, still, Config(**settings), Running()), still)
 
 
 def call(engine: Engine) -> None:

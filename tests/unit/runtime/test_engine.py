@@ -45,7 +45,7 @@ def make_engine() -> tuple[Engine, Still]:
     still = Still()
     stand_in: Any = still
     context = RankContext(0, 3, stand_in, stand_in, Config(), lambda: 0.0)
-    return Engine(context, stand_in), still
+    return Engine.of_job(context, stand_in), still
 
 
 def plan(*peers: int) -> Plan:

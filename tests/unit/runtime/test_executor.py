@@ -71,7 +71,7 @@ class Group:
     ) -> None:
         runs = []
         for rank, path in enumerate(self.ranks):
-            progress = path.progress
+            progress, calls = path.progress, path.links.calls_of(0)
             layout = lower(
                 schedule.program(rank),
                 sources[rank].size,
@@ -79,10 +79,10 @@ class Group:
                 slice_nbytes=self.config.slice_nbytes,
                 eager_nbytes=self.config.eager_nbytes,
             )
-            path.links.begin(7)
+            calls.begin(7)
             call = HostCall(layout, sources[rank], outputs[rank], reduce, finish)
             mine = [LaneRun(lane, call, path.links, self.pools[rank]) for lane in layout.lanes]
-            path.links.consumers = dict(enumerate(mine))
+            calls.consumers = dict(enumerate(mine))
             for run in mine:
                 run.advance()
             progress.advance()
@@ -96,7 +96,7 @@ class Group:
                 "nothing moves"
             )
         for path in self.ranks:
-            path.progress.finish()
+            path.progress.finish(path.links.calls_of(0))
 
 
 def data(nranks: int, count: int, dtype: str = "float32") -> list[Array]:

@@ -117,7 +117,7 @@ class World:
         self.transport.others = self.others
         self.control.connect = self.connect
         control: Any = self.control
-        self.engine = Engine(
+        self.engine = Engine.of_job(
             RankContext(0, 3, self.transport, control, self.config, self.timeline), control
         )
         self.control.answer = self.engine.on_message
@@ -147,11 +147,11 @@ class World:
 
     def join(self, rank: int) -> None:
         other = self.others[rank - 1]
-        progress = other.progress
-        other.links.begin(SIGNATURE)
+        progress, calls = other.progress, other.links.calls_of(0)
+        calls.begin(SIGNATURE)
         runs = self.lanes(self.plan(rank), other.links)
-        other.links.consumers = dict(enumerate(runs))
-        progress.begin()
+        calls.consumers = dict(enumerate(runs))
+        progress.begin(calls)
         for run in runs:
             run.advance()
         progress.advance()

@@ -439,8 +439,8 @@ def test_a_report_that_brings_credits_wakes_the_call() -> None:
 
     world = World()
     call = Call()
-    world.links.begin(0)
-    world.links.consumers = {0: call}  # type: ignore[dict-item]
+    world.links.calls_of(0).begin(0)
+    world.links.calls_of(0).consumers = {0: call}  # type: ignore[dict-item]
     link = world.links.sender(1, 0)
     for _ in range(4):
         world.links.send(link, memoryview(b"x"), True, call, 0)  # type: ignore[arg-type]
@@ -785,8 +785,9 @@ def test_every_call_seen_ahead_is_held_against_this_ranks(signatures: tuple[int,
     ]
     world.progress.step()
     assert world.revocation.error is None
-    world.links.begin(7)
-    world.progress.begin()
+    calls = world.links.calls_of(0)
+    calls.begin(7)
+    world.progress.begin(calls)
     assert isinstance(world.revocation.error, InvalidArgument)
 
 

@@ -1,0 +1,91 @@
+"""Calls of one communicator as its links need them: their numbers, signatures and consumers.
+
+The communicators of a job share the links' paths but not the links: each communicator has a
+*context id*, as in MPI, and the channels of its links have that id in their upper bits. Calls are
+numbered per communicator, in the order in which all its ranks make them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+_C = TypeVar("_C")
+
+
+class Calls(Generic[_C]):
+    """Numbered calls of one communicator of this rank.
+
+    Parameters
+    ----------
+    context_id : int
+        Number of the communicator among those that its ranks have open; 0: the job's first one.
+
+    Attributes
+    ----------
+    op : int
+        Number of the current call, or of the last one.
+    signature : int
+        Packed signature of the same call.
+    signatures : dict of int to int
+        Signatures of the last `_HISTORY` calls, by number.
+    ahead : dict
+        Signatures received for calls that this rank has not started: number of the call to
+        signature to the first peer that sent it.
+    seen : dict of int to int
+        Number of the last call that each peer's slices were seen in.
+    consumers : mapping
+        `Consumer` of each channel of the current call.
+    """
+
+    __slots__ = ("ahead", "consumers", "context_id", "op", "seen", "signature", "signatures")
+
+    def __init__(self, context_id: int) -> None:
+        self.context_id = context_id
+        self.op = 0
+        self.signature = 0
+        self.signatures: dict[int, int] = {}
+        self.ahead: dict[int, dict[int, int]] = {}
+        self.seen: dict[int, int] = {}
+        self.consumers: Mapping[int, _C] = {}
+
+    def begin(self, signature: int) -> None:
+        """Start the next call, whose packed signature is `signature`."""
+        self.op += 1
+        self.signature = signature
+        self.signatures[self.op] = signature
+        self.signatures.pop(self.op - _HISTORY, None)
+
+    def finish(self) -> None:
+        """End the call, which is complete or has failed."""
+        self.consumers = {}
+
+    def skip_to(self, op: int) -> None:
+        """Number the next call `op` + 1, above all numbers that this context id had before."""
+        assert op >= self.op
+        self.op = op
+        self.ahead.clear()
+        self.seen.clear()
+
+
+def context_of(channel: int) -> int:
+    """Return the context id of a link channel."""
+    return channel >> _CONTEXT_SHIFT
+
+
+def first_channel(context_id: int) -> int:
+    """Return the lowest link channel of a communicator."""
+    return context_id << _CONTEXT_SHIFT
+
+
+def local_channel(channel: int) -> int:
+    """Return the number of a link channel among those of its communicator."""
+    return channel & ((1 << _CONTEXT_SHIFT) - 1)
+
+
+#: Number of calls whose signatures are kept to compare them with those of slower ranks.
+_HISTORY = 64
+#: A channel has 32 bits on the wire: the context id, then the channel within the communicator.
+_CONTEXT_SHIFT = 16
+
+__all__ = ["Calls", "context_of", "first_channel", "local_channel"]

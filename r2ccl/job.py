@@ -1,0 +1,291 @@
+"""Job: what all communicators of a process's job share, and its cleanup.
+
+The communicator that `r2ccl.init` returns and those made from it share the control plane, the
+transport, the data loop, the monitor of carriers, and the fate: an error in one of them ends all.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from r2ccl.algos.neighbors import neighbors
+from r2ccl.bootstrap.control import ControlPlane
+from r2ccl.bootstrap.messages import PeerInfo
+from r2ccl.clock import monotonic
+from r2ccl.config import Config
+from r2ccl.errors import CommunicatorRevoked, R2cclError, TransportError
+from r2ccl.failover.context import RankContext
+from r2ccl.failover.diagnosis.port_map import port_map_of
+from r2ccl.failover.shrink.driver import EventQueue
+from r2ccl.gpu.hardware import Hardware
+from r2ccl.runtime import forking
+from r2ccl.runtime.ending import Ending
+from r2ccl.runtime.engine import Engine
+from r2ccl.runtime.executor import LandingPool
+from r2ccl.runtime.signal_dump import SignalDump, write_line
+from r2ccl.topology.monitor import LinkMonitor
+from r2ccl.transport.base import Transport
+from r2ccl.types import Nic
+
+if TYPE_CHECKING:
+    from r2ccl.gpu.pxn.transport import PxnTransport
+
+_log = logging.getLogger(__name__)
+
+
+class Participant(Protocol):
+    """Communicator as its job uses it."""
+
+    def refuse(self, refusal: Callable[[], R2cclError]) -> None:
+        """Refuse all calls from now on, each with a new error from `refusal`."""
+        ...
+
+    @property
+    def is_below(self) -> bool:
+        """True if the caller is a signal handler that interrupted a blocking call of its thread."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until the asynchronous calls have ended."""
+        ...
+
+    def end_calls(self, deadline_s: float) -> None:
+        """End the asynchronous calls and free the devices."""
+        ...
+
+    def dump(self) -> str:
+        """Return the status of the rank as one line of JSON."""
+        ...
+
+
+class Job:
+    """One rank's part in a job.
+
+    Parameters
+    ----------
+    control : ControlPlane
+        Owned: closed with the job.
+    transport : Transport
+        Owned.
+    config : Config
+    rails : sequence of Nic
+        Local NIC of each rail.
+    hardware : Hardware
+        Opens GPUs.
+    relayed : PxnTransport, optional
+        Part of `transport` that can use PXN routes.
+
+    Attributes
+    ----------
+    rank, nranks : int
+    engine : Engine
+        Engine of the job's first communicator.
+    nodes : tuple of int
+        Node of each rank; empty for a single node or one rank per node.
+    pool : LandingPool
+        Landing places of all communicators.
+    is_forked : bool
+        This process is a fork of the process that started the job.
+    is_left : bool
+        All ranks have left and have all their data, so no rank needs to be notified.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        transport: Transport,
+        config: Config,
+        rails: Sequence[Nic],
+        *,
+        hardware: Hardware,
+        relayed: PxnTransport | None,
+    ) -> None:
+        self.rank = control.rank
+        self.nranks = control.nranks
+        self.config = config
+        self.control = control
+        self.hardware = hardware
+        self.relayed = relayed
+        self.nrails = transport.nrails
+        #: Local NICs of all rails; those of TCP rails come from the control plane.
+        self.rails = tuple(rails) or control.nics
+        self.nodes = nodes_of(control.peers)
+        self.is_forked = False
+        self.is_left = False
+        self._monitor: LinkMonitor | None = None
+        self._signal_dump: SignalDump | None = None
+        self._participants: list[Participant] = []
+        context = RankContext(
+            self.rank,
+            self.nranks,
+            transport,
+            control,
+            config,
+            monotonic,
+            nwires=control.nwires,
+            last_resorts=control.last_resorts,
+            nodes=self.nodes,
+            hosts=[info.hostname for info in control.peers],
+            port_map=port_map_of(self.rank, control.peers, self.rails),
+            neighbors=neighbors(self.rank, self.nranks, self.nodes),
+        )
+        self.engine = Engine.of_job(context, control)
+        self.homes = context.homes
+        self.pool = LandingPool(transport.allocate, config.landing_depth)
+        self.event_queue = EventQueue(self.rank, self.engine)
+        self._ending = Ending(
+            f"r2ccl-ending-{self.rank}",
+            (self._end_calls, control.close, self._end_data),
+        )
+
+    # Communicators
+
+    def add(self, participant: Participant) -> None:
+        """Add a communicator; the first one is that of all ranks."""
+        self._participants.append(participant)
+
+    def remove(self, participant: Participant) -> None:
+        """Remove a communicator that was closed alone."""
+        self._participants.remove(participant)
+
+    def refuse(self, refusal: Callable[[], R2cclError]) -> None:
+        """Refuse all calls on all communicators from now on, each with an error from `refusal`."""
+        for participant in tuple(self._participants):
+            participant.refuse(refusal)
+
+    def drain(self) -> None:
+        """Wait until the asynchronous calls on all communicators have ended.
+
+        Raises
+        ------
+        TransportTimeout
+            If they do not end within ``R2CC_INIT_TIMEOUT_S``.
+        """
+        for participant in tuple(self._participants):
+            participant.drain()
+
+    # Life
+
+    def start(self) -> None:
+        """Start the control plane and connect the rails.
+
+        Raises
+        ------
+        TransportTimeout
+            If a peer has no path, or a rank does not call it, within ``R2CC_INIT_TIMEOUT_S``.
+        R2cclError
+            If the job fails meanwhile.
+        """
+        self._ending.prepare()
+        forking.hold(self, Job._descriptors, Job._disable)
+        if self.config.dump_signal:
+            self.dump_on_signal(signal.Signals[self.config.dump_signal])
+        self.control.start(self.event_queue)
+        self._monitor = self._watch_carriers()
+        self.engine.start()
+
+    def dump_on_signal(self, signum: int) -> None:
+        """Write the first communicator's `dump` to a file or stderr on every signal `signum`."""
+        path = self.config.dump_file.replace("{rank}", str(self.rank))
+        if self._signal_dump is not None:
+            self._signal_dump.close()
+        first = self._participants[0]
+        self._signal_dump = SignalDump(signum, lambda: write_line(first.dump(), path))
+
+    def abort(self, why: str) -> None:
+        """End all communicators on every rank and free everything; return within a second."""
+        self.refuse(self.forked if self.is_forked else self.closed)
+        if not self.is_left and not self.is_forked:
+            self.engine.revoke(why)
+            self.event_queue.end(why)
+        self.free(ABORT_S)
+
+    def abort_surely(self, why: str) -> None:
+        """Abort; if Ctrl-C interrupts the abort, repeat it."""
+        try:
+            self.abort(why)
+        except KeyboardInterrupt:
+            self.abort(why)
+            raise
+
+    def free(self, deadline_s: float) -> None:
+        """Start the cleanup unless it has started; wait at most `deadline_s` + `_BOUND_S`."""
+        if self.is_forked:
+            return
+        if self._signal_dump is not None:
+            self._signal_dump.close()
+        if not self.is_left:
+            self.engine.tell_why()
+        self._ending.begin(deadline_s)
+        # In a signal handler that interrupted a call, that call owns the data loop and cannot end:
+        # wait only for the first two steps, up to the close of the control plane.
+        is_below = any(participant.is_below for participant in tuple(self._participants))
+        self._ending.wait(deadline_s + _BOUND_S, nsteps=2 if is_below else None)
+
+    def closed(self) -> CommunicatorRevoked:
+        """Return the error of calls on a closed communicator."""
+        return CommunicatorRevoked(f"rank {self.rank}: the communicator was closed")
+
+    def forked(self) -> CommunicatorRevoked:
+        """Return the error of calls in a forked process."""
+        return CommunicatorRevoked(
+            f"rank {self.rank}: this process was forked from the process that created the "
+            "communicator, and only that process can use it: start workers with spawn, or create "
+            "a communicator in each worker"
+        )
+
+    def _descriptors(self) -> list[int]:
+        """Return the open file descriptors, which a forked child must replace."""
+        monitor = [] if self._monitor is None else [self._monitor.fileno()]
+        return [*monitor, *self.control.descriptors(), *self.engine.descriptors()]
+
+    def _disable(self) -> None:
+        """Make every later call raise `CommunicatorRevoked`; runs in a forked child."""
+        self.is_forked = True
+        self.refuse(self.forked)
+        self.control.disable()
+
+    def _watch_carriers(self) -> LinkMonitor:
+        """Pass carrier events of the rails' NICs to the engine, in the control thread."""
+        monitor = LinkMonitor()
+
+        def read() -> None:
+            for event in monitor.read():
+                for rail, nic in enumerate(self.control.nics):
+                    if event.concerns(nic):
+                        self.engine.on_carrier(rail, event.is_up)
+
+        self.control.add_reader(monitor.fileno(), read)
+        return monitor
+
+    def _end_calls(self, deadline_s: float) -> None:
+        for participant in tuple(self._participants):
+            try:
+                participant.end_calls(deadline_s)
+            except TransportError as exc:
+                _log.error("rank %d: %s", self.rank, exc)
+
+    def _end_data(self, deadline_s: float) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+        self.engine.close()
+
+
+def nodes_of(peers: Sequence[PeerInfo]) -> tuple[int, ...]:
+    """Return the node number of each rank; empty for a single node or one rank per node."""
+    numbers: dict[str, int] = {}
+    nodes = tuple(numbers.setdefault(info.host, len(numbers)) for info in peers)
+    return nodes if 1 < len(numbers) < len(nodes) else ()
+
+
+#: Timeout of the cleanup after `close`, in seconds.
+LEAVE_S = 5.0
+#: Timeout of the cleanup after `abort`, in seconds.
+ABORT_S = 0.5
+#: Seconds that `Job.free` waits beyond the timeout; the cleanup thread continues afterwards.
+_BOUND_S = 0.4
+
+__all__ = ["ABORT_S", "LEAVE_S", "Job", "Participant", "nodes_of"]

@@ -1,0 +1,219 @@
+"""Communicators of one job at one rank: their context ids, and the control messages of each.
+
+As in MPI, a *context id* tells the communicators of a job apart: links' channels and control
+messages carry it. The ranks of a new communicator choose the lowest id that is free at all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from r2ccl.bootstrap.base import Post
+from r2ccl.bootstrap.overlay import neighbors
+from r2ccl.errors import InvalidArgument
+from r2ccl.failover.health.rounds import Commit, Prepare, Promise, Report
+from r2ccl.failover.health.table import Health
+from r2ccl.runtime.desync_check import Calling
+
+#: Control message of one communicator.
+Message = Report | Prepare | Promise | Commit | Calling
+
+
+class InContext(msgspec.Struct, frozen=True, tag="in_context"):
+    """Control message of a communicator other than the job's first one.
+
+    ``context_id`` and ``first_op`` identify the communicator: the id of a closed communicator is
+    used again, but the calls of the next one have higher numbers.
+    """
+
+    context_id: int
+    first_op: int
+    message: Message
+
+
+class Context(NamedTuple):
+    """Identity of a communicator; equal on all its ranks.
+
+    Attributes
+    ----------
+    context_id : int
+        0 for the job's first communicator.
+    first_op : int
+        Number of its first call.
+    members : tuple of int
+        Rank in the job of each of its ranks.
+    """
+
+    context_id: int
+    first_op: int
+    members: tuple[int, ...]
+
+
+class ContextPost:
+    """Sender of the control messages of one communicator; ranks are numbered as in it.
+
+    Parameters
+    ----------
+    control : Post
+        Sends messages to ranks of the job.
+    rank : int
+        This rank, in the communicator.
+    context : Context
+    """
+
+    def __init__(self, control: Post, rank: int, context: Context) -> None:
+        self.neighbors = neighbors(rank, len(context.members))
+        self._control = control
+        self._rank = rank
+        self._context = context
+
+    def send(self, peer: int, message: object) -> None:
+        """Implement `Post.send`."""
+        assert isinstance(message, Message)
+        context_id, first_op, members = self._context
+        self._control.send(members[peer], InContext(context_id, first_op, message))
+
+    def broadcast(self, message: object) -> None:
+        """Implement `Post.broadcast`."""
+        for peer in range(len(self._context.members)):
+            if peer != self._rank:
+                self.send(peer, message)
+
+    def gossip(self, message: object, source: int = -1) -> None:
+        """Implement `Post.gossip`."""
+        for peer in sorted(self.neighbors - {source}):
+            self.send(peer, message)
+
+
+class Member(Protocol):
+    """Communicator as `Contexts` uses it.
+
+    Attributes
+    ----------
+    context : Context
+    """
+
+    context: Context
+
+    def on_message(self, peer: int, message: object) -> None:
+        """Handle a control message from `peer`, a rank of the job."""
+        ...
+
+    def adopt(self, health: Health) -> None:
+        """Take over the health of the job."""
+        ...
+
+
+class Contexts:
+    """Context ids in use at this rank, and the communicators that they stand for.
+
+    `offer` and `choose` may be called in any thread; the other methods only by the thread that owns
+    the data loop.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[int, Member] = {}
+        #: Messages for communicators that this rank has not made yet.
+        self._early: dict[int, list[tuple[int, InContext]]] = {}
+        self._lock = threading.Lock()
+        self._free = (1 << _NIDS) - 2
+        #: Lowest number of the first call of the next communicator.
+        self._next_op = 1
+        #: A communicator is being made with the ids last offered.
+        self._is_offered = False
+
+    def offer(self) -> bytes:
+        """Return the free ids and the lowest possible first call, for `choose` on all ranks.
+
+        `NO_OFFER` while another thread makes a communicator. The caller must call `choose` or
+        `withdraw` next.
+        """
+        with self._lock:
+            if self._is_offered:
+                return NO_OFFER
+            self._is_offered = True
+            return self._free.to_bytes(_NIDS // 8, "little") + self._next_op.to_bytes(8, "little")
+
+    def withdraw(self, offer: bytes) -> None:
+        """Allow other threads to make a communicator; `offer` is this thread's last offer."""
+        with self._lock:
+            if offer != NO_OFFER:
+                self._is_offered = False
+
+    def choose(self, offers: Sequence[bytes], mine: bytes) -> tuple[int, int]:
+        """Return the context id and the number of the first call of a new communicator.
+
+        Parameters
+        ----------
+        offers : sequence of bytes
+            Offers of all its ranks, none of them `NO_OFFER`.
+        mine : bytes
+            This rank's offer.
+
+        Raises
+        ------
+        InvalidArgument
+            If so many communicators are open that no id is free on all ranks.
+        """
+        common = (1 << _NIDS) - 1
+        for offer in offers:
+            common &= int.from_bytes(offer[: _NIDS // 8], "little")
+        if not common:
+            self.withdraw(mine)
+            raise InvalidArgument(
+                f"no context id is free on all ranks: at most {_NIDS} communicators may be open at "
+                "a rank: close those that are not used any more"
+            )
+        context_id = (common & -common).bit_length() - 1
+        first_op = max(int.from_bytes(offer[_NIDS // 8 :], "little") for offer in offers)
+        with self._lock:
+            self._free &= ~(1 << context_id)
+            self._is_offered = False
+        return context_id, first_op
+
+    # Owner of the data loop
+
+    def add(self, member: Member) -> None:
+        """Add a new communicator, and pass on the messages that arrived for it."""
+        context_id, first_op, _ = member.context
+        self._members[context_id] = member
+        for peer, wrapped in self._early.pop(context_id, ()):
+            if wrapped.first_op == first_op:
+                member.on_message(peer, wrapped.message)
+
+    def remove(self, member: Member, last_op: int) -> None:
+        """Remove a communicator that was closed, the last call of which was `last_op`."""
+        context_id, first_op, _ = member.context
+        del self._members[context_id]
+        with self._lock:
+            self._free |= 1 << context_id
+            self._next_op = max(self._next_op, first_op + 1, last_op + 1)
+
+    def on_message(self, peer: int, wrapped: InContext) -> None:
+        """Pass a message from `peer`, a rank of the job, to its communicator.
+
+        A message for a communicator that does not exist yet is kept, one for a former communicator
+        dropped.
+        """
+        member = self._members.get(wrapped.context_id)
+        if member is not None and member.context.first_op == wrapped.first_op:
+            member.on_message(peer, wrapped.message)
+        elif wrapped.first_op >= self._next_op:
+            self._early.setdefault(wrapped.context_id, []).append((peer, wrapped))
+
+    def adopt(self, health: Health) -> None:
+        """Pass a new health of the job to all communicators made from its first one."""
+        for member in self._members.values():
+            member.adopt(health)
+
+
+#: Number of context ids, and so the maximum number of open communicators of a rank.
+_NIDS = 2048
+#: Offer of a rank at which another thread makes a communicator.
+NO_OFFER = bytes(_NIDS // 8 + 8)
+
+__all__ = ["NO_OFFER", "Context", "ContextPost", "Contexts", "InContext", "Member", "Message"]

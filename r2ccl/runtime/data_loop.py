@@ -1,0 +1,487 @@
+"""Ownership of the data loop by one thread at a time, and waits with a deadline.
+
+All communicators of a job share one data loop (`Progress`). A blocking call owns it while it waits.
+If another thread makes a call meanwhile, on another communicator, the owner stands aside: the new
+call takes the loop over, advances the calls of all threads, and the former owner sleeps until its
+own call is done or the loop is free. At other times the control thread runs the loop, so that a
+rank that is busy in user code still handles failures, replays slices and confirms them. Events of
+the control thread are functions in an inbox. The control thread runs them at once if no thread owns
+the loop; otherwise it wakes the owner, which runs them.
+
+Invariants: every wait has a deadline. No wait ends, by result, error or Ctrl-C, while a peer could
+still write into the call's memory. If a call could not end properly, which a second Ctrl-C can
+cause, the control thread ends the job's communicators at its next tick.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from r2ccl.bootstrap.base import ControlPort
+from r2ccl.errors import CommunicatorRevoked, InternalError, R2cclError, TransportTimeout
+from r2ccl.failover.context import RankContext
+from r2ccl.failover.failover import Failover
+from r2ccl.failover.migration.links import Links
+from r2ccl.failover.revocation import Revoke
+from r2ccl.runtime.progress import Progress
+from r2ccl.runtime.status import Pending
+
+_log = logging.getLogger(__name__)
+
+#: Sleep that lets another thread acquire the GIL.
+_GIVE_WAY_S = 50e-6
+#: Interval at which the control thread sends data of a finished call that sockets did not accept.
+_REST_S = 0.002
+#: Time that paths have to become quiet after an error. A transport destroys a queue pair that has
+#: not drained after one second.
+_SETTLE_S = 2.0
+#: Maximum number of Ctrl-C that may interrupt the end of a failed call.
+_MOST_INTERRUPTS = 1_000
+#: Time that running calls have to end after the communicator was closed.
+_LAST_CALL_S = 10.0
+#: Interval of timer checks while a call waits; the default suspicion timeout is 25 times as long.
+_TICK_S = 0.02
+
+
+class BackgroundControl(ControlPort, Protocol):
+    """Interface of the control plane that the data loop uses, in addition to `ControlPort`.
+
+    Attributes
+    ----------
+    is_busy : bool
+        Set by the data loop: True while a call waits in it.
+    """
+
+    is_busy: bool
+
+    def call_soon(self, fn: Callable[[], object]) -> None:
+        """Run `fn` in the control thread."""
+        ...
+
+    def call_later(self, delay_s: float, fn: Callable[[], object]) -> None:
+        """Run `fn` in the control thread after `delay_s` seconds."""
+        ...
+
+
+class Patience(NamedTuple):
+    """Timeout of a wait, the setting it comes from, and a function that describes the wait."""
+
+    timeout_s: float
+    variable: str
+    pending: Callable[[], Pending]
+
+
+class Caller(Protocol):
+    """Communicator whose calls wait in the data loop.
+
+    Attributes
+    ----------
+    waiting : Patience or None
+        The current wait, set by the data loop.
+    since_s : float
+        Time at which that wait began, in seconds of the loop's clock; set by the data loop.
+    is_calling : bool
+        A call has begun and not ended.
+    has_raised : bool
+        A call has raised the error that ended the communicator.
+    peers : frozenset of int
+        Ranks that the running call exchanges data with.
+    """
+
+    waiting: Patience | None
+    since_s: float
+    is_calling: bool
+    has_raised: bool
+    peers: frozenset[int]
+
+    def tick(self, now: float) -> None:
+        """Do the periodic work of the communicator; `now` is in seconds."""
+        ...
+
+    def check(self) -> None:
+        """Raise if the communicator has ended."""
+        ...
+
+
+class _Follower:
+    """Thread that stands aside while another one owns the data loop."""
+
+    __slots__ = ("is_done", "turn")
+
+    def __init__(self, is_done: Callable[[], bool]) -> None:
+        self.is_done = is_done
+        #: Set if the thread's wait is over, or the loop may be free.
+        self.turn = threading.Event()
+
+
+class DataLoop:
+    """Data loop of one rank of a job, with the rule which thread runs it.
+
+    Parameters
+    ----------
+    context : RankContext
+    control : BackgroundControl
+        Control plane of `context`.
+    """
+
+    def __init__(self, context: RankContext, control: BackgroundControl) -> None:
+        self.rank = context.rank
+        self.links = Links(context)
+        self.failover = Failover(context, self.links)
+        self.progress = Progress(context, self.links, self.failover)
+        self.inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        #: Communicators with a call in progress, and all communicators, by context id.
+        self.callers: dict[int, Caller] = {}
+        self._config = context.config
+        self._transport = context.transport
+        self._control = control
+        self._clock = context.clock
+        self._migration = self.failover.migration
+        self._revocation = self.failover.revocation
+        #: Re-entrant, because only such a lock can tell whether this thread holds it.
+        self._owner = threading.RLock()
+        #: One entry per thread that waits for the owner to stand aside.
+        self._newcomers: deque[None] = deque()
+        self._followers: list[_Follower] = []
+        self._sleeping = False
+        self._next_tick = 0.0
+        #: The control thread is sending the data that a finished call left.
+        self._is_sending_rest = False
+        #: The communicators have failed and no path is in use any more.
+        self.is_settled = False
+
+    @property
+    def error(self) -> R2cclError | None:
+        """Error that ended the job's communicators at this rank; None while they are in use."""
+        return self._revocation.error
+
+    # Ownership
+
+    def acquire(self) -> None:
+        """Own the data loop; another thread's call that owns it stands aside.
+
+        Call it inside of ``try: ... finally: release()``, so that a Ctrl-C that arrives in between
+        leaves no loop owned.
+        """
+        if self._owner.acquire(blocking=False):
+            return
+        self._newcomers.append(None)
+        try:
+            while True:
+                if self._sleeping:
+                    self._transport.wake()
+                if self._owner.acquire(timeout=_TICK_S):
+                    return
+        finally:
+            self._newcomers.pop()
+
+    def release(self) -> None:
+        """Give the data loop up, if this thread owns it; a thread that stands aside takes it."""
+        if not self._owner._is_owned():  # type: ignore[attr-defined]
+            return
+        self._owner.release()
+        if self._followers:
+            for follower in self._followers.copy():
+                follower.turn.set()
+
+    def _stand_aside(self, caller: Caller, is_done: Callable[[], bool], deadline: float) -> None:
+        """Let another thread own the loop until it is free, or this thread's wait is over."""
+        follower = _Follower(is_done)
+        self._followers.append(follower)
+        was_calling, caller.is_calling = caller.is_calling, False
+        interrupt: BaseException | None = None
+        self.release()
+        try:
+            while self._newcomers or not self._owner.acquire(blocking=False):
+                follower.turn.wait(_TICK_S)
+                follower.turn.clear()
+                if is_done() or self.error is not None or self._clock() >= deadline:
+                    break
+        except BaseException as exc:
+            interrupt = exc
+        while not self._owner._is_owned():  # type: ignore[attr-defined]
+            try:
+                self.acquire()
+            except BaseException as exc:
+                interrupt = exc
+        self._followers.remove(follower)
+        caller.is_calling = was_calling
+        if interrupt is not None:
+            raise interrupt
+
+    # Events of the control thread
+
+    def submit(self, fn: Callable[..., None], *args: Any) -> None:
+        """Run ``fn(*args)`` in the thread that owns the data loop, or here if none owns it."""
+        self.inbox.append((fn, args))
+        self.serve()
+
+    def serve(self) -> None:
+        """Run what is in the inbox, unless a thread owns the data loop; then wake that thread."""
+        while self.inbox:
+            # A signal handler may run inside of the thread that owns the loop.
+            if self._owner._is_owned():  # type: ignore[attr-defined]
+                return
+            try:
+                if not self._owner.acquire(blocking=False):
+                    if self._sleeping:
+                        self._transport.wake()
+                    return
+                for caller in self.callers.values():
+                    if caller.is_calling:
+                        caller.is_calling = False
+                        self.fail(CommunicatorRevoked(f"rank {self.rank}: interrupted"))
+                self._drain()
+                self.progress.advance()
+            except R2cclError as exc:
+                self.fail(exc)
+            except Exception as exc:
+                # The event that raised is lost, and a call that depends on it would wait until its
+                # timeout.
+                self.fail(self._broken(exc))
+            finally:
+                self.release()
+
+    def _drain(self) -> None:
+        while self.inbox:
+            fn, args = self.inbox.popleft()
+            fn(*args)
+
+    def on_tick(self, now: float) -> None:
+        """Run the data loop and the timers once, for a rank that is not in a call.
+
+        If the rank is in a call, the call's thread runs this function, which does no harm.
+        """
+        if self._revocation.error is None:
+            self.progress.step()
+            self._tick(now)
+        elif not (self.is_settled or self._migration.is_quiet):
+            self.progress.step()
+
+    def _tick(self, now: float) -> None:
+        callers = tuple(self.callers.values())
+        peers: frozenset[int] = frozenset().union(*(caller.peers for caller in callers))
+        self.failover.tick(now, peers)
+        for caller in callers:
+            caller.tick(now)
+
+    def send_rest(self) -> None:
+        """Have the control thread send data of finished calls that sockets did not accept.
+
+        A call whose slices are all eager ends as soon as they are copied, before they are sent.
+        """
+        if not self._is_sending_rest and self._transport.has_unsent():
+            self._is_sending_rest = True
+            self._control.call_later(_REST_S, self._send_rest)
+
+    def _send_rest(self) -> None:
+        # Cleared first, because a call that ends from now on schedules this function again.
+        self._is_sending_rest = False
+        if any(caller.is_calling for caller in tuple(self.callers.values())):
+            return
+        self.submit(self._step_once)
+        self.send_rest()
+
+    def _step_once(self) -> None:
+        if self._revocation.error is None:
+            self.progress.step()
+
+    # Waits
+
+    def wait(self, caller: Caller, is_done: Callable[[], bool], patience: Patience) -> None:
+        """Run the data loop until ``is_done()``; the calling thread must own it.
+
+        Raises
+        ------
+        TransportTimeout
+            If that takes longer than ``patience.timeout_s``; all communicators have ended.
+        R2cclError
+            If the communicators have ended; no peer can write into the memory of a call any more.
+        """
+        clock, progress = self._clock, self.progress
+        caller.since_s = clock()
+        deadline = caller.since_s + patience.timeout_s
+        caller.waiting = patience
+        self._control.is_busy = True
+        idle_since = 0.0
+        try:
+            while not is_done():
+                if self._newcomers:
+                    self._stand_aside(caller, is_done, deadline)
+                    self._control.is_busy = True
+                    continue
+                if self.inbox:
+                    self._drain()
+                    progress.advance()
+                    continue  # an event may be what this wait is for
+                if progress.step():
+                    idle_since = 0.0
+                    if self._followers:
+                        self._notify()
+                    if self._revocation.error is None:
+                        if self._migration.repairing:
+                            # The control thread exchanges the announcements of a migration. A busy
+                            # loop would make it wait 5 ms (Python's switch interval) for the GIL.
+                            time.sleep(_GIVE_WAY_S)
+                        continue
+                now = clock()
+                if now >= self._next_tick:
+                    self._next_tick = now + _TICK_S
+                    self._tick(now)
+                caller.check()
+                if now >= deadline:
+                    raise _timeout(patience)
+                if not idle_since:
+                    idle_since = now
+                if now - idle_since < self._config.spin_s:
+                    os.sched_yield()
+                elif progress.is_computing:
+                    # No file descriptor reports the end of a kernel, so poll with short sleeps.
+                    time.sleep(_GIVE_WAY_S)
+                else:
+                    self._sleep(min(_TICK_S, deadline - now))
+        except BaseException as exc:
+            self.give_up(caller, exc)
+            raise
+        finally:
+            caller.waiting = None
+            self._control.is_busy = False
+
+    def _notify(self) -> None:
+        """Wake the threads that stand aside and whose wait is over."""
+        for follower in self._followers.copy():
+            if follower.is_done():
+                follower.turn.set()
+
+    def _sleep(self, timeout_s: float) -> None:
+        self._sleeping = True
+        try:
+            # Both are checked after the flag is set: a thread that adds to them later sees the flag
+            # and wakes the loop.
+            if not self.inbox and not self._newcomers:
+                self.progress.step(timeout_s)
+        finally:
+            self._sleeping = False
+            if self._followers:
+                self._notify()
+
+    # Errors
+
+    def _broken(self, cause: Exception) -> InternalError:
+        error = InternalError(
+            f"rank {self.rank}: the data loop failed with {cause!r}; please report this bug with "
+            "the stack trace in the log"
+        )
+        error.__cause__ = cause
+        return error
+
+    def give_up(self, caller: Caller, exc: BaseException) -> None:
+        """End the communicators, unless they have ended, because a call of `caller` raises `exc`.
+
+        Afterwards no peer can write into the call's memory. Further Ctrl-C does not interrupt this
+        method. The calling thread must own the loop.
+        """
+        is_sound = isinstance(exc, R2cclError)
+        for _ in range(_MOST_INTERRUPTS):
+            try:
+                if isinstance(exc, R2cclError):
+                    caller.has_raised = True
+                    self.fail(exc)
+                else:
+                    rank = self.rank
+                    self.fail(CommunicatorRevoked(f"rank {rank}: interrupted by {exc!r}"))
+                self._settle(is_sound)
+                return
+            except BaseException as again:
+                is_sound = False
+                _log.debug("rank %d: %r while a call ends", self.rank, again)
+
+    def _settle(self, is_sound: bool) -> None:
+        """Fence all paths and run the data loop until none is in use.
+
+        Close the transport if some path stays in use. If not `is_sound`, close it at once, because
+        an exception may have lost events of the transport.
+        """
+        if self.is_settled:
+            return
+        self.failover.fence_all()
+        if not (is_sound and self._comes_to_rest()):
+            try:
+                self._transport.close()
+            except Exception:
+                _log.exception(
+                    "rank %d: the transport was not freed completely; end the process to free it",
+                    self.rank,
+                )
+        self.is_settled = True
+        self.progress.forget()
+
+    def _comes_to_rest(self) -> bool:
+        clock = self._clock
+        give_up_s = clock() + _SETTLE_S
+        try:
+            while not self._migration.is_quiet:
+                if clock() >= give_up_s:
+                    _log.error("rank %d: some paths did not drain; all are closed", self.rank)
+                    return False
+                self.progress.step(_GIVE_WAY_S)
+        except Exception:
+            _log.exception("rank %d: the data loop failed while paths were fenced", self.rank)
+            return False
+        return True
+
+    def fail(self, exc: R2cclError) -> None:
+        """End the communicators, unless they have ended, because of the error `exc` here."""
+        if self._revocation.error is not None:
+            return
+        if isinstance(exc, InternalError):
+            _log.error("rank %d: %s", self.rank, exc, exc_info=exc)
+        message = Revoke(type(exc).__name__, str(exc), self.rank)
+        self._revocation.revoke(message, error=without_frames(exc))
+
+    def close(self) -> None:
+        """Free the transport once the running calls, if any, have ended.
+
+        If they do not end within `_LAST_CALL_S`, log an error and free nothing.
+        """
+        give_up_s = self._clock() + _LAST_CALL_S
+        while self._clock() < give_up_s:
+            try:
+                if self._owner.acquire(timeout=_TICK_S) and not self._followers:
+                    self._transport.close()
+                    return
+            finally:
+                self.release()
+        _log.error(
+            "rank %d: a call still runs %g s after the communicator was closed: its "
+            "connections and memory stay in use; end the process to free them",
+            self.rank, _LAST_CALL_S,
+        )  # fmt: skip
+
+
+def without_frames(error: R2cclError) -> R2cclError:
+    """Return a copy of `error` without its traceback, which would keep arrays of callers alive."""
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+def _timeout(patience: Patience) -> TransportTimeout:
+    pending = patience.pending()
+    awaited = {*pending.absent, *(wait.peer for wait in pending.waits)}
+    return TransportTimeout(
+        f"{pending}; gave up after {patience.timeout_s:g} s: check these ranks, or raise "
+        f"{patience.variable} if they are only slow",
+        rank=pending.rank,
+        peer=awaited.pop() if len(awaited) == 1 else None,
+    )
+
+
+__all__ = ["BackgroundControl", "Caller", "DataLoop", "Patience", "without_frames"]

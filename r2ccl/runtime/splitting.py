@@ -1,0 +1,109 @@
+"""Agreement of the ranks of a communicator on the communicators to make from it."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+from typing import NamedTuple
+
+from r2ccl.clock import monotonic
+from r2ccl.errors import InvalidArgument, TransportTimeout
+from r2ccl.runtime.contexts import NO_OFFER, Context
+from r2ccl.runtime.engine import Engine
+from r2ccl.types import AllgatherBytes
+
+#: Whether the rank takes part, its color, its key.
+_ENTRY = struct.Struct("<?qq")
+_INT64 = range(-(1 << 63), 1 << 63)
+#: Longest pause before another attempt, while another thread makes a communicator.
+_PAUSE_S = 0.002
+
+
+class Part(NamedTuple):
+    """Communicator to make.
+
+    Attributes
+    ----------
+    context : Context
+    members : tuple of int
+        Rank of each of its ranks in the communicator that it is made from.
+    """
+
+    context: Context
+    members: tuple[int, ...]
+
+
+def agree(
+    engine: Engine, allgather: AllgatherBytes, color: int | None, key: int, timeout_s: float
+) -> Part | None:
+    """Return the communicator of the ranks that passed the same `color`.
+
+    Parameters
+    ----------
+    engine : Engine
+        Engine of the communicator to split.
+    allgather : callable
+        Allgather among its ranks.
+    color : int or None
+        None: this rank takes part in no new communicator.
+    key : int
+        Ranks are ordered by key, then by rank.
+    timeout_s : float
+        Time limit, in seconds, for other threads to finish making communicators.
+
+    Returns
+    -------
+    Part or None
+        None if `color` is None.
+
+    Raises
+    ------
+    InvalidArgument
+        If `color` or `key` do not fit 64 bits, or no context id is free.
+    TransportTimeout
+        If other threads make communicators all the time.
+    R2cclError
+        If the communicator has ended.
+
+    Notes
+    -----
+    *Collective*: all ranks.
+    """
+    for name, value in (("color", color), ("key", key)):
+        if value is not None and value not in _INT64:
+            raise InvalidArgument(f"{name}={value!r}; allowed are integers of 64 bits")
+    entry = _ENTRY.pack(color is not None, color or 0, key)
+    give_up_s = monotonic() + timeout_s
+    contexts = engine.contexts
+    while True:
+        mine = NO_OFFER if color is None else contexts.offer()
+        try:
+            rows = allgather(entry + mine)
+        except BaseException:
+            contexts.withdraw(mine)
+            raise
+        entries = [_ENTRY.unpack_from(row) for row in rows]
+        offers = [row[_ENTRY.size :] for row in rows]
+        takers = [rank for rank, (takes_part, _, _) in enumerate(entries) if takes_part]
+        if all(offers[rank] != NO_OFFER for rank in takers):
+            break
+        contexts.withdraw(mine)
+        if monotonic() >= give_up_s:
+            raise TransportTimeout(
+                f"rank {engine.rank}: other threads were making communicators for "
+                f"{timeout_s:g} s, so none was made here: try again",
+                rank=engine.rank,
+            )
+        time.sleep(_PAUSE_S * random.random())
+    if color is None:
+        return None
+    members = sorted(
+        (rank for rank in takers if entries[rank][1] == color), key=lambda rank: entries[rank][2]
+    )
+    context_id, first_op = contexts.choose([offers[rank] for rank in members], mine)
+    in_job = tuple(engine.context.members[rank] for rank in members)
+    return Part(Context(context_id, first_op, in_job), tuple(members))
+
+
+__all__ = ["Part", "agree"]
