@@ -1,0 +1,64 @@
+"""Contract tests of communicators made from others, over real processes and real sockets."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from support import split_programs as programs
+from support.slow import slow_but
+
+from r2ccl import launch
+
+TIMEOUT_S = 90.0
+
+
+def test_ranks_of_a_color_are_ordered_by_their_keys() -> None:
+    found = launch(programs.split_in_halves, 5, timeout_s=TIMEOUT_S)
+    even, odd = [4, 2, 0], [3, 1]
+    for rank, got in enumerate(found):
+        members = odd if rank % 2 else even
+        whole = float(sum(each + 1 for each in members))
+        at = members.index(rank)
+        part = sum(range(10 * at, 10 * at + 10)) * len(members)
+        assert got == [at, tuple(members), whole, whole, members, part, members[-1]]
+
+
+def test_ranks_outside_get_none_and_children_can_be_split() -> None:
+    found = launch(programs.created, 4, timeout_s=TIMEOUT_S)
+    assert found == [
+        [False, False, [2, 0], [0, 2, 3], (0, 1, 2)],
+        [True, True],
+        [False, False, [2, 0], [0, 2, 3], (0, 1, 2)],
+        [True, False, [0, 2, 3], (0, 1, 2)],
+    ]
+
+
+@pytest.mark.parametrize("nranks", slow_but([4], [2, 3, 4, 5]))
+@pytest.mark.parametrize("nfaults", [0, 4])
+def test_threads_may_call_at_once_even_while_rails_fail(nranks: int, nfaults: int) -> None:
+    run = functools.partial(programs.in_threads, 20, (10, 5_000, 300_000), nfaults)
+    found = launch(run, nranks, timeout_s=TIMEOUT_S)
+    assert [errors for errors, _ in found] == [[]] * nranks
+    assert bool(sum(nrepairs for _, nrepairs in found)) == bool(nfaults)
+
+
+def test_communicators_need_no_descriptors_and_no_threads() -> None:
+    for counts in launch(functools.partial(programs.many, 20, 3), 3, timeout_s=TIMEOUT_S):
+        assert len(set(counts)) == 1
+
+
+def test_misuse_is_refused_and_the_job_stays_usable() -> None:
+    (found, _) = launch(programs.misused, 2, timeout_s=TIMEOUT_S)
+    assert [line.partition(":")[0] for line in found] == [
+        "InvalidArgument", "InvalidArgument", "InvalidArgument", "InvalidArgument",
+        "CommunicatorRevoked", "CommunicatorRevoked", "CommunicatorRevoked",
+    ]  # fmt: skip
+
+
+def test_an_error_in_one_communicator_ends_all_of_the_job() -> None:
+    for found in launch(programs.differing, 2, timeout_s=TIMEOUT_S):
+        assert len(found) == 2
+        assert found[0].startswith("InvalidArgument")
+        assert "count=4" in found[0]
+        assert "count=3" in found[0]

@@ -1,0 +1,130 @@
+"""Programs of ranks that use several communicators of one job."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import numpy as np
+
+import r2ccl
+from r2ccl import Communicator, InvalidArgument
+from r2ccl.errors import CommunicatorRevoked, R2cclError
+from r2ccl.testing import Action, Fault, FaultPlan
+
+
+def split_in_halves() -> list[Any]:
+    """Split by parity with reversed keys; return the ranks as each communicator sees them."""
+    with r2ccl.init() as comm:
+        half = comm.split(comm.rank % 2, -comm.rank)
+        assert half is not None
+        x = np.full(70_000, float(comm.rank + 1))
+        half.allreduce(x)
+        ranks = half.allgather(np.array([comm.rank]))
+        part = half.reduce_scatter(np.arange(half.nranks * 10.0))
+        root = half.broadcast(np.array([comm.rank]), root=half.nranks - 1)
+        half.barrier()
+        return [half.rank, half.members, x[0], x[-1], ranks.ravel().tolist(), part.sum(), root[0]]
+
+
+def created() -> list[Any]:
+    """Make communicators of some ranks only; return what each rank got."""
+    with r2ccl.init() as comm:
+        pair = comm.create([2, 0])
+        none = comm.split(None if comm.rank == 1 else 5)
+        nested = None if none is None else none.split(0, none.rank)
+        found: list[Any] = [pair is None, none is None]
+        if pair is not None:
+            found.append(pair.allgather(np.array([comm.rank])).ravel().tolist())
+        if nested is not None:
+            found.append(nested.allgather(np.array([comm.rank])).ravel().tolist())
+            found.append(nested.members)
+        return found
+
+
+def in_threads(ncalls: int, counts: tuple[int, ...], nfaults: int) -> tuple[list[str], int]:
+    """Call four communicators from four threads, in other orders on each rank, while rails fail.
+
+    Return the errors, and the number of repairs.
+    """
+    faults = [
+        Fault(action=Action.NIC_DOWN, node=0, rail=at % 2, rank=0, at_op=2 + 3 * at, at_step=at)
+        for at in range(nfaults)
+    ]
+    with r2ccl.init(faults=FaultPlan(faults)) as comm:
+        half = comm.split(comm.rank % 2)
+        assert half is not None
+        group = [comm, comm.dup(), comm.create(range(comm.nranks)[::-1]), half]
+        errors: list[str] = []
+
+        def call(each: Communicator, first: int) -> None:
+            for at in range(ncalls):
+                x = np.full(counts[(at + first) % len(counts)], float(each.rank + at))
+                each.allreduce(x)
+                whole = sum(range(each.nranks)) + each.nranks * at
+                if not (x == whole).all():
+                    errors.append(f"rank {comm.rank}, call {at}: {x[0]} is not {whole}")
+
+        threads = [
+            threading.Thread(target=call, args=(each, at)) for at, each in enumerate(group) if each
+        ]
+        for thread in threads[:: 1 if comm.rank % 2 else -1]:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return errors, len(comm.repairs())
+
+
+def many(ncommunicators: int, nrounds: int) -> list[int]:
+    """Open and close many communicators; return the descriptors and threads after each round."""
+    with r2ccl.init() as comm:
+        found = []
+        for _ in range(nrounds):
+            opened = [comm.dup() for _ in range(ncommunicators)]
+            for each in opened:
+                assert each.allreduce(np.ones(3))[0] == comm.nranks
+            found.append(len(os.listdir("/proc/self/fd")) + threading.active_count())
+            for each in opened[::-1]:
+                each.close()
+        return found
+
+
+def misused() -> list[str]:
+    """Misuse communicators; return the errors."""
+    found = []
+
+    def refused(fn: Any, *given: Any) -> None:
+        try:
+            fn(*given)
+        except R2cclError as exc:
+            found.append(f"{type(exc).__name__}: {exc}")
+
+    with r2ccl.init() as comm:
+        child = comm.dup()
+        for fn, *given in (
+            (comm.split, 1 << 70), (comm.create, [0, 0]), (comm.create, [7]), (child.shrink,),
+        ):  # fmt: skip
+            refused(fn, *given)
+        child.allreduce(np.ones(2))
+        child.close()
+        child.close()
+        refused(child.allreduce, np.ones(2))
+        refused(child.split, 0)
+        other = comm.dup()
+        comm.allreduce(np.ones(2))
+    refused(other.allreduce, np.ones(2))
+    return found
+
+
+def differing() -> list[str]:
+    """Make different calls on a communicator; return the errors on it and on the job's first."""
+    found = []
+    with r2ccl.init() as comm:
+        child = comm.dup()
+        for each in (child, comm):
+            try:
+                each.allreduce(np.ones(3 if comm.rank else 4))
+            except (InvalidArgument, CommunicatorRevoked) as exc:
+                found.append(f"{type(exc).__name__}: {exc}")
+    return found
