@@ -7,7 +7,7 @@ The names in ``__all__`` are the public interface, to which semantic versioning 
 from __future__ import annotations
 
 from r2ccl.bootstrap.launch import launch
-from r2ccl.communicator import Communicator
+from r2ccl.communicator import ANY_SOURCE, ANY_TAG, Communicator
 from r2ccl.config import Config
 from r2ccl.errors import (
     CommunicatorRevoked,
@@ -26,6 +26,8 @@ from r2ccl.errors import (
 )
 from r2ccl.factory import init
 from r2ccl.failover.migration.repairs import Repair
+from r2ccl.runtime.messages.matching import Message
+from r2ccl.runtime.messages.messenger import MessageRequest
 from r2ccl.runtime.status import HealthReport, Pending
 from r2ccl.types import ReduceOp
 
@@ -38,6 +40,8 @@ AVG = ReduceOp.AVG
 __version__ = "0.1.0"
 
 __all__ = [
+    "ANY_SOURCE",
+    "ANY_TAG",
     "AVG",
     "MAX",
     "MIN",
@@ -51,6 +55,8 @@ __all__ = [
     "HealthReport",
     "InternalError",
     "InvalidArgument",
+    "Message",
+    "MessageRequest",
     "NoHealthyRail",
     "NoQuorum",
     "PeerLost",

@@ -35,6 +35,8 @@ from r2ccl.runtime.arguments import as_buffer
 from r2ccl.runtime.async_work import Worker
 from r2ccl.runtime.collectives import Collectives
 from r2ccl.runtime.engine import Engine, RegisteredMemory
+from r2ccl.runtime.messages.matching import ANY, Message
+from r2ccl.runtime.messages.messenger import MessageRequest
 from r2ccl.runtime.signal_dump import require_main_thread
 from r2ccl.runtime.splitting import agree
 from r2ccl.schedule.ir import Schedule
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
     from r2ccl.gpu.backends import GpuBackend
 
 _log = logging.getLogger(__name__)
+
+#: Source, or tag, of a receive that takes any.
+ANY_SOURCE = ANY_TAG = ANY
 
 
 class Communicator:
@@ -482,6 +487,137 @@ class Communicator:
         """
         self._collectives.barrier()
 
+    def send(
+        self, x: Any, to: int, tag: int = 0, *, async_op: bool = False
+    ) -> MessageRequest | None:
+        """Send `x` to rank `to`.
+
+        Parameters
+        ----------
+        x : array_like in host memory
+            C-contiguous. Borrowed until the call, or the `MessageRequest`, has finished.
+        to : int
+            Receiving rank; may be this rank.
+        tag : int
+            0 or more.
+        async_op : bool
+            Return a `MessageRequest` at once.
+
+        Raises
+        ------
+        InvalidArgument
+            If an argument is invalid, or the receive that took the message cannot hold it.
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, TransportTimeout
+            As for `allreduce`.
+
+        Notes
+        -----
+        A message of at most ``R2CC_EAGER_NBYTES``, less a header of 32 bytes, is copied, and the
+        call returns; a longer one waits for its `recv`. *After failure*: no message is lost or
+        doubled. Messages and collectives do not wait for each other.
+        """
+        to = self._rank_of(to, "to")
+        buffer = as_buffer(x, writable=False)
+        request = self._engine.messenger.send(buffer, to, arguments.tag(tag))
+        if async_op:
+            return request
+        request.wait()
+        return None
+
+    def recv(
+        self,
+        out: Any,
+        source: int = ANY_SOURCE,
+        tag: int = ANY_TAG,
+        *,
+        async_op: bool = False,
+    ) -> Message | MessageRequest:
+        """Receive a message into the first elements of `out`.
+
+        Parameters
+        ----------
+        out : array_like in host memory
+            C-contiguous and writable, of the dtype that is sent, and at least as large.
+        source, tag : int
+            Accepted ones; by default any.
+        async_op : bool
+            Return a `MessageRequest` at once; its ``wait()`` returns the `Message`.
+
+        Returns
+        -------
+        Message or MessageRequest
+            Source, tag and number of elements of the message.
+
+        Raises
+        ------
+        InvalidArgument
+            If an argument is invalid, or the message has another dtype or more elements than `out`.
+            A short message then stays to be received; a long one raises at its sender, too.
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, TransportTimeout
+            As for `allreduce`.
+
+        Notes
+        -----
+        Messages of one source with one tag arrive in the order in which they were sent. *Cost*:
+        linear in the number of messages, or receives, that wait for their counterpart.
+        """
+        source = self._source_of(source)
+        buffer = as_buffer(out, writable=True)
+        request = self._engine.messenger.receive(buffer, source, arguments.tag(tag, is_any=True))
+        if async_op:
+            return request
+        found = request.wait()
+        assert found is not None
+        return found
+
+    def sendrecv(
+        self,
+        x: Any,
+        to: int,
+        out: Any,
+        source: int = ANY_SOURCE,
+        *,
+        tag: int = 0,
+        recv_tag: int = ANY_TAG,
+    ) -> Message:
+        """Send `x` to rank `to`, and receive a message into `out`, at the same time.
+
+        See `send` and `recv` for arguments and errors. A ring of ranks that call it does not block,
+        whatever the sizes. `x` and `out` must not overlap.
+        """
+        received = self.recv(out, source, recv_tag, async_op=True)
+        assert isinstance(received, MessageRequest)
+        try:
+            self.send(x, to, tag)
+        except InvalidArgument:
+            received.cancel()
+            raise
+        found = received.wait()
+        assert found is not None
+        return found
+
+    def probe(
+        self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, is_blocking: bool = True
+    ) -> Message | None:
+        """Return the message that `recv` with these arguments would take, without taking it.
+
+        Parameters
+        ----------
+        source, tag : int
+            As for `recv`.
+        is_blocking : bool
+            False: return None if there is no such message yet.
+
+        Raises
+        ------
+        InvalidArgument
+            If an argument is invalid.
+        NoHealthyRail, PeerLost, TransportError, CommunicatorRevoked, TransportTimeout
+            As for `allreduce`.
+        """
+        source, tag = self._source_of(source), arguments.tag(tag, is_any=True)
+        return self._engine.messenger.probe(source, tag, is_blocking=is_blocking)
+
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Return a new communicator of the ranks that pass the same `color`.
 
@@ -897,14 +1033,18 @@ class Communicator:
         )
         return selector.select(device, kernels)
 
-    def _rank_of(self, root: SupportsIndex) -> int:
+    def _source_of(self, source: SupportsIndex) -> int:
+        """Return `source` as an int; raise `InvalidArgument` if it is neither a rank nor any."""
+        return ANY_SOURCE if source == ANY_SOURCE else self._rank_of(source, "source")
+
+    def _rank_of(self, root: SupportsIndex, name: str = "root") -> int:
         """Return `root` as an int; raise `InvalidArgument` if it is not a rank."""
         try:
             rank = index(root)
         except TypeError:  # 1.5, or a string
             rank = -1
         if not 0 <= rank < self.nranks:
-            raise InvalidArgument(f"root={root!r}; allowed is 0 to {self.nranks - 1}")
+            raise InvalidArgument(f"{name}={root!r}; allowed is 0 to {self.nranks - 1}")
         return rank
 
 
@@ -920,4 +1060,4 @@ def _hosts(peers: Sequence[PeerInfo]) -> tuple[tuple[int, ...], ...]:
 #: The communicator owns the control plane, even if the function raises.
 Assemble: TypeAlias = Callable[[ControlPlane, tuple[int, ...]], Communicator]
 
-__all__ = ["Communicator"]
+__all__ = ["ANY_SOURCE", "ANY_TAG", "Communicator"]

@@ -12,6 +12,7 @@ the dtype supports the op is checked by `check_op` or by planning, the schedule 
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any, TypeAlias
 
 import msgspec
@@ -34,6 +35,7 @@ from r2ccl.runtime.arrays.cuda import (
     as_device_buffer,
     is_device_array,
 )
+from r2ccl.runtime.messages.matching import ANY
 from r2ccl.schedule.ir import Schedule
 from r2ccl.types import REDUCTIONS, CallSignature, Collective, ReduceOp
 
@@ -140,6 +142,23 @@ def view(x: Any, *, writable: bool) -> Memory:
     return as_buffer(x, writable=writable)
 
 
+def tag(value: Any, *, is_any: bool = False) -> int:
+    """Return the tag of a message; `is_any` allows `ANY`.
+
+    Raises
+    ------
+    InvalidArgument
+        If `value` is not an integer from 0 to 2^63 - 1.
+    """
+    try:
+        number = index(value)
+    except TypeError:
+        number = -2
+    if not (0 <= number < 1 << 63 or (is_any and number == ANY)):
+        raise InvalidArgument(f"tag={value!r}; allowed are 0 to 2^63 - 1")
+    return number
+
+
 def as_buffer(x: Any, *, writable: bool) -> Buffer:
     """View `x` as a `Buffer`, sharing its memory.
 
@@ -221,5 +240,6 @@ __all__ = [
     "check_op",
     "reduce",
     "reduce_scatter",
+    "tag",
     "view",
 ]

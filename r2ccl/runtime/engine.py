@@ -11,7 +11,7 @@ status and errors have the ranks of the job, which are the same in the job's fir
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from r2ccl.runtime.contexts import Context, ContextPost, Contexts, InContext
 from r2ccl.runtime.data_loop import BackgroundControl, DataLoop, Patience, without_frames
 from r2ccl.runtime.desync_check import Calling, DesyncCheck
 from r2ccl.runtime.executor import LaneRun
+from r2ccl.runtime.messages.messenger import Messenger
 from r2ccl.runtime.progress import Computer, describe
 from r2ccl.runtime.status import (
     HeldPath,
@@ -179,6 +180,22 @@ class Engine:
             return made
 
         made: Engine = self.call(make)
+        return made
+
+    @cached_property
+    def messenger(self) -> Messenger:
+        """Messages between two ranks of the communicator."""
+
+        def health() -> Health:
+            known = self.known_health()
+            return self.whole_health if known is None else known.health
+
+        def make() -> Messenger:
+            return Messenger(
+                self._job, self._loop, self.context, self, connect=self._connect, health=health
+            )
+
+        made: Messenger = self.call(make)
         return made
 
     # State; any thread may read it, without waiting
@@ -592,6 +609,8 @@ class Engine:
 
         def forget() -> None:
             del self._loop.callers[self.context.context_id]
+            if "messenger" in self.__dict__:
+                self.messenger.close()
             self._contexts.remove(self, self._calls.op)
 
         self.call(forget)

@@ -7,8 +7,8 @@ numbered per communicator, in the order in which all its ranks make them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
 
 _C = TypeVar("_C")
 
@@ -36,9 +36,14 @@ class Calls(Generic[_C]):
         Number of the last call that each peer's slices were seen in.
     consumers : mapping
         `Consumer` of each channel of the current call.
+    on_unposted : callable or None
+        Called with a link whose next slice has arrived before its receive was posted. None: the
+        slice waits for the receive.
     """
 
-    __slots__ = ("ahead", "consumers", "context_id", "op", "seen", "signature", "signatures")
+    __slots__ = (
+        "ahead", "consumers", "context_id", "on_unposted", "op", "seen", "signature", "signatures",
+    )  # fmt: skip
 
     def __init__(self, context_id: int) -> None:
         self.context_id = context_id
@@ -48,6 +53,7 @@ class Calls(Generic[_C]):
         self.ahead: dict[int, dict[int, int]] = {}
         self.seen: dict[int, int] = {}
         self.consumers: Mapping[int, _C] = {}
+        self.on_unposted: Callable[[Any], None] | None = None
 
     def begin(self, signature: int) -> None:
         """Start the next call, whose packed signature is `signature`."""
@@ -73,6 +79,11 @@ def context_of(channel: int) -> int:
     return channel >> _CONTEXT_SHIFT
 
 
+def message_context(context_id: int) -> int:
+    """Return the context id of the messages between two ranks of a communicator."""
+    return context_id | _MESSAGES
+
+
 def first_channel(context_id: int) -> int:
     """Return the lowest link channel of a communicator."""
     return context_id << _CONTEXT_SHIFT
@@ -87,5 +98,7 @@ def local_channel(channel: int) -> int:
 _HISTORY = 64
 #: A channel has 32 bits on the wire: the context id, then the channel within the communicator.
 _CONTEXT_SHIFT = 16
+#: Bit of the context ids of messages between two ranks.
+_MESSAGES = 1 << 15
 
-__all__ = ["Calls", "context_of", "first_channel", "local_channel"]
+__all__ = ["Calls", "context_of", "first_channel", "local_channel", "message_context"]

@@ -289,6 +289,8 @@ class Links:
                 landing.owner.on_slice(landing, payload)
                 self.touch(landing.owner)
             taken = link.take()
+        if calls.on_unposted is not None and link.delivered in link.arrivals:
+            calls.on_unposted(link)
 
     def consume(self, link: RecvLink, is_eager: bool) -> None:
         """Count the oldest delivered slice as consumed.

@@ -1,0 +1,114 @@
+"""Matching of messages with receives, by source and tag.
+
+As in MPI, messages of one source that a receive could take are taken in the order in which they
+were sent, and receives that could take the same message in the order in which they were posted. No
+I/O. Cost: linear in the number of unmatched messages or receives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+#: Source or tag of a receive that takes any.
+ANY = -1
+
+
+class Message(msgspec.Struct, frozen=True):
+    """Message that a receive has taken, or that `probe` found.
+
+    Attributes
+    ----------
+    source, tag : int
+        Rank that sent it, and the tag that it gave.
+    count : int
+        Number of elements.
+    """
+
+    source: int
+    tag: int
+    count: int
+
+
+class Envelope(NamedTuple):
+    """Announced message.
+
+    ``ident`` is the sender's number of the message. ``payload`` is its data if it is short; None if
+    the data follows once a receive has taken the message.
+    """
+
+    source: int
+    tag: int
+    dtype: int
+    nbytes: int
+    ident: int
+    payload: bytes | memoryview | None
+
+
+class Taker(Protocol):
+    """Receive that waits for a message.
+
+    Attributes
+    ----------
+    source, tag : int
+        Accepted ones, or `ANY`.
+    """
+
+    source: int
+    tag: int
+
+
+class Matching:
+    """Unmatched messages and receives of one communicator at this rank."""
+
+    def __init__(self) -> None:
+        self._envelopes: deque[Envelope] = deque()
+        self._takers: deque[Any] = deque()
+
+    def arrived(self, envelope: Envelope) -> Any:
+        """Return the receive that takes a message that just arrived; None: it is kept."""
+        for taker in self._takers:
+            if _fits(taker, envelope):
+                self._takers.remove(taker)
+                return taker
+        self._envelopes.append(_kept(envelope))
+        return None
+
+    def post(self, taker: Taker) -> Envelope | None:
+        """Return the message that a new receive takes; None: the receive is kept."""
+        found = self.find(taker)
+        if found is None:
+            self._takers.append(taker)
+        else:
+            self._envelopes.remove(found)
+        return found
+
+    def find(self, taker: Taker) -> Envelope | None:
+        """Return the message that a receive would take, without taking it."""
+        return next((each for each in self._envelopes if _fits(taker, each)), None)
+
+    def put_back(self, envelope: Envelope) -> None:
+        """Keep a message, ahead of all others, that its receive could not hold."""
+        self._envelopes.appendleft(_kept(envelope))
+
+    def cancel(self, taker: Taker) -> bool:
+        """Remove a receive; return False if it has taken a message."""
+        if taker not in self._takers:
+            return False
+        self._takers.remove(taker)
+        return True
+
+
+def _kept(envelope: Envelope) -> Envelope:
+    """Return the envelope with a copy of its data, which was borrowed."""
+    payload = envelope.payload
+    return envelope if payload is None else envelope._replace(payload=bytes(payload))
+
+
+def _fits(taker: Taker, envelope: Envelope) -> bool:
+    return taker.source in (ANY, envelope.source) and taker.tag in (ANY, envelope.tag)
+
+
+__all__ = ["ANY", "Envelope", "Matching", "Message", "Taker"]

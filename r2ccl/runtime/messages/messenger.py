@@ -1,0 +1,264 @@
+"""Messages of one communicator, as its threads use them: blocking and asynchronous."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from r2ccl.errors import TransportTimeout
+from r2ccl.failover.context import RankContext
+from r2ccl.failover.health.table import Health
+from r2ccl.failover.migration.calls import message_context
+from r2ccl.runtime.arrays.buffers import Buffer
+from r2ccl.runtime.contexts import Context
+from r2ccl.runtime.data_loop import Caller, DataLoop, Patience
+from r2ccl.runtime.messages.driver import MessageDriver, ReceiveRequest, SendRequest
+from r2ccl.runtime.messages.matching import ANY, Message
+from r2ccl.runtime.status import Pending, Wait
+
+
+class MessageRequest:
+    """Handle of a message that is being sent or received.
+
+    Keeps the array alive. An error of the message is raised by `wait`.
+    """
+
+    def __init__(
+        self, messenger: Messenger, request: SendRequest | ReceiveRequest, owner: object
+    ) -> None:
+        self._messenger = messenger
+        self._request = request
+        self._owner: object | None = owner
+
+    def is_done(self) -> bool:
+        """Return at once whether the message is sent or received, or has failed."""
+        return self._messenger.test(self._request)
+
+    def wait(self, timeout_s: float | None = None) -> Message | None:
+        """Block until the message is sent, so that its array may change, or received.
+
+        Parameters
+        ----------
+        timeout_s : float, optional
+            Longest wait, in seconds. Default: ``R2CC_TIMEOUT_S``.
+
+        Returns
+        -------
+        Message or None
+            Source, tag and number of elements of a received message; None for a send.
+
+        Raises
+        ------
+        TransportTimeout
+            If it takes longer. With `timeout_s` the request goes on: wait again. By default, the
+            communicator has ended.
+        InvalidArgument
+            If the message does not fit its receive; both ends raise it. A short message stays at
+            the receiver.
+        R2cclError
+            If the communicator has ended.
+        """
+        found = self._messenger.wait(self._request, timeout_s)
+        self._owner = None
+        return found
+
+    def cancel(self) -> bool:
+        """Withdraw a receive that has taken no message; return whether it was withdrawn."""
+        return self._messenger.cancel(self._request)
+
+
+class Messenger:
+    """Messages of one communicator; a `Caller` of the data loop.
+
+    Parameters
+    ----------
+    job : RankContext
+        This rank in the job.
+    loop : DataLoop
+    context : Context
+        Identity of the communicator.
+    engine : Caller
+        Calls of the same communicator, with which this object shares errors.
+    connect : callable
+        ``connect(peers)`` connects paths to ranks of the job, and waits for them.
+    health : callable
+        Returns the newest known health of the communicator.
+    """
+
+    def __init__(
+        self,
+        job: RankContext,
+        loop: DataLoop,
+        context: Context,
+        engine: Caller,
+        *,
+        connect: Callable[[frozenset[int]], None],
+        health: Callable[[], Health],
+    ) -> None:
+        self._job = job
+        self._loop = loop
+        self._clock = job.clock
+        self._timeout_s = job.config.timeout_s
+        self._members = context.members
+        self._rank = context.members.index(job.rank)
+        self._engine = engine
+        self._connect = connect
+        context_id = message_context(context.context_id)
+        self._driver = MessageDriver(
+            loop.links,
+            loop.links.calls_of(context_id),
+            rank=self._rank,
+            members=context.members,
+            first_op=context.first_op,
+            nhomes=len(job.homes),
+            nwires=job.nwires,
+            eager_nbytes=job.config.eager_nbytes,
+            slice_nbytes=job.config.slice_nbytes,
+            depth=job.config.landing_depth,
+            health=health,
+        )
+        self.waiting: Patience | None = None
+        self.since_s = 0.0
+        self.is_calling = False
+        self.peers: frozenset[int] = frozenset()
+        self._context_id = context_id
+        loop.callers[context_id] = self
+
+    def close(self) -> None:
+        """Handle no messages any more; called by the owner of the data loop."""
+        del self._loop.callers[self._context_id]
+        self._driver.close()
+
+    @property
+    def has_raised(self) -> bool:
+        """As of the calls of the communicator."""
+        return self._engine.has_raised
+
+    @has_raised.setter
+    def has_raised(self, value: bool) -> None:
+        self._engine.has_raised = value
+
+    def tick(self, now: float) -> None:
+        """Do nothing."""
+
+    def check(self) -> None:
+        """Raise if the communicator has ended."""
+        self._engine.check()
+
+    # Requests; any thread
+
+    def send(self, x: Buffer, to: int, tag: int) -> MessageRequest:
+        """Begin to send `x` to rank `to`, connecting paths to it if there are none."""
+        peer = self._members[to]
+        view = memoryview(x.array.view(np.uint8))  # type: ignore[arg-type]
+
+        def post() -> SendRequest:
+            if peer != self._job.rank and peer not in self._loop.links.connected:
+                self._connect(frozenset((peer,)))
+            return self._driver.send(view, x.dtype_code, to, tag)
+
+        return MessageRequest(self, self._own(post), x.owner)
+
+    def receive(self, out: Buffer, source: int, tag: int) -> MessageRequest:
+        """Begin to receive a message into `out`."""
+        view = memoryview(out.array.view(np.uint8))  # type: ignore[arg-type]
+
+        def post() -> ReceiveRequest:
+            return self._driver.receive(view, out.dtype_code, source, tag)
+
+        return MessageRequest(self, self._own(post), out.owner)
+
+    def probe(self, source: int, tag: int, *, is_blocking: bool) -> Message | None:
+        """Return the first message that a receive would take; None if there is none yet."""
+        find = partial(self._driver.probe, source, tag)
+        found: Message | None = self._own(find, is_step=True)
+        if found is not None or not is_blocking:
+            return found
+        wanted = f"a message of {_named('rank', source)} with {_named('tag', tag)}"
+        peer = ANY if source == ANY else self._members[source]
+        self._wait(lambda: find() is not None, peer, f"probe() for {wanted}")
+        taken: Message | None = self._own(find)
+        return taken
+
+    def test(self, request: SendRequest | ReceiveRequest) -> bool:
+        """Return whether `request` is done; run the data loop once if not."""
+        return request.is_done or bool(self._own(lambda: request.is_done, is_step=True))
+
+    def cancel(self, request: SendRequest | ReceiveRequest) -> bool:
+        """Withdraw a receive that has taken no message; return whether it was withdrawn."""
+        if isinstance(request, SendRequest):
+            return False
+        return bool(self._own(partial(self._driver.cancel, request)))
+
+    def wait(
+        self, request: SendRequest | ReceiveRequest, timeout_s: float | None = None
+    ) -> Message | None:
+        """Wait until `request` is done; see `MessageRequest.wait`."""
+        until_s = None if timeout_s is None else self._clock() + timeout_s
+
+        def is_over() -> bool:
+            return request.is_done or (until_s is not None and self._clock() >= until_s)
+
+        if isinstance(request, SendRequest):
+            peer, doing = request.peer, f"send() to rank {request.peer}"
+        else:
+            peer = -1 if request.source == ANY else self._members[request.source]
+            doing = f"recv() from {_named('rank', peer)} with {_named('tag', request.tag)}"
+        if not request.is_done:
+            self._wait(is_over, peer, doing)
+        if request.error is not None:
+            raise request.error
+        if not request.is_done:
+            raise TransportTimeout(
+                f"rank {self._job.rank}: {doing} is not done after {timeout_s:g} s and goes on: "
+                "wait again, or look at pending() on both ranks",
+                rank=self._job.rank,
+                status="TIMEOUT",
+            )
+        return request.result
+
+    def _own(self, fn: Callable[[], Any], *, is_step: bool = False) -> Any:
+        """Run ``fn()`` as the owner of the data loop, and send what it posted."""
+        loop = self._loop
+        try:
+            loop.acquire()
+            self.check()
+            if is_step:
+                loop.progress.step()
+            try:
+                found = fn()
+                loop.progress.advance()
+            except BaseException as exc:
+                loop.give_up(self, exc)
+                raise
+        finally:
+            loop.release()
+        loop.send_rest()
+        return found
+
+    def _wait(self, is_done: Callable[[], bool], peer: int, doing: str) -> None:
+        """Run the data loop until ``is_done()``; `peer` is a rank of the job, or `ANY`."""
+        loop = self._loop
+        patience = Patience(self._timeout_s, "R2CC_TIMEOUT_S", partial(self._pending, peer, doing))
+        try:
+            loop.acquire()
+            self.peers = frozenset() if peer in (ANY, self._job.rank) else frozenset((peer,))
+            loop.wait(self, is_done, patience)
+        finally:
+            self.peers = frozenset()
+            loop.release()
+        loop.send_rest()
+
+    def _pending(self, peer: int, doing: str) -> Pending:
+        waits = () if peer == ANY else (Wait(peer, "message"),)
+        return Pending(self._job.rank, doing, self._clock(), self.since_s, {}, waits, ())
+
+
+def _named(what: str, number: int) -> str:
+    return f"any {what}" if number == ANY else f"{what} {number}"
+
+
+__all__ = ["MessageRequest", "Messenger"]

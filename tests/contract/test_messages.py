@@ -1,0 +1,58 @@
+"""Contract tests of messages between two ranks, over real processes and real sockets."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from support import message_programs as programs
+from support.slow import slow_but
+
+from r2ccl import Message, launch
+
+TIMEOUT_S = 90.0
+
+
+@pytest.mark.parametrize("nranks", slow_but([1, 3], [1, 2, 3, 5]))
+def test_messages_of_all_sizes_arrive(nranks: int) -> None:
+    assert launch(programs.of_all_sizes, nranks, timeout_s=TIMEOUT_S) == [[]] * nranks
+
+
+@pytest.mark.parametrize("count", [1, 1_000_000])
+def test_a_ring_of_blocking_calls_does_not_block(count: int) -> None:
+    run = functools.partial(programs.in_a_ring, count)
+    assert launch(run, 3, timeout_s=TIMEOUT_S) == [True] * 3
+
+
+def test_receives_choose_by_source_and_tag() -> None:
+    found, *_ = launch(programs.in_order, 3, timeout_s=TIMEOUT_S)
+    assert found == [Message(1, 2, 10), None, None, False, True, False]
+
+
+def test_a_message_that_does_not_fit_is_refused_and_not_lost() -> None:
+    receiver, sender = launch(programs.not_fitting, 2, timeout_s=TIMEOUT_S)
+    assert len(receiver) == 3 + 5
+    assert len(sender) == 1 + 5
+    assert all(line.startswith("InvalidArgument") for line in (*receiver, *sender))
+    assert (
+        "rank 1 sent 10 elements of float64 with tag 0, but rank 0 receives up to 9" in receiver[0]
+    )
+    assert "float32" in receiver[1]
+    assert "receives up to 99999" in receiver[2]
+    assert receiver[2] == sender[0]
+
+
+def test_the_memory_of_unexpected_messages_is_bounded() -> None:
+    run = functools.partial(programs.many_unexpected, 1000, 1000)
+    (is_right, nkept), _ = launch(run, 2, timeout_s=TIMEOUT_S)
+    assert is_right
+    assert 500_000 < nkept <= 1 << 20
+
+
+@pytest.mark.parametrize("nranks", slow_but([3], [2, 3, 4]))
+@pytest.mark.parametrize("nfaults", [0, 5])
+def test_messages_and_collectives_mix_while_rails_fail(nranks: int, nfaults: int) -> None:
+    run = functools.partial(programs.beside_collectives, 40, nfaults, nranks)
+    found = launch(run, nranks, timeout_s=TIMEOUT_S)
+    assert [wrong for wrong, _ in found] == [[]] * nranks
+    assert bool(sum(nrepairs for _, nrepairs in found)) == bool(nfaults)

@@ -1,0 +1,170 @@
+"""Programs of ranks that send messages to each other."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import numpy as np
+
+import r2ccl
+from r2ccl import Communicator, Message
+from r2ccl.errors import R2cclError
+from r2ccl.testing import Action, Fault, FaultPlan
+
+#: Around the largest short message, of one slice, of several slices.
+COUNTS = (0, 1, 100, 8180, 8188, 8189, 131_072, 131_073, 1_000_003)
+
+
+def data(rank: int, to: int, tag: int, count: int) -> np.ndarray[Any, Any]:
+    return np.arange(count, dtype=np.float64) + 1000 * rank + 10 * to + tag
+
+
+def of_all_sizes() -> list[str]:
+    """Exchange messages of all sizes with all ranks, also with itself; return what is wrong."""
+    wrong = []
+    with r2ccl.init() as comm:
+        for tag, count in enumerate(COUNTS):
+            sends = [
+                comm.send(data(comm.rank, to, tag, count), to, tag, async_op=True)
+                for to in range(comm.nranks)
+            ]
+            for source in range(comm.nranks):
+                out = np.full(count + 3, -1.0)
+                found = comm.recv(out, source, tag)
+                expected = data(source, comm.rank, tag, count)
+                if found != Message(source, tag, count) or not np.array_equal(
+                    out, [*expected, -1.0, -1.0, -1.0]
+                ):
+                    wrong.append(f"rank {comm.rank} of {source}, {count}: {found}")
+            for send in sends:
+                send.wait()
+    return wrong
+
+
+def in_a_ring(count: int) -> bool:
+    """Pass an array around a ring by blocking calls."""
+    with r2ccl.init() as comm:
+        x = np.full(count, float(comm.rank))
+        for _ in range(comm.nranks):
+            out = np.empty(count)
+            before = (comm.rank - 1) % comm.nranks
+            comm.sendrecv(x, (comm.rank + 1) % comm.nranks, out, before)
+            x = out
+        return bool((x == comm.rank).all())
+
+
+def in_order() -> list[Any]:
+    """Receive by tag and from any source, out of the order of sending."""
+    with r2ccl.init() as comm:
+        if comm.rank:
+            for tag in (1, 2, 1):
+                for count in (10, 50_000):
+                    comm.send(np.full(count, 10.0 * comm.rank + tag), 0, tag, async_op=True)
+            comm.barrier()
+            comm.barrier()
+            return []
+        comm.barrier()
+        found: list[Any] = [comm.probe(1, 2), comm.probe(2, 7, is_blocking=False)]
+        out = np.empty(50_000)
+        for source in (2, 1):
+            for tag in (2, 1, 1):
+                for count in (10, 50_000):
+                    got = comm.recv(out, source, tag)
+                    assert got == Message(source, tag, count), got
+                    assert (out[:count] == 10.0 * source + tag).all()
+        found.append(comm.probe(is_blocking=False))
+        waiting = comm.recv(out, async_op=True)
+        found += [waiting.is_done(), waiting.cancel(), waiting.cancel()]
+        comm.barrier()
+        return found
+
+
+def not_fitting() -> list[str]:
+    """Receive into arrays that are too small, or of another dtype; return the errors."""
+    found: list[str] = []
+
+    def tried(fn: Any, *given: Any, **named: Any) -> None:
+        try:
+            fn(*given, **named)
+        except R2cclError as exc:
+            found.append(f"{type(exc).__name__}: {exc}")
+
+    with r2ccl.init() as comm:
+        if comm.rank:
+            tried(comm.send, np.ones(10), 0)
+            tried(comm.send, np.ones(100_000), 0)
+            comm.send(np.ones(100_000), 0)
+        else:
+            tried(comm.recv, np.ones(9))
+            tried(comm.recv, np.ones(10, np.float32))
+            comm.recv(np.ones(10))
+            tried(comm.recv, np.ones(99_999))
+            comm.recv(np.ones(100_000))
+        for given in ((np.ones(2), 5), (np.ones(2), 0, -1), (np.ones(2), 0, 0.5), ("x", 0)):
+            tried(comm.send, *given)
+        tried(comm.recv, np.ones(2), -7)
+        comm.barrier()
+    return found
+
+
+def many_unexpected(nmessages: int, count: int) -> tuple[bool, int]:
+    """Send many short messages before any is received; return also their number here."""
+    with r2ccl.init() as comm:
+        if comm.rank:
+            sends = [
+                comm.send(np.full(count, float(at)), 0, at, async_op=True)
+                for at in range(nmessages)
+            ]
+            comm.barrier()
+            for send in sends:
+                send.wait()
+            comm.barrier()
+            return True, 0
+        comm.probe(1, nmessages - 1)
+        comm.barrier()
+        kept = comm._engine.messenger._driver._matching._envelopes
+        nkept = sum(len(each.payload or b"") for each in kept)
+        is_right = True
+        for at in reversed(range(nmessages)):
+            out = np.empty(count)
+            comm.recv(out, 1, at)
+            is_right &= bool((out == at).all())
+        comm.barrier()
+        return is_right, nkept
+
+
+def beside_collectives(nrounds: int, nfaults: int, seed: int) -> tuple[list[str], int]:
+    """Mix messages, collectives and communicators at random while rails fail."""
+    faults = [
+        Fault(action=Action.NIC_DOWN, node=0, rail=at % 2, rank=0, at_op=3 + 4 * at, at_step=at)
+        for at in range(nfaults)
+    ]
+    wrong: list[str] = []
+    with r2ccl.init(faults=FaultPlan(faults)) as comm:
+        group = [comm, comm.dup()]
+
+        def exchange(each: Communicator) -> None:
+            choice = random.Random(seed)  # the same on all ranks
+            n, rank = each.nranks, each.rank
+            for at in range(nrounds):
+                shift, count = choice.randrange(n), choice.choice((1, 3000, 70_000, 400_000))
+                if choice.random() < 0.4:
+                    x = np.full(count, float(rank + at))
+                    each.allreduce(x)
+                    if not (x == sum(range(n)) + n * at).all():
+                        wrong.append(f"rank {rank}, allreduce {at}: {x[0]}")
+                    continue
+                out = np.empty(count)
+                source = (rank - shift) % n
+                each.sendrecv(data(rank, 0, at, count), (rank + shift) % n, out, source, tag=at)
+                if not np.array_equal(out, data(source, 0, at, count)):
+                    wrong.append(f"rank {rank}, message {at} of {source}")
+
+        threads = [threading.Thread(target=exchange, args=(each,)) for each in group]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return wrong, len(comm.repairs())
